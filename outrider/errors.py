@@ -1,0 +1,11 @@
+"""What a user did wrong, in words that name the fix."""
+
+from __future__ import annotations
+
+
+class OutriderError(ValueError):
+    """A mistake that the caller can mend; the message says how."""
+
+
+class UnsupportedModel(OutriderError):
+    """The checkpoint is sound, but its architecture cannot be run exactly here; the message says why."""

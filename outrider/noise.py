@@ -1,0 +1,100 @@
+"""Randomness as a function of (seed, stream, absolute position): stateless, equal on every device and in every batch.
+
+Two numbers keep it exact. What decides a *token at a position* (streams TARGET and RACE) is keyed by that position,
+which is emitted once. What decides *within a round* (ACCEPT, DRAFT) is keyed by the round's first position, which
+grows every round: were it keyed by the node's own position, a rejected draft's noise would come back in the next
+round, already conditioned on the rejection.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Protocol
+
+import torch
+
+
+class Stream(IntEnum):
+    """Independent sources under one seed."""
+
+    TARGET = 1  # the token at a position
+    RACE = 2  # the position's exponential race, shared by draft and target
+    ACCEPT = 3  # the coins of a verifier
+    DRAFT = 4  # the draws of a proposer
+
+
+class Noise(Protocol):
+    """What a verifier may ask of chance. It must not look at anything else that is random."""
+
+    def token(self, law: torch.Tensor, ahead: torch.Tensor) -> torch.Tensor:
+        """Draw from `law` [..., V] the token that stands `ahead` [...] places after the round's first one."""
+
+    def race(self, law: torch.Tensor, ahead: torch.Tensor) -> torch.Tensor:
+        """Like `token`, by the exponential race that the draft ran too (Daliri et al. 2024)."""
+
+    def flip(self, chance: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        """[B] bool, true with probability `chance` [B]; `index` [B] names the coin, fresh within a round."""
+
+
+class PositionNoise:
+    """The noise of real runs."""
+
+    def __init__(self, seed: torch.Tensor, first: torch.Tensor) -> None:
+        """Take each row's seed [B] int64 and the absolute position [B] int64 of its first token this round."""
+        self._seed = seed
+        self._first = first
+
+    def token(self, law: torch.Tensor, ahead: torch.Tensor) -> torch.Tensor:
+        return inverse_cdf(law, self._uniform(Stream.TARGET, ahead))
+
+    def race(self, law: torch.Tensor, ahead: torch.Tensor) -> torch.Tensor:
+        key = self._key(Stream.RACE, ahead)[..., None]
+        uniform = to_uniform(mix(key + torch.arange(law.shape[-1], device=law.device) * GOLDEN))
+        arrival = -torch.log1p(-uniform) / law.double()
+        return torch.where(law > 0, arrival, torch.inf).argmin(-1)
+
+    def flip(self, chance: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        return self._per_round(Stream.ACCEPT, index) < chance
+
+    def guess(self, law: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        """Draw a proposer's guess number `index` [B] of this round from `law` [B, V]."""
+        return inverse_cdf(law, self._per_round(Stream.DRAFT, index))
+
+    def _key(self, stream: Stream, ahead: torch.Tensor) -> torch.Tensor:
+        shape = (-1,) + (1,) * (ahead.dim() - 1)
+        start = mix(self._seed + GOLDEN * int(stream)).view(shape)
+        return mix(start + (self._first.view(shape) + ahead) * GOLDEN)
+
+    def _uniform(self, stream: Stream, ahead: torch.Tensor) -> torch.Tensor:
+        return to_uniform(self._key(stream, ahead))
+
+    def _per_round(self, stream: Stream, index: torch.Tensor) -> torch.Tensor:
+        return to_uniform(mix(self._key(stream, torch.zeros_like(index)) + (index + 1) * GOLDEN))
+
+
+GOLDEN = -7046029254386353131  # 2**64 / golden ratio, odd, as a signed integer
+
+
+def mix(x: torch.Tensor) -> torch.Tensor:
+    """Scramble int64 to int64: the finaliser of splitmix64 (Steele et al. 2014), whose products wrap around."""
+    x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
+    x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685
+    return x ^ ((x >> 31) & 0x1FFFFFFFF)
+
+
+def mix_int(seed: int, index: int) -> int:
+    """A seed of its own for the `index`-th completion of a request; the first keeps the request's seed."""
+    if index == 0:
+        return seed
+    return int(mix(torch.tensor(seed) + index * GOLDEN)) & (2**63 - 1)
+
+
+def to_uniform(bits: torch.Tensor) -> torch.Tensor:
+    """Float64 in [0, 1) from the upper 48 bits: few enough that u * total < total after rounding."""
+    return ((bits >> 16) & 0xFFFFFFFFFFFF).double() * 2.0**-48
+
+
+def inverse_cdf(law: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """First token whose cumulative mass exceeds u times the total; `law` [..., V] need not be normalised."""
+    cdf = law.cumsum(-1, dtype=torch.float64)
+    return torch.searchsorted(cdf, (uniform * cdf[..., -1])[..., None], right=True)[..., 0].clamp(max=law.shape[-1] - 1)

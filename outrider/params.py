@@ -1,0 +1,106 @@
+"""What a request asks for: the sampling parameters, checked once, at the door."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from outrider.errors import OutriderError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How a completion is drawn from the target; every field holds exactly, with and without speculation.
+
+    The law at a position is made in this order: logit_bias, repetition_penalty (over prompt and output),
+    presence and frequency penalty (over the output), min_tokens, temperature, top_k, top_p, min_p.
+
+    Attributes:
+        temperature: 0 is greedy.
+        top_k: keep the k likeliest tokens; 0 keeps all.
+        top_p: keep the smallest set of likeliest tokens whose mass reaches top_p, in (0, 1].
+        min_p: drop tokens below min_p times the likeliest one's probability, in [0, 1].
+        repetition_penalty: above 1 discourages tokens of prompt and output (Keskar et al. 2019); 1 is off.
+        presence_penalty: subtracted once from the logit of a token in the output; in [-2, 2].
+        frequency_penalty: subtracted once per occurrence in the output; in [-2, 2].
+        logit_bias: added to the logits, by token id; in [-100, 100] or -inf to forbid.
+        max_tokens: emitted at most; None fills the context.
+        min_tokens: no end-of-text, stop id or stop string before this many tokens.
+        stop: strings that end the completion; they are not part of the text.
+        stop_token_ids: tokens that end the completion; like end-of-text they are not part of the text.
+        ignore_eos: go on past end-of-text.
+        seed: the same seed gives the same completion, alone or in a batch; None draws one, and reports it.
+        n: independent completions of the prompt.
+        logprobs: report the log-probability of each emitted token and of the likeliest N; None reports none.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    max_tokens: int | None = 128
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    seed: int | None = None
+    n: int = 1
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        object.__setattr__(self, "stop", tuple(self.stop))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        self._check_numbers()
+        self._check_stops()
+
+    def _check_numbers(self) -> None:
+        _real("temperature", self.temperature, 0.0, math.inf, "0 is greedy, 1 samples the model's own law")
+        _whole("top_k", self.top_k, 0, "0 keeps every token")
+        _real("top_p", self.top_p, 0.0, 1.0, "1 keeps every token")
+        if self.top_p == 0:
+            raise OutriderError("top_p is 0, which keeps no token; use temperature=0 for greedy, or top_p in (0, 1]")
+        _real("min_p", self.min_p, 0.0, 1.0, "0 keeps every token")
+        _real("repetition_penalty", self.repetition_penalty, 0.0, math.inf, "1 is off")
+        if self.repetition_penalty == 0:
+            raise OutriderError("repetition_penalty is 0; it divides, so use a number above 0 (1 is off)")
+        _real("presence_penalty", self.presence_penalty, -2.0, 2.0, "0 is off")
+        _real("frequency_penalty", self.frequency_penalty, -2.0, 2.0, "0 is off")
+        if self.max_tokens is not None:
+            _whole("max_tokens", self.max_tokens, 1, "None fills the context")
+        _whole("min_tokens", self.min_tokens, 0, "0 is off")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise OutriderError(f"min_tokens is {self.min_tokens} and max_tokens {self.max_tokens}; lower the former")
+        _whole("n", self.n, 1, "1 gives one completion")
+        if self.logprobs is not None:
+            _whole("logprobs", self.logprobs, 0, "0 reports the emitted token alone")
+        if self.seed is not None:
+            _whole("seed", self.seed, 0, "any whole number below 2**63")
+        for token, bias in self.logit_bias.items():
+            _whole("logit_bias key", token, 0, "a token id")
+            if bias != -math.inf:
+                _real(f"logit_bias[{token}]", bias, -100.0, 100.0, "or -inf to forbid the token")
+
+    def _check_stops(self) -> None:
+        for stop in self.stop:
+            if not isinstance(stop, str) or not stop:
+                raise OutriderError(f"stop holds {stop!r}; each stop must be a string of at least one character")
+        for token in self.stop_token_ids:
+            _whole("stop_token_ids", token, 0, "token ids")
+
+
+def _real(name: str, value: float, low: float, high: float, hint: str) -> None:
+    good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not good or not low <= value <= high:
+        raise OutriderError(f"{name} is {value!r}; use a number from {low:g} to {high:g} ({hint})")
+
+
+def _whole(name: str, value: int, low: int, hint: str) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value < 2**63:
+        raise OutriderError(f"{name} is {value!r}; use a whole number of at least {low} ({hint})")

@@ -1,0 +1,162 @@
+"""From logits to the law p that is sampled: bias, penalties, temperature, filters; per node, along its own path.
+
+Each step equals the logits processor of the same name in transformers; greedy is a one-hot p and nothing more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from outrider import tree
+from outrider.types import Draft, Row
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Knobs:
+    """The sampling parameters of a batch as tensors, made when the batch changes and not every round."""
+
+    rows: tuple[Row, ...]
+    temperature: torch.Tensor  # [B, 1, 1]; 1 where greedy
+    greedy: torch.Tensor  # [B, 1, 1] bool
+    top_k: torch.Tensor  # [B, 1, 1] int64; V where off
+    top_p: torch.Tensor  # [B, 1, 1]
+    min_p: torch.Tensor  # [B, 1, 1]
+    repetition: torch.Tensor  # [B, 1, 1]
+    presence: torch.Tensor  # [B, 1, 1]
+    frequency: torch.Tensor  # [B, 1, 1]
+    bias: torch.Tensor | None  # [B, V]
+    seed: torch.Tensor  # [B] int64
+    all_greedy: bool
+    any_filter: bool  # top_k, top_p or min_p
+    any_penalty: bool
+    any_minimum: bool  # min_tokens
+    sampled: tuple[bool, ...]  # [B] temperature above 0
+
+    @classmethod
+    def of(cls, rows: Sequence[Row], vocab: int, device: torch.device) -> Knobs:
+        wants = [row.request.params for row in rows]
+
+        def column(values: Sequence[float], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+            return torch.tensor(values, dtype=dtype, device=device)[:, None, None]
+
+        return cls(
+            rows=tuple(rows),
+            temperature=column([w.temperature or 1.0 for w in wants]),
+            greedy=column([w.temperature == 0 for w in wants], torch.bool),
+            top_k=column([min(w.top_k or vocab, vocab) for w in wants], torch.int64),
+            top_p=column([w.top_p for w in wants]),
+            min_p=column([w.min_p for w in wants]),
+            repetition=column([w.repetition_penalty for w in wants]),
+            presence=column([w.presence_penalty for w in wants]),
+            frequency=column([w.frequency_penalty for w in wants]),
+            bias=_bias(rows, vocab, device),
+            seed=torch.tensor([row.request.seed for row in rows], device=device),
+            all_greedy=all(w.temperature == 0 for w in wants),
+            any_filter=any(w.top_k or w.top_p < 1 or w.min_p for w in wants),
+            any_penalty=any(w.repetition_penalty != 1 or w.presence_penalty or w.frequency_penalty for w in wants),
+            any_minimum=any(w.min_tokens for w in wants),
+            sampled=tuple(w.temperature > 0 for w in wants),
+        )
+
+
+def warp(logits: torch.Tensor, knobs: Knobs, draft: Draft, *, last: bool = False) -> torch.Tensor:
+    """The law of the next token at each node of `draft`, the root first.
+
+    Args:
+        logits: [B, 1 + N, V] float; [B, 1, V] with `last`. They must be finite or -inf (see `broken`).
+        knobs: of the same rows.
+        draft: whose paths the penalties see.
+        last: the logits are those of node N - 1 alone.
+
+    Returns:
+        p, shaped like `logits`, each row summing to 1.
+    """
+    if knobs.bias is not None:
+        logits = logits + knobs.bias[:, None]
+    if knobs.any_penalty:
+        logits = _penalise(logits, knobs, draft, last=last)
+    if knobs.any_minimum:
+        logits = _forbid_ends(logits, knobs, draft, last=last)
+    if knobs.all_greedy:
+        return _one_hot(logits)
+    law = _filter(logits / knobs.temperature, knobs).softmax(-1)
+    return torch.where(knobs.greedy, _one_hot(logits), law) if not all(knobs.sampled) else law
+
+
+def broken(logits: torch.Tensor) -> torch.Tensor:
+    """[B] bool: rows in whose logits [B, K, V] no law can be found (NaN, +inf, or everything -inf)."""
+    return ~logits.amax(-1).isfinite().all(-1)
+
+
+def _one_hot(logits: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
+
+
+def _filter(logits: torch.Tensor, knobs: Knobs) -> torch.Tensor:
+    """Top-k, then top-p, then min-p, each on what the one before left."""
+    if not knobs.any_filter:
+        return logits
+    ordered, index = logits.sort(-1, descending=True)
+    kth = ordered.gather(-1, (knobs.top_k - 1).expand(*ordered.shape[:-1], 1))
+    ordered = ordered.masked_fill(ordered < kth, -torch.inf)
+    mass = ordered.softmax(-1)
+    before = mass.cumsum(-1) - mass
+    nucleus = (before >= knobs.top_p) & (knobs.top_p < 1)
+    nucleus[..., 0] = False
+    ordered = ordered.masked_fill(nucleus, -torch.inf)
+    mass = ordered.softmax(-1)
+    ordered = ordered.masked_fill(mass < knobs.min_p * mass[..., :1], -torch.inf)
+    return torch.empty_like(logits).scatter_(-1, index, ordered)
+
+
+def _penalise(logits: torch.Tensor, knobs: Knobs, draft: Draft, *, last: bool) -> torch.Tensor:
+    output, seen = _histories(knobs.rows, draft, logits.shape[-1], logits.device)
+    if last:
+        output, seen = output[:, -1:], seen[:, -1:]
+    scaled = torch.where(logits < 0, logits * knobs.repetition, logits / knobs.repetition)
+    logits = torch.where(seen, scaled, logits)
+    return logits - knobs.frequency * output - knobs.presence * (output > 0)
+
+
+def _histories(
+    rows: Sequence[Row], draft: Draft, vocab: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Occurrences in the output up to each node [B, 1 + N, V], and whether prompt or output hold the token."""
+    output = torch.zeros(len(rows), 1 + draft.size, vocab, device=device)
+    prompt = torch.zeros(len(rows), 1, vocab, dtype=torch.bool, device=device)
+    for b, row in enumerate(rows):
+        split = len(row.request.prompt)
+        text = torch.tensor(row.text, device=device)
+        output[b, 0] = text[split:].bincount(minlength=vocab)[:vocab]
+        prompt[b, 0, text[:split]] = True
+    each = torch.arange(len(rows), device=device)
+    for node in range(draft.size):
+        output[:, node + 1] = output[each, draft.parent[:, node] + 1]
+        output[each, node + 1, draft.tokens[:, node].clamp(0, vocab - 1)] += 1
+    return output, prompt | (output > 0)
+
+
+def _forbid_ends(logits: torch.Tensor, knobs: Knobs, draft: Draft, *, last: bool) -> torch.Tensor:
+    """No ending where fewer than min_tokens would have been emitted before it."""
+    depth = torch.cat([torch.zeros_like(draft.count)[:, None], tree.depths(draft)], 1)
+    depth = depth[:, -1:] if last else depth
+    logits = logits.clone()
+    for b, row in enumerate(knobs.rows):
+        ends = sorted(token for token in row.request.end_ids if token < logits.shape[-1])
+        early = row.emitted + depth[b] < row.request.params.min_tokens
+        if ends:
+            logits[b, :, ends] = logits[b, :, ends].masked_fill(early[:, None], -torch.inf)
+    return logits
+
+
+def _bias(rows: Sequence[Row], vocab: int, device: torch.device) -> torch.Tensor | None:
+    if not any(row.request.params.logit_bias for row in rows):
+        return None
+    bias = torch.zeros(len(rows), vocab, device=device)
+    for b, row in enumerate(rows):
+        for token, value in row.request.params.logit_bias.items():
+            bias[b, token] = value
+    return bias

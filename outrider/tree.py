@@ -1,0 +1,52 @@
+"""Trees of guesses as tensors: making them, and asking who descends from whom."""
+
+from __future__ import annotations
+
+import torch
+
+from outrider.types import Draft, Law
+
+
+def empty(rows: int, device: torch.device) -> Draft:
+    """No guesses for `rows` rows."""
+    none = torch.zeros(rows, 0, dtype=torch.int64, device=device)
+    count = torch.zeros(rows, dtype=torch.int64, device=device)
+    return Draft(tokens=none, parent=none, count=count, law=none, q=None, width=(0,) * rows, chain=True)
+
+
+def chain(
+    tokens: torch.Tensor,  # [B, N]
+    width: tuple[int, ...],  # [B]
+    *,
+    law: Law | torch.Tensor = Law.ONE_HOT,  # of every node, or [B, N]
+    q: torch.Tensor | None = None,  # [B, N, V]
+) -> Draft:
+    """One guess after another, `width[b]` of them in row b."""
+    rows, size = tokens.shape
+    parent = torch.arange(-1, size - 1, device=tokens.device).expand(rows, size)
+    laws = law if isinstance(law, torch.Tensor) else torch.full_like(tokens, int(law))
+    count = torch.tensor(width, device=tokens.device)
+    return Draft(tokens=tokens, parent=parent, count=count, law=laws, q=q, width=width, chain=True)
+
+
+def live(draft: Draft) -> torch.Tensor:
+    """[B, N] bool: which nodes are guesses, and which are padding."""
+    return torch.arange(draft.size, device=draft.count.device) < draft.count[:, None]
+
+
+def ancestors(parent: torch.Tensor) -> torch.Tensor:
+    """[B, N, N] bool: `out[b, i, j]` where node j lies on the path from the root to node i, i itself included."""
+    rows, size = parent.shape
+    out = torch.eye(size, dtype=torch.bool, device=parent.device).expand(rows, size, size).clone()
+    for node in range(1, size):
+        above = parent[:, node].clamp(min=0)[:, None, None].expand(rows, 1, size)
+        inherited = out.gather(1, above)[:, 0] & (parent[:, node] >= 0)[:, None]
+        out[:, node] |= inherited
+    return out
+
+
+def depths(draft: Draft) -> torch.Tensor:
+    """[B, N] int64: guesses on the path from the root, the node itself counted; 1 for a child of the root."""
+    if draft.chain:
+        return torch.arange(1, draft.size + 1, device=draft.parent.device).expand_as(draft.parent)
+    return ancestors(draft.parent).sum(-1)

@@ -1,0 +1,178 @@
+"""The nouns of one round, and the letters they are measured in.
+
+B rows, N draft nodes, V vocabulary, H hidden size, S cached length. p is the target's law at a node, after
+temperature, filters, penalties and bias; q is the law that a sampled guess was drawn from (Leviathan et al. 2023).
+`accepted` excludes the bonus token; `emitted = accepted + 1`, or 0 while a row is still feeding its prompt.
+
+Tensors stay on the target's device. Tuples are on the host: what the host needs to know to shape a round is known
+before the round begins, so nothing between propose and commit waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum, StrEnum
+
+import torch
+
+from outrider.params import SamplingParams
+from outrider.stats import Stats
+from outrider.text import TextStream
+
+
+class Law(IntEnum):
+    """How a guess was made. A verifier is exact only if this is true, so it is data."""
+
+    ONE_HOT = 0  # chosen, without randomness of its own
+    SAMPLED = 1  # drawn from q, independently of its siblings
+    WITHOUT_REPLACEMENT = 2  # drawn from q without its earlier siblings, renormalised
+
+
+class Draw(StrEnum):
+    """How a proposer that has a distribution should make its guesses, so that the verifier accepts most of them."""
+
+    ARGMAX = "argmax"
+    SAMPLE = "sample"
+    RACE = "race"  # shares the position's exponential race with the target
+
+
+class Finish(StrEnum):
+    """Why a completion ended."""
+
+    STOP = "stop"  # end-of-text, a stop token or a stop string
+    LENGTH = "length"  # max_tokens, or the context is full
+    ABORT = "abort"  # the caller took it back
+    ERROR = "error"  # the model's logits were not numbers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One completion to make."""
+
+    id: int
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    seed: int
+    end_ids: frozenset[int]  # tokens that end the completion: end-of-text and the user's
+    limit: int  # tokens to emit at most
+
+
+@dataclass(slots=True, kw_only=True)
+class Row:
+    """A request that holds a slot. The scheduler alone changes it; everybody else reads."""
+
+    request: Request
+    slot: int
+    text: list[int]  # committed: the prompt and what was emitted
+    stream: TextStream | None = None
+    cached: int = 0  # committed tokens that the target's cache holds
+    passes: list[tuple[int, int, int]] = field(default_factory=list)  # (deepest guess, accepted, emitted) a pass
+    authors: list[bool] = field(default_factory=list)  # per emitted token: was it an accepted guess?
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish: Finish | None = None
+    error: str = ""
+
+    @property
+    def emitted(self) -> int:
+        return len(self.text) - len(self.request.prompt)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """The rows that run now, and what each has to feed: committed tokens that the cache does not hold yet."""
+
+    rows: tuple[Row, ...]  # [B]
+    start: tuple[int, ...]  # [B] cached length before this round
+    feed: tuple[tuple[int, ...], ...]  # [B] tokens, at least one a row
+    budget: tuple[int, ...]  # [B] guesses the row may spend; 0 = do not speculate
+
+    @property
+    def emits(self) -> tuple[bool, ...]:
+        """[B] whether the feed reaches the end of the committed text, so that the row emits this round."""
+        ends = zip(self.rows, self.start, self.feed, strict=True)
+        return tuple(start + len(feed) == len(row.text) for row, start, feed in ends)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draft:
+    """A tree of guesses for each row; a chain is a tree whose parents are -1, 0, 1, ...
+
+    Parents precede children, and siblings stand in the order in which they were drawn. Nodes from `count` on are
+    padding. A sampled node carries in `q` the law it was drawn from, before earlier siblings were taken out of it.
+    """
+
+    tokens: torch.Tensor  # [B, N] int64, target ids
+    parent: torch.Tensor  # [B, N] int64; -1 = the last committed token
+    count: torch.Tensor  # [B] int64; 0 is always legal
+    law: torch.Tensor  # [B, N] int64, of Law
+    q: torch.Tensor | None  # [B, N, V] float, zero in rows of ONE_HOT nodes; None when nothing was sampled
+    width: tuple[int, ...]  # [B] what the host knows of count: an upper bound, and how many nodes are fed
+    chain: bool  # every row is a chain
+
+    @property
+    def size(self) -> int:
+        return self.tokens.shape[1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scores:
+    """What one pass of the target says of the last committed token (node 0) and of each guess (node 1 + j)."""
+
+    logits: torch.Tensor  # [B, 1 + N, V] float32
+    features: Mapping[int, torch.Tensor] = field(default_factory=dict)  # output of layer k: [B, 1 + N, H]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """The accepted path, one more token, and their log-probabilities under p."""
+
+    path: torch.Tensor  # [B, N] int64: draft nodes in order, padded with -1
+    accepted: torch.Tensor  # [B] int64
+    bonus: torch.Tensor  # [B] int64
+    logprob: torch.Tensor  # [B, N + 1] float, of the accepted tokens and then the bonus; 0 beyond
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprobs:
+    """Natural log-probabilities at one emitted token."""
+
+    token: int
+    logprob: float  # under the model's own softmax, before temperature, penalties and filters
+    sampled_logprob: float  # under p, the law that the token was drawn from
+    top: tuple[tuple[int, float], ...]  # the likeliest tokens of the model's own softmax, best first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Round:
+    """One finished round as every part is told of it: what ran, and what was kept."""
+
+    batch: Batch
+    draft: Draft
+    scores: Scores
+    path: tuple[tuple[int, ...], ...]  # [B] accepted draft nodes, in order
+    emitted: tuple[tuple[int, ...], ...]  # [B] their tokens and the bonus; empty for a row that only fed
+    sampled_logprob: tuple[tuple[float, ...], ...]  # [B] under p, per emitted token
+    failed: tuple[bool, ...]  # [B] the target's logits were not numbers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Needs:
+    """What a proposer wants from the target's pass, so that nothing else is exported."""
+
+    layers: tuple[int, ...] = ()  # decoder layers, counted from 0, whose outputs are wanted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """What a caller gets: one finished completion."""
+
+    prompt_tokens: tuple[int, ...]
+    tokens: tuple[int, ...]
+    text: str
+    finish: Finish
+    seed: int
+    guessed: tuple[bool, ...]  # per token: an accepted guess, or the target's own
+    logprobs: tuple[TokenLogprobs, ...]
+    stats: Stats
+    error: str = ""

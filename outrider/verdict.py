@@ -1,0 +1,96 @@
+"""Between drafts and verdicts: what a guess was drawn from, which may be kept, and the verdict that a path makes."""
+
+from __future__ import annotations
+
+import torch
+
+from outrider import tree
+from outrider.noise import Noise
+from outrider.types import Draft, Law, Verdict
+
+
+def keep_prefix(draft: Draft, p: torch.Tensor, kept: torch.Tensor, law: torch.Tensor, noise: Noise) -> Verdict:
+    """Verdict that keeps the first `kept` [B] guesses and draws the bonus from `law` [B, V]."""
+    return judge(draft, p, prefix_of(draft, kept), kept, noise.token(law, kept))
+
+
+def keep_path(draft: Draft, p: torch.Tensor, at: torch.Tensor, law: torch.Tensor, noise: Noise) -> Verdict:
+    path, kept = path_to(draft, at)
+    return judge(draft, p, path, kept, noise.token(law, kept))
+
+
+def judge(draft: Draft, p: torch.Tensor, path: torch.Tensor, kept: torch.Tensor, bonus: torch.Tensor) -> Verdict:
+    rows, size = path.shape
+    at = torch.cat([torch.zeros_like(bonus)[:, None], path + 1], 1)  # the node that each emitted token follows
+    tokens = torch.cat([draft.tokens.gather(1, path.clamp(min=0)), bonus[:, None]], 1)
+    tokens = tokens.scatter(1, kept[:, None], bonus[:, None])
+    each = torch.arange(rows, device=p.device)[:, None]
+    emitted = torch.arange(size + 1, device=p.device) <= kept[:, None]
+    chance = p[each, at, tokens.clamp(0, p.shape[-1] - 1)]
+    return Verdict(path=path, accepted=kept, bonus=bonus, logprob=torch.where(emitted, chance.log(), 0.0))
+
+
+def prefix_of(draft: Draft, kept: torch.Tensor) -> torch.Tensor:
+    order = torch.arange(draft.size, device=kept.device)
+    return torch.where(order < kept[:, None], order, -1)
+
+
+def path_to(draft: Draft, at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Nodes from the root to `at` [B] (-1 is the root itself), padded with -1, and how many they are."""
+    if not draft.size:
+        return draft.tokens, draft.count
+    above = tree.ancestors(draft.parent)[torch.arange(len(at), device=at.device), at.clamp(min=0)]
+    above = above & (at >= 0)[:, None]
+    order = torch.where(above, torch.arange(draft.size, device=at.device), draft.size).sort(1).values
+    return torch.where(order < draft.size, order, -1), above.sum(1)
+
+
+def ahead(draft: Draft) -> torch.Tensor:
+    """[B, 1 + N]: how many tokens of this round precede the one sampled at each node."""
+    return torch.cat([torch.zeros_like(draft.count)[:, None], tree.depths(draft)], 1)
+
+
+def alive_nodes(draft: Draft, p: torch.Tensor) -> torch.Tensor:
+    """[B, N]: guesses that may be accepted at all; an id that the target does not have may not."""
+    return tree.live(draft) & (draft.tokens >= 0) & (draft.tokens < p.shape[-1])
+
+
+def proposals(draft: Draft, p: torch.Tensor) -> torch.Tensor:
+    """[B, N, V]: the law that each node was drawn from; one-hot where it was chosen."""
+    q = torch.zeros_like(p[:, 1:]) if draft.q is None else draft.q.to(p.dtype).clone()
+    chosen = (draft.law == Law.ONE_HOT)[..., None].to(q.dtype)
+    return q.scatter_add_(-1, draft.tokens.clamp(0, p.shape[-1] - 1)[..., None], chosen)
+
+
+def without(q: torch.Tensor, gone: torch.Tensor, law: torch.Tensor) -> torch.Tensor:
+    """q [B, V] as the node was drawn from it: without the siblings that are `gone` where the node's law says so."""
+    left = q.masked_fill(gone, 0.0)
+    return torch.where((law == Law.WITHOUT_REPLACEMENT)[:, None], normalised(left, q), q)
+
+
+def taken(draft: Draft, node: int, lost: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+    """[B, V] bool: the token of a rejected node that was drawn without replacement."""
+    out = torch.zeros_like(p[:, 0], dtype=torch.bool)
+    drawn = lost & (draft.law[:, node] == Law.WITHOUT_REPLACEMENT)
+    return out.scatter_(-1, draft.tokens[:, node].clamp(0, p.shape[-1] - 1)[:, None], drawn[:, None])
+
+
+def at_token(law: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+    return law.gather(-1, token.clamp(0, law.shape[-1] - 1)[:, None])[:, 0]
+
+
+def gate(chance: torch.Tensor, met: torch.Tensor) -> torch.Tensor:
+    """A probability where `met`, 0 elsewhere; 0 / 0, a guess of no mass on either side, is 0."""
+    return torch.where(met, chance.nan_to_num(nan=0.0, posinf=1.0).clamp(0.0, 1.0), 0.0)
+
+
+def normalised(mass: torch.Tensor, fallback: torch.Tensor) -> torch.Tensor:
+    """mass / its sum along V; `fallback` where rounding left nothing."""
+    total = mass.sum(-1, keepdim=True)
+    return torch.where(total > 0, mass / total, fallback)
+
+
+def share_of(excess: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
+    """S / (S + 1 - a); 1 where nothing was lost."""
+    whole = excess + 1 - share
+    return torch.where(whole > 0, excess / whole, 1.0)
