@@ -62,7 +62,7 @@ class PositionNoise:
 
     def _key(self, stream: Stream, ahead: torch.Tensor) -> torch.Tensor:
         shape = (-1,) + (1,) * (ahead.dim() - 1)
-        start = mix(self._seed + GOLDEN * int(stream)).view(shape)
+        start = mix(self._seed + torch.tensor(int(stream), device=ahead.device) * GOLDEN).view(shape)
         return mix(start + (self._first.view(shape) + ahead) * GOLDEN)
 
     def _uniform(self, stream: Stream, ahead: torch.Tensor) -> torch.Tensor:
@@ -86,7 +86,7 @@ def mix_int(seed: int, index: int) -> int:
     """A seed of its own for the `index`-th completion of a request; the first keeps the request's seed."""
     if index == 0:
         return seed
-    return int(mix(torch.tensor(seed) + index * GOLDEN)) & (2**63 - 1)
+    return int(mix(torch.tensor(seed) + torch.tensor(index) * GOLDEN)) & (2**63 - 1)
 
 
 def to_uniform(bits: torch.Tensor) -> torch.Tensor:
