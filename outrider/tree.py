@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from outrider.types import Draft, Law
+from outrider.types import Batch, Draft, Law, Round, Scores
 
 
 def empty(rows: int, device: torch.device) -> Draft:
@@ -50,3 +50,17 @@ def depths(draft: Draft) -> torch.Tensor:
     if draft.chain:
         return torch.arange(1, draft.size + 1, device=draft.parent.device).expand_as(draft.parent)
     return ancestors(draft.parent).sum(-1)
+
+
+def kept(batch: Batch, draft: Draft, scores: Scores) -> Round:
+    """The round of rows that only feed: nothing accepted, nothing emitted."""
+    none = ((),) * len(batch.rows)
+    return Round(
+        batch=batch,
+        draft=draft,
+        scores=scores,
+        path=none,
+        emitted=none,
+        sampled_logprob=none,
+        failed=(False,) * len(batch.rows),
+    )

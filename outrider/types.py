@@ -58,9 +58,9 @@ class Request:
     limit: int  # tokens to emit at most
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class Row:
-    """A request that holds a slot. The scheduler alone changes it; everybody else reads."""
+    """A request that holds a slot. The engine and its scheduler change it; everybody else reads."""
 
     request: Request
     slot: int

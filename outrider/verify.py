@@ -197,7 +197,8 @@ class _Traversal:
         self.law[self.each, above + 1] = torch.where(lost[:, None], normalised(rest, law), law)
         self.share[self.each, above + 1] = torch.where(lost, share_of(excess, share), share)
         taken = lost & (self.draft.law[self.each, node] == Law.WITHOUT_REPLACEMENT)
-        self.gone[self.each, above + 1, self.draft.tokens[self.each, node]] |= taken
+        token = self.draft.tokens[self.each, node].clamp(0, law.shape[-1] - 1)  # of rows that leave nothing, too
+        self.gone[self.each, above + 1, token] |= taken
         self.at = above
         self.done = self.done | root | accept
 

@@ -1,0 +1,1 @@
+"""Memory of what the model has read."""

@@ -1,0 +1,122 @@
+"""What every cache promises, and the layout of one pass over it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Protocol
+
+import torch
+
+from outrider import tree
+from outrider.types import Batch, Draft, Round
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """The columns of one row in a pass whose rows are packed one after another."""
+
+    slot: int
+    begin: int  # first column
+    end: int  # one past the last column
+    start: int  # where in the slot the first column is written
+    nodes: int  # how many of its last columns are guesses
+    first: int  # which node the first of them is
+    base: int  # where in the slot node 0 is written
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """One pass: T columns, packed without padding, each a committed token or a guess."""
+
+    tokens: torch.Tensor  # [T] int64
+    positions: torch.Tensor  # [T] int64; guesses at equal depth share one
+    spans: tuple[Span, ...]  # [B]
+    keep: torch.Tensor  # [K] int64: the columns whose logits are wanted
+    nodes: torch.Tensor | None  # [B, M] int64 into `keep`, per node asked for; None where it is `keep`'s own order
+    ancestors: torch.Tensor | None  # [B, N, N] bool; None where every row is a chain
+
+
+class Cache(Protocol):
+    """Holds what the model has read, per slot.
+
+    Law: after `commit`, scoring equals scoring a fresh prefill of the committed text. A cache is told what was kept
+    and never what to undo, so that states which cannot be trimmed can keep the same promise.
+    """
+
+    def admit(self, slot: int, tokens: Sequence[int]) -> int:
+        """Take `slot` for a text that begins with `tokens`; return how many of them are cached already."""
+
+    def stage(self, batch: Batch, draft: Draft, first: int = -1) -> Layout:
+        """Make room behind the committed text for the feed and the guesses of each row.
+
+        With `first` >= 0 the feed and the nodes before `first` have been staged in this round, and only nodes from
+        `first` on are added; a draft model grows its own chain so. What is staged is lost unless committed.
+        """
+
+    def commit(self, round: Round) -> None:
+        """Keep each row's feed and its accepted path."""
+
+    def release(self, slot: int) -> None:
+        """Forget a slot."""
+
+    def length(self, slot: int) -> int:
+        """Committed tokens that the slot holds."""
+
+    def bytes(self) -> int:
+        """Memory in use, in bytes."""
+
+
+def lay_out(batch: Batch, draft: Draft, first: int, device: torch.device) -> Layout:
+    """Pack the columns of `batch` and `draft` (see `Cache.stage`). Host work: no read of a device tensor."""
+    fed = first < 0
+    feeds = [len(feed) for feed in batch.feed]
+    lead = list(accumulate(feeds, initial=0))
+    skip = 0 if fed else first
+    spans, nodes, column = [], [], 0
+    pool: list[int] = []
+    keep: list[int] = []
+    for b, row in enumerate(batch.rows):
+        guesses = max(draft.width[b] - skip, 0)
+        length = (feeds[b] if fed else 0) + guesses
+        base = batch.start[b] + feeds[b]
+        start = batch.start[b] if fed else base + skip
+        end = column + length
+        spans.append(Span(slot=row.slot, begin=column, end=end, start=start, nodes=guesses, first=skip, base=base))
+        if fed:
+            pool += range(lead[b], lead[b + 1])
+        pool += range(lead[-1] + b * draft.size + skip, lead[-1] + b * draft.size + skip + guesses)
+        root = [len(keep)] if fed else []
+        wanted = range(column + length - guesses - len(root), column + length)
+        at = list(range(len(keep), len(keep) + len(wanted)))
+        nodes.append(at + [at[0] if at else 0] * (len(root) + draft.size - skip - len(at)))
+        keep += wanted
+        column += length
+    dense = [at for row in nodes for at in row] == list(range(len(keep)))
+    tokens, positions = _columns(batch, draft, pool, device)
+    return Layout(
+        tokens=tokens,
+        positions=positions,
+        spans=tuple(spans),
+        keep=torch.tensor(keep, dtype=torch.int64, device=device),
+        nodes=None if dense else torch.tensor(nodes, device=device),
+        ancestors=None if draft.chain else tree.ancestors(draft.parent),
+    )
+
+
+def _columns(batch: Batch, draft: Draft, pool: list[int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and positions [T], gathered from all feeds followed by all nodes."""
+    ends = [start + len(feed) for start, feed in zip(batch.start, batch.feed, strict=True)]
+    tokens = torch.tensor([token for feed in batch.feed for token in feed], device=device)
+    positions = torch.tensor(
+        [at for start, end in zip(batch.start, ends, strict=True) for at in range(start, end)], device=device
+    )
+    if draft.size:
+        depth = torch.tensor(ends, device=device)[:, None] - 1 + tree.depths(draft)
+        tokens = torch.cat([tokens, draft.tokens.flatten()])
+        positions = torch.cat([positions, depth.flatten()])
+    if len(pool) == len(tokens):
+        return tokens, positions
+    chosen = torch.tensor(pool, dtype=torch.int64, device=device)
+    return tokens[chosen], positions[chosen]

@@ -1,0 +1,82 @@
+"""One stripe of keys and values per slot, allocated once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from outrider.cache.base import Layout, lay_out
+from outrider.types import Batch, Draft, Round
+
+
+class StaticCache:
+    """Keys and values [slots, heads, capacity, dim] per layer.
+
+    Guesses are written behind the committed text, each at its node's index. Commit closes the gaps that rejected
+    branches leave; after a chain there are none to close. Memory is taken layer by layer at the first write, in the
+    shape that the layer itself shows.
+    """
+
+    def __init__(self, *, slots: int, capacity: int, device: torch.device) -> None:
+        self.device = device
+        self._slots = slots
+        self._capacity = capacity
+        self._length = [0] * slots
+        self._keys: dict[int, torch.Tensor] = {}
+        self._values: dict[int, torch.Tensor] = {}
+
+    def admit(self, slot: int, tokens: Sequence[int]) -> int:
+        self._length[slot] = 0
+        return 0
+
+    def stage(self, batch: Batch, draft: Draft, first: int = -1) -> Layout:
+        layout = lay_out(batch, draft, first, self.device)
+        assert all(span.start + span.end - span.begin <= self._capacity for span in layout.spans), "slot overflow"
+        return layout
+
+    def commit(self, round: Round) -> None:
+        batch = round.batch
+        for row, start, feed, path in zip(batch.rows, batch.start, batch.feed, round.path, strict=True):
+            base = start + len(feed)
+            self._length[row.slot] = base + len(path)
+            if path != tuple(range(len(path))):
+                self._compact(row.slot, base, path)
+
+    def release(self, slot: int) -> None:
+        self._length[slot] = 0
+
+    def length(self, slot: int) -> int:
+        return self._length[slot]
+
+    def set_length(self, slot: int, length: int) -> None:
+        """Keep the first `length` tokens of what the slot's stripe holds."""
+        self._length[slot] = length
+
+    def bytes(self) -> int:
+        tensors = [*self._keys.values(), *self._values.values()]
+        return sum(tensor.nbytes for tensor in tensors)
+
+    def write(
+        self, layer: int, layout: Layout, keys: torch.Tensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store the pass's keys and values [heads, T, dim]; return the layer's whole stripes."""
+        if layer not in self._keys:
+            self._keys[layer] = self._stripes(keys)
+            self._values[layer] = self._stripes(values)
+        all_keys, all_values = self._keys[layer], self._values[layer]
+        for span in layout.spans:
+            at = slice(span.start, span.start + span.end - span.begin)
+            all_keys[span.slot, :, at] = keys[:, span.begin : span.end]
+            all_values[span.slot, :, at] = values[:, span.begin : span.end]
+        return all_keys, all_values
+
+    def _stripes(self, like: torch.Tensor) -> torch.Tensor:
+        # Zeros, not empty: a masked key has weight 0, and 0 times a stray NaN would be NaN.
+        heads, _, dim = like.shape
+        return torch.zeros(self._slots, heads, self._capacity, dim, dtype=like.dtype, device=like.device)
+
+    def _compact(self, slot: int, base: int, path: tuple[int, ...]) -> None:
+        kept = torch.tensor(path, device=self.device) + base
+        for stripes in (*self._keys.values(), *self._values.values()):
+            stripes[slot, :, base : base + len(path)] = stripes[slot, :, kept]

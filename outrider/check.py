@@ -1,0 +1,91 @@
+"""Before a model is used: does our pass say what the model says? An architecture is refused, never run wrongly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from outrider import tree
+from outrider.errors import UnsupportedModel
+from outrider.load import Checkpoint
+from outrider.params import SamplingParams
+from outrider.target import Target
+from outrider.types import Batch, Draft, Law, Request, Row
+
+_PROMPT = 9  # tokens, fed as 5 and then 4, so that the cache is read back
+_PARENTS = (-1, 0, -1, 1, 2)  # a tree of two branches
+_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.06, torch.float16: 0.02}  # of the logits' norm
+
+
+def check_target(target: Target, checkpoint: Checkpoint) -> None:
+    """Compare a tree scored by `target` with each of its branches read by the model's own forward pass.
+
+    Raises:
+        UnsupportedModel: they differ by more than rounding.
+    """
+    with torch.inference_mode():
+        ours, text, guesses = _score(target, checkpoint)
+        error = max(
+            _distance(ours[0, node + 1], _reference(checkpoint, text + [guesses[i] for i in _branch(node)]))
+            for node in range(-1, len(_PARENTS))
+        )
+    if not error < _TOLERANCE[checkpoint.dtype]:
+        kind = checkpoint.model.config.model_type
+        raise UnsupportedModel(
+            f"{kind}: a tree scored here differs from the model's own forward pass by {error:.1%} of the logits' norm; "
+            "this architecture needs something that Outrider does not give it"
+        )
+
+
+def _score(target: Target, checkpoint: Checkpoint) -> tuple[torch.Tensor, list[int], list[int]]:
+    """Feed a prompt in two pieces with a tree behind it; logits [1, 1 + N, V], the prompt and the guesses."""
+    source = torch.Generator().manual_seed(0)
+    tokens = torch.randint(checkpoint.vocab, (_PROMPT + len(_PARENTS),), generator=source).tolist()
+    text, guesses = tokens[:_PROMPT], tokens[_PROMPT:]
+    request = Request(id=0, prompt=tuple(text), params=SamplingParams(), seed=0, end_ids=frozenset(), limit=1)
+    row = Row(request=request, slot=0, text=text)
+    target.cache.admit(0, text)
+    draft, half = tree.empty(1, target.device), Batch(rows=(row,), start=(0,), feed=(tuple(text[:5]),), budget=(0,))
+    scores = target.score(half, draft)
+    target.cache.commit(tree.kept(half, draft, scores))
+    rest = Batch(rows=(row,), start=(5,), feed=(tuple(text[5:]),), budget=(len(guesses),))
+    logits = target.score(rest, _tree(guesses, target.device)).logits
+    target.cache.release(0)
+    return logits, text, guesses
+
+
+def _tree(guesses: list[int], device: torch.device) -> Draft:
+    tokens = torch.tensor([guesses], device=device)
+    return Draft(
+        tokens=tokens,
+        parent=torch.tensor([_PARENTS], device=device),
+        count=torch.tensor([len(guesses)], device=device),
+        law=torch.full_like(tokens, Law.ONE_HOT),
+        q=None,
+        width=(len(guesses),),
+        chain=False,
+    )
+
+
+def _reference(checkpoint: Checkpoint, text: list[int]) -> torch.Tensor:
+    """Logits [V] after `text` by the model's own attention, without a cache."""
+    model: Any = checkpoint.model
+    ids = torch.tensor([text], device=checkpoint.device)
+    ours = model.config._attn_implementation
+    if not checkpoint.recurrent:
+        model.set_attn_implementation("eager")
+    try:
+        return model(input_ids=ids, use_cache=False).logits[0, -1].float()  # type: ignore[no-any-return]
+    finally:
+        if not checkpoint.recurrent:
+            model.set_attn_implementation(ours)
+
+
+def _branch(node: int) -> list[int]:
+    """Nodes from the root to `node`."""
+    return [] if node < 0 else [*_branch(_PARENTS[node]), node]
+
+
+def _distance(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    return float((ours - theirs).norm() / theirs.norm())

@@ -1,0 +1,153 @@
+"""The round. `Engine.step` is all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from time import perf_counter
+
+import torch
+
+from outrider.errors import OutriderError
+from outrider.noise import PositionNoise
+from outrider.plan import Planner
+from outrider.propose.base import Proposer
+from outrider.sampling import Knobs, broken, warp
+from outrider.schedule import Scheduler
+from outrider.stats import Stats
+from outrider.target import Target
+from outrider.text import TextStream
+from outrider.types import Batch, Draft, Request, Round, Row, Scores, TokenLogprobs, Verdict
+from outrider.verify import Verifier
+
+
+class Engine:
+    """Runs rounds of propose, score, verify and commit over rows that come and go."""
+
+    def __init__(
+        self, *, target: Target, proposer: Proposer, verifier: Verifier, planner: Planner, scheduler: Scheduler
+    ) -> None:
+        self.stats = Stats(exact=verifier.exact)
+        self._target, self._proposer, self._verifier = target, proposer, verifier
+        self._planner, self._scheduler = planner, scheduler
+        self._knobs: Knobs | None = None
+
+    def add(self, request: Request, stream: TextStream | None = None) -> None:
+        """Queue a request."""
+        self._scheduler.add(request, stream)
+
+    def abort(self, id: int) -> None:
+        """Take a request back, wherever it is."""
+        if row := self._scheduler.abort(id):
+            self._release(row)
+
+    def busy(self) -> bool:
+        """Whether another step would do anything."""
+        return self._scheduler.busy()
+
+    @torch.inference_mode()
+    def step(self) -> tuple[Row, ...]:
+        """Run one round; returns the rows that took part, those that are done marked with their `finish`."""
+        began = perf_counter()
+        for row in self._scheduler.admit():
+            row.cached = self._target.cache.admit(row.slot, row.request.prompt)
+            self._proposer.admit(row.slot, row.request)
+        batch = self._scheduler.next()
+        batch = replace(batch, budget=self._planner.budget(batch, self.stats))
+        planned = perf_counter()
+        draft = self._proposer.propose(batch)
+        proposed = perf_counter()
+        self._check(batch, draft)
+        scores = self._target.score(batch, draft)
+        scored = perf_counter()
+        knobs = self._knobs_of(batch)
+        verdict = self._verifier.rule(draft, warp(scores.logits, knobs, draft), self._noise(batch, knobs))
+        round = _settle(batch, draft, scores, verdict)
+        self._target.cache.commit(round)
+        self._proposer.commit(round)
+        _report(round)
+        for row in self._scheduler.commit(round):
+            self._release(row)
+        host = perf_counter() - scored + planned - began
+        self._count(round, propose=proposed - planned, target=scored - proposed, host=host)
+        return batch.rows
+
+    def _check(self, batch: Batch, draft: Draft) -> None:
+        """Hold a proposer to what the rest of the round relies on."""
+        if len(draft.width) != len(batch.rows) or any(w > b for w, b in zip(draft.width, batch.budget, strict=True)):
+            raise OutriderError(
+                f"the proposer made {draft.width} guesses where {batch.budget} were allowed; keep to batch.budget"
+            )
+        if not draft.chain and not self._verifier.trees:
+            raise OutriderError(f"verifier {self._verifier.name} takes chains only; use siblings, traversal or walk")
+
+    def _noise(self, batch: Batch, knobs: Knobs) -> PositionNoise:
+        return PositionNoise(knobs.seed, torch.tensor([len(row.text) for row in batch.rows], device=knobs.seed.device))
+
+    def _knobs_of(self, batch: Batch) -> Knobs:
+        if self._knobs is None or self._knobs.rows != batch.rows:
+            self._knobs = Knobs.of(batch.rows, self._target.vocab, self._target.device)
+        return self._knobs
+
+    def _release(self, row: Row) -> None:
+        self._target.cache.release(row.slot)
+        self._proposer.release(row.slot)
+
+    def _count(self, round: Round, *, propose: float, target: float, host: float) -> None:
+        passes = [row.passes[-1] for row, tokens in zip(round.batch.rows, round.emitted, strict=True) if tokens]
+        fed = sum(len(feed) for feed, tokens in zip(round.batch.feed, round.emitted, strict=True) if not tokens)
+        counted = Stats.of_passes(passes, prompt=fed, exact=self._verifier.exact)
+        self.stats += replace(counted, rounds=1, propose_seconds=propose, target_seconds=target, host_seconds=host)
+
+
+def _settle(batch: Batch, draft: Draft, scores: Scores, verdict: Verdict) -> Round:
+    """What the host must know of a round, in one copy from the device."""
+    tokens = draft.tokens.gather(1, verdict.path.clamp(min=0))
+    # Ids and counts are far below 2**53, so float64 carries them exactly beside the log-probabilities.
+    fields = (verdict.accepted[:, None], verdict.bonus[:, None], broken(scores.logits)[:, None], verdict.path, tokens)
+    packed = torch.cat([field.double() for field in (*fields, verdict.logprob)], 1).tolist()
+    path, emitted, logprob, failed = [], [], [], []
+    size = draft.size
+    for row, emits in zip(packed, batch.emits, strict=True):
+        accepted, bonus, bad = int(row[0]), int(row[1]), bool(row[2])
+        kept = accepted if emits and not bad else 0
+        path.append(tuple(int(node) for node in row[3 : 3 + kept]))
+        guessed = [int(token) for token in row[3 + size : 3 + size + kept]]
+        emitted.append((*guessed, bonus) if emits and not bad else ())
+        logprob.append(tuple(row[3 + 2 * size : 3 + 2 * size + len(emitted[-1])]))
+        failed.append(bad)
+    return Round(
+        batch=batch,
+        draft=draft,
+        scores=scores,
+        path=tuple(path),
+        emitted=tuple(emitted),
+        sampled_logprob=tuple(logprob),
+        failed=tuple(failed),
+    )
+
+
+def _report(round: Round) -> None:
+    """Log-probabilities for the rows that asked, from the model's own softmax."""
+    for b, row in enumerate(round.batch.rows):
+        wanted = row.request.params.logprobs
+        if wanted is None or not round.emitted[b]:
+            continue
+        nodes = [0, *(node + 1 for node in round.path[b])]
+        law = round.scores.logits[b, nodes].log_softmax(-1)
+        best = law.topk(min(wanted, law.shape[-1]))
+        chosen = law.gather(1, torch.tensor(round.emitted[b], device=law.device)[:, None])[:, 0].tolist()
+        top = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+        row.logprobs += _entries(round.emitted[b], chosen, round.sampled_logprob[b], list(top))
+
+
+def _entries(
+    tokens: Sequence[int],
+    chosen: Sequence[float],
+    sampled: Sequence[float],
+    top: Sequence[tuple[list[int], list[float]]],
+) -> list[TokenLogprobs]:
+    return [
+        TokenLogprobs(token=token, logprob=own, sampled_logprob=drawn, top=tuple(zip(ids, values, strict=True)))
+        for token, own, drawn, (ids, values) in zip(tokens, chosen, sampled, top, strict=True)
+    ]

@@ -1,0 +1,233 @@
+"""The front door for Python: texts in, completions out."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+import torch
+
+from outrider.build import House, build
+from outrider.engine import Engine
+from outrider.errors import OutriderError
+from outrider.noise import mix_int
+from outrider.params import SamplingParams
+from outrider.plan import Planner
+from outrider.propose.base import Proposer
+from outrider.stats import Stats
+from outrider.text import TextStream
+from outrider.types import Completion, Finish, Request, Row
+
+Prompt = str | Sequence[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """What one round added to a streamed completion."""
+
+    text: str  # characters that no later token can change
+    tokens: tuple[int, ...]
+    guessed: tuple[bool, ...]  # per token: an accepted guess, or the target's own
+    completion: Completion | None  # in the last chunk
+
+
+class LLM:
+    """A target, a proposer, and the engine between them."""
+
+    def __init__(
+        self,
+        target: str | Path | None = None,
+        *,
+        proposer: str | Proposer | None = None,
+        k: int = 4,
+        verifier: str | None = None,
+        dtype: str = "auto",
+        device: str = "auto",
+        threads: int | None = None,
+        rows: int = 16,
+        context: int | None = None,
+        chunk: int = 512,
+        planner: Planner | None = None,
+    ) -> None:
+        """Load models and make ready.
+
+        Args:
+            target: folder of a decoder-only model; None is the embedded one.
+            proposer: none, ngram, draft:DIR, pkg.module:Class, or an object; None is the embedded draft for the
+                embedded target and ngram for any other.
+            k: guesses per round.
+            verifier: walk, coupled, rejection, block, siblings, traversal, or the lossy typical and lenient; None is
+                block for a proposer that samples and walk for one that does not.
+            dtype: auto, float32, bfloat16 or float16.
+            device: auto, cpu, cuda, ...
+            threads: CPU threads; None leaves torch's choice.
+            rows: completions that run at once.
+            context: tokens of prompt and completion together; None is the model's own, 8192 at most.
+            chunk: tokens of prompts fed per round.
+            planner: decides the number of guesses in place of `k`.
+
+        Raises:
+            OutriderError: with the fix in its message.
+        """
+        if threads is not None:
+            if threads < 1:
+                raise OutriderError(f"threads is {threads}; use at least 1")
+            torch.set_num_threads(threads)
+        self._house: House = build(
+            target,
+            proposer=proposer,
+            k=k,
+            verifier=verifier,
+            dtype=dtype,
+            device=device,
+            rows=rows,
+            context=context,
+            chunk=chunk,
+            planner=planner,
+        )
+        self._ids = count()
+
+    @property
+    def engine(self) -> Engine:
+        """The engine, for those who add requests and step themselves."""
+        return self._house.engine
+
+    @property
+    def stats(self) -> Stats:
+        """Sums over all rounds so far."""
+        return self._house.engine.stats
+
+    def encode(self, prompt: Prompt) -> tuple[int, ...]:
+        """A prompt's tokens."""
+        if not isinstance(prompt, str):
+            return tuple(int(token) for token in prompt)
+        return tuple(self._house.tokenizer.encode(prompt))
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of tokens, special tokens left out."""
+        return str(self._house.tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+    def chat(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
+        """The tokens of a conversation under the model's chat template, ready for the assistant's turn."""
+        if getattr(self._house.tokenizer, "chat_template", None) is None:
+            raise OutriderError("this model has no chat template; give the prompt as plain text")
+        turns = [dict(message) for message in messages]
+        text = self._house.tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+        return tuple(self._house.tokenizer.encode(text, add_special_tokens=False))
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[Completion]:
+        """Complete prompts together.
+
+        Args:
+            prompts: one or several, each a string or a list of token ids.
+            params: for all, or one per prompt; None is greedy.
+
+        Returns:
+            `n` completions per prompt, in the order of the prompts.
+        """
+        many = _as_list(prompts)
+        wanted = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(many)
+        if len(wanted) != len(many):
+            raise OutriderError(f"{len(many)} prompts came with {len(wanted)} parameters; give one, or one per prompt")
+        requests = [r for prompt, want in zip(many, wanted, strict=True) for r in self._requests(prompt, want)]
+        for request in requests:
+            self.engine.add(request, self._text_stream(request))
+        done: dict[int, Completion] = {}
+        try:
+            while len(done) < len(requests):
+                for row in self.engine.step():
+                    if row.finish:
+                        done[row.request.id] = self._completion(row)
+        finally:
+            for request in requests:
+                if request.id not in done:
+                    self.engine.abort(request.id)
+        return [done[request.id] for request in requests]
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Chunk]:
+        """Complete one prompt, chunk by chunk as rounds commit; leaving the loop early aborts."""
+        params = params or SamplingParams()
+        if params.n != 1:
+            raise OutriderError(f"n is {params.n}; a stream carries one completion")
+        (request,) = self._requests(prompt, params)
+        self.engine.add(request, self._text_stream(request))
+        return self._chunks(request)
+
+    def _chunks(self, request: Request) -> Iterator[Chunk]:
+        shown, given, finished = 0, 0, False
+        try:
+            while not finished:
+                row = next((row for row in self.engine.step() if row.request.id == request.id), None)
+                if row is None or (row.emitted == given and not row.finish):
+                    continue
+                finished = row.finish is not None
+                completion = self._completion(row) if finished else None
+                assert row.stream is not None
+                text = completion.text if completion else row.stream.text[: row.stream.safe_length()]
+                tokens = tuple(row.text[len(request.prompt) + given :])
+                yield Chunk(text=text[shown:], tokens=tokens, guessed=tuple(row.authors[given:]), completion=completion)
+                shown, given = max(shown, len(text)), row.emitted
+        finally:
+            if not finished:
+                self.engine.abort(request.id)
+
+    def _requests(self, prompt: Prompt, params: SamplingParams) -> list[Request]:
+        tokens = self.encode(prompt)
+        house = self._house
+        if not tokens:
+            raise OutriderError("the prompt is empty; give at least one token")
+        if len(tokens) >= house.context:
+            raise OutriderError(
+                f"the prompt is {len(tokens)} tokens long and the context holds {house.context}; shorten the prompt"
+                " or raise context"
+            )
+        if bad := [t for t in (*tokens, *params.stop_token_ids, *params.logit_bias) if not 0 <= t < house.vocab]:
+            raise OutriderError(f"token id {bad[0]} is not in the vocabulary of {house.vocab}; use smaller ids")
+        seed = params.seed if params.seed is not None else secrets.randbits(63)
+        ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else house.end_ids)
+        room = house.context - len(tokens)
+        return [
+            Request(
+                id=next(self._ids),
+                prompt=tokens,
+                params=params,
+                seed=mix_int(seed, i),
+                end_ids=ends,
+                limit=min(params.max_tokens or room, room),
+            )
+            for i in range(params.n)
+        ]
+
+    def _text_stream(self, request: Request) -> TextStream:
+        return TextStream(self.decode, request.params.stop)
+
+    def _completion(self, row: Row) -> Completion:
+        assert row.finish is not None
+        assert row.stream is not None
+        split = len(row.request.prompt)
+        return Completion(
+            prompt_tokens=row.request.prompt,
+            tokens=tuple(row.text[split:]),
+            text=row.stream.finish(),
+            finish=Finish(row.finish),
+            seed=row.request.seed,
+            guessed=tuple(row.authors),
+            logprobs=tuple(row.logprobs[: row.emitted]),
+            stats=Stats.of_passes(row.passes, prompt=split, exact=self.stats.exact),
+            error=row.error,
+        )
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    if prompts and all(isinstance(token, int) for token in prompts):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]

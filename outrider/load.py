@@ -1,0 +1,180 @@
+"""From a folder to a model that runs exactly here, or to the reason why it does not."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AttentionInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+)
+from transformers.utils import logging as transformers_logging
+
+from outrider.attention import NAME, attend
+from outrider.errors import OutriderError, UnsupportedModel
+
+_RECURRENT = frozenset({"mamba2"})  # families whose state cannot be trimmed; shown to be exact by the tests
+_ENDLESS = 1 << 20  # context of a model that names none
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """A loaded model with what its folder says about it."""
+
+    model: Any
+    tokenizer: Any
+    context: int  # tokens
+    vocab: int
+    end_ids: frozenset[int]
+    recurrent: bool
+    dtype: torch.dtype
+    device: torch.device
+
+
+def load_checkpoint(folder: str | Path, *, dtype: str = "auto", device: str = "auto") -> Checkpoint:
+    """Load a decoder-only model from a local folder of safetensors.
+
+    Args:
+        folder: holds config.json, the weights and the tokenizer.
+        dtype: auto, float32, bfloat16 or float16. auto is the checkpoint's own where the machine is fast at it.
+        device: auto, cpu, cuda, cuda:1, ... auto is the first GPU, or else the CPU.
+
+    Raises:
+        OutriderError: the folder is missing, broken, or no causal language model.
+        UnsupportedModel: the architecture cannot be run exactly here.
+    """
+    path = Path(folder).expanduser()
+    config = _read_config(path)
+    recurrent = _check_family(config)
+    where = _device(device)
+    kind = _dtype(dtype, config, where)
+    AttentionInterface.register(NAME, attend)
+    model = _read_model(path, config, kind, recurrent).to(where)
+    for weights in model.parameters():
+        weights.requires_grad_(False)
+    return Checkpoint(
+        model=model,
+        tokenizer=_read_tokenizer(path),
+        context=_context(config),
+        vocab=model.get_output_embeddings().weight.shape[0],
+        end_ids=_end_ids(path, config),
+        recurrent=recurrent,
+        dtype=kind,
+        device=where,
+    )
+
+
+def _read_config(path: Path) -> Any:
+    if not path.is_dir():
+        raise OutriderError(f"{path} is not a folder; give the folder that holds the model's config.json")
+    if not (path / "config.json").is_file():
+        raise OutriderError(f"{path} holds no config.json; give the folder of a Hugging Face model")
+    try:
+        return AutoConfig.from_pretrained(path, local_files_only=True)
+    except (ValueError, OSError, KeyError, json.JSONDecodeError) as error:
+        raise OutriderError(f"{path / 'config.json'} cannot be read: {error}") from error
+
+
+def _check_family(config: Any) -> bool:
+    """Refuse what cannot be run exactly; return whether the state is recurrent."""
+    kind = config.model_type
+    if getattr(config, "is_encoder_decoder", False) or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise OutriderError(f"a {kind} is not a causal language model; give a decoder-only text model")
+    if kind in _RECURRENT:
+        return True
+    classes = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    family = classes[0] if isinstance(classes, tuple) else classes
+    if not getattr(family, "_supports_attention_backend", False):
+        raise UnsupportedModel(f"{kind}: its attention cannot be replaced in transformers, so no tree can be scored")
+    types = set(getattr(config, "layer_types", None) or ())
+    if odd := sorted(types - {"full_attention", "sliding_attention"}):
+        raise UnsupportedModel(f"{kind}: layers of type {', '.join(odd)} are not handled yet")
+    if getattr(config, "attention_chunk_size", None):
+        raise UnsupportedModel(f"{kind}: chunked attention is not handled yet")
+    if _rope(config).get("rope_type") == "dynamic":
+        raise UnsupportedModel(f"{kind}: dynamic rotary scaling changes keys that are already cached")
+    return False
+
+
+def _read_model(path: Path, config: Any, dtype: torch.dtype, recurrent: bool) -> Any:
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            path,
+            config=config,
+            dtype=dtype,
+            local_files_only=True,
+            use_safetensors=True,
+            output_loading_info=True,
+            **({} if recurrent else {"attn_implementation": NAME}),
+        )
+    except (OSError, SafetensorError, ValueError, RuntimeError, KeyError) as error:
+        raise OutriderError(f"the weights in {path} cannot be read ({error}); copy the checkpoint again") from error
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()
+    if missing := sorted(report["missing_keys"]):
+        raise OutriderError(f"the weights in {path} lack {', '.join(missing[:3])}; copy the checkpoint again")
+    return model.eval()
+
+
+def _read_tokenizer(path: Path) -> Any:
+    try:
+        return AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except (ValueError, OSError, KeyError) as error:
+        raise OutriderError(f"{path} holds no tokenizer that can be read: {error}") from error
+
+
+def _end_ids(path: Path, config: Any) -> frozenset[int]:
+    try:
+        ends = GenerationConfig.from_pretrained(path, local_files_only=True).eos_token_id
+    except OSError:
+        ends = None
+    ends = getattr(config, "eos_token_id", None) if ends is None else ends
+    return frozenset([ends] if isinstance(ends, int) else ends or ())
+
+
+def _context(config: Any) -> int:
+    context = getattr(config, "max_position_embeddings", None) or _ENDLESS
+    rope = _rope(config)
+    if rope.get("rope_type") == "longrope":
+        # Beyond the original length every key would have to be rotated anew by other factors.
+        context = min(context, int(rope.get("original_max_position_embeddings") or context))
+    return int(context)
+
+
+def _rope(config: Any) -> dict[str, Any]:
+    return getattr(config, "rope_parameters", None) or {}
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise OutriderError(f"device {name!r} cannot be used here; try auto or cpu") from error
+    return device
+
+
+def _dtype(name: str, config: Any, device: torch.device) -> torch.dtype:
+    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if name != "auto":
+        if name not in known:
+            raise OutriderError(f"dtype {name!r} is unknown; use auto, {', '.join(known)}")
+        return known[name]
+    own = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+    if device.type == "cpu" and (own == torch.float16 or not torch.ops.mkldnn._is_mkldnn_bf16_supported()):
+        return torch.float32
+    return own

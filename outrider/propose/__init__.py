@@ -1,0 +1,1 @@
+"""Those who guess."""

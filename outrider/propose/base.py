@@ -1,0 +1,68 @@
+"""What every proposer promises, and what it is told when it is made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from outrider import tree
+from outrider.types import Batch, Draft, Draw, Needs, Request, Round
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """The house that a proposer will live in."""
+
+    vocab: int  # ids that the target has logits for
+    slots: int  # rows at once, numbered from 0
+    context: int  # tokens a row can hold
+    device: torch.device  # where drafts belong
+    dtype: torch.dtype  # of the target
+    draw: Draw  # how the verifier would like guesses to be made
+    tokenizer: Any  # the target's
+
+
+class Proposer(Protocol):
+    """Guesses what the target will say next.
+
+    Law: what it proposes is a function of the committed text (and of the row's noise) alone, however the text came
+    about; every node's `law` is true; row b gets at most `batch.budget[b]` nodes. `propose` may prepare state that
+    `commit` settles; between the two the rows do not change.
+    """
+
+    needs: Needs
+
+    def admit(self, slot: int, request: Request) -> None:
+        """Take a slot for a request."""
+
+    def propose(self, batch: Batch) -> Draft:
+        """A tree of guesses for each row, none where the budget is 0. Texts are in `batch.rows[b].text`."""
+
+    def commit(self, round: Round) -> None:
+        """Learn what was kept; `round.emitted` is not yet part of the rows' texts."""
+
+    def release(self, slot: int) -> None:
+        """Forget a slot."""
+
+
+class NoProposer:
+    """Plain decoding."""
+
+    needs = Needs()
+
+    def __init__(self, setup: Setup) -> None:
+        self._device = setup.device
+
+    def admit(self, slot: int, request: Request) -> None:
+        pass
+
+    def propose(self, batch: Batch) -> Draft:
+        return tree.empty(len(batch.rows), self._device)
+
+    def commit(self, round: Round) -> None:
+        pass
+
+    def release(self, slot: int) -> None:
+        pass

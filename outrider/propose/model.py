@@ -1,0 +1,135 @@
+"""A small model of the same vocabulary guesses a chain, token by token (Leviathan et al. 2023; Chen et al. 2023)."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import torch
+from torch.nn import functional
+
+from outrider import tree
+from outrider.noise import PositionNoise
+from outrider.propose.base import Setup
+from outrider.sampling import Knobs, warp
+from outrider.target import Target
+from outrider.types import Batch, Draft, Draw, Law, Needs, Request, Round
+
+_log = logging.getLogger("outrider")
+
+
+class ModelProposer:
+    """Runs a draft model over its own cache.
+
+    The draft reads a prompt in the same pieces as the target. Its guesses are drawn under the request's own sampling
+    parameters, since q close to p is what is accepted, and q is kept as it was drawn from.
+    """
+
+    needs = Needs()
+
+    def __init__(self, setup: Setup, model: Target) -> None:
+        self._setup, self._model = setup, model
+        self._knobs: Knobs | None = None
+        self._batch: Batch | None = None  # the rows and feeds that the draft has staged this round
+        self._told = False
+
+    def admit(self, slot: int, request: Request) -> None:
+        self._model.cache.admit(slot, request.prompt)
+
+    def propose(self, batch: Batch) -> Draft:
+        ours, where = self._catch_up(batch)
+        self._batch = ours
+        if ours is None:
+            return tree.empty(len(batch.rows), self._setup.device)
+        draft = self._grow(ours)
+        return draft if len(where) == len(batch.rows) else _spread(draft, where, len(batch.rows))
+
+    def commit(self, round: Round) -> None:
+        if self._batch is None:
+            return
+        paths = {row.slot: path for row, path in zip(round.batch.rows, round.path, strict=True)}
+        # The last guess was never fed to the draft itself, so the draft's cache ends before it.
+        fed = zip(self._batch.rows, self._batch.budget, strict=True)
+        path = tuple(paths[row.slot][: max(budget - 1, 0)] for row, budget in fed)
+        self._model.cache.commit(replace(round, batch=self._batch, path=path))
+
+    def release(self, slot: int) -> None:
+        self._model.cache.release(slot)
+
+    def bytes(self) -> int:
+        """Memory of the draft's weights and cache, in bytes."""
+        return self._model.bytes() + self._model.cache.bytes()
+
+    def _catch_up(self, batch: Batch) -> tuple[Batch | None, list[int]]:
+        """The rows that the draft runs, each with the committed text that it has not read; and which rows they are."""
+        where, starts, feeds, budgets = [], [], [], []
+        for b, (row, emits) in enumerate(zip(batch.rows, batch.emits, strict=True)):
+            end = batch.start[b] + len(batch.feed[b])
+            start = self._model.cache.length(row.slot)
+            room = self._model.context - end
+            budget = min(batch.budget[b], max(room, 0))
+            if room < batch.budget[b] and not self._told:
+                self._told = True
+                _log.warning("the draft model's context of %d tokens is full; going on without it", self._model.context)
+            if start < end <= self._model.context and (budget or not emits):
+                where.append(b)
+                starts.append(start)
+                feeds.append(tuple(row.text[start:end]))
+                budgets.append(budget)
+        if not where:
+            return None, where
+        rows = tuple(batch.rows[b] for b in where)
+        return Batch(rows=rows, start=tuple(starts), feed=tuple(feeds), budget=tuple(budgets)), where
+
+    def _grow(self, batch: Batch) -> Draft:
+        knobs = self._knobs_of(batch)
+        first = torch.tensor([len(row.text) for row in batch.rows], device=self._setup.device)
+        noise = PositionNoise(knobs.seed, first)
+        draft = tree.empty(len(batch.rows), self._setup.device)
+        laws: list[torch.Tensor] = []
+        logits = self._model.score(batch, draft).logits
+        for depth in range(max(batch.budget)):
+            if depth:
+                logits = self._model.score(batch, draft, first=depth - 1).logits
+            law = warp(_fit(logits, self._setup.vocab), knobs, draft, last=True)[:, 0]
+            tokens = torch.cat([draft.tokens, self._draw(law, noise, depth)[:, None]], 1)
+            laws.append(law)
+            draft = tree.chain(tokens, tuple(min(budget, depth + 1) for budget in batch.budget))
+        if self._setup.draw is Draw.ARGMAX or knobs.all_greedy:
+            return draft
+        sampled = torch.tensor(knobs.sampled, device=self._setup.device)[:, None]
+        q = torch.stack(laws, 1) * sampled[..., None]
+        law_of = torch.where(sampled, int(Law.SAMPLED), int(Law.ONE_HOT)).expand_as(draft.tokens)
+        return tree.chain(draft.tokens, draft.width, law=law_of, q=q)
+
+    def _draw(self, law: torch.Tensor, noise: PositionNoise, depth: int) -> torch.Tensor:
+        """Guess number `depth` [B] from `law` [B, V]; a greedy row's law is one-hot, so every way gives its argmax."""
+        index = torch.full((len(law),), depth, device=law.device)
+        match self._setup.draw:
+            case Draw.ARGMAX:
+                return law.argmax(-1)
+            case Draw.SAMPLE:
+                return noise.guess(law, index)
+            case Draw.RACE:
+                return noise.race(law, index)
+
+    def _knobs_of(self, batch: Batch) -> Knobs:
+        if self._knobs is None or self._knobs.rows != batch.rows:
+            self._knobs = Knobs.of(batch.rows, self._setup.vocab, self._setup.device)
+        return self._knobs
+
+
+def _fit(logits: torch.Tensor, vocab: int) -> torch.Tensor:
+    """Logits over the target's ids: a family's members may pad their vocabularies differently."""
+    missing = vocab - logits.shape[-1]
+    return functional.pad(logits, (0, missing), value=-torch.inf) if missing > 0 else logits[..., :vocab]
+
+
+def _spread(draft: Draft, where: list[int], rows: int) -> Draft:
+    """The same draft among `rows` rows, of which it knows those at `where`; the others have no guesses."""
+    index = torch.tensor(where, device=draft.tokens.device)
+    tokens = draft.tokens.new_zeros(rows, draft.size).index_copy_(0, index, draft.tokens)
+    law = draft.law.new_zeros(rows, draft.size).index_copy_(0, index, draft.law)
+    q = draft.q if draft.q is None else draft.q.new_zeros(rows, *draft.q.shape[1:]).index_copy_(0, index, draft.q)
+    widths = dict(zip(where, draft.width, strict=True))
+    return tree.chain(tokens, tuple(widths.get(b, 0) for b in range(rows)), law=law, q=q)

@@ -1,0 +1,176 @@
+"""The target: a model, its cache, and one forward pass over feeds and guesses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from transformers import DynamicCache
+
+from outrider.attention import Reader
+from outrider.cache.base import Cache, Layout
+from outrider.cache.recurrent import RecurrentCache
+from outrider.cache.static import StaticCache
+from outrider.load import Checkpoint
+from outrider.prepack import PackedLinear, can_prepack, prepack, weight_bytes
+from outrider.types import Batch, Draft, Scores
+
+
+class Target(Protocol):
+    """Scores a batch in one pass.
+
+    Law: a node's logits depend on the committed text and the node's ancestors only. `score` changes nothing but what
+    the cache has staged; `swap` replaces weights, and what is cached under the old ones is then stale.
+    """
+
+    vocab: int
+    context: int  # tokens a slot can hold, the guesses included
+    device: torch.device
+
+    @property
+    def cache(self) -> Cache:
+        """What the engine admits to, commits to and releases."""
+
+    def score(self, batch: Batch, draft: Draft, first: int = -1) -> Scores:
+        """Score the feed's end and every node; with `first` >= 0 nodes from `first` on alone (see `Cache.stage`)."""
+
+    def swap(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
+        """Load new values for some or all weights, by their names in the checkpoint."""
+
+    def bytes(self) -> int:
+        """Memory of the weights, in bytes."""
+
+
+class AttentionTarget:
+    """Any decoder-only model whose layers all attend, through transformers."""
+
+    def __init__(self, checkpoint: Checkpoint, *, slots: int, context: int, layers: Sequence[int] = ()) -> None:
+        """Prepare for `slots` rows of up to `context` tokens, exporting the outputs of decoder `layers`."""
+        self.vocab, self.device = checkpoint.vocab, checkpoint.device
+        self.context, self.version = context, 0
+        self.cache = StaticCache(slots=slots, capacity=context, device=checkpoint.device)
+        self._model = checkpoint.model
+        self._embeddings = checkpoint.model.get_input_embeddings().num_embeddings
+        self._outputs: dict[int, torch.Tensor] = {}
+        self._listen(layers)
+        if can_prepack(checkpoint.device, checkpoint.dtype):
+            prepack(self._model)
+
+    def score(self, batch: Batch, draft: Draft, first: int = -1) -> Scores:
+        layout = self.cache.stage(batch, draft, first)
+        logits = self._forward(layout, Reader(self.cache, layout))
+        features = {layer: _per_node(out[0, layout.keep], layout, batch) for layer, out in self._outputs.items()}
+        return Scores(logits=_per_node(logits, layout, batch), features=features)
+
+    def swap(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
+        load_weights(self._model, weights)
+        self.version = version
+
+    def bytes(self) -> int:
+        return weight_bytes(self._model)
+
+    def _forward(self, layout: Layout, reader: Reader) -> torch.Tensor:
+        """Logits [K, V] float32 of the columns that the layout keeps."""
+        out = self._model(
+            input_ids=layout.tokens.clamp(0, self._embeddings - 1)[None],
+            position_ids=layout.positions[None],
+            use_cache=False,
+            logits_to_keep=layout.keep,
+            kv=reader,
+        )
+        return out.logits[0].float()  # type: ignore[no-any-return]
+
+    def _listen(self, layers: Sequence[int]) -> None:
+        for layer in layers:
+            _decoder_layers(self._model)[layer].register_forward_hook(
+                lambda _module, _inputs, output, layer=layer: self._outputs.__setitem__(
+                    layer, output[0] if isinstance(output, tuple) else output
+                )
+            )
+
+
+class RecurrentTarget:
+    """A decoder-only model whose state is recurrent: rows are read one by one, a tree branch by branch."""
+
+    def __init__(self, checkpoint: Checkpoint, *, slots: int, context: int) -> None:
+        self.vocab, self.device = checkpoint.vocab, checkpoint.device
+        self.context, self.version = context, 0
+        self.cache = RecurrentCache(slots=slots, device=self.device, fresh=self._fresh, advance=self._advance)
+        self._model = checkpoint.model
+
+    def score(self, batch: Batch, draft: Draft, first: int = -1) -> Scores:
+        self.cache.stage(batch, draft, first)
+        rows = [self._score_row(batch, draft, b) for b in range(len(batch.rows))]
+        return Scores(logits=torch.stack(rows))
+
+    def swap(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
+        load_weights(self._model, weights)
+        self.version = version
+
+    def bytes(self) -> int:
+        return weight_bytes(self._model)
+
+    def _score_row(self, batch: Batch, draft: Draft, b: int) -> torch.Tensor:
+        """Logits [1 + N, V] of row b; padding repeats the root's."""
+        slot, feed = batch.rows[b].slot, torch.tensor(batch.feed[b], device=self.device)
+        parents = draft.parent[b, : draft.width[b]].tolist()
+        out: torch.Tensor | None = None
+        for leaf in sorted(set(range(len(parents))) - set(parents)) or [-1]:
+            path = _path(parents, leaf)
+            guesses = draft.tokens[b, path].clamp(0, self.vocab - 1)
+            chain = len(path) if path == list(range(len(parents))) else -1  # only a whole chain's state can be kept
+            logits = self.cache.read(slot, torch.cat([feed, guesses]), chain)[len(feed) - 1 :]
+            out = logits[0].expand(1 + draft.size, -1).clone() if out is None else out
+            out[[node + 1 for node in path]] = logits[1:]
+        assert out is not None
+        return out
+
+    def _fresh(self) -> Any:
+        return DynamicCache(config=self._model.config)
+
+    def _advance(self, state: Any, tokens: torch.Tensor) -> torch.Tensor:
+        logits = self._model(input_ids=tokens[None], cache_params=state, use_cache=True).logits
+        return logits[0].float()  # type: ignore[no-any-return]
+
+
+def make_target(checkpoint: Checkpoint, *, slots: int, context: int, layers: Sequence[int] = ()) -> Target:
+    """The target that fits the checkpoint's kind of memory."""
+    if checkpoint.recurrent:
+        return RecurrentTarget(checkpoint, slots=slots, context=context)
+    return AttentionTarget(checkpoint, slots=slots, context=context, layers=layers)
+
+
+def load_weights(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
+    """Copy tensors into a model by their names; packed layers are packed anew."""
+    for name, value in weights.items():
+        owner, _, leaf = name.rpartition(".")
+        module = model.get_submodule(owner)
+        if isinstance(module, PackedLinear) and leaf == "weight":
+            module.load(value.to(module.packed.dtype))
+        else:
+            module.get_parameter(leaf).data.copy_(value)
+
+
+def _path(parents: Sequence[int], leaf: int) -> list[int]:
+    """Nodes from the root's child down to `leaf`; -1 is the root itself."""
+    path = []
+    while leaf >= 0:
+        path.append(leaf)
+        leaf = parents[leaf]
+    return path[::-1]
+
+
+def _per_node(values: torch.Tensor, layout: Layout, batch: Batch) -> torch.Tensor:
+    """[K, ...] of the kept columns as [B, M, ...] of the nodes asked for."""
+    if layout.nodes is not None:
+        return values[layout.nodes]
+    return values.view(len(batch.rows), -1, *values.shape[1:])
+
+
+def _decoder_layers(model: torch.nn.Module) -> torch.nn.ModuleList:
+    """The stack of decoder layers: the one module list as long as the configuration says."""
+    count = model.config.num_hidden_layers  # type: ignore[union-attr]
+    stacks = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == count]
+    assert stacks, "no stack of decoder layers"
+    return stacks[0]
