@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from outrider.errors import OutriderError
@@ -55,10 +55,21 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
+        self._check_kinds()
         object.__setattr__(self, "stop", tuple(self.stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         self._check_numbers()
         self._check_stops()
+
+    def _check_kinds(self) -> None:
+        for name, kind, hint in (
+            ("stop", Iterable, "a string or several; () is none"),
+            ("stop_token_ids", Iterable, "several token ids; () is none"),
+            ("logit_bias", Mapping, "a mapping from token id to bias; {} is none"),
+            ("ignore_eos", bool, "True or False"),
+        ):
+            if not isinstance(getattr(self, name), kind):
+                raise OutriderError(f"{name} is {getattr(self, name)!r}; use {hint}")
 
     def _check_numbers(self) -> None:
         _real("temperature", self.temperature, 0.0, math.inf, "0 is greedy, 1 samples the model's own law")

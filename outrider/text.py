@@ -39,8 +39,10 @@ class TextStream:
         """The whole text, with whatever was held back."""
         if not self.stopped:
             context = self._decode(self._tokens[self._before : self._shown])
+            searched = len(self.text)
             self.text += self._decode(self._tokens[self._before :])[len(context) :]
             self._before = self._shown = len(self._tokens)
+            self._find_stop(searched)
         return self.text
 
     def safe_length(self) -> int:
@@ -54,9 +56,8 @@ class TextStream:
         return len(self.text)
 
     def _find_stop(self, searched: int) -> bool:
-        longest = max((len(stop) for stop in self._stop), default=0)
-        start = max(0, searched - longest + 1)
-        found = [at for stop in self._stop if (at := self.text.find(stop, start)) >= 0]
+        ends = ((stop, max(0, searched - len(stop) + 1)) for stop in self._stop)  # older ones were too early to stop
+        found = [at for stop, start in ends if (at := self.text.find(stop, start)) >= 0]
         if found:
             self.text = self.text[: min(found)]
             self.stopped = True

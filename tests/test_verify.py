@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import biased
 import pytest
 import torch
 
@@ -11,8 +10,9 @@ from outrider.errors import OutriderError
 from outrider.proof import Instance, Proof, prove, race_joint
 from outrider.types import Law, Verdict
 from outrider.verdict import ahead, judge, prefix_of
+from tests import biased
 
-O, S, W = Law.ONE_HOT, Law.SAMPLED, Law.WITHOUT_REPLACEMENT
+H, S, W = Law.ONE_HOT, Law.SAMPLED, Law.WITHOUT_REPLACEMENT
 ROUNDING = 1e-12
 
 VERIFIERS = tuple(verify.EXACT.values())
@@ -28,28 +28,29 @@ SPECIAL = {
     "foreign": {"foreign": 0.4},
     "everything": {"zeros": 0.3, "ending": 0.5, "foreign": 0.2, "apart": True},
 }
+SIZES = {"plain": (3, 4, 5), "zeros": (3, 5), "disjoint": (4,), "everything": (3, 4)}  # of the vocabulary; 3 elsewhere
 SMALL_TREES = {
-    "top-k": ((-1, -1, -1, 0), (O, O, O, O)),
+    "top-k": ((-1, -1, -1, 0), (H, H, H, H)),
     "sampled siblings": ((-1, -1, 0, 0), (S, S, S, S)),
     "without replacement": ((-1, -1, 0, 0), (W, W, W, W)),
     "more than there are": ((-1, -1, -1, -1), (W, W, W, W)),
-    "top and sampled": ((-1, -1, 0, 0), (O, S, O, S)),
-    "top and without replacement": ((-1, -1, -1, 1), (O, W, W, O)),
-    "sampled and top": ((-1, -1, 1, 1), (S, O, S, O)),
-    "all three": ((-1, -1, -1, 0), (S, W, O, W)),
-    "depth first": ((-1, 0, -1, 2), (W, O, W, S)),
+    "top and sampled": ((-1, -1, 0, 0), (H, S, H, S)),
+    "top and without replacement": ((-1, -1, -1, 1), (H, W, W, H)),
+    "sampled and top": ((-1, -1, 1, 1), (S, H, S, H)),
+    "all three": ((-1, -1, -1, 0), (S, W, H, W)),
+    "depth first": ((-1, 0, -1, 2), (W, H, W, S)),
 }
 BIG_TREES = {
     "binary, sampled": ((-1, -1, 0, 0, 1, 1), (S,) * 6),
     "binary, without replacement": ((-1, -1, 0, 0, 1, 1), (W,) * 6),
     "binary, depth first": ((-1, 0, 0, -1, 3, 3), (W,) * 6),
-    "binary, mixed": ((-1, -1, 0, 0, 1, 1), (O, S, W, W, S, O)),
-    "deep": ((-1, 0, 1, -1, 3, 0), (W, S, O, W, W, O)),
+    "binary, mixed": ((-1, -1, 0, 0, 1, 1), (H, S, W, W, S, H)),
+    "deep": ((-1, 0, 1, -1, 3, 0), (W, S, H, W, W, H)),
 }
 BINARY = (-1, -1, 0, 0, 1, 1)
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def _one_thread():
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -77,9 +78,9 @@ def by_name(verifier):
 @pytest.mark.parametrize("special", SPECIAL)
 @pytest.mark.parametrize("verifier", VERIFIERS, ids=by_name)
 def test_chains_are_exact(verifier, special):
-    for vocab in (4,) if special == "disjoint" else (3, 4, 5):
+    for vocab in SIZES.get(special, (3,)):
         for depth in range(4):
-            for laws in {(O,) * depth, (S,) * depth, (W,) * depth, (O, S, O)[:depth], (S, O, S)[:depth]}:
+            for laws in {(H,) * depth, (S,) * depth, (W,) * depth, (H, S, H)[:depth], (S, H, S)[:depth]}:
                 seed = vocab * 10 + depth
                 assert_exact(prove(verifier.rule, draw(vocab, line(depth), laws, seed, **SPECIAL[special])))
 
@@ -88,7 +89,7 @@ def test_chains_are_exact(verifier, special):
 @pytest.mark.parametrize("shape", SMALL_TREES)
 @pytest.mark.parametrize("verifier", TREES, ids=by_name)
 def test_trees_are_exact(verifier, shape, special):
-    for vocab in (4,) if special == "disjoint" else (3, 4):
+    for vocab in SIZES.get(special, (3,))[:2]:
         assert_exact(prove(verifier.rule, draw(vocab, *SMALL_TREES[shape], **SPECIAL.get(special, {"apart": True}))))
 
 
@@ -103,7 +104,7 @@ def test_deep_trees_are_exact(verifier, shape, special):
 @pytest.mark.parametrize("verifier", TREES, ids=by_name)
 def test_deep_deterministic_trees_are_exact(verifier):
     for special in ("plain", "zeros", "same", "ending", "foreign"):
-        assert_exact(prove(verifier.rule, draw(3, BINARY, (O,) * 6, **SPECIAL[special])))
+        assert_exact(prove(verifier.rule, draw(3, BINARY, (H,) * 6, **SPECIAL[special])))
 
 
 @pytest.mark.parametrize("verifier", VERIFIERS, ids=by_name)
@@ -130,7 +131,7 @@ def test_block_accepts_at_least_as_much_as_rejection(seed):
 
 
 @pytest.mark.parametrize("special", SPECIAL)
-@pytest.mark.parametrize("laws", [(S, S, S), (O, S, W), (O, O, O)], ids=str)
+@pytest.mark.parametrize("laws", [(S, S, S), (H, S, W), (H, H, H)], ids=str)
 def test_traversal_of_a_chain_is_block(laws, special):
     instance = draw(4, line(3), laws, **SPECIAL[special])
     traversal, block = (prove(rule, instance).accepted for rule in (verify.traversal, verify.block))
@@ -139,7 +140,7 @@ def test_traversal_of_a_chain_is_block(laws, special):
 
 @pytest.mark.parametrize("special", SPECIAL)
 def test_coins_add_nothing_to_deterministic_trees(special):
-    instance = draw(4 if special == "disjoint" else 3, BINARY, (O,) * 6, **SPECIAL[special])
+    instance = draw(4 if special == "disjoint" else 3, BINARY, (H,) * 6, **SPECIAL[special])
     walk, siblings, traversal = (prove(r, instance).accepted for r in (verify.walk, verify.siblings, verify.traversal))
     assert siblings == pytest.approx(walk, abs=ROUNDING)
     assert traversal == pytest.approx(walk, abs=ROUNDING)
@@ -190,7 +191,7 @@ def test_the_walk_along_a_chain_is_the_walk_down_a_tree(rule, special):
             assert torch.equal(getattr(fast, name), getattr(plain, name))
         return fast
 
-    assert_exact(prove(both, draw(4, line(3), (S, O, S), **SPECIAL[special])))
+    assert_exact(prove(both, draw(4, line(3), (S, H, S), **SPECIAL[special])))
 
 
 class Replay:
@@ -206,7 +207,7 @@ class Replay:
 @pytest.mark.parametrize("verifier", VERIFIERS, ids=by_name)
 def test_a_row_is_judged_alone(verifier):
     """Rows of different counts and laws in one batch do not touch each other."""
-    instance = draw(3, line(2), (S, O), ending=0.7)
+    instance = draw(3, line(2), (S, H), ending=0.7)
     seen = []
 
     def spy(draft, p, noise):
@@ -256,7 +257,7 @@ def test_a_budget_may_not_look_at_later_guesses(rule):
 @pytest.mark.parametrize("rule", [verify.siblings, verify.traversal], ids=lambda rule: rule.__name__)
 def test_chosen_guesses_may_not_be_scored_with_a_softmax(rule):
     for seed in range(3):
-        instance = draw(4, (-1, -1), (O, O), seed)
+        instance = draw(4, (-1, -1), (H, H), seed)
         q = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64)
         assert prove(biased.scores_softmax(rule, q), instance).error > 1e-3
 

@@ -116,7 +116,7 @@ def _columns(batch: Batch, draft: Draft, pool: list[int], device: torch.device) 
         depth = torch.tensor(ends, device=device)[:, None] - 1 + tree.depths(draft)
         tokens = torch.cat([tokens, draft.tokens.flatten()])
         positions = torch.cat([positions, depth.flatten()])
-    if len(pool) == len(tokens):
+    if pool == list(range(len(tokens))):
         return tokens, positions
     chosen = torch.tensor(pool, dtype=torch.int64, device=device)
     return tokens[chosen], positions[chosen]

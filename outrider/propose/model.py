@@ -95,7 +95,7 @@ class ModelProposer:
             tokens = torch.cat([draft.tokens, self._draw(law, noise, depth)[:, None]], 1)
             laws.append(law)
             draft = tree.chain(tokens, tuple(min(budget, depth + 1) for budget in batch.budget))
-        if self._setup.draw is Draw.ARGMAX or knobs.all_greedy:
+        if self._setup.draw is Draw.ARGMAX or knobs.all_greedy or not laws:
             return draft
         sampled = torch.tensor(knobs.sampled, device=self._setup.device)[:, None]
         q = torch.stack(laws, 1) * sampled[..., None]

@@ -1,0 +1,8 @@
+"""`python -m outrider`."""
+
+from __future__ import annotations
+
+from outrider.cli import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""Small houses: an engine around a given target, and requests run through it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from outrider.engine import Engine
+from outrider.noise import mix_int
+from outrider.params import SamplingParams
+from outrider.plan import FixedPlanner
+from outrider.propose.base import Proposer, Setup
+from outrider.schedule import Scheduler
+from outrider.target import Target
+from outrider.types import Request, Row
+from outrider.verify import EXACT, Verifier
+
+
+def make_engine(
+    target: Target,
+    make: Callable[[Setup], Proposer],
+    *,
+    verifier: str | Verifier = "walk",
+    k: int = 4,
+    rows: int = 16,
+    chunk: int = 512,
+) -> Engine:
+    rule = EXACT[verifier] if isinstance(verifier, str) else verifier
+    setup = Setup(
+        vocab=target.vocab,
+        slots=rows,
+        context=target.context,
+        device=target.device,
+        dtype=None,
+        draw=rule.draw,
+        tokenizer=None,
+    )
+    return Engine(
+        target=target,
+        proposer=make(setup),
+        verifier=rule,
+        planner=FixedPlanner(k),
+        scheduler=Scheduler(slots=rows, chunk=chunk, context=target.context),
+    )
+
+
+def run(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams | Sequence[SamplingParams],
+    *,
+    limit: int,
+    ends: frozenset[int] = frozenset({0}),
+) -> list[Row]:
+    """Run all prompts together, each with a seed of its own; the finished rows in the order of the prompts."""
+    wanted = [params] * len(prompts) if isinstance(params, SamplingParams) else params
+    for i, (prompt, want) in enumerate(zip(prompts, wanted, strict=True)):
+        seed = mix_int(want.seed or 0, i)
+        engine.add(Request(id=i, prompt=tuple(prompt), params=want, seed=seed, end_ids=ends, limit=limit))
+    done: dict[int, Row] = {}
+    while engine.busy():
+        done |= {row.request.id: row for row in engine.step() if row.finish}
+    return [done[i] for i in range(len(prompts))]
+
+
+def outputs(rows: Sequence[Row]) -> list[list[int]]:
+    return [row.text[len(row.request.prompt) :] for row in rows]
