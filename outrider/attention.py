@@ -6,6 +6,7 @@ Here each row meets its own stripe of the cache, under a mask that lets a guess 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -13,8 +14,18 @@ from torch.nn import functional
 
 from outrider.cache.base import Layout, Span
 from outrider.cache.static import StaticCache
+from outrider.errors import UnsupportedModel
 
-NAME = "outrider"  # in transformers' attention registry
+NAME = "outrider"  # in transformers' registries of attention and of masks
+_SETTLED = frozenset({"position_ids", "cache_position"})  # tensors that the layout has settled
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sight:
+    """How far a layer sees, by the model's own rule: a window, a chunk, or everything before."""
+
+    rule: Callable[..., torch.Tensor]  # (row, head, position of a column, position of an entry) -> may it be seen
+    reach: int | None  # a text of up to so many tokens is seen whole; None = any text
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +34,7 @@ class Reader:
 
     cache: StaticCache
     layout: Layout
-    masks: dict[tuple[int | None, int, torch.dtype], list[torch.Tensor | None]] = field(default_factory=dict)
-    windows: dict[int, int | None] = field(default_factory=dict)  # what each layer asked for
+    masks: dict[tuple[Sight | None, int, torch.dtype], list[torch.Tensor | None]] = field(default_factory=dict)
 
     def groups(self) -> list[tuple[Span, ...]]:
         """Runs of rows that one kernel call can serve: neighbouring slots, and as many columns each."""
@@ -38,31 +48,41 @@ class Reader:
         return runs
 
 
+def look(
+    *,
+    mask_function: Callable[..., torch.Tensor],
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    **_: object,  # sizes and offsets of transformers' own caches
+) -> Sight:
+    """Take a mask as transformers describes it to its mask makers; layers hand it on to `attend`."""
+    return Sight(mask_function, local_size if allow_is_causal_skip else 0)
+
+
 def attend(
     module: torch.nn.Module,
     query: torch.Tensor,  # [1, Hq, T, D]
     key: torch.Tensor,  # [1, Hkv, T, D]
     value: torch.Tensor,  # [1, Hkv, T, D]
-    attention_mask: torch.Tensor | None,
+    attention_mask: Sight | None,
     *,
-    kv: Reader,
+    kv: Reader | None = None,
     scaling: float | None = None,
-    sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
-    **_: object,  # position_ids, dropout and the like: settled in the model or by the layout
+    **others: object,  # dropout, windows and the like: settled in the model, by the layout or by the sight
 ) -> tuple[torch.Tensor, None]:
     """Write this layer's keys and values, and attend each row to what it may see.
 
     Returns:
         [1, T, Hq, D], as transformers' attention functions do, and no weights.
     """
-    layer = int(module.layer_idx)  # type: ignore[arg-type]
-    kv.windows[layer] = sliding_window
-    keys, values = kv.cache.write(layer, kv.layout, key[0], value[0])
+    _refuse(kv, attention_mask, others)
+    assert kv is not None
+    keys, values = kv.cache.write(int(module.layer_idx), kv.layout, key[0], value[0])  # type: ignore[arg-type]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     sharing = query.shape[1] // key.shape[1]
-    masks = _masks(kv, sliding_window, sharing, query.dtype)
+    masks = _masks(kv, attention_mask, sharing, query.dtype)
     out = query.new_empty(query.shape[2], query.shape[1], value.shape[-1])
     for group, mask in zip(kv.groups(), masks, strict=True):
         rows, span = len(group), group[0]
@@ -73,9 +93,19 @@ def attend(
         ours = ours.reshape(rows, key.shape[1], sharing * size, -1)
         stripe = slice(span.slot, span.slot + rows)
         seen = _attention(ours, keys[stripe, :, :stop], values[stripe, :, :stop], mask, scale, softcap, s_aux)
-        seen = seen.view(rows, -1, size, value.shape[-1]).transpose(1, 2)
+        seen = seen.reshape(rows, -1, size, value.shape[-1]).transpose(1, 2)
         out[span.begin : group[-1].end] = seen.reshape(rows * size, query.shape[1], -1)
     return out[None], None
+
+
+def _refuse(kv: Reader | None, sight: object, others: dict[str, object]) -> None:
+    """Stop at what would silently be left out of the attention."""
+    if kv is None:
+        raise UnsupportedModel("its layers do not hand keyword arguments on to their attention")
+    if sight is not None and not isinstance(sight, Sight):
+        raise UnsupportedModel("its layers make masks of their own")
+    if odd := sorted(k for k, v in others.items() if isinstance(v, torch.Tensor) and k not in _SETTLED):
+        raise UnsupportedModel(f"its attention also takes {', '.join(odd)}")
 
 
 def _attention(
@@ -102,21 +132,22 @@ def _attention(
     return weights.softmax(-1, dtype=torch.float32)[..., :-1].to(value.dtype) @ value
 
 
-def _masks(kv: Reader, window: int | None, sharing: int, dtype: torch.dtype) -> list[torch.Tensor | None]:
-    """One mask per group, made once a pass for all layers with the same window."""
-    wanted = (window, sharing, dtype)
+def _masks(kv: Reader, sight: Sight | None, sharing: int, dtype: torch.dtype) -> list[torch.Tensor | None]:
+    """One mask per group, made once a pass for all layers that see as far."""
+    wanted = (sight, sharing, dtype)
     if wanted not in kv.masks:
-        kv.masks[wanted] = [_mask(kv.layout, group, window, sharing, dtype) for group in kv.groups()]
+        kv.masks[wanted] = [_mask(kv.layout, group, sight, sharing, dtype) for group in kv.groups()]
     return kv.masks[wanted]
 
 
 def _mask(
-    layout: Layout, group: tuple[Span, ...], window: int | None, sharing: int, dtype: torch.dtype
+    layout: Layout, group: tuple[Span, ...], sight: Sight | None, sharing: int, dtype: torch.dtype
 ) -> torch.Tensor | None:
     """[R, 1, G * L, S], 0 where a column may see a cached entry and -inf elsewhere; None where all see all."""
     starts, size, device = [span.start for span in group], group[0].end - group[0].begin, layout.positions.device
     stop = max(starts) + size
-    if size == 1 and layout.ancestors is None and min(starts) == max(starts) and (window is None or stop <= window):
+    whole = sight is None or sight.reach is None or stop <= sight.reach
+    if whole and size == 1 and layout.ancestors is None and min(starts) == max(starts):
         return None
     columns = torch.tensor(starts, device=device)[:, None] + torch.arange(size, device=device)  # [R, L]
     entries = torch.arange(stop, device=device)
@@ -126,9 +157,10 @@ def _mask(
         where = where.clone()
         for r, span in enumerate(group):
             _restrict(layout, span, seen[r], where[r])
-    if window is not None:
+    if sight is not None and not whole:
         positions = layout.positions[group[0].begin : group[-1].end].view(len(group), size)
-        seen &= positions[..., None] - where[:, None] < window
+        row = torch.zeros((), dtype=torch.int64, device=device)
+        seen &= sight.rule(row, row, positions[..., None], where[:, None])
     added = torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, -torch.inf)
     return added.repeat(1, sharing, 1)[:, None]
 

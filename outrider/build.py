@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,8 @@ from outrider.propose.ngram import NgramProposer
 from outrider.schedule import Scheduler
 from outrider.target import Target, make_target
 from outrider.verify import EXACT, Verifier
+
+Maker = Callable[[Setup], Proposer]
 
 _MODELS = Path(__file__).parent / "models"
 _CONTEXT = 8192  # tokens a row is given at most, unless more is asked for
@@ -47,7 +50,7 @@ class House:
 def build(
     target: str | Path | None,
     *,
-    proposer: str | Proposer | None,
+    proposer: str | Maker | None,
     k: int,
     verifier: str | None,
     dtype: str,
@@ -73,7 +76,7 @@ def build(
         draw=rule.draw,
         tokenizer=checkpoint.tokenizer,
     )
-    guesser = find_proposer(spec, setup) if isinstance(spec, str) else spec
+    guesser = find_proposer(spec, setup) if isinstance(spec, str) else spec(setup)
     model = make_target(checkpoint, slots=rows, context=size, layers=guesser.needs.layers)
     check_target(model, checkpoint)
     return House(
@@ -95,7 +98,7 @@ def embedded(name: str) -> Path:
     return _MODELS / name
 
 
-def find_verifier(name: str | None, proposer: str | Proposer) -> Verifier:
+def find_verifier(name: str | None, proposer: str | Maker) -> Verifier:
     """A verifier by its name, or the one that fits how the proposer guesses."""
     known = {**EXACT, **LOSSY}
     if name is None:
@@ -139,6 +142,8 @@ def _compare_tokenizers(target: Any, draft: Any, folder: str) -> None:
 
 
 def _import(module: str, name: str, setup: Setup) -> Proposer:
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))  # a module beside the user, as `python -m` would find it
     try:
         maker = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
@@ -154,4 +159,4 @@ def _context(asked: int | None, checkpoint: Checkpoint) -> int:
     return asked
 
 
-_PLAIN: Mapping[str, Callable[[Setup], Proposer]] = MappingProxyType({"none": NoProposer, "ngram": NgramProposer})
+_PLAIN: Mapping[str, Maker] = MappingProxyType({"none": NoProposer, "ngram": NgramProposer})

@@ -16,26 +16,36 @@ from outrider.types import Batch, Draft, Law, Request, Row
 _PROMPT = 9  # tokens, fed as 5 and then 4, so that the cache is read back
 _PARENTS = (-1, 0, -1, 1, 2)  # a tree of two branches
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.06, torch.float16: 0.02}  # of the logits' norm
+_STRANGE = (TypeError, ValueError, AttributeError, LookupError, RuntimeError, NotImplementedError)  # raised by a model
 
 
 def check_target(target: Target, checkpoint: Checkpoint) -> None:
     """Compare a tree scored by `target` with each of its branches read by the model's own forward pass.
 
     Raises:
-        UnsupportedModel: they differ by more than rounding.
+        UnsupportedModel: they differ by more than rounding, or the model does not run at all.
     """
-    with torch.inference_mode():
-        ours, text, guesses = _score(target, checkpoint)
-        error = max(
-            _distance(ours[0, node + 1], _reference(checkpoint, text + [guesses[i] for i in _branch(node)]))
-            for node in range(-1, len(_PARENTS))
-        )
+    kind = checkpoint.model.config.model_type
+    try:
+        error = _compare(target, checkpoint)
+    except torch.OutOfMemoryError:
+        raise
+    except _STRANGE as reason:
+        raise UnsupportedModel(f"{kind}: it cannot be run here ({reason})") from reason
     if not error < _TOLERANCE[checkpoint.dtype]:
-        kind = checkpoint.model.config.model_type
         raise UnsupportedModel(
             f"{kind}: a tree scored here differs from the model's own forward pass by {error:.1%} of the logits' norm; "
             "this architecture needs something that Outrider does not give it"
         )
+
+
+@torch.inference_mode()
+def _compare(target: Target, checkpoint: Checkpoint) -> float:
+    """The largest relative error of any node's logits; NaN where any is NaN."""
+    ours, text, guesses = _score(target, checkpoint)
+    branches = [text + [guesses[i] for i in _branch(node)] for node in range(-1, len(_PARENTS))]
+    theirs = torch.stack([_reference(checkpoint, branch) for branch in branches])
+    return float(((ours[0] - theirs).norm(dim=-1) / theirs.norm(dim=-1)).max())
 
 
 def _score(target: Target, checkpoint: Checkpoint) -> tuple[torch.Tensor, list[int], list[int]]:
@@ -85,7 +95,3 @@ def _reference(checkpoint: Checkpoint, text: list[int]) -> torch.Tensor:
 def _branch(node: int) -> list[int]:
     """Nodes from the root to `node`."""
     return [] if node < 0 else [*_branch(_PARENTS[node]), node]
-
-
-def _distance(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    return float((ours - theirs).norm() / theirs.norm())

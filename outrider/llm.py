@@ -10,13 +10,12 @@ from pathlib import Path
 
 import torch
 
-from outrider.build import House, build
+from outrider.build import House, Maker, build
 from outrider.engine import Engine
 from outrider.errors import OutriderError
 from outrider.noise import mix_int
 from outrider.params import SamplingParams
 from outrider.plan import Planner
-from outrider.propose.base import Proposer
 from outrider.stats import Stats
 from outrider.text import TextStream
 from outrider.types import Completion, Finish, Request, Row
@@ -41,7 +40,7 @@ class LLM:
         self,
         target: str | Path | None = None,
         *,
-        proposer: str | Proposer | None = None,
+        proposer: str | Maker | None = None,
         k: int = 4,
         verifier: str | None = None,
         dtype: str = "auto",
@@ -56,8 +55,8 @@ class LLM:
 
         Args:
             target: folder of a decoder-only model; None is the embedded one.
-            proposer: none, ngram, draft:DIR, pkg.module:Class, or an object; None is the embedded draft for the
-                embedded target and ngram for any other.
+            proposer: none, ngram, draft:DIR, pkg.module:Class, or what makes one from a `Setup`; None is the
+                embedded draft for the embedded target and ngram for any other.
             k: guesses per round.
             verifier: walk, coupled, rejection, block, siblings, traversal, or the lossy typical and lenient; None is
                 block for a proposer that samples and walk for one that does not.
@@ -94,6 +93,11 @@ class LLM:
     def engine(self) -> Engine:
         """The engine, for those who add requests and step themselves."""
         return self._house.engine
+
+    @property
+    def house(self) -> House:
+        """What runs in here: target, proposer, verifier, tokenizer, dtype, device."""
+        return self._house
 
     @property
     def stats(self) -> Stats:
@@ -159,6 +163,13 @@ class LLM:
         (request,) = self._requests(prompt, params)
         self.engine.add(request, self._text_stream(request))
         return self._chunks(request)
+
+    def submit(self, prompt: Prompt, params: SamplingParams | None = None) -> list[int]:
+        """Queue a prompt for those who step the engine themselves; returns the ids of its `n` requests."""
+        requests = self._requests(prompt, params or SamplingParams())
+        for request in requests:
+            self.engine.add(request, self._text_stream(request))
+        return [request.id for request in requests]
 
     def _chunks(self, request: Request) -> Iterator[Chunk]:
         shown, given, finished = 0, 0, False

@@ -8,10 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import (
+    CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING,
     AttentionInterface,
+    AttentionMaskInterface,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -19,11 +24,13 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from outrider.attention import NAME, attend
+from outrider.attention import NAME, attend, look
 from outrider.errors import OutriderError, UnsupportedModel
 
 _RECURRENT = frozenset({"mamba2"})  # families whose state cannot be trimmed; shown to be exact by the tests
+_MEMORIES = frozenset({"full_attention", "sliding_attention", "chunked_attention"})  # layers of keys and values
 _ENDLESS = 1 << 20  # context of a model that names none
+_BROKEN = (OSError, ValueError, TypeError, KeyError, AttributeError, ImportError, RuntimeError, StrictDataclassError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +65,7 @@ def load_checkpoint(folder: str | Path, *, dtype: str = "auto", device: str = "a
     where = _device(device)
     kind = _dtype(dtype, config, where)
     AttentionInterface.register(NAME, attend)
+    AttentionMaskInterface.register(NAME, look)
     model = _read_model(path, config, kind, recurrent).to(where)
     for weights in model.parameters():
         weights.requires_grad_(False)
@@ -79,34 +87,42 @@ def _read_config(path: Path) -> Any:
     if not (path / "config.json").is_file():
         raise OutriderError(f"{path} holds no config.json; give the folder of a Hugging Face model")
     try:
-        return AutoConfig.from_pretrained(path, local_files_only=True)
-    except (ValueError, OSError, KeyError, json.JSONDecodeError) as error:
-        raise OutriderError(f"{path / 'config.json'} cannot be read: {error}") from error
+        kind = json.loads((path / "config.json").read_text("utf-8")).get("model_type")
+        if kind in CONFIG_MAPPING:
+            return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except _BROKEN as error:
+        raise OutriderError(f"{path / 'config.json'} cannot be read ({error}); copy the checkpoint again") from error
+    raise UnsupportedModel(
+        f"{path / 'config.json'} has model_type {kind!r}, which transformers {transformers.__version__} does not know,"
+        " and a checkpoint's own code is never run; update transformers"
+    )
 
 
 def _check_family(config: Any) -> bool:
     """Refuse what cannot be run exactly; return whether the state is recurrent."""
     kind = config.model_type
-    if getattr(config, "is_encoder_decoder", False) or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise OutriderError(f"a {kind} is not a causal language model; give a decoder-only text model")
+    encoder = type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False)
+    if encoder or getattr(config, "is_encoder_decoder", False) or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise OutriderError(f"{kind} is not a causal language model; give a decoder-only text model")
     if kind in _RECURRENT:
         return True
+    types = set(getattr(config.get_text_config(decoder=True), "layer_types", None) or ())
+    if odd := sorted(types - _MEMORIES):
+        raise UnsupportedModel(f"{kind}: layers of type {', '.join(odd)} are not handled yet")
     classes = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     family = classes[0] if isinstance(classes, tuple) else classes
     if not getattr(family, "_supports_attention_backend", False):
         raise UnsupportedModel(f"{kind}: its attention cannot be replaced in transformers, so no tree can be scored")
-    types = set(getattr(config, "layer_types", None) or ())
-    if odd := sorted(types - {"full_attention", "sliding_attention"}):
-        raise UnsupportedModel(f"{kind}: layers of type {', '.join(odd)} are not handled yet")
-    if getattr(config, "attention_chunk_size", None):
-        raise UnsupportedModel(f"{kind}: chunked attention is not handled yet")
-    if _rope(config).get("rope_type") == "dynamic":
+    if any("dynamic" in rope.get("rope_type", "") for rope in _ropes(config)):
         raise UnsupportedModel(f"{kind}: dynamic rotary scaling changes keys that are already cached")
     return False
 
 
 def _read_model(path: Path, config: Any, dtype: torch.dtype, recurrent: bool) -> Any:
-    shown = transformers_logging.is_progress_bar_enabled()
+    if not any(path.glob("*.safetensors")):
+        raise OutriderError(f"{path} holds no .safetensors; write the weights there with save_pretrained")
+    level, shown = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
@@ -114,47 +130,62 @@ def _read_model(path: Path, config: Any, dtype: torch.dtype, recurrent: bool) ->
             config=config,
             dtype=dtype,
             local_files_only=True,
+            trust_remote_code=False,
             use_safetensors=True,
+            ignore_mismatched_sizes=True,
             output_loading_info=True,
             **({} if recurrent else {"attn_implementation": NAME}),
         )
-    except (OSError, SafetensorError, ValueError, RuntimeError, KeyError) as error:
-        raise OutriderError(f"the weights in {path} cannot be read ({error}); copy the checkpoint again") from error
+    except (*_BROKEN, SafetensorError) as error:
+        raise OutriderError(f"the model in {path} cannot be read ({error}); copy the checkpoint again") from error
     finally:
+        transformers_logging.set_verbosity(level)
         if shown:
             transformers_logging.enable_progress_bar()
     if missing := sorted(report["missing_keys"]):
         raise OutriderError(f"the weights in {path} lack {', '.join(missing[:3])}; copy the checkpoint again")
+    if odd := sorted(report["mismatched_keys"]):
+        name, found, wanted = odd[0]
+        raise OutriderError(
+            f"the weights in {path} do not fit its config.json: {name} is {tuple(found)} and should be {tuple(wanted)};"
+            " copy both from one checkpoint"
+        )
     return model.eval()
 
 
 def _read_tokenizer(path: Path) -> Any:
     try:
-        return AutoTokenizer.from_pretrained(path, local_files_only=True)
-    except (ValueError, OSError, KeyError) as error:
-        raise OutriderError(f"{path} holds no tokenizer that can be read: {error}") from error
+        return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # what the tokenizers' own library raises is no narrower
+        raise OutriderError(f"{path} holds no tokenizer that works ({error}); copy its tokenizer.json there") from error
 
 
 def _end_ids(path: Path, config: Any) -> frozenset[int]:
-    try:
-        ends = GenerationConfig.from_pretrained(path, local_files_only=True).eos_token_id
-    except OSError:
-        ends = None
-    ends = getattr(config, "eos_token_id", None) if ends is None else ends
+    ends = getattr(config.get_text_config(decoder=True), "eos_token_id", None)
+    if (path / "generation_config.json").is_file():
+        try:
+            own = GenerationConfig.from_pretrained(path, local_files_only=True).eos_token_id
+        except _BROKEN as error:
+            raise OutriderError(
+                f"{path / 'generation_config.json'} cannot be read ({error}); copy the checkpoint again"
+            ) from error
+        ends = ends if own is None else own
     return frozenset([ends] if isinstance(ends, int) else ends or ())
 
 
 def _context(config: Any) -> int:
-    context = getattr(config, "max_position_embeddings", None) or _ENDLESS
-    rope = _rope(config)
-    if rope.get("rope_type") == "longrope":
-        # Beyond the original length every key would have to be rotated anew by other factors.
-        context = min(context, int(rope.get("original_max_position_embeddings") or context))
+    context = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) or _ENDLESS
+    for rope in _ropes(config):
+        if rope.get("rope_type") == "longrope":
+            # Beyond the original length every key would have to be rotated anew by other factors.
+            context = min(context, int(rope.get("original_max_position_embeddings") or context))
     return int(context)
 
 
-def _rope(config: Any) -> dict[str, Any]:
-    return getattr(config, "rope_parameters", None) or {}
+def _ropes(config: Any) -> list[dict[str, Any]]:
+    """Rotary parameters: one set, or one per type of layer."""
+    rope = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    return [rope, *(each for each in rope.values() if isinstance(each, dict))]
 
 
 def _device(name: str) -> torch.device:
@@ -162,7 +193,7 @@ def _device(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-        torch.empty(0, device=device)
+        torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError) as error:
         raise OutriderError(f"device {name!r} cannot be used here; try auto or cpu") from error
     return device

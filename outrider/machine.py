@@ -6,19 +6,13 @@ import os
 import platform
 import subprocess
 import sys
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from outrider import __version__
+
 _PACKAGE = Path(__file__).resolve().parent
-
-
-def own_version() -> str:
-    """Outrider's version; "source" when it runs from a folder that was never installed."""
-    try:
-        return version("outrider")
-    except PackageNotFoundError:
-        return "source"
 
 
 def versions() -> dict[str, str]:
@@ -27,7 +21,7 @@ def versions() -> dict[str, str]:
         "python": platform.python_version(),
         "torch": version("torch"),
         "transformers": version("transformers"),
-        "outrider": own_version(),
+        "outrider": __version__,
     }
 
 

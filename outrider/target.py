@@ -12,9 +12,12 @@ from outrider.attention import Reader
 from outrider.cache.base import Cache, Layout
 from outrider.cache.recurrent import RecurrentCache
 from outrider.cache.static import StaticCache
+from outrider.errors import OutriderError
 from outrider.load import Checkpoint
 from outrider.prepack import PackedLinear, can_prepack, prepack, weight_bytes
 from outrider.types import Batch, Draft, Scores
+
+_LEAST = 16  # tokens that a slot has room for at least: what the check before first use takes
 
 
 class Target(Protocol):
@@ -36,7 +39,7 @@ class Target(Protocol):
         """Score the feed's end and every node; with `first` >= 0 nodes from `first` on alone (see `Cache.stage`)."""
 
     def swap(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
-        """Load new values for some or all weights, by their names in the checkpoint."""
+        """Load new values for some or all weights, by the names that the model's own `state_dict` gives them."""
 
     def bytes(self) -> int:
         """Memory of the weights, in bytes."""
@@ -49,7 +52,7 @@ class AttentionTarget:
         """Prepare for `slots` rows of up to `context` tokens, exporting the outputs of decoder `layers`."""
         self.vocab, self.device = checkpoint.vocab, checkpoint.device
         self.context, self.version = context, 0
-        self.cache = StaticCache(slots=slots, capacity=context, device=checkpoint.device)
+        self.cache = StaticCache(slots=slots, capacity=max(context, _LEAST), device=checkpoint.device)
         self._model = checkpoint.model
         self._embeddings = checkpoint.model.get_input_embeddings().num_embeddings
         self._outputs: dict[int, torch.Tensor] = {}
@@ -75,15 +78,20 @@ class AttentionTarget:
         out = self._model(
             input_ids=layout.tokens.clamp(0, self._embeddings - 1)[None],
             position_ids=layout.positions[None],
+            attention_mask=torch.ones_like(layout.tokens)[None],  # or transformers finds packed texts by itself
             use_cache=False,
             logits_to_keep=layout.keep,
             kv=reader,
         )
-        return out.logits[0].float()  # type: ignore[no-any-return]
+        logits = out.logits[0] if out.logits.shape[1] == len(layout.keep) else out.logits[0, layout.keep]
+        return logits.float()  # type: ignore[no-any-return]
 
     def _listen(self, layers: Sequence[int]) -> None:
+        stack = _decoder_layers(self._model) if layers else torch.nn.ModuleList()
         for layer in layers:
-            _decoder_layers(self._model)[layer].register_forward_hook(
+            if not 0 <= layer < len(stack):
+                raise OutriderError(f"layer {layer} was asked for; this target's layers are 0 to {len(stack) - 1}")
+            stack[layer].register_forward_hook(
                 lambda _module, _inputs, output, layer=layer: self._outputs.__setitem__(
                     layer, output[0] if isinstance(output, tuple) else output
                 )
@@ -137,19 +145,30 @@ class RecurrentTarget:
 def make_target(checkpoint: Checkpoint, *, slots: int, context: int, layers: Sequence[int] = ()) -> Target:
     """The target that fits the checkpoint's kind of memory."""
     if checkpoint.recurrent:
+        if layers:
+            raise OutriderError("a recurrent target exports no layers; use a proposer that needs none, such as ngram")
         return RecurrentTarget(checkpoint, slots=slots, context=context)
     return AttentionTarget(checkpoint, slots=slots, context=context, layers=layers)
 
 
 def load_weights(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
-    """Copy tensors into a model by their names; packed layers are packed anew."""
+    """Copy tensors into a model by their names, all or none; packed layers are packed anew."""
+    tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", {})
+    twins = {**{source: target for target, source in tied.items()}, **tied}
+    packed = {f"{name}.weight": layer for name, layer in model.named_modules() if isinstance(layer, PackedLinear)}
+    plain = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
     for name, value in weights.items():
-        owner, _, leaf = name.rpartition(".")
-        module = model.get_submodule(owner)
-        if isinstance(module, PackedLinear) and leaf == "weight":
-            module.load(value.to(module.packed.dtype))
+        if name not in packed and name not in plain:
+            raise OutriderError(f"the model has no weight {name!r}; use the names of its state_dict")
+        if value.shape != (shape := packed[name].shape if name in packed else plain[name].shape):
+            raise OutriderError(f"{name} has shape {tuple(value.shape)}; give {tuple(shape)}")
+    # A packed layer holds a copy of the weight that it shares with another.
+    both = {**{twins[name]: value for name, value in weights.items() if name in twins}, **weights}
+    for name, value in both.items():
+        if name in packed:
+            packed[name].load(value.to(packed[name].packed.dtype))
         else:
-            module.get_parameter(leaf).data.copy_(value)
+            plain[name].data.copy_(value)
 
 
 def _path(parents: Sequence[int], leaf: int) -> list[int]:
@@ -168,9 +187,9 @@ def _per_node(values: torch.Tensor, layout: Layout, batch: Batch) -> torch.Tenso
     return values.view(len(batch.rows), -1, *values.shape[1:])
 
 
-def _decoder_layers(model: torch.nn.Module) -> torch.nn.ModuleList:
-    """The stack of decoder layers: the one module list as long as the configuration says."""
-    count = model.config.num_hidden_layers  # type: ignore[union-attr]
-    stacks = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == count]
+def _decoder_layers(model: Any) -> torch.nn.ModuleList:
+    """The stack of decoder layers: the first module list as long as the configuration says."""
+    count = model.config.get_text_config(decoder=True).num_hidden_layers
+    stacks = [m for m in model.get_decoder().modules() if isinstance(m, torch.nn.ModuleList) and len(m) == count]
     assert stacks, "no stack of decoder layers"
     return stacks[0]

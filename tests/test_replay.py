@@ -22,6 +22,7 @@ from tests.houses import make_engine, outputs, run
 
 KS = (0, 1, 4, 8)
 BATCHES = (1, 3, 16)
+PROMPTS = {1: 4, 3: 7, 16: 17}  # by batch size: more than fit at once, so that rows join while others run
 SEEDED = ("walk", "coupled")  # the verifiers under which the seed alone decides the text
 
 
@@ -30,10 +31,10 @@ def toy_prompts(count: int) -> list[list[int]]:
     return [[chance.randrange(1, 6) for _ in range(chance.randint(1, 20))] for _ in range(count)]
 
 
-def toy_run(name, *, verifier, k, rows, chunk, temperature, count=17):
+def toy_run(name, *, verifier, k, rows, chunk, temperature, count=None):
     engine = make_engine(ToyTarget(spread=3.0), PROPOSERS[name], verifier=verifier, k=k, rows=rows, chunk=chunk)
     params = SamplingParams(temperature=temperature, seed=11)
-    return outputs(run(engine, toy_prompts(count), params, limit=20, ends=frozenset()))
+    return outputs(run(engine, toy_prompts(count or PROMPTS[rows]), params, limit=16, ends=frozenset()))
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +42,7 @@ def toy_plain():
     plain = {}
     for verifier, temperature in itertools.product(EXACT, (0.0, 0.8)):
         plain[verifier, temperature] = toy_run(
-            "none", verifier=verifier, k=0, rows=1, chunk=512, temperature=temperature
+            "none", verifier=verifier, k=0, rows=1, chunk=512, temperature=temperature, count=17
         )
     return plain
 
@@ -54,13 +55,13 @@ def test_toy(name, rows, temperature, toy_plain):
     for verifier, k, chunk in itertools.product(EXACT, (4,) if " " in name else KS, (3, 512)):
         if temperature == 0 or verifier in SEEDED:
             got = toy_run(name, verifier=verifier, k=k, rows=rows, chunk=chunk, temperature=temperature)
-            assert got == toy_plain[verifier, temperature], (verifier, k, chunk)
+            assert got == toy_plain[verifier, temperature][: len(got)], (verifier, k, chunk)
 
 
 def test_toy_texts_are_worth_comparing(toy_plain):
     texts = toy_plain["walk", 0.8]
     assert len({tuple(text) for text in texts}) > 12
-    assert sum(map(len, texts)) > 200
+    assert sum(map(len, texts)) > 150
     assert toy_plain["walk", 0.8] != toy_plain["walk", 0.0]
 
 
@@ -80,7 +81,7 @@ def pair_prompts(tokenizer) -> list[list[int]]:
         "<|endoftext|>The",
     ]
     ids = [tokenizer.encode(text) for text in texts]
-    return [ids[i % 4][: 3 + i] if i >= 4 else ids[i] for i in range(16)]
+    return [ids[i % 4][: 3 + i] if i >= 4 else ids[i] for i in range(17)]
 
 
 MAKERS = {
@@ -94,14 +95,14 @@ def pair_run(pair, name, *, verifier, k, rows, chunk, temperature, prompts=None)
     target, small, tokenizer = pair
     engine = make_engine(target, MAKERS[name](small), verifier=verifier, k=k, rows=rows, chunk=chunk)
     params = SamplingParams(temperature=temperature, seed=3)
-    return outputs(run(engine, pair_prompts(tokenizer)[:prompts], params, limit=10))
+    return outputs(run(engine, pair_prompts(tokenizer)[: prompts or PROMPTS[rows]], params, limit=8))
 
 
 @pytest.fixture(scope="module")
 def pair_plain(pair):
     return {
         (verifier, temperature): pair_run(
-            pair, "none", verifier=verifier, k=0, rows=1, chunk=512, temperature=temperature
+            pair, "none", verifier=verifier, k=0, rows=1, chunk=512, temperature=temperature, prompts=17
         )
         for verifier, temperature in itertools.product(SEEDED, (0.0, 0.8))
     }
@@ -111,18 +112,16 @@ def pair_plain(pair):
 @pytest.mark.parametrize("name", MAKERS)
 def test_pair(name, temperature, pair, pair_plain):
     for rows, k, chunk in itertools.product(BATCHES, KS, (9, 512)):
-        alone = rows == 1 and (chunk == 9 or k == 0)  # the slow corner, covered by k > 0 and one chunk
-        if not alone:
-            got = pair_run(pair, name, verifier="walk", k=k, rows=rows, chunk=chunk, temperature=temperature)
-            assert got == pair_plain["walk", temperature], (rows, k, chunk)
+        got = pair_run(pair, name, verifier="walk", k=k, rows=rows, chunk=chunk, temperature=temperature)
+        assert got == pair_plain["walk", temperature][: len(got)], (rows, k, chunk)
     got = pair_run(pair, name, verifier="coupled", k=4, rows=3, chunk=9, temperature=temperature)
-    assert got == pair_plain["coupled", temperature]
+    assert got == pair_plain["coupled", temperature][: len(got)]
 
 
 @pytest.mark.parametrize("verifier", EXACT)
 def test_pair_greedy_under_every_verifier(verifier, pair, pair_plain):
     got = pair_run(pair, "model", verifier=verifier, k=4, rows=16, chunk=64, temperature=0.0)
-    assert got == pair_plain["walk", 0.0]
+    assert got == pair_plain["walk", 0.0][: len(got)]
 
 
 def test_rows_keep_their_own_parameters():

@@ -23,6 +23,7 @@ class StaticCache:
         self._slots = slots
         self._capacity = capacity
         self._length = [0] * slots
+        self._written = [0] * slots  # the end of what was written since the slot was last free
         self._keys: dict[int, torch.Tensor] = {}
         self._values: dict[int, torch.Tensor] = {}
 
@@ -32,7 +33,10 @@ class StaticCache:
 
     def stage(self, batch: Batch, draft: Draft, first: int = -1) -> Layout:
         layout = lay_out(batch, draft, first, self.device)
-        assert all(span.start + span.end - span.begin <= self._capacity for span in layout.spans), "slot overflow"
+        for span in layout.spans:
+            stop = span.start + span.end - span.begin
+            assert stop <= self._capacity, "slot overflow"
+            self._written[span.slot] = max(self._written[span.slot], stop)
         return layout
 
     def commit(self, round: Round) -> None:
@@ -44,7 +48,10 @@ class StaticCache:
                 self._compact(row.slot, base, path)
 
     def release(self, slot: int) -> None:
-        self._length[slot] = 0
+        # What is masked must still be a number: a masked key has weight 0, and 0 times a stray NaN would be NaN.
+        for stripes in (*self._keys.values(), *self._values.values()):
+            stripes[slot, :, : self._written[slot]] = 0
+        self._length[slot] = self._written[slot] = 0
 
     def length(self, slot: int) -> int:
         return self._length[slot]
@@ -72,7 +79,7 @@ class StaticCache:
         return all_keys, all_values
 
     def _stripes(self, like: torch.Tensor) -> torch.Tensor:
-        # Zeros, not empty: a masked key has weight 0, and 0 times a stray NaN would be NaN.
+        # Zeros, not empty, for the reason given at `release`.
         heads, _, dim = like.shape
         return torch.zeros(self._slots, heads, self._capacity, dim, dtype=like.dtype, device=like.device)
 

@@ -1,0 +1,1 @@
+"""Users certify their own pair of target and proposer."""

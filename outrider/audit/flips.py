@@ -1,0 +1,138 @@
+"""In the precision that users run near-ties may flip. How often, and how near were they?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from outrider.audit.pair import Pair, Texts, first_difference
+from outrider.audit.replay import LOGITS
+from outrider.params import SamplingParams
+from outrider.statistics import wilson
+from outrider.types import Request
+from outrider.verify import Verifier
+
+# One token and several are scored by different kernels, whose results are rounded at every layer. A flip needs both
+# runs to be wrong about the same two tokens, so where a computed logit is off by at most e, the two differ by at most
+# 2 e. Rounding the logit alone costs half the format's epsilon times its size, and the layers before it a few times as
+# much: e is put at 2 epsilon times the largest logit. For logits of 8 in bfloat16 that makes 0.25 logits.
+NEAR = 4.0  # epsilons of the format, times the largest logit there; in float32 `LOGITS` at least
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flip:
+    """Two runs that read the same text and went on differently."""
+
+    prompt: int  # counted from 0
+    position: int  # of the emitted token, counted from 0
+    text: tuple[int, ...]  # that both had read
+    plain_token: int
+    other_token: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """Flips of one run against plain decoding."""
+
+    flips: tuple[Flip, ...]
+    tokens: int  # compared
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observed:
+    """What runs in the users' precision showed; how near the ties were is for float32 to say."""
+
+    speculative: Found
+    plain_batched: Found  # the yardstick: plain decoding in a batch against plain decoding alone
+    dtype: torch.dtype
+    tau: float
+
+
+def find_flips(pair: Pair, verifier: Verifier, *, k: int, tokens: int) -> Observed:
+    """Greedy texts in the pair's precision, by speculation and by plain decoding.
+
+    Args:
+        pair: in the precision in question.
+        verifier: the one that users will run.
+        k: guesses per round.
+        tokens: length of each text.
+    """
+    params = SamplingParams(max_tokens=tokens, seed=0)
+    plain = pair.plain(pair.requests(params), alone=True).tokens
+    taus: list[float] = []
+
+    def speculate(requests: Sequence[Request]) -> Texts:
+        texts = pair.speculative(requests, verifier, k=k)
+        taus.append(texts.stats.tau)
+        return texts
+
+    return Observed(
+        speculative=_follow(pair, plain, speculate, tokens=tokens),
+        plain_batched=_follow(pair, plain, lambda requests: pair.plain(requests, alone=False), tokens=tokens),
+        dtype=pair.dtype,
+        tau=taus[0],
+    )
+
+
+def judge_flips(exact: Pair, observed: Observed) -> dict[str, Any]:
+    """Measure every flip in float32, in logits between the two tokens; one that is no near-tie fails."""
+    details = [_measure(exact, flip, observed.dtype) for flip in observed.speculative.flips]
+    yardstick = [_measure(exact, flip, observed.dtype) for flip in observed.plain_batched.flips]
+    tokens = observed.speculative.tokens
+    bounds = wilson(len(details), tokens)
+    return {
+        "passed": all(detail["near_tie"] for detail in details),
+        "dtype": str(observed.dtype).removeprefix("torch."),
+        "tokens": tokens,
+        "flips": len(details),
+        "flips_per_1000": 1e3 * len(details) / tokens,
+        "flips_per_1000_95": [1e3 * bounds.low, 1e3 * bounds.high],
+        "largest_margin": max((detail["margin"] for detail in details), default=0.0),
+        "plain_batched_flips_per_1000": 1e3 * len(yardstick) / observed.plain_batched.tokens,
+        "plain_batched_largest_margin": max((detail["margin"] for detail in yardstick), default=0.0),
+        "tau": observed.tau,
+        "details": details,
+    }
+
+
+def _follow(
+    pair: Pair, plain: Sequence[Sequence[int]], answer: Callable[[Sequence[Request]], Texts], *, tokens: int
+) -> Found:
+    """Compare all along the plain texts: behind a flip the other run is put back on the plain text."""
+    flips: list[Flip] = []
+    begin = dict.fromkeys(range(len(plain)), 0)
+    while begin:
+        texts = [(*pair.prompts[i], *plain[i][:at]) for i, at in begin.items()]
+        requests = pair.requests(SamplingParams(max_tokens=tokens, seed=0), texts)
+        answers = answer([replace(r, limit=tokens - at) for r, at in zip(requests, begin.values(), strict=True)])
+        ahead: dict[int, int] = {}
+        for (i, at), text in zip(begin.items(), answers.tokens, strict=True):
+            off = first_difference(plain[i][at:], text)
+            if off is None:
+                continue
+            place = at + off
+            read = (*pair.prompts[i], *plain[i][:place])
+            tokens_here = {"plain_token": plain[i][place], "other_token": text[off]}
+            flips.append(Flip(prompt=i, position=place, text=read, **tokens_here))
+            if place + 1 < tokens:
+                ahead[i] = place + 1
+        begin = ahead
+    return Found(flips=tuple(flips), tokens=sum(len(text) for text in plain))
+
+
+def _measure(exact: Pair, flip: Flip, dtype: torch.dtype) -> dict[str, Any]:
+    logits = exact.logits(flip.text)
+    margin = abs(float(logits[flip.plain_token] - logits[flip.other_token]))
+    tolerance = max(NEAR * torch.finfo(dtype).eps * float(logits.abs().max()), LOGITS)
+    return {
+        "prompt": flip.prompt,
+        "position": flip.position,
+        "plain_token": flip.plain_token,
+        "other_token": flip.other_token,
+        "margin": margin,
+        "tolerance": tolerance,
+        "near_tie": margin <= tolerance,
+    }

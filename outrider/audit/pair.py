@@ -1,0 +1,210 @@
+"""One target in one precision, and engines over it: plain, or speculative with any verifier and any k."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from outrider import tree
+from outrider.audit.prompts import Prompt, encode
+from outrider.build import find_proposer
+from outrider.check import check_target
+from outrider.engine import Engine
+from outrider.errors import OutriderError
+from outrider.load import load_checkpoint
+from outrider.noise import PositionNoise, mix_int
+from outrider.params import SamplingParams
+from outrider.plan import FixedPlanner
+from outrider.propose.base import NoProposer, Proposer, Setup
+from outrider.sampling import Knobs, warp
+from outrider.schedule import Scheduler
+from outrider.stats import Stats
+from outrider.target import make_target
+from outrider.types import Batch, Draft, Finish, Request, Round, Row
+from outrider.verify import EXACT, Verifier
+
+_ROWS = 16  # completions at once
+_CHUNK = 512  # tokens of prompts fed per round
+_GRID = 1 << 20  # cells by which a uniform number is read
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Texts:
+    """What requests were answered."""
+
+    tokens: tuple[tuple[int, ...], ...]  # in the order of the requests
+    stats: Stats
+
+
+class Pair:
+    """A target and a proposer, loaded once, run in many ways."""
+
+    def __init__(
+        self, target: str, proposer: str, prompts: Sequence[Prompt], *, dtype: str, device: str, room: int
+    ) -> None:
+        """Load both.
+
+        Args:
+            target: the model's folder.
+            proposer: its name, as `LLM` takes it.
+            prompts: encoded into `prompts`.
+            dtype: as `LLM` takes it.
+            device: as `LLM` takes it.
+            room: tokens behind a prompt, guesses included.
+
+        Raises:
+            OutriderError: with the fix in its message.
+        """
+        checkpoint = load_checkpoint(target, dtype=dtype, device=device)
+        self.prompts = tuple(encode(checkpoint.tokenizer, prompt) for prompt in prompts)
+        self.dtype, self.device = checkpoint.dtype, checkpoint.device
+        self.trees = False  # whether the proposer has ever made a tree that is no chain
+        self.on_done: Callable[[], None] = lambda: None  # called at the end of every completion
+        self._spec, self._context = proposer, max(map(len, self.prompts)) + room
+        if self._context > checkpoint.context:
+            raise OutriderError(
+                f"the longest prompt and {room} tokens behind it take {self._context} tokens, and the model holds"
+                f" {checkpoint.context}; shorten the prompts"
+            )
+        self._setup = Setup(
+            vocab=checkpoint.vocab,
+            slots=_ROWS,
+            context=self._context,
+            device=checkpoint.device,
+            dtype=checkpoint.dtype,
+            draw=EXACT["walk"].draw,
+            tokenizer=checkpoint.tokenizer,
+        )
+        self._proposer = find_proposer(proposer, self._setup)
+        layers = self._proposer.needs.layers
+        self._target = make_target(checkpoint, slots=_ROWS, context=self._context, layers=layers)
+        check_target(self._target, checkpoint)
+
+    def requests(self, params: SamplingParams, prompts: Sequence[Sequence[int]] | None = None) -> list[Request]:
+        """One request per prompt, each with a seed of its own; nothing but their length ends them."""
+        assert params.seed is not None
+        assert params.max_tokens is not None
+        return [
+            Request(
+                id=i,
+                prompt=tuple(prompt),
+                params=params,
+                seed=mix_int(params.seed, i),
+                end_ids=frozenset(),
+                limit=params.max_tokens,
+            )
+            for i, prompt in enumerate(self.prompts if prompts is None else prompts)
+        ]
+
+    def plain(self, requests: Sequence[Request], *, alone: bool) -> Texts:
+        """Answer by decoding token by token."""
+        engine = self._engine(NoProposer(self._setup), EXACT["walk"], 0)
+        return self._run(engine, requests, alone=alone)
+
+    def speculative(
+        self,
+        requests: Sequence[Request],
+        verifier: Verifier,
+        *,
+        k: int,
+        alone: bool = False,
+        enough: int | None = None,
+    ) -> Texts:
+        """Answer by speculation.
+
+        Args:
+            requests: what to answer.
+            verifier: the rule; the proposer makes its guesses as the rule would have them.
+            k: guesses per round.
+            alone: one request at a time, instead of all together.
+            enough: tokens after which a request is taken back, whatever its limit.
+        """
+        if self._setup.draw is not verifier.draw:
+            self._setup = replace(self._setup, draw=verifier.draw)
+            self._proposer = find_proposer(self._spec, self._setup)
+        watched = _Watched(self._proposer)
+        texts = self._run(self._engine(watched, verifier, k), requests, alone=alone, enough=enough)
+        self.trees |= watched.trees
+        return texts
+
+    @torch.inference_mode()
+    def logits(self, text: Sequence[int]) -> torch.Tensor:
+        """[V] float32: what the target says after `text`, read afresh and whole."""
+        request = Request(id=0, prompt=tuple(text), params=SamplingParams(), seed=0, end_ids=frozenset(), limit=1)
+        row = Row(request=request, slot=0, text=list(text))
+        self._target.cache.admit(0, text)
+        batch = Batch(rows=(row,), start=(0,), feed=(tuple(text),), budget=(0,))
+        logits = self._target.score(batch, tree.empty(1, self.device)).logits[0, 0]
+        self._target.cache.release(0)
+        return logits
+
+    def law(self, logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+        """[V]: what is sampled from after `logits` [V]; for parameters that do not look at the text."""
+        request = Request(id=0, prompt=(0,), params=params, seed=0, end_ids=frozenset(), limit=1)
+        row = Row(request=request, slot=0, text=[0])
+        knobs = Knobs.of((row,), self._setup.vocab, self.device)
+        return warp(logits[None, None], knobs, tree.empty(1, self.device))[0, 0]
+
+    def uniform(self, seed: int, position: int) -> float:
+        """The number in [0, 1) that picks the token at `position` of a text, to one part in a million."""
+        noise = PositionNoise(torch.tensor([seed]), torch.tensor([position]))
+        cell = noise.token(torch.ones(1, 1, _GRID), torch.zeros(1, 1, dtype=torch.int64))
+        return (int(cell) + 0.5) / _GRID
+
+    def _engine(self, proposer: Proposer, verifier: Verifier, k: int) -> Engine:
+        scheduler = Scheduler(slots=_ROWS, chunk=_CHUNK, context=self._context)
+        return Engine(
+            target=self._target,
+            proposer=proposer,
+            verifier=verifier,
+            planner=FixedPlanner(k),
+            scheduler=scheduler,
+        )
+
+    @torch.inference_mode()
+    def _run(self, engine: Engine, requests: Sequence[Request], *, alone: bool, enough: int | None = None) -> Texts:
+        texts: dict[int, tuple[int, ...]] = {}
+        for group in [[request] for request in requests] if alone else [requests]:
+            for request in group:
+                engine.add(request)
+            while engine.busy():
+                for row in engine.step():
+                    if not row.finish and enough and row.emitted >= enough:
+                        engine.abort(row.request.id)
+                    if row.finish is Finish.ERROR:
+                        raise OutriderError(
+                            f"{row.error}; the audit cannot go on; try dtype float32, or mend the model"
+                        )
+                    if row.finish:
+                        texts[row.request.id] = tuple(row.text[len(row.request.prompt) :])
+                        self.on_done()
+        return Texts(tokens=tuple(texts[request.id] for request in requests), stats=engine.stats)
+
+
+class _Watched:
+    """A proposer, and whether it makes trees: only some verifiers take those."""
+
+    def __init__(self, proposer: Proposer) -> None:
+        self.needs, self.trees = proposer.needs, False
+        self._proposer = proposer
+
+    def admit(self, slot: int, request: Request) -> None:
+        self._proposer.admit(slot, request)
+
+    def propose(self, batch: Batch) -> Draft:
+        draft = self._proposer.propose(batch)
+        self.trees |= not draft.chain
+        return draft
+
+    def commit(self, round: Round) -> None:
+        self._proposer.commit(round)
+
+    def release(self, slot: int) -> None:
+        self._proposer.release(slot)
+
+
+def first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:
+    """Where two texts of one length part; None where they do not."""
+    return next((at for at, (a, b) in enumerate(zip(left, right, strict=True)) if a != b), None)

@@ -1,0 +1,107 @@
+"""The audit on a terminal: how far it is, and what it found."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+
+class Meter:
+    """A progress bar of completions; silent without a console."""
+
+    def __init__(self, console: Console | None) -> None:
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        self._bar = Progress(*columns, console=console, transient=True, disable=console is None)
+        self._task = self._bar.add_task("loading", total=None)
+
+    def __enter__(self) -> Meter:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+    def start(self, section: str, total: int | None = None) -> None:
+        """Begin a section of `total` completions; None does not know."""
+        self._bar.remove_task(self._task)
+        self._task = self._bar.add_task(section, total=total)
+
+    def step(self) -> None:
+        """One more completion."""
+        self._bar.advance(self._task)
+
+
+def show(report: Mapping[str, Any], console: Console) -> None:
+    """Print a table with a verdict per section, and the verdict of all."""
+    table = Table(title=f"Audit of {report['target']} with {report['proposer']}, verifier {report['verifier']}")
+    for heading in ("section", "what was done", "what was found", "verdict"):
+        table.add_column(heading)
+    for name, lines in (("replay", _replay), ("law", _law), ("flips", _flips)):
+        section = report[name]
+        done, found = lines(section)
+        table.add_row(name, done, found, _verdict(section["passed"]), end_section=True)
+    console.print(table)
+    for detail in report["replay"]["details"]:
+        console.print(_mismatch(detail))
+    if not report["exact"]:
+        console.print(f"The verifier {report['verifier']} is lossy by design, so no pair passes with it.")
+    console.print(f"The pair is {_verdict(report['passed'])} after {report['seconds']:.0f} s.")
+
+
+def _replay(section: Mapping[str, Any]) -> tuple[str, str]:
+    done = (
+        f"{section['texts']} texts, {section['tokens']} tokens, float32;"
+        f"\n{len(section['cases'])} ways to answer {section['prompts']} prompts"
+    )
+    found = f"{section['mismatches']} texts differ from plain decoding,\n{section['unexplained']} by more than rounding"
+    return done, found
+
+
+def _law(section: Mapping[str, Any]) -> tuple[str, str]:
+    done, found = [], []
+    for test in section["tests"]:
+        kept = f"top_k {test['top_k']}" if test["top_k"] else "all tokens"
+        done.append(f"{test['verifier']}, k {test['k']}, {kept}: {section['samples']} samples")
+        found.append(
+            f"p = {test['p_value']:.2g} over {test['outcomes']} outcomes,"
+            f" {test['acceptance']:.0%} of guesses kept, tau {test['tau']:.2f}"
+        )
+    return "\n".join(done), "\n".join([*found, f"fails below p = {section['level']:.1g}"])
+
+
+def _flips(section: Mapping[str, Any]) -> tuple[str, str]:
+    done = f"{section['tokens']} tokens, greedy, {section['dtype']}"
+    low, high = section["flips_per_1000_95"]
+    found = (
+        f"{section['flips_per_1000']:.1f} flips per 1000 tokens ({low:.1f} to {high:.1f}),"
+        f" largest margin {section['largest_margin']:.3f} logits"
+        f"\nplain decoding in a batch: {section['plain_batched_flips_per_1000']:.1f},"
+        f" largest {section['plain_batched_largest_margin']:.3f}"
+    )
+    far = [flip for flip in section["details"] if not flip["near_tie"]]
+    lines = [
+        f"prompt {flip['prompt']}, token {flip['position']}: {flip['margin']:.3f} logits, at most"
+        f" {flip['tolerance']:.3f} allowed"
+        for flip in far
+    ]
+    return done, "\n".join([found, *lines])
+
+
+def _mismatch(detail: Mapping[str, Any]) -> str:
+    unit = "probability" if detail["temperature"] else "logits"
+    return (
+        f"replay: prompt {detail['prompt']}, token {detail['position']}, verifier {detail['verifier']},"
+        f" k {detail['k']}, {'batched' if detail['batched'] else 'alone'}, temperature {detail['temperature']}:"
+        f" {detail['speculative_token']} in place of {detail['plain_token']}, gap {detail['gap']:.2g} {unit}"
+    )
+
+
+def _verdict(passed: bool) -> str:
+    return "[bold green]passed[/]" if passed else "[bold red]FAILED[/]"

@@ -1,0 +1,1 @@
+"""Speed, measured against plain decoding in the same run."""

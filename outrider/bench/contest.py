@@ -1,0 +1,84 @@
+"""The contestants: plain and speculative decoding with the same loaded weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
+from operator import add
+from time import perf_counter
+from typing import Protocol
+
+from outrider.bench.clock import Mark, Span, decode_span, opening, timed, token_gaps
+from outrider.errors import OutriderError
+from outrider.llm import LLM
+from outrider.params import SamplingParams
+from outrider.stats import Stats
+from outrider.types import Batch, Finish, Row
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One prompt to complete."""
+
+    prompt: tuple[int, ...]  # token ids
+    params: SamplingParams  # with a seed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """One contestant's run over one batch of prompts."""
+
+    span: Span
+    gaps: tuple[float, ...]  # seconds between tokens
+    stats: Stats | None = None  # passes of the whole run, rounds and seconds of its span; None of a peer
+
+
+class Contestant(Protocol):
+    """One way to complete prompts."""
+
+    name: str
+
+    def run(self, jobs: Sequence[Job]) -> Trial:
+        """Complete them together."""
+
+
+class SwitchPlanner:
+    """k guesses or none, so that one process with one copy of the weights does both."""
+
+    def __init__(self, k: int) -> None:
+        self._k = k
+        self.speculate = True
+
+    def budget(self, batch: Batch, stats: Stats) -> tuple[int, ...]:
+        k = self._k if self.speculate else 0
+        return tuple(min(k, most) for most in batch.budget)
+
+
+class Own:
+    """Outrider's engine, speculating or not."""
+
+    def __init__(self, name: str, llm: LLM, planner: SwitchPlanner, *, speculate: bool) -> None:
+        self.name = name
+        self._llm, self._planner, self._speculate = llm, planner, speculate
+
+    def run(self, jobs: Sequence[Job]) -> Trial:
+        engine = self._llm.engine
+        self._planner.speculate = self._speculate
+        rows: dict[int, Row | None] = {id: None for job in jobs for id in self._llm.submit(job.prompt, job.params)}
+        marks = [Mark(at=perf_counter(), emitted=(0,) * len(rows))]
+        looks = [engine.stats]
+        while engine.busy():
+            for row in engine.step():
+                rows[row.request.id] = row
+            marks.append(Mark(at=perf_counter(), emitted=tuple(row.emitted if row else 0 for row in rows.values())))
+            looks.append(engine.stats)
+        counts = [_counts(row, exact=engine.stats.exact) for row in rows.values() if row]
+        stats = timed(reduce(add, counts), looks[opening(marks)], looks[-1])
+        return Trial(span=decode_span(marks), gaps=tuple(token_gaps(marks)), stats=stats)
+
+
+def _counts(row: Row, *, exact: bool) -> Stats:
+    if row.finish is Finish.ERROR:
+        raise OutriderError(f"a prompt could not be completed: {row.error}; try another dtype")
+    return Stats.of_passes(row.passes, prompt=len(row.request.prompt), exact=exact)

@@ -1,0 +1,164 @@
+"""The command line: its verbs and nothing else. What a verb needs is imported when it runs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from typer.core import TyperGroup
+
+from outrider import __version__, options
+from outrider.errors import OutriderError
+
+_FILE_WIDTH = 120  # columns of tables where no terminal sets them
+
+
+class _Verbs(TyperGroup):
+    """Turns a user's mistake into one line."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except OutriderError as error:
+            # Paths and names go out as they are: no wrapping, no markup.
+            Console(stderr=True).print("[red]error:[/red]", end=" ")
+            typer.echo(str(error), err=True)
+            raise typer.Exit(2) from None
+
+
+app = typer.Typer(
+    cls=_Verbs,
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def main() -> None:
+    """The program `outrider`."""
+    app()
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"outrider {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def outrider(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Exact speculative decoding: a model's own text, faster."""
+
+
+@app.command()
+@options.spread
+def run(
+    prompt: options.PromptText = None,
+    *,
+    chat: options.Chat = False,
+    models: options.ModelOptions,
+    sampling: options.SamplingOptions,
+    show: options.Show = False,
+    as_json: options.Json = False,
+) -> None:
+    """Complete a prompt, and say what speculation did.
+
+    The text goes to standard output and all else to standard error. With --json the text goes to standard error too,
+    and standard output holds the document alone.
+    """
+    params = sampling.params()
+    from outrider.run import converse, load
+    from outrider.show import Teller
+
+    llm = load(models, rows=params.n)
+    if not converse(llm, params, prompt=prompt, chat=chat, teller=Teller(llm, show=show, as_json=as_json)):
+        raise typer.Exit(1)
+
+
+@app.command()
+@options.spread
+def bench(
+    *,
+    models: options.ModelOptions,
+    prompts: options.PromptFile = None,
+    limit: options.Limit = None,
+    rounds: options.Rounds = 3,
+    batch: options.BatchSize = 1,
+    peer: options.Peer = None,
+    temperature: options.Temperature = 0.0,
+    max_tokens: options.BenchTokens = 128,
+    seed: options.BenchSeed = 0,
+    as_json: options.BenchJson = False,
+) -> None:
+    """Measure speculation against plain decoding, the two in turns.
+
+    Prints tables, and as the last line one JSON document: always into a file or a pipe, with --json on a terminal too.
+    """
+    from outrider.bench.settings import Settings
+
+    settings = Settings(
+        **asdict(models),
+        prompts=prompts,
+        limit=limit,
+        rounds=rounds,
+        batch=batch,
+        peer=peer,
+        temperature=temperature,
+        max_tokens=max_tokens,
+        seed=seed,
+    )
+    from outrider.bench.run import run_bench
+    from outrider.bench.table import show
+
+    people = Console()
+    if not people.is_terminal:
+        people.width = _FILE_WIDTH
+    document = run_bench(settings, progress=Console(stderr=True))
+    show(document, people)
+    if as_json or not people.is_terminal:
+        typer.echo(json.dumps(document))
+
+
+@app.command()
+def audit(
+    *,
+    target: options.Target = None,
+    proposer: options.Proposer = None,
+    k: options.Guesses = 4,
+    verifier: options.Verifier = None,
+    prompts: options.PromptFile = None,
+    samples: options.Samples = 2000,
+    device: options.Device = "auto",
+    threads: options.Threads = None,
+    as_json: options.Json = False,
+) -> None:
+    """Test that speculation leaves the text of this target and proposer unchanged.
+
+    Ends with exit code 1 when a test fails.
+    """
+    from outrider.audit.run import run_audit
+
+    people = Console(stderr=as_json)
+    report = run_audit(
+        target,
+        proposer,
+        k=k,
+        verifier=verifier,
+        prompts=prompts,
+        samples=samples,
+        device=device,
+        threads=threads,
+        console=people,
+    )
+    if as_json:
+        typer.echo(json.dumps(report))
+    if not report["passed"]:
+        raise typer.Exit(1)

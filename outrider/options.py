@@ -1,0 +1,233 @@
+"""The options of the command line, each declared once for all verbs that take it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass
+from functools import wraps
+from inspect import Parameter, Signature, signature
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from outrider.errors import OutriderError
+from outrider.params import SamplingParams
+
+_MODEL, _SAMPLING, _OUTPUT = "Models", "Sampling", "Output"
+
+PromptText = Annotated[
+    str | None,
+    typer.Argument(metavar="PROMPT", help="What to complete. Without it: standard input, or a prompt on a terminal."),
+]
+
+Target = Annotated[
+    str | None,
+    typer.Option(
+        metavar="DIR", help="Folder of a decoder-only model. Default: the embedded one.", rich_help_panel=_MODEL
+    ),
+]
+Proposer = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="Who guesses: none, ngram, draft:DIR or pkg.module:Class. Default: the embedded draft for the embedded"
+        " target, ngram for any other.",
+        rich_help_panel=_MODEL,
+    ),
+]
+Guesses = Annotated[int, typer.Option("--k", help="Guesses a round; 0 is plain decoding.", rich_help_panel=_MODEL)]
+Verifier = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="walk, coupled, rejection, block, siblings or traversal; typical and lenient are not exact. Default: block"
+        " for a draft model, walk for the others.",
+        rich_help_panel=_MODEL,
+    ),
+]
+Dtype = Annotated[str, typer.Option(metavar="NAME", help="auto, float32, bfloat16 or float16.", rich_help_panel=_MODEL)]
+Device = Annotated[str, typer.Option(metavar="NAME", help="auto, cpu, cuda, cuda:1, ...", rich_help_panel=_MODEL)]
+Threads = Annotated[int | None, typer.Option(help="CPU threads. Default: torch's choice.", rich_help_panel=_MODEL)]
+Context = Annotated[
+    int | None,
+    typer.Option(
+        help="Tokens of prompt and completion together. Default: the model's own, 8192 at most.", rich_help_panel=_MODEL
+    ),
+]
+
+Temperature = Annotated[float, typer.Option(help="0 is greedy.", rich_help_panel=_SAMPLING)]
+TopK = Annotated[int, typer.Option(help="Keep the likeliest tokens; 0 keeps all.", rich_help_panel=_SAMPLING)]
+TopP = Annotated[float, typer.Option(help="Keep the likeliest mass, in (0, 1].", rich_help_panel=_SAMPLING)]
+MinP = Annotated[
+    float, typer.Option(help="Drop tokens below this share of the likeliest one.", rich_help_panel=_SAMPLING)
+]
+RepetitionPenalty = Annotated[
+    float, typer.Option(help="Above 1 discourages tokens of prompt and output.", rich_help_panel=_SAMPLING)
+]
+PresencePenalty = Annotated[
+    float, typer.Option(help="Taken off once from tokens in the output.", rich_help_panel=_SAMPLING)
+]
+FrequencyPenalty = Annotated[
+    float, typer.Option(help="Taken off for each occurrence in the output.", rich_help_panel=_SAMPLING)
+]
+LogitBias = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="ID=VALUE", help="Added to a token's logit; -inf forbids it. Repeatable.", rich_help_panel=_SAMPLING
+    ),
+]
+MaxTokens = Annotated[int, typer.Option(help="Emitted at most; 0 fills the context.", rich_help_panel=_SAMPLING)]
+MinTokens = Annotated[int, typer.Option(help="Emitted at least.", rich_help_panel=_SAMPLING)]
+Stop = Annotated[
+    list[str] | None,
+    typer.Option(metavar="TEXT", help="Ends the completion, and is left out. Repeatable.", rich_help_panel=_SAMPLING),
+]
+StopTokenId = Annotated[
+    list[int] | None,
+    typer.Option(metavar="ID", help="A token that ends the completion. Repeatable.", rich_help_panel=_SAMPLING),
+]
+IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Go on past end-of-text.", rich_help_panel=_SAMPLING)]
+Seed = Annotated[
+    int | None,
+    typer.Option(help="The same seed gives the same text. Default: a new one, reported.", rich_help_panel=_SAMPLING),
+]
+Count = Annotated[int, typer.Option("--n", help="Completions of each prompt.", rich_help_panel=_SAMPLING)]
+Logprobs = Annotated[
+    int | None,
+    typer.Option(help="Report log-probabilities of each token and of the likeliest N.", rich_help_panel=_SAMPLING),
+]
+
+Chat = Annotated[
+    bool,
+    typer.Option("--chat", help="Apply the model's chat template; a terminal's conversation is remembered."),
+]
+Show = Annotated[bool, typer.Option("--show", help="Colour each token by who wrote it.", rich_help_panel=_OUTPUT)]
+Json = Annotated[
+    bool,
+    typer.Option("--json", help="Print one JSON document as the last line of output.", rich_help_panel=_OUTPUT),
+]
+
+PromptFile = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE",
+        help="JSON lines with category, and prompt or messages. Default: an embedded set.",
+        rich_help_panel="Measuring",
+    ),
+]
+Limit = Annotated[int | None, typer.Option(help="Prompts of each category. Default: all.", rich_help_panel="Measuring")]
+Rounds = Annotated[int, typer.Option(help="How often each prompt is measured.", rich_help_panel="Measuring")]
+BatchSize = Annotated[int, typer.Option("--batch", help="Rows at once.", rich_help_panel="Measuring")]
+Peer = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="Measure another engine as well: transformers.", rich_help_panel="Measuring"),
+]
+BenchTokens = Annotated[int, typer.Option("--max-tokens", help="Emitted at most.", rich_help_panel=_SAMPLING)]
+BenchJson = Annotated[
+    bool, typer.Option("--json", help="Print the JSON document on a terminal, too.", rich_help_panel=_OUTPUT)
+]
+BenchSeed = Annotated[int, typer.Option("--seed", help="Of all sampling.", rich_help_panel=_SAMPLING)]
+Samples = Annotated[int, typer.Option(help="Samples of each statistical test.", rich_help_panel="Measuring")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelOptions:
+    """What to load."""
+
+    target: Target = None
+    proposer: Proposer = None
+    k: Guesses = 4
+    verifier: Verifier = None
+    dtype: Dtype = "auto"
+    device: Device = "auto"
+    threads: Threads = None
+    context: Context = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingOptions:
+    """How to draw completions."""
+
+    temperature: Temperature = 0.0
+    top_k: TopK = 0
+    top_p: TopP = 1.0
+    min_p: MinP = 0.0
+    repetition_penalty: RepetitionPenalty = 1.0
+    presence_penalty: PresencePenalty = 0.0
+    frequency_penalty: FrequencyPenalty = 0.0
+    logit_bias: LogitBias = None
+    max_tokens: MaxTokens = 128
+    min_tokens: MinTokens = 0
+    stop: Stop = None
+    stop_token_id: StopTokenId = None
+    ignore_eos: IgnoreEos = False
+    seed: Seed = None
+    n: Count = 1
+    logprobs: Logprobs = None
+
+    def params(self) -> SamplingParams:
+        """The same, checked.
+
+        Raises:
+            OutriderError: a value is out of range.
+        """
+        return SamplingParams(
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            logit_bias=_parse_bias(self.logit_bias),
+            max_tokens=self.max_tokens or None,
+            min_tokens=self.min_tokens,
+            stop=tuple(self.stop or ()),
+            stop_token_ids=tuple(self.stop_token_id or ()),
+            ignore_eos=self.ignore_eos,
+            seed=self.seed,
+            n=self.n,
+            logprobs=self.logprobs,
+        )
+
+
+def spread(verb: Callable[..., None]) -> Callable[..., None]:
+    """Show typer each field of the dataclasses that a verb takes as an option of its own."""
+    flat: list[Parameter] = []
+    groups: dict[str, type[Any]] = {}
+    kinds = get_type_hints(verb, include_extras=True)
+    for parameter in signature(verb).parameters.values():
+        kind = kinds[parameter.name]
+        if not is_dataclass(kind):
+            flat.append(parameter.replace(kind=Parameter.KEYWORD_ONLY, annotation=kind))
+            continue
+        assert isinstance(kind, type)
+        groups[parameter.name] = kind
+        hints = get_type_hints(kind, include_extras=True)
+        flat += [
+            Parameter(field.name, Parameter.KEYWORD_ONLY, default=field.default, annotation=hints[field.name])
+            for field in fields(kind)
+        ]
+
+    @wraps(verb)
+    def call(**given: Any) -> None:
+        for name, kind in groups.items():
+            given[name] = kind(**{field.name: given.pop(field.name) for field in fields(kind)})
+        verb(**given)
+
+    call.__signature__ = Signature(flat)  # type: ignore[attr-defined]
+    call.__annotations__ = {parameter.name: parameter.annotation for parameter in flat}
+    return call
+
+
+def _parse_bias(entries: list[str] | None) -> dict[int, float]:
+    bias = {}
+    for entry in entries or ():
+        token, _, value = entry.partition("=")
+        try:
+            bias[int(token)] = float(value)
+        except ValueError:
+            raise OutriderError(
+                f"--logit-bias {entry!r} is not ID=VALUE; write for example 42=-1.5 or 42=-inf"
+            ) from None
+    return bias

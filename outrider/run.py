@@ -1,0 +1,107 @@
+"""The verb `run`: where prompts come from, and how they are completed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict
+from functools import reduce
+from operator import add
+from time import perf_counter
+
+from rich.console import Console
+
+from outrider.bench.clock import Mark, Span, decode_span, opening, timed
+from outrider.errors import OutriderError
+from outrider.llm import LLM, Prompt
+from outrider.options import ModelOptions
+from outrider.params import SamplingParams
+from outrider.show import Teller, Told
+
+_ROWS = 16  # completions at once
+
+
+def load(models: ModelOptions, *, rows: int) -> LLM:
+    """The models that the options ask for."""
+    with Console(stderr=True).status("loading models"):
+        return LLM(**asdict(models), rows=min(rows, _ROWS))
+
+
+def converse(llm: LLM, params: SamplingParams, *, prompt: str | None, chat: bool, teller: Teller) -> bool:
+    """Complete one prompt, or on a terminal one after another; a chat goes on from what was said before.
+
+    Returns:
+        Whether all went well; if not, the teller has said why.
+    """
+    said: list[dict[str, str]] = []
+    well = True
+    for text in _prompts(prompt):
+        said.append({"role": "user", "content": text})
+        asked = llm.chat(said) if chat else text
+        told = _several(llm, asked, params, teller) if params.n > 1 else _one(llm, asked, params, teller)
+        well &= teller.sum_up(told)
+        said.append({"role": "assistant", "content": told.completions[0].text})
+    return well
+
+
+def _one(llm: LLM, prompt: Prompt, params: SamplingParams, teller: Teller) -> Told:
+    """Complete and show as rounds commit."""
+    marks, looks = [Mark(at=perf_counter(), emitted=(0,))], [llm.stats]
+    for chunk in llm.stream(prompt, params):
+        teller.write(chunk.text, chunk.tokens, chunk.guessed)
+        marks.append(Mark(at=perf_counter(), emitted=(marks[-1].emitted[0] + len(chunk.tokens),)))
+        looks.append(llm.stats)
+    teller.end()
+    assert chunk.completion is not None
+    return Told(
+        completions=(chunk.completion,),
+        sampled=params.temperature > 0,
+        seconds=marks[-1].at - marks[0].at,
+        first=marks[opening(marks)].at - marks[0].at,
+        span=decode_span(marks),
+        stats=timed(chunk.completion.stats, looks[opening(marks)], looks[-1]),
+    )
+
+
+def _several(llm: LLM, prompt: Prompt, params: SamplingParams, teller: Teller) -> Told:
+    """Complete together, show one after another."""
+    before, began = llm.stats, perf_counter()
+    completions = tuple(llm.generate(prompt, params))
+    seconds = perf_counter() - began
+    for i, completion in enumerate(completions, 1):
+        teller.head(f"{i} of {len(completions)}")
+        teller.write(completion.text, completion.tokens, completion.guessed)
+        teller.end()
+    return Told(
+        completions=completions,
+        sampled=params.temperature > 0,
+        seconds=seconds,
+        first=None,
+        span=Span(tokens=sum(len(completion.tokens) for completion in completions), seconds=seconds),
+        stats=timed(reduce(add, (completion.stats for completion in completions)), before, llm.stats),
+    )
+
+
+def _prompts(prompt: str | None) -> Iterator[str]:
+    """The argument, else what is piped in, else what a person types until an empty line or the end of input."""
+    if prompt is not None:
+        yield prompt
+    elif not sys.stdin.isatty():
+        try:
+            yield sys.stdin.read().removesuffix("\n")
+        except UnicodeDecodeError as error:
+            raise OutriderError("standard input is not UTF-8 text; give the prompt as text") from error
+    else:
+        with suppress(ImportError):  # makes `input` remember and edit lines, where there is one
+            import readline  # noqa: F401
+        while text := _ask():
+            yield text
+
+
+def _ask() -> str:
+    try:
+        return input("> " if sys.stdout.isatty() else "")
+    except EOFError:
+        Console(stderr=True).print()
+        return ""

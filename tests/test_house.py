@@ -1,0 +1,62 @@
+"""The house rules that a machine can check: layers, sizes, public names."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+
+import outrider
+from tests import sizes
+
+FILES = sizes.files()
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(sizes.PACKAGE).as_posix())
+def test_file(path):
+    assert sizes.lines(path) <= sizes.FILE_LINES_MOST
+    for name, length, arguments in sizes.functions(path):
+        assert length <= sizes.FUNCTION_LINES_MOST, name
+        # A transformers attention function has the signature that transformers calls it with.
+        assert arguments <= sizes.ARGUMENTS_MOST or name in ("attend", "_attention"), name
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(sizes.PACKAGE).as_posix())
+def test_imports_go_down(path):
+    for other in sizes.imports(path):
+        if other.name == "__init__.py":
+            continue
+        assert sizes.layer(other) <= sizes.layer(path), f"{path.name} imports {other.name}, which is above it"
+
+
+def test_programs_do_not_import_each_other():
+    for path in FILES:
+        owner = path.parent.name
+        if owner in ("audit", "bench"):
+            strangers = {"audit", "bench"} - {owner}
+            assert not [other for other in sizes.imports(path) if other.parent.name in strangers]
+
+
+def test_core_is_small():
+    assert sum(sizes.lines(path) for path in FILES if sizes.layer(path) < sizes.CORE) < sizes.CORE_LINES
+
+
+@pytest.mark.parametrize("name", ["outrider", "outrider.testing"])
+def test_public_names(name):
+    module = importlib.import_module(name)
+    assert list(module.__all__) == sorted(module.__all__)
+    for public in module.__all__:
+        assert getattr(module, public) is not None
+        assert public.startswith("__") or getattr(module, public).__doc__
+
+
+def test_unknown_name():
+    with pytest.raises(AttributeError, match="nothing"):
+        outrider.nothing  # noqa: B018
+
+
+def test_import_is_light():
+    code = "import sys, outrider; assert 'torch' not in sys.modules, 'torch'"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,190 @@
+"""The Python front door, on the embedded pair in float32."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from outrider import LLM, OutriderError, SamplingParams
+from outrider.build import embedded
+from outrider.load import load_checkpoint
+from outrider.types import Finish
+
+CODE = "<|endoftext|>import os\nimport sys\n\n\ndef main():\n    parser ="
+TASK = [{"role": "user", "content": "What is 17 + 25?"}]
+
+
+@pytest.fixture(scope="module")
+def llm():
+    return LLM(dtype="float32", rows=4, context=256, chunk=32)
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return LLM(dtype="float32", proposer="none", rows=4, context=256)
+
+
+def test_equals_transformers(llm):
+    checkpoint = load_checkpoint(embedded("mini"), dtype="float32", device="cpu")
+    checkpoint.model.set_attn_implementation("sdpa")
+    ids = llm.encode(CODE)
+    with torch.inference_mode():
+        theirs = checkpoint.model.generate(
+            torch.tensor([ids]), attention_mask=torch.ones(1, len(ids)), max_new_tokens=40, do_sample=False
+        )
+    (ours,) = llm.generate(CODE, SamplingParams(max_tokens=40))
+    assert list(ours.tokens) == theirs[0, len(ids) :].tolist()
+    assert ours.stats.tau > 1.3
+
+
+def test_order_n_and_seeds(llm):
+    want = SamplingParams(temperature=1.0, max_tokens=8, n=3, seed=5)
+    both = llm.generate([CODE, llm.chat(TASK)], want)
+    assert [c.prompt_tokens for c in both] == [llm.encode(CODE)] * 3 + [llm.chat(TASK)] * 3
+    assert len({c.tokens for c in both[:3]}) == 3
+    again = llm.generate(CODE, SamplingParams(temperature=1.0, max_tokens=8, seed=5))
+    assert again[0].tokens == both[0].tokens
+    unseeded = llm.generate(CODE, SamplingParams(temperature=1.0, max_tokens=8))[0]
+    replay = llm.generate(CODE, SamplingParams(temperature=1.0, max_tokens=8, seed=unseeded.seed))[0]
+    assert replay.tokens == unseeded.tokens
+
+
+def test_parameters_per_prompt(llm):
+    short, long = llm.generate([CODE, CODE], [SamplingParams(max_tokens=3), SamplingParams(max_tokens=9)])
+    assert (len(short.tokens), len(long.tokens)) == (3, 9)
+    assert short.finish is Finish.LENGTH
+    assert long.tokens[:3] == short.tokens
+    with pytest.raises(OutriderError, match="one per prompt"):
+        llm.generate([CODE, CODE], [SamplingParams()])
+
+
+def test_stop_string_inside_an_accepted_run(llm):
+    whole = llm.generate(CODE, SamplingParams(max_tokens=40))[0]
+    middle = len(whole.text) // 2
+    stop = whole.text[middle : middle + 5]
+    for k_text in (llm, LLM(dtype="float32", k=8, rows=1, context=256)):
+        cut = k_text.generate(CODE, SamplingParams(max_tokens=40, stop=stop))[0]
+        assert cut.finish is Finish.STOP
+        assert cut.text == whole.text[: whole.text.index(stop)]
+        assert len(cut.tokens) == len(cut.guessed) <= len(whole.tokens)
+        assert cut.tokens == whole.tokens[: len(cut.tokens)]
+
+
+def test_stop_tokens_and_end_of_text(llm):
+    whole = llm.generate(CODE, SamplingParams(max_tokens=30))[0]
+    stop = whole.tokens[11]
+    first = whole.tokens.index(stop)
+    cut = llm.generate(CODE, SamplingParams(max_tokens=30, stop_token_ids=(stop,)))[0]
+    assert cut.tokens == whole.tokens[: first + 1]
+    assert cut.finish is Finish.STOP
+    late = llm.generate(CODE, SamplingParams(max_tokens=30, stop_token_ids=(stop,), min_tokens=25))[0]
+    assert len(late.tokens) >= 25
+    answer = llm.generate([llm.chat(TASK)], SamplingParams(max_tokens=200))[0]
+    assert answer.finish is Finish.STOP
+    assert answer.tokens[-1] in (0, 3)
+    assert "<|" not in answer.text
+    on = llm.generate([llm.chat(TASK)], SamplingParams(max_tokens=len(answer.tokens) + 5, ignore_eos=True))[0]
+    assert len(on.tokens) == len(answer.tokens) + 5
+
+
+def test_logprobs_are_the_models_own(llm):
+    want = SamplingParams(temperature=0.7, top_k=20, max_tokens=12, seed=1, logprobs=3)
+    got = llm.generate(CODE, want)[0]
+    checkpoint = load_checkpoint(embedded("mini"), dtype="float32", device="cpu")
+    checkpoint.model.set_attn_implementation("eager")
+    text = [*got.prompt_tokens, *got.tokens]
+    with torch.inference_mode():
+        logits = checkpoint.model(torch.tensor([text])).logits[0, len(got.prompt_tokens) - 1 : -1]
+    law = logits.log_softmax(-1)
+    drawn = (logits / 0.7).masked_fill(logits < logits.topk(20).values[:, -1:], -torch.inf).log_softmax(-1)
+    assert len(got.logprobs) == len(got.tokens) == 12
+    for i, entry in enumerate(got.logprobs):
+        assert entry.token == got.tokens[i]
+        assert math.isclose(entry.logprob, law[i, entry.token], abs_tol=1e-4)
+        assert math.isclose(entry.sampled_logprob, drawn[i, entry.token], abs_tol=1e-4)
+        assert [token for token, _ in entry.top] == law[i].topk(3).indices.tolist()
+    greedy = llm.generate(CODE, SamplingParams(max_tokens=3, logprobs=0))[0]
+    assert all(entry.sampled_logprob == 0 and entry.top == () for entry in greedy.logprobs)
+
+
+def test_stream_adds_up(llm, plain):
+    want = SamplingParams(max_tokens=40, temperature=0.8, seed=2)
+    chunks = list(llm.stream(CODE, want))
+    whole = llm.generate(CODE, want)[0]
+    assert "".join(chunk.text for chunk in chunks) == whole.text
+    assert tuple(t for chunk in chunks for t in chunk.tokens) == whole.tokens
+    assert [chunk.completion is None for chunk in chunks] == [True] * (len(chunks) - 1) + [False]
+    assert len(chunks) < len(whole.tokens)
+    stopped = list(plain.stream(CODE, SamplingParams(max_tokens=40, stop="parse")))
+    assert "parse" not in "".join(chunk.text for chunk in stopped)
+
+
+def test_leaving_a_stream_frees_its_row(llm):
+    for _ in range(6):  # more than there are rows
+        for _ in llm.stream(CODE, SamplingParams(max_tokens=50)):
+            break
+    assert not llm.engine.busy()
+
+
+def test_64_rows_at_once():
+    many = LLM(dtype="float32", rows=64, context=128, chunk=256)
+    ids = many.encode(CODE)
+    prompts = [ids[: 1 + i % len(ids)] for i in range(70)]
+    wants = [SamplingParams(max_tokens=2 + i % 9, temperature=(i % 3) / 2, seed=i) for i in range(70)]
+    together = many.generate(prompts, wants)
+    assert [len(c.tokens) for c in together if c.finish is Finish.LENGTH] != []
+    walk = LLM(dtype="float32", rows=64, context=128, verifier="walk")
+    alone = LLM(dtype="float32", rows=1, context=128, verifier="walk", k=2)
+    for i in (0, 7, 33, 69):
+        assert walk.generate(prompts[i], wants[i])[0].tokens == alone.generate(prompts[i], wants[i])[0].tokens
+    assert together[3].tokens == many.generate(prompts[3], wants[3])[0].tokens
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "fix"),
+    [
+        ("", SamplingParams(), "empty"),
+        ([], SamplingParams(), "empty"),
+        ([5] * 256, SamplingParams(), "shorten the prompt"),
+        ([12288], SamplingParams(), "vocabulary of 12288"),
+        ("a", SamplingParams(stop_token_ids=(99999,)), "99999"),
+        ("a", SamplingParams(logit_bias={99999: 1.0}), "99999"),
+    ],
+)
+def test_bad_prompts(llm, prompt, params, fix):
+    with pytest.raises(OutriderError, match=fix):
+        llm.generate([prompt], params)
+    assert not llm.engine.busy()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fix"),
+    [
+        ({"k": -1}, "k is -1"),
+        ({"proposer": "oracle"}, "none, ngram, draft:DIR"),
+        ({"proposer": "no.such.module:Thing"}, "dotted path"),
+        ({"verifier": "magic"}, "walk, coupled"),
+        ({"threads": 0}, "at least 1"),
+        ({"rows": 0}, "at least 1"),
+        ({"context": 4096}, "from 2 to 2048"),
+        ({"dtype": "int3"}, "float32"),
+        ({"device": "abacus"}, "auto or cpu"),
+    ],
+)
+def test_bad_arguments(arguments, fix):
+    with pytest.raises(OutriderError, match=fix):
+        LLM(**arguments)
+
+
+def test_context_full_ends_the_completion(llm):
+    ids = llm.encode(CODE)
+    full = llm.generate([(ids * 20)[:250]], SamplingParams(max_tokens=None, ignore_eos=True))[0]
+    assert len(full.tokens) == 6
+    assert full.finish is Finish.LENGTH
+
+
+def test_lossy_says_so():
+    loose = LLM(dtype="float32", verifier="typical", rows=1, context=128)
+    assert loose.generate(CODE, SamplingParams(max_tokens=4))[0].stats.exact is False

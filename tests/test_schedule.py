@@ -1,0 +1,72 @@
+"""The scheduler: nobody waits for ever, nobody is held up, and every row ends as it should."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from outrider.errors import OutriderError
+from outrider.params import SamplingParams
+from outrider.schedule import Scheduler
+from outrider.testing import ToyTarget
+from outrider.types import Finish, Request
+from tests.conformance import PROPOSERS
+from tests.houses import make_engine, run
+
+
+def request(id, prompt, limit=5):
+    return Request(id=id, prompt=(1,) * prompt, params=SamplingParams(), seed=0, end_ids=frozenset(), limit=limit)
+
+
+def test_prompts_are_fed_in_chunks_beside_decoding_rows():
+    scheduler = Scheduler(slots=4, chunk=8, context=64)
+    for id, prompt in enumerate((1, 20, 3)):
+        scheduler.add(request(id, prompt))
+    scheduler.admit()
+    batch = scheduler.next()
+    assert [len(feed) for feed in batch.feed] == [1, 7]
+    assert batch.emits == (True, False)
+    assert batch.budget == (4, 0)
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 64])
+def test_every_row_is_served(chunk):
+    """A crowd far larger than the slots, long prompts among short ones: all finish, within a bound on rounds."""
+    engine = make_engine(ToyTarget(), PROPOSERS["ngram"], rows=3, chunk=chunk)
+    chance = random.Random(0)
+    prompts = [[1] * chance.choice([1, 2, 60]) for _ in range(12)]
+    rows = run(engine, prompts, SamplingParams(), limit=6, ends=frozenset())
+    assert [row.emitted for row in rows] == [6] * 12
+    assert engine.stats.rounds <= sum(-(-len(prompt) // chunk) + 6 for prompt in prompts)
+
+
+def test_decoding_rows_run_in_every_round():
+    engine = make_engine(ToyTarget(), PROPOSERS["none"], k=0, rows=4, chunk=2)
+    engine.add(request(0, 1, limit=30))
+    engine.add(request(1, 100))
+    for _ in range(20):
+        assert 0 in {row.request.id for row in engine.step()}
+
+
+@pytest.mark.parametrize("rounds", range(5))
+def test_abort_at_any_point_frees_the_slot(rounds):
+    target = ToyTarget(slots=2)
+    engine = make_engine(target, PROPOSERS["model"], rows=2, chunk=4)
+    for id in range(3):
+        engine.add(request(id, 9, limit=30))
+    for _ in range(rounds):
+        engine.step()
+    for id in (0, 2):
+        engine.abort(id)
+    finished = []
+    while engine.busy():
+        finished += [row for row in engine.step() if row.finish]
+    assert [row.request.id for row in finished] == [1]
+    assert finished[0].finish is Finish.LENGTH
+    assert target.cache.text == [[], []]
+
+
+def test_bad_sizes():
+    with pytest.raises(OutriderError, match="at least 1"):
+        Scheduler(slots=0, chunk=1, context=8)
