@@ -16,6 +16,7 @@ from outrider.types import Batch, Draft, Law, Request, Row
 _PROMPT = 9  # tokens, fed as 5 and then 4, so that the cache is read back
 _PARENTS = (-1, 0, -1, 1, 2)  # a tree of two branches
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.06, torch.float16: 0.02}  # of the logits' norm
+_TRIALS = 4  # rounding may send a token to another expert now and then; what is built wrong is wrong every time
 _STRANGE = (TypeError, ValueError, AttributeError, LookupError, RuntimeError, NotImplementedError)  # raised by a model
 
 
@@ -26,31 +27,34 @@ def check_target(target: Target, checkpoint: Checkpoint) -> None:
         UnsupportedModel: they differ by more than rounding, or the model does not run at all.
     """
     kind = checkpoint.model.config.model_type
+    best = torch.full((1 + len(_PARENTS),), torch.inf)
     try:
-        error = _compare(target, checkpoint)
+        for trial in range(_TRIALS):
+            best = best.fmin(_errors(target, checkpoint, trial).cpu())
+            if best.max() < _TOLERANCE[checkpoint.dtype]:
+                return
     except torch.OutOfMemoryError:
         raise
     except _STRANGE as reason:
-        raise UnsupportedModel(f"{kind}: it cannot be run here ({reason})") from reason
-    if not error < _TOLERANCE[checkpoint.dtype]:
-        raise UnsupportedModel(
-            f"{kind}: a tree scored here differs from the model's own forward pass by {error:.1%} of the logits' norm; "
-            "this architecture needs something that Outrider does not give it"
-        )
+        raise UnsupportedModel(f"{kind}: its forward pass does not run here ({reason})") from reason
+    raise UnsupportedModel(
+        f"{kind}: a tree scored here differs from the model's own forward pass by {best.max():.1%} of the logits' norm;"
+        " this architecture needs something that Outrider does not give it"
+    )
 
 
 @torch.inference_mode()
-def _compare(target: Target, checkpoint: Checkpoint) -> float:
-    """The largest relative error of any node's logits; NaN where any is NaN."""
-    ours, text, guesses = _score(target, checkpoint)
+def _errors(target: Target, checkpoint: Checkpoint, seed: int) -> torch.Tensor:
+    """[1 + N]: how far each node's logits are from the model's own, relative to their norm."""
+    ours, text, guesses = _score(target, checkpoint, seed)
     branches = [text + [guesses[i] for i in _branch(node)] for node in range(-1, len(_PARENTS))]
     theirs = torch.stack([_reference(checkpoint, branch) for branch in branches])
-    return float(((ours[0] - theirs).norm(dim=-1) / theirs.norm(dim=-1)).max())
+    return (ours[0] - theirs).norm(dim=-1) / theirs.norm(dim=-1)
 
 
-def _score(target: Target, checkpoint: Checkpoint) -> tuple[torch.Tensor, list[int], list[int]]:
+def _score(target: Target, checkpoint: Checkpoint, seed: int) -> tuple[torch.Tensor, list[int], list[int]]:
     """Feed a prompt in two pieces with a tree behind it; logits [1, 1 + N, V], the prompt and the guesses."""
-    source = torch.Generator().manual_seed(0)
+    source = torch.Generator().manual_seed(seed)
     tokens = torch.randint(checkpoint.vocab, (_PROMPT + len(_PARENTS),), generator=source).tolist()
     text, guesses = tokens[:_PROMPT], tokens[_PROMPT:]
     request = Request(id=0, prompt=tuple(text), params=SamplingParams(), seed=0, end_ids=frozenset(), limit=1)

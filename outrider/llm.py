@@ -152,7 +152,7 @@ class LLM:
         finally:
             for request in requests:
                 if request.id not in done:
-                    self.engine.abort(request.id)
+                    self.abort(request.id)
         return [done[request.id] for request in requests]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Chunk]:
@@ -171,6 +171,11 @@ class LLM:
             self.engine.add(request, self._text_stream(request))
         return [request.id for request in requests]
 
+    @torch.inference_mode()  # what rounds have written can only be cleared in the mode that they ran in
+    def abort(self, id: int) -> None:
+        """Take back what was submitted under this id, wherever it is."""
+        self.engine.abort(id)
+
     def _chunks(self, request: Request) -> Iterator[Chunk]:
         shown, given, finished = 0, 0, False
         try:
@@ -187,7 +192,7 @@ class LLM:
                 shown, given = max(shown, len(text)), row.emitted
         finally:
             if not finished:
-                self.engine.abort(request.id)
+                self.abort(request.id)
 
     def _requests(self, prompt: Prompt, params: SamplingParams) -> list[Request]:
         tokens = self.encode(prompt)

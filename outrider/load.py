@@ -106,13 +106,18 @@ def _check_family(config: Any) -> bool:
         raise OutriderError(f"{kind} is not a causal language model; give a decoder-only text model")
     if kind in _RECURRENT:
         return True
-    types = set(getattr(config.get_text_config(decoder=True), "layer_types", None) or ())
+    text = config.get_text_config(decoder=True)
+    types = set(getattr(text, "layer_types", None) or ())
     if odd := sorted(types - _MEMORIES):
         raise UnsupportedModel(f"{kind}: layers of type {', '.join(odd)} are not handled yet")
     classes = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     family = classes[0] if isinstance(classes, tuple) else classes
     if not getattr(family, "_supports_attention_backend", False):
         raise UnsupportedModel(f"{kind}: its attention cannot be replaced in transformers, so no tree can be scored")
+    if getattr(text, "attn_temperature_tuning", False):
+        raise UnsupportedModel(
+            f"{kind}: its attention counts positions by itself, and so wrongly where texts are packed"
+        )
     if any("dynamic" in rope.get("rope_type", "") for rope in _ropes(config)):
         raise UnsupportedModel(f"{kind}: dynamic rotary scaling changes keys that are already cached")
     return False

@@ -23,6 +23,11 @@ class PackedLinear(nn.Module):
         self.bias = bias
         self.load(weight)
 
+    @property
+    def weight(self) -> torch.Tensor:
+        """The weight [out, in] as it was; a copy, for models that look at it themselves."""
+        return self.packed.to_dense()
+
     def load(self, weight: torch.Tensor) -> None:
         """Replace the weight [out, in]."""
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _ROWS)

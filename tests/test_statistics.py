@@ -75,7 +75,13 @@ def test_what_is_no_law_is_refused(observed, expected):
 
 @pytest.mark.parametrize(
     ("successes", "trials", "low", "high"),
-    [(5, 10, 0.2366, 0.7634), (0, 10, 0.0, 0.2775), (10, 10, 0.7225, 1.0), (0, 0, 0.0, 1.0), (1, 1000, 0.00018, 0.00564)],
+    [
+        (5, 10, 0.2366, 0.7634),
+        (0, 10, 0.0, 0.2775),
+        (10, 10, 0.7225, 1.0),
+        (0, 0, 0.0, 1.0),
+        (1, 1000, 0.00018, 0.00564),
+    ],
 )
 def test_wilson_agrees_with_tables(successes, trials, low, high):
     found = wilson(successes, trials)

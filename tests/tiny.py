@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +22,9 @@ VOCAB = 256
 WINDOW = 8  # of every layer that has one, so that it bites
 LAYERS = 4
 
-Weights = Mapping[str, torch.Tensor]
-
 
 def _config(name: str, **settings: Any) -> Callable[[], PreTrainedConfig]:
-    """A small configuration of transformers' class `name`; a setting of None is left to the class."""
+    """A small configuration of transformers' class `name`; a setting of ... is left out."""
     common = {
         "vocab_size": VOCAB,
         "hidden_size": 32,
@@ -42,7 +39,8 @@ def _config(name: str, **settings: Any) -> Callable[[], PreTrainedConfig]:
         "eos_token_id": None,
         "pad_token_id": None,
     }
-    return lambda: getattr(transformers, name)(**common | settings)
+    wanted = {key: value for key, value in (common | settings).items() if value is not ...}
+    return lambda: getattr(transformers, name)(**wanted)
 
 
 def _gpt(name: str, **settings: Any) -> Callable[[], PreTrainedConfig]:
@@ -137,7 +135,7 @@ ARCHITECTURES: Mapping[str, Callable[[], PreTrainedConfig]] = {
         num_experts_per_tok=1,
         attention_chunk_size=WINDOW,
         no_rope_layers=[1, 1, 0, 1],
-        floor_scale=16,
+        attn_temperature_tuning=False,
     ),
     "mamba2": _config(
         "Mamba2Config",
@@ -146,10 +144,10 @@ ARCHITECTURES: Mapping[str, Callable[[], PreTrainedConfig]] = {
         state_size=16,
         n_groups=2,
         chunk_size=WINDOW,
-        num_attention_heads=None,
-        num_key_value_heads=None,
-        max_position_embeddings=None,
-        intermediate_size=None,
+        num_attention_heads=...,
+        num_key_value_heads=...,
+        max_position_embeddings=...,
+        intermediate_size=...,
     ),
 }
 
@@ -180,3 +178,89 @@ def tokenizer(size: int = VOCAB) -> PreTrainedTokenizerFast:
     bytewise.decoder = decoders.ByteLevel()
     bytewise.add_special_tokens([f"<{i}>" for i in range(len(letters), size)])
     return PreTrainedTokenizerFast(tokenizer_object=bytewise)
+
+
+class Shelf:
+    """Folders of models by name, each made once, and transformers' own models read from them."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._models: dict[str, Any] = {}
+
+    def folder(self, name: str) -> Path:
+        path = self._root / name
+        return path if path.exists() else save(path, ARCHITECTURES[name]())
+
+    def model(self, name: str) -> Any:
+        """transformers' own, whose attention is the plain one."""
+        if name not in self._models:
+            kind = {} if name == "mamba2" else {"attn_implementation": "eager"}
+            folder = self.folder(name)
+            self._models[name] = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **kind).eval()
+        return self._models[name]
+
+    def target(self, name: str, layers: Sequence[int] = (), dtype: str = "float32") -> Target:
+        checkpoint = load_checkpoint(self.folder(name), dtype=dtype, device="cpu")
+        return make_target(checkpoint, slots=4, context=128, layers=layers)
+
+
+def greedy(model: Any, prompt: Sequence[int], count: int) -> list[int]:
+    """transformers' own greedy completion."""
+    ids = torch.tensor([prompt])
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, eos_token_id=None
+    )
+    return out[0, len(prompt) :].tolist()
+
+
+def text(chance: random.Random, length: int) -> list[int]:
+    """Random tokens, of which some repeat."""
+    fresh = [chance.randrange(VOCAB) for _ in range(length)]
+    return [fresh[i % 5] if chance.random() < 0.7 else token for i, token in enumerate(fresh)]
+
+
+def admit(target: Target, slot: int, tokens: Sequence[int]) -> Row:
+    request = Request(id=slot, prompt=tuple(tokens), params=SamplingParams(), seed=0, end_ids=frozenset(), limit=10**6)
+    row = Row(request=request, slot=slot, text=list(tokens))
+    row.cached = target.cache.admit(slot, tokens)
+    return row
+
+
+def everything(rows: Sequence[Row]) -> Batch:
+    """A batch in which each row feeds all that is missing."""
+    feeds = tuple(tuple(row.text[row.cached :]) for row in rows)
+    return Batch(rows=tuple(rows), start=tuple(row.cached for row in rows), feed=feeds, budget=(6,) * len(rows))
+
+
+def branch(draft: Draft, b: int, node: int) -> list[int]:
+    """Nodes of row b from the root's child to `node`."""
+    path: list[int] = []
+    while node >= 0:
+        path.insert(0, node)
+        node = int(draft.parent[b, node])
+    return path
+
+
+def grow(target: Target, rows: Sequence[Row], chance: random.Random) -> None:
+    """One round: random trees, of which the branch of a random node is kept, and a random bonus."""
+    batch = everything(rows)
+    draft = random_tree([chance.randint(1, 6), *(chance.randint(0, 6) for _ in rows[1:])], VOCAB, chance)
+    scores = target.score(batch, draft)
+    paths = [branch(draft, b, chance.randint(-1, width - 1)) for b, width in enumerate(draft.width)]
+    emitted = [
+        (*(int(draft.tokens[b, node]) for node in path), chance.randrange(VOCAB)) for b, path in enumerate(paths)
+    ]
+    target.cache.commit(
+        Round(
+            batch=batch,
+            draft=draft,
+            scores=scores,
+            path=tuple(tuple(path) for path in paths),
+            emitted=tuple(emitted),
+            sampled_logprob=tuple((0.0,) * len(tokens) for tokens in emitted),
+            failed=(False,) * len(rows),
+        )
+    )
+    for row, path, tokens in zip(rows, paths, emitted, strict=True):
+        row.cached = len(row.text) + len(path)
+        row.text += tokens

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from outrider.audit.pair import Pair, Texts, first_difference
 from outrider.audit.replay import LOGITS
 from outrider.params import SamplingParams
 from outrider.statistics import wilson
+from outrider.stats import Stats
 from outrider.types import Request
 from outrider.verify import Verifier
 
@@ -39,6 +41,7 @@ class Found:
 
     flips: tuple[Flip, ...]
     tokens: int  # compared
+    stats: Stats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +51,6 @@ class Observed:
     speculative: Found
     plain_batched: Found  # the yardstick: plain decoding in a batch against plain decoding alone
     dtype: torch.dtype
-    tau: float
 
 
 def find_flips(pair: Pair, verifier: Verifier, *, k: int, tokens: int) -> Observed:
@@ -60,20 +62,12 @@ def find_flips(pair: Pair, verifier: Verifier, *, k: int, tokens: int) -> Observ
         k: guesses per round.
         tokens: length of each text.
     """
-    params = SamplingParams(max_tokens=tokens, seed=0)
-    plain = pair.plain(pair.requests(params), alone=True).tokens
-    taus: list[float] = []
-
-    def speculate(requests: Sequence[Request]) -> Texts:
-        texts = pair.speculative(requests, verifier, k=k)
-        taus.append(texts.stats.tau)
-        return texts
-
+    requests = pair.requests(SamplingParams(max_tokens=tokens, seed=0))
+    plain = pair.plain(requests, alone=True).tokens
     return Observed(
-        speculative=_follow(pair, plain, speculate, tokens=tokens),
-        plain_batched=_follow(pair, plain, lambda requests: pair.plain(requests, alone=False), tokens=tokens),
+        speculative=_follow(requests, plain, partial(pair.speculative, verifier=verifier, k=k)),
+        plain_batched=_follow(requests, plain, partial(pair.plain, alone=False)),
         dtype=pair.dtype,
-        tau=taus[0],
     )
 
 
@@ -93,34 +87,37 @@ def judge_flips(exact: Pair, observed: Observed) -> dict[str, Any]:
         "largest_margin": max((detail["margin"] for detail in details), default=0.0),
         "plain_batched_flips_per_1000": 1e3 * len(yardstick) / observed.plain_batched.tokens,
         "plain_batched_largest_margin": max((detail["margin"] for detail in yardstick), default=0.0),
-        "tau": observed.tau,
+        "tau": observed.speculative.stats.tau,
         "details": details,
     }
 
 
 def _follow(
-    pair: Pair, plain: Sequence[Sequence[int]], answer: Callable[[Sequence[Request]], Texts], *, tokens: int
+    requests: Sequence[Request], plain: Sequence[Sequence[int]], answer: Callable[[Sequence[Request]], Texts]
 ) -> Found:
     """Compare all along the plain texts: behind a flip the other run is put back on the plain text."""
     flips: list[Flip] = []
-    begin = dict.fromkeys(range(len(plain)), 0)
+    stats = Stats()
+    begin = dict.fromkeys(range(len(plain)), 0)  # by prompt, the token from which to compare
     while begin:
-        texts = [(*pair.prompts[i], *plain[i][:at]) for i, at in begin.items()]
-        requests = pair.requests(SamplingParams(max_tokens=tokens, seed=0), texts)
-        answers = answer([replace(r, limit=tokens - at) for r, at in zip(requests, begin.values(), strict=True)])
-        ahead: dict[int, int] = {}
-        for (i, at), text in zip(begin.items(), answers.tokens, strict=True):
-            off = first_difference(plain[i][at:], text)
-            if off is None:
-                continue
-            place = at + off
-            read = (*pair.prompts[i], *plain[i][:place])
-            tokens_here = {"plain_token": plain[i][place], "other_token": text[off]}
-            flips.append(Flip(prompt=i, position=place, text=read, **tokens_here))
-            if place + 1 < tokens:
-                ahead[i] = place + 1
-        begin = ahead
-    return Found(flips=tuple(flips), tokens=sum(len(text) for text in plain))
+        read = {i: (*requests[i].prompt, *plain[i][:at]) for i, at in begin.items()}
+        rest = [replace(requests[i], prompt=read[i], limit=len(plain[i]) - at) for i, at in begin.items()]
+        answers = answer(rest)
+        stats += answers.stats
+        found = [
+            Flip(
+                prompt=i,
+                position=at + off,
+                text=(*read[i], *text[:off]),
+                plain_token=plain[i][at + off],
+                other_token=text[off],
+            )
+            for (i, at), text in zip(begin.items(), answers.tokens, strict=True)
+            if (off := first_difference(plain[i][at:], text)) is not None
+        ]
+        flips += found
+        begin = {flip.prompt: flip.position + 1 for flip in found if flip.position + 1 < len(plain[flip.prompt])}
+    return Found(flips=tuple(flips), tokens=sum(map(len, plain)), stats=stats)
 
 
 def _measure(exact: Pair, flip: Flip, dtype: torch.dtype) -> dict[str, Any]:

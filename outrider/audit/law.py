@@ -123,11 +123,11 @@ def _most_spread(pair: Pair) -> list[Branches]:
     Prompts where top-k is a near-tie come last: rounding would decide which token is possible.
     """
     params = SamplingParams(temperature=1.0)
-    trees = [_grow(pair, i) for i in range(min(len(pair.prompts), _CANDIDATES))]
+    trees = [grow(pair, i) for i in range(min(len(pair.prompts), _CANDIDATES))]
     return sorted(trees, key=lambda tree: (tree.edge > _EDGE, _entropy(joint_law(pair, tree, params))), reverse=True)
 
 
-def _grow(pair: Pair, prompt: int) -> Branches:
+def grow(pair: Pair, prompt: int) -> Branches:
     """Read the prompt with every likely beginning, each afresh and without any speculation."""
     logits: dict[Cell, torch.Tensor] = {}
     likely: dict[Cell, tuple[int, ...]] = {}

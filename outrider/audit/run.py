@@ -22,6 +22,7 @@ from outrider.verify import Verifier
 
 _DEPTHS = (1, 4, 8)  # guesses per round that are tried beside the user's k
 _TOKENS = 32  # of each text, unless told
+_LONGER = 4  # times as many for the flips, which are rare
 _FEWEST = 100  # samples below which a test of the law says nothing
 _SEED = 20230613
 
@@ -52,7 +53,7 @@ def run_audit(
         threads: CPU threads; None leaves torch's choice.
         console: where progress and findings go; None keeps silent.
         verifier: by name; None is the proposer's default.
-        tokens: length of the texts that are compared.
+        tokens: length of the texts that are replayed; those that are searched for flips are four times as long.
 
     Returns:
         What a JSON document can hold: `passed`, and the sections `replay`, `law` and `flips` with their figures.
@@ -69,7 +70,8 @@ def run_audit(
     rule = find_verifier(verifier, spec)
 
     def load(dtype: str) -> Pair:
-        pair = Pair(folder, spec, asked, dtype=dtype, device=device, room=max(tokens, k + 4) + max(k, *_DEPTHS))
+        room = max(tokens * _LONGER, k + 4) + max(k, *_DEPTHS)
+        pair = Pair(folder, spec, asked, dtype=dtype, device=device, room=room)
         pair.on_done = meter.step
         return pair
 
@@ -105,7 +107,7 @@ def run_audit(
 
 def _observe(pair: Pair, rule: Verifier, meter: Meter, *, k: int, tokens: int) -> Observed:
     meter.start("flips")
-    return find_flips(pair, rule, k=k, tokens=tokens)
+    return find_flips(pair, rule, k=k, tokens=tokens * _LONGER)
 
 
 def _versions(device: torch.device) -> dict[str, str]:

@@ -55,7 +55,7 @@ def _time(results: dict[str, Any]) -> Table:
     table = Table(title="Milliseconds: between tokens (p50 p95 p99), and in the parts of a round", **_LOOK)
     table.add_column("category", no_wrap=True)
     for name in ("plain", "speculative", "plain round", "draft", "target", "host"):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=name != "plain round")
     for category, figures in results.items():
         _rule_before(table, category)
         plain, guessing = figures[PLAIN], figures[SPECULATIVE]
@@ -107,4 +107,4 @@ def _latency(values: dict[str, float] | None) -> str:
     return " ".join(f"{value:.1f}" for value in values.values()) if values else _NONE
 
 
-_LOOK: dict[str, Any] = {"box": box.SIMPLE_HEAD, "title_justify": "left", "title_style": "bold", "padding": (0, 1)}
+_LOOK: dict[str, Any] = {"box": box.SIMPLE_HEAD, "title_justify": "left", "title_style": "bold", "padding": (0, 1, 0, 0)}

@@ -1,0 +1,239 @@
+"""The benchmark: prompts, the clock, the figures, and one short run of everything."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from rich.console import Console
+from typer.testing import CliRunner
+
+from outrider import LLM, OutriderError, SamplingParams, Stats
+from outrider.bench.clock import Mark, Span, decode_span, opening, timed, token_gaps
+from outrider.bench.contest import Job, Own, SwitchPlanner, Trial
+from outrider.bench.memory import bytes_per_pass, read_bandwidth
+from outrider.bench.prompts import by_category, read_prompts
+from outrider.bench.report import Sample, expected_speedup, report
+from outrider.bench.run import run_bench
+from outrider.bench.settings import Settings
+from outrider.build import embedded
+from outrider.cli import app
+
+LINES = [
+    {"category": "code", "prompt": "<|endoftext|>def add(a, b):\n", "reference": "left alone"},
+    {"category": "talk", "messages": [{"role": "user", "content": "What is 17 + 25?"}]},
+    {"category": "code", "prompt": "<|endoftext|>import os\n"},
+]
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("\n".join(map(json.dumps, LINES)) + "\n\n")
+    return str(file)
+
+
+def test_embedded_prompts():
+    groups = by_category(read_prompts())
+    assert len(groups) == 8
+    assert all(len(group) == 2 for group in groups.values())
+    assert len({prompt.id for group in groups.values() for prompt in group}) == 16
+
+
+def test_prompt_file(prompts):
+    first, second, third = read_prompts(prompts)
+    assert (first.id, first.category, first.prompt) == ("line-1", "code", LINES[0]["prompt"])
+    assert (second.id, second.category) == ("line-3", "code")
+    assert third.messages == ({"role": "user", "content": "What is 17 + 25?"},)
+    assert [prompt.id for prompt in read_prompts(prompts, limit=1)] == ["line-1", "line-2"]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "2: not JSON"),
+        ("[]", "2: not a JSON object"),
+        ('{"prompt": "x"}', "2: no category"),
+        ('{"category": "c"}', "2: give one of prompt and messages"),
+        ('{"category": "c", "prompt": "x", "messages": []}', "2: give one of prompt and messages"),
+        ('{"category": "c", "prompt": ""}', "2: prompt must be"),
+        ('{"category": "c", "messages": [{"role": "user"}]}', "2: messages must be"),
+        ('{"category": "c", "messages": []}', "2: messages must be"),
+    ],
+)
+def test_bad_line(tmp_path, line, message):
+    file = tmp_path / "bad.jsonl"
+    file.write_text(f"{json.dumps(LINES[0])}\n{line}\n")
+    with pytest.raises(OutriderError, match=message):
+        read_prompts(file)
+
+
+def test_bad_file(tmp_path):
+    with pytest.raises(OutriderError, match="cannot be read"):
+        read_prompts(tmp_path / "nothing")
+    (tmp_path / "empty").write_text("\n")
+    with pytest.raises(OutriderError, match="no prompts"):
+        read_prompts(tmp_path / "empty")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(OutriderError, match="UTF-8"):
+        read_prompts(tmp_path / "binary")
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"rounds": 0}, {"batch": 0}, {"limit": 0}, {"k": 0}, {"max_tokens": 1}, {"peer": "x"}]
+)
+def test_bad_settings(wrong):
+    with pytest.raises(OutriderError, match=next(iter(wrong))):
+        Settings(**wrong)
+
+
+def test_peer_takes_one_row():
+    with pytest.raises(OutriderError, match="batch 1"):
+        Settings(peer="transformers", batch=2)
+
+
+def marks(*rows):
+    return [Mark(at=float(at), emitted=emitted) for at, emitted in enumerate(rows)]
+
+
+def test_clock_of_one_row():
+    run = marks((0,), (0,), (2,), (5,), (6,))  # two rounds read the prompt; the second of them emits
+    assert opening(run) == 2
+    assert decode_span(run) == Span(tokens=4, seconds=2.0)
+    assert decode_span(run).rate == 2.0
+    assert token_gaps(run) == [1.0, 0.0, 0.0, 1.0]
+
+
+def test_clock_begins_when_all_rows_decode():
+    run = marks((0, 0), (1, 0), (2, 0), (4, 3), (4, 4))
+    assert opening(run) == 3
+    assert decode_span(run) == Span(tokens=1, seconds=1.0)
+    assert token_gaps(run) == [1.0, 1.0, 0.0, 1.0]
+
+
+def test_clock_of_a_single_round():
+    assert decode_span(marks((0,), (3,))).rate is None
+    assert token_gaps(marks((0,), (3,))) == []
+
+
+def test_timed():
+    before, after = Stats(rounds=2, target_seconds=1.0), Stats(rounds=5, target_seconds=4.0, host_seconds=1.5)
+    stats = timed(Stats(passes=7, emitted=9), before, after)
+    assert (stats.passes, stats.rounds, stats.target_seconds, stats.host_seconds) == (7, 3, 3.0, 1.5)
+
+
+def trial(tokens, seconds, stats):
+    return Trial(span=Span(tokens=tokens, seconds=seconds), gaps=(seconds,), stats=stats)
+
+
+def test_report():
+    plain = Stats(rounds=10, passes=10, emitted=10, target_seconds=1.0)
+    guessing = Stats(rounds=5, passes=5, emitted=10, reached=(5,), accepted=(5,), target_seconds=0.5)
+    seconds = {"plain": (2.0, 1.0, 4.0), "speculative": (1.0, 1.0, 1.0)}
+    samples = [
+        Sample(category="c", name=name, round=i, trial=trial(10, took, plain if name == "plain" else guessing))
+        for name, all in seconds.items()
+        for i, took in enumerate(all)
+    ]
+    figures = report(samples, k=1)
+    assert list(figures) == ["c", "overall"]
+    assert figures["c"] == figures["overall"]
+    assert figures["c"]["plain"]["tokens_per_s"] == {"median": 5.0, "min": 2.5, "max": 10.0}
+    assert figures["c"]["speculative"]["speedup"] == {"median": 2.0, "min": 1.0, "max": 4.0}
+    assert figures["c"]["speculative"]["expected_speedup"] == pytest.approx(2.0)
+    assert figures["c"]["plain"]["latency_ms"] == {"p50": 2000.0, "p95": 4000.0, "p99": 4000.0}
+    assert figures["c"]["speculative"]["tau"] == 2.0
+
+
+def test_report_of_completions_that_end_at_once():
+    stats = Stats(passes=1, emitted=1)
+    ways = ("plain", "speculative")
+    empty = Trial(span=Span(tokens=0, seconds=0.0), gaps=(), stats=stats)
+    figures = report([Sample(category="c", name=name, round=0, trial=empty) for name in ways], k=4)["overall"]
+    for name in ways:
+        assert figures[name]["tokens_per_s"] is None
+        assert figures[name]["speedup"] is None
+        assert figures[name]["latency_ms"] is None
+    assert figures["speculative"]["expected_speedup"] is None
+
+
+def test_expected_speedup_counts_a_pass_without_a_guess_as_a_rejection():
+    plain = Stats(rounds=4, passes=4, emitted=4, target_seconds=4.0)
+    half = Stats(rounds=4, passes=4, emitted=6, reached=(2,), accepted=(2,), target_seconds=4.0, propose_seconds=1.0)
+    assert expected_speedup(plain, half, k=1) == pytest.approx(1.5 / 1.25)
+
+
+def test_switch_planner_makes_both_with_one_llm():
+    planner = SwitchPlanner(4)
+    llm = LLM(dtype="float32", rows=2, context=64, planner=planner)
+    jobs = [Job(prompt=llm.encode("import os\n"), params=SamplingParams(max_tokens=12, seed=0))] * 2
+    plain = Own("plain", llm, planner, speculate=False).run(jobs)
+    guessing = Own("speculative", llm, planner, speculate=True).run(jobs)
+    assert plain.stats is not None
+    assert guessing.stats is not None
+    assert (plain.stats.drafted, plain.stats.tau) == (0, 1.0)
+    assert guessing.stats.tau > 1
+    assert guessing.stats.emitted == plain.stats.emitted == 24
+    assert plain.stats.rounds == 11  # all but the one that read the prompts
+    assert plain.span.tokens == 22
+    assert not llm.engine.busy()
+
+
+def test_bytes_of_a_pass():
+    """Twice the parameters in bfloat16, however the machine lays them out; the tied table is read once."""
+    for dtype, size in (("float32", 4), ("bfloat16", 2)):
+        llm = LLM(dtype=dtype, proposer="none", rows=1, context=64)
+        assert bytes_per_pass(llm, embedded("mini")) == pytest.approx(17.3e6 * size, rel=0.01)
+
+
+def test_read_bandwidth():
+    assert read_bandwidth(torch.device("cpu"), size=1 << 20) > 0
+
+
+def test_run(prompts):
+    settings = Settings(prompts=prompts, rounds=2, max_tokens=6, dtype="float32", peer="transformers")
+    document = run_bench(settings, progress=Console(quiet=True))
+    json.dumps(document, allow_nan=False)
+    assert list(document["results"]) == ["code", "talk", "overall"]
+    for figures in document["results"].values():
+        assert list(figures) == ["plain", "speculative", "transformers", "transformers_assisted"]
+        assert figures["plain"]["tau"] == 1.0
+        assert figures["speculative"]["tau"] >= 1.0
+        assert all(contestant["tokens_per_s"]["median"] > 0 for contestant in figures.values())
+    assert document["exact"]
+    assert document["dtype"] == "float32"
+    assert document["arguments"]["rounds"] == 2
+    assert set(document["versions"]) >= {"python", "torch", "transformers", "outrider"}
+    assert set(document["hardware"]) >= {"cpu", "cores", "threads", "gpu"}
+    assert document["memory"]["weight_bytes_per_pass"] == pytest.approx(69.2e6, rel=0.01)
+
+
+def test_command(prompts):
+    words = ["bench", "--prompts", prompts, "--rounds", "1", "--max-tokens", "6", "--limit", "1", "--batch", "2"]
+    result = CliRunner().invoke(app, [*words, "--proposer", "ngram", "--temperature", "1"])
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    document = json.loads(lines[-1])
+    assert document["proposer"] == "NgramProposer"
+    assert list(document["results"]) == ["code", "talk", "overall"]
+    assert document["results"]["code"]["plain"]["prompt_tokens"] == 2 * 8  # one prompt, twice to fill the batch
+    assert any(line.split()[:1] == ["overall"] for line in lines)
+    assert "\x1b" not in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--prompts", "nothing.jsonl"], "nothing.jsonl cannot be read"),
+        (["--rounds", "0"], "rounds is 0"),
+        (["--max-tokens", "2040", "--limit", "1", "--rounds", "1"], "is too small"),
+        (["--proposer", "nobody"], "proposer 'nobody' is unknown"),
+    ],
+)
+def test_command_mistakes(words, message):
+    result = CliRunner().invoke(app, ["bench", *words])
+    assert result.exit_code == 2
+    (line,) = result.stderr.splitlines()[-1:]
+    assert line.startswith("error: ")
+    assert message in line

@@ -1,0 +1,250 @@
+"""The command line, as a user at a terminal and a program in a pipe meet it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pty
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+import outrider
+from outrider import SamplingParams, options
+from outrider.cli import app
+
+CODE = "<|endoftext|>import os\nimport sys\n"
+QUESTION = "What is 17 + 25?"
+
+
+def invoke(*words, text=None, env=None):
+    return CliRunner().invoke(app, list(words), input=text, env=env)
+
+
+def run(*words, text=None, env=None):
+    result = invoke("run", "--max-tokens", "8", "--dtype", "float32", "--threads", "1", *words, text=text, env=env)
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def document(*words, text=None):
+    return json.loads(run("--json", *words, text=text).stdout)
+
+
+@pytest.fixture(scope="module")
+def greedy():
+    return document(CODE)
+
+
+def test_help_is_instant():
+    code = "import sys; from outrider.cli import main; sys.argv[1:] = sys.argv[1:]\n"
+    code += "try: main()\nfinally: assert not {'torch', 'transformers'} & set(sys.modules)"
+    for words in (["--help"], ["run", "--help"], ["bench", "--help"], ["--version"], ["run", "--top-p", "3", "x"]):
+        done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True)
+        assert "Assertion" not in done.stderr
+
+
+def test_module():
+    done = subprocess.run([sys.executable, "-m", "outrider", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"outrider {outrider.__version__}\n"
+
+
+def test_every_sampling_parameter_is_an_option():
+    flags = {field.name.removesuffix("s") for field in dataclasses.fields(options.SamplingOptions)}
+    assert flags == {field.name.removesuffix("s") for field in dataclasses.fields(SamplingParams)}
+    assert options.SamplingOptions().params() == SamplingParams()
+
+
+def test_options_arrive():
+    words = "--temperature .5 --top-k 9 --top-p .8 --min-p .1 --repetition-penalty 1.2 --presence-penalty .3"
+    words += " --frequency-penalty .4 --logit-bias 5=-inf --logit-bias 6=1.5 --max-tokens 0 --min-tokens 2 --stop A"
+    words += " --stop B --stop-token-id 7 --ignore-eos --seed 11 --n 2 --logprobs 3"
+    seen = []
+    patch = pytest.MonkeyPatch()
+    with patch.context() as changed:
+        changed.setattr("outrider.run.load", lambda models, *, rows: seen.append(models))
+        changed.setattr("outrider.run.converse", lambda llm, params, **how: seen.append(params) or True)
+        changed.setattr("outrider.show.Teller", lambda llm, **how: None)
+        result = invoke("run", "x", "--k", "6", "--verifier", "walk", "--context", "99", *words.split())
+    assert result.exit_code == 0, result.output
+    assert seen == [
+        options.ModelOptions(k=6, verifier="walk", context=99),
+        SamplingParams(
+            temperature=0.5,
+            top_k=9,
+            top_p=0.8,
+            min_p=0.1,
+            repetition_penalty=1.2,
+            presence_penalty=0.3,
+            frequency_penalty=0.4,
+            logit_bias={5: -float("inf"), 6: 1.5},
+            max_tokens=None,
+            min_tokens=2,
+            stop=("A", "B"),
+            stop_token_ids=(7,),
+            ignore_eos=True,
+            seed=11,
+            n=2,
+            logprobs=3,
+        ),
+    ]
+
+
+def test_run_separates_text_from_talk(greedy):
+    result = run(CODE)
+    assert result.stdout.removesuffix("\n") == greedy["completions"][0]["text"].removesuffix("\n")
+    for word in ("8 tokens", "tau", "a round: draft", "finish length; exact"):
+        assert word in result.stderr
+    assert "seed" not in result.stderr
+    assert "\x1b" not in result.output
+
+
+def test_document(greedy):
+    (completion,) = greedy["completions"]
+    assert len(completion["tokens"]) == len(completion["guessed"]) == 8
+    assert completion["finish"] == "length"
+    assert greedy["seed"] is None
+    assert greedy["exact"] is True
+    assert greedy["stats"]["tau"] > 1
+    assert greedy["versions"]["outrider"] == outrider.__version__
+
+
+def test_plain_decoding_gives_the_same_text(greedy):
+    plain = document(CODE, "--proposer", "none")
+    assert plain["completions"][0]["tokens"] == greedy["completions"][0]["tokens"]
+    assert plain["stats"]["tau"] == 1.0
+    assert not any(plain["completions"][0]["guessed"])
+
+
+def test_standard_input(greedy):
+    assert document(text=CODE + "\n")["completions"] == [
+        greedy["completions"][0] | {"seed": pytest.approx(0, abs=2**63)}
+    ]
+
+
+def test_chat():
+    assert document("--chat", QUESTION)["prompt_tokens"][:2] == [0, 1]
+
+
+def test_seed_replays():
+    sampled = document("--temperature", "1", CODE)
+    assert document("--temperature", "1", "--seed", str(sampled["seed"]), CODE)["completions"] == sampled["completions"]
+    assert f"seed {sampled['seed']}" in run("--temperature", "1", "--seed", str(sampled["seed"]), CODE).stderr
+
+
+def test_several_and_logprobs():
+    result = run("--temperature", "1", "--n", "3", "--logprobs", "2", "--seed", "3", CODE)
+    for word in ("1 of 3", "3 of 3", "likeliest", "finish length length length; seed 3; exact"):
+        assert word in result.stderr
+    both = document("--temperature", "1", "--n", "2", "--logprobs", "2", "--seed", "3", CODE)["completions"]
+    assert all(len(completion["logprobs"]) == 8 for completion in both)
+    assert both[0]["tokens"] != both[1]["tokens"]
+
+
+def test_show_colours_every_character_on_a_terminal_only(greedy):
+    plain = run("--show", CODE)
+    assert "\x1b" not in plain.output
+    assert "--show needs a terminal" in plain.stderr
+    coloured = run("--show", CODE, env={"FORCE_COLOR": "1"})
+    assert "\x1b[36m" in coloured.stdout
+    assert "\x1b[1;33m" in coloured.stdout
+    bare = coloured.stdout.replace("\x1b[36m", "").replace("\x1b[1;33m", "").replace("\x1b[0m", "")
+    assert bare == plain.stdout
+    assert "accepted guess" in coloured.stderr
+
+
+def test_show_with_a_stop_string_that_is_held_back():
+    for stop in ("sys", "nothing like it"):
+        plain, coloured = (run(*words, "--stop", stop, CODE) for words in ([], ["--show"]))
+        assert plain.stdout == coloured.stdout
+
+
+def test_inexact_is_said():
+    result = run("--verifier", "typical", CODE)
+    assert "not exact" in result.stderr
+    assert document("--verifier", "typical", CODE)["exact"] is False
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--top-p", "0", "x"], "top_p is 0"),
+        (["--logit-bias", "5:1", "x"], "--logit-bias '5:1' is not ID=VALUE"),
+        (["--target", "nowhere", "x"], "nowhere is not a folder"),
+        (["--proposer", "draft:nowhere", "x"], "nowhere is not a folder"),
+        (["--verifier", "nobody", "x"], "verifier 'nobody' is unknown"),
+        (["--dtype", "int8", "x"], "dtype 'int8' is unknown"),
+        (["--threads", "0", "x"], "threads is 0"),
+        ([""], "the prompt is empty"),
+        ([], "the prompt is empty"),
+        (["--context", "8", "--chat", QUESTION], "shorten the prompt"),
+    ],
+)
+def test_a_mistake_is_one_line(words, message):
+    result = invoke("run", *words)
+    assert result.exit_code == 2
+    assert not result.stdout
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("error: ")
+    assert message in line
+
+
+def test_binary_input_is_a_mistake():
+    result = CliRunner().invoke(app, ["run"], input=b"\xff\xfe")
+    assert result.exit_code == 2
+    assert "UTF-8" in result.stderr
+
+
+def test_interrupt_is_quiet(monkeypatch):
+    """Also in the middle of a completion, which is then taken back."""
+    from outrider.show import Teller
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Teller, "write", interrupt)
+    result = invoke("run", CODE)
+    assert result.exit_code == 130
+    assert not result.output
+
+
+def test_failed_logits_are_an_exit_code(monkeypatch):
+    monkeypatch.setattr("outrider.show.Teller.sum_up", lambda *_: False)
+    assert invoke("run", "--max-tokens", "2", CODE).exit_code == 1
+
+
+@pytest.mark.parametrize(("passed", "code"), [(True, 0), (False, 1)])
+def test_audit(monkeypatch, passed, code):
+    seen = {}
+
+    def stub(target, proposer, *, console, **rest):
+        console.print("findings")
+        seen.update(rest, target=target, proposer=proposer)
+        return {"passed": passed}
+
+    monkeypatch.setattr("outrider.audit.run.run_audit", stub)
+    result = invoke("audit", "--json", "--k", "3", "--samples", "200", "--proposer", "ngram")
+    assert result.exit_code == code
+    assert json.loads(result.stdout) == {"passed": passed}
+    assert "findings" in result.stderr
+    assert (seen["k"], seen["samples"], seen["proposer"], seen["target"]) == (3, 200, "ngram", None)
+
+
+def test_a_conversation_on_a_terminal():
+    """Two turns and an empty line: the second turn is told what the first said."""
+    ours, theirs = pty.openpty()
+    words = ["run", "--chat", "--show", "--json", "--max-tokens", "4", "--threads", "1"]
+    command = [sys.executable, "-m", "outrider", *words]
+    with subprocess.Popen(command, stdin=theirs, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+        os.write(ours, f"{QUESTION}\nAnd 3 more?\n\n".encode())
+        out, err = child.communicate(timeout=60)
+    os.close(ours)
+    os.close(theirs)
+    assert child.returncode == 0, err
+    first, second = (json.loads(line) for line in out.splitlines())
+    before = [*first["prompt_tokens"], *first["completions"][0]["tokens"]]
+    assert second["prompt_tokens"][: len(before)] == before
+    assert len(second["prompt_tokens"]) > len(before)
