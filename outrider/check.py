@@ -49,7 +49,7 @@ def _errors(target: Target, checkpoint: Checkpoint, seed: int) -> torch.Tensor:
     ours, text, guesses = _score(target, checkpoint, seed)
     branches = [text + [guesses[i] for i in _branch(node)] for node in range(-1, len(_PARENTS))]
     theirs = torch.stack([_reference(checkpoint, branch) for branch in branches])
-    return (ours[0] - theirs).norm(dim=-1) / theirs.norm(dim=-1)
+    return (ours[0] - theirs).norm(dim=-1) / theirs.norm(dim=-1)  # type: ignore[no-any-return]
 
 
 def _score(target: Target, checkpoint: Checkpoint, seed: int) -> tuple[torch.Tensor, list[int], list[int]]:

@@ -36,6 +36,7 @@ class Engine:
         """Queue a request."""
         self._scheduler.add(request, stream)
 
+    @torch.inference_mode()
     def abort(self, id: int) -> None:
         """Take a request back, wherever it is."""
         if row := self._scheduler.abort(id):

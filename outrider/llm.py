@@ -171,7 +171,6 @@ class LLM:
             self.engine.add(request, self._text_stream(request))
         return [request.id for request in requests]
 
-    @torch.inference_mode()  # what rounds have written can only be cleared in the mode that they ran in
     def abort(self, id: int) -> None:
         """Take back what was submitted under this id, wherever it is."""
         self.engine.abort(id)

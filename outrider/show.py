@@ -158,6 +158,7 @@ def _spelled(llm: LLM, token: int) -> str:
 def _document(told: Told) -> dict[str, Any]:
     first = told.completions[0]
     return {
+        **_completion(first),
         "completions": [_completion(completion) for completion in told.completions],
         "prompt_tokens": list(first.prompt_tokens),
         "seed": first.seed if told.sampled else None,  # of the request; each completion has its own

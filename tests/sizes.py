@@ -21,6 +21,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "lossy.py",
         "cost.py",
         "statistics.py",
+        "machine.py",
         "proof.py",
     ),
     ("cache/", "attention.py"),
@@ -28,7 +29,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("propose/",),
     ("plan.py", "schedule.py", "engine.py"),
     ("build.py", "llm.py", "toy.py", "testing.py", "audit/", "bench/"),
-    ("cli.py", "__main__.py", "show.py", "options.py"),
+    ("cli.py", "__main__.py", "options.py", "run.py", "show.py"),
 )
 CORE = 6  # layers 0 to 5
 CORE_LINES = 5000

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import random
 
 import pytest
 import torch
 
 from outrider import tree
+from outrider.errors import OutriderError, UnsupportedModel
 from outrider.llm import LLM
+from outrider.load import load_checkpoint
 from outrider.params import SamplingParams
 from outrider.testing import random_tree
 from tests import tiny
@@ -79,3 +82,19 @@ def test_commit_is_a_fresh_read_of_the_text(name, shelf):
             assert distance(logits, theirs[0]) < EXACT
             target.cache.release(row.slot)
             fresh.cache.release(row.slot)
+
+
+@pytest.mark.parametrize("name", tiny.REFUSED)
+def test_refused_by_its_configuration(name, tmp_path):
+    settings, reason = tiny.REFUSED[name]
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": name, **settings}))
+    with pytest.raises(OutriderError, match=f"{name}.*{reason}"):
+        load_checkpoint(tmp_path, device="cpu")
+
+
+@pytest.mark.parametrize("name", tiny.REFUSED_BY_CHECK)
+def test_refused_by_the_check(name, tmp_path):
+    config, reason = tiny.REFUSED_BY_CHECK[name]
+    folder = tiny.save(tmp_path / name, config())
+    with pytest.raises(UnsupportedModel, match=f"{name}.*{reason}"):
+        LLM(folder, dtype="float32", device="cpu")

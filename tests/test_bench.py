@@ -217,7 +217,7 @@ def test_command(prompts):
     document = json.loads(lines[-1])
     assert document["proposer"] == "NgramProposer"
     assert list(document["results"]) == ["code", "talk", "overall"]
-    assert document["results"]["code"]["plain"]["prompt_tokens"] == 2 * 8  # one prompt, twice to fill the batch
+    assert document["results"]["code"]["plain"]["prompt_tokens"] == 2 * 7  # one prompt, twice to fill the batch
     assert any(line.split()[:1] == ["overall"] for line in lines)
     assert "\x1b" not in result.stdout
 

@@ -23,7 +23,7 @@ WINDOW = 8  # of every layer that has one, so that it bites
 LAYERS = 4
 
 
-def _config(name: str, **settings: Any) -> Callable[[], PreTrainedConfig]:
+def make_config(name: str, **settings: Any) -> PreTrainedConfig:
     """A small configuration of transformers' class `name`; a setting of ... is left out."""
     common = {
         "vocab_size": VOCAB,
@@ -40,11 +40,15 @@ def _config(name: str, **settings: Any) -> Callable[[], PreTrainedConfig]:
         "pad_token_id": None,
     }
     wanted = {key: value for key, value in (common | settings).items() if value is not ...}
-    return lambda: getattr(transformers, name)(**wanted)
+    return getattr(transformers, name)(**wanted)
+
+
+def _config(name: str, **settings: Any) -> Callable[[], PreTrainedConfig]:
+    return lambda: make_config(name, **settings)
 
 
 def _gpt(name: str, **settings: Any) -> Callable[[], PreTrainedConfig]:
-    """The same for a class that still speaks as GPT-2 did."""
+    """The same as `_config` for a class that still speaks as GPT-2 did."""
     sizes = {"n_embd": 32, "n_head": 4, "n_layer": LAYERS, "n_positions": 128, "vocab_size": VOCAB}
     rest = {"initializer_range": 0.3, "bos_token_id": None, "eos_token_id": None, "tie_word_embeddings": False}
     return lambda: getattr(transformers, name)(**sizes | rest | settings)
@@ -52,7 +56,7 @@ def _gpt(name: str, **settings: Any) -> Callable[[], PreTrainedConfig]:
 
 def _gemma3() -> PreTrainedConfig:
     """A text model inside a larger one; its tower for images has as many layers."""
-    text = _config("Gemma3TextConfig", head_dim=8, query_pre_attn_scalar=8, sliding_window=WINDOW)().to_dict()
+    text = make_config("Gemma3TextConfig", head_dim=8, query_pre_attn_scalar=8, sliding_window=WINDOW).to_dict()
     tower = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": LAYERS, "num_attention_heads": 2}
     return transformers.Gemma3Config(
         text_config=text,
@@ -149,6 +153,38 @@ ARCHITECTURES: Mapping[str, Callable[[], PreTrainedConfig]] = {
         max_position_embeddings=...,
         intermediate_size=...,
     ),
+}
+
+_UNREPLACED, _LAYERS = "attention cannot be replaced", "layers of type .* are not handled yet"
+REFUSED: Mapping[str, tuple[Mapping[str, Any], str]] = {  # a config.json, and the reason
+    "bloom": ({}, _UNREPLACED),
+    "mpt": ({}, _UNREPLACED),
+    "falcon": ({"alibi": True}, _UNREPLACED),
+    "gptj": ({}, _UNREPLACED),
+    "stablelm": ({}, _UNREPLACED),
+    "rwkv": ({}, _UNREPLACED),
+    "mamba": ({}, _LAYERS),
+    "jamba": ({}, _LAYERS),
+    "bamba": ({}, _LAYERS),
+    "falcon_h1": ({}, _LAYERS),
+    "nemotron_h": ({}, _LAYERS),
+    "zamba2": ({}, _LAYERS),
+    "qwen3_next": ({}, _LAYERS),
+    "minimax": ({}, _LAYERS),
+    "granitemoehybrid": ({}, _LAYERS),
+    "lfm2": ({"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}, _LAYERS),
+    "llama": ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "dynamic rotary"),
+    "gemma3_text": ({"rope_parameters": {"full_attention": {"rope_type": "dynamic", "factor": 2.0}}}, "dynamic rotary"),
+    "llama4_text": ({"attn_temperature_tuning": True}, "counts positions by itself"),
+    "t5": ({}, "not a causal language model"),
+    "bert": ({}, "not a causal language model"),
+    "whisper": ({}, "not a causal language model"),
+}
+REFUSED_BY_CHECK: Mapping[str, tuple[Callable[[], PreTrainedConfig], str]] = {
+    "bert-generation": (_config("BertGenerationConfig", is_decoder=False), "differs from the model's own"),
+    "diffllama": (_config("DiffLlamaConfig"), "differs from the model's own"),
+    "doge": (_config("DogeConfig", pad_token_id=0), "does not run here"),
+    "nemotron": (_config("NemotronConfig"), "do not hand keyword arguments on"),
 }
 
 

@@ -11,15 +11,15 @@ from outrider.errors import OutriderError
 
 Prompt = str | Sequence[Mapping[str, str]]
 
-# Prose, code, numbers and lists, of different lengths; most end in words that occurred before, so that a proposer that
-# copies has something to copy.
+# Prose, code, numbers and questions. Short, since the law of a prompt's continuation takes thousands of readings; most
+# end in words that occurred before, so that a proposer that copies has something to copy.
 DEFAULT: tuple[Prompt, ...] = (
-    "The old man went down to the sea. The sea was calm, and the old man",
-    "def area(width, height):\n    return width * height\n\n\ndef volume(width, height, depth):\n    return",
     "In the beginning there was",
-    "Monday, Tuesday, Wednesday, Thursday, Friday, Saturday, Sunday, Monday, Tuesday,",
-    "Question: What is the largest planet of the solar system?\nAnswer: The largest planet is",
-    "The committee met on the first of March to decide whether the bridge should be built. The committee",
+    "The sea was calm. The old man said that the sea was",
+    "def area(a, b):\n    return a * b\n\n\ndef sum(a, b):\n    return",
+    "one two three one two three one",
+    "Question: What is the largest planet?\nAnswer: The largest",
+    "The committee met in March, and the committee",
 )
 
 

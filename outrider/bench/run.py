@@ -114,7 +114,7 @@ def _race(contestants: Sequence[Contestant], heats: Sequence[_Heat], rounds: int
     for contestant in contestants:
         contestant.run([_short(job) for job in heats[0].jobs])  # to warm up
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=console, transient=True) as bar:
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=rounds * len(heats) * len(contestants))
         for round in range(rounds):
             for h, heat in enumerate(heats):

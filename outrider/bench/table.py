@@ -35,7 +35,7 @@ def _heading(document: dict[str, Any]) -> str:
 
 def _speed(results: dict[str, Any]) -> Table:
     peers = [name for name in results[OVERALL] if name not in (PLAIN, SPECULATIVE)]
-    table = Table(title="Decoding, tokens/s", **_LOOK)
+    table = Table(title="Decoding, tokens/s, and the share of guesses accepted at each position", **_LOOK)
     table.add_column("category", no_wrap=True)
     for name in (PLAIN, SPECULATIVE, *peers):
         table.add_column(name.replace("_", " "), justify="right")
@@ -107,4 +107,9 @@ def _latency(values: dict[str, float] | None) -> str:
     return " ".join(f"{value:.1f}" for value in values.values()) if values else _NONE
 
 
-_LOOK: dict[str, Any] = {"box": box.SIMPLE_HEAD, "title_justify": "left", "title_style": "bold", "padding": (0, 1, 0, 0)}
+_LOOK: dict[str, Any] = {
+    "box": box.SIMPLE_HEAD,
+    "title_justify": "left",
+    "title_style": "bold",
+    "padding": (0, 1, 0, 0),
+}

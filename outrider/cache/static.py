@@ -47,6 +47,7 @@ class StaticCache:
             if path != tuple(range(len(path))):
                 self._compact(row.slot, base, path)
 
+    @torch.inference_mode()
     def release(self, slot: int) -> None:
         # What is masked must still be a number: a masked key has weight 0, and 0 times a stray NaN would be NaN.
         for stripes in (*self._keys.values(), *self._values.values()):
