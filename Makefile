@@ -8,10 +8,10 @@ demo: .venv/ready
 	$(BIN)/outrider run --chat --show --temperature 0 "Lena has 5 boxes with 12 pencils each. She gives away 17 pencils. How many are left?"
 
 test: .venv/ready
-	$(BIN)/ruff check outrider tests examples benchmarks
-	$(BIN)/ruff format --check outrider tests examples benchmarks
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2
 
 size:
 	@$(PYTHON) tests/sizes.py

@@ -33,7 +33,7 @@ class Noise(Protocol):
         """Like `token`, by the exponential race that the draft ran too (Daliri et al. 2024)."""
 
     def flip(self, chance: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        """[B] bool, true with probability `chance` [B]; `index` [B] names the coin, fresh within a round."""
+        """True with probability `chance`, [B] or [B, N]; `index`, shaped alike, names the coins, new within a round."""
 
 
 class PositionNoise:

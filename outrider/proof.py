@@ -222,6 +222,8 @@ class _Tape:
         return self._answer(law)
 
     def flip(self, chance: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        if chance.dim() > 1:
+            return torch.stack([self.flip(chance[:, i], index[:, i]) for i in range(chance.shape[1])], 1)
         chance = chance.nan_to_num(nan=0.0, posinf=1.0).clamp(0.0, 1.0)
         coin = torch.where((chance > 0) & (chance < 1), index, -1 - len(self._tossed))
         if any(bool((coin == old).any()) for old in self._tossed):

@@ -91,27 +91,27 @@ def block(draft: Draft, p: torch.Tensor, noise: Noise) -> Verdict:
     Accepts at least as many tokens as any exact rule on one path. Chains only.
     """
     q, alive = proposals(draft, p), alive_nodes(draft, p).cumprod(1).bool()
-    length = alive.sum(1)
-    share = [torch.ones_like(p[:, 0, 0])]
-    for i in range(draft.size):
-        ratio = at_token(p[:, i], draft.tokens[:, i]) / at_token(q[:, i], draft.tokens[:, i])
-        share.append(gate(share[-1] * ratio, alive[:, i]))
-    kept, stands = torch.zeros_like(length), share[0]
-    for i in range(1, draft.size + 1):
-        whole = length == i
-        chance = share[i]
-        if i < draft.size:
-            excess = (share[i][:, None] * p[:, i] - q[:, i]).clamp(min=0).sum(-1)
-            chance = torch.where(whole, share[i], share_of(excess, share[i]))
-        keep = noise.flip(gate(chance, alive[:, i - 1]), torch.full_like(length, i - 1)) & alive[:, i - 1]
-        kept = torch.where(keep, i, kept)
-        stands = torch.where(keep, share[i], stands)
+    length, guess = alive.sum(1), draft.tokens.clamp(0, p.shape[-1] - 1)[..., None]
+    if not draft.size:
+        return keep_prefix(draft, p, length, p[:, 0], noise)
+    ratio = (p[:, :-1].gather(-1, guess) / q.gather(-1, guess))[..., 0]
+    share = _running_share(torch.where(alive, ratio.nan_to_num(nan=0.0), 0.0))
+    excess = (share[:, :-1, None] * p[:, 1:-1] - q[:, 1:]).clamp(min=0).sum(-1)
+    partial = torch.cat([share_of(excess, share[:, :-1]), share[:, -1:]], 1)
+    order = torch.arange(1, draft.size + 1, device=p.device)
+    chance = gate(torch.where(order == length[:, None], share, partial), alive)
+    kept = (noise.flip(chance, (order - 1).expand_as(chance)) & alive).long().mul(order).amax(1)
     each = torch.arange(len(kept), device=p.device)
-    law = p[each, kept]
-    if draft.size:
-        rest = (stands[:, None] * law - q[each, kept.clamp(max=draft.size - 1)]).clamp(min=0)
-        law = torch.where((kept < length)[:, None], normalised(rest, law), law)
+    stands = torch.where(kept > 0, share[each, kept - 1], 1.0)
+    rest = (stands[:, None] * p[each, kept] - q[each, kept.clamp(max=draft.size - 1)]).clamp(min=0)
+    law = torch.where((kept < length)[:, None], normalised(rest, p[each, kept]), p[each, kept])
     return keep_prefix(draft, p, kept, law, noise)
+
+
+def _running_share(ratio: torch.Tensor) -> torch.Tensor:
+    """P_i = min(1, P_{i-1} r_i), P_0 = 1, over ratios [B, N]; a walk that is held below 0, in logarithms."""
+    level = ratio.log().cumsum(1)
+    return (level - level.cummax(1).values.clamp(min=0)).exp()
 
 
 def siblings(draft: Draft, p: torch.Tensor, noise: Noise) -> Verdict:

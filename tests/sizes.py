@@ -46,7 +46,7 @@ def files() -> list[Path]:
 def layer(path: Path) -> int:
     name = path.relative_to(PACKAGE).as_posix()
     found = [
-        i for i, names in enumerate(LAYERS) if any(name == n or n[-1] == "/" and name.startswith(n) for n in names)
+        i for i, names in enumerate(LAYERS) if any(name == n or (n[-1] == "/" and name.startswith(n)) for n in names)
     ]
     if not found:
         raise LookupError(f"{name} has no layer; give it one in tests/sizes.py")

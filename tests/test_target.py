@@ -108,12 +108,12 @@ def test_logits_that_are_not_numbers_end_their_own_request_alone(name, proposer,
     model = AutoModelForCausalLM.from_pretrained(shelf.folder(name))
     model.get_input_embeddings().weight.data[POISON] = torch.nan
     poisoned = tiny.save_model(tmp_path / name, model)
-    good = [TEXT, TEXT[3:] * 2, [5, 6, 7], TEXT[::-1]]
-    settings = {"proposer": proposer, "dtype": "float32", "device": "cpu", "rows": 2, "chunk": 8}
+    good = [TEXT * 2, [5, 6, 7], TEXT[3:], TEXT[::-1]]
+    settings = {"proposer": proposer, "dtype": "float32", "device": "cpu", "rows": 2, "chunk": 50}
     plain = [c.tokens for c in LLM(shelf.folder(name), **settings).generate(good, SHORT)]
     assert all(POISON not in tokens for tokens in plain)
     bad = [*TEXT[:5], POISON, *TEXT]
-    done = LLM(poisoned, **settings).generate([bad, good[0], bad, *good[1:]], SHORT)  # slots of the bad are used again
+    done = LLM(poisoned, **settings).generate([bad, good[0], bad, *good[1:]], SHORT)  # short after bad, beside long
     for failed in (done.pop(2), done.pop(0)):
         assert (failed.finish, failed.tokens) == (Finish.ERROR, ())
         assert "not numbers" in failed.error

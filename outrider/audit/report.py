@@ -52,7 +52,7 @@ def show(report: Mapping[str, Any], console: Console) -> None:
         console.print(_mismatch(detail))
     if not report["exact"]:
         console.print(f"The verifier {report['verifier']} is lossy by design, so no pair passes with it.")
-    console.print(f"The pair is {_verdict(report['passed'])} after {report['seconds']:.0f} s.")
+    console.print(f"Verdict: {_verdict(report['passed'])}, after {report['seconds']:.0f} s.")
 
 
 def _replay(section: Mapping[str, Any]) -> tuple[str, str]:

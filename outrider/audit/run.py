@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import platform
-from importlib.metadata import PackageNotFoundError, version
+from collections.abc import Sequence
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
@@ -13,11 +13,12 @@ from rich.console import Console
 from outrider.audit.flips import Observed, find_flips, judge_flips
 from outrider.audit.law import check_law, plan_tests
 from outrider.audit.pair import Pair
-from outrider.audit.prompts import read_prompts
+from outrider.audit.prompts import Prompt, read_prompts
 from outrider.audit.replay import cases, replay
 from outrider.audit.report import Meter, show
 from outrider.build import embedded, find_verifier
 from outrider.errors import OutriderError
+from outrider.machine import commit, hardware, versions
 from outrider.verify import Verifier
 
 _DEPTHS = (1, 4, 8)  # guesses per round that are tried beside the user's k
@@ -64,61 +65,78 @@ def run_audit(
     _check(k=k, samples=samples, tokens=tokens, threads=threads)
     if threads is not None:
         torch.set_num_threads(threads)
-    began, asked = perf_counter(), read_prompts(prompts)
-    folder = target or str(embedded("mini"))
+    began = perf_counter()
     spec = proposer or (f"draft:{embedded('nano')}" if target is None else "ngram")
-    rule = find_verifier(verifier, spec)
-
-    def load(dtype: str) -> Pair:
-        room = max(tokens * _LONGER, k + 4) + max(k, *_DEPTHS)
-        pair = Pair(folder, spec, asked, dtype=dtype, device=device, room=room)
-        pair.on_done = meter.step
-        return pair
-
+    task = _Task(
+        target=target or str(embedded("mini")),
+        proposer=spec,
+        rule=find_verifier(verifier, spec),
+        prompts=read_prompts(prompts),
+        k=k,
+        samples=samples,
+        tokens=tokens,
+        device=device,
+    )
     with Meter(console) as meter:
-        # The float32 pair is loaded when the first one is gone, so that one target at a time is in memory.
-        observed = _observe(load("auto"), rule, meter, k=k, tokens=tokens)
-        pair = load("float32")
-        ways = sum(1 for _ in cases(pair, rule, k=k, depths=_DEPTHS))
-        meter.start("replay", (ways + 2) * len(asked))
-        replayed = replay(pair, rule, k=k, depths=_DEPTHS, tokens=tokens, seed=_SEED)
-        meter.start("law", len(plan_tests(pair, rule)) * samples)
-        sections = {
-            "replay": replayed,
-            "law": check_law(pair, rule, k=k, samples=samples, seed=_SEED),
-            "flips": judge_flips(pair, observed),
-        }
+        findings = task.run(meter)
     report = {
-        "passed": rule.exact and all(section["passed"] for section in sections.values()),
+        "passed": findings.pop("passed"),
         "target": target or "the embedded model",
         "proposer": proposer or ("the embedded draft" if target is None else spec),
-        "verifier": rule.name,
-        "exact": rule.exact,
-        "k": k,
-        "seed": _SEED,
-        **sections,
+        **findings,
         "seconds": perf_counter() - began,
-        "versions": _versions(pair.device),
     }
     if console is not None:
         show(report, console)
     return report
 
 
-def _observe(pair: Pair, rule: Verifier, meter: Meter, *, k: int, tokens: int) -> Observed:
-    meter.start("flips")
-    return find_flips(pair, rule, k=k, tokens=tokens * _LONGER)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Task:
+    """What is to be audited, and how thoroughly."""
 
+    target: str
+    proposer: str
+    rule: Verifier
+    prompts: Sequence[Prompt]
+    k: int
+    samples: int
+    tokens: int
+    device: str
 
-def _versions(device: torch.device) -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for package in ("outrider", "torch", "transformers"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:  # run from its source
-            found[package] = "unknown"
-    found["device"] = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    return found
+    def run(self, meter: Meter) -> dict[str, Any]:
+        """The report, but for the names and the time."""
+        observed = self._observe(meter)
+        # The float32 pair is loaded when the first one is gone, so that one target at a time is in memory.
+        pair = self._load("float32", meter)
+        ways = sum(1 for _ in cases(pair, self.rule, k=self.k, depths=_DEPTHS))
+        meter.start("replay", (ways + 2) * len(self.prompts))
+        replayed = replay(pair, self.rule, k=self.k, depths=_DEPTHS, tokens=self.tokens, seed=_SEED)
+        meter.start("law", len(plan_tests(pair, self.rule)) * self.samples)
+        law = check_law(pair, self.rule, k=self.k, samples=self.samples, seed=_SEED)
+        sections = {"replay": replayed, "law": law, "flips": judge_flips(pair, observed)}
+        return {
+            "passed": self.rule.exact and all(section["passed"] for section in sections.values()),
+            "verifier": self.rule.name,
+            "exact": self.rule.exact,
+            "k": self.k,
+            "seed": _SEED,
+            **sections,
+            "versions": versions(),
+            "hardware": hardware(str(pair.device)),
+            "commit": commit(),
+        }
+
+    def _observe(self, meter: Meter) -> Observed:
+        pair = self._load("auto", meter)
+        meter.start("flips")
+        return find_flips(pair, self.rule, k=self.k, tokens=self.tokens * _LONGER)
+
+    def _load(self, dtype: str, meter: Meter) -> Pair:
+        room = max(self.tokens * _LONGER, self.k + 4) + max(self.k, *_DEPTHS)
+        pair = Pair(self.target, self.proposer, self.prompts, dtype=dtype, device=self.device, room=room)
+        pair.on_done = meter.step
+        return pair
 
 
 def _check(*, k: int, samples: int, tokens: int, threads: int | None) -> None:
