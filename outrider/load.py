@@ -28,6 +28,7 @@ from outrider.attention import NAME, attend, look
 from outrider.errors import OutriderError, UnsupportedModel
 
 _RECURRENT = frozenset({"mamba2"})  # families whose state cannot be trimmed; shown to be exact by the tests
+_FORGETFUL = frozenset({"moshi"})  # what transformers generates from is not what its forward pass says
 _MEMORIES = frozenset({"full_attention", "sliding_attention", "chunked_attention"})  # layers of keys and values
 _ENDLESS = 1 << 20  # context of a model that names none
 _BROKEN = (OSError, ValueError, TypeError, KeyError, AttributeError, ImportError, RuntimeError, StrictDataclassError)
@@ -114,6 +115,8 @@ def _check_family(config: Any) -> bool:
     family = classes[0] if isinstance(classes, tuple) else classes
     if not getattr(family, "_supports_attention_backend", False):
         raise UnsupportedModel(f"{kind}: its attention cannot be replaced in transformers, so no tree can be scored")
+    if kind in _FORGETFUL:
+        raise UnsupportedModel(f"{kind}: its cache in transformers forgets by another window than its mask's")
     if getattr(text, "attn_temperature_tuning", False):
         raise UnsupportedModel(
             f"{kind}: its attention counts positions by itself, and so wrongly where texts are packed"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -12,7 +13,7 @@ from outrider.attention import Reader
 from outrider.cache.base import Cache, Layout
 from outrider.cache.recurrent import RecurrentCache
 from outrider.cache.static import StaticCache
-from outrider.errors import OutriderError
+from outrider.errors import OutriderError, UnsupportedModel
 from outrider.load import Checkpoint
 from outrider.prepack import PackedLinear, can_prepack, prepack, weight_bytes
 from outrider.types import Batch, Draft, Scores
@@ -91,11 +92,13 @@ class AttentionTarget:
         for layer in layers:
             if not 0 <= layer < len(stack):
                 raise OutriderError(f"layer {layer} was asked for; this target's layers are 0 to {len(stack) - 1}")
-            stack[layer].register_forward_hook(
-                lambda _module, _inputs, output, layer=layer: self._outputs.__setitem__(
-                    layer, output[0] if isinstance(output, tuple) else output
-                )
-            )
+            stack[layer].register_forward_hook(partial(self._keep, layer))
+
+    def _keep(self, layer: int, _module: torch.nn.Module, _inputs: object, output: Any) -> None:
+        out = output[0] if isinstance(output, tuple) else output
+        if out.dim() != 3:  # [1, T, H]
+            raise UnsupportedModel("its layers put out several streams at once, and a proposer asked for one")
+        self._outputs[layer] = out
 
 
 class RecurrentTarget:

@@ -8,7 +8,7 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 from outrider import tree
-from outrider.errors import OutriderError
+from outrider.errors import OutriderError, UnsupportedModel
 from outrider.llm import LLM
 from outrider.load import load_checkpoint
 from outrider.params import SamplingParams
@@ -100,6 +100,8 @@ def test_layers_that_are_not_there_are_refused(shelf):
         shelf.target("llama", [0, 4])
     with pytest.raises(OutriderError, match="a recurrent target exports no layers; use a proposer that needs none"):
         shelf.target("mamba2", [0])
+    with pytest.raises(UnsupportedModel, match="its layers put out several streams at once"):
+        score(shelf.target("gemma3n_text", [0]))
 
 
 @pytest.mark.parametrize("name", ["llama", "mixtral", "mamba2"])

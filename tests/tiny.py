@@ -70,6 +70,14 @@ def _gemma3() -> PreTrainedConfig:
 
 
 _MIXED = ["sliding_attention", "full_attention"] * (LAYERS // 2)
+_SHARED = {  # the last two layers read the keys of the first two
+    "head_dim": 8,
+    "sliding_window": WINDOW,
+    "layer_types": _MIXED,
+    "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": VOCAB,
+}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 _LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12}
 
@@ -84,6 +92,8 @@ ARCHITECTURES: Mapping[str, Callable[[], PreTrainedConfig]] = {
         "Gemma3TextConfig", head_dim=8, query_pre_attn_scalar=8, sliding_window=WINDOW, layer_types=_MIXED
     ),
     "gemma3": _gemma3,
+    "gemma3n_text": _config("Gemma3nTextConfig", altup_num_inputs=2, laurel_rank=4, **_SHARED),
+    "gemma4_text": _config("Gemma4TextConfig", global_head_dim=16, **_SHARED),
     "phi": _config("PhiConfig"),
     "phi3": _config("Phi3Config", sliding_window=WINDOW),
     "phimoe": _config("PhimoeConfig", num_local_experts=4, num_experts_per_tok=2, sliding_window=WINDOW),
@@ -105,6 +115,14 @@ ARCHITECTURES: Mapping[str, Callable[[], PreTrainedConfig]] = {
     "cohere2": _config("Cohere2Config", head_dim=8, sliding_window=WINDOW, layer_types=_MIXED),
     "granite": _config("GraniteConfig", attention_multiplier=0.2, logits_scaling=2.0),
     "granitemoe": _config("GraniteMoeConfig", num_local_experts=4, num_experts_per_tok=2, attention_multiplier=0.2),
+    "granitemoehybrid": _config(  # without its recurrent layers
+        "GraniteMoeHybridConfig",
+        num_local_experts=0,
+        shared_intermediate_size=48,
+        layer_types=["full_attention"] * LAYERS,
+        mamba_n_heads=4,
+        mamba_d_head=16,
+    ),
     "olmo2": _config("Olmo2Config"),
     "olmo3": _config("Olmo3Config", sliding_window=WINDOW, layer_types=_MIXED),
     "olmoe": _config("OlmoeConfig", num_experts=4, num_experts_per_tok=2),
@@ -176,6 +194,7 @@ REFUSED: Mapping[str, tuple[Mapping[str, Any], str]] = {  # a config.json, and t
     "llama": ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "dynamic rotary"),
     "gemma3_text": ({"rope_parameters": {"full_attention": {"rope_type": "dynamic", "factor": 2.0}}}, "dynamic rotary"),
     "llama4_text": ({"attn_temperature_tuning": True}, "counts positions by itself"),
+    "moshi": ({}, "forgets by another window than its mask's"),
     "t5": ({}, "not a causal language model"),
     "bert": ({}, "not a causal language model"),
     "whisper": ({}, "not a causal language model"),

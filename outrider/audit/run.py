@@ -78,14 +78,10 @@ def run_audit(
         device=device,
     )
     with Meter(console) as meter:
-        findings = task.run(meter)
-    report = {
-        "passed": findings.pop("passed"),
-        "target": target or "the embedded model",
-        "proposer": proposer or ("the embedded draft" if target is None else spec),
-        **findings,
-        "seconds": perf_counter() - began,
-    }
+        report = task.run(meter)
+    report["target"] = target or "the embedded model"
+    report["proposer"] = proposer or ("the embedded draft" if target is None else spec)
+    report["seconds"] = perf_counter() - began
     if console is not None:
         show(report, console)
     return report
