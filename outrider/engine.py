@@ -8,11 +8,12 @@ from time import perf_counter
 
 import torch
 
+from outrider import tree
 from outrider.errors import OutriderError
 from outrider.noise import PositionNoise
 from outrider.plan import Planner
 from outrider.propose.base import Proposer
-from outrider.sampling import Knobs, broken, warp
+from outrider.sampling import Knobs, sound, warp
 from outrider.schedule import Scheduler
 from outrider.stats import Stats
 from outrider.target import Target
@@ -59,19 +60,27 @@ class Engine:
         draft = self._proposer.propose(batch)
         proposed = perf_counter()
         self._check(batch, draft)
-        scores = self._target.score(batch, draft)
-        scored = perf_counter()
-        knobs = self._knobs_of(batch)
-        verdict = self._verifier.rule(draft, warp(scores.logits, knobs, draft), self._noise(batch, knobs))
-        round = _settle(batch, draft, scores, verdict)
+        round, target = self._verified(batch, draft)
+        if draft.size and any(round.failed):  # perhaps of a guess, which plain decoding would never have met
+            round, again = self._verified(batch, tree.empty(len(batch.rows), self._target.device))
+            target += again
         self._target.cache.commit(round)
         self._proposer.commit(round)
         _report(round)
         for row in self._scheduler.commit(round):
             self._release(row)
-        host = perf_counter() - scored + planned - began
-        self._count(round, propose=proposed - planned, target=scored - proposed, host=host)
+        host = perf_counter() - proposed - target + planned - began
+        self._count(round, propose=proposed - planned, target=target, host=host)
         return batch.rows
+
+    def _verified(self, batch: Batch, draft: Draft) -> tuple[Round, float]:
+        """Score, warp, verify; and the seconds of the target's pass."""
+        began = perf_counter()
+        scores = self._target.score(batch, draft)
+        scored = perf_counter()
+        knobs = self._knobs_of(batch)
+        verdict = self._verifier.rule(draft, warp(scores.logits, knobs, draft), self._noise(batch, knobs))
+        return _settle(batch, draft, scores, verdict), scored - began
 
     def _check(self, batch: Batch, draft: Draft) -> None:
         """Hold a proposer to what the rest of the round relies on."""
@@ -104,27 +113,27 @@ class Engine:
 def _settle(batch: Batch, draft: Draft, scores: Scores, verdict: Verdict) -> Round:
     """What the host must know of a round, in one copy from the device."""
     tokens = draft.tokens.gather(1, verdict.path.clamp(min=0))
+    good = sound(scores.logits)
     # Ids and counts are far below 2**53, so float64 carries them exactly beside the log-probabilities.
-    fields = (verdict.accepted[:, None], verdict.bonus[:, None], broken(scores.logits)[:, None], verdict.path, tokens)
-    packed = torch.cat([field.double() for field in (*fields, verdict.logprob)], 1).tolist()
-    path, emitted, logprob, failed = [], [], [], []
+    single = torch.stack([verdict.accepted, verdict.bonus, ~good.all(1)], 1)
+    packed = torch.cat([part.double() for part in (single, verdict.path, tokens, verdict.logprob)], 1).tolist()
+    paths, emitted, logprobs = [], [], []
     size = draft.size
     for row, emits in zip(packed, batch.emits, strict=True):
-        accepted, bonus, bad = int(row[0]), int(row[1]), bool(row[2])
-        kept = accepted if emits and not bad else 0
-        path.append(tuple(int(node) for node in row[3 : 3 + kept]))
-        guessed = [int(token) for token in row[3 + size : 3 + size + kept]]
-        emitted.append((*guessed, bonus) if emits and not bad else ())
-        logprob.append(tuple(row[3 + 2 * size : 3 + 2 * size + len(emitted[-1])]))
-        failed.append(bad)
+        runs = emits and not row[2]
+        kept = int(row[0]) if runs else 0
+        nodes, guesses, chances = row[3 : 3 + size], row[3 + size : 3 + 2 * size], row[3 + 2 * size :]
+        paths.append(tuple(int(node) for node in nodes[:kept]))
+        emitted.append((*(int(token) for token in guesses[:kept]), int(row[1])) if runs else ())
+        logprobs.append(tuple(chances[: len(emitted[-1])]))
     return Round(
         batch=batch,
         draft=draft,
         scores=scores,
-        path=tuple(path),
+        path=tuple(paths),
         emitted=tuple(emitted),
-        sampled_logprob=tuple(logprob),
-        failed=tuple(failed),
+        sampled_logprob=tuple(logprobs),
+        failed=tuple(bool(row[2]) for row in packed),
     )
 
 

@@ -66,7 +66,7 @@ def warp(logits: torch.Tensor, knobs: Knobs, draft: Draft, *, last: bool = False
     """The law of the next token at each node of `draft`, the root first.
 
     Args:
-        logits: [B, 1 + N, V] float; [B, 1, V] with `last`. They must be finite or -inf (see `broken`).
+        logits: [B, 1 + N, V] float; [B, 1, V] with `last`. They must be `sound`.
         knobs: of the same rows.
         draft: whose paths the penalties see.
         last: the logits are those of node N - 1 alone.
@@ -86,9 +86,9 @@ def warp(logits: torch.Tensor, knobs: Knobs, draft: Draft, *, last: bool = False
     return torch.where(knobs.greedy, _one_hot(logits), law) if not all(knobs.sampled) else law
 
 
-def broken(logits: torch.Tensor) -> torch.Tensor:
-    """[B] bool: rows in whose logits [B, K, V] no law can be found (NaN, +inf, or everything -inf)."""
-    return ~logits.amax(-1).isfinite().all(-1)
+def sound(logits: torch.Tensor) -> torch.Tensor:
+    """[..., ] bool: where a law can be found in logits [..., V]; not in NaN, +inf, or everything -inf."""
+    return logits.amax(-1).isfinite()
 
 
 def _one_hot(logits: torch.Tensor) -> torch.Tensor:

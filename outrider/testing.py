@@ -100,10 +100,10 @@ def random_tree(rows: Sequence[int], vocab: int, chance: random.Random, *, chain
     """A draft of `rows[b]` one-hot nodes in row b, shaped at random, siblings distinct where the vocabulary allows."""
     size = max(rows)
     parents = [[i - 1 if chain else chance.randint(-1, i - 1) for i in range(size)] for _ in rows]
-    tokens = torch.tensor([[chance.randrange(vocab) for _ in range(size)] for _ in rows]).view(len(rows), size)
+    tokens = torch.tensor([[chance.randrange(vocab) for _ in range(size)] for _ in rows], dtype=torch.int64)
     return Draft(
         tokens=tokens,
-        parent=torch.tensor(parents).view(len(rows), size),
+        parent=torch.tensor(parents, dtype=torch.int64),
         count=torch.tensor(list(rows)),
         law=torch.full_like(tokens, Law.ONE_HOT),
         q=None,

@@ -11,7 +11,7 @@ from transformers.generation import logits_process as reference
 
 from outrider import tree
 from outrider.params import SamplingParams
-from outrider.sampling import Knobs, broken, warp
+from outrider.sampling import Knobs, sound, warp
 from outrider.types import Draft, Request, Row
 
 VOCAB = 12
@@ -277,4 +277,5 @@ def test_broken_logits_are_found():
     logits[4, :, 1:] = -math.inf
     logits[5, 0, 3] = math.nan
     logits[5, 0, 2] = -math.inf
-    assert broken(logits).tolist() == [False, True, True, True, False, True]
+    assert sound(logits).all(-1).tolist() == [True, False, False, False, True, False]
+    assert sound(logits)[1].tolist() == [True, True, False]

@@ -13,6 +13,7 @@ from outrider.llm import LLM
 from outrider.load import load_checkpoint
 from outrider.params import SamplingParams
 from outrider.prepack import PackedLinear, can_prepack
+from outrider.propose.ngram import NgramProposer
 from outrider.target import make_target
 from outrider.types import Finish
 from tests import tiny
@@ -121,6 +122,29 @@ def test_logits_that_are_not_numbers_end_their_own_request_alone(name, proposer,
         assert "not numbers" in failed.error
     assert [completion.tokens for completion in done] == plain
     assert all(completion.finish == Finish.LENGTH for completion in done)
+
+
+@pytest.mark.parametrize("name", ["llama", "mamba2"])
+def test_a_guess_that_is_rejected_may_poison_nothing(name, shelf, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(shelf.folder(name))
+    model.get_input_embeddings().weight.data[POISON] = torch.nan
+    poisoned = tiny.save_model(tmp_path / name, model)
+
+    guessed = []
+
+    class Poisoner(NgramProposer):
+        def propose(self, batch):
+            guessed.append(sum(batch.budget))
+            width = tuple(min(b, 1 + i) for i, b in enumerate(batch.budget))
+            tokens = torch.full((len(width), max(width)), POISON)
+            return tree.chain(tokens, width)
+
+    prompts = [TEXT * 2, [5, 6, 7], TEXT[3:]]
+    settings = {"dtype": "float32", "device": "cpu", "rows": 3, "chunk": 50}
+    plain = LLM(shelf.folder(name), proposer="none", **settings).generate(prompts, SHORT)
+    done = LLM(poisoned, proposer=Poisoner, **settings).generate(prompts, SHORT)
+    assert [(c.tokens, c.finish) for c in done] == [(c.tokens, c.finish) for c in plain]
+    assert sum(guessed) > 0
 
 
 @pytest.mark.parametrize(

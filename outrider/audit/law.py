@@ -49,7 +49,8 @@ def check_law(pair: Pair, verifier: Verifier, *, k: int, samples: int, seed: int
         samples: per test.
         seed: of the samples.
     """
-    k, spread, tests = max(k, 2), _most_spread(pair), []
+    k, tests = max(k, 2), []
+    spread = _most_telling(pair, verifier, k=k)
     for rule, top_k in plan_tests(pair, verifier):
         branches = spread[bool(top_k) % len(spread)]
         params = SamplingParams(temperature=1.0, top_k=top_k, max_tokens=k + _DEPTH, seed=seed)
@@ -117,14 +118,19 @@ def _test(
     }
 
 
-def _most_spread(pair: Pair) -> list[Branches]:
-    """The prompts that leave the most open come first: what is all but certain tests nothing.
+def _most_telling(pair: Pair, verifier: Verifier, *, k: int) -> list[Branches]:
+    """The best prompts for a test come first: those where guesses are made, then those that leave the most open.
 
     Prompts where top-k is a near-tie come last: rounding would decide which token is possible.
     """
-    params = SamplingParams(temperature=1.0)
-    trees = [grow(pair, i) for i in range(min(len(pair.prompts), _CANDIDATES))]
-    return sorted(trees, key=lambda tree: (tree.edge > _EDGE, _entropy(joint_law(pair, tree, params))), reverse=True)
+    params = SamplingParams(temperature=1.0, max_tokens=k + 1, seed=0)
+
+    def merit(branches: Branches) -> tuple[bool, bool, float]:
+        requests = pair.requests(params, [pair.prompts[branches.prompt]])
+        guessed = pair.speculative(requests, verifier, k=k, enough=1).stats.drafted > 0
+        return branches.edge > _EDGE, guessed, _entropy(joint_law(pair, branches, params))
+
+    return sorted((grow(pair, i) for i in range(min(len(pair.prompts), _CANDIDATES))), key=merit, reverse=True)
 
 
 def grow(pair: Pair, prompt: int) -> Branches:

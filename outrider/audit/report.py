@@ -45,8 +45,10 @@ def show(report: Mapping[str, Any], console: Console) -> None:
         table.add_column(heading)
     for name, lines in (("replay", _replay), ("law", _law), ("flips", _flips)):
         section = report[name]
-        done, found = lines(section)
-        table.add_row(name, done, found, _verdict(section["passed"]), end_section=True)
+        first, *rest = lines(section)
+        table.add_row(name, *first, _verdict(section["passed"]), end_section=not rest)
+        for line in rest:
+            table.add_row("", *line, "", end_section=line is rest[-1])
     console.print(table)
     for detail in report["replay"]["details"]:
         console.print(_mismatch(detail))
@@ -55,43 +57,51 @@ def show(report: Mapping[str, Any], console: Console) -> None:
     console.print(f"Verdict: {_verdict(report['passed'])}, after {report['seconds']:.0f} s.")
 
 
-def _replay(section: Mapping[str, Any]) -> tuple[str, str]:
+def _replay(section: Mapping[str, Any]) -> list[tuple[str, str]]:
     done = (
-        f"{section['texts']} texts, {section['tokens']} tokens, float32;"
-        f"\n{len(section['cases'])} ways to answer {section['prompts']} prompts"
+        f"{section['texts']} texts, {section['tokens']} tokens, float32: {len(section['cases'])} ways to answer"
+        f" {section['prompts']} prompts"
     )
-    found = f"{section['mismatches']} texts differ from plain decoding,\n{section['unexplained']} by more than rounding"
-    return done, found
+    found = f"{section['mismatches']} texts differ from plain decoding, {section['unexplained']} by more than rounding"
+    return [(done, found)]
 
 
-def _law(section: Mapping[str, Any]) -> tuple[str, str]:
-    done, found = [], []
+def _law(section: Mapping[str, Any]) -> list[tuple[str, str]]:
+    lines = []
     for test in section["tests"]:
         kept = f"top_k {test['top_k']}" if test["top_k"] else "all tokens"
-        done.append(f"{test['verifier']}, k {test['k']}, {kept}: {section['samples']} samples")
-        found.append(
-            f"p = {test['p_value']:.2g} over {test['outcomes']} outcomes,"
+        done = f"{test['verifier']}, k {test['k']}, {kept}, {section['samples']} samples"
+        found = (
+            f"p = {test['p_value']:.2g} (fails below {section['level']:.1g}), {test['outcomes']} outcomes,"
             f" {test['acceptance']:.0%} of guesses kept, tau {test['tau']:.2f}"
         )
-    return "\n".join(done), "\n".join([*found, f"fails below p = {section['level']:.1g}"])
+        lines.append((done, found))
+    return lines
 
 
-def _flips(section: Mapping[str, Any]) -> tuple[str, str]:
-    done = f"{section['tokens']} tokens, greedy, {section['dtype']}"
+def _flips(section: Mapping[str, Any]) -> list[tuple[str, str]]:
     low, high = section["flips_per_1000_95"]
-    found = (
+    speculative = (
         f"{section['flips_per_1000']:.1f} flips per 1000 tokens ({low:.1f} to {high:.1f}),"
         f" largest margin {section['largest_margin']:.3f} logits"
-        f"\nplain decoding in a batch: {section['plain_batched_flips_per_1000']:.1f},"
-        f" largest {section['plain_batched_largest_margin']:.3f}"
     )
-    far = [flip for flip in section["details"] if not flip["near_tie"]]
-    lines = [
-        f"prompt {flip['prompt']}, token {flip['position']}: {flip['margin']:.3f} logits, at most"
-        f" {flip['tolerance']:.3f} allowed"
-        for flip in far
+    plain = (
+        f"{section['plain_batched_flips_per_1000']:.1f} flips per 1000 tokens,"
+        f" largest margin {section['plain_batched_largest_margin']:.3f} logits"
+    )
+    far = [
+        (
+            f"prompt {flip['prompt']}, token {flip['position']}",
+            f"margin {flip['margin']:.3f} logits, at most {flip['tolerance']:.3f} allowed",
+        )
+        for flip in section["details"]
+        if not flip["near_tie"]
     ]
-    return done, "\n".join([found, *lines])
+    lines = [
+        (f"{section['tokens']} tokens, greedy, {section['dtype']}", speculative),
+        ("the same by plain decoding in a batch", plain),
+    ]
+    return lines + far
 
 
 def _mismatch(detail: Mapping[str, Any]) -> str:

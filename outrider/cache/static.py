@@ -23,7 +23,7 @@ class StaticCache:
         self._slots = slots
         self._capacity = capacity
         self._length = [0] * slots
-        self._written = [0] * slots  # the end of what was written since the slot was last free
+        self._written = [0] * slots  # the end of what may not be zero
         self._keys: dict[int, torch.Tensor] = {}
         self._values: dict[int, torch.Tensor] = {}
 
@@ -36,7 +36,8 @@ class StaticCache:
         for span in layout.spans:
             stop = span.start + span.end - span.begin
             assert stop <= self._capacity, "slot overflow"
-            self._written[span.slot] = max(self._written[span.slot], stop)
+            if span.end > span.begin:
+                self._clear(span.slot, stop)
         return layout
 
     def commit(self, round: Round) -> None:
@@ -47,12 +48,8 @@ class StaticCache:
             if path != tuple(range(len(path))):
                 self._compact(row.slot, base, path)
 
-    @torch.inference_mode()
     def release(self, slot: int) -> None:
-        # What is masked must still be a number: a masked key has weight 0, and 0 times a stray NaN would be NaN.
-        for stripes in (*self._keys.values(), *self._values.values()):
-            stripes[slot, :, : self._written[slot]] = 0
-        self._length[slot] = self._written[slot] = 0
+        self._length[slot] = 0
 
     def length(self, slot: int) -> int:
         return self._length[slot]
@@ -79,8 +76,16 @@ class StaticCache:
             all_values[span.slot, :, at] = values[:, span.begin : span.end]
         return all_keys, all_values
 
+    def _clear(self, slot: int, stop: int) -> None:
+        """Leave nothing behind `stop`, where this pass ends and another row of it may read on under its mask."""
+        # What is masked must still be a number: a masked key has weight 0, and 0 times a stray NaN would be NaN.
+        if stop < self._written[slot]:
+            for stripes in (*self._keys.values(), *self._values.values()):
+                stripes[slot, :, stop : self._written[slot]] = 0
+        self._written[slot] = stop
+
     def _stripes(self, like: torch.Tensor) -> torch.Tensor:
-        # Zeros, not empty, for the reason given at `release`.
+        # Zeros, not empty, for the reason given at `_clear`.
         heads, _, dim = like.shape
         return torch.zeros(self._slots, heads, self._capacity, dim, dtype=like.dtype, device=like.device)
 
