@@ -62,7 +62,7 @@ def build(
 ) -> House:
     """Load and connect; see `LLM` for the arguments."""
     planner = planner or FixedPlanner(k)
-    spec = proposer or (f"draft:{embedded('nano')}" if target is None else "ngram")
+    spec = proposer or default_proposer(target)
     rule = find_verifier(verifier, spec)
     checkpoint = load_checkpoint(target or embedded("mini"), dtype=dtype, device=device)
     size = _context(context, checkpoint)
@@ -96,6 +96,11 @@ def build(
 def embedded(name: str) -> Path:
     """The folder of an embedded model: mini, the target, or nano, its draft."""
     return _MODELS / name
+
+
+def default_proposer(target: str | Path | None) -> str:
+    """The embedded draft for the embedded target, and for any other what costs nothing."""
+    return f"draft:{embedded('nano')}" if target is None else "ngram"
 
 
 def find_verifier(name: str | None, proposer: str | Maker) -> Verifier:

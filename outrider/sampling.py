@@ -30,7 +30,10 @@ class Knobs:
     bias: torch.Tensor | None  # [B, V]
     seed: torch.Tensor  # [B] int64
     all_greedy: bool
-    any_filter: bool  # top_k, top_p or min_p
+    widest: int  # the most tokens that a row's top_k leaves
+    any_top_k: bool
+    any_top_p: bool
+    any_min_p: bool
     any_penalty: bool
     any_minimum: bool  # min_tokens
     sampled: tuple[bool, ...]  # [B] temperature above 0
@@ -55,7 +58,10 @@ class Knobs:
             bias=_bias(rows, vocab, device),
             seed=torch.tensor([row.request.seed for row in rows], device=device),
             all_greedy=all(w.temperature == 0 for w in wants),
-            any_filter=any(w.top_k or w.top_p < 1 or w.min_p for w in wants),
+            widest=max([min(w.top_k, vocab) for w in wants if w.top_k], default=1),
+            any_top_k=any(0 < w.top_k < vocab for w in wants),
+            any_top_p=any(w.top_p < 1 for w in wants),
+            any_min_p=any(w.min_p > 0 for w in wants),
             any_penalty=any(w.repetition_penalty != 1 or w.presence_penalty or w.frequency_penalty for w in wants),
             any_minimum=any(w.min_tokens for w in wants),
             sampled=tuple(w.temperature > 0 for w in wants),
@@ -96,20 +102,21 @@ def _one_hot(logits: torch.Tensor) -> torch.Tensor:
 
 
 def _filter(logits: torch.Tensor, knobs: Knobs) -> torch.Tensor:
-    """Top-k, then top-p, then min-p, each on what the one before left."""
-    if not knobs.any_filter:
-        return logits
-    ordered, index = logits.sort(-1, descending=True)
-    kth = ordered.gather(-1, (knobs.top_k - 1).expand(*ordered.shape[:-1], 1))
-    ordered = ordered.masked_fill(ordered < kth, -torch.inf)
-    mass = ordered.softmax(-1)
-    before = mass.cumsum(-1) - mass
-    nucleus = (before >= knobs.top_p) & (knobs.top_p < 1)
-    nucleus[..., 0] = False
-    ordered = ordered.masked_fill(nucleus, -torch.inf)
-    mass = ordered.softmax(-1)
-    ordered = ordered.masked_fill(mass < knobs.min_p * mass[..., :1], -torch.inf)
-    return torch.empty_like(logits).scatter_(-1, index, ordered)
+    """Top-k, then top-p, then min-p, each on what the one before left; equals of the last one kept stay."""
+    if knobs.any_top_k:
+        best = logits.topk(knobs.widest, -1).values
+        kth = best.gather(-1, (knobs.top_k - 1).clamp(max=knobs.widest - 1).expand(*best.shape[:-1], 1))
+        logits = logits.masked_fill((logits < kth) & (knobs.top_k < logits.shape[-1]), -torch.inf)
+    if knobs.any_top_p:
+        ordered, index = logits.sort(-1, descending=True)
+        mass = ordered.softmax(-1)
+        nucleus = (mass.cumsum(-1) - mass >= knobs.top_p) & (knobs.top_p < 1)
+        nucleus[..., 0] = False
+        logits = torch.empty_like(logits).scatter_(-1, index, ordered.masked_fill(nucleus, -torch.inf))
+    if knobs.any_min_p:
+        mass = logits.softmax(-1)
+        logits = logits.masked_fill(mass < knobs.min_p * mass.amax(-1, keepdim=True), -torch.inf)
+    return logits
 
 
 def _penalise(logits: torch.Tensor, knobs: Knobs, draft: Draft, *, last: bool) -> torch.Tensor:

@@ -158,8 +158,10 @@ def load_weights(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) ->
     """Copy tensors into a model by their names, all or none; packed layers are packed anew."""
     tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", {})
     twins = {**{source: target for target, source in tied.items()}, **tied}
-    packed = {f"{name}.weight": layer for name, layer in model.named_modules() if isinstance(layer, PackedLinear)}
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, PackedLinear)}
+    packed = {f"{name}.weight": layer for name, layer in layers.items()}
     plain = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+    plain |= {f"{name}.bias": layer.bias for name, layer in layers.items() if layer.bias is not None}
     for name, value in weights.items():
         if name not in packed and name not in plain:
             raise OutriderError(f"the model has no weight {name!r}; use the names of its state_dict")
@@ -169,7 +171,7 @@ def load_weights(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) ->
     both = {**{twins[name]: value for name, value in weights.items() if name in twins}, **weights}
     for name, value in both.items():
         if name in packed:
-            packed[name].load(value.to(packed[name].packed.dtype))
+            packed[name].load(value)
         else:
             plain[name].data.copy_(value)
 

@@ -185,6 +185,15 @@ def test_context_full_ends_the_completion(llm):
     assert full.finish is Finish.LENGTH
 
 
+def test_draft_in_a_crowded_context():
+    """Rows of different room: some have spent theirs while others still guess."""
+    small = LLM(dtype="float32", rows=2, context=40, k=8)
+    ids = small.encode(CODE) * 4
+    wants = [SamplingParams(max_tokens=n, temperature=1.0, seed=1, ignore_eos=True) for n in (10, 35)]
+    done = small.generate([ids[:30], ids[:5]], wants)
+    assert [len(c.tokens) for c in done] == [10, 35]
+
+
 def test_lossy_says_so():
     loose = LLM(dtype="float32", verifier="typical", rows=1, context=128)
     assert loose.generate(CODE, SamplingParams(max_tokens=4))[0].stats.exact is False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
@@ -169,6 +170,22 @@ def test_a_small_context_is_filled_to_the_end(context, shelf):
     (completion,) = llm.generate([[7]], SamplingParams(max_tokens=None))
     assert list(completion.tokens) == tiny.greedy(shelf.model("llama"), [7], context - 1)
     assert completion.finish == Finish.LENGTH
+
+
+@pytest.mark.skipif(not PACKS, reason="no bfloat16 kernels here")
+@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("bias", [False, True])
+def test_layers_packed_together_are_the_layers(rows, bias):
+    layers = [nn.Linear(64, out, bias=bias, dtype=torch.bfloat16) for out in (32, 16, 48)]
+    packed = PackedLinear.together(layers)
+    x, other = torch.randn(2, 1, rows, 64).bfloat16()
+    with torch.inference_mode():
+        # In turn, out of turn, one left out, and with another input in between.
+        for one, given in ((0, x), (1, x), (2, x), (1, other), (0, x), (2, other), (2, x), (0, other)):
+            torch.testing.assert_close(packed[one](given), layers[one](given), atol=2e-2, rtol=2e-2)
+        packed[1].load(layers[1].weight * 2)
+        torch.testing.assert_close(packed[1].weight, layers[1].weight * 2)
+        torch.testing.assert_close(packed[0].weight, layers[0].weight)
 
 
 @pytest.mark.skipif(not PACKS, reason="no bfloat16 kernels here")

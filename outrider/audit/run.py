@@ -16,7 +16,7 @@ from outrider.audit.pair import Pair
 from outrider.audit.prompts import Prompt, read_prompts
 from outrider.audit.replay import cases, replay
 from outrider.audit.report import Meter, show
-from outrider.build import embedded, find_verifier
+from outrider.build import default_proposer, embedded, find_verifier
 from outrider.errors import OutriderError
 from outrider.machine import commit, hardware, versions
 from outrider.verify import Verifier
@@ -66,7 +66,7 @@ def run_audit(
     if threads is not None:
         torch.set_num_threads(threads)
     began = perf_counter()
-    spec = proposer or (f"draft:{embedded('nano')}" if target is None else "ngram")
+    spec = proposer or default_proposer(target)
     task = _Task(
         target=target or str(embedded("mini")),
         proposer=spec,

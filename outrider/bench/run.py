@@ -16,7 +16,7 @@ from outrider.bench.memory import bytes_per_pass, read_bandwidth
 from outrider.bench.prompts import BenchPrompt, by_category, read_prompts
 from outrider.bench.report import DEFINITIONS, OVERALL, PLAIN, SPECULATIVE, Sample, report
 from outrider.bench.settings import Settings
-from outrider.build import embedded
+from outrider.build import default_proposer, embedded
 from outrider.cost import decode_limit
 from outrider.errors import OutriderError
 from outrider.llm import LLM
@@ -171,7 +171,5 @@ def _target(settings: Settings) -> Path:
 
 
 def _draft(settings: Settings) -> Path | None:
-    if settings.proposer is None:
-        return embedded("nano") if settings.target is None else None
-    head, _, folder = settings.proposer.partition(":")
+    head, _, folder = (settings.proposer or default_proposer(settings.target)).partition(":")
     return Path(folder).expanduser() if head == "draft" else None

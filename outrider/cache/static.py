@@ -35,8 +35,8 @@ class StaticCache:
         layout = lay_out(batch, draft, first, self.device)
         for span in layout.spans:
             stop = span.start + span.end - span.begin
-            assert stop <= self._capacity, "slot overflow"
             if span.end > span.begin:
+                assert stop <= self._capacity, "slot overflow"
                 self._clear(span.slot, stop)
         return layout
 
