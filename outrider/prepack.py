@@ -33,6 +33,8 @@ class _Stack:
         self._wanted: set[int] = set()
 
     def __call__(self, x: torch.Tensor, index: int) -> torch.Tensor:
+        if len(self._sizes) == 1:
+            return _linear(x, self.packed, self.bias)
         if x is not self._input:
             self._input, self._parts = x, torch.split(_linear(x, self.packed, self.bias), self._sizes, -1)
             self._wanted = set(range(len(self._sizes)))

@@ -92,7 +92,9 @@ class ModelProposer:
             if depth:
                 logits = self._model.score(batch, draft, first=depth - 1).logits
             law = warp(_fit(logits, self._setup.vocab), knobs, draft, last=True)[:, 0]
-            tokens = torch.cat([draft.tokens, self._draw(law, noise, depth)[:, None]], 1)
+            # A greedy row's law is one-hot, so every way of drawing finds its argmax, and this one is the quickest.
+            drawn = law.argmax(-1) if knobs.all_greedy else self._draw(law, noise, depth)
+            tokens = torch.cat([draft.tokens, drawn[:, None]], 1)
             laws.append(law)
             draft = tree.chain(tokens, tuple(min(budget, depth + 1) for budget in batch.budget))
         if self._setup.draw is Draw.ARGMAX or knobs.all_greedy or not laws:
@@ -103,7 +105,7 @@ class ModelProposer:
         return tree.chain(draft.tokens, draft.width, law=law_of, q=q)
 
     def _draw(self, law: torch.Tensor, noise: PositionNoise, depth: int) -> torch.Tensor:
-        """Guess number `depth` [B] from `law` [B, V]; a greedy row's law is one-hot, so every way gives its argmax."""
+        """Guess number `depth` [B] from `law` [B, V]."""
         index = torch.full((len(law),), depth, device=law.device)
         match self._setup.draw:
             case Draw.ARGMAX:
