@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from statistics import median
 from time import perf_counter
 
 import torch
@@ -25,11 +26,11 @@ def bytes_per_pass(llm: LLM, folder: Path) -> int:
 
 
 def read_bandwidth(device: torch.device, size: int = _BYTES) -> float:
-    """Bytes a second of summing up a buffer of `size` bytes, the best of several times."""
+    """Bytes a second of summing up a buffer of `size` bytes, the median of several times."""
     buffer = torch.ones(size // 4, device=device)
-    best = float("inf")
+    seconds = []
     for _ in range(_REPEATS):
         began = perf_counter()
         buffer.sum().item()  # waits for the device
-        best = min(best, perf_counter() - began)
-    return buffer.nbytes / best
+        seconds.append(perf_counter() - began)
+    return buffer.nbytes / median(seconds)
