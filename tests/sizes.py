@@ -28,7 +28,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("prepack.py", "load.py", "target.py", "check.py"),
     ("propose/",),
     ("plan.py", "schedule.py", "engine.py"),
-    ("build.py", "llm.py", "toy.py", "testing.py", "audit/", "bench/"),
+    ("build.py", "llm.py", "toy.py", "drive.py", "testing.py", "audit/", "bench/"),
     ("cli.py", "__main__.py", "options.py", "run.py", "show.py"),
 )
 CORE = 6  # layers 0 to 5

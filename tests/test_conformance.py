@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from outrider import tree
+from outrider.lossy import LOSSY
 from outrider.propose.model import ModelProposer
 from outrider.propose.ngram import NgramProposer
-from outrider.testing import ConformanceError, ToyTarget, check_cache, check_proposer
+from outrider.testing import ConformanceError, ToyTarget, check_cache, check_proposer, check_verifier
+from outrider.verify import EXACT
 from tests.conformance import CACHES, PROPOSERS
 
 
@@ -22,6 +24,17 @@ def test_proposer(name):
 @pytest.mark.parametrize("name", CACHES)
 def test_cache(name):
     check_cache(CACHES[name])
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_verifier(name):
+    check_verifier(EXACT[name], trials=1)
+
+
+@pytest.mark.parametrize("name", LOSSY)
+def test_lossy_verifiers_are_noticed(name):
+    with pytest.raises(ConformanceError, match=name):
+        check_verifier(LOSSY[name])
 
 
 class Forgetful(NgramProposer):
