@@ -36,5 +36,4 @@ class Echo:
 
 if __name__ == "__main__":
     check_proposer(Echo)
-    llm = LLM(proposer=Echo, k=4)
-    print(llm.generate("<|endoftext|>x = [0, 0, 0, 0,")[0].text, llm.stats.tau)
+    print(LLM(proposer=Echo).generate("<|endoftext|>x = [0, 0, 0, 0,")[0].text)

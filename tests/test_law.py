@@ -7,12 +7,17 @@ from collections import Counter
 import pytest
 import torch
 
+from outrider import tree
+from outrider.build import embedded
+from outrider.load import load_checkpoint
 from outrider.lossy import LOSSY
 from outrider.params import SamplingParams
 from outrider.propose.model import ModelProposer
+from outrider.sampling import Knobs, warp
 from outrider.statistics import g_test
+from outrider.target import make_target
 from outrider.testing import ToyTarget, joint_law
-from outrider.types import Draw
+from outrider.types import Batch, Draw, Request, Row
 from outrider.verify import EXACT, Verifier, block, rejection
 from tests import biased
 from tests.houses import make_engine, outputs, run
@@ -39,6 +44,49 @@ def p_value(verifier) -> float:
 @pytest.mark.parametrize("name", EXACT)
 def test_exact(name):
     assert p_value(name) > 1e-3
+
+
+@pytest.fixture(scope="module")
+def pair():
+    """The embedded pair in float32, a prompt, and the exact law of what may follow it."""
+    big, small = (load_checkpoint(embedded(name), dtype="float32", device="cpu") for name in ("mini", "nano"))
+    target, draft = (make_target(checkpoint, slots=64, context=48) for checkpoint in (big, small))
+    prompt = big.tokenizer.encode("<|endoftext|>def add(a, b):\n    return")
+    return target, draft, prompt, filtered_law(target, prompt)
+
+
+FILTERED = SamplingParams(temperature=0.8, top_k=3, seed=99)
+
+
+def filtered_law(target, prompt) -> dict[tuple[int, ...], float]:
+    """Of the first four tokens under top-k, prefix by prefix, each read afresh."""
+    law = {(): 1.0}
+    for _ in range(TOKENS):
+        longer = {}
+        for prefix, chance in law.items():
+            text = [*prompt, *prefix]
+            request = Request(id=0, prompt=tuple(text), params=FILTERED, seed=0, end_ids=frozenset(), limit=1)
+            row, draft = Row(request=request, slot=0, text=text), tree.empty(1, target.device)
+            target.cache.admit(0, text)
+            with torch.inference_mode():
+                scores = target.score(Batch(rows=(row,), start=(0,), feed=(tuple(text),), budget=(0,)), draft)
+                p = warp(scores.logits, Knobs.of((row,), target.vocab, target.device), draft)[0, 0].double()
+            target.cache.release(0)
+            longer |= {(*prefix, token): chance * float(p[token]) for token in p.nonzero()[:, 0].tolist()}
+        law = longer
+    return law
+
+
+@pytest.mark.parametrize("name", ["rejection", "block", "traversal"])
+def test_embedded_pair(name, pair):
+    target, draft, prompt, law = pair
+    engine = make_engine(target, lambda setup: ModelProposer(setup, draft), verifier=name, k=3, rows=64)
+    rows = run(engine, [prompt] * 1500, FILTERED, limit=TOKENS, ends=frozenset())
+    counts = Counter(tuple(text) for text in outputs(rows))
+    assert set(counts) <= set(law)
+    assert len(law) == 3**TOKENS
+    assert engine.stats.tau > 1.2
+    assert g_test([counts[text] for text in law], list(law.values())).p_value > 1e-3
 
 
 BIASED = {
