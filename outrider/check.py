@@ -11,7 +11,7 @@ from outrider.errors import UnsupportedModel
 from outrider.load import Checkpoint
 from outrider.params import SamplingParams
 from outrider.target import Target
-from outrider.types import Batch, Draft, Law, Request, Row
+from outrider.types import Batch, Request, Row
 
 _PROMPT = 9  # tokens, fed as 5 and then 4, so that the cache is read back
 _PARENTS = (-1, 0, -1, 1, 2)  # a tree of two branches
@@ -64,22 +64,10 @@ def _score(target: Target, checkpoint: Checkpoint, seed: int) -> tuple[torch.Ten
     scores = target.score(half, draft)
     target.cache.commit(tree.kept(half, draft, scores))
     rest = Batch(rows=(row,), start=(5,), feed=(tuple(text[5:]),), budget=(len(guesses),))
-    logits = target.score(rest, _tree(guesses, target.device)).logits
+    nodes, parents = (torch.tensor([row], device=target.device) for row in (guesses, _PARENTS))
+    logits = target.score(rest, tree.chosen(nodes, parents, (len(guesses),))).logits
     target.cache.release(0)
     return logits, text, guesses
-
-
-def _tree(guesses: list[int], device: torch.device) -> Draft:
-    tokens = torch.tensor([guesses], device=device)
-    return Draft(
-        tokens=tokens,
-        parent=torch.tensor([_PARENTS], device=device),
-        count=torch.tensor([len(guesses)], device=device),
-        law=torch.full_like(tokens, Law.ONE_HOT),
-        q=None,
-        width=(len(guesses),),
-        chain=False,
-    )
 
 
 def _reference(checkpoint: Checkpoint, text: list[int]) -> torch.Tensor:

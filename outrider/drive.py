@@ -25,19 +25,13 @@ def expect(good: bool, law: str) -> None:
 
 
 def random_tree(rows: Sequence[int], vocab: int, chance: random.Random, *, chain: bool = False) -> Draft:
-    """A draft of `rows[b]` one-hot nodes in row b, shaped at random, siblings distinct where the vocabulary allows."""
+    """A draft of `rows[b]` one-hot nodes in row b, of random shape and tokens."""
     size = max(rows)
-    parents = [[i - 1 if chain else chance.randint(-1, i - 1) for i in range(size)] for _ in rows]
     tokens = torch.tensor([[chance.randrange(vocab) for _ in range(size)] for _ in rows], dtype=torch.int64)
-    return Draft(
-        tokens=tokens,
-        parent=torch.tensor(parents, dtype=torch.int64),
-        count=torch.tensor(list(rows)),
-        law=torch.full_like(tokens, Law.ONE_HOT),
-        q=None,
-        width=tuple(rows),
-        chain=chain,
-    )
+    if chain:
+        return tree.chain(tokens, tuple(rows))
+    parents = [[chance.randint(-1, node - 1) for node in range(size)] for _ in rows]
+    return tree.chosen(tokens, torch.tensor(parents, dtype=torch.int64), tuple(rows))
 
 
 @dataclass(frozen=True, slots=True)

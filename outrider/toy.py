@@ -11,7 +11,7 @@ from outrider.cache.base import Layout, lay_out
 from outrider.params import SamplingParams
 from outrider.sampling import Knobs, warp
 from outrider.target import Target
-from outrider.types import Batch, Draft, Law, Request, Round, Row, Scores
+from outrider.types import Batch, Draft, Request, Round, Row, Scores
 
 
 class ToyCache:
@@ -108,13 +108,5 @@ def _all_prefixes(vocab: int, depth: int, device: torch.device) -> Draft:
         level = list(range(begin, len(tokens)))
     if not tokens:
         return tree.empty(1, device)
-    ids = torch.tensor([tokens], device=device)
-    return Draft(
-        tokens=ids,
-        parent=torch.tensor([parents], device=device),
-        count=torch.tensor([len(tokens)], device=device),
-        law=torch.full_like(ids, Law.ONE_HOT),
-        q=None,
-        width=(len(tokens),),
-        chain=False,
-    )
+    ids, parent = torch.tensor([tokens], device=device), torch.tensor([parents], device=device)
+    return tree.chosen(ids, parent, (len(tokens),))

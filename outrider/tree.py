@@ -29,6 +29,12 @@ def chain(
     return Draft(tokens=tokens, parent=parent, count=count, law=laws, q=q, width=width, chain=True)
 
 
+def chosen(tokens: torch.Tensor, parent: torch.Tensor, width: tuple[int, ...]) -> Draft:
+    """Trees of guesses [B, N] that were picked, not drawn; row b has the first `width[b]` of them."""
+    count, law = torch.tensor(width, device=tokens.device), torch.full_like(tokens, Law.ONE_HOT)
+    return Draft(tokens=tokens, parent=parent, count=count, law=law, q=None, width=width, chain=False)
+
+
 def live(draft: Draft) -> torch.Tensor:
     """[B, N] bool: which nodes are guesses, and which are padding."""
     return torch.arange(draft.size, device=draft.count.device) < draft.count[:, None]

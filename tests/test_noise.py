@@ -12,14 +12,6 @@ from outrider.verify import block
 MANY = 40_000
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def noise(first=0, rows=MANY, kind=PositionNoise, seed=0):
     return kind(torch.arange(rows) + seed, torch.full((rows,), first))
 

@@ -45,14 +45,6 @@ every_param = some.fixed_dictionaries(
 )
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def row(*, prompt=PROMPT, output=OUTPUT, end_ids=(0, 9), **params):
     wants = SamplingParams(**{"temperature": 1.0, **params})
     request = Request(id=0, prompt=prompt, params=wants, seed=0, end_ids=frozenset(end_ids), limit=100)

@@ -51,14 +51,6 @@ BIG_TREES = {
 BINARY = (-1, -1, 0, 0, 1, 1)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def line(depth):
     return tuple(range(-1, depth - 1))
 
