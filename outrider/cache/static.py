@@ -54,10 +54,6 @@ class StaticCache:
     def length(self, slot: int) -> int:
         return self._length[slot]
 
-    def set_length(self, slot: int, length: int) -> None:
-        """Keep the first `length` tokens of what the slot's stripe holds."""
-        self._length[slot] = length
-
     def bytes(self) -> int:
         tensors = [*self._keys.values(), *self._values.values()]
         return sum(tensor.nbytes for tensor in tensors)
