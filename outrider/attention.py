@@ -36,16 +36,10 @@ class Reader:
     layout: Layout
     masks: dict[tuple[Sight | None, int, torch.dtype], list[torch.Tensor | None]] = field(default_factory=dict)
 
-    def groups(self) -> list[tuple[Span, ...]]:
-        """Runs of rows that one kernel call can serve: neighbouring slots, and as many columns each."""
-        runs: list[tuple[Span, ...]] = []
-        for span in self.layout.spans:
-            size, last = span.end - span.begin, runs[-1][-1] if runs else None
-            if last and span.slot == last.slot + 1 and size == last.end - last.begin:
-                runs[-1] += (span,)
-            elif size:
-                runs.append((span,))
-        return runs
+    groups: list[tuple[Span, ...]] = field(init=False)  # rows that one kernel call can serve
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "groups", _neighbours(self.layout))
 
 
 def look(
@@ -84,7 +78,7 @@ def attend(
     sharing = query.shape[1] // key.shape[1]
     masks = _masks(kv, attention_mask, sharing, query.dtype)
     out = query.new_empty(query.shape[2], query.shape[1], value.shape[-1])
-    for group, mask in zip(kv.groups(), masks, strict=True):
+    for group, mask in zip(kv.groups, masks, strict=True):
         rows, span = len(group), group[0]
         size = span.end - span.begin
         stop = max(other.start for other in group) + size
@@ -96,6 +90,18 @@ def attend(
         seen = seen.reshape(rows, -1, size, value.shape[-1]).transpose(1, 2)
         out[span.begin : group[-1].end] = seen.reshape(rows * size, query.shape[1], -1)
     return out[None], None
+
+
+def _neighbours(layout: Layout) -> list[tuple[Span, ...]]:
+    """Runs of rows in neighbouring slots with as many columns each."""
+    runs: list[tuple[Span, ...]] = []
+    for span in layout.spans:
+        size, last = span.end - span.begin, runs[-1][-1] if runs else None
+        if last and span.slot == last.slot + 1 and size == last.end - last.begin:
+            runs[-1] += (span,)
+        elif size:
+            runs.append((span,))
+    return runs
 
 
 def _refuse(kv: Reader | None, sight: object, others: dict[str, object]) -> None:
@@ -136,7 +142,7 @@ def _masks(kv: Reader, sight: Sight | None, sharing: int, dtype: torch.dtype) ->
     """One mask per group, made once a pass for all layers that see as far."""
     wanted = (sight, sharing, dtype)
     if wanted not in kv.masks:
-        kv.masks[wanted] = [_mask(kv.layout, group, sight, sharing, dtype) for group in kv.groups()]
+        kv.masks[wanted] = [_mask(kv.layout, group, sight, sharing, dtype) for group in kv.groups]
     return kv.masks[wanted]
 
 
