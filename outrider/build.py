@@ -28,6 +28,7 @@ from outrider.verify import EXACT, Verifier
 Maker = Callable[[Setup], Proposer]
 
 _MODELS = Path(__file__).parent / "models"
+_BITS: Mapping[str | None, int] = MappingProxyType({None: 16, "int8": 8, "int4": 4})  # of a quantised weight
 _CONTEXT = 8192  # tokens a row is given at most, unless more is asked for
 
 
@@ -54,6 +55,8 @@ def build(
     k: int,
     verifier: str | None,
     dtype: str,
+    kernels: str,
+    quantize: str | None,
     device: str,
     rows: int,
     context: int | None,
@@ -64,7 +67,8 @@ def build(
     planner = planner or FixedPlanner(k)
     spec = proposer or default_proposer(target)
     rule = find_verifier(verifier, spec)
-    checkpoint = load_checkpoint(target or embedded("mini"), dtype=dtype, device=device)
+    bits = _bits(quantize)
+    checkpoint = load_checkpoint(target or embedded("mini"), dtype=dtype if bits == 16 else "bfloat16", device=device)
     size = _context(context, checkpoint)
     scheduler = Scheduler(slots=rows, chunk=chunk, context=size)
     setup = Setup(
@@ -75,9 +79,10 @@ def build(
         dtype=checkpoint.dtype,
         draw=rule.draw,
         tokenizer=checkpoint.tokenizer,
+        kernels=kernels,
     )
     guesser = find_proposer(spec, setup) if isinstance(spec, str) else spec(setup)
-    model = make_target(checkpoint, slots=rows, context=size, layers=guesser.needs.layers)
+    model = make_target(checkpoint, slots=rows, context=size, layers=guesser.needs.layers, kernels=kernels, bits=bits)
     check_target(model, checkpoint)
     return House(
         engine=Engine(target=model, proposer=guesser, verifier=rule, planner=planner, scheduler=scheduler),
@@ -91,6 +96,12 @@ def build(
         dtype=checkpoint.dtype,
         device=checkpoint.device,
     )
+
+
+def _bits(quantize: str | None) -> int:
+    if quantize not in _BITS:
+        raise OutriderError(f"quantize {quantize!r} is unknown; use {', '.join(filter(None, _BITS))}")
+    return _BITS[quantize]
 
 
 def embedded(name: str) -> Path:
@@ -129,7 +140,8 @@ def _draft_model(folder: str, setup: Setup) -> Proposer:
     if checkpoint.recurrent:
         raise OutriderError(f"{folder} is recurrent, and a recurrent draft is not handled yet; use an attention model")
     _compare_tokenizers(setup.tokenizer, checkpoint.tokenizer, folder)
-    model = make_target(checkpoint, slots=setup.slots, context=min(checkpoint.context, setup.context))
+    size = min(checkpoint.context, setup.context)
+    model = make_target(checkpoint, slots=setup.slots, context=size, kernels=setup.kernels)
     check_target(model, checkpoint)
     return ModelProposer(setup, model)
 

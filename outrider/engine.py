@@ -19,7 +19,7 @@ from outrider.stats import Stats
 from outrider.target import Target
 from outrider.text import TextStream
 from outrider.types import Batch, Draft, Request, Round, Row, Scores, TokenLogprobs, Verdict
-from outrider.verify import Verifier
+from outrider.verify import Verifier, follow
 
 
 class Engine:
@@ -32,6 +32,7 @@ class Engine:
         self._target, self._proposer, self._verifier = target, proposer, verifier
         self._planner, self._scheduler = planner, scheduler
         self._knobs: Knobs | None = None
+        self._noise: PositionNoise | None = None  # of the same rows
 
     def add(self, request: Request, stream: TextStream | None = None) -> None:
         """Queue a request."""
@@ -79,7 +80,10 @@ class Engine:
         scores = self._target.score(batch, draft)
         scored = perf_counter()
         knobs = self._knobs_of(batch)
-        verdict = self._verifier.rule(draft, warp(scores.logits, knobs, draft), self._noise(batch, knobs))
+        if knobs.bare:  # every exact rule says the same of a one-hot p, so p need not be written down
+            verdict = follow(draft, scores.logits.argmax(-1))
+        else:
+            verdict = self._verifier.rule(draft, warp(scores.logits, knobs, draft), self._noise_of(batch, knobs))
         return _settle(batch, draft, scores, verdict), scored - began
 
     def _check(self, batch: Batch, draft: Draft) -> None:
@@ -91,13 +95,15 @@ class Engine:
         if not draft.chain and not self._verifier.trees:
             raise OutriderError(f"verifier {self._verifier.name} takes chains only; use siblings, traversal or walk")
 
-    def _noise(self, batch: Batch, knobs: Knobs) -> PositionNoise:
-        return PositionNoise(knobs.seed, torch.tensor([len(row.text) for row in batch.rows], device=knobs.seed.device))
-
     def _knobs_of(self, batch: Batch) -> Knobs:
         if self._knobs is None or self._knobs.rows != batch.rows:
             self._knobs = Knobs.of(batch.rows, self._target.vocab, self._target.device)
+            self._noise = PositionNoise(self._knobs.seed, self._knobs.seed)
         return self._knobs
+
+    def _noise_of(self, batch: Batch, knobs: Knobs) -> PositionNoise:
+        assert self._noise is not None
+        return self._noise.at(torch.tensor([len(row.text) for row in batch.rows], device=knobs.seed.device))
 
     def _release(self, row: Row) -> None:
         self._target.cache.release(row.slot)

@@ -45,6 +45,8 @@ class LLM:
         verifier: str | None = None,
         dtype: str = "auto",
         device: str = "auto",
+        kernels: str = "auto",
+        quantize: str | None = None,
         threads: int | None = None,
         rows: int = 16,
         context: int | None = None,
@@ -62,6 +64,9 @@ class LLM:
                 block for a proposer that samples and walk for one that does not.
             dtype: auto, float32, bfloat16 or float16.
             device: auto, cpu, cuda, ...
+            kernels: native, torch, or auto: Outrider's own on a CPU in bfloat16 for the models that they know (they are
+                compiled once on a machine), torch for everything else.
+            quantize: int8 or int4 weights for the target, which is then the quantised model, exactly; None keeps them.
             threads: CPU threads; None leaves torch's choice.
             rows: completions that run at once.
             context: tokens of prompt and completion together; None is the model's own, 8192 at most.
@@ -81,6 +86,8 @@ class LLM:
             k=k,
             verifier=verifier,
             dtype=dtype,
+            kernels=kernels,
+            quantize=quantize,
             device=device,
             rows=rows,
             context=context,

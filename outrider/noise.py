@@ -43,6 +43,13 @@ class PositionNoise:
         """Take each row's seed [B] int64 and the absolute position [B] int64 of its first token this round."""
         self._seed = seed
         self._first = first
+        self._starts: dict[Stream, torch.Tensor] = {}  # [B] per stream, of the seed alone
+
+    def at(self, first: torch.Tensor) -> PositionNoise:
+        """The same rows' noise in another round."""
+        other = PositionNoise(self._seed, first)
+        other._starts = self._starts
+        return other
 
     def token(self, law: torch.Tensor, ahead: torch.Tensor) -> torch.Tensor:
         return inverse_cdf(law, self._uniform(Stream.TARGET, ahead))
@@ -56,20 +63,23 @@ class PositionNoise:
     def flip(self, chance: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         return self._per_round(Stream.ACCEPT, index) < chance
 
-    def guess(self, law: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        """Draw a proposer's guess number `index` [B] of this round from `law` [B, V]."""
-        return inverse_cdf(law, self._per_round(Stream.DRAFT, index))
+    def draws(self, count: int) -> torch.Tensor:
+        """Uniform numbers [B, count] for a proposer's guesses of this round."""
+        index = torch.arange(count, device=self._first.device).expand(len(self._first), count)
+        return self._per_round(Stream.DRAFT, index)
 
     def _key(self, stream: Stream, ahead: torch.Tensor) -> torch.Tensor:
         shape = (-1,) + (1,) * (ahead.dim() - 1)
-        start = mix(self._seed + torch.tensor(int(stream), device=ahead.device) * GOLDEN).view(shape)
-        return mix(start + (self._first.view(shape) + ahead) * GOLDEN)
+        if stream not in self._starts:
+            self._starts[stream] = mix(self._seed + torch.tensor(int(stream), device=ahead.device) * GOLDEN)
+        return mix(self._starts[stream].view(shape) + (self._first.view(shape) + ahead) * GOLDEN)
 
     def _uniform(self, stream: Stream, ahead: torch.Tensor) -> torch.Tensor:
         return to_uniform(self._key(stream, ahead))
 
     def _per_round(self, stream: Stream, index: torch.Tensor) -> torch.Tensor:
-        return to_uniform(mix(self._key(stream, torch.zeros_like(index)) + (index + 1) * GOLDEN))
+        key = self._key(stream, torch.zeros_like(self._first)).view((-1,) + (1,) * (index.dim() - 1))
+        return to_uniform(mix(key + (index + 1) * GOLDEN))
 
 
 GOLDEN = -7046029254386353131  # 2**64 / golden ratio, odd, as a signed integer

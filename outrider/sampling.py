@@ -38,6 +38,11 @@ class Knobs:
     any_minimum: bool  # min_tokens
     sampled: tuple[bool, ...]  # [B] temperature above 0
 
+    @property
+    def bare(self) -> bool:
+        """Whether every row just takes the likeliest token of its logits as they are."""
+        return self.all_greedy and self.bias is None and not self.any_penalty and not self.any_minimum
+
     @classmethod
     def of(cls, rows: Sequence[Row], vocab: int, device: torch.device) -> Knobs:
         wants = [row.request.params for row in rows]

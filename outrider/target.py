@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -9,15 +10,19 @@ from typing import Any, Protocol
 import torch
 from transformers import DynamicCache
 
+from outrider import tree
 from outrider.attention import Reader
 from outrider.cache.base import Cache, Layout
 from outrider.cache.recurrent import RecurrentCache
 from outrider.cache.static import StaticCache
 from outrider.errors import OutriderError, UnsupportedModel
 from outrider.load import Checkpoint
+from outrider.native.target import NativeTarget
 from outrider.prepack import PackedLinear, can_prepack, prepack, weight_bytes
 from outrider.types import Batch, Draft, Scores
 
+KERNELS = ("auto", "native", "torch")
+_log = logging.getLogger("outrider")
 _LEAST = 16  # tokens that a slot has room for at least: what the check before first use takes
 
 
@@ -31,6 +36,7 @@ class Target(Protocol):
     vocab: int
     context: int  # tokens a slot can hold, the guesses included
     device: torch.device
+    kernels: str  # what runs the pass, for reports
 
     @property
     def cache(self) -> Cache:
@@ -38,6 +44,13 @@ class Target(Protocol):
 
     def score(self, batch: Batch, draft: Draft, first: int = -1) -> Scores:
         """Score the feed's end and every node; with `first` >= 0 nodes from `first` on alone (see `Cache.stage`)."""
+
+    def grow(self, batch: Batch, vocab: int) -> torch.Tensor:
+        """Feed, and let each row go on greedily by itself: a draft model's chain where nothing is left to chance.
+
+        Row b of what returns [B, most of the budget] begins with `budget[b]` ids below `vocab`. Every row has a budget
+        of at least 1; all guesses but the last one are staged.
+        """
 
     def swap(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
         """Load new values for some or all weights, by the names that the model's own `state_dict` gives them."""
@@ -52,7 +65,7 @@ class AttentionTarget:
     def __init__(self, checkpoint: Checkpoint, *, slots: int, context: int, layers: Sequence[int] = ()) -> None:
         """Prepare for `slots` rows of up to `context` tokens, exporting the outputs of decoder `layers`."""
         self.vocab, self.device = checkpoint.vocab, checkpoint.device
-        self.context, self.version = context, 0
+        self.context, self.version, self.kernels = context, 0, "torch"
         self.cache = StaticCache(slots=slots, capacity=max(context, _LEAST), device=checkpoint.device)
         self._model = checkpoint.model
         self._embeddings = checkpoint.model.get_input_embeddings().num_embeddings
@@ -66,6 +79,9 @@ class AttentionTarget:
         logits = self._forward(layout, Reader(self.cache, layout))
         features = {layer: _per_node(out[0, layout.keep], layout, batch) for layer, out in self._outputs.items()}
         return Scores(logits=_per_node(logits, layout, batch), features=features)
+
+    def grow(self, batch: Batch, vocab: int) -> torch.Tensor:
+        return grow_by_scores(self, batch, vocab)
 
     def swap(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
         load_weights(self._model, weights)
@@ -106,7 +122,7 @@ class RecurrentTarget:
 
     def __init__(self, checkpoint: Checkpoint, *, slots: int, context: int) -> None:
         self.vocab, self.device = checkpoint.vocab, checkpoint.device
-        self.context, self.version = context, 0
+        self.context, self.version, self.kernels = context, 0, "torch"
         self.cache = RecurrentCache(slots=slots, device=self.device, fresh=self._fresh, advance=self._advance)
         self._model = checkpoint.model
 
@@ -114,6 +130,9 @@ class RecurrentTarget:
         self.cache.stage(batch, draft, first)
         rows = [self._score_row(batch, draft, b) for b in range(len(batch.rows))]
         return Scores(logits=torch.stack(rows))
+
+    def grow(self, batch: Batch, vocab: int) -> torch.Tensor:
+        return grow_by_scores(self, batch, vocab)
 
     def swap(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
         load_weights(self._model, weights)
@@ -145,13 +164,57 @@ class RecurrentTarget:
         return logits[0].float()  # type: ignore[no-any-return]
 
 
-def make_target(checkpoint: Checkpoint, *, slots: int, context: int, layers: Sequence[int] = ()) -> Target:
-    """The target that fits the checkpoint's kind of memory."""
+def make_target(
+    checkpoint: Checkpoint,
+    *,
+    slots: int,
+    context: int,
+    layers: Sequence[int] = (),
+    kernels: str = "auto",
+    bits: int = 16,
+) -> Target:
+    """The target that fits the checkpoint's kind of memory and the machine.
+
+    Args:
+        checkpoint: what runs.
+        slots: rows at once.
+        context: tokens of a row.
+        layers: decoder layers whose outputs are wanted.
+        kernels: native, torch, or auto: native wherever the device, the type and the model allow it.
+        bits: of the linear layers' weights: 16 as they are, 8 or 4 quantised.
+
+    Raises:
+        UnsupportedModel: what was asked for by name cannot be had.
+    """
+    if kernels not in KERNELS:
+        raise OutriderError(f"kernels {kernels!r} is unknown; use {', '.join(KERNELS)}")
+    fits = checkpoint.device.type == "cpu" and checkpoint.dtype == torch.bfloat16 and not checkpoint.recurrent
+    if bits < 16 and (kernels == "torch" or not fits):
+        raise OutriderError(f"{bits}-bit weights need the native kernels: a CPU, bfloat16 and kernels auto or native")
+    if kernels == "native" and not fits:
+        raise OutriderError("the native kernels need a CPU and bfloat16; use kernels auto, or dtype bfloat16")
+    if fits and kernels != "torch":
+        try:
+            return NativeTarget(checkpoint, slots=slots, context=context, layers=layers, bits=bits)
+        except UnsupportedModel as reason:
+            if kernels == "native" or bits < 16:
+                raise
+            _log.info("running on torch: %s", reason)
     if checkpoint.recurrent:
         if layers:
             raise OutriderError("a recurrent target exports no layers; use a proposer that needs none, such as ngram")
         return RecurrentTarget(checkpoint, slots=slots, context=context)
     return AttentionTarget(checkpoint, slots=slots, context=context, layers=layers)
+
+
+def grow_by_scores(target: Target, batch: Batch, vocab: int) -> torch.Tensor:
+    """`Target.grow`, one pass of `score` after another."""
+    draft = tree.empty(len(batch.rows), target.device)
+    for depth in range(max(batch.budget)):
+        logits = target.score(batch, draft, first=depth - 1).logits
+        tokens = torch.cat([draft.tokens, logits[:, -1, :vocab].argmax(-1, keepdim=True)], 1)
+        draft = tree.chain(tokens, tuple(min(budget, depth + 1) for budget in batch.budget))
+    return draft.tokens
 
 
 def load_weights(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> None:

@@ -10,7 +10,7 @@ from outrider import tree
 from outrider.cache.base import Layout, lay_out
 from outrider.params import SamplingParams
 from outrider.sampling import Knobs, warp
-from outrider.target import Target
+from outrider.target import Target, grow_by_scores
 from outrider.types import Batch, Draft, Request, Round, Row, Scores
 
 
@@ -54,7 +54,7 @@ class ToyTarget:
     ) -> None:
         """Draw logits of standard deviation `spread` from `seed`."""
         self.vocab, self.context, self.device, self.version = vocab, context, torch.device("cpu"), 0
-        self.cache = ToyCache(slots)
+        self.cache, self.kernels = ToyCache(slots), "table"
         self.table = torch.randn(vocab, vocab, vocab, generator=torch.Generator().manual_seed(seed)) * spread
 
     def score(self, batch: Batch, draft: Draft, first: int = -1) -> Scores:
@@ -68,6 +68,9 @@ class ToyTarget:
             states.append(ends[max(first + 1, 0) :])
         last = torch.tensor(states)
         return Scores(logits=self.table[last[..., 0], last[..., 1]])
+
+    def grow(self, batch: Batch, vocab: int) -> torch.Tensor:
+        return grow_by_scores(self, batch, vocab)
 
     def swap(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
         self.table, self.version = weights["table"], version

@@ -13,6 +13,7 @@ from types import MappingProxyType
 
 import torch
 
+from outrider import tree
 from outrider.noise import Noise
 from outrider.types import Draft, Draw, Law, Verdict
 from outrider.verdict import (
@@ -203,20 +204,31 @@ class _Traversal:
         self.done = self.done | root | accept
 
 
+def follow(draft: Draft, sample: torch.Tensor) -> Verdict:
+    """What every exact rule comes to where p is one-hot at `sample` [B, 1 + N]: `walk`, without writing p down."""
+    path, kept, bonus = _down(draft, sample)
+    return Verdict(path=path, accepted=kept, bonus=bonus, logprob=torch.zeros(sample.shape, device=sample.device))
+
+
 def _descend(draft: Draft, p: torch.Tensor, sample: torch.Tensor) -> Verdict:
-    """Follow the target's samples [B, 1 + N] down the tree."""
-    alive = alive_nodes(draft, p)
+    path, kept, bonus = _down(draft, sample)
+    return judge(draft, p, path, kept, bonus)
+
+
+def _down(draft: Draft, sample: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Follow the target's samples [B, 1 + N] down the tree: the path, its length, and the sample at its end."""
+    # A sample is one of the target's own ids, so a guess that is not one of them cannot be met.
+    alive = tree.live(draft)
     if draft.chain:
         kept = (alive & (draft.tokens == sample[:, :-1])).long().cumprod(1).sum(1)
-        path = prefix_of(draft, kept)
-        return judge(draft, p, path, kept, sample.gather(1, kept[:, None])[:, 0])
+        return prefix_of(draft, kept), kept, sample.gather(1, kept[:, None])[:, 0]
     at = torch.full_like(draft.count, -1)
     for _ in range(draft.size):
         wanted = sample.gather(1, at[:, None] + 1)
         hit = alive & (draft.parent == at[:, None]) & (draft.tokens == wanted)
         at = torch.where(hit.any(1), hit.to(torch.uint8).argmax(1), at)
     path, kept = path_to(draft, at)
-    return judge(draft, p, path, kept, sample.gather(1, at[:, None] + 1)[:, 0])
+    return path, kept, sample.gather(1, at[:, None] + 1)[:, 0]
 
 
 EXACT: Mapping[str, Verifier] = MappingProxyType(

@@ -25,7 +25,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "proof.py",
     ),
     ("cache/", "attention.py"),
-    ("prepack.py", "load.py", "target.py", "check.py"),
+    ("prepack.py", "load.py", "native/", "target.py", "check.py"),
     ("propose/",),
     ("plan.py", "schedule.py", "engine.py"),
     ("build.py", "llm.py", "toy.py", "drive.py", "testing.py", "audit/", "bench/"),

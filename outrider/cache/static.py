@@ -58,6 +58,12 @@ class StaticCache:
         tensors = [*self._keys.values(), *self._values.values()]
         return sum(tensor.nbytes for tensor in tensors)
 
+    def stripes(self, layer: int, heads: int, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of a layer in bfloat16, for those who read and write them in place."""
+        like = torch.empty(heads, 0, dim, dtype=torch.bfloat16, device=self.device)
+        self._keys[layer], self._values[layer] = self._stripes(like), self._stripes(like)
+        return self._keys[layer], self._values[layer]
+
     def write(
         self, layer: int, layout: Layout, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:

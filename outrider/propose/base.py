@@ -22,6 +22,7 @@ class Setup:
     dtype: torch.dtype  # of the target
     draw: Draw  # how the verifier would like guesses to be made
     tokenizer: Any  # the target's
+    kernels: str = "auto"  # what the user wants models to run on; see `make_target`
 
 
 class Proposer(Protocol):

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional
 
 from outrider import tree
-from outrider.noise import PositionNoise
+from outrider.noise import PositionNoise, inverse_cdf
 from outrider.propose.base import Setup
 from outrider.sampling import Knobs, warp
 from outrider.target import Target
@@ -30,6 +30,7 @@ class ModelProposer:
     def __init__(self, setup: Setup, model: Target) -> None:
         self._setup, self._model = setup, model
         self._knobs: Knobs | None = None
+        self._noise: PositionNoise | None = None  # of the same rows
         self._batch: Batch | None = None  # the rows and feeds that the draft has staged this round
         self._told = False
 
@@ -83,9 +84,12 @@ class ModelProposer:
 
     def _grow(self, batch: Batch) -> Draft:
         knobs = self._knobs_of(batch)
-        first = torch.tensor([len(row.text) for row in batch.rows], device=self._setup.device)
-        noise = PositionNoise(knobs.seed, first)
+        if knobs.bare and min(batch.budget):
+            return tree.chain(self._model.grow(batch, self._setup.vocab), batch.budget)
+        assert self._noise is not None
+        noise = self._noise.at(torch.tensor([len(row.text) for row in batch.rows], device=self._setup.device))
         draft = tree.empty(len(batch.rows), self._setup.device)
+        draws = noise.draws(max(batch.budget))
         laws: list[torch.Tensor] = []
         logits = self._model.score(batch, draft).logits
         for depth in range(max(batch.budget)):
@@ -93,7 +97,7 @@ class ModelProposer:
                 logits = self._model.score(batch, draft, first=depth - 1).logits
             law = warp(_fit(logits, self._setup.vocab), knobs, draft, last=True)[:, 0]
             # A greedy row's law is one-hot, so every way of drawing finds its argmax, and this one is the quickest.
-            drawn = law.argmax(-1) if knobs.all_greedy else self._draw(law, noise, depth)
+            drawn = law.argmax(-1) if knobs.all_greedy else self._draw(law, noise, draws, depth)
             tokens = torch.cat([draft.tokens, drawn[:, None]], 1)
             laws.append(law)
             draft = tree.chain(tokens, tuple(min(budget, depth + 1) for budget in batch.budget))
@@ -104,20 +108,20 @@ class ModelProposer:
         law_of = torch.where(sampled, int(Law.SAMPLED), int(Law.ONE_HOT)).expand_as(draft.tokens)
         return tree.chain(draft.tokens, draft.width, law=law_of, q=q)
 
-    def _draw(self, law: torch.Tensor, noise: PositionNoise, depth: int) -> torch.Tensor:
+    def _draw(self, law: torch.Tensor, noise: PositionNoise, draws: torch.Tensor, depth: int) -> torch.Tensor:
         """Guess number `depth` [B] from `law` [B, V]."""
-        index = torch.full((len(law),), depth, device=law.device)
         match self._setup.draw:
             case Draw.ARGMAX:
                 return law.argmax(-1)
             case Draw.SAMPLE:
-                return noise.guess(law, index)
+                return inverse_cdf(law, draws[:, depth])
             case Draw.RACE:
-                return noise.race(law, index)
+                return noise.race(law, torch.full((len(law),), depth, device=law.device))
 
     def _knobs_of(self, batch: Batch) -> Knobs:
         if self._knobs is None or self._knobs.rows != batch.rows:
             self._knobs = Knobs.of(batch.rows, self._setup.vocab, self._setup.device)
+            self._noise = PositionNoise(self._knobs.seed, self._knobs.seed)
         return self._knobs
 
 

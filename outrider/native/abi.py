@@ -1,0 +1,86 @@
+"""The structures that Python hands to the kernels, as decoder.cpp and linear.h declare them."""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+class CLinear(ctypes.Structure):
+    """`Linear` of linear.h."""
+
+    _fields_ = (
+        ("weight", ctypes.c_void_p),
+        ("scale", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("inputs", ctypes.c_int32),
+        ("outputs", ctypes.c_int32),
+        ("bits", ctypes.c_int32),
+    )
+
+
+class CLayer(ctypes.Structure):
+    _fields_ = (
+        *((name, CLinear) for name in ("qkv", "out", "gate_up", "down")),
+        *((name, ctypes.c_void_p) for name in ("attention_norm", "mlp_norm", "query_norm", "key_norm")),
+        *((name, ctypes.c_void_p) for name in ("keys", "values")),
+        ("window", ctypes.c_int32),
+    )
+
+
+class CModel(ctypes.Structure):
+    _fields_ = (
+        ("layer", ctypes.POINTER(CLayer)),
+        *((name, ctypes.c_void_p) for name in ("embedding", "norm", "frequency")),
+        ("head", CLinear),
+        *((name, ctypes.c_int32) for name in ("layers", "hidden", "heads", "key_heads", "dim", "ffn")),
+        *((name, ctypes.c_int32) for name in ("capacity", "threads")),
+        *((name, ctypes.c_float) for name in ("epsilon", "scale", "rotary_scale")),
+    )
+
+
+class CPass(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("token", "position", "slot", "place", "seen", "tail_begin", "tail")),
+        *((name, ctypes.c_void_p) for name in ("keep", "logits", "exported", "features")),
+        *((name, ctypes.c_int32) for name in ("columns", "kept", "exports")),
+    )
+
+
+class CChain(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("slot", "position", "place", "budget", "token")),
+        *((name, ctypes.c_int32) for name in ("rows", "depth", "vocab")),
+    )
+
+
+@dataclass(slots=True, kw_only=True)
+class Columns:
+    """The tokens of one pass as the kernels take them, one entry a column."""
+
+    token: array[int] = field(default_factory=lambda: array("i"))
+    position: array[int] = field(default_factory=lambda: array("i"))
+    slot: array[int] = field(default_factory=lambda: array("i"))
+    place: array[int] = field(default_factory=lambda: array("i"))  # where in the slot it is written
+    seen: array[int] = field(default_factory=lambda: array("i"))  # entries of the slot that it sees from the first on
+    tail_begin: array[int] = field(default_factory=lambda: array("i", [0]))
+    tail: array[int] = field(default_factory=lambda: array("i"))  # and those that it sees after them
+    keep: array[int] = field(default_factory=lambda: array("i"))  # columns whose logits are wanted
+
+    def add(self, token: int, position: int, *, slot: int, place: int, seen: int, tail: Sequence[int] = ()) -> None:
+        self.token.append(token)
+        self.position.append(position)
+        self.slot.append(slot)
+        self.place.append(place)
+        self.seen.append(seen)
+        self.tail.extend(tail)
+        self.tail_begin.append(len(self.tail))
+
+    def c(self, logits: int, exported: array[int], features: int) -> CPass:
+        """With the addresses of what the pass writes; the arrays must outlive it."""
+        fields = (self.token, self.position, self.slot, self.place, self.seen, self.tail_begin, self.tail, self.keep)
+        addresses = (part.buffer_info()[0] for part in fields)
+        counts = (len(self.token), len(self.keep), len(exported))
+        return CPass(*addresses, logits, exported.buffer_info()[0], features, *counts)

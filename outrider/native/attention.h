@@ -1,0 +1,173 @@
+// Attention of a pass over the cache, one tile of columns and one key head at a time.
+//
+// A column sees the first `seen` entries of its stripe and then the entries that its tail names. Entries are taken in
+// that order, sixteen at a time, so that the sums of a guess in a tree are those of the same token in a chain, and
+// those of the same token alone: not nearly, bit for bit.
+#pragma once
+
+#include <cmath>
+#include <vector>
+
+#include "simd.h"
+
+namespace outrider {
+
+constexpr int kMostDim = 256;  // of a head
+constexpr int kQueries = 48;   // rows of a tile: columns times the query heads that share a key head
+
+// What each column of a pass sees.
+struct Columns {
+  const int32_t* slot;
+  const int32_t* position;
+  const int32_t* seen;
+  const int32_t* tail_begin;  // [columns + 1] into `tail`
+  const int32_t* tail;        // entries of the stripe, in order of depth
+};
+
+struct Heads {
+  int query, key, dim;
+  float scale;
+  int window;  // entries that a column sees at most, itself included; 0 for all
+};
+
+// Columns first .. last - 1, all of one slot.
+struct Tile {
+  int first, last;
+};
+
+struct Stripes {
+  const uint16_t* keys;    // [capacity][dim] of one slot and key head
+  const uint16_t* values;
+};
+
+// A query row that waits to meet the gathered entries low .. count - 1.
+struct Guest {
+  const uint16_t* query;  // [dim]
+  int row, low, count;
+};
+
+struct Scratch {
+  std::vector<float> sums, values;
+  std::vector<int32_t> keys;
+  std::vector<Guest> guests, own;  // who meets the entries as they lie, and who brings entries of its own
+  float most[kQueries], mass[kQueries * kLanes];
+  explicit Scratch(int dim) : sums(kQueries * dim), values(kLanes * dim), keys(kLanes * dim / 2) {}
+};
+
+// The entries at[0 .. count - 1], and zeros up to sixteen: keys as pairs, one entry a lane; values widened.
+inline void gather(const Stripes& from, const int32_t* at, int count, int dim, Scratch& s) {
+  for (int d = 0; d < dim / 2; d += kLanes) {
+    Ints row[kLanes] = {};
+    const int pairs = std::min(kLanes, dim / 2 - d);
+    for (int j = 0; j < count; j++) std::memcpy(&row[j], from.keys + size_t(at[j]) * dim + 2 * d, 4 * pairs);
+    transpose(row);
+    for (int j = 0; j < pairs; j++) store(&s.keys[(d + j) * kLanes], row[j]);
+  }
+  for (int j = 0; j < kLanes; j++)
+    for (int d = 0; d < dim; d += kLanes)
+      store(&s.values[j * dim + d], j < count ? widen16(from.values + size_t(at[j]) * dim + d) : Floats{});
+}
+
+// sums += weights * values, for Width vectors of each of R rows.
+template <int R, int Width>
+inline void mix(const Guest* guest, const float (&weight)[R][kLanes], const float (&keep)[R], int d, int dim,
+                Scratch& s) {
+  Floats total[R][Width];
+  for (int i = 0; i < R; i++)
+    for (int v = 0; v < Width; v++) total[i][v] = load(&s.sums[guest[i].row * dim + d + v * kLanes]) * keep[i];
+  for (int j = 0; j < kLanes; j++)
+    for (int v = 0; v < Width; v++) {
+      const Floats value = load(&s.values[j * dim + d + v * kLanes]);
+      for (int i = 0; i < R; i++) total[i][v] += value * weight[i][j];
+    }
+  for (int i = 0; i < R; i++)
+    for (int v = 0; v < Width; v++) store(&s.sums[guest[i].row * dim + d + v * kLanes], total[i][v]);
+}
+
+// Online softmax (Milakov and Gimelshein 2018, algorithm 3). What a row must not see has weight 0, exactly.
+template <int R>
+inline void meet(const Guest* guest, const Heads& heads, Scratch& s) {
+  const int dim = heads.dim;
+  Floats scores[R] = {};
+  for (int d = 0; d < dim / 2; d++) {
+    const Ints keys = load(&s.keys[d * kLanes]);
+    for (int i = 0; i < R; i++) {
+      int32_t pair;
+      std::memcpy(&pair, guest[i].query + 2 * d, sizeof pair);
+      scores[i] = dot_pairs(scores[i], keys, fill(pair));
+    }
+  }
+  float keep[R], weight[R][kLanes];
+  for (int i = 0; i < R; i++) {
+    float& most = s.most[guest[i].row];
+    float* mass = &s.mass[guest[i].row * kLanes];
+    const auto visible = (lanes() >= guest[i].low) & (lanes() < guest[i].count);
+    const Floats seen = visible ? scores[i] * heads.scale : fill(-INFINITY);
+    const float before = most, found = largest(seen);
+    most = found > before ? found : before;
+    const Floats weights = exponential(seen - most);
+    keep[i] = before == most ? 1.0f : exponential(fill(before - most))[0];
+    store(mass, load(mass) * keep[i] + weights);
+    store(weight[i], weights);
+  }
+  int d = 0;
+  for (; d + 4 * kLanes <= dim; d += 4 * kLanes) mix<R, 4>(guest, weight, keep, d, dim, s);
+  for (; d < dim; d += kLanes) mix<R, 1>(guest, weight, keep, d, dim, s);
+}
+
+inline void meet_all(std::vector<Guest>& guests, const Heads& heads, Scratch& s) {
+  const Guest *guest = guests.data(), *end = guest + guests.size();
+  for (; guest + 4 <= end; guest += 4) meet<4>(guest, heads, s);
+  if (end - guest == 3) meet<3>(guest, heads, s);
+  if (end - guest == 2) meet<2>(guest, heads, s);
+  if (end - guest == 1) meet<1>(guest, heads, s);
+  guests.clear();
+}
+
+// out [columns][query heads * dim], of the query heads that share key head `head`; query lies alike, in bfloat16.
+inline void attend(const Columns& columns, const Tile& tile, int head, const Heads& heads, const Stripes& stripes,
+                   const uint16_t* query, float* out, Scratch& s) {
+  const int sharing = heads.query / heads.key, width = heads.query * heads.dim;
+  const int rows = (tile.last - tile.first) * sharing;
+  std::fill(s.most, s.most + rows, -INFINITY);
+  std::fill(s.mass, s.mass + rows * kLanes, 0.0f);
+  std::fill(s.sums.begin(), s.sums.begin() + size_t(rows) * heads.dim, 0.0f);
+  int end = 0;
+  for (int c = tile.first; c < tile.last; c++)
+    end = std::max(end, columns.seen[c] + columns.tail_begin[c + 1] - columns.tail_begin[c]);
+  for (int begin = 0; begin < end; begin += kLanes) {
+    int32_t at[kLanes];
+    int most = 0;  // entries that some column sees as they lie
+    for (int c = tile.first; c < tile.last; c++) {
+      const int tail = columns.tail_begin[c + 1] - columns.tail_begin[c], seen = columns.seen[c];
+      const int count = std::min(kLanes, seen + tail - begin);
+      const int low = heads.window ? std::max(0, columns.position[c] + 1 - heads.window - begin) : 0;
+      if (low >= count) continue;
+      const uint16_t* queries = query + size_t(c) * width + size_t(head) * sharing * heads.dim;
+      auto& guests = seen < begin + count ? s.own : s.guests;
+      for (int g = 0; g < sharing; g++)
+        guests.push_back({queries + g * heads.dim, (c - tile.first) * sharing + g, low, count});
+      if (s.own.empty()) {
+        most = std::max(most, count);
+        continue;
+      }
+      for (int j = 0; j < count; j++)
+        at[j] = begin + j < seen ? begin + j : columns.tail[columns.tail_begin[c] + begin + j - seen];
+      gather(stripes, at, count, heads.dim, s);
+      meet_all(s.own, heads, s);
+    }
+    if (s.guests.empty()) continue;
+    for (int j = 0; j < most; j++) at[j] = begin + j;
+    gather(stripes, at, most, heads.dim, s);
+    meet_all(s.guests, heads, s);
+  }
+  for (int c = tile.first; c < tile.last; c++)
+    for (int g = 0; g < sharing; g++) {
+      const int r = (c - tile.first) * sharing + g;
+      float* to = out + size_t(c) * width + size_t(head * sharing + g) * heads.dim;
+      const float mass = sum(load(&s.mass[r * kLanes]));
+      for (int d = 0; d < heads.dim; d += kLanes) store(to + d, load(&s.sums[size_t(r) * heads.dim + d]) / mass);
+    }
+}
+
+}  // namespace outrider

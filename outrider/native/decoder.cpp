@@ -1,0 +1,265 @@
+// One pass of a Llama-like decoder over rows at different lengths, from tokens to logits in one call.
+//
+// The residual stream is float32; what a layer reads is rounded to bfloat16, or to bytes where its weights are bytes.
+// A column's result does not depend, in any bit, on which other columns share the pass.
+#include <omp.h>
+
+#include <memory>
+
+#include "attention.h"
+#include "linear.h"
+#include "team.h"
+
+using namespace outrider;
+
+extern "C" {
+
+struct Layer {
+  Linear qkv, out, gate_up, down;
+  const float *attention_norm, *mlp_norm;  // [hidden]
+  const float *query_norm, *key_norm;      // [dim] or null
+  uint16_t *keys, *values;                 // [slots][key heads][capacity][dim]
+  int32_t window;
+};
+
+struct Model {
+  const Layer* layer;
+  const uint16_t* embedding;  // [vocab][hidden]
+  const float* norm;          // [hidden]
+  const float* frequency;     // [dim / 2]
+  Linear head;
+  int32_t layers, hidden, heads, key_heads, dim, ffn, capacity, threads;
+  float epsilon, scale, rotary_scale;
+};
+
+// One pass. A column is a token to read, at a position, written at a place of its slot's stripe.
+struct Pass {
+  const int32_t *token, *position, *slot, *place, *seen, *tail_begin, *tail;  // [columns]
+  const int32_t* keep;       // [kept]: the columns whose logits are wanted
+  float* logits;             // [kept][vocab]
+  const int32_t* exported;   // [exports]: layers, counted from 0, whose output is wanted
+  float* features;           // [exports][kept][hidden]
+  int32_t columns, kept, exports;
+};
+
+// Rows that go on by themselves after a pass that keeps one column of each.
+struct Chain {
+  const int32_t *slot, *position, *place;  // [rows]: of the next token
+  const int32_t* budget;                   // [rows]: tokens wanted, at least one
+  int32_t* token;                          // [rows][depth]
+  int32_t rows, depth, vocab;              // ids below vocab are chosen from
+};
+}
+
+namespace {
+
+class Decoder {
+ public:
+  explicit Decoder(const Model& model) : m_(model), barrier_(model.threads) {
+    for (int i = 0; i < m_.threads; i++) scratch_.emplace_back(m_.dim);
+  }
+
+  void run(const Pass& pass) {
+    reserve(pass.columns);
+    cut(pass);
+#pragma omp parallel num_threads(m_.threads)
+    {
+      const Team team{barrier_, omp_get_thread_num(), m_.threads};
+      begin(team, pass);
+      for (int i = 0; i < m_.layers; i++) {
+        attention(team, pass, m_.layer[i]);
+        mlp(team, pass, m_.layer[i]);
+        hand_out(team, pass, i);
+      }
+      head(team, pass);
+    }
+  }
+
+  // Guess greedily: the first token of each row follows from `pass`, every other one from a pass over the one before.
+  void grow(Pass pass, const Chain& chain) {
+    std::vector<int32_t> active(chain.rows), fields[6];
+    for (int b = 0; b < chain.rows; b++) active[b] = b;
+    logits_.resize(size_t(chain.rows) * m_.head.out);
+    pass.logits = logits_.data();
+    for (int depth = 0;; depth++) {
+      run(pass);
+      for (size_t i = 0; i < active.size(); i++)
+        chain.token[active[i] * chain.depth + depth] = likeliest(&logits_[i * m_.head.out], chain.vocab);
+      const auto done = [&](int b) { return chain.budget[b] <= depth + 1; };
+      active.erase(std::remove_if(active.begin(), active.end(), done), active.end());
+      if (active.empty()) return;
+      for (auto& field : fields) field.clear();
+      for (size_t i = 0; i < active.size(); i++) {
+        const int b = active[i];
+        const int32_t column[] = {chain.token[b * chain.depth + depth], chain.position[b] + depth, chain.slot[b],
+                                  chain.place[b] + depth, chain.place[b] + depth + 1, int32_t(i)};
+        for (int f = 0; f < 6; f++) fields[f].push_back(column[f]);
+      }
+      const int count = int(active.size());
+      none_.assign(count + 1, 0);
+      pass = {fields[0].data(), fields[1].data(), fields[2].data(), fields[3].data(), fields[4].data(), none_.data(),
+              nullptr, fields[5].data(), logits_.data(), nullptr, nullptr, count, count, 0};
+    }
+  }
+
+ private:
+  static int32_t likeliest(const float* logits, int vocab) {
+    Floats most = fill(-INFINITY);
+    int i = 0;
+    for (; i + kLanes <= vocab; i += kLanes) most = maximum(most, load(logits + i));
+    float best = largest(most);
+    for (; i < vocab; i++) best = std::max(best, logits[i]);
+    for (i = 0; i < vocab; i++)
+      if (logits[i] == best) return i;
+    return 0;  // where they are not numbers
+  }
+
+  // What takes a team is called by all its threads.
+
+  void begin(const Team& team, const Pass& pass) {
+    const int half = m_.dim / 2;
+    team.share(pass.columns, [&](int c) {
+      const uint16_t* from = m_.embedding + size_t(pass.token[c]) * m_.hidden;
+      for (int i = 0; i < m_.hidden; i++) stream_[size_t(c) * m_.hidden + i] = widen(from[i]);
+      for (int i = 0; i < half; i++) {
+        const float angle = float(pass.position[c]) * m_.frequency[i];
+        cosine_[c * half + i] = std::cos(angle) * m_.rotary_scale;
+        sine_[c * half + i] = std::sin(angle) * m_.rotary_scale;
+      }
+    });
+  }
+
+  void attention(const Team& team, const Pass& pass, const Layer& layer) {
+    const int width = m_.heads * m_.dim, all = width + 2 * m_.key_heads * m_.dim;
+    normalise(team, pass.columns, nullptr, layer.attention_norm, layer.qkv.bits);
+    apply<Then::kStore>(team, layer.qkv, rows_, pass.columns, wide_.data(), all);
+    const int lots = m_.heads + 2 * m_.key_heads;
+    team.share(pass.columns * lots, [&](int i) { place(pass, layer, i / lots, i % lots); });
+    const Columns columns{pass.slot, pass.position, pass.seen, pass.tail_begin, pass.tail};
+    const Heads heads{m_.heads, m_.key_heads, m_.dim, m_.scale, layer.window};
+    team.share(int(tiles_.size()) * m_.key_heads, [&](int i) {
+      const Tile& tile = tiles_[i / m_.key_heads];
+      const int head = i % m_.key_heads;
+      const size_t stripe = (size_t(pass.slot[tile.first]) * m_.key_heads + head) * m_.capacity * m_.dim;
+      attend(columns, tile, head, heads, {layer.keys + stripe, layer.values + stripe}, query_.data(), wide_.data(),
+             scratch_[team.thread]);
+    });
+    pack(team, pass.columns, wide_.data(), width, layer.out.bits);
+    apply<Then::kAdd>(team, layer.out, rows_, pass.columns, stream_.data(), m_.hidden);
+  }
+
+  void mlp(const Team& team, const Pass& pass, const Layer& layer) {
+    normalise(team, pass.columns, nullptr, layer.mlp_norm, layer.gate_up.bits);
+    apply<Then::kGate>(team, layer.gate_up, rows_, pass.columns, wide_.data(), m_.ffn);
+    pack(team, pass.columns, wide_.data(), m_.ffn, layer.down.bits);
+    apply<Then::kAdd>(team, layer.down, rows_, pass.columns, stream_.data(), m_.hidden);
+  }
+
+  void hand_out(const Team& team, const Pass& pass, int layer) {
+    for (int e = 0; e < pass.exports; e++) {
+      if (pass.exported[e] != layer) continue;
+      team.share(pass.kept, [&](int k) {
+        std::memcpy(pass.features + (size_t(e) * pass.kept + k) * m_.hidden,
+                    &stream_[size_t(pass.keep[k]) * m_.hidden], 4 * m_.hidden);
+      });
+    }
+  }
+
+  void head(const Team& team, const Pass& pass) {
+    normalise(team, pass.kept, pass.keep, m_.norm, m_.head.bits);
+    apply<Then::kStore>(team, m_.head, rows_, pass.kept, pass.logits, m_.head.out);
+  }
+
+  // Rows of the residual stream, x / rms(x) * weight (Zhang and Sennrich 2019), ready for a linear layer.
+  void normalise(const Team& team, int rows, const int32_t* which, const float* weight, int bits) {
+    team.share(rows, [&](int r) {
+      float* out = &normed_[size_t(team.thread) * m_.hidden];
+      root_mean_square(&stream_[size_t(which ? which[r] : r) * m_.hidden], weight, m_.hidden, out);
+      pack_row(rows_, r, out, m_.hidden, bits);
+    });
+  }
+
+  void root_mean_square(const float* x, const float* weight, int size, float* out) const {
+    Floats squares = {};
+    for (int i = 0; i < size; i += kLanes) squares += load(x + i) * load(x + i);
+    const float scale = 1 / std::sqrt(sum(squares) / size + m_.epsilon);
+    for (int i = 0; i < size; i += kLanes) store(out + i, load(x + i) * scale * load(weight + i));
+  }
+
+  void pack(const Team& team, int rows, const float* x, int size, int bits) {
+    team.share(rows, [&](int r) { pack_row(rows_, r, x + size_t(r) * size, size, bits); });
+  }
+
+  // Take one head's share of a column's queries, keys and values: normalise, rotate, and put it where it is read.
+  void place(const Pass& pass, const Layer& layer, int c, int lot) {
+    const int key_heads = m_.key_heads, dim = m_.dim, half = dim / 2;
+    const bool query = lot < m_.heads, key = !query && lot < m_.heads + key_heads;
+    float* x = &wide_[(size_t(c) * (m_.heads + 2 * key_heads) + lot) * dim];
+    const float* norm = query ? layer.query_norm : key ? layer.key_norm : nullptr;
+    if (norm) root_mean_square(x, norm, dim, x);
+    const size_t at = query ? (size_t(c) * m_.heads + lot) * dim
+                            : ((size_t(pass.slot[c]) * key_heads + (lot - m_.heads) % key_heads) * m_.capacity +
+                               pass.place[c]) * dim;
+    uint16_t* to = (query ? query_.data() : key ? layer.keys : layer.values) + at;
+    if (!query && !key) {
+      for (int i = 0; i < dim; i++) to[i] = narrow(x[i]);
+      return;
+    }
+    for (int i = 0; i < half; i++) {
+      const float a = x[i], b = x[i + half], cosine = cosine_[c * half + i], sine = sine_[c * half + i];
+      to[i] = narrow(a * cosine - b * sine);
+      to[i + half] = narrow(b * cosine + a * sine);
+    }
+  }
+
+  // Cut the pass into tiles of neighbouring columns that read the same stripe.
+  void cut(const Pass& pass) {
+    const int most = std::max(1, kQueries / (m_.heads / m_.key_heads));
+    tiles_.clear();
+    for (int c = 0; c < pass.columns; c++) {
+      if (c && pass.slot[c] == pass.slot[c - 1] && c - tiles_.back().first < most)
+        tiles_.back().last = c + 1;
+      else
+        tiles_.push_back({c, c + 1});
+    }
+  }
+
+  void reserve(int columns) {
+    if (columns <= room_) return;
+    room_ = columns;
+    const int heads = (m_.heads + 2 * m_.key_heads) * m_.dim, widest = padded(std::max({m_.hidden, heads, m_.ffn}));
+    const size_t many = columns;
+    stream_.resize(many * m_.hidden);
+    normed_.resize(size_t(m_.threads) * m_.hidden);
+    wide_.resize(many * widest);
+    query_.resize(many * m_.heads * m_.dim);
+    cosine_.resize(many * m_.dim / 2);
+    sine_.resize(many * m_.dim / 2);
+    words_.resize(many * widest / 2);
+    scale_.resize(many * widest / kGroup);
+    total_.resize(many * widest / kGroup);
+    rows_ = {words_.data(), scale_.data(), total_.data(), widest / 2, widest / kGroup};
+  }
+
+  Model m_;
+  Barrier barrier_;
+  int room_ = 0;
+  std::vector<Tile> tiles_;
+  std::vector<Scratch> scratch_;  // one a thread
+  std::vector<float> stream_, normed_, wide_, cosine_, sine_, scale_, logits_;
+  std::vector<uint16_t> query_;
+  std::vector<int32_t> words_, total_, none_;
+  Rows rows_{};
+};
+
+}  // namespace
+
+extern "C" {
+
+void* outrider_open(const Model* model) { return new Decoder(*model); }
+void outrider_close(void* decoder) { delete static_cast<Decoder*>(decoder); }
+void outrider_run(void* decoder, const Pass* pass) { static_cast<Decoder*>(decoder)->run(*pass); }
+void outrider_grow(void* decoder, const Pass* pass, const Chain* chain) {
+  static_cast<Decoder*>(decoder)->grow(*pass, *chain);
+}
+}

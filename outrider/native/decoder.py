@@ -1,0 +1,260 @@
+"""A Llama-like model in the kernels' hands: its shape, its weights, and one pass."""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from outrider.errors import OutriderError, UnsupportedModel
+from outrider.native.abi import CChain, CLayer, CModel, Columns
+from outrider.native.library import Library
+from outrider.native.pack import Arena, PackedWeight, interleave, pack, separate, unpack
+
+FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})  # one block: norm, rotary attention, norm, gated SiLU
+_MOST_DIM = 256  # of a head
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head"
+_TOGETHER: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        "out": ("self_attn.o_proj",),
+        "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+        "down": ("mlp.down_proj",),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """What the kernels must know of a model besides its weights."""
+
+    layers: int
+    hidden: int
+    heads: int
+    key_heads: int
+    dim: int
+    ffn: int
+    epsilon: float
+    scale: float
+    rotary_scale: float
+    windows: tuple[int, ...]  # [layers]; 0 sees everything
+
+    @classmethod
+    def of(cls, model: Any) -> Shape:
+        """Read it off a transformers model.
+
+        Raises:
+            UnsupportedModel: the kernels cannot run this model.
+        """
+        config = model.config
+        if config.model_type not in FAMILIES:
+            raise UnsupportedModel(f"{config.model_type}: the kernels know {', '.join(sorted(FAMILIES))}")
+        attention = model.model.layers[0].self_attn
+        shape = cls(
+            layers=config.num_hidden_layers,
+            hidden=config.hidden_size,
+            heads=config.num_attention_heads,
+            key_heads=config.num_key_value_heads,
+            dim=attention.head_dim,
+            ffn=config.intermediate_size,
+            epsilon=config.rms_norm_eps,
+            scale=attention.scaling,
+            rotary_scale=model.model.rotary_emb.attention_scaling,
+            windows=_windows(config),
+        )
+        odd = [name for name in ("hidden", "dim", "ffn") if getattr(shape, name) % 16]
+        if odd or shape.dim > _MOST_DIM or config.hidden_act != "silu" or getattr(config, "mlp_bias", False):
+            raise UnsupportedModel(
+                f"{config.model_type}: the kernels need sizes that are multiples of 16, heads of at most {_MOST_DIM}"
+                " and a SiLU without bias"
+            )
+        return shape
+
+
+def _windows(config: Any) -> tuple[int, ...]:
+    window = getattr(config, "sliding_window", None) or 0
+    every = "sliding_attention" if window else "full_attention"
+    kinds = getattr(config, "layer_types", None) or (every,) * config.num_hidden_layers
+    if odd := sorted(set(kinds) - {"sliding_attention", "full_attention"}):
+        raise UnsupportedModel(f"{config.model_type}: the kernels do not know layers of type {', '.join(odd)}")
+    return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
+
+
+class Decoder:
+    """The packed weights of a model, and one pass over them."""
+
+    def __init__(self, model: Any, library: Library, *, bits: int = 16) -> None:
+        """Pack the weights of a transformers model, which is not needed afterwards.
+
+        Args:
+            model: of one of `FAMILIES`.
+            library: the compiled kernels.
+            bits: of a weight in a linear layer: 16 is bfloat16, 8 and 4 are quantised.
+
+        Raises:
+            UnsupportedModel: the kernels cannot run this model.
+        """
+        self.shape = Shape.of(model)
+        self._code, self._bits, self._arena = library.code, bits, Arena()
+        state = {name: value.detach() for name, value in model.state_dict().items()}
+        self._shapes = {name: value.shape for name, value in state.items()}
+        self._tied = bool(model.config.tie_word_embeddings)
+        self._norms = {name: value.float() for name, value in state.items() if name.endswith("norm.weight")}
+        self._frequency = model.model.rotary_emb.inv_freq.float().clone()
+        self._packed = {name: self._pack(name, parts, state) for name, parts in self._groups().items()}
+        self._embedding = self._arena.keep(self._embed(state[_EMBEDDING]))
+        self._caches: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]] | None = None
+        self._close: weakref.finalize[[int], Decoder] | None = None
+
+    @property
+    def vocab(self) -> int:
+        return self._packed[_HEAD].shape[0]
+
+    def attach(self, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+        """Read and write these caches, [slots, key heads, capacity, dim] in bfloat16 for each layer."""
+        self._caches = keys, values
+        self._open()
+
+    def run(self, columns: Columns, layers: Sequence[int] = ()) -> tuple[torch.Tensor, torch.Tensor]:
+        """One pass.
+
+        Returns:
+            logits [K, V] float32 of the columns to keep, and the outputs [layers, K, H] of the layers asked for.
+        """
+        logits = torch.empty(len(columns.keep), self.vocab)
+        features = torch.empty(len(layers), len(columns.keep), self.shape.hidden)
+        exported = array("i", layers)
+        once = columns.c(logits.data_ptr(), exported, features.data_ptr())
+        self._code.outrider_run(self._handle, ctypes.byref(once))
+        return logits, features
+
+    def grow(self, columns: Columns, budget: Sequence[int], vocab: int) -> torch.Tensor:
+        """One pass, and greedy guesses after it.
+
+        Args:
+            columns: each row's last column is kept; what follows it is written behind it.
+            budget: [B] guesses wanted of each row, at least one.
+            vocab: ids below it are guessed.
+
+        Returns:
+            tokens [B, most of the budget] int64; row b has `budget[b]`, and zeros behind them.
+        """
+        ends = list(columns.keep)
+        token = array("i", bytes(4 * len(budget) * max(budget)))
+        fields = (
+            array("i", [columns.slot[c] for c in ends]),
+            array("i", [columns.position[c] + 1 for c in ends]),
+            array("i", [columns.place[c] + 1 for c in ends]),
+            array("i", budget),
+            token,
+        )
+        chain = CChain(*(part.buffer_info()[0] for part in fields), len(budget), max(budget), vocab)
+        once = columns.c(0, array("i"), 0)
+        self._code.outrider_grow(self._handle, ctypes.byref(once), ctypes.byref(chain))
+        return torch.tensor(token, dtype=torch.int64).view(len(budget), -1)
+
+    def load(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Replace weights by the names that transformers gives them, all or none."""
+        for name, value in weights.items():
+            if name not in self._shapes:
+                raise OutriderError(f"the model has no weight {name!r}; use the names of its state_dict")
+            if value.shape != self._shapes[name]:
+                raise OutriderError(f"{name} has shape {tuple(value.shape)}; give {tuple(self._shapes[name])}")
+        new = {name: value.detach() for name, value in weights.items()}
+        if self._tied:
+            both = new.get(_EMBEDDING, new.get(f"{_HEAD}.weight"))
+            new |= {} if both is None else {_EMBEDDING: both, f"{_HEAD}.weight": both}
+        self._norms |= {name: new[name].float() for name in self._norms.keys() & new.keys()}
+        for name, parts in self._groups().items():
+            if any(f"{part}.{kind}" in new for part in parts for kind in ("weight", "bias")):
+                self._packed[name] = self._pack(name, parts, {**self._unpacked(name, parts), **new})
+        if _EMBEDDING in new:
+            self._embedding.copy_(self._embed(new[_EMBEDDING]))
+        self._open()
+
+    def quantised(self) -> dict[str, torch.Tensor]:
+        """The weights that the kernels really multiply by, by the names that transformers gives them."""
+        groups = self._groups().items()
+        return {name: value for group, parts in groups for name, value in self._unpacked(group, parts).items()}
+
+    def bytes(self) -> int:
+        """Memory of the weights."""
+        tensors = (self._embedding, self._frequency, *self._norms.values(), *self._packed.values())
+        return sum(tensor.nbytes for tensor in tensors)
+
+    def _groups(self) -> dict[str, tuple[str, ...]]:
+        """Which layers of the model are multiplied together."""
+        groups: dict[str, tuple[str, ...]] = {_HEAD: (_HEAD,)}
+        for i in range(self.shape.layers):
+            for name, parts in _TOGETHER.items():
+                groups[f"{i}.{name}"] = tuple(f"model.layers.{i}.{part}" for part in parts)
+        return groups
+
+    def _embed(self, table: torch.Tensor) -> torch.Tensor:
+        """What tokens are looked up in: where the head is the same table, what is left of it there."""
+        return unpack(self._packed[_HEAD]).to(torch.bfloat16) if self._tied else table.to(torch.bfloat16)
+
+    def _pack(self, name: str, parts: Sequence[str], state: Mapping[str, torch.Tensor]) -> PackedWeight:
+        weights = [state[f"{part}.weight"] for part in parts]
+        biases = [state.get(f"{part}.bias") for part in parts]
+        weight = interleave(*weights) if name.endswith("gate_up") else torch.cat(weights)
+        bias = torch.cat([bias for bias in biases if bias is not None]) if biases[0] is not None else None
+        # The head decides between tokens: four bits are too few there.
+        bits = max(self._bits, 8) if name == _HEAD else self._bits
+        return pack(weight, bias, bits=bits, arena=self._arena)
+
+    def _unpacked(self, name: str, parts: Sequence[str]) -> dict[str, torch.Tensor]:
+        packed = self._packed[name]
+        sizes = [self._shapes[f"{part}.weight"][0] for part in parts]
+        weight = unpack(packed)
+        weights = separate(weight) if name.endswith("gate_up") else torch.split(weight, sizes)
+        out = {f"{part}.weight": weight for part, weight in zip(parts, weights, strict=True)}
+        if packed.bias is not None:
+            out |= {f"{part}.bias": b for part, b in zip(parts, torch.split(packed.bias, sizes), strict=True)}
+        return out
+
+    def _open(self) -> None:
+        """Hand the addresses of everything over, anew whenever something has moved."""
+        if self._close is not None:
+            self._close()
+        if self._caches is None:
+            return
+        layers = (CLayer * self.shape.layers)(*(self._layer(i) for i in range(self.shape.layers)))
+        shape, keys = self.shape, self._caches[0][0]
+        sizes = (shape.layers, shape.hidden, shape.heads, shape.key_heads, shape.dim, shape.ffn, keys.shape[2])
+        tensors = (self._embedding, self._norms["model.norm.weight"], self._frequency)
+        model = CModel(
+            layers,
+            *(tensor.data_ptr() for tensor in tensors),
+            self._packed[_HEAD].c(),
+            *sizes,
+            torch.get_num_threads(),
+            shape.epsilon,
+            shape.scale,
+            shape.rotary_scale,
+        )
+        self._handle, self._layers = self._code.outrider_open(ctypes.byref(model)), layers
+        self._close = weakref.finalize(self, self._code.outrider_close, self._handle)
+
+    def _layer(self, i: int) -> CLayer:
+        assert self._caches is not None
+        keys, values = self._caches
+
+        def norm(name: str) -> int:
+            weight = self._norms.get(f"model.layers.{i}.{name}.weight")
+            return 0 if weight is None else weight.data_ptr()
+
+        return CLayer(
+            *(self._packed[f"{i}.{name}"].c() for name in _TOGETHER),
+            *(norm(name) for name in ("input_layernorm", "post_attention_layernorm")),
+            *(norm(f"self_attn.{name}") for name in ("q_norm", "k_norm")),
+            keys[i].data_ptr(),
+            values[i].data_ptr(),
+            self.shape.windows[i],
+        )

@@ -1,0 +1,103 @@
+"""The C++ sources of this folder as a library: compiled at the first use on a machine, and kept."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from time import perf_counter
+
+import torch
+
+from outrider.errors import UnsupportedModel
+
+_HERE = Path(__file__).parent
+_SOURCES = ("simd.h", "team.h", "linear.h", "attention.h", "decoder.cpp")
+_FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-fopenmp")
+_PATIENCE = 600  # seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Library:
+    """The compiled kernels, and what they took to make."""
+
+    code: ctypes.CDLL
+    compile_seconds: float  # 0 where an earlier run left them
+
+
+@cache
+def load_library() -> Library:
+    """Compile the kernels, or find them compiled.
+
+    Raises:
+        UnsupportedModel: there is no compiler here, or it fails; the message says what to do.
+    """
+    compiler = _compiler()
+    path = _cache_folder() / f"kernels-{_fingerprint(compiler)}.so"
+    seconds = 0.0
+    if not path.is_file():
+        began = perf_counter()
+        _compile(compiler, path)
+        seconds = perf_counter() - began
+    try:
+        # OpenMP's symbols are left open and found in torch: two teams of threads would fight over the cores.
+        code = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise UnsupportedModel(f"the compiled kernels in {path} do not load ({error}); delete that file") from error
+    code.outrider_open.restype = ctypes.c_void_p
+    code.outrider_open.argtypes = code.outrider_close.argtypes = (ctypes.c_void_p,)
+    code.outrider_run.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
+    code.outrider_grow.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
+    code.outrider_close.restype = code.outrider_run.restype = code.outrider_grow.restype = None
+    return Library(code=code, compile_seconds=seconds)
+
+
+def _compiler() -> str:
+    wanted = os.environ.get("CXX")
+    found = shutil.which(wanted) if wanted else shutil.which("g++") or shutil.which("clang++")
+    if not found or sys.platform == "win32":
+        raise UnsupportedModel(f"no C++ compiler was found ({wanted or 'g++ or clang++'}); install one, such as g++")
+    return found
+
+
+def _compile(compiler: str, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    link = ("-undefined", "dynamic_lookup") if sys.platform == "darwin" else ()
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        made = Path(folder) / "kernels"
+        _call(compiler, *_FLAGS, "-c", str(_HERE / "decoder.cpp"), "-o", f"{made}.o")
+        _call(compiler, "-shared", *link, f"{made}.o", "-o", f"{made}.so")
+        os.replace(f"{made}.so", path)  # whole or not at all, whoever else compiles at the same time
+
+
+def _call(*command: str) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise UnsupportedModel(f"the C++ compiler does not run ({error}); name another in CXX") from error
+    if done.returncode:
+        said = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[-200:])
+        raise UnsupportedModel(f"{command[0]} cannot compile the kernels ({said.strip()}); name another in CXX")
+
+
+def _fingerprint(compiler: str) -> str:
+    """Of everything that the result depends on, this processor included."""
+    digest = hashlib.sha256("\n".join((compiler, *_FLAGS, platform.machine(), torch.__version__)).encode())
+    digest.update(torch.backends.cpu.get_cpu_capability().encode())
+    if (info := Path("/proc/cpuinfo")).is_file():
+        digest.update(next((line for line in info.read_text().splitlines() if "flags" in line.lower()), "").encode())
+    for name in _SOURCES:
+        digest.update((_HERE / name).read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _cache_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outrider"

@@ -1,0 +1,167 @@
+// y = W x for a few rows of x, reading W once.
+//
+// W lies in panels of 32 outputs, each panel in the order in which it is read. A decode step is bound by that reading;
+// rows beyond the first cost arithmetic only. For one row of x the order of operations does not depend on the others.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <utility>
+
+#include "simd.h"
+#include "team.h"
+
+namespace outrider {
+
+constexpr int kPanel = 2 * kLanes;  // outputs
+constexpr int kGroup = 64;          // inputs that share a scale; every length of input is a multiple of it
+constexpr int kTile = 12;           // rows whose sums fit the registers beside two of weights
+constexpr int kAhead = 2048;        // bytes to prefetch ahead
+
+struct Linear {
+  const void* weight;      // [out / 32][in * bits / 32][32] of 32 bits
+  const uint16_t* scale;   // [out / 32][in / 64][32] bfloat16; null for 16 bits
+  const float* bias;       // [out] or null
+  int32_t in, out, bits;   // 16: bfloat16 pairs; 8 and 4: unsigned, shifted by 128 and 8
+};
+
+// Rows as a linear layer reads them: bfloat16, or bytes with a scale and a sum for every group.
+struct Rows {
+  int32_t* words;   // [rows][stride]
+  float* scale;     // [rows][groups]
+  int32_t* total;   // [rows][groups]
+  int stride, groups;
+};
+
+inline int padded(int size) { return (size + kGroup - 1) / kGroup * kGroup; }
+
+// Write x [size] into row r. `bits` is the layer's that will read it.
+inline void pack_row(const Rows& rows, int r, const float* x, int size, int bits) {
+  int length = padded(size);
+  if (bits == 16) {
+    auto* out = reinterpret_cast<uint16_t*>(rows.words + size_t(r) * rows.stride);
+    for (int i = 0; i < size; i++) out[i] = narrow(x[i]);
+    for (int i = size; i < length; i++) out[i] = 0;
+    return;
+  }
+  auto* out = reinterpret_cast<int8_t*>(rows.words + size_t(r) * rows.stride);
+  for (int g = 0; g < length / kGroup; g++) {
+    int begin = g * kGroup, end = std::min(begin + kGroup, size);
+    float most = 0;
+    for (int i = begin; i < end; i++) most = std::max(most, std::fabs(x[i]));
+    float scale = most / 127, inverse = most > 0 ? 127 / most : 0;
+    int32_t total = 0;
+    for (int i = begin; i < begin + kGroup; i++) {
+      int32_t value = i < end ? int32_t(std::nearbyint(x[i] * inverse)) : 0;
+      out[i] = int8_t(value);
+      total += value;
+    }
+    rows.scale[size_t(r) * rows.groups + g] = scale;
+    rows.total[size_t(r) * rows.groups + g] = total;
+  }
+}
+
+template <int M>
+inline void tile16(const Linear& layer, int panel, const Rows& x, int r, Floats (&acc)[M][2]) {
+  const int steps = layer.in / 2;
+  const int32_t* w = static_cast<const int32_t*>(layer.weight) + size_t(panel) * steps * kPanel;
+  const int32_t* words = x.words + size_t(r) * x.stride;
+  for (int k = 0; k < steps; k++, w += kPanel) {
+    __builtin_prefetch(reinterpret_cast<const char*>(w) + kAhead);
+    __builtin_prefetch(reinterpret_cast<const char*>(w) + kAhead + 64);
+    const Ints first = load(w), second = load(w + kLanes);
+    for (int m = 0; m < M; m++) {
+      const Ints pair = fill(words[size_t(m) * x.stride + k]);
+      acc[m][0] = dot_pairs(acc[m][0], first, pair);
+      acc[m][1] = dot_pairs(acc[m][1], second, pair);
+    }
+  }
+}
+
+template <int M, int Bits>
+inline void tile8(const Linear& layer, int panel, const Rows& x, int r, Floats (&acc)[M][2]) {
+  constexpr int kSteps = kGroup / 4, kOffset = 1 << (Bits - 1);
+  const int groups = layer.in / kGroup;
+  const int32_t* w = static_cast<const int32_t*>(layer.weight) + size_t(panel) * layer.in * Bits / 32 * kPanel;
+  const uint16_t* scale = layer.scale + size_t(panel) * groups * kPanel;
+  for (int g = 0; g < groups; g++, scale += kPanel) {
+    Ints whole[M][2];
+    for (int m = 0; m < M; m++)
+      whole[m][0] = whole[m][1] = fill(int32_t(-kOffset * x.total[size_t(r + m) * x.groups + g]));
+    const int32_t* words = x.words + size_t(r) * x.stride + g * kSteps;
+    for (int k = 0; k < kSteps; k += 8 / Bits, w += kPanel) {
+      __builtin_prefetch(reinterpret_cast<const char*>(w) + kAhead);
+      __builtin_prefetch(reinterpret_cast<const char*>(w) + kAhead + 64);
+      Ints first = load(w), second = load(w + kLanes);
+      for (int half = 0; half < 8 / Bits; half++) {
+        const Ints a = Bits == 8 ? first : (first >> (4 * half)) & 0x0f0f0f0f;
+        const Ints b = Bits == 8 ? second : (second >> (4 * half)) & 0x0f0f0f0f;
+        for (int m = 0; m < M; m++) {
+          const Ints quad = fill(words[size_t(m) * x.stride + k + half]);
+          whole[m][0] = dot_bytes(whole[m][0], a, quad);
+          whole[m][1] = dot_bytes(whole[m][1], b, quad);
+        }
+      }
+    }
+    const Floats first = widen16(scale), second = widen16(scale + kLanes);
+    for (int m = 0; m < M; m++) {
+      const float own = x.scale[size_t(r + m) * x.groups + g];
+      acc[m][0] += __builtin_convertvector(whole[m][0], Floats) * (first * own);
+      acc[m][1] += __builtin_convertvector(whole[m][1], Floats) * (second * own);
+    }
+  }
+}
+
+// What becomes of a panel's sums.
+enum class Then {
+  kStore,  // out = y
+  kAdd,    // out += y
+  kGate,   // out = silu(first half) * second half: gate and up lie side by side in each panel
+};
+
+template <Then then>
+inline void put(const Linear& layer, int panel, Floats first, Floats second, float* out) {
+  int column = panel * kPanel;
+  if (then == Then::kGate) {
+    store(out + column / 2, first / (1.0f + exponential(-first)) * second);
+    return;
+  }
+  float sums[kPanel];
+  store(sums, first);
+  store(sums + kLanes, second);
+  int width = std::min(kPanel, layer.out - column);
+  for (int i = 0; i < width; i++) {
+    float value = sums[i] + (layer.bias ? layer.bias[column + i] : 0.0f);
+    out[column + i] = then == Then::kAdd ? out[column + i] + value : value;
+  }
+}
+
+template <Then then, int M>
+void tile(const Linear& layer, int panel, const Rows& x, int r, float* out, int stride) {
+  Floats acc[M][2] = {};
+  if (layer.bits == 16)
+    tile16<M>(layer, panel, x, r, acc);
+  else if (layer.bits == 8)
+    tile8<M, 8>(layer, panel, x, r, acc);
+  else
+    tile8<M, 4>(layer, panel, x, r, acc);
+  for (int m = 0; m < M; m++) put<then>(layer, panel, acc[m][0], acc[m][1], out + size_t(r + m) * stride);
+}
+
+template <Then then, int... I>
+constexpr auto tiles(std::integer_sequence<int, I...>) {
+  using Tile = void (*)(const Linear&, int, const Rows&, int, float*, int);
+  struct Table { Tile of[sizeof...(I)]; };
+  return Table{{tile<then, I + 1>...}};
+}
+
+// out [rows][stride], by the whole team.
+template <Then then>
+void apply(const Team& team, const Linear& layer, const Rows& x, int rows, float* out, int stride) {
+  static constexpr auto table = tiles<then>(std::make_integer_sequence<int, kTile>());
+  team.share((layer.out + kPanel - 1) / kPanel, [&](int panel) {
+    for (int r = 0; r < rows; r += kTile) table.of[std::min(kTile, rows - r) - 1](layer, panel, x, r, out, stride);
+  });
+}
+
+}  // namespace outrider

@@ -1,0 +1,158 @@
+// Sixteen lanes of float, on any machine that gcc or clang know.
+//
+// Results must not depend on how many rows a pass has, so everything here has one order of operations, and nothing is
+// left to a vectoriser that would treat a loop's tail otherwise than its body.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
+namespace outrider {
+
+constexpr int kLanes = 16;
+
+typedef float Floats __attribute__((vector_size(4 * kLanes)));
+typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
+
+inline Floats load(const float* from) {
+  Floats out;
+  std::memcpy(&out, from, sizeof out);
+  return out;
+}
+
+inline Ints load(const int32_t* from) {
+  Ints out;
+  std::memcpy(&out, from, sizeof out);
+  return out;
+}
+
+inline void store(int32_t* to, Ints value) { std::memcpy(to, &value, sizeof value); }
+inline void store(float* to, Floats value) { std::memcpy(to, &value, sizeof value); }
+
+inline Floats fill(float value) { return Floats{} + value; }
+inline Ints fill(int32_t value) { return Ints{} + value; }
+
+inline Ints lanes() { return Ints{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; }
+
+template <class To, class From>
+inline To bits(From value) {
+  static_assert(sizeof(To) == sizeof(From));
+  To out;
+  std::memcpy(&out, &value, sizeof out);
+  return out;
+}
+
+inline float widen(uint16_t value) { return bits<float>(uint32_t(value) << 16); }
+
+// Round to the nearest bfloat16, ties to even. A NaN stays one.
+inline uint16_t narrow(float value) {
+  uint32_t raw = bits<uint32_t>(value);
+  if ((raw & 0x7fffffff) > 0x7f800000) return 0x7fc0;
+  return uint16_t((raw + 0x7fff + ((raw >> 16) & 1)) >> 16);
+}
+
+inline Floats widen16(const uint16_t* from) {
+  typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
+  Halves raw;
+  std::memcpy(&raw, from, sizeof raw);
+  return bits<Floats>(__builtin_convertvector(raw, Ints) << 16);
+}
+
+inline Floats maximum(Floats a, Floats b) { return a > b ? a : b; }
+
+// Lane i is a[at[i]], or b[at[i] - 16].
+inline Ints pick(Ints a, Ints b, Ints at) {
+#if defined(__AVX512F__)
+  return bits<Ints>(_mm512_permutex2var_epi32(bits<__m512i>(a), bits<__m512i>(at), bits<__m512i>(b)));
+#else
+  Ints out;
+  for (int i = 0; i < kLanes; i++) out[i] = at[i] < kLanes ? a[at[i]] : b[at[i] - kLanes];
+  return out;
+#endif
+}
+
+// Fold the upper half onto the lower one, until one lane is left.
+template <class Combine>
+inline float fold(Floats value, Combine combine) {
+  for (int width = kLanes / 2; width; width /= 2) {
+    const Ints raw = bits<Ints>(value);
+    value = combine(value, bits<Floats>(pick(raw, raw, lanes() + width)));
+  }
+  return value[0];
+}
+
+inline float sum(Floats value) {
+  return fold(value, [](Floats a, Floats b) { return a + b; });
+}
+
+inline float largest(Floats value) { return fold(value, maximum); }
+
+// Turn sixteen rows of sixteen lanes on their diagonal: blocks of 8, then of 4, 2 and 1 change places.
+template <int Size>
+inline void swap_blocks(Ints (&row)[kLanes]) {
+  Ints low, high;
+  for (int i = 0; i < kLanes; i++) {
+    low[i] = i & Size ? kLanes + i - Size : i;
+    high[i] = i & Size ? kLanes + i : i + Size;
+  }
+  for (int i = 0; i < kLanes; i++) {
+    if (i & Size) continue;
+    const Ints a = row[i], b = row[i + Size];
+    row[i] = pick(a, b, low);
+    row[i + Size] = pick(a, b, high);
+  }
+}
+
+inline void transpose(Ints (&row)[kLanes]) {
+  swap_blocks<8>(row);
+  swap_blocks<4>(row);
+  swap_blocks<2>(row);
+  swap_blocks<1>(row);
+}
+
+// e^x, to about two units in the last place; exactly 0 below -87, which is how what is masked vanishes.
+inline Floats exponential(Floats x) {
+  Floats low = fill(-87.0f), high = fill(88.0f);
+  Floats inside = x < low ? low : x;
+  inside = inside > high ? high : inside;
+  Floats shift = fill(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+  Floats whole = (inside * 1.44269504f + shift) - shift;
+  Floats rest = inside - whole * 0.693359375f + whole * 2.12194440e-4f;
+  Floats poly = fill(1.9875691500e-4f);
+  poly = poly * rest + 1.3981999507e-3f;
+  poly = poly * rest + 8.3334519073e-3f;
+  poly = poly * rest + 4.1665795894e-2f;
+  poly = poly * rest + 1.6666665459e-1f;
+  poly = poly * rest + 5.0000001201e-1f;
+  poly = poly * rest * rest + rest + 1.0f;
+  Ints power = (__builtin_convertvector(whole, Ints) + 127) << 23;
+  Floats out = poly * bits<Floats>(power);
+  return x < low ? Floats{} : out;
+}
+
+// acc + w[even] x[even] + w[odd] x[odd], for pairs of bfloat16 in each lane.
+inline Floats dot_pairs(Floats acc, Ints w, Ints x) {
+#if defined(__AVX512BF16__)
+  return bits<Floats>(_mm512_dpbf16_ps(bits<__m512>(acc), bits<__m512bh>(w), bits<__m512bh>(x)));
+#else
+  const Ints upper = fill(int32_t(0xffff0000));
+  acc += bits<Floats>(w << 16) * bits<Floats>(x << 16);
+  return acc + bits<Floats>(w & upper) * bits<Floats>(x & upper);
+#endif
+}
+
+// acc + the four products of unsigned bytes w with signed bytes x in each lane.
+inline Ints dot_bytes(Ints acc, Ints w, Ints x) {
+#if defined(__AVX512VNNI__)
+  return bits<Ints>(_mm512_dpbusd_epi32(bits<__m512i>(acc), bits<__m512i>(w), bits<__m512i>(x)));
+#else
+  for (int shift = 0; shift < 32; shift += 8) acc += ((w >> shift) & 0xff) * ((x << (24 - shift)) >> 24);
+  return acc;
+#endif
+}
+
+}  // namespace outrider

@@ -1,0 +1,104 @@
+"""The target, and the draft, whose pass is one call into the kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from outrider import tree
+from outrider.cache.static import StaticCache
+from outrider.errors import OutriderError
+from outrider.load import Checkpoint
+from outrider.native.abi import Columns
+from outrider.native.decoder import Decoder
+from outrider.native.library import load_library
+from outrider.types import Batch, Draft, Scores
+
+_LEAST = 16  # tokens that a slot has room for at least: what the check before first use takes
+
+
+class NativeTarget:
+    """A Llama-like model on the CPU.
+
+    What is computed for a token does not depend, in any bit, on what else is in the pass: the same text comes out
+    with any proposer, any number of guesses and any company, in bfloat16 as well.
+    """
+
+    def __init__(
+        self, checkpoint: Checkpoint, *, slots: int, context: int, layers: Sequence[int] = (), bits: int = 16
+    ) -> None:
+        """Prepare for `slots` rows of up to `context` tokens, exporting the outputs of decoder `layers`.
+
+        Raises:
+            UnsupportedModel: the kernels cannot be compiled here, or do not know this model.
+        """
+        self._library = load_library()
+        self._decoder = Decoder(checkpoint.model, self._library, bits=bits)
+        if bits < 16:  # from here on the quantised model is the model
+            checkpoint.model.load_state_dict(self._decoder.quantised(), strict=False)
+        shape = self._decoder.shape
+        if odd := [layer for layer in layers if not 0 <= layer < shape.layers]:
+            raise OutriderError(f"layer {odd[0]} was asked for; this target's layers are 0 to {shape.layers - 1}")
+        self.vocab, self.device, self.version = checkpoint.vocab, checkpoint.device, 0
+        self.context, self._layers = context, tuple(layers)
+        self.kernels = "native" if bits == 16 else f"native int{bits}"
+        self.cache = StaticCache(slots=slots, capacity=max(context, _LEAST), device=self.device)
+        stripes = [self.cache.stripes(i, shape.key_heads, shape.dim) for i in range(shape.layers)]
+        self._decoder.attach([keys for keys, _ in stripes], [values for _, values in stripes])
+
+    @property
+    def compile_seconds(self) -> float:
+        """What the kernels took to compile; 0 where an earlier run left them."""
+        return self._library.compile_seconds
+
+    def score(self, batch: Batch, draft: Draft, first: int = -1) -> Scores:
+        columns, order = _columns(batch, draft, first, self.vocab)
+        logits, features = self._decoder.run(columns, self._layers)
+        shape = (len(batch.rows), -1)
+        if order is not None:
+            logits, features = logits[order], features[:, order]
+        outputs = {layer: out.view(*shape, out.shape[-1]) for layer, out in zip(self._layers, features, strict=True)}
+        return Scores(logits=logits.view(*shape, self.vocab), features=outputs)
+
+    def grow(self, batch: Batch, vocab: int) -> torch.Tensor:
+        columns, _ = _columns(batch, tree.empty(len(batch.rows), self.device), -1, self.vocab)
+        return self._decoder.grow(columns, batch.budget, min(vocab, self.vocab))
+
+    def swap(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
+        self._decoder.load(weights)
+        self.version = version
+
+    def bytes(self) -> int:
+        return self._decoder.bytes()
+
+
+def _columns(batch: Batch, draft: Draft, first: int, vocab: int) -> tuple[Columns, list[int] | None]:
+    """The columns of a pass, and where in what is kept each row's nodes lie; None where that is the order itself."""
+    columns, order, skip = Columns(), [], max(first, 0)
+    tokens = draft.tokens.clamp(0, vocab - 1).tolist()
+    parents = None if draft.chain else draft.parent.tolist()
+    for b, row in enumerate(batch.rows):
+        base, begin = batch.start[b] + len(batch.feed[b]), len(columns.keep)
+        if first < 0:
+            for place, token in enumerate(batch.feed[b], batch.start[b]):
+                columns.add(token, place, slot=row.slot, place=place, seen=place + 1)
+            columns.keep.append(len(columns.token) - 1)
+        paths: list[list[int]] = []  # entries of each node's ancestors and itself
+        for node in range(draft.width[b]):
+            if parents is not None:
+                above = parents[b][node]
+                paths.append([*(paths[above] if above >= 0 else ()), base + node])
+            if node < skip:
+                continue
+            columns.keep.append(len(columns.token))
+            at = base + node
+            if parents is None:
+                columns.add(tokens[b][node], at, slot=row.slot, place=at, seen=at + 1)
+            else:
+                depth = base + len(paths[node]) - 1
+                columns.add(tokens[b][node], depth, slot=row.slot, place=at, seen=base, tail=paths[node])
+        kept = range(begin, len(columns.keep))
+        wanted = draft.size - skip + (first < 0)
+        order += [*kept, *[begin if kept else 0] * (wanted - len(kept))]
+    return columns, None if order == list(range(len(columns.keep))) else order

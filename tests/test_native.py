@@ -1,0 +1,291 @@
+"""The CPU's own kernels: close to the model, and the same to the last bit whatever shares the pass."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from outrider import tree
+from outrider.build import embedded
+from outrider.drive import random_tree
+from outrider.errors import OutriderError, UnsupportedModel
+from outrider.llm import LLM
+from outrider.load import load_checkpoint
+from outrider.native import library
+from outrider.native.pack import Arena, interleave, pack, separate, unpack
+from outrider.native.target import NativeTarget
+from outrider.params import SamplingParams
+from outrider.target import grow_by_scores, make_target
+from outrider.types import Batch
+from tests import tiny
+
+CPU = torch.device("cpu")
+MODELS = {
+    "llama": tiny.make_config("LlamaConfig", head_dim=16, hidden_size=48, intermediate_size=80),
+    "tied": tiny.make_config("LlamaConfig", head_dim=32, tie_word_embeddings=True, vocab_size=250),
+    "biased": tiny.make_config("LlamaConfig", head_dim=16, attention_bias=True, num_key_value_heads=4),
+    "scaled": tiny.make_config(
+        "LlamaConfig",
+        head_dim=16,
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": 1e4,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32,
+        },
+    ),
+    "mistral": tiny.make_config("MistralConfig", head_dim=64, sliding_window=tiny.WINDOW),
+    "qwen2": tiny.make_config(
+        "Qwen2Config", hidden_size=64, use_sliding_window=True, sliding_window=tiny.WINDOW, max_window_layers=2
+    ),
+    "qwen3": tiny.make_config("Qwen3Config", head_dim=16, num_key_value_heads=1),
+    "wide": tiny.make_config("LlamaConfig", head_dim=80, hidden_size=96, num_attention_heads=6),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("native")
+    return {name: tiny.save(root / name, config) for name, config in MODELS.items()}
+
+
+def read(folder, **kwargs):
+    """A target, and the transformers model that it was made from."""
+    checkpoint = load_checkpoint(folder, dtype="bfloat16", device="cpu")
+    target = make_target(checkpoint, slots=4, context=128, kernels="native", **kwargs)
+    checkpoint.model.set_attn_implementation("eager")
+    return target, checkpoint.model
+
+
+def ids(count, seed=0, vocab=250):
+    chance = random.Random(seed)
+    return [chance.randrange(vocab) for _ in range(count)]
+
+
+def feed(target, pieces, *, slot=0, draft=None):
+    """Logits of each piece's end, fed one after another; the last one with `draft` behind it."""
+    row = tiny.admit(target, slot, [token for piece in pieces for token in piece])
+    out, start = [], 0
+    for i, piece in enumerate(pieces):
+        last = i == len(pieces) - 1
+        guesses = draft if last and draft is not None else tree.empty(1, CPU)
+        batch = Batch(rows=(row,), start=(start,), feed=(tuple(piece),), budget=(guesses.size,))
+        scores = target.score(batch, guesses)
+        out.append(scores)
+        if not last:
+            target.cache.commit(tree.kept(batch, guesses, scores))
+        start += len(piece)
+    return out
+
+
+def chain(tokens):
+    return tree.chain(torch.tensor([tokens]), (len(tokens),))
+
+
+def distance(ours, theirs):
+    return float((ours - theirs).norm() / theirs.norm())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_closer_to_float32_than_the_model_itself(name, folders):
+    target, model = read(folders[name])
+    text = ids(40)
+    with torch.inference_mode():
+        logits = feed(target, [text[:1]], draft=chain(text[1:]))[0].logits[0]
+        rounded = model(torch.tensor([text])).logits[0].float()
+        wanted = model.float()(torch.tensor([text])).logits[0]
+    assert distance(logits, wanted) < 0.8 * distance(rounded, wanted)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("bits", [16, 8, 4])
+def test_the_same_bits_however_the_text_is_cut(name, bits, folders):
+    target, _ = read(folders[name], bits=bits)
+    text = ids(45)
+    with torch.inference_mode():
+        whole = feed(target, [text[:1]], draft=chain(text[1:]))[0].logits[0]
+        for sizes in ([1] * 45, [17, 16, 12], [44, 1], [3] * 15, [13, 31, 1]):
+            pieces, at = [], 0
+            for size in sizes:
+                pieces.append(text[at : at + size])
+                at += size
+            logits = torch.cat([scores.logits[0, -1:] for scores in feed(target, pieces, slot=2)])
+            ends = torch.tensor(sizes).cumsum(0) - 1
+            assert torch.equal(logits, whole[ends])
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "wide"])
+def test_the_same_bits_in_a_tree_and_in_company(name, folders):
+    target, _ = read(folders[name])
+    texts = [ids(count, seed) for seed, count in enumerate((31, 16, 5))]
+    rows = [tiny.admit(target, slot, text) for slot, text in enumerate(texts)]
+    draft = random_tree([9, 4, 0], 250, random.Random(1))
+    with torch.inference_mode():
+        together = target.score(tiny.everything(rows), draft).logits
+        for b, text in enumerate(texts):
+            target.cache.release(b)
+            for node in range(-1, draft.width[b]):
+                path = draft.tokens[b, tiny.branch(draft, b, node)].tolist()
+                alone = feed(target, [text + path], slot=3)[0].logits[0, -1]
+                assert torch.equal(together[b, node + 1], alone)
+
+
+def test_an_accepted_branch_is_the_text_itself(folders):
+    target, _ = read(folders["llama"])
+    chance, row = random.Random(0), tiny.admit(target, 0, ids(21))
+    with torch.inference_mode():
+        for _ in range(6):
+            tiny.grow(target, [row], chance)
+        on = target.score(tiny.everything([row]), tree.empty(1, CPU)).logits
+        assert torch.equal(on, feed(target, [row.text], slot=1)[0].logits)
+
+
+def test_grow_is_scoring_step_by_step(folders):
+    target, _ = read(folders["biased"])
+    texts = [ids(count, seed) for seed, count in enumerate((11, 30, 4))]
+    rows = [tiny.admit(target, slot, text) for slot, text in enumerate(texts)]
+    batch = Batch(rows=tuple(rows), start=(0, 0, 0), feed=tuple(tuple(text) for text in texts), budget=(3, 7, 1))
+    with torch.inference_mode():
+        grown, wanted = target.grow(batch, 200), grow_by_scores(target, batch, 200)
+    assert grown.shape == wanted.shape == (3, 7)
+    for b, budget in enumerate(batch.budget):
+        assert grown[b, :budget].tolist() == wanted[b, :budget].tolist()
+    assert int(grown.max()) < 200
+
+
+def test_features_are_the_layers_outputs(folders):
+    target, model = read(folders["qwen3"], layers=(1, 3))
+    text = ids(12)
+    with torch.inference_mode():
+        scores = feed(target, [text[:1]], draft=chain(text[1:]))[0]
+        states = model.float()(torch.tensor([text]), output_hidden_states=True).hidden_states
+    assert (scores.features[1][0] - states[2][0]).norm() / states[2].norm() < 0.02
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_quantised_model_is_a_model_of_its_own(bits, folders):
+    _, plain = read(folders["tied"])
+    target, model = read(folders["tied"], bits=bits)
+    text = ids(30)
+    with torch.inference_mode():
+        logits = feed(target, [text[:1]], draft=chain(text[1:]))[0].logits[0]
+        own, other = (m.float()(torch.tensor([text])).logits[0] for m in (model, plain))
+    assert distance(logits, own) < 0.08  # what is left is the rounding of activations
+    assert distance(own, other) > {8: 0.005, 4: 0.1}[bits]
+    assert target.bytes() < read(folders["tied"])[0].bytes()
+
+
+def test_swap_is_loading_the_other_weights(tmp_path):
+    config = MODELS["biased"]
+    old, new = (tiny.save(tmp_path / str(seed), config, seed=seed) for seed in (0, 1))
+    target, _ = read(old)
+    wanted, other = read(new)
+    text = ids(20)
+    with torch.inference_mode():
+        goal = feed(wanted, [text])[0].logits
+        assert not torch.equal(feed(target, [text])[0].logits, goal)
+        some = {name: value for name, value in other.state_dict().items() if "k_proj" not in name}
+        rest = {name: value for name, value in other.state_dict().items() if "k_proj" in name}
+        target.swap(some, 1)
+        assert not torch.equal(feed(target, [text])[0].logits, goal)
+        target.swap(rest, 2)
+        assert torch.equal(feed(target, [text])[0].logits, goal)
+    assert target.version == 2
+    with pytest.raises(OutriderError, match="no weight 'x'"):
+        target.swap({"x": torch.zeros(1)}, 3)
+    with pytest.raises(OutriderError, match="has shape"):
+        target.swap({"model.norm.weight": torch.zeros(1)}, 3)
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [(32, 64), (33, 65), (1, 1), (100, 130)])
+def test_packing_loses_nothing_but_what_it_says(outputs, inputs):
+    weight = torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    assert torch.equal(unpack(pack(weight)), weight)
+    for bits in (8, 4):
+        packed = pack(weight, bits=bits)
+        back = unpack(packed)
+        assert (back - weight.float()).abs().max() <= weight.float().abs().max() / ((1 << (bits - 1)) - 1) * 0.51
+        assert torch.equal(unpack(pack(back, bits=bits)), back)
+    assert not unpack(pack(torch.zeros(outputs, inputs), bits=8)).any()
+
+
+def test_gate_and_up_lie_side_by_side():
+    gate, up = torch.randn(48, 8), torch.randn(48, 8)
+    both = interleave(gate, up)
+    assert torch.equal(both[:16], gate[:16])
+    assert torch.equal(both[16:32], up[:16])
+    assert all(map(torch.equal, separate(both), (gate, up)))
+
+
+def test_an_arena_keeps_tensors_apart():
+    arena = Arena()
+    tensors = [torch.randn(count) for count in (3, 1000, 1 << 20)]
+    kept = [arena.keep(tensor) for tensor in tensors]
+    assert all(map(torch.equal, kept, tensors))
+    assert all(tensor.data_ptr() % 64 == 0 for tensor in kept)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_bfloat16_text_does_not_depend_on_speculation(temperature):
+    """The audit's promise for float32, kept in bfloat16: any proposer, any k, alone or in company."""
+    prompts = ["def add(a, b):\n    return", "Once upon a time", "SELECT name FROM", "The sum of 3 and 4 is"]
+    params = SamplingParams(max_tokens=24, temperature=temperature, seed=5)
+    draft = f"draft:{embedded('nano')}"
+
+    def texts(proposer, k, together):
+        llm = LLM(
+            None, proposer=proposer, k=k, verifier="walk", dtype="bfloat16", kernels="native", rows=4, context=128
+        )
+        if together:
+            return [c.tokens for c in llm.generate(prompts, params)]
+        return [llm.generate(prompt, params)[0].tokens for prompt in prompts]
+
+    plain = texts("none", 0, False)
+    assert plain == texts(draft, 1, True) == texts(draft, 5, False) == texts("ngram", 8, True) == texts("none", 0, True)
+
+
+def test_what_cannot_be_had_is_said(folders, monkeypatch):
+    with pytest.raises(OutriderError, match="kernels 'quick' is unknown; use auto, native, torch"):
+        LLM(folders["llama"], kernels="quick")
+    with pytest.raises(OutriderError, match="need a CPU and bfloat16"):
+        LLM(folders["llama"], kernels="native", dtype="float32")
+    with pytest.raises(OutriderError, match="quantize 'int3' is unknown; use int8, int4"):
+        LLM(folders["llama"], quantize="int3")
+    with pytest.raises(OutriderError, match="8-bit weights need the native kernels"):
+        LLM(folders["llama"], quantize="int8", kernels="torch")
+    with pytest.raises(OutriderError, match="layer 9 was asked for"):
+        read(folders["llama"], layers=(9,))
+
+
+def test_without_a_compiler_torch_takes_over(folders, monkeypatch, tmp_path):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    library.load_library.cache_clear()
+    try:
+        checkpoint = load_checkpoint(folders["llama"], dtype="bfloat16", device="cpu")
+        with pytest.raises(UnsupportedModel, match="no C\\+\\+ compiler was found"):
+            make_target(checkpoint, slots=1, context=32, kernels="native")
+        assert make_target(checkpoint, slots=1, context=32).kernels == "torch"
+        monkeypatch.setenv("CXX", "false")
+        with pytest.raises(UnsupportedModel, match="cannot compile"):
+            make_target(checkpoint, slots=1, context=32, kernels="native")
+    finally:
+        library.load_library.cache_clear()
+
+
+def test_other_families_and_sizes_run_on_torch(tmp_path):
+    odd = tiny.save(tmp_path / "odd", tiny.make_config("LlamaConfig", head_dim=8))
+    other = tiny.save(tmp_path / "other", tiny.make_config("Olmo2Config"))
+    for folder, reason in ((odd, "multiples of 16"), (other, "the kernels know llama")):
+        checkpoint = load_checkpoint(folder, dtype="bfloat16", device="cpu")
+        assert make_target(checkpoint, slots=1, context=32).kernels == "torch"
+        with pytest.raises(UnsupportedModel, match=reason):
+            make_target(checkpoint, slots=1, context=32, kernels="native")
+
+
+def test_the_embedded_pair_runs_here():
+    checkpoint = load_checkpoint(embedded("nano"), dtype="bfloat16", device="cpu")
+    assert isinstance(make_target(checkpoint, slots=1, context=32), NativeTarget)
