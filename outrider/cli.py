@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -12,6 +12,9 @@ from typer.core import TyperGroup
 
 from outrider import __version__, options
 from outrider.errors import OutriderError
+
+if TYPE_CHECKING:
+    from outrider.bench.settings import Settings
 
 _FILE_WIDTH = 120  # columns of tables where no terminal sets them
 
@@ -87,42 +90,64 @@ def run(
 @options.spread
 def bench(
     *,
-    models: options.ModelOptions,
+    models: options.LoadOptions,
+    context: options.Contexts = None,
     prompts: options.PromptFile = None,
     limit: options.Limit = None,
     rounds: options.Rounds = 3,
-    batch: options.BatchSize = 1,
+    batch: options.Batches = "1",
+    sweep: options.Sweep = None,
     peer: options.Peer = None,
-    temperature: options.Temperature = 0.0,
+    temperature: options.Temperatures = "0",
     max_tokens: options.BenchTokens = 128,
     seed: options.BenchSeed = 0,
+    report: options.Report = None,
     as_json: options.BenchJson = False,
 ) -> None:
-    """Measure speculation against plain decoding, the two in turns.
+    """Measure speculation against plain decoding, the two in turns, beside what this machine can do at most.
 
     Prints tables, and as the last line one JSON document: always into a file or a pipe, with --json on a terminal too.
     """
-    from outrider.bench.settings import Settings
+    from outrider.bench.settings import Settings, Sweep, parse_real, parse_sweep, parse_whole, several
 
+    batches, temperatures = parse_whole("--batch", batch), parse_real("--temperature", temperature)
+    contexts = parse_whole("--context", context) if context else ()
     settings = Settings(
         **asdict(models),
         prompts=prompts,
         limit=limit,
         rounds=rounds,
-        batch=batch,
+        batch=batches[0],
         peer=peer,
-        temperature=temperature,
+        temperature=temperatures[0],
         max_tokens=max_tokens,
         seed=seed,
+        context=contexts[0] if len(contexts) == 1 else None,
+        sweep=Sweep(
+            k=parse_sweep("--sweep", sweep) if sweep else (),
+            batch=several(batches),
+            context=several(contexts),
+            temperature=several(temperatures),
+        ),
     )
+    _measure(settings, report=report, as_json=as_json)
+
+
+def _measure(settings: Settings, *, report: str | None, as_json: bool) -> None:
+    from outrider.bench.html import check_report, write_report
     from outrider.bench.run import run_bench
     from outrider.bench.table import show
 
+    if report:
+        check_report(report)  # before the measurement rather than after it
     people = Console()
     if not people.is_terminal:
         people.width = _FILE_WIDTH
     document = run_bench(settings, progress=Console(stderr=True))
     show(document, people)
+    if report:
+        write_report(document, report)
+        typer.echo(f"the report is in {report}", err=True)
     if as_json or not people.is_terminal:
         typer.echo(json.dumps(document))
 

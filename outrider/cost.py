@@ -104,6 +104,47 @@ def decode_limit(bytes_per_pass: float, bandwidth: float) -> float:
     return bandwidth / bytes_per_pass
 
 
+def roof(*, bytes_per_pass: float, flops_per_pass: float, bandwidth: float, gemm: float) -> float:
+    """passes/s <= min(bandwidth / bytes, gemm / flops): the roof line of Williams et al. 2009, both of its parts.
+
+    Args:
+        bytes_per_pass: bytes of weights and of cache that one pass of the target reads.
+        flops_per_pass: floating-point operations of one pass: two for each weight and column.
+        bandwidth: bytes a second that the memory delivers.
+        gemm: floating-point operations a second of a large matrix product.
+
+    Returns:
+        Passes a second at most.
+
+    Raises:
+        OutriderError: a quantity is not above 0.
+    """
+    if flops_per_pass <= 0 or gemm <= 0:
+        raise OutriderError(f"flops_per_pass is {flops_per_pass} and gemm {gemm}; both must be above 0")
+    return min(decode_limit(bytes_per_pass, bandwidth), gemm / flops_per_pass)
+
+
+def rows_instead(*, draft_weights: float, draft_cache: float, row_cache: float) -> float:
+    """n = (W_d + K_d) / K_t: what a draft model costs, counted in users.
+
+    Without the draft, n more rows could run at once in the same memory: one more row takes no weights, only its stripe
+    of the target's cache.
+
+    Args:
+        draft_weights: W_d, bytes of the draft's weights.
+        draft_cache: K_d, bytes of the draft's cache, of all rows.
+        row_cache: K_t, bytes of the target's cache of one row with its whole context.
+
+    Raises:
+        OutriderError: a quantity is below 0, or a row takes nothing.
+    """
+    for name, value in {"draft_weights": draft_weights, "draft_cache": draft_cache, "row_cache": row_cache}.items():
+        _check_cost(name, value)
+    if not row_cache:
+        raise OutriderError("row_cache is 0; give the bytes that the target's cache takes for one row")
+    return (draft_weights + draft_cache) / row_cache
+
+
 def _check_rate(rate: float) -> None:
     if not 0 <= rate <= 1:
         raise OutriderError(f"an acceptance rate is {rate}; use a share from 0 to 1")

@@ -26,11 +26,19 @@ def versions() -> dict[str, str]:
 
 
 def hardware(device: str) -> dict[str, Any]:
-    """The CPU, its usable cores, torch's threads, and the GPU when `device` is one."""
+    """The CPU, its usable cores and its memory, torch's threads, and the GPU with its memory when `device` is one."""
     import torch
 
-    gpu = torch.cuda.get_device_name(torch.device(device)) if device.startswith("cuda") else None
-    return {"cpu": _cpu(), "cores": _cores(), "threads": torch.get_num_threads(), "gpu": gpu, "device": device}
+    gpu = torch.cuda.get_device_properties(torch.device(device)) if device.startswith("cuda") else None
+    return {
+        "cpu": _cpu(),
+        "cores": _cores(),
+        "memory_bytes": _memory(),
+        "threads": torch.get_num_threads(),
+        "gpu": gpu and gpu.name,
+        "gpu_memory_bytes": gpu and gpu.total_memory,
+        "device": device,
+    }
 
 
 def commit() -> str | None:
@@ -51,6 +59,13 @@ def _git(*arguments: str) -> str:
 
 def _cores() -> int:
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
+def _memory() -> int | None:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):  # a system that does not say
+        return None
 
 
 def _cpu() -> str:

@@ -13,7 +13,7 @@ import typer
 from outrider.errors import OutriderError
 from outrider.params import SamplingParams
 
-_MODEL, _SAMPLING, _OUTPUT = "Models", "Sampling", "Output"
+_MODEL, _SAMPLING, _MEASURE, _OUTPUT = "Models", "Sampling", "Measuring", "Output"
 
 PromptText = Annotated[
     str | None,
@@ -112,26 +112,62 @@ PromptFile = Annotated[
     typer.Option(
         metavar="FILE",
         help="JSON lines with category, and prompt or messages. Default: an embedded set.",
-        rich_help_panel="Measuring",
+        rich_help_panel=_MEASURE,
     ),
 ]
-Limit = Annotated[int | None, typer.Option(help="Prompts of each category. Default: all.", rich_help_panel="Measuring")]
-Rounds = Annotated[int, typer.Option(help="How often each prompt is measured.", rich_help_panel="Measuring")]
-BatchSize = Annotated[int, typer.Option("--batch", help="Rows at once.", rich_help_panel="Measuring")]
+Limit = Annotated[int | None, typer.Option(help="Prompts of each category. Default: all.", rich_help_panel=_MEASURE)]
+Rounds = Annotated[int, typer.Option(help="How often each prompt is measured.", rich_help_panel=_MEASURE)]
+Batches = Annotated[
+    str,
+    typer.Option("--batch", metavar="ROWS", help="Rows at once. A list, as 1,2,4, is swept.", rich_help_panel=_MEASURE),
+]
+Contexts = Annotated[
+    str | None,
+    typer.Option(
+        "--context",
+        metavar="TOKENS",
+        help="Tokens of prompt and completion together, at most. A list, as 512,2048, is swept: other prompts are put"
+        " in front of each until it and its completion fill so many. Default: the model's own, 8192 at most.",
+        rich_help_panel=_MODEL,
+    ),
+]
+Temperatures = Annotated[
+    str,
+    typer.Option(
+        "--temperature", metavar="T", help="0 is greedy. A list, as 0,0.7,1, is swept.", rich_help_panel=_SAMPLING
+    ),
+]
+Sweep = Annotated[
+    str | None,
+    typer.Option(
+        metavar="k=LIST",
+        help="Measure every k of a list, as k=0..12 or k=0,2,4,8, in turns with plain decoding. Each swept axis is"
+        " measured with the others at their first value, k at --k, and prompts as they are.",
+        rich_help_panel=_MEASURE,
+    ),
+]
+Report = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE",
+        help='Write a page with plots, for example report.html. Takes pip install "outrider\\[report]".',
+        rich_help_panel=_OUTPUT,
+    ),
+]
 Peer = Annotated[
     str | None,
-    typer.Option(metavar="NAME", help="Measure another engine as well: transformers.", rich_help_panel="Measuring"),
+    typer.Option(metavar="NAME", help="Measure another engine as well: transformers.", rich_help_panel=_MEASURE),
 ]
 BenchTokens = Annotated[int, typer.Option("--max-tokens", help="Emitted at most.", rich_help_panel=_SAMPLING)]
 BenchJson = Annotated[
     bool, typer.Option("--json", help="Print the JSON document on a terminal, too.", rich_help_panel=_OUTPUT)
 ]
 BenchSeed = Annotated[int, typer.Option("--seed", help="Of all sampling.", rich_help_panel=_SAMPLING)]
-Samples = Annotated[int, typer.Option(help="Samples of each statistical test.", rich_help_panel="Measuring")]
+Samples = Annotated[int, typer.Option(help="Samples of each statistical test.", rich_help_panel=_MEASURE)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelOptions:
+class LoadOptions:
     """What to load."""
 
     target: Target = None
@@ -141,6 +177,12 @@ class ModelOptions:
     dtype: Dtype = "auto"
     device: Device = "auto"
     threads: Threads = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelOptions(LoadOptions):
+    """What to load, and how much a row holds."""
+
     context: Context = None
 
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 
 import pytest
-import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
 from outrider import LLM, OutriderError, SamplingParams, Stats
 from outrider.bench.clock import Mark, Span, decode_span, opening, timed, token_gaps
 from outrider.bench.contest import Job, Own, SwitchPlanner, Trial
-from outrider.bench.memory import bytes_per_pass, read_bandwidth
+from outrider.bench.memory import bytes_per_pass, flops_per_column
 from outrider.bench.prompts import by_category, read_prompts
 from outrider.bench.report import Sample, expected_speedup, report
 from outrider.bench.run import run_bench
@@ -80,8 +79,16 @@ def test_bad_file(tmp_path):
         read_prompts(tmp_path / "binary")
 
 
+@pytest.fixture(autouse=True)
+def quick_rates(monkeypatch):
+    """Rates of a small buffer and of small matrices: what they are is not tested here."""
+    monkeypatch.setattr("outrider.bench.rates._BUFFER", 1 << 20)
+    monkeypatch.setattr("outrider.bench.rates._MATRIX", (64, 64))
+
+
 @pytest.mark.parametrize(
-    "wrong", [{"rounds": 0}, {"batch": 0}, {"limit": 0}, {"k": 0}, {"max_tokens": 1}, {"peer": "x"}]
+    "wrong",
+    [{"rounds": 0}, {"batch": 0}, {"limit": 0}, {"k": 0}, {"max_tokens": 1}, {"peer": "x"}, {"temperature": -1}],
 )
 def test_bad_settings(wrong):
     with pytest.raises(OutriderError, match=next(iter(wrong))):
@@ -165,11 +172,11 @@ def test_expected_speedup_counts_a_pass_without_a_guess_as_a_rejection():
 
 
 def test_switch_planner_makes_both_with_one_llm():
-    planner = SwitchPlanner(4)
+    planner = SwitchPlanner()
     llm = LLM(dtype="float32", rows=2, context=64, planner=planner)
     jobs = [Job(prompt=llm.encode("import os\n"), params=SamplingParams(max_tokens=12, seed=0))] * 2
-    plain = Own("plain", llm, planner, speculate=False).run(jobs)
-    guessing = Own("speculative", llm, planner, speculate=True).run(jobs)
+    plain = Own("plain", llm, planner, k=0).run(jobs)
+    guessing = Own("speculative", llm, planner, k=4).run(jobs)
     assert plain.stats is not None
     assert guessing.stats is not None
     assert (plain.stats.drafted, plain.stats.tau) == (0, 1.0)
@@ -185,10 +192,7 @@ def test_bytes_of_a_pass():
     for dtype, size in (("float32", 4), ("bfloat16", 2)):
         llm = LLM(dtype=dtype, proposer="none", rows=1, context=64)
         assert bytes_per_pass(llm, embedded("mini")) == pytest.approx(17.3e6 * size, rel=0.01)
-
-
-def test_read_bandwidth():
-    assert read_bandwidth(torch.device("cpu"), size=1 << 20) > 0
+    assert flops_per_column(embedded("mini")) == pytest.approx(2 * 17.3e6, rel=0.01)
 
 
 def test_run(prompts):
@@ -206,7 +210,9 @@ def test_run(prompts):
     assert document["arguments"]["rounds"] == 2
     assert set(document["versions"]) >= {"python", "torch", "transformers", "outrider"}
     assert set(document["hardware"]) >= {"cpu", "cores", "threads", "gpu"}
-    assert document["memory"]["weight_bytes_per_pass"] == pytest.approx(69.2e6, rel=0.01)
+    assert document["limits"]["weight_bytes_per_pass"] == pytest.approx(69.2e6, rel=0.01)
+    assert document["memory"]["rows"] == 1
+    assert not document["sweeps"]
 
 
 def test_command(prompts):

@@ -44,27 +44,25 @@ class Contestant(Protocol):
 
 
 class SwitchPlanner:
-    """k guesses or none, so that one process with one copy of the weights does both."""
+    """As many guesses as it is set to, so that one process with one copy of the weights does plain and speculative."""
 
-    def __init__(self, k: int) -> None:
-        self._k = k
-        self.speculate = True
+    def __init__(self) -> None:
+        self.k = 0
 
     def budget(self, batch: Batch, stats: Stats) -> tuple[int, ...]:
-        k = self._k if self.speculate else 0
-        return tuple(min(k, most) for most in batch.budget)
+        return tuple(min(self.k, most) for most in batch.budget)
 
 
 class Own:
-    """Outrider's engine, speculating or not."""
+    """Outrider's engine with k guesses a round; 0 is plain decoding."""
 
-    def __init__(self, name: str, llm: LLM, planner: SwitchPlanner, *, speculate: bool) -> None:
+    def __init__(self, name: str, llm: LLM, planner: SwitchPlanner, *, k: int) -> None:
         self.name = name
-        self._llm, self._planner, self._speculate = llm, planner, speculate
+        self._llm, self._planner, self._k = llm, planner, k
 
     def run(self, jobs: Sequence[Job]) -> Trial:
         engine = self._llm.engine
-        self._planner.speculate = self._speculate
+        self._planner.k = self._k
         rows: dict[int, Row | None] = {id: None for job in jobs for id in self._llm.submit(job.prompt, job.params)}
         marks = [Mark(at=perf_counter(), emitted=(0,) * len(rows))]
         looks = [engine.stats]

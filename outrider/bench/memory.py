@@ -1,36 +1,126 @@
-"""How many bytes a pass reads, and how fast this machine reads them."""
+"""How many bytes a pass reads, and how many lie in memory: weights and caches, the target's and the draft's."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
-from statistics import median
-from time import perf_counter
+from typing import Any
 
 import torch
+from safetensors import safe_open
 from transformers import AutoConfig
 
+from outrider.bench.contest import Job
+from outrider.cache.recurrent import RecurrentCache
+from outrider.cost import rows_instead
 from outrider.llm import LLM
 from outrider.prepack import can_prepack
+from outrider.propose.base import Proposer
+from outrider.propose.model import ModelProposer
 
-_BYTES = 1 << 29  # of the buffer: larger than the caches of all but a few machines
-_REPEATS = 7
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Footprint:
+    """Bytes in memory while all rows run."""
+
+    rows: int  # at once
+    context: int  # tokens that a row can hold
+    target_weights: int
+    target_cache: int
+    draft_weights: int = 0
+    draft_cache: int = 0
+    other: int | None = None  # all else that torch holds on a GPU: graphs and buffers; None on a CPU
+
+    @property
+    def draft_in_rows(self) -> float:
+        """Rows of this context that the target's cache could hold where the draft's weights and cache lie."""
+        row = self.target_cache / self.rows
+        return rows_instead(draft_weights=self.draft_weights, draft_cache=self.draft_cache, row_cache=row)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "rows": self.rows,
+            "context": self.context,
+            "target_weight_bytes": self.target_weights,
+            "target_cache_bytes": self.target_cache,
+            "draft_weight_bytes": self.draft_weights,
+            "draft_cache_bytes": self.draft_cache,
+            "other_bytes": self.other,
+            "draft_in_rows": self.draft_in_rows,
+        }
+
+
+def footprint(llm: LLM, jobs: Sequence[Job]) -> Footprint:
+    """Weigh what is held while `jobs` run, as many as there are rows."""
+    house = llm.house
+    endless = [replace(job.params, ignore_eos=True, max_tokens=None) for job in jobs]  # or the first would leave early
+    ids = [id for job, params in zip(jobs, endless, strict=True) for id in llm.submit(job.prompt, params)]
+    emitting: set[int] = set()
+    while llm.engine.busy() and len(emitting) < len(
+        ids
+    ):  # a recurrent cache holds a state for each row that runs, and for no other
+        emitting |= {row.request.id for row in llm.engine.step() if row.emitted}
+    cache, (weights, stripes) = house.target.cache.bytes(), _draft_bytes(house.proposer)
+    other = _held(house.device, house.target.bytes() + cache + weights + stripes)
+    for id in ids:
+        llm.abort(id)
+    return Footprint(
+        rows=len(jobs),
+        context=house.context,
+        target_weights=house.target.bytes(),
+        target_cache=cache,
+        draft_weights=weights,
+        draft_cache=stripes,
+        other=other,
+    )
+
+
+def _held(device: torch.device, known: int) -> int | None:
+    """Bytes that torch holds on a GPU beyond `known` ones."""
+    if device.type != "cuda":
+        return None
+    torch.cuda.empty_cache()  # what it keeps for later and nobody uses, such as the buffers of measurements
+    return max(torch.cuda.memory_reserved(device) - known, 0)
+
+
+def _draft_bytes(proposer: Proposer) -> tuple[int, int]:
+    """Bytes of a draft model's weights and of its cache; of another proposer's memory nothing is known."""
+    if not isinstance(proposer, ModelProposer):
+        return 0, 0
+    model = proposer._model  # `bytes()` is the sum of both alone
+    return model.bytes(), model.cache.bytes()
 
 
 def bytes_per_pass(llm: LLM, folder: Path) -> int:
     """Bytes of weights that one pass reads: all but an embedding table that serves for looking up alone."""
+    table, tied = _embedding(folder)
+    shared = tied and not can_prepack(llm.house.device, llm.house.dtype)
+    return llm.house.target.bytes() - (0 if shared else table * llm.house.dtype.itemsize)
+
+
+def flops_per_column(folder: Path) -> float:
+    """Two for each weight that a token meets on its way, which an embedding table for looking up alone is not."""
+    table, tied = _embedding(folder)
+    weights = 0
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as tensors:
+            weights += sum(prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
+    return 2.0 * (weights - (0 if tied else table))
+
+
+def _embedding(folder: Path) -> tuple[int, bool]:
+    """How many weights the embedding table has, and whether they make the logits as well."""
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     sizes = config.get_text_config()
-    table = sizes.vocab_size * sizes.hidden_size * llm.house.dtype.itemsize
-    shared = config.tie_word_embeddings and not can_prepack(llm.house.device, llm.house.dtype)
-    return llm.house.target.bytes() - (0 if shared else table)
+    return sizes.vocab_size * sizes.hidden_size, bool(config.tie_word_embeddings)
 
 
-def read_bandwidth(device: torch.device, size: int = _BYTES) -> float:
-    """Bytes a second of summing up a buffer of `size` bytes, the median of several times."""
-    buffer = torch.ones(size // 4, device=device)
-    seconds = []
-    for _ in range(_REPEATS):
-        began = perf_counter()
-        buffer.sum().item()  # waits for the device
-        seconds.append(perf_counter() - began)
-    return buffer.nbytes / median(seconds)
+def cache_bytes_per_token(llm: LLM, rows: int) -> float:
+    """Bytes that a pass reads of the target's cache for each cached token.
+
+    A recurrent state grows with no text, and is small beside the weights: it counts as nothing.
+    """
+    cache = llm.house.target.cache
+    return 0.0 if isinstance(cache, RecurrentCache) else cache.bytes() / rows / llm.house.context

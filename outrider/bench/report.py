@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -34,6 +35,20 @@ DEFINITIONS: Mapping[str, str] = {
 }
 
 
+def summary(document: Mapping[str, Any]) -> str:
+    """What was measured and where, in a line."""
+    machine, asked = document["hardware"], document["arguments"]
+    where = machine["gpu"] or f"{machine['cpu']}, {machine['threads']} of {machine['cores']} cores"
+    law = f"temperature {asked['temperature']:g}" if asked["temperature"] else "greedy"
+    target = Path(asked["target"]).name if asked["target"] else "the embedded target"
+    exact = "exact" if document["exact"] else "not exact"
+    return (
+        f"{target} with {document['proposer']}, k {asked['k']}, verifier {document['verifier']} ({exact}); {law},"
+        f" {document['dtype']}, {document['kernels']} kernels, {asked['batch']} at once, {asked['rounds']} rounds on"
+        f" {where}"
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
     """One trial with its place in the benchmark."""
@@ -49,6 +64,19 @@ def report(samples: Sequence[Sample], *, k: int) -> dict[str, dict[str, Any]]:
     categories = list(dict.fromkeys(sample.category for sample in samples))
     groups = {category: [s for s in samples if s.category == category] for category in categories}
     return {name: _figures(group, k) for name, group in {**groups, OVERALL: list(samples)}.items()}
+
+
+def compare(samples: Sequence[Sample], *, k: int, name: str = SPECULATIVE) -> dict[str, dict[str, Any]]:
+    """The figures of plain decoding and of one other contestant, which then goes under "speculative"."""
+    plain = [sample for sample in samples if sample.name == PLAIN]
+    other = [replace(sample, name=SPECULATIVE) for sample in samples if sample.name == name]
+    return report([*plain, *other], k=k)
+
+
+def mean_cached(samples: Sequence[Sample], *, rows: int) -> float:
+    """Tokens that a row's cache held on average while it decoded plainly."""
+    trials = [sample.trial.stats for sample in samples if sample.name == PLAIN and sample.trial.stats]
+    return sum(stats.prompt + stats.emitted / 2 for stats in trials) / rows / len(trials)
 
 
 def _figures(samples: Sequence[Sample], k: int) -> dict[str, Any]:
@@ -109,7 +137,7 @@ def expected_speedup(plain: Stats, guessing: Stats, *, k: int) -> float | None:
     return cost.speedup(
         cost.expected_tau(acceptance),
         k=k,
-        draft=guessing.propose_seconds / k / unit,
+        draft=guessing.propose_seconds / k / unit if k else 0.0,
         verify=guessing.target_seconds / unit,
         host=guessing.host_seconds / unit,
     )

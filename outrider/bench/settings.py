@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 from outrider.errors import OutriderError
+from outrider.params import SamplingParams
 
 PEERS = ("transformers",)
+_MOST_VALUES = 64  # of one axis: beyond it a range was surely mistyped
+
+_Number = TypeVar("_Number", int, float)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sweep:
+    """Values to measure one axis at a time, all else being as `Settings` has it; () leaves an axis alone."""
+
+    k: tuple[int, ...] = ()  # guesses a round; 0 is plain decoding
+    batch: tuple[int, ...] = ()  # rows at once
+    context: tuple[int, ...] = ()  # tokens of prompt and completion together, which prompts are lengthened to fill
+    temperature: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,14 +45,94 @@ class Settings:
     device: str = "auto"
     threads: int | None = None
     context: int | None = None
+    sweep: Sweep = field(default_factory=Sweep)
 
     def __post_init__(self) -> None:
-        for name, value in {"rounds": self.rounds, "batch": self.batch, "limit": self.limit, "k": self.k}.items():
+        counts = {"rounds": self.rounds, "batch": self.batch, "limit": self.limit, "k": self.k}
+        counts["batch of the sweep"] = min(self.sweep.batch, default=None)
+        for name, value in counts.items():
             if value is not None and value < 1:
                 raise OutriderError(f"{name} is {value}; use at least 1")
+        if min(self.sweep.k, default=0) < 0:
+            raise OutriderError(f"k of the sweep is {min(self.sweep.k)}; use at least 0, which is plain decoding")
         if self.max_tokens < 2:
             raise OutriderError(f"max_tokens is {self.max_tokens}; speed needs a first and a last token, so at least 2")
+        if (least := min(self.sweep.context, default=None)) is not None and least <= self.max_tokens:
+            raise OutriderError(
+                f"context of the sweep is {least}, and max_tokens {self.max_tokens} leave no prompt; use a larger"
+                " context or fewer max_tokens"
+            )
+        for temperature in (self.temperature, *self.sweep.temperature):
+            SamplingParams(temperature=temperature)  # which raises
         if self.peer is not None and self.peer not in PEERS:
             raise OutriderError(f"peer {self.peer!r} is unknown; use {', '.join(PEERS)}")
         if self.peer and self.batch > 1:
             raise OutriderError(f"batch is {self.batch}; the peer is measured one row at a time, so use batch 1")
+
+    @property
+    def rows(self) -> int:
+        """Rows that must run at once."""
+        return max(self.batch, *self.sweep.batch, 1)
+
+    @property
+    def capacity(self) -> int | None:
+        """Tokens that a row must hold; None is for the model to say."""
+        return max((self.context or 0, *self.sweep.context)) or None
+
+
+def parse_whole(option: str, text: str) -> tuple[int, ...]:
+    """Whole numbers and ranges: "0..2,8" is (0, 1, 2, 8).
+
+    Raises:
+        OutriderError: the text is nothing of the kind.
+    """
+    return _parse(option, text, _range, "whole numbers such as 1,2,4 or 0..8")
+
+
+def parse_real(option: str, text: str) -> tuple[float, ...]:
+    """Numbers: "0,0.7" is (0.0, 0.7).
+
+    Raises:
+        OutriderError: the text is nothing of the kind.
+    """
+    return _parse(option, text, lambda part: (float(part),), "numbers such as 0,0.7,1")
+
+
+def parse_sweep(option: str, text: str) -> tuple[int, ...]:
+    """The values of k in "k=0..12".
+
+    Raises:
+        OutriderError: the text is nothing of the kind.
+    """
+    axis, _, values = text.partition("=")
+    if axis.strip() != "k":
+        raise OutriderError(
+            f"{option} {text!r} names no axis of its own; use for example {option} k=0..8. The axes batch, context and"
+            " temperature take lists themselves: --batch 1,4"
+        )
+    return parse_whole(f"{option} k", values)
+
+
+def several(values: tuple[_Number, ...]) -> tuple[_Number, ...]:
+    """What a list sweeps: a single value is no sweep."""
+    return values if len(values) > 1 else ()
+
+
+def _parse(option: str, text: str, read: Callable[[str], tuple[_Number, ...]], form: str) -> tuple[_Number, ...]:
+    try:
+        values = tuple(dict.fromkeys(value for part in text.split(",") for value in read(part)))
+    except ValueError:
+        values = ()
+    if not 0 < len(values) <= _MOST_VALUES:
+        raise OutriderError(f"{option} is {text!r}; use up to {_MOST_VALUES} {form}")
+    return values
+
+
+def _range(part: str) -> tuple[int, ...]:
+    first, dots, last = part.partition("..")
+    if not dots:
+        return (int(first),)
+    values = range(int(first), int(last) + 1)
+    if not values or len(values) > _MOST_VALUES:
+        raise ValueError(part)
+    return tuple(values)

@@ -8,29 +8,23 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from outrider.bench.report import OVERALL, PLAIN, SPECULATIVE
+from outrider.bench.conditions import memory, rates
+from outrider.bench.report import OVERALL, PLAIN, SPECULATIVE, summary
 
 _NONE = "–"
 
 
 def show(document: dict[str, Any], console: Console) -> None:
-    """Print speed, latency and where the time went."""
+    """Print speed, latency, where the time went, what was swept, and the limits."""
     results = document["results"]
-    console.print(_heading(document), highlight=False)
+    console.print(summary(document).replace("(not exact)", "([red]not exact[/red])"), highlight=False)
     console.print(_speed(results))
     console.print(_time(results))
-    console.print(_notes(document), highlight=False)
-
-
-def _heading(document: dict[str, Any]) -> str:
-    machine, asked = document["hardware"], document["arguments"]
-    where = machine["gpu"] or f"{machine['cpu']}, {machine['threads']} of {machine['cores']} cores"
-    law = f"temperature {asked['temperature']:g}" if asked["temperature"] else "greedy"
-    exact = "exact" if document["exact"] else "[red]not exact[/red]"
-    return (
-        f"{document['proposer']}, k {asked['k']}, verifier {document['verifier']} ({exact}); {law},"
-        f" {document['dtype']}, {asked['batch']} at once, {asked['rounds']} rounds on {where}"
-    )
+    for axis, entries in document["sweeps"].items():
+        console.print(_sweep(axis, entries))
+    machine = _listed("This machine, before and after", rates(document))
+    for line in (*_notes(document), machine, _limits(document), _listed("Memory", memory(document))):
+        console.print(line, highlight=False)
 
 
 def _speed(results: dict[str, Any]) -> Table:
@@ -65,8 +59,29 @@ def _time(results: dict[str, Any]) -> Table:
     return table
 
 
-def _notes(document: dict[str, Any]) -> str:
-    memory, overall = document["memory"], document["results"][OVERALL]
+def _sweep(axis: str, entries: list[dict[str, Any]]) -> Table:
+    table = Table(
+        title=f"Against {axis}, over all categories; tokens/s, and the shares of the limits, plain and speculative",
+        **_LOOK,
+    )
+    for name in (axis, "plain", "speculative", "speedup", "tau", "p50 p95 p99, ms", "% of limit"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for entry in entries:
+        plain, guessing, limits = entry[PLAIN], entry[SPECULATIVE], entry["limits"]
+        table.add_row(
+            f"{entry['value']:g}",
+            _spread(plain["tokens_per_s"], ".0f"),
+            _spread(guessing["tokens_per_s"], ".0f"),
+            _spread(guessing["speedup"], ".2f"),
+            f"{guessing['tau']:.2f}",
+            _latency(guessing["latency_ms"]),
+            " ".join(_share(limits[name]["share_of_limit"]) for name in (PLAIN, SPECULATIVE)),
+        )
+    return table
+
+
+def _notes(document: dict[str, Any]) -> list[str]:
+    overall = document["results"][OVERALL]
     rates = (f"{name} {_spread(overall[name]['tokens_per_s'], '.0f')}" for name in overall)
     measured, expected = overall[SPECULATIVE]["speedup"], overall[SPECULATIVE]["expected_speedup"]
     lines = [f"Overall tokens/s, median and range over rounds: {', '.join(rates)}."]
@@ -75,17 +90,26 @@ def _notes(document: dict[str, Any]) -> str:
             f"Speedup [bold]{measured['median']:.2f}[/bold]; {expected:.2f} expected from the acceptance and the costs"
             " of a round measured here (Leviathan et al. 2023, theorem 3.8)."
         )
-    share = memory["plain_share_of_limit"]
-    lines.append(
-        f"A pass reads {memory['weight_bytes_per_pass'] / 1e6:.1f} MB of weights and the memory delivers"
-        f" {memory['read_bytes_per_s'] / 1e9:.1f} GB/s: at most {memory['limit_passes_per_s']:.0f} passes/s"
-        + (f", of which plain decoding reaches {100 * share:.0f}%." if share else ".")
-    )
     lines.append(
         "Speed counts decoding alone, from a completion's first token to its last. The tokens of one round arrive"
         " together: the first waited for the round, the others for nothing."
     )
-    return "\n".join(lines)
+    return lines
+
+
+def _limits(document: dict[str, Any]) -> str:
+    limits = document["limits"]
+    plain, guessing = limits[PLAIN], limits[SPECULATIVE]
+    return (
+        f"Plain decoding reads {limits['bytes_per_token'] / 1e6:.1f} MB a token: at most"
+        f" {plain['limit_tokens_per_s']:.0f} tokens/s, of which it reaches {_share(plain['share_of_limit'])}%; with the"
+        f" tau of speculation at most {guessing['limit_tokens_per_s']:.0f}, of which that reaches"
+        f" {_share(guessing['share_of_limit'])}%."
+    )
+
+
+def _listed(title: str, pairs: list[tuple[str, str]]) -> str:
+    return f"{title}: " + "; ".join(f"{name} {text}" for name, text in pairs) + "."
 
 
 def _rule_before(table: Table, category: str) -> None:
@@ -101,6 +125,10 @@ def _spread(values: dict[str, float] | None, form: str) -> str:
     if values is None:
         return _NONE
     return f"{values['median']:{form}} [dim]{values['min']:{form}}–{values['max']:{form}}[/dim]"
+
+
+def _share(share: float | None) -> str:
+    return _NONE if share is None else f"{100 * share:.0f}"
 
 
 def _latency(values: dict[str, float] | None) -> str:

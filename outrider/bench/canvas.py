@@ -1,0 +1,112 @@
+"""matplotlib's figures as SVG that belongs to the page around it: its colours, its font, its width."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from io import StringIO
+from types import MappingProxyType
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+# Colours that stand for the page's own, which differ between its light and its dark dress.
+INK, MUTED, GRID, TRACK = "#000101", "#000102", "#000103", "#000104"
+PLAIN, FAST, LIMIT = "#000105", "#000106", "#000107"
+DRAFT, TARGET, HOST = "#000108", "#000109", "#000110"
+SERIES = ("#000111", "#000112", "#000113", "#000114", "#000115")
+_NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        INK: "ink",
+        MUTED: "muted",
+        GRID: "grid",
+        TRACK: "track",
+        PLAIN: "plain",
+        FAST: "fast",
+        LIMIT: "limit",
+        DRAFT: "draft",
+        TARGET: "target",
+        HOST: "host",
+        **{colour: f"series-{i}" for i, colour in enumerate(SERIES)},
+    }
+)
+_WIDTH = 4.0  # inches, of 72 units: about as wide as a phone, so that text keeps its size there
+_LOOK: Any = MappingProxyType(  # matplotlib's type of its keys differs from version to version
+    {
+        "svg.fonttype": "none",
+        "svg.hashsalt": "outrider",  # the same document makes the same page
+        "font.size": 9.5,
+        "text.color": INK,
+        "axes.edgecolor": GRID,
+        "axes.labelcolor": MUTED,
+        "axes.labelsize": 9,
+        "axes.grid": True,
+        "axes.axisbelow": True,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.spines.left": False,
+        "axes.titlesize": 9.5,
+        "grid.color": GRID,
+        "grid.linewidth": 0.7,
+        "xtick.color": GRID,
+        "ytick.color": GRID,
+        "xtick.labelcolor": MUTED,
+        "ytick.labelcolor": MUTED,
+        "xtick.minor.size": 0,
+        "ytick.minor.size": 0,
+        "xtick.major.size": 0,
+        "ytick.major.size": 0,
+        "legend.frameon": False,
+        "legend.fontsize": 9,
+        "legend.handlelength": 1.4,
+        "legend.columnspacing": 1.2,
+        "lines.linewidth": 2.0,
+        "lines.markersize": 4.5,
+        "lines.solid_capstyle": "round",
+    }
+)
+
+
+@contextmanager
+def drawing() -> Iterator[None]:
+    """Within it figures are made, and turned into text, in the look of the page."""
+    with mpl.rc_context(dict(_LOOK)):
+        yield
+
+
+def canvas(height: float, *, grid: str = "y") -> tuple[Figure, Axes]:
+    """An empty figure so many inches high, with a grid along x, y or neither."""
+    figure = Figure(figsize=(_WIDTH, height), layout="constrained")
+    axes = figure.add_subplot()
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.grid(visible=axis.axis_name == grid)
+    return figure, axes
+
+
+def legend(axes: Axes, columns: int = 4) -> None:
+    """Name the series above the axes, where nothing can be covered."""
+    axes.legend(loc="lower left", bbox_to_anchor=(-0.02, 1.0), ncols=columns, borderaxespad=0.2)
+
+
+def to_svg(figure: Figure, *, name: str, label: str) -> str:
+    """The figure as an element of a page; `name` keeps its ids apart from those of other figures."""
+    out = StringIO()
+    figure.savefig(out, format="svg", transparent=True, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    text = out.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    text = re.sub(r' xmlns(:\w+)?="[^"]*"', "", text)
+    text = re.sub(r'<svg [^>]*?(viewBox="[^"]*")[^>]*>', rf'<svg \1 role="img" aria-label="{label}">', text, count=1)
+    text = re.sub(r'\bid="', f'id="{name}-', text)
+    text = re.sub(r'(?:xlink:)?href="#', f'href="#{name}-', text)
+    text = text.replace("url(#", f"url(#{name}-")
+    text = re.sub(r"font: (?:(\d+) )?([\d.]+)px [^;\"]*", _font, text)
+    return re.sub("|".join(_NAMES), lambda found: f"var(--{_NAMES[found[0]]})", text)
+
+
+def _font(found: re.Match[str]) -> str:
+    weight = f"font-weight: {found[1]}; " if found[1] else ""
+    return f"{weight}font-size: {found[2]}px"

@@ -1,0 +1,171 @@
+"""The report as a page: one file, with nothing from outside and nothing that runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from outrider.bench.conditions import conditions, memory
+from outrider.bench.report import OVERALL, PLAIN, SPECULATIVE, summary
+from outrider.errors import OutriderError
+
+Document = dict[str, Any]
+_STYLE = Path(__file__).parent / "report.css"
+_NONE = "–"
+
+
+def check_report(file: str | Path) -> None:
+    """Say before a measurement what would keep its report from being written.
+
+    Raises:
+        OutriderError: matplotlib is missing, or there is no place for the file.
+    """
+    if find_spec("matplotlib") is None:
+        raise OutriderError('--report draws with matplotlib, which is missing; pip install "outrider[report]"')
+    path = Path(file).expanduser()
+    if path.is_dir() or not path.parent.is_dir():
+        raise OutriderError(f"--report {file} is no file in a folder that exists; use for example report.html")
+
+
+def write_report(document: Document, file: str | Path) -> None:
+    """Write the page of a document that `run_bench` returned.
+
+    Raises:
+        OutriderError: the file cannot be written.
+    """
+    text = page(document)
+    try:
+        Path(file).expanduser().write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise OutriderError(f"{file} cannot be written ({error.strerror}); give --report another file") from error
+
+
+def page(document: Document) -> str:
+    """The page as text."""
+    from outrider.bench.plots import draw
+
+    figures = "".join(
+        f"<figure><h3>{escape(plot.title)}</h3>{plot.svg}<figcaption>{escape(plot.caption)}</figcaption></figure>"
+        for plot in draw(document)
+    )
+    tables = [_section("By category", _results(document))]
+    tables += [_section(f"Against {axis}", _sweep(axis, all)) for axis, all in document["sweeps"].items()]
+    tables += [_section("Memory", _pairs(memory(document))), _section("Conditions", _pairs(conditions(document)))]
+    words = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in document["definitions"].items())
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>outrider bench</title>\n'
+        f"<style>\n{_STYLE.read_text(encoding='utf-8')}</style>\n</head>\n<body>\n{_head(document)}"
+        f'<section class="plots">\n{figures}</section>\n{"".join(tables)}'
+        f"<details><summary>What the words mean</summary><dl>{words}</dl></details>\n</body>\n</html>\n"
+    )
+
+
+def _head(document: Document) -> str:
+    overall, commit = document["results"][OVERALL], document["commit"]
+    speedup = overall[SPECULATIVE]["speedup"]
+    title = f"{speedup['median']:.2f} times plain decoding" if speedup else "Too little was decoded to tell a speed"
+    exact = "" if document["exact"] else '<p class="warning">This verifier is not exact: the text may differ.</p>'
+    head, plus, changed = (commit or "").partition("+")
+    version = f"outrider {document['versions']['outrider']} bench" + (
+        f", commit {head[:10]}{plus}{changed}" if head else ""
+    )
+    tiles = "".join(
+        f'<div class="tile"><b>{escape(value)}</b><span>{escape(text)}</span></div>' for value, text in _tiles(document)
+    )
+    return (
+        f'<header><p class="eyebrow">{escape(version)}</p><h1>{escape(title)}</h1>'
+        f'<p class="about">{escape(summary(document))}</p>{exact}<div class="tiles">{tiles}</div></header>\n'
+    )
+
+
+def _tiles(document: Document) -> list[tuple[str, str]]:
+    """The figures that matter most, each with what it is."""
+    overall, limits, held = document["results"][OVERALL], document["limits"], document["memory"]
+    plain, guessing = overall[PLAIN], overall[SPECULATIVE]
+    tiles = [
+        (_median(guessing["tokens_per_s"]), f"tokens/s speculative; {_median(plain['tokens_per_s'])} plain"),
+        (f"{guessing['tau']:.2f}", f"tau, tokens a pass; at most {document['arguments']['k'] + 1}"),
+    ]
+    if guessing["latency_ms"] and plain["latency_ms"]:
+        gaps = (f"{each['latency_ms']['p99']:.1f}" for each in (guessing, plain))
+        tiles.append((f"{next(gaps)} ms", f"between tokens at p99; {next(gaps)} plain"))
+    if limits[PLAIN]["share_of_limit"] is not None:
+        reached = [_percent(limits[name]["share_of_limit"]) for name in (PLAIN, SPECULATIVE)]
+        tiles.append(
+            (reached[0], f"of the limit reached by plain decoding; {reached[1]} of limit × tau by speculation")
+        )
+    if held["draft_weight_bytes"]:
+        tiles.append(
+            (f"{held['draft_in_rows']:.1f} rows", f"of {held['context']} tokens more would fit without the draft")
+        )
+    return tiles
+
+
+def _results(document: Document) -> str:
+    results = document["results"]
+    names = list(results[OVERALL])
+    head = ["category", *(name.replace("_", " ") for name in names), "speedup", "tau", "accepted, %", "p50 p95 p99, ms"]
+    rows = []
+    for category, figures in results.items():
+        guessing = figures[SPECULATIVE]
+        shares = " ".join(f"{100 * share:.0f}" for share in guessing["acceptance_by_position"])
+        rates = [_median(figures[name]["tokens_per_s"]) for name in names]
+        rest = [_spread(guessing["speedup"], 2), f"{guessing['tau']:.2f}", shares, _gaps(guessing["latency_ms"])]
+        rows.append([escape(category.replace("_", " ")), *rates, *rest])
+    return _table(head, rows, marked=True) + _note("Tokens/s; latency and acceptance are those of speculation.")
+
+
+def _sweep(axis: str, entries: Sequence[Document]) -> str:
+    head = [axis, PLAIN, SPECULATIVE, "speedup", "tau", "p50 p95 p99, ms", "of the limit", "of limit × tau"]
+    rows = []
+    for entry in entries:
+        plain, guessing, limits = entry[PLAIN], entry[SPECULATIVE], entry["limits"]
+        rates = [_spread(each["tokens_per_s"], 0) for each in (plain, guessing)]
+        reached = [_percent(limits[name]["share_of_limit"]) for name in (PLAIN, SPECULATIVE)]
+        rest = [_spread(guessing["speedup"], 2), f"{guessing['tau']:.2f}", _gaps(guessing["latency_ms"])]
+        rows.append([f"{entry['value']:g}", *rates, *rest, *reached])
+    return _table(head, rows)
+
+
+def _section(title: str, content: str) -> str:
+    return f"<h2>{escape(title)}</h2>{content}\n"
+
+
+def _note(text: str) -> str:
+    return f'<p class="note">{escape(text)}</p>'
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]], *, marked: bool = False) -> str:
+    """Cells are markup; with `marked` the last row stands out."""
+    top = "".join(f"<th>{escape(name)}</th>" for name in head)
+    body = [f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows]
+    if marked:
+        body[-1] = body[-1].replace("<tr>", '<tr class="overall">', 1)
+    return f'<div class="table"><table><tr>{top}</tr>{"".join(body)}</table></div>'
+
+
+def _pairs(pairs: Sequence[tuple[str, str]]) -> str:
+    rows = "".join(f"<tr><th>{escape(name)}</th><td>{escape(text)}</td></tr>" for name, text in pairs)
+    return f'<div class="table"><table class="pairs">{rows}</table></div>'
+
+
+def _median(values: dict[str, float] | None) -> str:
+    return f"{values['median']:.0f}" if values else _NONE
+
+
+def _spread(values: dict[str, float] | None, digits: int) -> str:
+    if values is None:
+        return _NONE
+    return f"{values['median']:.{digits}f} <small>{values['min']:.{digits}f}–{values['max']:.{digits}f}</small>"
+
+
+def _gaps(values: dict[str, float] | None) -> str:
+    return " ".join(f"{value:.1f}" for value in values.values()) if values else _NONE
+
+
+def _percent(share: float | None) -> str:
+    return _NONE if share is None else f"{100 * share:.0f}%"
