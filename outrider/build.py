@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 
+from outrider.calibrate import known_costs
 from outrider.check import check_target
 from outrider.engine import Engine
 from outrider.errors import OutriderError
 from outrider.load import Checkpoint, load_checkpoint
 from outrider.lossy import LOSSY
-from outrider.plan import FixedPlanner, Planner
+from outrider.plan import CostPlanner, FixedPlanner, Planner
 from outrider.propose.base import NoProposer, Proposer, Setup
 from outrider.propose.model import ModelProposer
 from outrider.propose.ngram import NgramProposer
@@ -27,6 +28,7 @@ from outrider.verify import EXACT, Verifier
 
 Maker = Callable[[Setup], Proposer]
 
+AUTO = "auto"  # as k: leave it to the planner
 _MODELS = Path(__file__).parent / "models"
 _BITS: Mapping[str | None, int] = MappingProxyType({None: 16, "int8": 8, "int4": 4})  # of a quantised weight
 _CONTEXT = 8192  # tokens a row is given at most, unless more is asked for
@@ -52,7 +54,7 @@ def build(
     target: str | Path | None,
     *,
     proposer: str | Maker | None,
-    k: int,
+    k: int | str,
     verifier: str | None,
     dtype: str,
     kernels: str,
@@ -64,7 +66,8 @@ def build(
     planner: Planner | None,
 ) -> House:
     """Load and connect; see `LLM` for the arguments."""
-    planner = planner or FixedPlanner(k)
+    if isinstance(k, str) and k != AUTO:
+        raise OutriderError(f"k is {k!r}; use a number of guesses, or {AUTO}")
     spec = proposer or default_proposer(target)
     rule = find_verifier(verifier, spec)
     bits = _bits(quantize)
@@ -84,6 +87,9 @@ def build(
     guesser = find_proposer(spec, setup) if isinstance(spec, str) else spec(setup)
     model = make_target(checkpoint, slots=rows, context=size, layers=guesser.needs.layers, kernels=kernels, bits=bits)
     check_target(model, checkpoint)
+    if planner is None:
+        draft = guesser.model if isinstance(guesser, ModelProposer) else None
+        planner = CostPlanner(known_costs(model, draft)) if isinstance(k, str) else FixedPlanner(k)
     return House(
         engine=Engine(target=model, proposer=guesser, verifier=rule, planner=planner, scheduler=scheduler),
         target=model,

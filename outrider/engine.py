@@ -81,9 +81,8 @@ class Engine:
         scored = perf_counter()
         knobs = self._knobs_of(batch)
         if knobs.bare:  # every exact rule says the same of a one-hot p, so p need not be written down
-            verdict = follow(draft, scores.logits.argmax(-1))
-        else:
-            verdict = self._verifier.rule(draft, warp(scores.logits, knobs, draft), self._noise_of(batch, knobs))
+            return _follow(batch, draft, scores), scored - began
+        verdict = self._verifier.rule(draft, warp(scores.logits, knobs, draft), self._noise_of(batch, knobs))
         return _settle(batch, draft, scores, verdict), scored - began
 
     def _check(self, batch: Batch, draft: Draft) -> None:
@@ -114,6 +113,26 @@ class Engine:
         fed = sum(len(feed) for feed, tokens in zip(round.batch.feed, round.emitted, strict=True) if not tokens)
         counted = Stats.of_passes(passes, prompt=fed, exact=self._verifier.exact)
         self.stats += replace(counted, rounds=1, propose_seconds=propose, target_seconds=target, host_seconds=host)
+
+
+def _follow(batch: Batch, draft: Draft, scores: Scores) -> Round:
+    """`_settle` where every row takes the likeliest token."""
+    best = scores.best
+    if best is None:
+        best = torch.where(sound(scores.logits), scores.logits.argmax(-1), -1)
+    found = follow(draft, best)
+    runs = [emits and bool(emitted) for emits, (_, emitted) in zip(batch.emits, found, strict=True)]
+    return Round(
+        batch=batch,
+        draft=draft,
+        scores=scores,
+        path=tuple(path if run else () for run, (path, _) in zip(runs, found, strict=True)),
+        emitted=tuple(emitted if run else () for run, (_, emitted) in zip(runs, found, strict=True)),
+        sampled_logprob=tuple(
+            (0.0,) * len(emitted) if run else () for run, (_, emitted) in zip(runs, found, strict=True)
+        ),
+        failed=tuple(not emitted for _, emitted in found),
+    )
 
 
 def _settle(batch: Batch, draft: Draft, scores: Scores, verdict: Verdict) -> Round:

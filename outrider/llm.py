@@ -41,7 +41,7 @@ class LLM:
         target: str | Path | None = None,
         *,
         proposer: str | Maker | None = None,
-        k: int = 4,
+        k: int | str = 4,
         verifier: str | None = None,
         dtype: str = "auto",
         device: str = "auto",
@@ -59,7 +59,7 @@ class LLM:
             target: folder of a decoder-only model; None is the embedded one.
             proposer: none, ngram, draft:DIR, pkg.module:Class, or what makes one from a `Setup`; None is the
                 embedded draft for the embedded target and ngram for any other.
-            k: guesses per round.
+            k: guesses per round; "auto" measures what passes cost here, once, and then decides round by round.
             verifier: walk, coupled, rejection, block, siblings, traversal, or the lossy typical and lenient; None is
                 block for a proposer that samples and walk for one that does not.
             dtype: auto, float32, bfloat16 or float16.

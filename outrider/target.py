@@ -34,6 +34,7 @@ class Target(Protocol):
     """
 
     vocab: int
+    slots: int  # rows at once
     context: int  # tokens a slot can hold, the guesses included
     device: torch.device
     kernels: str  # what runs the pass, for reports
@@ -65,7 +66,7 @@ class AttentionTarget:
     def __init__(self, checkpoint: Checkpoint, *, slots: int, context: int, layers: Sequence[int] = ()) -> None:
         """Prepare for `slots` rows of up to `context` tokens, exporting the outputs of decoder `layers`."""
         self.vocab, self.device = checkpoint.vocab, checkpoint.device
-        self.context, self.version, self.kernels = context, 0, "torch"
+        self.slots, self.context, self.version, self.kernels = slots, context, 0, "torch"
         self.cache = StaticCache(slots=slots, capacity=max(context, _LEAST), device=checkpoint.device)
         self._model = checkpoint.model
         self._embeddings = checkpoint.model.get_input_embeddings().num_embeddings
@@ -122,7 +123,7 @@ class RecurrentTarget:
 
     def __init__(self, checkpoint: Checkpoint, *, slots: int, context: int) -> None:
         self.vocab, self.device = checkpoint.vocab, checkpoint.device
-        self.context, self.version, self.kernels = context, 0, "torch"
+        self.slots, self.context, self.version, self.kernels = slots, context, 0, "torch"
         self.cache = RecurrentCache(slots=slots, device=self.device, fresh=self._fresh, advance=self._advance)
         self._model = checkpoint.model
 

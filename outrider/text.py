@@ -20,45 +20,61 @@ class TextStream:
         self._tokens: list[int] = []
         self._before = 0  # tokens[before:shown] is the left context of the window
         self._shown = 0
-        self.text = ""
+        self._text = ""
         self.stopped = False
+
+    @property
+    def text(self) -> str:
+        """What has been given out so far."""
+        if not self.stopped and self._shown < len(self._tokens) and not self._show(len(self._tokens)):
+            for count in range(self._shown + 1, len(self._tokens)):
+                self._show(count)
+        return self._text
 
     def push(self, token: int, *, stoppable: bool = True) -> bool:
         """Add one token; true when a stop string is complete, which then ends `text` just before it."""
         self._tokens.append(token)
-        context = self._decode(self._tokens[self._before : self._shown])
-        window = self._decode(self._tokens[self._before :])
-        if len(window) <= len(context) or window.endswith(_PARTIAL):
-            return False
-        searched = len(self.text)
-        self.text += window[len(context) :]
-        self._before, self._shown = self._shown, len(self._tokens)
-        return stoppable and self._find_stop(searched)
+        if not self._stop:
+            return False  # decoded when somebody asks for it, several tokens at once
+        searched = len(self._text)
+        return self._show(len(self._tokens)) and stoppable and self._find_stop(searched)
 
     def finish(self) -> str:
         """The whole text, with whatever was held back."""
         if not self.stopped:
-            context = self._decode(self._tokens[self._before : self._shown])
-            searched = len(self.text)
-            self.text += self._decode(self._tokens[self._before :])[len(context) :]
+            searched = len(self._text)
+            self._text += self._window(len(self._tokens))
             self._before = self._shown = len(self._tokens)
             self._find_stop(searched)
-        return self.text
+        return self._text
 
     def safe_length(self) -> int:
         """Characters of `text` that no stop string can still take back."""
-        if self.stopped:
-            return len(self.text)
-        longest = max((len(stop) for stop in self._stop), default=1)
-        for held in range(min(longest - 1, len(self.text)), 0, -1):
-            if any(stop.startswith(self.text[-held:]) for stop in self._stop):
-                return len(self.text) - held
-        return len(self.text)
+        text = self.text
+        longest = 0 if self.stopped else max((len(stop) for stop in self._stop), default=1)
+        for held in range(min(longest - 1, len(text)), 0, -1):
+            if any(stop.startswith(text[-held:]) for stop in self._stop):
+                return len(text) - held
+        return len(text)
+
+    def _show(self, count: int) -> bool:
+        """Give out the characters of the first `count` tokens, if they are whole."""
+        window = self._window(count)
+        if not window or window.endswith(_PARTIAL):
+            return False
+        self._text += window
+        self._before, self._shown = self._shown, count
+        return True
+
+    def _window(self, count: int) -> str:
+        """What tokens[shown:count] spell behind their left neighbours."""
+        context = self._decode(self._tokens[self._before : self._shown])
+        return self._decode(self._tokens[self._before : count])[len(context) :]
 
     def _find_stop(self, searched: int) -> bool:
         ends = ((stop, max(0, searched - len(stop) + 1)) for stop in self._stop)  # older ones were too early to stop
-        found = [at for stop, start in ends if (at := self.text.find(stop, start)) >= 0]
+        found = [at for stop, start in ends if (at := self._text.find(stop, start)) >= 0]
         if found:
-            self.text = self.text[: min(found)]
+            self._text = self._text[: min(found)]
             self.stopped = True
         return self.stopped

@@ -54,7 +54,7 @@ class ToyTarget:
     ) -> None:
         """Draw logits of standard deviation `spread` from `seed`."""
         self.vocab, self.context, self.device, self.version = vocab, context, torch.device("cpu"), 0
-        self.cache, self.kernels = ToyCache(slots), "table"
+        self.cache, self.slots, self.kernels = ToyCache(slots), slots, "table"
         self.table = torch.randn(vocab, vocab, vocab, generator=torch.Generator().manual_seed(seed)) * spread
 
     def score(self, batch: Batch, draft: Draft, first: int = -1) -> Scores:

@@ -121,6 +121,9 @@ class Scores:
 
     logits: torch.Tensor  # [B, 1 + N, V] float32
     features: Mapping[int, torch.Tensor] = field(default_factory=dict)  # output of layer k: [B, 1 + N, H]
+    best: torch.Tensor | None = (
+        None  # [B, 1 + N] the likeliest ids, -1 where logits are no numbers; None: not looked for
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

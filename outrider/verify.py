@@ -204,10 +204,33 @@ class _Traversal:
         self.done = self.done | root | accept
 
 
-def follow(draft: Draft, sample: torch.Tensor) -> Verdict:
-    """What every exact rule comes to where p is one-hot at `sample` [B, 1 + N]: `walk`, without writing p down."""
-    path, kept, bonus = _down(draft, sample)
-    return Verdict(path=path, accepted=kept, bonus=bonus, logprob=torch.zeros(sample.shape, device=sample.device))
+def follow(draft: Draft, best: torch.Tensor) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """What every exact rule comes to where p is one-hot: `walk`, on the host, without writing p down.
+
+    Args:
+        draft: of B rows.
+        best: [B, 1 + N] the only possible token at each node; below 0 where there is none.
+
+    Returns:
+        The path of each row and the tokens emitted; no tokens for a row that has a node without one.
+    """
+    parts = (best, draft.tokens) if draft.chain else (best, draft.tokens, draft.parent)
+    out: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+    for row, width in zip(torch.cat(parts, 1).tolist(), draft.width, strict=True):
+        sample, tokens, parents = (
+            row[: draft.size + 1],
+            row[draft.size + 1 : 2 * draft.size + 1],
+            row[2 * draft.size + 1 :],
+        )
+        path: list[int] = []
+        at = -1
+        for node in range(width):
+            if (parents[node] if parents else node - 1) == at and tokens[node] == sample[at + 1]:
+                at = node
+                path.append(node)
+        emitted = (*(tokens[node] for node in path), sample[at + 1])
+        out.append((tuple(path), emitted) if min(sample) >= 0 else ((), ()))
+    return out
 
 
 def _descend(draft: Draft, p: torch.Tensor, sample: torch.Tensor) -> Verdict:

@@ -20,6 +20,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "verify.py",
         "lossy.py",
         "cost.py",
+        "passcost.py",
         "statistics.py",
         "machine.py",
         "proof.py",
@@ -27,7 +28,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("cache/", "attention.py"),
     ("prepack.py", "load.py", "native/", "target.py", "check.py"),
     ("propose/",),
-    ("plan.py", "schedule.py", "engine.py"),
+    ("plan.py", "calibrate.py", "schedule.py", "engine.py"),
     ("build.py", "llm.py", "toy.py", "drive.py", "testing.py", "audit/", "bench/"),
     ("cli.py", "__main__.py", "options.py", "run.py", "show.py"),
 )

@@ -37,6 +37,7 @@ struct Pass {
   const int32_t *token, *position, *slot, *place, *seen, *tail_begin, *tail;  // [columns]
   const int32_t* keep;       // [kept]: the columns whose logits are wanted
   float* logits;             // [kept][vocab]
+  int32_t* best;             // [kept]: the likeliest id, -1 where logits are not numbers
   const int32_t* exported;   // [exports]: layers, counted from 0, whose output is wanted
   float* features;           // [exports][kept][hidden]
   int32_t columns, kept, exports;
@@ -55,7 +56,7 @@ namespace {
 
 class Decoder {
  public:
-  explicit Decoder(const Model& model) : m_(model), barrier_(model.threads) {
+  explicit Decoder(const Model& model) : m_(model), barrier_(model.threads), choice_(model.head.out) {
     for (int i = 0; i < m_.threads; i++) scratch_.emplace_back(m_.dim);
   }
 
@@ -80,14 +81,17 @@ class Decoder {
     std::vector<int32_t> active(chain.rows), fields[6];
     for (int b = 0; b < chain.rows; b++) active[b] = b;
     logits_.resize(size_t(chain.rows) * m_.head.out);
+    best_.resize(chain.rows);
     pass.logits = logits_.data();
+    pass.best = best_.data();
+    choice_ = chain.vocab;
     for (int depth = 0;; depth++) {
       run(pass);
       for (size_t i = 0; i < active.size(); i++)
-        chain.token[active[i] * chain.depth + depth] = likeliest(&logits_[i * m_.head.out], chain.vocab);
+        chain.token[active[i] * chain.depth + depth] = std::max(0, best_[i]);
       const auto done = [&](int b) { return chain.budget[b] <= depth + 1; };
       active.erase(std::remove_if(active.begin(), active.end(), done), active.end());
-      if (active.empty()) return;
+      if (active.empty()) break;
       for (auto& field : fields) field.clear();
       for (size_t i = 0; i < active.size(); i++) {
         const int b = active[i];
@@ -98,20 +102,32 @@ class Decoder {
       const int count = int(active.size());
       none_.assign(count + 1, 0);
       pass = {fields[0].data(), fields[1].data(), fields[2].data(), fields[3].data(), fields[4].data(), none_.data(),
-              nullptr, fields[5].data(), logits_.data(), nullptr, nullptr, count, count, 0};
+              nullptr, fields[5].data(), logits_.data(), best_.data(), nullptr, nullptr, count, count, 0};
     }
+    choice_ = m_.head.out;
   }
 
  private:
+  // The first of the largest; -1 if something is not a number, or none is finite.
   static int32_t likeliest(const float* logits, int vocab) {
     Floats most = fill(-INFINITY);
+    Ints odd = {};
     int i = 0;
-    for (; i + kLanes <= vocab; i += kLanes) most = maximum(most, load(logits + i));
+    for (; i + kLanes <= vocab; i += kLanes) {
+      const Floats x = load(logits + i);
+      odd |= x != x;
+      most = maximum(most, x);
+    }
     float best = largest(most);
-    for (; i < vocab; i++) best = std::max(best, logits[i]);
-    for (i = 0; i < vocab; i++)
-      if (logits[i] == best) return i;
-    return 0;  // where they are not numbers
+    bool bad = largest(__builtin_convertvector(odd & 1, Floats)) > 0;
+    for (; i < vocab; i++) {
+      bad |= logits[i] != logits[i];
+      best = std::max(best, logits[i]);
+    }
+    if (bad || std::isinf(best)) return -1;
+    for (i = 0; logits[i] != best; i++) {
+    }
+    return i;
   }
 
   // What takes a team is called by all its threads.
@@ -168,6 +184,7 @@ class Decoder {
   void head(const Team& team, const Pass& pass) {
     normalise(team, pass.kept, pass.keep, m_.norm, m_.head.bits);
     apply<Then::kStore>(team, m_.head, rows_, pass.kept, pass.logits, m_.head.out);
+    team.share(pass.kept, [&](int k) { pass.best[k] = likeliest(pass.logits + size_t(k) * m_.head.out, choice_); });
   }
 
   // Rows of the residual stream, x / rms(x) * weight (Zhang and Sennrich 2019), ready for a linear layer.
@@ -243,12 +260,13 @@ class Decoder {
 
   Model m_;
   Barrier barrier_;
+  int choice_;  // ids below it are chosen from
   int room_ = 0;
   std::vector<Tile> tiles_;
   std::vector<Scratch> scratch_;  // one a thread
   std::vector<float> stream_, normed_, wide_, cosine_, sine_, scale_, logits_;
   std::vector<uint16_t> query_;
-  std::vector<int32_t> words_, total_, none_;
+  std::vector<int32_t> words_, total_, none_, best_;
   Rows rows_{};
 };
 

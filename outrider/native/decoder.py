@@ -121,18 +121,19 @@ class Decoder:
         self._caches = keys, values
         self._open()
 
-    def run(self, columns: Columns, layers: Sequence[int] = ()) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(self, columns: Columns, layers: Sequence[int] = ()) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """One pass.
 
         Returns:
-            logits [K, V] float32 of the columns to keep, and the outputs [layers, K, H] of the layers asked for.
+            logits [K, V] float32 of the columns to keep, their likeliest ids [K] int64 (-1 where the logits are not
+            numbers), and the outputs [layers, K, H] of the layers asked for.
         """
-        logits = torch.empty(len(columns.keep), self.vocab)
-        features = torch.empty(len(layers), len(columns.keep), self.shape.hidden)
-        exported = array("i", layers)
-        once = columns.c(logits.data_ptr(), exported, features.data_ptr())
+        kept = len(columns.keep)
+        logits, features = torch.empty(kept, self.vocab), torch.empty(len(layers), kept, self.shape.hidden)
+        best, exported = array("i", bytes(4 * kept)), array("i", layers)
+        once = columns.c(logits.data_ptr(), best.buffer_info()[0], exported, features.data_ptr())
         self._code.outrider_run(self._handle, ctypes.byref(once))
-        return logits, features
+        return logits, torch.tensor(best, dtype=torch.int64), features
 
     def grow(self, columns: Columns, budget: Sequence[int], vocab: int) -> torch.Tensor:
         """One pass, and greedy guesses after it.
@@ -155,7 +156,7 @@ class Decoder:
             token,
         )
         chain = CChain(*(part.buffer_info()[0] for part in fields), len(budget), max(budget), vocab)
-        once = columns.c(0, array("i"), 0)
+        once = columns.c(0, 0, array("i"), 0)
         self._code.outrider_grow(self._handle, ctypes.byref(once), ctypes.byref(chain))
         return torch.tensor(token, dtype=torch.int64).view(len(budget), -1)
 

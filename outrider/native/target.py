@@ -41,7 +41,7 @@ class NativeTarget:
         if odd := [layer for layer in layers if not 0 <= layer < shape.layers]:
             raise OutriderError(f"layer {odd[0]} was asked for; this target's layers are 0 to {shape.layers - 1}")
         self.vocab, self.device, self.version = checkpoint.vocab, checkpoint.device, 0
-        self.context, self._layers = context, tuple(layers)
+        self.slots, self.context, self._layers = slots, context, tuple(layers)
         self.kernels = "native" if bits == 16 else f"native int{bits}"
         self.cache = StaticCache(slots=slots, capacity=max(context, _LEAST), device=self.device)
         stripes = [self.cache.stripes(i, shape.key_heads, shape.dim) for i in range(shape.layers)]
@@ -54,12 +54,12 @@ class NativeTarget:
 
     def score(self, batch: Batch, draft: Draft, first: int = -1) -> Scores:
         columns, order = _columns(batch, draft, first, self.vocab)
-        logits, features = self._decoder.run(columns, self._layers)
+        logits, best, features = self._decoder.run(columns, self._layers)
         shape = (len(batch.rows), -1)
         if order is not None:
-            logits, features = logits[order], features[:, order]
+            logits, best, features = logits[order], best[order], features[:, order]
         outputs = {layer: out.view(*shape, out.shape[-1]) for layer, out in zip(self._layers, features, strict=True)}
-        return Scores(logits=logits.view(*shape, self.vocab), features=outputs)
+        return Scores(logits=logits.view(*shape, self.vocab), best=best.view(shape), features=outputs)
 
     def grow(self, batch: Batch, vocab: int) -> torch.Tensor:
         columns, _ = _columns(batch, tree.empty(len(batch.rows), self.device), -1, self.vocab)

@@ -57,6 +57,11 @@ class ModelProposer:
     def release(self, slot: int) -> None:
         self._model.cache.release(slot)
 
+    @property
+    def model(self) -> Target:
+        """The draft model, with its cache."""
+        return self._model
+
     def bytes(self) -> int:
         """Memory of the draft's weights and cache, in bytes."""
         return self._model.bytes() + self._model.cache.bytes()

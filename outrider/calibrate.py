@@ -1,0 +1,124 @@
+"""Measure what a pass costs here, once for each model and machine, and remember it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+
+import torch
+
+from outrider import tree
+from outrider.machine import hardware, versions
+from outrider.params import SamplingParams
+from outrider.passcost import CostModel, PassCost, Sample
+from outrider.target import RecurrentTarget, Target
+from outrider.types import Batch, Draft, Request, Row
+
+_COLUMNS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+_GUESSES = 16  # of a row at most; wider passes are made of more rows
+_REPEATS = 5
+_SLOW = 0.4  # seconds: passes that take longer are not widened further
+_DEEP = 1024  # cached tokens that the cost of reading them is measured at
+
+
+def calibrate(target: Target, draft: Target | None) -> CostModel:
+    """Time passes of an idle target, and of the draft model if there is one. Takes seconds.
+
+    What is in the caches' slots is lost.
+    """
+    return CostModel(target=measure_pass(target), draft=None if draft is None else measure_pass(draft))
+
+
+def measure_pass(target: Target) -> PassCost:
+    """The cost of one model's pass; rows and columns go as far as its slots and context do."""
+    return PassCost.fit(list(_samples(target)))
+
+
+@torch.inference_mode()
+def _samples(target: Target) -> Iterator[Sample]:
+    slots, room = target.slots, target.context - 1
+    widest = 1
+    for columns in _COLUMNS:
+        rows = min(slots, -(-columns // _GUESSES) if columns > _GUESSES else 1)
+        if columns > rows * room or columns // rows > 4 * _GUESSES:
+            break
+        seconds = _time(target, rows, columns, 0)
+        yield Sample(columns=columns, rows=rows, cached=0, seconds=seconds)
+        widest = columns
+        if seconds > _SLOW:
+            break
+    if isinstance(target, RecurrentTarget):
+        return  # what it has read is a state, and as dear to read after a thousand tokens as after one
+    for columns, rows in {(1, 1), (min(widest, 8), 1), (min(slots, 4), min(slots, 4))}:
+        cached = min(_DEEP, room - columns)
+        if cached > 0:
+            yield Sample(columns=columns, rows=rows, cached=cached, seconds=_time(target, rows, columns, cached))
+
+
+def _time(target: Target, rows: int, columns: int, cached: int) -> float:
+    """Median seconds of a pass over `columns`, shared out to rows that have `cached` tokens each."""
+    shares = [columns // rows + (b < columns % rows) for b in range(rows)]
+    batch = Batch(
+        rows=tuple(_row(target, slot) for slot in range(rows)),
+        start=(cached,) * rows,
+        feed=((0,),) * rows,
+        budget=tuple(share - 1 for share in shares),
+    )
+    draft = _guesses(shares, target.device)
+    took = []
+    for _ in range(1 + _REPEATS):  # the first one warms up
+        began = perf_counter()
+        target.score(batch, draft)
+        if target.device.type == "cuda":
+            torch.cuda.synchronize(target.device)
+        took.append(perf_counter() - began)
+    for slot in range(rows):
+        target.cache.release(slot)
+    return median(took[1:])
+
+
+def _guesses(shares: list[int], device: torch.device) -> Draft:
+    if max(shares) == 1:
+        return tree.empty(len(shares), device)
+    tokens = torch.zeros(len(shares), max(shares) - 1, dtype=torch.int64, device=device)
+    return tree.chain(tokens, tuple(share - 1 for share in shares))
+
+
+def _row(target: Target, slot: int) -> Row:
+    request = Request(id=-1, prompt=(0,), params=SamplingParams(), seed=0, end_ids=frozenset(), limit=1)
+    target.cache.admit(slot, request.prompt)
+    return Row(request=request, slot=slot, text=[0])
+
+
+def cost_file(target: Target, draft: Target | None) -> Path:
+    """Where the costs of these models on this machine are kept."""
+    models = [
+        (each.kernels, each.bytes(), each.vocab, each.slots, each.context)
+        for each in (target, draft)
+        if each is not None
+    ]
+    known = json.dumps([models, hardware(str(target.device)), versions()], sort_keys=True, default=str)
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "outrider" / f"costs-{hashlib.sha256(known.encode()).hexdigest()[:16]}.json"
+
+
+def known_costs(target: Target, draft: Target | None, *, fresh: bool = False) -> CostModel:
+    """Costs from the file, or measured now and written there; `fresh` measures in any case."""
+    path = cost_file(target, draft)
+    if not fresh:
+        try:
+            return CostModel.loads(path.read_text("utf-8"))
+        except (OSError, ValueError, TypeError, KeyError):
+            pass  # never measured, or by another version: measuring again is the remedy
+    costs = calibrate(target, draft)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(costs.dumps(), "utf-8")
+    except OSError:
+        pass  # a read-only home costs the seconds again the next time, and nothing else
+    return costs

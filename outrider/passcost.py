@@ -1,0 +1,111 @@
+"""What a round costs on this machine, from measurements: the time of a pass by its columns and by what they read."""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import accumulate
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One timed pass."""
+
+    columns: int  # of all rows: each row's feed and guesses
+    rows: int
+    cached: int  # tokens that each row had cached
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassCost:
+    """t(columns, entries, pairs) = base(columns) + entry * entries + pair * pairs.
+
+    `base` reads the weights and multiplies, interpolated between what was measured; `entries` are cached tokens, read
+    once for each row; `pairs` are (column, cached token) pairs, whose products attention takes.
+    """
+
+    columns: tuple[int, ...]  # ascending
+    seconds: tuple[float, ...]  # of a pass over so many columns with nothing cached, never descending
+    entry: float  # seconds
+    pair: float  # seconds
+
+    def __call__(self, columns: float, *, rows: int, cached: float) -> float:
+        """Seconds of a pass over `columns` in all, of `rows` rows with `cached` tokens each on average."""
+        return self._base(columns) + self.entry * rows * cached + self.pair * columns * cached
+
+    def _base(self, columns: float) -> float:
+        at = min(max(bisect_left(self.columns, columns), 1), len(self.columns) - 1)
+        if not at:
+            return self.seconds[0]
+        low, high = self.columns[at - 1], self.columns[at]
+        slope = (self.seconds[at] - self.seconds[at - 1]) / (high - low)
+        return self.seconds[at - 1] + slope * max(columns - low, low - self.columns[0] if at == 1 else 0)
+
+    @classmethod
+    def fit(cls, samples: Sequence[Sample]) -> PassCost:
+        """From samples without a cached text, and some with one of each kind: one column, and many."""
+        plain = sorted((s.columns, s.seconds) for s in samples if not s.cached)
+        # More columns never take less time; where they seem to, the machine was disturbed.
+        seconds = tuple(accumulate((s for _, s in reversed(plain)), min))[::-1]
+        base = cls(columns=tuple(c for c, _ in plain), seconds=seconds, entry=0.0, pair=0.0)
+        deep = [
+            (s.rows * s.cached, s.columns * s.cached, s.seconds - base._base(s.columns)) for s in samples if s.cached
+        ]
+        entry, pair = _least_squares(deep)
+        return cls(columns=base.columns, seconds=seconds, entry=entry, pair=pair)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostModel:
+    """The parts of a round, measured."""
+
+    target: PassCost
+    draft: PassCost | None  # of a draft model's pass; None where guesses cost next to nothing
+    host: float = 2e-4  # seconds of all else in a round
+
+    def verify(self, rows: int, k: int, *, cached: float, feed: int = 0) -> float:
+        """Expected seconds of a round without its drafting.
+
+        Args:
+            rows: that decode.
+            k: guesses for each of them.
+            cached: tokens that a row has cached, on average.
+            feed: columns of prompts that the same pass reads.
+        """
+        return self.host + self.target(rows * (1 + k) + feed, rows=rows, cached=cached)
+
+    def propose(self, rows: int, k: int, *, cached: float) -> float:
+        """Expected seconds of drafting k guesses for each row, one after another."""
+        return 0.0 if self.draft is None else k * self.draft(rows, rows=rows, cached=cached)
+
+    def dumps(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def loads(cls, text: str) -> CostModel:
+        """Raises ValueError, TypeError or KeyError for what `dumps` did not write."""
+        read = json.loads(text)
+        draft = read["draft"]
+        return cls(target=_cost(read["target"]), draft=None if draft is None else _cost(draft), host=read["host"])
+
+
+def _cost(read: dict[str, Any]) -> PassCost:
+    return PassCost(**{**read, "columns": tuple(read["columns"]), "seconds": tuple(read["seconds"])})
+
+
+def _least_squares(points: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
+    """a, b >= 0 that minimise the sum of (a x + b y - z)^2 over points (x, y, z)."""
+    xx, xy, yy = (sum(p[i] * p[j] for p in points) for i, j in ((0, 0), (0, 1), (1, 1)))
+    xz, yz = (sum(p[i] * p[2] for p in points) for i in (0, 1))
+    if not xx:
+        return 0.0, 0.0
+    det = xx * yy - xy * xy
+    if det > 1e-9 * xx * yy:
+        a, b = (xz * yy - yz * xy) / det, (yz * xx - xz * xy) / det
+        if a >= 0 and b >= 0:
+            return a, b
+    return (max(xz / xx, 0.0), 0.0) if xz * xz * yy > yz * yz * xx else (0.0, max(yz / yy, 0.0))
