@@ -1,0 +1,170 @@
+"""What a round costs, and how far it pays to speculate."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from outrider.build import embedded
+from outrider.calibrate import calibrate, cost_file, known_costs, measure_pass
+from outrider.errors import OutriderError
+from outrider.llm import LLM
+from outrider.params import SamplingParams
+from outrider.passcost import CostModel, PassCost, Sample
+from outrider.plan import CostPlanner
+from outrider.stats import Stats
+from outrider.toy import ToyTarget
+from outrider.types import Batch, Request, Row
+
+
+def sample(columns, seconds, rows=1, cached=0):
+    return Sample(columns=columns, rows=rows, cached=cached, seconds=seconds)
+
+
+FLAT = PassCost(columns=(1, 64), seconds=(1.0, 1.0), entry=0.0, pair=0.0)  # as where reading the weights is all
+STEEP = PassCost(columns=(1, 64), seconds=(1.0, 64.0), entry=0.0, pair=0.0)  # as where arithmetic is
+FREE = PassCost(columns=(1, 64), seconds=(0.01, 0.01), entry=0.0, pair=0.0)
+
+
+def costs(target, draft=FREE):
+    return CostModel(target=target, draft=draft, host=0.0)
+
+
+def batch(rows, start=10):
+    request = Request(id=0, prompt=(0,), params=SamplingParams(), seed=0, end_ids=frozenset(), limit=99)
+    some = tuple(Row(request=request, slot=b, text=[0] * (start + 1)) for b in range(rows))
+    return Batch(rows=some, start=(start,) * rows, feed=((0,),) * rows, budget=(20,) * rows)
+
+
+def live(planner, rows, chances, rounds, *, took=lambda k: (1.0, 0.0), seed=0):
+    """Rounds in which the guess at position i is kept with chances[i]; the k of each."""
+    chance, stats, chosen = random.Random(seed), Stats(), []
+    for _ in range(rounds):
+        ks = planner.budget(batch(rows), stats)
+        assert len(set(ks)) == 1
+        chosen.append(ks[0])
+        passes = []
+        for k in ks:
+            kept = next((i for i in range(k) if chance.random() >= chances[i]), k)
+            passes.append((k, kept, kept + 1))
+        target, draft = took(ks[0])
+        stats = stats + Stats.of_passes(passes)
+        stats = Stats(
+            **{
+                name: getattr(stats, name)
+                for name in ("passes", "emitted", "drafted", "offered", "reached", "accepted")
+            },
+            rounds=len(chosen),
+            target_seconds=stats.target_seconds + target,
+            propose_seconds=stats.propose_seconds + draft,
+        )
+    return chosen
+
+
+def test_costs_lie_on_the_lines_between_what_was_measured():
+    cost = PassCost.fit([sample(1, 2.0), sample(4, 2.0), sample(8, 6.0)])
+    assert [cost(c, rows=1, cached=0) for c in (1, 4, 6, 8, 10)] == [2.0, 2.0, 4.0, 6.0, 8.0]
+
+
+def test_a_disturbed_measurement_is_not_believed():
+    cost = PassCost.fit([sample(1, 9.0), sample(2, 2.0), sample(4, 3.0)])
+    assert [cost(c, rows=1, cached=0) for c in (1, 2, 4)] == [2.0, 2.0, 3.0]
+
+
+def test_reading_the_cache_and_multiplying_by_it_are_told_apart():
+    def true(columns, rows, cached):
+        return 1.0 + columns * 0.5 + 3e-4 * rows * cached + 2e-5 * columns * cached
+
+    shapes = [(1, 1, 0), (8, 1, 0), (1, 1, 1000), (8, 1, 1000), (4, 4, 1000)]
+    cost = PassCost.fit([sample(c, true(c, r, s), r, s) for c, r, s in shapes])
+    assert cost(5, rows=2, cached=700) == pytest.approx(true(5, 2, 700))
+    assert PassCost.fit([sample(1, 1.0), sample(8, 1.0), sample(1, 0.5, 1, 100)]).entry == 0
+
+
+def test_costs_are_written_and_read():
+    for model in (costs(STEEP), costs(FLAT, None)):
+        assert CostModel.loads(model.dumps()) == model
+    assert costs(STEEP).verify(2, 3, cached=0, feed=1) == 9.0
+    assert costs(FLAT).propose(2, 3, cached=0) == pytest.approx(0.03)
+    with pytest.raises(KeyError):
+        CostModel.loads("{}")
+
+
+def test_good_guesses_are_followed_far_and_bad_ones_not():
+    assert live(CostPlanner(costs(FLAT)), 1, [0.95] * 12, 200)[-1] == 12
+    tenth = PassCost(columns=(1, 2), seconds=(0.1, 0.1), entry=0, pair=0)
+    middling = live(CostPlanner(costs(FLAT, tenth)), 1, [0.6] * 12, 400, took=lambda k: (1.0, 0.1 * k))
+    assert 1 <= sorted(middling[200:])[100] <= 5  # 4 is best: (1 - a^5) / ((1 - a)(1 + 4 c)) at a = 0.6, c = 0.1
+
+
+def test_where_a_guess_costs_as_much_as_a_token_nothing_is_guessed():
+    assert set(live(CostPlanner(costs(STEEP)), 4, [1.0] * 12, 100)) == {0}
+
+
+def test_speculation_is_given_up_and_tried_again():
+    fifth = PassCost(columns=(1, 2), seconds=(0.2, 0.2), entry=0, pair=0)
+    chosen = live(CostPlanner(costs(FLAT, fifth)), 1, [0.0] * 12, 3000, took=lambda k: (1.0, 0.2 * k))
+    late = chosen[100:]
+    assert 0 < sum(k > 0 for k in late) < 40
+    planner = CostPlanner(costs(FLAT))
+    live(planner, 1, [0.0] * 12, 60)
+    assert planner.acceptance[0] < 0.5
+    assert live(planner, 1, [1.0] * 12, 3000)[-1] > 5
+
+
+def test_rounds_that_take_longer_than_expected_are_learnt_from():
+    # Guesses are said to be free, and take as long as a token.
+    chosen = live(CostPlanner(costs(FLAT)), 1, [0.9] * 12, 400, took=lambda k: (1.0, 1.0 * k))
+    assert set(chosen[-20:]) <= {0, 1}
+
+
+def test_budgets_are_never_raised():
+    planner = CostPlanner(costs(FLAT))
+    some = batch(3)
+    short = Batch(rows=some.rows, start=some.start, feed=some.feed, budget=(0, 2, 20))
+    budget = planner.budget(short, Stats())
+    assert budget[0] == 0
+    assert budget[1] <= 2
+
+
+def test_calibration_measures_what_runs():
+    target = ToyTarget(slots=4, context=64)
+    cost = measure_pass(target)
+    assert cost.columns[0] == 1
+    assert all(a <= b for a, b in zip(cost.seconds, cost.seconds[1:], strict=False))
+    assert calibrate(target, None).draft is None
+
+
+def test_costs_are_remembered(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    target = ToyTarget(slots=2, context=32)
+    first = known_costs(target, None)
+    assert known_costs(target, None) == first
+    assert cost_file(target, None).parent.parent == tmp_path
+    assert cost_file(target, None) != cost_file(target, target)
+    cost_file(target, None).write_text("{")
+    known_costs(target, None)
+    assert CostModel.loads(cost_file(target, None).read_text())
+
+
+def test_auto_writes_the_same_text(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    params = SamplingParams(max_tokens=24)
+    prompts = ["def add(a, b):\n    return", "Once upon a time"]
+    texts = [
+        [c.tokens for c in LLM(None, k=k, rows=2, context=96, dtype="float32").generate(prompts, params)]
+        for k in ("auto", 0)
+    ]
+    assert texts[0] == texts[1]
+    with pytest.raises(OutriderError, match="k is 'many'; use a number of guesses, or auto"):
+        LLM(embedded("nano"), k="many")
+
+
+@torch.inference_mode()
+def test_calibration_leaves_an_empty_cache():
+    llm = LLM(None, proposer="none", rows=2, context=96, dtype="float32")
+    before = llm.generate("def add(a, b):", SamplingParams(max_tokens=8))[0].tokens
+    calibrate(llm.house.target, None)
+    assert llm.generate("def add(a, b):", SamplingParams(max_tokens=8))[0].tokens == before
