@@ -18,6 +18,7 @@ from outrider.engine import Engine
 from outrider.errors import OutriderError
 from outrider.load import Checkpoint, load_checkpoint
 from outrider.lossy import LOSSY
+from outrider.params import AUTO
 from outrider.plan import CostPlanner, FixedPlanner, Planner
 from outrider.propose.base import NoProposer, Proposer, Setup
 from outrider.propose.model import ModelProposer
@@ -28,7 +29,6 @@ from outrider.verify import EXACT, Verifier
 
 Maker = Callable[[Setup], Proposer]
 
-AUTO = "auto"  # as k: leave it to the planner
 _MODELS = Path(__file__).parent / "models"
 _BITS: Mapping[str | None, int] = MappingProxyType({None: 16, "int8": 8, "int4": 4})  # of a quantised weight
 _CONTEXT = 8192  # tokens a row is given at most, unless more is asked for
@@ -70,8 +70,8 @@ def build(
         raise OutriderError(f"k is {k!r}; use a number of guesses, or {AUTO}")
     spec = proposer or default_proposer(target)
     rule = find_verifier(verifier, spec)
-    bits = _bits(quantize)
-    checkpoint = load_checkpoint(target or embedded("mini"), dtype=dtype if bits == 16 else "bfloat16", device=device)
+    bits = weight_bits(quantize)
+    checkpoint = load_checkpoint(target or embedded("mini"), dtype=full_dtype(dtype, bits), device=device)
     size = _context(context, checkpoint)
     scheduler = Scheduler(slots=rows, chunk=chunk, context=size)
     setup = Setup(
@@ -88,8 +88,7 @@ def build(
     model = make_target(checkpoint, slots=rows, context=size, layers=guesser.needs.layers, kernels=kernels, bits=bits)
     check_target(model, checkpoint)
     if planner is None:
-        draft = guesser.model if isinstance(guesser, ModelProposer) else None
-        planner = CostPlanner(known_costs(model, draft)) if isinstance(k, str) else FixedPlanner(k)
+        planner = CostPlanner(known_costs(model, draft_model(guesser))) if isinstance(k, str) else FixedPlanner(k)
     return House(
         engine=Engine(target=model, proposer=guesser, verifier=rule, planner=planner, scheduler=scheduler),
         target=model,
@@ -104,10 +103,21 @@ def build(
     )
 
 
-def _bits(quantize: str | None) -> int:
+def weight_bits(quantize: str | None) -> int:
+    """Of the linear layers' weights: 16 where they are not quantised."""
     if quantize not in _BITS:
         raise OutriderError(f"quantize {quantize!r} is unknown; use {', '.join(filter(None, _BITS))}")
     return _BITS[quantize]
+
+
+def full_dtype(dtype: str, bits: int) -> str:
+    """What a model is loaded in whose weights are to have so many bits: auto is then what quantising starts from."""
+    return "bfloat16" if bits < 16 and dtype == "auto" else dtype
+
+
+def draft_model(proposer: Proposer) -> Target | None:
+    """The draft model of a proposer that has one."""
+    return proposer.model if isinstance(proposer, ModelProposer) else None
 
 
 def embedded(name: str) -> Path:

@@ -102,6 +102,7 @@ def bench(
     max_tokens: options.BenchTokens = 128,
     seed: options.BenchSeed = 0,
     report: options.Report = None,
+    calibrate: options.Calibrate = False,
     as_json: options.BenchJson = False,
 ) -> None:
     """Measure speculation against plain decoding, the two in turns, beside what this machine can do at most.
@@ -130,7 +131,22 @@ def bench(
             temperature=several(temperatures),
         ),
     )
-    _measure(settings, report=report, as_json=as_json)
+    if calibrate:
+        _calibrate(settings, as_json=as_json)
+    else:
+        _measure(settings, report=report, as_json=as_json)
+
+
+def _calibrate(settings: Settings, *, as_json: bool) -> None:
+    from outrider.bench.calibration import run_calibration, show_calibration
+    from outrider.bench.contest import SwitchPlanner
+    from outrider.bench.run import load
+
+    people = Console()
+    document = run_calibration(load(settings, SwitchPlanner()), progress=Console(stderr=True))
+    show_calibration(document, people)
+    if as_json or not people.is_terminal:
+        typer.echo(json.dumps(document))
 
 
 def _measure(settings: Settings, *, report: str | None, as_json: bool) -> None:
@@ -162,6 +178,8 @@ def audit(
     prompts: options.PromptFile = None,
     samples: options.Samples = 2000,
     device: options.Device = "auto",
+    kernels: options.Kernels = "auto",
+    quantize: options.Quantize = None,
     threads: options.Threads = None,
     as_json: options.Json = False,
 ) -> None:
@@ -180,6 +198,8 @@ def audit(
         prompts=prompts,
         samples=samples,
         device=device,
+        kernels=kernels,
+        quantize=quantize,
         threads=threads,
         console=people,
     )

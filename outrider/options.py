@@ -11,7 +11,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from outrider.errors import OutriderError
-from outrider.params import SamplingParams
+from outrider.params import AUTO, SamplingParams
 
 _MODEL, _SAMPLING, _MEASURE, _OUTPUT = "Models", "Sampling", "Measuring", "Output"
 
@@ -35,7 +35,30 @@ Proposer = Annotated[
         rich_help_panel=_MODEL,
     ),
 ]
-Guesses = Annotated[int, typer.Option("--k", help="Guesses a round; 0 is plain decoding.", rich_help_panel=_MODEL)]
+
+
+def _guesses(text: str | int) -> int | str:
+    """A number, or auto."""
+    try:
+        return AUTO if text == AUTO else int(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is no number of guesses; use for example 4, or {AUTO}") from None
+
+
+Guesses = Annotated[
+    Any,
+    typer.Option(
+        "--k",
+        parser=_guesses,
+        metavar="N",
+        help="Guesses a round; 0 is plain decoding, auto decides round by round from measured costs.",
+        rich_help_panel=_MODEL,
+    ),
+]
+Calibrate = Annotated[
+    bool,
+    typer.Option(help="Measure what passes cost here, for --k auto, and print that alone.", rich_help_panel=_MEASURE),
+]
 Verifier = Annotated[
     str | None,
     typer.Option(
@@ -47,7 +70,31 @@ Verifier = Annotated[
 ]
 Dtype = Annotated[str, typer.Option(metavar="NAME", help="auto, float32, bfloat16 or float16.", rich_help_panel=_MODEL)]
 Device = Annotated[str, typer.Option(metavar="NAME", help="auto, cpu, cuda, cuda:1, ...", rich_help_panel=_MODEL)]
-Threads = Annotated[int | None, typer.Option(help="CPU threads. Default: torch's choice.", rich_help_panel=_MODEL)]
+Kernels = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME",
+        help="auto, native or torch. auto takes the fastest that run the model here: in bfloat16 on a CPU the native"
+        " ones, which a C++ compiler builds once on a machine.",
+        rich_help_panel=_MODEL,
+    ),
+]
+Quantize = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="int8 or int4: fewer bits for the target's weights, on a CPU. What is then certified and reproduced is the"
+        " text of the quantised model. Default: the weights as they are.",
+        rich_help_panel=_MODEL,
+    ),
+]
+Threads = Annotated[
+    int | None,
+    typer.Option(
+        help="CPU threads. Default: OMP_NUM_THREADS, or else the physical cores of one NUMA node.",
+        rich_help_panel=_MODEL,
+    ),
+]
 Context = Annotated[
     int | None,
     typer.Option(
@@ -176,6 +223,8 @@ class LoadOptions:
     verifier: Verifier = None
     dtype: Dtype = "auto"
     device: Device = "auto"
+    kernels: Kernels = "auto"
+    quantize: Quantize = None
     threads: Threads = None
 
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 from outrider.errors import OutriderError
 
+AUTO = "auto"  # as k: decide round by round
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:

@@ -143,7 +143,7 @@ def test_report():
         for name, all in seconds.items()
         for i, took in enumerate(all)
     ]
-    figures = report(samples, k=1)
+    figures = report(samples)
     assert list(figures) == ["c", "overall"]
     assert figures["c"] == figures["overall"]
     assert figures["c"]["plain"]["tokens_per_s"] == {"median": 5.0, "min": 2.5, "max": 10.0}
@@ -157,7 +157,7 @@ def test_report_of_completions_that_end_at_once():
     stats = Stats(passes=1, emitted=1)
     ways = ("plain", "speculative")
     empty = Trial(span=Span(tokens=0, seconds=0.0), gaps=(), stats=stats)
-    figures = report([Sample(category="c", name=name, round=0, trial=empty) for name in ways], k=4)["overall"]
+    figures = report([Sample(category="c", name=name, round=0, trial=empty) for name in ways])["overall"]
     for name in ways:
         assert figures[name]["tokens_per_s"] is None
         assert figures[name]["speedup"] is None
@@ -168,7 +168,7 @@ def test_report_of_completions_that_end_at_once():
 def test_expected_speedup_counts_a_pass_without_a_guess_as_a_rejection():
     plain = Stats(rounds=4, passes=4, emitted=4, target_seconds=4.0)
     half = Stats(rounds=4, passes=4, emitted=6, reached=(2,), accepted=(2,), target_seconds=4.0, propose_seconds=1.0)
-    assert expected_speedup(plain, half, k=1) == pytest.approx(1.5 / 1.25)
+    assert expected_speedup(plain, half) == pytest.approx(1.5 / 1.25)
 
 
 def test_switch_planner_makes_both_with_one_llm():

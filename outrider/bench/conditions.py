@@ -34,7 +34,11 @@ def conditions(document: Document) -> list[tuple[str, str]]:
         ("commit", document["commit"] or "not from a checkout"),
         ("proposer, verifier", f"{document['proposer']}, {document['verifier']}"),
         ("precision, kernels, device", f"{document['dtype']}, {document['kernels']}, {hardware['device']}"),
+        ("bits of a weight", str(document["weight_bits"])),
     ]
+    if document["kernels"].startswith("native"):
+        took = document["compile_seconds"]
+        pairs.append(("compiling the kernels", f"{took:.1f} s" if took else "done by an earlier run"))
     return pairs + [(f"--{name.replace('_', '-')}", text) for name, text in arguments(document).items()]
 
 

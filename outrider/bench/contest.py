@@ -13,6 +13,7 @@ from outrider.bench.clock import Mark, Span, decode_span, opening, timed, token_
 from outrider.errors import OutriderError
 from outrider.llm import LLM
 from outrider.params import SamplingParams
+from outrider.plan import Planner
 from outrider.stats import Stats
 from outrider.types import Batch, Finish, Row
 
@@ -47,16 +48,20 @@ class SwitchPlanner:
     """As many guesses as it is set to, so that one process with one copy of the weights does plain and speculative."""
 
     def __init__(self) -> None:
-        self.k = 0
+        self.k: int | str = 0
+        self.auto: Planner | None = None  # who decides where k is auto
 
     def budget(self, batch: Batch, stats: Stats) -> tuple[int, ...]:
+        if isinstance(self.k, str):
+            assert self.auto is not None
+            return self.auto.budget(batch, stats)
         return tuple(min(self.k, most) for most in batch.budget)
 
 
 class Own:
     """Outrider's engine with k guesses a round; 0 is plain decoding."""
 
-    def __init__(self, name: str, llm: LLM, planner: SwitchPlanner, *, k: int) -> None:
+    def __init__(self, name: str, llm: LLM, planner: SwitchPlanner, *, k: int | str) -> None:
         self.name = name
         self._llm, self._planner, self._k = llm, planner, k
 

@@ -88,7 +88,7 @@ def _tiles(document: Document) -> list[tuple[str, str]]:
     plain, guessing = overall[PLAIN], overall[SPECULATIVE]
     tiles = [
         (_median(guessing["tokens_per_s"]), f"tokens/s speculative; {_median(plain['tokens_per_s'])} plain"),
-        (f"{guessing['tau']:.2f}", f"tau, tokens a pass; at most {document['arguments']['k'] + 1}"),
+        (f"{guessing['tau']:.2f}", f"tau, tokens a pass; k is {document['arguments']['k']}"),
     ]
     if guessing["latency_ms"] and plain["latency_ms"]:
         gaps = (f"{each['latency_ms']['p99']:.1f}" for each in (guessing, plain))

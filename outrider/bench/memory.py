@@ -13,12 +13,12 @@ from safetensors import safe_open
 from transformers import AutoConfig
 
 from outrider.bench.contest import Job
+from outrider.build import draft_model
 from outrider.cache.recurrent import RecurrentCache
 from outrider.cost import rows_instead
 from outrider.llm import LLM
 from outrider.prepack import can_prepack
 from outrider.propose.base import Proposer
-from outrider.propose.model import ModelProposer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,17 +87,17 @@ def _held(device: torch.device, known: int) -> int | None:
 
 def _draft_bytes(proposer: Proposer) -> tuple[int, int]:
     """Bytes of a draft model's weights and of its cache; of another proposer's memory nothing is known."""
-    if not isinstance(proposer, ModelProposer):
-        return 0, 0
-    model = proposer._model  # `bytes()` is the sum of both alone
-    return model.bytes(), model.cache.bytes()
+    model = draft_model(proposer)
+    return (0, 0) if model is None else (model.bytes(), model.cache.bytes())
 
 
 def bytes_per_pass(llm: LLM, folder: Path) -> int:
     """Bytes of weights that one pass reads: all but an embedding table that serves for looking up alone."""
     table, tied = _embedding(folder)
-    shared = tied and not can_prepack(llm.house.device, llm.house.dtype)
-    return llm.house.target.bytes() - (0 if shared else table * llm.house.dtype.itemsize)
+    house = llm.house
+    # A head that is packed or quantised is a copy of its own.
+    copied = can_prepack(house.device, house.dtype) or house.target.kernels not in ("torch", "graphs")
+    return house.target.bytes() - (table * house.dtype.itemsize if copied or not tied else 0)
 
 
 def flops_per_column(folder: Path) -> float:

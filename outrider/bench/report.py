@@ -59,18 +59,18 @@ class Sample:
     trial: Trial
 
 
-def report(samples: Sequence[Sample], *, k: int) -> dict[str, dict[str, Any]]:
+def report(samples: Sequence[Sample]) -> dict[str, dict[str, Any]]:
     """The figures of each category, and of all under "overall"."""
     categories = list(dict.fromkeys(sample.category for sample in samples))
     groups = {category: [s for s in samples if s.category == category] for category in categories}
-    return {name: _figures(group, k) for name, group in {**groups, OVERALL: list(samples)}.items()}
+    return {name: _figures(group) for name, group in {**groups, OVERALL: list(samples)}.items()}
 
 
-def compare(samples: Sequence[Sample], *, k: int, name: str = SPECULATIVE) -> dict[str, dict[str, Any]]:
+def compare(samples: Sequence[Sample], *, name: str = SPECULATIVE) -> dict[str, dict[str, Any]]:
     """The figures of plain decoding and of one other contestant, which then goes under "speculative"."""
     plain = [sample for sample in samples if sample.name == PLAIN]
     other = [replace(sample, name=SPECULATIVE) for sample in samples if sample.name == name]
-    return report([*plain, *other], k=k)
+    return report([*plain, *other])
 
 
 def mean_cached(samples: Sequence[Sample], *, rows: int) -> float:
@@ -79,14 +79,14 @@ def mean_cached(samples: Sequence[Sample], *, rows: int) -> float:
     return sum(stats.prompt + stats.emitted / 2 for stats in trials) / rows / len(trials)
 
 
-def _figures(samples: Sequence[Sample], k: int) -> dict[str, Any]:
+def _figures(samples: Sequence[Sample]) -> dict[str, Any]:
     by_name: dict[str, list[Sample]] = defaultdict(list)
     for sample in samples:
         by_name[sample.name].append(sample)
     rates = {name: _rates(group) for name, group in by_name.items()}
     figures = {name: _contestant(group, rates[name], rates[PLAIN]) for name, group in by_name.items()}
     plain, guessing = (_stats(by_name[name]) for name in (PLAIN, SPECULATIVE))
-    figures[SPECULATIVE]["expected_speedup"] = expected_speedup(plain, guessing, k=k)
+    figures[SPECULATIVE]["expected_speedup"] = expected_speedup(plain, guessing)
     return figures
 
 
@@ -124,7 +124,7 @@ def _percentiles(gaps: Sequence[float]) -> dict[str, float] | None:
     return {name: 1e3 * float(marks[round(share * (len(marks) - 1))]) for name, share in at.items()}
 
 
-def expected_speedup(plain: Stats, guessing: Stats, *, k: int) -> float | None:
+def expected_speedup(plain: Stats, guessing: Stats) -> float | None:
     """What acceptance and costs, as measured, should have gained; None where too little was measured.
 
     A pass that came without a guess counts as one whose guess was rejected, so E[tau] needs no case for it.
@@ -136,8 +136,8 @@ def expected_speedup(plain: Stats, guessing: Stats, *, k: int) -> float | None:
     unit = plain.seconds / plain.rounds * guessing.rounds  # as many plain rounds as there were guessing ones
     return cost.speedup(
         cost.expected_tau(acceptance),
-        k=k,
-        draft=guessing.propose_seconds / k / unit if k else 0.0,
+        k=1,  # all guesses of a round are one item here
+        draft=guessing.propose_seconds / unit,
         verify=guessing.target_seconds / unit,
         host=guessing.host_seconds / unit,
     )

@@ -20,8 +20,12 @@ from outrider.bench.rates import Rates, best_rates, measure_rates
 from outrider.bench.report import DEFINITIONS, OVERALL, PLAIN, SPECULATIVE, Sample, mean_cached, report
 from outrider.bench.settings import Settings
 from outrider.bench.sweep import Place, guessers, home, places, sweeps
-from outrider.build import default_proposer, embedded
+from outrider.build import default_proposer, draft_model, embedded, weight_bits
+from outrider.calibrate import known_costs
 from outrider.llm import LLM
+from outrider.native.target import NativeTarget
+from outrider.params import AUTO
+from outrider.plan import CostPlanner
 
 
 def run_bench(settings: Settings, *, progress: Console) -> dict[str, Any]:
@@ -40,7 +44,9 @@ def run_bench(settings: Settings, *, progress: Console) -> dict[str, Any]:
     prompts = read_prompts(settings.prompts, limit=settings.limit)
     planner = SwitchPlanner()
     with progress.status("loading models"):
-        llm = _load(settings, planner)
+        llm = load(settings, planner)
+        if AUTO in guessers(settings):
+            planner.auto = CostPlanner(known_costs(llm.house.target, draft_model(llm.house.proposer)))
         heats = {place: make_heats(llm, prompts, settings, place) for place in places(settings)}
         stages = [
             Stage(place=place, contestants=_contestants(llm, planner, settings, place), heats=some)
@@ -56,7 +62,8 @@ def run_bench(settings: Settings, *, progress: Console) -> dict[str, Any]:
     return _document(llm, settings, samples, rates=(before, after), held=held)
 
 
-def _load(settings: Settings, planner: SwitchPlanner) -> LLM:
+def load(settings: Settings, planner: SwitchPlanner) -> LLM:
+    """The models to measure."""
     return LLM(
         settings.target,
         proposer=settings.proposer,
@@ -64,6 +71,8 @@ def _load(settings: Settings, planner: SwitchPlanner) -> LLM:
         verifier=settings.verifier,
         dtype=settings.dtype,
         device=settings.device,
+        kernels=settings.kernels,
+        quantize=settings.quantize,
         threads=settings.threads,
         rows=settings.rows,
         context=settings.capacity,
@@ -93,7 +102,7 @@ def _document(
 ) -> dict[str, Any]:
     house, start = llm.house, home(settings)
     swept = {f"k={k}" for k in settings.sweep.k}
-    figures = report([sample for sample in samples[start] if sample.name not in swept], k=settings.k)
+    figures = report([sample for sample in samples[start] if sample.name not in swept])
     roofline = _roofline(llm, settings, rates)
     cached = mean_cached(samples[start], rows=start.batch)
     return {
@@ -103,6 +112,8 @@ def _document(
         "verifier": house.verifier.name,
         "exact": house.verifier.exact,
         "kernels": house.target.kernels,
+        "weight_bits": weight_bits(settings.quantize) if settings.quantize else 8 * house.dtype.itemsize,
+        "compile_seconds": _compile_seconds(llm),
         "dtype": str(house.dtype).removeprefix("torch."),
         "hardware": machine.hardware(str(house.device)),
         "versions": machine.versions(),
@@ -126,6 +137,12 @@ def _roofline(llm: LLM, settings: Settings, rates: tuple[Rates, Rates]) -> limit
         read_bytes_per_s=bandwidth,
         gemm_flops_per_s=gemm,
     )
+
+
+def _compile_seconds(llm: LLM) -> float:
+    """What the native kernels took to compile; 0 where none run, or an earlier run left them."""
+    models = (llm.house.target, draft_model(llm.house.proposer))
+    return max((model.compile_seconds for model in models if isinstance(model, NativeTarget)), default=0.0)
 
 
 def _target(settings: Settings) -> Path:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from outrider.errors import OutriderError
-from outrider.params import SamplingParams
+from outrider.params import AUTO, SamplingParams
 
 PEERS = ("transformers",)
 _MOST_VALUES = 64  # of one axis: beyond it a range was surely mistyped
@@ -31,7 +31,7 @@ class Settings:
 
     target: str | None = None
     proposer: str | None = None
-    k: int = 4
+    k: int | str = 4  # or auto
     verifier: str | None = None
     prompts: str | None = None  # a file of JSON lines; None is the embedded set
     limit: int | None = None  # prompts of each category
@@ -43,12 +43,17 @@ class Settings:
     seed: int = 0
     dtype: str = "auto"
     device: str = "auto"
+    kernels: str = "auto"
+    quantize: str | None = None
     threads: int | None = None
     context: int | None = None
     sweep: Sweep = field(default_factory=Sweep)
 
     def __post_init__(self) -> None:
-        counts = {"rounds": self.rounds, "batch": self.batch, "limit": self.limit, "k": self.k}
+        if isinstance(self.k, str) and self.k != AUTO:
+            raise OutriderError(f"k is {self.k!r}; use a number of guesses, or {AUTO}")
+        k = None if isinstance(self.k, str) else self.k
+        counts = {"rounds": self.rounds, "batch": self.batch, "limit": self.limit, "k": k}
         counts["batch of the sweep"] = min(self.sweep.batch, default=None)
         for name, value in counts.items():
             if value is not None and value < 1:

@@ -46,9 +46,9 @@ def places(settings: Settings) -> list[Place]:
     return list(dict.fromkeys([home(settings), *along]))
 
 
-def guessers(settings: Settings) -> dict[int, str]:
+def guessers(settings: Settings) -> dict[int | str, str]:
     """The names of those who run at home, by their k: plain decoding, `settings.k`, and those of the sweep."""
-    names = {0: PLAIN, settings.k: SPECULATIVE}
+    names: dict[int | str, str] = {0: PLAIN, settings.k: SPECULATIVE}
     return names | {k: f"k={k}" for k in settings.sweep.k if k not in names}
 
 
@@ -59,11 +59,11 @@ def sweeps(
     start, names = home(settings), guessers(settings)
     found: dict[str, list[dict[str, Any]]] = {}
     if settings.sweep.k:
-        figures = {k: compare(samples[start], k=k, name=names[k]) for k in settings.sweep.k}
+        figures = {k: compare(samples[start], name=names[k]) for k in settings.sweep.k}
         found["k"] = [_entry(k, figures[k], start, samples[start], roofline) for k in sorted(figures)]
     for axis, along in axes(settings).items():
         found[axis] = [
-            _entry(value, compare(samples[place], k=settings.k), place, samples[place], roofline)
+            _entry(value, compare(samples[place]), place, samples[place], roofline)
             for value, place in sorted(along.items())
         ]
     return found

@@ -54,8 +54,17 @@ struct Scratch {
   explicit Scratch(int dim) : sums(kQueries * dim), values(kLanes * dim), keys(kLanes * dim / 2) {}
 };
 
+// Ask for the entry that most likely comes sixteen later: what is strewn over pages no processor foresees by itself.
+inline void foresee(const uint16_t* entry, int dim) {
+  for (int d = 0; d < dim; d += 32) __builtin_prefetch(entry + size_t(kLanes) * dim + d);
+}
+
 // The entries at[0 .. count - 1], and zeros up to sixteen: keys as pairs, one entry a lane; values widened.
 inline void gather(const Stripes& from, const int32_t* at, int count, int dim, Scratch& s) {
+  for (int j = 0; j < count; j++) {
+    foresee(from.keys + size_t(at[j]) * dim, dim);
+    foresee(from.values + size_t(at[j]) * dim, dim);
+  }
   for (int d = 0; d < dim / 2; d += kLanes) {
     Ints row[kLanes] = {};
     const int pairs = std::min(kLanes, dim / 2 - d);
@@ -88,15 +97,18 @@ inline void mix(const Guest* guest, const float (&weight)[R][kLanes], const floa
 template <int R>
 inline void meet(const Guest* guest, const Heads& heads, Scratch& s) {
   const int dim = heads.dim;
-  Floats scores[R] = {};
-  for (int d = 0; d < dim / 2; d++) {
-    const Ints keys = load(&s.keys[d * kLanes]);
+  Floats scores[R], odd[R];  // two sums, so that a product need not wait for the one before
+  for (int i = 0; i < R; i++) scores[i] = odd[i] = Floats{};
+  for (int d = 0; d < dim / 2; d += 2) {
+    const Ints keys = load(&s.keys[d * kLanes]), next = load(&s.keys[(d + 1) * kLanes]);
     for (int i = 0; i < R; i++) {
-      int32_t pair;
-      std::memcpy(&pair, guest[i].query + 2 * d, sizeof pair);
-      scores[i] = dot_pairs(scores[i], keys, fill(pair));
+      int32_t pair[2];
+      std::memcpy(pair, guest[i].query + 2 * d, sizeof pair);
+      scores[i] = dot_pairs(scores[i], keys, fill(pair[0]));
+      odd[i] = dot_pairs(odd[i], next, fill(pair[1]));
     }
   }
+  for (int i = 0; i < R; i++) scores[i] += odd[i];
   float keep[R], weight[R][kLanes];
   for (int i = 0; i < R; i++) {
     float& most = s.most[guest[i].row];
