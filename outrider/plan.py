@@ -51,20 +51,24 @@ class CostPlanner:
         self._told = Stats()
         self._last: tuple[int, int, float, int] | None = None  # rows, k, cached and fed columns of the last round
         self._idle, self._patience = 0, _PATIENCE
+        self._found: dict[tuple[int, int], int] = {}  # the best k by rows and cached tokens, for some rounds
 
     def budget(self, batch: Batch, stats: Stats) -> tuple[int, ...]:
         self._learn(stats)
         rows = sum(batch.emits)
         feed = sum(len(feed) for feed, emits in zip(batch.feed, batch.emits, strict=True) if not emits)
         cached = sum(batch.start) / len(batch.start)
-        k = min(self._choose(rows, cached, feed), max(batch.budget, default=0)) if rows else 0
+        left = 1 + sum(batch.budget) / max(rows, 1)  # tokens that a row can still emit
+        soon = len(batch.rows) + batch.waiting  # rows that decode once all prompts are read
+        k = min(self._choose(rows, soon, cached, left), max(batch.budget)) if rows else 0
+        k = self._beside(feed, rows, k, cached) if feed and k else k
         self._last = (rows, k, cached, feed)
         return tuple(min(k, most) for most in batch.budget)
 
-    def speedup(self, rows: int, k: int, *, cached: float = 0, feed: int = 0) -> float:
+    def speedup(self, rows: int, k: int, *, cached: float = 0) -> float:
         """Expected tokens a second with k guesses over those with none."""
         tau = expected_tau(self.acceptance[:k])
-        return tau * self._seconds(rows, 0, cached, feed) / self._seconds(rows, k, cached, feed)
+        return tau * self._seconds(rows, 0, cached, 0) / self._seconds(rows, k, cached, 0)
 
     @property
     def acceptance(self) -> tuple[float, ...]:
@@ -75,21 +79,48 @@ class CostPlanner:
         verify = self._costs.verify(rows, k, cached=cached, feed=feed)
         return verify * self._target_factor + self._costs.propose(rows, k, cached=cached) * self._draft_factor
 
-    def _choose(self, rows: int, cached: float, feed: int) -> int:
-        gains = [self.speedup(rows, k, cached=cached, feed=feed) for k in range(self._most + 1)]
-        best = max(range(len(gains)), key=gains.__getitem__)
-        if gains[best] >= _WORTHWHILE:
+    def _choose(self, rows: int, soon: int, cached: float, left: float) -> int:
+        """Guesses for `rows` rows that can emit `left` tokens more each, where `soon` rows will decode."""
+        k = min(self._best(rows, cached), self._best(soon, cached))
+        on = self._last is not None and self._last[1] > 0
+        if k and (on or self._pays(self.speedup(rows, k, cached=cached), rows, cached, left)):
             self._idle, self._patience = 0, _PATIENCE
-            return best
+            return k
         self._idle += 1
-        # Were every guess kept, would it pay? If not, nothing is to be learnt from trying.
-        hope = max(
-            (1 + k) * self._seconds(rows, 0, cached, feed) / self._seconds(rows, k, cached, feed) for k in range(1, 3)
-        )
-        if self._idle < self._patience or hope < _WORTHWHILE:
+        # Were the first guesses always kept, would it pay? If not, nothing is to be learnt from trying.
+        hope = max((1 + k) * self._seconds(soon, 0, cached, 0) / self._seconds(soon, k, cached, 0) for k in (1, 2))
+        if self._idle < self._patience or not self._pays(hope, rows, cached, left):
             return 0
         self._idle, self._patience = 0, min(2 * self._patience, _PATIENCE_MOST)
         return 1
+
+    def _best(self, rows: int, cached: float) -> int:
+        place = (rows, int(cached) // _GRAIN)
+        if place not in self._found:
+            gains = [self.speedup(rows, k, cached=cached) for k in range(self._most + 1)]
+            best = max(range(len(gains)), key=gains.__getitem__)
+            self._found[place] = best if gains[best] >= _WORTHWHILE else 0
+        return self._found[place]
+
+    def _pays(self, gain: float, rows: int, cached: float, left: float) -> bool:
+        """Whether it pays although a draft model must read the text first; half of what is `left` will be emitted."""
+        if gain < _WORTHWHILE:
+            return False
+        saved = left / 2 * self._seconds(rows, 0, cached, 0) * (1 - 1 / gain)
+        read = 0.0 if self._costs.draft is None else self._costs.draft(rows * cached, rows=rows, cached=cached / 2)
+        return saved > read
+
+    def _beside(self, feed: int, rows: int, best: int, cached: float) -> int:
+        """How many guesses pay beside prompts that are fed in the same pass.
+
+        The prompts' time must be spent anyway, so it is left out: a guess pays if what it is expected to emit is worth
+        more, at the price of tokens without prompts, than what it adds to the pass.
+        """
+        price = self._seconds(rows, best, cached, 0) / expected_tau(self.acceptance[:best])
+        return max(
+            range(best + 1),
+            key=lambda k: price * expected_tau(self.acceptance[:k]) - self._seconds(rows, k, cached, feed),
+        )
 
     def _learn(self, stats: Stats) -> None:
         """From what has been added to `stats` since the last round."""
@@ -98,6 +129,8 @@ class CostPlanner:
             return
         before, self._told = self._told, stats
         rows, k, cached, feed = self._last
+        if k or stats.rounds % _ROUNDS == 0:
+            self._found.clear()
         for i in range(min(k, len(stats.reached), self._most)):
             met = stats.reached[i] - (before.reached[i] if i < len(before.reached) else 0)
             kept = stats.accepted[i] - (before.accepted[i] if i < len(before.accepted) else 0)
@@ -119,5 +152,6 @@ def _blend(factor: float, seen: float) -> float:
 _TRUST, _HOPE = 4.0, 0.8  # the first estimate: so many guesses seen, of which so many were kept
 _MEMORY = 0.98  # weight of a guess seen one guess earlier
 _PACE = 0.05  # of the corrections to the costs
+_GRAIN, _ROUNDS = 128, 16  # cached tokens that make a difference; rounds that a choice of 0 stands
 _WORTHWHILE = 1.02  # expected speedup below which plain decoding is kept
 _PATIENCE, _PATIENCE_MOST = 32, 1024  # rounds without speculation before it is tried again

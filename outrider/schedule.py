@@ -63,6 +63,7 @@ class Scheduler:
             start=tuple(row.cached for row in rows),
             feed=feeds,
             budget=tuple(self._room(row, len(feed)) for row, feed in zip(rows, feeds, strict=True)),
+            waiting=len(self._running) - len(rows),
         )
 
     def commit(self, round: Round) -> list[Row]:

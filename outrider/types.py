@@ -86,6 +86,7 @@ class Batch:
     start: tuple[int, ...]  # [B] cached length before this round
     feed: tuple[tuple[int, ...], ...]  # [B] tokens, at least one a row
     budget: tuple[int, ...]  # [B] guesses the row may spend; 0 = do not speculate
+    waiting: int = 0  # rows that hold a slot and take no part in this round
 
     @property
     def emits(self) -> tuple[bool, ...]:

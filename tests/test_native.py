@@ -255,8 +255,6 @@ def test_what_cannot_be_had_is_said(folders, monkeypatch):
         LLM(folders["llama"], kernels="native", dtype="float32")
     with pytest.raises(OutriderError, match="quantize 'int3' is unknown; use int8, int4"):
         LLM(folders["llama"], quantize="int3")
-    with pytest.raises(OutriderError, match="8-bit weights need the native kernels"):
-        LLM(folders["llama"], quantize="int8", kernels="torch")
     with pytest.raises(OutriderError, match="layer 9 was asked for"):
         read(folders["llama"], layers=(9,))
 
@@ -269,6 +267,8 @@ def test_without_a_compiler_torch_takes_over(folders, monkeypatch, tmp_path):
         with pytest.raises(UnsupportedModel, match="no C\\+\\+ compiler was found"):
             make_target(checkpoint, slots=1, context=32, kernels="native")
         assert make_target(checkpoint, slots=1, context=32).kernels == "torch"
+        again = load_checkpoint(folders["llama"], dtype="bfloat16", device="cpu")
+        assert make_target(again, slots=1, context=32, bits=8).kernels == "torch int8"
         monkeypatch.setenv("CXX", "false")
         with pytest.raises(UnsupportedModel, match="cannot compile"):
             make_target(checkpoint, slots=1, context=32, kernels="native")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import logging
 import os
 import platform
 import shutil
@@ -19,6 +20,7 @@ import torch
 
 from outrider.errors import UnsupportedModel
 
+_log = logging.getLogger("outrider")
 _HERE = Path(__file__).parent
 _SOURCES = ("simd.h", "team.h", "linear.h", "attention.h", "decoder.cpp")
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-fopenmp")
@@ -44,6 +46,7 @@ def load_library() -> Library:
     path = _cache_folder() / f"kernels-{_fingerprint(compiler)}.so"
     seconds = 0.0
     if not path.is_file():
+        _log.warning("compiling the CPU kernels: once on a machine, some ten seconds")
         began = perf_counter()
         _compile(compiler, path)
         seconds = perf_counter() - began

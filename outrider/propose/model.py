@@ -16,12 +16,14 @@ from outrider.target import Target
 from outrider.types import Batch, Draft, Draw, Law, Needs, Request, Round
 
 _log = logging.getLogger("outrider")
+_PIECE = 1024  # tokens of a text read in one round: those who decode beside it wait for no more
 
 
 class ModelProposer:
     """Runs a draft model over its own cache.
 
-    The draft reads a prompt in the same pieces as the target. Its guesses are drawn under the request's own sampling
+    The draft reads a text when it is first asked to go on with it, and so costs nothing while the planner does without
+    guesses. Its guesses are drawn under the request's own sampling
     parameters, since q close to p is what is accepted, and q is kept as it was drawn from.
     """
 
@@ -69,7 +71,7 @@ class ModelProposer:
     def _catch_up(self, batch: Batch) -> tuple[Batch | None, list[int]]:
         """The rows that the draft runs, each with the committed text that it has not read; and which rows they are."""
         where, starts, feeds, budgets = [], [], [], []
-        for b, (row, emits) in enumerate(zip(batch.rows, batch.emits, strict=True)):
+        for b, row in enumerate(batch.rows):
             end = batch.start[b] + len(batch.feed[b])
             start = self._model.cache.length(row.slot)
             room = self._model.context - end
@@ -77,11 +79,12 @@ class ModelProposer:
             if room < batch.budget[b] and not self._told:
                 self._told = True
                 _log.warning("the draft model's context of %d tokens is full; going on without it", self._model.context)
-            if start < end <= self._model.context and (budget or not emits):
+            if start < end <= self._model.context and budget:
+                stop = min(end, start + _PIECE)
                 where.append(b)
                 starts.append(start)
-                feeds.append(tuple(row.text[start:end]))
-                budgets.append(budget)
+                feeds.append(tuple(row.text[start:stop]))
+                budgets.append(budget if stop == end else 0)
         if not where:
             return None, where
         rows = tuple(batch.rows[b] for b in where)
@@ -92,7 +95,7 @@ class ModelProposer:
         if knobs.bare and min(batch.budget):
             return tree.chain(self._model.grow(batch, self._setup.vocab), batch.budget)
         assert self._noise is not None
-        noise = self._noise.at(torch.tensor([len(row.text) for row in batch.rows], device=self._setup.device))
+        noise = self._noise.at(tree.upload([len(row.text) for row in batch.rows], self._setup.device))
         draft = tree.empty(len(batch.rows), self._setup.device)
         draws = noise.draws(max(batch.budget))
         laws: list[torch.Tensor] = []
@@ -108,7 +111,7 @@ class ModelProposer:
             draft = tree.chain(tokens, tuple(min(budget, depth + 1) for budget in batch.budget))
         if self._setup.draw is Draw.ARGMAX or knobs.all_greedy or not laws:
             return draft
-        sampled = torch.tensor(knobs.sampled, device=self._setup.device)[:, None]
+        sampled = tree.upload(knobs.sampled, self._setup.device, torch.bool)[:, None]
         q = torch.stack(laws, 1) * sampled[..., None]
         law_of = torch.where(sampled, int(Law.SAMPLED), int(Law.ONE_HOT)).expand_as(draft.tokens)
         return tree.chain(draft.tokens, draft.width, law=law_of, q=q)
@@ -138,7 +141,7 @@ def _fit(logits: torch.Tensor, vocab: int) -> torch.Tensor:
 
 def _spread(draft: Draft, where: list[int], rows: int) -> Draft:
     """The same draft among `rows` rows, of which it knows those at `where`; the others have no guesses."""
-    index = torch.tensor(where, device=draft.tokens.device)
+    index = tree.upload(where, draft.tokens.device)
     tokens = draft.tokens.new_zeros(rows, draft.size).index_copy_(0, index, draft.tokens)
     law = draft.law.new_zeros(rows, draft.size).index_copy_(0, index, draft.law)
     q = draft.q if draft.q is None else draft.q.new_zeros(rows, *draft.q.shape[1:]).index_copy_(0, index, draft.q)
