@@ -1,0 +1,125 @@
+"""llama.cpp: its `llama-server`, over a socket in a folder of its own."""
+
+from __future__ import annotations
+
+import atexit
+import http.client
+import json
+import shutil
+import socket
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from time import monotonic, sleep
+from typing import Any
+
+import worker
+from worker import Arguments, Mode, PeerError, Run
+
+_PROGRAM = "llama-server"
+_NGRAM = 3  # tokens that prompt lookup matches
+_PATIENCE = 120.0  # seconds for loading
+
+
+class LlamaCpp:
+    """A server process: its own clock from a completion's first token to its last, so no chunk has to be sent."""
+
+    packages: Sequence[str] = ()
+
+    def __init__(self, args: Arguments) -> None:
+        program = shutil.which(_PROGRAM)
+        if program is None:
+            raise PeerError(f"{_PROGRAM} is not on the PATH (see README.md)")
+        folder = tempfile.mkdtemp(prefix="peer-")
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        self._socket = Path(folder) / "server.sock"
+        options = _options(args)
+        command = [program, "--host", str(self._socket), *options]
+        self._log = Path(folder) / "log"
+        with self._log.open("wb") as log:
+            self._server = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        atexit.register(self._server.kill)
+        self.settings: Mapping[str, Any] = {"version": _version(program), "options": " ".join(_shown(options))}
+        self._wait()
+
+    def complete(self, prompt: Sequence[int], max_tokens: int) -> Run:
+        asked = {
+            "prompt": list(prompt),
+            "n_predict": max_tokens,
+            "temperature": 0.0,
+            "samplers": ["temperature"],
+            "cache_prompt": False,
+            "return_tokens": True,
+        }
+        status, answer = self._ask("POST", "/completion", json.dumps(asked))
+        if status != http.client.OK:
+            raise PeerError(f"{_PROGRAM} answered {status}: {answer.get('error', {}).get('message', '')}")
+        clock = answer["timings"]
+        if clock["prompt_n"] != len(prompt):
+            raise PeerError(f"{_PROGRAM} read {clock['prompt_n']} tokens of a prompt of {len(prompt)}")
+        seconds, ttft = clock["predicted_ms"] / 1e3, clock["prompt_ms"] / 1e3
+        return Run(prompt=prompt, tokens=answer["tokens"], opening=1, seconds=seconds, ttft=ttft)
+
+    def _wait(self) -> None:
+        limit = monotonic() + _PATIENCE
+        while monotonic() < limit and self._server.poll() is None:
+            try:
+                if self._ask("GET", "/health")[0] == http.client.OK:
+                    return
+            except OSError:  # it does not listen yet
+                pass
+            sleep(0.1)
+        lines = self._log.read_text("utf-8", "replace").split("\n")
+        raise PeerError(f"{_PROGRAM} did not become ready: {next(filter(None, reversed(lines)), 'it printed nothing')}")
+
+    def _ask(self, method: str, path: str, body: str | None = None) -> tuple[int, dict[str, Any]]:
+        connection = _Connection(self._socket)
+        try:
+            connection.request(method, path, body, {"Content-Type": "application/json"})
+            answer = connection.getresponse()
+            return answer.status, json.loads(answer.read())
+        finally:
+            connection.close()
+
+
+class _Connection(http.client.HTTPConnection):
+    """HTTP over a Unix socket: no port to find, nothing that anyone outside could reach."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__("localhost")
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.connect(str(self._path))
+
+
+def _options(args: Arguments) -> list[str]:
+    threads = str(args.threads)
+    options = ["--model", str(args.converted_model(args.target, ".gguf")), "--ctx-size", str(args.context())]
+    options += ["--threads", threads, "--threads-batch", threads, "--flash-attn", "on"]
+    options += ["--parallel", "1", "--cache-ram", "0", "--no-ui"]
+    if args.mode is Mode.DRAFT:
+        draft = str(args.converted_model(args.draft_folder(), ".gguf"))
+        options += ["--spec-type", "draft-simple", "--spec-draft-model", draft, "--spec-draft-threads", threads]
+        options += ["--spec-draft-n-max", str(args.k)]
+    elif args.mode is Mode.NGRAM:
+        options += ["--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", str(_NGRAM)]
+        options += ["--spec-ngram-simple-size-m", str(args.k), "--spec-draft-n-max", str(args.k)]
+    return options
+
+
+def _shown(options: Sequence[str]) -> list[str]:
+    """Options as a report quotes them: models by their names, wherever they lie."""
+    return [Path(option).name if option.endswith(".gguf") else option for option in options]
+
+
+def _version(program: str) -> str:
+    done = subprocess.run([program, "--version"], capture_output=True, text=True, check=False)
+    lines = (done.stdout + done.stderr).splitlines()
+    return next((line.removeprefix("version: ") for line in lines if line.startswith("version")), "unknown")
+
+
+if __name__ == "__main__":
+    worker.main(LlamaCpp)

@@ -1,0 +1,69 @@
+"""OpenVINO GenAI: `LLMPipeline`, alone, with a draft model, and with its prompt lookup."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from time import perf_counter
+from typing import Any
+
+import worker
+from worker import Arguments, Mode, Run, end_ids
+
+_NGRAM = 3  # tokens that prompt lookup matches at most
+_DEVICE = "CPU"
+
+
+class OpenVino:
+    """A pipeline over models that `optimum-cli export openvino` wrote."""
+
+    packages: Sequence[str] = ("openvino-genai", "openvino")
+
+    def __init__(self, args: Arguments) -> None:
+        import openvino_genai as genai  # type: ignore[import-not-found]
+
+        properties: dict[str, Any] = {
+            "INFERENCE_NUM_THREADS": args.threads,
+            "INFERENCE_PRECISION_HINT": "bf16",
+            "KV_CACHE_PRECISION": "bf16",  # the default on a CPU is u8, which no other engine here uses
+            "PERFORMANCE_HINT": "LATENCY",
+        }
+        options: dict[str, Any] = {}
+        self._config = genai.GenerationConfig(do_sample=False, stop_token_ids=set(end_ids(args.target)))
+        if args.mode is Mode.DRAFT:
+            draft = args.converted_model(args.draft_folder())
+            options["draft_model"] = genai.draft_model(str(draft), _DEVICE, **properties)
+            self._config.num_assistant_tokens = args.k
+        elif args.mode is Mode.NGRAM:
+            options["prompt_lookup"] = True
+            self._config.num_assistant_tokens = args.k
+            self._config.max_ngram_size = _NGRAM
+        self._pipeline = genai.LLMPipeline(str(args.converted_model(args.target)), _DEVICE, **properties, **options)
+        self.settings: Mapping[str, Any] = properties
+        self._genai = genai
+
+    def complete(self, prompt: Sequence[int], max_tokens: int) -> Run:
+        import numpy as np
+        import openvino as ov  # type: ignore[import-not-found]
+
+        marks: list[tuple[float, Sequence[int]]] = []
+
+        class Watch(self._genai.StreamerBase):  # type: ignore[name-defined,misc]
+            """Notes when tokens come, once a round."""
+
+            def write(self, tokens: int | Sequence[int]) -> Any:
+                marks.append((perf_counter(), [tokens] if isinstance(tokens, int) else list(tokens)))
+                return running
+
+            def end(self) -> None: ...
+
+        running = self._genai.StreamingStatus.RUNNING
+        ids = np.array([list(prompt)], dtype=np.int64)
+        inputs = self._genai.TokenizedInputs(ov.Tensor(ids), ov.Tensor(np.ones_like(ids)))
+        self._config.max_new_tokens = max_tokens
+        asked = perf_counter()
+        self._pipeline.generate(inputs, self._config, Watch())
+        return Run.of_marks(prompt, marks, asked)
+
+
+if __name__ == "__main__":
+    worker.main(OpenVino)
