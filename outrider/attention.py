@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.nn import functional
 
+from outrider import tree
 from outrider.cache.base import Layout, Span
 from outrider.cache.static import StaticCache
 from outrider.errors import UnsupportedModel
@@ -42,6 +43,16 @@ class Reader:
         object.__setattr__(self, "groups", _neighbours(self.layout))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fixed:
+    """One layer of a pass whose shapes are fixed: row r is slot r, and all that changes lies in tensors."""
+
+    keys: torch.Tensor  # [slots, Hkv, capacity, D]
+    values: torch.Tensor
+    place: torch.Tensor  # [R, L] where in its slot each column is written
+    mask: torch.Tensor  # [R, 1, L, S] or with the columns repeated as for `_attention`, added; S entries are read
+
+
 def look(
     *,
     mask_function: Callable[..., torch.Tensor],
@@ -60,7 +71,7 @@ def attend(
     value: torch.Tensor,  # [1, Hkv, T, D]
     attention_mask: Sight | None,
     *,
-    kv: Reader | None = None,
+    kv: Reader | Fixed | None = None,
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
@@ -73,8 +84,10 @@ def attend(
     """
     _refuse(kv, attention_mask, others)
     assert kv is not None
-    keys, values = kv.cache.write(int(module.layer_idx), kv.layout, key[0], value[0])  # type: ignore[arg-type]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if isinstance(kv, Fixed):
+        return _attend_fixed(query, key, value, kv, scale=scale, softcap=softcap, sinks=s_aux), None
+    keys, values = kv.cache.write(int(module.layer_idx), kv.layout, key[0], value[0])  # type: ignore[arg-type]
     sharing = query.shape[1] // key.shape[1]
     masks = _masks(kv, attention_mask, sharing, query.dtype)
     out = query.new_empty(query.shape[2], query.shape[1], value.shape[-1])
@@ -92,6 +105,29 @@ def attend(
     return out[None], None
 
 
+def _attend_fixed(
+    query: torch.Tensor,  # as in `attend`, T = R * L
+    key: torch.Tensor,
+    value: torch.Tensor,
+    kv: Fixed,
+    *,
+    scale: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    (rows, size), heads, sharing = kv.place.shape, key.shape[1], query.shape[1] // key.shape[1]
+    each = torch.arange(rows, device=kv.place.device)[:, None]
+    kv.keys[each, :, kv.place] = key[0].view(heads, rows, size, -1).permute(1, 2, 0, 3)
+    kv.values[each, :, kv.place] = value[0].view(heads, rows, size, -1).permute(1, 2, 0, 3)
+    ours = query[0].view(heads, sharing, rows, size, -1).permute(2, 0, 1, 3, 4)
+    ours = ours.reshape(rows, heads, sharing * size, -1)
+    mask = kv.mask.repeat(1, 1, sharing * size // kv.mask.shape[2], 1).to(query.dtype)
+    stop = mask.shape[-1]
+    seen = _attention(ours, kv.keys[:rows, :, :stop], kv.values[:rows, :, :stop], mask, scale, softcap, sinks)
+    seen = seen.view(rows, heads, sharing, size, -1).permute(0, 3, 1, 2, 4)
+    return seen.reshape(1, rows * size, heads * sharing, -1)
+
+
 def _neighbours(layout: Layout) -> list[tuple[Span, ...]]:
     """Runs of rows in neighbouring slots with as many columns each."""
     runs: list[tuple[Span, ...]] = []
@@ -104,7 +140,7 @@ def _neighbours(layout: Layout) -> list[tuple[Span, ...]]:
     return runs
 
 
-def _refuse(kv: Reader | None, sight: object, others: dict[str, object]) -> None:
+def _refuse(kv: Reader | Fixed | None, sight: object, others: dict[str, object]) -> None:
     """Stop at what would silently be left out of the attention."""
     if kv is None:
         raise UnsupportedModel("its layers do not hand keyword arguments on to their attention")
@@ -155,7 +191,7 @@ def _mask(
     whole = sight is None or sight.reach is None or stop <= sight.reach
     if whole and size == 1 and layout.ancestors is None and min(starts) == max(starts):
         return None
-    columns = torch.tensor(starts, device=device)[:, None] + torch.arange(size, device=device)  # [R, L]
+    columns = tree.upload(starts, device)[:, None] + torch.arange(size, device=device)  # [R, L]
     entries = torch.arange(stop, device=device)
     seen = entries <= columns[..., None]  # [R, L, S]
     where = entries.expand(len(group), stop)  # the position of each entry

@@ -102,7 +102,7 @@ class Engine:
 
     def _noise_of(self, batch: Batch, knobs: Knobs) -> PositionNoise:
         assert self._noise is not None
-        return self._noise.at(torch.tensor([len(row.text) for row in batch.rows], device=knobs.seed.device))
+        return self._noise.at(tree.upload([len(row.text) for row in batch.rows], knobs.seed.device))
 
     def _release(self, row: Row) -> None:
         self._target.cache.release(row.slot)

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
-import torch
-
 from outrider.build import House, Maker, build
 from outrider.engine import Engine
 from outrider.errors import OutriderError
+from outrider.machine import use_threads
 from outrider.noise import mix_int
 from outrider.params import SamplingParams
 from outrider.plan import Planner
@@ -67,7 +66,7 @@ class LLM:
             kernels: native, torch, or auto: Outrider's own on a CPU in bfloat16 for the models that they know (they are
                 compiled once on a machine), torch for everything else.
             quantize: int8 or int4 weights for the target, which is then the quantised model, exactly; None keeps them.
-            threads: CPU threads; None leaves torch's choice.
+            threads: CPU threads; None leaves it to OMP_NUM_THREADS, or else takes the physical cores of one NUMA node.
             rows: completions that run at once.
             context: tokens of prompt and completion together; None is the model's own, 8192 at most.
             chunk: tokens of prompts fed per round.
@@ -76,10 +75,7 @@ class LLM:
         Raises:
             OutriderError: with the fix in its message.
         """
-        if threads is not None:
-            if threads < 1:
-                raise OutriderError(f"threads is {threads}; use at least 1")
-            torch.set_num_threads(threads)
+        use_threads(threads)
         self._house: House = build(
             target,
             proposer=proposer,

@@ -103,10 +103,10 @@ class CostPlanner:
         return self._found[place]
 
     def _pays(self, gain: float, rows: int, cached: float, left: float) -> bool:
-        """Whether it pays although a draft model must read the text first; half of what is `left` will be emitted."""
+        """Whether it pays although a draft model must read the text first, and most texts end before their limit."""
         if gain < _WORTHWHILE:
             return False
-        saved = left / 2 * self._seconds(rows, 0, cached, 0) * (1 - 1 / gain)
+        saved = left / 4 * self._seconds(rows, 0, cached, 0) * (1 - 1 / gain)
         read = 0.0 if self._costs.draft is None else self._costs.draft(rows * cached, rows=rows, cached=cached / 2)
         return saved > read
 

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from outrider.quantize import QuantisedLinear
+
 _ROWS = 8  # the batch that the layout is tuned for: one token and its guesses
 _FEWEST = 4  # rows below which oneDNN takes a slower kernel than for these
 _TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # neighbours that read the same input
@@ -81,6 +83,11 @@ class PackedLinear(nn.Module):
         return self._stack.shapes[self._index]
 
     @property
+    def nbytes(self) -> int:
+        """Memory of the weight."""
+        return self.shape.numel() * 2
+
+    @property
     def weight(self) -> torch.Tensor:
         """The weight [out, in] as it was; a copy, for models that look at it themselves."""
         return self._stack.weight(self._index)
@@ -133,5 +140,5 @@ def prepack(model: nn.Module) -> None:
 def weight_bytes(model: nn.Module) -> int:
     """Bytes of all weights; a tensor that two layers share counts once."""
     plain = {tensor.data_ptr(): tensor.nbytes for tensor in (*model.parameters(), *model.buffers())}
-    packed = [module.shape.numel() * 2 for module in model.modules() if isinstance(module, PackedLinear)]
+    packed = [module.nbytes for module in model.modules() if isinstance(module, PackedLinear | QuantisedLinear)]
     return sum(plain.values()) + sum(packed)

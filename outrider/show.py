@@ -79,7 +79,7 @@ class Teller:
     """Text to standard output, all else to standard error; a document takes standard output for itself."""
 
     def __init__(self, llm: LLM, *, show: bool, as_json: bool) -> None:
-        self._llm, self._as_json = llm, as_json
+        self._llm, self._show, self._as_json = llm, show, as_json
         self._people = Console(stderr=True, highlight=False)
         out = self._people if as_json else Console()
         colour = show and out.is_terminal and not out.no_color
@@ -105,13 +105,16 @@ class Teller:
             if completion.logprobs:
                 self._people.print(_logprobs(completion, self._llm))
         self._people.print()
-        for line in _summary(told):
+        house, lines = self._llm.house, _summary(told)
+        if self._show:
+            lines[-1] += f"; {str(house.dtype).removeprefix('torch.')}, {house.target.kernels} kernels"
+        for line in lines:
             self._people.print(line, style="dim")
         failed = [completion.error for completion in told.completions if completion.finish is Finish.ERROR]
         for error in failed:
             self._people.print(f"[red]error:[/red] {error}; try another dtype", soft_wrap=True)
         if self._as_json:
-            print(json.dumps(_document(told)), flush=True)
+            print(json.dumps(_document(told, self._llm)), flush=True)
         return not failed
 
 
@@ -155,7 +158,7 @@ def _spelled(llm: LLM, token: int) -> str:
     return repr(llm.house.tokenizer.decode([token]))
 
 
-def _document(told: Told) -> dict[str, Any]:
+def _document(told: Told, llm: LLM) -> dict[str, Any]:
     first = told.completions[0]
     return {
         **_completion(first),
@@ -167,6 +170,8 @@ def _document(told: Told) -> dict[str, Any]:
         "seconds": told.seconds,
         "first_token_seconds": told.first,
         "tokens_per_s": told.span.rate,
+        "dtype": str(llm.house.dtype).removeprefix("torch."),
+        "kernels": llm.house.target.kernels,
         "versions": machine.versions(),
     }
 

@@ -16,9 +16,12 @@ from outrider.cache.base import Cache, Layout
 from outrider.cache.recurrent import RecurrentCache
 from outrider.cache.static import StaticCache
 from outrider.errors import OutriderError, UnsupportedModel
+from outrider.graphs import CudaRecorder, Graphs, Recorder
 from outrider.load import Checkpoint
 from outrider.native.target import NativeTarget
 from outrider.prepack import PackedLinear, can_prepack, prepack, weight_bytes
+from outrider.quantize import QuantisedLinear, quantise
+from outrider.static_pass import SpareCache, StaticModel
 from outrider.types import Batch, Draft, Scores
 
 KERNELS = ("auto", "native", "torch")
@@ -63,26 +66,48 @@ class Target(Protocol):
 class AttentionTarget:
     """Any decoder-only model whose layers all attend, through transformers."""
 
-    def __init__(self, checkpoint: Checkpoint, *, slots: int, context: int, layers: Sequence[int] = ()) -> None:
-        """Prepare for `slots` rows of up to `context` tokens, exporting the outputs of decoder `layers`."""
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        *,
+        slots: int,
+        context: int,
+        layers: Sequence[int] = (),
+        record: Recorder | None = None,
+    ) -> None:
+        """Prepare for `slots` rows of up to `context` tokens, exporting the outputs of decoder `layers`.
+
+        With `record`, passes of fixed shapes are recorded where the model allows it (see `Graphs`).
+        """
         self.vocab, self.device = checkpoint.vocab, checkpoint.device
         self.slots, self.context, self.version, self.kernels = slots, context, 0, "torch"
-        self.cache = StaticCache(slots=slots, capacity=max(context, _LEAST), device=checkpoint.device)
+        kind = SpareCache if record else StaticCache
+        self.cache: StaticCache = kind(slots=slots, capacity=max(context, _LEAST), device=checkpoint.device)
         self._model = checkpoint.model
         self._embeddings = checkpoint.model.get_input_embeddings().num_embeddings
         self._outputs: dict[int, torch.Tensor] = {}
         self._listen(layers)
-        if can_prepack(checkpoint.device, checkpoint.dtype):
+        self.graphs = self._record(record) if record else None
+        if not record and can_prepack(checkpoint.device, checkpoint.dtype):
             prepack(self._model)
 
     def score(self, batch: Batch, draft: Draft, first: int = -1) -> Scores:
+        eager = partial(self._score, batch, draft, first)
+        return (self.graphs and self.graphs.score(batch, draft, first, eager)) or eager()
+
+    def graph_bytes(self) -> int:
+        """Memory of recorded passes, which is neither weights nor cache, in bytes."""
+        return self.graphs.bytes() if self.graphs else 0
+
+    def _score(self, batch: Batch, draft: Draft, first: int) -> Scores:
         layout = self.cache.stage(batch, draft, first)
         logits = self._forward(layout, Reader(self.cache, layout))
         features = {layer: _per_node(out[0, layout.keep], layout, batch) for layer, out in self._outputs.items()}
         return Scores(logits=_per_node(logits, layout, batch), features=features)
 
     def grow(self, batch: Batch, vocab: int) -> torch.Tensor:
-        return grow_by_scores(self, batch, vocab)
+        grown = self.graphs.grow(batch, vocab if vocab < self.vocab else 0) if self.graphs else None
+        return grow_by_scores(self, batch, vocab) if grown is None else grown
 
     def swap(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
         load_weights(self._model, weights)
@@ -103,6 +128,16 @@ class AttentionTarget:
         )
         logits = out.logits[0] if out.logits.shape[1] == len(layout.keep) else out.logits[0, layout.keep]
         return logits.float()  # type: ignore[no-any-return]
+
+    def _record(self, record: Recorder) -> Graphs | None:
+        assert isinstance(self.cache, SpareCache)
+        try:
+            model = StaticModel(self._model, list(_decoder_layers(self._model)), self.cache, self._outputs)
+        except UnsupportedModel as reason:
+            _log.info("no passes are recorded: %s", reason)
+            return None
+        self.kernels = "graphs"
+        return Graphs(model, slots=self.slots, record=record)
 
     def _listen(self, layers: Sequence[int]) -> None:
         stack = _decoder_layers(self._model) if layers else torch.nn.ModuleList()
@@ -181,31 +216,38 @@ def make_target(
         slots: rows at once.
         context: tokens of a row.
         layers: decoder layers whose outputs are wanted.
-        kernels: native, torch, or auto: native wherever the device, the type and the model allow it.
-        bits: of the linear layers' weights: 16 as they are, 8 or 4 quantised.
+        kernels: native, torch, or auto: native on a CPU and CUDA graphs on a GPU, where type and model allow it.
+        bits: of the linear layers' weights: 16 as they are; 8 or 4 quantised, and then that is the checkpoint's model.
 
     Raises:
         UnsupportedModel: what was asked for by name cannot be had.
     """
     if kernels not in KERNELS:
         raise OutriderError(f"kernels {kernels!r} is unknown; use {', '.join(KERNELS)}")
-    fits = checkpoint.device.type == "cpu" and checkpoint.dtype == torch.bfloat16 and not checkpoint.recurrent
-    if bits < 16 and (kernels == "torch" or not fits):
-        raise OutriderError(f"{bits}-bit weights need the native kernels: a CPU, bfloat16 and kernels auto or native")
+    fits = checkpoint.device.type == "cpu" and checkpoint.dtype == torch.bfloat16
+    if bits < 16 and not fits:
+        raise OutriderError("quantize needs a CPU and bfloat16; use device cpu and dtype auto, or leave quantize out")
+    fits &= not checkpoint.recurrent
     if kernels == "native" and not fits:
         raise OutriderError("the native kernels need a CPU and bfloat16; use kernels auto, or dtype bfloat16")
     if fits and kernels != "torch":
         try:
             return NativeTarget(checkpoint, slots=slots, context=context, layers=layers, bits=bits)
         except UnsupportedModel as reason:
-            if kernels == "native" or bits < 16:
+            if kernels == "native":
                 raise
             _log.info("running on torch: %s", reason)
+    if checkpoint.recurrent and layers:
+        raise OutriderError("a recurrent target exports no layers; use a proposer that needs none, such as ngram")
+    if bits < 16:
+        quantise(checkpoint.model, bits)
     if checkpoint.recurrent:
-        if layers:
-            raise OutriderError("a recurrent target exports no layers; use a proposer that needs none, such as ngram")
-        return RecurrentTarget(checkpoint, slots=slots, context=context)
-    return AttentionTarget(checkpoint, slots=slots, context=context, layers=layers)
+        target: Target = RecurrentTarget(checkpoint, slots=slots, context=context)
+    else:
+        record = CudaRecorder(checkpoint.device) if checkpoint.device.type == "cuda" and kernels == "auto" else None
+        target = AttentionTarget(checkpoint, slots=slots, context=context, layers=layers, record=record)
+    target.kernels += "" if bits == 16 else f" int{bits}"
+    return target
 
 
 def grow_by_scores(target: Target, batch: Batch, vocab: int) -> torch.Tensor:
@@ -222,7 +264,8 @@ def load_weights(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) ->
     """Copy tensors into a model by their names, all or none; packed layers are packed anew."""
     tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", {})
     twins = {**{source: target for target, source in tied.items()}, **tied}
-    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, PackedLinear)}
+    kinds = PackedLinear | QuantisedLinear
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, kinds)}
     packed = {f"{name}.weight": layer for name, layer in layers.items()}
     plain = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
     plain |= {f"{name}.bias": layer.bias for name, layer in layers.items() if layer.bias is not None}

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from outrider.types import Batch, Draft, Law, Round, Scores
+
+
+def upload(
+    numbers: Sequence[int] | Sequence[Sequence[int]], device: torch.device, dtype: torch.dtype = torch.int64
+) -> torch.Tensor:
+    """Numbers of the host as a tensor on the device, without waiting for what the device is still doing."""
+    if device.type != "cuda":
+        return torch.tensor(numbers, dtype=dtype, device=device)
+    return torch.tensor(numbers, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
 
 
 def empty(rows: int, device: torch.device) -> Draft:
@@ -25,13 +36,13 @@ def chain(
     rows, size = tokens.shape
     parent = torch.arange(-1, size - 1, device=tokens.device).expand(rows, size)
     laws = law if isinstance(law, torch.Tensor) else torch.full_like(tokens, int(law))
-    count = torch.tensor(width, device=tokens.device)
+    count = upload(width, tokens.device)
     return Draft(tokens=tokens, parent=parent, count=count, law=laws, q=q, width=width, chain=True)
 
 
 def chosen(tokens: torch.Tensor, parent: torch.Tensor, width: tuple[int, ...]) -> Draft:
     """Trees of guesses [B, N] that were picked, not drawn; row b has the first `width[b]` of them."""
-    count, law = torch.tensor(width, device=tokens.device), torch.full_like(tokens, Law.ONE_HOT)
+    count, law = upload(width, tokens.device), torch.full_like(tokens, Law.ONE_HOT)
     return Draft(tokens=tokens, parent=parent, count=count, law=law, q=None, width=width, chain=False)
 
 

@@ -72,8 +72,9 @@ class Forking:
 class Scripted(Pair):
     """A pair without models: the next token is a function of the text, and speculation errs where it is told to."""
 
-    def __init__(self, wrong=(), gap=3.0, dtype=torch.bfloat16):
+    def __init__(self, wrong=(), gap=3.0, dtype=torch.bfloat16, steady=False):
         self.prompts, self.trees, self.dtype = ((1, 2), (3, 4, 5)), False, dtype
+        self.kernels, self.steady = "none", steady
         self.wrong, self.gap = set(wrong), gap  # (prompt, position) pairs
 
     def _next(self, text):
@@ -134,6 +135,32 @@ def test_the_embedded_pair_passes(prompts_file):
     assert json.loads(json.dumps(report, allow_nan=False)) == report
     assert screen.getvalue().count("passed") == 4
     assert "FAILED" not in screen.getvalue()
+
+
+@pytest.mark.parametrize(("kernels", "quantize"), [("native", "int8"), ("torch", "int4"), ("torch", None)])
+def test_what_runs_is_what_is_certified(kernels, quantize, prompts_file):
+    words = {"kernels": kernels, "quantize": quantize, "prompts": prompts_file, "console": None}
+    report = run_audit(None, "ngram", **words, **QUICK)
+    name = f"{kernels} {quantize}" if quantize else kernels
+    assert report["passed"] is True
+    assert report["weight_bits"] == {"int8": 8, "int4": 4, None: 16}[quantize]
+    assert (report["flips"]["kernels"], report["flips"]["dtype"]) == (name, "bfloat16")
+    tested = (report["replay"]["kernels"], report["replay"]["dtype"])
+    if kernels == "native":  # whose rounding is the same in any company: nothing is forgiven, and nothing is lost
+        assert tested == (name, "bfloat16")
+        assert report["flips"]["flips"] == report["replay"]["mismatches"] == 0
+    else:
+        assert tested == ("torch", "float32")
+
+
+def test_the_quantised_law_in_float32_is_the_quantised_models(pair):
+    wide, served = (
+        Pair(str(embedded("mini")), "none", PROMPTS, dtype=dtype, device="cpu", room=24, kernels="torch", bits=4)
+        for dtype in ("float32", "auto")
+    )
+    assert (wide.dtype, served.dtype) == (torch.float32, torch.bfloat16)
+    exact, ours, plain = (each.logits(pair.prompts[0]) for each in (wide, served, pair))
+    assert (ours - exact).norm() < 0.3 * (plain - exact).norm()
 
 
 def test_a_dishonest_proposer_fails(prompts_file):
@@ -240,6 +267,12 @@ def test_replay_forgives_rounding_and_says_so():
     assert not any(detail["rounding"] for detail in section["details"] if detail["temperature"])
 
 
+def test_replay_forgives_nothing_where_rounding_is_no_excuse():
+    section = replay(Scripted({(0, 2)}, gap=1e-5, steady=True), EXACT["walk"], k=2, depths=(1,), tokens=8, seed=0)
+    assert section["mismatches"] == section["unexplained"] > 0
+    assert not section["passed"]
+
+
 @pytest.mark.parametrize(
     ("gap", "dtype", "passed"), [(0.2, "bfloat16", True), (0.3, "bfloat16", False), (0.2, "float16", False)]
 )
@@ -295,6 +328,8 @@ def test_what_is_no_prompt_is_refused(tmp_path, content, message):
         ({"tokens": 4000}, "shorten the prompts"),
         ({"prompts": "nowhere.jsonl"}, "cannot be read"),
         ({"verifier": "psychic"}, "unknown"),
+        ({"quantize": "int3"}, "quantize 'int3' is unknown"),
+        ({"kernels": "quick"}, "kernels 'quick' is unknown"),
     ],
 )
 def test_mistakes_are_named(change, message):

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from outrider import LLM, OutriderError, SamplingParams, Stats
 from outrider.bench.clock import Mark, Span, decode_span, opening, timed, token_gaps
+from outrider.bench.conditions import conditions
 from outrider.bench.contest import Job, Own, SwitchPlanner, Trial
 from outrider.bench.memory import bytes_per_pass, flops_per_column
 from outrider.bench.prompts import by_category, read_prompts
@@ -207,6 +208,8 @@ def test_run(prompts):
         assert all(contestant["tokens_per_s"]["median"] > 0 for contestant in figures.values())
     assert document["exact"]
     assert document["dtype"] == "float32"
+    assert (document["weight_bits"], document["compile_seconds"]) == (32, 0.0)
+    assert document["kernels"] in ("torch", "graphs")
     assert document["arguments"]["rounds"] == 2
     assert set(document["versions"]) >= {"python", "torch", "transformers", "outrider"}
     assert set(document["hardware"]) >= {"cpu", "cores", "threads", "gpu"}
@@ -228,9 +231,30 @@ def test_command(prompts):
     assert "\x1b" not in result.stdout
 
 
+@pytest.mark.parametrize("kernels", ["native", "torch"])
+def test_command_quantised(prompts, kernels):
+    words = ["bench", "--device", "cpu", "--prompts", prompts, "--rounds", "1", "--max-tokens", "4", "--limit", "1"]
+    result = CliRunner().invoke(app, [*words, "--kernels", kernels, "--quantize", "int8"])
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.stdout.splitlines()[-1])
+    assert document["kernels"] == f"{kernels} int8"
+    assert document["weight_bits"] == 8
+    assert document["compile_seconds"] >= 0
+    assert (document["arguments"]["kernels"], document["arguments"]["quantize"]) == (kernels, "int8")
+    assert document["limits"]["weight_bytes_per_pass"] == pytest.approx(17.3e6, rel=0.05)
+    told = dict(conditions(document))
+    assert told["bits of a weight"] == "8"
+    assert ("compiling the kernels" in told) is (kernels == "native")
+    done, fresh = (dict(conditions({**document, "kernels": "native", "compile_seconds": s})) for s in (0.0, 12.3))
+    assert done["compiling the kernels"] == "done by an earlier run"
+    assert fresh["compiling the kernels"] == "12.3 s"
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (["--quantize", "int8", "--dtype", "float16"], "quantize needs a CPU and bfloat16"),
+        (["--kernels", "fast"], "kernels 'fast' is unknown"),
         (["--prompts", "nothing.jsonl"], "nothing.jsonl cannot be read"),
         (["--rounds", "0"], "rounds is 0"),
         (["--max-tokens", "2040", "--limit", "1", "--rounds", "1"], "is too small"),

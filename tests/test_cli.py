@@ -69,10 +69,11 @@ def test_options_arrive():
         changed.setattr("outrider.run.load", lambda models, *, rows: seen.append(models))
         changed.setattr("outrider.run.converse", lambda llm, params, **how: seen.append(params) or True)
         changed.setattr("outrider.show.Teller", lambda llm, **how: None)
-        result = invoke("run", "x", "--k", "6", "--verifier", "walk", "--context", "99", *words.split())
+        models = "--k 6 --verifier walk --context 99 --kernels torch --quantize int8"
+        result = invoke("run", "x", *models.split(), *words.split())
     assert result.exit_code == 0, result.output
     assert seen == [
-        options.ModelOptions(k=6, verifier="walk", context=99),
+        options.ModelOptions(k=6, verifier="walk", context=99, kernels="torch", quantize="int8"),
         SamplingParams(
             temperature=0.5,
             top_k=9,
@@ -111,6 +112,8 @@ def test_document(greedy):
     assert greedy["exact"] is True
     assert greedy["stats"]["tau"] > 1
     assert greedy["versions"]["outrider"] == outrider.__version__
+    assert greedy["dtype"] == "float32"
+    assert greedy["kernels"] in ("torch", "graphs")
 
 
 def test_plain_decoding_gives_the_same_text(greedy):
@@ -118,6 +121,16 @@ def test_plain_decoding_gives_the_same_text(greedy):
     assert plain["completions"][0]["tokens"] == greedy["completions"][0]["tokens"]
     assert plain["stats"]["tau"] == 1.0
     assert not any(plain["completions"][0]["guessed"])
+
+
+@pytest.mark.parametrize("bits", ["int8", "int4"])
+def test_quantised(bits):
+    words = ["--max-tokens", "8", "--device", "cpu", "--quantize", bits, "--kernels", "torch"]
+    result = invoke("run", "--json", *words, CODE)
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.stdout)
+    assert (document["dtype"], document["kernels"]) == ("bfloat16", f"torch {bits}")
+    assert len(document["completions"][0]["tokens"]) == 8
 
 
 def test_standard_input(greedy):
@@ -158,6 +171,7 @@ def test_show_colours_every_character_on_a_terminal_only(greedy):
     assert "\x1b[1;33m" in coloured.stdout
     assert bare(coloured.stdout) == plain.stdout
     assert "accepted guess" in coloured.stderr
+    assert re.search("exact; float32, (torch|graphs) kernels", bare(coloured.stderr))
 
 
 def test_show_with_a_stop_string_that_is_held_back():
@@ -183,6 +197,10 @@ def test_inexact_is_said():
         (["--proposer", "draft:nowhere", "x"], "nowhere is not a folder"),
         (["--verifier", "nobody", "x"], "verifier 'nobody' is unknown"),
         (["--dtype", "int8", "x"], "dtype 'int8' is unknown"),
+        (["--kernels", "quick", "x"], "kernels 'quick' is unknown; use auto, native, torch"),
+        (["--kernels", "native", "--dtype", "float32", "x"], "the native kernels need a CPU and bfloat16"),
+        (["--quantize", "int3", "x"], "quantize 'int3' is unknown; use int8, int4"),
+        (["--quantize", "int4", "--dtype", "float32", "x"], "quantize needs a CPU and bfloat16; use device cpu"),
         (["--threads", "0", "x"], "threads is 0"),
         ([""], "the prompt is empty"),
         ([], "the prompt is empty"),
@@ -232,11 +250,13 @@ def test_audit(monkeypatch, passed, code):
         return {"passed": passed}
 
     monkeypatch.setattr("outrider.audit.run.run_audit", stub)
-    result = invoke("audit", "--json", "--k", "3", "--samples", "200", "--proposer", "ngram")
+    words = ["--k", "3", "--samples", "200", "--proposer", "ngram", "--kernels", "torch", "--quantize", "int4"]
+    result = invoke("audit", "--json", *words)
     assert result.exit_code == code
     assert json.loads(result.stdout) == {"passed": passed}
     assert "findings" in result.stderr
     assert (seen["k"], seen["samples"], seen["proposer"], seen["target"]) == (3, 200, "ngram", None)
+    assert (seen["kernels"], seen["quantize"]) == ("torch", "int4")
 
 
 def test_a_conversation_on_a_terminal():

@@ -51,6 +51,7 @@ class Observed:
     speculative: Found
     plain_batched: Found  # the yardstick: plain decoding in a batch against plain decoding alone
     dtype: torch.dtype
+    kernels: str
 
 
 def find_flips(pair: Pair, verifier: Verifier, *, k: int, tokens: int) -> Observed:
@@ -68,6 +69,7 @@ def find_flips(pair: Pair, verifier: Verifier, *, k: int, tokens: int) -> Observ
         speculative=_follow(requests, plain, partial(pair.speculative, verifier=verifier, k=k)),
         plain_batched=_follow(requests, plain, partial(pair.plain, alone=False)),
         dtype=pair.dtype,
+        kernels=pair.kernels,
     )
 
 
@@ -80,6 +82,7 @@ def judge_flips(exact: Pair, observed: Observed) -> dict[str, Any]:
     return {
         "passed": all(detail["near_tie"] for detail in details),
         "dtype": str(observed.dtype).removeprefix("torch."),
+        "kernels": observed.kernels,
         "tokens": tokens,
         "flips": len(details),
         "flips_per_1000": 1e3 * len(details) / tokens,

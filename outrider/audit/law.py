@@ -43,7 +43,7 @@ def check_law(pair: Pair, verifier: Verifier, *, k: int, samples: int, seed: int
     `verifier`, on another prompt with top-k, where target and draft each have tokens that the other lacks.
 
     Args:
-        pair: in float32, and run before, so that it is known whether its proposer makes trees.
+        pair: in float32 or steady, and run before, so that it is known whether its proposer makes trees.
         verifier: the one that users will run.
         k: guesses per round; at least 2 are used, so that the tokens tested are guesses and bonus alike.
         samples: per test.

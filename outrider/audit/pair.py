@@ -9,15 +9,17 @@ import torch
 
 from outrider import tree
 from outrider.audit.prompts import Prompt, encode
-from outrider.build import find_proposer
+from outrider.build import find_proposer, full_dtype
 from outrider.check import check_target
 from outrider.engine import Engine
 from outrider.errors import OutriderError
-from outrider.load import load_checkpoint
+from outrider.load import Checkpoint, load_checkpoint
+from outrider.native.target import NativeTarget
 from outrider.noise import PositionNoise, mix_int
 from outrider.params import SamplingParams
 from outrider.plan import FixedPlanner
 from outrider.propose.base import NoProposer, Proposer, Setup
+from outrider.quantize import QuantisedLinear, quantise
 from outrider.sampling import Knobs, warp
 from outrider.schedule import Scheduler
 from outrider.stats import Stats
@@ -42,7 +44,16 @@ class Pair:
     """A target and a proposer, loaded once, run in many ways."""
 
     def __init__(
-        self, target: str, proposer: str, prompts: Sequence[Prompt], *, dtype: str, device: str, room: int
+        self,
+        target: str,
+        proposer: str,
+        prompts: Sequence[Prompt],
+        *,
+        dtype: str,
+        device: str,
+        room: int,
+        kernels: str = "auto",
+        bits: int = 16,
     ) -> None:
         """Load both.
 
@@ -53,12 +64,17 @@ class Pair:
             dtype: as `LLM` takes it.
             device: as `LLM` takes it.
             room: tokens behind a prompt, guesses included.
+            kernels: as `LLM` takes them.
+            bits: of the linear layers' weights; in float32 they are as torch's kernels would have them.
 
         Raises:
             OutriderError: with the fix in its message.
         """
-        checkpoint = load_checkpoint(target, dtype=dtype, device=device)
+        wide = bits < 16 and dtype == "float32"
+        checkpoint = load_checkpoint(target, dtype="bfloat16" if wide else full_dtype(dtype, bits), device=device)
         self.prompts = tuple(encode(checkpoint.tokenizer, prompt) for prompt in prompts)
+        if wide:
+            checkpoint, bits = widen(checkpoint, bits), 16
         self.dtype, self.device = checkpoint.dtype, checkpoint.device
         self.trees = False  # whether the proposer has ever made a tree that is no chain
         self.on_done: Callable[[], None] = lambda: None  # called at the end of every completion
@@ -76,11 +92,16 @@ class Pair:
             dtype=checkpoint.dtype,
             draw=EXACT["walk"].draw,
             tokenizer=checkpoint.tokenizer,
+            kernels=kernels,
         )
         self._proposer = find_proposer(proposer, self._setup)
         layers = self._proposer.needs.layers
-        self._target = make_target(checkpoint, slots=_ROWS, context=self._context, layers=layers)
+        self._target = make_target(
+            checkpoint, slots=_ROWS, context=self._context, layers=layers, kernels=kernels, bits=bits
+        )
         check_target(self._target, checkpoint)
+        self.kernels = self._target.kernels
+        self.steady = isinstance(self._target, NativeTarget)  # a token's logits are the same bits in any company
 
     def requests(self, params: SamplingParams, prompts: Sequence[Sequence[int]] | None = None) -> list[Request]:
         """One request per prompt, each with a seed of its own; nothing but their length ends them."""
@@ -203,6 +224,20 @@ class _Watched:
 
     def release(self, slot: int) -> None:
         self._proposer.release(slot)
+
+
+def widen(checkpoint: Checkpoint, bits: int) -> Checkpoint:
+    """The model that torch's kernels make of `checkpoint` at so many bits, its weights held in float32."""
+    quantise(checkpoint.model, bits)
+    for module in list(checkpoint.model.modules()):
+        for name, child in list(module.named_children()):
+            if isinstance(child, QuantisedLinear):
+                plain = torch.nn.Linear(child.shape[1], child.shape[0], bias=child.bias is not None, device="meta")
+                plain.weight = torch.nn.Parameter(child.values(), requires_grad=False)
+                if child.bias is not None:
+                    plain.bias = torch.nn.Parameter(child.bias, requires_grad=False)
+                setattr(module, name, plain)
+    return replace(checkpoint, model=checkpoint.model.float(), dtype=torch.float32)
 
 
 def first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:

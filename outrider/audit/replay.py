@@ -1,4 +1,4 @@
-"""In float32 speculation gives the very tokens of plain decoding. Each text that differs is counted and explained."""
+"""Speculation gives the very tokens of plain decoding. Each text that differs is counted and explained."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from outrider.verify import EXACT, Verifier
 
 # A pass over several tokens, or over several rows, adds up in another order than a pass over one, and so rounds
 # otherwise, by up to about 1e-4 logits in deep models in float32. A text may part from the plain one where two tokens
-# are as close as that, and nowhere else.
+# are as close as that, and nowhere else; on kernels that add up in one order whatever is in the pass, not even there.
 LOGITS = 1e-3  # between the two tokens of a greedy text
 PROBABILITY = 1e-4  # between the number that was drawn and the interval of the other token
 
@@ -62,7 +62,7 @@ def replay(pair: Pair, verifier: Verifier, *, k: int, depths: Sequence[int], tok
     """Compare every case with plain decoding, token by token.
 
     Args:
-        pair: in float32.
+        pair: in float32, or steady.
         verifier: the one that users will run, tried one prompt at a time as well.
         k: the guesses per round that users will run.
         depths: other numbers of guesses to try.
@@ -86,6 +86,8 @@ def replay(pair: Pair, verifier: Verifier, *, k: int, depths: Sequence[int], tok
     unexplained = sum(not mismatch.rounding for mismatch in found)
     return {
         "passed": not unexplained,
+        "dtype": str(pair.dtype).removeprefix("torch."),
+        "kernels": pair.kernels,
         "prompts": len(pair.prompts),
         "texts": texts_compared,
         "tokens": texts_compared * tokens,
@@ -128,7 +130,7 @@ def _compare(
         plain_token=own[at],
         speculative_token=text[at],
         gap=gap,
-        rounding=gap < (PROBABILITY if case.sampled else LOGITS),
+        rounding=not pair.steady and gap < (PROBABILITY if case.sampled else LOGITS),
     )
 
 

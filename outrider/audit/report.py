@@ -59,8 +59,8 @@ def show(report: Mapping[str, Any], console: Console) -> None:
 
 def _replay(section: Mapping[str, Any]) -> list[tuple[str, str]]:
     done = (
-        f"{section['texts']} texts, {section['tokens']} tokens, float32: {len(section['cases'])} ways to answer"
-        f" {section['prompts']} prompts"
+        f"{section['texts']} texts, {section['tokens']} tokens, {section['dtype']}, {section['kernels']} kernels:"
+        f" {len(section['cases'])} ways to answer {section['prompts']} prompts"
     )
     found = f"{section['mismatches']} texts differ from plain decoding, {section['unexplained']} by more than rounding"
     return [(done, found)]
@@ -98,7 +98,7 @@ def _flips(section: Mapping[str, Any]) -> list[tuple[str, str]]:
         if not flip["near_tie"]
     ]
     lines = [
-        (f"{section['tokens']} tokens, greedy, {section['dtype']}", speculative),
+        (f"{section['tokens']} tokens, greedy, {section['dtype']}, {section['kernels']} kernels", speculative),
         ("the same by plain decoding in a batch", plain),
     ]
     return lines + far

@@ -1,4 +1,4 @@
-"""One audit: replay and law in float32, flips in the precision that users run."""
+"""One audit: replay and law where rounding cannot blur them, flips in the precision that users run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
-import torch
 from rich.console import Console
 
 from outrider.audit.flips import Observed, find_flips, judge_flips
@@ -16,9 +15,9 @@ from outrider.audit.pair import Pair
 from outrider.audit.prompts import Prompt, read_prompts
 from outrider.audit.replay import cases, replay
 from outrider.audit.report import Meter, show
-from outrider.build import default_proposer, embedded, find_verifier
+from outrider.build import default_proposer, embedded, find_verifier, weight_bits
 from outrider.errors import OutriderError
-from outrider.machine import commit, hardware, versions
+from outrider.machine import commit, hardware, use_threads, versions
 from outrider.verify import Verifier
 
 _DEPTHS = (1, 4, 8)  # guesses per round that are tried beside the user's k
@@ -37,6 +36,8 @@ def run_audit(
     samples: int,
     device: str,
     threads: int | None,
+    kernels: str = "auto",
+    quantize: str | None = None,
     console: Console | None,
     verifier: str | None = None,
     tokens: int = _TOKENS,
@@ -51,7 +52,9 @@ def run_audit(
         prompts: a JSONL file with `prompt` or `messages` on each line; None takes a small set of our own.
         samples: per test of the law.
         device: auto, cpu, cuda, ...
-        threads: CPU threads; None leaves torch's choice.
+        threads: CPU threads, as `LLM` takes them.
+        kernels: as `LLM` takes them.
+        quantize: as `LLM` takes it; it is the quantised model that is certified.
         console: where progress and findings go; None keeps silent.
         verifier: by name; None is the proposer's default.
         tokens: length of the texts that are replayed; those that are searched for flips are four times as long.
@@ -62,11 +65,9 @@ def run_audit(
     Raises:
         OutriderError: the audit cannot be made; the message names the fix.
     """
-    _check(k=k, samples=samples, tokens=tokens, threads=threads)
-    if threads is not None:
-        torch.set_num_threads(threads)
-    began = perf_counter()
-    spec = proposer or default_proposer(target)
+    _check(k=k, samples=samples, tokens=tokens)
+    use_threads(threads)
+    began, spec = perf_counter(), proposer or default_proposer(target)
     task = _Task(
         target=target or str(embedded("mini")),
         proposer=spec,
@@ -76,12 +77,13 @@ def run_audit(
         samples=samples,
         tokens=tokens,
         device=device,
+        kernels=kernels,
+        bits=weight_bits(quantize),
     )
     with Meter(console) as meter:
         report = task.run(meter)
-    report["target"] = target or "the embedded model"
+    report |= {"target": target or "the embedded model", "seconds": perf_counter() - began}
     report["proposer"] = proposer or ("the embedded draft" if target is None else spec)
-    report["seconds"] = perf_counter() - began
     if console is not None:
         show(report, console)
     return report
@@ -99,12 +101,14 @@ class _Task:
     samples: int
     tokens: int
     device: str
+    kernels: str
+    bits: int
 
     def run(self, meter: Meter) -> dict[str, Any]:
         """The report, but for the names and the time."""
-        observed = self._observe(meter)
-        # The float32 pair is loaded when the first one is gone, so that one target at a time is in memory.
-        pair = self._load("float32", meter)
+        observed, pair = self._observe(meter)
+        if pair is None:  # and so gone: one target at a time is in memory
+            pair = self._load("float32", meter)
         ways = sum(1 for _ in cases(pair, self.rule, k=self.k, depths=_DEPTHS))
         meter.start("replay", (ways + 2) * len(self.prompts))
         replayed = replay(pair, self.rule, k=self.k, depths=_DEPTHS, tokens=self.tokens, seed=_SEED)
@@ -116,6 +120,7 @@ class _Task:
             "verifier": self.rule.name,
             "exact": self.rule.exact,
             "k": self.k,
+            "weight_bits": self.bits,
             "seed": _SEED,
             **sections,
             "versions": versions(),
@@ -123,21 +128,30 @@ class _Task:
             "commit": commit(),
         }
 
-    def _observe(self, meter: Meter) -> Observed:
+    def _observe(self, meter: Meter) -> tuple[Observed, Pair | None]:
+        """Flips as users would meet them, and the pair itself if its rounding is no obstacle to the other tests."""
         pair = self._load("auto", meter)
         meter.start("flips")
-        return find_flips(pair, self.rule, k=self.k, tokens=self.tokens * _LONGER)
+        observed = find_flips(pair, self.rule, k=self.k, tokens=self.tokens * _LONGER)
+        return observed, pair if pair.steady else None
 
     def _load(self, dtype: str, meter: Meter) -> Pair:
         room = max(self.tokens * _LONGER, self.k + 4) + max(self.k, *_DEPTHS)
-        pair = Pair(self.target, self.proposer, self.prompts, dtype=dtype, device=self.device, room=room)
+        pair = Pair(
+            self.target,
+            self.proposer,
+            self.prompts,
+            dtype=dtype,
+            device=self.device,
+            kernels=self.kernels,
+            bits=self.bits,
+            room=room,
+        )
         pair.on_done = meter.step
         return pair
 
 
-def _check(*, k: int, samples: int, tokens: int, threads: int | None) -> None:
+def _check(*, k: int, samples: int, tokens: int) -> None:
     for name, value, least in (("k", k, 1), ("samples", samples, _FEWEST), ("tokens", tokens, 2)):
         if value < least:
             raise OutriderError(f"{name} is {value}; an audit needs at least {least}")
-    if threads is not None and threads < 1:
-        raise OutriderError(f"threads is {threads}; use at least 1")

@@ -99,8 +99,8 @@ def lay_out(batch: Batch, draft: Draft, first: int, device: torch.device) -> Lay
         tokens=tokens,
         positions=positions,
         spans=tuple(spans),
-        keep=torch.tensor(keep, dtype=torch.int64, device=device),
-        nodes=None if dense else torch.tensor(nodes, device=device),
+        keep=tree.upload(keep, device),
+        nodes=None if dense else tree.upload(nodes, device),
         ancestors=None if draft.chain else tree.ancestors(draft.parent),
     )
 
@@ -108,15 +108,14 @@ def lay_out(batch: Batch, draft: Draft, first: int, device: torch.device) -> Lay
 def _columns(batch: Batch, draft: Draft, pool: list[int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens and positions [T], gathered from all feeds followed by all nodes."""
     ends = [start + len(feed) for start, feed in zip(batch.start, batch.feed, strict=True)]
-    tokens = torch.tensor([token for feed in batch.feed for token in feed], device=device)
-    positions = torch.tensor(
-        [at for start, end in zip(batch.start, ends, strict=True) for at in range(start, end)], device=device
-    )
+    tokens = tree.upload([token for feed in batch.feed for token in feed], device)
+    places = [at for start, end in zip(batch.start, ends, strict=True) for at in range(start, end)]
+    positions = tree.upload(places, device)
     if draft.size:
-        depth = torch.tensor(ends, device=device)[:, None] - 1 + tree.depths(draft)
+        depth = tree.upload(ends, device)[:, None] - 1 + tree.depths(draft)
         tokens = torch.cat([tokens, draft.tokens.flatten()])
         positions = torch.cat([positions, depth.flatten()])
     if pool == list(range(len(tokens))):
         return tokens, positions
-    chosen = torch.tensor(pool, dtype=torch.int64, device=device)
+    chosen = tree.upload(pool, device)
     return tokens[chosen], positions[chosen]

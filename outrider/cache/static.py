@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from outrider import tree
 from outrider.cache.base import Layout, lay_out
 from outrider.types import Batch, Draft, Round
 
@@ -92,6 +93,6 @@ class StaticCache:
         return torch.zeros(self._slots, heads, self._capacity, dim, dtype=like.dtype, device=like.device)
 
     def _compact(self, slot: int, base: int, path: tuple[int, ...]) -> None:
-        kept = torch.tensor(path, device=self.device) + base
+        kept = tree.upload(path, self.device) + base
         for stripes in (*self._keys.values(), *self._values.values()):
             stripes[slot, :, base : base + len(path)] = stripes[slot, :, kept]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Mapping
+from types import MappingProxyType
 
 from outrider import tree
 from outrider.propose.base import Setup
 from outrider.types import Batch, Draft, Needs, Request, Round
+
+_REACH: Mapping[int, int] = MappingProxyType({1: 3, 2: 6})  # guesses that a match of so few tokens is good for
 
 
 class _Index:
@@ -25,12 +28,12 @@ class _Index:
         self._text.append(token)
 
     def guess(self, count: int) -> list[int]:
-        """What followed the longest known ending; a match that reaches the end of the text repeats itself."""
+        """What followed the longest known ending, further for a longer one; it repeats itself at the end."""
         for size in self._sizes:
             at = self._after.get(tuple(self._text[-size:])) if size <= len(self._text) else None
             if at is not None:
                 period = len(self._text) - at
-                return [self._text[at + i % period] for i in range(count)]
+                return [self._text[at + i % period] for i in range(min(count, _REACH.get(size, count)))]
         return []
 
 
@@ -39,7 +42,7 @@ class NgramProposer:
 
     needs = Needs()
 
-    def __init__(self, setup: Setup, *, shortest: int = 2, longest: int = 5) -> None:
+    def __init__(self, setup: Setup, *, shortest: int = 1, longest: int = 5) -> None:
         """Look up endings of `longest` down to `shortest` tokens."""
         self._device = setup.device
         self._sizes = (shortest, longest)
@@ -60,7 +63,7 @@ class NgramProposer:
         if not size:
             return tree.empty(len(guesses), self._device)
         padded = [guess + [0] * (size - len(guess)) for guess in guesses]
-        return tree.chain(torch.tensor(padded, device=self._device), width)
+        return tree.chain(tree.upload(padded, self._device), width)
 
     def commit(self, round: Round) -> None:
         for row, emitted in zip(round.batch.rows, round.emitted, strict=True):
