@@ -21,6 +21,15 @@ from outrider.target import grow_by_scores, make_target
 from outrider.types import Batch
 from tests import tiny
 
+
+def compiles():
+    try:
+        return bool(library.load_library())
+    except UnsupportedModel:
+        return False
+
+
+pytestmark = pytest.mark.skipif(not compiles(), reason="no C++ compiler here")
 CPU = torch.device("cpu")
 MODELS = {
     "llama": tiny.make_config("LlamaConfig", head_dim=16, hidden_size=48, intermediate_size=80),
