@@ -1,10 +1,11 @@
-"""Under what a document's figures were measured, as pairs of a name and a text."""
+"""What the console and the page word alike: under what a document was measured, and figures as text."""
 
 from __future__ import annotations
 
 from typing import Any
 
 Document = dict[str, Any]
+NONE = "–"  # where nothing was measured
 _PARTS = {
     "target weights": "target_weight_bytes",
     "target cache": "target_cache_bytes",
@@ -12,6 +13,15 @@ _PARTS = {
     "draft cache": "draft_cache_bytes",
     "other": "other_bytes",
 }
+
+
+def median_text(values: dict[str, float] | None) -> str:
+    return f"{values['median']:.0f}" if values else NONE
+
+
+def latency_text(values: dict[str, float] | None) -> str:
+    """All percentiles, in milliseconds."""
+    return " ".join(f"{value:.1f}" for value in values.values()) if values else NONE
 
 
 def conditions(document: Document) -> list[tuple[str, str]]:

@@ -6,15 +6,12 @@ from collections.abc import Sequence
 from html import escape
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
-from outrider.bench.conditions import conditions, memory
+from outrider.bench.conditions import NONE, Document, conditions, latency_text, median_text, memory
 from outrider.bench.report import OVERALL, PLAIN, SPECULATIVE, summary
 from outrider.errors import OutriderError
 
-Document = dict[str, Any]
 _STYLE = Path(__file__).parent / "report.css"
-_NONE = "–"
 
 
 def check_report(file: str | Path) -> None:
@@ -87,7 +84,7 @@ def _tiles(document: Document) -> list[tuple[str, str]]:
     overall, limits, held = document["results"][OVERALL], document["limits"], document["memory"]
     plain, guessing = overall[PLAIN], overall[SPECULATIVE]
     tiles = [
-        (_median(guessing["tokens_per_s"]), f"tokens/s speculative; {_median(plain['tokens_per_s'])} plain"),
+        (median_text(guessing["tokens_per_s"]), f"tokens/s speculative; {median_text(plain['tokens_per_s'])} plain"),
         (f"{guessing['tau']:.2f}", f"tau, tokens a pass; k is {document['arguments']['k']}"),
     ]
     if guessing["latency_ms"] and plain["latency_ms"]:
@@ -113,8 +110,8 @@ def _results(document: Document) -> str:
     for category, figures in results.items():
         guessing = figures[SPECULATIVE]
         shares = " ".join(f"{100 * share:.0f}" for share in guessing["acceptance_by_position"])
-        rates = [_median(figures[name]["tokens_per_s"]) for name in names]
-        rest = [_spread(guessing["speedup"], 2), f"{guessing['tau']:.2f}", shares, _gaps(guessing["latency_ms"])]
+        rates = [median_text(figures[name]["tokens_per_s"]) for name in names]
+        rest = [_spread(guessing["speedup"], 2), f"{guessing['tau']:.2f}", shares, latency_text(guessing["latency_ms"])]
         rows.append([escape(category.replace("_", " ")), *rates, *rest])
     return _table(head, rows, marked=True) + _note("Tokens/s; latency and acceptance are those of speculation.")
 
@@ -126,7 +123,7 @@ def _sweep(axis: str, entries: Sequence[Document]) -> str:
         plain, guessing, limits = entry[PLAIN], entry[SPECULATIVE], entry["limits"]
         rates = [_spread(each["tokens_per_s"], 0) for each in (plain, guessing)]
         reached = [_percent(limits[name]["share_of_limit"]) for name in (PLAIN, SPECULATIVE)]
-        rest = [_spread(guessing["speedup"], 2), f"{guessing['tau']:.2f}", _gaps(guessing["latency_ms"])]
+        rest = [_spread(guessing["speedup"], 2), f"{guessing['tau']:.2f}", latency_text(guessing["latency_ms"])]
         rows.append([f"{entry['value']:g}", *rates, *rest, *reached])
     return _table(head, rows)
 
@@ -153,19 +150,11 @@ def _pairs(pairs: Sequence[tuple[str, str]]) -> str:
     return f'<div class="table"><table class="pairs">{rows}</table></div>'
 
 
-def _median(values: dict[str, float] | None) -> str:
-    return f"{values['median']:.0f}" if values else _NONE
-
-
 def _spread(values: dict[str, float] | None, digits: int) -> str:
     if values is None:
-        return _NONE
+        return NONE
     return f"{values['median']:.{digits}f} <small>{values['min']:.{digits}f}–{values['max']:.{digits}f}</small>"
 
 
-def _gaps(values: dict[str, float] | None) -> str:
-    return " ".join(f"{value:.1f}" for value in values.values()) if values else _NONE
-
-
 def _percent(share: float | None) -> str:
-    return _NONE if share is None else f"{100 * share:.0f}%"
+    return NONE if share is None else f"{100 * share:.0f}%"

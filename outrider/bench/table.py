@@ -8,10 +8,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from outrider.bench.conditions import memory, rates
+from outrider.bench.conditions import NONE, latency_text, median_text, memory, rates
 from outrider.bench.report import OVERALL, PLAIN, SPECULATIVE, summary
-
-_NONE = "–"
 
 
 def show(document: dict[str, Any], console: Console) -> None:
@@ -39,7 +37,7 @@ def _speed(results: dict[str, Any]) -> Table:
     for category, figures in results.items():
         _rule_before(table, category)
         guessing = figures[SPECULATIVE]
-        rates = (_median(figures[name]["tokens_per_s"]) for name in (PLAIN, SPECULATIVE, *peers))
+        rates = (median_text(figures[name]["tokens_per_s"]) for name in (PLAIN, SPECULATIVE, *peers))
         shares = " ".join(f"{100 * share:.0f}" for share in guessing["acceptance_by_position"])
         table.add_row(category, *rates, _spread(guessing["speedup"], ".2f"), f"{guessing['tau']:.2f}", shares)
     return table
@@ -55,7 +53,9 @@ def _time(results: dict[str, Any]) -> Table:
         plain, guessing = figures[PLAIN], figures[SPECULATIVE]
         parts = (f"{guessing[part]:.2f}" for part in ("propose_ms", "target_ms", "host_ms"))
         whole = sum(plain[part] for part in ("propose_ms", "target_ms", "host_ms"))
-        table.add_row(category, _latency(plain["latency_ms"]), _latency(guessing["latency_ms"]), f"{whole:.2f}", *parts)
+        table.add_row(
+            category, latency_text(plain["latency_ms"]), latency_text(guessing["latency_ms"]), f"{whole:.2f}", *parts
+        )
     return table
 
 
@@ -74,7 +74,7 @@ def _sweep(axis: str, entries: list[dict[str, Any]]) -> Table:
             _spread(guessing["tokens_per_s"], ".0f"),
             _spread(guessing["speedup"], ".2f"),
             f"{guessing['tau']:.2f}",
-            _latency(guessing["latency_ms"]),
+            latency_text(guessing["latency_ms"]),
             " ".join(_share(limits[name]["share_of_limit"]) for name in (PLAIN, SPECULATIVE)),
         )
     return table
@@ -117,22 +117,14 @@ def _rule_before(table: Table, category: str) -> None:
         table.add_section()
 
 
-def _median(values: dict[str, float] | None) -> str:
-    return f"{values['median']:.0f}" if values else _NONE
-
-
 def _spread(values: dict[str, float] | None, form: str) -> str:
     if values is None:
-        return _NONE
+        return NONE
     return f"{values['median']:{form}} [dim]{values['min']:{form}}–{values['max']:{form}}[/dim]"
 
 
 def _share(share: float | None) -> str:
-    return _NONE if share is None else f"{100 * share:.0f}"
-
-
-def _latency(values: dict[str, float] | None) -> str:
-    return " ".join(f"{value:.1f}" for value in values.values()) if values else _NONE
+    return NONE if share is None else f"{100 * share:.0f}"
 
 
 _LOOK: dict[str, Any] = {
