@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
@@ -14,6 +13,7 @@ import torch
 
 from outrider import tree
 from outrider.machine import hardware, versions
+from outrider.native.library import cache_folder
 from outrider.params import SamplingParams
 from outrider.passcost import CostModel, PassCost, Sample
 from outrider.target import RecurrentTarget, Target
@@ -103,8 +103,7 @@ def cost_file(target: Target, draft: Target | None) -> Path:
         if each is not None
     ]
     known = json.dumps([models, hardware(str(target.device)), versions()], sort_keys=True, default=str)
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "outrider" / f"costs-{hashlib.sha256(known.encode()).hexdigest()[:16]}.json"
+    return cache_folder() / f"costs-{hashlib.sha256(known.encode()).hexdigest()[:16]}.json"
 
 
 def known_costs(target: Target, draft: Target | None, *, fresh: bool = False) -> CostModel:

@@ -121,16 +121,14 @@ def _follow(batch: Batch, draft: Draft, scores: Scores) -> Round:
     if best is None:
         best = torch.where(sound(scores.logits), scores.logits.argmax(-1), -1)
     found = follow(draft, best)
-    runs = [emits and bool(emitted) for emits, (_, emitted) in zip(batch.emits, found, strict=True)]
+    kept = [pair if emits else ((), ()) for emits, pair in zip(batch.emits, found, strict=True)]
     return Round(
         batch=batch,
         draft=draft,
         scores=scores,
-        path=tuple(path if run else () for run, (path, _) in zip(runs, found, strict=True)),
-        emitted=tuple(emitted if run else () for run, (_, emitted) in zip(runs, found, strict=True)),
-        sampled_logprob=tuple(
-            (0.0,) * len(emitted) if run else () for run, (_, emitted) in zip(runs, found, strict=True)
-        ),
+        path=tuple(path for path, _ in kept),
+        emitted=tuple(emitted for _, emitted in kept),
+        sampled_logprob=tuple((0.0,) * len(emitted) for _, emitted in kept),
         failed=tuple(not emitted for _, emitted in found),
     )
 

@@ -17,7 +17,7 @@ import torch
 from outrider.attention import Fixed, Sight
 from outrider.cache.static import StaticCache
 from outrider.errors import UnsupportedModel
-from outrider.tree import empty, upload
+from outrider.tree import ancestors, empty, upload
 from outrider.types import Batch, Draft
 
 
@@ -246,7 +246,7 @@ class StaticPass:
 
     def _branch(self, stage: Stage, guess: torch.Tensor, node: torch.Tensor, base: torch.Tensor) -> None:
         """Let guesses see, among guesses, their ancestors alone; and put guesses where their depth says."""
-        above = _ancestors(self._parents)  # [R, N, N], N = L
+        above = ancestors(self._parents)  # [R, N, N], N = L
         depth, nodes = above.sum(-1), above.shape[-1]
         stage.positions = torch.where(guess, base[:, None] - 1 + depth.flatten()[node], stage.positions)
         behind = stage.where - base[:, None]  # [R, S]: which node an entry holds
@@ -255,12 +255,3 @@ class StaticPass:
         stage.seen = stage.seen & (~guess[..., None] | (behind < 0)[:, None] | related)
         owner = node.amax(1) // nodes  # the row of the batch; 0 where the row has no guesses, which nobody sees
         stage.where = torch.where(behind < 0, stage.where, base[:, None] - 1 + depth[owner].gather(1, index))
-
-
-def _ancestors(parent: torch.Tensor) -> torch.Tensor:
-    """As `tree.ancestors`, in log N products: the paths of up to 1, 2, 4, ... steps."""
-    order = torch.arange(parent.shape[1], device=parent.device)
-    reach = (order[:, None] == order) | (parent[..., None] == order)
-    for _ in range(parent.shape[1].bit_length()):
-        reach = (reach.float() @ reach.float()) > 0
-    return reach

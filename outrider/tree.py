@@ -52,14 +52,15 @@ def live(draft: Draft) -> torch.Tensor:
 
 
 def ancestors(parent: torch.Tensor) -> torch.Tensor:
-    """[B, N, N] bool: `out[b, i, j]` where node j lies on the path from the root to node i, i itself included."""
-    rows, size = parent.shape
-    out = torch.eye(size, dtype=torch.bool, device=parent.device).expand(rows, size, size).clone()
-    for node in range(1, size):
-        above = parent[:, node].clamp(min=0)[:, None, None].expand(rows, 1, size)
-        inherited = out.gather(1, above)[:, 0] & (parent[:, node] >= 0)[:, None]
-        out[:, node] |= inherited
-    return out
+    """[B, N, N] bool: `out[b, i, j]` where node j lies on the path from the root to node i, i itself included.
+
+    In log N products, of the paths of up to 1, 2, 4, ... steps.
+    """
+    order = torch.arange(parent.shape[1], device=parent.device)
+    reach = (order[:, None] == order) | (parent[..., None] == order)
+    for _ in range(parent.shape[1].bit_length()):
+        reach = (reach.float() @ reach.float()) > 0
+    return reach
 
 
 def depths(draft: Draft) -> torch.Tensor:

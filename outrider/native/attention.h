@@ -12,12 +12,10 @@
 
 namespace outrider {
 
-constexpr int kMostDim = 256;  // of a head
-constexpr int kQueries = 48;   // rows of a tile: columns times the query heads that share a key head
+constexpr int kQueries = 48;  // rows of a tile: columns times the query heads that share a key head
 
 // What each column of a pass sees.
 struct Columns {
-  const int32_t* slot;
   const int32_t* position;
   const int32_t* seen;
   const int32_t* tail_begin;  // [columns + 1] into `tail`

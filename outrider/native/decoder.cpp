@@ -4,8 +4,6 @@
 // A column's result does not depend, in any bit, on which other columns share the pass.
 #include <omp.h>
 
-#include <memory>
-
 #include "attention.h"
 #include "linear.h"
 #include "team.h"
@@ -151,7 +149,7 @@ class Decoder {
     apply<Then::kStore>(team, layer.qkv, rows_, pass.columns, wide_.data(), all);
     const int lots = m_.heads + 2 * m_.key_heads;
     team.share(pass.columns * lots, [&](int i) { place(pass, layer, i / lots, i % lots); });
-    const Columns columns{pass.slot, pass.position, pass.seen, pass.tail_begin, pass.tail};
+    const Columns columns{pass.position, pass.seen, pass.tail_begin, pass.tail};
     const Heads heads{m_.heads, m_.key_heads, m_.dim, m_.scale, layer.window};
     team.share(int(tiles_.size()) * m_.key_heads, [&](int i) {
       const Tile& tile = tiles_[i / m_.key_heads];

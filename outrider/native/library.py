@@ -43,7 +43,7 @@ def load_library() -> Library:
         UnsupportedModel: there is no compiler here, or it fails; the message says what to do.
     """
     compiler = _compiler()
-    path = _cache_folder() / f"kernels-{_fingerprint(compiler)}.so"
+    path = cache_folder() / f"kernels-{_fingerprint(compiler)}.so"
     seconds = 0.0
     if not path.is_file():
         _log.warning("compiling the CPU kernels: once on a machine, some ten seconds")
@@ -102,5 +102,6 @@ def _fingerprint(compiler: str) -> str:
     return digest.hexdigest()[:16]
 
 
-def _cache_folder() -> Path:
+def cache_folder() -> Path:
+    """Where what is made once on a machine is kept."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outrider"
