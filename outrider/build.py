@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -20,14 +18,11 @@ from outrider.load import Checkpoint, load_checkpoint
 from outrider.lossy import LOSSY
 from outrider.params import AUTO
 from outrider.plan import CostPlanner, FixedPlanner, Planner
-from outrider.propose.base import NoProposer, Proposer, Setup
-from outrider.propose.model import ModelProposer
-from outrider.propose.ngram import NgramProposer
+from outrider.propose.base import Proposer, Setup
+from outrider.proposers import Maker, draft_model, find_proposer, parse
 from outrider.schedule import Scheduler
 from outrider.target import Target, make_target
 from outrider.verify import EXACT, Verifier
-
-Maker = Callable[[Setup], Proposer]
 
 _MODELS = Path(__file__).parent / "models"
 _BITS: Mapping[str | None, int] = MappingProxyType({None: 16, "int8": 8, "int4": 4})  # of a quantised weight
@@ -74,7 +69,10 @@ def build(
     checkpoint = load_checkpoint(target or embedded("mini"), dtype=full_dtype(dtype, bits), device=device)
     size = _context(context, checkpoint)
     scheduler = Scheduler(slots=rows, chunk=chunk, context=size)
+    model = make_target(checkpoint, slots=rows, context=size, kernels=kernels, bits=bits)
+    check_target(model, checkpoint)
     setup = Setup(
+        target=model,
         vocab=checkpoint.vocab,
         slots=rows,
         context=size,
@@ -85,8 +83,7 @@ def build(
         kernels=kernels,
     )
     guesser = find_proposer(spec, setup) if isinstance(spec, str) else spec(setup)
-    model = make_target(checkpoint, slots=rows, context=size, layers=guesser.needs.layers, kernels=kernels, bits=bits)
-    check_target(model, checkpoint)
+    model.export(guesser.needs.layers)
     if planner is None:
         planner = CostPlanner(known_costs(model, draft_model(guesser))) if isinstance(k, str) else FixedPlanner(k)
     return House(
@@ -115,11 +112,6 @@ def full_dtype(dtype: str, bits: int) -> str:
     return "bfloat16" if bits < 16 and dtype == "auto" else dtype
 
 
-def draft_model(proposer: Proposer) -> Target | None:
-    """The draft model of a proposer that has one."""
-    return proposer.model if isinstance(proposer, ModelProposer) else None
-
-
 def embedded(name: str) -> Path:
     """The folder of an embedded model: mini, the target, or nano, its draft."""
     return _MODELS / name
@@ -134,54 +126,20 @@ def find_verifier(name: str | None, proposer: str | Maker) -> Verifier:
     """A verifier by its name, or the one that fits how the proposer guesses."""
     known = {**EXACT, **LOSSY}
     if name is None:
-        return known["block" if isinstance(proposer, str) and proposer.startswith("draft:") else "walk"]
+        return known[_fitting(proposer)]
     if name not in known:
         raise OutriderError(f"verifier {name!r} is unknown; use one of {', '.join(known)}")
     return known[name]
 
 
-def find_proposer(spec: str, setup: Setup) -> Proposer:
-    """A proposer by its name: none, ngram, draft:DIR or pkg.module:Class."""
-    if spec in _PLAIN:
-        return _PLAIN[spec](setup)
-    head, colon, rest = spec.partition(":")
-    if not colon:
-        raise OutriderError(f"proposer {spec!r} is unknown; use none, ngram, draft:DIR or pkg.module:Class")
-    return _draft_model(rest, setup) if head == "draft" else _import(head, rest, setup)
-
-
-def _draft_model(folder: str, setup: Setup) -> Proposer:
-    dtype = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}[setup.dtype]
-    checkpoint = load_checkpoint(folder, dtype=dtype, device=str(setup.device))
-    if checkpoint.recurrent:
-        raise OutriderError(f"{folder} is recurrent, and a recurrent draft is not handled yet; use an attention model")
-    _compare_tokenizers(setup.tokenizer, checkpoint.tokenizer, folder)
-    size = min(checkpoint.context, setup.context)
-    model = make_target(checkpoint, slots=setup.slots, context=size, kernels=setup.kernels)
-    check_target(model, checkpoint)
-    return ModelProposer(setup, model)
-
-
-def _compare_tokenizers(target: Any, draft: Any, folder: str) -> None:
-    """The same text must be the same ids; how far the vocabularies are padded does not matter."""
-    ours, theirs = target.get_vocab(), draft.get_vocab()
-    for token in sorted(ours.keys() | theirs.keys(), key=lambda token: (ours.get(token, -1), token)):
-        if ours.get(token) != theirs.get(token):
-            raise OutriderError(
-                f"the draft in {folder} has another vocabulary than the target: {token!r} is id {ours.get(token)} for"
-                f" the target and {theirs.get(token)} for the draft ({len(ours)} and {len(theirs)} tokens in all);"
-                " use a draft of the target's family, or --proposer ngram"
-            )
-
-
-def _import(module: str, name: str, setup: Setup) -> Proposer:
-    if "" not in sys.path and str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))  # a module beside the user, as `python -m` would find it
-    try:
-        maker = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise OutriderError(f"proposer {module}:{name} cannot be imported ({error}); check the dotted path") from error
-    return maker(setup)  # type: ignore[no-any-return]
+def _fitting(proposer: str | Maker) -> str:
+    """The verifier that keeps most of what such a proposer guesses."""
+    if not isinstance(proposer, str):
+        return "walk"
+    expression = parse(proposer)
+    if "draft" not in expression.names():
+        return "walk"
+    return "traversal" if "merge" in expression.names() else "block"
 
 
 def _context(asked: int | None, checkpoint: Checkpoint) -> int:
@@ -190,6 +148,3 @@ def _context(asked: int | None, checkpoint: Checkpoint) -> int:
     if not 2 <= asked <= checkpoint.context:
         raise OutriderError(f"context is {asked}; this model takes from 2 to {checkpoint.context} tokens")
     return asked
-
-
-_PLAIN: Mapping[str, Maker] = MappingProxyType({"none": NoProposer, "ngram": NgramProposer})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 
@@ -130,6 +131,10 @@ def check_draft(draft: Draft, batch: Batch, vocab: int) -> None:
     expect(bool(((draft.parent < order) & (draft.parent >= -1) | ~live).all()), "parents must precede children")
     expect(not draft.chain or bool(((draft.parent == order - 1) | ~live).all()), "it says chain and is a tree")
     expect(bool(((draft.tokens >= 0) & (draft.tokens < vocab) | ~live).all()), "tokens must be ids of the target")
+    if draft.chance is not None:
+        expect(tuple(map(len, draft.chance)) == draft.width, "chance must be [B][width]")
+        rising = any(a < b for row in draft.chance for a, b in pairwise(row))
+        expect(not rising and all(0 <= c <= 1 for row in draft.chance for c in row), "chances must fall, within 0 to 1")
     sampled = live & (draft.law != Law.ONE_HOT)
     expect(draft.q is not None or not bool(sampled.any()), "sampled nodes need q")
     if draft.q is not None:

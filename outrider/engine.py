@@ -61,6 +61,7 @@ class Engine:
         draft = self._proposer.propose(batch)
         proposed = perf_counter()
         self._check(batch, draft)
+        draft = self._planner.trim(batch, draft)
         round, target = self._verified(batch, draft)
         if draft.size and any(round.failed):  # perhaps of a guess, which plain decoding would never have met
             round, again = self._verified(batch, tree.empty(len(batch.rows), self._target.device))
@@ -111,7 +112,8 @@ class Engine:
     def _count(self, round: Round, *, propose: float, target: float, host: float) -> None:
         passes = [row.passes[-1] for row, tokens in zip(round.batch.rows, round.emitted, strict=True) if tokens]
         fed = sum(len(feed) for feed, tokens in zip(round.batch.feed, round.emitted, strict=True) if not tokens)
-        counted = Stats.of_passes(passes, prompt=fed, exact=self._verifier.exact)
+        nodes = sum(width for width, tokens in zip(round.draft.width, round.emitted, strict=True) if tokens)
+        counted = Stats.of_passes(passes, drafted=nodes, prompt=fed, exact=self._verifier.exact)
         self.stats += replace(counted, rounds=1, propose_seconds=propose, target_seconds=target, host_seconds=host)
 
 

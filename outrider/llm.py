@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
-from outrider.build import House, Maker, build
+from outrider.build import House, build
 from outrider.engine import Engine
 from outrider.errors import OutriderError
 from outrider.machine import use_threads
 from outrider.noise import mix_int
 from outrider.params import SamplingParams
 from outrider.plan import Planner
+from outrider.proposers import Maker
 from outrider.stats import Stats
 from outrider.text import TextStream
 from outrider.types import Completion, Finish, Request, Row
@@ -238,7 +239,7 @@ class LLM:
             seed=row.request.seed,
             guessed=tuple(row.authors),
             logprobs=tuple(row.logprobs[: row.emitted]),
-            stats=Stats.of_passes(row.passes, prompt=split, exact=self.stats.exact),
+            stats=Stats.of_passes(row.passes, drafted=row.drafted, prompt=split, exact=self.stats.exact),
             error=row.error,
         )
 

@@ -8,7 +8,7 @@ from outrider.cost import expected_tau
 from outrider.errors import OutriderError
 from outrider.passcost import CostModel
 from outrider.stats import Stats
-from outrider.types import Batch
+from outrider.types import Batch, Draft
 
 
 class Planner(Protocol):
@@ -21,6 +21,9 @@ class Planner(Protocol):
     def budget(self, batch: Batch, stats: Stats) -> tuple[int, ...]:
         """[B] guesses for each row; 0 = do not speculate."""
 
+    def trim(self, batch: Batch, draft: Draft) -> Draft:
+        """The guesses that are worth their place in the pass, now that their chances are known."""
+
 
 class FixedPlanner:
     """k guesses, always."""
@@ -32,6 +35,9 @@ class FixedPlanner:
 
     def budget(self, batch: Batch, stats: Stats) -> tuple[int, ...]:
         return tuple(min(self._k, most) for most in batch.budget)
+
+    def trim(self, batch: Batch, draft: Draft) -> Draft:
+        return draft
 
 
 class CostPlanner:
@@ -64,6 +70,9 @@ class CostPlanner:
         k = self._beside(feed, rows, k, cached) if feed and k else k
         self._last = (rows, k, cached, feed)
         return tuple(min(k, most) for most in batch.budget)
+
+    def trim(self, batch: Batch, draft: Draft) -> Draft:
+        return draft
 
     def speedup(self, rows: int, k: int, *, cached: float = 0) -> float:
         """Expected tokens a second with k guesses over those with none."""

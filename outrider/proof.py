@@ -183,6 +183,7 @@ class _Cases:
             law=torch.tensor(of.laws, dtype=torch.int64).expand(rows, size),
             q=q if any(of.laws) else None,
             width=(size,) * rows,
+            depth=(size,) * rows,
             chain=of.parent == tuple(range(-1, size - 1)),
         )
         return draft, p

@@ -100,7 +100,8 @@ class Scheduler:
             if row.finish:
                 break
         emitted = row.emitted - before
-        row.passes.append((round.draft.width[b], min(kept, emitted), emitted))
+        row.passes.append((round.draft.depth[b], min(kept, emitted), emitted))
+        row.drafted += round.draft.width[b]
 
     def _finish(self, row: Row, token: int) -> Finish | None:
         request = row.request

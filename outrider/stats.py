@@ -30,8 +30,15 @@ class Stats:
     exact: bool = True
 
     @classmethod
-    def of_passes(cls, passes: Iterable[tuple[int, int, int]], *, prompt: int = 0, exact: bool = True) -> Stats:
-        """Sum up (deepest guess, accepted, emitted) triples, one a pass."""
+    def of_passes(
+        cls,
+        passes: Iterable[tuple[int, int, int]],
+        *,
+        drafted: int | None = None,
+        prompt: int = 0,
+        exact: bool = True,
+    ) -> Stats:
+        """Sum up (deepest guess, accepted, emitted) triples, one a pass; None drafted: they were chains."""
         triples = list(passes)
         depth = max((offered for offered, _, _ in triples), default=0)
         return cls(
@@ -39,7 +46,7 @@ class Stats:
             passes=len(triples),
             prompt=prompt,
             emitted=sum(emitted for _, _, emitted in triples),
-            drafted=sum(offered for offered, _, _ in triples),
+            drafted=sum(offered for offered, _, _ in triples) if drafted is None else drafted,
             offered=tuple(sum(offered > i for offered, _, _ in triples) for i in range(depth)),
             reached=tuple(sum(offered > i and kept >= i for offered, kept, _ in triples) for i in range(depth)),
             accepted=tuple(sum(kept > i for _, kept, _ in triples) for i in range(depth)),

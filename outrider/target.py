@@ -56,6 +56,13 @@ class Target(Protocol):
         of at least 1; all guesses but the last one are staged.
         """
 
+    def export(self, layers: Sequence[int]) -> None:
+        """From now on put the outputs of these decoder layers, counted from 0, into `Scores.features`.
+
+        Raises:
+            OutriderError: the target has no such layer, or cannot export any.
+        """
+
     def swap(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
         """Load new values for some or all weights, by the names that the model's own `state_dict` gives them."""
 
@@ -72,10 +79,9 @@ class AttentionTarget:
         *,
         slots: int,
         context: int,
-        layers: Sequence[int] = (),
         record: Recorder | None = None,
     ) -> None:
-        """Prepare for `slots` rows of up to `context` tokens, exporting the outputs of decoder `layers`.
+        """Prepare for `slots` rows of up to `context` tokens.
 
         With `record`, passes of fixed shapes are recorded where the model allows it (see `Graphs`).
         """
@@ -86,7 +92,6 @@ class AttentionTarget:
         self._model = checkpoint.model
         self._embeddings = checkpoint.model.get_input_embeddings().num_embeddings
         self._outputs: dict[int, torch.Tensor] = {}
-        self._listen(layers)
         self.graphs = self._record(record) if record else None
         if not record and can_prepack(checkpoint.device, checkpoint.dtype):
             prepack(self._model)
@@ -139,7 +144,7 @@ class AttentionTarget:
         self.kernels = "graphs"
         return Graphs(model, slots=self.slots, record=record)
 
-    def _listen(self, layers: Sequence[int]) -> None:
+    def export(self, layers: Sequence[int]) -> None:
         stack = _decoder_layers(self._model) if layers else torch.nn.ModuleList()
         for layer in layers:
             if not 0 <= layer < len(stack):
@@ -169,6 +174,10 @@ class RecurrentTarget:
 
     def grow(self, batch: Batch, vocab: int) -> torch.Tensor:
         return grow_by_scores(self, batch, vocab)
+
+    def export(self, layers: Sequence[int]) -> None:
+        if layers:
+            raise OutriderError("a recurrent target exports no layers; use a proposer that needs none, such as ngram")
 
     def swap(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
         load_weights(self._model, weights)
@@ -205,7 +214,6 @@ def make_target(
     *,
     slots: int,
     context: int,
-    layers: Sequence[int] = (),
     kernels: str = "auto",
     bits: int = 16,
 ) -> Target:
@@ -215,7 +223,6 @@ def make_target(
         checkpoint: what runs.
         slots: rows at once.
         context: tokens of a row.
-        layers: decoder layers whose outputs are wanted.
         kernels: native, torch, or auto: native on a CPU and CUDA graphs on a GPU, where type and model allow it.
         bits: of the linear layers' weights: 16 as they are; 8 or 4 quantised, and then that is the checkpoint's model.
 
@@ -232,20 +239,18 @@ def make_target(
         raise OutriderError("the native kernels need a CPU and bfloat16; use kernels auto, or dtype bfloat16")
     if fits and kernels != "torch":
         try:
-            return NativeTarget(checkpoint, slots=slots, context=context, layers=layers, bits=bits)
+            return NativeTarget(checkpoint, slots=slots, context=context, bits=bits)
         except UnsupportedModel as reason:
             if kernels == "native":
                 raise
             _log.info("running on torch: %s", reason)
-    if checkpoint.recurrent and layers:
-        raise OutriderError("a recurrent target exports no layers; use a proposer that needs none, such as ngram")
     if bits < 16:
         quantise(checkpoint.model, bits)
     if checkpoint.recurrent:
         target: Target = RecurrentTarget(checkpoint, slots=slots, context=context)
     else:
         record = CudaRecorder(checkpoint.device) if checkpoint.device.type == "cuda" and kernels == "auto" else None
-        target = AttentionTarget(checkpoint, slots=slots, context=context, layers=layers, record=record)
+        target = AttentionTarget(checkpoint, slots=slots, context=context, record=record)
     target.kernels += "" if bits == 16 else f" int{bits}"
     return target
 

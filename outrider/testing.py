@@ -39,6 +39,7 @@ __all__ = [
 def toy_setup(target: ToyTarget, *, slots: int = 16, draw: Draw = Draw.SAMPLE) -> Setup:
     """The setup of a proposer that guesses for `target`."""
     return Setup(
+        target=target,
         vocab=target.vocab,
         slots=slots,
         context=target.context,
@@ -49,14 +50,17 @@ def toy_setup(target: ToyTarget, *, slots: int = 16, draw: Draw = Draw.SAMPLE) -
     )
 
 
-def check_proposer(make: Callable[[Setup], Proposer], *, trials: int = 20, seed: int = 0) -> None:
+def check_proposer(make: Callable[[Setup], Proposer], *, learns: bool = False, trials: int = 20, seed: int = 0) -> None:
     """Hold the proposers that `make` makes to the law of `Proposer`.
 
     Its drafts must be well formed and within budget, every law they claim possible, and what it proposes for a text
-    must not depend on how the text came about, on the other rows of the batch, or on who had the slot before.
+    must not depend on how the text came about, on the other rows of the batch, or on who had the slot before. Of one
+    that `learns` from rounds how good its guesses are, or what the target says of them, the same life must lead to the
+    same guesses.
 
     Args:
         make: from a setup of a toy target (vocabulary 6, context 256) to a fresh proposer.
+        learns: whether what it proposes may depend on the rounds that led to a text, and on other rows.
         trials: fuzzed lives.
         seed: of the fuzz.
 
@@ -67,17 +71,21 @@ def check_proposer(make: Callable[[Setup], Proposer], *, trials: int = 20, seed:
     for trial in range(trials):
         target = ToyTarget(seed=trial, spread=3.0)
         setup = toy_setup(target, draw=chance.choice(list(Draw)))
-        lives = [Life.fresh(target, make(setup), chance) for _ in range(3)]
+        same = chance.randrange(2**32)  # of one that learns, the second life is to be the first one's twin
+        sources = [random.Random(same), random.Random(same)] if learns else [chance, chance]
+        lives = [Life.fresh(target, make(setup), source) for source in (*sources, chance)]
         params = SamplingParams(temperature=chance.choice([0.0, 0.8]))
         text = random_text(target, chance.randint(30, 60), chance)
         length = chance.randint(20, len(text) - 8)
         budget = chance.randint(1, 7)
         alone = lives[0].propose_after(text, length, params, slots=[3], budget=budget)
         again = lives[1].propose_after(text, length, params, slots=[3], budget=budget)
-        _expect_equal(alone[0], again[0], "its proposal depends on how the text came about, not on the text alone")
+        law = "it proposes otherwise in the same life" if learns else "its proposal depends on how the text came about"
+        _expect_equal(alone[0], again[0], law)
         lives[2].live(random_text(target, 40, chance), 30, params, slots=[3, 1])
         crowd = lives[2].propose_after(text, length, params, slots=[0, 3, 1], budget=budget)
-        _expect_equal(alone[0], crowd[1], "its proposal depends on other rows, or on who had the slot before")
+        if not learns:
+            _expect_equal(alone[0], crowd[1], "its proposal depends on other rows, or on who had the slot before")
 
 
 def check_cache(

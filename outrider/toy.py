@@ -72,6 +72,9 @@ class ToyTarget:
     def grow(self, batch: Batch, vocab: int) -> torch.Tensor:
         return grow_by_scores(self, batch, vocab)
 
+    def export(self, layers: Sequence[int]) -> None:
+        assert not layers, "a toy has no layers"
+
     def swap(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
         self.table, self.version = weights["table"], version
 

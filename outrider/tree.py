@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -22,7 +23,8 @@ def empty(rows: int, device: torch.device) -> Draft:
     """No guesses for `rows` rows."""
     none = torch.zeros(rows, 0, dtype=torch.int64, device=device)
     count = torch.zeros(rows, dtype=torch.int64, device=device)
-    return Draft(tokens=none, parent=none, count=count, law=none, q=None, width=(0,) * rows, chain=True)
+    zero = (0,) * rows
+    return Draft(tokens=none, parent=none, count=count, law=none, q=None, width=zero, depth=zero, chain=True)
 
 
 def chain(
@@ -31,19 +33,66 @@ def chain(
     *,
     law: Law | torch.Tensor = Law.ONE_HOT,  # of every node, or [B, N]
     q: torch.Tensor | None = None,  # [B, N, V]
+    chance: tuple[tuple[float, ...], ...] | None = None,  # [B][width]
 ) -> Draft:
     """One guess after another, `width[b]` of them in row b."""
     rows, size = tokens.shape
     parent = torch.arange(-1, size - 1, device=tokens.device).expand(rows, size)
     laws = law if isinstance(law, torch.Tensor) else torch.full_like(tokens, int(law))
     count = upload(width, tokens.device)
-    return Draft(tokens=tokens, parent=parent, count=count, law=laws, q=q, width=width, chain=True)
+    return Draft(
+        tokens=tokens,
+        parent=parent,
+        count=count,
+        law=laws,
+        q=q,
+        width=width,
+        depth=width,
+        chain=True,
+        chance=chance,
+    )
 
 
-def chosen(tokens: torch.Tensor, parent: torch.Tensor, width: tuple[int, ...]) -> Draft:
-    """Trees of guesses [B, N] that were picked, not drawn; row b has the first `width[b]` of them."""
-    count, law = upload(width, tokens.device), torch.full_like(tokens, Law.ONE_HOT)
-    return Draft(tokens=tokens, parent=parent, count=count, law=law, q=None, width=width, chain=False)
+def chosen(
+    tokens: torch.Tensor,  # [B, N]
+    parent: torch.Tensor,  # [B, N]
+    width: tuple[int, ...],  # [B]
+    *,
+    depth: tuple[int, ...] | None = None,  # [B]; None: the width is what is known of it
+    chance: tuple[tuple[float, ...], ...] | None = None,  # [B][width]
+) -> Draft:
+    """Trees of guesses that were picked, not drawn; row b has the first `width[b]` of them."""
+    return Draft(
+        tokens=tokens,
+        parent=parent,
+        count=upload(width, tokens.device),
+        law=torch.full_like(tokens, Law.ONE_HOT),
+        q=None,
+        width=width,
+        depth=depth or width,
+        chain=False,
+        chance=chance,
+    )
+
+
+def cut(draft: Draft, width: tuple[int, ...]) -> Draft:
+    """The first `width[b]` guesses of row b, or all that it has."""
+    width = tuple(map(min, width, draft.width))
+    if width == draft.width:
+        return draft
+    size, count = max(width), torch.minimum(draft.count, upload(width, draft.count.device))
+    chance = draft.chance
+    return replace(
+        draft,
+        tokens=draft.tokens[:, :size],
+        parent=draft.parent[:, :size],
+        count=count,
+        law=draft.law[:, :size],
+        q=None if draft.q is None else draft.q[:, :size],
+        width=width,
+        depth=tuple(map(min, width, draft.depth)),
+        chance=None if chance is None else tuple(row[:w] for row, w in zip(chance, width, strict=True)),
+    )
 
 
 def live(draft: Draft) -> torch.Tensor:

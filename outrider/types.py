@@ -68,6 +68,7 @@ class Row:
     stream: TextStream | None = None
     cached: int = 0  # committed tokens that the target's cache holds
     passes: list[tuple[int, int, int]] = field(default_factory=list)  # (deepest guess, accepted, emitted) a pass
+    drafted: int = 0  # nodes of all passes
     authors: list[bool] = field(default_factory=list)  # per emitted token: was it an accepted guess?
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish: Finish | None = None
@@ -87,6 +88,7 @@ class Batch:
     feed: tuple[tuple[int, ...], ...]  # [B] tokens, at least one a row
     budget: tuple[int, ...]  # [B] guesses the row may spend; 0 = do not speculate
     waiting: int = 0  # rows that hold a slot and take no part in this round
+    arm: int = 0  # which of the proposer's alternatives is to guess, where it has some (see `Needs`)
 
     @property
     def emits(self) -> tuple[bool, ...]:
@@ -101,6 +103,11 @@ class Draft:
 
     Parents precede children, and siblings stand in the order in which they were drawn. Nodes from `count` on are
     padding. A sampled node carries in `q` the law it was drawn from, before earlier siblings were taken out of it.
+
+    A proposer that knows how good its guesses are says so in `chance`, which never rises from one node to the next: so
+    whoever wants fewer guesses takes the first ones (`tree.cut`). It may come from the committed text, from how guesses
+    like it have fared, and for a node that was drawn from the laws it and its ancestors were drawn from; never from a
+    token drawn at or below the node, or cutting would bias the output.
     """
 
     tokens: torch.Tensor  # [B, N] int64, target ids
@@ -109,7 +116,9 @@ class Draft:
     law: torch.Tensor  # [B, N] int64, of Law
     q: torch.Tensor | None  # [B, N, V] float, zero in rows of ONE_HOT nodes; None when nothing was sampled
     width: tuple[int, ...]  # [B] what the host knows of count: an upper bound, and how many nodes are fed
+    depth: tuple[int, ...]  # [B] guesses on the longest path; the width of a chain
     chain: bool  # every row is a chain
+    chance: tuple[tuple[float, ...], ...] | None = None  # [B][width] that the node is kept; None: not said
 
     @property
     def size(self) -> int:
@@ -165,6 +174,7 @@ class Needs:
     """What a proposer wants from the target's pass, so that nothing else is exported."""
 
     layers: tuple[int, ...] = ()  # decoder layers, counted from 0, whose outputs are wanted
+    arms: int = 1  # alternatives that a planner chooses from, round by round
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

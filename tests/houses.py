@@ -26,6 +26,7 @@ def make_engine(
 ) -> Engine:
     rule = EXACT[verifier] if isinstance(verifier, str) else verifier
     setup = Setup(
+        target=target,
         vocab=target.vocab,
         slots=rows,
         context=target.context,

@@ -13,12 +13,17 @@ from outrider.propose.model import ModelProposer
 from outrider.propose.ngram import NgramProposer
 from outrider.testing import ConformanceError, ToyTarget, check_cache, check_proposer, check_verifier
 from outrider.verify import EXACT
-from tests.conformance import CACHES, PROPOSERS
+from tests.conformance import CACHES, LEARNING, PROPOSERS
 
 
 @pytest.mark.parametrize("name", PROPOSERS)
 def test_proposer(name):
     check_proposer(PROPOSERS[name])
+
+
+@pytest.mark.parametrize("name", LEARNING)
+def test_proposer_that_learns(name):
+    check_proposer(LEARNING[name], learns=True)
 
 
 @pytest.mark.parametrize("name", CACHES)

@@ -67,7 +67,9 @@ def shelf(tmp_path_factory):
 
 def read(folder, *, record=None, layers=(), device="cpu", dtype="float32", slots=4):
     checkpoint = load_checkpoint(folder, dtype=dtype, device=device)
-    return AttentionTarget(checkpoint, slots=slots, context=CONTEXT, layers=layers, record=record)
+    target = AttentionTarget(checkpoint, slots=slots, context=CONTEXT, record=record)
+    target.export(layers)
+    return target
 
 
 def pair(folder, **kwargs):

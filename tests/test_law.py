@@ -20,6 +20,7 @@ from outrider.testing import ToyTarget, joint_law
 from outrider.types import Batch, Draw, Request, Row
 from outrider.verify import EXACT, Verifier, block, rejection
 from tests import biased
+from tests.conformance import LEARNING
 from tests.houses import make_engine, outputs, run
 
 VOCAB, TOKENS, SAMPLES, ROWS = 4, 4, 12000, 500
@@ -27,11 +28,12 @@ PROMPT = [1, 2]
 PARAMS = SamplingParams(temperature=0.8, seed=12345)
 
 
-def p_value(verifier) -> float:
+def p_value(verifier, make=None) -> float:
     """Of `SAMPLES` completions drawn by speculation against the product of the target's own laws."""
     target = ToyTarget(vocab=VOCAB, slots=ROWS, context=32)
     draft = ToyTarget(vocab=VOCAB, slots=ROWS, context=32, seed=1)
-    engine = make_engine(target, lambda setup: ModelProposer(setup, draft), verifier=verifier, k=3, rows=ROWS)
+    make = make or (lambda setup: ModelProposer(setup, draft))
+    engine = make_engine(target, make, verifier=verifier, k=3, rows=ROWS)
     rows = run(engine, [PROMPT] * SAMPLES, PARAMS, limit=TOKENS, ends=frozenset())
     counts = Counter(tuple(text) for text in outputs(rows))
     observed = torch.zeros((VOCAB,) * TOKENS)
@@ -44,6 +46,12 @@ def p_value(verifier) -> float:
 @pytest.mark.parametrize("name", EXACT)
 def test_exact(name):
     assert p_value(name) > 1e-3
+
+
+@pytest.mark.parametrize("verifier", ["walk", "siblings", "traversal"])
+@pytest.mark.parametrize("name", LEARNING)
+def test_exact_whatever_is_learned(name, verifier):
+    assert p_value(verifier, LEARNING[name]) > 1e-3
 
 
 @pytest.fixture(scope="module")

@@ -163,7 +163,7 @@ def test_bad_prompts(llm, prompt, params, fix):
     ("arguments", "fix"),
     [
         ({"k": -1}, "k is -1"),
-        ({"proposer": "oracle"}, "none, ngram, draft:DIR"),
+        ({"proposer": "oracle"}, "none, ngram.*draft:DIR"),
         ({"proposer": "no.such.module:Thing"}, "dotted path"),
         ({"verifier": "magic"}, "walk, coupled"),
         ({"threads": 0}, "at least 1"),

@@ -62,10 +62,11 @@ def folders(tmp_path_factory):
     return {name: tiny.save(root / name, config) for name, config in MODELS.items()}
 
 
-def read(folder, **kwargs):
+def read(folder, layers=(), **kwargs):
     """A target, and the transformers model that it was made from."""
     checkpoint = load_checkpoint(folder, dtype="bfloat16", device="cpu")
     target = make_target(checkpoint, slots=4, context=128, kernels="native", **kwargs)
+    target.export(layers)
     checkpoint.model.set_attn_implementation("eager")
     return target, checkpoint.model
 

@@ -190,6 +190,7 @@ def draft_of(parent, tokens):
         law=torch.zeros_like(guesses),
         q=None,
         width=(size,),
+        depth=(size,),
         chain=parent == list(range(-1, size - 1)),
     )
 

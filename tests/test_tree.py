@@ -30,6 +30,7 @@ def draft_of(rows):
         law=torch.zeros_like(parent),
         q=None,
         width=(size,) * len(rows),
+        depth=(size,) * len(rows),
         chain=False,
     )
 

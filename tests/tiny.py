@@ -256,7 +256,9 @@ class Shelf:
 
     def target(self, name: str, layers: Sequence[int] = (), dtype: str = "float32") -> Target:
         checkpoint = load_checkpoint(self.folder(name), dtype=dtype, device="cpu")
-        return make_target(checkpoint, slots=4, context=128, layers=layers)
+        target = make_target(checkpoint, slots=4, context=128)
+        target.export(layers)
+        return target
 
 
 def greedy(model: Any, prompt: Sequence[int], count: int) -> list[int]:

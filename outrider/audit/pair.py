@@ -9,7 +9,7 @@ import torch
 
 from outrider import tree
 from outrider.audit.prompts import Prompt, encode
-from outrider.build import find_proposer, full_dtype
+from outrider.build import full_dtype
 from outrider.check import check_target
 from outrider.engine import Engine
 from outrider.errors import OutriderError
@@ -19,6 +19,7 @@ from outrider.noise import PositionNoise, mix_int
 from outrider.params import SamplingParams
 from outrider.plan import FixedPlanner
 from outrider.propose.base import NoProposer, Proposer, Setup
+from outrider.proposers import find_proposer
 from outrider.quantize import QuantisedLinear, quantise
 from outrider.sampling import Knobs, warp
 from outrider.schedule import Scheduler
@@ -84,7 +85,10 @@ class Pair:
                 f"the longest prompt and {room} tokens behind it take {self._context} tokens, and the model holds"
                 f" {checkpoint.context}; shorten the prompts"
             )
+        self._target = make_target(checkpoint, slots=_ROWS, context=self._context, kernels=kernels, bits=bits)
+        check_target(self._target, checkpoint)
         self._setup = Setup(
+            target=self._target,
             vocab=checkpoint.vocab,
             slots=_ROWS,
             context=self._context,
@@ -95,11 +99,7 @@ class Pair:
             kernels=kernels,
         )
         self._proposer = find_proposer(proposer, self._setup)
-        layers = self._proposer.needs.layers
-        self._target = make_target(
-            checkpoint, slots=_ROWS, context=self._context, layers=layers, kernels=kernels, bits=bits
-        )
-        check_target(self._target, checkpoint)
+        self._target.export(self._proposer.needs.layers)
         self.kernels = self._target.kernels
         self.steady = isinstance(self._target, NativeTarget)  # a token's logits are the same bits in any company
 

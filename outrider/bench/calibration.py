@@ -11,10 +11,10 @@ from rich.table import Table
 
 from outrider import machine
 from outrider.bench.rates import measure_rates
-from outrider.build import draft_model
 from outrider.calibrate import cost_file, known_costs
 from outrider.llm import LLM
 from outrider.passcost import PassCost
+from outrider.proposers import draft_model
 
 
 def run_calibration(llm: LLM, *, progress: Console) -> dict[str, Any]:

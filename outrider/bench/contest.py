@@ -15,7 +15,7 @@ from outrider.llm import LLM
 from outrider.params import SamplingParams
 from outrider.plan import Planner
 from outrider.stats import Stats
-from outrider.types import Batch, Finish, Row
+from outrider.types import Batch, Draft, Finish, Row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +57,9 @@ class SwitchPlanner:
             return self.auto.budget(batch, stats)
         return tuple(min(self.k, most) for most in batch.budget)
 
+    def trim(self, batch: Batch, draft: Draft) -> Draft:
+        return self.auto.trim(batch, draft) if isinstance(self.k, str) and self.auto else draft
+
 
 class Own:
     """Outrider's engine with k guesses a round; 0 is plain decoding."""
@@ -84,4 +87,4 @@ class Own:
 def _counts(row: Row, *, exact: bool) -> Stats:
     if row.finish is Finish.ERROR:
         raise OutriderError(f"a prompt could not be completed: {row.error}; try another dtype")
-    return Stats.of_passes(row.passes, prompt=len(row.request.prompt), exact=exact)
+    return Stats.of_passes(row.passes, drafted=row.drafted, prompt=len(row.request.prompt), exact=exact)

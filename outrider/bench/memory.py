@@ -13,12 +13,12 @@ from safetensors import safe_open
 from transformers import AutoConfig
 
 from outrider.bench.contest import Job
-from outrider.build import draft_model
 from outrider.cache.recurrent import RecurrentCache
 from outrider.cost import rows_instead
 from outrider.llm import LLM
 from outrider.prepack import can_prepack
 from outrider.propose.base import Proposer
+from outrider.proposers import draft_model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,12 +20,13 @@ from outrider.bench.rates import Rates, best_rates, measure_rates
 from outrider.bench.report import DEFINITIONS, OVERALL, PLAIN, SPECULATIVE, Sample, mean_cached, report
 from outrider.bench.settings import Settings
 from outrider.bench.sweep import Place, guessers, home, places, sweeps
-from outrider.build import default_proposer, draft_model, embedded, weight_bits
+from outrider.build import default_proposer, embedded, weight_bits
 from outrider.calibrate import known_costs
 from outrider.llm import LLM
 from outrider.native.target import NativeTarget
 from outrider.params import AUTO
 from outrider.plan import CostPlanner
+from outrider.proposers import draft_model
 
 
 def run_bench(settings: Settings, *, progress: Console) -> dict[str, Any]:

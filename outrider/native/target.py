@@ -25,10 +25,8 @@ class NativeTarget:
     with any proposer, any number of guesses and any company, in bfloat16 as well.
     """
 
-    def __init__(
-        self, checkpoint: Checkpoint, *, slots: int, context: int, layers: Sequence[int] = (), bits: int = 16
-    ) -> None:
-        """Prepare for `slots` rows of up to `context` tokens, exporting the outputs of decoder `layers`.
+    def __init__(self, checkpoint: Checkpoint, *, slots: int, context: int, bits: int = 16) -> None:
+        """Prepare for `slots` rows of up to `context` tokens.
 
         Raises:
             UnsupportedModel: the kernels cannot be compiled here, or do not know this model.
@@ -38,10 +36,9 @@ class NativeTarget:
         if bits < 16:  # from here on the quantised model is the model
             checkpoint.model.load_state_dict(self._decoder.quantised(), strict=False)
         shape = self._decoder.shape
-        if odd := [layer for layer in layers if not 0 <= layer < shape.layers]:
-            raise OutriderError(f"layer {odd[0]} was asked for; this target's layers are 0 to {shape.layers - 1}")
         self.vocab, self.device, self.version = checkpoint.vocab, checkpoint.device, 0
-        self.slots, self.context, self._layers = slots, context, tuple(layers)
+        self.slots, self.context = slots, context
+        self._layers: tuple[int, ...] = ()
         self.kernels = "native" if bits == 16 else f"native int{bits}"
         self.cache = StaticCache(slots=slots, capacity=max(context, _LEAST), device=self.device)
         stripes = [self.cache.stripes(i, shape.key_heads, shape.dim) for i in range(shape.layers)]
@@ -64,6 +61,12 @@ class NativeTarget:
     def grow(self, batch: Batch, vocab: int) -> torch.Tensor:
         columns, _ = _columns(batch, tree.empty(len(batch.rows), self.device), -1, self.vocab)
         return self._decoder.grow(columns, batch.budget, min(vocab, self.vocab))
+
+    def export(self, layers: Sequence[int]) -> None:
+        most = self._decoder.shape.layers - 1
+        if odd := [layer for layer in layers if not 0 <= layer <= most]:
+            raise OutriderError(f"layer {odd[0]} was asked for; this target's layers are 0 to {most}")
+        self._layers = tuple(layers)
 
     def swap(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
         self._decoder.load(weights)

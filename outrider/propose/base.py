@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from outrider import tree
+from outrider.target import Target
 from outrider.types import Batch, Draft, Draw, Needs, Request, Round
 
 
@@ -15,6 +16,7 @@ from outrider.types import Batch, Draft, Draw, Needs, Request, Round
 class Setup:
     """The house that a proposer will live in."""
 
+    target: Target  # for proposers that share something with it; what the engine runs, so never to be fed
     vocab: int  # ids that the target has logits for
     slots: int  # rows at once, numbered from 0
     context: int  # tokens a row can hold
@@ -28,9 +30,9 @@ class Setup:
 class Proposer(Protocol):
     """Guesses what the target will say next.
 
-    Law: what it proposes is a function of the committed text (and of the row's noise) alone, however the text came
-    about; every node's `law` is true; row b gets at most `batch.budget[b]` nodes. `propose` may prepare state that
-    `commit` settles; between the two the rows do not change.
+    Law: what it proposes for a row is a function of what has been committed and scored (and of the row's noise) alone;
+    every node's `law` is true; row b gets at most `batch.budget[b]` nodes. `propose` may prepare state that `commit`
+    settles; between the two the rows do not change.
     """
 
     needs: Needs
@@ -42,7 +44,11 @@ class Proposer(Protocol):
         """A tree of guesses for each row, none where the budget is 0. Texts are in `batch.rows[b].text`."""
 
     def commit(self, round: Round) -> None:
-        """Learn what was kept; `round.emitted` is not yet part of the rows' texts."""
+        """Learn what was kept; `round.emitted` is not yet part of the rows' texts.
+
+        `round.draft` is what was verified: perhaps fewer guesses than were proposed, perhaps with others' among them,
+        in another order. What became of its own a proposer finds by their tokens in `round.emitted` (`Sketch.path`).
+        """
 
     def release(self, slot: int) -> None:
         """Forget a slot."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from itertools import takewhile
 
 import torch
 from torch.nn import functional
@@ -34,6 +35,7 @@ class ModelProposer:
         self._knobs: Knobs | None = None
         self._noise: PositionNoise | None = None  # of the same rows
         self._batch: Batch | None = None  # the rows and feeds that the draft has staged this round
+        self._draft = tree.empty(1, setup.device)  # what it guessed for them
         self._told = False
 
     def admit(self, slot: int, request: Request) -> None:
@@ -44,17 +46,19 @@ class ModelProposer:
         self._batch = ours
         if ours is None:
             return tree.empty(len(batch.rows), self._setup.device)
-        draft = self._grow(ours)
+        draft = self._draft = self._grow(ours)
         return draft if len(where) == len(batch.rows) else _spread(draft, where, len(batch.rows))
 
     def commit(self, round: Round) -> None:
         if self._batch is None:
             return
-        paths = {row.slot: path for row, path in zip(round.batch.rows, round.path, strict=True)}
-        # The last guess was never fed to the draft itself, so the draft's cache ends before it.
-        fed = zip(self._batch.rows, self._batch.budget, strict=True)
-        path = tuple(paths[row.slot][: max(budget - 1, 0)] for row, budget in fed)
-        self._model.cache.commit(replace(round, batch=self._batch, path=path))
+        emitted = {row.slot: tokens for row, tokens in zip(round.batch.rows, round.emitted, strict=True)}
+        path = []
+        for row, budget, guesses in zip(self._batch.rows, self._batch.budget, self._draft.tokens.tolist(), strict=True):
+            # The last guess was never fed to the draft itself, so the draft's cache ends before it.
+            pairs = zip(guesses[: max(budget - 1, 0)], emitted[row.slot], strict=False)
+            path.append(tuple(range(sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)))))
+        self._model.cache.commit(replace(round, batch=self._batch, draft=self._draft, path=tuple(path)))
 
     def release(self, slot: int) -> None:
         self._model.cache.release(slot)

@@ -1,0 +1,242 @@
+"""Proposers made of proposers."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+
+import torch
+
+from outrider import tree
+from outrider.errors import OutriderError
+from outrider.propose.base import Proposer, Setup
+from outrider.propose.chances import Chances
+from outrider.propose.sketch import Sketch, depths
+from outrider.types import Batch, Draft, Draw, Law, Needs, Request, Round
+
+_HOPE = 0.6  # that a guess is kept of which its proposer says nothing
+
+
+class Combination:
+    """What all combinations share: every part lives through everything."""
+
+    def __init__(self, setup: Setup, parts: Sequence[Proposer]) -> None:
+        """Combine `parts`, the first of which has precedence where it matters."""
+        if len(parts) < 2:
+            raise OutriderError("one proposer alone cannot be combined; name two or more, as in merge(ngram,recycle)")
+        if any(part.needs.arms > 1 for part in parts):
+            raise OutriderError("the planner switches between whole proposers; make switch(...) the outermost one")
+        self.parts = tuple(parts)
+        layers = sorted({layer for part in parts for layer in part.needs.layers})
+        self.needs = Needs(layers=tuple(layers))
+        self._setup = setup
+
+    def admit(self, slot: int, request: Request) -> None:
+        for part in self.parts:
+            part.admit(slot, request)
+
+    def commit(self, round: Round) -> None:
+        for part in self.parts:
+            part.commit(round)
+
+    def release(self, slot: int) -> None:
+        for part in self.parts:
+            part.release(slot)
+
+
+class First(Combination):
+    """The guesses of the first part that has any, row by row."""
+
+    def propose(self, batch: Batch) -> Draft:
+        left, drafts = batch, []
+        for part in self.parts:
+            drafts.append(part.propose(left))
+            spent = zip(left.budget, drafts[-1].width, strict=True)
+            left = replace(left, budget=tuple(0 if width else budget for budget, width in spent))
+        return reduce(_beside, drafts)
+
+
+class Switch(Combination):
+    """One part at a time, for all rows; the planner says which."""
+
+    def __init__(self, setup: Setup, parts: Sequence[Proposer]) -> None:
+        super().__init__(setup, parts)
+        self.needs = replace(self.needs, arms=len(parts))
+
+    def propose(self, batch: Batch) -> Draft:
+        idle = replace(batch, budget=(0,) * len(batch.rows))
+        drafts = [part.propose(batch if arm == batch.arm else idle) for arm, part in enumerate(self.parts)]
+        return drafts[batch.arm]
+
+
+class Merge(Combination):
+    """All parts' guesses in one tree, what they share once, the likeliest within the budget.
+
+    Where guesses are drawn, every drawn one is kept: to leave one out because of what it is would bias the output. The
+    parts then share the budget equally, and drawn siblings stand before picked ones, which may depend on them.
+    """
+
+    def __init__(self, setup: Setup, parts: Sequence[Proposer]) -> None:
+        super().__init__(setup, parts)
+        self._chances = Chances()  # for parts that do not say how good their guesses are
+        self._open: list[tuple[int, Sketch, list[Hashable]]] = []  # row of the batch, guesses, kinds
+
+    def propose(self, batch: Batch) -> Draft:
+        self._open = []
+        share = tuple(self._share(row.request, budget) for row, budget in zip(batch.rows, batch.budget, strict=True))
+        drafts = [part.propose(replace(batch, budget=share)) for part in self.parts]
+        read = [self._read(part, draft) for part, draft in enumerate(drafts)]
+        unions = [_Union.of([each[b] for each in read], batch.budget[b]) for b in range(len(batch.rows))]
+        return _draft(unions, drafts, self._setup.device)
+
+    def commit(self, round: Round) -> None:
+        for b, sketch, kinds in self._open:
+            self._chances.learn(sketch, kinds, round.emitted[b])
+        super().commit(round)
+
+    def _share(self, request: Request, budget: int) -> int:
+        drawn = request.params.temperature > 0 and self._setup.draw is not Draw.ARGMAX
+        return -(-budget // len(self.parts)) if drawn else budget
+
+    def _read(self, part: int, draft: Draft) -> list[tuple[Sketch, list[int]]]:
+        """The draft on the host: each row's guesses and their laws."""
+        out = []
+        host = (draft.tokens.tolist(), draft.parent.tolist(), draft.law.tolist(), draft.count.tolist())
+        for b, (tokens, parent, law, count) in enumerate(zip(*host, strict=True)):
+            tokens, parent = tokens[:count], parent[:count]
+            if draft.chance is not None:
+                chance = list(draft.chance[b][:count])
+            else:
+                kinds: list[Hashable] = [(part, depth) for depth in depths(parent)]
+                chance = []
+                for kind, above in zip(kinds, parent, strict=True):
+                    chance.append(self._chances.of(kind, _HOPE) * (chance[above] if above >= 0 else 1.0))
+                self._open.append((b, Sketch(tokens, parent, chance), kinds))
+            out.append((Sketch(tokens, parent, chance), law))
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class _Union:
+    """One row's merged tree, and where each node came from."""
+
+    sketch: Sketch
+    law: list[int]
+    source: list[tuple[int, int]]  # part, node
+
+    @classmethod
+    def of(cls, parts: Sequence[tuple[Sketch, list[int]]], budget: int) -> _Union:
+        union = cls(Sketch(), [], [])
+        drawn_first = sorted(range(len(parts)), key=lambda part: not any(parts[part][1]))
+        for part in drawn_first:
+            union._add(part, *parts[part])
+        return union._best(budget)
+
+    def _add(self, part: int, sketch: Sketch, law: list[int]) -> None:
+        home: list[int] = []  # of the part's nodes in here
+        known = {pair: node for node, pair in enumerate(zip(self.sketch.parent, self.sketch.tokens, strict=True))}
+        for node, (token, parent, chance) in enumerate(zip(sketch.tokens, sketch.parent, sketch.chance, strict=True)):
+            above = home[parent] if parent >= 0 else -1
+            twin = None if law[node] else known.get((above, token))
+            if twin is None:
+                twin = known[above, token] = self.sketch.add(token, above, chance)
+                self.law.append(law[node])
+                self.source.append((part, node))
+            elif not self.law[twin]:  # of a drawn one, the chance may not depend on what it is
+                self.sketch.chance[twin] = max(self.sketch.chance[twin], chance)
+            home.append(twin)
+
+    def _best(self, budget: int) -> _Union:
+        """The drawn nodes and then the likeliest, parents before children."""
+        old = self.sketch
+        order = sorted(range(len(old.tokens)), key=lambda node: (self.law[node] == Law.ONE_HOT, -old.chance[node]))
+        order = order[:budget]
+        home = {-1: -1} | {node: at for at, node in enumerate(order)}
+        chance, least = [], 1.0
+        for node in order:
+            least = min(least, old.chance[node])
+            chance.append(least)
+        sketch = Sketch([old.tokens[n] for n in order], [home[old.parent[n]] for n in order], chance)
+        return _Union(sketch, [self.law[n] for n in order], [self.source[n] for n in order])
+
+
+def _draft(unions: Sequence[_Union], drafts: Sequence[Draft], device: torch.device) -> Draft:
+    width = tuple(len(union.law) for union in unions)
+    size = max(width)
+    if not size:
+        return tree.empty(len(unions), device)
+
+    def padded(rows: Sequence[Sequence[int]], filler: int) -> torch.Tensor:
+        return tree.upload([[*row, *[filler] * (size - len(row))] for row in rows], device)
+
+    drawn = any(any(union.law) for union in unions)
+    return Draft(
+        tokens=padded([union.sketch.tokens for union in unions], 0),
+        parent=padded([union.sketch.parent for union in unions], -1),
+        count=tree.upload(width, device),
+        law=padded([union.law for union in unions], Law.ONE_HOT),
+        q=_laws(unions, drafts, size) if drawn else None,
+        width=width,
+        depth=tuple(max(depths(union.sketch.parent), default=0) for union in unions),
+        chain=False,
+        chance=None if drawn else tuple(tuple(union.sketch.chance) for union in unions),
+    )
+
+
+def _laws(unions: Sequence[_Union], drafts: Sequence[Draft], size: int) -> torch.Tensor:
+    """[B, N, V]: what each drawn node was drawn from."""
+    known = next(draft.q for draft in drafts if draft.q is not None)
+    out = known.new_zeros(len(unions), size, known.shape[-1])
+    for b, union in enumerate(unions):
+        for at, ((part, node), law) in enumerate(zip(union.source, union.law, strict=True)):
+            q = drafts[part].q
+            if law and q is not None:
+                out[b, at] = q[b, node]
+    return out
+
+
+def _beside(one: Draft, two: Draft) -> Draft:
+    """Row by row the first draft's guesses, or where it has none the second's."""
+    if not two.size:
+        return one
+    if not one.size:
+        return two
+    size, device = max(one.size, two.size), one.tokens.device
+    a, b = _widened(one, size), _widened(two, size)
+    first = tree.upload([bool(width) for width in one.width], device, torch.bool)
+    pick = first[:, None]
+    q = None
+    if a.q is not None or b.q is not None:
+        known = a.q if a.q is not None else b.q
+        assert known is not None
+        ours, theirs = (each.q if each.q is not None else torch.zeros_like(known) for each in (a, b))
+        q = torch.where(pick[..., None], ours, theirs)
+    said = one.chance is not None and two.chance is not None
+    return Draft(
+        tokens=torch.where(pick, a.tokens, b.tokens),
+        parent=torch.where(pick, a.parent, b.parent),
+        count=torch.where(first, a.count, b.count),
+        law=torch.where(pick, a.law, b.law),
+        q=q,
+        width=tuple(x or y for x, y in zip(one.width, two.width, strict=True)),
+        depth=tuple(x or y for x, y in zip(one.depth, two.depth, strict=True)),
+        chain=one.chain and two.chain,
+        chance=tuple(x or y for x, y in zip(one.chance or (), two.chance or (), strict=True)) if said else None,
+    )
+
+
+def _widened(draft: Draft, size: int) -> Draft:
+    """Padded to `size` nodes; a chain's padding continues the chain."""
+    more = size - draft.size
+    if not more:
+        return draft
+
+    def pad(values: torch.Tensor) -> torch.Tensor:
+        return torch.cat([values, values.new_zeros(len(values), more, *values.shape[2:])], 1)
+
+    parent = torch.cat(
+        [draft.parent, torch.arange(draft.size - 1, size - 1).to(draft.parent).expand(len(draft.parent), more)], 1
+    )
+    q = None if draft.q is None else pad(draft.q)
+    return replace(draft, tokens=pad(draft.tokens), parent=parent, law=pad(draft.law), q=q)
