@@ -16,10 +16,11 @@ from outrider.engine import Engine
 from outrider.errors import OutriderError
 from outrider.load import Checkpoint, load_checkpoint
 from outrider.lossy import LOSSY
+from outrider.native.rules import fastest
 from outrider.params import AUTO
 from outrider.plan import CostPlanner, FixedPlanner, Planner
 from outrider.propose.base import Proposer, Setup
-from outrider.proposers import Maker, draft_model, find_proposer, parse
+from outrider.proposers import DRAWN, Maker, draft_model, find_proposer, parse
 from outrider.schedule import Scheduler
 from outrider.target import Target, make_target
 from outrider.verify import EXACT, Verifier
@@ -87,7 +88,13 @@ def build(
     if planner is None:
         planner = CostPlanner(known_costs(model, draft_model(guesser))) if isinstance(k, str) else FixedPlanner(k)
     return House(
-        engine=Engine(target=model, proposer=guesser, verifier=rule, planner=planner, scheduler=scheduler),
+        engine=Engine(
+            target=model,
+            proposer=guesser,
+            verifier=fastest(rule, checkpoint.device),
+            planner=planner,
+            scheduler=scheduler,
+        ),
         target=model,
         proposer=guesser,
         verifier=rule,
@@ -137,7 +144,7 @@ def _fitting(proposer: str | Maker) -> str:
     if not isinstance(proposer, str):
         return "walk"
     expression = parse(proposer)
-    if "draft" not in expression.names():
+    if DRAWN.isdisjoint(expression.names()):
         return "walk"
     return "traversal" if "merge" in expression.names() else "block"
 

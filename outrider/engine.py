@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from time import perf_counter
+from typing import Any
 
 import torch
 
@@ -136,21 +137,17 @@ def _follow(batch: Batch, draft: Draft, scores: Scores) -> Round:
 
 
 def _settle(batch: Batch, draft: Draft, scores: Scores, verdict: Verdict) -> Round:
-    """What the host must know of a round, in one copy from the device."""
-    tokens = draft.tokens.gather(1, verdict.path.clamp(min=0))
-    good = sound(scores.logits)
-    # Ids and counts are far below 2**53, so float64 carries them exactly beside the log-probabilities.
-    single = torch.stack([verdict.accepted, verdict.bonus, ~good.all(1)], 1)
-    packed = torch.cat([part.double() for part in (single, verdict.path, tokens, verdict.logprob)], 1).tolist()
-    paths, emitted, logprobs = [], [], []
-    size = draft.size
-    for row, emits in zip(packed, batch.emits, strict=True):
-        runs = emits and not row[2]
-        kept = int(row[0]) if runs else 0
-        nodes, guesses, chances = row[3 : 3 + size], row[3 + size : 3 + 2 * size], row[3 + 2 * size :]
-        paths.append(tuple(int(node) for node in nodes[:kept]))
-        emitted.append((*(int(token) for token in guesses[:kept]), int(row[1])) if runs else ())
+    """What the host must know of a round."""
+    good = sound(scores.logits) if scores.best is None else scores.best >= 0
+    read = _read if scores.logits.device.type == "cpu" else _read_at_once
+    paths, emitted, logprobs, failed = [], [], [], []
+    rows = zip(*read(draft, verdict, good.all(1)), strict=True)
+    for (accepted, bonus, fine, nodes, tokens, chances), emits in zip(rows, batch.emits, strict=True):
+        kept = accepted if emits and fine else 0
+        paths.append(tuple(nodes[:kept]))
+        emitted.append((*(tokens[node] for node in nodes[:kept]), bonus) if emits and fine else ())
         logprobs.append(tuple(chances[: len(emitted[-1])]))
+        failed.append(not fine)
     return Round(
         batch=batch,
         draft=draft,
@@ -158,8 +155,26 @@ def _settle(batch: Batch, draft: Draft, scores: Scores, verdict: Verdict) -> Rou
         path=tuple(paths),
         emitted=tuple(emitted),
         sampled_logprob=tuple(logprobs),
-        failed=tuple(bool(row[2]) for row in packed),
+        failed=tuple(failed),
     )
+
+
+def _read(draft: Draft, verdict: Verdict, good: torch.Tensor) -> tuple[list[Any], ...]:
+    """By row: accepted, bonus, whether the logits were numbers, path, the draft's tokens, log-probabilities."""
+    parts = (verdict.accepted, verdict.bonus, good, verdict.path, draft.tokens, verdict.logprob)
+    return tuple(part.tolist() for part in parts)
+
+
+def _read_at_once(draft: Draft, verdict: Verdict, good: torch.Tensor) -> tuple[list[Any], ...]:
+    """`_read` in one copy from the device."""
+    # Ids and counts are far below 2**53, so float64 carries them exactly beside the log-probabilities.
+    single = torch.stack([verdict.accepted, verdict.bonus, good], 1)
+    parts = (single, verdict.path, draft.tokens, verdict.logprob)
+    copied = torch.cat([part.double() for part in parts], 1).cpu()
+    ends = (3, 3 + draft.size, 3 + 2 * draft.size)
+    numbers = copied[:, : ends[2]].long()
+    whole = (*numbers[:, :3].T, numbers[:, 3 : ends[1]], numbers[:, ends[1] :], copied[:, ends[2] :])
+    return tuple(part.tolist() for part in whole)
 
 
 def _report(round: Round) -> None:

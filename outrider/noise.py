@@ -41,13 +41,13 @@ class PositionNoise:
 
     def __init__(self, seed: torch.Tensor, first: torch.Tensor) -> None:
         """Take each row's seed [B] int64 and the absolute position [B] int64 of its first token this round."""
-        self._seed = seed
-        self._first = first
+        self.seed = seed
+        self.first = first
         self._starts: dict[Stream, torch.Tensor] = {}  # [B] per stream, of the seed alone
 
     def at(self, first: torch.Tensor) -> PositionNoise:
         """The same rows' noise in another round."""
-        other = PositionNoise(self._seed, first)
+        other = PositionNoise(self.seed, first)
         other._starts = self._starts
         return other
 
@@ -65,20 +65,20 @@ class PositionNoise:
 
     def draws(self, count: int) -> torch.Tensor:
         """Uniform numbers [B, count] for a proposer's guesses of this round."""
-        index = torch.arange(count, device=self._first.device).expand(len(self._first), count)
+        index = torch.arange(count, device=self.first.device).expand(len(self.first), count)
         return self._per_round(Stream.DRAFT, index)
 
     def _key(self, stream: Stream, ahead: torch.Tensor) -> torch.Tensor:
         shape = (-1,) + (1,) * (ahead.dim() - 1)
         if stream not in self._starts:
-            self._starts[stream] = mix(self._seed + torch.tensor(int(stream), device=ahead.device) * GOLDEN)
-        return mix(self._starts[stream].view(shape) + (self._first.view(shape) + ahead) * GOLDEN)
+            self._starts[stream] = mix(self.seed + torch.tensor(int(stream), device=ahead.device) * GOLDEN)
+        return mix(self._starts[stream].view(shape) + (self.first.view(shape) + ahead) * GOLDEN)
 
     def _uniform(self, stream: Stream, ahead: torch.Tensor) -> torch.Tensor:
         return to_uniform(self._key(stream, ahead))
 
     def _per_round(self, stream: Stream, index: torch.Tensor) -> torch.Tensor:
-        key = self._key(stream, torch.zeros_like(self._first)).view((-1,) + (1,) * (index.dim() - 1))
+        key = self._key(stream, torch.zeros_like(self.first)).view((-1,) + (1,) * (index.dim() - 1))
         return to_uniform(mix(key + (index + 1) * GOLDEN))
 
 

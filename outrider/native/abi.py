@@ -56,6 +56,16 @@ class CChain(ctypes.Structure):
     )
 
 
+class CTrial(ctypes.Structure):
+    """`Trial` of rules.cpp."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("token", "parent", "law", "count", "p", "q", "seed", "first")),
+        *((name, ctypes.c_void_p) for name in ("path", "accepted", "bonus", "logprob")),
+        *((name, ctypes.c_int32) for name in ("rows", "nodes", "vocab", "rule")),
+    )
+
+
 @dataclass(slots=True, kw_only=True)
 class Columns:
     """The tokens of one pass as the kernels take them, one entry a column."""

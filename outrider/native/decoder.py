@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 import weakref
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -109,6 +110,9 @@ class Decoder:
         self._frequency = model.model.rotary_emb.inv_freq.float().clone()
         self._packed = {name: self._pack(name, parts, state) for name, parts in self._groups().items()}
         self._embedding = self._arena.keep(self._embed(state[_EMBEDDING]))
+        self._stack: Sequence[int] = range(self.shape.layers)  # the layers that run, in this order
+        self._source: Decoder | None = None  # whose weights these are, or are made from
+        self._kin: weakref.WeakSet[Decoder] = weakref.WeakSet()  # made from this one
         self._caches: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]] | None = None
         self._close: weakref.finalize[[int], Decoder] | None = None
 
@@ -116,8 +120,28 @@ class Decoder:
     def vocab(self) -> int:
         return self._packed[_HEAD].shape[0]
 
+    def excerpt(self, layers: Sequence[int]) -> Decoder:
+        """Some of its layers, in this order, between its embedding and its head: the same weights, after `load` too."""
+        other = copy(self)
+        other._stack, other._source = tuple(layers), self
+        other._kin, other._caches, other._close = weakref.WeakSet(), None, None
+        self._kin.add(other)
+        return other
+
+    def requantised(self, bits: int) -> Decoder:
+        """The same model in weights of 8 or 4 bits, which follow those here when they are loaded anew."""
+        other = self.excerpt(self._stack)
+        other._bits, other._arena, other._packed = bits, Arena(), {}
+        other._follow(self._groups())
+        return other
+
+    @property
+    def bits(self) -> int:
+        """Of a weight in a linear layer."""
+        return self._bits
+
     def attach(self, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-        """Read and write these caches, [slots, key heads, capacity, dim] in bfloat16 for each layer."""
+        """Read and write these caches, [slots, key heads, capacity, dim] in bfloat16 for each layer that runs."""
         self._caches = keys, values
         self._open()
 
@@ -162,6 +186,8 @@ class Decoder:
 
     def load(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Replace weights by the names that transformers gives them, all or none."""
+        if self._source is not None:
+            raise OutriderError("this draft is made of the target's own weights, and follows them; swap the target's")
         for name, value in weights.items():
             if name not in self._shapes:
                 raise OutriderError(f"the model has no weight {name!r}; use the names of its state_dict")
@@ -172,12 +198,16 @@ class Decoder:
             both = new.get(_EMBEDDING, new.get(f"{_HEAD}.weight"))
             new |= {} if both is None else {_EMBEDDING: both, f"{_HEAD}.weight": both}
         self._norms |= {name: new[name].float() for name in self._norms.keys() & new.keys()}
+        stale = []
         for name, parts in self._groups().items():
             if any(f"{part}.{kind}" in new for part in parts for kind in ("weight", "bias")):
                 self._packed[name] = self._pack(name, parts, {**self._unpacked(name, parts), **new})
+                stale.append(name)
         if _EMBEDDING in new:
             self._embedding.copy_(self._embed(new[_EMBEDDING]))
         self._open()
+        for other in self._kin:
+            other._follow(stale)
 
     def quantised(self) -> dict[str, torch.Tensor]:
         """The weights that the kernels really multiply by, by the names that transformers gives them."""
@@ -185,9 +215,25 @@ class Decoder:
         return {name: value for group, parts in groups for name, value in self._unpacked(group, parts).items()}
 
     def bytes(self) -> int:
-        """Memory of the weights."""
-        tensors = (self._embedding, self._frequency, *self._norms.values(), *self._packed.values())
-        return sum(tensor.nbytes for tensor in tensors)
+        """Memory of the weights; where some are another decoder's, of the others."""
+        if self._source is None:
+            tensors = (self._embedding, self._frequency, *self._norms.values(), *self._packed.values())
+            return sum(tensor.nbytes for tensor in tensors)
+        return 0 if self._packed is self._source._packed else sum(weight.nbytes for weight in self._packed.values())
+
+    def read_bytes(self) -> tuple[tuple[int, ...], int]:
+        """What a pass reads of weights: of each layer's, and of the head's."""
+        layers = (sum(self._packed[f"{i}.{name}"].nbytes for name in _TOGETHER) for i in range(self.shape.layers))
+        return tuple(layers), self._packed[_HEAD].nbytes
+
+    def _follow(self, names: Iterable[str]) -> None:
+        """The source has packed these weights anew."""
+        assert self._source is not None
+        if self._packed is not self._source._packed:
+            groups = self._groups()
+            for name in names:
+                self._packed[name] = self._pack(name, groups[name], self._source._unpacked(name, groups[name]))
+        self._open()
 
     def _groups(self) -> dict[str, tuple[str, ...]]:
         """Which layers of the model are multiplied together."""
@@ -226,9 +272,9 @@ class Decoder:
             self._close()
         if self._caches is None:
             return
-        layers = (CLayer * self.shape.layers)(*(self._layer(i) for i in range(self.shape.layers)))
+        layers = (CLayer * len(self._stack))(*(self._layer(at, i) for at, i in enumerate(self._stack)))
         shape, keys = self.shape, self._caches[0][0]
-        sizes = (shape.layers, shape.hidden, shape.heads, shape.key_heads, shape.dim, shape.ffn, keys.shape[2])
+        sizes = (len(layers), shape.hidden, shape.heads, shape.key_heads, shape.dim, shape.ffn, keys.shape[2])
         tensors = (self._embedding, self._norms["model.norm.weight"], self._frequency)
         model = CModel(
             layers,
@@ -243,7 +289,8 @@ class Decoder:
         self._handle, self._layers = self._code.outrider_open(ctypes.byref(model)), layers
         self._close = weakref.finalize(self, self._code.outrider_close, self._handle)
 
-    def _layer(self, i: int) -> CLayer:
+    def _layer(self, at: int, i: int) -> CLayer:
+        """Layer `i` of the model, as number `at` of those that run."""
         assert self._caches is not None
         keys, values = self._caches
 
@@ -255,7 +302,7 @@ class Decoder:
             *(self._packed[f"{i}.{name}"].c() for name in _TOGETHER),
             *(norm(name) for name in ("input_layernorm", "post_attention_layernorm")),
             *(norm(f"self_attn.{name}") for name in ("q_norm", "k_norm")),
-            keys[i].data_ptr(),
-            values[i].data_ptr(),
+            keys[at].data_ptr(),
+            values[at].data_ptr(),
             self.shape.windows[i],
         )

@@ -22,7 +22,8 @@ from outrider.errors import UnsupportedModel
 
 _log = logging.getLogger("outrider")
 _HERE = Path(__file__).parent
-_SOURCES = ("simd.h", "team.h", "linear.h", "attention.h", "decoder.cpp")
+_UNITS = ("decoder.cpp", "rules.cpp")
+_SOURCES = (*_UNITS, "simd.h", "team.h", "linear.h", "attention.h")
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-fopenmp")
 _PATIENCE = 600  # seconds
 
@@ -59,6 +60,7 @@ def load_library() -> Library:
     code.outrider_open.argtypes = code.outrider_close.argtypes = (ctypes.c_void_p,)
     code.outrider_run.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
     code.outrider_grow.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
+    code.outrider_judge.argtypes, code.outrider_judge.restype = (ctypes.c_void_p,), None
     code.outrider_close.restype = code.outrider_run.restype = code.outrider_grow.restype = None
     return Library(code=code, compile_seconds=seconds)
 
@@ -75,10 +77,12 @@ def _compile(compiler: str, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     link = ("-undefined", "dynamic_lookup") if sys.platform == "darwin" else ()
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        made = Path(folder) / "kernels"
-        _call(compiler, *_FLAGS, "-c", str(_HERE / "decoder.cpp"), "-o", f"{made}.o")
-        _call(compiler, "-shared", *link, f"{made}.o", "-o", f"{made}.so")
-        os.replace(f"{made}.so", path)  # whole or not at all, whoever else compiles at the same time
+        objects = [str(Path(folder) / f"{unit}.o") for unit in _UNITS]
+        for unit, made in zip(_UNITS, objects, strict=True):
+            _call(compiler, *_FLAGS, "-c", str(_HERE / unit), "-o", made)
+        whole = Path(folder) / "kernels.so"
+        _call(compiler, "-shared", *link, *objects, "-o", str(whole))
+        os.replace(whole, path)  # whole or not at all, whoever else compiles at the same time
 
 
 def _call(*command: str) -> None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 
 import torch
 
 from outrider import tree
+from outrider.cache.base import Cache
+from outrider.cache.borrowed import BorrowedCache
 from outrider.cache.static import StaticCache
 from outrider.errors import OutriderError
+from outrider.excerpt import refuse_wider
 from outrider.load import Checkpoint
 from outrider.native.abi import Columns
 from outrider.native.decoder import Decoder
@@ -35,14 +39,12 @@ class NativeTarget:
         self._decoder = Decoder(checkpoint.model, self._library, bits=bits)
         if bits < 16:  # from here on the quantised model is the model
             checkpoint.model.load_state_dict(self._decoder.quantised(), strict=False)
-        shape = self._decoder.shape
         self.vocab, self.device, self.version = checkpoint.vocab, checkpoint.device, 0
         self.slots, self.context = slots, context
         self._layers: tuple[int, ...] = ()
         self.kernels = "native" if bits == 16 else f"native int{bits}"
-        self.cache = StaticCache(slots=slots, capacity=max(context, _LEAST), device=self.device)
-        stripes = [self.cache.stripes(i, shape.key_heads, shape.dim) for i in range(shape.layers)]
-        self._decoder.attach([keys for keys, _ in stripes], [values for _, values in stripes])
+        self.layers = self._decoder.shape.layers
+        self._remember(self.layers)
 
     @property
     def compile_seconds(self) -> float:
@@ -74,6 +76,36 @@ class NativeTarget:
 
     def bytes(self) -> int:
         return self._decoder.bytes()
+
+    def read_bytes(self) -> tuple[tuple[int, ...], int]:
+        return self._decoder.read_bytes()
+
+    def excerpt(self, layers: Sequence[int]) -> NativeTarget:
+        other = copy(self)
+        other._decoder, other._layers, count = self._decoder.excerpt(layers), (), len(layers)
+        other.kernels = f"{self.kernels}, {count} layers"
+        if tuple(layers) == tuple(range(count)):
+            other.cache = BorrowedCache(self.cache)
+            other._decoder.attach(self._keys[:count], self._values[:count])
+        else:
+            other._remember(count)
+        return other
+
+    def requantised(self, bits: int) -> NativeTarget:
+        refuse_wider(bits, self._decoder.bits)
+        other = copy(self)
+        other._decoder, other._layers, other.kernels = self._decoder.requantised(bits), (), f"native int{bits}"
+        other._remember(self.layers)
+        return other
+
+    def _remember(self, layers: int) -> None:
+        """Take a cache for so many layers."""
+        cache = StaticCache(slots=self.slots, capacity=max(self.context, _LEAST), device=self.device)
+        shape = self._decoder.shape
+        stripes = [cache.stripes(at, shape.key_heads, shape.dim) for at in range(layers)]
+        self.cache: Cache = cache
+        self._keys, self._values = [keys for keys, _ in stripes], [values for _, values in stripes]
+        self._decoder.attach(self._keys, self._values)
 
 
 def _columns(batch: Batch, draft: Draft, first: int, vocab: int) -> tuple[Columns, list[int] | None]:

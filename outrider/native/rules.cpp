@@ -1,0 +1,237 @@
+// Verification on the CPU, row by row in one call: walk, block and traversal of verify.py, whose equations these are.
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <vector>
+
+namespace outrider {
+namespace {
+
+constexpr int64_t kOneHot = 0, kWithoutReplacement = 2;                        // of Law
+constexpr uint64_t kTarget = 1, kAccept = 3, kGolden = 0x9E3779B97F4A7C15ULL;  // of Stream, and noise.py's constant
+
+uint64_t mix(uint64_t x) {
+  x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ULL;
+  x = (x ^ (x >> 27)) * 0x94D049BB133111EBULL;
+  return x ^ (x >> 31);
+}
+
+double to_uniform(uint64_t bits) { return double((bits >> 16) & 0xFFFFFFFFFFFFULL) * 0x1p-48; }
+
+}  // namespace
+
+extern "C" struct Trial {
+  const int64_t *token, *parent, *law;  // [B, N]
+  const int64_t* count;                 // [B]
+  const float *p, *q;                   // [B, 1 + N, V]; [B, N, V] or null
+  const int64_t *seed, *first;          // [B]
+  int64_t *path, *accepted, *bonus;     // [B, N], [B], [B]: what is found
+  float* logprob;                       // [B, 1 + N]
+  int32_t rows, nodes, vocab, rule;
+};
+
+namespace {
+
+// One row of a trial.
+class Judge {
+ public:
+  Judge(const Trial& t, int row)
+      : token_(t.token + size_t(row) * t.nodes), parent_(t.parent + size_t(row) * t.nodes),
+        law_(t.law + size_t(row) * t.nodes), count_(int(t.count[row])), nodes_(t.nodes), vocab_(t.vocab),
+        p_(t.p + size_t(row) * (1 + t.nodes) * t.vocab), q_(t.q ? t.q + size_t(row) * t.nodes * t.vocab : nullptr),
+        seed_(uint64_t(t.seed[row])), first_(uint64_t(t.first[row])), path_(t.path + size_t(row) * t.nodes),
+        accepted_(t.accepted[row]), bonus_(t.bonus[row]), logprob_(t.logprob + size_t(row) * (1 + t.nodes)) {}
+
+  void walk() {
+    std::vector<int> path;
+    for (int at = -1;;) {
+      const int64_t sample = draw(p_ + size_t(at + 1) * vocab_, int(path.size()));
+      const int child = find(at, sample);
+      if (child < 0) return settle(path, sample);
+      path.push_back(at = child);
+    }
+  }
+
+  // P_i, S_i and the chances of Sun et al. 2024, algorithm 2.
+  void block() {
+    int length = 0;
+    while (length < count_ && alive(length)) length++;
+    std::vector<double> share(length + 1, 1.0);
+    int kept = 0;
+    for (int i = 1; i <= length; i++) {
+      const double ratio = law_at(p_ + size_t(i - 1) * vocab_, i - 1) / own_chance(i - 1);
+      share[i] = std::isnan(ratio) ? 0.0 : std::min(1.0, share[i - 1] * ratio);
+    }
+    for (int i = 1; i <= length; i++) {
+      const double chance = i == length ? share[i] : share_of(excess(share[i], p_ + size_t(i) * vocab_, i), share[i]);
+      if (flip(i - 1) < gate(chance)) kept = i;
+    }
+    std::vector<int> path(kept);
+    for (int i = 0; i < kept; i++) path[i] = i;
+    const float* p = p_ + size_t(kept) * vocab_;
+    if (kept == length) return settle(path, draw(p, kept));
+    rest_.resize(vocab_);
+    subtract(share[kept], p, kept, {}, rest_.data());
+    settle(path, draw(total(rest_.data()) > 0 ? rest_.data() : p, kept));
+  }
+
+  // Weng et al. 2025, algorithm 1.
+  void traversal() {
+    std::vector<double> share(1 + nodes_, 1.0);
+    std::vector<std::vector<float>> left(1 + nodes_);    // what is left of p at a node, once it differs from p
+    std::vector<std::vector<int64_t>> gone(1 + nodes_);  // tokens of its children that were drawn and rejected
+    std::vector<char> waiting(nodes_, 0);
+    for (int node = 0; node < count_; node++) waiting[node] = alive(node);
+    auto law = [&](int at) { return left[at + 1].empty() ? p_ + size_t(at + 1) * vocab_ : left[at + 1].data(); };
+    int at = -1;
+    for (;;) {
+      int child = 0;
+      while (child < count_ && !(waiting[child] && parent_[child] == at)) child++;
+      if (child < count_) {
+        const double offer = own_chance(child, gone[at + 1]);
+        share[child + 1] = gate(share[at + 1] * law_at(law(at), child) / offer);
+        waiting[child] = 0;
+        at = child;
+      } else if (at < 0 || flip(at) < gate(share[at + 1])) {
+        break;
+      } else {
+        const int above = int(parent_[at]);
+        std::vector<float> rest(vocab_);
+        subtract(share[above + 1], law(above), at, gone[above + 1], rest.data());
+        const double sum = total(rest.data());
+        share[above + 1] = share_of(sum, share[above + 1]);
+        if (sum > 0) {
+          for (float& mass : rest) mass = float(mass / sum);
+          left[above + 1] = std::move(rest);
+        }
+        if (law_[at] == kWithoutReplacement) gone[above + 1].push_back(token_[at]);
+        at = above;
+      }
+    }
+    std::vector<int> path;
+    for (int node = at; node >= 0; node = int(parent_[node])) path.insert(path.begin(), node);
+    const int64_t sample = draw(law(at), int(path.size()));
+    settle(path, sample);
+  }
+
+ private:
+  bool alive(int node) const { return token_[node] >= 0 && token_[node] < vocab_; }
+
+  int find(int at, int64_t token) const {
+    for (int node = 0; node < count_; node++)
+      if (parent_[node] == at && token_[node] == token) return node;
+    return -1;
+  }
+
+  static double gate(double chance) { return std::isnan(chance) ? 0.0 : std::clamp(chance, 0.0, 1.0); }
+
+  static double share_of(double excess, double share) {
+    const double whole = excess + 1 - share;
+    return whole > 0 ? excess / whole : 1.0;
+  }
+
+  double law_at(const float* law, int node) const { return law[token_[node]]; }
+
+  // q of a node at its own token, without the siblings that are gone where it was drawn so.
+  double own_chance(int node, const std::vector<int64_t>& gone = {}) const {
+    if (law_[node] == kOneHot) return 1.0;
+    const float* q = q_ + size_t(node) * vocab_;
+    const double scale = law_[node] == kWithoutReplacement ? scale_without(q, gone) : 1.0;
+    const bool out = scale > 0 && law_[node] == kWithoutReplacement &&
+                     std::find(gone.begin(), gone.end(), token_[node]) != gone.end();
+    return out ? 0.0 : q[token_[node]] * (scale > 0 ? scale : 1.0);
+  }
+
+  // 1 over what is left of q; 0 where nothing is, and q then stands as it is.
+  double scale_without(const float* q, const std::vector<int64_t>& gone) const {
+    if (gone.empty()) return 1.0;
+    thread_local std::vector<float> left;
+    left.assign(q, q + vocab_);
+    for (int64_t token : gone) left[token] = 0;
+    const double sum = total(left.data());
+    return sum > 0 ? 1 / sum : 0.0;
+  }
+
+  // out = (share * law - q of the node)+
+  void subtract(double share, const float* law, int node, const std::vector<int64_t>& gone, float* out) const {
+    const float a = float(share);
+    if (law_[node] == kOneHot) {
+      for (int v = 0; v < vocab_; v++) out[v] = a * law[v];
+      out[token_[node]] = std::max(out[token_[node]] - 1, 0.0f);
+      return;
+    }
+    const float* q = q_ + size_t(node) * vocab_;
+    const bool without = law_[node] == kWithoutReplacement;
+    const double scale = without ? scale_without(q, gone) : 1.0;
+    const float b = float(scale > 0 ? scale : 1.0);
+    for (int v = 0; v < vocab_; v++) out[v] = std::max(a * law[v] - b * q[v], 0.0f);
+    if (without && scale > 0)
+      for (int64_t token : gone) out[token] = a * law[token];
+  }
+
+  double excess(double share, const float* law, int node) {
+    rest_.resize(vocab_);
+    subtract(share, law, node, {}, rest_.data());
+    return total(rest_.data());
+  }
+
+  double total(const float* mass) const {
+    double sums[8] = {};
+    int v = 0;
+    for (; v + 8 <= vocab_; v += 8)
+      for (int lane = 0; lane < 8; lane++) sums[lane] += mass[v + lane];
+    for (; v < vocab_; v++) sums[0] += mass[v];
+    return ((sums[0] + sums[1]) + (sums[2] + sums[3])) + ((sums[4] + sums[5]) + (sums[6] + sums[7]));
+  }
+
+  // The token `ahead` places after the round's first: the first whose cumulative mass exceeds u times the total.
+  int64_t draw(const float* law, int ahead) {
+    const uint64_t key = mix(mix(seed_ + kTarget * kGolden) + (first_ + uint64_t(ahead)) * kGolden);
+    cdf_.resize(vocab_);
+    double sum = 0;
+    for (int v = 0; v < vocab_; v++) cdf_[v] = sum += law[v];
+    const auto found = std::upper_bound(cdf_.begin(), cdf_.end(), to_uniform(key) * sum);
+    return std::min<int64_t>(found - cdf_.begin(), vocab_ - 1);
+  }
+
+  double flip(int index) const {
+    const uint64_t key = mix(mix(seed_ + kAccept * kGolden) + first_ * kGolden);
+    return to_uniform(mix(key + uint64_t(index + 1) * kGolden));
+  }
+
+  void settle(const std::vector<int>& path, int64_t bonus) {
+    std::fill(path_, path_ + nodes_, -1);
+    std::fill(logprob_, logprob_ + 1 + nodes_, 0.0f);
+    accepted_ = int64_t(path.size());
+    bonus_ = bonus;
+    int at = -1;
+    for (size_t i = 0; i <= path.size(); i++) {
+      const int64_t token = i < path.size() ? token_[path[i]] : bonus;
+      logprob_[i] = std::log(p_[size_t(at + 1) * vocab_ + token]);
+      if (i < path.size()) path_[i] = at = path[i];
+    }
+  }
+
+  const int64_t *token_, *parent_, *law_;
+  const int count_, nodes_, vocab_;
+  const float *p_, *q_;
+  const uint64_t seed_, first_;
+  int64_t *path_, &accepted_, &bonus_;
+  float* logprob_;
+  std::vector<float> rest_;
+  std::vector<double> cdf_;
+};
+
+}  // namespace
+
+extern "C" void outrider_judge(const Trial* trial) {
+#pragma omp parallel for if (trial->rows > 3)
+  for (int row = 0; row < trial->rows; row++) {
+    Judge judge(*trial, row);
+    if (trial->rule == 0) judge.walk();
+    if (trial->rule == 1) judge.block();
+    if (trial->rule == 2) judge.traversal();
+  }
+}
+
+}  // namespace outrider

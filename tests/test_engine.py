@@ -1,0 +1,22 @@
+"""What the engine reads of a verdict."""
+
+from __future__ import annotations
+
+import torch
+
+from outrider import engine, tree
+from outrider.types import Verdict
+
+
+def test_one_copy_from_a_device_reads_what_many_read():
+    source = torch.Generator().manual_seed(3)
+    draft = tree.chain(torch.randint(50000, (3, 4), generator=source), (4, 2, 0))
+    verdict = Verdict(
+        path=torch.tensor([[0, 1, -1, -1], [0, -1, -1, -1], [-1] * 4]),
+        accepted=torch.tensor([2, 1, 0]),
+        bonus=torch.randint(50000, (3,), generator=source),
+        logprob=torch.rand(3, 5, generator=source).log(),
+    )
+    good = torch.tensor([True, False, True])
+    one, many = engine._read_at_once(draft, verdict, good), engine._read(draft, verdict, good)
+    assert [list(map(bool, one[2])), *one[:2], *one[3:]] == [many[2], *many[:2], *many[3:]]
