@@ -20,6 +20,7 @@ from outrider.native.rules import fastest
 from outrider.params import AUTO
 from outrider.plan import CostPlanner, FixedPlanner, Planner
 from outrider.propose.base import Proposer, Setup
+from outrider.propose.combine import Switch
 from outrider.proposers import DRAWN, Maker, draft_model, find_proposer, parse
 from outrider.schedule import Scheduler
 from outrider.target import Target, make_target
@@ -38,6 +39,7 @@ class House:
     target: Target
     proposer: Proposer
     verifier: Verifier
+    planner: Planner
     tokenizer: Any
     vocab: int
     context: int
@@ -86,7 +88,7 @@ def build(
     guesser = find_proposer(spec, setup) if isinstance(spec, str) else spec(setup)
     model.export(guesser.needs.layers)
     if planner is None:
-        planner = CostPlanner(known_costs(model, draft_model(guesser))) if isinstance(k, str) else FixedPlanner(k)
+        planner = auto_planner(model, guesser) if isinstance(k, str) else FixedPlanner(k)
     return House(
         engine=Engine(
             target=model,
@@ -98,6 +100,7 @@ def build(
         target=model,
         proposer=guesser,
         verifier=rule,
+        planner=planner,
         tokenizer=checkpoint.tokenizer,
         vocab=checkpoint.vocab,
         context=size,
@@ -105,6 +108,12 @@ def build(
         dtype=checkpoint.dtype,
         device=checkpoint.device,
     )
+
+
+def auto_planner(target: Target, proposer: Proposer) -> CostPlanner:
+    """Who plans by what passes cost here, of the target and of the draft model of each alternative."""
+    arms = proposer.parts if isinstance(proposer, Switch) else (proposer,)
+    return CostPlanner(*(known_costs(target, draft_model(arm)) for arm in arms))
 
 
 def weight_bits(quantize: str | None) -> int:

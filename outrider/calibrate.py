@@ -21,7 +21,7 @@ from outrider.types import Batch, Draft, Request, Row
 
 _COLUMNS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 _GUESSES = 16  # of a row at most; wider passes are made of more rows
-_REPEATS = 5
+_SWEEPS, _REPEATS = 3, 3  # the first repeat of each warms up
 _SLOW = 0.4  # seconds: passes that take longer are not widened further
 _DEEP = 1024  # cached tokens that the cost of reading them is measured at
 
@@ -41,27 +41,35 @@ def measure_pass(target: Target) -> PassCost:
 
 @torch.inference_mode()
 def _samples(target: Target) -> Iterator[Sample]:
-    slots, room = target.slots, target.context - 1
-    widest = 1
-    for columns in _COLUMNS:
-        rows = min(slots, -(-columns // _GUESSES) if columns > _GUESSES else 1)
-        if columns > rows * room or columns // rows > 4 * _GUESSES:
-            break
-        seconds = _time(target, rows, columns, 0)
-        yield Sample(columns=columns, rows=rows, cached=0, seconds=seconds)
+    """Sweep by sweep over all shapes, so that a disturbance does not fall on one of them alone."""
+    shapes, widest = [], 1
+    for columns, rows in _shapes(target):
+        shapes.append((columns, rows, 0))
         widest = columns
-        if seconds > _SLOW:
+        if _once(target, rows, columns, 0) > _SLOW:
             break
-    if isinstance(target, RecurrentTarget):
-        return  # what it has read is a state, and as dear to read after a thousand tokens as after one
-    for columns, rows in {(1, 1), (min(widest, 8), 1), (min(slots, 4), min(slots, 4))}:
-        cached = min(_DEEP, room - columns)
-        if cached > 0:
-            yield Sample(columns=columns, rows=rows, cached=cached, seconds=_time(target, rows, columns, cached))
+    if not isinstance(target, RecurrentTarget):  # whose state is as dear to read after a thousand tokens as after one
+        deep = {(1, 1), (min(widest, 8), 1), (min(target.slots, 4), min(target.slots, 4))}
+        shapes += [(columns, rows, min(_DEEP, target.context - 1 - columns)) for columns, rows in sorted(deep)]
+    took: dict[tuple[int, int, int], list[float]] = {shape: [] for shape in shapes if shape[2] >= 0}
+    for _ in range(_SWEEPS):
+        for columns, rows, cached in took:
+            took[columns, rows, cached] += [_once(target, rows, columns, cached) for _ in range(_REPEATS)][1:]
+    for (columns, rows, cached), seconds in took.items():
+        yield Sample(columns=columns, rows=rows, cached=cached, seconds=median(seconds))
 
 
-def _time(target: Target, rows: int, columns: int, cached: int) -> float:
-    """Median seconds of a pass over `columns`, shared out to rows that have `cached` tokens each."""
+def _shapes(target: Target) -> Iterator[tuple[int, int]]:
+    """Columns, and the rows that share them."""
+    for columns in _COLUMNS:
+        rows = min(target.slots, -(-columns // _GUESSES) if columns > _GUESSES else 1)
+        if columns > rows * (target.context - 1) or columns // rows > 4 * _GUESSES:
+            return
+        yield columns, rows
+
+
+def _once(target: Target, rows: int, columns: int, cached: int) -> float:
+    """Seconds of a pass over `columns`, shared out to rows that have `cached` tokens each."""
     shares = [columns // rows + (b < columns % rows) for b in range(rows)]
     batch = Batch(
         rows=tuple(_row(target, slot) for slot in range(rows)),
@@ -70,16 +78,14 @@ def _time(target: Target, rows: int, columns: int, cached: int) -> float:
         budget=tuple(share - 1 for share in shares),
     )
     draft = _guesses(shares, target.device)
-    took = []
-    for _ in range(1 + _REPEATS):  # the first one warms up
-        began = perf_counter()
-        target.score(batch, draft)
-        if target.device.type == "cuda":
-            torch.cuda.synchronize(target.device)
-        took.append(perf_counter() - began)
+    began = perf_counter()
+    target.score(batch, draft)
+    if target.device.type == "cuda":
+        torch.cuda.synchronize(target.device)
+    took = perf_counter() - began
     for slot in range(rows):
         target.cache.release(slot)
-    return median(took[1:])
+    return took
 
 
 def _guesses(shares: list[int], device: torch.device) -> Draft:

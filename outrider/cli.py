@@ -12,6 +12,7 @@ from typer.core import TyperGroup
 
 from outrider import __version__, options
 from outrider.errors import OutriderError
+from outrider.project.options import ProjectOptions
 
 if TYPE_CHECKING:
     from outrider.bench.settings import Settings
@@ -207,3 +208,105 @@ def audit(
         typer.echo(json.dumps(report))
     if not report["passed"]:
         raise typer.Exit(1)
+
+
+@app.command()
+@options.spread
+def index(
+    files: options.Files,
+    *,
+    target: options.Target = None,
+    out: options.Out,
+    field: options.Field = None,
+    force: options.Force = False,
+    as_json: options.Json = False,
+) -> None:
+    """Make a datastore of files, from which `--proposer retrieval:DIR` guesses.
+
+    Texts are kept as the target's tokens. With --json the document is the last line of standard output.
+    """
+    from outrider.indexing import run_index
+
+    people = Console(stderr=as_json)
+    summary = run_index(files, target=target, out=out, field=field, force=force, console=people)
+    if as_json:
+        typer.echo(json.dumps(summary))
+
+
+@app.command()
+@options.spread
+def project(*, asked: ProjectOptions, as_json: options.BenchJson = False) -> None:
+    """Project what speculation should gain on a machine and for a model that are not here: reckoned, not measured.
+
+    Prints tables, and as the last line one JSON document: always into a file or a pipe, with --json on a terminal too.
+    """
+    from outrider.bench.settings import parse_real, parse_whole
+    from outrider.project.run import Lists, run_project
+    from outrider.project.table import show
+
+    shares = ("bandwidth_share", "arithmetic_share", "exposed", "round_ms", "layer_us", "exchange_us")
+    given = {name: getattr(asked, name) for name in shares}
+    document = run_project(
+        asked,
+        Lists(
+            batch=parse_whole("--batch", asked.batch),
+            context=parse_whole("--context", asked.context),
+            k=parse_whole("--k", asked.k) if asked.k else (),
+            alpha=parse_real("--alpha", asked.alpha) if asked.alpha else (),
+            shares={
+                name.removesuffix("_share"): parse_real(f"--{name.replace('_', '-')}", text)
+                for name, text in given.items()
+                if text
+            },
+        ),
+    )
+    people = Console()
+    if not people.is_terminal:
+        people.width = _FILE_WIDTH
+    show(document, people)
+    if as_json or not people.is_terminal:
+        typer.echo(json.dumps(document))
+
+
+@app.command()
+def layers(
+    *,
+    target: options.Target = None,
+    prompts: options.PromptFile = None,
+    limit: options.SearchLimit = 4,
+    budget: options.SearchBudget = 100,
+    max_tokens: options.BenchTokens = 64,
+    seed: options.BenchSeed = 0,
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
+    kernels: options.Kernels = "auto",
+    quantize: options.Quantize = None,
+    threads: options.Threads = None,
+    as_json: options.BenchJson = False,
+) -> None:
+    """Find the layers that a target can leave out when it drafts for itself: --proposer exit:N or skip:A+B+C.
+
+    Half of the prompts are searched on, and the figures are of the other half. Prints a table, and as the last line one
+    JSON document: always into a file or a pipe, with --json on a terminal too.
+    """
+    from outrider.layers import run_layers, show_layers
+    from outrider.llm import LLM
+
+    llm = LLM(
+        target, proposer="none", k=0, dtype=dtype, device=device, kernels=kernels, quantize=quantize, threads=threads
+    )
+    document = run_layers(
+        llm,
+        prompts=prompts,
+        limit=limit,
+        budget=budget,
+        max_tokens=max_tokens,
+        seed=seed,
+        progress=Console(stderr=True),
+    )
+    people = Console()
+    if not people.is_terminal:
+        people.width = _FILE_WIDTH
+    show_layers(document, people)
+    if as_json or not people.is_terminal:
+        typer.echo(json.dumps(document))

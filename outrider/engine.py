@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from time import perf_counter
 from typing import Any
 
@@ -57,7 +58,7 @@ class Engine:
             row.cached = self._target.cache.admit(row.slot, row.request.prompt)
             self._proposer.admit(row.slot, row.request)
         batch = self._scheduler.next()
-        batch = replace(batch, budget=self._planner.budget(batch, self.stats))
+        batch = self._planner.plan(batch, self.stats)
         planned = perf_counter()
         draft = self._proposer.propose(batch)
         proposed = perf_counter()
@@ -139,7 +140,7 @@ def _follow(batch: Batch, draft: Draft, scores: Scores) -> Round:
 def _settle(batch: Batch, draft: Draft, scores: Scores, verdict: Verdict) -> Round:
     """What the host must know of a round."""
     good = sound(scores.logits) if scores.best is None else scores.best >= 0
-    read = _read if scores.logits.device.type == "cpu" else _read_at_once
+    read = _read if tree.near(scores.logits.device) else _read_at_once
     paths, emitted, logprobs, failed = [], [], [], []
     rows = zip(*read(draft, verdict, good.all(1)), strict=True)
     for (accepted, bonus, fine, nodes, tokens, chances), emits in zip(rows, batch.emits, strict=True):
@@ -170,11 +171,12 @@ def _read_at_once(draft: Draft, verdict: Verdict, good: torch.Tensor) -> tuple[l
     # Ids and counts are far below 2**53, so float64 carries them exactly beside the log-probabilities.
     single = torch.stack([verdict.accepted, verdict.bonus, good], 1)
     parts = (single, verdict.path, draft.tokens, verdict.logprob)
-    copied = torch.cat([part.double() for part in parts], 1).cpu()
+    copied = torch.cat([part.double() for part in parts], 1).tolist()
     ends = (3, 3 + draft.size, 3 + 2 * draft.size)
-    numbers = copied[:, : ends[2]].long()
-    whole = (*numbers[:, :3].T, numbers[:, 3 : ends[1]], numbers[:, ends[1] :], copied[:, ends[2] :])
-    return tuple(part.tolist() for part in whole)
+    numbers = [[int(number) for number in row[: ends[2]]] for row in copied]
+    singles = ([row[i] for row in numbers] for i in range(3))
+    path, tokens = ([row[begin:end] for row in numbers] for begin, end in pairwise(ends))
+    return (*singles, path, tokens, [row[ends[2] :] for row in copied])
 
 
 def _report(round: Round) -> None:

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
-from outrider.build import House, build
+from outrider.build import House, build, default_proposer, embedded
 from outrider.engine import Engine
 from outrider.errors import OutriderError
 from outrider.machine import use_threads
 from outrider.noise import mix_int
 from outrider.params import SamplingParams
 from outrider.plan import Planner
+from outrider.plan_file import PlanFile, check_plan
 from outrider.proposers import Maker
 from outrider.stats import Stats
 from outrider.text import TextStream
@@ -52,6 +53,7 @@ class LLM:
         context: int | None = None,
         chunk: int = 512,
         planner: Planner | None = None,
+        plan: str | Path | None = None,
     ) -> None:
         """Load models and make ready.
 
@@ -72,10 +74,13 @@ class LLM:
             context: tokens of prompt and completion together; None is the model's own, 8192 at most.
             chunk: tokens of prompts fed per round.
             planner: decides the number of guesses in place of `k`.
+            plan: with k "auto", a file that keeps what the planner learns: read now if it is there, and written when a
+                call of `generate` or `stream` ends (those who step the engine themselves call `save_plan`).
 
         Raises:
             OutriderError: with the fix in its message.
         """
+        check_plan(plan, k=k, planner=planner)
         use_threads(threads)
         self._house: House = build(
             target,
@@ -92,6 +97,18 @@ class LLM:
             planner=planner,
         )
         self._ids = count()
+        self._plan: PlanFile | None = None
+        if plan is not None:
+            model, guesser = target or embedded("mini"), proposer or default_proposer(target)
+            self._plan = PlanFile(plan, target=model, proposer=guesser, quantize=quantize)
+            self._plan.restore(self._house.planner)
+
+    @classmethod
+    def of(cls, house: House) -> LLM:
+        """A front door to a house that stands already."""
+        llm = cls.__new__(cls)
+        llm._house, llm._ids, llm._plan = house, count(), None
+        return llm
 
     @property
     def engine(self) -> Engine:
@@ -157,6 +174,7 @@ class LLM:
             for request in requests:
                 if request.id not in done:
                     self.abort(request.id)
+        self.save_plan()
         return [done[request.id] for request in requests]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Chunk]:
@@ -179,6 +197,11 @@ class LLM:
         """Take back what was submitted under this id, wherever it is."""
         self.engine.abort(id)
 
+    def save_plan(self) -> None:
+        """Write what the planner has learned into the plan file, where there is one."""
+        if self._plan is not None:
+            self._plan.save(self._house.planner)
+
     def _chunks(self, request: Request) -> Iterator[Chunk]:
         shown, given, finished = 0, 0, False
         try:
@@ -196,6 +219,7 @@ class LLM:
         finally:
             if not finished:
                 self.abort(request.id)
+            self.save_plan()
 
     def _requests(self, prompt: Prompt, params: SamplingParams) -> list[Request]:
         tokens = self.encode(prompt)

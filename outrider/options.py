@@ -30,8 +30,8 @@ Proposer = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
-        help="Who guesses: none, ngram, draft:DIR or pkg.module:Class. Default: the embedded draft for the embedded"
-        " target, ngram for any other.",
+        help="Who guesses: none, ngram, retrieval:DIR, draft:DIR, exit:LAYERS, skip:A+B+C, quantized:int4 or"
+        " pkg.module:Class. Default: the embedded draft for the embedded target, ngram for any other.",
         rich_help_panel=_MODEL,
     ),
 ]
@@ -210,7 +210,26 @@ BenchJson = Annotated[
     bool, typer.Option("--json", help="Print the JSON document on a terminal, too.", rich_help_panel=_OUTPUT)
 ]
 BenchSeed = Annotated[int, typer.Option("--seed", help="Of all sampling.", rich_help_panel=_SAMPLING)]
+SearchBudget = Annotated[int, typer.Option("--budget", help="Sets of layers to try at most.", rich_help_panel=_MEASURE)]
+SearchLimit = Annotated[int, typer.Option("--limit", help="Prompts of each category.", rich_help_panel=_MEASURE)]
 Samples = Annotated[int, typer.Option(help="Samples of each statistical test.", rich_help_panel=_MEASURE)]
+
+Files = Annotated[
+    list[str],
+    typer.Argument(metavar="FILES", help="Texts, a document each; *.jsonl and *.ndjson hold a document in each line."),
+]
+Out = Annotated[str, typer.Option(metavar="DIR", help="Folder to write.", rich_help_panel=_OUTPUT)]
+Field = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="Field of a JSON line that holds its text or messages. Default: the first of text, prompt and messages"
+        " that it has.",
+    ),
+]
+Force = Annotated[
+    bool, typer.Option("--force", help="Replace a datastore that is there already.", rich_help_panel=_OUTPUT)
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

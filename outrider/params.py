@@ -35,6 +35,8 @@ class SamplingParams:
         seed: the same seed gives the same completion, alone or in a batch; None draws one, and reports it.
         n: independent completions of the prompt.
         logprobs: report the log-probability of each emitted token and of the likeliest N; None reports none.
+        scope: whose request it is. What a proposer learned from finished outputs is used for requests of the same scope
+            only, so that nobody's text shows in how fast another's is made.
     """
 
     temperature: float = 0.0
@@ -53,6 +55,7 @@ class SamplingParams:
     seed: int | None = None
     n: int = 1
     logprobs: int | None = None
+    scope: str = ""
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -69,6 +72,7 @@ class SamplingParams:
             ("stop_token_ids", Iterable, "several token ids; () is none"),
             ("logit_bias", Mapping, "a mapping from token id to bias; {} is none"),
             ("ignore_eos", bool, "True or False"),
+            ("scope", str, "a string, such as a tenant's name"),
         ):
             if not isinstance(getattr(self, name), kind):
                 raise OutriderError(f"{name} is {getattr(self, name)!r}; use {hint}")

@@ -67,12 +67,12 @@ class CostModel:
     draft: PassCost | None  # of a draft model's pass; None where guesses cost next to nothing
     host: float = 2e-4  # seconds of all else in a round
 
-    def verify(self, rows: int, k: int, *, cached: float, feed: int = 0) -> float:
+    def verify(self, rows: int, k: float, *, cached: float, feed: int = 0) -> float:
         """Expected seconds of a round without its drafting.
 
         Args:
             rows: that decode.
-            k: guesses for each of them.
+            k: guesses for each of them, on average.
             cached: tokens that a row has cached, on average.
             feed: columns of prompts that the same pass reads.
         """
@@ -93,6 +93,46 @@ class CostModel:
         return cls(target=_cost(read["target"]), draft=None if draft is None else _cost(draft), host=read["host"])
 
 
+class Clock:
+    """A cost model refined while running: t = b t(1) + m (t(columns) - t(1)).
+
+    What reads the weights and what each column adds drift apart as a machine's memory is more or less busy. b and m
+    follow the rounds by recursive least squares that forgets, and stay near 1 where rounds say nothing of them.
+    """
+
+    def __init__(self, costs: CostModel) -> None:
+        self._costs = costs
+        self._least = costs.host + costs.target(1, rows=1, cached=0)
+        self._theta = [1.0, 1.0]
+        self._known = list(_PRIOR)  # [[a, b], [b, c]]
+
+    def verify(self, rows: int, k: float, *, cached: float, feed: int = 0) -> float:
+        """As `CostModel.verify`, as things stand."""
+        return self.at(rows * (1 + k) + feed, rows=rows, cached=cached)
+
+    def at(self, columns: float, *, rows: int, cached: float) -> float:
+        """Expected seconds of a round, without its drafting, over `columns` in all."""
+        return self._theta[0] * self._least + self._theta[1] * self._more(columns, rows, cached)
+
+    def learn(self, columns: int, rows: int, cached: float, took: float) -> None:
+        """From a round that took so many seconds; an outlier counts as much as twice or half of what was expected."""
+        if columns > self._costs.target.columns[-1]:
+            return  # beyond what was measured nobody knows what to expect
+        more = self._more(columns, rows, cached) / self._least
+        expected = self._theta[0] + self._theta[1] * more
+        surprise = min(max(took / self._least, expected / 2), 2 * expected) - expected
+        for i, term in enumerate((1.0, more, more * more)):
+            self._known[i] = _MEMORY * self._known[i] + (1 - _MEMORY) * _PRIOR[i] + term
+        a, b, c = self._known
+        det = a * c - b * b
+        self._theta[0] = max(self._theta[0] + surprise * (c - b * more) / det, _LEAST)
+        self._theta[1] = max(self._theta[1] + surprise * (a * more - b) / det, _LEAST)
+
+    def _more(self, columns: float, rows: int, cached: float) -> float:
+        costs = self._costs
+        return costs.host + costs.target(columns, rows=rows, cached=cached) - self._least
+
+
 def _cost(read: dict[str, Any]) -> PassCost:
     return PassCost(**{**read, "columns": tuple(read["columns"]), "seconds": tuple(read["seconds"])})
 
@@ -109,3 +149,8 @@ def _least_squares(points: Sequence[tuple[float, float, float]]) -> tuple[float,
         if a >= 0 and b >= 0:
             return a, b
     return (max(xz / xx, 0.0), 0.0) if xz * xz * yy > yz * yz * xx else (0.0, max(yz / yy, 0.0))
+
+
+_PRIOR = (10.0, 0.0, 1.0)  # of a clock: what is believed beforehand, in rounds
+_MEMORY = 0.97  # weight of a round seen one round earlier
+_LEAST = 0.1

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+from typing import Any, Protocol
 
+from outrider import tree
+from outrider.arms import PATIENCE, Arm, Load, Outcome
 from outrider.cost import expected_tau
 from outrider.errors import OutriderError
-from outrider.passcost import CostModel
+from outrider.passcost import Clock, CostModel
 from outrider.stats import Stats
 from outrider.types import Batch, Draft
 
@@ -14,12 +19,13 @@ from outrider.types import Batch, Draft
 class Planner(Protocol):
     """Shares out guesses.
 
-    Law: it decides from the committed text and from what rounds before have shown, never from a token that it might
-    drop; so the output stays exact. It only lowers `batch.budget`, which is what each row could use at most.
+    Law: it decides from the committed text, from what rounds before have shown, and from what a draft says of its
+    chances; never from a token that it might drop. So the output stays exact. It only lowers `batch.budget`, which is
+    what each row could use at most.
     """
 
-    def budget(self, batch: Batch, stats: Stats) -> tuple[int, ...]:
-        """[B] guesses for each row; 0 = do not speculate."""
+    def plan(self, batch: Batch, stats: Stats) -> Batch:
+        """The batch with a budget for each row (0 = do not speculate), what a guess must be worth, and who guesses."""
 
     def trim(self, batch: Batch, draft: Draft) -> Draft:
         """The guesses that are worth their place in the pass, now that their chances are known."""
@@ -33,134 +39,236 @@ class FixedPlanner:
             raise OutriderError(f"k is {k}; use 0 for plain decoding or a number of guesses above it")
         self._k = k
 
-    def budget(self, batch: Batch, stats: Stats) -> tuple[int, ...]:
-        return tuple(min(self._k, most) for most in batch.budget)
+    def plan(self, batch: Batch, stats: Stats) -> Batch:
+        return replace(batch, budget=tuple(min(self._k, most) for most in batch.budget))
 
     def trim(self, batch: Batch, draft: Draft) -> Draft:
         return draft
 
 
 class CostPlanner:
-    """As many guesses for every row as promise the most tokens a second, by measured costs and observed acceptance.
+    """As many guesses as promise the most tokens a second, by measured costs and observed acceptance.
 
-    It knows the costs of a round (`CostModel`), corrects them by what rounds really take, and learns from each round
-    how often the guess at each position is kept. It begins hopeful; when it has stopped speculating it tries again now
-    and then, the more seldom the less there is to hope for.
+    It knows the costs of a round (`CostModel`) and corrects them by what rounds really take. Each alternative of the
+    proposer has a record (`Arm`). A proposer that says how likely its guesses are is given room and a price, what a
+    guess must be worth, and its draft is trimmed to where one more guess would cost more than it brings, over all rows
+    together; any other gets one k for all rows, from how often the guess at each position is kept. It begins hopeful;
+    when nothing pays it decodes plainly, and tries again now and then, the more seldom the less there is to hope for.
     """
 
-    def __init__(self, costs: CostModel, *, most: int = 12) -> None:
-        """Plan with `costs`, up to `most` guesses a row."""
-        self._costs, self._most = costs, most
-        self._met = [_TRUST] * most  # decayed counts: guesses whose ancestors were all kept, by position
-        self._kept = [_TRUST * _HOPE] * most
-        self._target_factor, self._draft_factor = 1.0, 1.0  # real seconds over expected ones
+    def __init__(self, *costs: CostModel, most: int = 32) -> None:
+        """Plan with the `costs` of each of the proposer's alternatives, up to `most` guesses a row."""
+        self.arms = tuple(Arm(each, most=most) for each in costs)
+        self._clock = Clock(costs[0])  # the target is the same for all
         self._told = Stats()
-        self._last: tuple[int, int, float, int] | None = None  # rows, k, cached and fed columns of the last round
-        self._idle, self._patience = 0, _PATIENCE
-        self._found: dict[tuple[int, int], int] = {}  # the best k by rows and cached tokens, for some rounds
+        self._last: _Asked | None = None
+        self._price = 0.0  # seconds that a token is worth: what it takes at the present gain, without prompts
+        self._tried: set[int] = set()  # requests of the last trial
+        self._guesses, self._depth = 0, 0  # that were verified in it, and how deep its draft was
+        self._found: dict[tuple[int, int, int], tuple[int, float]] = {}  # best k and gain, for some rounds
 
-    def budget(self, batch: Batch, stats: Stats) -> tuple[int, ...]:
+    def plan(self, batch: Batch, stats: Stats) -> Batch:
         self._learn(stats)
-        rows = sum(batch.emits)
-        feed = sum(len(feed) for feed, emits in zip(batch.feed, batch.emits, strict=True) if not emits)
-        cached = sum(batch.start) / len(batch.start)
-        left = 1 + sum(batch.budget) / max(rows, 1)  # tokens that a row can still emit
-        soon = len(batch.rows) + batch.waiting  # rows that decode once all prompts are read
-        k = min(self._choose(rows, soon, cached, left), max(batch.budget)) if rows else 0
-        k = self._beside(feed, rows, k, cached) if feed and k else k
-        self._last = (rows, k, cached, feed)
-        return tuple(min(k, most) for most in batch.budget)
+        load = Load.of(batch)
+        arm = self._choose(load) if load.rows else -1
+        k = self._ask(arm, load) if arm >= 0 else 0
+        budget = tuple(min(k, most) for most in batch.budget)
+        budget = self._few(batch, budget) if arm >= 0 and self.arms[arm].trial else budget
+        self._last, self._guesses = _Asked(load, arm if any(budget) else -1, budget), 0
+        keep, worth = self._thresholds(arm, load) if any(budget) else (0.0, ())
+        return replace(batch, budget=budget, keep=keep, worth=worth, arm=max(arm, 0))
 
     def trim(self, batch: Batch, draft: Draft) -> Draft:
+        assert self._last is not None
+        load, arm = self._last.load, self._last.arm
+        self._depth = max(draft.depth)
+        if arm >= 0 and any(draft.width):
+            self.arms[arm].says = draft.chance is not None
+        # What was drawn is not cut here: how far would depend on guesses further down the same path. It was cut by its
+        # worth while it grew.
+        if draft.chance is not None and draft.q is None and any(draft.width):
+            draft = tree.cut(draft, self._widths(draft.chance, load))
+        self._guesses = sum(draft.width)
         return draft
 
-    def speedup(self, rows: int, k: int, *, cached: float = 0) -> float:
-        """Expected tokens a second with k guesses over those with none."""
-        tau = expected_tau(self.acceptance[:k])
-        return tau * self._seconds(rows, 0, cached, 0) / self._seconds(rows, k, cached, 0)
+    def state(self) -> dict[str, Any]:
+        """What has been learned of the proposer, fit for JSON; what passes take is learned again."""
+        return {"arms": [arm.state() for arm in self.arms]}
 
-    @property
-    def acceptance(self) -> tuple[float, ...]:
-        """By position, as far as it is known: of the guesses whose ancestors were all kept, the share kept."""
-        return tuple(kept / met for kept, met in zip(self._kept, self._met, strict=True))
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state` gave; raises KeyError, TypeError or ValueError for anything else."""
+        for arm, learned in zip(self.arms, state["arms"], strict=True):
+            arm.restore(learned)
 
-    def _seconds(self, rows: int, k: int, cached: float, feed: int) -> float:
-        verify = self._costs.verify(rows, k, cached=cached, feed=feed)
-        return verify * self._target_factor + self._costs.propose(rows, k, cached=cached) * self._draft_factor
+    def _choose(self, load: Load) -> int:
+        """The arm that promises most, or one that is due for a trial; -1: none pays."""
+        on = self._last.arm if self._last else -1
+        gains = [self._gain(arm, load) for arm in range(len(self.arms))]
+        best = max(range(len(gains)), key=gains.__getitem__)
+        trial = next((arm for arm in range(len(gains)) if self._due(arm, load)), None)
+        if trial is not None:
+            chosen = trial
+        else:
+            pays = gains[best] >= self._bar(best) and (best == on or self._repays(best, gains[best], load))
+            chosen = best if pays else -1
+        self._price = self._clock.verify(load.rows, 0, cached=load.cached) / (load.rows * max(gains[chosen], 1.0))
+        for i, arm in enumerate(self.arms):
+            arm.idle = 0 if i == chosen else arm.idle + 1
+            if i == chosen and trial is None:
+                arm.patience = PATIENCE
+        return chosen
 
-    def _choose(self, rows: int, soon: int, cached: float, left: float) -> int:
-        """Guesses for `rows` rows that can emit `left` tokens more each, where `soon` rows will decode."""
-        k = min(self._best(rows, cached), self._best(soon, cached))
-        on = self._last is not None and self._last[1] > 0
-        if k and (on or self._pays(self.speedup(rows, k, cached=cached), rows, cached, left)):
-            self._idle, self._patience = 0, _PATIENCE
-            return k
-        self._idle += 1
-        # Were the first guesses always kept, would it pay? If not, nothing is to be learnt from trying.
-        hope = max((1 + k) * self._seconds(soon, 0, cached, 0) / self._seconds(soon, k, cached, 0) for k in (1, 2))
-        if self._idle < self._patience or not self._pays(hope, rows, cached, left):
-            return 0
-        self._idle, self._patience = 0, min(2 * self._patience, _PATIENCE_MOST)
-        return 1
+    def _gain(self, arm: int, load: Load) -> float:
+        """Expected; where rows are few only because others still read their prompts, of all of them."""
+        return min(self._best(arm, rows, load.cached)[1] for rows in {load.rows, load.soon})
 
-    def _best(self, rows: int, cached: float) -> int:
-        place = (rows, int(cached) // _GRAIN)
+    def _best(self, arm: int, rows: int, cached: float) -> tuple[int, float]:
+        record = self.arms[arm]
+        if record.says and record.known:
+            return record.most, record.gain(rows, cached, self._clock)
+        place = (arm, rows, int(cached) // _GRAIN)
         if place not in self._found:
-            gains = [self.speedup(rows, k, cached=cached) for k in range(self._most + 1)]
-            best = max(range(len(gains)), key=gains.__getitem__)
-            self._found[place] = best if gains[best] >= _WORTHWHILE else 0
+            self._found[place] = record.best(rows, cached, self._clock)
         return self._found[place]
 
-    def _pays(self, gain: float, rows: int, cached: float, left: float) -> bool:
-        """Whether it pays although a draft model must read the text first, and most texts end before their limit."""
-        if gain < _WORTHWHILE:
+    def _due(self, arm: int, load: Load) -> bool:
+        """Whether an arm is in the middle of a trial, or has waited long enough and there is hope."""
+        record = self.arms[arm]
+        if record.trial:
+            record.trial -= 1
+            return True
+        if record.idle < record.patience:
             return False
-        saved = left / 4 * self._seconds(rows, 0, cached, 0) * (1 - 1 / gain)
-        read = 0.0 if self._costs.draft is None else self._costs.draft(rows * cached, rows=rows, cached=cached / 2)
-        return saved > read
+        hope = record.hope(load.soon, load.cached, self._clock)
+        few = replace(load, rows=min(load.rows, _FEW))
+        if hope < self._bar(arm) or not self._repays(arm, hope, few):
+            return False
+        record.patience = min(2 * record.patience, _PATIENCE_MOST)
+        record.try_again()
+        return True
 
-    def _beside(self, feed: int, rows: int, best: int, cached: float) -> int:
+    def _bar(self, arm: int) -> float:
+        """The gain from which an arm is used: one whose guesses are free may as well stay on and be trimmed."""
+        record = self.arms[arm]
+        return _FREE if record.says and record.costs.draft is None else _WORTHWHILE
+
+    def _few(self, batch: Batch, budget: tuple[int, ...]) -> tuple[int, ...]:
+        """A trial takes a few rows alone, and the same ones: a draft model must read their texts first."""
+        able = [b for b in range(len(budget)) if budget[b]]
+        able.sort(key=lambda b: (batch.rows[b].request.id not in self._tried, batch.start[b]))
+        self._tried = {batch.rows[b].request.id for b in able[:_FEW]}
+        return tuple(most if b in able[:_FEW] else 0 for b, most in enumerate(budget))
+
+    def _repays(self, arm: int, gain: float, load: Load) -> bool:
+        """Whether it pays although a draft model must read the text first, and most texts end before their limit."""
+        costs = self.arms[arm].costs
+        if costs.draft is None:
+            return True
+        plain = self._clock.verify(load.rows, 0, cached=load.cached)
+        saved = load.left / 4 * plain * (1 - 1 / max(gain, 1.0))
+        return saved > costs.draft(load.rows * load.cached, rows=load.rows, cached=load.cached / 2)
+
+    def _ask(self, arm: int, load: Load) -> int:
+        """Guesses that each row may have."""
+        record = self.arms[arm]
+        if record.says:
+            return record.most
+        if record.trial:
+            return max(self._best(arm, load.rows, load.cached)[0], 2)
+        k = min(self._best(arm, rows, load.cached)[0] for rows in {load.rows, load.soon})
+        return self._beside(arm, load, k) if load.feed else k
+
+    def _thresholds(self, arm: int, load: Load) -> tuple[float, tuple[float, ...]]:
+        """The chance from which a guess pays for its column, and for a draft pass of 1, 2, ... rows besides."""
+        record, price = self.arms[arm], self._price
+        if not record.says:
+            return 0.0, ()
+        keep = self._column(load.rows * (1 + record.nodes) + load.feed, load) / price
+        steps = (record.guess_seconds(rows, load.cached) / price for rows in range(1, load.rows + 1))
+        return min(keep, 1.0), tuple(keep + step for step in steps)
+
+    def _column(self, columns: float, load: Load) -> float:
+        """Seconds that one more column adds to the target's pass."""
+        least = min(load.rows + load.feed, columns)
+        wide, narrow = (self._clock.at(c, rows=load.rows, cached=load.cached) for c in (max(columns, least + 1), least))
+        return max(wide - narrow, 0.0) / max(columns - least, 1.0)
+
+    def _widths(self, chances: tuple[tuple[float, ...], ...], load: Load) -> tuple[int, ...]:
+        """How many guesses of each row bring more than their columns cost, the likeliest of all rows first."""
+        order = sorted(((-chance, b) for b, row in enumerate(chances) for chance in row))
+        price, begin = self._price, load.rows + load.feed
+        plain = self._clock.at(begin, rows=load.rows, cached=load.cached)
+        most, count, gained = 0.0, 0, 0.0
+        for i, (chance, _) in enumerate(order, 1):
+            gained -= chance * price
+            profit = gained - (self._clock.at(begin + i, rows=load.rows, cached=load.cached) - plain)
+            if profit > most:
+                most, count = profit, i
+        widths = [0] * len(chances)
+        for _, b in order[:count]:
+            widths[b] += 1
+        return tuple(widths)
+
+    def _beside(self, arm: int, load: Load, best: int) -> int:
         """How many guesses pay beside prompts that are fed in the same pass.
 
         The prompts' time must be spent anyway, so it is left out: a guess pays if what it is expected to emit is worth
         more, at the price of tokens without prompts, than what it adds to the pass.
         """
-        price = self._seconds(rows, best, cached, 0) / expected_tau(self.acceptance[:best])
-        return max(
-            range(best + 1),
-            key=lambda k: price * expected_tau(self.acceptance[:k]) - self._seconds(rows, k, cached, feed),
-        )
+        record, price = self.arms[arm], self._price
+        rows, cached = load.rows, load.cached
+
+        def profit(k: int) -> float:
+            spent = self._clock.verify(rows, k, cached=cached, feed=load.feed)
+            spent += record.costs.propose(rows, k, cached=cached)
+            return price * rows * expected_tau(record.acceptance[:k]) - spent
+
+        return max(range(best + 1), key=profit)
 
     def _learn(self, stats: Stats) -> None:
         """From what has been added to `stats` since the last round."""
-        if self._last is None or stats.rounds != self._told.rounds + 1:  # a new engine's, or others' rounds
-            self._told = stats
-            return
         before, self._told = self._told, stats
-        rows, k, cached, feed = self._last
-        if k or stats.rounds % _ROUNDS == 0:
-            self._found.clear()
-        for i in range(min(k, len(stats.reached), self._most)):
-            met = stats.reached[i] - (before.reached[i] if i < len(before.reached) else 0)
-            kept = stats.accepted[i] - (before.accepted[i] if i < len(before.accepted) else 0)
-            fade = _MEMORY**met
-            self._met[i] = self._met[i] * fade + met
-            self._kept[i] = self._kept[i] * fade + kept
+        if self._last is None or stats.rounds != before.rounds + 1:  # a new engine's, or others' rounds
+            return
+        load, arm = self._last.load, self._last.arm
         took = stats.target_seconds - before.target_seconds + stats.host_seconds - before.host_seconds
-        self._target_factor = _blend(self._target_factor, took / self._costs.verify(rows, k, cached=cached, feed=feed))
-        if expected := self._costs.propose(rows, k, cached=cached):
-            took = stats.propose_seconds - before.propose_seconds
-            self._draft_factor = _blend(self._draft_factor, took / expected)
+        columns = load.rows + self._guesses + load.feed
+        self._clock.learn(columns, max(load.rows, 1), load.cached, took)
+        if arm >= 0 or stats.rounds % _ROUNDS == 0:
+            self._found.clear()
+        if arm >= 0 and load.rows:
+            self.arms[arm].learn(_outcome(before, stats, self._last, self._depth), load.cached)
 
 
-def _blend(factor: float, seen: float) -> float:
-    """Move a little towards what was seen; an outlier counts as much as twice the factor at most."""
-    return factor + _PACE * (min(max(seen, factor / 2), factor * 2) - factor)
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """The last round."""
+
+    load: Load
+    arm: int  # -1 = none
+    budget: tuple[int, ...]  # [B]
 
 
-_TRUST, _HOPE = 4.0, 0.8  # the first estimate: so many guesses seen, of which so many were kept
-_MEMORY = 0.98  # weight of a guess seen one guess earlier
-_PACE = 0.05  # of the corrections to the costs
+def _outcome(before: Stats, after: Stats, asked: _Asked, depth: int) -> Outcome:
+    rows = sum(budget > 0 for budget in asked.budget)
+    return Outcome(
+        rows=rows,
+        emitted=after.emitted - before.emitted - (asked.load.rows - rows),  # whoever may not guess emits one token
+        nodes=after.drafted - before.drafted,
+        k=max(asked.budget),
+        depth=depth,
+        reached=_less(after.reached, before.reached),
+        accepted=_less(after.accepted, before.accepted),
+        propose=after.propose_seconds - before.propose_seconds,
+    )
+
+
+def _less(after: tuple[int, ...], before: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(a - b for a, b in zip_longest(after, before, fillvalue=0))
+
+
 _GRAIN, _ROUNDS = 128, 16  # cached tokens that make a difference; rounds that a choice of 0 stands
 _WORTHWHILE = 1.02  # expected speedup below which plain decoding is kept
-_PATIENCE, _PATIENCE_MOST = 32, 1024  # rounds without speculation before it is tried again
+_FREE = 0.99  # the same of what costs next to nothing, and may begin to pay with the next token
+_FEW = 2  # rows of a trial
+_PATIENCE_MOST = 1024  # rounds without speculation before it is tried again

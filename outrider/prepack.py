@@ -6,11 +6,12 @@ reaches about half of the memory's bandwidth; reordered once, oneDNN reads them 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
 
+from outrider.errors import OutriderError
 from outrider.quantize import QuantisedLinear
 
 _ROWS = 8  # the batch that the layout is tuned for: one token and its guesses
@@ -137,8 +138,37 @@ def prepack(model: nn.Module) -> None:
             setattr(module, name, PackedLinear(child.weight, child.bias))
 
 
-def weight_bytes(model: nn.Module) -> int:
-    """Bytes of all weights; a tensor that two layers share counts once."""
+def load_weights(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
+    """Copy tensors into a model by their names, all or none; packed layers are packed anew."""
+    tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", {})
+    twins = {**{source: target for target, source in tied.items()}, **tied}
+    kinds = PackedLinear | QuantisedLinear
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, kinds)}
+    packed = {f"{name}.weight": layer for name, layer in layers.items()}
+    plain = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+    plain |= {f"{name}.bias": layer.bias for name, layer in layers.items() if layer.bias is not None}
+    for name, value in weights.items():
+        if name not in packed and name not in plain:
+            raise OutriderError(f"the model has no weight {name!r}; use the names of its state_dict")
+        if value.shape != (shape := packed[name].shape if name in packed else plain[name].shape):
+            raise OutriderError(f"{name} has shape {tuple(value.shape)}; give {tuple(shape)}")
+    # A packed layer holds a copy of the weight that it shares with another.
+    both = {**{twins[name]: value for name, value in weights.items() if name in twins}, **weights}
+    for name, value in both.items():
+        if name in packed:
+            packed[name].load(value)
+        else:
+            plain[name].data.copy_(value)
+
+
+def weight_bytes(model: nn.Module, *, beside: nn.Module | None = None) -> int:
+    """Bytes of all weights; a tensor that two layers share counts once, and one that is also `beside` it not at all."""
+    known = {} if beside is None else _weights(beside)
+    return sum(size for key, size in _weights(model).items() if key not in known)
+
+
+def _weights(model: nn.Module) -> dict[int, int]:
+    """Bytes of each tensor, and of each packed layer, by what tells one from the other."""
     plain = {tensor.data_ptr(): tensor.nbytes for tensor in (*model.parameters(), *model.buffers())}
-    packed = [module.nbytes for module in model.modules() if isinstance(module, PackedLinear | QuantisedLinear)]
-    return sum(plain.values()) + sum(packed)
+    layers = (module for module in model.modules() if isinstance(module, PackedLinear | QuantisedLinear))
+    return plain | {id(module): module.nbytes for module in layers}

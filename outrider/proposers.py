@@ -8,18 +8,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
-import torch
-
-from outrider.check import check_target
 from outrider.errors import OutriderError
-from outrider.load import load_checkpoint
 from outrider.propose.base import NoProposer, Proposer, Setup
 from outrider.propose.combine import Combination, First, Merge, Switch
+from outrider.propose.draft import cascade_proposer, draft_proposer, draft_text_proposer, draft_tokens_proposer
+from outrider.propose.lookahead import lookahead_proposer
 from outrider.propose.model import ModelProposer
 from outrider.propose.ngram import NgramProposer
-from outrider.target import Target, make_target
+from outrider.propose.recycle import RecycleProposer
+from outrider.propose.retrieval import retrieval_proposer
+from outrider.propose.self import exit_proposer, quantised_proposer, skip_proposer
+from outrider.propose.suffix import suffix_proposer
+from outrider.propose.text_draft import TextProposer
+from outrider.target import Target
 
 Maker = Callable[[Setup], Proposer]
 
@@ -86,7 +88,7 @@ def draft_model(proposer: Proposer) -> Target | None:
     """The draft model of a proposer that has one, itself or in a part."""
     if isinstance(proposer, Combination):
         return next(filter(None, map(draft_model, proposer.parts)), None)
-    return proposer.model if isinstance(proposer, ModelProposer) else None
+    return proposer.model if isinstance(proposer, ModelProposer | TextProposer) else None
 
 
 def _split(text: str, spec: str) -> list[str]:
@@ -129,30 +131,9 @@ def _ngram(argument: str, setup: Setup) -> Proposer:
     return NgramProposer(setup, shortest=int(ends[0]), longest=int(ends[1]))
 
 
-def _draft_model(folder: str, setup: Setup) -> Proposer:
-    if not folder:
-        raise OutriderError("draft needs the folder of a small model; write draft:DIR")
-    dtype = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}[setup.dtype]
-    checkpoint = load_checkpoint(folder, dtype=dtype, device=str(setup.device))
-    if checkpoint.recurrent:
-        raise OutriderError(f"{folder} is recurrent, and a recurrent draft is not handled yet; use an attention model")
-    _compare_tokenizers(setup.tokenizer, checkpoint.tokenizer, folder)
-    size = min(checkpoint.context, setup.context)
-    model = make_target(checkpoint, slots=setup.slots, context=size, kernels=setup.kernels)
-    check_target(model, checkpoint)
-    return ModelProposer(setup, model)
-
-
-def _compare_tokenizers(target: Any, draft: Any, folder: str) -> None:
-    """The same text must be the same ids; how far the vocabularies are padded does not matter."""
-    ours, theirs = target.get_vocab(), draft.get_vocab()
-    for token in sorted(ours.keys() | theirs.keys(), key=lambda token: (ours.get(token, -1), token)):
-        if ours.get(token) != theirs.get(token):
-            raise OutriderError(
-                f"the draft in {folder} has another vocabulary than the target: {token!r} is id {ours.get(token)} for"
-                f" the target and {theirs.get(token)} for the draft ({len(ours)} and {len(theirs)} tokens in all);"
-                " use a draft of the target's family, or --proposer ngram"
-            )
+def _recycle(argument: str, setup: Setup) -> Proposer:
+    _no_argument("recycle", argument)
+    return RecycleProposer(setup)
 
 
 def _import(module: str, name: str, setup: Setup) -> Proposer:
@@ -176,8 +157,25 @@ NAMED: Mapping[str, Named] = MappingProxyType(
     {
         "none": Named(_none, "none", "plain decoding"),
         "ngram": Named(_ngram, "ngram[:MIN-MAX]", "what followed the last time that the text ended like this"),
-        "draft": Named(_draft_model, "draft:DIR", "a small model of the same family"),
+        "suffix": Named(
+            suffix_proposer, "suffix[:TOKENS]", "wherever it ended like this, here and in so many tokens of outputs"
+        ),
+        "recycle": Named(_recycle, "recycle", "what the target's own scores showed of endings like this"),
+        "lookahead": Named(lookahead_proposer, "lookahead[:WxNxG]", "n-grams that the target writes beside the text"),
+        "draft": Named(draft_proposer, "draft:DIR", "a small model"),
+        "draft-tokens": Named(draft_tokens_proposer, "draft-tokens:DIR", "one of another vocabulary, token by token"),
+        "draft-text": Named(draft_text_proposer, "draft-text:DIR", "one of another vocabulary, by the text it writes"),
+        "cascade": Named(cascade_proposer, "cascade:DIR", "a small model that looks up what it is about to say"),
+        "retrieval": Named(
+            retrieval_proposer, "retrieval:DIR[:MIN]", "what followed this ending in a datastore; see `outrider index`"
+        ),
+        "exit": Named(exit_proposer, "exit:LAYERS", "the target's own first layers"),
+        "skip": Named(skip_proposer, "skip:A+B+C", "the target without some of its layers; see `outrider layers`"),
+        "quantized": Named(quantised_proposer, "quantized:int4", "the target with 4 or 8 bits a weight"),
     }
+)
+DRAWN = frozenset(  # those that may draw their guesses from a law
+    {"draft", "draft-tokens", "cascade", "exit", "skip", "quantized"}
 )
 COMBINATIONS: Mapping[str, Callable[[Setup, Sequence[Proposer]], Proposer]] = MappingProxyType(
     {"first": First, "merge": Merge, "switch": Switch}

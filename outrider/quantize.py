@@ -30,7 +30,7 @@ class QuantisedLinear(nn.Module):
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, *, bits: int) -> None:
         super().__init__()
-        self.shape, self.bias, self._bits = weight.shape, bias, bits
+        self.shape, self.bias, self.bits = weight.shape, bias, bits
         inputs = weight.shape[1]
         self._group = inputs if bits == 8 else 32 if inputs % 64 else 64
         self.load(weight)
@@ -54,21 +54,21 @@ class QuantisedLinear(nn.Module):
 
     def values(self) -> torch.Tensor:
         """The weight [out, in] in float32, exactly."""
-        if self._bits == 8:
+        if self.bits == 8:
             return self._packed.float() * self._scale.float()[:, None]
         # The packed layout is the operator's own; multiplied by the identity it gives the weight as it is.
         return self._multiply(torch.eye(self.shape[1], dtype=torch.bfloat16)).T.float().contiguous()
 
     def load(self, weight: torch.Tensor) -> None:
         """Replace the weight [out, in], quantising it."""
-        most = (1 << (self._bits - 1)) - 1
+        most = (1 << (self.bits - 1)) - 1
         groups = weight.detach().bfloat16().float().view(len(weight), -1, self._group)
         scale = (groups.abs().amax(-1, keepdim=True) / most).bfloat16().float()
-        if self._bits == 4:
+        if self.bits == 4:
             mantissa, exponent = torch.frexp(scale)
             scale = torch.ldexp((mantissa * 32).round() / 32, exponent)
         steps = (groups / scale.clamp(min=torch.finfo(torch.float32).tiny)).round().clamp(-most, most).flatten(1)
-        if self._bits == 8:
+        if self.bits == 8:
             self._packed, self._scale = steps.to(torch.int8), scale.flatten().bfloat16()
             return
         self._packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu((steps + 8).int(), 2)
@@ -82,9 +82,9 @@ class QuantisedLinear(nn.Module):
         rows, known = rows.contiguous(), torch.ops.aten
         if rows.data_ptr() % _ALIGNED:
             rows = rows.clone()
-        if self._bits == 8 and len(rows) > _FEW:
+        if self.bits == 8 and len(rows) > _FEW:
             return functional.linear(rows, self._packed.to(rows.dtype)) * self._scale
-        if self._bits == 8:
+        if self.bits == 8:
             return known._weight_int8pack_mm(rows, self._packed, self._scale)  # type: ignore[no-any-return]
         return known._weight_int4pack_mm_for_cpu(  # type: ignore[no-any-return]
             rows, self._packed, self._group, self._scale

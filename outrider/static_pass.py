@@ -107,12 +107,13 @@ class _Layer:
     What a compiled layer sees are tensors alone, so that one compilation serves all layers that are alike.
     """
 
-    def __init__(self, layer: Any, index: int, cache: SpareCache) -> None:
+    def __init__(self, layer: Any, cache: SpareCache) -> None:
         inner = [module for module in layer.modules() if isinstance(getattr(module, "layer_idx", None), int)]
-        if not inner or any(module.layer_idx != index for module in inner):
+        if len({module.layer_idx for module in inner}) != 1:
             raise UnsupportedModel("its layers do not say which they are")
         self._sharing = max(getattr(module, "num_key_value_groups", 1) for module in inner)
-        self._index, self._cache, self._plain = index, cache, layer.forward
+        self.index: int = inner[0].layer_idx
+        self._cache, self._plain = cache, layer.forward
         self._compiled: Callable[..., Any] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -120,7 +121,7 @@ class _Layer:
         if not isinstance(stage, Stage):
             return self._plain(*args, **kwargs)
         sights = {arg for arg in (*args, *kwargs.values()) if isinstance(arg, Sight)}
-        stripes = self._cache.of(self._index)
+        stripes = self._cache.of(self.index)
         if len(sights) > 1 or stripes is None:
             raise UnsupportedModel("its layers see in several ways at once")
         mask = stage.mask(sights.pop() if sights else None, self._sharing)
@@ -149,10 +150,13 @@ class StaticModel:
         Raises:
             UnsupportedModel: its layers cannot be told apart.
         """
-        wrapped = [_Layer(layer, index, cache) for index, layer in enumerate(layers)]
+        wrapped = [_Layer(layer, cache) for layer in layers]
+        self.layers = tuple(wrapper.index for wrapper in wrapped)
+        if len(set(self.layers)) < len(wrapped):
+            raise UnsupportedModel("its layers do not say which they are")
         for layer, wrapper in zip(layers, wrapped, strict=True):
             layer.forward = wrapper
-        self.model, self.cache, self.outputs, self.layers = model, cache, outputs, len(layers)
+        self.model, self.cache, self.outputs = model, cache, outputs
         self.compiled = False  # whether passes run the compiled layers
         self.dtype: torch.dtype = model.get_output_embeddings().weight.dtype
         self._embeddings: int = model.get_input_embeddings().num_embeddings
@@ -160,7 +164,7 @@ class StaticModel:
 
     def ready(self) -> bool:
         """Whether the cache has been written, and so has its memory."""
-        return all(self.cache.of(layer) is not None for layer in range(self.layers))
+        return all(self.cache.of(layer) is not None for layer in self.layers)
 
     def forward(self, tokens: torch.Tensor, stage: Stage, keep: torch.Tensor) -> torch.Tensor:
         """Logits [K, V] of the columns `keep` [K] of `tokens` [R, L]."""

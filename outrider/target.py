@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
+from copy import copy
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
+from weakref import WeakSet
 
 import torch
 from transformers import DynamicCache
@@ -13,16 +16,18 @@ from transformers import DynamicCache
 from outrider import tree
 from outrider.attention import Reader
 from outrider.cache.base import Cache, Layout
+from outrider.cache.borrowed import BorrowedCache
 from outrider.cache.recurrent import RecurrentCache
 from outrider.cache.static import StaticCache
 from outrider.errors import OutriderError, UnsupportedModel
+from outrider.excerpt import excerpt_model, layer_stack, refuse_to_swap, requantised_model
 from outrider.graphs import CudaRecorder, Graphs, Recorder
 from outrider.load import Checkpoint
 from outrider.native.target import NativeTarget
-from outrider.prepack import PackedLinear, can_prepack, prepack, weight_bytes
-from outrider.quantize import QuantisedLinear, quantise
+from outrider.prepack import can_prepack, load_weights, prepack, weight_bytes
+from outrider.quantize import quantise
 from outrider.static_pass import SpareCache, StaticModel
-from outrider.types import Batch, Draft, Scores
+from outrider.types import Batch, Draft, Grown, Scores, Trust
 
 KERNELS = ("auto", "native", "torch")
 _log = logging.getLogger("outrider")
@@ -49,11 +54,11 @@ class Target(Protocol):
     def score(self, batch: Batch, draft: Draft, first: int = -1) -> Scores:
         """Score the feed's end and every node; with `first` >= 0 nodes from `first` on alone (see `Cache.stage`)."""
 
-    def grow(self, batch: Batch, vocab: int) -> torch.Tensor:
+    def grow(self, batch: Batch, vocab: int, trust: Trust | None = None) -> Grown:
         """Feed, and let each row go on greedily by itself: a draft model's chain where nothing is left to chance.
 
-        Row b of what returns [B, most of the budget] begins with `budget[b]` ids below `vocab`. Every row has a budget
-        of at least 1; all guesses but the last one are staged.
+        Guesses are ids below `vocab`. Every row has a budget of at least 1; all guesses but the last one are staged.
+        With `trust` a row may stop earlier, where asking does not hold up the device.
         """
 
     def export(self, layers: Sequence[int]) -> None:
@@ -68,6 +73,33 @@ class Target(Protocol):
 
     def bytes(self) -> int:
         """Memory of the weights, in bytes."""
+
+
+@runtime_checkable
+class Divisible(Protocol):
+    """A target that can draft for itself: with some of its layers, or with its weights in fewer bits.
+
+    Law: what an excerpt or a copy does changes nothing that the target says; both follow when weights are swapped.
+    """
+
+    layers: int  # counted from 0
+
+    def excerpt(self, layers: Sequence[int]) -> Target:
+        """These layers alone, in rising order, between the target's own embedding and head.
+
+        No weight is copied. Where they are the first ones the cache is the target's as well (see `BorrowedCache`), so
+        that an excerpt of all layers says what the target says; any others have a cache of their own.
+        """
+
+    def requantised(self, bits: int) -> Target:
+        """A copy with linear layers of 8 or 4 bits, and a cache of its own.
+
+        Raises:
+            OutriderError: it would be no smaller than the target, or the machine has no kernels for it.
+        """
+
+    def read_bytes(self) -> tuple[tuple[int, ...], int]:
+        """Bytes of weights that a pass reads: in each layer, and in the head."""
 
 
 class AttentionTarget:
@@ -86,15 +118,16 @@ class AttentionTarget:
         With `record`, passes of fixed shapes are recorded where the model allows it (see `Graphs`).
         """
         self.vocab, self.device = checkpoint.vocab, checkpoint.device
-        self.slots, self.context, self.version, self.kernels = slots, context, 0, "torch"
-        kind = SpareCache if record else StaticCache
-        self.cache: StaticCache = kind(slots=slots, capacity=max(context, _LEAST), device=checkpoint.device)
-        self._model = checkpoint.model
+        self.slots, self.context, self.version = slots, context, 0
+        self._model, self._recorder = checkpoint.model, record
+        self.layers = len(layer_stack(self._model)[1])
         self._embeddings = checkpoint.model.get_input_embeddings().num_embeddings
-        self._outputs: dict[int, torch.Tensor] = {}
-        self.graphs = self._record(record) if record else None
+        self._copies: WeakSet[AttentionTarget] = WeakSet()  # with quantised weights
+        self._remember()
+        self._begin()
         if not record and can_prepack(checkpoint.device, checkpoint.dtype):
             prepack(self._model)
+        self._source: Any = None  # the model whose weights these are, or are made from
 
     def score(self, batch: Batch, draft: Draft, first: int = -1) -> Scores:
         eager = partial(self._score, batch, draft, first)
@@ -105,21 +138,61 @@ class AttentionTarget:
         return self.graphs.bytes() if self.graphs else 0
 
     def _score(self, batch: Batch, draft: Draft, first: int) -> Scores:
-        layout = self.cache.stage(batch, draft, first)
-        logits = self._forward(layout, Reader(self.cache, layout))
+        layout = self._memory.stage(batch, draft, first)
+        logits = self._forward(layout, Reader(self._memory, layout))
         features = {layer: _per_node(out[0, layout.keep], layout, batch) for layer, out in self._outputs.items()}
         return Scores(logits=_per_node(logits, layout, batch), features=features)
 
-    def grow(self, batch: Batch, vocab: int) -> torch.Tensor:
-        grown = self.graphs.grow(batch, vocab if vocab < self.vocab else 0) if self.graphs else None
-        return grow_by_scores(self, batch, vocab) if grown is None else grown
+    def grow(self, batch: Batch, vocab: int, trust: Trust | None = None) -> Grown:
+        tokens = self.graphs.grow(batch, vocab if vocab < self.vocab else 0) if self.graphs else None
+        if tokens is None:
+            return grow_by_scores(self, batch, vocab, trust)
+        return Grown(tokens=tokens, count=batch.budget)
 
     def swap(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
+        refuse_to_swap(self._source)
         load_weights(self._model, weights)
+        for other in self._copies:
+            load_weights(other._model, weights)
         self.version = version
 
     def bytes(self) -> int:
-        return weight_bytes(self._model)
+        return weight_bytes(self._model, beside=self._source)
+
+    def read_bytes(self) -> tuple[tuple[int, ...], int]:
+        head = torch.nn.ModuleList([self._model.get_output_embeddings()])
+        return tuple(weight_bytes(layer) for layer in layer_stack(self._model)[1]), weight_bytes(head)
+
+    def excerpt(self, layers: Sequence[int]) -> AttentionTarget:
+        other = copy(self)
+        other._model, other._source = excerpt_model(self._model, layers), self._model
+        if tuple(layers) == tuple(range(len(layers))):
+            other.cache = BorrowedCache(self.cache)
+        else:
+            other._remember()
+        other._begin()
+        other.kernels += f", {len(layers)} layers"
+        return other
+
+    def requantised(self, bits: int) -> AttentionTarget:
+        other = copy(self)
+        other._model, other._source = requantised_model(self._model, bits), self._model
+        other._remember()
+        other._begin()
+        other.kernels += f" int{bits}"
+        self._copies.add(other)
+        return other
+
+    def _remember(self) -> None:
+        """Take a cache."""
+        kind = SpareCache if self._recorder else StaticCache
+        self._memory: StaticCache = kind(slots=self.slots, capacity=max(self.context, _LEAST), device=self.device)
+        self.cache: Cache = self._memory
+
+    def _begin(self) -> None:
+        """What a copy does not have in common with the target that it was made from."""
+        self.kernels, self._outputs = "torch", dict[int, torch.Tensor]()
+        self.graphs = self._record(self._recorder) if self._recorder else None
 
     def _forward(self, layout: Layout, reader: Reader) -> torch.Tensor:
         """Logits [K, V] float32 of the columns that the layout keeps."""
@@ -135,9 +208,9 @@ class AttentionTarget:
         return logits.float()  # type: ignore[no-any-return]
 
     def _record(self, record: Recorder) -> Graphs | None:
-        assert isinstance(self.cache, SpareCache)
+        assert isinstance(self._memory, SpareCache)
         try:
-            model = StaticModel(self._model, list(_decoder_layers(self._model)), self.cache, self._outputs)
+            model = StaticModel(self._model, list(layer_stack(self._model)[1]), self._memory, self._outputs)
         except UnsupportedModel as reason:
             _log.info("no passes are recorded: %s", reason)
             return None
@@ -145,7 +218,7 @@ class AttentionTarget:
         return Graphs(model, slots=self.slots, record=record)
 
     def export(self, layers: Sequence[int]) -> None:
-        stack = _decoder_layers(self._model) if layers else torch.nn.ModuleList()
+        stack = layer_stack(self._model)[1] if layers else torch.nn.ModuleList()
         for layer in layers:
             if not 0 <= layer < len(stack):
                 raise OutriderError(f"layer {layer} was asked for; this target's layers are 0 to {len(stack) - 1}")
@@ -172,8 +245,8 @@ class RecurrentTarget:
         rows = [self._score_row(batch, draft, b) for b in range(len(batch.rows))]
         return Scores(logits=torch.stack(rows))
 
-    def grow(self, batch: Batch, vocab: int) -> torch.Tensor:
-        return grow_by_scores(self, batch, vocab)
+    def grow(self, batch: Batch, vocab: int, trust: Trust | None = None) -> Grown:
+        return grow_by_scores(self, batch, vocab, trust)
 
     def export(self, layers: Sequence[int]) -> None:
         if layers:
@@ -255,37 +328,59 @@ def make_target(
     return target
 
 
-def grow_by_scores(target: Target, batch: Batch, vocab: int) -> torch.Tensor:
+def grow_by_scores(target: Target, batch: Batch, vocab: int, trust: Trust | None = None) -> Grown:
     """`Target.grow`, one pass of `score` after another."""
     draft = tree.empty(len(batch.rows), target.device)
-    for depth in range(max(batch.budget)):
-        logits = target.score(batch, draft, first=depth - 1).logits
-        tokens = torch.cat([draft.tokens, logits[:, -1, :vocab].argmax(-1, keepdim=True)], 1)
-        draft = tree.chain(tokens, tuple(min(budget, depth + 1) for budget in batch.budget))
-    return draft.tokens
+    watch = Watch(batch.budget, trust if tree.near(target.device) else None)
+    while watch.depth < max(watch.count):
+        logits = target.score(batch, draft, first=watch.depth - 1).logits[:, -1, :vocab]
+        tokens = torch.cat([draft.tokens, logits.argmax(-1, keepdim=True)], 1)
+        watch.look(logits, tokens[:, -1])
+        draft = tree.chain(tokens, tuple(min(most, watch.depth) for most in watch.count))
+    return Grown(tokens=draft.tokens, count=tuple(watch.count), margin=watch.margins, chance=watch.chances)
 
 
-def load_weights(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
-    """Copy tensors into a model by their names, all or none; packed layers are packed anew."""
-    tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", {})
-    twins = {**{source: target for target, source in tied.items()}, **tied}
-    kinds = PackedLinear | QuantisedLinear
-    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, kinds)}
-    packed = {f"{name}.weight": layer for name, layer in layers.items()}
-    plain = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
-    plain |= {f"{name}.bias": layer.bias for name, layer in layers.items() if layer.bias is not None}
-    for name, value in weights.items():
-        if name not in packed and name not in plain:
-            raise OutriderError(f"the model has no weight {name!r}; use the names of its state_dict")
-        if value.shape != (shape := packed[name].shape if name in packed else plain[name].shape):
-            raise OutriderError(f"{name} has shape {tuple(value.shape)}; give {tuple(shape)}")
-    # A packed layer holds a copy of the weight that it shares with another.
-    both = {**{twins[name]: value for name, value in weights.items() if name in twins}, **weights}
-    for name, value in both.items():
-        if name in packed:
-            packed[name].load(value)
-        else:
-            plain[name].data.copy_(value)
+class Watch:
+    """The margins of chains as they grow, and where each row stops."""
+
+    def __init__(self, budget: Sequence[int], trust: Trust | None) -> None:
+        """Without `trust`, as where a look would wait for the device, nobody stops before the budget."""
+        self.count, self.depth = list(budget), 0
+        self._trust = trust
+        self.margins: list[list[float]] | None = None if trust is None else [[] for _ in budget]
+        self.chances: list[list[float]] | None = None if trust is None else [[] for _ in budget]
+
+    def look(self, logits: torch.Tensor, drawn: torch.Tensor) -> None:
+        """At the next guess of each row [B], and at the logits [B, V] that it was drawn from."""
+        if self._trust is not None:
+            until = self._trust.until(sum(count > self.depth for count in self.count))
+            for b, (margin, token) in enumerate(zip(margins_of(logits), drawn.tolist(), strict=True)):
+                if self.depth < self.count[b]:
+                    chance = self._note(b, margin)
+                    left_out = chance < self._trust.keep
+                    if left_out or chance < until or token in self._trust.ends:
+                        self.count[b] = self.depth + (not left_out)
+        self.depth += 1
+
+    def _note(self, b: int, margin: float) -> float:
+        assert self._trust is not None
+        assert self.margins is not None
+        assert self.chances is not None
+        before = self.chances[b][-1] if self.depth else 1.0
+        self.margins[b].append(margin)
+        self.chances[b].append(before * chance_of(self._trust, self.depth, margin))
+        return self.chances[b][-1]
+
+
+def margins_of(logits: torch.Tensor) -> list[float]:
+    """[B] how far the largest of [B, V] lies before the next one."""
+    first, second = logits.topk(2, -1).values.unbind(-1)
+    return (first - second).nan_to_num(nan=0.0).tolist()
+
+
+def chance_of(trust: Trust, position: int, margin: float) -> float:
+    kind = min(position, len(trust.weight) - 1)
+    return 1 / (1 + math.exp(-min(max(trust.weight[kind] * margin + trust.bias[kind], -30.0), 30.0)))
 
 
 def _path(parents: Sequence[int], leaf: int) -> list[int]:
@@ -302,11 +397,3 @@ def _per_node(values: torch.Tensor, layout: Layout, batch: Batch) -> torch.Tenso
     if layout.nodes is not None:
         return values[layout.nodes]
     return values.view(len(batch.rows), -1, *values.shape[1:])
-
-
-def _decoder_layers(model: Any) -> torch.nn.ModuleList:
-    """The stack of decoder layers: the first module list as long as the configuration says."""
-    count = model.config.get_text_config(decoder=True).num_hidden_layers
-    stacks = [m for m in model.get_decoder().modules() if isinstance(m, torch.nn.ModuleList) and len(m) == count]
-    assert stacks, "no stack of decoder layers"
-    return stacks[0]

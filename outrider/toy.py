@@ -11,7 +11,7 @@ from outrider.cache.base import Layout, lay_out
 from outrider.params import SamplingParams
 from outrider.sampling import Knobs, warp
 from outrider.target import Target, grow_by_scores
-from outrider.types import Batch, Draft, Request, Round, Row, Scores
+from outrider.types import Batch, Draft, Grown, Request, Round, Row, Scores, Trust
 
 
 class ToyCache:
@@ -69,8 +69,8 @@ class ToyTarget:
         last = torch.tensor(states)
         return Scores(logits=self.table[last[..., 0], last[..., 1]])
 
-    def grow(self, batch: Batch, vocab: int) -> torch.Tensor:
-        return grow_by_scores(self, batch, vocab)
+    def grow(self, batch: Batch, vocab: int, trust: Trust | None = None) -> Grown:
+        return grow_by_scores(self, batch, vocab, trust)
 
     def export(self, layers: Sequence[int]) -> None:
         assert not layers, "a toy has no layers"

@@ -10,6 +10,11 @@ import torch
 from outrider.types import Batch, Draft, Law, Round, Scores
 
 
+def near(device: torch.device) -> bool:
+    """Whether the host may look at a tensor of the device without waiting."""
+    return device.type == "cpu"
+
+
 def upload(
     numbers: Sequence[int] | Sequence[Sequence[int]], device: torch.device, dtype: torch.dtype = torch.int64
 ) -> torch.Tensor:
@@ -93,6 +98,11 @@ def cut(draft: Draft, width: tuple[int, ...]) -> Draft:
         depth=tuple(map(min, width, draft.depth)),
         chance=None if chance is None else tuple(row[:w] for row, w in zip(chance, width, strict=True)),
     )
+
+
+def is_cut(draft: Draft, whole: Draft) -> bool:
+    """Whether `draft` is `whole`, or what `cut` left of it: they share their memory."""
+    return draft.tokens.data_ptr() == whole.tokens.data_ptr() and draft.size > 0
 
 
 def live(draft: Draft) -> torch.Tensor:

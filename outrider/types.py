@@ -10,7 +10,7 @@ before the round begins, so nothing between propose and commit waits for the dev
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 
@@ -88,6 +88,8 @@ class Batch:
     feed: tuple[tuple[int, ...], ...]  # [B] tokens, at least one a row
     budget: tuple[int, ...]  # [B] guesses the row may spend; 0 = do not speculate
     waiting: int = 0  # rows that hold a slot and take no part in this round
+    keep: float = 0.0  # the chance from which a guess pays for its place in the target's pass
+    worth: tuple[float, ...] = ()  # the chance from which it pays to draft another after it, where 1, 2, ... rows do
     arm: int = 0  # which of the proposer's alternatives is to guess, where it has some (see `Needs`)
 
     @property
@@ -123,6 +125,35 @@ class Draft:
     @property
     def size(self) -> int:
         return self.tokens.shape[1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trust:
+    """When a draft model should stop: a guess's chance, if its parent is kept, is sigmoid(weight x margin + bias).
+
+    The margin is the distance of the two largest logits. A guess whose path's chance is below `keep` is left out, and
+    after one below `worth`, or one that ends a text, its row stops.
+    """
+
+    weight: tuple[float, ...]  # by position; the last one goes on
+    bias: tuple[float, ...]
+    keep: float = 0.0
+    worth: tuple[float, ...] = ()  # where 1, 2, ... rows are still guessing; none: never
+    ends: tuple[int, ...] = ()  # tokens after which nothing comes
+
+    def until(self, rows: int) -> float:
+        """The chance below which a row stops where so many rows are guessing."""
+        return self.worth[min(rows, len(self.worth)) - 1] if self.worth else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grown:
+    """Greedy chains of a draft model."""
+
+    tokens: torch.Tensor  # [B, K] int64; row b begins with count[b] guesses, perhaps one more, and padding
+    count: tuple[int, ...]  # [B]
+    margin: Sequence[Sequence[float]] | None = None  # [B][count, or one more]; None: nobody looked
+    chance: Sequence[Sequence[float]] | None = None  # of the path up to there, shaped alike
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping
 
 from outrider.build import embedded
+from outrider.datastore import Datastore
 from outrider.load import load_checkpoint
 from outrider.propose.base import NoProposer, Proposer, Setup
+from outrider.propose.cascade import Cascade
 from outrider.propose.combine import First, Merge, Switch
+from outrider.propose.lookahead import LookaheadProposer, Shape
 from outrider.propose.model import ModelProposer
 from outrider.propose.ngram import NgramProposer
+from outrider.propose.recycle import RecycleProposer
+from outrider.propose.retrieval import RetrievalProposer
+from outrider.propose.spelling import Spelling
+from outrider.propose.suffix import SuffixProposer
+from outrider.propose.text_draft import TextProposer
+from outrider.propose.vocabulary import Dictionary, SharedVocabulary
 from outrider.target import Target, make_target
 from outrider.toy import ToyTarget
 
@@ -18,6 +28,14 @@ PROPOSERS: Mapping[str, Callable[[Setup], Proposer]] = {
     "ngram": NgramProposer,
     "model": lambda setup: ModelProposer(setup, ToyTarget(vocab=setup.vocab, slots=setup.slots, seed=99)),
     "padded model": lambda setup: ModelProposer(setup, ToyTarget(vocab=setup.vocab + 2, slots=setup.slots, seed=98)),
+    "foreign model": lambda setup: ModelProposer(setup, _foreign(setup)),
+    "cascade": lambda setup: ModelProposer(setup, Cascade(_foreign(setup))),
+    "text draft": lambda setup: TextProposer(
+        setup,
+        ToyTarget(vocab=setup.vocab + 3, slots=setup.slots, seed=97),
+        target=letters(setup.vocab),
+        draft=letters(setup.vocab, "bc", " c", "ccb"),
+    ),
     "short model": lambda setup: ModelProposer(
         setup, ToyTarget(vocab=setup.vocab, slots=setup.slots, seed=99, context=24)
     ),
@@ -25,11 +43,47 @@ PROPOSERS: Mapping[str, Callable[[Setup], Proposer]] = {
 
 # Those who learn from rounds how good their guesses are.
 LEARNING: Mapping[str, Callable[[Setup], Proposer]] = {
+    "suffix": SuffixProposer,
+    "suffix with history": lambda setup: SuffixProposer(setup, history=90),
+    "recycle": RecycleProposer,
+    "lookahead": lambda setup: LookaheadProposer(setup, Shape(window=2, size=3, guesses=2)),
     "first": lambda setup: First(setup, [NgramProposer(setup, shortest=3), _toy_model(setup)]),
     "switch": lambda setup: Switch(setup, [NgramProposer(setup), _toy_model(setup)]),
+    "retrieval": lambda setup: RetrievalProposer(setup, _toy_store(setup.vocab)),
     "merge": lambda setup: Merge(setup, [NgramProposer(setup), _toy_model(setup)]),
 }
 EVERY = {**PROPOSERS, **LEARNING}
+
+
+def _toy_store(vocab: int) -> Datastore:
+    chance = random.Random(6)
+    return Datastore.of([[chance.randrange(vocab) for _ in range(80)] for _ in range(8)], vocab)
+
+
+def _foreign(setup: Setup) -> Target:
+    """A draft that lacks the target's last token, has more of its own, and counts the others backwards."""
+    others = [*range(setup.vocab, 1, -1)]
+    draft = ToyTarget(vocab=setup.vocab + 2, slots=setup.slots, seed=97)
+    return SharedVocabulary(draft, Dictionary([*others, -1], [*others, 1]))
+
+
+def letters(vocab: int, *words: str) -> Spelling:
+    """The spelling of a space, of `vocab` - 1 letters, and of some words of them; texts are cut into the longest."""
+    pieces = [" ", *(chr(ord("b") + i) for i in range(vocab - 1)), *words]
+    longest = sorted(pieces, key=len, reverse=True)
+
+    def cut(text: str) -> list[int]:
+        ids = []
+        while text:
+            piece = next(piece for piece in longest if text.startswith(piece))
+            ids.append(pieces.index(piece))
+            text = text[len(piece) :]
+        return ids
+
+    spelled = {piece.encode(): id for id, piece in enumerate(pieces)}
+    return Spelling(
+        pieces=tuple(spelled), ids=spelled, special={}, begin=(), roles={}, cut=lambda texts: [*map(cut, texts)]
+    )
 
 
 def _toy_model(setup: Setup) -> Proposer:

@@ -200,8 +200,8 @@ def test_growing_is_scoring_step_by_step(budget, shelf):
                 row.cached, row.text = len(row.text), row.text + new
             feeds = tuple(tuple(row.text[row.cached :]) for row in rows)
             batch = Batch(rows=tuple(rows), start=tuple(row.cached for row in rows), feed=feeds, budget=budget)
-            one = lambda target=target, batch=batch: target.grow(batch, 200)  # noqa: E731
-            grown.append(seen_often(target, one) if target.graphs else grow_by_scores(target, batch, 200))
+            one = lambda target=target, batch=batch: target.grow(batch, 200).tokens  # noqa: E731
+            grown.append(seen_often(target, one) if target.graphs else grow_by_scores(target, batch, 200).tokens)
     for b, count in enumerate(budget):
         assert grown[0][b, :count].tolist() == grown[1][b, :count].tolist()
     assert int(grown[0].max()) < 200
@@ -216,8 +216,8 @@ def test_growing_stops_where_the_slot_ends(shelf):
         batch = tiny.everything(rows)
         target.cache.commit(tree.kept(batch, tree.empty(2, CPU), target.score(batch, tree.empty(2, CPU))))
         batch = Batch(rows=tuple(rows), start=(CONTEXT - 2, 5), feed=((1,), (2,)), budget=(1, 6))
-        grown = seen_often(target, lambda: target.grow(batch, tiny.VOCAB))
-        wanted = grow_by_scores(read_like(target, shelf, batch), batch, tiny.VOCAB)
+        grown = seen_often(target, lambda: target.grow(batch, tiny.VOCAB).tokens)
+        wanted = grow_by_scores(read_like(target, shelf, batch), batch, tiny.VOCAB).tokens
     assert grown[0, 0] == wanted[0, 0]
     assert grown[1].tolist() == wanted[1].tolist()
 
@@ -396,7 +396,8 @@ class _Reads(TorchFunctionMode):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_round_waits_for_the_device_once(temperature, shelf):
+def test_a_round_waits_for_the_device_once(temperature, shelf, monkeypatch):
+    monkeypatch.setattr(tree, "near", lambda device: False)
     target, draft = (read(shelf.folder(name), record=Replays()) for name in ("llama", "qwen3"))
     engine = houses.make_engine(target, lambda setup: ModelProposer(setup, draft), verifier="block", rows=2)
     params = SamplingParams(temperature=temperature, max_tokens=60)
@@ -475,7 +476,7 @@ def test_cuda_graphs(name, compiled, shelf):
             draft = tree.chosen(ids, parent, drawn.width) if turn % 2 else tree.chain(ids, drawn.width)
             batches = [tiny.everything(some) for some in rows]
             close(ours.score(batches[0], draft).logits, theirs.score(batches[1], draft).logits)
-            grown = [each.grow(batch, tiny.VOCAB) for each, batch in zip((ours, theirs), batches, strict=True)]
+            grown = [each.grow(batch, tiny.VOCAB).tokens for each, batch in zip((ours, theirs), batches, strict=True)]
             assert grown[0][:, :4].tolist() == grown[1][:, :4].tolist()
     assert ours.graphs._works
     assert ours.graph_bytes() > 0

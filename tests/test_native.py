@@ -18,7 +18,7 @@ from outrider.native.pack import Arena, interleave, pack, separate, unpack
 from outrider.native.target import NativeTarget
 from outrider.params import SamplingParams
 from outrider.target import grow_by_scores, make_target
-from outrider.types import Batch
+from outrider.types import Batch, Trust
 from tests import tiny
 
 
@@ -160,11 +160,44 @@ def test_grow_is_scoring_step_by_step(folders):
     rows = [tiny.admit(target, slot, text) for slot, text in enumerate(texts)]
     batch = Batch(rows=tuple(rows), start=(0, 0, 0), feed=tuple(tuple(text) for text in texts), budget=(3, 7, 1))
     with torch.inference_mode():
-        grown, wanted = target.grow(batch, 200), grow_by_scores(target, batch, 200)
+        grown, wanted = target.grow(batch, 200).tokens, grow_by_scores(target, batch, 200).tokens
     assert grown.shape == wanted.shape == (3, 7)
     for b, budget in enumerate(batch.budget):
         assert grown[b, :budget].tolist() == wanted[b, :budget].tolist()
     assert int(grown.max()) < 200
+
+
+def test_a_chain_stops_where_the_text_ends(folders):
+    target, _ = read(folders["biased"])
+    row = tiny.admit(target, 0, ids(11))
+    batch = Batch(rows=(row,), start=(0,), feed=(tuple(row.text),), budget=(7,))
+    with torch.inference_mode():
+        free = target.grow(batch, 200).tokens[0].tolist()
+        trust = Trust(weight=(1.0,), bias=(0.0,), ends=(free[3], 777))
+        ours, theirs = target.grow(batch, 200, trust), grow_by_scores(target, batch, 200, trust)
+    assert ours.count == theirs.count == (free.index(free[3]) + 1,)
+
+
+@pytest.mark.parametrize("more", [0.0, 0.1])
+@pytest.mark.parametrize("keep", [0.0, 0.01, 0.2, 2.0])
+def test_a_chain_stops_where_its_chance_falls(folders, keep, more):
+    target, _ = read(folders["biased"])
+    texts = [ids(count, seed) for seed, count in enumerate((11, 30, 4))]
+    rows = [tiny.admit(target, slot, text) for slot, text in enumerate(texts)]
+    batch = Batch(rows=tuple(rows), start=(0, 0, 0), feed=tuple(tuple(text) for text in texts), budget=(3, 7, 1))
+    trust = Trust(weight=(1.5, 0.8, 3.0), bias=(0.1, -0.4, 0.3), keep=keep, worth=(keep + more, keep))
+    with torch.inference_mode():
+        grown, wanted = target.grow(batch, 200, trust), grow_by_scores(target, batch, 200, trust)
+    assert grown.count == wanted.count
+    assert keep + more > 0 or grown.count == batch.budget
+    assert keep < 2 or grown.count == (0, 0, 0)
+    for b, (ours, theirs) in enumerate(zip(grown.chance, wanted.chance, strict=True)):
+        assert ours == pytest.approx(theirs, rel=1e-5)
+        assert grown.margin[b] == pytest.approx(wanted.margin[b], rel=1e-5)
+        assert grown.count[b] <= len(ours) <= min(grown.count[b] + 1, batch.budget[b])
+        assert grown.tokens[b, : len(ours)].tolist() == wanted.tokens[b, : len(ours)].tolist()
+        assert all(chance >= keep for chance in ours[: grown.count[b]])
+        assert all(chance < keep for chance in ours[grown.count[b] :])
 
 
 def test_features_are_the_layers_outputs(folders):

@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 
+from outrider import tree
 from outrider.build import embedded
 from outrider.calibrate import calibrate, cost_file, known_costs, measure_pass
 from outrider.errors import OutriderError
@@ -42,9 +43,9 @@ def live(planner, rows, chances, rounds, *, took=lambda k: (1.0, 0.0), seed=0):
     """Rounds in which the guess at position i is kept with chances[i]; the k of each."""
     chance, stats, chosen = random.Random(seed), Stats(), []
     for _ in range(rounds):
-        ks = planner.budget(batch(rows), stats)
-        assert len(set(ks)) == 1
-        chosen.append(ks[0])
+        planned = planner.plan(batch(rows), stats)
+        ks = planner.trim(planned, tree.chain(torch.zeros(rows, max(planned.budget)), planned.budget)).width
+        chosen.append(max(ks))
         passes = []
         for k in ks:
             kept = next((i for i in range(k) if chance.random() >= chances[i]), k)
@@ -93,38 +94,39 @@ def test_costs_are_written_and_read():
 
 
 def test_good_guesses_are_followed_far_and_bad_ones_not():
-    assert live(CostPlanner(costs(FLAT)), 1, [0.95] * 12, 200)[-1] == 12
+    assert live(CostPlanner(costs(FLAT), most=12), 1, [0.95] * 12, 200)[-1] == 12
     tenth = PassCost(columns=(1, 2), seconds=(0.1, 0.1), entry=0, pair=0)
-    middling = live(CostPlanner(costs(FLAT, tenth)), 1, [0.6] * 12, 400, took=lambda k: (1.0, 0.1 * k))
+    middling = live(CostPlanner(costs(FLAT, tenth), most=12), 1, [0.6] * 12, 400, took=lambda k: (1.0, 0.1 * k))
     assert 1 <= sorted(middling[200:])[100] <= 5  # 4 is best: (1 - a^5) / ((1 - a)(1 + 4 c)) at a = 0.6, c = 0.1
 
 
 def test_where_a_guess_costs_as_much_as_a_token_nothing_is_guessed():
-    assert set(live(CostPlanner(costs(STEEP)), 4, [1.0] * 12, 100)) == {0}
+    took = lambda k: (4.0 * (1 + k), 0.0)  # noqa: E731
+    assert set(live(CostPlanner(costs(STEEP), most=12), 4, [1.0] * 12, 100, took=took)) == {0}
 
 
 def test_speculation_is_given_up_and_tried_again():
     fifth = PassCost(columns=(1, 2), seconds=(0.2, 0.2), entry=0, pair=0)
-    chosen = live(CostPlanner(costs(FLAT, fifth)), 1, [0.0] * 12, 3000, took=lambda k: (1.0, 0.2 * k))
+    chosen = live(CostPlanner(costs(FLAT, fifth), most=12), 1, [0.0] * 12, 3000, took=lambda k: (1.0, 0.2 * k))
     late = chosen[100:]
     assert 0 < sum(k > 0 for k in late) < 40
-    planner = CostPlanner(costs(FLAT))
+    planner = CostPlanner(costs(FLAT), most=12)
     live(planner, 1, [0.0] * 12, 60)
-    assert planner.acceptance[0] < 0.5
+    assert planner.arms[0].acceptance[0] < 0.5
     assert live(planner, 1, [1.0] * 12, 3000)[-1] > 5
 
 
 def test_rounds_that_take_longer_than_expected_are_learnt_from():
     # Guesses are said to be free, and take as long as a token.
-    chosen = live(CostPlanner(costs(FLAT)), 1, [0.9] * 12, 400, took=lambda k: (1.0, 1.0 * k))
+    chosen = live(CostPlanner(costs(FLAT), most=12), 1, [0.9] * 12, 400, took=lambda k: (1.0, 1.0 * k))
     assert set(chosen[-20:]) <= {0, 1}
 
 
 def test_budgets_are_never_raised():
-    planner = CostPlanner(costs(FLAT))
+    planner = CostPlanner(costs(FLAT), most=12)
     some = batch(3)
     short = Batch(rows=some.rows, start=some.start, feed=some.feed, budget=(0, 2, 20))
-    budget = planner.budget(short, Stats())
+    budget = planner.plan(short, Stats()).budget
     assert budget[0] == 0
     assert budget[1] <= 2
 

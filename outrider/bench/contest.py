@@ -13,7 +13,7 @@ from outrider.bench.clock import Mark, Span, decode_span, opening, timed, token_
 from outrider.errors import OutriderError
 from outrider.llm import LLM
 from outrider.params import SamplingParams
-from outrider.plan import Planner
+from outrider.plan import FixedPlanner, Planner
 from outrider.stats import Stats
 from outrider.types import Batch, Draft, Finish, Row
 
@@ -51,11 +51,11 @@ class SwitchPlanner:
         self.k: int | str = 0
         self.auto: Planner | None = None  # who decides where k is auto
 
-    def budget(self, batch: Batch, stats: Stats) -> tuple[int, ...]:
+    def plan(self, batch: Batch, stats: Stats) -> Batch:
         if isinstance(self.k, str):
             assert self.auto is not None
-            return self.auto.budget(batch, stats)
-        return tuple(min(self.k, most) for most in batch.budget)
+            return self.auto.plan(batch, stats)
+        return FixedPlanner(self.k).plan(batch, stats)
 
     def trim(self, batch: Batch, draft: Draft) -> Draft:
         return self.auto.trim(batch, draft) if isinstance(self.k, str) and self.auto else draft

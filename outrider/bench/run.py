@@ -20,12 +20,10 @@ from outrider.bench.rates import Rates, best_rates, measure_rates
 from outrider.bench.report import DEFINITIONS, OVERALL, PLAIN, SPECULATIVE, Sample, mean_cached, report
 from outrider.bench.settings import Settings
 from outrider.bench.sweep import Place, guessers, home, places, sweeps
-from outrider.build import default_proposer, embedded, weight_bits
-from outrider.calibrate import known_costs
+from outrider.build import auto_planner, default_proposer, embedded, weight_bits
 from outrider.llm import LLM
 from outrider.native.target import NativeTarget
 from outrider.params import AUTO
-from outrider.plan import CostPlanner
 from outrider.proposers import draft_model
 
 
@@ -47,7 +45,7 @@ def run_bench(settings: Settings, *, progress: Console) -> dict[str, Any]:
     with progress.status("loading models"):
         llm = load(settings, planner)
         if AUTO in guessers(settings):
-            planner.auto = CostPlanner(known_costs(llm.house.target, draft_model(llm.house.proposer)))
+            planner.auto = auto_planner(llm.house.target, llm.house.proposer)
         heats = {place: make_heats(llm, prompts, settings, place) for place in places(settings)}
         stages = [
             Stage(place=place, contestants=_contestants(llm, planner, settings, place), heats=some)

@@ -45,8 +45,13 @@ struct Pass {
 struct Chain {
   const int32_t *slot, *position, *place;  // [rows]: of the next token
   const int32_t* budget;                   // [rows]: tokens wanted, at least one
-  int32_t* token;                          // [rows][depth]
-  int32_t rows, depth, vocab;              // ids below vocab are chosen from
+  const float *weight, *bias;              // [kinds]: of a guess's chance by its margin; the last kind goes on
+  const int32_t* end;                      // [ends]: ids after which nothing comes
+  int32_t *token, *count, *looked;         // [rows][depth]; [rows]: guesses worth their place; guesses looked at
+  float *margin, *chance;                  // [rows][depth]: how far the guess lay before the next one; of the path
+  const float* worth;                      // [rows]: a row stops after a chance below, where 1, 2, ... rows go on
+  float keep;                              // a guess with a chance below is not counted
+  int32_t rows, depth, vocab, kinds, ends;  // ids below vocab are chosen from
 };
 }
 
@@ -85,9 +90,10 @@ class Decoder {
     choice_ = chain.vocab;
     for (int depth = 0;; depth++) {
       run(pass);
+      std::vector<char> over(chain.rows);
       for (size_t i = 0; i < active.size(); i++)
-        chain.token[active[i] * chain.depth + depth] = std::max(0, best_[i]);
-      const auto done = [&](int b) { return chain.budget[b] <= depth + 1; };
+        over[active[i]] = guess(chain, active[i], depth, best_[i], &logits_[i * m_.head.out], chain.worth[active.size() - 1]);
+      const auto done = [&](int b) { return chain.budget[b] <= depth + 1 || over[b]; };
       active.erase(std::remove_if(active.begin(), active.end(), done), active.end());
       if (active.empty()) break;
       for (auto& field : fields) field.clear();
@@ -106,6 +112,38 @@ class Decoder {
   }
 
  private:
+  // Write down one guess, and whether it is worth its place; returns whether its row stops.
+  bool guess(const Chain& chain, int b, int depth, int best, const float* logits, float worth) const {
+    const size_t at = size_t(b) * chain.depth + depth;
+    chain.token[at] = std::max(0, best);
+    chain.margin[at] = best < 0 ? 0.0f : logits[best] - largest_but(logits, chain.vocab, best);
+    const int kind = std::min(depth, chain.kinds - 1);
+    const float odds = chain.weight[kind] * chain.margin[at] + chain.bias[kind];
+    chain.chance[at] = (depth ? chain.chance[at - 1] : 1.0f) / (1 + std::exp(-odds));
+    chain.count[b] = depth + (chain.chance[at] >= chain.keep);
+    chain.looked[b] = depth + 1;
+    const auto* end = chain.end + chain.ends;
+    return chain.count[b] <= depth || chain.chance[at] < worth || std::find(chain.end, end, chain.token[at]) != end;
+  }
+
+  static float largest_but(const float* logits, int vocab, int best) {
+    Floats most = fill(-INFINITY);
+    int i = 0;
+    for (; i + kLanes <= vocab; i += kLanes) {
+      if (best - i >= 0 && best - i < kLanes) {
+        float some[kLanes];
+        store(some, load(logits + i));
+        some[best - i] = -INFINITY;
+        most = maximum(most, load(some));
+      } else {
+        most = maximum(most, load(logits + i));
+      }
+    }
+    float out = largest(most);
+    for (; i < vocab; i++) out = i == best ? out : std::max(out, logits[i]);
+    return out;
+  }
+
   // The first of the largest; -1 if something is not a number, or none is finite.
   static int32_t likeliest(const float* logits, int vocab) {
     Floats most = fill(-INFINITY);

@@ -14,9 +14,11 @@ from typing import Any
 import torch
 
 from outrider.errors import OutriderError, UnsupportedModel
+from outrider.excerpt import refuse_to_swap
 from outrider.native.abi import CChain, CLayer, CModel, Columns
 from outrider.native.library import Library
 from outrider.native.pack import Arena, PackedWeight, interleave, pack, separate, unpack
+from outrider.types import Grown, Trust
 
 FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})  # one block: norm, rotary attention, norm, gated SiLU
 _MOST_DIM = 256  # of a head
@@ -159,35 +161,53 @@ class Decoder:
         self._code.outrider_run(self._handle, ctypes.byref(once))
         return logits, torch.tensor(best, dtype=torch.int64), features
 
-    def grow(self, columns: Columns, budget: Sequence[int], vocab: int) -> torch.Tensor:
+    def grow(self, columns: Columns, budget: Sequence[int], vocab: int, trust: Trust | None = None) -> Grown:
         """One pass, and greedy guesses after it.
 
         Args:
             columns: each row's last column is kept; what follows it is written behind it.
             budget: [B] guesses wanted of each row, at least one.
             vocab: ids below it are guessed.
-
-        Returns:
-            tokens [B, most of the budget] int64; row b has `budget[b]`, and zeros behind them.
+            trust: when a row stops earlier; None: never.
         """
-        ends = list(columns.keep)
-        token = array("i", bytes(4 * len(budget) * max(budget)))
+        ends, rows, depth = list(columns.keep), len(budget), max(budget)
+        token, count, looked = (array("i", bytes(4 * size)) for size in (rows * depth, rows, rows))
+        margin, chance = array("f", bytes(4 * rows * depth)), array("f", bytes(4 * rows * depth))
+        weight, bias = (array("f", trust.weight), array("f", trust.bias)) if trust else (array("f", [0]),) * 2
+        end = array("i", trust.ends if trust else ())
+        worth = array("f", [trust.until(rows) if trust else 0.0 for rows in range(1, rows + 1)])
         fields = (
             array("i", [columns.slot[c] for c in ends]),
             array("i", [columns.position[c] + 1 for c in ends]),
             array("i", [columns.place[c] + 1 for c in ends]),
             array("i", budget),
+            weight,
+            bias,
+            end,
             token,
+            count,
+            looked,
+            margin,
+            chance,
+            worth,
         )
-        chain = CChain(*(part.buffer_info()[0] for part in fields), len(budget), max(budget), vocab)
+        keep, kinds = trust.keep if trust else 0.0, len(weight)
+        chain = CChain(*(part.buffer_info()[0] for part in fields), keep, rows, depth, vocab, kinds, len(end))
         once = columns.c(0, 0, array("i"), 0)
         self._code.outrider_grow(self._handle, ctypes.byref(once), ctypes.byref(chain))
-        return torch.tensor(token, dtype=torch.int64).view(len(budget), -1)
+        tokens = torch.tensor(token, dtype=torch.int64).view(rows, depth)
+        if trust is None:
+            return Grown(tokens=tokens, count=tuple(budget))
+        return Grown(
+            tokens=tokens,
+            count=tuple(count),
+            margin=tuple(tuple(margin[b * depth : b * depth + n]) for b, n in enumerate(looked)),
+            chance=tuple(tuple(chance[b * depth : b * depth + n]) for b, n in enumerate(looked)),
+        )
 
     def load(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Replace weights by the names that transformers gives them, all or none."""
-        if self._source is not None:
-            raise OutriderError("this draft is made of the target's own weights, and follows them; swap the target's")
+        refuse_to_swap(self._source)
         for name, value in weights.items():
             if name not in self._shapes:
                 raise OutriderError(f"the model has no weight {name!r}; use the names of its state_dict")

@@ -22,7 +22,7 @@ from outrider.errors import UnsupportedModel
 
 _log = logging.getLogger("outrider")
 _HERE = Path(__file__).parent
-_UNITS = ("decoder.cpp", "rules.cpp")
+_UNITS = ("decoder.cpp", "rules.cpp", "suffix.cpp")
 _SOURCES = (*_UNITS, "simd.h", "team.h", "linear.h", "attention.h")
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-fopenmp")
 _PATIENCE = 600  # seconds
@@ -61,8 +61,19 @@ def load_library() -> Library:
     code.outrider_run.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
     code.outrider_grow.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
     code.outrider_judge.argtypes, code.outrider_judge.restype = (ctypes.c_void_p,), None
+    _declare_texts(code)
     code.outrider_close.restype = code.outrider_run.restype = code.outrider_grow.restype = None
     return Library(code=code, compile_seconds=seconds)
+
+
+def _declare_texts(code: ctypes.CDLL) -> None:
+    """Functions of suffix.cpp."""
+    code.outrider_text_open.argtypes, code.outrider_text_open.restype = (), ctypes.c_void_p
+    code.outrider_text_close.argtypes, code.outrider_text_close.restype = (ctypes.c_void_p,), None
+    code.outrider_text_extend.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32)
+    code.outrider_text_bytes.argtypes, code.outrider_text_bytes.restype = (ctypes.c_void_p,), ctypes.c_int64
+    code.outrider_text_grow.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
+    code.outrider_text_extend.restype = code.outrider_text_grow.restype = None
 
 
 def _compiler() -> str:

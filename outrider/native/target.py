@@ -17,7 +17,7 @@ from outrider.load import Checkpoint
 from outrider.native.abi import Columns
 from outrider.native.decoder import Decoder
 from outrider.native.library import load_library
-from outrider.types import Batch, Draft, Scores
+from outrider.types import Batch, Draft, Grown, Scores, Trust
 
 _LEAST = 16  # tokens that a slot has room for at least: what the check before first use takes
 
@@ -60,9 +60,9 @@ class NativeTarget:
         outputs = {layer: out.view(*shape, out.shape[-1]) for layer, out in zip(self._layers, features, strict=True)}
         return Scores(logits=logits.view(*shape, self.vocab), best=best.view(shape), features=outputs)
 
-    def grow(self, batch: Batch, vocab: int) -> torch.Tensor:
+    def grow(self, batch: Batch, vocab: int, trust: Trust | None = None) -> Grown:
         columns, _ = _columns(batch, tree.empty(len(batch.rows), self.device), -1, self.vocab)
-        return self._decoder.grow(columns, batch.budget, min(vocab, self.vocab))
+        return self._decoder.grow(columns, batch.budget, min(vocab, self.vocab), trust)
 
     def export(self, layers: Sequence[int]) -> None:
         most = self._decoder.shape.layers - 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import takewhile
 
@@ -12,9 +13,10 @@ from torch.nn import functional
 from outrider import tree
 from outrider.noise import PositionNoise, inverse_cdf
 from outrider.propose.base import Setup
+from outrider.propose.confidence import Confidence
 from outrider.sampling import Knobs, warp
-from outrider.target import Target
-from outrider.types import Batch, Draft, Draw, Law, Needs, Request, Round
+from outrider.target import Target, Watch
+from outrider.types import Batch, Draft, Draw, Law, Needs, Request, Round, Trust
 
 _log = logging.getLogger("outrider")
 _PIECE = 1024  # tokens of a text read in one round: those who decode beside it wait for no more
@@ -35,7 +37,10 @@ class ModelProposer:
         self._knobs: Knobs | None = None
         self._noise: PositionNoise | None = None  # of the same rows
         self._batch: Batch | None = None  # the rows and feeds that the draft has staged this round
-        self._draft = tree.empty(1, setup.device)  # what it guessed for them
+        self._draft = self._proposed = tree.empty(1, setup.device)  # what it guessed for them, and for all rows
+        self._confidence = Confidence()
+        self._margins: Sequence[Sequence[float]] | None = None  # of this round's guesses; None: nobody looked
+        self._looked: list[list[int]] = []  # the guesses that had them, those included at which a row stopped
         self._told = False
 
     def admit(self, slot: int, request: Request) -> None:
@@ -46,19 +51,36 @@ class ModelProposer:
         self._batch = ours
         if ours is None:
             return tree.empty(len(batch.rows), self._setup.device)
-        draft = self._draft = self._grow(ours)
-        return draft if len(where) == len(batch.rows) else _spread(draft, where, len(batch.rows))
+        self._draft = self._grow(ours)
+        whole = len(where) == len(batch.rows)
+        self._proposed = self._draft if whole else _spread(self._draft, where, len(batch.rows))
+        return self._proposed
 
     def commit(self, round: Round) -> None:
         if self._batch is None:
             return
+        kept = self._kept(round)
+        # The last guess was never fed to the draft itself, so the draft's cache ends before it.
+        fed = zip(self._batch.rows, self._draft.width, strict=True)
+        path = tuple(tuple(range(min(kept[row.slot], max(width - 1, 0)))) for row, width in fed)
+        self._model.cache.commit(replace(round, batch=self._batch, draft=self._draft, path=path))
+
+    def _kept(self, round: Round) -> dict[int, int]:
+        """By slot, how many of this round's guesses have become text; and learn from it where margins are known."""
+        if self._margins is None and tree.is_cut(round.draft, self._proposed):  # without a look at the device
+            return {row.slot: len(path) for row, path in zip(round.batch.rows, round.path, strict=True)}
+        assert self._batch is not None
         emitted = {row.slot: tokens for row, tokens in zip(round.batch.rows, round.emitted, strict=True)}
-        path = []
-        for row, budget, guesses in zip(self._batch.rows, self._batch.budget, self._draft.tokens.tolist(), strict=True):
-            # The last guess was never fed to the draft itself, so the draft's cache ends before it.
-            pairs = zip(guesses[: max(budget - 1, 0)], emitted[row.slot], strict=False)
-            path.append(tuple(range(sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)))))
-        self._model.cache.commit(replace(round, batch=self._batch, draft=self._draft, path=tuple(path)))
+        guesses = self._looked if self._margins is not None else self._draft.tokens.tolist()
+        kept = {}
+        for b, (row, width) in enumerate(zip(self._batch.rows, self._draft.width, strict=True)):
+            pairs = zip(guesses[b][:width], emitted[row.slot], strict=False)
+            kept[row.slot] = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+            if self._margins is not None:
+                # What was drawn and not offered says nothing: the target did not choose between it and another.
+                looked = guesses[b] if self._draft.q is None else guesses[b][:width]
+                self._confidence.learn(looked, self._margins[b], emitted[row.slot])
+        return kept
 
     def release(self, slot: int) -> None:
         self._model.cache.release(slot)
@@ -92,33 +114,64 @@ class ModelProposer:
         if not where:
             return None, where
         rows = tuple(batch.rows[b] for b in where)
-        return Batch(rows=rows, start=tuple(starts), feed=tuple(feeds), budget=tuple(budgets)), where
+        ours = Batch(
+            rows=rows, start=tuple(starts), feed=tuple(feeds), budget=tuple(budgets), keep=batch.keep, worth=batch.worth
+        )
+        return ours, where
 
     def _grow(self, batch: Batch) -> Draft:
         knobs = self._knobs_of(batch)
+        ends = frozenset.intersection(*(row.request.end_ids for row in batch.rows))
+        trust = self._confidence.trust(batch.keep, batch.worth, tuple(ends))
         if knobs.bare and min(batch.budget):
-            return tree.chain(self._model.grow(batch, self._setup.vocab), batch.budget)
+            grown = self._model.grow(batch, self._setup.vocab, trust)
+            self._margins = grown.margin
+            return self._chain(grown.tokens, grown.count, grown.chance)
+        return self._draw_chain(batch, knobs, trust)
+
+    def _draw_chain(self, batch: Batch, knobs: Knobs, trust: Trust) -> Draft:
         assert self._noise is not None
         noise = self._noise.at(tree.upload([len(row.text) for row in batch.rows], self._setup.device))
         draft = tree.empty(len(batch.rows), self._setup.device)
         draws = noise.draws(max(batch.budget))
         laws: list[torch.Tensor] = []
+        watch = Watch(batch.budget, trust if tree.near(self._setup.device) else None)
         logits = self._model.score(batch, draft).logits
-        for depth in range(max(batch.budget)):
-            if depth:
-                logits = self._model.score(batch, draft, first=depth - 1).logits
-            law = warp(_fit(logits, self._setup.vocab), knobs, draft, last=True)[:, 0]
+        while watch.depth < max(watch.count):
+            if watch.depth:
+                logits = self._model.score(batch, draft, first=watch.depth - 1).logits
+            own = _fit(logits, self._setup.vocab)
+            law = warp(own, knobs, draft, last=True)[:, 0]
             # A greedy row's law is one-hot, so every way of drawing finds its argmax, and this one is the quickest.
-            drawn = law.argmax(-1) if knobs.all_greedy else self._draw(law, noise, draws, depth)
+            drawn = law.argmax(-1) if knobs.all_greedy else self._draw(law, noise, draws, watch.depth)
             tokens = torch.cat([draft.tokens, drawn[:, None]], 1)
             laws.append(law)
-            draft = tree.chain(tokens, tuple(min(budget, depth + 1) for budget in batch.budget))
+            watch.look(own[:, -1], drawn)
+            draft = tree.chain(tokens, tuple(min(most, watch.depth) for most in watch.count))
+        self._margins = watch.margins
         if self._setup.draw is Draw.ARGMAX or knobs.all_greedy or not laws:
-            return draft
+            return self._chain(draft.tokens, draft.width, watch.chances)
         sampled = tree.upload(knobs.sampled, self._setup.device, torch.bool)[:, None]
         q = torch.stack(laws, 1) * sampled[..., None]
         law_of = torch.where(sampled, int(Law.SAMPLED), int(Law.ONE_HOT)).expand_as(draft.tokens)
-        return tree.chain(draft.tokens, draft.width, law=law_of, q=q)
+        return self._chain(draft.tokens, draft.width, watch.chances, law=law_of, q=q)
+
+    def _chain(
+        self,
+        tokens: torch.Tensor,
+        width: tuple[int, ...],
+        chances: Sequence[Sequence[float]] | None,
+        *,
+        law: Law | torch.Tensor = Law.ONE_HOT,
+        q: torch.Tensor | None = None,
+    ) -> Draft:
+        """The first `width[b]` of the tokens; those behind were looked at and left."""
+        self._looked = tokens.tolist() if chances is not None else []
+        size, said = max(width), None
+        if chances is not None:
+            said = tuple(tuple(row[:count]) for row, count in zip(chances, width, strict=True))
+        laws = law[:, :size] if isinstance(law, torch.Tensor) else law
+        return tree.chain(tokens[:, :size], width, law=laws, q=None if q is None else q[:, :size], chance=said)
 
     def _draw(self, law: torch.Tensor, noise: PositionNoise, draws: torch.Tensor, depth: int) -> torch.Tensor:
         """Guess number `depth` [B] from `law` [B, V]."""
@@ -150,4 +203,8 @@ def _spread(draft: Draft, where: list[int], rows: int) -> Draft:
     law = draft.law.new_zeros(rows, draft.size).index_copy_(0, index, draft.law)
     q = draft.q if draft.q is None else draft.q.new_zeros(rows, *draft.q.shape[1:]).index_copy_(0, index, draft.q)
     widths = dict(zip(where, draft.width, strict=True))
-    return tree.chain(tokens, tuple(widths.get(b, 0) for b in range(rows)), law=law, q=q)
+    chance = None
+    if draft.chance is not None:
+        said = dict(zip(where, draft.chance, strict=True))
+        chance = tuple(said.get(b, ()) for b in range(rows))
+    return tree.chain(tokens, tuple(widths.get(b, 0) for b in range(rows)), law=law, q=q, chance=chance)

@@ -1,0 +1,164 @@
+"""What a planner knows of one proposer: how many tokens its rounds brought, and at what cost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import inf
+from typing import Any
+
+from outrider.passcost import Clock, CostModel
+from outrider.types import Batch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What a round carries besides guesses."""
+
+    rows: int  # that decode
+    soon: int  # rows that decode once all prompts are read
+    feed: int  # columns of prompts, beyond one for each row that decodes
+    cached: float  # tokens that a row has cached, on average
+    left: float  # tokens that a row can still emit
+
+    @classmethod
+    def of(cls, batch: Batch) -> Load:
+        emits = batch.emits
+        rows = sum(emits)
+        return cls(
+            rows=rows,
+            soon=len(batch.rows) + batch.waiting,
+            feed=sum(map(len, batch.feed)) - rows,
+            cached=sum(batch.start) / len(batch.start),
+            left=1 + sum(batch.budget) / max(rows, 1),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What a round has shown."""
+
+    rows: int  # that decoded
+    emitted: int  # tokens, of all rows
+    nodes: int  # guesses that were verified, of all rows
+    k: int  # guesses that a row was allowed
+    reached: tuple[int, ...]  # as in `Stats`, of this round alone
+    accepted: tuple[int, ...]
+    depth: int  # of the deepest guess that was drafted
+    propose: float  # seconds
+
+
+class Arm:
+    """The record of one alternative: acceptance by position, and tokens, guesses and drafting time of recent rounds."""
+
+    def __init__(self, costs: CostModel, *, most: int) -> None:
+        """Of a proposer whose rounds cost `costs`, where a row has up to `most` guesses."""
+        self.costs, self.most = costs, most
+        self.says = False  # whether its last draft came with chances
+        # Rounds unused, rounds until a trial, and rounds left of one; the first is due at once.
+        self.idle, self.patience, self.trial = PATIENCE, PATIENCE // 2, 0
+        self._met = [_TRUST] * min(most, _BLIND)  # decayed counts: guesses whose ancestors were all kept, by position
+        self._kept = [_TRUST * _HOPE] * min(most, _BLIND)
+        self._seen = 0.0  # decayed passes behind the three means
+        self._tau, self._nodes = 1 + _HOPE, 1.0  # tokens and guesses a pass
+        self._drafted = 0.0  # what drafting a round takes: passes of the draft model, or seconds for each row
+        self._pace = 1.0  # the same for each guess that was allowed
+
+    @property
+    def acceptance(self) -> tuple[float, ...]:
+        """By position, as far as it is known: of the guesses whose ancestors were all kept, the share kept."""
+        return tuple(kept / met for kept, met in zip(self._kept, self._met, strict=True))
+
+    @property
+    def nodes(self) -> float:
+        """Guesses verified in a pass, lately."""
+        return self._nodes
+
+    @property
+    def known(self) -> bool:
+        """Whether enough rounds stand behind its means."""
+        return self._seen >= _ENOUGH
+
+    def gain(self, rows: int, cached: float, clock: Clock) -> float:
+        """Expected tokens a second over those of plain decoding; `clock` knows what the target's passes take."""
+        if self.says and self.known:
+            plain = clock.verify(rows, 0, cached=cached)
+            verify = clock.verify(rows, self._nodes, cached=cached)
+            return self._tau * plain / (verify + self._drafted * self._unit(rows, cached))
+        return self.best(rows, cached, clock)[1]
+
+    def best(self, rows: int, cached: float, clock: Clock) -> tuple[int, float]:
+        """The one k for all rows that promises most, by position, and its gain."""
+        plain = clock.verify(rows, 0, cached=cached)
+        unit = self._unit(rows, cached)
+        fixed, each = (self._drafted * unit, 0.0) if self.costs.draft is None else (0.0, self._pace * unit)
+        best, tau, chance = (0, 1.0), 1.0, 1.0
+        for k, rate in enumerate(self.acceptance, 1):
+            chance *= rate
+            tau += chance
+            verify = clock.verify(rows, k, cached=cached)
+            gain = tau * plain / (verify + fixed + k * each)
+            if gain > best[1]:
+                best = k, gain
+        return best
+
+    def hope(self, rows: int, cached: float, clock: Clock) -> float:
+        """The gain if the first guesses were always kept: where even that is nothing, trying teaches nothing."""
+        plain, step = clock.verify(rows, 0, cached=cached), self._draft(rows, cached)
+        return max((1 + k) * plain / (clock.verify(rows, k, cached=cached) + k * step) for k in (1, 2, 4))
+
+    def guess_seconds(self, rows: int, cached: float) -> float:
+        """What one more guess of each of so many rows costs in drafting, for each."""
+        return self._pace * self._draft(rows, cached) / rows
+
+    def learn(self, seen: Outcome, cached: float) -> None:
+        """From a round of its own."""
+        for i, met, kept in zip(range(min(seen.k, len(self._met))), seen.reached, seen.accepted, strict=False):
+            fade = _MEMORY**met
+            self._met[i] = self._met[i] * fade + met
+            self._kept[i] = self._kept[i] * fade + kept
+        fade = _FADE**seen.rows
+        before, self._seen = self._seen * fade, self._seen * fade + seen.rows
+        # A round in which a draft model first reads a text says little of the next one.
+        most = 1 + seen.depth * max(self._pace, 1.0) * 2 if self.costs.draft else float("inf")
+        drafted = min(seen.propose / self._unit(seen.rows, cached), most)
+        self._tau = (self._tau * before + seen.emitted) / self._seen
+        self._nodes = (self._nodes * before + seen.nodes) / self._seen
+        self._drafted = (self._drafted * before + drafted * seen.rows) / self._seen
+        self._pace += _PACE * (drafted / max(seen.depth, 1) - self._pace)
+
+    def try_again(self) -> None:
+        """Forget the means, and judge anew."""
+        self.trial, self._seen = _TRIAL, 0.0
+
+    def state(self) -> dict[str, Any]:
+        """What has been learned, fit for JSON; costs are not part of it."""
+        return {name.strip("_"): getattr(self, name) for name in _LEARNED}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state` gave; raises KeyError, TypeError or ValueError for anything else."""
+        read = {name: type(getattr(self, name))(state[name.strip("_")]) for name in _LEARNED}
+        counts = [read["_met"], read["_kept"]]
+        if any(len(each) != len(self._met) or not all(0 < value < inf for value in each) for each in counts):
+            raise ValueError("acceptance of other positions")
+        if not all(0 <= value < inf for value in read.values() if not isinstance(value, list)):
+            raise ValueError("not numbers")
+        for name, value in read.items():
+            setattr(self, name, value)
+
+    def _draft(self, rows: int, cached: float) -> float:
+        return 0.0 if self.costs.draft is None else self.costs.draft(rows, rows=rows, cached=cached)
+
+    def _unit(self, rows: int, cached: float) -> float:
+        """Seconds: a pass of the draft model, or one for each row."""
+        return self._draft(rows, cached) or float(rows)
+
+
+_LEARNED = ("says", "idle", "patience", "_met", "_kept", "_seen", "_tau", "_nodes", "_drafted", "_pace")
+_TRUST, _HOPE = 4.0, 0.8  # the first estimate: so many guesses seen, of which so many were kept
+_BLIND = 16  # guesses at most where nobody says how good they are
+_MEMORY = 0.98  # weight of a guess seen one guess earlier
+_FADE, _ENOUGH = 0.97, 3.0  # weight of a pass seen one pass earlier; passes that make a mean
+_PACE = 0.05  # of the drafting time of a guess
+PATIENCE = 32  # rounds unused before the first trial
+_TRIAL = 4  # rounds

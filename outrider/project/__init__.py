@@ -1,0 +1,1 @@
+"""Projections: what speculation should gain on a machine that is not here."""

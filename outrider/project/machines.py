@@ -1,0 +1,191 @@
+"""Machines by name, with the figures of public datasheets: dense, without sparsity."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+from outrider.errors import OutriderError
+from outrider.projection import Efficiency, Machine
+
+PESSIMISTIC, MIDDLE, OPTIMISTIC = "pessimistic", "middle", "optimistic"
+NAMES = (PESSIMISTIC, MIDDLE, OPTIMISTIC)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """What software usually makes of such machines: pessimistic, middle, optimistic."""
+
+    bandwidth: tuple[float, ...]  # shares of the datasheet's
+    arithmetic: tuple[float, ...]  # shares of the datasheet's
+    exposed: tuple[float, ...]  # shares of the shorter of reading and multiplying that the longer does not hide
+    round_ms: tuple[float, ...]
+    layer_us: tuple[float, ...]
+    exchange_us: tuple[float, ...]
+
+
+GPU = Kind(
+    bandwidth=(0.6, 0.75, 0.9),
+    arithmetic=(0.4, 0.6, 0.8),
+    exposed=(0.5, 0.25, 0.0),
+    round_ms=(1.0, 0.4, 0.1),
+    layer_us=(20.0, 10.0, 5.0),
+    exchange_us=(60.0, 40.0, 15.0),
+)
+CPU = Kind(
+    bandwidth=(0.5, 0.7, 0.85),
+    arithmetic=(0.6, 0.75, 0.9),
+    exposed=(0.5, 0.25, 0.0),
+    round_ms=(0.4, 0.15, 0.1),
+    layer_us=(10.0, 5.0, 1.0),
+    exchange_us=(60.0, 40.0, 15.0),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Sheet:
+    """A datasheet in its own units; where arithmetic is not on it, `note` says how it was reckoned."""
+
+    gigabytes_per_s: float
+    bf16: float  # tera-operations a second
+    int8: float  # tera-operations a second
+    gigabytes: float | None  # of memory; None where it is for the buyer to say
+    kind: Kind = GPU
+    note: str = ""
+
+
+_ZEN4 = "64 bf16 operations a cycle and core (AVX-512, twice as many in int8) at the base clock"
+_APPLE = "the GPU's fp32 rate; Apple publishes none for bf16 and int8"
+
+SHEETS: Mapping[str, Sheet] = MappingProxyType(
+    {
+        "B200": Sheet(8000, 2250, 4500, 180),
+        "H200": Sheet(4800, 989.4, 1978.9, 141),
+        "H100": Sheet(3350, 989.4, 1978.9, 80, note="SXM"),
+        "H100 PCIe": Sheet(2000, 756, 1513, 80),
+        "A100": Sheet(2039, 312, 624, 80, note="SXM, 80 GB"),
+        "A100 40GB": Sheet(1555, 312, 624, 40),
+        "L40S": Sheet(864, 362, 733, 48),
+        "L4": Sheet(300, 121, 242, 24),
+        "MI300X": Sheet(5300, 1307.4, 2614.9, 192),
+        "RTX 5090": Sheet(1792, 209.5, 838, 32, note="bf16 with fp32 sums"),
+        "RTX 4090": Sheet(1008, 165.2, 660.6, 24, note="bf16 with fp32 sums"),
+        "RTX 3090": Sheet(936, 71, 284, 24, note="bf16 with fp32 sums"),
+        "M1 Max": Sheet(400, 10.4, 10.4, 64, note=_APPLE),
+        "M4 Max": Sheet(546, 16.2, 16.2, 128, note=f"{_APPLE}: 40 cores, 256 operations a cycle, 1.58 GHz"),
+        "EPYC 2 cores": Sheet(
+            57.6, 0.397, 0.794, None, CPU, "two of an EPYC 9554's cores behind one die's link, 32 bytes at 1.8 GHz"
+        ),
+        "EPYC 64 cores": Sheet(460.8, 12.7, 25.4, None, CPU, f"EPYC 9554, 12 channels of DDR5-4800; {_ZEN4}, 3.1 GHz"),
+        "Xeon 64 cores": Sheet(
+            358.4,
+            249,
+            498,
+            None,
+            CPU,
+            "Xeon 8592+, 8 channels of DDR5-5600; AMX, 2048 bf16 operations a cycle, 1.9 GHz",
+        ),
+        "Ryzen 16 cores": Sheet(83.2, 4.6, 9.2, None, CPU, f"Ryzen 7950X, 2 channels of DDR5-5200; {_ZEN4}, 4.5 GHz"),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Own:
+    """A machine's figures as a user gives them; None is the datasheet's."""
+
+    bandwidth: float | None = None  # gigabytes a second
+    flops: float | None = None  # tera-operations a second, whatever the weights are
+    memory: float | None = None  # gigabytes
+    devices: int = 1
+
+
+def find_machine(name: str | None, own: Own) -> tuple[Machine, Sheet]:
+    """A machine by its name, by a user's figures, or both, and the datasheet of one of its devices.
+
+    Raises:
+        OutriderError: nobody knows it, or a figure is not above 0.
+    """
+    figures = {"bandwidth": own.bandwidth, "flops": own.flops, "memory": own.memory, "devices": own.devices}
+    for what, value in figures.items():
+        if value is not None and not value > 0:
+            raise OutriderError(f"{what} is {value}; use a number above 0")
+    title, sheet = _sheet(name, own)
+    sheet = replace(
+        sheet,
+        gigabytes_per_s=own.bandwidth or sheet.gigabytes_per_s,
+        bf16=own.flops or sheet.bf16,
+        int8=own.flops or sheet.int8,
+        gigabytes=own.memory or sheet.gigabytes,
+    )
+    machine = Machine(
+        name=f"{own.devices} x {title}" if own.devices > 1 else title,
+        bandwidth=own.devices * sheet.gigabytes_per_s * 1e9,
+        bf16=own.devices * sheet.bf16 * 1e12,
+        int8=own.devices * sheet.int8 * 1e12,
+        memory=None if sheet.gigabytes is None else own.devices * sheet.gigabytes * 1e9,
+        devices=own.devices,
+    )
+    return machine, sheet
+
+
+def _sheet(name: str | None, own: Own) -> tuple[str, Sheet]:
+    if name is None:
+        if own.bandwidth is None or own.flops is None:
+            raise OutriderError(
+                "no machine is named; use --machine with one of "
+                f"{', '.join(SHEETS)}, or give --bandwidth in GB/s and --flops in TFLOP/s"
+            )
+        return "a machine of your own", Sheet(own.bandwidth, own.flops, own.flops, own.memory)
+    for title, sheet in SHEETS.items():
+        if _letters(title) == _letters(name):
+            return title, sheet
+    raise OutriderError(f"machine {name!r} is unknown; use one of {', '.join(SHEETS)}, or give --bandwidth and --flops")
+
+
+def efficiencies(kind: Kind, given: Mapping[str, Sequence[float]]) -> tuple[Efficiency, ...]:
+    """The three cases of a kind, with a user's figures in place of its own.
+
+    Args:
+        kind: of machine.
+        given: by the names of `Kind`'s fields, one figure for all cases or one for each.
+
+    Raises:
+        OutriderError: these are neither one nor three figures, or not in range.
+    """
+    figures = {name: _three(name, values) for name, values in given.items() if values}
+    for name in ("bandwidth", "arithmetic"):
+        if not all(0 < share <= 1 for share in figures.get(name, ())):
+            raise OutriderError(f"{name} shares are {given[name]}; use shares above 0 and up to 1, such as 0.75")
+    if not all(0 <= share <= 1 for share in figures.get("exposed", ())):
+        raise OutriderError(f"exposed shares are {given['exposed']}; use shares from 0 to 1")
+    if any(value < 0 for values in figures.values() for value in values):
+        raise OutriderError("a time is below 0; overheads are 0 or more")
+    kind = replace(kind, **figures)
+    return tuple(
+        Efficiency(
+            name=name,
+            bandwidth=kind.bandwidth[i],
+            arithmetic=kind.arithmetic[i],
+            exposed=kind.exposed[i],
+            round_seconds=kind.round_ms[i] / 1e3,
+            layer_seconds=kind.layer_us[i] / 1e6,
+            exchange_seconds=kind.exchange_us[i] / 1e6,
+        )
+        for i, name in enumerate(NAMES)
+    )
+
+
+def _three(name: str, values: Sequence[float]) -> tuple[float, ...]:
+    if len(values) not in (1, 3):
+        raise OutriderError(
+            f"{len(values)} figures are given for {name.replace('_', ' in ')}; give one, or three: pessimistic, middle,"
+            " optimistic"
+        )
+    return tuple(values) * (3 // len(values))
+
+
+def _letters(name: str) -> str:
+    """So that "rtx-4090" is "RTX 4090"."""
+    return "".join(letter for letter in name.casefold() if letter.isalnum())

@@ -1,0 +1,126 @@
+"""The options of `outrider project`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import typer
+
+_WHAT, _WHERE, _KEPT, _SHARES = "Models", "Machine", "Speculation", "What software makes of the machine"
+
+Target = Annotated[
+    str | None,
+    typer.Option(
+        metavar="DIR|SIZE", help="Folder with a config.json, or a size: 8B, 70B, 30B-A3B.", rich_help_panel=_WHAT
+    ),
+]
+Proposer = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME",
+        help="Who guesses: ngram, draft:DIR, draft:SIZE, head:SHARE (a pass for each guess, reading this share of the"
+        " target, as EAGLE does) or block:SHARE (one pass for all guesses).",
+        rich_help_panel=_WHAT,
+    ),
+]
+WeightBits = Annotated[float, typer.Option(help="Of the target's weights.", rich_help_panel=_WHAT)]
+DraftBits = Annotated[float, typer.Option(help="Of a draft model's weights.", rich_help_panel=_WHAT)]
+CacheBits = Annotated[float, typer.Option(help="Of cached keys and values.", rich_help_panel=_WHAT)]
+
+MachineName = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="H100, RTX-4090, ...; an unknown one lists all.", rich_help_panel=_WHERE),
+]
+Devices = Annotated[int, typer.Option(help="How many share each layer's work.", rich_help_panel=_WHERE)]
+Bandwidth = Annotated[
+    float | None, typer.Option(help="GB/s of one device, for its datasheet's.", rich_help_panel=_WHERE)
+]
+Flops = Annotated[
+    float | None, typer.Option(help="TFLOP/s of one device, for its datasheet's.", rich_help_panel=_WHERE)
+]
+Memory = Annotated[float | None, typer.Option(help="GB of one device, for its datasheet's.", rich_help_panel=_WHERE)]
+
+Alpha = Annotated[
+    str | None,
+    typer.Option(
+        metavar="RATES",
+        help="Share of guesses kept: one for all positions, as 0.8, or one for each, as 0.85,0.8,0.7.",
+        rich_help_panel=_KEPT,
+    ),
+]
+From = Annotated[
+    str | None,
+    typer.Option("--from", metavar="FILE", help="Take it from the output of outrider bench.", rich_help_panel=_KEPT),
+]
+Category = Annotated[
+    str | None, typer.Option(metavar="NAME", help="Of that benchmark. Default: all of them.", rich_help_panel=_KEPT)
+]
+Nodes = Annotated[
+    float | None,
+    typer.Option(help="Guesses verified for each position: 1 for chains, more for trees.", rich_help_panel=_KEPT),
+]
+Batch = Annotated[str, typer.Option(metavar="LIST", help="Users at once.", rich_help_panel=_KEPT)]
+Context = Annotated[str, typer.Option(metavar="LIST", help="Tokens that each has cached.", rich_help_panel=_KEPT)]
+Depths = Annotated[
+    str | None,
+    typer.Option(
+        "--k", metavar="LIST", help="Guesses a round to choose among. Default: up to 12.", rich_help_panel=_KEPT
+    ),
+]
+
+_CASES = "One figure, or three: pessimistic, middle, optimistic. Default: by the machine's kind."
+BandwidthShare = Annotated[
+    str | None, typer.Option(metavar="LIST", help=f"Share of the bandwidth reached. {_CASES}", rich_help_panel=_SHARES)
+]
+ArithmeticShare = Annotated[
+    str | None, typer.Option(metavar="LIST", help="Share of the arithmetic reached.", rich_help_panel=_SHARES)
+]
+Exposed = Annotated[
+    str | None,
+    typer.Option(
+        metavar="LIST",
+        help="Share of the shorter of reading and multiplying that the longer does not hide.",
+        rich_help_panel=_SHARES,
+    ),
+]
+RoundMs = Annotated[
+    str | None, typer.Option(metavar="LIST", help="Of a round beside its passes.", rich_help_panel=_SHARES)
+]
+LayerUs = Annotated[
+    str | None, typer.Option(metavar="LIST", help="Of a layer beside its work.", rich_help_panel=_SHARES)
+]
+ExchangeUs = Annotated[
+    str | None, typer.Option(metavar="LIST", help="Of a layer's sums over several devices.", rich_help_panel=_SHARES)
+]
+GuessUs = Annotated[float, typer.Option(help="Of the host's guessing, for each user.", rich_help_panel=_SHARES)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProjectOptions:
+    """What to project, as it is written."""
+
+    target: Target = None
+    proposer: Proposer = "ngram"
+    weight_bits: WeightBits = 16.0
+    draft_bits: DraftBits = 16.0
+    cache_bits: CacheBits = 16.0
+    machine: MachineName = None
+    devices: Devices = 1
+    bandwidth: Bandwidth = None
+    flops: Flops = None
+    memory: Memory = None
+    alpha: Alpha = None
+    source: From = None
+    category: Category = None
+    nodes: Nodes = None
+    batch: Batch = "1,2,4,8,16,32,64,128"
+    context: Context = "2048"
+    k: Depths = None
+    bandwidth_share: BandwidthShare = None
+    arithmetic_share: ArithmeticShare = None
+    exposed: Exposed = None
+    round_ms: RoundMs = None
+    layer_us: LayerUs = None
+    exchange_us: ExchangeUs = None
+    guess_us: GuessUs = 20.0

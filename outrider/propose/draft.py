@@ -1,0 +1,110 @@
+"""Draft models by their folders: of the target's vocabulary or of another one, alone or with lookup of their own."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import torch
+
+from outrider.check import check_target
+from outrider.errors import OutriderError
+from outrider.load import Checkpoint, load_checkpoint
+from outrider.propose.base import Proposer, Setup
+from outrider.propose.cascade import Cascade
+from outrider.propose.model import ModelProposer
+from outrider.propose.spelling import Spelling, spelling
+from outrider.propose.text_draft import TextProposer
+from outrider.propose.vocabulary import Dictionary, SharedVocabulary
+from outrider.target import Target, make_target
+
+_ENOUGH = 0.9  # share of the target's tokens from which on guessing by tokens keeps as much as guessing by text
+_LEAST = 0.1  # below it a draft would misread most of what it is fed
+_log = logging.getLogger("outrider")
+
+
+def draft_proposer(folder: str, setup: Setup) -> Proposer:
+    """`draft:DIR`: by tokens where the draft has most of the target's, else by text."""
+    found = _find("draft", folder, setup)
+    if found.akin:
+        return ModelProposer(setup, found.model())
+    words = found.dictionary()
+    by_tokens = words.share >= _ENOUGH
+    _log.warning(
+        "the draft in %s has another vocabulary: of the target's %d tokens it has %.0f%%, and it guesses by %s",
+        folder,
+        words.tokens,
+        100 * words.share,
+        "tokens" if by_tokens else "text",
+    )
+    return ModelProposer(setup, SharedVocabulary(found.model(), words)) if by_tokens else found.text_proposer()
+
+
+def draft_tokens_proposer(folder: str, setup: Setup) -> Proposer:
+    """`draft-tokens:DIR`: by tokens."""
+    return ModelProposer(setup, _find("draft-tokens", folder, setup).speaking())
+
+
+def draft_text_proposer(folder: str, setup: Setup) -> Proposer:
+    """`draft-text:DIR`: by text."""
+    return _find("draft-text", folder, setup).text_proposer()
+
+
+def cascade_proposer(folder: str, setup: Setup) -> Proposer:
+    """`cascade:DIR`: by tokens, greedy chains in fewer passes."""
+    return ModelProposer(setup, Cascade(_find("cascade", folder, setup).speaking()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Found:
+    """A draft's checkpoint, and the house that it is to guess in."""
+
+    setup: Setup
+    folder: str
+    checkpoint: Checkpoint
+
+    @property
+    def akin(self) -> bool:
+        """Whether the same text is the same ids; how far the vocabularies are padded does not matter."""
+        return bool(self.setup.tokenizer.get_vocab() == self.checkpoint.tokenizer.get_vocab())
+
+    def model(self, room: int = 1) -> Target:
+        """What runs it; with `room` tokens of its own for each token of the target, as far as its context goes."""
+        size = min(self.checkpoint.context, room * self.setup.context)
+        model = make_target(self.checkpoint, slots=self.setup.slots, context=size, kernels=self.setup.kernels)
+        check_target(model, self.checkpoint)
+        return model
+
+    def dictionary(self) -> Dictionary:
+        """From the target's ids to the draft's."""
+        return Dictionary.of(*self._spellings(), (self.setup.vocab, self.checkpoint.vocab))
+
+    def speaking(self) -> Target:
+        """The model, or what makes it speak the target's ids."""
+        if self.akin:
+            return self.model()
+        words = self.dictionary()
+        if words.share < _LEAST:
+            raise OutriderError(
+                f"the draft in {self.folder} has {words.share:.1%} of the target's {words.tokens} tokens, too few"
+                f" to guess by tokens; use draft-text:{self.folder}"
+            )
+        return SharedVocabulary(self.model(), words)
+
+    def text_proposer(self) -> Proposer:
+        """It goes on with the text; what it cuts finer needs more room."""
+        target, draft = self._spellings()
+        return TextProposer(self.setup, self.model(room=2), target=target, draft=draft)
+
+    def _spellings(self) -> tuple[Spelling, Spelling]:
+        return spelling(self.setup.tokenizer, "the target"), spelling(self.checkpoint.tokenizer, self.folder)
+
+
+def _find(name: str, folder: str, setup: Setup) -> _Found:
+    if not folder:
+        raise OutriderError(f"{name} needs the folder of a small model; write {name}:DIR")
+    dtype = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}[setup.dtype]
+    checkpoint = load_checkpoint(folder, dtype=dtype, device=str(setup.device))
+    if checkpoint.recurrent:
+        raise OutriderError(f"{folder} is recurrent, and a recurrent draft is not handled yet; use an attention model")
+    return _Found(setup=setup, folder=folder, checkpoint=checkpoint)

@@ -1,0 +1,91 @@
+"""The target drafts for itself: with its first layers (Elhoushi et al. 2024), without some of its layers (Zhang et al.
+2023), or with its weights in fewer bits (Tiwari et al. 2025)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from outrider.errors import OutriderError
+from outrider.params import SamplingParams
+from outrider.propose.base import Setup
+from outrider.propose.model import ModelProposer
+from outrider.target import Divisible, Target
+from outrider.types import Batch, Draft, Request, Row
+
+_BITS = {"int8": 8, "int4": 4}
+_LONG = 16  # tokens of a feed from which on reading it twice costs more than the guesses behind it save
+_STRANGE = (TypeError, ValueError, AttributeError, LookupError, RuntimeError, NotImplementedError)  # raised by a model
+
+
+class ExitProposer(ModelProposer):
+    """The target's first layers guess, over the target's own cache.
+
+    The target reads a feed right after them, and with it what they would have to read: so behind a long feed, the end
+    of a prompt, there are no guesses, and the round after it there is nothing left to read.
+    """
+
+    def propose(self, batch: Batch) -> Draft:
+        feeds = zip(batch.budget, batch.feed, strict=True)
+        return super().propose(replace(batch, budget=tuple(b if len(feed) < _LONG else 0 for b, feed in feeds)))
+
+
+def exit_proposer(argument: str, setup: Setup) -> ModelProposer:
+    """`exit:N`: the first N layers, then the final norm and the head."""
+    target = _divisible(setup)
+    if not argument.isdecimal() or not 1 <= int(argument) <= target.layers:
+        raise OutriderError(
+            f"exit:{argument} names no layers to stop after; this target has {target.layers}: write for example"
+            f" exit:{max(target.layers // 4, 1)}"
+        )
+    return ExitProposer(setup, _tried(target.excerpt(range(int(argument))), setup))
+
+
+def skip_proposer(argument: str, setup: Setup) -> ModelProposer:
+    """`skip:A+B+C`: without the layers A, B and C, counted from 0."""
+    target = _divisible(setup)
+    form = f"this target's layers are 0 to {target.layers - 1}: write for example skip:{target.layers // 2}"
+    words = argument.split("+")
+    if not all(word.isdecimal() for word in words):
+        raise OutriderError(f"skip:{argument} names no layers to leave out; {form}, and join several by +")
+    skipped = set(map(int, words))
+    if len(skipped) < len(words):
+        raise OutriderError(f"skip:{argument} names a layer twice; name each once")
+    if max(skipped) >= target.layers:
+        raise OutriderError(f"skip:{argument} names layer {max(skipped)}; {form}")
+    if len(skipped) == target.layers:
+        raise OutriderError(f"skip:{argument} leaves no layer to guess with; {form}")
+    kept = [layer for layer in range(target.layers) if layer not in skipped]
+    return ModelProposer(setup, _tried(target.excerpt(kept), setup))
+
+
+def quantised_proposer(argument: str, setup: Setup) -> ModelProposer:
+    """`quantized:int4` or `quantized:int8`: a copy of the target with fewer bits."""
+    if argument not in _BITS:
+        raise OutriderError(f"quantized:{argument} is unknown; write {' or '.join(f'quantized:{n}' for n in _BITS)}")
+    return ModelProposer(setup, _divisible(setup).requantised(_BITS[argument]))
+
+
+def _divisible(setup: Setup) -> Divisible:
+    if not isinstance(setup.target, Divisible):
+        raise OutriderError(
+            "this target cannot draft for itself: its state is recurrent, or it has no layers; use draft:DIR or ngram"
+        )
+    return setup.target
+
+
+@torch.inference_mode()
+def _tried(model: Target, setup: Setup) -> Target:
+    """The same, once it has been seen to run: some families' layers rely on each other."""
+    request = Request(id=-1, prompt=(0, 0), params=SamplingParams(), seed=0, end_ids=frozenset(), limit=1)
+    row = Row(request=request, slot=0, text=[0, 0])
+    try:
+        model.grow(Batch(rows=(row,), start=(0,), feed=((0, 0),), budget=(2,)), setup.vocab)
+    except torch.OutOfMemoryError:
+        raise
+    except _STRANGE as reason:
+        raise OutriderError(
+            f"this target's layers cannot run without each other ({reason}); use quantized:int4, draft:DIR or ngram"
+        ) from reason
+    return model
