@@ -33,18 +33,22 @@ class Load:
             left=1 + sum(batch.budget) / max(rows, 1),
         )
 
+    def like(self, other: Load) -> bool:
+        """Whether as many rows decode and wait."""
+        return self.rows == other.rows and self.soon == other.soon
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What a round has shown."""
+    """What some rounds have shown, summed up."""
 
-    rows: int  # that decoded
+    rounds: int
+    rows: int  # that guessed
     emitted: int  # tokens, of all rows
     nodes: int  # guesses that were verified, of all rows
-    k: int  # guesses that a row was allowed
-    reached: tuple[int, ...]  # as in `Stats`, of this round alone
+    reached: tuple[int, ...]  # as in `Stats`, of these rounds alone
     accepted: tuple[int, ...]
-    depth: int  # of the deepest guess that was drafted
+    depth: int  # of the deepest guess that was drafted in each
     propose: float  # seconds
 
 
@@ -112,20 +116,22 @@ class Arm:
         return self._pace * self._draft(rows, cached) / rows
 
     def learn(self, seen: Outcome, cached: float) -> None:
-        """From a round of its own."""
-        for i, met, kept in zip(range(min(seen.k, len(self._met))), seen.reached, seen.accepted, strict=False):
+        """From rounds of its own."""
+        for i, met, kept in zip(range(len(self._met)), seen.reached, seen.accepted, strict=False):
             fade = _MEMORY**met
             self._met[i] = self._met[i] * fade + met
             self._kept[i] = self._kept[i] * fade + kept
         fade = _FADE**seen.rows
         before, self._seen = self._seen * fade, self._seen * fade + seen.rows
         # A round in which a draft model first reads a text says little of the next one.
-        most = 1 + seen.depth * max(self._pace, 1.0) * 2 if self.costs.draft else float("inf")
-        drafted = min(seen.propose / self._unit(seen.rows, cached), most)
+        depth = seen.depth / seen.rounds
+        most = 1 + depth * max(self._pace, 1.0) * 2 if self.costs.draft else inf
+        unit = self._unit(max(round(seen.rows / seen.rounds), 1), cached)
+        drafted = min(seen.propose / seen.rounds / unit, most)
         self._tau = (self._tau * before + seen.emitted) / self._seen
         self._nodes = (self._nodes * before + seen.nodes) / self._seen
         self._drafted = (self._drafted * before + drafted * seen.rows) / self._seen
-        self._pace += _PACE * (drafted / max(seen.depth, 1) - self._pace)
+        self._pace += seen.rounds * _PACE * (drafted / max(depth, 1.0) - self._pace)
 
     def try_again(self) -> None:
         """Forget the means, and judge anew."""
@@ -138,8 +144,8 @@ class Arm:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state` gave; raises KeyError, TypeError or ValueError for anything else."""
         read = {name: type(getattr(self, name))(state[name.strip("_")]) for name in _LEARNED}
-        counts = [read["_met"], read["_kept"]]
-        if any(len(each) != len(self._met) or not all(0 < value < inf for value in each) for each in counts):
+        rates = list(zip(read["_met"], read["_kept"], strict=True))
+        if len(rates) != len(self._met) or not all(0 <= kept <= met < inf and met for met, kept in rates):
             raise ValueError("acceptance of other positions")
         if not all(0 <= value < inf for value in read.values() if not isinstance(value, list)):
             raise ValueError("not numbers")

@@ -114,7 +114,7 @@ class Clock:
         """Expected seconds of a round, without its drafting, over `columns` in all."""
         return self._theta[0] * self._least + self._theta[1] * self._more(columns, rows, cached)
 
-    def learn(self, columns: int, rows: int, cached: float, took: float) -> None:
+    def learn(self, columns: float, rows: int, cached: float, took: float) -> None:
         """From a round that took so many seconds; an outlier counts as much as twice or half of what was expected."""
         if columns > self._costs.target.columns[-1]:
             return  # beyond what was measured nobody knows what to expect

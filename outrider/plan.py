@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import zip_longest
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from outrider import tree
 from outrider.arms import PATIENCE, Arm, Load, Outcome
@@ -61,34 +61,42 @@ class CostPlanner:
         self.arms = tuple(Arm(each, most=most) for each in costs)
         self._clock = Clock(costs[0])  # the target is the same for all
         self._told = Stats()
-        self._last: _Asked | None = None
+        self._span = _Span(Load(rows=0, soon=0, feed=0, cached=0, left=0), -1, False, 0)
+        self._k, self._keep, self._worth = 0, 0.0, cast(tuple[float, ...], ())  # what stands for the span
         self._price = 0.0  # seconds that a token is worth: what it takes at the present gain, without prompts
         self._tried: set[int] = set()  # requests of the last trial
-        self._guesses, self._depth = 0, 0  # that were verified in it, and how deep its draft was
+        self._cleared = 0  # rounds when this was emptied:
         self._found: dict[tuple[int, int, int], tuple[int, float]] = {}  # best k and gain, for some rounds
 
     def plan(self, batch: Batch, stats: Stats) -> Batch:
-        self._learn(stats)
         load = Load.of(batch)
+        if not self._span.goes_on(load, stats.rounds):
+            self._learn(stats)
+            self._decide(batch, load)
+        self._span.rounds += 1
+        budget = tuple(min(self._k, most) for most in batch.budget)
+        if self._span.trial:
+            budget = self._few(batch, budget)
+        self._span.guessing += sum(map(bool, budget))
+        return replace(batch, budget=budget, keep=self._keep, worth=self._worth, arm=max(self._span.arm, 0))
+
+    def _decide(self, batch: Batch, load: Load) -> None:
         arm = self._choose(load) if load.rows else -1
-        k = self._ask(arm, load) if arm >= 0 else 0
-        budget = tuple(min(k, most) for most in batch.budget)
-        budget = self._few(batch, budget) if arm >= 0 and self.arms[arm].trial else budget
-        self._last, self._guesses = _Asked(load, arm if any(budget) else -1, budget), 0
-        keep, worth = self._thresholds(arm, load) if any(budget) else (0.0, ())
-        return replace(batch, budget=budget, keep=keep, worth=worth, arm=max(arm, 0))
+        trial = arm >= 0 and self.arms[arm].trial > 0
+        self._k = self._ask(arm, load) if arm >= 0 else 0
+        self._keep, self._worth = self._thresholds(arm, load) if arm >= 0 else (0.0, ())
+        self._span = _Span(load, arm, trial, self._told.rounds)
 
     def trim(self, batch: Batch, draft: Draft) -> Draft:
-        assert self._last is not None
-        load, arm = self._last.load, self._last.arm
-        self._depth = max(draft.depth)
-        if arm >= 0 and any(draft.width):
-            self.arms[arm].says = draft.chance is not None
+        span = self._span
+        span.depth += max(draft.depth)
+        if span.arm >= 0 and any(draft.width):
+            self.arms[span.arm].says = draft.chance is not None
         # What was drawn is not cut here: how far would depend on guesses further down the same path. It was cut by its
         # worth while it grew.
         if draft.chance is not None and draft.q is None and any(draft.width):
-            draft = tree.cut(draft, self._widths(draft.chance, load))
-        self._guesses = sum(draft.width)
+            draft = tree.cut(draft, self._widths(draft.chance, span.load))
+        span.guesses += sum(draft.width)
         return draft
 
     def state(self) -> dict[str, Any]:
@@ -102,7 +110,7 @@ class CostPlanner:
 
     def _choose(self, load: Load) -> int:
         """The arm that promises most, or one that is due for a trial; -1: none pays."""
-        on = self._last.arm if self._last else -1
+        on = self._span.arm
         gains = [self._gain(arm, load) for arm in range(len(self.arms))]
         best = max(range(len(gains)), key=gains.__getitem__)
         trial = next((arm for arm in range(len(gains)) if self._due(arm, load)), None)
@@ -226,41 +234,51 @@ class CostPlanner:
         return max(range(best + 1), key=profit)
 
     def _learn(self, stats: Stats) -> None:
-        """From what has been added to `stats` since the last round."""
+        """From what has been added to `stats` in the last span."""
         before, self._told = self._told, stats
-        if self._last is None or stats.rounds != before.rounds + 1:  # a new engine's, or others' rounds
+        span = self._span
+        if not span.rounds or stats.rounds != before.rounds + span.rounds:  # a new engine's, or others' rounds
             return
-        load, arm = self._last.load, self._last.arm
         took = stats.target_seconds - before.target_seconds + stats.host_seconds - before.host_seconds
-        columns = load.rows + self._guesses + load.feed
-        self._clock.learn(columns, max(load.rows, 1), load.cached, took)
-        if arm >= 0 or stats.rounds % _ROUNDS == 0:
+        columns = span.load.rows + span.load.feed + span.guesses / span.rounds
+        self._clock.learn(columns, max(span.load.rows, 1), span.load.cached, took / span.rounds)
+        if span.guessing or stats.rounds - self._cleared >= _ROUNDS:
             self._found.clear()
-        if arm >= 0 and load.rows:
-            self.arms[arm].learn(_outcome(before, stats, self._last, self._depth), load.cached)
+            self._cleared = stats.rounds
+        if span.guessing and span.load.rows:
+            self.arms[span.arm].learn(span.outcome(before, stats), span.load.cached)
 
 
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """The last round."""
+@dataclass(slots=True)
+class _Span:
+    """Some rounds alike, under one decision: to decide anew in each would cost the host more than it brings."""
 
     load: Load
     arm: int  # -1 = none
-    budget: tuple[int, ...]  # [B]
+    trial: bool
+    began: int  # rounds before it
+    rounds: int = 0
+    guessing: int = 0  # rows that were allowed guesses, summed over its rounds
+    guesses: int = 0  # that were verified
+    depth: int = 0  # of each round's deepest guess, summed
 
+    def goes_on(self, load: Load, rounds: int) -> bool:
+        """Whether the next round, after so many in all, may be part of it."""
+        short = self.rounds < _SPAN and not self.trial and not self.load.feed and not load.feed
+        return short and self.load.like(load) and rounds == self.began + self.rounds
 
-def _outcome(before: Stats, after: Stats, asked: _Asked, depth: int) -> Outcome:
-    rows = sum(budget > 0 for budget in asked.budget)
-    return Outcome(
-        rows=rows,
-        emitted=after.emitted - before.emitted - (asked.load.rows - rows),  # whoever may not guess emits one token
-        nodes=after.drafted - before.drafted,
-        k=max(asked.budget),
-        depth=depth,
-        reached=_less(after.reached, before.reached),
-        accepted=_less(after.accepted, before.accepted),
-        propose=after.propose_seconds - before.propose_seconds,
-    )
+    def outcome(self, before: Stats, after: Stats) -> Outcome:
+        idle = self.load.rows * self.rounds - self.guessing  # whoever may not guess emits one token
+        return Outcome(
+            rounds=self.rounds,
+            rows=self.guessing,
+            emitted=after.emitted - before.emitted - idle,
+            nodes=after.drafted - before.drafted,
+            depth=self.depth,
+            reached=_less(after.reached, before.reached),
+            accepted=_less(after.accepted, before.accepted),
+            propose=after.propose_seconds - before.propose_seconds,
+        )
 
 
 def _less(after: tuple[int, ...], before: tuple[int, ...]) -> tuple[int, ...]:
@@ -271,4 +289,5 @@ _GRAIN, _ROUNDS = 128, 16  # cached tokens that make a difference; rounds that a
 _WORTHWHILE = 1.02  # expected speedup below which plain decoding is kept
 _FREE = 0.99  # the same of what costs next to nothing, and may begin to pay with the next token
 _FEW = 2  # rows of a trial
+_SPAN = 4  # rounds that a decision stands
 _PATIENCE_MOST = 1024  # rounds without speculation before it is tried again
