@@ -12,7 +12,13 @@ from types import MappingProxyType
 from outrider.errors import OutriderError
 from outrider.propose.base import NoProposer, Proposer, Setup
 from outrider.propose.combine import Combination, First, Merge, Switch
-from outrider.propose.draft import cascade_proposer, draft_proposer, draft_text_proposer, draft_tokens_proposer
+from outrider.propose.draft import (
+    cascade_proposer,
+    draft_proposer,
+    draft_text_proposer,
+    draft_tokens_proposer,
+    tree_proposer,
+)
 from outrider.propose.lookahead import lookahead_proposer
 from outrider.propose.model import ModelProposer
 from outrider.propose.ngram import NgramProposer
@@ -165,6 +171,7 @@ NAMED: Mapping[str, Named] = MappingProxyType(
         "draft": Named(draft_proposer, "draft:DIR", "a small model"),
         "draft-tokens": Named(draft_tokens_proposer, "draft-tokens:DIR", "one of another vocabulary, token by token"),
         "draft-text": Named(draft_text_proposer, "draft-text:DIR", "one of another vocabulary, by the text it writes"),
+        "tree": Named(tree_proposer, "tree:DIR", "a small model that guesses several ways to go on"),
         "cascade": Named(cascade_proposer, "cascade:DIR", "a small model that looks up what it is about to say"),
         "retrieval": Named(
             retrieval_proposer, "retrieval:DIR[:MIN]", "what followed this ending in a datastore; see `outrider index`"
@@ -175,7 +182,7 @@ NAMED: Mapping[str, Named] = MappingProxyType(
     }
 )
 DRAWN = frozenset(  # those that may draw their guesses from a law
-    {"draft", "draft-tokens", "cascade", "exit", "skip", "quantized"}
+    {"draft", "draft-tokens", "tree", "cascade", "exit", "skip", "quantized"}
 )
 COMBINATIONS: Mapping[str, Callable[[Setup, Sequence[Proposer]], Proposer]] = MappingProxyType(
     {"first": First, "merge": Merge, "switch": Switch}

@@ -13,6 +13,7 @@ from outrider.propose.cascade import Cascade
 from outrider.propose.combine import First, Merge, Switch
 from outrider.propose.lookahead import LookaheadProposer, Shape
 from outrider.propose.model import ModelProposer
+from outrider.propose.model_tree import TreeProposer
 from outrider.propose.ngram import NgramProposer
 from outrider.propose.recycle import RecycleProposer
 from outrider.propose.retrieval import RetrievalProposer
@@ -51,6 +52,8 @@ LEARNING: Mapping[str, Callable[[Setup], Proposer]] = {
     "switch": lambda setup: Switch(setup, [NgramProposer(setup), _toy_model(setup)]),
     "retrieval": lambda setup: RetrievalProposer(setup, _toy_store(setup.vocab)),
     "merge": lambda setup: Merge(setup, [NgramProposer(setup), _toy_model(setup)]),
+    "tree": lambda setup: TreeProposer(setup, ToyTarget(vocab=setup.vocab, slots=setup.slots, seed=99)),
+    "foreign tree": lambda setup: TreeProposer(setup, _foreign(setup)),
 }
 EVERY = {**PROPOSERS, **LEARNING}
 

@@ -15,6 +15,7 @@ from outrider.propose.chances import Chances
 from outrider.propose.sketch import Sketch, depths
 from outrider.types import Batch, Draft, Draw, Law, Needs, Request, Round
 
+_LEVELS = 8  # of a chance that a part gives a guess
 _HOPE = 0.6  # that a guess is kept of which its proposer says nothing
 
 
@@ -79,7 +80,7 @@ class Merge(Combination):
 
     def __init__(self, setup: Setup, parts: Sequence[Proposer]) -> None:
         super().__init__(setup, parts)
-        self._chances = Chances()  # for parts that do not say how good their guesses are
+        self._chances = Chances()  # of guesses by who made them, together or alone, and what they said
         self._open: list[tuple[int, Sketch, list[Hashable]]] = []  # row of the batch, guesses, kinds
 
     def propose(self, batch: Batch) -> Draft:
@@ -87,13 +88,28 @@ class Merge(Combination):
         share = tuple(self._share(row.request, budget) for row, budget in zip(batch.rows, batch.budget, strict=True))
         drafts = [part.propose(replace(batch, budget=share)) for part in self.parts]
         read = [self._read(part, draft) for part, draft in enumerate(drafts)]
-        unions = [_Union.of([each[b] for each in read], batch.budget[b]) for b in range(len(batch.rows))]
+        unions = [self._union(b, [each[b] for each in read]).best(batch.budget[b]) for b in range(len(batch.rows))]
         return _draft(unions, drafts, self._setup.device)
 
     def commit(self, round: Round) -> None:
         for b, sketch, kinds in self._open:
             self._chances.learn(sketch, kinds, round.emitted[b])
         super().commit(round)
+
+    def _union(self, b: int, parts: Sequence[tuple[Sketch, list[int]]]) -> _Union:
+        """One row's merged tree, with the chances that guesses of such company have had."""
+        union = _Union.of(parts)
+        if any(union.law):
+            return union
+        said, kinds = union.sketch.chance, list[Hashable]()
+        chance: list[float] = []
+        for node, above in enumerate(union.sketch.parent):
+            alone = min(said[node] / said[above], 1.0) if above >= 0 and said[above] else said[node]
+            kinds.append((union.voices[node], round(alone * _LEVELS)))
+            chance.append((chance[above] if above >= 0 else 1.0) * self._chances.of(kinds[-1], alone))
+        sketch = Sketch(union.sketch.tokens, union.sketch.parent, chance)
+        self._open.append((b, sketch, kinds))
+        return _Union(sketch, union.law, union.source, union.voices)
 
     def _share(self, request: Request, budget: int) -> int:
         drawn = request.params.temperature > 0 and self._setup.draw is not Draw.ARGMAX
@@ -124,14 +140,15 @@ class _Union:
     sketch: Sketch
     law: list[int]
     source: list[tuple[int, int]]  # part, node
+    voices: list[int]  # parts that made the guess, a bit each
 
     @classmethod
-    def of(cls, parts: Sequence[tuple[Sketch, list[int]]], budget: int) -> _Union:
-        union = cls(Sketch(), [], [])
+    def of(cls, parts: Sequence[tuple[Sketch, list[int]]]) -> _Union:
+        union = cls(Sketch(), [], [], [])
         drawn_first = sorted(range(len(parts)), key=lambda part: not any(parts[part][1]))
         for part in drawn_first:
             union._add(part, *parts[part])
-        return union._best(budget)
+        return union
 
     def _add(self, part: int, sketch: Sketch, law: list[int]) -> None:
         home: list[int] = []  # of the part's nodes in here
@@ -143,11 +160,13 @@ class _Union:
                 twin = known[above, token] = self.sketch.add(token, above, chance)
                 self.law.append(law[node])
                 self.source.append((part, node))
+                self.voices.append(0)
             elif not self.law[twin]:  # of a drawn one, the chance may not depend on what it is
                 self.sketch.chance[twin] = max(self.sketch.chance[twin], chance)
+            self.voices[twin] |= 1 << part
             home.append(twin)
 
-    def _best(self, budget: int) -> _Union:
+    def best(self, budget: int) -> _Union:
         """The drawn nodes and then the likeliest, parents before children."""
         old = self.sketch
         order = sorted(range(len(old.tokens)), key=lambda node: (self.law[node] == Law.ONE_HOT, -old.chance[node]))
@@ -158,7 +177,8 @@ class _Union:
             least = min(least, old.chance[node])
             chance.append(least)
         sketch = Sketch([old.tokens[n] for n in order], [home[old.parent[n]] for n in order], chance)
-        return _Union(sketch, [self.law[n] for n in order], [self.source[n] for n in order])
+        laws, source = [self.law[n] for n in order], [self.source[n] for n in order]
+        return _Union(sketch, laws, source, [self.voices[n] for n in order])
 
 
 def _draft(unions: Sequence[_Union], drafts: Sequence[Draft], device: torch.device) -> Draft:

@@ -13,6 +13,7 @@ from outrider.load import Checkpoint, load_checkpoint
 from outrider.propose.base import Proposer, Setup
 from outrider.propose.cascade import Cascade
 from outrider.propose.model import ModelProposer
+from outrider.propose.model_tree import TreeProposer
 from outrider.propose.spelling import Spelling, spelling
 from outrider.propose.text_draft import TextProposer
 from outrider.propose.vocabulary import Dictionary, SharedVocabulary
@@ -53,6 +54,11 @@ def draft_text_proposer(folder: str, setup: Setup) -> Proposer:
 def cascade_proposer(folder: str, setup: Setup) -> Proposer:
     """`cascade:DIR`: by tokens, greedy chains in fewer passes."""
     return ModelProposer(setup, Cascade(_find("cascade", folder, setup).speaking()))
+
+
+def tree_proposer(folder: str, setup: Setup) -> Proposer:
+    """`tree:DIR`: by tokens, several ways to go on."""
+    return TreeProposer(setup, _find("tree", folder, setup).speaking())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

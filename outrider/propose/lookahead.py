@@ -33,9 +33,9 @@ Column = tuple[int, ...]
 class Shape:
     """W, N and G of the paper."""
 
-    window: int = 5  # columns of riders
-    size: int = 4  # tokens of an n-gram; a column has one less
-    guesses: int = 5  # n-grams kept for a token
+    window: int = 10  # columns of riders
+    size: int = 3  # tokens of an n-gram; a column has one less
+    guesses: int = 8  # n-grams kept for a token
 
 
 class _Pool:
@@ -99,8 +99,8 @@ def lookahead_proposer(argument: str, setup: Setup) -> LookaheadProposer:
     sizes = [int(size) if size.isdecimal() else 0 for size in argument.split("x")]
     if len(sizes) != 3 or min(sizes) < 1 or sizes[1] < 2:
         raise OutriderError(
-            f"lookahead:{argument} is no shape; write lookahead:7x4x5 for 7 columns of riders, n-grams of 4 tokens (of 2"
-            " at least), and 5 of them kept for a token"
+            f"lookahead:{argument} is no shape; write lookahead:10x3x8 for 10 columns of riders, n-grams of 3 tokens"
+            " (2 at least), and 8 of them kept for a token"
         )
     return LookaheadProposer(setup, Shape(window=sizes[0], size=sizes[1], guesses=sizes[2]))
 
@@ -177,10 +177,14 @@ class LookaheadProposer:
 
     def _with_riders(self, known: Sketch, paths: Sequence[Column]) -> Sketch:
         sketch = Sketch(known.tokens[:], known.parent[:], known.chance[:])
-        worth = min((self._earned + _TRUST * _WORTH) / (self._ridden + _TRUST), 1.0)
+        worth = self._worth()
         for path in paths:
             _grow(sketch, path, [worth] * len(path))
         return _ordered(sketch)[0]
+
+    def _worth(self) -> float:
+        """Guesses that came true for each rider scored."""
+        return min((self._earned + _TRUST * _WORTH) / (self._ridden + _TRUST), 1.0)
 
 
 def _grow(sketch: Sketch, path: Sequence[int], chances: Sequence[float]) -> int:

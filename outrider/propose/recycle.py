@@ -141,7 +141,7 @@ class RecycleProposer:
 
     def propose(self, batch: Batch) -> Draft:
         self._open = {}
-        sketches = [self._sketch(row, budget) for row, budget in zip(batch.rows, batch.budget, strict=True)]
+        sketches = [self._sketch(row, budget, batch.keep) for row, budget in zip(batch.rows, batch.budget, strict=True)]
         return picked(sketches, self._device)
 
     def commit(self, round: Round) -> None:
@@ -155,7 +155,7 @@ class RecycleProposer:
     def release(self, slot: int) -> None:
         self._memories.pop(slot, None)
 
-    def _sketch(self, row: Row, budget: int) -> Sketch:
+    def _sketch(self, row: Row, budget: int, keep: float) -> Sketch:
         sketch = Sketch()
         kinds: list[Hashable] = []
         self._open[row.slot] = sketch, kinds
@@ -172,7 +172,7 @@ class RecycleProposer:
 
         ending = tuple(row.text[-_LONGEST - 1 :])
         wait(_Place(-1, 1.0, ending, memory.guesses(ending)), 1.0)
-        while queue and len(kinds) < budget:
+        while queue and len(kinds) < budget and -queue[0][0] >= keep:
             negative, _, token, kind, place = heappop(queue)
             node = sketch.add(token, place.node, -negative)
             kinds.append(kind)
