@@ -182,7 +182,7 @@ class CostPlanner:
         if record.says:
             return record.most
         if record.trial:
-            return max(self._best(arm, load.rows, load.cached)[0], 2)
+            return min(max(self._best(arm, load.rows, load.cached)[0], 2), _TRIED)
         k = min(self._best(arm, rows, load.cached)[0] for rows in {load.rows, load.soon})
         return self._beside(arm, load, k) if load.feed else k
 
@@ -288,6 +288,6 @@ def _less(after: tuple[int, ...], before: tuple[int, ...]) -> tuple[int, ...]:
 _GRAIN, _ROUNDS = 128, 16  # cached tokens that make a difference; rounds that a choice of 0 stands
 _WORTHWHILE = 1.02  # expected speedup below which plain decoding is kept
 _FREE = 0.99  # the same of what costs next to nothing, and may begin to pay with the next token
-_FEW = 2  # rows of a trial
+_FEW, _TRIED = 2, 4  # rows of a trial, and guesses of each where nobody says how good they are
 _SPAN = 4  # rounds that a decision stands
 _PATIENCE_MOST = 1024  # rounds without speculation before it is tried again
