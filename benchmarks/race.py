@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import cycle, groupby, islice
 from pathlib import Path
 from statistics import harmonic_mean, median
 from time import perf_counter
@@ -98,7 +99,7 @@ def main(
     prompts: Annotated[Path, typer.Option(help="JSON lines with category and prompt.")],
     batch: Annotated[int, typer.Option(help="Rows at once.")] = 1,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    limit: Annotated[int, typer.Option(help="Prompts of each category.")] = 3,
+    limit: Annotated[int, typer.Option(help="Prompts of each category; they are repeated where there are fewer.")] = 3,
     rounds: Annotated[int, typer.Option(help="How often all is measured.")] = 5,
     fresh: Annotated[bool, typer.Option("--fresh", help="Forget between rounds.")] = False,
 ) -> None:
@@ -109,7 +110,7 @@ def main(
     lines = [json.loads(line) for line in prompts.read_text("utf-8").splitlines()]
     lines.sort(key=lambda line: str(line["category"]))
     texts = {
-        category: [line["prompt"] for line in some][:limit]
+        category: list(islice(cycle([line["prompt"] for line in some]), limit))
         for category, some in groupby(lines, key=lambda line: str(line["category"]))
     }
     scores = {(name, category): Score() for name in names for category in texts}
@@ -179,8 +180,8 @@ def _figures(names: list[str], scores: dict[tuple[str, str], Score], name: str, 
 
 
 def _print(names: list[str], categories: list[str], scores: dict[tuple[str, str], Score]) -> None:
-    width = max(22, *(len(name) + 2 for name in names))
-    print(" " * 20 + "".join(f"{name:>{width}}" for name in names))
+    width = max(24, *(len(_short(name)) + 2 for name in names))
+    print(" " * 20 + "".join(f"{_short(name):>{width}}" for name in names))
     for category in categories:
         cells = [_figures(names, scores, name, category) for name in names]
         text = (f"{c['tokens_per_second']:.0f} {c['speedup']:5.2f}x tau {c['tau']:5.2f}" for c in cells)
@@ -192,6 +193,11 @@ def _print(names: list[str], categories: list[str], scores: dict[tuple[str, str]
         ratios = ([a / b for a, b in zip(rates[name], rates[PLAIN], strict=True)] for name in names)
         text = (f"{median(rates[name]):.0f} {median(ratio):5.2f}x" for name, ratio in zip(names, ratios, strict=True))
         print(f"{label:20}" + "".join(f"{cell:>{width}}" for cell in text))
+
+
+def _short(name: str) -> str:
+    """Without the folders before a model's own."""
+    return re.sub(r"[^(:,]*/", "", name)
 
 
 def _overall(name: str, categories: list[str], scores: dict[tuple[str, str], Score]) -> list[float]:

@@ -24,6 +24,7 @@ from outrider.propose.combine import Switch
 from outrider.proposers import DRAWN, Maker, draft_model, find_proposer, parse
 from outrider.schedule import Scheduler
 from outrider.target import Target, make_target
+from outrider.types import Draw
 from outrider.verify import EXACT, Verifier
 
 _MODELS = Path(__file__).parent / "models"
@@ -87,20 +88,20 @@ def build(
     )
     guesser = find_proposer(spec, setup) if isinstance(spec, str) else spec(setup)
     model.export(guesser.needs.layers)
-    if planner is None:
-        planner = auto_planner(model, guesser) if isinstance(k, str) else FixedPlanner(k)
+    replay = rule.draw is Draw.SAMPLE
+    decides = planner or (FixedPlanner(k) if isinstance(k, int) else auto_planner(model, guesser, replay=replay))
     return House(
         engine=Engine(
             target=model,
             proposer=guesser,
             verifier=fastest(rule, checkpoint.device),
-            planner=planner,
+            planner=decides,
             scheduler=scheduler,
         ),
         target=model,
         proposer=guesser,
         verifier=rule,
-        planner=planner,
+        planner=decides,
         tokenizer=checkpoint.tokenizer,
         vocab=checkpoint.vocab,
         context=size,
@@ -110,10 +111,13 @@ def build(
     )
 
 
-def auto_planner(target: Target, proposer: Proposer) -> CostPlanner:
-    """Who plans by what passes cost here, of the target and of the draft model of each alternative."""
+def auto_planner(target: Target, proposer: Proposer, *, replay: bool = False) -> CostPlanner:
+    """Who plans by what passes cost here, of the target and of the draft model of each alternative.
+
+    `replay`: what a seed leads to depends on the guesses, and must be had again (see `CostPlanner`).
+    """
     arms = proposer.parts if isinstance(proposer, Switch) else (proposer,)
-    return CostPlanner(*(known_costs(target, draft_model(arm)) for arm in arms))
+    return CostPlanner(*(known_costs(target, draft_model(arm)) for arm in arms), replay=replay)
 
 
 def weight_bits(quantize: str | None) -> int:
@@ -155,7 +159,7 @@ def _fitting(proposer: str | Maker) -> str:
     expression = parse(proposer)
     if DRAWN.isdisjoint(expression.names()):
         return "walk"
-    return "traversal" if "merge" in expression.names() else "block"
+    return "block" if {"merge", "tree"}.isdisjoint(expression.names()) else "traversal"
 
 
 def _context(asked: int | None, checkpoint: Checkpoint) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
@@ -13,9 +13,12 @@ from typer.core import TyperGroup
 from outrider import __version__, options
 from outrider.errors import OutriderError
 from outrider.project.options import ProjectOptions
+from outrider.tune.options import TuneOptions
 
 if TYPE_CHECKING:
     from outrider.bench.settings import Settings
+
+_Models = TypeVar("_Models", bound=options.LoadOptions)
 
 _FILE_WIDTH = 120  # columns of tables where no terminal sets them
 
@@ -65,10 +68,12 @@ def outrider(
 @app.command()
 @options.spread
 def run(
+    ctx: typer.Context,
     prompt: options.PromptText = None,
     *,
     chat: options.Chat = False,
     models: options.ModelOptions,
+    config: options.Config = None,
     sampling: options.SamplingOptions,
     show: options.Show = False,
     as_json: options.Json = False,
@@ -82,7 +87,7 @@ def run(
     from outrider.run import converse, load
     from outrider.show import Teller
 
-    llm = load(models, rows=params.n)
+    llm = load(_configured(ctx, models, config), rows=params.n)
     if not converse(llm, params, prompt=prompt, chat=chat, teller=Teller(llm, show=show, as_json=as_json)):
         raise typer.Exit(1)
 
@@ -90,8 +95,10 @@ def run(
 @app.command()
 @options.spread
 def bench(
+    ctx: typer.Context,
     *,
     models: options.LoadOptions,
+    config: options.Config = None,
     context: options.Contexts = None,
     prompts: options.PromptFile = None,
     limit: options.Limit = None,
@@ -115,7 +122,7 @@ def bench(
     batches, temperatures = parse_whole("--batch", batch), parse_real("--temperature", temperature)
     contexts = parse_whole("--context", context) if context else ()
     settings = Settings(
-        **asdict(models),
+        **asdict(_configured(ctx, models, config, least=1)),
         prompts=prompts,
         limit=limit,
         rounds=rounds,
@@ -136,6 +143,16 @@ def bench(
         _calibrate(settings, as_json=as_json)
     else:
         _measure(settings, report=report, as_json=as_json)
+
+
+def _configured(ctx: typer.Context, models: _Models, config: str | None, *, least: int = 0) -> _Models:
+    if config is None:
+        return models
+    from outrider.tune.config import configured
+
+    sources = {name: ctx.get_parameter_source(name) for name in ctx.params}
+    given = {name for name, source in sources.items() if source and not source.name.startswith("DEFAULT")}
+    return configured(models, config, given=given, least=least)
 
 
 def _calibrate(settings: Settings, *, as_json: bool) -> None:
@@ -308,5 +325,67 @@ def layers(
     if not people.is_terminal:
         people.width = _FILE_WIDTH
     show_layers(document, people)
+    if as_json or not people.is_terminal:
+        typer.echo(json.dumps(document))
+
+
+@app.command()
+@options.spread
+def tune(
+    *,
+    target: options.Target = None,
+    asked: TuneOptions,
+    verifier: options.Verifier = None,
+    prompts: options.PromptFile = None,
+    limit: options.Limit = None,
+    max_tokens: options.BenchTokens = 128,
+    seed: options.BenchSeed = 0,
+    context: options.Context = None,
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
+    kernels: options.Kernels = "auto",
+    quantize: options.Quantize = None,
+    threads: options.Threads = None,
+    as_json: options.BenchJson = False,
+) -> None:
+    """Measure your prompts, and say whether to speculate, with whom and how far.
+
+    Prints tables and the answer in words, and as the last line one JSON document: always into a file or a pipe, with
+    --json on a terminal too. --out writes that document, for --config of `outrider run` and `outrider bench`.
+    """
+    from outrider.bench.settings import parse_real, parse_whole
+    from outrider.tune.run import check_out, run_tune, write
+    from outrider.tune.settings import Settings, read_ks, read_proposers
+    from outrider.tune.table import show
+
+    settings = Settings(
+        target=target,
+        proposers=read_proposers(asked.proposers, target),
+        ks=read_ks(asked.k),
+        batches=parse_whole("--batch", asked.batch),
+        temperatures=parse_real("--temperature", asked.temperature),
+        verifier=verifier,
+        prompts=prompts,
+        limit=limit,
+        rounds=asked.rounds,
+        max_tokens=max_tokens,
+        seed=seed,
+        dtype=dtype,
+        device=device,
+        kernels=kernels,
+        quantize=quantize,
+        threads=threads,
+        context=context,
+    )
+    if asked.out:
+        check_out(asked.out)  # before the measurement rather than after it
+    people = Console()
+    if not people.is_terminal:
+        people.width = _FILE_WIDTH
+    document = run_tune(settings, progress=Console(stderr=True))
+    show(document, people)
+    if asked.out:
+        write(document, asked.out)
+        typer.echo(f"the advice is in {asked.out}; use it as --config {asked.out}", err=True)
     if as_json or not people.is_terminal:
         typer.echo(json.dumps(document))

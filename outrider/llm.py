@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
-from outrider.build import House, build, default_proposer, embedded
+from outrider.build import House, build
 from outrider.engine import Engine
 from outrider.errors import OutriderError
 from outrider.machine import use_threads
 from outrider.noise import mix_int
-from outrider.params import SamplingParams
+from outrider.params import AUTO, SamplingParams, check_plan
 from outrider.plan import Planner
-from outrider.plan_file import PlanFile, check_plan
+from outrider.plan_file import restored
 from outrider.proposers import Maker
 from outrider.stats import Stats
 from outrider.text import TextStream
@@ -42,7 +42,7 @@ class LLM:
         target: str | Path | None = None,
         *,
         proposer: str | Maker | None = None,
-        k: int | str = 4,
+        k: int | str = AUTO,
         verifier: str | None = None,
         dtype: str = "auto",
         device: str = "auto",
@@ -61,9 +61,9 @@ class LLM:
             target: folder of a decoder-only model; None is the embedded one.
             proposer: none, ngram, draft:DIR, pkg.module:Class, or what makes one from a `Setup`; None is the
                 embedded draft for the embedded target and ngram for any other.
-            k: guesses per round; "auto" measures what passes cost here, once, and then decides round by round.
-            verifier: walk, coupled, rejection, block, siblings, traversal, or the lossy typical and lenient; None is
-                block for a proposer that samples and walk for one that does not.
+            k: guesses per round; auto measures what passes cost here, once, and then decides round by round who guesses
+                and how far. A seeded row whose text depends on the guesses then gets 4 a round.
+            verifier: walk, coupled, rejection, block, siblings, traversal, typical or lenient; None is the fitting one.
             dtype: auto, float32, bfloat16 or float16.
             device: auto, cpu, cuda, ...
             kernels: native, torch, or auto: Outrider's own on a CPU in bfloat16 for the models that they know (they are
@@ -74,13 +74,12 @@ class LLM:
             context: tokens of prompt and completion together; None is the model's own, 8192 at most.
             chunk: tokens of prompts fed per round.
             planner: decides the number of guesses in place of `k`.
-            plan: with k "auto", a file that keeps what the planner learns: read now if it is there, and written when a
-                call of `generate` or `stream` ends (those who step the engine themselves call `save_plan`).
+            plan: with k "auto", a file of what it has learned: read now if it is there, written by `save_plan`.
 
         Raises:
             OutriderError: with the fix in its message.
         """
-        check_plan(plan, k=k, planner=planner)
+        check_plan(plan, k=k, planned=planner is not None)
         use_threads(threads)
         self._house: House = build(
             target,
@@ -97,11 +96,7 @@ class LLM:
             planner=planner,
         )
         self._ids = count()
-        self._plan: PlanFile | None = None
-        if plan is not None:
-            model, guesser = target or embedded("mini"), proposer or default_proposer(target)
-            self._plan = PlanFile(plan, target=model, proposer=guesser, quantize=quantize)
-            self._plan.restore(self._house.planner)
+        self._plan = restored(plan, self._house.planner, target=target, proposer=proposer, quantize=quantize)
 
     @classmethod
     def of(cls, house: House) -> LLM:
@@ -198,7 +193,7 @@ class LLM:
         self.engine.abort(id)
 
     def save_plan(self) -> None:
-        """Write what the planner has learned into the plan file, where there is one."""
+        """Write what the planner has learned into the plan file, if there is one; `generate` and `stream` do, too."""
         if self._plan is not None:
             self._plan.save(self._house.planner)
 

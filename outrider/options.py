@@ -30,8 +30,9 @@ Proposer = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
-        help="Who guesses: none, ngram, retrieval:DIR, draft:DIR, exit:LAYERS, skip:A+B+C, quantized:int4 or"
-        " pkg.module:Class. Default: the embedded draft for the embedded target, ngram for any other.",
+        help="Who guesses: none, ngram, suffix, recycle, lookahead, retrieval:DIR, draft:DIR, tree:DIR, exit:LAYERS,"
+        " skip:A+B+C, quantized:int4, pkg.module:Class, or several: merge(suffix,recycle), first(A,B), switch(A,B)."
+        " Default: the embedded draft for the embedded target, ngram for any other.",
         rich_help_panel=_MODEL,
     ),
 ]
@@ -136,7 +137,19 @@ StopTokenId = Annotated[
 IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Go on past end-of-text.", rich_help_panel=_SAMPLING)]
 Seed = Annotated[
     int | None,
-    typer.Option(help="The same seed gives the same text. Default: a new one, reported.", rich_help_panel=_SAMPLING),
+    typer.Option(
+        help="The same seed gives the same text. Where that depends on the guesses too (block, say), --k auto makes 4 a"
+        " round for it. Default: a new one, reported.",
+        rich_help_panel=_SAMPLING,
+    ),
+]
+Scope = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME",
+        help="Learn from finished outputs of the same scope alone, where a proposer remembers them.",
+        rich_help_panel=_SAMPLING,
+    ),
 ]
 Count = Annotated[int, typer.Option("--n", help="Completions of each prompt.", rich_help_panel=_SAMPLING)]
 Logprobs = Annotated[
@@ -231,6 +244,24 @@ Force = Annotated[
     bool, typer.Option("--force", help="Replace a datastore that is there already.", rich_help_panel=_OUTPUT)
 ]
 
+Plan = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE",
+        help="With --k auto: go on from what was learned into this file before, and write it at the end.",
+        rich_help_panel=_MODEL,
+    ),
+]
+Config = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE",
+        help="Take target, proposer, k, verifier and precision from what `outrider tune --out` wrote; options that are"
+        " given win.",
+        rich_help_panel=_MODEL,
+    ),
+]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
@@ -238,13 +269,14 @@ class LoadOptions:
 
     target: Target = None
     proposer: Proposer = None
-    k: Guesses = 4
+    k: Guesses = AUTO
     verifier: Verifier = None
     dtype: Dtype = "auto"
     device: Device = "auto"
     kernels: Kernels = "auto"
     quantize: Quantize = None
     threads: Threads = None
+    plan: Plan = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -272,6 +304,7 @@ class SamplingOptions:
     stop_token_id: StopTokenId = None
     ignore_eos: IgnoreEos = False
     seed: Seed = None
+    scope: Scope = ""
     n: Count = 1
     logprobs: Logprobs = None
 
@@ -296,6 +329,7 @@ class SamplingOptions:
             stop_token_ids=tuple(self.stop_token_id or ()),
             ignore_eos=self.ignore_eos,
             seed=self.seed,
+            scope=self.scope,
             n=self.n,
             logprobs=self.logprobs,
         )

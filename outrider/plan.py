@@ -13,7 +13,7 @@ from outrider.cost import expected_tau
 from outrider.errors import OutriderError
 from outrider.passcost import Clock, CostModel
 from outrider.stats import Stats
-from outrider.types import Batch, Draft
+from outrider.types import Batch, Draft, Row
 
 
 class Planner(Protocol):
@@ -56,8 +56,13 @@ class CostPlanner:
     when nothing pays it decodes plainly, and tries again now and then, the more seldom the less there is to hope for.
     """
 
-    def __init__(self, *costs: CostModel, most: int = 32) -> None:
-        """Plan with the `costs` of each of the proposer's alternatives, up to `most` guesses a row."""
+    def __init__(self, *costs: CostModel, most: int = 32, replay: bool = False) -> None:
+        """Plan with the `costs` of each of the proposer's alternatives, up to `most` guesses a row.
+
+        With `replay` a seed that a user gave must lead to the same text again, although what is emitted depends on the
+        guesses: a batch with such a row gets the same number of guesses always.
+        """
+        self._replay = replay
         self.arms = tuple(Arm(each, most=most) for each in costs)
         self._clock = Clock(costs[0])  # the target is the same for all
         self._told = Stats()
@@ -69,6 +74,9 @@ class CostPlanner:
         self._found: dict[tuple[int, int, int], tuple[int, float]] = {}  # best k and gain, for some rounds
 
     def plan(self, batch: Batch, stats: Stats) -> Batch:
+        if self._replay and any(map(_seeded, batch.rows)):
+            self._span = _Span(Load.of(batch), -1, False, 0)
+            return replace(batch, budget=tuple(min(_SEEDED, most) for most in batch.budget))
         load = Load.of(batch)
         if not self._span.goes_on(load, stats.rounds):
             self._learn(stats)
@@ -281,6 +289,11 @@ class _Span:
         )
 
 
+def _seeded(row: Row) -> bool:
+    """Whether its user expects to see the text again, and chance has a part in it."""
+    return row.request.params.seed is not None and row.request.params.temperature > 0
+
+
 def _less(after: tuple[int, ...], before: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(a - b for a, b in zip_longest(after, before, fillvalue=0))
 
@@ -290,4 +303,5 @@ _WORTHWHILE = 1.02  # expected speedup below which plain decoding is kept
 _FREE = 0.99  # the same of what costs next to nothing, and may begin to pay with the next token
 _FEW, _TRIED = 2, 4  # rows of a trial, and guesses of each where nobody says how good they are
 _SPAN = 4  # rounds that a decision stands
+_SEEDED = 4  # guesses where a seed must reproduce the text
 _PATIENCE_MOST = 1024  # rounds without speculation before it is tried again

@@ -10,8 +10,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from outrider.build import default_proposer, embedded
 from outrider.errors import OutriderError
-from outrider.params import AUTO
 from outrider.plan import CostPlanner, Planner
 from outrider.proposers import Expression, Maker, parse
 
@@ -95,18 +95,21 @@ class PlanFile:
         return document
 
 
-def check_plan(plan: str | Path | None, *, k: int | str, planner: Planner | None = None) -> None:
-    """A plan file is of use to the planner behind `k` auto alone.
-
-    Raises:
-        OutriderError: another one decides.
-    """
-    if plan is None:
-        return
-    if k != AUTO:
-        raise OutriderError(f"plan {plan} is what k auto has learned, and k is {k}; use k auto, or no plan")
-    if planner is not None:
-        raise OutriderError(f"plan {plan} is for the planner behind k auto, and another was given; give one of the two")
+def restored(
+    path: str | Path | None,
+    planner: Planner,
+    *,
+    target: str | Path | None,
+    proposer: str | Maker | None,
+    quantize: str | None,
+) -> PlanFile | None:
+    """A planner's file, which it then goes on from; None where there is to be none. For the rest, see `LLM`."""
+    if path is None:
+        return None
+    guesser = proposer or default_proposer(target)
+    file = PlanFile(path, target=target or embedded("mini"), proposer=guesser, quantize=quantize)
+    file.restore(planner)
+    return file
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -14,6 +14,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors.py", "params.py", "stats.py", "text.py", "types.py"),
     (
         "tree.py",
+        "shapes.py",
         "noise.py",
         "sampling.py",
         "verdict.py",
@@ -55,11 +56,13 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "audit/",
         "bench/",
         "project/",
+        "plan_file.py",
+        "tune/",
     ),
     ("cli.py", "__main__.py", "options.py", "run.py", "show.py"),
 )
-CORE = 6  # layers 0 to 5
-CORE_LINES = 8000
+CORE = 6  # layers 0 to 5, the proposers aside, each of which is a leaf
+CORE_LINES, PROPOSERS_LINES = 7000, 4000
 FILE_LINES = 300
 FILE_LINES_MOST = 400
 FUNCTION_LINES_MOST = 60
@@ -114,13 +117,17 @@ def lines(path: Path) -> int:
 
 
 def main() -> None:
-    total = 0
+    core = proposers = 0
     for path in sorted(files(), key=lambda path: (layer(path), path)):
         longest = max(functions(path), key=lambda f: f[1], default=("", 0, 0))
         name = path.relative_to(PACKAGE).as_posix()
         print(f"L{layer(path)}  {name:28} {lines(path):4}   longest function {longest[1]:3} {longest[0]}")
-        total += lines(path) if layer(path) < CORE else 0
-    print(f"core (L0 to L5): {total} lines of {CORE_LINES}")
+        if path.parent.name == "propose":
+            proposers += lines(path)
+        elif layer(path) < CORE:
+            core += lines(path)
+    print(f"core (L0 to L5 without propose/): {core} lines of {CORE_LINES}")
+    print(f"propose/: {proposers} lines of {PROPOSERS_LINES}")
 
 
 if __name__ == "__main__":

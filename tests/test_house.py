@@ -34,13 +34,15 @@ def test_imports_go_down(path):
 def test_programs_do_not_import_each_other():
     for path in FILES:
         owner = path.parent.name
-        if owner in ("audit", "bench"):
-            strangers = {"audit", "bench"} - {owner}
+        if owner in (programs := {"audit", "bench", "project"}):
+            strangers = programs - {owner}
             assert not [other for other in sizes.imports(path) if other.parent.name in strangers]
 
 
 def test_core_is_small():
-    assert sum(sizes.lines(path) for path in FILES if sizes.layer(path) < sizes.CORE) < sizes.CORE_LINES
+    leaves = [path for path in FILES if path.parent.name == "propose"]
+    assert sum(map(sizes.lines, leaves)) < sizes.PROPOSERS_LINES
+    assert sum(sizes.lines(p) for p in FILES if p not in leaves and sizes.layer(p) < sizes.CORE) < sizes.CORE_LINES
 
 
 @pytest.mark.parametrize("name", ["outrider", "outrider.testing"])

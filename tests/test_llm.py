@@ -18,7 +18,7 @@ TASK = [{"role": "user", "content": "What is 17 + 25?"}]
 
 @pytest.fixture(scope="module")
 def llm():
-    return LLM(dtype="float32", rows=4, context=256, chunk=32)
+    return LLM(dtype="float32", k=4, rows=4, context=256, chunk=32)
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +37,16 @@ def test_equals_transformers(llm):
     (ours,) = llm.generate(CODE, SamplingParams(max_tokens=40))
     assert list(ours.tokens) == theirs[0, len(ids) :].tolist()
     assert ours.stats.tau > 1.3
+
+
+def test_a_seed_gives_the_same_text_whatever_the_planner_has_learned():
+    llm = LLM(dtype="float32", rows=4, context=256)
+    want = SamplingParams(temperature=1.0, max_tokens=24, seed=5)
+    (first,) = llm.generate(CODE, want)
+    llm.generate([CODE] * 4, SamplingParams(temperature=1.0, max_tokens=48))
+    (again,) = llm.generate(CODE, want)
+    assert again.tokens == first.tokens
+    assert max(first.stats.offered, default=0) > 0
 
 
 def test_order_n_and_seeds(llm):

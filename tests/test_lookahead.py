@@ -50,9 +50,10 @@ def score(target, row, draft, b):
 
 
 def step(proposer, target, rows, budget, *, cut=None):
-    """One greedy round, of which `cut` guesses are verified; returns the draft that was proposed."""
+    """One greedy round, of which `cut` guesses are verified; the draft that was proposed, and row 0's window."""
     batch = batch_of(rows, budget)
     draft = proposer.propose(batch)
+    window = list(proposer._states[0].columns)
     verified = draft if cut is None else tree.cut(draft, (cut,) * len(rows))
     logits = torch.stack([score(target, row, verified, b) for b, row in enumerate(rows)])
     best = logits.argmax(-1)
@@ -61,7 +62,7 @@ def step(proposer, target, rows, budget, *, cut=None):
     proposer.commit(make_round(batch, verified, Scores(logits=logits, best=best), paths, said))
     for row, tokens in zip(rows, said, strict=True):
         row.text += tokens
-    return draft
+    return draft, window
 
 
 def path_of(draft, b, node):
@@ -75,44 +76,31 @@ def path_of(draft, b, node):
 def test_window_and_pool_are_the_papers():
     """Level 0 of the window is a line, each column hangs below its place in it, and what follows makes n-grams."""
     target, proposer, (row,) = admitted([[3, 1, 4, 1, 5]])
-    pool = {}
+    state, pool = proposer._states[0], {}
     for _ in range(25):
-        text, before = list(row.text), list(proposer._states[0].columns)
-        draft = step(proposer, target, [row], 30)
-        emitted = len(row.text) - len(text)
-        # the window as it rode: the columns that were left, and new ones; seen through the paths in the draft
+        text = list(row.text)
+        draft, window = step(proposer, target, [row], 30)
         paths = {path_of(draft, 0, node) for node in range(draft.width[0])}
-        window = find_window(paths, before, text)
         moved = []
         for j, column in enumerate(window):
-            seen = [*text, *(other[0] for other in window[:j]), *column]
+            path = (*(other[0] for other in window[:j]), *column)
+            assert path in paths
+            seen = [*text, *path]
             new = int(target.table[seen[-2], seen[-1]].argmax())
-            latest = [rest for rest in pool.get(column[0], []) if rest != (*column[1:], new)]
-            pool[column[0]] = [(*column[1:], new), *latest][: SHAPE.guesses]
+            others = [rest for rest in pool.get(column[0], []) if rest != (*column[1:], new)]
+            pool[column[0]] = [(*column[1:], new), *others][: SHAPE.guesses]
             moved.append((*column[1:], new))
-        assert proposer._states[0].columns == moved[emitted - 1 :]
-        assert proposer._states[0].pool._after == pool
+        assert len(window) == SHAPE.window
+        assert state.columns == moved[len(row.text) - len(text) - 1 :]
+        assert state.pool._after == pool
     assert len(pool) > 5
-
-
-def find_window(paths, before, text):
-    """The three columns that were ridden: those known before, and any new ones, whose tokens the text has."""
-    window = list(before)
-    while len(window) < SHAPE.window:
-        line = tuple(column[0] for column in window)
-        size = len(line) + SHAPE.size - 1
-        deep = {path[len(line) :] for path in paths if len(path) == size and path[: len(line)] == line}
-        known = {rest for rest in deep if set(rest) <= set(text)}
-        # of several that look alike, the one from which the next columns can follow
-        window.append(max(known, key=lambda rest: sum(path[: len(line) + 1] == (*line, rest[0]) for path in paths)))
-    return window
 
 
 @pytest.mark.parametrize("budget", range(30))
 def test_budgets_of_every_size(budget):
     target, proposer, rows = admitted([[3, 1, 4], [1, 5, 9, 2, 6]])
     for _ in range(12):
-        draft = step(proposer, target, rows, budget)
+        draft, _ = step(proposer, target, rows, budget)
         assert all(width <= budget for width in draft.width)
         assert all(a >= b for row in draft.chance or () for a, b in pairwise(row))
         for b, width in enumerate(draft.width):
@@ -129,9 +117,7 @@ def test_budgets_of_every_size(budget):
 
 
 def test_too_small_a_budget_guesses_from_the_pool_alone():
-    target, proposer, (row,) = admitted([[3, 1, 4, 1, 5]])
-    for _ in range(20):
-        step(proposer, target, [row], 20)
+    _, proposer, (row,) = admitted([[3, 1, 4, 1, 5]])
     proposer._states[0].pool.add((row.text[-1], 7, 8, 9))
     draft = proposer.propose(batch_of([row], 2))
     assert draft.tokens.tolist() == [[7, 8]]
@@ -166,35 +152,28 @@ def test_the_window_moves_as_far_as_the_text():
 
 
 def test_riders_are_worth_what_they_earn():
-    """Chances of riders are guesses that came true by riders scored, and rise where they are left out."""
+    """Their chance is guesses that came true by riders scored; it rises where they are left out and missed."""
     target, proposer, rows = admitted([[3, 1, 4]])
-    start = worth(proposer, rows)
-    assert start == pytest.approx(lookahead._WORTH)
+    draft, _ = step(proposer, target, rows, 24)
+    assert draft.chance == (pytest.approx([lookahead._WORTH] * draft.width[0]),)
+    earned, scored = 0.0, RIDERS
     for _ in range(60):
+        before = len(rows[0].text)
         step(proposer, target, rows, 24)
-    riding = worth(proposer, rows)
-    earned, ridden = proposer._earned, proposer._ridden
-    assert riding == pytest.approx(
-        (earned + lookahead._TRUST * lookahead._WORTH) / (ridden + lookahead._TRUST), rel=1e-6
-    )
-    guesses = [len(proposer._open[0][0].tokens)]
-    assert guesses[0] > 0
+        true = len(proposer._whole[0].path(rows[0].text[before:]))
+        earned, scored = earned * lookahead._MEMORY + true, scored * lookahead._MEMORY + RIDERS
+    riding = proposer._worth()
+    assert riding == pytest.approx((earned + lookahead._TRUST * lookahead._WORTH) / (scored + lookahead._TRUST))
     for _ in range(40):  # a planner that takes the best two guesses and no rider
         step(proposer, target, rows, 24, cut=2)
-    assert proposer._ridden < ridden
-    assert worth(proposer, rows) > riding
-
-
-def worth(proposer, rows):
-    draft = proposer.propose(batch_of(rows, 24))
-    return draft.chance[0][-1] if not proposer._open[0][1] else min(draft.chance[0])
+    assert proposer._worth() > riding
 
 
 def test_cut_and_merged_drafts_are_understood():
     """Riders are found by their tokens, wherever they stand."""
     target, proposer, (row,) = admitted([[3, 1, 4, 1, 5]])
     batch = batch_of([row], 12)
-    draft = proposer.propose(batch)
+    proposer.propose(batch)
     column = proposer._states[0].columns[0]
     other = tree.chosen(torch.tensor([[11, *column]]), torch.tensor([[-1, -1, 1, 2]]), (4,))
     logits = score(target, row, other, 0)[None]
@@ -202,7 +181,6 @@ def test_cut_and_merged_drafts_are_understood():
     (path, said), *_ = follow(other, best)
     proposer.commit(make_round(batch, other, Scores(logits=logits, best=None), [path], [said]))
     assert proposer._states[0].pool._after[column[0]] == [(*column[1:], int(best[0, 4]))]
-    assert draft.width == (9,)
 
 
 def test_rows_do_not_share():

@@ -24,6 +24,7 @@ from outrider.build import auto_planner, default_proposer, embedded, weight_bits
 from outrider.llm import LLM
 from outrider.native.target import NativeTarget
 from outrider.params import AUTO
+from outrider.plan_file import restored
 from outrider.proposers import draft_model
 
 
@@ -46,6 +47,8 @@ def run_bench(settings: Settings, *, progress: Console) -> dict[str, Any]:
         llm = load(settings, planner)
         if AUTO in guessers(settings):
             planner.auto = auto_planner(llm.house.target, llm.house.proposer)
+        models = {"target": settings.target, "proposer": settings.proposer, "quantize": settings.quantize}
+        plan = restored(settings.plan, planner.auto, **models) if planner.auto else None
         heats = {place: make_heats(llm, prompts, settings, place) for place in places(settings)}
         stages = [
             Stage(place=place, contestants=_contestants(llm, planner, settings, place), heats=some)
@@ -56,6 +59,8 @@ def run_bench(settings: Settings, *, progress: Console) -> dict[str, Any]:
         first = stages[0].heats[0].jobs
         held = footprint(llm, list(islice(cycle(first), settings.rows)))
     samples = race(stages, settings.rounds, progress)
+    if plan and planner.auto:
+        plan.save(planner.auto)
     with progress.status("measuring the machine"):
         after = measure_rates(llm.house.device, llm.house.dtype)
     return _document(llm, settings, samples, rates=(before, after), held=held)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from outrider.errors import OutriderError
-from outrider.params import AUTO, SamplingParams
+from outrider.params import AUTO, SamplingParams, check_plan
 
 PEERS = ("transformers",)
 _MOST_VALUES = 64  # of one axis: beyond it a range was surely mistyped
@@ -47,11 +47,13 @@ class Settings:
     quantize: str | None = None
     threads: int | None = None
     context: int | None = None
+    plan: str | None = None
     sweep: Sweep = field(default_factory=Sweep)
 
     def __post_init__(self) -> None:
         if isinstance(self.k, str) and self.k != AUTO:
             raise OutriderError(f"k is {self.k!r}; use a number of guesses, or {AUTO}")
+        check_plan(self.plan, k=self.k)
         k = None if isinstance(self.k, str) else self.k
         counts = {"rounds": self.rounds, "batch": self.batch, "limit": self.limit, "k": k}
         counts["batch of the sweep"] = min(self.sweep.batch, default=None)

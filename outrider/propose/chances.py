@@ -17,13 +17,15 @@ class Chances:
     must be a bounded number of them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, trust: float = _TRUST, memory: float = _MEMORY) -> None:
+        """Count what is expected beforehand as `trust` guesses, and a guess `memory` times with each later one."""
+        self._trust, self._memory = trust, memory
         self._seen: dict[Hashable, tuple[float, float]] = {}  # met, kept
 
     def of(self, kind: Hashable, expected: float) -> float:
         """The chance that a guess of this kind is kept if its parent is; `expected` [0, 1] is the first estimate."""
         met, kept = self._seen.get(kind, (0.0, 0.0))
-        return (kept + _TRUST * expected) / (met + _TRUST)
+        return (kept + self._trust * expected) / (met + self._trust)
 
     def learn(self, sketch: Sketch, kinds: Sequence[Hashable], emitted: Sequence[int]) -> None:
         """From what became of a row's guesses, `kinds` [N] of them, when these tokens were emitted."""
@@ -35,4 +37,4 @@ class Chances:
             # Below the last token emitted nobody knows.
             if parent in at and (parent < 0 or parent != path[-1] or len(path) < len(emitted)):
                 met, kept = self._seen.get(kind, (0.0, 0.0))
-                self._seen[kind] = met * _MEMORY + 1, kept * _MEMORY + (node in at)
+                self._seen[kind] = met * self._memory + 1, kept * self._memory + (node in at)
