@@ -118,7 +118,8 @@ class CostPlanner:
 
     def _choose(self, load: Load) -> int:
         """The arm that promises most, or one that is due for a trial; -1: none pays."""
-        on = self._span.arm
+        few = self._span.trial and load.rows > _FEW  # the other rows' texts are unread after a trial
+        on = -1 if few else self._span.arm
         gains = [self._gain(arm, load) for arm in range(len(self.arms))]
         best = max(range(len(gains)), key=gains.__getitem__)
         trial = next((arm for arm in range(len(gains)) if self._due(arm, load)), None)
@@ -182,7 +183,7 @@ class CostPlanner:
             return True
         plain = self._clock.verify(load.rows, 0, cached=load.cached)
         saved = load.left / 4 * plain * (1 - 1 / max(gain, 1.0))
-        return saved > costs.draft(load.rows * load.cached, rows=load.rows, cached=load.cached / 2)
+        return saved > 2 * costs.draft(load.rows * load.cached, rows=load.rows, cached=load.cached / 2)
 
     def _ask(self, arm: int, load: Load) -> int:
         """Guesses that each row may have."""
@@ -299,7 +300,7 @@ def _less(after: tuple[int, ...], before: tuple[int, ...]) -> tuple[int, ...]:
 
 
 _GRAIN, _ROUNDS = 128, 16  # cached tokens that make a difference; rounds that a choice of 0 stands
-_WORTHWHILE = 1.02  # expected speedup below which plain decoding is kept
+_WORTHWHILE = 1.05  # expected speedup below which plain decoding is kept
 _FREE = 0.99  # the same of what costs next to nothing, and may begin to pay with the next token
 _FEW, _TRIED = 2, 4  # rows of a trial, and guesses of each where nobody says how good they are
 _SPAN = 4  # rounds that a decision stands

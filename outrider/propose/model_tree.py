@@ -34,6 +34,7 @@ _LEVELS = 5  # of odds above even, and as many below
 _RANKS = 4  # told apart; from the last on they fare alike
 _AHEAD = 32  # nodes below a node that are planned with
 _USUAL = (0.55, 0.15, 0.06, 0.03)  # first estimates of how often a child is kept, by rank
+_TRUST, _MEMORY = 12.0, 0.998  # a plan takes the best of many estimates, and so must not believe in lucky ones
 _ROOT, _GAP = -1, -2  # in place of nodes
 
 
@@ -41,15 +42,12 @@ class _Odds:
     """How often guesses of a kind are kept; each guess is of several kinds, some coarser than others."""
 
     def __init__(self) -> None:
-        self._chances = Chances()
-        self._known: dict[Hashable, float] = {}  # until more is learned
-        self._ahead: dict[bool, tuple[float, ...]] = {}
+        self._chances = Chances(trust=_TRUST, memory=_MEMORY)
+        self._ahead: dict[bool, tuple[float, ...]] = {}  # until more is learned
 
     def of(self, kind: Hashable, expected: float) -> float:
         """That a guess of this kind is kept if its parent is."""
-        if (chance := self._known.get(kind)) is None:
-            chance = self._known[kind] = self._chances.of(kind, expected)
-        return chance
+        return self._chances.of(kind, expected)
 
     def usual(self, rank: int, *, drawn: bool) -> float:
         """The same of any guess of this rank."""
@@ -58,7 +56,7 @@ class _Odds:
     def at_law(self, rank: int, peak: int) -> float:
         """The same of one drawn from a law whose likeliest token is so likely."""
         first = 0.4 + 0.6 / (1 + math.exp(-peak))
-        return self.of(("law", rank, peak), first if not rank else (1 - first) * 0.4 ** min(rank, 2))
+        return self.of(("law", rank, peak), first if not rank else (1 - first) * 0.35 / rank)
 
     def ahead(self, *, drawn: bool) -> tuple[float, ...]:
         """Chances of what lies below a node that is kept, on average, the likeliest first."""
@@ -70,7 +68,7 @@ class _Odds:
     def learn(self, growth: _Growth, emitted: Sequence[int]) -> None:
         for kinds in zip(*growth.kinds, strict=True):
             self._chances.learn(growth.sketch, kinds, emitted)
-        self._known, self._ahead = {}, {}
+        self._ahead = {}
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -168,7 +166,7 @@ class TreeProposer(ModelProposer):
         paths = []
         for growth in self._growths:
             tokens = emitted[growth.row.slot]
-            path = growth.sketch.path(tokens)
+            path = growth.sketch.path(tokens[:-1])  # the last token is to be fed, even if it was read as a guess
             paths.append(tuple(growth.place[node] for node in path if node in growth.place))
             # What was drawn and not offered says nothing: the target did not choose between it and another.
             if round.draft.size or not growth.drawn:
@@ -320,14 +318,14 @@ class _Plan:
     def drawn(self, rank: int, at: int, token: int, share: float) -> None:
         """The child of this rank is `token`, whose part of the law is `share`."""
         kinds = self._kinds(rank, at)
-        kind = ("token", min(rank, _RANKS - 1), _level(share / self._mass[at]), _level(self._mass[at]))
+        kind = ("token", min(rank, _RANKS - 1), _level(share / self._mass[at]), _level(self._mass[at]) // 2)
         hope = self._hopes[at] * self._odds.of(kind, self._expected(rank, at))
         self._growth.add(token, self._growth.level[at], (self._chance[at], hope), (*kinds, kind))
         self._mass[at] -= share
 
     def _kinds(self, rank: int, at: int) -> tuple[Hashable, ...]:
         rank, peak = min(rank, _RANKS - 1), self._peaks[at]
-        return (True, rank), ("law", rank, peak), ("left", rank, peak, _level(self._mass[at]))
+        return (True, rank), ("law", rank, peak), ("left", rank, peak // 2, _level(self._mass[at]) // 2)
 
     def _expected(self, rank: int, at: int) -> float:
         """The chance of a child of this rank, now that its earlier siblings are known."""

@@ -1,0 +1,1 @@
+"""The advisor: measures a workload, and says whether and how to speculate."""

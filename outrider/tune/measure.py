@@ -1,0 +1,217 @@
+"""Everybody over every prompt, in turns, around one loaded target."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import cycle, islice
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from outrider.bench.contest import Job
+from outrider.bench.memory import Footprint, footprint
+from outrider.bench.prompts import read_prompts
+from outrider.bench.race import make_heats
+from outrider.bench.settings import Settings as BenchSettings
+from outrider.bench.sweep import Place
+from outrider.build import auto_planner, find_verifier
+from outrider.engine import Engine
+from outrider.llm import LLM
+from outrider.native.rules import fastest
+from outrider.noise import mix_int
+from outrider.plan import CostPlanner, FixedPlanner, Planner
+from outrider.propose.base import Proposer, Setup
+from outrider.proposers import DRAWN, Expression, find_proposer, parse
+from outrider.schedule import Scheduler
+from outrider.tune.settings import Settings
+from outrider.tune.trial import Heat, Trial, Way, run
+
+_WARM_TOKENS = 8
+_CHUNK = 512  # tokens of prompts fed a round, as `LLM` has it
+# Those that know nothing of a finished text. Any other one is made anew before it meets the same prompt again, or it
+# would remember the answer.
+_FORGETFUL = DRAWN | {"draft-text", "ngram", "suffix", "retrieval", "first", "merge", "switch"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What was found, and where."""
+
+    llm: LLM  # plain decoding, for what is to be said of the target
+    trials: tuple[Trial, ...]
+    memory: dict[str, Footprint]  # by proposer, with all rows running
+
+
+def measure(settings: Settings, progress: Console) -> Measured:
+    """Run plain decoding and every proposer with every k at every place.
+
+    Raises:
+        OutriderError: what was asked for cannot be measured; the message says why.
+    """
+    with progress.status("loading models"):
+        crew = Crew(settings)
+        places = [
+            Place(batch=batch, temperature=temperature)
+            for temperature in settings.temperatures
+            for batch in settings.batches
+        ]
+        heats = {place: _heats(crew.base, settings, place) for place in places}
+    trials = tuple(_race(crew, settings, heats, progress))
+    with progress.status("weighing"):
+        widest = next(heats[place][0].jobs for place in places if place.batch == settings.rows)
+        memory = {
+            proposer: footprint(crew.seat(_way(proposer, settings, places[0])), widest) for proposer in crew.known
+        }
+    return Measured(llm=crew.base, trials=trials, memory=memory)
+
+
+class Crew:
+    """Engines around one target: each way to decode has one of its own, so none learns from another's rounds."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.base = LLM(
+            settings.target,
+            proposer="none",
+            k=0,
+            dtype=settings.dtype,
+            device=settings.device,
+            kernels=settings.kernels,
+            quantize=settings.quantize,
+            threads=settings.threads,
+            rows=settings.rows,
+            context=settings.context,
+        )
+        self._settings = settings
+        self._exported: set[int] = set()
+        self.known: dict[str, Proposer] = {spec: self._proposer(spec) for spec in settings.proposers}
+        self._planners: dict[Way, CostPlanner] = {}
+
+    def seat(self, way: Way) -> LLM:
+        """Who decodes this way."""
+        if way.plain:
+            return self.base
+        house = self.base.house
+        rule = find_verifier(self._settings.verifier, way.proposer)
+        proposer = self.known[way.proposer] if forgetful(parse(way.proposer)) else self._proposer(way.proposer)
+        planner = self._planner(way)
+        engine = Engine(
+            target=house.target,
+            proposer=proposer,
+            verifier=fastest(rule, house.device),
+            planner=planner,
+            scheduler=Scheduler(slots=self._settings.rows, chunk=_CHUNK, context=house.context),
+        )
+        return LLM.of(replace(house, engine=engine, proposer=proposer, verifier=rule, planner=planner))
+
+    def _planner(self, way: Way) -> Planner:
+        """With k auto one for all of a place's rounds: what it learns is acceptance, not texts."""
+        if not isinstance(way.k, str):
+            return FixedPlanner(way.k)
+        if way not in self._planners:
+            self._planners[way] = auto_planner(self.base.house.target, self.known[way.proposer])
+        return self._planners[way]
+
+    def _proposer(self, spec: str) -> Proposer:
+        house, settings = self.base.house, self._settings
+        made = find_proposer(
+            spec,
+            Setup(
+                target=house.target,
+                vocab=house.vocab,
+                slots=settings.rows,
+                context=house.context,
+                device=house.device,
+                dtype=house.dtype,
+                draw=find_verifier(settings.verifier, spec).draw,
+                tokenizer=house.tokenizer,
+                kernels=settings.kernels,
+            ),
+        )
+        if fresh := set(made.needs.layers) - self._exported:
+            house.target.export(sorted(fresh))
+            self._exported |= fresh
+        return made
+
+
+def forgetful(expression: Expression) -> bool:
+    """Whether a proposer knows nothing of texts that are finished."""
+    if expression.name not in _FORGETFUL or (expression.name == "suffix" and expression.argument):
+        return False
+    return all(map(forgetful, expression.parts))
+
+
+def ways(settings: Settings, place: Place) -> list[Way]:
+    """All ways to decode at one place, plain decoding first."""
+    plain = Way(proposer="", k=0, batch=place.batch, temperature=place.temperature)
+    return [plain, *(replace(plain, proposer=spec, k=k) for spec in settings.proposers for k in settings.ks)]
+
+
+def _way(proposer: str, settings: Settings, place: Place) -> Way:
+    fixed = max((k for k in settings.ks if not isinstance(k, str)), default=4)
+    return Way(proposer=proposer, k=fixed, batch=place.batch, temperature=place.temperature)
+
+
+def _heats(llm: LLM, settings: Settings, place: Place) -> list[Heat]:
+    """Full batches across categories; prompts beyond the last full one are left out, and repeated where none is full.
+
+    Whoever remembers outputs would know those of prompts that return in a later batch.
+    """
+    asked = BenchSettings(max_tokens=settings.max_tokens, seed=settings.seed)
+    prompts = read_prompts(settings.prompts, limit=settings.limit)
+    singles = make_heats(llm, prompts, asked, replace(place, batch=1))
+    order = list(singles)
+    random.Random(settings.seed).shuffle(order)
+    count = max(len(order) // place.batch, 1)
+    filled = list(islice(cycle(order), count * place.batch))
+    some = [filled[at : at + place.batch] for at in range(0, len(filled), place.batch)]
+    return [
+        Heat(
+            number=i,
+            jobs=tuple(_own_seed(heat.jobs[0], j) for j, heat in enumerate(group)),
+            categories=tuple(heat.category for heat in group),
+        )
+        for i, group in enumerate(some)
+    ]
+
+
+def _own_seed(job: Job, salt: int) -> Job:
+    return replace(job, params=replace(job.params, seed=mix_int(job.params.seed or 0, salt)))
+
+
+def _race(crew: Crew, settings: Settings, heats: dict[Place, list[Heat]], console: Console) -> Iterator[Trial]:
+    """Round by round, place by place; who begins changes from heat to heat."""
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        total = settings.rounds * sum(len(some) * len(ways(settings, place)) for place, some in heats.items())
+        task = bar.add_task("", total=total)
+        for round in range(settings.rounds):
+            for place, some in heats.items():
+                bar.update(task, description=f"round {round + 1} of {settings.rounds}  {place}")
+                for trial in _lap(crew, ways(settings, place), some, round):
+                    yield trial
+                    bar.advance(task)
+
+
+def _lap(crew: Crew, contestants: Sequence[Way], heats: Sequence[Heat], round: int) -> Iterator[Trial]:
+    seats = [(way, crew.seat(way)) for way in contestants]
+    for way, llm in seats:
+        run(llm, way, _warm_up(heats[0]))
+    for heat in heats:
+        seeded = replace(heat, jobs=tuple(_own_seed(job, round) for job in heat.jobs))
+        for way, llm in seats[:: 1 if (round + heat.number) % 2 == 0 else -1]:
+            yield run(llm, way, seeded)
+
+
+def _warm_up(heat: Heat) -> Heat:
+    """The prompts backwards, so that nobody has seen one when it is measured."""
+    jobs = tuple(
+        replace(
+            job,
+            prompt=job.prompt[::-1],
+            params=replace(job.params, max_tokens=_WARM_TOKENS, ignore_eos=True),
+        )
+        for job in heat.jobs
+    )
+    return replace(heat, jobs=jobs)

@@ -1,0 +1,56 @@
+"""The options of `outrider tune` that no other verb has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import typer
+
+_MODEL, _MEASURE, _OUTPUT = "Models", "Measuring", "Output"
+
+Proposers = Annotated[
+    str | None,
+    typer.Option(
+        metavar="LIST",
+        help="Whom to compare, with semicolons between them: 'ngram;suffix;draft:DIR'. Default: ngram and suffix, and"
+        " the embedded draft for the embedded target.",
+        rich_help_panel=_MODEL,
+    ),
+]
+Guesses = Annotated[
+    str, typer.Option("--k", metavar="LIST", help="Guesses a round to compare, and auto.", rich_help_panel=_MODEL)
+]
+Batches = Annotated[
+    str,
+    typer.Option(
+        "--batch", metavar="LIST", help="Rows at once; the advice is for the first.", rich_help_panel=_MEASURE
+    ),
+]
+Temperatures = Annotated[
+    str,
+    typer.Option(
+        "--temperature", metavar="LIST", help="0 is greedy; the advice is for the first.", rich_help_panel=_MEASURE
+    ),
+]
+Rounds = Annotated[int, typer.Option(help="How often each prompt is measured.", rich_help_panel=_MEASURE)]
+Out = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE",
+        help="Write the advice, for --config of `outrider run` and `outrider bench`.",
+        rich_help_panel=_OUTPUT,
+    ),
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TuneOptions:
+    """What to compare, as it is written."""
+
+    proposers: Proposers = None
+    k: Guesses = "2,4,8,auto"
+    batch: Batches = "1,8,32"
+    temperature: Temperatures = "0"
+    rounds: Rounds = 3
+    out: Out = None

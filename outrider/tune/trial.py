@@ -1,0 +1,111 @@
+"""One contestant over one batch of prompts, and what became of its guesses on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from itertools import accumulate
+from operator import add
+from time import perf_counter
+
+from outrider.bench.clock import Mark, Span, decode_span, opening, timed
+from outrider.bench.contest import Job
+from outrider.errors import OutriderError
+from outrider.llm import LLM
+from outrider.stats import Stats
+from outrider.tune.settings import PHASES
+from outrider.types import Finish, Row
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """One way to decode, somewhere."""
+
+    proposer: str  # an expression; "" is plain decoding
+    k: int | str
+    batch: int  # rows at once
+    temperature: float
+
+    @property
+    def plain(self) -> bool:
+        return not self.proposer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heat:
+    """Prompts that run together, and the category of each."""
+
+    number: int
+    jobs: tuple[Job, ...]
+    categories: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """One heat, run one way."""
+
+    way: Way
+    heat: int
+    tokens: int  # emitted by all rows, in all
+    seconds: float  # from the prompts to the last token
+    prefill: float  # seconds of them until every row had a token
+    span: Span  # the rest: decoding alone
+    stats: Stats  # passes of the whole run, rounds and seconds of its span
+    categories: Mapping[str, Stats]  # passes alone
+    phases: tuple[Stats, ...]  # passes that began in each third of their output
+    exact: bool
+
+
+def run(llm: LLM, way: Way, heat: Heat) -> Trial:
+    """Complete the prompts of a heat together."""
+    engine = llm.engine
+    rows: dict[int, Row | None] = {id: None for job in heat.jobs for id in llm.submit(job.prompt, job.params)}
+    marks, looks = [Mark(at=perf_counter(), emitted=(0,) * len(rows))], [engine.stats]
+    while engine.busy():
+        for row in engine.step():
+            rows[row.request.id] = row
+        marks.append(Mark(at=perf_counter(), emitted=tuple(row.emitted if row else 0 for row in rows.values())))
+        looks.append(engine.stats)
+    done = [_whole(row) for row in rows.values()]
+    first = opening(marks)
+    passes = [_stats(row.passes, row) for row in done]
+    thirds = [[_stats(part, row) for part in split(row.passes)] for row in done]
+    return Trial(
+        way=way,
+        heat=heat.number,
+        tokens=sum(marks[-1].emitted),
+        seconds=marks[-1].at - marks[0].at,
+        prefill=marks[first].at - marks[0].at,
+        span=decode_span(marks),
+        stats=timed(reduce(add, passes), looks[first], looks[-1]),
+        categories={
+            category: reduce(
+                add, (each for each, name in zip(passes, heat.categories, strict=True) if name == category)
+            )
+            for category in dict.fromkeys(heat.categories)
+        },
+        phases=tuple(reduce(add, each) for each in zip(*thirds, strict=True)),
+        exact=engine.stats.exact,
+    )
+
+
+def split(passes: Sequence[tuple[int, int, int]]) -> Iterator[list[tuple[int, int, int]]]:
+    """The passes that began in each third of their output; a pass is (deepest guess, accepted, emitted)."""
+    ends = list(accumulate((emitted for _, _, emitted in passes), initial=0))
+    for third in range(len(PHASES)):
+        # A pass that began at token i of n is in the third that i / n is in.
+        yield [each for begin, each in zip(ends, passes, strict=False) if len(PHASES) * begin // ends[-1] == third]
+
+
+def _whole(row: Row | None) -> Row:
+    assert row is not None
+    if row.finish is Finish.ERROR:
+        raise OutriderError(f"a prompt could not be completed: {row.error}; try another dtype")
+    return row
+
+
+def _stats(passes: Sequence[tuple[int, int, int]], row: Row) -> Stats:
+    """Nodes are known of all passes of a row together alone."""
+    whole = len(passes) == len(row.passes)
+    return Stats.of_passes(passes, drafted=row.drafted if whole else 0, prompt=len(row.request.prompt))
