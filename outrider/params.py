@@ -33,7 +33,8 @@ class SamplingParams:
         stop: strings that end the completion; they are not part of the text.
         stop_token_ids: tokens that end the completion; like end-of-text they are not part of the text.
         ignore_eos: go on past end-of-text.
-        seed: the same seed gives the same completion, alone or in a batch; None draws one, and reports it.
+        seed: the same seed gives the same completion, alone or in a batch; None draws one, and reports it. Where the
+            text depends on the guesses, k auto heeds a given seed alone.
         n: independent completions of the prompt.
         logprobs: report the log-probability of each emitted token and of the likeliest N; None reports none.
         scope: whose request it is. What a proposer learned from finished outputs is used for requests of the same scope

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import secrets
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import reduce
 from operator import add
 from time import perf_counter
@@ -39,7 +40,9 @@ def converse(llm: LLM, params: SamplingParams, *, prompt: str | None, chat: bool
     for text in _prompts(prompt):
         said.append({"role": "user", "content": text})
         asked = llm.chat(said) if chat else text
-        told = _several(llm, asked, params, teller) if params.n > 1 else _one(llm, asked, params, teller)
+        # A seed that is reported must bring the text back, and so be one that the planner sees was asked for.
+        want = params if params.seed is not None else replace(params, seed=secrets.randbits(63))
+        told = _several(llm, asked, want, teller) if params.n > 1 else _one(llm, asked, want, teller)
         well &= teller.sum_up(told)
         said.append({"role": "assistant", "content": told.completions[0].text})
     return well

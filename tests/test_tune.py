@@ -519,7 +519,9 @@ def disappointed():
 def test_a_restored_planner_goes_on_where_it_was():
     fresh = CostPlanner(costs(FLAT, FIFTH), most=12)
     again = CostPlanner(costs(FLAT, FIFTH), most=12)
-    again.restore(json.loads(json.dumps(disappointed().state())))
+    state = json.loads(json.dumps(disappointed().state()))
+    state["arms"][0]["idle"] = 0  # so that its next trial is not just due
+    again.restore(state)
     taken = {"took": lambda k: (1.0, 0.2 * k)}
     assert again.arms[0].acceptance == disappointed().arms[0].acceptance
     hopeful, wary = (live(planner, 1, [0.0] * 12, 40, **taken) for planner in (fresh, again))

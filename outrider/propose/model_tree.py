@@ -34,6 +34,7 @@ _LEVELS = 5  # of odds above even, and as many below
 _RANKS = 4  # told apart; from the last on they fare alike
 _AHEAD = 32  # nodes below a node that are planned with
 _USUAL = (0.55, 0.15, 0.06, 0.03)  # first estimates of how often a child is kept, by rank
+_DEEP = 2  # from so many guesses above on they fare alike: what follows a kept guess is kept more often than the first
 _TRUST, _MEMORY = 12.0, 0.998  # a plan takes the best of many estimates, and so must not believe in lucky ones
 _ROOT, _GAP = -1, -2  # in place of nodes
 
@@ -50,13 +51,13 @@ class _Odds:
         return self._chances.of(kind, expected)
 
     def usual(self, rank: int, *, drawn: bool) -> float:
-        """The same of any guess of this rank."""
-        return self.of((drawn, rank), _USUAL[rank])
+        """The same of any guess of this rank that does not stand first."""
+        return self.of((drawn, rank, _DEEP), _USUAL[rank])
 
-    def at_law(self, rank: int, peak: int) -> float:
-        """The same of one drawn from a law whose likeliest token is so likely."""
+    def at_law(self, rank: int, depth: int, peak: int) -> float:
+        """The same of one drawn so deep from a law whose likeliest token is so likely."""
         first = 0.4 + 0.6 / (1 + math.exp(-peak))
-        return self.of(("law", rank, peak), first if not rank else (1 - first) * 0.35 / rank)
+        return self.of(("law", rank, depth, peak), first if not rank else (1 - first) * 0.6 / rank)
 
     def ahead(self, *, drawn: bool) -> tuple[float, ...]:
         """Chances of what lies below a node that is kept, on average, the likeliest first."""
@@ -95,6 +96,13 @@ class _Growth:
 
     def hope_of(self, node: int) -> float:
         return self.hope[node] if node >= 0 else 1.0
+
+    def depth_of(self, node: int) -> int:
+        """Guesses on the path to a node, as far as they are counted."""
+        depth = 0
+        while node >= 0 and depth < _DEEP:
+            node, depth = self.sketch.parent[node], depth + 1
+        return depth
 
     def left(self) -> int:
         """Guesses that may still be drawn."""
@@ -226,7 +234,7 @@ class TreeProposer(ModelProposer):
         """Children of a node from (probability, token), as far as they are likelier than `least`."""
         base = most = growth.hope_of(node)
         for rank, (probability, token) in enumerate(likely):
-            kinds = (False, min(rank, _RANKS - 1)), ("picked", rank, _level(probability))
+            kinds = (False, min(rank, _RANKS - 1), _DEEP), ("picked", rank, _level(probability))
             most = min(base * self._odds.of(kinds[-1], probability), most) if probability > 0 else 0.0
             if most <= least:
                 return
@@ -294,10 +302,11 @@ class _Plan:
         self._growth, self._odds = growth, odds
         self._peaks = [_level(peak) for _, peak in zip(growth.level, peaks, strict=False)]
         self._hopes = [growth.hope_of(node) for node in growth.level]
+        self._depth = growth.depth_of(growth.level[0])
         self._mass = [1.0] * len(self._hopes)  # that was not drawn yet
         self._chance = list(self._hopes)  # of the child drawn last; 0 where no more are drawn
         promised = [
-            hope * odds.at_law(rank, peak)
+            hope * odds.at_law(rank, self._depth, peak)
             for hope, peak in zip(self._hopes, self._peaks, strict=True)
             for rank in range(_RANKS)
         ]
@@ -318,18 +327,29 @@ class _Plan:
     def drawn(self, rank: int, at: int, token: int, share: float) -> None:
         """The child of this rank is `token`, whose part of the law is `share`."""
         kinds = self._kinds(rank, at)
-        kind = ("token", min(rank, _RANKS - 1), _level(share / self._mass[at]), _level(self._mass[at]) // 2)
+        kind = (
+            "token",
+            min(rank, _RANKS - 1),
+            self._depth,
+            _level(share / self._mass[at]),
+            _level(self._mass[at]) // 2,
+        )
         hope = self._hopes[at] * self._odds.of(kind, self._expected(rank, at))
         self._growth.add(token, self._growth.level[at], (self._chance[at], hope), (*kinds, kind))
         self._mass[at] -= share
 
     def _kinds(self, rank: int, at: int) -> tuple[Hashable, ...]:
         rank, peak = min(rank, _RANKS - 1), self._peaks[at]
-        return (True, rank), ("law", rank, peak), ("left", rank, peak // 2, _level(self._mass[at]) // 2)
+        depth = self._depth
+        return (
+            (True, rank, depth),
+            ("law", rank, depth, peak),
+            ("left", rank, depth, peak // 2, _level(self._mass[at]) // 2),
+        )
 
     def _expected(self, rank: int, at: int) -> float:
         """The chance of a child of this rank, now that its earlier siblings are known."""
-        coarse = self._odds.at_law(min(rank, _RANKS - 1), self._peaks[at])
+        coarse = self._odds.at_law(min(rank, _RANKS - 1), self._depth, self._peaks[at])
         return self._odds.of(self._kinds(rank, at)[-1], coarse) if rank else coarse
 
 

@@ -146,7 +146,7 @@ def _pooled(pairs: Iterable[tuple[Amounts, Amounts]]) -> float | None:
 
 
 def typical(trials: Sequence[Trial]) -> list[Trial]:
-    """Of each batch of prompts the round of median speed: one that the machine was disturbed in says nothing of times."""
+    """Of each batch of prompts the round of median speed: a round in which the machine was disturbed says nothing."""
     rounds: dict[int, list[Trial]] = {}
     for trial in trials:
         rounds.setdefault(trial.heat, []).append(trial)
