@@ -23,6 +23,7 @@ _COLUMNS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 16, 20, 24, 32, 48, 64, 9
 _GUESSES = 16  # of a row at most; wider passes are made of more rows
 _SWEEPS, _REPEATS = 3, 3  # the first repeat of each warms up
 _SLOW = 0.4  # seconds: passes that take longer are not widened further
+_METHOD = 2  # of measuring; what was measured otherwise is measured anew
 _DEEP = 1024  # cached tokens that the cost of reading them is measured at
 
 
@@ -50,8 +51,9 @@ def _samples(target: Target) -> Iterator[Sample]:
             break
     if not isinstance(target, RecurrentTarget):  # whose state is as dear to read after a thousand tokens as after one
         deep = {(1, 1), (min(widest, 8), 1), (min(target.slots, 4), min(target.slots, 4))}
-        shapes += [(columns, rows, min(_DEEP, target.context - 1 - columns)) for columns, rows in sorted(deep)]
-    took: dict[tuple[int, int, int], list[float]] = {shape: [] for shape in shapes if shape[2] >= 0}
+        long = ((columns, rows, min(_DEEP, target.context - 1 - columns)) for columns, rows in sorted(deep))
+        shapes += [shape for shape in long if shape[2] > 0]
+    took: dict[tuple[int, int, int], list[float]] = {shape: [] for shape in shapes}
     for _ in range(_SWEEPS):
         for columns, rows, cached in took:
             took[columns, rows, cached] += [_once(target, rows, columns, cached) for _ in range(_REPEATS)][1:]
@@ -108,7 +110,7 @@ def cost_file(target: Target, draft: Target | None) -> Path:
         for each in (target, draft)
         if each is not None
     ]
-    known = json.dumps([models, hardware(str(target.device)), versions()], sort_keys=True, default=str)
+    known = json.dumps([_METHOD, models, hardware(str(target.device)), versions()], sort_keys=True, default=str)
     return cache_folder() / f"costs-{hashlib.sha256(known.encode()).hexdigest()[:16]}.json"
 
 

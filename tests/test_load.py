@@ -149,7 +149,7 @@ def test_a_family_may_pad_its_vocabularies_differently(vocab, tmp_path):
     plain = LLM(target, proposer="none", dtype="float32", device="cpu").generate(PROMPTS, GREEDY)
     assert any(token >= tiny.VOCAB for completion in plain for token in completion.tokens)
     for verifier in ("walk", "block"):
-        llm = LLM(target, proposer=f"draft:{draft}", verifier=verifier, dtype="float32", device="cpu")
+        llm = LLM(target, proposer=f"draft:{draft}", verifier=verifier, k=4, dtype="float32", device="cpu")
         assert [c.tokens for c in llm.generate(PROMPTS, GREEDY)] == [c.tokens for c in plain]
         assert sum(llm.stats.accepted) > 0
     sampled = llm.generate(PROMPTS, SamplingParams(temperature=2.0, seed=1, max_tokens=20))
@@ -160,7 +160,7 @@ def test_a_draft_may_have_tokens_of_its_own(tmp_path, caplog):
     target = tiny.save(tmp_path / "target", llama())
     draft = tiny.save(tmp_path / "draft", llama(), size=tiny.VOCAB + 4)
     plain = LLM(target, proposer="none", dtype="float32", device="cpu").generate(PROMPTS, GREEDY)
-    llm = LLM(target, proposer=f"draft:{draft}", dtype="float32", device="cpu")
+    llm = LLM(target, proposer=f"draft:{draft}", k=4, dtype="float32", device="cpu")
     assert [c.tokens for c in llm.generate(PROMPTS, GREEDY)] == [c.tokens for c in plain]
     assert "of the target's 256 tokens it has 100%, and it guesses by tokens" in caplog.text
 
@@ -174,7 +174,7 @@ def test_a_draft_of_a_shorter_context_stops_there(tmp_path, caplog):
     target = tiny.save(tmp_path / "target", llama())
     draft = tiny.save(tmp_path / "draft", llama(max_position_embeddings=32))
     plain = LLM(target, proposer="none", dtype="float32", device="cpu").generate(PROMPTS, GREEDY)
-    llm = LLM(target, proposer=f"draft:{draft}", dtype="float32", device="cpu", rows=2, chunk=5)
+    llm = LLM(target, proposer=f"draft:{draft}", k=4, dtype="float32", device="cpu", rows=2, chunk=5)
     with caplog.at_level(logging.WARNING, logger="outrider"):
         ours = llm.generate(PROMPTS, GREEDY)
     assert [c.tokens for c in ours] == [c.tokens for c in plain]
