@@ -61,6 +61,7 @@ class Arm:
         self.says = False  # whether its last draft came with chances
         # Rounds unused, rounds until a trial, and rounds left of one; the first is due at once.
         self.idle, self.patience, self.trial = PATIENCE, PATIENCE // 2, 0
+        self.few = FEW  # rows of the trial
         self._met = [_TRUST] * min(most, _BLIND)  # decayed counts: guesses whose ancestors were all kept, by position
         self._kept = [_TRUST * _HOPE] * min(most, _BLIND)
         self._seen = 0.0  # decayed passes behind the three means
@@ -134,8 +135,15 @@ class Arm:
         self._pace += seen.rounds * _PACE * (drafted / max(depth, 1.0) - self._pace)
 
     def try_again(self) -> None:
-        """Forget the means, and judge anew."""
-        self.trial, self._seen = _TRIAL, 0.0
+        """Judge anew by a few rows; a few passes that went well by chance are not to count more than all before."""
+        self.trial, self.few, self._seen = _TRIAL, FEW, min(self._seen, _PRIOR)
+
+    def widen(self, rows: int) -> bool:
+        """Go on with a trial that went well, if far more rows than had a part in it would have to be read."""
+        if self.costs.draft is None or rows <= _WIDER * self.few:
+            return False
+        self.trial, self.few = _TRIAL, _WIDER * self.few
+        return True
 
     def state(self) -> dict[str, Any]:
         """What has been learned, fit for JSON; costs are not part of it."""
@@ -165,6 +173,7 @@ _TRUST, _HOPE = 4.0, 0.8  # the first estimate: so many guesses seen, of which s
 _BLIND = 16  # guesses at most where nobody says how good they are
 _MEMORY = 0.98  # weight of a guess seen one guess earlier
 _FADE, _ENOUGH = 0.97, 3.0  # weight of a pass seen one pass earlier; passes that make a mean
+_PRIOR = 8.0  # passes that what was known before a trial counts as
 _PACE = 0.05  # of the drafting time of a guess
 PATIENCE = 32  # rounds unused before the first trial
-_TRIAL = 4  # rounds
+FEW, _TRIAL, _WIDER = 2, 4, 4  # rows and rounds of a trial, and how many times the rows have a part in the next

@@ -21,6 +21,7 @@ from outrider.params import AUTO
 from outrider.plan import CostPlanner, FixedPlanner, Planner
 from outrider.propose.base import Proposer, Setup
 from outrider.propose.combine import Switch
+from outrider.propose.one_way import OneWay
 from outrider.proposers import DRAWN, Maker, draft_model, find_proposer, parse
 from outrider.schedule import Scheduler
 from outrider.target import Target, make_target
@@ -93,7 +94,7 @@ def build(
     return House(
         engine=Engine(
             target=model,
-            proposer=guesser,
+            proposer=OneWay(guesser) if checkpoint.recurrent else guesser,
             verifier=fastest(rule, checkpoint.device),
             planner=decides,
             scheduler=scheduler,

@@ -8,7 +8,7 @@ from itertools import zip_longest
 from typing import Any, Protocol, cast
 
 from outrider import tree
-from outrider.arms import PATIENCE, Arm, Load, Outcome
+from outrider.arms import FEW, PATIENCE, Arm, Load, Outcome
 from outrider.cost import expected_tau
 from outrider.errors import OutriderError
 from outrider.passcost import Clock, CostModel
@@ -66,16 +66,18 @@ class CostPlanner:
         self.arms = tuple(Arm(each, most=most) for each in costs)
         self._clock = Clock(costs[0])  # the target is the same for all
         self._told = Stats()
-        self._span = _Span(Load(rows=0, soon=0, feed=0, cached=0, left=0), -1, False, 0)
+        self._span = _Span(Load(rows=0, soon=0, feed=0, cached=0, left=0), -1, 0, 0)
         self._k, self._keep, self._worth = 0, 0.0, cast(tuple[float, ...], ())  # what stands for the span
         self._price = 0.0  # seconds that a token is worth: what it takes at the present gain, without prompts
         self._tried: set[int] = set()  # requests of the last trial
+        self._rows: tuple[Row, ...] = ()  # of the last decision
+        self._usual = 0.0  # tokens of a completion, lately; 0: none has ended yet
         self._cleared = 0  # rounds when this was emptied:
         self._found: dict[tuple[int, int, int], tuple[int, float]] = {}  # best k and gain, for some rounds
 
     def plan(self, batch: Batch, stats: Stats) -> Batch:
         if self._replay and any(map(_seeded, batch.rows)):
-            self._span = _Span(Load.of(batch), -1, False, 0)
+            self._span = _Span(Load.of(batch), -1, 0, 0)
             return replace(batch, budget=tuple(min(_SEEDED, most) for most in batch.budget))
         load = Load.of(batch)
         if not self._span.goes_on(load, stats.rounds):
@@ -83,17 +85,21 @@ class CostPlanner:
             self._decide(batch, load)
         self._span.rounds += 1
         budget = tuple(min(self._k, most) for most in batch.budget)
-        if self._span.trial:
+        if self._span.few:
             budget = self._few(batch, budget)
         self._span.guessing += sum(map(bool, budget))
         return replace(batch, budget=budget, keep=self._keep, worth=self._worth, arm=max(self._span.arm, 0))
 
     def _decide(self, batch: Batch, load: Load) -> None:
+        for row in self._rows:
+            if row.finish:
+                self._usual += (row.emitted - self._usual) * (_LENGTH if self._usual else 1.0)
+        self._rows = batch.rows
         arm = self._choose(load) if load.rows else -1
-        trial = arm >= 0 and self.arms[arm].trial > 0
+        few = self.arms[arm].few if arm >= 0 and self.arms[arm].trial else 0
         self._k = self._ask(arm, load) if arm >= 0 else 0
         self._keep, self._worth = self._thresholds(arm, load) if arm >= 0 else (0.0, ())
-        self._span = _Span(load, arm, trial, self._told.rounds)
+        self._span = _Span(load, arm, few, self._told.rounds)
 
     def trim(self, batch: Batch, draft: Draft) -> Draft:
         span = self._span
@@ -118,7 +124,7 @@ class CostPlanner:
 
     def _choose(self, load: Load) -> int:
         """The arm that promises most, or one that is due for a trial; -1: none pays."""
-        few = self._span.trial and load.rows > _FEW  # the other rows' texts are unread after a trial
+        few = 0 < self._span.few < load.rows  # the other rows' texts are unread after a trial
         on = -1 if few else self._span.arm
         gains = [self._gain(arm, load) for arm in range(len(self.arms))]
         best = max(range(len(gains)), key=gains.__getitem__)
@@ -128,11 +134,13 @@ class CostPlanner:
         else:
             pays = gains[best] >= self._bar(best) and (best == on or self._repays(best, gains[best], load))
             chosen = best if pays else -1
+            if pays and few and best == self._span.arm and self.arms[best].widen(load.rows):
+                trial = best
         self._price = self._clock.verify(load.rows, 0, cached=load.cached) / (load.rows * max(gains[chosen], 1.0))
         for i, arm in enumerate(self.arms):
             arm.idle = 0 if i == chosen else arm.idle + 1
             if i == chosen and trial is None:
-                arm.patience = PATIENCE
+                arm.patience = max(PATIENCE, arm.patience // 2)  # one lucky span is no proof
         return chosen
 
     def _gain(self, arm: int, load: Load) -> float:
@@ -151,13 +159,13 @@ class CostPlanner:
     def _due(self, arm: int, load: Load) -> bool:
         """Whether an arm is in the middle of a trial, or has waited long enough and there is hope."""
         record = self.arms[arm]
+        record.trial = max(record.trial - 1, 0)
         if record.trial:
-            record.trial -= 1
             return True
         if record.idle < record.patience:
             return False
         hope = record.hope(load.soon, load.cached, self._clock)
-        few = replace(load, rows=min(load.rows, _FEW))
+        few = replace(load, rows=min(load.rows, FEW))
         if hope < self._bar(arm) or not self._repays(arm, hope, few):
             return False
         record.patience = min(2 * record.patience, _PATIENCE_MOST)
@@ -173,17 +181,23 @@ class CostPlanner:
         """A trial takes a few rows alone, and the same ones: a draft model must read their texts first."""
         able = [b for b in range(len(budget)) if budget[b]]
         able.sort(key=lambda b: (batch.rows[b].request.id not in self._tried, batch.start[b]))
-        self._tried = {batch.rows[b].request.id for b in able[:_FEW]}
-        return tuple(most if b in able[:_FEW] else 0 for b, most in enumerate(budget))
+        chosen = set(able[: self._span.few])
+        self._tried = {batch.rows[b].request.id for b in chosen}
+        return tuple(most if b in chosen else 0 for b, most in enumerate(budget))
 
     def _repays(self, arm: int, gain: float, load: Load) -> bool:
-        """Whether it pays although a draft model must read the text first, and most texts end before their limit."""
+        """Whether it pays although a draft model must read the texts first, and if the gain is half of what it seems.
+
+        What is left of a text is guessed as if it could end with any token.
+        """
         costs = self.arms[arm].costs
         if costs.draft is None:
             return True
         plain = self._clock.verify(load.rows, 0, cached=load.cached)
-        saved = load.left / 4 * plain * (1 - 1 / max(gain, 1.0))
-        return saved > 2 * costs.draft(load.rows * load.cached, rows=load.rows, cached=load.cached / 2)
+        left = min(load.left, self._usual or load.left / 4)
+        return left * plain * (1 - 1 / max(gain, 1.0)) > 2 * costs.draft(
+            load.rows * load.cached, rows=load.rows, cached=load.cached / 2
+        )
 
     def _ask(self, arm: int, load: Load) -> int:
         """Guesses that each row may have."""
@@ -264,7 +278,7 @@ class _Span:
 
     load: Load
     arm: int  # -1 = none
-    trial: bool
+    few: int  # rows that may guess, for a trial; 0 = all
     began: int  # rounds before it
     rounds: int = 0
     guessing: int = 0  # rows that were allowed guesses, summed over its rounds
@@ -273,7 +287,7 @@ class _Span:
 
     def goes_on(self, load: Load, rounds: int) -> bool:
         """Whether the next round, after so many in all, may be part of it."""
-        short = self.rounds < _SPAN and not self.trial and not self.load.feed and not load.feed
+        short = self.rounds < _SPAN and not self.few and not self.load.feed and not load.feed
         return short and self.load.like(load) and rounds == self.began + self.rounds
 
     def outcome(self, before: Stats, after: Stats) -> Outcome:
@@ -302,7 +316,8 @@ def _less(after: tuple[int, ...], before: tuple[int, ...]) -> tuple[int, ...]:
 _GRAIN, _ROUNDS = 128, 16  # cached tokens that make a difference; rounds that a choice of 0 stands
 _WORTHWHILE = 1.05  # expected speedup below which plain decoding is kept
 _FREE = 0.99  # the same of what costs next to nothing, and may begin to pay with the next token
-_FEW, _TRIED = 2, 4  # rows of a trial, and guesses of each where nobody says how good they are
+_TRIED = 4  # guesses of a row in a trial where nobody says how good they are
 _SPAN = 4  # rounds that a decision stands
+_LENGTH = 0.1  # weight of the last completion's length
 _SEEDED = 4  # guesses where a seed must reproduce the text
-_PATIENCE_MOST = 1024  # rounds without speculation before it is tried again
+_PATIENCE_MOST = 512  # rounds without speculation before it is tried again

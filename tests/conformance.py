@@ -15,6 +15,7 @@ from outrider.propose.lookahead import LookaheadProposer, Shape
 from outrider.propose.model import ModelProposer
 from outrider.propose.model_tree import TreeProposer
 from outrider.propose.ngram import NgramProposer
+from outrider.propose.one_way import OneWay
 from outrider.propose.recycle import RecycleProposer
 from outrider.propose.retrieval import RetrievalProposer
 from outrider.propose.spelling import Spelling
@@ -53,6 +54,10 @@ LEARNING: Mapping[str, Callable[[Setup], Proposer]] = {
     "retrieval": lambda setup: RetrievalProposer(setup, _toy_store(setup.vocab)),
     "merge": lambda setup: Merge(setup, [NgramProposer(setup), _toy_model(setup)]),
     "tree": lambda setup: TreeProposer(setup, ToyTarget(vocab=setup.vocab, slots=setup.slots, seed=99)),
+    "one way of a tree": lambda setup: OneWay(
+        TreeProposer(setup, ToyTarget(vocab=setup.vocab, slots=setup.slots, seed=99))
+    ),
+    "one way of a merge": lambda setup: OneWay(Merge(setup, [SuffixProposer(setup), _toy_model(setup)])),
     "foreign tree": lambda setup: TreeProposer(setup, _foreign(setup)),
 }
 EVERY = {**PROPOSERS, **LEARNING}

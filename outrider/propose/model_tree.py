@@ -35,7 +35,8 @@ _RANKS = 4  # told apart; from the last on they fare alike
 _AHEAD = 32  # nodes below a node that are planned with
 _USUAL = (0.55, 0.15, 0.06, 0.03)  # first estimates of how often a child is kept, by rank
 _DEEP = 2  # from so many guesses above on they fare alike: what follows a kept guess is kept more often than the first
-_TRUST, _MEMORY = 12.0, 0.998  # a plan takes the best of many estimates, and so must not believe in lucky ones
+_TRUST, _MEMORY = 30.0, 0.998  # a plan takes the best of many estimates, and so must not believe in lucky ones
+_HOPE = 0.8  # of what a first child's chance leaves, the share that a second one is thought to take
 _ROOT, _GAP = -1, -2  # in place of nodes
 
 
@@ -56,8 +57,12 @@ class _Odds:
 
     def at_law(self, rank: int, depth: int, peak: int) -> float:
         """The same of one drawn so deep from a law whose likeliest token is so likely."""
-        first = 0.4 + 0.6 / (1 + math.exp(-peak))
-        return self.of(("law", rank, depth, peak), first if not rank else (1 - first) * 0.6 / rank)
+        if rank > 1:
+            expected = self.at_law(rank - 1, depth, peak) / 2
+        else:
+            first = 0.4 + 0.6 / (1 + math.exp(-peak))
+            expected = _HOPE * (1 - first) if rank else first
+        return self.of(("law", rank, depth, peak // 2 if rank else peak), expected)
 
     def ahead(self, *, drawn: bool) -> tuple[float, ...]:
         """Chances of what lies below a node that is kept, on average, the likeliest first."""
@@ -340,12 +345,9 @@ class _Plan:
 
     def _kinds(self, rank: int, at: int) -> tuple[Hashable, ...]:
         rank, peak = min(rank, _RANKS - 1), self._peaks[at]
-        depth = self._depth
-        return (
-            (True, rank, depth),
-            ("law", rank, depth, peak),
-            ("left", rank, depth, peak // 2, _level(self._mass[at]) // 2),
-        )
+        law = "law", rank, self._depth, peak // 2 if rank else peak
+        left = "left", rank, self._depth, peak // 2, _level(self._mass[at]) // 2
+        return (True, rank, self._depth), law, left
 
     def _expected(self, rank: int, at: int) -> float:
         """The chance of a child of this rank, now that its earlier siblings are known."""
