@@ -33,9 +33,9 @@ from outrider.bench.inflate import PRESETS, Dims
 from outrider.bench.inflate_files import inflate_folder
 from outrider.bench.memory import bytes_per_pass, cache_bytes_per_token
 from outrider.bench.peer import load_peers
-from outrider.bench.prompts import read_prompts
 from outrider.bench.rates import read_bandwidth
 from outrider.build import embedded
+from outrider.prompts import read_prompts
 from outrider.propose.model import ModelProposer
 from outrider.target import Target
 from outrider.types import Batch, Request, Row

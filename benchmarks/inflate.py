@@ -25,7 +25,7 @@ from outrider import OutriderError, machine
 from outrider.bench.inflate import PRESETS, Dims
 from outrider.bench.inflate_check import Agreement, compare, greedy, load
 from outrider.bench.inflate_files import Inflated, inflate_folder
-from outrider.bench.prompts import read_prompts
+from outrider.prompts import read_prompts
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

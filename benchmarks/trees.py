@@ -23,10 +23,10 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider import machine
-from outrider.bench.prompts import read_prompts
 from outrider.build import House, build
 from outrider.noise import mix_int
 from outrider.params import SamplingParams
+from outrider.prompts import read_prompts
 from outrider.types import Request, Row
 
 _CATEGORIES = ("code_completion", "prose")

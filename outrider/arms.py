@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import inf
 from typing import Any
 
@@ -64,9 +64,8 @@ class Arm:
         self.few = FEW  # rows of the trial
         self._met = [_TRUST] * min(most, _BLIND)  # decayed counts: guesses whose ancestors were all kept, by position
         self._kept = [_TRUST * _HOPE] * min(most, _BLIND)
-        self._seen = 0.0  # decayed passes behind the three means
-        self._tau, self._nodes = 1 + _HOPE, 1.0  # tokens and guesses a pass
-        self._drafted = 0.0  # what drafting a round takes: passes of the draft model, or seconds for each row
+        self._means = _Means()
+        self._late = _Means()  # since the last trial began
         self._pace = 1.0  # the same for each guess that was allowed
 
     @property
@@ -77,26 +76,31 @@ class Arm:
     @property
     def nodes(self) -> float:
         """Guesses verified in a pass, lately."""
-        return self._nodes
+        return self._means.nodes
 
     @property
     def known(self) -> bool:
         """Whether enough rounds stand behind its means."""
-        return self._seen >= _ENOUGH
+        return self._means.seen >= _ENOUGH
 
     def gain(self, rows: int, cached: float, clock: Clock) -> float:
-        """Expected tokens a second over those of plain decoding; `clock` knows what the target's passes take."""
+        """Expected tokens a second over those of plain decoding; `clock` knows what the target's passes take.
+
+        A few good passes by chance, or a text before that was easier, are each not enough: the means of all passes and
+        those since the last trial must agree.
+        """
         if self.says and self.known:
-            plain = clock.verify(rows, 0, cached=cached)
-            verify = clock.verify(rows, self._nodes, cached=cached)
-            return self._tau * plain / (verify + self._drafted * self._unit(rows, cached))
+            plain, unit = clock.verify(rows, 0, cached=cached), self._unit(rows, cached)
+            both = [means for means in (self._means, self._late) if means.seen >= _ENOUGH]
+            spent = (clock.verify(rows, means.nodes, cached=cached) + means.drafted * unit for means in both)
+            return min(means.tau * plain / seconds for means, seconds in zip(both, spent, strict=True))
         return self.best(rows, cached, clock)[1]
 
     def best(self, rows: int, cached: float, clock: Clock) -> tuple[int, float]:
         """The one k for all rows that promises most, by position, and its gain."""
         plain = clock.verify(rows, 0, cached=cached)
         unit = self._unit(rows, cached)
-        fixed, each = (self._drafted * unit, 0.0) if self.costs.draft is None else (0.0, self._pace * unit)
+        fixed, each = (self._means.drafted * unit, 0.0) if self.costs.draft is None else (0.0, self._pace * unit)
         best, tau, chance = (0, 1.0), 1.0, 1.0
         for k, rate in enumerate(self.acceptance, 1):
             chance *= rate
@@ -122,21 +126,19 @@ class Arm:
             fade = _MEMORY**met
             self._met[i] = self._met[i] * fade + met
             self._kept[i] = self._kept[i] * fade + kept
-        fade = _FADE**seen.rows
-        before, self._seen = self._seen * fade, self._seen * fade + seen.rows
         # A round in which a draft model first reads a text says little of the next one.
         depth = seen.depth / seen.rounds
         most = 1 + depth * max(self._pace, 1.0) * 2 if self.costs.draft else inf
         unit = self._unit(max(round(seen.rows / seen.rounds), 1), cached)
         drafted = min(seen.propose / seen.rounds / unit, most)
-        self._tau = (self._tau * before + seen.emitted) / self._seen
-        self._nodes = (self._nodes * before + seen.nodes) / self._seen
-        self._drafted = (self._drafted * before + drafted * seen.rows) / self._seen
+        for means in (self._means, self._late):
+            means.learn(seen, drafted)
         self._pace += seen.rounds * _PACE * (drafted / max(depth, 1.0) - self._pace)
 
     def try_again(self) -> None:
-        """Judge anew by a few rows; a few passes that went well by chance are not to count more than all before."""
-        self.trial, self.few, self._seen = _TRIAL, FEW, min(self._seen, _PRIOR)
+        """Judge anew by a few rows."""
+        self.trial, self.few, self._late = _TRIAL, FEW, _Means()
+        self._means.seen = min(self._means.seen, _PRIOR)
 
     def widen(self, rows: int) -> bool:
         """Go on with a trial that went well, if far more rows than had a part in it would have to be read."""
@@ -147,16 +149,20 @@ class Arm:
 
     def state(self) -> dict[str, Any]:
         """What has been learned, fit for JSON; costs are not part of it."""
-        return {name.strip("_"): getattr(self, name) for name in _LEARNED}
+        own = {name.strip("_"): getattr(self, name) for name in _LEARNED}
+        return own | {name: getattr(self._means, name) for name in _Means.__slots__}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state` gave; raises KeyError, TypeError or ValueError for anything else."""
         read = {name: type(getattr(self, name))(state[name.strip("_")]) for name in _LEARNED}
+        means = _Means(**{name: float(state[name]) for name in _Means.__slots__})
         rates = list(zip(read["_met"], read["_kept"], strict=True))
         if len(rates) != len(self._met) or not all(0 <= kept <= met < inf and met for met, kept in rates):
             raise ValueError("acceptance of other positions")
-        if not all(0 <= value < inf for value in read.values() if not isinstance(value, list)):
+        numbers = (*(value for value in read.values() if not isinstance(value, list)), *asdict(means).values())
+        if not all(0 <= value < inf for value in numbers):
             raise ValueError("not numbers")
+        self._means = means
         for name, value in read.items():
             setattr(self, name, value)
 
@@ -168,7 +174,24 @@ class Arm:
         return self._draft(rows, cached) or float(rows)
 
 
-_LEARNED = ("says", "idle", "patience", "_met", "_kept", "_seen", "_tau", "_nodes", "_drafted", "_pace")
+@dataclass(slots=True)
+class _Means:
+    """Decayed means over passes."""
+
+    seen: float = 0.0  # passes behind them
+    tau: float = 1.8  # tokens a pass
+    nodes: float = 1.0  # guesses a pass
+    drafted: float = 0.0  # what drafting a round takes: passes of the draft model, or seconds for each row
+
+    def learn(self, new: Outcome, drafted: float) -> None:
+        before = self.seen * _FADE**new.rows
+        self.seen = before + new.rows
+        self.tau = (self.tau * before + new.emitted) / self.seen
+        self.nodes = (self.nodes * before + new.nodes) / self.seen
+        self.drafted = (self.drafted * before + drafted * new.rows) / self.seen
+
+
+_LEARNED = ("says", "idle", "patience", "_met", "_kept", "_pace")
 _TRUST, _HOPE = 4.0, 0.8  # the first estimate: so many guesses seen, of which so many were kept
 _BLIND = 16  # guesses at most where nobody says how good they are
 _MEMORY = 0.98  # weight of a guess seen one guess earlier

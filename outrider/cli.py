@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
@@ -13,10 +13,8 @@ from typer.core import TyperGroup
 from outrider import __version__, options
 from outrider.errors import OutriderError
 from outrider.project.options import ProjectOptions
+from outrider.train.settings import Settings as TrainSettings
 from outrider.tune.options import TuneOptions
-
-if TYPE_CHECKING:
-    from outrider.bench.settings import Settings
 
 _Models = TypeVar("_Models", bound=options.LoadOptions)
 
@@ -117,6 +115,7 @@ def bench(
 
     Prints tables, and as the last line one JSON document: always into a file or a pipe, with --json on a terminal too.
     """
+    from outrider.bench import verb
     from outrider.bench.settings import Settings, Sweep, parse_real, parse_sweep, parse_whole, several
 
     batches, temperatures = parse_whole("--batch", batch), parse_real("--temperature", temperature)
@@ -140,9 +139,9 @@ def bench(
         ),
     )
     if calibrate:
-        _calibrate(settings, as_json=as_json)
+        verb.calibrate(settings, as_json=as_json)
     else:
-        _measure(settings, report=report, as_json=as_json)
+        verb.measure(settings, report=report, as_json=as_json)
 
 
 def _configured(ctx: typer.Context, models: _Models, config: str | None, *, least: int = 0) -> _Models:
@@ -153,37 +152,6 @@ def _configured(ctx: typer.Context, models: _Models, config: str | None, *, leas
     sources = {name: ctx.get_parameter_source(name) for name in ctx.params}
     given = {name for name, source in sources.items() if source and not source.name.startswith("DEFAULT")}
     return configured(models, config, given=given, least=least)
-
-
-def _calibrate(settings: Settings, *, as_json: bool) -> None:
-    from outrider.bench.calibration import run_calibration, show_calibration
-    from outrider.bench.contest import SwitchPlanner
-    from outrider.bench.run import load
-
-    people = Console()
-    document = run_calibration(load(settings, SwitchPlanner()), progress=Console(stderr=True))
-    show_calibration(document, people)
-    if as_json or not people.is_terminal:
-        typer.echo(json.dumps(document))
-
-
-def _measure(settings: Settings, *, report: str | None, as_json: bool) -> None:
-    from outrider.bench.html import check_report, write_report
-    from outrider.bench.run import run_bench
-    from outrider.bench.table import show
-
-    if report:
-        check_report(report)  # before the measurement rather than after it
-    people = Console()
-    if not people.is_terminal:
-        people.width = _FILE_WIDTH
-    document = run_bench(settings, progress=Console(stderr=True))
-    show(document, people)
-    if report:
-        write_report(document, report)
-        typer.echo(f"the report is in {report}", err=True)
-    if as_json or not people.is_terminal:
-        typer.echo(json.dumps(document))
 
 
 @app.command()
@@ -280,6 +248,29 @@ def project(*, asked: ProjectOptions, as_json: options.BenchJson = False) -> Non
     people = Console()
     if not people.is_terminal:
         people.width = _FILE_WIDTH
+    show(document, people)
+    if as_json or not people.is_terminal:
+        typer.echo(json.dumps(document))
+
+
+@app.command()
+@options.spread
+def train(
+    kind: Annotated[str, typer.Argument(metavar="KIND", help="eagle3, eagle31, mtp, medusa or hydra.")],
+    *,
+    settings: TrainSettings,
+    as_json: options.BenchJson = False,
+) -> None:
+    """Train a draft on the states of a target that answers prompts.
+
+    Runs again with the same options, it goes on from where it was stopped. Prints what came of it, and as the last line
+    one JSON document: always into a file or a pipe, with --json on a terminal too.
+    """
+    from outrider.train.run import Training
+    from outrider.train.table import show
+
+    document = Training(kind, settings).run(Console(stderr=True))
+    people = Console()
     show(document, people)
     if as_json or not people.is_terminal:
         typer.echo(json.dumps(document))

@@ -13,6 +13,7 @@ from torch import nn
 from outrider.errors import OutriderError
 from outrider.prepack import PackedLinear, can_prepack, prepack
 from outrider.quantize import QuantisedLinear, quantise
+from outrider.types import Tables
 
 _HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks")
 
@@ -66,6 +67,20 @@ def refuse_to_swap(source: object | None) -> None:
     """Stop where weights are loaded into what is made of `source`."""
     if source is not None:
         raise OutriderError("this draft is made of the target's own weights, and follows them; swap the target's")
+
+
+def lend(model: Any) -> Tables:
+    """The tables of a transformers model (see `Lender`)."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    stack = layer_stack(model)[0].rpartition(".")[0]
+    norm = getattr(model.get_submodule(stack), "norm", None)
+    epsilon = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+    plain = getattr(head, "bias", None) is None and "RMSNorm" in type(norm).__name__
+    if norm is None or epsilon is None or not plain or "Gemma" in type(norm).__name__:  # Gemma's weights count from 1
+        kind = model.config.model_type
+        raise OutriderError(f"drafts cannot be trained on the states of {kind}: its final norm or head is not Llama's")
+    table = embedding.weight * getattr(embedding, "embed_scale", 1.0)
+    return Tables(embedding=table, head=head.weight, norm=norm.weight, epsilon=float(epsilon))
 
 
 def layer_stack(model: Any) -> tuple[str, nn.ModuleList]:

@@ -89,6 +89,11 @@ class _Recorded:
     trials: int = _TRIALS  # rounds left to agree with the eager pass in
 
 
+def _fed(values: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, ...]:
+    """Each row's feed out of the columns [slots, L, H] of a pass; the next one writes to the same memory."""
+    return tuple(values[row.slot, : len(feed)].clone() for row, feed in zip(batch.rows, batch.feed, strict=True))
+
+
 class Graphs:
     """The recorded passes of one model."""
 
@@ -121,12 +126,13 @@ class Graphs:
             return None
         recorded.buffers.fill(batch, draft, first)
         self._model.cache.reserve(batch, draft.width, first)
-        logits, best, outputs = recorded.replay()
+        logits, best, outputs, whole = recorded.replay()
         rows = len(batch.rows)
         scores = Scores(  # copies: the next pass writes to the same memory
             logits=logits[:rows, :nodes].to(torch.float32, copy=True),
             features={layer: out[:rows, :nodes].clone() for layer, out in outputs.items()},
             best=best[:rows, :nodes].clone(),
+            fed={layer: _fed(out, batch) for layer, out in whole.items()} if fed else {},
         )
         return scores if not recorded.trials else self._try(recorded, scores, eager())
 

@@ -16,10 +16,10 @@ from time import perf_counter
 import torch
 
 from outrider import tree
-from outrider.bench.prompts import BenchPrompt, by_category
 from outrider.errors import OutriderError
 from outrider.llm import LLM
 from outrider.params import SamplingParams
+from outrider.prompts import Prompt, by_category
 from outrider.target import Divisible, Target
 from outrider.types import Batch, Request, Row
 
@@ -78,21 +78,21 @@ def rounds(agree: Sequence[bool], k: int) -> int:
     return count
 
 
-def write(llm: LLM, prompts: Iterable[BenchPrompt], max_tokens: int) -> list[Text]:
+def write(llm: LLM, prompts: Iterable[Prompt], max_tokens: int) -> list[Text]:
     """The target's own texts."""
     encoded = [llm.chat(p.messages) if p.messages else llm.encode(p.prompt or "") for p in prompts]
     done = llm.generate(encoded, SamplingParams(max_tokens=max_tokens))
     return [Text(prompt=each.prompt_tokens, tokens=each.tokens) for each in done if each.tokens]
 
 
-def halves(prompts: Sequence[BenchPrompt], seed: int) -> tuple[list[BenchPrompt], list[BenchPrompt]]:
+def halves(prompts: Sequence[Prompt], seed: int) -> tuple[list[Prompt], list[Prompt]]:
     """Prompts to search on and prompts to report on, of each category half.
 
     Raises:
         OutriderError: there are not enough of them.
     """
     chance = random.Random(seed)
-    parts: tuple[list[BenchPrompt], list[BenchPrompt]] = [], []
+    parts: tuple[list[Prompt], list[Prompt]] = [], []
     for group in by_category(prompts).values():
         for prompt in chance.sample(group, len(group)):
             parts[len(parts[0]) > len(parts[1])].append(prompt)

@@ -10,10 +10,10 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider import machine
-from outrider.bench.prompts import read_prompts
 from outrider.errors import OutriderError
 from outrider.layer_search import Figures, LayerSearch, Timing, halves, measure, write
 from outrider.llm import LLM
+from outrider.prompts import read_prompts
 
 _ROWS = 4  # texts that the target writes at once
 

@@ -71,6 +71,7 @@ class CostPlanner:
         self._price = 0.0  # seconds that a token is worth: what it takes at the present gain, without prompts
         self._tried: set[int] = set()  # requests of the last trial
         self._rows: tuple[Row, ...] = ()  # of the last decision
+        self._read = frozenset[int]()  # requests whose texts the arm in use has read
         self._usual = 0.0  # tokens of a completion, lately; 0: none has ended yet
         self._cleared = 0  # rounds when this was emptied:
         self._found: dict[tuple[int, int, int], tuple[int, float]] = {}  # best k and gain, for some rounds
@@ -87,6 +88,8 @@ class CostPlanner:
         budget = tuple(min(self._k, most) for most in batch.budget)
         if self._span.few:
             budget = self._few(batch, budget)
+        if self._span.rounds == 1 and self._span.arm >= 0:
+            self._read |= {row.request.id for row, most in zip(batch.rows, budget, strict=True) if most}
         self._span.guessing += sum(map(bool, budget))
         return replace(batch, budget=budget, keep=self._keep, worth=self._worth, arm=max(self._span.arm, 0))
 
@@ -96,10 +99,20 @@ class CostPlanner:
                 self._usual += (row.emitted - self._usual) * (_LENGTH if self._usual else 1.0)
         self._rows = batch.rows
         arm = self._choose(load) if load.rows else -1
+        if arm >= 0 and not self.arms[arm].trial and self._unread(batch, arm, load):
+            self.arms[arm].try_again()
         few = self.arms[arm].few if arm >= 0 and self.arms[arm].trial else 0
+        here = {row.request.id for row in batch.rows}
+        self._read = self._read & here if arm == self._span.arm else frozenset()
         self._k = self._ask(arm, load) if arm >= 0 else 0
         self._keep, self._worth = self._thresholds(arm, load) if arm >= 0 else (0.0, ())
         self._span = _Span(load, arm, few, self._told.rounds)
+
+    def _unread(self, batch: Batch, arm: int, load: Load) -> bool:
+        """Whether most texts are new to a draft model that has gone on with others: they may be of another kind."""
+        if self.arms[arm].costs.draft is None or load.rows <= FEW or arm != self._span.arm or self._span.few:
+            return False
+        return sum(row.request.id not in self._read for row in batch.rows) > len(batch.rows) / 2
 
     def trim(self, batch: Batch, draft: Draft) -> Draft:
         span = self._span

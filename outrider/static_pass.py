@@ -204,8 +204,13 @@ class StaticPass:
             if self.bucket.trees:
                 self._parents[:rows, :guesses] = draft.parent[:, :guesses]
 
-    def score(self) -> tuple[torch.Tensor, torch.Tensor, dict[int, torch.Tensor]]:
-        """Logits [R, L, V] by row of the batch and node, the likeliest ids as `Scores.best`, and exported outputs."""
+    def score(self) -> tuple[torch.Tensor, torch.Tensor, dict[int, torch.Tensor], dict[int, torch.Tensor]]:
+        """What a pass says, by row of the batch and node, and what it exports besides.
+
+        Returns:
+            logits [R, L, V], the likeliest ids as `Scores.best`, exported outputs alike [R, L, H], and these once more
+            of every column, by slot.
+        """
         source, place, base, keep, _, _ = self._parts()
         guess, node = source < 0, (~source).clamp(min=0)
         tokens = torch.where(guess, self._guesses.flatten()[node], source)
@@ -214,7 +219,9 @@ class StaticPass:
             self._branch(stage, guess, node, base)
         logits = self._model.forward(tokens, stage, keep.flatten()).view(*keep.shape, -1)
         best = logits.argmax(-1).masked_fill(~logits.amax(-1).isfinite(), -1)
-        return logits, best, {layer: out[0, keep] for layer, out in self._model.outputs.items()}
+        outputs = self._model.outputs.items()
+        whole = {layer: out[0].view(*place.shape, -1) for layer, out in outputs}
+        return logits, best, {layer: out[0, keep] for layer, out in outputs}, whole
 
     def grow(self) -> torch.Tensor:
         """[R, steps]: each row's greedy guesses, by row of the batch."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Mapping, Sequence
 from copy import copy
 from functools import partial
@@ -20,14 +19,15 @@ from outrider.cache.borrowed import BorrowedCache
 from outrider.cache.recurrent import RecurrentCache
 from outrider.cache.static import StaticCache
 from outrider.errors import OutriderError, UnsupportedModel
-from outrider.excerpt import excerpt_model, layer_stack, refuse_to_swap, requantised_model
+from outrider.excerpt import excerpt_model, layer_stack, lend, refuse_to_swap, requantised_model
 from outrider.graphs import CudaRecorder, Graphs, Recorder
 from outrider.load import Checkpoint
 from outrider.native.target import NativeTarget
 from outrider.prepack import can_prepack, load_weights, prepack, weight_bytes
 from outrider.quantize import quantise
 from outrider.static_pass import SpareCache, StaticModel
-from outrider.types import Batch, Draft, Grown, Scores, Trust
+from outrider.types import Batch, Draft, Grown, Scores, Tables, Trust
+from outrider.watch import Watch
 
 KERNELS = ("auto", "native", "torch")
 _log = logging.getLogger("outrider")
@@ -62,7 +62,7 @@ class Target(Protocol):
         """
 
     def export(self, layers: Sequence[int]) -> None:
-        """From now on put the outputs of these decoder layers, counted from 0, into `Scores.features`.
+        """From now on put the outputs of these decoder layers, counted from 0, into `Scores.features` and `Scores.fed`.
 
         Raises:
             OutriderError: the target has no such layer, or cannot export any.
@@ -100,6 +100,20 @@ class Divisible(Protocol):
 
     def read_bytes(self) -> tuple[tuple[int, ...], int]:
         """Bytes of weights that a pass reads: in each layer, and in the head."""
+
+
+@runtime_checkable
+class Lender(Protocol):
+    """A target on whose states drafts can be trained."""
+
+    layers: int  # counted from 0
+
+    def lend(self) -> Tables:
+        """Its embeddings, final norm and output layer.
+
+        Raises:
+            OutriderError: they are not a table, an RMS norm and a linear layer without bias.
+        """
 
 
 class AttentionTarget:
@@ -140,8 +154,9 @@ class AttentionTarget:
     def _score(self, batch: Batch, draft: Draft, first: int) -> Scores:
         layout = self._memory.stage(batch, draft, first)
         logits = self._forward(layout, Reader(self._memory, layout))
-        features = {layer: _per_node(out[0, layout.keep], layout, batch) for layer, out in self._outputs.items()}
-        return Scores(logits=_per_node(logits, layout, batch), features=features)
+        features = {layer: layout.per_node(out[0, layout.keep]) for layer, out in self._outputs.items()}
+        fed = {layer: layout.per_feed(out[0]) for layer, out in self._outputs.items()} if first < 0 else {}
+        return Scores(logits=layout.per_node(logits), features=features, fed=fed)
 
     def grow(self, batch: Batch, vocab: int, trust: Trust | None = None) -> Grown:
         tokens = self.graphs.grow(batch, vocab if vocab < self.vocab else 0) if self.graphs else None
@@ -162,6 +177,9 @@ class AttentionTarget:
     def read_bytes(self) -> tuple[tuple[int, ...], int]:
         head = torch.nn.ModuleList([self._model.get_output_embeddings()])
         return tuple(weight_bytes(layer) for layer in layer_stack(self._model)[1]), weight_bytes(head)
+
+    def lend(self) -> Tables:
+        return lend(self._model)
 
     def excerpt(self, layers: Sequence[int]) -> AttentionTarget:
         other = copy(self)
@@ -340,49 +358,6 @@ def grow_by_scores(target: Target, batch: Batch, vocab: int, trust: Trust | None
     return Grown(tokens=draft.tokens, count=tuple(watch.count), margin=watch.margins, chance=watch.chances)
 
 
-class Watch:
-    """The margins of chains as they grow, and where each row stops."""
-
-    def __init__(self, budget: Sequence[int], trust: Trust | None) -> None:
-        """Without `trust`, as where a look would wait for the device, nobody stops before the budget."""
-        self.count, self.depth = list(budget), 0
-        self._trust = trust
-        self.margins: list[list[float]] | None = None if trust is None else [[] for _ in budget]
-        self.chances: list[list[float]] | None = None if trust is None else [[] for _ in budget]
-
-    def look(self, logits: torch.Tensor, drawn: torch.Tensor) -> None:
-        """At the next guess of each row [B], and at the logits [B, V] that it was drawn from."""
-        if self._trust is not None:
-            until = self._trust.until(sum(count > self.depth for count in self.count))
-            for b, (margin, token) in enumerate(zip(margins_of(logits), drawn.tolist(), strict=True)):
-                if self.depth < self.count[b]:
-                    chance = self._note(b, margin)
-                    left_out = chance < self._trust.keep
-                    if left_out or chance < until or token in self._trust.ends:
-                        self.count[b] = self.depth + (not left_out)
-        self.depth += 1
-
-    def _note(self, b: int, margin: float) -> float:
-        assert self._trust is not None
-        assert self.margins is not None
-        assert self.chances is not None
-        before = self.chances[b][-1] if self.depth else 1.0
-        self.margins[b].append(margin)
-        self.chances[b].append(before * chance_of(self._trust, self.depth, margin))
-        return self.chances[b][-1]
-
-
-def margins_of(logits: torch.Tensor) -> list[float]:
-    """[B] how far the largest of [B, V] lies before the next one."""
-    first, second = logits.topk(2, -1).values.unbind(-1)
-    return (first - second).nan_to_num(nan=0.0).tolist()
-
-
-def chance_of(trust: Trust, position: int, margin: float) -> float:
-    kind = min(position, len(trust.weight) - 1)
-    return 1 / (1 + math.exp(-min(max(trust.weight[kind] * margin + trust.bias[kind], -30.0), 30.0)))
-
-
 def _path(parents: Sequence[int], leaf: int) -> list[int]:
     """Nodes from the root's child down to `leaf`; -1 is the root itself."""
     path = []
@@ -390,10 +365,3 @@ def _path(parents: Sequence[int], leaf: int) -> list[int]:
         path.append(leaf)
         leaf = parents[leaf]
     return path[::-1]
-
-
-def _per_node(values: torch.Tensor, layout: Layout, batch: Batch) -> torch.Tensor:
-    """[K, ...] of the kept columns as [B, M, ...] of the nodes asked for."""
-    if layout.nodes is not None:
-        return values[layout.nodes]
-    return values.view(len(batch.rows), -1, *values.shape[1:])

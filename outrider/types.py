@@ -162,9 +162,20 @@ class Scores:
 
     logits: torch.Tensor  # [B, 1 + N, V] float32
     features: Mapping[int, torch.Tensor] = field(default_factory=dict)  # output of layer k: [B, 1 + N, H]
+    fed: Mapping[int, tuple[torch.Tensor, ...]] = field(default_factory=dict)  # and at each row's whole feed: [B][F, H]
     best: torch.Tensor | None = (
         None  # [B, 1 + N] the likeliest ids, -1 where logits are no numbers; None: not looked for
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Tables:
+    """What drafts trained on a target's states share with it; tensors may be copies."""
+
+    embedding: torch.Tensor  # [V, H], as tokens enter the first layer
+    head: torch.Tensor  # [V, H]
+    norm: torch.Tensor  # [H], before the head
+    epsilon: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

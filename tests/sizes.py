@@ -36,6 +36,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "graphs.py",
         "target.py",
         "check.py",
+        "watch.py",
+        "heads/",
     ),
     ("propose/",),
     ("arms.py", "plan.py", "schedule.py", "engine.py"),
@@ -57,12 +59,15 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "bench/",
         "project/",
         "plan_file.py",
+        "prompts.py",
         "tune/",
+        "train/",
     ),
     ("cli.py", "__main__.py", "options.py", "run.py", "show.py"),
 )
-CORE = 6  # layers 0 to 5, the proposers aside, each of which is a leaf
-CORE_LINES, PROPOSERS_LINES = 7000, 4000
+CORE = 6  # layers 0 to 5, proposers and trained drafts aside, each of which is a leaf
+LEAVES = {"propose": 4000, "heads": 2500}  # lines
+CORE_LINES = 7000
 FILE_LINES = 300
 FILE_LINES_MOST = 400
 FUNCTION_LINES_MOST = 60
@@ -117,17 +122,18 @@ def lines(path: Path) -> int:
 
 
 def main() -> None:
-    core = proposers = 0
+    core, leaves = 0, dict.fromkeys(LEAVES, 0)
     for path in sorted(files(), key=lambda path: (layer(path), path)):
         longest = max(functions(path), key=lambda f: f[1], default=("", 0, 0))
         name = path.relative_to(PACKAGE).as_posix()
         print(f"L{layer(path)}  {name:28} {lines(path):4}   longest function {longest[1]:3} {longest[0]}")
-        if path.parent.name == "propose":
-            proposers += lines(path)
+        if path.parent.name in LEAVES:
+            leaves[path.parent.name] += lines(path)
         elif layer(path) < CORE:
             core += lines(path)
-    print(f"core (L0 to L5 without propose/): {core} lines of {CORE_LINES}")
-    print(f"propose/: {proposers} lines of {PROPOSERS_LINES}")
+    print(f"core (L0 to L5 without {', '.join(LEAVES)}): {core} lines of {CORE_LINES}")
+    for name, count in leaves.items():
+        print(f"{name}/: {count} lines of {LEAVES[name]}")
 
 
 if __name__ == "__main__":

@@ -64,6 +64,8 @@ def test_a_tree_scores_like_its_branches(name, shelf):
             assert distance(scores.logits[b, where], out.logits[0, at]) < EXACT
             for layer in layers:
                 assert distance(scores.features[layer][b, where], out.hidden_states[layer + 1][0, at]) < EXACT
+                fed, first = scores.fed[layer][b], batch.start[b]
+                assert distance(fed, out.hidden_states[layer + 1][0, first : first + len(batch.feed[b])]) < EXACT
             alone = target.score(tiny.everything([row]), tree.chain(guesses[None], (len(path),)))
             assert distance(scores.logits[b, where], alone.logits[0]) < EXACT
 

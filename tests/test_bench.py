@@ -13,12 +13,12 @@ from outrider.bench.clock import Mark, Span, decode_span, opening, timed, token_
 from outrider.bench.conditions import conditions
 from outrider.bench.contest import Job, Own, SwitchPlanner, Trial
 from outrider.bench.memory import bytes_per_pass, flops_per_column
-from outrider.bench.prompts import by_category, read_prompts
 from outrider.bench.report import Sample, expected_speedup, report
 from outrider.bench.run import run_bench
 from outrider.bench.settings import Settings
 from outrider.build import embedded
 from outrider.cli import app
+from outrider.prompts import by_category, read_prompts
 
 LINES = [
     {"category": "code", "prompt": "<|endoftext|>def add(a, b):\n", "reference": "left alone"},

@@ -9,7 +9,6 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from outrider import LLM, OutriderError
-from outrider.bench.prompts import read_prompts
 from outrider.bench.race import make_heats
 from outrider.bench.report import OVERALL
 from outrider.bench.run import run_bench
@@ -17,6 +16,7 @@ from outrider.bench.settings import Settings, Sweep, parse_real, parse_sweep, pa
 from outrider.bench.sweep import Place, guessers, home, places
 from outrider.bench.table import show
 from outrider.cli import app
+from outrider.prompts import read_prompts
 
 PROMPTS = [
     {"category": "code", "prompt": "<|endoftext|>def add(a, b):\n"},

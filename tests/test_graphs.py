@@ -157,6 +157,8 @@ def test_exported_layers(shelf):
     assert got.features.keys() == {1, 3}
     for layer, states in got.features.items():
         close(states, wanted.features[layer])
+        for mine, other in zip(got.fed[layer], wanted.fed[layer], strict=True):
+            close(mine, other)
 
 
 def test_replays_write_where_the_pass_belongs_and_nowhere_else(shelf):

@@ -20,7 +20,7 @@ from outrider.bench.inflate import PRESETS, Dims, inflate, inflate_config, infla
 from outrider.bench.inflate_check import Text, compare, greedy, load
 from outrider.bench.inflate_files import inflate_folder
 from outrider.bench.inflate_wiring import make_stream, shares
-from outrider.bench.prompts import read_prompts
+from outrider.prompts import read_prompts
 from tests.tiny import VOCAB, make_config, save
 
 MODELS = Path(__file__).parent.parent / "outrider" / "models"

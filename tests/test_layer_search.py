@@ -11,12 +11,12 @@ import torch
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from outrider.bench.prompts import BenchPrompt
 from outrider.cli import app
 from outrider.errors import OutriderError
 from outrider.layer_search import LayerSearch, Text, agreement, expression, halves, measure, rounds, write
 from outrider.llm import LLM
 from outrider.params import SamplingParams
+from outrider.prompts import Prompt
 from tests import tiny
 
 SIZES = {"head_dim": 16, "hidden_size": 64, "intermediate_size": 96, "initializer_range": 0.2}
@@ -49,7 +49,7 @@ def asked(count):
     letters = "abcdefgh "
     words = ["".join(chance.choice(letters) for _ in range(chance.randint(3, 10))) for _ in range(count)]
     return [
-        BenchPrompt(id=str(i), category="one" if i % 3 else "two", prompt=word, messages=None)
+        Prompt(id=str(i), category="one" if i % 3 else "two", prompt=word, messages=None)
         for i, word in enumerate(words)
     ]
 

@@ -207,6 +207,7 @@ def test_features_are_the_layers_outputs(folders):
         scores = feed(target, [text[:1]], draft=chain(text[1:]))[0]
         states = model.float()(torch.tensor([text]), output_hidden_states=True).hidden_states
     assert (scores.features[1][0] - states[2][0]).norm() / states[2].norm() < 0.02
+    assert torch.equal(scores.fed[3][0], scores.features[3][0, :1])
 
 
 @pytest.mark.parametrize("bits", [8, 4])

@@ -12,11 +12,11 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import PreTrainedTokenizerFast
 
 from outrider import LLM, SamplingParams
-from outrider.bench.prompts import read_prompts
 from outrider.build import embedded
 from outrider.drive import make_row
 from outrider.errors import OutriderError
 from outrider.load import load_checkpoint
+from outrider.prompts import read_prompts
 from outrider.propose.reading import Reading
 from outrider.propose.spelling import counterparts, spelling
 from outrider.propose.text_draft import TextProposer

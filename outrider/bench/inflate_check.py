@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, LlamaForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from outrider.bench.prompts import BenchPrompt
+from outrider.prompts import Prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +59,7 @@ def compare(first: Any, second: Any, texts: Sequence[Text]) -> Agreement:
     )
 
 
-def greedy(model: Any, folder: Path, prompts: Sequence[BenchPrompt], count: int) -> list[Text]:
+def greedy(model: Any, folder: Path, prompts: Sequence[Prompt], count: int) -> list[Text]:
     """What a model writes, `count` tokens at most, by transformers' own `generate`.
 
     Conversations are left out where the tokenizer has no chat template.

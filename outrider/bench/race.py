@@ -10,7 +10,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from outrider.bench.contest import Contestant, Job
-from outrider.bench.prompts import BenchPrompt
 from outrider.bench.report import Sample
 from outrider.bench.settings import Settings
 from outrider.bench.sweep import Place
@@ -18,6 +17,7 @@ from outrider.errors import OutriderError
 from outrider.llm import LLM
 from outrider.noise import mix_int
 from outrider.params import SamplingParams
+from outrider.prompts import Prompt
 
 _WARM_TOKENS = 16
 
@@ -39,7 +39,7 @@ class Stage:
     heats: tuple[Heat, ...]
 
 
-def make_heats(llm: LLM, prompts: Sequence[BenchPrompt], settings: Settings, place: Place) -> tuple[Heat, ...]:
+def make_heats(llm: LLM, prompts: Sequence[Prompt], settings: Settings, place: Place) -> tuple[Heat, ...]:
     """Batches within each category; its prompts are repeated until they fill the last one.
 
     Raises:
@@ -87,7 +87,7 @@ def _lap(stage: Stage, round: int) -> Iterator[Sample]:
             yield Sample(category=heat.category, name=contestant.name, round=round, trial=trial)
 
 
-def _tokens(llm: LLM, prompt: BenchPrompt) -> tuple[int, ...]:
+def _tokens(llm: LLM, prompt: Prompt) -> tuple[int, ...]:
     return llm.chat(prompt.messages) if prompt.messages else llm.encode(prompt.prompt or "")
 
 
@@ -98,7 +98,7 @@ def _lengthen(texts: Sequence[tuple[int, ...]], size: int) -> list[tuple[int, ..
     return [tuple(chain.from_iterable(order * repeats))[-size:] for order in turned]
 
 
-def _check_room(prompt: BenchPrompt, length: int, max_tokens: int, context: int) -> None:
+def _check_room(prompt: Prompt, length: int, max_tokens: int, context: int) -> None:
     if length + max_tokens > context:
         raise OutriderError(
             f"prompt {prompt.id} is {length} tokens long, and with max_tokens {max_tokens} the context of {context} is"

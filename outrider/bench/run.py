@@ -14,7 +14,6 @@ from outrider import machine
 from outrider.bench import limits
 from outrider.bench.contest import Contestant, Own, SwitchPlanner
 from outrider.bench.memory import Footprint, bytes_per_pass, cache_bytes_per_token, flops_per_column, footprint
-from outrider.bench.prompts import read_prompts
 from outrider.bench.race import Stage, make_heats, race
 from outrider.bench.rates import Rates, best_rates, measure_rates
 from outrider.bench.report import DEFINITIONS, OVERALL, PLAIN, SPECULATIVE, Sample, mean_cached, report
@@ -25,6 +24,7 @@ from outrider.llm import LLM
 from outrider.native.target import NativeTarget
 from outrider.params import AUTO
 from outrider.plan_file import restored
+from outrider.prompts import read_prompts
 from outrider.proposers import draft_model
 
 

@@ -37,6 +37,16 @@ class Layout:
     nodes: torch.Tensor | None  # [B, M] int64 into `keep`, per node asked for; None where it is `keep`'s own order
     ancestors: torch.Tensor | None  # [B, N, N] bool; None where every row is a chain
 
+    def per_node(self, values: torch.Tensor) -> torch.Tensor:
+        """[K, ...] of the kept columns as [B, M, ...] of the nodes asked for."""
+        if self.nodes is not None:
+            return values[self.nodes]
+        return values.view(len(self.spans), -1, *values.shape[1:])
+
+    def per_feed(self, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """[T, ...] of all columns as [B][F, ...] of each row's feed."""
+        return tuple(values[span.begin : span.end - span.nodes] for span in self.spans)
+
 
 class Cache(Protocol):
     """Holds what the model has read, per slot.

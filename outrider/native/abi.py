@@ -30,10 +30,18 @@ class CLayer(ctypes.Structure):
     )
 
 
+class CEntry(ctypes.Structure):
+    _fields_ = (
+        ("project", CLinear),
+        *((name, ctypes.c_void_p) for name in ("embedding_norm", "state_norm")),
+        *((name, ctypes.c_int32) for name in ("embedding_first", "zero_first", "residual_normed", "recycle_normed")),
+    )
+
+
 class CModel(ctypes.Structure):
     _fields_ = (
         ("layer", ctypes.POINTER(CLayer)),
-        *((name, ctypes.c_void_p) for name in ("embedding", "norm", "frequency")),
+        *((name, ctypes.c_void_p) for name in ("embedding", "norm", "frequency", "entry", "id")),
         ("head", CLinear),
         *((name, ctypes.c_int32) for name in ("layers", "hidden", "heads", "key_heads", "dim", "ffn")),
         *((name, ctypes.c_int32) for name in ("capacity", "threads")),
@@ -44,7 +52,7 @@ class CModel(ctypes.Structure):
 class CPass(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("token", "position", "slot", "place", "seen", "tail_begin", "tail")),
-        *((name, ctypes.c_void_p) for name in ("keep", "logits", "best", "exported", "features")),
+        *((name, ctypes.c_void_p) for name in ("keep", "logits", "best", "exported", "features", "state")),
         *((name, ctypes.c_int32) for name in ("columns", "kept", "exports")),
     )
 
@@ -91,9 +99,9 @@ class Columns:
         self.tail.extend(tail)
         self.tail_begin.append(len(self.tail))
 
-    def c(self, logits: int, best: int, exported: array[int], features: int) -> CPass:
+    def c(self, logits: int, best: int, exported: array[int], features: int, state: int = 0) -> CPass:
         """With the addresses of what the pass writes; the arrays must outlive it."""
         fields = (self.token, self.position, self.slot, self.place, self.seen, self.tail_begin, self.tail, self.keep)
         addresses = (part.buffer_info()[0] for part in fields)
         counts = (len(self.token), len(self.keep), len(exported))
-        return CPass(*addresses, logits, best, exported.buffer_info()[0], features, *counts)
+        return CPass(*addresses, logits, best, exported.buffer_info()[0], features, state, *counts)

@@ -20,11 +20,20 @@ struct Layer {
   int32_t window;
 };
 
+// How a token's embedding meets the state before it, in a draft that was trained on another model's states.
+struct Entry {
+  Linear project;             // [hidden][2 hidden]; no outputs: they meet at the first attention's input
+  const float *embedding_norm, *state_norm;  // [hidden] or null
+  int32_t embedding_first, zero_first, residual_normed, recycle_normed;
+};
+
 struct Model {
   const Layer* layer;
   const uint16_t* embedding;  // [vocab][hidden]
-  const float* norm;          // [hidden]
+  const float* norm;          // [hidden], or null: the head reads the last layer's output as it is
   const float* frequency;     // [dim / 2]
+  const Entry* entry;         // null: embeddings alone enter
+  const int32_t* id;          // [head.out]: what the head's outputs are called; null: their own numbers
   Linear head;
   int32_t layers, hidden, heads, key_heads, dim, ffn, capacity, threads;
   float epsilon, scale, rotary_scale;
@@ -37,7 +46,8 @@ struct Pass {
   float* logits;             // [kept][vocab]
   int32_t* best;             // [kept]: the likeliest id, -1 where logits are not numbers
   const int32_t* exported;   // [exports]: layers, counted from 0, whose output is wanted
-  float* features;           // [exports][kept][hidden]
+  float* features;           // [exports][columns][hidden]
+  const float* state;        // [columns][hidden]: what stood before each column, where the model has an entry
   int32_t columns, kept, exports;
 };
 
@@ -70,8 +80,12 @@ class Decoder {
     {
       const Team team{barrier_, omp_get_thread_num(), m_.threads};
       begin(team, pass);
+      if (m_.entry && m_.entry->project.out) {
+        pack(team, pass.columns, pair_.data(), 2 * m_.hidden, m_.entry->project.bits);
+        apply<Then::kStore>(team, m_.entry->project, rows_, pass.columns, stream_.data(), m_.hidden);
+      }
       for (int i = 0; i < m_.layers; i++) {
-        attention(team, pass, m_.layer[i]);
+        attention(team, pass, m_.layer[i], !i && m_.entry && !m_.entry->project.out);
         mlp(team, pass, m_.layer[i]);
         hand_out(team, pass, i);
       }
@@ -87,13 +101,16 @@ class Decoder {
     best_.resize(chain.rows);
     pass.logits = logits_.data();
     pass.best = best_.data();
-    choice_ = chain.vocab;
+    choice_ = std::min(chain.vocab, m_.head.out);
     for (int depth = 0;; depth++) {
       run(pass);
       std::vector<char> over(chain.rows);
       for (size_t i = 0; i < active.size(); i++)
         over[active[i]] = guess(chain, active[i], depth, best_[i], &logits_[i * m_.head.out], chain.worth[active.size() - 1]);
       const auto done = [&](int b) { return chain.budget[b] <= depth + 1 || over[b]; };
+      std::vector<int32_t> kept;  // the columns that rows go on from
+      for (size_t i = 0; i < active.size(); i++)
+        if (!done(active[i])) kept.push_back(pass.keep[i]);
       active.erase(std::remove_if(active.begin(), active.end(), done), active.end());
       if (active.empty()) break;
       for (auto& field : fields) field.clear();
@@ -105,18 +122,32 @@ class Decoder {
       }
       const int count = int(active.size());
       none_.assign(count + 1, 0);
+      if (m_.entry) recycle(pass, kept);
       pass = {fields[0].data(), fields[1].data(), fields[2].data(), fields[3].data(), fields[4].data(), none_.data(),
-              nullptr, fields[5].data(), logits_.data(), best_.data(), nullptr, nullptr, count, count, 0};
+              nullptr, fields[5].data(), logits_.data(), best_.data(), nullptr, nullptr, states_.data(), count, count, 0};
     }
     choice_ = m_.head.out;
   }
 
  private:
+  // The states behind some columns of a pass, for the pass after it.
+  void recycle(const Pass& pass, const std::vector<int32_t>& kept) {
+    states_.resize(kept.size() * m_.hidden);
+    for (size_t i = 0; i < kept.size(); i++) {
+      const float* from = &stream_[size_t(kept[i]) * m_.hidden];
+      float* to = &states_[i * m_.hidden];
+      if (m_.entry->recycle_normed && m_.norm)
+        root_mean_square(from, m_.norm, m_.hidden, to);
+      else
+        std::memcpy(to, from, 4 * size_t(m_.hidden));
+    }
+  }
+
   // Write down one guess, and whether it is worth its place; returns whether its row stops.
   bool guess(const Chain& chain, int b, int depth, int best, const float* logits, float worth) const {
     const size_t at = size_t(b) * chain.depth + depth;
-    chain.token[at] = std::max(0, best);
-    chain.margin[at] = best < 0 ? 0.0f : logits[best] - largest_but(logits, chain.vocab, best);
+    chain.token[at] = m_.id ? m_.id[std::max(0, best)] : std::max(0, best);
+    chain.margin[at] = best < 0 ? 0.0f : logits[best] - largest_but(logits, std::min(chain.vocab, m_.head.out), best);
     const int kind = std::min(depth, chain.kinds - 1);
     const float odds = chain.weight[kind] * chain.margin[at] + chain.bias[kind];
     chain.chance[at] = (depth ? chain.chance[at - 1] : 1.0f) / (1 + std::exp(-odds));
@@ -173,6 +204,7 @@ class Decoder {
     team.share(pass.columns, [&](int c) {
       const uint16_t* from = m_.embedding + size_t(pass.token[c]) * m_.hidden;
       for (int i = 0; i < m_.hidden; i++) stream_[size_t(c) * m_.hidden + i] = widen(from[i]);
+      if (m_.entry) join(pass, c);
       for (int i = 0; i < half; i++) {
         const float angle = float(pass.position[c]) * m_.frequency[i];
         cosine_[c * half + i] = std::cos(angle) * m_.rotary_scale;
@@ -181,9 +213,32 @@ class Decoder {
     });
   }
 
-  void attention(const Team& team, const Pass& pass, const Layer& layer) {
+  // Put a column's embedding, which lies in the stream, beside the state before it; what goes on is the stream.
+  void join(const Pass& pass, int c) {
+    const Entry& entry = *m_.entry;
+    const int size = m_.hidden;
+    float *stream = &stream_[size_t(c) * size], *pair = &pair_[size_t(c) * 2 * size];
+    float *embedding = pair + (entry.embedding_first ? 0 : size), *state = pair + (entry.embedding_first ? size : 0);
+    const float* given = pass.state + size_t(c) * size;
+    if (entry.zero_first && !pass.position[c])
+      std::memset(embedding, 0, 4 * size_t(size));
+    else if (entry.embedding_norm)
+      root_mean_square(stream, entry.embedding_norm, size, embedding);
+    else
+      std::memcpy(embedding, stream, 4 * size_t(size));
+    if (entry.state_norm)
+      root_mean_square(given, entry.state_norm, size, state);
+    else
+      std::memcpy(state, given, 4 * size_t(size));
+    std::memcpy(stream, entry.residual_normed ? state : given, 4 * size_t(size));
+  }
+
+  void attention(const Team& team, const Pass& pass, const Layer& layer, bool joined) {
     const int width = m_.heads * m_.dim, all = width + 2 * m_.key_heads * m_.dim;
-    normalise(team, pass.columns, nullptr, layer.attention_norm, layer.qkv.bits);
+    if (joined)
+      pack(team, pass.columns, pair_.data(), 2 * m_.hidden, layer.qkv.bits);
+    else
+      normalise(team, pass.columns, nullptr, layer.attention_norm, layer.qkv.bits);
     apply<Then::kStore>(team, layer.qkv, rows_, pass.columns, wide_.data(), all);
     const int lots = m_.heads + 2 * m_.key_heads;
     team.share(pass.columns * lots, [&](int i) { place(pass, layer, i / lots, i % lots); });
@@ -210,9 +265,9 @@ class Decoder {
   void hand_out(const Team& team, const Pass& pass, int layer) {
     for (int e = 0; e < pass.exports; e++) {
       if (pass.exported[e] != layer) continue;
-      team.share(pass.kept, [&](int k) {
-        std::memcpy(pass.features + (size_t(e) * pass.kept + k) * m_.hidden,
-                    &stream_[size_t(pass.keep[k]) * m_.hidden], 4 * m_.hidden);
+      team.share(pass.columns, [&](int c) {
+        const size_t size = m_.hidden;
+        std::memcpy(pass.features + (size_t(e) * pass.columns + c) * size, &stream_[c * size], 4 * size);
       });
     }
   }
@@ -223,12 +278,14 @@ class Decoder {
     team.share(pass.kept, [&](int k) { pass.best[k] = likeliest(pass.logits + size_t(k) * m_.head.out, choice_); });
   }
 
-  // Rows of the residual stream, x / rms(x) * weight (Zhang and Sennrich 2019), ready for a linear layer.
+  // Rows of the residual stream, x / rms(x) * weight (Zhang and Sennrich 2019), ready for a linear layer. Without
+  // weights, rows as they are.
   void normalise(const Team& team, int rows, const int32_t* which, const float* weight, int bits) {
     team.share(rows, [&](int r) {
       float* out = &normed_[size_t(team.thread) * m_.hidden];
-      root_mean_square(&stream_[size_t(which ? which[r] : r) * m_.hidden], weight, m_.hidden, out);
-      pack_row(rows_, r, out, m_.hidden, bits);
+      const float* from = &stream_[size_t(which ? which[r] : r) * m_.hidden];
+      if (weight) root_mean_square(from, weight, m_.hidden, out);
+      pack_row(rows_, r, weight ? out : from, m_.hidden, bits);
     });
   }
 
@@ -280,9 +337,11 @@ class Decoder {
   void reserve(int columns) {
     if (columns <= room_) return;
     room_ = columns;
-    const int heads = (m_.heads + 2 * m_.key_heads) * m_.dim, widest = padded(std::max({m_.hidden, heads, m_.ffn}));
+    const int heads = (m_.heads + 2 * m_.key_heads) * m_.dim, entering = m_.entry ? 2 * m_.hidden : m_.hidden;
+    const int widest = padded(std::max({entering, heads, m_.ffn}));
     const size_t many = columns;
     stream_.resize(many * m_.hidden);
+    if (m_.entry) pair_.resize(many * 2 * m_.hidden);
     normed_.resize(size_t(m_.threads) * m_.hidden);
     wide_.resize(many * widest);
     query_.resize(many * m_.heads * m_.dim);
@@ -300,7 +359,7 @@ class Decoder {
   int room_ = 0;
   std::vector<Tile> tiles_;
   std::vector<Scratch> scratch_;  // one a thread
-  std::vector<float> stream_, normed_, wide_, cosine_, sine_, scale_, logits_;
+  std::vector<float> pair_, states_, stream_, normed_, wide_, cosine_, sine_, scale_, logits_;
   std::vector<uint16_t> query_;
   std::vector<int32_t> words_, total_, none_, best_;
   Rows rows_{};

@@ -18,7 +18,7 @@ from outrider.excerpt import refuse_to_swap
 from outrider.native.abi import CChain, CLayer, CModel, Columns
 from outrider.native.library import Library
 from outrider.native.pack import Arena, PackedWeight, interleave, pack, separate, unpack
-from outrider.types import Grown, Trust
+from outrider.types import Grown, Tables, Trust
 
 FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})  # one block: norm, rotary attention, norm, gated SiLU
 _MOST_DIM = 256  # of a head
@@ -152,10 +152,10 @@ class Decoder:
 
         Returns:
             logits [K, V] float32 of the columns to keep, their likeliest ids [K] int64 (-1 where the logits are not
-            numbers), and the outputs [layers, K, H] of the layers asked for.
+            numbers), and the outputs [layers, T, H] of the layers asked for, of all columns.
         """
-        kept = len(columns.keep)
-        logits, features = torch.empty(kept, self.vocab), torch.empty(len(layers), kept, self.shape.hidden)
+        kept, read = len(columns.keep), len(columns.token)
+        logits, features = torch.empty(kept, self.vocab), torch.empty(len(layers), read, self.shape.hidden)
         best, exported = array("i", bytes(4 * kept)), array("i", layers)
         once = columns.c(logits.data_ptr(), best.buffer_info()[0], exported, features.data_ptr())
         self._code.outrider_run(self._handle, ctypes.byref(once))
@@ -234,6 +234,15 @@ class Decoder:
         groups = self._groups().items()
         return {name: value for group, parts in groups for name, value in self._unpacked(group, parts).items()}
 
+    def tables(self) -> Tables:
+        """What drafts trained on its states share with it."""
+        return Tables(
+            embedding=self._embedding,
+            head=unpack(self._packed[_HEAD]),
+            norm=self._norms["model.norm.weight"],
+            epsilon=self.shape.epsilon,
+        )
+
     def bytes(self) -> int:
         """Memory of the weights; where some are another decoder's, of the others."""
         if self._source is None:
@@ -299,6 +308,8 @@ class Decoder:
         model = CModel(
             layers,
             *(tensor.data_ptr() for tensor in tensors),
+            0,
+            0,
             self._packed[_HEAD].c(),
             *sizes,
             torch.get_num_threads(),

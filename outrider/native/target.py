@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from copy import copy
+from itertools import accumulate
 
 import torch
 
@@ -17,7 +18,7 @@ from outrider.load import Checkpoint
 from outrider.native.abi import Columns
 from outrider.native.decoder import Decoder
 from outrider.native.library import load_library
-from outrider.types import Batch, Draft, Grown, Scores, Trust
+from outrider.types import Batch, Draft, Grown, Scores, Tables, Trust
 
 _LEAST = 16  # tokens that a slot has room for at least: what the check before first use takes
 
@@ -56,9 +57,20 @@ class NativeTarget:
         logits, best, features = self._decoder.run(columns, self._layers)
         shape = (len(batch.rows), -1)
         if order is not None:
-            logits, best, features = logits[order], best[order], features[:, order]
-        outputs = {layer: out.view(*shape, out.shape[-1]) for layer, out in zip(self._layers, features, strict=True)}
-        return Scores(logits=logits.view(*shape, self.vocab), best=best.view(shape), features=outputs)
+            logits, best = logits[order], best[order]
+        logits, best = logits.view(*shape, self.vocab), best.view(shape)
+        if not self._layers:
+            return Scores(logits=logits, best=best)
+        wanted = [columns.keep[at] for at in order] if order is not None else list(columns.keep)
+        nodes = {
+            layer: out[wanted].view(*shape, out.shape[-1]) for layer, out in zip(self._layers, features, strict=True)
+        }
+        fed = (
+            {layer: _fed(out, batch, draft) for layer, out in zip(self._layers, features, strict=True)}
+            if first < 0
+            else {}
+        )
+        return Scores(logits=logits, best=best, features=nodes, fed=fed)
 
     def grow(self, batch: Batch, vocab: int, trust: Trust | None = None) -> Grown:
         columns, _ = _columns(batch, tree.empty(len(batch.rows), self.device), -1, self.vocab)
@@ -79,6 +91,9 @@ class NativeTarget:
 
     def read_bytes(self) -> tuple[tuple[int, ...], int]:
         return self._decoder.read_bytes()
+
+    def lend(self) -> Tables:
+        return self._decoder.tables()
 
     def excerpt(self, layers: Sequence[int]) -> NativeTarget:
         other = copy(self)
@@ -106,6 +121,12 @@ class NativeTarget:
         self.cache: Cache = cache
         self._keys, self._values = [keys for keys, _ in stripes], [values for _, values in stripes]
         self._decoder.attach(self._keys, self._values)
+
+
+def _fed(values: torch.Tensor, batch: Batch, draft: Draft) -> tuple[torch.Tensor, ...]:
+    """The columns of each row's feed, out of all columns [T, H] of a pass."""
+    ends = accumulate((len(feed) + width for feed, width in zip(batch.feed, draft.width, strict=True)), initial=0)
+    return tuple(values[begin : begin + len(feed)] for begin, feed in zip(ends, batch.feed, strict=False))
 
 
 def _columns(batch: Batch, draft: Draft, first: int, vocab: int) -> tuple[Columns, list[int] | None]:

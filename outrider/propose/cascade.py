@@ -11,8 +11,9 @@ import torch
 
 from outrider import tree
 from outrider.propose.wrapped import Wrapped
-from outrider.target import Target, Watch
+from outrider.target import Target
 from outrider.types import Batch, Grown, Row, Trust
+from outrider.watch import Watch
 
 _SIZES = (4, 3, 2, 1)  # tokens of an ending that is looked up, the longest first
 _REACH: Mapping[int, int] = MappingProxyType({1: 2, 2: 3, 3: 6})  # guesses that a match of so few tokens is good for

@@ -9,15 +9,18 @@ import torch
 
 from outrider.check import check_target
 from outrider.errors import OutriderError
+from outrider.heads.store import is_head, read_head
+from outrider.heads.target import FollowTarget, IndependentTarget, make_head_target
 from outrider.load import Checkpoint, load_checkpoint
 from outrider.propose.base import Proposer, Setup
 from outrider.propose.cascade import Cascade
+from outrider.propose.heads import HeadProposer, HeadTreeProposer
 from outrider.propose.model import ModelProposer
 from outrider.propose.model_tree import TreeProposer
 from outrider.propose.spelling import Spelling, spelling
 from outrider.propose.text_draft import TextProposer
 from outrider.propose.vocabulary import Dictionary, SharedVocabulary
-from outrider.target import Target, make_target
+from outrider.target import Lender, Target, make_target
 
 _ENOUGH = 0.9  # share of the target's tokens from which on guessing by tokens keeps as much as guessing by text
 _LEAST = 0.1  # below it a draft would misread most of what it is fed
@@ -25,7 +28,9 @@ _log = logging.getLogger("outrider")
 
 
 def draft_proposer(folder: str, setup: Setup) -> Proposer:
-    """`draft:DIR`: by tokens where the draft has most of the target's, else by text."""
+    """`draft:DIR`: by tokens where the draft has most of the target's, else by text; or from the target's states."""
+    if is_head(folder):
+        return HeadProposer(setup, _head(folder, setup))
     found = _find("draft", folder, setup)
     if found.akin:
         return ModelProposer(setup, found.model())
@@ -57,7 +62,9 @@ def cascade_proposer(folder: str, setup: Setup) -> Proposer:
 
 
 def tree_proposer(folder: str, setup: Setup) -> Proposer:
-    """`tree:DIR`: by tokens, several ways to go on."""
+    """`tree:DIR`: by tokens, or from the target's states, several ways to go on."""
+    if is_head(folder):
+        return HeadTreeProposer(setup, _head(folder, setup))
     return TreeProposer(setup, _find("tree", folder, setup).speaking())
 
 
@@ -104,6 +111,21 @@ class _Found:
 
     def _spellings(self) -> tuple[Spelling, Spelling]:
         return spelling(self.setup.tokenizer, "the target"), spelling(self.checkpoint.tokenizer, self.folder)
+
+
+def _head(folder: str, setup: Setup) -> FollowTarget | IndependentTarget:
+    """A draft that was trained on the target's states."""
+    if not isinstance(setup.target, Lender):
+        raise OutriderError(f"{folder} reads states that this target does not show; use draft:DIR of a draft model")
+    module = read_head(folder, dtype=setup.dtype, device=setup.device)
+    tables, it = setup.target.lend(), module.description
+    ours = (*tables.head.shape, setup.target.layers)
+    if (it.vocab, it.target_hidden, it.target_layers) != ours:
+        raise OutriderError(
+            f"{folder} was trained on a target with vocabulary {it.vocab}, width {it.target_hidden} and"
+            f" {it.target_layers} layers; this one has {ours[0]}, {ours[1]} and {ours[2]}, so use the one it belongs to"
+        )
+    return make_head_target(module, tables, slots=setup.slots, context=setup.context)
 
 
 def _find(name: str, folder: str, setup: Setup) -> _Found:

@@ -15,8 +15,9 @@ from outrider.noise import PositionNoise, inverse_cdf
 from outrider.propose.base import Setup
 from outrider.propose.confidence import Confidence
 from outrider.sampling import Knobs, warp
-from outrider.target import Target, Watch
+from outrider.target import Target
 from outrider.types import Batch, Draft, Draw, Law, Needs, Request, Round, Trust
+from outrider.watch import Watch
 
 _log = logging.getLogger("outrider")
 _PIECE = 1024  # tokens of a text read in one round: those who decode beside it wait for no more

@@ -149,8 +149,10 @@ class TreeProposer(ModelProposer):
     that law too, or for a greedy row by what it would be at temperature 1. Each level waits for the host.
     """
 
-    def __init__(self, setup: Setup, model: Target) -> None:
+    def __init__(self, setup: Setup, model: Target, *, reach: int | None = None) -> None:
+        """Guess with `model`, in no more than `reach` levels."""
         super().__init__(setup, model)
+        self._reach = reach
         self._odds = _Odds()
         self._soft: Knobs | None = None  # the same rows' parameters, none of them greedy
         self._growths: list[_Growth] = []  # of the rows that the draft runs
@@ -204,7 +206,7 @@ class TreeProposer(ModelProposer):
             )
             worth, first = until.until(len(growing)), self._read.size
             levels = {b: self._next(growth, batch.keep, worth) for b, growth in growing.items()}
-            growing = {b: growth for b, growth in growing.items() if levels[b]}
+            growing = {b: growth for b, growth in growing.items() if levels[b] and len(laws) != self._reach}
             for b, growth in growing.items():
                 growth.go_on(levels[b], first)
             if growing:

@@ -75,7 +75,7 @@ class SharedVocabulary(Wrapped):
     def score(self, batch: Batch, draft: Draft, first: int = -1) -> Scores:
         scores = self.inner.score(self.read(batch), self.read_draft(draft), first)
         logits = scores.logits[..., self._source].masked_fill_(self._missing, _NEVER)
-        return Scores(logits=logits, features=scores.features)
+        return Scores(logits=logits, features=scores.features, fed=scores.fed)
 
     def grow(self, batch: Batch, vocab: int, trust: Trust | None = None) -> Grown:
         if self.device.type == "cpu":  # elsewhere, looking at what came out would be to wait for it

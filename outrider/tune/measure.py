@@ -12,7 +12,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from outrider.bench.contest import Job
 from outrider.bench.memory import Footprint, footprint
-from outrider.bench.prompts import read_prompts
 from outrider.bench.race import make_heats
 from outrider.bench.settings import Settings as BenchSettings
 from outrider.bench.sweep import Place
@@ -22,6 +21,7 @@ from outrider.llm import LLM
 from outrider.native.rules import fastest
 from outrider.noise import mix_int
 from outrider.plan import CostPlanner, FixedPlanner, Planner
+from outrider.prompts import read_prompts
 from outrider.propose.base import Proposer, Setup
 from outrider.proposers import DRAWN, Expression, find_proposer, parse
 from outrider.schedule import Scheduler

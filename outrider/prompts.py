@@ -16,7 +16,7 @@ _FORM = '{"category": "...", "prompt": "..."} or "messages" in place of "prompt"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BenchPrompt:
+class Prompt:
     """One prompt: plain text, or a conversation for the model's chat template."""
 
     id: str
@@ -25,7 +25,7 @@ class BenchPrompt:
     messages: tuple[dict[str, str], ...] | None
 
 
-def read_prompts(file: str | Path | None = None, *, limit: int | None = None) -> list[BenchPrompt]:
+def read_prompts(file: str | Path | None = None, *, limit: int | None = None) -> list[Prompt]:
     """Prompts of a file of JSON lines, the first `limit` of each category.
 
     A line holds `category`, and either `prompt` or `messages`; `id` is optional, and other fields are left alone.
@@ -46,15 +46,15 @@ def read_prompts(file: str | Path | None = None, *, limit: int | None = None) ->
     return [prompt for group in by_category(found).values() for prompt in group[:limit]]
 
 
-def by_category(prompts: Sequence[BenchPrompt]) -> dict[str, list[BenchPrompt]]:
+def by_category(prompts: Sequence[Prompt]) -> dict[str, list[Prompt]]:
     """Prompts under their categories, both in the order of appearance."""
-    groups: dict[str, list[BenchPrompt]] = defaultdict(list)
+    groups: dict[str, list[Prompt]] = defaultdict(list)
     for prompt in prompts:
         groups[prompt.category].append(prompt)
     return dict(groups)
 
 
-def _parse(line: str, where: str, number: int) -> BenchPrompt:
+def _parse(line: str, where: str, number: int) -> Prompt:
     try:
         entry = json.loads(line)
     except json.JSONDecodeError as error:
@@ -70,7 +70,7 @@ def _parse(line: str, where: str, number: int) -> BenchPrompt:
         raise OutriderError(f"{where}: prompt must be a string of at least one character")
     name = str(entry.get("id", f"line-{number}"))
     turns = None if messages is None else _turns(messages, where)
-    return BenchPrompt(id=name, category=category, prompt=prompt, messages=turns)
+    return Prompt(id=name, category=category, prompt=prompt, messages=turns)
 
 
 def _turns(messages: Any, where: str) -> tuple[dict[str, str], ...]:

@@ -1,0 +1,190 @@
+"""What a trained draft is: the one description from which its module is built, and every format written.
+
+Formats disagree on how layers are counted, on the order in which two vectors are joined, and on which state goes round.
+A matrix of the right shape loads without complaint in the wrong order and is merely never right; so each of these
+choices has a field here, and importers translate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
+from enum import StrEnum
+from types import MappingProxyType, UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from outrider.errors import OutriderError
+
+
+class Kind(StrEnum):
+    """The families, by what carries a guess on to the next one."""
+
+    EAGLE = "eagle"  # the target's last state regressed by a decoder layer (EAGLE-1 and 2)
+    EAGLE3 = "eagle3"  # states of three layers, fused (EAGLE-3, 3.1)
+    MTP = "mtp"  # a module for multi-token prediction that came with the target
+    MEDUSA = "medusa"  # nothing: heads guess independently of each other
+    HYDRA = "hydra"  # the embeddings of the tokens guessed before
+
+
+class FuseNorm(StrEnum):
+    """What is normed before the taps are fused."""
+
+    NONE = "none"
+    EACH = "each"  # each tap by itself (EAGLE-3.1)
+    WHOLE = "whole"  # all of them, one behind another
+
+
+class JoinAt(StrEnum):
+    """Where a token's embedding and the state before it meet."""
+
+    ATTENTION = "attention"  # at the attention's input, twice as wide; the state goes on as the residual (EAGLE-3)
+    PROJECTION = "projection"  # in a linear layer before the first decoder layer (EAGLE-1, MTP)
+
+
+class Recycle(StrEnum):
+    """The state that stands in for the target's behind a guess."""
+
+    RAW = "raw"  # the last layer's output as it is
+    NORMED = "normed"  # after the draft's own final norm
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Taps:
+    """What is taken from the target's pass."""
+
+    layers: tuple[int, ...]  # whose outputs, counted from 0
+    final: bool = False  # the last of them is taken after the target's final norm
+    norm: FuseNorm = FuseNorm.NONE
+    fused: bool = False  # by a linear layer, from all taps to the draft's width
+    bias: bool = False  # of that layer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Join:
+    """How a token's embedding and the state before it become a decoder layer's input."""
+
+    at: JoinAt
+    embedding_first: bool = True
+    norms: bool = True  # of both
+    bias: bool = False  # of the projection
+    zero_first: bool = False  # the text's first embedding is taken for zeros
+    residual_normed: bool = False  # where they meet at the attention: the residual is the state after its norm
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Body:
+    """Llama-like decoder layers."""
+
+    layers: int
+    hidden: int
+    heads: int
+    key_heads: int
+    dim: int  # of a head
+    ffn: int
+    epsilon: float = 1e-6
+    theta: float = 10000.0  # of rotary positions
+    head_norms: bool = False  # of queries and keys
+    attention_bias: bool = False  # of queries, keys and values
+    first_norm: bool = True  # the first layer's before its attention; EAGLE-1 has none
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stack:
+    """Heads that read one state, each guessing one token further."""
+
+    heads: int
+    layers: int = 1  # residual blocks in each
+    shared_head: bool = False  # all of them use the target's output layer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Description:
+    """A trained draft."""
+
+    kind: Kind
+    target_hidden: int
+    target_layers: int
+    vocab: int  # of the target
+    draft_vocab: int = 0  # tokens that can be guessed, where not all can; 0 = all
+    taps: Taps
+    join: Join | None = None
+    body: Body | None = None
+    stack: Stack | None = None
+    recycle: Recycle = Recycle.RAW
+    final_norm: bool = True  # before the output layer
+    own_head: bool = False  # an output layer of its own, instead of the target's
+    own_embedding: bool = False
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    @property
+    def guessed(self) -> int:
+        """Tokens that its output layer tells apart."""
+        return self.draft_vocab or self.vocab
+
+    @property
+    def width(self) -> int:
+        """Of the state that it carries on."""
+        return self.body.hidden if self.body else self.target_hidden
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Description:
+        """The inverse of `to_json`.
+
+        Raises:
+            OutriderError: something is missing, unknown, or of another type.
+        """
+        return _read(cls, data, "description")  # type: ignore[no-any-return]
+
+
+def _check(it: Description) -> None:
+    last = max(it.taps.layers, default=-1)
+    problems = {
+        "names no layer of the target to read": last < 0,
+        f"reads layer {last} of a target with {it.target_layers}": last >= it.target_layers,
+        f"guesses {it.draft_vocab} of {it.vocab} tokens": not 0 <= it.draft_vocab <= it.vocab,
+        "has both decoder layers and independent heads, or neither": (it.body is None) == (it.stack is None),
+        "does not say how embeddings and states are joined": it.body is not None and it.join is None,
+        "has part of a vocabulary and no output layer of its own": bool(it.draft_vocab) and not it.own_head,
+        f"carries a state of {it.width} on to where {it.target_hidden} are expected": not it.taps.fused
+        and it.width != it.target_hidden,
+    }
+    if found := [text for text, wrong in problems.items() if wrong]:
+        raise OutriderError(f"a draft of kind {it.kind} {found[0]}; its checkpoint is damaged or of another format")
+
+
+def _read(kind: Any, data: Any, where: str) -> Any:
+    """A dataclass from what `asdict` made of it."""
+    if not isinstance(data, Mapping):
+        raise OutriderError(f"{where} is {data!r} and not a table; export the draft again")
+    hints, known = get_type_hints(kind), {each.name: each for each in fields(kind)}
+    if unknown := sorted(data.keys() - known.keys()):
+        raise OutriderError(f"{where} has {unknown[0]!r}, which this version does not know; update Outrider")
+    missing = [n for n, each in known.items() if each.default is MISSING and n not in data]
+    if missing:
+        raise OutriderError(f"{where} lacks {missing[0]!r}; export the draft again")
+    return kind(**{name: _value(hints[name], value, f"{where}.{name}") for name, value in data.items()})
+
+
+def _value(kind: Any, value: Any, where: str) -> Any:
+    if get_origin(kind) in (Union, UnionType):
+        return None if value is None else _value(get_args(kind)[0], value, where)
+    if is_dataclass(kind):
+        return _read(kind, value, where)
+    kind = get_origin(kind) or kind
+    if not isinstance(value, _JSON.get(kind, (str,))) or (isinstance(value, bool) and kind is not bool):
+        raise OutriderError(f"{where} is {value!r}; export the draft again")
+    try:
+        return kind(value)
+    except ValueError:
+        known = ", ".join(kind) if issubclass(kind, StrEnum) else kind.__name__
+        raise OutriderError(f"{where} is {value!r}; known are {known}") from None
+
+
+_JSON: Mapping[Any, tuple[Any, ...]] = MappingProxyType(
+    {int: (int,), bool: (bool,), float: (int, float), str: (str,), tuple: (list, tuple)}
+)

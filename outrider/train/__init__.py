@@ -1,0 +1,1 @@
+"""Training drafts on the hidden states of a target."""

@@ -1,0 +1,118 @@
+"""What is trained where nothing else is said, for a target of any size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from outrider.errors import OutriderError
+from outrider.heads.description import Body, Description, FuseNorm, Join, JoinAt, Kind, Recycle, Stack, Taps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """What the target is, and how much of a draft is wanted."""
+
+    hidden: int
+    layers: int
+    vocab: int
+    epsilon: float
+    draft_vocab: int = 0  # 0 = all
+    depth: int = 1  # decoder layers, or independent heads
+    ffn: int = 0  # 0 = as Llama has it
+
+
+def describe(kind: str, shape: Shape) -> Description:
+    """The description of a draft of this kind.
+
+    Raises:
+        OutriderError: there is no such kind, or the target is too small for it.
+    """
+    if kind not in KINDS:
+        raise OutriderError(f"kind {kind!r} is unknown; use {', '.join(KINDS)}")
+    if shape.layers < 4 and kind in ("eagle3", "eagle31"):
+        raise OutriderError(f"{kind} reads three layers, and this target has {shape.layers}; use mtp or medusa")
+    return KINDS[kind](shape)
+
+
+def body(shape: Shape) -> Body:
+    """Decoder layers of the target's width."""
+    dim = next((size for size in (128, 64, 32, 16) if shape.hidden % size == 0 and shape.hidden // size >= 4), 0)
+    if not dim:
+        raise OutriderError(f"the target's width {shape.hidden} does not part into heads; no draft is known for it")
+    heads = shape.hidden // dim
+    return Body(
+        layers=shape.depth,
+        hidden=shape.hidden,
+        heads=heads,
+        key_heads=next(size for size in (heads // 3, heads // 4, heads // 2, heads) if size and heads % size == 0),
+        dim=dim,
+        ffn=shape.ffn or (shape.hidden * 8 // 3 + 63) // 64 * 64,
+        epsilon=shape.epsilon,
+    )
+
+
+def _eagle3(shape: Shape) -> Description:
+    # Small targets say little four layers before their end, where large ones are tapped.
+    high = shape.layers - (4 if shape.layers >= 16 else 2)
+    return Description(
+        kind=Kind.EAGLE3,
+        target_hidden=shape.hidden,
+        target_layers=shape.layers,
+        vocab=shape.vocab,
+        draft_vocab=shape.draft_vocab,
+        taps=Taps(layers=(1, shape.layers // 2 - 1, high), fused=True),
+        join=Join(at=JoinAt.ATTENTION),
+        body=body(shape),
+        own_head=True,
+    )
+
+
+def _eagle31(shape: Shape) -> Description:
+    plain = _eagle3(shape)
+    return Description(
+        **{
+            **{name: getattr(plain, name) for name in plain.__slots__},
+            "taps": Taps(layers=plain.taps.layers, fused=True, norm=FuseNorm.EACH),
+            "recycle": Recycle.NORMED,
+        }
+    )
+
+
+def _mtp(shape: Shape) -> Description:
+    return Description(
+        kind=Kind.MTP,
+        target_hidden=shape.hidden,
+        target_layers=shape.layers,
+        vocab=shape.vocab,
+        taps=Taps(layers=(shape.layers - 1,), final=True),
+        join=Join(at=JoinAt.PROJECTION),
+        body=body(shape),
+        recycle=Recycle.NORMED,
+    )
+
+
+def _stack(kind: Kind) -> Callable[[Shape], Description]:
+    def make(shape: Shape) -> Description:
+        return Description(
+            kind=kind,
+            target_hidden=shape.hidden,
+            target_layers=shape.layers,
+            vocab=shape.vocab,
+            taps=Taps(layers=(shape.layers - 1,), final=True),
+            stack=Stack(heads=shape.depth if shape.depth > 1 else 4, shared_head=True),
+        )
+
+    return make
+
+
+KINDS: Mapping[str, Callable[[Shape], Description]] = MappingProxyType(
+    {
+        "eagle3": _eagle3,
+        "eagle31": _eagle31,
+        "mtp": _mtp,
+        "medusa": _stack(Kind.MEDUSA),
+        "hydra": _stack(Kind.HYDRA),
+    }
+)
