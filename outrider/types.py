@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
+from typing import Any
 
 import torch
 
@@ -176,6 +177,7 @@ class Tables:
     head: torch.Tensor  # [V, H]
     norm: torch.Tensor  # [H], before the head
     epsilon: float
+    packed: Any = None  # the head as native kernels read it, for drafts that run on them too
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,15 +21,7 @@ from outrider.target import grow_by_scores, make_target
 from outrider.types import Batch, Trust
 from tests import tiny
 
-
-def compiles():
-    try:
-        return bool(library.load_library())
-    except UnsupportedModel:
-        return False
-
-
-pytestmark = pytest.mark.skipif(not compiles(), reason="no C++ compiler here")
+pytestmark = pytest.mark.skipif(not tiny.compiles(), reason="no C++ compiler here")
 CPU = torch.device("cpu")
 MODELS = {
     "llama": tiny.make_config("LlamaConfig", head_dim=16, hidden_size=48, intermediate_size=80),

@@ -12,11 +12,10 @@ from transformers import AutoModelForCausalLM
 from outrider import tree
 from outrider.build import embedded
 from outrider.drive import Life
-from outrider.errors import OutriderError, UnsupportedModel
+from outrider.errors import OutriderError
 from outrider.excerpt import requantised_model
 from outrider.llm import LLM
 from outrider.load import load_checkpoint
-from outrider.native.library import load_library
 from outrider.params import SamplingParams
 from outrider.propose.base import NoProposer, Setup
 from outrider.propose.combine import Merge, Switch
@@ -45,14 +44,7 @@ TOGETHER = {"gemma3n_text", "gemma4_text"}
 FAMILIES = sorted(set(tiny.ARCHITECTURES) - {"mamba2"})
 
 
-def compiles() -> bool:
-    try:
-        return bool(load_library())
-    except UnsupportedModel:
-        return False
-
-
-KINDS = ["torch", pytest.param("native", marks=pytest.mark.skipif(not compiles(), reason="no C++ compiler here"))]
+KINDS = ["torch", pytest.param("native", marks=pytest.mark.skipif(not tiny.compiles(), reason="no C++ compiler here"))]
 
 
 @pytest.fixture(scope="module")
@@ -186,7 +178,7 @@ def test_what_is_shared_takes_no_memory(kind, folders):
 @pytest.mark.parametrize("kind", ["native", "torch"])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_quantised_copy_is_the_quantised_model(bits, kind, folders):
-    if kind == "native" and not compiles():
+    if kind == "native" and not tiny.compiles():
         pytest.skip("no C++ compiler here")
     checkpoints = [load_checkpoint(folders["llama"], dtype="bfloat16", device="cpu") for _ in range(2)]
     target = make_target(checkpoints[0], slots=4, context=CONTEXT, kernels=kind)
@@ -203,7 +195,7 @@ def test_a_quantised_copy_is_the_quantised_model(bits, kind, folders):
 
 @pytest.mark.parametrize("kind", ["native", "torch"])
 def test_parts_follow_when_weights_are_swapped(kind, tmp_path):
-    if kind == "native" and not compiles():
+    if kind == "native" and not tiny.compiles():
         pytest.skip("no C++ compiler here")
     old, new = (tiny.save(tmp_path / str(seed), MODELS["tied"], seed=seed) for seed in (0, 1))
     checkpoints = [load_checkpoint(folder, dtype="bfloat16", device="cpu") for folder in (old, new)]

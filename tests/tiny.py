@@ -12,7 +12,9 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
+from outrider.errors import UnsupportedModel
 from outrider.load import load_checkpoint
+from outrider.native.library import load_library
 from outrider.params import SamplingParams
 from outrider.target import Target, make_target
 from outrider.testing import random_tree
@@ -321,3 +323,11 @@ def grow(target: Target, rows: Sequence[Row], chance: random.Random) -> None:
     for row, path, tokens in zip(rows, paths, emitted, strict=True):
         row.cached = len(row.text) + len(path)
         row.text += tokens
+
+
+def compiles() -> bool:
+    """Whether the native kernels can be had here."""
+    try:
+        return bool(load_library())
+    except UnsupportedModel:
+        return False

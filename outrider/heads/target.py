@@ -6,8 +6,10 @@ chains, trees, confidence and planning are those of draft models. The target's s
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
@@ -16,16 +18,22 @@ from outrider import tree
 from outrider.attention import Reader, attend
 from outrider.cache.base import Cache, Layout
 from outrider.cache.static import StaticCache
-from outrider.errors import OutriderError
+from outrider.errors import OutriderError, UnsupportedModel
+from outrider.heads.block import BlockDraft
 from outrider.heads.description import Description
 from outrider.heads.follower import Follower
 from outrider.heads.independent import Independent
 from outrider.heads.layers import Attention
-from outrider.target import grow_by_scores
+from outrider.heads.native import HeadDecoder
+from outrider.native.library import load_library
+from outrider.native.target import columns_of
+from outrider.target import Target, grow_by_scores
 from outrider.types import Batch, Draft, Grown, Round, Scores, Tables, Trust
 
+_log = logging.getLogger("outrider")
 
-class HeadTarget(Protocol):
+
+class HeadTarget(Target, Protocol):
     """A `Target` that must be told of the target's states, and guesses no further than `reach` tokens."""
 
     description: Description
@@ -116,22 +124,17 @@ class FollowTarget:
         self.cache: Cache = _BehindCache(self._memory, self._taps)
         self._states: list[dict[int, torch.Tensor]] = []  # by row and node, the state behind it; -1: the text's end
         self._dtype = next(module.parameters()).dtype
-        module.lend(tables.embedding.to(self._dtype), tables.head.to(self._dtype))
+        module.lend(tables.embedding, tables.head)
 
     def note(self, round: Round) -> None:
         self._taps.note(round)
 
     def score(self, batch: Batch, draft: Draft, first: int = -1) -> Scores:
-        layout = self.cache.stage(batch, draft, first)
+        ours = behind(batch)
         states = torch.cat([self._before(batch, draft, first, b) for b in range(len(batch.rows))])
-        reader = Reader(self._memory, layout)
-
-        def look(of: Attention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-            return attend(of, query[None], key[None], value[None], None, kv=reader)[0][0].transpose(0, 1)
-
-        out = self.module(layout.tokens, states, layout.positions, look)
-        self._remember(self.module.recycled(out), layout, first)
-        return Scores(logits=spread(layout.per_node(self.module.logits(out[layout.keep])), self.module.ids, self.vocab))
+        out, logits = self._run(ours, draft, first, states)
+        self._remember(self.module.recycled(out), ours, draft, first)
+        return Scores(logits=spread(logits, self.module.ids, self.vocab))
 
     def grow(self, batch: Batch, vocab: int, trust: Trust | None = None) -> Grown:
         return grow_by_scores(self, batch, vocab, trust)
@@ -147,6 +150,17 @@ class FollowTarget:
     def bytes(self) -> int:
         return sum(weight.nbytes for weight in self.module.parameters())
 
+    def _run(self, batch: Batch, draft: Draft, first: int, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Outputs [T, H] of all columns, and logits [B, M, Vd] of the nodes asked for."""
+        layout = self._memory.stage(batch, draft, first)
+        reader = Reader(self._memory, layout)
+
+        def look(of: Attention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+            return attend(of, query[None], key[None], value[None], None, kv=reader)[0][0].transpose(0, 1)
+
+        out = self.module(layout.tokens, states, layout.positions, look)
+        return out, layout.per_node(self.module.logits(out[layout.keep]))
+
     def _before(self, batch: Batch, draft: Draft, first: int, b: int) -> torch.Tensor:
         """The states [L, H] before row b's columns."""
         slot, end = batch.rows[b].slot, batch.start[b] + len(batch.feed[b])
@@ -159,12 +173,49 @@ class FollowTarget:
         above = [node - 1 for node in nodes] if draft.chain else draft.parent[b].tolist()[first : draft.width[b]]
         return torch.stack([known[parent] for parent in above]) if above else known[-1].new_empty(0, len(known[-1]))
 
-    def _remember(self, states: torch.Tensor, layout: Layout, first: int) -> None:
+    def _remember(self, states: torch.Tensor, batch: Batch, draft: Draft, first: int) -> None:
+        """Keep what stands behind the text's end, or behind each new node, for the nodes below."""
         if first < 0:
-            self._states = [{-1: states[span.end - 1]} for span in layout.spans]
+            ends = accumulate(map(len, batch.feed))
+            self._states = [{-1: states[end - 1]} for end in ends]
             return
-        for known, span in zip(self._states, layout.spans, strict=True):
-            known |= {first + i: states[at] for i, at in enumerate(range(span.begin, span.end))}
+        column = 0
+        for known, width in zip(self._states, draft.width, strict=True):
+            for node in range(first, width):
+                known[node] = states[column]
+                column += 1
+
+
+class NativeFollowTarget(FollowTarget):
+    """The same on the native kernels, where a greedy chain is one call."""
+
+    def __init__(self, module: Follower, tables: Tables, *, slots: int, context: int) -> None:
+        """Prepare for `slots` rows of up to `context` tokens.
+
+        Raises:
+            UnsupportedModel: the kernels cannot run it.
+        """
+        super().__init__(module, tables, slots=slots, context=context)
+        body = module.body
+        stripes = [self._memory.stripes(i, body.key_heads, body.dim) for i in range(body.layers)]
+        caches = [keys for keys, _ in stripes], [values for _, values in stripes]
+        self._decoder = HeadDecoder(module, tables, load_library(), caches)
+        self.kernels = "native"
+
+    def grow(self, batch: Batch, vocab: int, trust: Trust | None = None) -> Grown:
+        none = tree.empty(len(batch.rows), self.device)
+        states = torch.cat([self._before(batch, none, -1, b) for b in range(len(batch.rows))])
+        columns, _ = columns_of(behind(batch), none, -1, self.vocab)
+        return self._decoder.grow(columns, batch.budget, vocab, trust, state=states.float())
+
+    def swap(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
+        raise OutriderError("a trained draft in native kernels cannot be swapped; load it with kernels torch")
+
+    def _run(self, batch: Batch, draft: Draft, first: int, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        columns, order = columns_of(batch, draft, first, self.vocab)
+        logits, _, out = self._decoder.run(columns, (self.module.body.layers - 1,), states.float().contiguous())
+        logits = logits if order is None else logits[order]
+        return out[0].to(self._dtype), logits.view(len(batch.rows), -1, logits.shape[-1])
 
 
 class _NoCache:
@@ -209,7 +260,7 @@ class IndependentTarget:
         self.cache: Cache = _NoCache(self._taps)
         self._dtype = next(module.parameters()).dtype
         self._state, self._last = torch.empty(0), torch.empty(0)  # [B, H], [B, 1] of this round
-        module.lend(tables.embedding.to(self._dtype), tables.head.to(self._dtype))
+        module.lend(tables.embedding, tables.head)
 
     def note(self, round: Round) -> None:
         self._taps.note(round)
@@ -254,10 +305,20 @@ class IndependentTarget:
         return self.module(self._state[b], tokens, depth)  # type: ignore[no-any-return]
 
 
-def make_head_target(module: Any, tables: Tables, *, slots: int, context: int) -> FollowTarget | IndependentTarget:
+def make_head_target(module: Any, tables: Tables, *, slots: int, context: int) -> HeadTarget:
     """What runs a draft beside a target with these tables."""
-    kind = FollowTarget if isinstance(module, Follower) else IndependentTarget
-    return kind(module, tables, slots=slots, context=context)
+    if isinstance(module, BlockDraft):
+        from outrider.heads.block_target import BlockTarget  # it is made of what stands here
+
+        return BlockTarget(module, tables, slots=slots, context=context)
+    if isinstance(module, Independent):
+        return IndependentTarget(module, tables, slots=slots, context=context)
+    if tables.packed is not None:
+        try:
+            return NativeFollowTarget(module, tables, slots=slots, context=context)
+        except UnsupportedModel as reason:
+            _log.warning("the draft runs on torch's kernels: %s", reason)
+    return FollowTarget(module, tables, slots=slots, context=context)
 
 
 def load(module: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> None:

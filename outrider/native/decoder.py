@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -15,10 +14,11 @@ import torch
 
 from outrider.errors import OutriderError, UnsupportedModel
 from outrider.excerpt import refuse_to_swap
-from outrider.native.abi import CChain, CLayer, CModel, Columns
+from outrider.native.abi import CLayer, CModel
 from outrider.native.library import Library
 from outrider.native.pack import Arena, PackedWeight, interleave, pack, separate, unpack
-from outrider.types import Grown, Tables, Trust
+from outrider.native.passes import Passes
+from outrider.types import Tables
 
 FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})  # one block: norm, rotary attention, norm, gated SiLU
 _MOST_DIM = 256  # of a head
@@ -89,7 +89,7 @@ def _windows(config: Any) -> tuple[int, ...]:
     return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
 
 
-class Decoder:
+class Decoder(Passes):
     """The packed weights of a model, and one pass over them."""
 
     def __init__(self, model: Any, library: Library, *, bits: int = 16) -> None:
@@ -104,7 +104,8 @@ class Decoder:
             UnsupportedModel: the kernels cannot run this model.
         """
         self.shape = Shape.of(model)
-        self._code, self._bits, self._arena = library.code, bits, Arena()
+        super().__init__(library.code, hidden=self.shape.hidden)
+        self._bits, self._arena = bits, Arena()
         state = {name: value.detach() for name, value in model.state_dict().items()}
         self._shapes = {name: value.shape for name, value in state.items()}
         self._tied = bool(model.config.tie_word_embeddings)
@@ -147,64 +148,6 @@ class Decoder:
         self._caches = keys, values
         self._open()
 
-    def run(self, columns: Columns, layers: Sequence[int] = ()) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """One pass.
-
-        Returns:
-            logits [K, V] float32 of the columns to keep, their likeliest ids [K] int64 (-1 where the logits are not
-            numbers), and the outputs [layers, T, H] of the layers asked for, of all columns.
-        """
-        kept, read = len(columns.keep), len(columns.token)
-        logits, features = torch.empty(kept, self.vocab), torch.empty(len(layers), read, self.shape.hidden)
-        best, exported = array("i", bytes(4 * kept)), array("i", layers)
-        once = columns.c(logits.data_ptr(), best.buffer_info()[0], exported, features.data_ptr())
-        self._code.outrider_run(self._handle, ctypes.byref(once))
-        return logits, torch.tensor(best, dtype=torch.int64), features
-
-    def grow(self, columns: Columns, budget: Sequence[int], vocab: int, trust: Trust | None = None) -> Grown:
-        """One pass, and greedy guesses after it.
-
-        Args:
-            columns: each row's last column is kept; what follows it is written behind it.
-            budget: [B] guesses wanted of each row, at least one.
-            vocab: ids below it are guessed.
-            trust: when a row stops earlier; None: never.
-        """
-        ends, rows, depth = list(columns.keep), len(budget), max(budget)
-        token, count, looked = (array("i", bytes(4 * size)) for size in (rows * depth, rows, rows))
-        margin, chance = array("f", bytes(4 * rows * depth)), array("f", bytes(4 * rows * depth))
-        weight, bias = (array("f", trust.weight), array("f", trust.bias)) if trust else (array("f", [0]),) * 2
-        end = array("i", trust.ends if trust else ())
-        worth = array("f", [trust.until(rows) if trust else 0.0 for rows in range(1, rows + 1)])
-        fields = (
-            array("i", [columns.slot[c] for c in ends]),
-            array("i", [columns.position[c] + 1 for c in ends]),
-            array("i", [columns.place[c] + 1 for c in ends]),
-            array("i", budget),
-            weight,
-            bias,
-            end,
-            token,
-            count,
-            looked,
-            margin,
-            chance,
-            worth,
-        )
-        keep, kinds = trust.keep if trust else 0.0, len(weight)
-        chain = CChain(*(part.buffer_info()[0] for part in fields), keep, rows, depth, vocab, kinds, len(end))
-        once = columns.c(0, 0, array("i"), 0)
-        self._code.outrider_grow(self._handle, ctypes.byref(once), ctypes.byref(chain))
-        tokens = torch.tensor(token, dtype=torch.int64).view(rows, depth)
-        if trust is None:
-            return Grown(tokens=tokens, count=tuple(budget))
-        return Grown(
-            tokens=tokens,
-            count=tuple(count),
-            margin=tuple(tuple(margin[b * depth : b * depth + n]) for b, n in enumerate(looked)),
-            chance=tuple(tuple(chance[b * depth : b * depth + n]) for b, n in enumerate(looked)),
-        )
-
     def load(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Replace weights by the names that transformers gives them, all or none."""
         refuse_to_swap(self._source)
@@ -241,6 +184,7 @@ class Decoder:
             head=unpack(self._packed[_HEAD]),
             norm=self._norms["model.norm.weight"],
             epsilon=self.shape.epsilon,
+            packed=self._packed[_HEAD],
         )
 
     def bytes(self) -> int:

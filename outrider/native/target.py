@@ -53,7 +53,7 @@ class NativeTarget:
         return self._library.compile_seconds
 
     def score(self, batch: Batch, draft: Draft, first: int = -1) -> Scores:
-        columns, order = _columns(batch, draft, first, self.vocab)
+        columns, order = columns_of(batch, draft, first, self.vocab)
         logits, best, features = self._decoder.run(columns, self._layers)
         shape = (len(batch.rows), -1)
         if order is not None:
@@ -73,7 +73,7 @@ class NativeTarget:
         return Scores(logits=logits, best=best, features=nodes, fed=fed)
 
     def grow(self, batch: Batch, vocab: int, trust: Trust | None = None) -> Grown:
-        columns, _ = _columns(batch, tree.empty(len(batch.rows), self.device), -1, self.vocab)
+        columns, _ = columns_of(batch, tree.empty(len(batch.rows), self.device), -1, self.vocab)
         return self._decoder.grow(columns, batch.budget, min(vocab, self.vocab), trust)
 
     def export(self, layers: Sequence[int]) -> None:
@@ -129,7 +129,7 @@ def _fed(values: torch.Tensor, batch: Batch, draft: Draft) -> tuple[torch.Tensor
     return tuple(values[begin : begin + len(feed)] for begin, feed in zip(ends, batch.feed, strict=False))
 
 
-def _columns(batch: Batch, draft: Draft, first: int, vocab: int) -> tuple[Columns, list[int] | None]:
+def columns_of(batch: Batch, draft: Draft, first: int, vocab: int) -> tuple[Columns, list[int] | None]:
     """The columns of a pass, and where in what is kept each row's nodes lie; None where that is the order itself."""
     columns, order, skip = Columns(), [], max(first, 0)
     tokens = draft.tokens.clamp(0, vocab - 1).tolist()

@@ -1,0 +1,133 @@
+"""A draft that follows the target's states, in the native kernels' hands."""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from outrider.errors import UnsupportedModel
+from outrider.heads.description import JoinAt, Recycle
+from outrider.heads.follower import Follower
+from outrider.heads.layers import Layer
+from outrider.heads.rotary import frequencies
+from outrider.native.abi import CEntry, CLayer, CLinear, CModel
+from outrider.native.library import Library
+from outrider.native.pack import Arena, PackedWeight, interleave, pack
+from outrider.native.passes import Passes
+from outrider.types import Tables
+
+_MOST_DIM = 256  # of a head
+
+
+class HeadDecoder(Passes):
+    """Packed weights, and one pass over them; the target's tables are not copied."""
+
+    def __init__(
+        self,
+        module: Follower,
+        tables: Tables,
+        library: Library,
+        caches: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]],
+    ) -> None:
+        """Pack a module that was lent `tables`; `caches` are keys and values [slots, key heads, capacity, dim] a layer.
+
+        Raises:
+            UnsupportedModel: the kernels cannot run it.
+        """
+        body = module.body
+        if body.hidden % 16 or body.dim % 16 or body.ffn % 16 or body.dim > _MOST_DIM:
+            raise UnsupportedModel(f"the kernels need sizes that are multiples of 16 and heads of at most {_MOST_DIM}")
+        if body.attention_gate or not body.gated or body.rotary != 1:
+            raise UnsupportedModel("the kernels know whole rotary heads, attention without a gate and a gated perceptron")
+        super().__init__(library.code, hidden=body.hidden)
+        self._module, self._keep, self._arena = module, list[Any](), Arena()
+        self._head = self._pack(module.head.weight) if module.description.own_head else tables.packed
+        own = module.description.own_embedding
+        embedding = self._kept(module.embedding.weight.to(torch.bfloat16) if own else tables.embedding)
+        speeds, amplitude = frequencies(body)
+        frequency, ids = self._kept(speeds), self._kept(module.ids.to(torch.int32))
+        layers = (CLayer * body.layers)(*(self._layer(i, caches) for i in range(body.layers)))
+        entry = self._entry()
+        model = CModel(
+            layers,
+            embedding.data_ptr(),
+            self._norm(module, "norm"),
+            frequency.data_ptr(),
+            ctypes.addressof(entry),
+            ids.data_ptr() if module.description.draft_vocab else 0,
+            self._head.c(),
+            body.layers,
+            body.hidden,
+            body.heads,
+            body.key_heads,
+            body.dim,
+            body.ffn,
+            caches[0][0].shape[2],
+            torch.get_num_threads(),
+            body.epsilon,
+            body.dim**-0.5,
+            amplitude,
+        )
+        self._keep += [layers, entry, caches]
+        self._handle = self._code.outrider_open(ctypes.byref(model))
+        weakref.finalize(self, self._code.outrider_close, self._handle)
+
+    @property
+    def vocab(self) -> int:
+        return self._head.shape[0]
+
+    def _entry(self) -> CEntry:
+        module, join = self._module, self._module.join
+        project = CLinear()
+        if join.at is JoinAt.PROJECTION:
+            project = self._pack(module.project.weight, module.project.bias).c()
+        return CEntry(
+            project,
+            self._norm(module, "embedding_norm"),
+            self._norm(module, "state_norm"),
+            join.embedding_first,
+            join.zero_first,
+            join.residual_normed,
+            module.description.recycle is Recycle.NORMED,
+        )
+
+    def _layer(self, i: int, caches: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]) -> CLayer:
+        layer = self._module.layers[i]
+        assert isinstance(layer, Layer)
+        attention, mlp = layer.self_attn, layer.mlp
+        parts = attention.q_proj, attention.k_proj, attention.v_proj
+        biases = [part.bias for part in parts if part.bias is not None]
+        packed = (
+            self._pack(torch.cat([*(part.weight for part in parts)]), torch.cat([*biases]) if biases else None),
+            self._pack(attention.o_proj.weight, attention.o_proj.bias),
+            self._pack(interleave(mlp.gate_proj.weight, mlp.up_proj.weight)),
+            self._pack(mlp.down_proj.weight),
+        )
+        return CLayer(
+            *(each.c() for each in packed),
+            self._norm(layer, "input_layernorm"),
+            self._norm(layer, "post_attention_layernorm"),
+            self._norm(attention, "q_norm"),
+            self._norm(attention, "k_norm"),
+            caches[0][i].data_ptr(),
+            caches[1][i].data_ptr(),
+            0,
+        )
+
+    def _pack(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedWeight:
+        packed = pack(weight.detach(), None if bias is None else bias.detach(), arena=self._arena)
+        self._keep.append(packed)
+        return packed
+
+    def _norm(self, of: torch.nn.Module, name: str) -> int:
+        """The address of a norm's weights; 0 where there is none."""
+        norm = getattr(of, name, None)
+        return 0 if norm is None else self._kept(norm.weight.detach().float()).data_ptr()
+
+    def _kept(self, tensor: torch.Tensor) -> torch.Tensor:
+        self._keep.append(tensor.contiguous())
+        return self._keep[-1]  # type: ignore[no-any-return]
