@@ -140,7 +140,7 @@ def _follow(batch: Batch, draft: Draft, scores: Scores) -> Round:
 def _settle(batch: Batch, draft: Draft, scores: Scores, verdict: Verdict) -> Round:
     """What the host must know of a round."""
     good = sound(scores.logits) if scores.best is None else scores.best >= 0
-    read = _read if tree.near(scores.logits.device) else _read_at_once
+    read = _read if tree.near(draft.tokens.device) else _read_at_once
     paths, emitted, logprobs, failed = [], [], [], []
     rows = zip(*read(draft, verdict, good.all(1)), strict=True)
     for (accepted, bonus, fine, nodes, tokens, chances), emits in zip(rows, batch.emits, strict=True):

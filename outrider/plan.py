@@ -145,7 +145,8 @@ class CostPlanner:
         if trial is not None:
             chosen = trial
         else:
-            pays = gains[best] >= self._bar(best) and (best == on or self._repays(best, gains[best], load))
+            pays = gains[best] >= self._bar(best, on=best == on)
+            pays &= best == on or self._repays(best, gains[best], load)
             chosen = best if pays else -1
             if pays and few and best == self._span.arm and self.arms[best].widen(load.rows):
                 trial = best
@@ -179,16 +180,18 @@ class CostPlanner:
             return False
         hope = record.hope(load.soon, load.cached, self._clock)
         few = replace(load, rows=min(load.rows, FEW))
-        if hope < self._bar(arm) or not self._repays(arm, hope, few):
+        if hope < self._bar(arm, on=False) or not self._repays(arm, hope, few):
             return False
         record.patience = min(2 * record.patience, _PATIENCE_MOST)
         record.try_again()
         return True
 
-    def _bar(self, arm: int) -> float:
+    def _bar(self, arm: int, *, on: bool) -> float:
         """The gain from which an arm is used: one whose guesses are free may as well stay on and be trimmed."""
         record = self.arms[arm]
-        return _FREE if record.says and record.costs.draft is None else _WORTHWHILE
+        if record.costs.draft is None:
+            return _FREE if record.says else _WORTHWHILE
+        return _STAYING if on else _STARTING
 
     def _few(self, batch: Batch, budget: tuple[int, ...]) -> tuple[int, ...]:
         """A trial takes a few rows alone, and the same ones: a draft model must read their texts first."""
@@ -328,6 +331,7 @@ def _less(after: tuple[int, ...], before: tuple[int, ...]) -> tuple[int, ...]:
 
 _GRAIN, _ROUNDS = 128, 16  # cached tokens that make a difference; rounds that a choice of 0 stands
 _WORTHWHILE = 1.05  # expected speedup below which plain decoding is kept
+_STAYING, _STARTING = 1.02, 1.12  # the same of a draft model that has read the texts, and of one that would have to
 _FREE = 0.99  # the same of what costs next to nothing, and may begin to pay with the next token
 _TRIED = 4  # guesses of a row in a trial where nobody says how good they are
 _SPAN = 4  # rounds that a decision stands

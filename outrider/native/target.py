@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from copy import copy
 from itertools import accumulate
+from typing import Any
 
 import torch
 
@@ -18,6 +19,7 @@ from outrider.load import Checkpoint
 from outrider.native.abi import Columns
 from outrider.native.decoder import Decoder
 from outrider.native.library import load_library
+from outrider.native.scores import PackedScores
 from outrider.types import Batch, Draft, Grown, Scores, Tables, Trust
 
 _LEAST = 16  # tokens that a slot has room for at least: what the check before first use takes
@@ -55,22 +57,18 @@ class NativeTarget:
     def score(self, batch: Batch, draft: Draft, first: int = -1) -> Scores:
         columns, order = columns_of(batch, draft, first, self.vocab)
         logits, best, features = self._decoder.run(columns, self._layers)
-        shape = (len(batch.rows), -1)
-        if order is not None:
-            logits, best = logits[order], best[order]
-        logits, best = logits.view(*shape, self.vocab), best.view(shape)
-        if not self._layers:
-            return Scores(logits=logits, best=best)
-        wanted = [columns.keep[at] for at in order] if order is not None else list(columns.keep)
-        nodes = {
-            layer: out[wanted].view(*shape, out.shape[-1]) for layer, out in zip(self._layers, features, strict=True)
-        }
-        fed = (
-            {layer: _fed(out, batch, draft) for layer, out in zip(self._layers, features, strict=True)}
-            if first < 0
-            else {}
-        )
-        return Scores(logits=logits, best=best, features=nodes, fed=fed)
+        rows = len(batch.rows)
+        best = (best if order is None else best[order]).view(rows, -1)
+        exported: dict[str, Any] = {}
+        if self._layers:
+            wanted = [columns.keep[at] for at in order] if order is not None else list(columns.keep)
+            outputs = dict(zip(self._layers, features, strict=True))
+            nodes = {layer: out[wanted].view(rows, -1, out.shape[-1]) for layer, out in outputs.items()}
+            fed = {layer: _fed(out, batch, draft) for layer, out in outputs.items()} if first < 0 else {}
+            exported = {"features": nodes, "fed": fed}
+        if order is None:
+            return Scores(logits=logits.view(rows, -1, self.vocab), best=best, **exported)
+        return PackedScores(logits, order, rows, best=best, **exported)
 
     def grow(self, batch: Batch, vocab: int, trust: Trust | None = None) -> Grown:
         columns, _ = columns_of(batch, tree.empty(len(batch.rows), self.device), -1, self.vocab)

@@ -1,0 +1,34 @@
+"""Scores as a packed pass leaves them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from outrider.types import Scores
+
+
+class PackedScores(Scores):
+    """Scores whose rows are padded to one width when somebody asks for all logits.
+
+    In a large batch one row may have thirty guesses and the others none, and the padding is then most of what would be
+    copied. Who only wants the likeliest tokens never pays for it.
+    """
+
+    __slots__ = ("_order", "_packed", "_shape")
+
+    def __init__(self, packed: torch.Tensor, order: list[int], rows: int, **others: Any) -> None:
+        """Of logits [K, V], of which `order` says where those of each row's nodes lie, row by row."""
+        for name, value in {"features": {}, "fed": {}, **others}.items():
+            object.__setattr__(self, name, value)
+        object.__setattr__(self, "_packed", packed)
+        object.__setattr__(self, "_order", order)
+        object.__setattr__(self, "_shape", (rows, -1, packed.shape[-1]))
+
+    @property
+    def logits(self) -> torch.Tensor:  # type: ignore[override]
+        if self._order:
+            object.__setattr__(self, "_packed", self._packed[self._order])
+            object.__setattr__(self, "_order", None)
+        return self._packed.view(self._shape)
