@@ -15,6 +15,7 @@ import json
 import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from math import inf
 from time import perf_counter
 from typing import Annotated
 
@@ -158,7 +159,8 @@ def _results(
         ours, theirs = _rate(tree, which), _rate(chain, which)
         chance = random.Random(nodes)
         draws = (chance.choices(which, k=len(which)) for _ in range(_RESAMPLES))
-        gains = sorted(_rate(tree, some) / _rate(chain, some) - 1 for some in draws)
+        pairs = ((_rate(tree, some), _rate(chain, some)) for some in draws)
+        gains = sorted(more / less - 1 if less else inf for more, less in pairs)
         low, high = gains[_RESAMPLES * 25 // 1000], gains[_RESAMPLES * 975 // 1000]
         gain = ours / theirs - 1
         out.append(Result(nodes=nodes, category=category, chain=theirs, tree=ours, gain=gain, low=low, high=high))

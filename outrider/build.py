@@ -22,7 +22,7 @@ from outrider.plan import CostPlanner, FixedPlanner, Planner
 from outrider.propose.base import Proposer, Setup
 from outrider.propose.combine import Switch
 from outrider.propose.one_way import OneWay
-from outrider.proposers import DRAWN, Maker, draft_model, find_proposer, parse
+from outrider.proposers import CHAINS, DRAWN, Maker, draft_model, find_proposer, parse
 from outrider.schedule import Scheduler
 from outrider.target import Target, make_target
 from outrider.types import Draw
@@ -160,7 +160,7 @@ def _fitting(proposer: str | Maker) -> str:
     expression = parse(proposer)
     if DRAWN.isdisjoint(expression.names()):
         return "walk"
-    return "block" if {"merge", "tree"}.isdisjoint(expression.names()) else "traversal"
+    return "block" if CHAINS.issuperset(expression.names()) else "traversal"
 
 
 def _context(asked: int | None, checkpoint: Checkpoint) -> int:

@@ -12,6 +12,7 @@ from time import perf_counter
 import torch
 
 from outrider import tree
+from outrider.heads.target import HeadTarget
 from outrider.machine import hardware, versions
 from outrider.native.library import cache_folder
 from outrider.params import SamplingParams
@@ -73,6 +74,8 @@ def _shapes(target: Target) -> Iterator[tuple[int, int]]:
 def _once(target: Target, rows: int, columns: int, cached: int) -> float:
     """Seconds of a pass over `columns`, shared out to rows that have `cached` tokens each."""
     shares = [columns // rows + (b < columns % rows) for b in range(rows)]
+    if isinstance(target, HeadTarget):
+        return _head_once(target, shares, cached)
     batch = Batch(
         rows=tuple(_row(target, slot) for slot in range(rows)),
         start=(cached,) * rows,
@@ -80,13 +83,30 @@ def _once(target: Target, rows: int, columns: int, cached: int) -> float:
         budget=tuple(share - 1 for share in shares),
     )
     draft = _guesses(shares, target.device)
+    return _timed(target, batch, draft)
+
+
+def _head_once(target: HeadTarget, shares: list[int], cached: int) -> float:
+    """The same of a trained draft, which reads text with states and then guesses one after another."""
+    batch = Batch(
+        rows=tuple(_row(target, slot) for slot in range(len(shares))),
+        start=(cached + 1,) * len(shares),  # no state led to the first token
+        feed=tuple((0,) * share for share in shares),
+        budget=(1,) * len(shares),
+    )
+    for slot, share in enumerate(shares):
+        target.pretend(slot, cached, share + 1)
+    return _timed(target, batch, tree.empty(len(shares), target.device))
+
+
+def _timed(target: Target, batch: Batch, draft: Draft) -> float:
     began = perf_counter()
     target.score(batch, draft)
     if target.device.type == "cuda":
         torch.cuda.synchronize(target.device)
     took = perf_counter() - began
-    for slot in range(rows):
-        target.cache.release(slot)
+    for row in batch.rows:
+        target.cache.release(row.slot)
     return took
 
 

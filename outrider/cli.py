@@ -256,24 +256,37 @@ def project(*, asked: ProjectOptions, as_json: options.BenchJson = False) -> Non
 @app.command()
 @options.spread
 def train(
-    kind: Annotated[str, typer.Argument(metavar="KIND", help="eagle3, eagle31, mtp, medusa or hydra.")],
+    kind: Annotated[
+        str, typer.Argument(metavar="KIND", help="eagle3, eagle31, mtp, medusa, hydra, dflash, dspark or draft.")
+    ],
     *,
     settings: TrainSettings,
     as_json: options.BenchJson = False,
 ) -> None:
-    """Train a draft on the states of a target that answers prompts.
+    """Train a draft on what a target says as it answers prompts, and on the states that it was in.
 
-    Runs again with the same options, it goes on from where it was stopped. Prints what came of it, and as the last line
+    Run again with the same options, it goes on from where it was stopped. Prints what came of it, and as the last line
     one JSON document: always into a file or a pipe, with --json on a terminal too.
     """
-    from outrider.train.run import Training
-    from outrider.train.table import show
+    from outrider.train import verb
 
-    document = Training(kind, settings).run(Console(stderr=True))
-    people = Console()
-    show(document, people)
-    if as_json or not people.is_terminal:
-        typer.echo(json.dumps(document))
+    verb.train(kind, settings, as_json=as_json)
+
+
+@app.command()
+def inspect(folder: options.DraftFolder, *, target: options.Owner = None, as_json: options.Json = False) -> None:
+    """Say what a trained draft is, and with --target how often its first guess is right."""
+    from outrider.inspect_draft import run_inspect
+
+    run_inspect(folder, target=target, as_json=as_json)
+
+
+@app.command()
+def convert(folder: options.DraftFolder, *, to: options.Form, out: options.Out, target: options.Owner = None) -> None:
+    """Write a trained draft in another format, and read it again."""
+    from outrider.convert import run_convert
+
+    run_convert(folder, to=to, out=out, target=target, console=Console())
 
 
 @app.command()

@@ -232,6 +232,16 @@ Files = Annotated[
     typer.Argument(metavar="FILES", help="Texts, a document each; *.jsonl and *.ndjson hold a document in each line."),
 ]
 Out = Annotated[str, typer.Option(metavar="DIR", help="Folder to write.", rich_help_panel=_OUTPUT)]
+DraftFolder = Annotated[str, typer.Argument(metavar="DIR", help="Folder of a trained draft, in any known format.")]
+Owner = Annotated[
+    str | None,
+    typer.Option(
+        "--target", metavar="DIR", help="Folder of the model that the draft belongs to.", rich_help_panel=_MODEL
+    ),
+]
+Form = Annotated[
+    str, typer.Option("--to", metavar="FORMAT", help="The format; docs/formats.md.", rich_help_panel=_OUTPUT)
+]
 Field = Annotated[
     str | None,
     typer.Option(

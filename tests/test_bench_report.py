@@ -150,7 +150,7 @@ def test_write(document, tmp_path):
 
 
 def test_command(monkeypatch, document, tmp_path):
-    monkeypatch.setattr("outrider.bench.run.run_bench", lambda settings, **_: document)
+    monkeypatch.setattr("outrider.bench.verb.run_bench", lambda settings, **_: document)
     file = tmp_path / "report.html"
     result = CliRunner().invoke(app, ["bench", "--report", str(file)])
     assert result.exit_code == 0, result.output

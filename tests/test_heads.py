@@ -11,6 +11,7 @@ import torch
 
 from outrider import tree
 from outrider.build import embedded
+from outrider.calibrate import measure_pass
 from outrider.errors import OutriderError
 from outrider.heads.description import Description, Kind, Recycle
 from outrider.heads.store import make_module, read_head, write_head
@@ -19,6 +20,7 @@ from outrider.llm import LLM
 from outrider.load import load_checkpoint
 from outrider.params import SamplingParams
 from outrider.propose.heads import HeadProposer, HeadTreeProposer
+from outrider.proposers import draft_model
 from outrider.target import grow_by_scores, make_target
 from outrider.testing import random_tree
 from outrider.train.kinds import KINDS, Shape, describe
@@ -187,3 +189,17 @@ def test_a_draft_of_another_target_is_refused(tmp_path):
     write_head(tmp_path / "head", make_module(describe("mtp", SMALL)), dtype=torch.float32)
     with pytest.raises(OutriderError, match="was trained on a target with vocabulary 40, width 64 and 4 layers"):
         LLM(proposer=f"draft:{tmp_path / 'head'}", dtype="float32")
+
+
+@pytest.mark.parametrize("kind", EVERY)
+def test_what_its_passes_cost_can_be_measured(kind, tmp_path):
+    torch.manual_seed(1)
+    write_head(tmp_path / "head", make_module(describe(kind, MINI)), dtype=torch.float32)
+    llm = LLM(proposer=f"draft:{tmp_path / 'head'}", k=2, dtype="float32", rows=2, context=64)
+    cost = measure_pass(draft_model(llm.house.proposer))
+    assert cost(1, rows=1, cached=0) > 0
+    params = SamplingParams(temperature=0.0, max_tokens=4)
+    assert (
+        llm.generate(["x y z"], params)[0].tokens
+        == LLM(proposer="none", dtype="float32").generate(["x y z"], params)[0].tokens
+    )

@@ -11,7 +11,7 @@ from outrider.bench.conditions import NONE, Document, conditions, latency_text, 
 from outrider.bench.report import OVERALL, PLAIN, SPECULATIVE, summary
 from outrider.errors import OutriderError
 
-_STYLE = Path(__file__).parent / "report.css"
+_STYLE = Path(__file__).parent.parent / "report.css"
 
 
 def check_report(file: str | Path) -> None:

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter, NullLocator, PercentFormatter, StrMethodFormatter
 
-from outrider.bench import canvas
+from outrider import canvas
 from outrider.bench.report import OVERALL, PLAIN, SPECULATIVE
 
 Document = dict[str, Any]

@@ -24,6 +24,8 @@ class Kind(StrEnum):
     MTP = "mtp"  # a module for multi-token prediction that came with the target
     MEDUSA = "medusa"  # nothing: heads guess independently of each other
     HYDRA = "hydra"  # the embeddings of the tokens guessed before
+    DFLASH = "dflash"  # nothing: one pass fills in a block of masks
+    DSPARK = "dspark"  # the token guessed before, which corrects what the pass said
 
 
 class FuseNorm(StrEnum):
@@ -46,6 +48,14 @@ class Recycle(StrEnum):
 
     RAW = "raw"  # the last layer's output as it is
     NORMED = "normed"  # after the draft's own final norm
+
+
+class Scaling(StrEnum):
+    """By which rule rotary positions are slowed down."""
+
+    LINEAR = "linear"  # all pairs alike (Chen et al. 2023)
+    LLAMA3 = "llama3"  # by how often a pair turns
+    YARN = "yarn"  # by where it stands (Peng et al. 2023)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +82,19 @@ class Join:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Rope:
+    """Rotary positions slowed down, for texts longer than those that a model began with."""
+
+    scaling: Scaling
+    factor: float
+    original: int = 0  # tokens of the texts that it began with
+    low: float = 1.0  # turns within them up to which a pair is slowed down by the whole factor
+    high: float = 4.0  # turns from which on it is left as it is
+    amplitude: float = 1.0  # of cosines and sines
+    rounded: bool = True  # YaRN: from whole pair to whole pair
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Body:
     """Llama-like decoder layers."""
 
@@ -83,8 +106,13 @@ class Body:
     ffn: int
     epsilon: float = 1e-6
     theta: float = 10000.0  # of rotary positions
+    rope: Rope | None = None
+    rotary: float = 1.0  # share of a head's numbers that positions turn, the first of them
     head_norms: bool = False  # of queries and keys
     attention_bias: bool = False  # of queries, keys and values
+    output_bias: bool = False  # of what the attention hands on
+    attention_gate: bool = False  # what the attention found is multiplied by a sigmoid of what it reads
+    gated: bool = True  # down(silu(gate x) * up x); else down(relu(up x) ** 2)
     first_norm: bool = True  # the first layer's before its attention; EAGLE-1 has none
 
 
@@ -94,7 +122,25 @@ class Stack:
 
     heads: int
     layers: int = 1  # residual blocks in each
+    bias: bool = True  # of the blocks
     shared_head: bool = False  # all of them use the target's output layer
+    one_head: bool = False  # all of them use one of the draft's own
+    head_bias: bool = False  # of the draft's own
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """Guesses that are filled in by one pass: the text's last token, and masks behind it."""
+
+    size: int  # columns, the text's last token among them
+    sample_from_anchor: bool = False  # each guesses the token behind its own, the first one too; else its own
+    markov_rank: int = 0  # of the matrix by which the token before corrects a guess; 0 = none does
+    confidence: bool = False  # a head says how likely a guess is to be kept
+
+    @property
+    def guesses(self) -> int:
+        """Made by one pass."""
+        return self.size if self.sample_from_anchor else self.size - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +156,7 @@ class Description:
     join: Join | None = None
     body: Body | None = None
     stack: Stack | None = None
+    block: Block | None = None  # in one pass of the body
     recycle: Recycle = Recycle.RAW
     final_norm: bool = True  # before the output layer
     own_head: bool = False  # an output layer of its own, instead of the target's
@@ -148,13 +195,30 @@ def _check(it: Description) -> None:
         f"reads layer {last} of a target with {it.target_layers}": last >= it.target_layers,
         f"guesses {it.draft_vocab} of {it.vocab} tokens": not 0 <= it.draft_vocab <= it.vocab,
         "has both decoder layers and independent heads, or neither": (it.body is None) == (it.stack is None),
-        "does not say how embeddings and states are joined": it.body is not None and it.join is None,
+        "does not say how embeddings and states are joined": it.body is not None and not (it.join or it.block),
         "has part of a vocabulary and no output layer of its own": bool(it.draft_vocab) and not it.own_head,
         f"carries a state of {it.width} on to where {it.target_hidden} are expected": not it.taps.fused
         and it.width != it.target_hidden,
+        f"is {it.width} wide beside the target's tables of {it.target_hidden}": it.body is not None
+        and it.width != it.target_hidden
+        and not (it.own_embedding and it.own_head),
+        "shares the target's output layer and has one of its own": it.stack is not None
+        and it.stack.shared_head
+        and (it.stack.one_head or it.stack.head_bias),
+        **(_block_problems(it, it.block) if it.block else {}),
     }
     if found := [text for text, wrong in problems.items() if wrong]:
         raise OutriderError(f"a draft of kind {it.kind} {found[0]}; its checkpoint is damaged or of another format")
+
+
+def _block_problems(it: Description, block: Block) -> dict[str, bool]:
+    return {
+        "fills in a block without decoder layers": it.body is None,
+        "joins states and embeddings, which a block reads apart": it.join is not None,
+        "norms what it taps before it is fused, where a block norms it behind": it.taps.norm is not FuseNorm.NONE,
+        f"guesses nothing in a block of {block.size}": block.guesses < 1,
+        f"corrects its guesses by a matrix of rank {block.markov_rank}": block.markov_rank < 0,
+    }
 
 
 def _read(kind: Any, data: Any, where: str) -> Any:

@@ -41,7 +41,7 @@ class Follower(nn.Module):
             self.project = nn.Linear(2 * width, width, bias=join.bias)
         wide = join.at is JoinAt.ATTENTION
         self.layers = nn.ModuleList(
-            Layer(body, i, inputs=width, norm=body.first_norm)
+            Layer(body, i, inputs=width, norm=body.first_norm or i > 0)
             if i or not wide
             else Layer(body, 0, inputs=2 * width, norm=False)
             for i in range(body.layers)

@@ -15,9 +15,9 @@ from outrider.heads.description import Description, Kind
 class Block(nn.Module):
     """x + silu(W x + b); where the input is wider, the residual takes a linear way of its own."""
 
-    def __init__(self, inputs: int, size: int) -> None:
+    def __init__(self, inputs: int, size: int, *, bias: bool) -> None:
         super().__init__()
-        self.linear = nn.Linear(inputs, size)
+        self.linear = nn.Linear(inputs, size, bias=bias)
         if inputs != size:
             self.res_connection = nn.Linear(inputs, size)
 
@@ -39,11 +39,19 @@ class Independent(nn.Module):
         # Hydra: besides the state, the embeddings of the token that it led to and of the guesses before
         wider = description.kind is Kind.HYDRA
         self.blocks = nn.ModuleList(
-            nn.Sequential(*(Block(width * (2 + i) if wider and not j else width, width) for j in range(stack.layers)))
+            nn.Sequential(
+                *(
+                    Block(width * (2 + i) if wider and not j else width, width, bias=stack.bias)
+                    for j in range(stack.layers)
+                )
+            )
             for i in range(stack.heads)
         )
         if not stack.shared_head:
-            self.heads = nn.ModuleList(nn.Linear(width, description.guessed, bias=False) for _ in range(stack.heads))
+            self.heads = nn.ModuleList(
+                nn.Linear(width, description.guessed, bias=stack.head_bias)
+                for _ in range(1 if stack.one_head else stack.heads)
+            )
         self.register_buffer("ids", torch.arange(description.guessed), persistent=bool(description.draft_vocab))
         self._lent: tuple[torch.Tensor, torch.Tensor] | None = None
 
@@ -66,4 +74,4 @@ class Independent(nn.Module):
         x = self.blocks[head](x)
         if self.stack.shared_head:
             return functional.linear(x, self._lent[1].to(x.dtype)).float()
-        return self.heads[head](x).float()  # type: ignore[no-any-return]
+        return self.heads[0 if self.stack.one_head else head](x).float()  # type: ignore[no-any-return]

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 from outrider.heads.description import Body
+from outrider.heads.rotary import frequencies
 
 # (the attention, query, key, value), each [*, heads, T, D], to [*, query heads, T, D]
 Look = Callable[["Attention", torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -32,22 +33,34 @@ class Attention(nn.Module):
     def __init__(self, body: Body, inputs: int, layer: int) -> None:
         super().__init__()
         self.layer_idx, self.dim = layer, body.dim
-        self.q_proj = nn.Linear(inputs, body.heads * body.dim, bias=body.attention_bias)
+        self.asked = body.dim * (2 if body.attention_gate else 1)  # of a head: the query, and the gate behind it
+        self.q_proj = nn.Linear(inputs, body.heads * self.asked, bias=body.attention_bias)
         self.k_proj = nn.Linear(inputs, body.key_heads * body.dim, bias=body.attention_bias)
         self.v_proj = nn.Linear(inputs, body.key_heads * body.dim, bias=body.attention_bias)
-        self.o_proj = nn.Linear(body.heads * body.dim, body.hidden, bias=False)
+        self.o_proj = nn.Linear(body.heads * body.dim, body.hidden, bias=body.output_bias)
         if body.head_norms:
             self.q_norm, self.k_norm = Norm(body.dim, body.epsilon), Norm(body.dim, body.epsilon)
 
     def forward(self, x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], look: Look) -> torch.Tensor:
         """[*, T, inputs] to [*, T, hidden]; `rotary` holds cosines and sines [*, T, D]."""
-        query, key, value = (
-            proj(x).unflatten(-1, (-1, self.dim)).transpose(-2, -3) for proj in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        asked = self.q_proj(x).unflatten(-1, (-1, self.asked))
+        query = asked[..., : self.dim].transpose(-2, -3)
         if hasattr(self, "q_norm"):
-            query, key = self.q_norm(query), self.k_norm(key)
-        out = look(self, rotate(query, *rotary), rotate(key, *rotary), value)
-        return self.o_proj(out.transpose(-2, -3).flatten(-2))  # type: ignore[no-any-return]
+            query = self.q_norm(query)
+        out = look(self, rotate(query, *rotary), *self.shown(x, rotary)).transpose(-2, -3)
+        if self.asked > self.dim:
+            out = out * asked[..., self.dim :].sigmoid()
+        return self.o_proj(out.flatten(-2))  # type: ignore[no-any-return]
+
+    def shown(self, x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [*, key heads, T, D] by which columns [*, T, inputs] are seen."""
+        key, value = self._parted(self.k_proj(x)), self._parted(self.v_proj(x))
+        if hasattr(self, "k_norm"):
+            key = self.k_norm(key)
+        return rotate(key, *rotary), value
+
+    def _parted(self, x: torch.Tensor) -> torch.Tensor:
+        return x.view(*x.shape[:-1], x.shape[-1] // self.dim, self.dim).transpose(-2, -3)
 
 
 class Gated(nn.Module):
@@ -63,14 +76,26 @@ class Gated(nn.Module):
         return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
 
 
+class Squared(nn.Module):
+    """down(relu(up x) ** 2) (So et al. 2021)."""
+
+    def __init__(self, body: Body) -> None:
+        super().__init__()
+        self.up_proj = nn.Linear(body.hidden, body.ffn, bias=False)
+        self.down_proj = nn.Linear(body.ffn, body.hidden, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(functional.relu(self.up_proj(x)).square())  # type: ignore[no-any-return]
+
+
 class Layer(nn.Module):
-    """Attention and a gated perceptron, each behind a norm and around a residual."""
+    """Attention and a perceptron, each behind a norm and around a residual."""
 
     def __init__(self, body: Body, layer: int, *, inputs: int, norm: bool = True) -> None:
         """`inputs` is what the attention reads; without `norm` it is handed over ready."""
         super().__init__()
         self.self_attn = Attention(body, inputs, layer)
-        self.mlp = Gated(body)
+        self.mlp = Gated(body) if body.gated else Squared(body)
         if norm:
             self.input_layernorm = Norm(body.hidden, body.epsilon)
         self.post_attention_layernorm = Norm(body.hidden, body.epsilon)
@@ -92,14 +117,18 @@ class Layer(nn.Module):
 
 
 def rotation(positions: torch.Tensor, body: Body, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines [*, 1, T, D] of rotary positions [*, T] (Su et al. 2021), halves side by side."""
-    powers = torch.arange(0, body.dim, 2, device=positions.device, dtype=torch.float32) / body.dim
-    angles = positions[..., None, :, None].float() * body.theta**-powers
+    """Cosines and sines [*, 1, T, D * rotary] of rotary positions [*, T] (Su et al. 2021), halves side by side."""
+    speeds, amplitude = frequencies(body, positions.device)
+    angles = positions[..., None, :, None].float() * speeds
     angles = torch.cat([angles, angles], -1)
-    return angles.cos().to(dtype), angles.sin().to(dtype)
+    return (angles.cos() * amplitude).to(dtype), (angles.sin() * amplitude).to(dtype)
 
 
 def rotate(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
-    """Turn pairs (x_i, x_(i + D/2)) by their angles."""
-    one, two = x.chunk(2, -1)
-    return x * cosine + torch.cat([-two, one], -1) * sine
+    """Turn pairs (x_i, x_(i + R/2)) of the first R numbers by their angles [*, R]."""
+    size = cosine.shape[-1]
+    if not size:
+        return x
+    one, two = x[..., :size].chunk(2, -1)
+    turned = x[..., :size] * cosine + torch.cat([-two, one], -1) * sine
+    return turned if size == x.shape[-1] else torch.cat([turned, x[..., size:]], -1)

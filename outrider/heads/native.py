@@ -12,7 +12,7 @@ import torch
 from outrider.errors import UnsupportedModel
 from outrider.heads.description import JoinAt, Recycle
 from outrider.heads.follower import Follower
-from outrider.heads.layers import Layer
+from outrider.heads.layers import Gated, Layer
 from outrider.heads.rotary import frequencies
 from outrider.native.abi import CEntry, CLayer, CLinear, CModel
 from outrider.native.library import Library
@@ -42,7 +42,9 @@ class HeadDecoder(Passes):
         if body.hidden % 16 or body.dim % 16 or body.ffn % 16 or body.dim > _MOST_DIM:
             raise UnsupportedModel(f"the kernels need sizes that are multiples of 16 and heads of at most {_MOST_DIM}")
         if body.attention_gate or not body.gated or body.rotary != 1:
-            raise UnsupportedModel("the kernels know whole rotary heads, attention without a gate and a gated perceptron")
+            raise UnsupportedModel(
+                "the kernels know whole rotary heads, attention without a gate and a gated perceptron"
+            )
         super().__init__(library.code, hidden=body.hidden)
         self._module, self._keep, self._arena = module, list[Any](), Arena()
         self._head = self._pack(module.head.weight) if module.description.own_head else tables.packed
@@ -99,6 +101,7 @@ class HeadDecoder(Passes):
         layer = self._module.layers[i]
         assert isinstance(layer, Layer)
         attention, mlp = layer.self_attn, layer.mlp
+        assert isinstance(mlp, Gated)
         parts = attention.q_proj, attention.k_proj, attention.v_proj
         biases = [part.bias for part in parts if part.bias is not None]
         packed = (

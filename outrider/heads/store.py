@@ -1,60 +1,105 @@
-"""Trained drafts on disk, in Outrider's own format: the description as JSON, and the weights."""
+"""Trained drafts on disk: in Outrider's own format, the description as JSON and the weights, and read in others."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from outrider.errors import OutriderError
+from outrider.heads.block import BlockDraft
 from outrider.heads.description import Description
 from outrider.heads.follower import Follower
+from outrider.heads.formats.base import Partner, Trained
+from outrider.heads.formats.files import read_config, write_folder
+from outrider.heads.formats.known import find
 from outrider.heads.independent import Independent
 
 KEY = "outrider_draft"  # in config.json
 WEIGHTS = "model.safetensors"
+OWN = "outrider"  # the name of this format
+HeadModule = Follower | Independent | BlockDraft
+
+_log = logging.getLogger("outrider")
 
 
-def make_module(description: Description) -> Follower | Independent:
+def make_module(description: Description) -> HeadModule:
     """A module with fresh weights."""
+    if description.block:
+        return BlockDraft(description)
     return Follower(description) if description.body else Independent(description)
 
 
-def is_head(folder: str | Path) -> bool:
-    """Whether a folder holds a trained draft in this format."""
+def is_head(folder: str | Path, partner: Callable[[], Partner | None] | None = None) -> bool:
+    """Whether a folder holds a trained draft in a known format.
+
+    A whole model that brings a module along is one to its own target alone, a `partner` of its sizes; to all others it
+    is a draft model. `partner` is only called for where that must be decided.
+
+    Raises:
+        OutriderError: a file is damaged, or the draft is of a kind that is known and not handled.
+    """
+    path = Path(folder).expanduser()
     try:
-        return KEY in json.loads((Path(folder).expanduser() / "config.json").read_text("utf-8"))
-    except (OSError, ValueError, TypeError):
+        config = json.loads((path / "config.json").read_text("utf-8"))
+    except (OSError, ValueError):
         return False
+    if not isinstance(config, dict) or KEY in config:
+        return isinstance(config, dict)
+    found = find(path)
+    if found is None or not found.whole():
+        return found is not None
+    target = partner() if partner else None
+    return target is not None and found.belongs(target)
 
 
-def read_head(folder: str | Path, *, dtype: torch.dtype, device: torch.device) -> Follower | Independent:
-    """Load a trained draft.
+def read_trained(folder: str | Path, partner: Partner | None = None) -> Trained:
+    """What a folder holds, with weights as they are stored. `filled` shows whether they fit.
+
+    Raises:
+        Unowned: the target must be known, and no `partner` was given.
+        OutriderError: a file is missing or damaged, or there is no draft that can be run here.
+    """
+    path = Path(folder).expanduser()
+    config = read_config(path)
+    if KEY in config:
+        description = Description.from_json(config[KEY])
+        try:
+            weights = load_file(path / WEIGHTS)
+        except (OSError, SafetensorError) as error:
+            raise OutriderError(f"{path / WEIGHTS} cannot be read ({error}); copy the draft again") from error
+        return Trained(description=description, weights=weights, ignored={}, format="Outrider's own")
+    found = find(path)
+    if found is None:
+        raise OutriderError(f"{path} holds no trained draft in a known format; see docs/formats.md")
+    try:
+        return found.read(partner)
+    except OutriderError as error:
+        raise type(error)(f"{path}: {error}") from error
+
+
+def read_head(
+    folder: str | Path, *, dtype: torch.dtype, device: torch.device, partner: Partner | None = None
+) -> HeadModule:
+    """Load a trained draft; `partner` is its target, of which other formats leave something out.
 
     Raises:
         OutriderError: a file is missing, truncated or of another shape, or holds what is no number.
     """
-    path = Path(folder).expanduser()
-    try:
-        data = json.loads((path / "config.json").read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise OutriderError(f"{path / 'config.json'} cannot be read ({error}); copy the draft again") from error
-    if not isinstance(data, dict) or KEY not in data:
-        raise OutriderError(f"{path} holds no trained draft; give a folder written by `outrider train`")
-    description = Description.from_json(data[KEY])
-    try:
-        weights = load_file(path / WEIGHTS)
-    except (OSError, SafetensorError) as error:
-        raise OutriderError(f"{path / WEIGHTS} cannot be read ({error}); copy the draft again") from error
-    return filled(description, weights, where=str(path)).to(device=device, dtype=dtype).requires_grad_(False).eval()
+    found = read_trained(folder, partner)
+    for why, names in found.ignored.items():
+        _log.warning("%s: %d tensors are left aside (%s): %s", folder, len(names), why, names[0])
+    module = filled(found.description, found.weights, where=str(folder))
+    return module.to(device=device, dtype=dtype).requires_grad_(False).eval()
 
 
-def filled(description: Description, weights: Mapping[str, torch.Tensor], *, where: str) -> Follower | Independent:
+def filled(description: Description, weights: Mapping[str, torch.Tensor], *, where: str) -> HeadModule:
     """A module with these weights, every one of which it must have, and no other.
 
     Raises:
@@ -82,26 +127,15 @@ def filled(description: Description, weights: Mapping[str, torch.Tensor], *, whe
     return module
 
 
-def write_head(folder: str | Path, module: Follower | Independent, *, dtype: torch.dtype, **facts: Any) -> None:
+def write_head(folder: str | Path, module: HeadModule, *, dtype: torch.dtype, **facts: Any) -> None:
     """Save a trained draft; `facts` go beside the description. What lay there survives a failure.
 
     Raises:
         OutriderError: the disk is full, or the folder cannot be written.
     """
-    path = Path(folder).expanduser()
     weights = {
-        name: (value.detach().to(dtype) if value.is_floating_point() else value).cpu().contiguous()
+        name: value.detach().to(dtype) if value.is_floating_point() else value
         for name, value in module.state_dict().items()
     }
     config = {"model_type": KEY, KEY: module.description.to_json(), **facts}
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        fresh = path / (WEIGHTS + ".new"), path / "config.json.new"
-        save_file(weights, fresh[0])
-        fresh[1].write_text(json.dumps(config, indent=2) + "\n", "utf-8")
-        for file in fresh:
-            file.replace(file.with_suffix(""))
-    except (OSError, SafetensorError) as error:
-        for file in path.glob("*.new"):
-            file.unlink(missing_ok=True)
-        raise OutriderError(f"{path} cannot be written ({error}); free some space, or give another folder") from error
+    write_folder(Path(folder).expanduser(), config, weights, WEIGHTS)

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -33,6 +33,7 @@ from outrider.types import Batch, Draft, Grown, Round, Scores, Tables, Trust
 _log = logging.getLogger("outrider")
 
 
+@runtime_checkable
 class HeadTarget(Target, Protocol):
     """A `Target` that must be told of the target's states, and guesses no further than `reach` tokens."""
 
@@ -41,6 +42,9 @@ class HeadTarget(Target, Protocol):
 
     def note(self, round: Round) -> None:
         """Take the states of what was fed and kept, before the round is committed."""
+
+    def pretend(self, slot: int, start: int, count: int) -> None:
+        """Take zeros for the states at `count` places from `start` on, so that passes can be timed without a target."""
 
 
 class Taps:
@@ -63,6 +67,12 @@ class Taps:
             if taps.final:
                 found[-1] = normed(found[-1], self._tables)
             self._kept[row.slot].append(torch.stack(found, 1))
+
+    def pretend(self, slot: int, start: int, count: int) -> None:
+        """Zeros in place of states."""
+        it, table = self._description, self._tables.embedding
+        zeros = torch.zeros(count, len(it.taps.layers), it.target_hidden, device=table.device)
+        self._first[slot], self._kept[slot] = start, [zeros]
 
     def read(self, slot: int, begin: int, end: int) -> torch.Tensor:
         """States [end - begin, taps, H] of these places, none of which was forgotten."""
@@ -128,6 +138,9 @@ class FollowTarget:
 
     def note(self, round: Round) -> None:
         self._taps.note(round)
+
+    def pretend(self, slot: int, start: int, count: int) -> None:
+        self._taps.pretend(slot, start, count)
 
     def score(self, batch: Batch, draft: Draft, first: int = -1) -> Scores:
         ours = behind(batch)
@@ -264,6 +277,9 @@ class IndependentTarget:
 
     def note(self, round: Round) -> None:
         self._taps.note(round)
+
+    def pretend(self, slot: int, start: int, count: int) -> None:
+        self._taps.pretend(slot, start, count)
 
     def score(self, batch: Batch, draft: Draft, first: int = -1) -> Scores:
         if first < 0:

@@ -17,18 +17,21 @@ class PackedScores(Scores):
     """
 
     __slots__ = ("_order", "_packed", "_shape")
+    _packed: torch.Tensor  # [K, V]
+    _order: (
+        list[int] | None
+    )  # where in it those of each row's nodes lie, row by row; None once they have been put there
+    _shape: tuple[int, int, int]
 
     def __init__(self, packed: torch.Tensor, order: list[int], rows: int, **others: Any) -> None:
-        """Of logits [K, V], of which `order` says where those of each row's nodes lie, row by row."""
-        for name, value in {"features": {}, "fed": {}, **others}.items():
+        """Of logits [K, V] in their `order`, by node, for so many rows."""
+        parts = {"_packed": packed, "_order": order, "_shape": (rows, -1, packed.shape[-1])}
+        for name, value in {"features": {}, "fed": {}, **others, **parts}.items():
             object.__setattr__(self, name, value)
-        object.__setattr__(self, "_packed", packed)
-        object.__setattr__(self, "_order", order)
-        object.__setattr__(self, "_shape", (rows, -1, packed.shape[-1]))
 
     @property
-    def logits(self) -> torch.Tensor:  # type: ignore[override]
-        if self._order:
+    def logits(self) -> torch.Tensor:
+        if self._order is not None:
             object.__setattr__(self, "_packed", self._packed[self._order])
             object.__setattr__(self, "_order", None)
         return self._packed.view(self._shape)

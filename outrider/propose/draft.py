@@ -9,8 +9,9 @@ import torch
 
 from outrider.check import check_target
 from outrider.errors import OutriderError
+from outrider.heads.formats.base import Partner
 from outrider.heads.store import is_head, read_head
-from outrider.heads.target import FollowTarget, IndependentTarget, make_head_target
+from outrider.heads.target import HeadTarget, make_head_target
 from outrider.load import Checkpoint, load_checkpoint
 from outrider.propose.base import Proposer, Setup
 from outrider.propose.cascade import Cascade
@@ -21,6 +22,7 @@ from outrider.propose.spelling import Spelling, spelling
 from outrider.propose.text_draft import TextProposer
 from outrider.propose.vocabulary import Dictionary, SharedVocabulary
 from outrider.target import Lender, Target, make_target
+from outrider.types import Tables
 
 _ENOUGH = 0.9  # share of the target's tokens from which on guessing by tokens keeps as much as guessing by text
 _LEAST = 0.1  # below it a draft would misread most of what it is fed
@@ -29,7 +31,7 @@ _log = logging.getLogger("outrider")
 
 def draft_proposer(folder: str, setup: Setup) -> Proposer:
     """`draft:DIR`: by tokens where the draft has most of the target's, else by text; or from the target's states."""
-    if is_head(folder):
+    if is_head(folder, lambda: _owner(setup)):
         return HeadProposer(setup, _head(folder, setup))
     found = _find("draft", folder, setup)
     if found.akin:
@@ -63,7 +65,7 @@ def cascade_proposer(folder: str, setup: Setup) -> Proposer:
 
 def tree_proposer(folder: str, setup: Setup) -> Proposer:
     """`tree:DIR`: by tokens, or from the target's states, several ways to go on."""
-    if is_head(folder):
+    if is_head(folder, lambda: _owner(setup)):
         return HeadTreeProposer(setup, _head(folder, setup))
     return TreeProposer(setup, _find("tree", folder, setup).speaking())
 
@@ -113,12 +115,13 @@ class _Found:
         return spelling(self.setup.tokenizer, "the target"), spelling(self.checkpoint.tokenizer, self.folder)
 
 
-def _head(folder: str, setup: Setup) -> FollowTarget | IndependentTarget:
+def _head(folder: str, setup: Setup) -> HeadTarget:
     """A draft that was trained on the target's states."""
     if not isinstance(setup.target, Lender):
         raise OutriderError(f"{folder} reads states that this target does not show; use draft:DIR of a draft model")
-    module = read_head(folder, dtype=setup.dtype, device=setup.device)
-    tables, it = setup.target.lend(), module.description
+    tables = setup.target.lend()
+    module = read_head(folder, dtype=setup.dtype, device=setup.device, partner=_partner(tables, setup.target.layers))
+    it = module.description
     ours = (*tables.head.shape, setup.target.layers)
     if (it.vocab, it.target_hidden, it.target_layers) != ours:
         raise OutriderError(
@@ -126,6 +129,21 @@ def _head(folder: str, setup: Setup) -> FollowTarget | IndependentTarget:
             f" {it.target_layers} layers; this one has {ours[0]}, {ours[1]} and {ours[2]}, so use the one it belongs to"
         )
     return make_head_target(module, tables, slots=setup.slots, context=setup.context)
+
+
+def _owner(setup: Setup) -> Partner | None:
+    """The target as whom a folder may belong to; None where no draft can be trained on its states."""
+    if not isinstance(setup.target, Lender):
+        return None
+    try:
+        return _partner(setup.target.lend(), setup.target.layers)
+    except OutriderError:
+        return None
+
+
+def _partner(tables: Tables, layers: int) -> Partner:
+    vocab, hidden = tables.head.shape
+    return Partner(vocab=vocab, hidden=hidden, layers=layers, head=lambda: tables.head)
 
 
 def _find(name: str, folder: str, setup: Setup) -> _Found:

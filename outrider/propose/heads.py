@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from outrider.heads.target import FollowTarget, IndependentTarget
+from outrider.heads.target import HeadTarget
 from outrider.propose.base import Setup
 from outrider.propose.model import ModelProposer
 from outrider.propose.model_tree import TreeProposer
@@ -14,7 +14,7 @@ from outrider.types import Batch, Needs, Round
 class HeadProposer(ModelProposer):
     """A chain of guesses from the target's states."""
 
-    def __init__(self, setup: Setup, head: FollowTarget | IndependentTarget) -> None:
+    def __init__(self, setup: Setup, head: HeadTarget) -> None:
         super().__init__(setup, head)
         self._head = head
         self.needs = Needs(layers=head.description.taps.layers)
@@ -30,7 +30,7 @@ class HeadProposer(ModelProposer):
 class HeadTreeProposer(TreeProposer):
     """A tree of guesses from the target's states."""
 
-    def __init__(self, setup: Setup, head: FollowTarget | IndependentTarget) -> None:
+    def __init__(self, setup: Setup, head: HeadTarget) -> None:
         super().__init__(setup, head, reach=head.reach)
         self._head = head
         self.needs = Needs(layers=head.description.taps.layers)

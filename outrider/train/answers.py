@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
+from outrider.build import House
 from outrider.engine import Engine
+from outrider.noise import mix_int
+from outrider.params import SamplingParams
 from outrider.propose.base import Proposer
+from outrider.train.archive import Archive
+from outrider.train.sample import Sample
 from outrider.types import Batch, Draft, Finish, Request, Round
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Sample:
-    """A finished text."""
-
-    tokens: tuple[int, ...]  # L + 1
-    states: torch.Tensor  # [L, layers, H] bfloat16, outputs of the layers asked for, at all tokens but the last
-    prompt: int  # how many of the tokens were given
 
 
 class Recorder:
     """Another proposer's guesses, while states are written down."""
 
     def __init__(self, inner: Proposer, layers: Sequence[int]) -> None:
-        self.inner, self._layers = inner, tuple(layers)
+        self.inner, self.layers = inner, tuple(layers)
         self.needs = replace(inner.needs, layers=tuple(sorted({*inner.needs.layers, *layers})))
         self._open: dict[int, tuple[int, list[torch.Tensor]]] = {}  # by slot: the request, and what was seen of it
         self._done: dict[int, torch.Tensor] = {}
@@ -41,8 +37,10 @@ class Recorder:
         scores = round.scores
         for b, (row, path) in enumerate(zip(round.batch.rows, round.path, strict=True)):
             nodes = [node + 1 for node in path]
-            states = [torch.cat([scores.fed[at][b], scores.features[at][b, nodes]]) for at in self._layers]
-            self._open[row.slot][1].append(torch.stack(states, 1).to(torch.bfloat16))
+            states = [torch.cat([scores.fed[at][b], scores.features[at][b, nodes]]) for at in self.layers]
+            seen = self._open[row.slot][1]
+            assert seen or not round.batch.start[b], "a text's first states come from no cache"
+            seen.append(torch.stack(states, 1).to(torch.bfloat16))
         self.inner.commit(round)
 
     def release(self, slot: int) -> None:
@@ -57,7 +55,7 @@ class Recorder:
 
 
 def written(engine: Engine, recorder: Recorder, requests: Iterable[Request]) -> Iterator[Sample]:
-    """Run requests to their ends, and hand each text over when it is done."""
+    """Run requests to their ends, and hand each text over when it is done; one that failed is left out."""
     for request in requests:
         engine.add(request)
     while engine.busy():
@@ -69,7 +67,64 @@ def written(engine: Engine, recorder: Recorder, requests: Iterable[Request]) -> 
                 continue
             length = min(len(states), len(row.text) - 1)
             yield Sample(
+                id=row.request.id,
                 tokens=tuple(row.text[: length + 1]),
                 states=states[:length],
                 prompt=len(row.request.prompt),
             )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manner:
+    """How prompts are answered."""
+
+    temperature: float
+    tokens: int  # of an answer at most
+    go_on: bool  # past the end of text
+    seed: int
+
+
+class Author:
+    """Has prompts answered. An answer depends on the prompt, its number and the turn, and on nothing that came before.
+
+    Where a token's logits depend on what else is in its pass, as torch's kernels have it, that holds up to rounding.
+    """
+
+    def __init__(
+        self,
+        house: House,
+        recorder: Recorder,
+        prompts: Mapping[int, tuple[int, ...]],
+        manner: Manner,
+        *,
+        archive: Archive | None,
+    ) -> None:
+        self._house, self._recorder, self._prompts = house, recorder, prompts
+        self._manner, self._archive = manner, archive
+
+    def write(self, numbers: Sequence[int], *, turn: int) -> list[Sample]:
+        """Answers to some of the prompts, in the order of their numbers; each turn answers them anew."""
+        requests = {number: self._request(number, turn) for number in sorted(numbers)}
+        done: dict[int, Sample] = {}
+        if self._archive:
+            found = {number: self._archive.read(request) for number, request in requests.items()}
+            done = {number: sample for number, sample in found.items() if sample}
+        missing = [request for number, request in requests.items() if number not in done]
+        with torch.inference_mode():
+            for sample in written(self._house.engine, self._recorder, missing):
+                done[sample.id] = sample
+                if self._archive:
+                    self._archive.write(requests[sample.id], sample)
+        return [done[number] for number in sorted(done)]
+
+    def _request(self, number: int, turn: int) -> Request:
+        manner, house = self._manner, self._house
+        prompt = self._prompts[number]
+        return Request(
+            id=number,
+            prompt=prompt,
+            params=SamplingParams(temperature=manner.temperature, max_tokens=manner.tokens, ignore_eos=manner.go_on),
+            seed=mix_int(mix_int(manner.seed, turn), number),
+            end_ids=frozenset() if manner.go_on else house.end_ids,
+            limit=min(manner.tokens, house.context - len(prompt)),
+        )

@@ -9,11 +9,18 @@ import torch
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
+from outrider import tree
+from outrider.errors import OutriderError
 from outrider.heads.description import Taps
 from outrider.heads.target import normed
-from outrider.train.answers import Sample
-from outrider.train.unroll import Texts
-from outrider.types import Tables
+from outrider.params import SamplingParams
+from outrider.target import Target
+from outrider.train.processes import total
+from outrider.train.sample import Sample
+from outrider.train.steps import Texts
+from outrider.types import Batch, Request, Row, Tables
+
+_AGREES = 0.9  # share of a law that must be the same; bfloat16 moves less than a hundredth of it
 
 
 class Reader:
@@ -22,26 +29,49 @@ class Reader:
     def __init__(self, taps: Taps, layers: Sequence[int], tables: Tables, ids: torch.Tensor) -> None:
         """`layers` are what samples hold, the target's last one at the end; `ids` is what the draft guesses."""
         self._taps, self._where = taps, [layers.index(at) for at in taps.layers]
-        self._tables, self._ids = tables, ids
+        self._tables, self._ids, self._last = tables, ids, layers[-1]
         self._head = tables.head.to(torch.bfloat16)
 
     def read(self, samples: Sequence[Sample], *, everything: bool) -> Texts:
         """Side by side; only answers are learned from unless `everything` is."""
         device = self._head.device
-        states = pad_sequence([sample.states for sample in samples], batch_first=True).to(device)
+        states = pad_sequence([sample.states.to(device) for sample in samples], batch_first=True)
         tokens = pad_sequence([torch.tensor(sample.tokens) for sample in samples], batch_first=True).to(device)
         last = normed(states[:, :, -1], self._tables)
         taps = states[:, :, self._where].float()
         if self._taps.final:
             taps[:, :, -1] = last
-        logits = functional.linear(last.to(torch.bfloat16), self._head).float()
-        laws = logits.softmax(-1)
-        if len(self._ids) != laws.shape[-1]:
-            laws = laws[..., self._ids]
         places = torch.arange(states.shape[1], device=device)
         lengths, prompts = (torch.tensor(each, device=device)[:, None] for each in _sizes(samples))
         learn = (places < lengths) & ((places >= prompts - 1) | everything)
+        laws = self._laws(last)
+        if len(self._ids) != laws.shape[-1]:
+            laws = laws[..., self._ids]
         return Texts(tokens=tokens, taps=taps, laws=laws, learn=learn)
+
+    @torch.inference_mode()
+    def check(self, target: Target, text: tuple[int, ...]) -> None:
+        """See to it that states lead to the law that the target itself gives.
+
+        Raises:
+            OutriderError: they do not, so its head does more than multiply by a table.
+        """
+        request = Request(id=0, prompt=text, params=SamplingParams(), seed=0, end_ids=frozenset(), limit=1)
+        batch = Batch(rows=(Row(request=request, slot=0, text=list(text)),), start=(0,), feed=(text,), budget=(0,))
+        target.cache.admit(0, text)
+        scores = target.score(batch, tree.empty(1, target.device))
+        target.cache.release(0)
+        own, ours = scores.logits[0, 0].softmax(-1), self._laws(normed(scores.fed[self._last][0][-1], self._tables))
+        shared = float(torch.minimum(own, ours).sum())
+        if not shared > _AGREES:
+            raise OutriderError(
+                f"the target's last states and its head give {shared:.0%} of its own law, so no draft can be trained on"
+                " it: its logits are scaled or capped; use it with --proposer suffix"
+            )
+
+    def _laws(self, last: torch.Tensor) -> torch.Tensor:
+        """The target's probabilities [*, V] from its last states [*, H] after the final norm."""
+        return functional.linear(last.to(torch.bfloat16), self._head).float().softmax(-1)
 
 
 def _sizes(samples: Sequence[Sample]) -> tuple[list[int], list[int]]:
@@ -59,15 +89,20 @@ def parts(samples: Sequence[Sample], most: int) -> list[list[Sample]]:
     return out
 
 
-def frequent(samples: Sequence[Sample], vocab: int, size: int) -> torch.Tensor:
-    """The `size` tokens [size] that are written most, in rising order: what a draft of a small vocabulary guesses."""
+def frequent(samples: Sequence[Sample], vocab: int, size: int, device: torch.device) -> torch.Tensor:
+    """The `size` tokens [size] that are written most, in rising order: what a draft of a small vocabulary guesses.
+
+    All processes count together, and find the same.
+    """
     counts = torch.zeros(vocab, dtype=torch.int64)
     for sample in samples:
-        counts += torch.bincount(torch.tensor(sample.tokens[sample.prompt :]), minlength=vocab)
-    return counts.topk(size).indices.sort().values
+        counts += torch.bincount(torch.tensor(sample.tokens[sample.prompt :], dtype=torch.int64), minlength=vocab)
+    counts = total(counts.to(device)).cpu()
+    order = counts.sort(descending=True, stable=True).indices  # of equals the smaller ids, wherever this runs
+    return order[:size].sort().values
 
 
-def shares(total: int, count: int) -> list[range]:
-    """`total` things in `count` runs of nearly equal length."""
-    bounds = [total * i // count for i in range(count + 1)]
+def shares(things: int, count: int) -> list[range]:
+    """So many things in `count` runs of nearly equal length."""
+    bounds = [things * i // count for i in range(count + 1)]
     return [range(a, b) for a, b in pairwise(bounds)]

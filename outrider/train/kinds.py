@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from outrider.errors import OutriderError
-from outrider.heads.description import Body, Description, FuseNorm, Join, JoinAt, Kind, Recycle, Stack, Taps
+from outrider.heads.description import Block, Body, Description, FuseNorm, Join, JoinAt, Kind, Recycle, Stack, Taps
+
+_GUESSES = 7  # of a block
+_RANK, _TAPS = 256, 5  # at most: of the correction by the token before; layers that a block reads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +24,7 @@ class Shape:
     draft_vocab: int = 0  # 0 = all
     depth: int = 1  # decoder layers, or independent heads
     ffn: int = 0  # 0 = as Llama has it
+    guesses: int = 0  # of a block; 0 = 7
 
 
 def describe(kind: str, shape: Shape) -> Description:
@@ -107,6 +111,38 @@ def _stack(kind: Kind) -> Callable[[Shape], Description]:
     return make
 
 
+def _block(kind: Kind) -> Callable[[Shape], Description]:
+    def make(shape: Shape) -> Description:
+        corrected, guesses = kind is Kind.DSPARK, shape.guesses or _GUESSES
+        return Description(
+            kind=kind,
+            target_hidden=shape.hidden,
+            target_layers=shape.layers,
+            vocab=shape.vocab,
+            draft_vocab=shape.draft_vocab,
+            taps=Taps(layers=_evenly(shape.layers), fused=True),
+            body=replace(body(shape), head_norms=True),
+            block=Block(
+                size=guesses if corrected else guesses + 1,
+                sample_from_anchor=corrected,
+                # At most a quarter of the width: two tables of all tokens would outweigh a small draft.
+                markov_rank=min(_RANK, shape.hidden // 4) if corrected else 0,
+                confidence=corrected,
+            ),
+            own_head=bool(shape.draft_vocab),
+        )
+
+    return make
+
+
+def _evenly(layers: int) -> tuple[int, ...]:
+    """Layers from the second one to one near the end, at like distances."""
+    last = max(layers - (3 if layers >= 16 else 2), 0)  # small targets say little three layers before their end
+    first = min(1, last)
+    count = min(_TAPS, last - first + 1)
+    return tuple(first + (last - first) * i // max(count - 1, 1) for i in range(count))
+
+
 KINDS: Mapping[str, Callable[[Shape], Description]] = MappingProxyType(
     {
         "eagle3": _eagle3,
@@ -114,5 +150,7 @@ KINDS: Mapping[str, Callable[[Shape], Description]] = MappingProxyType(
         "mtp": _mtp,
         "medusa": _stack(Kind.MEDUSA),
         "hydra": _stack(Kind.HYDRA),
+        "dflash": _block(Kind.DFLASH),
+        "dspark": _block(Kind.DSPARK),
     }
 )

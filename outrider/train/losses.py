@@ -91,26 +91,27 @@ LENGTH = "length"  # of all steps together
 
 
 def shortfall(alphas: torch.Tensor, here: torch.Tensor) -> torch.Tensor:
-    """How many guesses of a chain are expected to be lost: S - sum_j prod_(i <= j) alpha_i, averaged over columns.
+    """[*] guesses of each chain that are expected to be lost: S - sum_j prod_(i <= j) alpha_i (Bebop, 2606.12370).
 
     Args:
         alphas: [S, *] of the chain's guesses behind each column.
-        here: [S, *] where there is such a guess.
+        here: [S, *] where there is such a guess, and all before it.
     """
     chance = torch.where(here, alphas, 1.0).cumprod(0) * here
-    chains = here[0].sum().clamp(min=1)
-    return (here.sum() - chance.sum()) / chains
+    return here.sum(0) - chance.sum(0)
 
 
 def parse(text: str) -> dict[str, float]:
     """Weights by name from `ce`, or from `ce:0.1,tv:0.9`.
 
     Raises:
-        OutriderError: a name or a weight is none.
+        OutriderError: a name or a weight is none, or a name stands there twice.
     """
     out: dict[str, float] = {}
     for part in text.split(","):
         name, _, weight = part.strip().partition(":")
+        if name in out:
+            raise OutriderError(f"loss {name} stands in {text!r} twice; give it one weight, as in ce:0.1,tv:0.9")
         if name not in LOSSES and name != LENGTH:
             raise OutriderError(f"loss {name!r} is unknown; use {', '.join([*LOSSES, LENGTH])}, or ce:0.1,tv:0.9")
         try:

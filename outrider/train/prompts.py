@@ -4,66 +4,101 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from outrider.errors import OutriderError
-from outrider.prompts import Prompt
-from outrider.prompts import read_prompts as read_file
+from outrider.prompts import Prompt, by_category
 
 _HELD, _MOST = 0.05, 64  # of the data, where no prompts to measure on are named; and at most
+_FORM = '{"prompt": "..."} or {"messages": [...]}'
 
 
-def read_prompts(files: Sequence[str], *, limit: int | None) -> list[Prompt]:
-    """All lines of all files; a line without a category is of none.
+def read_prompts(files: Sequence[str], *, limit: int | None = None) -> list[Prompt]:
+    """All lines of all files, the first `limit` of them; a line without a category is of none.
 
     Raises:
         OutriderError: a file or a line is not as it should be.
     """
-    found = [prompt for file in files for prompt in _lines(Path(file))]
-    return found[:limit]
+    return [prompt for file in files for prompt in _lines(Path(file).expanduser())][:limit]
 
 
-def split(prompts: list[Prompt], held_out: str | None, *, seed: int) -> tuple[list[Prompt], list[Prompt]]:
-    """What to train on and what to measure on, which is never the same."""
+def split(prompts: Sequence[Prompt], held_out: str | None, *, seed: int) -> tuple[list[Prompt], list[Prompt]]:
+    """What to train on, and what to measure on: lines that are not trained on.
+
+    Where none are named, some of the data are taken; a prompt that the data hold once rather than one that comes again.
+
+    Raises:
+        OutriderError: there are too few.
+    """
     if held_out:
-        return prompts, read_file(held_out, limit=_MOST // 8)
-    shuffled = random.Random(seed).sample(prompts, len(prompts))
-    held = min(max(int(len(prompts) * _HELD), 1), _MOST)
+        groups = by_category(read_prompts([held_out]))
+        each = max(_MOST // len(groups), 1)
+        return list(prompts), [prompt for group in groups.values() for prompt in group[:each]]
     if len(prompts) < 2:
         raise OutriderError("one prompt is not enough to train and to measure; give more, or --held-out FILE")
+    shuffled = random.Random(seed).sample(list(prompts), len(prompts))
+    times = Counter(_content(prompt) for prompt in shuffled)
+    shuffled.sort(key=lambda prompt: times[_content(prompt)] > 1)
+    held = min(max(int(len(prompts) * _HELD), 1), _MOST)
     return shuffled[held:], shuffled[:held]
+
+
+def encoded(tokenizer: Any, prompt: Prompt) -> tuple[int, ...]:
+    """A prompt's tokens, at least one.
+
+    Raises:
+        OutriderError: there are none, or the model has no template for messages.
+    """
+    if prompt.messages is None:
+        tokens = tokenizer.encode(prompt.prompt)
+    elif getattr(tokenizer, "chat_template", None) is None:
+        raise OutriderError(f"{prompt.id} holds messages, and this target has no chat template; give prompt instead")
+    else:
+        text = tokenizer.apply_chat_template(list(prompt.messages), add_generation_prompt=True, tokenize=False)
+        tokens = tokenizer.encode(text, add_special_tokens=False)
+    if not tokens:
+        raise OutriderError(f"{prompt.id} has no tokens; give a prompt of at least one")
+    return tuple(tokens)
+
+
+def _content(prompt: Prompt) -> str:
+    return json.dumps([prompt.prompt, prompt.messages])
 
 
 def _lines(path: Path) -> list[Prompt]:
     try:
-        lines = path.read_text("utf-8").splitlines()
+        lines = path.read_text("utf-8").split("\n")  # and nowhere else: a text may hold other ends of lines
     except (OSError, UnicodeDecodeError) as error:
         raise OutriderError(f"{path} cannot be read ({error}); give a file of JSON lines") from error
-    out = []
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            out.append(_prompt(line, f"{path}:{number}", number))
+    out = [_prompt(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
     if not out:
-        raise OutriderError(f'{path} holds no prompts; give lines like {{"prompt": "..."}}')
+        raise OutriderError(f"{path} holds no prompts; give lines like {_FORM}")
     return out
 
 
-def _prompt(line: str, where: str, number: int) -> Prompt:
+def _prompt(line: str, where: str) -> Prompt:
     try:
         entry = json.loads(line)
     except json.JSONDecodeError as error:
         raise OutriderError(f"{where}: not JSON ({error.msg} at column {error.colno})") from error
     prompt = entry.get("prompt") if isinstance(entry, dict) else None
     messages = entry.get("messages") if isinstance(entry, dict) else None
-    if messages is None and not (isinstance(prompt, str) and prompt):
-        raise OutriderError(f'{where}: no prompt; give lines like {{"prompt": "..."}} or {{"messages": [...]}}')
-    turns = None
+    category = str(entry.get("category", "")) if isinstance(entry, dict) else ""
     if messages is not None:
-        if not isinstance(messages, list) or not all(
-            isinstance(turn, dict) and isinstance(turn.get("role"), str) and isinstance(turn.get("content"), str)
-            for turn in messages
-        ):
-            raise OutriderError(f'{where}: messages must be a list of {{"role": "...", "content": "..."}}')
-        turns = tuple({"role": turn["role"], "content": turn["content"]} for turn in messages)
-    return Prompt(id=f"line-{number}", category=str(entry.get("category", "")), prompt=prompt, messages=turns)
+        return Prompt(id=where, category=category, prompt=None, messages=_turns(messages, where))
+    if not isinstance(prompt, str) or not prompt:
+        raise OutriderError(f"{where}: no prompt; give lines like {_FORM}")
+    return Prompt(id=where, category=category, prompt=prompt, messages=None)
+
+
+def _turns(messages: Any, where: str) -> tuple[dict[str, str], ...]:
+    good = isinstance(messages, list) and messages
+    if not good or not all(
+        isinstance(turn, dict) and isinstance(turn.get("role"), str) and isinstance(turn.get("content"), str)
+        for turn in messages
+    ):
+        raise OutriderError(f'{where}: messages must be a list of {{"role": "...", "content": "..."}}')
+    return tuple({"role": turn["role"], "content": turn["content"]} for turn in messages)

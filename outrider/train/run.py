@@ -1,11 +1,10 @@
-"""The verb `train`: answers, steps, measurements, and what is written about them."""
+"""A training: answers, steps, measurements, and what is written about them."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from time import perf_counter
@@ -16,28 +15,28 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from outrider import machine
-from outrider.build import House, build
+from outrider.build import embedded
 from outrider.errors import OutriderError
-from outrider.heads.follower import Follower
-from outrider.heads.independent import Independent
-from outrider.heads.store import make_module, write_head
-from outrider.noise import mix_int
-from outrider.params import AUTO, SamplingParams
+from outrider.plan_file import model_print
 from outrider.prompts import Prompt
-from outrider.proposers import find_proposer
-from outrider.target import Lender
-from outrider.train.answers import Recorder, Sample, written
-from outrider.train.batches import Reader, frequent, parts, shares
-from outrider.train.kinds import Shape, describe
-from outrider.train.log import Log
+from outrider.train.answers import Author, Manner
+from outrider.train.archive import Archive, origin_of
+from outrider.train.batches import Reader
+from outrider.train.classroom import make_classroom
+from outrider.train.course import Course
+from outrider.train.kinds import KINDS
+from outrider.train.log import Log, write
 from outrider.train.losses import parse
 from outrider.train.measure import Gauge
-from outrider.train.prompts import read_prompts, split
-from outrider.train.settings import Settings
-from outrider.train.trainer import Sums, Trainer, meet, rank, read_state
-from outrider.types import Request
+from outrider.train.processes import meet, part, rank, world
+from outrider.train.prompts import encoded, read_prompts, split
+from outrider.train.settings import DRAFT, Settings
+from outrider.train.trainer import STATE, Sums, Trainer, read_state
 
-_CHUNK = 1024  # tokens of prompts read in a round
+FACTS = "training.json"
+_LOOKED_AT = 256  # tokens of a prompt on which the target is compared with what is taken from it
+_MEASURED = 128  # tokens of an answer where tau is measured
+_GIGABYTES = 10.0  # of the cache, where nobody says
 
 
 class Training:
@@ -50,195 +49,149 @@ class Training:
             OutriderError: the data, the target or the options do not allow it; the message says how they would.
         """
         self._began, self._settings, self._kind = perf_counter(), settings, kind
-        self._out = Path(settings.out).expanduser()
-        machine.use_threads(settings.threads)
+        if kind not in KINDS and kind != DRAFT:
+            raise OutriderError(f"kind {kind!r} is unknown; use {', '.join([*KINDS, DRAFT])}")
         losses = parse(settings.loss)
-        texts, self._held = split(
-            read_prompts(settings.data, limit=settings.limit), settings.held_out, seed=settings.seed
-        )
-        self._recorder: Recorder | None = None
-        self._house = self._build()
-        self._state = self._found()
-        meet(self._house.device)
-        own = [prompt for i, prompt in enumerate(texts) if i % rank()[1] == rank()[0]]
-        self._prompts = [self._read(prompt) for prompt in own]
-        each = settings.batch * settings.waves
-        self._waves = max(len(texts) // rank()[1] // each, 1)  # of an epoch, as many for each process
+        found = read_prompts(settings.data, limit=settings.limit)
+        texts, held = split(found, settings.held_out, seed=settings.seed)
+        self._out = Path(settings.out).expanduser()
+        self._target = Path(settings.target).expanduser() if settings.target else embedded("mini")
+        self._identity = _identity(kind, settings, self._target)
+        state = _state(self._out, self._identity, restart=settings.restart)
+        machine.use_threads(settings.threads)
         torch.manual_seed(settings.seed)
-        self._module, self._reader = self._make()
-        self._trainer = Trainer(self._module, losses=losses, steps=settings.steps, decay=settings.decay, lr=settings.lr)
-        self._wave = 0
-        if self._state:
-            self._trainer.load(self._state)
-            self._wave = self._state["wave"]
-        self._gauge = Gauge(
-            self._house, [self._read(prompt) for prompt in self._held], k=settings.k, tokens=128, seed=settings.seed
-        )
+        self._room = make_classroom(kind, settings, self._target)
+        meet(self._room.house.device)
+        self._course, self._reader = self._prepare(texts)
+        pupil = self._room.pupil
+        if state is None:
+            pupil.begin(lambda: self._course.samples(0))
+        steps, lr = settings.steps or pupil.steps, settings.lr or pupil.lr
+        self._trainer = Trainer(pupil, losses=losses, steps=steps, decay=settings.decay, lr=lr)
+        if state:
+            self._trainer.load(state)
+        self._wave = state["wave"] if state else 0
+        measured = [self._read(prompt) for prompt in held]
+        self._gauge = Gauge(self._room.house, measured, k=settings.k, tokens=_MEASURED, seed=settings.seed)
 
-    def run(self, progress: Console) -> dict[str, Any]:
+    def run(self, progress: Console) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """Train to the end.
 
         Returns:
-            What came of it, fit for JSON.
+            What came of it, fit for JSON, and the lines of the log; no lines where another process keeps it.
+
+        Raises:
+            OutriderError: the disk is full, or the loss is not a number; what was saved before is whole.
         """
-        settings, total = self._settings, self._waves * self._settings.epochs
-        log = Log(self._out, begin=self._wave, events=settings.tensorboard) if not rank()[0] else None
-        figures: dict[str, Any] = {}
+        if rank():
+            while self._wave < self._course.waves:
+                self._run_wave()
+            part()
+            return self._document({}), []
+        log = Log(self._out, begin=self._wave, events=self._settings.tensorboard)
+        figures = log.figures
+        if self._wave == self._course.waves:  # the run before may have been killed between two files
+            self._write(figures)
         with _bar(progress) as bar:
-            task = bar.add_task("training", total=total, completed=self._wave, told="")
-            while self._wave < total:
-                sums = self._run_wave(total)
-                self._wave += 1
-                last = self._wave == total
-                if last or (settings.check_every and self._wave % settings.check_every == 0):
-                    figures = self._gauge.measure(self._module)
-                if log:
-                    log.add(self._wave, sums, figures, tokens=int(sum(each.columns for each in sums)))
-                    self._save(figures)
+            task = bar.add_task("training", total=self._course.waves, completed=self._wave, told="")
+            while self._wave < self._course.waves:
+                sums, seconds = self._run_wave()
+                if self._due(self._settings.check_every):
+                    figures = self._gauge.measure(self._room.pupil)
+                log.add(self._wave, sums, figures, seconds)
+                if self._due(self._settings.save_every):
+                    self._trainer.save(self._out, wave=self._wave, identity=self._identity)
+                    self._write(figures)
                 bar.update(task, advance=1, told=_told(sums, figures))
-        if log:
-            log.close()
-        return self._document(figures or self._gauge.measure(self._module))
+        log.close()
+        part()
+        return self._document(figures), log.lines
 
-    def _run_wave(self, total: int) -> list[Sums]:
-        settings = self._settings
-        samples = list(self._answers(self._wave))
-        random.Random(mix_int(settings.seed, self._wave)).shuffle(samples)
+    def _due(self, every: int) -> bool:
+        return self._wave == self._course.waves or bool(every and self._wave % every == 0)
+
+    def _run_wave(self) -> tuple[list[Sums], dict[str, float]]:
+        """Answers and steps; and the seconds that each took."""
+        settings, began = self._settings, perf_counter()
+        samples = self._course.samples(self._wave)
+        answered = perf_counter()
         out = []
-        for i, some in enumerate(shares(len(samples), settings.waves)):
-            grouped = parts([samples[at] for at in some], settings.part)
-            texts = [self._reader.read(part, everything=settings.everything) for part in grouped]
-            out.append(self._trainer.train(texts, progress=(self._wave + i / settings.waves) / total))
-        return out
+        for i, grouped in enumerate(self._course.steps(samples, self._wave)):
+            texts = (self._reader.read(some, everything=settings.everything) for some in grouped)
+            out.append(self._trainer.train(texts, progress=(self._wave + i / settings.waves) / self._course.waves))
+        self._wave += 1
+        return out, {"answers": answered - began, "steps": perf_counter() - answered}
 
-    def _answers(self, wave: int) -> Iterator[Sample]:
-        """Texts of one wave; which prompts they answer, and how, depends on nothing that came before."""
-        settings, assigned = self._settings, self._settings.batch * self._settings.waves
-        epoch, place = divmod(wave, self._waves)
-        order = random.Random(mix_int(settings.seed, epoch)).sample(range(len(self._prompts)), len(self._prompts))
-        chosen = order[place * assigned : (place + 1) * assigned]
-        params = SamplingParams(
-            temperature=settings.temperature, max_tokens=settings.answer_tokens, ignore_eos=settings.go_on
+    def _prepare(self, texts: Sequence[Prompt]) -> tuple[Course, Reader]:
+        """What is learned in which order, and how it is read."""
+        settings, room = self._settings, self._room
+        prompts = {i: self._read(texts[i]) for i in range(rank(), len(texts), world())}
+        if not prompts:
+            raise OutriderError(f"{len(texts)} prompts are too few for {world()} processes; give more, or begin fewer")
+        archive = None
+        if settings.cache is not None:
+            origin = origin_of(room.house, self._target, room.recorder.layers)
+            archive = Archive(settings.cache, gigabytes=settings.cache_gb or _GIGABYTES, origin=origin)
+        manner = Manner(
+            temperature=settings.temperature, tokens=settings.answer_tokens, go_on=settings.go_on, seed=settings.seed
         )
-        house, most = self._house, settings.answer_tokens
-        requests = []
-        for i in chosen:
-            prompt = self._prompts[i][: house.context - 1]
-            limit = min(most, house.context - len(prompt))
-            ends = frozenset[int]() if settings.go_on else house.end_ids
-            seed = mix_int(mix_int(settings.seed, epoch), i)
-            requests.append(Request(id=i, prompt=prompt, params=params, seed=seed, end_ids=ends, limit=limit))
-        assert self._recorder is not None
-        with torch.inference_mode():
-            yield from written(house.engine, self._recorder, requests)
-
-    def _build(self) -> House:
-        settings = self._settings
-        layers: list[int] = []
-
-        def maker(setup: Any) -> Recorder:
-            if not isinstance(setup.target, Lender):
-                raise OutriderError("this target shows no states; drafts are trained on attention models")
-            shape = self._shape(setup.target, setup.vocab)
-            layers.extend(sorted({*describe(self._kind, shape).taps.layers, setup.target.layers - 1}))
-            self._recorder = Recorder(find_proposer(settings.proposer, setup), layers)
-            self._layers = layers
-            return self._recorder
-
-        return build(
-            settings.target,
-            proposer=maker,
-            k=AUTO,
-            verifier="walk",
-            dtype="auto",
-            kernels="auto",
-            quantize=None,
-            device=settings.device,
-            rows=settings.rows,
-            context=None,
-            chunk=_CHUNK,
-            planner=None,
-        )
-
-    def _shape(self, target: Any, vocab: int) -> Shape:
-        settings, tables = self._settings, target.lend()
-        if settings.draft_vocab > vocab:
-            raise OutriderError(f"draft-vocab is {settings.draft_vocab}, and the target has {vocab} tokens; use fewer")
-        return Shape(
-            hidden=tables.head.shape[1],
-            layers=target.layers,
-            vocab=vocab,
-            epsilon=tables.epsilon,
-            draft_vocab=settings.draft_vocab % vocab,
-            depth=settings.depth,
-            ffn=settings.ffn,
-        )
-
-    def _make(self) -> tuple[Follower | Independent, Reader]:
-        target = self._house.target
-        assert isinstance(target, Lender)
-        tables = target.lend()
-        description = describe(self._kind, self._shape(target, self._house.vocab))
-        module = make_module(description).to(self._house.device)
-        if description.draft_vocab:
-            if self._state is None:  # what is guessed is settled by the first answers
-                first = list(self._answers(0))
-                module.ids.copy_(frequent(first, description.vocab, description.draft_vocab))
-            else:
-                module.ids.copy_(self._state["module"]["ids"])
-        module.lend(tables.embedding.float(), tables.head.float())
-        if isinstance(module, Follower) and description.own_head:
-            with torch.no_grad():
-                module.head.weight.copy_(tables.head[module.ids])
-        return module, Reader(description.taps, self._layers, tables, module.ids)
+        author = Author(room.house, room.recorder, prompts, manner, archive=archive)
+        reader = Reader(room.pupil.taps, room.recorder.layers, room.tables, room.pupil.ids)
+        reader.check(room.house.target, prompts[rank()][:_LOOKED_AT])
+        return Course(author, list(prompts), settings, most=-(-len(texts) // world())), reader
 
     def _read(self, prompt: Prompt) -> tuple[int, ...]:
-        house = self._house
-        if prompt.messages is not None:
-            chat = house.tokenizer.apply_chat_template(
-                list(prompt.messages), add_generation_prompt=True, return_dict=True
-            )
-            return tuple(chat["input_ids"])[: house.context // 2]
-        return tuple(house.tokenizer.encode(prompt.prompt))[: house.context // 2]
+        house = self._room.house
+        return encoded(house.tokenizer, prompt)[: house.context // 2]
 
-    def _found(self) -> dict[str, Any] | None:
-        state = None if self._settings.restart else read_state(self._out)
-        if state and state["identity"] != self._identity():
-            raise OutriderError(
-                f"{self._out} holds a training with other options; use another --out, or --restart to begin anew"
-            )
-        return state
+    def _write(self, figures: Mapping[str, Any]) -> None:
+        """The draft, and what it is."""
+        self._room.pupil.save(self._out)
+        facts = {**self._document(figures), "arguments": asdict(self._settings), "data": _hashes(self._settings)}
+        write(self._out / FACTS, json.dumps(facts, indent=2) + "\n")
 
-    def _identity(self) -> str:
-        return json.dumps({"kind": self._kind, **self._settings.identity(), "data": self._hashes()}, sort_keys=True)
-
-    def _hashes(self) -> dict[str, str]:
-        files = [*self._settings.data, *([self._settings.held_out] if self._settings.held_out else [])]
-        return {Path(file).name: hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in files}
-
-    def _save(self, figures: dict[str, Any]) -> None:
-        self._trainer.save(self._out, wave=self._wave, identity=self._identity())
-        write_head(self._out, self._module, dtype=torch.bfloat16)
-        facts = {**self._document(figures), "arguments": asdict(self._settings), "data": self._hashes()}
-        (self._out / "training.json").write_text(json.dumps(facts, indent=2, default=str) + "\n", "utf-8")
-
-    def _document(self, figures: dict[str, Any]) -> dict[str, Any]:
-        settings, house = self._settings, self._house
+    def _document(self, figures: Mapping[str, Any]) -> dict[str, Any]:
         return {
             "benchmark": "outrider train",
             "kind": self._kind,
-            "out": self._out.name,
-            "target": Path(settings.target).name if settings.target else "the embedded one",
+            "out": self._settings.out,
+            "target": self._target.name,
             "waves": self._wave,
             "steps": self._trainer.step,
-            "parameters": sum(weight.numel() for weight in self._module.parameters()),
-            "k": settings.k,
-            "held_out": figures,
+            "parameters": sum(weight.numel() for weight in self._room.pupil.module.parameters()),
+            "k": self._settings.k,
+            "held_out": dict(figures),
             "seconds": round(perf_counter() - self._began, 1),
-            "hardware": machine.hardware(str(house.device)),
+            "hardware": machine.hardware(str(self._room.house.device)),
             "versions": machine.versions(),
             "commit": machine.commit(),
         }
+
+
+def _state(folder: Path, identity: str, *, restart: bool) -> dict[str, Any] | None:
+    """What a training with these options has saved in a folder."""
+    ours = (folder / FACTS).is_file()
+    if (folder / "config.json").is_file() and not (folder / STATE).is_file() and not (ours and restart):
+        way = "; use another --out" + (", or --restart to train it anew" if ours else "")
+        raise OutriderError(f"{folder} holds a model, and no training that could go on{way}")
+    state = None if restart else read_state(folder)
+    if state and state["identity"] != identity:
+        raise OutriderError(
+            f"{folder} holds a training with other options; use another --out, or --restart to begin anew"
+        )
+    return state
+
+
+def _identity(kind: str, settings: Settings, target: Path) -> str:
+    """What two runs must have in common if one is to go on with the other's weights."""
+    draft = model_print(Path(settings.draft)) if settings.draft else None
+    facts = {"kind": kind, "target": model_print(target), "draft": draft, "processes": world()}
+    return json.dumps({**facts, **settings.identity(), "data": _hashes(settings)}, sort_keys=True)
+
+
+def _hashes(settings: Settings) -> list[str]:
+    files = [*settings.data, *([settings.held_out] if settings.held_out else [])]
+    return [hashlib.sha256(Path(file).expanduser().read_bytes()).hexdigest() for file in files]
 
 
 def _bar(console: Console) -> Progress:
@@ -246,8 +199,8 @@ def _bar(console: Console) -> Progress:
     return Progress(*columns, console=console)
 
 
-def _told(sums: Sequence[Sums], figures: dict[str, Any]) -> str:
+def _told(sums: Sequence[Sums], figures: Mapping[str, Any]) -> str:
     last = sums[-1]
     kept = " ".join(f"{100 * share:.0f}" for share in next((s.acceptance for s in sums if s.met), []))
     taus = ", ".join(f"{each['tau']:.2f}" for each in figures.values())
-    return f"loss {last.loss:.3f}, kept {kept}%" + (f", tau {taus}" if taus else "")
+    return f"loss {last.loss:.3f}" + (f", kept {kept}%" if kept else "") + (f", tau {taus}" if taus else "")

@@ -9,7 +9,30 @@ import typer
 
 from outrider.errors import OutriderError
 
-_WHAT, _DATA, _HOW = "Draft", "Data", "Training"
+DRAFT = "draft"  # the kind that is no head, but a small model
+_WHAT, _DATA, _HOW, _OUT = "Draft", "Data", "Training", "Output"
+_APART = frozenset(  # places, whose contents count instead; and what changes nothing of the weights that come out
+    {
+        "out",
+        "target",
+        "draft",
+        "data",
+        "held_out",
+        "restart",
+        "tensorboard",
+        "report",
+        "threads",
+        "device",
+        "check_every",
+        "save_every",
+        "k",
+        "rows",
+        "proposer",
+        "part",
+        "cache",
+        "cache_gb",
+    }
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,8 +51,16 @@ class Settings:
         str | None,
         typer.Option(metavar="FILE", help="Prompts to measure on. Default: some of the data.", rich_help_panel=_DATA),
     ] = None
-    limit: Annotated[int | None, typer.Option(help="Prompts of the data. Default: all.", rich_help_panel=_DATA)] = None
-    epochs: Annotated[int, typer.Option(min=1, help="How often each prompt is answered.", rich_help_panel=_DATA)] = 1
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Prompts of the data. Default: all.", rich_help_panel=_DATA)
+    ] = None
+    epochs: Annotated[int, typer.Option(min=1, help="How often a prompt is learned from.", rich_help_panel=_DATA)] = 1
+    answers: Annotated[
+        int,
+        typer.Option(
+            min=0, help="Different answers to a prompt, in turns; 0 = one for each epoch.", rich_help_panel=_DATA
+        ),
+    ] = 0
     answer_tokens: Annotated[int, typer.Option(min=1, help="Of each answer.", rich_help_panel=_DATA)] = 256
     temperature: Annotated[float, typer.Option(min=0.0, help="Of the target's answers.", rich_help_panel=_DATA)] = 1.0
     go_on: Annotated[
@@ -38,21 +69,45 @@ class Settings:
     everything: Annotated[
         bool, typer.Option("--everything", help="Learn from prompts as well as from answers.", rich_help_panel=_DATA)
     ] = False
-    depth: Annotated[int, typer.Option(min=1, help="Decoder layers, or independent heads.", rich_help_panel=_WHAT)] = 1
+    draft: Annotated[
+        str | None,
+        typer.Option(metavar="DIR", help="The small model that the kind draft goes on with.", rich_help_panel=_WHAT),
+    ] = None
+    depth: Annotated[
+        int,
+        typer.Option(
+            min=0, help="Decoder layers, or independent heads; 0 = one layer, four heads.", rich_help_panel=_WHAT
+        ),
+    ] = 0
     ffn: Annotated[
         int, typer.Option(min=0, help="Width of the perceptrons; 0 = as Llama's.", rich_help_panel=_WHAT)
     ] = 0
     draft_vocab: Annotated[
         int, typer.Option(min=0, help="Tokens that can be guessed, the likeliest; 0 = all.", rich_help_panel=_WHAT)
     ] = 0
-    steps: Annotated[int, typer.Option(min=1, help="Guesses in a row that are trained.", rich_help_panel=_HOW)] = 4
+    guesses: Annotated[
+        int, typer.Option(min=0, help="Of a block, for the kinds that have one; 0 = 7.", rich_help_panel=_WHAT)
+    ] = 0
+    steps: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Guesses in a row that are trained. Default: all of heads or a block, 1 of a model, else 4.",
+            rich_help_panel=_HOW,
+        ),
+    ] = None
     decay: Annotated[
         float, typer.Option(min=0.0, help="Weight of a guess, beside the one before.", rich_help_panel=_HOW)
     ] = 0.8
     loss: Annotated[
         str, typer.Option(help="ce, kl, rkl, jsd, tv, nla, hybrid, length; or ce:0.1,tv:0.9.", rich_help_panel=_HOW)
     ] = "ce"
-    lr: Annotated[float, typer.Option(help="Learning rate at its height.", rich_help_panel=_HOW)] = 1e-3
+    lr: Annotated[
+        float | None,
+        typer.Option(
+            help="Learning rate at its height. Default: 1e-3, or 1e-4 for a draft model.", rich_help_panel=_HOW
+        ),
+    ] = None
     batch: Annotated[int, typer.Option(min=1, help="Texts of a step, on each device.", rich_help_panel=_HOW)] = 16
     part: Annotated[int, typer.Option(min=1, help="Tokens at once in a step.", rich_help_panel=_HOW)] = 2048
     rows: Annotated[int, typer.Option(min=1, help="Prompts answered at once.", rich_help_panel=_HOW)] = 32
@@ -60,6 +115,7 @@ class Settings:
     check_every: Annotated[
         int, typer.Option(min=0, help="Waves between measurements of tau; 0 = at the end alone.", rich_help_panel=_HOW)
     ] = 8
+    save_every: Annotated[int, typer.Option(min=1, help="Waves between two saves.", rich_help_panel=_HOW)] = 1
     k: Annotated[
         int, typer.Option("--k", min=1, help="Guesses a round where tau is measured.", rich_help_panel=_HOW)
     ] = 5
@@ -67,6 +123,16 @@ class Settings:
     proposer: Annotated[str, typer.Option(help="Who guesses while the target answers.", rich_help_panel=_DATA)] = (
         "suffix:100000"
     )
+    cache: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR", help="Keep answers and states there, to be read instead of made.", rich_help_panel=_DATA
+        ),
+    ] = None
+    cache_gb: Annotated[
+        float | None,
+        typer.Option("--cache-gb", help="Of the cache at most. Default: 10.", rich_help_panel=_DATA),
+    ] = None
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, ...", rich_help_panel=_HOW)] = "auto"
     threads: Annotated[int | None, typer.Option(help="CPU threads.", rich_help_panel=_HOW)] = None
     restart: Annotated[
@@ -74,16 +140,28 @@ class Settings:
         typer.Option("--restart", help="Begin anew where a training with other options lies.", rich_help_panel=_HOW),
     ] = False
     tensorboard: Annotated[
-        bool, typer.Option("--tensorboard", help="Write events beside the log; takes pip install tensorboard.")
+        bool,
+        typer.Option(
+            "--tensorboard", help="Write events beside the log; takes pip install tensorboard.", rich_help_panel=_OUT
+        ),
     ] = False
+    report: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help='Write a page with plots, for example report.html. Takes pip install "outrider\\[report]".',
+            rich_help_panel=_OUT,
+        ),
+    ] = None
 
     def __post_init__(self) -> None:
         if not self.data:
             raise OutriderError("train needs prompts; add --data FILE with JSON lines that hold a prompt")
-        if not 0 < self.lr < 1 or not 0 < self.decay <= 1:
+        if (self.lr is not None and not 0 < self.lr < 1) or not 0 < self.decay <= 1:
             raise OutriderError(f"lr is {self.lr} and decay {self.decay}; use an lr in (0, 1) and a decay in (0, 1]")
+        if self.cache_gb is not None and (self.cache is None or not self.cache_gb > 0):
+            raise OutriderError("--cache-gb bounds a cache; use it above 0 and with --cache DIR")
 
     def identity(self) -> dict[str, Any]:
-        """What a training that goes on must have in common with the one before."""
-        apart = {"out", "restart", "tensorboard", "threads", "device", "check_every", "rows", "proposer", "part"}
-        return {name: value for name, value in asdict(self).items() if name not in apart}
+        """What a training that goes on must have in common with the one before, besides its files."""
+        return {name: value for name, value in asdict(self).items() if name not in _APART}

@@ -11,16 +11,15 @@ from rich.table import Table
 
 def show(document: dict[str, Any], console: Console) -> None:
     """Print what `Training.run` returned."""
-    table = Table(box=box.SIMPLE_HEAD, title_justify="left", title=_title(document))
+    console.print(_title(document), markup=False, soft_wrap=True)
+    table = Table(box=box.SIMPLE_HEAD)
     for name in ("held-out prompts", "tau", "accepted by position, %"):
         table.add_column(name, justify="left")
     for name, each in document["held_out"].items():
         kept = " ".join(f"{100 * share:.0f}" for share in each["acceptance"])
         table.add_row(name, f"{each['tau']:.2f}", kept)
     console.print(table)
-    console.print(
-        f"Use it with --proposer draft:{document['out']} (its whole path), or tree: for several ways to go on."
-    )
+    console.print(f"Use it with --proposer draft:{document['out']}.", markup=False, soft_wrap=True)
 
 
 def _title(document: dict[str, Any]) -> str:

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Iterable, Sequence
+import pickle
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import distributed, nn
+from torch import nn
+from torch.nn import functional
 
 from outrider.errors import OutriderError
-from outrider.heads.follower import Follower
-from outrider.heads.independent import Independent
 from outrider.train.losses import LENGTH, LOSSES, Laws, shortfall
-from outrider.train.unroll import Texts, unrolled
+from outrider.train.processes import total, world
+from outrider.train.pupil import Pupil
+from outrider.train.steps import Texts
 
 STATE = "state.pt"
 _WATCH = 4  # steps between looks at what is kept, which takes as long as the loss itself
@@ -25,19 +26,20 @@ _WARM, _LAST = 0.03, 0.05  # share of the run in which the rate rises; what is l
 
 @dataclass(slots=True)
 class Sums:
-    """What a step has seen, summed over its parts."""
+    """What a step has seen, over its parts."""
 
-    loss: float = 0.0
-    columns: float = 0.0
-    alpha: list[float] = field(default_factory=list)  # by position
+    loss: float = 0.0  # of a column, in the mean
+    columns: float = 0.0  # learned from, by the first guess
+    alpha: list[float] = field(default_factory=list)  # by position, summed up
     met: list[float] = field(default_factory=list)
 
-    def see(self, position: int, alpha: torch.Tensor, learn: torch.Tensor) -> None:
+    def see(self, position: int, alpha: torch.Tensor) -> None:
+        """Note the shares [n] of guesses at a position."""
         while len(self.met) <= position:
             self.alpha.append(0.0)
             self.met.append(0.0)
-        self.alpha[position] += float((alpha * learn).sum())
-        self.met[position] += float(learn.sum())
+        self.alpha[position] += float(alpha.sum())
+        self.met[position] += len(alpha)
 
     @property
     def acceptance(self) -> list[float]:
@@ -46,72 +48,100 @@ class Sums:
 
 
 class Trainer:
-    """A module, its optimiser, and how far it has come."""
+    """A pupil, its optimiser, and how far it has come.
 
-    def __init__(
-        self, module: Follower | Independent, *, losses: dict[str, float], steps: int, decay: float, lr: float
-    ) -> None:
-        self.module, self.step = module, 0
+    The loss is a sum over columns divided by their number in the whole step, in all parts and all processes: how texts
+    are cut into parts, and shared among processes, changes nothing but rounding.
+    """
+
+    def __init__(self, pupil: Pupil, *, losses: dict[str, float], steps: int, decay: float, lr: float) -> None:
+        self.pupil, self.step = pupil, 0
         self._losses, self._steps, self._decay, self._lr = losses, steps, decay, lr
-        matrices = [p for p in module.parameters() if p.dim() > 1]
-        others = [p for p in module.parameters() if p.dim() < 2]
-        groups = [{"params": matrices, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}]
+        weights = list(pupil.module.parameters())
+        groups = [
+            {"params": [weight for weight in weights if weight.dim() > 1], "weight_decay": 0.01},
+            {"params": [weight for weight in weights if weight.dim() < 2], "weight_decay": 0.0},
+        ]
         self._optimiser = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95))
-        self._device = next(module.parameters()).device
+        self._device = weights[0].device
 
-    def train(self, parts: Sequence[Texts], *, progress: float) -> Sums:
-        """One step over all parts; `progress` says which share of the run lies behind."""
-        sums = Sums()
-        total = sum(float(texts.learn.sum()) for texts in parts)
-        self.module.train()
+    def train(self, parts: Iterable[Texts], *, progress: float) -> Sums:
+        """One step over all parts; `progress` says which share of the run lies behind.
+
+        Raises:
+            OutriderError: the loss or its slope is not a number; no weight has changed.
+        """
+        sums, module = Sums(), self.pupil.module
+        module.train()
         for texts in parts:
             if not bool(texts.learn.any()):
                 continue
             with torch.autocast(self._device.type, torch.bfloat16):
                 loss = self._loss(texts, sums)
-            share = float(texts.learn.sum()) / total
-            (loss * share).backward()  # type: ignore[no-untyped-call]
-            sums.loss += float(loss.detach()) * share
-        sums.columns = total
-        if not math.isfinite(sums.loss):
-            raise OutriderError(f"the loss is {sums.loss} at step {self.step}; use a smaller --lr")
-        _average(self.module)
-        nn.utils.clip_grad_norm_(self.module.parameters(), 1.0)
+            if loss.requires_grad:
+                loss.backward()  # type: ignore[no-untyped-call]
+            sums.loss += float(loss.detach())
+        self._gather(sums)
+        norm = float(nn.utils.clip_grad_norm_(module.parameters(), 1.0))
+        if not math.isfinite(sums.loss) or not math.isfinite(norm):
+            self._optimiser.zero_grad(set_to_none=True)
+            raise OutriderError(
+                f"at step {self.step} the loss is {sums.loss} and the norm of its slope {norm}; use a smaller --lr"
+            )
         for group in self._optimiser.param_groups:
             group["lr"] = self._lr * rate(progress)
-        self._optimiser.step()
+        if sums.columns:
+            self._optimiser.step()
         self._optimiser.zero_grad(set_to_none=True)
         self.step += 1
         return sums
 
     def _loss(self, texts: Texts, sums: Sums) -> torch.Tensor:
-        total, weights = torch.zeros((), device=self._device), 0.0
+        """The sum over columns."""
+        lost = torch.zeros((), device=self._device)
         alphas: list[torch.Tensor] = []
         heres: list[torch.Tensor] = []
-        for position, step in enumerate(unrolled(self.module, texts, self._steps)):
-            learn, count = step.learn, step.learn.sum().clamp(min=1)
-            laws = Laws(step.target, step.logits.float().log_softmax(-1))
-            weight = self._decay**position
+        for position, step in enumerate(self.pupil.unroll(texts, self._steps)):
+            learn, weight = step.learn, self._decay**position
+            laws = Laws(step.target[learn], step.logits[learn].float().log_softmax(-1))
             for name, share in self._losses.items():
                 if name != LENGTH:
-                    total = total + weight * share * (LOSSES[name](laws) * learn).sum() / count
-            weights += weight
+                    lost = lost + weight * share * LOSSES[name](laws).sum()
+            if step.confidence is not None:  # beside what is asked for: it judges, and guesses nothing (DSpark)
+                judged = step.confidence[learn]
+                lost = lost + weight * functional.binary_cross_entropy_with_logits(
+                    judged, laws.alpha.detach().clamp(0, 1), reduction="sum"
+                )
+            sums.columns += 0 if position else float(learn.sum())
             if LENGTH in self._losses:
-                rest = (0, texts.learn.shape[1] - 1 - learn.shape[1])
-                alphas.append(nn.functional.pad(laws.alpha, rest))
-                heres.append(nn.functional.pad(learn, rest))
+                alphas.append(torch.zeros(learn.shape, device=self._device).masked_scatter(learn, laws.alpha))
+                heres.append(learn)
             if self.step % _WATCH == 0:
                 with torch.no_grad():
-                    sums.see(position, laws.alpha, learn)
-        if LENGTH in self._losses:
-            here = torch.stack(heres).cumprod(0).bool()
-            total = total + weights * self._losses[LENGTH] * shortfall(torch.stack(alphas), here)
-        return total / max(weights, 1e-9)
+                    sums.see(position, laws.alpha)
+        weights = sum(self._decay**position for position in range(self._steps))
+        lost = lost / weights
+        return lost + self._losses[LENGTH] * _shortfall(alphas, heres) if alphas else lost
+
+    def _gather(self, sums: Sums) -> None:
+        """Make of sums over columns means over those of all processes."""
+        both = total(torch.tensor([sums.loss, sums.columns], dtype=torch.float32, device=self._device)).tolist()
+        sums.loss, sums.columns = both[0] / max(both[1], 1.0), both[1]
+        for weight in self.pupil.module.parameters():
+            if weight.grad is None and world() > 1:  # another process may have a slope for it
+                weight.grad = torch.zeros_like(weight)
+            if weight.grad is not None:
+                total(weight.grad)
+                weight.grad /= max(both[1], 1.0)
 
     def save(self, folder: Path, **facts: Any) -> None:
-        """Write all that it takes to go on; what was saved before survives a failure."""
+        """Write all that it takes to go on; what was saved before survives a failure.
+
+        Raises:
+            OutriderError: the disk is full, or the folder cannot be written.
+        """
         state = {
-            "module": self.module.state_dict(),
+            "module": self.pupil.module.state_dict(),
             "optimiser": self._optimiser.state_dict(),
             "step": self.step,
             "random": torch.get_rng_state(),
@@ -131,7 +161,7 @@ class Trainer:
 
     def load(self, state: dict[str, Any]) -> None:
         """Go on from what `save` wrote."""
-        self.module.load_state_dict(state["module"])
+        self.pupil.module.load_state_dict(state["module"])
         self._optimiser.load_state_dict(state["optimiser"])
         self.step = state["step"]
         torch.set_rng_state(state["random"].cpu())
@@ -141,15 +171,19 @@ def read_state(folder: Path) -> dict[str, Any] | None:
     """What a training before has saved, if anything.
 
     Raises:
-        OutriderError: it cannot be read.
+        OutriderError: it cannot be read, or is something else.
     """
     file = folder / STATE
     if not file.is_file():
         return None
     try:
-        return torch.load(file, map_location="cpu", weights_only=True)  # type: ignore[no-any-return]
-    except (OSError, RuntimeError, EOFError, ValueError, KeyError) as error:
-        raise OutriderError(f"{file} cannot be read ({error}); remove it, or train into another folder") from error
+        state = torch.load(file, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as error:
+        reason = str(error).partition("\n")[0]
+        raise OutriderError(f"{file} cannot be read ({reason}); use --restart, or another --out") from error
+    if not isinstance(state, dict) or not {"module", "optimiser", "step", "random", "identity", "wave"} <= state.keys():
+        raise OutriderError(f"{file} is no state of a training; use --restart, or another --out")
+    return state
 
 
 def rate(progress: float) -> float:
@@ -160,28 +194,9 @@ def rate(progress: float) -> float:
     return _LAST + (1 - _LAST) * (1 + math.cos(math.pi * min(fall, 1.0))) / 2
 
 
-def rank() -> tuple[int, int]:
-    """Which process this is, and of how many: torchrun says so."""
-    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def meet(device: torch.device) -> None:
-    """Join the other processes that torchrun has begun, if any."""
-    if rank()[1] > 1 and not distributed.is_initialized():
-        distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
-
-
-def _average(module: nn.Module) -> None:
-    """Gradients of all processes."""
-    if rank()[1] == 1:
-        return
-    for weight in module.parameters():
-        if weight.grad is None:
-            weight.grad = torch.zeros_like(weight)
-        distributed.all_reduce(weight.grad)
-        weight.grad /= rank()[1]
-
-
-def mean(values: Iterable[float]) -> float:
-    some = list(values)
-    return sum(some) / len(some) if some else 0.0
+def _shortfall(alphas: list[torch.Tensor], learn: list[torch.Tensor]) -> torch.Tensor:
+    """Summed over chains, from what is known [B, C] of each guess in a row; later ones reach fewer columns."""
+    size = learn[0].shape[1]
+    wide = [functional.pad(alpha, (0, size - alpha.shape[1])) for alpha in alphas]
+    here = [functional.pad(each, (0, size - each.shape[1])) for each in learn]
+    return shortfall(torch.stack(wide), torch.stack(here).cumprod(0).bool()).sum()

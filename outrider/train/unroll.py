@@ -9,37 +9,24 @@ after another, and the tests compare the two.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch.nn import functional
 
+from outrider.heads.block import BlockDraft
 from outrider.heads.follower import Follower
 from outrider.heads.independent import Independent
 from outrider.heads.layers import Attention
+from outrider.heads.store import HeadModule
+from outrider.train.blocks import in_blocks
+from outrider.train.steps import Step as Step
+from outrider.train.steps import Texts as Texts
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Texts:
-    """Texts as the target has read them, side by side, padded behind."""
-
-    tokens: torch.Tensor  # [B, L + 1] int64
-    taps: torch.Tensor  # [B, L, taps, H] states of all tokens but the last
-    laws: torch.Tensor  # [B, L, Vd] the target's probabilities of what can be guessed, after each of them
-    learn: torch.Tensor  # [B, L] bool: whether its law is learned from
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Step:
-    """All guesses that lie as many guesses behind the target's own states."""
-
-    logits: torch.Tensor  # [B, C, Vd] the draft's
-    target: torch.Tensor  # [B, C, Vd] the target's probabilities, at the same places
-    learn: torch.Tensor  # [B, C]
-
-
-def unrolled(module: Follower | Independent, texts: Texts, steps: int) -> Iterator[Step]:
+def unrolled(module: HeadModule, texts: Texts, steps: int) -> Iterator[Step]:
     """The guesses of steps 0, 1, ..., as far as texts reach."""
+    if isinstance(module, BlockDraft):
+        return in_blocks(module, texts, steps)
     run = _followed if isinstance(module, Follower) else _independent
     return run(module, texts, steps)  # type: ignore[arg-type]
 

@@ -1,0 +1,210 @@
+"""What a format is, and what every one of them is read with.
+
+Reading and writing are pure: config and tensors to description and weights, and back. Weights have the names of the
+module's state_dict. A checkpoint leaves some things to the target that it belongs to; those come with the `Partner`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from outrider.errors import OutriderError
+from outrider.heads.description import Description
+
+Tensors = dict[str, torch.Tensor]
+Config = dict[str, Any]
+
+_FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
+
+
+class Unowned(OutriderError):
+    """What the checkpoint leaves out must come from its target, and none was given."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Partner:
+    """The target that a draft belongs to."""
+
+    vocab: int
+    hidden: int
+    layers: int
+    context: int | None = None  # tokens
+    name: str | None = None
+    head: Callable[[], torch.Tensor] | None = None  # reads its output layer [V, H]
+
+
+class Format(Protocol):
+    """A way in which drafts are written down."""
+
+    @property
+    def name(self) -> str:
+        """As `--to` takes it."""
+
+    @property
+    def title(self) -> str:
+        """Whose it is, for people."""
+
+    @property
+    def file(self) -> str:
+        """Which file its tensors are written to."""
+
+    def fits(self, config: Mapping[str, Any], names: Collection[str]) -> bool:
+        """Whether a checkpoint with this config and these tensors is of this format."""
+
+    def module(self, names: Collection[str]) -> str | None:
+        """What the names of the draft's tensors begin with, where a whole model may stand beside them; else None."""
+
+    def read(self, source: Source) -> tuple[Description, Tensors]:
+        """The draft that a checkpoint holds.
+
+        Raises:
+            Unowned: the target must be known.
+            OutriderError: something is missing, contradicts itself, or cannot be run here.
+        """
+
+    def write(self, description: Description, weights: Tensors, partner: Partner | None) -> tuple[Config, Tensors]:
+        """Config and tensors of a draft.
+
+        Raises:
+            Unowned: the target must be known.
+            OutriderError: the format cannot hold this draft.
+        """
+
+
+class Settings:
+    """A config.json, or a table in one: values of the type asked for. null is as good as absent."""
+
+    def __init__(self, data: Mapping[str, Any], where: str = "config.json") -> None:
+        self._data, self._where = data, where
+
+    def __contains__(self, name: str) -> bool:
+        return self._data.get(name) is not None
+
+    def whole(self, name: str, default: int | None = None) -> int:
+        return int(self._get(name, default, (int,)))
+
+    def size(self, name: str, default: int | None = None) -> int:
+        """A positive one."""
+        found = self.whole(name, default)
+        if found < 1:
+            raise OutriderError(f"{self._where} has {found} for {name!r}, which is no size; mend it")
+        return found
+
+    def real(self, name: str, default: float | None = None) -> float:
+        return float(self._get(name, default, (int, float)))
+
+    def flag(self, name: str, default: bool | None = None) -> bool:
+        return bool(self._get(name, default, (bool,)))
+
+    def text(self, name: str, default: str | None = None) -> str:
+        return str(self._get(name, default, (str,)))
+
+    def texts(self, name: str) -> tuple[str, ...]:
+        return tuple(str(each) for each in self._get(name, [], (list, tuple)))
+
+    def wholes(self, name: str) -> tuple[int, ...] | None:
+        """A list of integers; None where there is none."""
+        found = self._data.get(name)
+        if found is None:
+            return None
+        if not isinstance(found, list | tuple) or not all(type(each) is int for each in found):
+            raise OutriderError(f"{self._where} has {found!r} for {name!r} where a list of integers is expected")
+        return tuple(found)
+
+    def table(self, name: str) -> Settings:
+        """An empty one where there is none."""
+        return Settings(self._get(name, {}, (dict,)), f"{self._where}: {name}")
+
+    def _get(self, name: str, default: Any, kinds: tuple[type, ...]) -> Any:
+        found = self._data.get(name)
+        found = default if found is None else found
+        if found is None:
+            raise OutriderError(f"{self._where} lacks {name!r}; copy the draft again")
+        if not isinstance(found, kinds) or (isinstance(found, bool) and bool not in kinds):
+            raise OutriderError(
+                f"{self._where} has {found!r} for {name!r} where {kinds[-1].__name__} is expected; mend it"
+            )
+        return found
+
+
+class Source:
+    """A checkpoint that is being read: nothing in it goes unnoticed."""
+
+    def __init__(self, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], partner: Partner | None) -> None:
+        self.config, self.partner = Settings(config), partner
+        self._tensors, self._open = tensors, set(tensors)
+        self._ignored: dict[str, tuple[str, ...]] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
+    @property
+    def names(self) -> Collection[str]:
+        return self._tensors.keys()
+
+    def take(self, name: str) -> torch.Tensor:
+        """A tensor, which counts as used from now on."""
+        if name not in self._tensors:
+            raise OutriderError(f"there is no tensor {name!r}; copy the draft again")
+        self._open.discard(name)
+        found = self._tensors[name]
+        if found.is_floating_point() and found.dtype not in _FLOATS:
+            raise OutriderError(f"{name} is stored as {found.dtype}; quantised drafts are not handled, take plain ones")
+        return found
+
+    def ignore(self, names: Iterable[str], why: str) -> None:
+        """Leave tensors aside, if there are any, for a reason that people will read."""
+        if left := tuple(sorted(name for name in names if name in self._open)):
+            self._open.difference_update(left)
+            self._ignored[why] = left
+
+    def close(self) -> Mapping[str, tuple[str, ...]]:
+        """What was left aside, by the reason.
+
+        Raises:
+            OutriderError: there are tensors that nobody looked at.
+        """
+        if rest := sorted(self._open):
+            raise OutriderError(
+                f"{rest[0]!r} (and {len(rest) - 1} more) is no part of such a draft as it is known here; what it would"
+                " change is unknown, so the draft is refused"
+            )
+        return self._ignored
+
+    def target_layers(self, guess: int = 0) -> int:
+        """How many layers the target has; `guess` is what the layers tapped give away.
+
+        Raises:
+            Unowned: nobody knows.
+        """
+        known = self.config.whole("num_target_layers", 0) or (self.partner.layers if self.partner else guess)
+        if not known:
+            raise Unowned("it does not say how many layers its target has; give the target with --target DIR")
+        return known
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """A draft as it was found."""
+
+    description: Description
+    weights: Tensors
+    ignored: Mapping[str, tuple[str, ...]]  # tensors left aside, by the reason
+    format: str  # its title
+
+
+def refuse(name: str, reasons: Mapping[str, bool]) -> None:
+    """Refuse to write what a format cannot hold: the first reason that holds is told."""
+    if found := [reason for reason, holds in reasons.items() if holds]:
+        raise OutriderError(f"format {name} cannot hold this draft, which {found[0]}")
+
+
+def borrowed_head(partner: Partner | None) -> torch.Tensor:
+    """The target's output layer [V, H], where a format writes it down and the draft has none of its own."""
+    if partner is None or partner.head is None:
+        raise Unowned("this format holds an output layer, and the draft uses its target's; give it with --target DIR")
+    return partner.head()

@@ -1,0 +1,107 @@
+"""The formats that are known, and which of them a folder is in: by its config and the names of its tensors alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from outrider.errors import OutriderError
+from outrider.heads.formats.base import Format, Partner, Source, Trained
+from outrider.heads.formats.eagle import Eagle
+from outrider.heads.formats.eagle3 import Eagle3, SpeculatorsEagle3
+from outrider.heads.formats.files import SIZES, Stored, read_config, text_config
+from outrider.heads.formats.hydra import Hydra
+from outrider.heads.formats.medusa import MEDUSA, MEDUSA_SAFE, VllmMedusa
+from outrider.heads.formats.mtp import NAMINGS
+from outrider.heads.formats.nemotron import NEMOTRON
+
+FORMATS: tuple[Format, ...] = (
+    SpeculatorsEagle3(),
+    Eagle3(),
+    *NAMINGS,
+    NEMOTRON,
+    Hydra(),
+    VllmMedusa(),
+    MEDUSA,
+    MEDUSA_SAFE,
+    Eagle(),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """A folder that holds a trained draft."""
+
+    format: Format
+    config: dict[str, Any]
+    stored: Stored
+
+    def whole(self) -> bool:
+        """Whether a whole model is there, and the draft came with it."""
+        at = self.format.module(self.stored)
+        return at is not None and any("layers.0." in name and not name.startswith(at) for name in self.stored)
+
+    def belongs(self, partner: Partner) -> bool:
+        """Whether a whole model is of a target's sizes, and may be the target itself."""
+        config = text_config(self.config)
+        return [config.get(name) for name in SIZES] == [partner.vocab, partner.hidden, partner.layers]
+
+    def read(self, partner: Partner | None) -> Trained:
+        """The draft.
+
+        Raises:
+            Unowned: the target must be known.
+            OutriderError: it is damaged, or cannot be run here.
+        """
+        source = Source(self.config, self.stored, partner)
+        description, weights = self.format.read(source)
+        return Trained(description=description, weights=weights, ignored=source.close(), format=self.format.title)
+
+
+def find(folder: Path) -> Found | None:
+    """What a folder holds, or None where that is no trained draft in a known format.
+
+    Raises:
+        OutriderError: a file is damaged, or the draft is of a kind that is known and not handled.
+    """
+    config, stored = read_config(folder), Stored(folder)
+    if not stored:
+        return None
+    if reason := _refused(config, stored.keys()):
+        raise OutriderError(f"{folder}: {reason}")
+    for format in FORMATS:
+        if format.fits(config, stored.keys()):
+            return Found(format=format, config=config, stored=stored)
+    return None
+
+
+def _refused(config: Mapping[str, Any], names: Collection[str]) -> str | None:
+    """Why a draft of another kind is not handled, if it is one."""
+    kind = config.get("speculators_model_type")
+    written = str(config.get("architectures"))
+    if kind == "peagle" or "mask_hidden" in names or "ptd_token_id" in config:
+        return "P-EAGLE drafts guess in one pass over learned masks, which is not handled; take an EAGLE-3 draft"
+    if "dflash_config" in config or re.search("DFlash|DSpark|Domino", written) or kind in ("dflash", "dspark"):
+        return "drafts that fill in blocks (DFlash, DSpark) are read in Outrider's own format alone"
+    if "assistant" in str(config.get("model_type")):
+        return "an assistant that reads its target's keys and values (Gemma 4) is not handled; take an EAGLE-3 draft"
+    if any(re.match(r"mtp\.\d+\.|model\.mtp\.layers\.", name) for name in names):
+        return "modules of DeepSeek-V4 and MiMo-V2 have layers that are not Llama's, and are not handled"
+    if kind not in (None, "eagle3", "mtp"):
+        return f"speculators_model_type is {kind!r}; known are eagle3 and mtp"
+    return None
+
+
+def format_of(name: str) -> Format:
+    """A format by its name.
+
+    Raises:
+        OutriderError: there is none.
+    """
+    for format in FORMATS:
+        if format.name == name:
+            return format
+    raise OutriderError(f"format {name!r} is unknown; use outrider, {', '.join(each.name for each in FORMATS)}")

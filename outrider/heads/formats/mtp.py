@@ -1,0 +1,240 @@
+"""Modules for multi-token prediction that came with a target, by the names that families give them.
+
+All are the same thing, a projection of two normed vectors and a decoder layer, and differ where it does not show: in
+the order of the two vectors, in the state that goes round, in whether the text's first embedding is taken for zeros.
+In vLLM's models these are settled by the family, and so they are here.
+
+| naming | order | goes round | first embedding |
+|---|---|---|---|
+| DeepSeek | embedding, state | the layer's output | zeros |
+| MiMo | state, embedding | the same after the final norm | zeros |
+| Qwen | embedding, state | the same after the final norm | as it is |
+| speculators | embedding, state | the same after the final norm | as it is |
+| Nemotron-H | embedding, state | the same after the final norm | as it is |
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from outrider.errors import OutriderError
+from outrider.heads.description import Body, Description, Join, JoinAt, Kind, Recycle, Taps
+from outrider.heads.formats.base import Config, Partner, Settings, Source, Tensors, refuse
+from outrider.heads.formats.llama import layer_tensors, read_body, refuse_strange, take_layer, unlike, write_body
+from outrider.heads.formats.speculators import speculators
+
+_LLAMAS = frozenset({"llama", "mistral", "qwen2", "qwen3", "mimo"})  # whose layers are as written
+_FROM_ONE = ("qwen3_next", "qwen3_5")  # whose norms' weights are stored less 1, and whose attention has a gate
+_GATED = "qwen3_5_text"  # as which such a layer is written
+_OUTER = ("embedding_norm", "state_norm", "project", "norm", "head", "embedding")  # in our module
+_NEEDED = 4  # the first of these; the others are the target's where they are missing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mtp:
+    """One naming."""
+
+    name: str
+    title: str
+    place: str  # what the names of a module begin with; {} is its number, or the layers of the target and its number
+    outer: tuple[str, ...]  # theirs for `_OUTER`, behind that
+    layer: str = ""  # what its decoder layer's names begin with, behind that
+    embedding_first: bool = True
+    recycle: Recycle = Recycle.NORMED
+    zero_first: bool = False
+    after: bool = False  # numbers go on behind the target's layers
+    nested: str = ""  # where in config.json the target's config is
+    file: str = "model.safetensors"
+
+    def fits(self, config: Mapping[str, Any], names: Collection[str]) -> bool:
+        return self.module(names) is not None and (not self.nested or self.nested in config)
+
+    def module(self, names: Collection[str]) -> str | None:
+        found = [at for name in names if (at := self._pattern().fullmatch(name))]
+        first = min(found, key=lambda at: int(at["number"] or 0), default=None)
+        return first["at"] if first else None
+
+    def read(self, source: Source) -> tuple[Description, Tensors]:
+        config = self._config(source)
+        at = self.module(source.names) or ""
+        refuse_strange([name for name in source.names if name.startswith(self._own(at))])
+        layers = self._target_layers(config)
+        if self.after and at != (place := f"{at[: -len(number(at)) - 1]}{layers}."):
+            raise OutriderError(f"its module is {at} and num_hidden_layers says {place}; mend config.json")
+        self._leave(source, at)
+        source.ignore((n for n in source.names if not n.startswith(self._own(at))), "the target's own")
+        body = self._body(config, source, at)
+        weights = self._layers(source, at)
+        for i, (ours, theirs) in enumerate(zip(_OUTER, self.outer, strict=False)):
+            if i < _NEEDED or at + theirs in source:
+                weights[f"{ours}.weight"] = source.take(at + theirs)
+        if config.text("model_type", "").startswith(_FROM_ONE):
+            weights = {name: value.float() + 1 if _is_norm(name) else value for name, value in weights.items()}
+        description = Description(
+            kind=Kind.MTP,
+            target_hidden=body.hidden,
+            target_layers=layers,
+            vocab=config.size("vocab_size"),
+            taps=Taps(layers=(layers - 1,), final=True),
+            join=Join(at=JoinAt.PROJECTION, embedding_first=self.embedding_first, zero_first=self.zero_first),
+            body=body,
+            recycle=self.recycle,
+            own_head="head.weight" in weights,
+            own_embedding="embedding.weight" in weights,
+        )
+        return description, weights
+
+    def write(self, description: Description, weights: Tensors, partner: Partner | None) -> tuple[Config, Tensors]:
+        it, body, join = description, description.body, description.join
+        refuse(self.name, {f"is of kind {it.kind}": it.kind is not Kind.MTP or body is None or join is None})
+        assert body is not None
+        assert join is not None
+        self._refuse(it, body, join)
+        if join.embedding_first != self.embedding_first:
+            weights = {**weights, "project.weight": torch.cat(weights["project.weight"].chunk(2, 1)[::-1], 1)}
+        if body.attention_gate:
+            weights = {name: value.float() - 1 if _is_norm(name) else value for name, value in weights.items()}
+        at = self.place.format(it.target_layers if self.after else 0)
+        tensors = self._layer_names(weights, at)
+        for ours, theirs in zip(_OUTER, self.outer, strict=False):
+            if f"{ours}.weight" in weights:
+                tensors[at + theirs] = weights[f"{ours}.weight"]
+        config = {**self._written(body, it.vocab, partner), "num_hidden_layers": it.target_layers}
+        if not self.nested:
+            return {**config, "num_nextn_predict_layers": 1}, tensors
+        head = speculators("mtp", "MTPDraftModel", partner)
+        return {**head, self.nested: config, "num_nextn_predict_layers": 1}, tensors
+
+    def _pattern(self) -> re.Pattern[str]:
+        """The projection's name: where it begins, and which module's it is."""
+        place = re.escape(self.place).replace(r"\{\}", r"(?P<number>\d+)")
+        if "number" not in place:
+            place += "(?P<number>)"
+        return re.compile(rf"(?P<at>{place}){re.escape(self.outer[2])}")
+
+    def _own(self, at: str) -> str:
+        """What the names of all the module's tensors begin with."""
+        return at
+
+    def _config(self, source: Source) -> Settings:
+        config = source.config.table(self.nested) if self.nested else source.config
+        return config.table("text_config") if "text_config" in config else config
+
+    def _leave(self, source: Source, at: str) -> None:
+        """Set the modules behind the first aside: it goes on from its own state instead."""
+        why = "modules behind the first, which is applied again for each further guess"
+        if self.after:
+            begin, first = at[: -len(number(at)) - 1], int(number(at))
+            found = re.compile(re.escape(begin) + r"(\d+)\.")
+        else:
+            begin, first = at + self.layer, 0
+            found = re.compile(re.escape(begin[: -len(number(begin)) - 1]) + r"(\d+)\.")
+        numbered = ((name, met) for name in source.names if (met := found.match(name)))
+        source.ignore([name for name, met in numbered if int(met[1]) > first], why)
+
+    def _target_layers(self, config: Settings) -> int:
+        return config.size("num_hidden_layers")
+
+    def _body(self, config: Settings, source: Source, at: str) -> Body:
+        kind = config.text("model_type", "llama")
+        if kind not in _LLAMAS and not kind.startswith(_FROM_ONE):
+            known = ", ".join([*sorted(_LLAMAS), *_FROM_ONE])
+            raise OutriderError(
+                f"model_type is {kind!r}, and what its layers compute is not known here; known: {known}"
+            )
+        body = read_body(config, 1, lambda name: at + self.layer + name in source)
+        asked = source.take(f"{at}{self.layer}self_attn.q_proj.weight").shape[0]
+        return replace(body, attention_gate=kind.startswith(_FROM_ONE) and asked == 2 * body.heads * body.dim)
+
+    def _layers(self, source: Source, at: str) -> Tensors:
+        outer = {at + name for name in self.outer}
+        found = take_layer(source, at + self.layer, "layers.0.")
+        return {ours: value for ours, value in found.items() if at + self.layer + ours[len("layers.0.") :] not in outer}
+
+    def _layer_names(self, weights: Tensors, at: str) -> Tensors:
+        return layer_tensors(weights, 0, at + self.layer)
+
+    def _written(self, body: Body, vocab: int, partner: Partner | None) -> Config:
+        config = write_body(body, vocab, partner)
+        return {**config, "model_type": _GATED} if body.attention_gate else config
+
+    def _refuse(self, it: Description, body: Body, join: Join) -> None:
+        gate = body.attention_gate and not any(each in self.name for each in ("qwen", "speculators"))
+        reasons = {
+            "is joined at the attention": join.at is not JoinAt.PROJECTION,
+            "joins without norms, or with a bias": not join.norms or join.bias,
+            f"{'takes' if join.zero_first else 'does not take'} the text's first embedding for zeros, where engines"
+            " that read this naming do the opposite": join.zero_first is not self.zero_first,
+            f"carries its {it.recycle} state on, where engines that read this naming carry on the other": it.recycle
+            is not self.recycle,
+            "reads another state than the target's last": it.taps.layers != (it.target_layers - 1,)
+            or not it.taps.final
+            or it.taps.fused,
+            "guesses a part of the vocabulary": bool(it.draft_vocab),
+            "has no norm before its layer or behind it": not (body.first_norm and it.final_norm),
+            "has more than one decoder layer": body.layers > 1,
+            "has tables of its own, for which this naming has no place": len(self.outer) <= _NEEDED
+            and (it.own_head or it.own_embedding),
+            **self._strange(body),
+        }
+        refuse(self.name, {**reasons, "has a gate behind its attention": gate})
+
+    def _strange(self, body: Body) -> dict[str, bool]:
+        return unlike(replace(body, attention_gate=False, rotary=1.0) if body.attention_gate else body)
+
+
+def _is_norm(name: str) -> bool:
+    return name.endswith("norm.weight")
+
+
+def number(at: str) -> str:
+    """The digits before the dot that a prefix ends with."""
+    return at[:-1].rpartition(".")[2]
+
+
+_MIMO = ("token_layernorm.weight", "hidden_layernorm.weight", "input_proj.weight", "final_layernorm.weight")
+NAMINGS: tuple[Mtp, ...] = (
+    Mtp(
+        name="mtp-deepseek",
+        title="MTP (DeepSeek-V3's names)",
+        place="model.layers.{}.",
+        outer=(
+            "enorm.weight",
+            "hnorm.weight",
+            "eh_proj.weight",
+            "shared_head.norm.weight",
+            "shared_head.head.weight",
+            "embed_tokens.weight",
+        ),
+        recycle=Recycle.RAW,
+        zero_first=True,
+        after=True,
+    ),
+    Mtp(
+        name="mtp-qwen",
+        title="MTP (names of Qwen3-Next and 3.5)",
+        place="mtp.",
+        outer=("pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight", "fc.weight", "norm.weight"),
+        layer="layers.0.",
+    ),
+    Mtp(
+        name="mtp-mimo",
+        title="MTP (MiMo's names)",
+        place="model.mtp_layers.{}.",
+        outer=_MIMO,
+        embedding_first=False,
+        zero_first=True,
+    ),
+    Mtp(
+        name="mtp-speculators",
+        title="MTP (speculators)",
+        place="mtp_layers.{}.",
+        outer=_MIMO,
+        nested="transformer_layer_config",
+    ),
+)

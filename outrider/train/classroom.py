@@ -1,0 +1,65 @@
+"""The house in which a target answers, and a draft learns from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from outrider.build import House, build
+from outrider.params import AUTO
+from outrider.plan import FixedPlanner
+from outrider.propose.base import Setup
+from outrider.proposers import find_proposer
+from outrider.target import Lender
+from outrider.train.answers import Recorder
+from outrider.train.processes import device_of
+from outrider.train.pupil import Pupil, lent, make_pupil
+from outrider.train.settings import Settings
+from outrider.types import Tables
+
+_CHUNK = 1024  # tokens of prompts read in a round
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Classroom:
+    """Who takes part."""
+
+    house: House
+    pupil: Pupil
+    recorder: Recorder
+    tables: Tables  # the target's
+
+
+def make_classroom(kind: str, settings: Settings, target: Path) -> Classroom:
+    """Load the target, and make the draft.
+
+    Raises:
+        OutriderError: they cannot be had, or do not fit.
+    """
+    made: list[tuple[Pupil, Recorder, Tables]] = []
+
+    def maker(setup: Setup) -> Recorder:
+        tables = lent(setup)
+        assert isinstance(setup.target, Lender)
+        pupil = make_pupil(kind, settings, setup, tables)
+        layers = sorted({*pupil.taps.layers, setup.target.layers - 1})
+        recorder = Recorder(find_proposer(settings.proposer, setup), layers)
+        made.append((pupil, recorder, tables))
+        return recorder
+
+    house = build(
+        target,
+        proposer=maker,
+        k=AUTO,
+        verifier="walk",
+        dtype="auto",
+        kernels="auto",
+        quantize=None,
+        device=device_of(settings.device),
+        rows=settings.rows,
+        context=None,
+        chunk=_CHUNK,
+        planner=FixedPlanner(0) if settings.proposer == "none" else None,
+    )
+    pupil, recorder, tables = made[0]
+    return Classroom(house=house, pupil=pupil, recorder=recorder, tables=tables)

@@ -1,0 +1,119 @@
+"""A draft model in training: a small causal language model that learns the target's laws (Hinton et al. 2015)."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+from transformers.utils import logging as transformers_logging
+
+from outrider.attention import NAME
+from outrider.errors import OutriderError
+from outrider.heads.description import Taps
+from outrider.load import load_checkpoint
+from outrider.propose.base import Proposer, Setup
+from outrider.propose.model import ModelProposer
+from outrider.target import Lender, make_target
+from outrider.train.sample import Sample
+from outrider.train.settings import DRAFT, Settings
+from outrider.train.steps import Step, Texts
+
+
+class ModelPupil:
+    """The draft in the folder that `settings.draft` names, and what training makes of it.
+
+    It reads the text alone, so a guess is the same however many guesses it comes after: one step says everything. More
+    steps weigh the same guesses more often, and are there for losses of several guesses together.
+    """
+
+    steps, lr = 1, 1e-4
+
+    def __init__(self, settings: Settings, setup: Setup) -> None:
+        """Load it.
+
+        Raises:
+            OutriderError: there is no such model, or it cannot be a draft for this target.
+        """
+        folder = _folder(settings)
+        self._checkpoint = it = load_checkpoint(folder, dtype="float32", device=str(setup.device))
+        if it.recurrent:
+            raise OutriderError(f"{folder} is recurrent, and a recurrent draft is not handled yet; use another one")
+        if it.tokenizer.get_vocab() != setup.tokenizer.get_vocab():
+            raise OutriderError(
+                f"the draft in {folder} has another vocabulary than the target, so their laws cannot be compared; use"
+                " one of the target's family"
+            )
+        assert isinstance(setup.target, Lender)
+        self.module: Any = it.model.requires_grad_(True)
+        try:
+            self.module.set_attn_implementation("sdpa")
+        except ValueError:  # it knows the plain one alone
+            self.module.set_attn_implementation("eager")
+        self.taps = Taps(layers=(setup.target.layers - 1,), final=True)
+        self.ids = torch.arange(min(it.vocab, setup.vocab), device=setup.device)
+
+    def begin(self, samples: Callable[[], Sequence[Sample]]) -> None:
+        """Nothing follows from texts here: the draft has its weights, and guesses all tokens."""
+
+    def unroll(self, texts: Texts, steps: int) -> Iterator[Step]:
+        size = min(texts.laws.shape[1], self._checkpoint.context)
+        logits = self.module(input_ids=texts.tokens[:, :size], use_cache=False).logits[..., : len(self.ids)]
+        for step in range(min(steps, size)):
+            yield Step(logits=logits[:, step:], target=texts.laws[:, step:size], learn=texts.learn[:, step:size])
+
+    def proposer(self, setup: Setup) -> Proposer:
+        still = self._still(setup.dtype)
+        still.set_attn_implementation(NAME)
+        checkpoint = replace(self._checkpoint, model=still, dtype=setup.dtype)
+        size = min(checkpoint.context, setup.context)
+        return ModelProposer(setup, make_target(checkpoint, slots=setup.slots, context=size, kernels=setup.kernels))
+
+    def save(self, folder: Path) -> None:
+        fresh = folder / "model.new"
+        level, shown = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+        transformers_logging.set_verbosity_error()
+        transformers_logging.disable_progress_bar()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._still(torch.bfloat16).save_pretrained(fresh)
+            self._checkpoint.tokenizer.save_pretrained(fresh)
+            for file in sorted(fresh.iterdir()):
+                file.replace(folder / file.name)
+        except (OSError, RuntimeError, SafetensorError) as error:
+            raise OutriderError(
+                f"{folder} cannot be written ({error}); free some space, or give another folder"
+            ) from error
+        finally:
+            shutil.rmtree(fresh, ignore_errors=True)
+            transformers_logging.set_verbosity(level)
+            if shown:
+                transformers_logging.enable_progress_bar()
+
+    def _still(self, dtype: torch.dtype) -> Any:
+        """A copy that is not trained."""
+        still: nn.Module = deepcopy(self.module)
+        return still.to(dtype).requires_grad_(False).eval()
+
+
+def _folder(settings: Settings) -> str:
+    """Where the draft lies that is to be trained; and no option is ignored."""
+    shaping = {
+        "--depth": settings.depth,
+        "--ffn": settings.ffn,
+        "--draft-vocab": settings.draft_vocab,
+        "--guesses": settings.guesses,
+    }
+    if given := [name for name, value in shaping.items() if value]:
+        raise OutriderError(f"{given[0]} shapes a new draft, and a draft model has its shape; leave it out")
+    if not settings.draft:
+        raise OutriderError(f"the kind {DRAFT} goes on training a small model; name its folder with --draft DIR")
+    if Path(settings.draft).expanduser().resolve() == Path(settings.out).expanduser().resolve():
+        raise OutriderError(f"--draft and --out are both {settings.out}; write into another folder")
+    return settings.draft

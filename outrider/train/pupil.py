@@ -1,0 +1,167 @@
+"""What is trained: a draft that reads the target's states, or a draft model that reads the text alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from outrider.errors import OutriderError
+from outrider.heads.description import Description, Taps
+from outrider.heads.store import HeadModule, filled, make_module, write_head
+from outrider.heads.target import make_head_target
+from outrider.propose.base import Proposer, Setup
+from outrider.propose.heads import HeadProposer
+from outrider.target import Lender
+from outrider.train.batches import frequent
+from outrider.train.kinds import Shape, describe
+from outrider.train.model import ModelPupil
+from outrider.train.sample import Sample
+from outrider.train.settings import DRAFT, Settings
+from outrider.train.steps import Step, Texts
+from outrider.train.unroll import unrolled
+from outrider.types import Tables
+
+
+class Pupil(Protocol):
+    """A draft in training.
+
+    Law: step s of `unroll` guesses, at each column, what `proposer` would guess there after s guesses that came true.
+    What `proposer` and `save` hand out is a copy: later training does not change it.
+    """
+
+    module: nn.Module  # whose parameters are trained, in float32
+    taps: Taps  # what it reads of the target's pass, besides what the target says
+    ids: torch.Tensor  # [Vd] the target's ids of what it guesses
+    steps: int  # guesses in a row that are trained where nobody says how many
+    lr: float  # learning rate at its height, likewise
+
+    def begin(self, samples: Callable[[], Sequence[Sample]]) -> None:
+        """Settle what follows from texts; called once, before training, unless that goes on from a saved state."""
+
+    def unroll(self, texts: Texts, steps: int) -> Iterator[Step]:
+        """The guesses of steps 0, 1, ..., as far as texts reach."""
+
+    def proposer(self, setup: Setup) -> Proposer:
+        """It guesses, with the weights of now."""
+
+    def save(self, folder: Path) -> None:
+        """Write it as the engine loads it; what lay there survives a failure.
+
+        Raises:
+            OutriderError: the disk is full, or the folder cannot be written.
+        """
+
+
+class HeadPupil:
+    """A draft on the target's states."""
+
+    lr = 1e-3
+
+    def __init__(self, kind: str, settings: Settings, setup: Setup, tables: Tables) -> None:
+        """Fresh weights, for the target of this house, which lends its tables.
+
+        Raises:
+            OutriderError: the options and the kind, or the target, do not fit.
+        """
+        self._tables, shape = tables, _shape(settings, setup, tables)
+        self._description = it = describe(kind, shape)
+        _check(kind, settings, it, wanted=shape.draft_vocab)
+        self._module = make_module(it).to(setup.device)
+        self._module.lend(tables.embedding, tables.head.float())
+        self.module: nn.Module = self._module
+        self.taps, self.ids = it.taps, self._module.ids
+        self.steps = _of_itself(it) or 4
+
+    def begin(self, samples: Callable[[], Sequence[Sample]]) -> None:
+        it, module = self._description, self._module
+        if it.draft_vocab:
+            module.ids.copy_(frequent(samples(), it.vocab, it.draft_vocab, module.ids.device))
+        head = getattr(module, "head", None)
+        if head is not None and it.width == it.target_hidden:
+            with torch.no_grad():
+                head.weight.copy_(self._tables.head[module.ids])
+
+    def unroll(self, texts: Texts, steps: int) -> Iterator[Step]:
+        return unrolled(self._module, texts, steps)
+
+    def proposer(self, setup: Setup) -> Proposer:
+        still = self._still(setup.dtype)
+        return HeadProposer(setup, make_head_target(still, self._tables, slots=setup.slots, context=setup.context))
+
+    def save(self, folder: Path) -> None:
+        write_head(folder, self._module, dtype=torch.bfloat16)
+
+    def _still(self, dtype: torch.dtype) -> HeadModule:
+        """A copy that is not trained."""
+        weights = {
+            name: weight.detach().to(dtype, copy=True) if weight.is_floating_point() else weight.clone()
+            for name, weight in self._module.state_dict().items()
+        }
+        still = filled(self._description, weights, where="the draft in training")
+        return still.to(self.ids.device).requires_grad_(False).eval()
+
+
+def make_pupil(kind: str, settings: Settings, setup: Setup, tables: Tables) -> Pupil:
+    """What is trained for this house, whose target lends its tables.
+
+    Raises:
+        OutriderError: the options, the kind and the target do not fit.
+    """
+    return ModelPupil(settings, setup) if kind == DRAFT else HeadPupil(kind, settings, setup, tables)
+
+
+def lent(setup: Setup) -> Tables:
+    """The target's tables.
+
+    Raises:
+        OutriderError: it has none to lend.
+    """
+    if not isinstance(setup.target, Lender):
+        raise OutriderError("this target shows no states; drafts are trained on attention models")
+    return setup.target.lend()
+
+
+def _shape(settings: Settings, setup: Setup, tables: Tables) -> Shape:
+    assert isinstance(setup.target, Lender)
+    if settings.draft_vocab > setup.vocab:
+        raise OutriderError(
+            f"--draft-vocab is {settings.draft_vocab}, and the target has {setup.vocab} tokens; use fewer, or 0 for all"
+        )
+    return Shape(
+        hidden=tables.head.shape[1],
+        layers=setup.target.layers,
+        vocab=setup.vocab,
+        epsilon=tables.epsilon,
+        draft_vocab=settings.draft_vocab % setup.vocab,
+        depth=settings.depth or 1,
+        ffn=settings.ffn,
+        guesses=settings.guesses,
+    )
+
+
+def _check(kind: str, settings: Settings, it: Description, *, wanted: int) -> None:
+    """No option is ignored."""
+    count, heads = _of_itself(it), it.stack.heads if it.stack else 0
+    problems = {
+        f"{kind} guesses all tokens; leave --draft-vocab out": wanted and not it.draft_vocab,
+        f"{kind} has no perceptrons of a width to choose; leave --ffn out": settings.ffn and it.body is None,
+        f"{kind} has no block; leave --guesses out": settings.guesses and it.block is None,
+        f"{kind} makes {count} guesses and trains them all; leave --steps out": count
+        and settings.steps not in (None, count),
+        f"{kind} has {heads} heads where --depth is {settings.depth}; use 2 or more": heads
+        and settings.depth not in (0, heads),
+        f"{kind} starts from nothing; leave --draft out, or train the kind {DRAFT}": settings.draft is not None,
+    }
+    if found := [text for text, wrong in problems.items() if wrong]:
+        raise OutriderError(found[0])
+
+
+def _of_itself(it: Description) -> int:
+    """How many guesses it makes in a row, 0 where it goes on as far as it is asked to."""
+    if it.block:
+        return it.block.guesses
+    return it.stack.heads if it.stack else 0

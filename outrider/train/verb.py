@@ -1,0 +1,34 @@
+"""The verb `train`, as a terminal sees it."""
+
+from __future__ import annotations
+
+import json
+
+import typer
+from rich.console import Console
+
+from outrider.train.html import check_report, write_report
+from outrider.train.processes import rank
+from outrider.train.run import Training
+from outrider.train.settings import Settings
+from outrider.train.table import show
+
+_FILE_WIDTH = 120  # columns of tables where no terminal sets them
+
+
+def train(kind: str, settings: Settings, *, as_json: bool) -> None:
+    """Train, print what came of it, and write the page that is asked for; of several processes one speaks."""
+    if settings.report:
+        check_report(settings.report)  # before the training rather than after it
+    document, lines = Training(kind, settings).run(Console(stderr=True, quiet=bool(rank())))
+    if rank():
+        return
+    people = Console()
+    if not people.is_terminal:
+        people.width = _FILE_WIDTH
+    show(document, people)
+    if settings.report:
+        write_report(document, lines, settings.report)
+        typer.echo(f"the report is in {settings.report}", err=True)
+    if as_json or not people.is_terminal:
+        typer.echo(json.dumps(document))

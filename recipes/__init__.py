@@ -1,0 +1,1 @@
+"""Ways to make models and data that Outrider works with; run them with python -m."""

@@ -1,0 +1,1 @@
+"""A target and a draft of one family, from a folder of texts."""

@@ -1,0 +1,111 @@
+"""Trained drafts of every kind that some format can hold, small and random."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+
+from outrider.heads.description import (
+    Body,
+    Description,
+    FuseNorm,
+    Join,
+    JoinAt,
+    Kind,
+    Recycle,
+    Rope,
+    Scaling,
+    Stack,
+    Taps,
+)
+from outrider.heads.store import HeadModule, make_module
+
+LLAMA3 = Rope(scaling=Scaling.LLAMA3, factor=8.0, original=64, low=1.0, high=4.0)
+YARN = Rope(scaling=Scaling.YARN, factor=4.0, original=64, low=1.0, high=32.0, amplitude=1.14)
+_LAST = Taps(layers=(7,), final=True)
+
+
+def cases(hidden: int = 64, vocab: int = 96) -> Mapping[str, tuple[str, Description]]:
+    """By a name: a format, and a draft that it can hold, for a target with 8 layers."""
+    body = Body(layers=1, hidden=hidden, heads=4, key_heads=2, dim=16, ffn=2 * hidden, epsilon=1e-5)
+    common = {"target_hidden": hidden, "target_layers": 8, "vocab": vocab}
+
+    def eagle3(**more):
+        taps = Taps(layers=(1, 3, 4), fused=True, norm=more.pop("norm", FuseNorm.NONE))
+        given = {"taps": taps, "join": Join(at=JoinAt.ATTENTION), "body": body, "own_head": True, **more}
+        return Description(kind=Kind.EAGLE3, **common, **given)
+
+    def mtp(**more):
+        join = Join(at=JoinAt.PROJECTION, **more.pop("join", {}))
+        given = {"body": body, "recycle": Recycle.NORMED, **more}
+        return Description(kind=Kind.MTP, **common, taps=_LAST, join=join, **given)
+
+    def stack(kind=Kind.MEDUSA, taps=_LAST, **more):
+        own = {"own_head": not more["stack"].shared_head}
+        return Description(kind=kind, **common, taps=taps, **own, **more)
+
+    eagle = Description(
+        kind=Kind.EAGLE,
+        **common,
+        taps=_LAST,
+        join=Join(at=JoinAt.PROJECTION, norms=False, bias=True),
+        body=replace(body, layers=2, first_norm=False, attention_bias=True),
+        final_norm=False,
+        own_embedding=True,
+    )
+    five = Taps(layers=(0, 1, 3, 5, 7), fused=True, norm=FuseNorm.WHOLE)
+    wide = replace(body, layers=2, head_norms=True, attention_bias=True, output_bias=True, rope=YARN)
+    nemotron = replace(body, rotary=0.0, gated=False)
+    gated = replace(body, head_norms=True, attention_gate=True, rotary=0.5, theta=1e6)
+    zeroed = {"zero_first": True}
+    return {
+        "eagle3": ("eagle3", eagle3()),
+        "eagle3 of some tokens": ("eagle3", eagle3(draft_vocab=40, norm=FuseNorm.EACH, own_embedding=True)),
+        "eagle3 without a norm": ("eagle3", eagle3(final_norm=False, body=replace(body, rope=LLAMA3, theta=5e5))),
+        "speculators": ("eagle3-speculators", eagle3()),
+        "eagle3.1": ("eagle3-speculators", eagle3(draft_vocab=40, norm=FuseNorm.EACH, recycle=Recycle.NORMED)),
+        "five taps": (
+            "eagle3-speculators",
+            eagle3(taps=five, join=Join(at=JoinAt.ATTENTION, residual_normed=True), body=wide, own_embedding=True),
+        ),
+        "eagle": ("eagle", eagle),
+        "medusa": ("medusa", stack(stack=Stack(heads=3, layers=2))),
+        "legacy medusa": ("medusa", stack(stack=Stack(heads=3, shared_head=True))),
+        "medusa safe": ("medusa-safetensors", stack(stack=Stack(heads=2))),
+        "medusa of vllm": ("medusa-vllm", stack(stack=Stack(heads=2, layers=2))),
+        "medusa of some tokens": (
+            "medusa-vllm",
+            stack(stack=Stack(heads=2, bias=False, one_head=True), draft_vocab=40),
+        ),
+        "medusa with the target's head": ("medusa-vllm", stack(stack=Stack(heads=2, shared_head=True))),
+        "hydra": ("hydra", stack(kind=Kind.HYDRA, stack=Stack(heads=3, layers=2, head_bias=True))),
+        "ungrounded hydra": ("hydra", stack(taps=Taps(layers=(5,)), stack=Stack(heads=2))),
+        "deepseek": ("mtp-deepseek", mtp(join=zeroed, recycle=Recycle.RAW)),
+        "deepseek with tables": (
+            "mtp-deepseek",
+            mtp(
+                join=zeroed, recycle=Recycle.RAW, own_head=True, own_embedding=True, body=replace(body, head_norms=True)
+            ),
+        ),
+        "qwen": ("mtp-qwen", mtp(body=replace(body, head_norms=True))),
+        "gated qwen": ("mtp-qwen", mtp(body=gated)),
+        "mimo": ("mtp-mimo", mtp(join={**zeroed, "embedding_first": False}, body=replace(body, attention_bias=True))),
+        "mtp of speculators": ("mtp-speculators", mtp()),
+        "nemotron": ("mtp-nemotron", mtp(body=nemotron)),
+    }
+
+
+def random_draft(description: Description, *, seed: int = 0) -> HeadModule:
+    """A module in which every weight says something."""
+    torch.manual_seed(seed)
+    module = make_module(description).eval().requires_grad_(False)
+    for name, weight in module.named_parameters():
+        if name.endswith("norm.weight") or name.startswith("fuse_norm."):
+            weight.uniform_(0.5, 1.5)
+        else:
+            weight.normal_(std=0.2)
+    if description.draft_vocab:
+        module.ids.copy_(torch.randperm(description.vocab)[: description.draft_vocab].sort().values)
+    return module

@@ -1,0 +1,416 @@
+"""How a draft learns: losses, steps, and what is trained."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from outrider.errors import OutriderError
+from outrider.load import load_checkpoint
+from outrider.params import SamplingParams
+from outrider.train.kinds import KINDS
+from outrider.train.losses import LOSSES, Laws, parse, shortfall
+from outrider.train.pupil import make_pupil
+from outrider.train.settings import DRAFT, Settings
+from outrider.train.trainer import Sums, Trainer, rate
+from tests import houses, lessons, tiny
+from tests.lessons import NANO, Still, cut, make_settings, make_setup, make_texts
+
+
+@pytest.fixture(scope="module")
+def nano():
+    return lessons.house()
+
+
+# Losses
+
+
+def _laws(*, guessed=7, vocab=7, seed=0):
+    """Random laws of the target over `vocab`, and of a draft over the first `guessed` of them."""
+    chance = torch.Generator().manual_seed(seed)
+    p = (torch.randn(5, vocab, generator=chance) * 2).softmax(-1)[:, :guessed]
+    return Laws(p, (torch.randn(5, guessed, generator=chance) * 2).log_softmax(-1))
+
+
+def _by_hand(name, p, q):
+    """A loss from its definition, for one pair of laws as lists of floats."""
+    alpha, whole = sum(map(min, p, q)), sum(p)
+    p = [x / whole for x in p]
+
+    def kl(a, b):
+        return sum(x * math.log(x / y) for x, y in zip(a, b, strict=True))
+
+    middle = [(x + y) / 2 for x, y in zip(p, q, strict=True)]
+    weight = math.exp(-3 * alpha)
+    return {
+        "ce": -sum(x * math.log(y) for x, y in zip(p, q, strict=True)),
+        "kl": kl(p, q),
+        "rkl": kl(q, p),
+        "jsd": (kl(p, middle) + kl(q, middle)) / 2,
+        "tv": 1 - alpha,
+        "nla": -math.log(alpha),
+        "hybrid": weight * kl(p, q) + (1 - weight) * (1 - alpha),
+    }[name]
+
+
+@pytest.mark.parametrize("guessed", [7, 4])
+@pytest.mark.parametrize("name", sorted(LOSSES))
+def test_a_loss_is_what_it_says(name, guessed):
+    laws = _laws(guessed=guessed)
+    wanted = [_by_hand(name, p, q) for p, q in zip(laws.p.tolist(), laws.log_q.exp().tolist(), strict=True)]
+    assert LOSSES[name](laws).tolist() == pytest.approx(wanted, rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["kl", "rkl", "jsd", "tv", "nla", "hybrid"])
+def test_nothing_is_lost_by_the_same_law(name):
+    p = _laws().p
+    assert LOSSES[name](Laws(p, p.log())).tolist() == pytest.approx([0] * 5, abs=1e-5)
+
+
+def test_losses_agree_with_each_other():
+    laws = _laws()
+    swapped = Laws(laws.log_q.exp(), laws.p.log())
+    assert torch.allclose(LOSSES["rkl"](laws), LOSSES["kl"](swapped), atol=1e-5)
+    assert torch.allclose(LOSSES["jsd"](laws), LOSSES["jsd"](swapped), atol=1e-6)
+    assert LOSSES["jsd"](laws).max() < math.log(2)
+    assert torch.equal(LOSSES["tv"](laws), 1 - laws.alpha)
+    entropy = -(laws.p * laws.p.log()).sum(-1)
+    assert torch.allclose(LOSSES["ce"](laws) - LOSSES["kl"](laws), entropy, atol=1e-5)
+
+
+def test_cross_entropy_and_divergence_have_one_slope():
+    slopes = []
+    for name in ("ce", "kl"):
+        logits = torch.randn(5, 7, generator=torch.Generator().manual_seed(4)).requires_grad_()
+        LOSSES[name](Laws(_laws().p, logits.log_softmax(-1))).sum().backward()
+        slopes.append(logits.grad)
+    assert torch.allclose(*slopes, atol=1e-6)
+
+
+def test_what_cannot_be_guessed_is_lost():
+    p = _laws(guessed=4).p
+    best = Laws(p, (p / p.sum(-1, keepdim=True)).log())
+    assert torch.allclose(best.alpha, p.sum(-1), atol=1e-6)
+
+
+@pytest.mark.parametrize("name", sorted(LOSSES))
+def test_slopes_are_numbers_where_laws_are_extreme(name):
+    logits = torch.tensor([[80.0, -80.0, 0.0]], requires_grad=True)
+    LOSSES[name](Laws(torch.tensor([[0.0, 1.0, 0.0]]), logits.log_softmax(-1))).sum().backward()
+    assert logits.grad.isfinite().all()
+
+
+def _shortfall_by_hand(alphas):
+    """Expected number of guesses lost, over all ways in which a chain can go."""
+    lost = 0.0
+    for kept in product((True, False), repeat=len(alphas)):
+        chance = math.prod(a if k else 1 - a for a, k in zip(alphas, kept, strict=True))
+        lost += chance * (len(alphas) - next((i for i, k in enumerate(kept) if not k), len(alphas)))
+    return lost
+
+
+def test_shortfall_is_the_expected_number_of_lost_guesses():
+    alphas = torch.rand(4, 3, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    here = torch.tensor([[1, 1, 0], [1, 1, 0], [1, 0, 0], [1, 0, 0]], dtype=torch.bool)
+    found = shortfall(alphas, here)
+    columns = [alphas[:, c][here[:, c]].tolist() for c in range(3)]
+    assert found.tolist() == pytest.approx([_shortfall_by_hand(column) for column in columns], abs=1e-6)
+    found.sum().backward()
+    assert not alphas.grad[~here].any()
+
+
+def test_shortfall_has_a_slope_where_a_guess_is_sure_to_be_lost():
+    alphas = torch.tensor([[1.0], [0.0], [0.5]], requires_grad=True)
+    shortfall(alphas, torch.ones(3, 1, dtype=torch.bool)).sum().backward()
+    assert alphas.grad.flatten().tolist() == pytest.approx([-1.0, -1.5, 0.0])
+
+
+def test_weights_of_losses():
+    assert parse("ce") == {"ce": 1.0}
+    assert parse("ce:0.1, tv:0.9,length") == {"ce": 0.1, "tv": 0.9, "length": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("nll", "loss 'nll' is unknown; use ce, kl"),
+        ("", "loss '' is unknown"),
+        ("ce:x", "'x' of loss ce is not a number; write ce:0.5"),
+        ("ce:0", "not above 0"),
+        ("ce:-1", "not above 0"),
+        ("ce:inf", "not above 0"),
+        ("ce:nan", "not above 0"),
+        ("ce,tv,ce", "stands in 'ce,tv,ce' twice"),
+    ],
+)
+def test_losses_that_cannot_be(text, message):
+    with pytest.raises(OutriderError, match=message):
+        parse(text)
+
+
+# Steps
+
+
+def _loss_by_hand(texts, weight, losses, decay):
+    total, columns = 0.0, 0
+    for b in range(len(texts.learn)):
+        length = int(texts.learn[b].sum())
+        columns += length
+        for c in range(length):
+            alphas = []
+            for step in range(min(len(weight), length - c)):
+                p, q = texts.laws[b, c + step].tolist(), weight[step].softmax(-1).tolist()
+                alphas.append(sum(map(min, p, q)))
+                shares = [share * _by_hand(name, p, q) for name, share in losses.items() if name != "length"]
+                total += decay**step * sum(shares)
+            whole = sum(decay**step for step in range(len(weight)))
+            total += whole * losses.get("length", 0) * _shortfall_by_hand(alphas)
+    return total / whole / columns
+
+
+@pytest.mark.parametrize("text", ["ce", "kl:0.3,tv:0.7", "length", "ce:0.5,length:2"])
+def test_the_loss_of_a_step_is_a_mean_over_columns(text):
+    texts, losses = make_texts(vocab=11), parse(text)
+    pupil = Still(3, 11)
+    trainer = Trainer(pupil, losses=losses, steps=3, decay=0.8, lr=1e-3)
+    start = pupil.module.weight.detach().clone()
+    sums = trainer.train([texts], progress=0.5)
+    assert sums.columns == 19
+    assert sums.loss == pytest.approx(_loss_by_hand(texts, start, losses, 0.8), rel=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["mtp", "medusa"])
+def test_parts_and_padding_change_nothing(kind, nano):
+    whole, weights = make_texts(), []
+    loud = replace(
+        whole,
+        taps=torch.where(whole.learn[..., None, None], whole.taps, 1e3),
+        laws=torch.where(whole.learn[..., None], whole.laws, torch.nan),
+        tokens=torch.where(torch.nn.functional.pad(whole.learn, (1, 0), value=True), whole.tokens, 5),
+    )
+    ways = ([whole], [loud], [cut(whole, b, length) for b, length in enumerate((9, 6, 4))])
+    for given in ways:
+        torch.manual_seed(7)
+        pupil = make_pupil(kind, make_settings(), make_setup(nano), nano.tables)
+        trainer = Trainer(pupil, losses=parse("ce"), steps=pupil.steps, decay=0.8, lr=1e-3)
+        slopes = []
+        trainer._optimiser.register_step_pre_hook(
+            lambda *_, pupil=pupil, slopes=slopes: slopes.extend(w.grad.clone() for w in pupil.module.parameters())
+        )
+        sums = trainer.train(given, progress=0.5)
+        weights.append((sums.loss, torch.cat([slope.flatten() for slope in slopes])))
+    (loss, slope), *others = weights
+    for other_loss, other in others:
+        assert other_loss == pytest.approx(loss, rel=1e-3)
+        assert torch.nn.functional.cosine_similarity(slope, other, dim=0) > 0.999
+
+
+def test_a_step_without_anything_to_learn_changes_nothing():
+    pupil = Still(2, 11)
+    before = pupil.module.weight.detach().clone()
+    trainer = Trainer(pupil, losses=parse("ce"), steps=2, decay=0.8, lr=1e-3)
+    texts = make_texts(vocab=11)
+    for given in ([], [replace(texts, learn=torch.zeros_like(texts.learn))]):
+        assert trainer.train(given, progress=0.5).columns == 0
+    assert trainer.step == 2
+    assert torch.equal(pupil.module.weight, before)
+
+
+def test_a_loss_that_is_no_number_ends_the_training():
+    pupil = Still(2, 11)
+    with torch.no_grad():
+        pupil.module.weight[0, 0] = torch.nan
+    before = pupil.module.weight.detach().clone()
+    trainer = Trainer(pupil, losses=parse("ce"), steps=2, decay=0.8, lr=1e-3)
+    with pytest.raises(OutriderError, match=r"at step 0 the loss is nan .* use a smaller --lr"):
+        trainer.train([make_texts(vocab=11)], progress=0.5)
+    assert torch.equal(pupil.module.weight.nan_to_num(), before.nan_to_num())
+
+
+def test_a_judge_learns_how_often_guesses_are_kept(nano):
+    torch.manual_seed(1)
+    pupil = make_pupil("dspark", make_settings(guesses=2), make_setup(nano), nano.tables)
+    trainer = Trainer(pupil, losses=parse("tv"), steps=2, decay=1.0, lr=1e-2)
+    (step, *_) = list(pupil.unroll(make_texts(), 2))
+    assert step.confidence is not None
+    for _ in range(30):
+        trainer.train([make_texts()], progress=0.5)
+    step, _ = pupil.unroll(make_texts(), 2)
+    laws = Laws(step.target[step.learn], step.logits[step.learn].log_softmax(-1))
+    assert (step.confidence[step.learn].sigmoid().mean() - laws.alpha.mean()).abs() < 0.1
+
+
+def test_the_rate_rises_and_falls():
+    marks = [rate(i / 1000) for i in range(1001)]
+    top = marks.index(max(marks))
+    assert marks[top] == pytest.approx(1, abs=0.01)
+    assert 20 <= top <= 40
+    assert marks[:top] == sorted(marks[:top])
+    assert marks[top:] == sorted(marks[top:], reverse=True)
+    assert marks[0] > 0
+    assert marks[-1] == pytest.approx(0.05)
+
+
+def test_kept_guesses_are_seen_by_position():
+    sums = Sums()
+    sums.see(0, torch.tensor([0.5, 1.0]))
+    sums.see(1, torch.tensor([]))
+    sums.see(0, torch.tensor([0.0]))
+    assert sums.acceptance == [0.5, 0.0]
+
+
+_TWO = """
+import sys, torch
+from torch import distributed
+from outrider.train.losses import parse
+from outrider.train.processes import meet, part, rank
+from outrider.train.batches import frequent
+from outrider.train.trainer import Trainer
+from tests.lessons import CPU, Still, cut, make_sample, make_texts
+torch.set_num_threads(1)
+meet(CPU)
+texts, pupil = make_texts(vocab=11), Still(3, 11)
+trainer = Trainer(pupil, losses=parse("ce:0.5,length:2"), steps=3, decay=0.8, lr=1e-3)
+own = [[cut(texts, 0, 9)], [cut(texts, 1, 6), cut(texts, 2, 4)]][rank()]
+slopes = []
+trainer._optimiser.register_step_pre_hook(lambda *_: slopes.append(pupil.module.weight.grad.clone()))
+sums = trainer.train(own, progress=0.5)
+ids = frequent([make_sample([[0, 5, 5, 6], [0, 7, 7, 6]][rank()])], 10, 3, CPU)
+torch.save([sums.loss, sums.columns, slopes[0], ids], f"{sys.argv[1]}/{rank()}.pt")
+part()
+"""
+
+
+def test_two_processes_learn_as_one_does(tmp_path):
+    (tmp_path / "two.py").write_text(_TWO)
+    root = Path(__file__).parent.parent
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*command, str(tmp_path / "two.py"), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        cwd=root,
+        env={"PYTHONPATH": str(root), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"},
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    pupil, slopes = Still(3, 11), []
+    trainer = Trainer(pupil, losses=parse("ce:0.5,length:2"), steps=3, decay=0.8, lr=1e-3)
+    trainer._optimiser.register_step_pre_hook(lambda *_: slopes.append(pupil.module.weight.grad.clone()))
+    sums = trainer.train([make_texts(vocab=11)], progress=0.5)
+    for at in range(2):
+        loss, columns, slope, ids = torch.load(tmp_path / f"{at}.pt")
+        assert (loss, columns) == (pytest.approx(sums.loss, rel=1e-5), 19)
+        assert torch.allclose(slope, slopes[0], atol=1e-6)
+        assert ids.tolist() == [5, 6, 7]
+
+
+# What is trained
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        ("mtp", {"draft_vocab": 100}, "mtp guesses all tokens; leave --draft-vocab out"),
+        ("dflash", {"draft_vocab": 99999}, "--draft-vocab is 99999, and the target has 12288 tokens"),
+        ("medusa", {"ffn": 64}, "leave --ffn out"),
+        ("medusa", {"steps": 3}, "medusa makes 4 guesses and trains them all; leave --steps out"),
+        ("hydra", {"depth": 1}, "use 2 or more"),
+        ("mtp", {"guesses": 5}, "mtp has no block; leave --guesses out"),
+        ("mtp", {"draft": NANO}, "leave --draft out, or train the kind draft"),
+        ("eagle3", {}, "reads three layers, and this target has 2"),
+        (DRAFT, {}, "name its folder with --draft DIR"),
+        (DRAFT, {"draft": NANO, "depth": 2}, "--depth shapes a new draft"),
+        (DRAFT, {"draft": "out"}, "--draft and --out are both out"),
+        (DRAFT, {"draft": "nowhere"}, "nowhere is not a folder"),
+    ],
+)
+def test_options_that_a_kind_does_not_have(kind, options, message, nano):
+    with pytest.raises(OutriderError, match=message):
+        make_pupil(kind, make_settings(**options), make_setup(nano), nano.tables)
+
+
+def test_a_draft_of_another_vocabulary_is_refused(nano):
+    setup = make_setup(nano)
+    other = SimpleNamespace(get_vocab=lambda: {"a": 0})
+    with pytest.raises(OutriderError, match="another vocabulary than the target"):
+        make_pupil(DRAFT, make_settings(draft=NANO), replace(setup, tokenizer=other), nano.tables)
+
+
+def test_settings_that_cannot_be():
+    for options, message in (
+        ({"lr": 0.0}, "use an lr in"),
+        ({"decay": 1.5}, "a decay in"),
+        ({"cache_gb": 3.0}, "with --cache DIR"),
+        ({"cache": "x", "cache_gb": 0.0}, "above 0"),
+    ):
+        with pytest.raises(OutriderError, match=message):
+            make_settings(**options)
+    with pytest.raises(OutriderError, match="train needs prompts"):
+        Settings(out="out", data=[])
+
+
+def test_a_draft_model_guesses_as_transformers_has_it(nano):
+    pupil = make_pupil(DRAFT, make_settings(draft=NANO), make_setup(nano), nano.tables)
+    texts = make_texts(lengths=(9, 6))
+    model = AutoModelForCausalLM.from_pretrained(NANO, dtype=torch.float32)
+    wanted = model(texts.tokens[:, :9]).logits
+    steps = list(pupil.unroll(texts, 3))
+    for at, step in enumerate(steps):
+        assert torch.allclose(step.logits, wanted[:, at:], atol=1e-4)
+        assert torch.equal(step.target, texts.laws[:, at:])
+        assert torch.equal(step.learn, texts.learn[:, at:])
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma2", "gpt_oss", "mixtral"])
+def test_models_of_many_kinds_can_be_taught(name, tmp_path):
+    for role, kind in (("target", "llama"), ("draft", name)):
+        tiny.save(tmp_path / role, tiny.ARCHITECTURES[kind](), seed=len(role))
+    house = lessons.house(tmp_path / "target")
+    pupil = make_pupil(DRAFT, make_settings(draft=str(tmp_path / "draft")), make_setup(house), house.tables)
+    texts = make_texts(hidden=32, vocab=tiny.VOCAB)
+    trainer = Trainer(pupil, losses=parse("ce"), steps=1, decay=0.8, lr=1e-2)
+    losses = [trainer.train([texts], progress=0.5).loss for _ in range(5)]
+    assert losses[-1] < losses[0]
+    pupil.save(tmp_path / "taught")
+    engine = houses.make_engine(house.target, lambda _: pupil.proposer(make_setup(house)), k=3, rows=2)
+    houses.run(engine, [(1, 2, 3), (4, 5)], SamplingParams(temperature=1.0), limit=9)
+    assert engine.stats.drafted
+    again = load_checkpoint(tmp_path / "taught", dtype="float32", device="cpu").model.state_dict()
+    ours = pupil.module.state_dict()
+    assert again.keys() == ours.keys()
+    assert all(torch.equal(again[name], value.bfloat16().float()) for name, value in ours.items())
+
+
+@pytest.mark.parametrize("kind", ["mtp", "dspark", DRAFT])
+def test_a_proposer_is_a_copy_and_costs_no_luck(kind, nano):
+    torch.manual_seed(5)
+    pupil = make_pupil(kind, make_settings(draft=NANO if kind == DRAFT else None), make_setup(nano), nano.tables)
+    state = torch.get_rng_state()
+    weights = [weight.detach().clone() for weight in pupil.module.parameters()]
+    proposer = pupil.proposer(make_setup(nano))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(a, b) for a, b in zip(weights, pupil.module.parameters(), strict=True))
+    assert all(weight.requires_grad for weight in pupil.module.parameters())
+    held = proposer.model.bytes()
+    with torch.no_grad():
+        for weight in pupil.module.parameters():
+            weight.zero_()
+    assert proposer.model.bytes() == held
+
+
+def test_every_kind_is_told_of():
+    message = "|".join(KINDS)
+    from outrider.cli import train
+
+    help = next(iter(train.__annotations__["kind"].__metadata__)).help
+    assert all(kind in help for kind in [*message.split("|"), DRAFT])
