@@ -26,6 +26,7 @@ from outrider.propose import model as model_of_proposing
 from outrider.propose.base import NoProposer
 from outrider.propose.heads import HeadProposer, HeadTreeProposer
 from outrider.target import make_target
+from outrider.testing import ToyTarget, toy_setup
 from outrider.train import blocks
 from outrider.train.batches import Reader
 from outrider.train.kinds import Shape, describe
@@ -34,7 +35,7 @@ from outrider.train.sample import Sample
 from outrider.train.steps import Texts
 from outrider.train.trainer import Trainer
 from outrider.train.unroll import unrolled
-from outrider.types import Batch, Scores, Tables
+from outrider.types import Batch, Draw, Scores, Tables
 from tests.houses import make_engine, outputs, run
 
 CPU = torch.device("cpu")
@@ -343,6 +344,21 @@ def test_the_text_is_the_targets_own(kind, temperature, make, tmp_path, monkeypa
     got, wanted = (llm.generate(prompts, params) for llm in (ours, theirs))
     assert [each.tokens for each in got] == [each.tokens for each in wanted]
     assert sum(each.stats.drafted for each in got)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("make", [HeadProposer, HeadTreeProposer])
+@pytest.mark.parametrize(("kind", "width"), [("dflash", 4), ("dspark", 4), ("mtp", 1)])
+def test_no_guess_is_left_out_for_the_pass_that_it_would_take(kind, width, make, temperature):
+    """For a block takes one pass, whatever it is asked; other drafts stop where the next pass is not worth it."""
+    head = make_head_target(make_draft(describe(kind, SMALL)), TABLES, slots=1, context=32)
+    proposer = make(replace(toy_setup(ToyTarget(vocab=40)), draw=Draw.ARGMAX), head)
+    row = make_row([1, 2, 3, 4, 5], 0, SamplingParams(temperature=temperature))
+    proposer.admit(0, row.request)
+    head.known = {0: 0}
+    tell(head, [row], torch.randn(1, 4, len(head.description.taps.layers), 64), [4])
+    batch = Batch(rows=(row,), start=(4,), feed=((5,),), budget=(4,), worth=(2.0,))
+    assert max(proposer.propose(batch).depth) == width
 
 
 @pytest.fixture(scope="module")

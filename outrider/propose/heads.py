@@ -24,7 +24,7 @@ class HeadProposer(ModelProposer):
         super().commit(round)
 
     def _catch_up(self, batch: Batch) -> tuple[Batch | None, list[int]]:
-        return super()._catch_up(within(batch, self._head.reach))
+        return super()._catch_up(within(batch, self._head, self._head.reach))
 
 
 class HeadTreeProposer(TreeProposer):
@@ -40,10 +40,12 @@ class HeadTreeProposer(TreeProposer):
         super().commit(round)
 
     def _catch_up(self, batch: Batch) -> tuple[Batch | None, list[int]]:
-        return super()._catch_up(within(batch, max(batch.budget)))
+        return super()._catch_up(within(batch, self._head, max(batch.budget)))
 
 
-def within(batch: Batch, reach: int) -> Batch:
+def within(batch: Batch, head: HeadTarget, reach: int) -> Batch:
     """No row with more guesses than `reach`, and none where the target has yet to read what led to the last token."""
+    if head.description.block:  # all guesses are made in one pass, so to do without the later ones spares nothing
+        batch = replace(batch, worth=())
     ready = (start and len(feed) == 1 for start, feed in zip(batch.start, batch.feed, strict=True))
     return replace(batch, budget=tuple(min(b, reach) if r else 0 for b, r in zip(batch.budget, ready, strict=True)))
