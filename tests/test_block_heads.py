@@ -17,8 +17,8 @@ from outrider.drive import make_round, make_row, random_tree
 from outrider.errors import OutriderError
 from outrider.heads.block_target import BlockTarget
 from outrider.heads.description import Block, Description, FuseNorm, Taps
+from outrider.heads.runners import make_head_target
 from outrider.heads.store import make_module, read_head, write_head
-from outrider.heads.target import make_head_target
 from outrider.llm import LLM
 from outrider.load import load_checkpoint
 from outrider.params import SamplingParams

@@ -14,8 +14,10 @@ from outrider.build import embedded
 from outrider.calibrate import measure_pass
 from outrider.errors import OutriderError
 from outrider.heads.description import Description, Kind, Recycle
+from outrider.heads.follow_target import FollowTarget, NativeFollowTarget
+from outrider.heads.runners import make_head_target
 from outrider.heads.store import make_module, read_head, write_head
-from outrider.heads.target import FollowTarget, NativeFollowTarget, make_head_target, normed
+from outrider.heads.taps import normed
 from outrider.llm import LLM
 from outrider.load import load_checkpoint
 from outrider.params import SamplingParams

@@ -2,79 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
 
 from outrider import tree
 from outrider.attention import Reader, attend
-from outrider.cache.base import Cache, Layout
 from outrider.cache.static import StaticCache
 from outrider.errors import OutriderError
 from outrider.heads.block import BlockDraft
 from outrider.heads.layers import Attention
-from outrider.heads.target import Taps, load, spread
-from outrider.target import grow_by_scores
-from outrider.types import Batch, Draft, Grown, Round, Scores, Tables, Trust
+from outrider.heads.taps import StateCache
+from outrider.heads.target import HeadRunner
+from outrider.types import Batch, Draft, Scores, Tables
 
 
-class _StateCache:
-    """Has one entry for each of the target's states that were tapped, and so none for a text's last token."""
-
-    def __init__(self, inner: StaticCache, taps: Taps) -> None:
-        self._inner, self._taps = inner, taps
-
-    def admit(self, slot: int, tokens: Sequence[int]) -> int:
-        self._taps.admit(slot)
-        return self._inner.admit(slot, tokens)
-
-    def stage(self, batch: Batch, draft: Draft, first: int = -1) -> Layout:
-        return self._inner.stage(tapped(batch), draft, first)
-
-    def commit(self, round: Round) -> None:
-        nothing = ((),) * len(round.batch.rows)  # a guess has no state until the target has read it
-        self._inner.commit(replace(round, batch=tapped(round.batch), path=nothing))
-        for row in round.batch.rows:
-            self._taps.forget(row.slot, self._inner.length(row.slot))
-
-    def release(self, slot: int) -> None:
-        self._inner.release(slot)
-        self._taps.admit(slot)
-
-    def length(self, slot: int) -> int:
-        return self._inner.length(slot)
-
-    def bytes(self) -> int:
-        return self._inner.bytes() + self._taps.bytes()
-
-
-class BlockTarget:
+class BlockTarget(HeadRunner):
     """A `BlockDraft` over the keys and values that it has made of the target's states.
 
     `score` at the text's end runs one block a row; with `first` it looks up what that said of the nodes' depths, and
     corrects it by their tokens. Guesses further behind than the block reaches are answered as its last one.
     """
 
+    module: BlockDraft
+
     def __init__(self, module: BlockDraft, tables: Tables, *, slots: int, context: int) -> None:
-        self.description, self.module = module.description, module
-        self.vocab, self.slots, self.context = module.description.vocab, slots, context
-        self.reach = module.block.guesses
-        self.device, self.kernels, self.version = tables.embedding.device, "torch", 0
-        self._taps = Taps(self.description, tables)
+        super().__init__(module, tables, slots=slots, context=context, reach=module.block.guesses)
         self._memory = StaticCache(slots=slots, capacity=context + module.block.size, device=self.device)
-        self.cache: Cache = _StateCache(self._memory, self._taps)
-        self._dtype = next(module.parameters()).dtype
+        self.cache = StateCache(self._memory, self._taps, read=tapped)
         # Of this round: the texts' last tokens [B, 1], and of their blocks outputs [B, guesses, H] and logits before
         # they are corrected [B, guesses, Vd].
         self._last, self._out, self._said = (torch.empty(0) for _ in range(3))
-        module.lend(tables.embedding, tables.head)
-
-    def note(self, round: Round) -> None:
-        self._taps.note(round)
-
-    def pretend(self, slot: int, start: int, count: int) -> None:
-        self._taps.pretend(slot, start, count)
 
     def score(self, batch: Batch, draft: Draft, first: int = -1) -> Scores:
         if first < 0:
@@ -82,7 +40,7 @@ class BlockTarget:
         depth = torch.cat([torch.zeros_like(self._last), tree.depths(draft)], 1)[:, 1 + first :]
         before = torch.cat([self._last, draft.tokens], 1)[:, 1 + first :]
         logits = self.module.corrected(_at(self._said, depth), before)
-        return Scores(logits=spread(logits, self.module.ids, self.vocab))
+        return self._scores(logits)
 
     def chances(self, draft: Draft) -> torch.Tensor:
         """[B, N] how likely each guess after the text scored last is kept if its parent is, by the confidence head.
@@ -97,20 +55,6 @@ class BlockTarget:
             raise OutriderError("the draft has no confidence head; train one of kind dspark")
         before = torch.cat([self._last, draft.tokens], 1).gather(1, draft.parent + 1)
         return self.module.confidence(_at(self._out, tree.depths(draft) - 1), before).sigmoid()
-
-    def grow(self, batch: Batch, vocab: int, trust: Trust | None = None) -> Grown:
-        return grow_by_scores(self, batch, vocab, trust)
-
-    def export(self, layers: Sequence[int]) -> None:
-        if layers:
-            raise OutriderError("a trained draft exports no layers; tap the target's")
-
-    def swap(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
-        load(self.module, weights)
-        self.version = version
-
-    def bytes(self) -> int:
-        return sum(weight.nbytes for weight in self.module.parameters())
 
     def _read(self, batch: Batch) -> None:
         """Make keys and values of the states that are new, and run a block behind each text."""

@@ -10,8 +10,9 @@ import torch
 from outrider.check import check_target
 from outrider.errors import OutriderError
 from outrider.heads.formats.base import Partner
+from outrider.heads.runners import make_head_target
 from outrider.heads.store import is_head, read_head
-from outrider.heads.target import HeadTarget, make_head_target
+from outrider.heads.target import HeadTarget
 from outrider.load import Checkpoint, load_checkpoint
 from outrider.propose.base import Proposer, Setup
 from outrider.propose.cascade import Cascade

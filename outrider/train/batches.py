@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 from outrider import tree
 from outrider.errors import OutriderError
 from outrider.heads.description import Taps
-from outrider.heads.target import normed
+from outrider.heads.taps import normed
 from outrider.params import SamplingParams
 from outrider.target import Target
 from outrider.train.processes import total

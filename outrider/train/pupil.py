@@ -11,8 +11,8 @@ from torch import nn
 
 from outrider.errors import OutriderError
 from outrider.heads.description import Description, Taps
+from outrider.heads.runners import make_head_target
 from outrider.heads.store import HeadModule, filled, make_module, write_head
-from outrider.heads.target import make_head_target
 from outrider.propose.base import Proposer, Setup
 from outrider.propose.heads import HeadProposer
 from outrider.target import Lender

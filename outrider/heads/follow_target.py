@@ -1,0 +1,115 @@
+"""A draft that follows the target's states, as a target: on torch, and on the native kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from itertools import accumulate
+
+import torch
+
+from outrider import tree
+from outrider.attention import Reader, attend
+from outrider.cache.static import StaticCache
+from outrider.errors import OutriderError
+from outrider.heads.follower import Follower
+from outrider.heads.layers import Attention
+from outrider.heads.native import HeadDecoder
+from outrider.heads.taps import StateCache
+from outrider.heads.target import HeadRunner
+from outrider.native.library import load_library
+from outrider.native.target import columns_of
+from outrider.types import Batch, Draft, Grown, Scores, Tables, Trust
+
+
+class FollowTarget(HeadRunner):
+    """A `Follower` over its own cache."""
+
+    module: Follower
+
+    def __init__(self, module: Follower, tables: Tables, *, slots: int, context: int) -> None:
+        super().__init__(module, tables, slots=slots, context=context, reach=context)
+        self._memory = StaticCache(slots=slots, capacity=context, device=self.device)
+        self.cache = StateCache(self._memory, self._taps, read=behind, before=1)
+        self._states: list[dict[int, torch.Tensor]] = []  # by row and node, the state behind it; -1: the text's end
+
+    def score(self, batch: Batch, draft: Draft, first: int = -1) -> Scores:
+        ours = behind(batch)
+        states = torch.cat([self._before(batch, draft, first, b) for b in range(len(batch.rows))])
+        out, logits = self._run(ours, draft, first, states)
+        self._remember(self.module.recycled(out), ours, draft, first)
+        return self._scores(logits)
+
+    def _run(self, batch: Batch, draft: Draft, first: int, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Outputs [T, H] of all columns, and logits [B, M, Vd] of the nodes asked for."""
+        layout = self._memory.stage(batch, draft, first)
+        reader = Reader(self._memory, layout)
+
+        def look(of: Attention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+            return attend(of, query[None], key[None], value[None], None, kv=reader)[0][0].transpose(0, 1)
+
+        out = self.module(layout.tokens, states, layout.positions, look)
+        return out, layout.per_node(self.module.logits(out[layout.keep]))
+
+    def _before(self, batch: Batch, draft: Draft, first: int, b: int) -> torch.Tensor:
+        """The states [L, H] before row b's columns."""
+        slot, end = batch.rows[b].slot, batch.start[b] + len(batch.feed[b])
+        if first < 0:
+            assert not draft.width[b], "the text is read before guesses are"
+            begin = max(batch.start[b], 1)
+            return self.module.fused(self._taps.read(slot, begin - 1, end - 1).to(self._dtype))
+        known = self._states[b]
+        nodes = range(first, draft.width[b])
+        above = [node - 1 for node in nodes] if draft.chain else draft.parent[b].tolist()[first : draft.width[b]]
+        return torch.stack([known[parent] for parent in above]) if above else known[-1].new_empty(0, len(known[-1]))
+
+    def _remember(self, states: torch.Tensor, batch: Batch, draft: Draft, first: int) -> None:
+        """Keep what stands behind the text's end, or behind each new node, for the nodes below."""
+        if first < 0:
+            ends = accumulate(map(len, batch.feed))
+            self._states = [{-1: states[end - 1]} for end in ends]
+            return
+        column = 0
+        for known, width in zip(self._states, draft.width, strict=True):
+            for node in range(first, width):
+                known[node] = states[column]
+                column += 1
+
+
+class NativeFollowTarget(FollowTarget):
+    """The same on the native kernels, where a greedy chain is one call."""
+
+    def __init__(self, module: Follower, tables: Tables, *, slots: int, context: int) -> None:
+        """Prepare for `slots` rows of up to `context` tokens.
+
+        Raises:
+            UnsupportedModel: the kernels cannot run it.
+        """
+        super().__init__(module, tables, slots=slots, context=context)
+        body = module.body
+        stripes = [self._memory.stripes(i, body.key_heads, body.dim) for i in range(body.layers)]
+        caches = [keys for keys, _ in stripes], [values for _, values in stripes]
+        self._decoder = HeadDecoder(module, tables, load_library(), caches)
+        self.kernels = "native"
+
+    def grow(self, batch: Batch, vocab: int, trust: Trust | None = None) -> Grown:
+        none = tree.empty(len(batch.rows), self.device)
+        states = torch.cat([self._before(batch, none, -1, b) for b in range(len(batch.rows))])
+        columns, _ = columns_of(behind(batch), none, -1, self.vocab)
+        return self._decoder.grow(columns, batch.budget, vocab, trust, state=states.float())
+
+    def swap(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
+        raise OutriderError("a trained draft in native kernels cannot be swapped; load it with kernels torch")
+
+    def _run(self, batch: Batch, draft: Draft, first: int, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        columns, order = columns_of(batch, draft, first, self.vocab)
+        logits, _, out = self._decoder.run(columns, (self.module.body.layers - 1,), states.float().contiguous())
+        logits = logits if order is None else logits[order]
+        return out[0].to(self._dtype), logits.view(len(batch.rows), -1, logits.shape[-1])
+
+
+def behind(batch: Batch) -> Batch:
+    """The same batch without each text's first token, which no state led to."""
+    start = tuple(max(start - 1, 0) for start in batch.start)
+    feed = tuple(feed if start else feed[1:] for start, feed in zip(batch.start, batch.feed, strict=True))
+    return replace(batch, start=start, feed=feed)

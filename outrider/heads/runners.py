@@ -1,0 +1,31 @@
+"""Which runner a trained draft takes."""
+
+from __future__ import annotations
+
+import logging
+
+from outrider.errors import UnsupportedModel
+from outrider.heads.block import BlockDraft
+from outrider.heads.block_target import BlockTarget
+from outrider.heads.follow_target import FollowTarget, NativeFollowTarget
+from outrider.heads.independent import Independent
+from outrider.heads.independent_target import IndependentTarget
+from outrider.heads.store import HeadModule
+from outrider.heads.target import HeadTarget
+from outrider.types import Tables
+
+_log = logging.getLogger("outrider")
+
+
+def make_head_target(module: HeadModule, tables: Tables, *, slots: int, context: int) -> HeadTarget:
+    """What runs a draft beside a target with these tables."""
+    if isinstance(module, BlockDraft):
+        return BlockTarget(module, tables, slots=slots, context=context)
+    if isinstance(module, Independent):
+        return IndependentTarget(module, tables, slots=slots, context=context)
+    if tables.packed is not None:
+        try:
+            return NativeFollowTarget(module, tables, slots=slots, context=context)
+        except UnsupportedModel as reason:
+            _log.warning("the draft runs on torch's kernels: %s", reason)
+    return FollowTarget(module, tables, slots=slots, context=context)
