@@ -59,11 +59,12 @@ def make_texts(*, lengths=(9, 6, 4), seed=0, hidden=128, vocab=12288):
     chance = torch.Generator().manual_seed(seed)
     size, rows = max(lengths), len(lengths)
     laws = (torch.randn(rows, size, vocab, generator=chance) * 3).softmax(-1)
+    learn = torch.arange(size) < torch.tensor(lengths)[:, None]
     return Texts(
         tokens=torch.randint(0, vocab, (rows, size + 1), generator=chance),
         taps=torch.randn(rows, size, 1, hidden, generator=chance),
-        laws=laws,
-        learn=torch.arange(size) < torch.tensor(lengths)[:, None],
+        laws=laws[learn],
+        learn=learn,
     )
 
 
@@ -72,9 +73,28 @@ def cut(texts, row, length):
     return Texts(
         tokens=texts.tokens[one, : length + 1],
         taps=texts.taps[one, :length],
-        laws=texts.laws[one, :length],
+        laws=spread(texts.laws, texts.learn)[row, :length],
         learn=texts.learn[one, :length],
     )
+
+
+def spread(values, learn):
+    """Values [n, ...] of what is learned from, at their places [B, L, ...]; nan elsewhere."""
+    out = values.new_full((*learn.shape, *values.shape[1:]), torch.nan)
+    out[learn] = values
+    return out
+
+
+def watched(trainer):
+    """The slopes of all weights [*], a tensor for each step that the trainer makes from now on."""
+    slopes, move = [], trainer._optimiser.step
+
+    def step(lr):
+        slopes.append(torch.cat([weight.grad.flatten() for weight in trainer.pupil.module.parameters()]))
+        move(lr)
+
+    trainer._optimiser.step = step
+    return slopes
 
 
 class Still:
@@ -84,9 +104,11 @@ class Still:
         self.module = torch.nn.Module()
         start = torch.randn(steps, vocab, generator=torch.Generator().manual_seed(seed))
         self.module.weight = torch.nn.Parameter(start)
+        self.ids = torch.arange(vocab)
 
     def unroll(self, texts, steps):
         for step in range(steps):
             learn = texts.learn[:, step:]
-            logits = self.module.weight[step].expand(*learn.shape, -1)
-            yield Step(logits=logits, target=texts.laws[:, step:], learn=learn)
+            row, column = learn.nonzero(as_tuple=True)
+            logits = self.module.weight[step].expand(len(row), -1)
+            yield Step(logits=logits, target=texts.laws_at(row, column + step), learn=learn)

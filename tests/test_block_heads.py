@@ -37,6 +37,7 @@ from outrider.train.trainer import Trainer
 from outrider.train.unroll import unrolled
 from outrider.types import Batch, Draw, Scores, Tables
 from tests.houses import make_engine, outputs, run
+from tests.lessons import spread
 
 CPU = torch.device("cpu")
 SMALL = Shape(hidden=64, layers=8, vocab=40, epsilon=1e-5, depth=2, guesses=4)
@@ -182,7 +183,10 @@ def test_training_sees_what_the_engine_will(kind, name):
     tokens, taps = torch.randint(0, 40, (3, size + 1)), torch.randn(3, size, len(description.taps.layers), 64)
     learn = torch.arange(size) < torch.tensor(lengths)[:, None]
     laws = torch.rand(3, size, description.guessed)
-    steps = list(unrolled(module, Texts(tokens=tokens, taps=taps, laws=laws, learn=learn), 9))
+    steps = list(unrolled(module, Texts(tokens=tokens, taps=taps, laws=laws[learn], learn=learn), 9))
+    said = [spread(step.logits, step.learn) for step in steps]
+    meant = [spread(step.target, step.learn) for step in steps]
+    sure = [spread(step.confidence, step.learn) if module.block.confidence else None for step in steps]
     assert len(steps) == guesses
     rows = admit(head, [tokens[b, :5].tolist() for b in range(3)])
     tell(head, rows, taps, [4] * 3)
@@ -204,13 +208,13 @@ def test_training_sees_what_the_engine_will(kind, name):
             for guess, step in enumerate(steps):
                 assert bool(step.learn[row.slot, place - 1]) == (place + guess < lengths[row.slot])
                 if step.learn[row.slot, place - 1]:
-                    wanted = step.logits[row.slot, place - 1]
+                    wanted = said[guess][row.slot, place - 1]
                     assert (found[guess][b, module.ids] - wanted).abs().max() < 1e-3
-                    assert torch.equal(step.target[row.slot, place - 1], laws[row.slot, place + guess])
+                    assert torch.equal(meant[guess][row.slot, place - 1], laws[row.slot, place + guess])
                     compared += 1
                     if module.block.confidence and guess < guesses - 1:
-                        said = step.confidence[row.slot, place - 1].sigmoid()
-                        assert abs(head.chances(chain)[b, guess] - said) < 1e-5
+                        told = sure[guess][row.slot, place - 1].sigmoid()
+                        assert abs(head.chances(chain)[b, guess] - told) < 1e-5
         commit(head, batch, chain)
         for row in rows:
             row.text += tokens[row.slot, len(row.text) :][: chance.randint(1, 3)].tolist()
@@ -259,7 +263,7 @@ def test_a_block_is_the_same_whatever_others_are_trained_beside_it(monkeypatch):
     module = make_draft(describe("dspark", SMALL))
     module.lend(TABLES.embedding, TABLES.head)
     tokens, taps = torch.randint(0, 40, (2, 16)), torch.randn(2, 15, 5, 64)
-    texts = Texts(tokens=tokens, taps=taps, laws=torch.rand(2, 15, 40), learn=torch.ones(2, 15, dtype=torch.bool))
+    texts = Texts(tokens=tokens, taps=taps, laws=torch.rand(30, 40), learn=torch.ones(2, 15, dtype=torch.bool))
     whole = list(unrolled(module, texts, 9))
     monkeypatch.setattr(blocks, "_MOST", 5)
     torch.manual_seed(8)
@@ -267,7 +271,8 @@ def test_a_block_is_the_same_whatever_others_are_trained_beside_it(monkeypatch):
     torch.manual_seed(8)
     for step, every in zip(unrolled(module, texts, 9), whole, strict=True):
         at = places - 1  # all places but the first had a block of their own
-        assert torch.allclose(step.logits, every.logits.gather(1, at[..., None].expand(-1, -1, 40)), atol=1e-5)
+        wanted = spread(every.logits, every.learn).gather(1, at[..., None].expand(-1, -1, 40))
+        assert torch.allclose(spread(step.logits, step.learn), wanted, atol=1e-5, equal_nan=True)
         assert torch.equal(step.learn, every.learn.gather(1, at))
 
 
@@ -278,7 +283,7 @@ def test_texts_of_one_token_teach_nothing_and_stop_nothing(kind):
     texts = Texts(
         tokens=torch.tensor([[3, 1]]),
         taps=torch.randn(1, 1, 5, 64),
-        laws=torch.rand(1, 1, 40),
+        laws=torch.rand(1, 40),
         learn=torch.ones(1, 1, dtype=torch.bool),
     )
     assert not any(bool(step.learn.any()) for step in unrolled(module, texts, 9))
@@ -390,7 +395,7 @@ def test_training_lowers_the_loss_and_raises_what_is_kept(kind, nano):
     module = make_module(description)
     module.lend(tables.embedding.float(), tables.head.float())
     texts = Reader(description.taps, range(2), tables, module.ids).read(samples, everything=False)
-    pupil = SimpleNamespace(module=module, unroll=lambda texts, steps: unrolled(module, texts, steps))
+    pupil = SimpleNamespace(module=module, ids=module.ids, unroll=lambda texts, steps: unrolled(module, texts, steps))
     trainer = Trainer(pupil, losses=parse("ce:0.1,tv:1.8"), steps=4, decay=0.8, lr=3e-3)
     before, misjudged = measure(module, target, prompts), misjudgement(module, texts)
     sums = [trainer.train([texts], progress=step / 60) for step in range(60)]
@@ -418,5 +423,5 @@ def misjudgement(module, texts) -> float:
     far = []
     for step in unrolled(module, texts, 4):
         alpha = torch.minimum(step.target, step.logits.softmax(-1)).sum(-1)
-        far.append((step.confidence.sigmoid() - alpha).abs()[step.learn])
+        far.append((step.confidence.sigmoid() - alpha).abs())
     return float(torch.cat(far).mean())

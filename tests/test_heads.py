@@ -29,6 +29,7 @@ from outrider.train.kinds import KINDS, Shape, describe
 from outrider.train.unroll import Texts, unrolled
 from outrider.types import Batch, Request, Round, Row, Scores
 from tests import tiny
+from tests.lessons import spread
 
 MINI = Shape(hidden=384, layers=8, vocab=12288, epsilon=1e-5, depth=1)
 CPU = torch.device("cpu")
@@ -84,10 +85,10 @@ def test_training_sees_what_the_engine_will(kind):
     size, count = 9, len(description.taps.layers)
     tokens, taps = torch.randint(0, 12288, (1, size + 1)), torch.randn(1, size, count, 128)
     head = make_head_target(module, tables, slots=1, context=64)
-    texts = Texts(tokens=tokens, taps=taps, laws=torch.zeros(1, size, 12288), learn=torch.ones(1, size, dtype=bool))
+    texts = Texts(tokens=tokens, taps=taps, laws=torch.zeros(size, 12288), learn=torch.ones(1, size, dtype=bool))
     if description.taps.final:  # what the engine norms itself, a batch of training holds normed
         texts = replace(texts, taps=torch.cat([taps[:, :, :-1], normed(taps[:, :, -1:], tables)], 2))
-    steps = [step.logits[0] for step in unrolled(module, texts, 3)]
+    steps = [spread(step.logits, step.learn)[0] for step in unrolled(module, texts, 3)]
     assert len(steps) == 3
     text = tokens[0].tolist()
     for end in range(2, size):  # the text's first `end` tokens are there, and the next three are guessed

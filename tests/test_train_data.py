@@ -109,7 +109,7 @@ def test_laws_are_the_targets_own(nano):
     states, _ = _fresh(nano.target, tokens[:-1], (1,))
     texts = _reader(nano).read([make_sample(tokens, states=states)], everything=True)
     model = AutoModelForCausalLM.from_pretrained(NANO, dtype=torch.float32)
-    wanted = model(torch.tensor([tokens[:-1]])).logits.softmax(-1)
+    wanted = model(torch.tensor([tokens[:-1]])).logits[0].softmax(-1)
     assert texts.laws.shape == wanted.shape
     assert torch.minimum(texts.laws, wanted).sum(-1).min() > 0.97
     few = torch.tensor([3, 7, 300])

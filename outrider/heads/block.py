@@ -14,26 +14,22 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from outrider.heads.borrower import Borrower
 from outrider.heads.description import Description
 from outrider.heads.layers import Layer, Look, Norm, rotation
 
 _SPREAD = 0.02  # of fresh vectors that stand beside embeddings
 
 
-class BlockDraft(nn.Module):
-    """Decoder layers over a block, and what corrects and judges its guesses.
-
-    The tables that it shares with the target are lent to it (`lend`) and are no parameters of its own.
-    """
-
-    ids: torch.Tensor  # [Vd] the target's ids of what is guessed
+class BlockDraft(Borrower):
+    """Decoder layers over a block, and what corrects and judges its guesses; `logits` are still to be `corrected`."""
 
     def __init__(self, description: Description) -> None:
-        super().__init__()
+        super().__init__(description)
         it, body, block = description, description.body, description.block
         assert body is not None
         assert block is not None
-        self.description, self.body, self.block = it, body, block
+        self.body, self.block = body, block
         width = body.hidden
         if it.taps.fused:
             self.fuse = nn.Linear(len(it.taps.layers) * it.target_hidden, width, bias=it.taps.bias)
@@ -44,10 +40,6 @@ class BlockDraft(nn.Module):
         )
         if it.final_norm:
             self.norm = Norm(width, body.epsilon)
-        if it.own_head:
-            self.head = nn.Linear(width, it.guessed, bias=False)
-        if it.own_embedding:
-            self.embedding = nn.Embedding(it.vocab, width)
         if block.markov_rank:
             self.markov_in = nn.Embedding(it.vocab, block.markov_rank)
             self.markov_out = nn.Linear(block.markov_rank, it.guessed, bias=False)
@@ -55,12 +47,6 @@ class BlockDraft(nn.Module):
             nn.init.zeros_(self.markov_out.weight)  # a fresh draft corrects nothing
         if block.confidence:
             self.judge = nn.Linear(width + block.markov_rank, 1)
-        self.register_buffer("ids", torch.arange(it.guessed), persistent=bool(it.draft_vocab))
-        self._lent: tuple[torch.Tensor, torch.Tensor] | None = None  # the target's embeddings and output layer
-
-    def lend(self, embedding: torch.Tensor, head: torch.Tensor) -> None:
-        """Take the target's tables [V, H] for those that it has not itself."""
-        self._lent = embedding, head
 
     def fused(self, taps: torch.Tensor) -> torch.Tensor:
         """States [*, H] from what was tapped [*, taps, target H]."""
@@ -83,7 +69,7 @@ class BlockDraft(nn.Module):
         Returns:
             The outputs [*, n, guesses, H] of the columns that guess, after the final norm.
         """
-        first = self._embed(anchors).to(self.mask.dtype)[..., None, :]
+        first = self.embed(anchors).to(self.mask.dtype)[..., None, :]
         masks = self.mask.expand(*anchors.shape, self.block.size - 1, -1)
         x = torch.cat([first, masks], -2).flatten(-3, -2)
         rotary = rotation(positions, self.body, x.dtype)
@@ -94,13 +80,6 @@ class BlockDraft(nn.Module):
         guessing = x.view(*anchors.shape, self.block.size, -1)[..., -self.block.guesses :, :]
         # With strides as of one piece, or torch copies the output layer for each block to multiply by it.
         return guessing.reshape(-1, x.shape[-1]).view(guessing.shape)
-
-    def logits(self, out: torch.Tensor) -> torch.Tensor:
-        """[*, Vd] float32, over `ids`, of outputs [*, H]; what `corrected` is still to correct."""
-        if self.description.own_head:
-            return self.head(out).float()  # type: ignore[no-any-return]
-        assert self._lent is not None, "no output layer was lent"
-        return nn.functional.linear(out, self._lent[1].to(out.dtype)).float()
 
     def corrected(self, logits: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
         """Logits [*, Vd] of guesses that stand behind the tokens `before` [*], the target's ids."""
@@ -116,9 +95,3 @@ class BlockDraft(nn.Module):
         if self.block.markov_rank:
             out = torch.cat([out, self.markov_in(before).to(out.dtype)], -1)
         return self.judge(out)[..., 0].float()  # type: ignore[no-any-return]
-
-    def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        if self.description.own_embedding:
-            return self.embedding(tokens)  # type: ignore[no-any-return]
-        assert self._lent is not None, "no embeddings were lent"
-        return nn.functional.embedding(tokens, self._lent[0])

@@ -196,7 +196,6 @@ def _check(it: Description) -> None:
         f"guesses {it.draft_vocab} of {it.vocab} tokens": not 0 <= it.draft_vocab <= it.vocab,
         "has both decoder layers and independent heads, or neither": (it.body is None) == (it.stack is None),
         "does not say how embeddings and states are joined": it.body is not None and not (it.join or it.block),
-        "has part of a vocabulary and no output layer of its own": bool(it.draft_vocab) and not it.own_head,
         f"carries a state of {it.width} on to where {it.target_hidden} are expected": not it.taps.fused
         and it.width != it.target_hidden,
         f"is {it.width} wide beside the target's tables of {it.target_hidden}": it.body is not None

@@ -9,24 +9,20 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from outrider.heads.borrower import Borrower
 from outrider.heads.description import Description, FuseNorm, JoinAt, Recycle
 from outrider.heads.layers import Layer, Look, Norm, rotation
 
 
-class Follower(nn.Module):
-    """One decoder layer, mostly, over embeddings and states.
-
-    The tables that it shares with the target are lent to it (`lend`) and are no parameters of its own.
-    """
-
-    ids: torch.Tensor  # [Vd] the target's ids of what is guessed
+class Follower(Borrower):
+    """One decoder layer, mostly, over embeddings and states."""
 
     def __init__(self, description: Description) -> None:
-        super().__init__()
+        super().__init__(description)
         it, body, join = description, description.body, description.join
         assert body is not None
         assert join is not None
-        self.description, self.body, self.join = it, body, join
+        self.body, self.join = body, join
         width, taps = body.hidden, it.taps
         sources = len(taps.layers) * it.target_hidden
         if taps.norm is FuseNorm.EACH:
@@ -48,16 +44,6 @@ class Follower(nn.Module):
         )
         if it.final_norm:
             self.norm = Norm(width, body.epsilon)
-        if it.own_head:
-            self.head = nn.Linear(width, it.guessed, bias=False)
-        if it.own_embedding:
-            self.embedding = nn.Embedding(it.vocab, width)
-        self.register_buffer("ids", torch.arange(it.guessed), persistent=bool(it.draft_vocab))
-        self._lent: tuple[torch.Tensor, torch.Tensor] | None = None  # the target's embeddings and output layer
-
-    def lend(self, embedding: torch.Tensor, head: torch.Tensor) -> None:
-        """Take the target's tables [V, H] for those that it has not itself."""
-        self._lent = embedding, head
 
     def fused(self, taps: torch.Tensor) -> torch.Tensor:
         """States [*, H] from what was tapped [*, taps, target H]."""
@@ -76,7 +62,7 @@ class Follower(nn.Module):
         look: Look,
     ) -> torch.Tensor:
         """The outputs [*, T, H] before the final norm."""
-        embedded = self._embed(tokens).to(states.dtype)
+        embedded = self.embed(tokens).to(states.dtype)
         if self.join.zero_first:
             embedded = embedded * (positions > 0)[..., None]
         state = states
@@ -98,18 +84,8 @@ class Follower(nn.Module):
         return self._normed(out) if self.description.recycle is Recycle.NORMED else out
 
     def logits(self, out: torch.Tensor) -> torch.Tensor:
-        """[*, Vd] float32, over `ids`."""
-        normed = self._normed(out)
-        if self.description.own_head:
-            return self.head(normed).float()  # type: ignore[no-any-return]
-        assert self._lent is not None, "no output layer was lent"
-        return nn.functional.linear(normed, self._lent[1].to(normed.dtype)).float()
+        """[*, Vd] float32, over `ids`, of outputs [*, H] before the final norm."""
+        return super().logits(self._normed(out))
 
     def _normed(self, out: torch.Tensor) -> torch.Tensor:
         return self.norm(out) if self.description.final_norm else out
-
-    def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        if self.description.own_embedding:
-            return self.embedding(tokens)  # type: ignore[no-any-return]
-        assert self._lent is not None, "no embeddings were lent"
-        return nn.functional.embedding(tokens, self._lent[0])

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from outrider.heads.borrower import Borrower
 from outrider.heads.description import Description, Kind
 
 
@@ -26,16 +27,14 @@ class Block(nn.Module):
         return residual + functional.silu(self.linear(x))
 
 
-class Independent(nn.Module):
+class Independent(Borrower):
     """The stack. Head i guesses token i + 2 after the state's own; the target itself guesses the first."""
 
-    ids: torch.Tensor  # [Vd] the target's ids of what is guessed
-
     def __init__(self, description: Description) -> None:
-        super().__init__()
+        super().__init__(description)
         stack, width = description.stack, description.target_hidden
         assert stack is not None
-        self.description, self.stack = description, stack
+        self.stack = stack
         # Hydra: besides the state, the embeddings of the token that it led to and of the guesses before
         wider = description.kind is Kind.HYDRA
         self.blocks = nn.ModuleList(
@@ -52,12 +51,9 @@ class Independent(nn.Module):
                 nn.Linear(width, description.guessed, bias=stack.head_bias)
                 for _ in range(1 if stack.one_head else stack.heads)
             )
-        self.register_buffer("ids", torch.arange(description.guessed), persistent=bool(description.draft_vocab))
-        self._lent: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    def lend(self, embedding: torch.Tensor, head: torch.Tensor) -> None:
-        """Take the target's tables [V, H]."""
-        self._lent = embedding, head
+    def output_table(self) -> torch.Tensor:
+        return self.heads[0].weight if self.stack.one_head else super().output_table()  # type: ignore[return-value]
 
     def forward(self, state: torch.Tensor, tokens: torch.Tensor, head: int) -> torch.Tensor:
         """Logits [*, Vd] float32 of head `head`.
@@ -67,11 +63,10 @@ class Independent(nn.Module):
             tokens: [*, head + 1] what came after the state, the guesses before this one included; Hydra reads them.
             head: which, counted from 0.
         """
-        assert self._lent is not None, "no tables were lent"
         x = state
         if self.description.kind is Kind.HYDRA:
-            x = torch.cat([state, functional.embedding(tokens, self._lent[0]).to(state.dtype).flatten(-2)], -1)
+            x = torch.cat([state, self.embed(tokens).to(state.dtype).flatten(-2)], -1)
         x = self.blocks[head](x)
         if self.stack.shared_head:
-            return functional.linear(x, self._lent[1].to(x.dtype)).float()
+            return self.logits(x)
         return self.heads[0 if self.stack.one_head else head](x).float()  # type: ignore[no-any-return]

@@ -47,9 +47,10 @@ class HeadDecoder(Passes):
             )
         super().__init__(library.code, hidden=body.hidden)
         self._module, self._keep, self._arena = module, list[Any](), Arena()
-        self._head = self._pack(module.head.weight) if module.description.own_head else tables.packed
-        own = module.description.own_embedding
-        embedding = self._kept(module.embedding.weight.to(torch.bfloat16) if own else tables.embedding)
+        it = module.description
+        shared = not it.own_head and not it.draft_vocab  # the target's whole table, which lies packed already
+        self._head = tables.packed if shared else self._pack(module.output_table())
+        embedding = self._kept(module.embedding.weight.to(torch.bfloat16) if it.own_embedding else tables.embedding)
         speeds, amplitude = frequencies(body)
         frequency, ids = self._kept(speeds), self._kept(module.ids.to(torch.int32))
         layers = (CLayer * body.layers)(*(self._layer(i, caches) for i in range(body.layers)))
@@ -60,7 +61,7 @@ class HeadDecoder(Passes):
             self._norm(module, "norm"),
             frequency.data_ptr(),
             ctypes.addressof(entry),
-            ids.data_ptr() if module.description.draft_vocab else 0,
+            ids.data_ptr() if it.draft_vocab else 0,
             self._head.c(),
             body.layers,
             body.hidden,

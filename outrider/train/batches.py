@@ -44,10 +44,10 @@ class Reader:
         places = torch.arange(states.shape[1], device=device)
         lengths, prompts = (torch.tensor(each, device=device)[:, None] for each in _sizes(samples))
         learn = (places < lengths) & ((places >= prompts - 1) | everything)
-        laws = self._laws(last)
+        laws = self._laws(last[learn])
         if len(self._ids) != laws.shape[-1]:
-            laws = laws[..., self._ids]
-        return Texts(tokens=tokens, taps=taps, laws=laws, learn=learn)
+            laws = laws[:, self._ids]
+        return Texts(tokens=tokens, taps=taps, learn=learn, laws=laws)
 
     @torch.inference_mode()
     def check(self, target: Target, text: tuple[int, ...]) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from outrider.heads.block import BlockDraft
 from outrider.heads.layers import Attention
-from outrider.train.steps import Step, Texts
+from outrider.train.steps import Step, Texts, drawn
 
 _MOST = 512  # blocks of a text
 
@@ -24,15 +24,17 @@ def in_blocks(module: BlockDraft, texts: Texts, steps: int) -> Iterator[Step]:
     places, live = anchors(texts.learn)
     out = _pass(module, texts, places)
     rows = torch.arange(len(places), device=places.device)[:, None]
+    row = rows.expand_as(places)
     last = texts.learn.shape[1] - 1
     for guess in range(min(steps, module.block.guesses)):
         at = (places + guess).clamp(max=last)  # the token before the guess
         live = live & (places + guess <= last) & texts.learn[rows, at]
         ours, before = out[:, :, guess], texts.tokens[rows, at]
+        ours, before = ours[live], before[live]
         yield Step(
-            logits=module.corrected(module.logits(ours), before),
-            target=texts.laws[rows, at],
             learn=live,
+            logits=module.corrected(module.logits(ours), before),
+            target=texts.laws_at(row[live], at[live]),
             confidence=module.confidence(ours, before) if module.block.confidence else None,
         )
 
@@ -49,12 +51,7 @@ def anchors(learn: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """
     able = learn.clone()
     able[:, 0] = False
-    # Drawn on the host, whose generator is what a training saves to go on from.
-    luck = torch.rand(learn.shape).to(learn.device).masked_fill(~able, 2.0)
-    drawn = luck.topk(min(max(int(able.sum(1).max()), 1), _MOST), largest=False).indices
-    beyond = learn.shape[1]
-    places = torch.where(able.gather(1, drawn), drawn, beyond).sort(1).values
-    return torch.where(places < beyond, places, 1), places < beyond
+    return drawn(able, _MOST)
 
 
 def _pass(module: BlockDraft, texts: Texts, places: torch.Tensor) -> torch.Tensor:

@@ -25,6 +25,7 @@ class Shape:
     depth: int = 1  # decoder layers, or independent heads
     ffn: int = 0  # 0 = as Llama has it
     guesses: int = 0  # of a block; 0 = 7
+    own_head: bool | None = None  # an output layer of its own, or the target's; None = as the kind is published
 
 
 def describe(kind: str, shape: Shape) -> Description:
@@ -69,7 +70,7 @@ def _eagle3(shape: Shape) -> Description:
         taps=Taps(layers=(1, shape.layers // 2 - 1, high), fused=True),
         join=Join(at=JoinAt.ATTENTION),
         body=body(shape),
-        own_head=True,
+        own_head=shape.own_head is not False,
     )
 
 
@@ -90,22 +91,27 @@ def _mtp(shape: Shape) -> Description:
         target_hidden=shape.hidden,
         target_layers=shape.layers,
         vocab=shape.vocab,
+        draft_vocab=shape.draft_vocab,
         taps=Taps(layers=(shape.layers - 1,), final=True),
         join=Join(at=JoinAt.PROJECTION),
         body=body(shape),
         recycle=Recycle.NORMED,
+        own_head=bool(shape.own_head),
     )
 
 
 def _stack(kind: Kind) -> Callable[[Shape], Description]:
     def make(shape: Shape) -> Description:
+        own = bool(shape.own_head)
         return Description(
             kind=kind,
             target_hidden=shape.hidden,
             target_layers=shape.layers,
             vocab=shape.vocab,
+            draft_vocab=shape.draft_vocab,
             taps=Taps(layers=(shape.layers - 1,), final=True),
-            stack=Stack(heads=shape.depth if shape.depth > 1 else 4, shared_head=True),
+            stack=Stack(heads=shape.depth if shape.depth > 1 else 4, shared_head=not own, one_head=own),
+            own_head=own,
         )
 
     return make
@@ -129,7 +135,7 @@ def _block(kind: Kind) -> Callable[[Shape], Description]:
                 markov_rank=min(_RANK, shape.hidden // 4) if corrected else 0,
                 confidence=corrected,
             ),
-            own_head=bool(shape.draft_vocab),
+            own_head=bool(shape.own_head),
         )
 
     return make

@@ -63,10 +63,12 @@ class ModelPupil:
         """Nothing follows from texts here: the draft has its weights, and guesses all tokens."""
 
     def unroll(self, texts: Texts, steps: int) -> Iterator[Step]:
-        size = min(texts.laws.shape[1], self._checkpoint.context)
+        size = min(texts.learn.shape[1], self._checkpoint.context)
         logits = self.module(input_ids=texts.tokens[:, :size], use_cache=False).logits[..., : len(self.ids)]
         for step in range(min(steps, size)):
-            yield Step(logits=logits[:, step:], target=texts.laws[:, step:size], learn=texts.learn[:, step:size])
+            learn = texts.learn[:, step:size]
+            row, column = learn.nonzero(as_tuple=True)
+            yield Step(learn=learn, logits=logits[row, column + step], target=texts.laws_at(row, column + step))
 
     def proposer(self, setup: Setup) -> Proposer:
         still = self._still(setup.dtype)

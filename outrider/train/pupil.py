@@ -68,10 +68,13 @@ class HeadPupil:
             OutriderError: the options and the kind, or the target, do not fit.
         """
         self._tables, shape = tables, _shape(settings, setup, tables)
-        self._description = it = describe(kind, shape)
-        _check(kind, settings, it, wanted=shape.draft_vocab)
+        self._description, self._later = describe(kind, shape), settings.later
+        it = self._description
+        _check(kind, settings, it)
         self._module = make_module(it).to(setup.device)
-        self._module.lend(tables.embedding, tables.head.float())
+        self._lend()
+        # Which tokens are guessed is loaded too.
+        self._module.register_load_state_dict_post_hook(lambda *_: self._lend())  # type: ignore[no-untyped-call]
         self.module: nn.Module = self._module
         self.taps, self.ids = it.taps, self._module.ids
         self.steps = _of_itself(it) or 4
@@ -80,13 +83,13 @@ class HeadPupil:
         it, module = self._description, self._module
         if it.draft_vocab:
             module.ids.copy_(frequent(samples(), it.vocab, it.draft_vocab, module.ids.device))
-        head = getattr(module, "head", None)
-        if head is not None and it.width == it.target_hidden:
+            self._lend()
+        if it.own_head and it.width == it.target_hidden:
             with torch.no_grad():
-                head.weight.copy_(self._tables.head[module.ids])
+                module.output_table().copy_(self._tables.head[module.ids])
 
     def unroll(self, texts: Texts, steps: int) -> Iterator[Step]:
-        return unrolled(self._module, texts, steps)
+        return unrolled(self._module, texts, steps, self._later)
 
     def proposer(self, setup: Setup) -> Proposer:
         still = self._still(setup.dtype)
@@ -94,6 +97,9 @@ class HeadPupil:
 
     def save(self, folder: Path) -> None:
         write_head(folder, self._module, dtype=torch.bfloat16)
+
+    def _lend(self) -> None:
+        self._module.lend(self._tables.embedding, self._tables.head.float())
 
     def _still(self, dtype: torch.dtype) -> HeadModule:
         """A copy that is not trained."""
@@ -140,14 +146,14 @@ def _shape(settings: Settings, setup: Setup, tables: Tables) -> Shape:
         depth=settings.depth or 1,
         ffn=settings.ffn,
         guesses=settings.guesses,
+        own_head=settings.own_head,
     )
 
 
-def _check(kind: str, settings: Settings, it: Description, *, wanted: int) -> None:
+def _check(kind: str, settings: Settings, it: Description) -> None:
     """No option is ignored."""
     count, heads = _of_itself(it), it.stack.heads if it.stack else 0
     problems = {
-        f"{kind} guesses all tokens; leave --draft-vocab out": wanted and not it.draft_vocab,
         f"{kind} has no perceptrons of a width to choose; leave --ffn out": settings.ffn and it.body is None,
         f"{kind} has no block; leave --guesses out": settings.guesses and it.block is None,
         f"{kind} makes {count} guesses and trains them all; leave --steps out": count

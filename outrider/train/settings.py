@@ -85,6 +85,14 @@ class Settings:
     draft_vocab: Annotated[
         int, typer.Option(min=0, help="Tokens that can be guessed, the likeliest; 0 = all.", rich_help_panel=_WHAT)
     ] = 0
+    own_head: Annotated[
+        bool | None,
+        typer.Option(
+            "--own-head/--shared-head",
+            help="An output layer of the draft's own, or the target's. Default: own for eagle3 and eagle31.",
+            rich_help_panel=_WHAT,
+        ),
+    ] = None
     guesses: Annotated[
         int, typer.Option(min=0, help="Of a block, for the kinds that have one; 0 = 7.", rich_help_panel=_WHAT)
     ] = 0
@@ -96,6 +104,12 @@ class Settings:
             rich_help_panel=_HOW,
         ),
     ] = None
+    later: Annotated[
+        float,
+        typer.Option(
+            min=0.0, max=1.0, help="Share of places that train guesses after the first too.", rich_help_panel=_HOW
+        ),
+    ] = 1.0
     decay: Annotated[
         float, typer.Option(min=0.0, help="Weight of a guess, beside the one before.", rich_help_panel=_HOW)
     ] = 0.8
@@ -159,6 +173,8 @@ class Settings:
             raise OutriderError("train needs prompts; add --data FILE with JSON lines that hold a prompt")
         if (self.lr is not None and not 0 < self.lr < 1) or not 0 < self.decay <= 1:
             raise OutriderError(f"lr is {self.lr} and decay {self.decay}; use an lr in (0, 1) and a decay in (0, 1]")
+        if not self.later:
+            raise OutriderError("later is 0, and no guess after the first would be trained; use --steps 1 for that")
         if self.cache_gb is not None and (self.cache is None or not self.cache_gb > 0):
             raise OutriderError("--cache-gb bounds a cache; use it above 0 and with --cache DIR")
 

@@ -3,25 +3,50 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Texts:
     """Texts as the target has read them, side by side, padded behind."""
 
     tokens: torch.Tensor  # [B, L + 1] int64
     taps: torch.Tensor  # [B, L, taps, H] states of all tokens but the last
-    laws: torch.Tensor  # [B, L, Vd] the target's probabilities of what can be guessed, after each of them
-    learn: torch.Tensor  # [B, L] bool: whether its law is learned from
+    learn: torch.Tensor  # [B, L] bool: whether the law after it is learned from
+    laws: torch.Tensor  # [n, Vd] the target's probabilities of what can be guessed, after each of those that are
+
+    @cached_property
+    def _number(self) -> torch.Tensor:
+        """[B, L] which of the laws is the one after a token."""
+        return self.learn.flatten().cumsum(0).view(self.learn.shape) - 1
+
+    def laws_at(self, rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        """The laws [m, Vd] after tokens at places [m] of rows [m], all of which are learned from."""
+        return self.laws[self._number[rows, places]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Step:
-    """All guesses that lie as many guesses behind the target's own states."""
+    """Guesses that lie as many guesses behind the target's own states, at the n columns that are learned from."""
 
-    logits: torch.Tensor  # [B, C, Vd] the draft's
-    target: torch.Tensor  # [B, C, Vd] the target's probabilities, at the same places
-    learn: torch.Tensor  # [B, C]
-    confidence: torch.Tensor | None = None  # [B, C] log-odds of being kept, by the draft's own judgement, if it has any
+    learn: torch.Tensor  # [B, C] which columns these are; column c is the same chain of guesses in all steps
+    logits: torch.Tensor  # [n, Vd] the draft's
+    target: torch.Tensor  # [n, Vd] the target's probabilities, at the same places
+    confidence: torch.Tensor | None = None  # [n] log-odds of being kept, by the draft's own judgement, if it has any
+    weight: float = 1.0  # of each, which may stand for others that are left out
+
+
+def drawn(able: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Up to `most` of the columns of each text that are able [B, C] to, at random.
+
+    Returns:
+        Columns [B, A] in rising order, and whether they are [B, A] such: texts with fewer than others have padding.
+    """
+    # Drawn on the host, whose generator is what a training saves to go on from.
+    luck = torch.rand(able.shape).to(able.device).masked_fill(~able, 2.0)
+    found = luck.topk(min(max(int(able.sum(1).max()), 1), most), largest=False).indices
+    beyond = able.shape[1]
+    columns = torch.where(able.gather(1, found), found, beyond).sort(1).values
+    return torch.where(columns < beyond, columns, min(1, beyond - 1)), columns < beyond

@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from outrider.errors import OutriderError
 from outrider.train.losses import LENGTH, LOSSES, Laws, shortfall
+from outrider.train.optimiser import Optimiser
 from outrider.train.processes import total, world
 from outrider.train.pupil import Pupil
 from outrider.train.steps import Texts
@@ -57,13 +58,8 @@ class Trainer:
     def __init__(self, pupil: Pupil, *, losses: dict[str, float], steps: int, decay: float, lr: float) -> None:
         self.pupil, self.step = pupil, 0
         self._losses, self._steps, self._decay, self._lr = losses, steps, decay, lr
-        weights = list(pupil.module.parameters())
-        groups = [
-            {"params": [weight for weight in weights if weight.dim() > 1], "weight_decay": 0.01},
-            {"params": [weight for weight in weights if weight.dim() < 2], "weight_decay": 0.0},
-        ]
-        self._optimiser = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95))
-        self._device = weights[0].device
+        self._optimiser = Optimiser(pupil.module, lr=lr, vocab=len(pupil.ids))
+        self._device = next(pupil.module.parameters()).device
 
     def train(self, parts: Iterable[Texts], *, progress: float) -> Sums:
         """One step over all parts; `progress` says which share of the run lies behind.
@@ -84,15 +80,13 @@ class Trainer:
         self._gather(sums)
         norm = float(nn.utils.clip_grad_norm_(module.parameters(), 1.0))
         if not math.isfinite(sums.loss) or not math.isfinite(norm):
-            self._optimiser.zero_grad(set_to_none=True)
+            self._optimiser.forget()
             raise OutriderError(
                 f"at step {self.step} the loss is {sums.loss} and the norm of its slope {norm}; use a smaller --lr"
             )
-        for group in self._optimiser.param_groups:
-            group["lr"] = self._lr * rate(progress)
         if sums.columns:
-            self._optimiser.step()
-        self._optimiser.zero_grad(set_to_none=True)
+            self._optimiser.step(self._lr * rate(progress))
+        self._optimiser.forget()
         self.step += 1
         return sums
 
@@ -102,15 +96,14 @@ class Trainer:
         alphas: list[torch.Tensor] = []
         heres: list[torch.Tensor] = []
         for position, step in enumerate(self.pupil.unroll(texts, self._steps)):
-            learn, weight = step.learn, self._decay**position
-            laws = Laws(step.target[learn], step.logits[learn].float().log_softmax(-1))
+            learn, weight = step.learn, step.weight * self._decay**position
+            laws = Laws(step.target, step.logits.float().log_softmax(-1))
             for name, share in self._losses.items():
                 if name != LENGTH:
                     lost = lost + weight * share * LOSSES[name](laws).sum()
             if step.confidence is not None:  # beside what is asked for: it judges, and guesses nothing (DSpark)
-                judged = step.confidence[learn]
                 lost = lost + weight * functional.binary_cross_entropy_with_logits(
-                    judged, laws.alpha.detach().clamp(0, 1), reduction="sum"
+                    step.confidence, laws.alpha.detach().clamp(0, 1), reduction="sum"
                 )
             sums.columns += 0 if position else float(learn.sum())
             if LENGTH in self._losses:

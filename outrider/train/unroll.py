@@ -21,33 +21,54 @@ from outrider.heads.store import HeadModule
 from outrider.train.blocks import in_blocks
 from outrider.train.steps import Step as Step
 from outrider.train.steps import Texts as Texts
+from outrider.train.steps import drawn
 
 
-def unrolled(module: HeadModule, texts: Texts, steps: int) -> Iterator[Step]:
-    """The guesses of steps 0, 1, ..., as far as texts reach."""
+def unrolled(module: HeadModule, texts: Texts, steps: int, later: float = 1.0) -> Iterator[Step]:
+    """The guesses of steps 0, 1, ..., as far as texts reach.
+
+    Behind the first, drafts that follow states go on from a share `later` of the columns alone, drawn at random: those
+    that stand beside each other in a text teach much the same, and all of them are there to be seen.
+    """
     if isinstance(module, BlockDraft):
         return in_blocks(module, texts, steps)
-    run = _followed if isinstance(module, Follower) else _independent
-    return run(module, texts, steps)  # type: ignore[arg-type]
+    if isinstance(module, Independent):
+        return _independent(module, texts, steps)
+    return _followed(module, texts, steps, later)
 
 
-def _followed(module: Follower, texts: Texts, steps: int) -> Iterator[Step]:
+def _followed(module: Follower, texts: Texts, steps: int, later: float) -> Iterator[Step]:
     states = module.fused(texts.taps[:, :-1])
-    look = _Look()
-    size = states.shape[1]
-    for step in range(min(steps, size)):
-        here = size - step  # columns whose guess still lies within the text
-        tokens = texts.tokens[:, 1 + step : 1 + size]
-        positions = torch.arange(step, size, device=tokens.device).expand(len(tokens), -1)
-        states = states[:, :here]
-        look.begin(here)
-        out = module(tokens, states, positions, look)
+    rows, size = states.shape[:2]
+    look, every = _Look(), torch.arange(size, device=states.device).expand(rows, -1)
+    out = module(texts.tokens[:, 1 : 1 + size], states, every, look)
+    learn = texts.learn[:, 1:]
+    row, column = learn.nonzero(as_tuple=True)
+    yield Step(learn=learn, logits=module.logits(out[row, column]), target=texts.laws_at(row, column + 1))
+    if min(steps, size) == 1 or not bool(learn.any()):
+        return
+    columns, live = _chosen(learn, later)
+    weight = 1.0 if later == 1.0 else float(learn.sum()) / max(float(live.sum()), 1.0)
+    every = torch.arange(rows, device=states.device)[:, None].expand_as(columns)
+    states = module.recycled(out)[every, columns]
+    look.narrow(columns)
+    for step in range(1, min(steps, size)):
+        place = columns + 1 + step  # of the last guess, whose law is behind it
+        live = live & (place <= size)
+        place = place.clamp(max=size)
+        out = module(texts.tokens[every, place], states, columns + step, look)
         states = module.recycled(out)
-        yield Step(
-            logits=module.logits(out),
-            target=texts.laws[:, 1 + step :],
-            learn=texts.learn[:, 1 + step :],
-        )
+        learn = live & texts.learn[every, place]
+        laws = texts.laws_at(every[learn], place[learn])
+        yield Step(learn=learn, logits=module.logits(out[learn]), target=laws, weight=weight)
+
+
+def _chosen(learn: torch.Tensor, later: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """From which columns [B, A] guesses go on, and whether they do [B, A]."""
+    if later == 1.0:
+        return torch.arange(learn.shape[1], device=learn.device).expand(learn.shape), torch.ones_like(learn)
+    lucky = torch.rand(learn.shape).to(learn.device) < later
+    return drawn(learn & lucky, learn.shape[1])
 
 
 def _independent(module: Independent, texts: Texts, steps: int) -> Iterator[Step]:
@@ -56,24 +77,23 @@ def _independent(module: Independent, texts: Texts, steps: int) -> Iterator[Step
     for head in range(min(steps, module.stack.heads, size - 1)):
         here = size - 1 - head
         tokens = texts.tokens[:, 1:].unfold(1, head + 1, 1)[:, :here]  # [B, C, head + 1] what came after the state
-        yield Step(
-            logits=module(states[:, :here], tokens, head),
-            target=texts.laws[:, 1 + head :],
-            learn=texts.learn[:, 1 + head :],
-        )
+        learn = texts.learn[:, 1 + head :]
+        row, column = learn.nonzero(as_tuple=True)
+        logits = module(states[row, column], tokens[row, column], head)
+        yield Step(learn=learn, logits=logits, target=texts.laws_at(row, column + 1 + head))
 
 
 class _Look:
     """Who sees whom, step after step."""
 
     def __init__(self) -> None:
-        self._step, self._size = -1, 0
+        self._columns = torch.empty(0)  # [B, A] from which guesses went on
         self._keys: dict[int, list[torch.Tensor]] = {}  # by layer: step 0's, then one for each later step
         self._values: dict[int, list[torch.Tensor]] = {}
 
-    def begin(self, columns: int) -> None:
-        """The next step, of so many columns."""
-        self._step, self._size = self._step + 1, columns
+    def narrow(self, columns: torch.Tensor) -> None:
+        """From now on, some columns [B, A] go on alone."""
+        self._columns = columns
 
     def __call__(
         self,
@@ -86,15 +106,15 @@ class _Look:
         keys, values = (store.setdefault(of.layer_idx, []) for store in (self._keys, self._values))
         keys.append(key.repeat_interleave(sharing, 1))
         values.append(value.repeat_interleave(sharing, 1))
-        if not self._step:
+        if len(keys) == 1:
             return functional.scaled_dot_product_attention(query, keys[0], values[0], is_causal=True)
-        size = self._size
+        size = keys[0].shape[2]
         query = query * query.shape[-1] ** -0.5
-        before = query @ keys[0][:, :, :size].transpose(-1, -2)
-        later = torch.ones(size, size, dtype=torch.bool, device=query.device).triu(1)
-        own = [(query * each[:, :, :size]).sum(-1, keepdim=True) for each in keys[1:]]
-        weights = torch.cat([before.masked_fill(later, -torch.inf), *own], -1).float().softmax(-1).to(query.dtype)
-        out = weights[..., :size] @ values[0][:, :, :size]
+        before = query @ keys[0].transpose(-1, -2)
+        unseen = torch.arange(size, device=query.device) > self._columns[:, None, :, None]
+        own = [(query * each).sum(-1, keepdim=True) for each in keys[1:]]
+        weights = torch.cat([before.masked_fill(unseen, -torch.inf), *own], -1).float().softmax(-1).to(query.dtype)
+        out = weights[..., :size] @ values[0]
         for i, each in enumerate(values[1:]):
-            out = out + weights[..., size + i, None] * each[:, :, :size]
+            out = out + weights[..., size + i, None] * each
         return out

@@ -203,8 +203,8 @@ def refuse(name: str, reasons: Mapping[str, bool]) -> None:
         raise OutriderError(f"format {name} cannot hold this draft, which {found[0]}")
 
 
-def borrowed_head(partner: Partner | None) -> torch.Tensor:
-    """The target's output layer [V, H], where a format writes it down and the draft has none of its own."""
+def borrowed_head(partner: Partner | None, ids: torch.Tensor | None = None) -> torch.Tensor:
+    """The target's output layer [V, H] or its rows of `ids`, where a format writes it and the draft has none itself."""
     if partner is None or partner.head is None:
         raise Unowned("this format holds an output layer, and the draft uses its target's; give it with --target DIR")
-    return partner.head()
+    return partner.head() if ids is None else partner.head()[ids]

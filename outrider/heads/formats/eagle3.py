@@ -99,7 +99,9 @@ class Eagle3:
         if not it.final_norm:  # left out where it is true, which vLLM would take for a state that goes round normed
             config["norm_output"] = False
         tensors = {**_tensors(it, weights, "midlayer."), **_vocabulary(it, weights)}
-        tensors["lm_head.weight"] = weights["head.weight"] if it.own_head else borrowed_head(partner)
+        tensors["lm_head.weight"] = (
+            weights["head.weight"] if it.own_head else borrowed_head(partner, weights.get("ids"))
+        )
         return config, tensors
 
 
@@ -146,7 +148,9 @@ class SpeculatorsEagle3:
             _IDS: [layer + 1 for layer in it.taps.layers],
         }
         tensors = _tensors(it, weights, "layers.0.")
-        tensors["lm_head.weight"] = weights["head.weight"] if it.own_head else borrowed_head(partner)
+        tensors["lm_head.weight"] = (
+            weights["head.weight"] if it.own_head else borrowed_head(partner, weights.get("ids"))
+        )
         return config, tensors | (_vocabulary(it, weights) if it.draft_vocab else {})
 
 

@@ -127,7 +127,9 @@ class VllmMedusa:
                     tensors[f"blocks.{i}.layers.{j}.{kind}"] = weights[f"blocks.{i}.{j}.linear.{kind}"]
         one = stack.one_head or stack.shared_head
         if one:
-            tensors["lm_head.weight"] = borrowed_head(partner) if stack.shared_head else weights["heads.0.weight"]
+            tensors["lm_head.weight"] = (
+                borrowed_head(partner, weights.get("ids")) if stack.shared_head else weights["heads.0.weight"]
+            )
         else:
             tensors |= {f"lm_heads.{i}.weight": weights[f"heads.{i}.weight"] for i in range(stack.heads)}
         if it.draft_vocab:
