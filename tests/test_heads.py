@@ -15,6 +15,7 @@ from outrider.calibrate import measure_pass
 from outrider.errors import OutriderError
 from outrider.heads.description import Description, Kind, Recycle
 from outrider.heads.follow_target import FollowTarget, NativeFollowTarget
+from outrider.heads.mask_target import MaskTarget, NativeMaskTarget
 from outrider.heads.runners import make_head_target
 from outrider.heads.store import make_module, read_head, write_head
 from outrider.heads.taps import normed
@@ -142,7 +143,7 @@ def _eagle1():
 
 
 @pytest.mark.skipif(not tiny.compiles(), reason="no C++ compiler here")
-@pytest.mark.parametrize("kind", ["eagle3", "eagle31", "mtp", "small vocabulary", "eagle1"])
+@pytest.mark.parametrize("kind", ["eagle3", "eagle31", "peagle", "mtp", "small vocabulary", "eagle1"])
 def test_native_kernels_say_the_same(kind):
     torch.manual_seed(4)
     checkpoint = load_checkpoint(embedded("mini"), dtype="bfloat16", device="cpu")
@@ -155,7 +156,8 @@ def test_native_kernels_say_the_same(kind):
     module = make_module(description).to(torch.bfloat16).eval().requires_grad_(False)
     if description.draft_vocab:
         module.ids.copy_(torch.randperm(12288)[:512].sort().values)
-    heads = [kind(module, tables, slots=1, context=64) for kind in (FollowTarget, NativeFollowTarget)]
+    runners = (MaskTarget, NativeMaskTarget) if description.masks else (FollowTarget, NativeFollowTarget)
+    heads = [runner(module, tables, slots=1, context=64) for runner in runners]
     text, taps = torch.randint(0, 12288, (9,)).tolist(), torch.randn(8, len(description.taps.layers), 384)
     batches = [_feed(head, description, text, taps) for head in heads]
     none, branched = tree.empty(1, CPU), random_tree([5], 12288, random.Random(2))
