@@ -77,7 +77,7 @@ class HeadPupil:
         self._module.register_load_state_dict_post_hook(lambda *_: self._lend())  # type: ignore[no-untyped-call]
         self.module: nn.Module = self._module
         self.taps, self.ids = it.taps, self._module.ids
-        self.steps = _of_itself(it) or 4
+        self.steps = it.reach or 4
 
     def begin(self, samples: Callable[[], Sequence[Sample]]) -> None:
         it, module = self._description, self._module
@@ -146,16 +146,18 @@ def _shape(settings: Settings, setup: Setup, tables: Tables) -> Shape:
         depth=settings.depth or 1,
         ffn=settings.ffn,
         guesses=settings.guesses,
+        modules=settings.modules,
         own_head=settings.own_head,
     )
 
 
 def _check(kind: str, settings: Settings, it: Description) -> None:
     """No option is ignored."""
-    count, heads = _of_itself(it), it.stack.heads if it.stack else 0
+    count, heads = it.reach, it.stack.heads if it.stack else 0
     problems = {
         f"{kind} has no perceptrons of a width to choose; leave --ffn out": settings.ffn and it.body is None,
         f"{kind} has no block; leave --guesses out": settings.guesses and not it.at_once,
+        f"{kind} has no modules; leave --modules out": settings.modules > it.modules,
         f"{kind} makes {count} guesses and trains them all; leave --steps out": count
         and settings.steps not in (None, count),
         f"{kind} has {heads} heads where --depth is {settings.depth}; use 2 or more": heads
@@ -164,8 +166,3 @@ def _check(kind: str, settings: Settings, it: Description) -> None:
     }
     if found := [text for text, wrong in problems.items() if wrong]:
         raise OutriderError(found[0])
-
-
-def _of_itself(it: Description) -> int:
-    """How many guesses it makes in a row, 0 where it goes on as far as it is asked to."""
-    return it.stack.heads if it.stack else it.at_once
