@@ -18,6 +18,7 @@ from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
 from outrider.errors import OutriderError
+from outrider.excerpt import lend
 from outrider.heads.description import Kind
 from outrider.propose.base import Proposer, Setup
 from outrider.train.losses import LENGTH, parse
@@ -58,7 +59,8 @@ class JointPupil(HeadPupil):
     def unroll(self, texts: Texts, steps: int) -> Iterator[Step]:
         model, size = self._checkpoint.model, texts.learn.shape[1]
         out = model(input_ids=texts.tokens[:, :size], use_cache=False, output_hidden_states=True)
-        self._module.lend(model.get_input_embeddings().weight, model.get_output_embeddings().weight)
+        tables = lend(model)
+        self._module.lend(tables.embedding, tables.head)
         seen = replace(texts, taps=out.hidden_states[-1][:, :, None])  # the last one stands behind the final norm
         own = functional.cross_entropy(out.logits[texts.learn].float(), texts.tokens[:, 1:][texts.learn])
         for guess, step in enumerate(unrolled(self._module, seen, steps, self._later)):
