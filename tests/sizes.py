@@ -63,6 +63,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "plan_file.py",
         "prompts.py",
         "canvas.py",
+        "page.py",
         "tune/",
         "train/",
     ),

@@ -9,10 +9,11 @@ from rich.console import Console
 
 from outrider.bench.calibration import run_calibration, show_calibration
 from outrider.bench.contest import SwitchPlanner
-from outrider.bench.html import check_report, write_report
+from outrider.bench.html import page
 from outrider.bench.run import load, run_bench
 from outrider.bench.settings import Settings
 from outrider.bench.table import show
+from outrider.page import check_report, write_report
 
 _FILE_WIDTH = 120  # columns of tables where no terminal sets them
 
@@ -36,7 +37,7 @@ def measure(settings: Settings, *, report: str | None, as_json: bool) -> None:
     document = run_bench(settings, progress=Console(stderr=True))
     show(document, people)
     if report:
-        write_report(document, report)
+        write_report(page(document), report)
         typer.echo(f"the report is in {report}", err=True)
     if as_json or not people.is_terminal:
         typer.echo(json.dumps(document))

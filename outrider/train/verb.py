@@ -7,7 +7,8 @@ import json
 import typer
 from rich.console import Console
 
-from outrider.train.html import check_report, write_report
+from outrider.page import check_report, write_report
+from outrider.train.html import page
 from outrider.train.processes import rank
 from outrider.train.run import Training
 from outrider.train.settings import Settings
@@ -28,7 +29,7 @@ def train(kind: str, settings: Settings, *, as_json: bool) -> None:
         people.width = _FILE_WIDTH
     show(document, people)
     if settings.report:
-        write_report(document, lines, settings.report)
+        write_report(page(document, lines), settings.report)
         typer.echo(f"the report is in {settings.report}", err=True)
     if as_json or not people.is_terminal:
         typer.echo(json.dumps(document))
