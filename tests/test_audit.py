@@ -306,10 +306,10 @@ def test_prompts_are_texts_or_messages(tmp_path, pair):
     ("content", "message"),
     [
         ("", "holds no prompts"),
-        ('{"prompt": "a"}\n{broken', "line 2 is not JSON"),
-        ('{"text": "a"}', "line 1 has neither"),
-        ('{"prompt": ""}', "line 1 has neither"),
-        ('{"messages": [{"role": "user"}]}', "line 1 has neither"),
+        ('{"prompt": "a"}\n{broken', ":2: not JSON"),
+        ('{"text": "a"}', ":1: neither"),
+        ('{"prompt": ""}', ":1: neither"),
+        ('{"messages": [{"role": "user"}]}', ":1: neither"),
     ],
 )
 def test_what_is_no_prompt_is_refused(tmp_path, content, message):

@@ -49,6 +49,14 @@ def test_prompt_file(prompts):
     assert [prompt.id for prompt in read_prompts(prompts, limit=1)] == ["line-1", "line-2"]
 
 
+def test_only_newlines_end_a_line(tmp_path):
+    """The others that Unicode knows may stand within a text."""
+    odd = {"category": "talk", "prompt": "one\u2028two\x85three"}
+    file = tmp_path / "odd.jsonl"
+    file.write_text(json.dumps(odd, ensure_ascii=False) + "\r\n", "utf-8")
+    assert [prompt.prompt for prompt in read_prompts(file)] == [odd["prompt"]]
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
