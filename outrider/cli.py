@@ -11,14 +11,13 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 from outrider import __version__, options
+from outrider.console import end, standard_output
 from outrider.errors import OutriderError
 from outrider.project.options import ProjectOptions
 from outrider.train.settings import Settings as TrainSettings
 from outrider.tune.options import TuneOptions
 
 _Models = TypeVar("_Models", bound=options.LoadOptions)
-
-_FILE_WIDTH = 120  # columns of tables where no terminal sets them
 
 
 class _Verbs(TyperGroup):
@@ -245,12 +244,9 @@ def project(*, asked: ProjectOptions, as_json: options.BenchJson = False) -> Non
             },
         ),
     )
-    people = Console()
-    if not people.is_terminal:
-        people.width = _FILE_WIDTH
+    people = standard_output()
     show(document, people)
-    if as_json or not people.is_terminal:
-        typer.echo(json.dumps(document))
+    end(people, document, as_json=as_json)
 
 
 @app.command()
@@ -325,12 +321,9 @@ def layers(
         seed=seed,
         progress=Console(stderr=True),
     )
-    people = Console()
-    if not people.is_terminal:
-        people.width = _FILE_WIDTH
+    people = standard_output()
     show_layers(document, people)
-    if as_json or not people.is_terminal:
-        typer.echo(json.dumps(document))
+    end(people, document, as_json=as_json)
 
 
 @app.command()
@@ -383,13 +376,10 @@ def tune(
     )
     if asked.out:
         check_out(asked.out)  # before the measurement rather than after it
-    people = Console()
-    if not people.is_terminal:
-        people.width = _FILE_WIDTH
+    people = standard_output()
     document = run_tune(settings, progress=Console(stderr=True))
     show(document, people)
     if asked.out:
         write(document, asked.out)
         typer.echo(f"the advice is in {asked.out}; use it as --config {asked.out}", err=True)
-    if as_json or not people.is_terminal:
-        typer.echo(json.dumps(document))
+    end(people, document, as_json=as_json)

@@ -62,6 +62,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "project/",
         "plan_file.py",
         "prompts.py",
+        "console.py",
         "canvas.py",
         "page.py",
         "tune/",
