@@ -1,4 +1,4 @@
-"""Trained drafts of every kind that some format can hold, small and random."""
+"""Trained drafts of every kind that some format can hold, small and random; and what is asked of any draft."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from outrider import tree
 from outrider.heads.description import (
     Body,
     Description,
@@ -21,9 +22,14 @@ from outrider.heads.description import (
     Taps,
 )
 from outrider.heads.store import HeadModule, make_module
+from outrider.llm import LLM
+from outrider.params import SamplingParams
+from outrider.propose.heads import HeadProposer
+from outrider.types import Batch, Request, Round, Row, Scores
 
 LLAMA3 = Rope(scaling=Scaling.LLAMA3, factor=8.0, original=64, low=1.0, high=4.0)
 YARN = Rope(scaling=Scaling.YARN, factor=4.0, original=64, low=1.0, high=32.0, amplitude=1.14)
+CPU = torch.device("cpu")
 _LAST = Taps(layers=(7,), final=True)
 
 
@@ -109,3 +115,49 @@ def random_draft(description: Description, *, seed: int = 0) -> HeadModule:
     if description.draft_vocab:
         module.ids.copy_(torch.randperm(description.vocab)[: description.draft_vocab].sort().values)
     return module
+
+
+def feed(head, description, text, taps):
+    """Let a head know of a text: the states [n, taps, H] before each of its tokens but the first."""
+    request = Request(id=0, prompt=tuple(text), params=SamplingParams(), seed=0, end_ids=frozenset(), limit=9)
+    row = Row(request=request, slot=0, text=list(text))
+    head.cache.admit(0, request.prompt)
+    batch = Batch(rows=(row,), start=(0,), feed=(tuple(text[:-1]),), budget=(0,))
+    width = taps.shape[-1]
+    head.note(
+        Round(
+            batch=batch,
+            draft=tree.empty(1, CPU),
+            scores=Scores(
+                logits=torch.zeros(1, 1, 1),
+                features={at: torch.zeros(1, 1, width) for at in description.taps.layers},
+                fed={at: (taps[:, i],) for i, at in enumerate(description.taps.layers)},
+            ),
+            path=((),),
+            emitted=((),),
+            sampled_logprob=((),),
+            failed=(False,),
+        )
+    )
+    return Batch(rows=(row,), start=(0,), feed=(tuple(text),), budget=(4,))
+
+
+def far(ours, theirs):
+    """How far logits are from others, of their size; what cannot be guessed is the same in both."""
+    known = ours.isfinite()
+    assert torch.equal(known, theirs.isfinite())
+    return (ours[known] - theirs[known]).norm() / theirs[known].norm()
+
+
+def check_text(folder, make, *, temperature, k):
+    """What a draft guesses, as a chain or as a tree, leaves the embedded target's text as it is."""
+    form = "draft" if make is HeadProposer else "tree"
+    params = SamplingParams(temperature=temperature, max_tokens=24, seed=5)
+    prompts = ["def add(a, b):", "x", "The cat sat on the mat and the"]
+    options = {"dtype": "float32", "rows": 3, "context": 128, "verifier": "walk", "k": k}
+    ours = LLM(proposer=f"{form}:{folder}", **options)
+    assert isinstance(ours.house.proposer, make)
+    theirs = LLM(proposer="none", **options)
+    got, wanted = (llm.generate(prompts, params) for llm in (ours, theirs))
+    assert [each.tokens for each in got] == [each.tokens for each in wanted]
+    assert sum(each.stats.drafted for each in got)

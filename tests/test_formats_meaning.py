@@ -24,8 +24,7 @@ from outrider.heads.store import filled
 from outrider.load import load_checkpoint
 from outrider.target import make_target
 from tests import tiny
-from tests.drafts import LLAMA3, YARN, cases, random_draft
-from tests.test_heads import _far, _feed
+from tests.drafts import LLAMA3, YARN, cases, far, feed, random_draft
 
 SMALL, EPSILON, HEADS, DIM = cases(), 1e-5, 4, 16
 TABLE, HEAD = (torch.randn(96, 64, generator=torch.Generator().manual_seed(i)) for i in (1, 2))
@@ -309,5 +308,5 @@ def test_native_kernels_read_it_alike(case):
     heads = [kind(module, tables, slots=1, context=64) for kind in (FollowTarget, NativeFollowTarget)]
     text, taps = torch.randint(0, 12288, (9,)).tolist(), torch.randn(8, len(module.description.taps.layers), 384)
     none = tree.empty(1, torch.device("cpu"))
-    ours, theirs = (head.score(_feed(head, module.description, text, taps), none).logits for head in heads)
-    assert _far(ours, theirs) < 0.03
+    ours, theirs = (head.score(feed(head, module.description, text, taps), none).logits for head in heads)
+    assert far(ours, theirs) < 0.03

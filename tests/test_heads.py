@@ -27,8 +27,8 @@ from outrider.target import grow_by_scores, make_target
 from outrider.testing import random_tree
 from outrider.train.kinds import KINDS, Shape, describe
 from outrider.train.unroll import Texts, unrolled
-from outrider.types import Batch, Request, Round, Row, Scores
 from tests import tiny
+from tests.drafts import check_text, far, feed
 from tests.lessons import spread
 
 MINI = Shape(hidden=384, layers=8, vocab=12288, epsilon=1e-5, depth=1)
@@ -60,16 +60,7 @@ def test_a_draft_survives_the_disk(kind, tmp_path):
 def test_the_text_is_the_targets_own(kind, temperature, make, tmp_path):
     torch.manual_seed(1)
     write_head(tmp_path / "head", make_module(describe(kind, MINI)), dtype=torch.float32)
-    form = "draft" if make is HeadProposer else "tree"
-    params = SamplingParams(temperature=temperature, max_tokens=24, seed=5)
-    prompts = ["def add(a, b):", "x", "The cat sat on the mat and the"]
-    options = {"dtype": "float32", "rows": 3, "context": 128, "verifier": "walk", "k": 3}
-    ours = LLM(proposer=f"{form}:{tmp_path / 'head'}", **options)
-    assert isinstance(ours.house.proposer, make)
-    theirs = LLM(proposer="none", **options)
-    got, wanted = (llm.generate(prompts, params) for llm in (ours, theirs))
-    assert [each.tokens for each in got] == [each.tokens for each in wanted]
-    assert sum(each.stats.drafted for each in got)
+    check_text(tmp_path / "head", make, temperature=temperature, k=3)
 
 
 @pytest.mark.parametrize("kind", EVERY)
@@ -92,7 +83,7 @@ def test_training_sees_what_the_engine_will(kind):
     assert len(steps) == 3
     text = tokens[0].tolist()
     for end in range(2, size):  # the text's first `end` tokens are there, and the next three are guessed
-        batch = _feed(head, description, text[:end], taps[0, : end - 1])
+        batch = feed(head, description, text[:end], taps[0, : end - 1])
         found = [head.score(batch, tree.empty(1, CPU)).logits[0, 0]]
         for guesses in range(1, min(3, size - end + 1)):
             chain = tree.chain(torch.tensor([text[end : end + guesses]]), (guesses,))
@@ -101,31 +92,6 @@ def test_training_sees_what_the_engine_will(kind):
             column = end - 2  # holds the text's last token
             if column < len(steps[step]):
                 assert (logits - steps[step][column]).abs().max() < 1e-3
-
-
-def _feed(head, description, text, taps):
-    """Let a head know of a text: the states [n, taps, H] before each of its tokens but the first."""
-    request = Request(id=0, prompt=tuple(text), params=SamplingParams(), seed=0, end_ids=frozenset(), limit=9)
-    row = Row(request=request, slot=0, text=list(text))
-    head.cache.admit(0, request.prompt)
-    batch = Batch(rows=(row,), start=(0,), feed=(tuple(text[:-1]),), budget=(0,))
-    width = taps.shape[-1]
-    head.note(
-        Round(
-            batch=batch,
-            draft=tree.empty(1, CPU),
-            scores=Scores(
-                logits=torch.zeros(1, 1, 1),
-                features={at: torch.zeros(1, 1, width) for at in description.taps.layers},
-                fed={at: (taps[:, i],) for i, at in enumerate(description.taps.layers)},
-            ),
-            path=((),),
-            emitted=((),),
-            sampled_logprob=((),),
-            failed=(False,),
-        )
-    )
-    return Batch(rows=(row,), start=(0,), feed=(tuple(text),), budget=(4,))
 
 
 def _eagle1():
@@ -157,21 +123,15 @@ def test_native_kernels_say_the_same(kind):
         module.ids.copy_(torch.randperm(12288)[:512].sort().values)
     heads = [kind(module, tables, slots=1, context=64) for kind in (FollowTarget, NativeFollowTarget)]
     text, taps = torch.randint(0, 12288, (9,)).tolist(), torch.randn(8, len(description.taps.layers), 384)
-    batches = [_feed(head, description, text, taps) for head in heads]
+    batches = [feed(head, description, text, taps) for head in heads]
     none, branched = tree.empty(1, CPU), random_tree([5], 12288, random.Random(2))
     ours, theirs = (head.score(batch, none).logits for head, batch in zip(heads, batches, strict=True))
-    assert _far(ours, theirs) < 0.03
+    assert far(ours, theirs) < 0.03
     first = replace(branched, parent=branched.parent.clamp(max=-1))  # all of them right behind the text
     ours, theirs = (head.score(batch, first, 0).logits for head, batch in zip(heads, batches, strict=True))
-    assert _far(ours, theirs) < 0.03
+    assert far(ours, theirs) < 0.03
     grown = heads[1].grow(batches[1], 12288)
     assert torch.equal(grown.tokens, grow_by_scores(heads[1], batches[1], 12288).tokens)
-
-
-def _far(ours, theirs):
-    known = ours.isfinite()
-    assert torch.equal(known, theirs.isfinite())
-    return (ours[known] - theirs[known]).norm() / theirs[known].norm()
 
 
 @pytest.mark.parametrize(
