@@ -38,16 +38,35 @@ class House:
     """Everything that runs, made to fit together."""
 
     engine: Engine
-    target: Target
+    setup: Setup  # that its proposer was made with
     proposer: Proposer
     verifier: Verifier
     planner: Planner
-    tokenizer: Any
-    vocab: int
-    context: int
     end_ids: frozenset[int]
-    dtype: torch.dtype
-    device: torch.device
+
+    @property
+    def target(self) -> Target:
+        return self.setup.target
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.setup.tokenizer
+
+    @property
+    def vocab(self) -> int:
+        return self.setup.vocab
+
+    @property
+    def context(self) -> int:
+        return self.setup.context
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.setup.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.setup.device
 
 
 def build(
@@ -99,16 +118,11 @@ def build(
             planner=decides,
             scheduler=scheduler,
         ),
-        target=model,
+        setup=setup,
         proposer=guesser,
         verifier=rule,
         planner=decides,
-        tokenizer=checkpoint.tokenizer,
-        vocab=checkpoint.vocab,
-        context=size,
         end_ids=checkpoint.end_ids,
-        dtype=checkpoint.dtype,
-        device=checkpoint.device,
     )
 
 
