@@ -26,7 +26,7 @@ from outrider.proposers import draft_model
 from outrider.target import grow_by_scores, make_target
 from outrider.testing import random_tree
 from outrider.train.kinds import KINDS, Shape, describe
-from outrider.train.unroll import Texts, unrolled
+from outrider.train.unroll import Texts, chosen, unrolled
 from tests import tiny
 from tests.drafts import check_text, far, feed
 from tests.lessons import spread
@@ -108,16 +108,13 @@ def _eagle1():
 
 
 @pytest.mark.skipif(not tiny.compiles(), reason="no C++ compiler here")
-@pytest.mark.parametrize("kind", ["eagle3", "eagle31", "mtp", "small vocabulary", "eagle1"])
-def test_native_kernels_say_the_same(kind):
+@pytest.mark.parametrize("vocab", [0, 512])
+@pytest.mark.parametrize("kind", ["eagle3", "eagle31", "mtp", "eagle1"])
+def test_native_kernels_say_the_same(kind, vocab):
     torch.manual_seed(4)
     checkpoint = load_checkpoint(embedded("mini"), dtype="bfloat16", device="cpu")
     tables = make_target(checkpoint, slots=1, context=32, kernels="native").lend()
-    if kind == "eagle1":
-        description = _eagle1()
-    else:
-        shape = replace(MINI, draft_vocab=512) if kind == "small vocabulary" else MINI
-        description = describe("eagle3" if kind == "small vocabulary" else kind, shape)
+    description = replace(_eagle1() if kind == "eagle1" else describe(kind, MINI), draft_vocab=vocab)
     module = make_module(description).to(torch.bfloat16).eval().requires_grad_(False)
     if description.draft_vocab:
         module.ids.copy_(torch.randperm(12288)[:512].sort().values)
@@ -132,6 +129,52 @@ def test_native_kernels_say_the_same(kind):
     assert far(ours, theirs) < 0.03
     grown = heads[1].grow(batches[1], 12288)
     assert torch.equal(grown.tokens, grow_by_scores(heads[1], batches[1], 12288).tokens)
+
+
+@pytest.mark.parametrize("kind", EVERY)
+def test_a_borrowed_layer_of_few_tokens_is_its_rows(kind):
+    torch.manual_seed(5)
+    whole, some = (
+        make_module(describe(kind, replace(SMALL, own_head=False, draft_vocab=vocab, depth=2))) for vocab in (0, 9)
+    )
+    some.ids.copy_(torch.randperm(40)[:9].sort().values)
+    shared = {name: value for name, value in whole.state_dict().items() if name not in ("ids", "markov_out.weight")}
+    some.load_state_dict(shared, strict=False)
+    tables, states = (torch.randn(40, 64), torch.randn(40, 64)), torch.randn(5, 64)
+    for module in (whole, some):
+        module.lend(*tables)
+    assert torch.allclose(some.logits(states), whole.logits(states)[:, some.ids], atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "mtp"])
+def test_some_places_train_what_all_of_them_would(kind):
+    """Guesses after the first, from columns drawn at random, are those of a pass in which all columns go on."""
+    torch.manual_seed(6)
+    description = describe(kind, SMALL)
+    module, layers = make_module(description).requires_grad_(False), len(description.taps.layers)
+    module.lend(torch.randn(40, 64), torch.randn(40, 64))
+    learn = torch.arange(15) < torch.tensor([15, 9])[:, None]
+    learn[:, :3] = False
+    texts = Texts(
+        tokens=torch.randint(0, 40, (2, 16)),
+        taps=torch.randn(2, 15, layers, 64),
+        laws=torch.rand(int(learn.sum()), 40),
+        learn=learn,
+    )
+    whole = list(unrolled(module, texts, 4))
+    torch.manual_seed(7)
+    some = list(unrolled(module, texts, 4, later=0.5))
+    torch.manual_seed(7)
+    columns, live = chosen(learn[:, 1:], 0.5)
+    assert 0 < int(live.sum()) < int(learn[:, 1:].sum())
+    assert torch.equal(some[0].logits, whole[0].logits)
+    for step, every in zip(some[1:], whole[1:], strict=True):
+        assert step.weight == pytest.approx(float(learn[:, 1:].sum() / live.sum()))
+        for name in ("logits", "target"):
+            ours, all_ = spread(getattr(step, name), step.learn), spread(getattr(every, name), every.learn)
+            wanted = all_.gather(1, columns[..., None].expand(-1, -1, 40))
+            assert torch.allclose(ours[step.learn], wanted[step.learn], atol=1e-5)
+        assert torch.equal(step.learn, live & every.learn.gather(1, columns))
 
 
 @pytest.mark.parametrize(

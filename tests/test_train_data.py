@@ -255,8 +255,8 @@ def test_messages_need_a_template():
 # On disk
 
 
-def _keep(folder, gigabytes=1.0, origin="here"):
-    return Archive(folder, gigabytes=gigabytes, origin=origin)
+def _keep(folder, gigabytes=1.0, origin="here", layers=(1,)):
+    return Archive(folder, gigabytes=gigabytes, origin=origin, layers=layers)
 
 
 def test_samples_are_kept(tmp_path):
@@ -273,6 +273,15 @@ def test_samples_are_kept(tmp_path):
     ):
         assert _keep(tmp_path).read(other) is None
     assert _keep(tmp_path, origin="there").read(make_request()) is None
+
+
+def test_what_was_kept_with_more_layers_will_do(tmp_path):
+    states = torch.randn(3, 4, 8).to(torch.bfloat16)
+    sample = make_sample([1, 2, 3, 4], prompt=2, states=states)
+    _keep(tmp_path, layers=(0, 2, 5, 7)).write(make_request(), sample)
+    for layers, at in (((7,), [3]), ((0, 5), [0, 2]), ((0, 2, 5, 7), [0, 1, 2, 3])):
+        assert torch.equal(_keep(tmp_path, layers=layers).read(make_request()).states, states[:, at])
+    assert _keep(tmp_path, layers=(1, 7)).read(make_request()) is None
 
 
 def test_a_cache_is_bounded(tmp_path):

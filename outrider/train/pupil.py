@@ -84,9 +84,16 @@ class HeadPupil:
         if it.draft_vocab:
             module.ids.copy_(frequent(samples(), it.vocab, it.draft_vocab, module.ids.device))
             self._lend()
-        if it.own_head and it.width == it.target_hidden:
-            with torch.no_grad():
+        if it.width != it.target_hidden:
+            return
+        with torch.no_grad():  # what the target's last norm and output layer do is the best start for the draft's own
+            if it.own_head:
                 module.output_table().copy_(self._tables.head[module.ids])
+            norm, fuse = getattr(module, "norm", None), getattr(module, "fuse", None)
+            if norm is not None:
+                norm.weight.copy_(self._tables.norm)
+            if fuse is not None:  # the highest tap, which says most, and a little of the others
+                fuse.weight.mul_(0.1)[:, -it.width :] += torch.eye(it.width, device=module.ids.device)
 
     def unroll(self, texts: Texts, steps: int) -> Iterator[Step]:
         return unrolled(self._module, texts, steps, self._later)

@@ -47,7 +47,7 @@ def _followed(module: Follower, texts: Texts, steps: int, later: float) -> Itera
     yield Step(learn=learn, logits=module.logits(out[row, column]), target=texts.laws_at(row, column + 1))
     if min(steps, size) == 1 or not bool(learn.any()):
         return
-    columns, live = _chosen(learn, later)
+    columns, live = chosen(learn, later)
     weight = 1.0 if later == 1.0 else float(learn.sum()) / max(float(live.sum()), 1.0)
     every = torch.arange(rows, device=states.device)[:, None].expand_as(columns)
     states = module.recycled(out)[every, columns]
@@ -63,7 +63,7 @@ def _followed(module: Follower, texts: Texts, steps: int, later: float) -> Itera
         yield Step(learn=learn, logits=module.logits(out[learn]), target=laws, weight=weight)
 
 
-def _chosen(learn: torch.Tensor, later: float) -> tuple[torch.Tensor, torch.Tensor]:
+def chosen(learn: torch.Tensor, later: float) -> tuple[torch.Tensor, torch.Tensor]:
     """From which columns [B, A] guesses go on, and whether they do [B, A]."""
     if later == 1.0:
         return torch.arange(learn.shape[1], device=learn.device).expand(learn.shape), torch.ones_like(learn)
