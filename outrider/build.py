@@ -12,6 +12,7 @@ import torch
 
 from outrider.calibrate import known_costs
 from outrider.check import check_target
+from outrider.embedded import embedded
 from outrider.engine import Engine
 from outrider.errors import OutriderError
 from outrider.load import Checkpoint, load_checkpoint
@@ -28,7 +29,6 @@ from outrider.target import Target, make_target
 from outrider.types import Draw
 from outrider.verify import EXACT, Verifier
 
-_MODELS = Path(__file__).parent / "models"
 _BITS: Mapping[str | None, int] = MappingProxyType({None: 16, "int8": 8, "int4": 4})  # of a quantised weight
 _CONTEXT = 8192  # tokens a row is given at most, unless more is asked for
 
@@ -145,11 +145,6 @@ def weight_bits(quantize: str | None) -> int:
 def full_dtype(dtype: str, bits: int) -> str:
     """What a model is loaded in whose weights are to have so many bits: auto is then what quantising starts from."""
     return "bfloat16" if bits < 16 and dtype == "auto" else dtype
-
-
-def embedded(name: str) -> Path:
-    """The folder of an embedded model: mini, the target, or nano, its draft."""
-    return _MODELS / name
 
 
 def default_proposer(target: str | Path | None) -> str:

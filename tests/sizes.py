@@ -46,6 +46,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "statistics.py",
         "machine.py",
         "calibrate.py",
+        "embedded.py",
         "proposers.py",
         "build.py",
         "llm.py",

@@ -17,7 +17,8 @@ from outrider.audit.pair import Pair, Texts, first_difference
 from outrider.audit.prompts import DEFAULT, encode, read_prompts
 from outrider.audit.replay import cases, replay
 from outrider.audit.run import run_audit
-from outrider.build import embedded, find_verifier
+from outrider.build import find_verifier
+from outrider.embedded import embedded
 from outrider.errors import OutriderError
 from outrider.load import load_checkpoint
 from outrider.params import SamplingParams

@@ -16,8 +16,8 @@ from outrider.bench.memory import bytes_per_pass, flops_per_column
 from outrider.bench.report import Sample, expected_speedup, report
 from outrider.bench.run import run_bench
 from outrider.bench.settings import Settings
-from outrider.build import embedded
 from outrider.cli import app
+from outrider.embedded import embedded
 from outrider.prompts import by_category, read_prompts
 
 LINES = [

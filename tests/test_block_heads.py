@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from outrider import tree
-from outrider.build import embedded
 from outrider.drive import make_round, make_row, random_tree
+from outrider.embedded import embedded
 from outrider.errors import OutriderError
 from outrider.heads.block_target import BlockTarget
 from outrider.heads.description import Block, Description, FuseNorm, Taps

@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from outrider import inspect_draft
-from outrider.build import embedded
 from outrider.cli import app
 from outrider.convert import checked
+from outrider.embedded import embedded
 from outrider.errors import OutriderError
 from outrider.heads.description import Recycle
 from outrider.heads.formats.base import Partner, Source, Unowned

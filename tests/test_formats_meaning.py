@@ -12,7 +12,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextAttention, Qwen3NextRotaryEmbedding
 
 from outrider import tree
-from outrider.build import embedded
+from outrider.embedded import embedded
 from outrider.heads.description import Body, Rope, Scaling
 from outrider.heads.follow_target import FollowTarget, NativeFollowTarget
 from outrider.heads.formats.base import Partner, Settings, Source

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from outrider import tree
-from outrider.build import embedded
 from outrider.calibrate import measure_pass
+from outrider.embedded import embedded
 from outrider.errors import OutriderError
 from outrider.heads.description import Description, Kind, Recycle
 from outrider.heads.follow_target import FollowTarget, NativeFollowTarget

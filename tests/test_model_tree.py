@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from outrider import tree
-from outrider.build import embedded, find_verifier
+from outrider.build import find_verifier
 from outrider.drive import append, make_round, make_row
+from outrider.embedded import embedded
 from outrider.load import load_checkpoint
 from outrider.params import SamplingParams
 from outrider.propose.base import NoProposer

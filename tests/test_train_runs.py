@@ -17,8 +17,8 @@ from rich.console import Console
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from outrider.build import embedded
 from outrider.cli import app
+from outrider.embedded import embedded
 from outrider.errors import OutriderError
 from outrider.heads.store import read_head
 from outrider.llm import LLM

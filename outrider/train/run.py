@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from outrider import machine
-from outrider.build import embedded
+from outrider.embedded import embedded
 from outrider.errors import OutriderError
 from outrider.plan_file import model_print
 from outrider.prompts import Prompt
