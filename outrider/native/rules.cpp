@@ -1,8 +1,5 @@
 // Verification on the CPU, row by row in one call: walk, block and traversal of verify.py, whose equations these are.
-#include <algorithm>
-#include <cmath>
-#include <cstdint>
-#include <vector>
+#include "law.h"
 
 namespace outrider {
 namespace {
@@ -187,23 +184,12 @@ class Judge {
     return total(rest_.data());
   }
 
-  double total(const float* mass) const {
-    double sums[8] = {};
-    int v = 0;
-    for (; v + 8 <= vocab_; v += 8)
-      for (int lane = 0; lane < 8; lane++) sums[lane] += mass[v + lane];
-    for (; v < vocab_; v++) sums[0] += mass[v];
-    return ((sums[0] + sums[1]) + (sums[2] + sums[3])) + ((sums[4] + sums[5]) + (sums[6] + sums[7]));
-  }
+  double total(const float* mass) const { return outrider::total(mass, vocab_); }
 
-  // The token `ahead` places after the round's first: the first whose cumulative mass exceeds u times the total.
-  int64_t draw(const float* law, int ahead) {
+  // The token `ahead` places after the round's first.
+  int64_t draw(const float* law, int ahead) const {
     const uint64_t key = mix(mix(seed_ + kTarget * kGolden) + (first_ + uint64_t(ahead)) * kGolden);
-    cdf_.resize(vocab_);
-    double sum = 0;
-    for (int v = 0; v < vocab_; v++) cdf_[v] = sum += law[v];
-    const auto found = std::upper_bound(cdf_.begin(), cdf_.end(), to_uniform(key) * sum);
-    return std::min<int64_t>(found - cdf_.begin(), vocab_ - 1);
+    return outrider::draw(law, vocab_, to_uniform(key));
   }
 
   double flip(int index) const {
@@ -234,7 +220,6 @@ class Judge {
   int64_t *path_, &accepted_, &bonus_;
   float* logprob_;
   std::vector<float> rest_, nothing_;
-  std::vector<double> cdf_;
 };
 
 }  // namespace
