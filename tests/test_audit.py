@@ -43,8 +43,8 @@ class Dishonest:
         draft = self._draft.propose(batch)
         if draft.q is None:
             return draft
-        flat = draft.q**0.25
-        return replace(draft, q=flat / flat.sum(-1, keepdim=True).clamp(min=1e-30))
+        flat = draft.q.values**0.25
+        return replace(draft, q=replace(draft.q, values=flat / flat.sum(-1, keepdim=True).clamp(min=1e-30)))
 
 
 class Forking:

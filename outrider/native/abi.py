@@ -71,8 +71,8 @@ class CTrial(ctypes.Structure):
     """`Trial` of rules.cpp."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("token", "parent", "law", "count", "p", "q", "seed", "first")),
-        *((name, ctypes.c_void_p) for name in ("path", "accepted", "bonus", "logprob")),
+        *((name, ctypes.c_void_p) for name in ("token", "parent", "law", "count", "p", "p_at", "q", "q_at")),
+        *((name, ctypes.c_void_p) for name in ("seed", "first", "path", "accepted", "bonus", "logprob")),
         *((name, ctypes.c_int32) for name in ("rows", "nodes", "vocab", "rule")),
     )
 

@@ -16,7 +16,7 @@ from outrider.propose.base import Setup
 from outrider.propose.confidence import Confidence
 from outrider.sampling import Knobs, warp
 from outrider.target import Target
-from outrider.types import Batch, Draft, Draw, Law, Needs, Request, Round, Trust
+from outrider.types import Batch, Draft, Draw, Law, Needs, Packed, Request, Round, Trust
 from outrider.watch import Watch
 
 _log = logging.getLogger("outrider")
@@ -153,8 +153,9 @@ class ModelProposer:
         if self._setup.draw is Draw.ARGMAX or knobs.all_greedy or not laws:
             return self._chain(draft.tokens, draft.width, watch.chances)
         sampled = tree.upload(knobs.sampled, self._setup.device, torch.bool)[:, None]
-        q = torch.stack(laws, 1) * sampled[..., None]
         law_of = torch.where(sampled, int(Law.SAMPLED), int(Law.ONE_HOT)).expand_as(draft.tokens)
+        places = torch.arange(draft.tokens.numel(), device=self._setup.device).view(len(laws), -1).T
+        q = Packed(values=torch.cat(laws), at=torch.where(sampled, places, -1))
         return self._chain(draft.tokens, draft.width, watch.chances, law=law_of, q=q)
 
     def _chain(
@@ -164,7 +165,7 @@ class ModelProposer:
         chances: Sequence[Sequence[float]] | None,
         *,
         law: Law | torch.Tensor = Law.ONE_HOT,
-        q: torch.Tensor | None = None,
+        q: Packed | None = None,
     ) -> Draft:
         """The first `width[b]` of the tokens; those behind were looked at and left."""
         self._looked = tokens.tolist() if chances is not None else []
@@ -172,7 +173,8 @@ class ModelProposer:
         if chances is not None:
             said = tuple(tuple(row[:count]) for row, count in zip(chances, width, strict=True))
         laws = law[:, :size] if isinstance(law, torch.Tensor) else law
-        return tree.chain(tokens[:, :size], width, law=laws, q=None if q is None else q[:, :size], chance=said)
+        q = q and replace(q, at=q.at[:, :size])
+        return tree.chain(tokens[:, :size], width, law=laws, q=q, chance=said)
 
     def _draw(self, law: torch.Tensor, noise: PositionNoise, draws: torch.Tensor, depth: int) -> torch.Tensor:
         """Guess number `depth` [B] from `law` [B, V]."""
@@ -202,7 +204,7 @@ def _spread(draft: Draft, where: list[int], rows: int) -> Draft:
     index = tree.upload(where, draft.tokens.device)
     tokens = draft.tokens.new_zeros(rows, draft.size).index_copy_(0, index, draft.tokens)
     law = draft.law.new_zeros(rows, draft.size).index_copy_(0, index, draft.law)
-    q = draft.q if draft.q is None else draft.q.new_zeros(rows, *draft.q.shape[1:]).index_copy_(0, index, draft.q)
+    q = draft.q and replace(draft.q, at=draft.tokens.new_full((rows, draft.size), -1).index_copy_(0, index, draft.q.at))
     widths = dict(zip(where, draft.width, strict=True))
     chance = None
     if draft.chance is not None:
