@@ -14,6 +14,7 @@ from outrider import __version__, options
 from outrider.console import end, standard_output
 from outrider.errors import OutriderError
 from outrider.project.options import ProjectOptions
+from outrider.serve.settings import Settings as ServeSettings
 from outrider.train.settings import Settings as TrainSettings
 from outrider.tune.options import TuneOptions
 
@@ -141,6 +142,19 @@ def bench(
         verb.calibrate(settings, as_json=as_json)
     else:
         verb.measure(settings, report=report, as_json=as_json)
+
+
+@app.command()
+@options.spread
+def serve(
+    ctx: typer.Context, *, models: options.ModelOptions, config: options.Config = None, settings: ServeSettings
+) -> None:
+    """Answer requests of OpenAI's interface over HTTP, many at once."""
+    from outrider.run import load
+    from outrider.serve.verb import serve
+
+    models = _configured(ctx, models, config)
+    serve(load(models, rows=settings.rows), settings, target=models.target)
 
 
 def _configured(ctx: typer.Context, models: _Models, config: str | None, *, least: int = 0) -> _Models:

@@ -68,6 +68,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "page.py",
         "tune/",
         "train/",
+        "serve/",
     ),
     ("cli.py", "__main__.py", "options.py", "run.py", "show.py"),
 )
