@@ -112,6 +112,34 @@ def test_stops_end_the_text_before_them(client, alone):
     assert reply.choices[0].finish_reason == "stop"
 
 
+def test_a_request_may_do_without_guesses(client, alone):
+    asked = {"model": "nano", "prompt": "a = 1\nb = 1\nc = 1\n", "max_tokens": 30, "temperature": 0}
+    free, plain, one = (
+        client.completions.create(**asked, extra_body={} if k is None else {"k": k}) for k in (None, 0, 1)
+    )
+    assert free.choices[0].text == plain.choices[0].text == one.choices[0].text
+    told = [reply.usage.speculation for reply in (free, one, plain)]
+    assert told[0]["drafted_tokens"] > told[1]["drafted_tokens"] > told[2]["drafted_tokens"] == 0
+    assert told[1]["drafted_tokens"] <= told[1]["target_passes"]
+
+
+def test_a_stream_tells_who_wrote_what(client):
+    parts = client.completions.create(
+        model="nano",
+        prompt="a = 1\nb = 1\nc = 1\n",
+        max_tokens=30,
+        temperature=0,
+        stream=True,
+        extra_body={"stream_options": {"include_tokens": True}},
+    )
+    told = [(part.choices[0].text, part.choices[0].speculation) for part in parts]
+    assert all("".join(each["tokens"]) == text for text, each in told)
+    guessed = [who for _, each in told for who in each["guessed"]]
+    assert len(guessed) == 30
+    assert any(guessed)
+    assert not all(guessed)
+
+
 def test_several_at_once(client, alone):
     reply = client.completions.create(
         model="nano", prompt=[PROMPT, "import os"], n=2, max_tokens=8, temperature=1, seed=1, logprobs=2

@@ -64,6 +64,7 @@ class Answers:
             model=self._name,
             decode=self._driver.front.decode,
             logprobs=params.logprobs is not None,
+            tokens=asked.stream_options is not None and asked.stream_options.include_tokens,
         )
         tickets = self._submit(prompts, params)
         if asked.stream:

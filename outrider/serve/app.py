@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
-from starlette.responses import JSONResponse, Response
+from starlette.responses import FileResponse, JSONResponse, Response
 
 from outrider import __version__
 from outrider.errors import OutriderError
@@ -21,6 +22,8 @@ from outrider.serve.replies import problem
 from outrider.serve.schema import ChatRequest, CompletionRequest, TokenizeRequest, field_of
 from outrider.serve.settings import Settings
 
+_PAGE = Path(__file__).parent / "page.html"
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
 _LATER = {"Retry-After": "1"}
 
 
@@ -66,6 +69,10 @@ def _add_routes(app: FastAPI, answers: Answers, driver: Driver, name: str) -> No
         answers.check_model(asked.model)
         tokens = driver.front.encode(asked.prompt)
         return {"tokens": list(tokens), "count": len(tokens), "max_model_len": driver.front.house.context}
+
+    @app.get("/", include_in_schema=False)
+    async def page() -> FileResponse:
+        return FileResponse(_PAGE, headers={"Content-Security-Policy": _POLICY})
 
     @app.get("/health")
     async def health() -> dict[str, str]:

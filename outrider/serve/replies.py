@@ -21,7 +21,8 @@ class Reply:
     chat: bool
     model: str
     decode: Decode
-    logprobs: bool  # whether they were asked for
+    logprobs: bool = False  # whether they were asked for
+    tokens: bool = False  # whether each part tells who wrote them
     id: str = field(default_factory=lambda: uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -40,6 +41,9 @@ class Reply:
             choice["text"] = piece.text
         if self.logprobs:
             choice["logprobs"] = self._logprobs(piece.logprobs)
+        if self.tokens:
+            words = [self.decode([token]) for token in piece.tokens]
+            choice["speculation"] = {"tokens": words, "guessed": list(piece.guessed)}
         return self._head(part=True) | {"choices": [choice]}
 
     def last(self, completions: Sequence[Completion], prompts: int) -> dict[str, Any]:

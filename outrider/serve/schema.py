@@ -20,6 +20,9 @@ class StreamOptions(_Strict):
     """How a stream ends."""
 
     include_usage: bool = False
+    include_tokens: bool = Field(
+        False, description="Extension. Tell of each token whether it was a guess that was kept."
+    )
 
 
 class ResponseFormat(_Strict):
@@ -45,6 +48,7 @@ class Sampling(_Strict):
     ignore_eos: bool = Field(False, description="Extension. Go on past end-of-text.")
     min_tokens: int = Field(0, ge=0, description="Extension.")
     seed: int | None = Field(None, ge=0, lt=2**63)
+    k: int | None = Field(None, ge=0, description="Extension. Guesses a round at most; 0 is plain decoding.")
     n: int = Field(1, ge=1)
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -78,6 +82,7 @@ class Sampling(_Strict):
             seed=self.seed,
             n=self.n,
             logprobs=logprobs,
+            guesses=self.k,
             scope=scope,
         )
 
