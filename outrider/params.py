@@ -37,7 +37,7 @@ class SamplingParams:
             text depends on the guesses, k auto heeds a given seed alone.
         n: independent completions of the prompt.
         logprobs: report the log-probability of each emitted token and of the likeliest N; None reports none.
-        guesses: verified a round at most; 0 is plain decoding, None leaves it to the planner. The text's law is the same.
+        guesses: verified a round at most; 0 is plain decoding, None leaves it to the planner. The law is the same.
         scope: whose request it is. What a proposer learned from finished outputs is used for requests of the same scope
             only, so that nobody's text shows in how fast another's is made.
     """

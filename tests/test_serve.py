@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import threading
 import time
 from contextlib import contextmanager
@@ -12,11 +14,16 @@ import pytest
 import uvicorn
 
 from outrider.embedded import embedded
+from outrider.errors import OutriderError
 from outrider.llm import LLM
 from outrider.params import SamplingParams
+from outrider.prompts import read_prompts
 from outrider.serve.app import make_app
 from outrider.serve.driver import Driver
 from outrider.serve.settings import Settings
+from outrider.stress.client import put_load
+from outrider.stress.settings import Settings as LoadSettings
+from outrider.stress.verb import points
 
 PROMPT = "def add(a, b):"
 OPTIONS = {"target": embedded("nano"), "proposer": "ngram", "dtype": "float32", "context": 256, "k": 4}
@@ -254,6 +261,36 @@ def test_more_than_may_wait_are_turned_away(monkeypatch):
             assert answer.read().endswith(b"[DONE]\n\n")
         settled(driver)
         assert httpx.post(url + "/v1/completions", json={"prompt": "x", "max_tokens": 2}).status_code == 200
+
+
+@pytest.mark.parametrize("way", [{"concurrency": 3}, {"rate": 50.0}])
+def test_load_is_measured(server, way, tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    lines = [{"category": "a", "prompt": PROMPT}, {"category": "b", "messages": [{"role": "user", "content": "Hi"}]}]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    settings = LoadSettings(url=server[0] + "/v1", requests=6, max_tokens=9, ignore_eos=True, k=0, **way)
+    asked, seconds = asyncio.run(put_load(settings, read_prompts(file)))
+    assert [each.tokens for each in asked] == [9] * 6
+    assert not any(each.error for each in asked)
+    for each in asked:
+        assert each.began <= each.times[0] <= each.times[-1] <= seconds
+        assert each.first + sum(each.gaps) == pytest.approx(each.whole)
+
+
+def test_load_tells_what_went_wrong(server):
+    url = server[0] + "/v1"
+    asked, _ = asyncio.run(put_load(LoadSettings(url=url, requests=2, model="other"), read_prompts()))
+    assert all("404" in each.error for each in asked)
+    with pytest.raises(OutriderError, match="names no model"):
+        asyncio.run(put_load(LoadSettings(url="http://127.0.0.1:9/v1"), read_prompts()))
+    with pytest.raises(OutriderError, match="give one of them"):
+        LoadSettings(rate=1.0, concurrency=2)
+
+
+def test_percentiles_are_values_that_were_met():
+    assert points([0.003, 0.001, 0.002]) == {"p50": 2.0, "p95": 3.0, "p99": 3.0}
+    assert points([i / 1000 for i in range(1, 101)]) == {"p50": 50.0, "p95": 95.0, "p99": 99.0}
+    assert points([]) == {}
 
 
 def test_keys_and_sizes():
