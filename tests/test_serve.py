@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import threading
 import time
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ from outrider.stress.settings import Settings as LoadSettings
 from outrider.stress.verb import points
 
 PROMPT = "def add(a, b):"
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome") or ""
 OPTIONS = {"target": embedded("nano"), "proposer": "ngram", "dtype": "float32", "context": 256, "k": 4}
 
 
@@ -335,3 +337,35 @@ def test_too_slow_is_said():
         streamed = httpx.post(url + "/v1/completions", json={**body, "stream": True}).text
         assert "longer than 0.05 seconds" in streamed
         settled(driver)
+
+
+@pytest.mark.skipif(not CHROMIUM, reason="no browser here")
+def test_the_page_in_a_browser(server):
+    playwright = pytest.importorskip("playwright.sync_api")
+    flags = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"]
+    with playwright.sync_playwright() as here:
+        browser = here.chromium.launch(executable_path=CHROMIUM, args=flags)
+        page, wrong = browser.new_page(viewport={"width": 390, "height": 844}), []
+        page.on("pageerror", lambda error: wrong.append(str(error)))
+        page.goto(server[0])
+        playwright.expect(page.locator("#model")).to_have_text("nano")
+        page.fill("#prompt", "a = 1\nb = 1\nc = 1\n")
+        page.uncheck("#chat")
+        page.check("#both")
+        page.fill("#tokens", "20")
+        page.keyboard.press("Control+Enter")
+        speeds = page.locator("section h2 b")
+        for i in range(2):
+            playwright.expect(speeds.nth(i)).to_contain_text("tokens/s", timeout=20000)
+        playwright.expect(page.locator("#stop")).to_be_hidden(timeout=20000)
+        one, two = page.locator(".out").all_inner_texts()
+        assert one == two != ""
+        assert page.locator("section").nth(0).locator("mark").count() > 0
+        assert page.locator("section").nth(1).locator("mark").count() == 0
+        assert page.evaluate("() => document.documentElement.scrollWidth <= innerWidth")
+        page.fill("#tokens", "100000")
+        page.fill("#prompt", "word " * 600)
+        page.keyboard.press("Control+Enter")
+        playwright.expect(page.locator("#error")).to_contain_text("shorten the prompt", timeout=20000)
+        browser.close()
+    assert not wrong
