@@ -48,6 +48,12 @@ class Knobs:
         """Whether every row just takes the likeliest token of its logits as they are."""
         return self.all_greedy and self.bias is None and not self.any_penalty and not self.any_minimum
 
+    @property
+    def soft(self) -> bool:
+        """Whether every row draws from the softmax of its logits at some temperature, or takes the likeliest token."""
+        changed = self.bias is not None or self.any_penalty or self.any_minimum
+        return not (changed or self.any_top_k or self.any_top_p or self.any_min_p)
+
     @classmethod
     def of(cls, rows: Sequence[Row], vocab: int, device: torch.device) -> Knobs:
         wants = [row.request.params for row in rows]

@@ -169,14 +169,23 @@ class Trust:
         return self.worth[min(rows, len(self.worth)) - 1] if self.worth else 0.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Dice:
+    """How the guesses of a chain are drawn: each is the first id whose cumulative chance exceeds a given number."""
+
+    temperature: tuple[float, ...]  # [B]; 0 takes the likeliest id
+    uniform: torch.Tensor  # [B, K] float64 in [0, 1)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grown:
-    """Greedy chains of a draft model."""
+    """Chains of a draft model."""
 
     tokens: torch.Tensor  # [B, K] int64; row b begins with count[b] guesses, perhaps one more, and padding
     count: tuple[int, ...]  # [B]
     margin: Sequence[Sequence[float]] | None = None  # [B][count, or one more]; None: nobody looked
     chance: Sequence[Sequence[float]] | None = None  # of the path up to there, shaped alike
+    q: Packed | None = None  # [B, K] of guesses that were drawn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

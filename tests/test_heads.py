@@ -20,6 +20,7 @@ from outrider.heads.store import make_module, read_head, write_head
 from outrider.heads.taps import normed
 from outrider.llm import LLM
 from outrider.load import load_checkpoint
+from outrider.noise import inverse_cdf
 from outrider.params import SamplingParams
 from outrider.propose.heads import HeadProposer, HeadTreeProposer
 from outrider.proposers import draft_model
@@ -27,6 +28,7 @@ from outrider.target import grow_by_scores, make_target
 from outrider.testing import random_tree
 from outrider.train.kinds import KINDS, Shape, describe
 from outrider.train.unroll import Texts, chosen, unrolled
+from outrider.types import Dice
 from tests import tiny
 from tests.drafts import check_text, far, feed
 from tests.lessons import spread
@@ -129,6 +131,11 @@ def test_native_kernels_say_the_same(kind, vocab):
     assert far(ours, theirs) < 0.03
     grown = heads[1].grow(batches[1], 12288)
     assert torch.equal(grown.tokens, grow_by_scores(heads[1], batches[1], 12288).tokens)
+    uniform = torch.rand(1, max(batches[1].budget), dtype=torch.float64)
+    drawn = heads[1].draw(batches[1], 12288, Dice(temperature=(0.7,), uniform=uniform))
+    law = (heads[1].score(batches[1], none).logits[:, 0] / 0.7).softmax(-1)
+    assert torch.allclose(drawn.q.padded()[:, 0], law, rtol=1e-4, atol=1e-9)
+    assert drawn.tokens[:, 0].tolist() == inverse_cdf(law, uniform[:, 0]).tolist()
 
 
 @pytest.mark.parametrize("kind", EVERY)

@@ -155,13 +155,15 @@ def test_cutting_leaves_the_laws_of_what_is_left():
     assert less.q.values is draft.q.values
 
 
-class PaddedTarget:
-    """A target whose passes leave nothing packed."""
+class PlainTarget:
+    """A target whose passes leave nothing packed, and which draws no guesses by itself."""
 
     def __init__(self, inner):
         self._inner = inner
 
     def __getattr__(self, name):
+        if name == "draw":
+            raise AttributeError(name)
         return getattr(self._inner, name)
 
     def score(self, batch, draft, first=-1):
@@ -200,26 +202,30 @@ def pair():
 
 @pytest.mark.skipif(not tiny.compiles(), reason="no C++ compiler here")
 @pytest.mark.parametrize(
-    ("name", "rule"),
+    ("name", "rule", "rich"),
     [
-        *(("chain", rule) for rule in EXACT if rule != "traversal"),
-        *(("tree", rule) for rule in ("walk", "siblings", "traversal")),
-        ("first", "block"),
-        ("merge", "traversal"),
+        *(("chain", rule, True) for rule in EXACT if rule != "traversal"),
+        *(("chain", rule, False) for rule in ("walk", "rejection", "block")),
+        *(("tree", rule, True) for rule in ("walk", "siblings", "traversal")),
+        ("first", "block", True),
+        ("merge", "traversal", True),
     ],
 )
-def test_texts(name, rule, pair):
+def test_texts(name, rule, rich, pair):
     """With kernels and packed, and with the plain rules over what is padded."""
     target, small, tokenizer = pair
     chance = random.Random(5)
     rows = [some_row(b, chance) for b in range(10)]
-    wants = [SamplingParams(seed=b) if b % 3 == 0 else row.request.params for b, row in enumerate(rows)]
+    wants = [
+        row.request.params if rich and b % 3 else SamplingParams(temperature=(1.0, 0.0, 0.6, 1.0)[b % 4], seed=b)
+        for b, row in enumerate(rows)
+    ]
     texts = ("<|endoftext|>def add(a, b):\n    return a + b\n\ndef", "<|endoftext|>The old man and")
     prompts = [tokenizer.encode(texts[b % 2])[: 5 + b] for b in range(10)]
-    ways = (target, fastest(EXACT[rule], CPU)), (PaddedTarget(target), EXACT[rule])
+    ways = (target, small, fastest(EXACT[rule], CPU)), (PlainTarget(target), PlainTarget(small), EXACT[rule])
     engines = [
-        make_engine(way, lambda setup: Uneven(PROPOSERS[name](small)(setup)), verifier=verifier, rows=10)
-        for way, verifier in ways
+        make_engine(one, lambda setup, two=two: Uneven(PROPOSERS[name](two)(setup)), verifier=verifier, rows=10)
+        for one, two, verifier in ways
     ]
     ours, plain = (outputs(run(engine, prompts, wants, limit=12)) for engine in engines)
     assert ours == plain

@@ -18,6 +18,25 @@ inline double total(const float* mass, int size) {
   return ((sums[0] + sums[1]) + (sums[2] + sums[3])) + ((sums[4] + sums[5]) + (sums[6] + sums[7]));
 }
 
+// softmax(x / temperature), in place.
+inline void soften(float* x, int size, float temperature) {
+  const auto each = [&](auto work) {
+    int v = 0;
+    for (; v + kLanes <= size; v += kLanes) store(x + v, work(load(x + v)));
+    float rest[kLanes];
+    std::fill(rest, rest + kLanes, -INFINITY);
+    std::copy(x + v, x + size, rest);
+    store(rest, work(load(rest)));
+    std::copy(rest, rest + (size - v), x + v);
+  };
+  Floats most = fill(-INFINITY);
+  each([&](Floats y) { return y /= temperature, most = maximum(most, y), y; });
+  const float peak = largest(most);
+  each([&](Floats y) { return exponential(y - peak); });
+  const float whole = float(total(x, size));
+  each([&](Floats y) { return y / whole; });
+}
+
 // The first id whose cumulative mass exceeds u times the total, where masses are added one by one.
 inline int64_t draw_plainly(const float* mass, int size, double u) {
   double whole = 0, sum = 0;

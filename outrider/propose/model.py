@@ -15,8 +15,8 @@ from outrider.noise import PositionNoise, inverse_cdf
 from outrider.propose.base import Setup
 from outrider.propose.confidence import Confidence
 from outrider.sampling import Knobs, warp
-from outrider.target import Target
-from outrider.types import Batch, Draft, Draw, Law, Needs, Packed, Request, Round, Trust
+from outrider.target import Drawer, Target
+from outrider.types import Batch, Dice, Draft, Draw, Grown, Law, Needs, Packed, Request, Round, Trust
 from outrider.watch import Watch
 
 _log = logging.getLogger("outrider")
@@ -124,15 +124,27 @@ class ModelProposer:
         knobs = self._knobs_of(batch)
         ends = frozenset.intersection(*(row.request.end_ids for row in batch.rows))
         trust = self._confidence.trust(batch.keep, batch.worth, tuple(ends))
-        if knobs.bare and min(batch.budget):
-            grown = self._model.grow(batch, self._setup.vocab, trust)
-            self._margins = grown.margin
-            return self._chain(grown.tokens, grown.count, grown.chance)
-        return self._draw_chain(batch, knobs, trust)
+        grown = self._grown(batch, knobs, trust) if min(batch.budget) else None
+        if grown is None:
+            return self._draw_chain(batch, knobs, trust)
+        self._margins, law = grown.margin, torch.full_like(grown.tokens, Law.ONE_HOT)
+        if grown.q is not None:
+            law[grown.q.at >= 0] = Law.SAMPLED
+        return self._chain(grown.tokens, grown.count, grown.chance, law=law, q=grown.q)
+
+    def _grown(self, batch: Batch, knobs: Knobs, trust: Trust) -> Grown | None:
+        """Chains that the model grows by itself; None where that is not how these rows want their guesses."""
+        model, vocab, draw = self._model, self._setup.vocab, self._setup.draw
+        if knobs.bare or (knobs.soft and draw is Draw.ARGMAX):  # no temperature changes which token is the likeliest
+            return model.grow(batch, vocab, trust)
+        if knobs.soft and draw is Draw.SAMPLE and isinstance(model, Drawer):
+            temperature = tuple(row.request.params.temperature for row in batch.rows)
+            uniform = self._noise_of(batch).draws(max(batch.budget))
+            return model.draw(batch, vocab, Dice(temperature=temperature, uniform=uniform), trust)
+        return None
 
     def _draw_chain(self, batch: Batch, knobs: Knobs, trust: Trust) -> Draft:
-        assert self._noise is not None
-        noise = self._noise.at(tree.upload([len(row.text) for row in batch.rows], self._setup.device))
+        noise = self._noise_of(batch)
         draft = tree.empty(len(batch.rows), self._setup.device)
         draws = noise.draws(max(batch.budget))
         laws: list[torch.Tensor] = []
@@ -191,6 +203,10 @@ class ModelProposer:
             self._knobs = Knobs.of(batch.rows, self._setup.vocab, self._setup.device)
             self._noise = PositionNoise(self._knobs.seed, self._knobs.seed)
         return self._knobs
+
+    def _noise_of(self, batch: Batch) -> PositionNoise:
+        assert self._noise is not None
+        return self._noise.at(tree.upload([len(row.text) for row in batch.rows], self._setup.device))
 
 
 def _fit(logits: torch.Tensor, vocab: int) -> torch.Tensor:
