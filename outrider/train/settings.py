@@ -71,7 +71,11 @@ class Settings:
     ] = False
     draft: Annotated[
         str | None,
-        typer.Option(metavar="DIR", help="The small model that the kind draft goes on with.", rich_help_panel=_WHAT),
+        typer.Option(
+            metavar="DIR",
+            help="What to go on with: a trained draft of the same kind, or for the kind draft a small model.",
+            rich_help_panel=_WHAT,
+        ),
     ] = None
     depth: Annotated[
         int,
