@@ -38,7 +38,8 @@ def index(
 @options.spread
 def train(
     kind: Annotated[
-        str, typer.Argument(metavar="KIND", help="eagle3, eagle31, mtp, medusa, hydra, dflash, dspark or draft.")
+        str,
+        typer.Argument(metavar="KIND", help="eagle3, eagle31, peagle, mtp, medusa, hydra, dflash, dspark or draft."),
     ],
     *,
     settings: TrainSettings,

@@ -33,6 +33,7 @@ _PROMPTS = (
 _NAMES = {
     Kind.EAGLE: "EAGLE-1 or 2: the target's last state, carried on by decoder layers",
     Kind.EAGLE3: "EAGLE-3: states of several layers, fused and carried on by decoder layers",
+    Kind.PEAGLE: "P-EAGLE: states of several layers, fused, and masks behind the text, all in one pass",
     Kind.MTP: "a module for multi-token prediction",
     Kind.MEDUSA: "Medusa: heads that guess independently of each other",
     Kind.HYDRA: "Hydra: heads that read the guesses before them",
@@ -88,7 +89,8 @@ def checklist(it: Description) -> tuple[str, ...]:
         )
     if it.join:
         first = "the embedding first" if it.join.embedding_first else "the state first"
-        out.append(f"concat order: {first}; what goes on behind a guess is the {it.recycle} state")
+        on = "masks have a state of their own" if it.masks else f"what goes on behind a guess is the {it.recycle} state"
+        out.append(f"concat order: {first}; {on}")
     out.append("target: a draft of the same shapes that was trained on another model, or on another tuning of this one")
     return tuple(out)
 
@@ -187,7 +189,9 @@ def words(it: Description) -> list[tuple[str, str]]:
         own = "the target's output layer" if it.stack.shared_head else "output layers of their own"
         own = "one output layer of their own" if it.stack.one_head else own
         out.append(("heads", f"{it.stack.heads} with {it.stack.layers} residual blocks each, and {own}"))
-    if it.body and not it.block:
+    if it.masks:
+        out.append(("one pass", f"makes {it.masks.guesses} guesses; masks have token {it.masks.token}'s embedding"))
+    if it.body and not it.at_once:
         out.append(("carries on", "its normed output" if it.recycle is Recycle.NORMED else "its output as it is"))
     tables = [name for name, has in (("embeddings", it.own_embedding), ("an output layer", it.own_head)) if has]
     out.append(("guesses", f"{it.guessed} tokens" + (f", with {' and '.join(tables)} of its own" if tables else "")))

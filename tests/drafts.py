@@ -15,6 +15,7 @@ from outrider.heads.description import (
     Join,
     JoinAt,
     Kind,
+    Masks,
     Recycle,
     Rope,
     Scaling,
@@ -43,6 +44,9 @@ def cases(hidden: int = 64, vocab: int = 96) -> Mapping[str, tuple[str, Descript
         given = {"taps": taps, "join": Join(at=JoinAt.ATTENTION), "body": body, "own_head": True, **more}
         return Description(kind=Kind.EAGLE3, **common, **given)
 
+    def peagle(guesses=5, **more):
+        return replace(eagle3(**more), kind=Kind.PEAGLE, masks=Masks(guesses=guesses, token=vocab - 3))
+
     def mtp(**more):
         join = Join(at=JoinAt.PROJECTION, **more.pop("join", {}))
         given = {"body": body, "recycle": Recycle.NORMED, **more}
@@ -63,6 +67,7 @@ def cases(hidden: int = 64, vocab: int = 96) -> Mapping[str, tuple[str, Descript
     )
     five = Taps(layers=(0, 1, 3, 5, 7), fused=True, norm=FuseNorm.WHOLE)
     wide = replace(body, layers=2, head_norms=True, attention_bias=True, output_bias=True, rope=YARN)
+    deep = replace(body, layers=2)
     nemotron = replace(body, rotary=0.0, gated=False)
     gated = replace(body, head_norms=True, attention_gate=True, rotary=0.5, theta=1e6)
     zeroed = {"zero_first": True}
@@ -76,6 +81,9 @@ def cases(hidden: int = 64, vocab: int = 96) -> Mapping[str, tuple[str, Descript
             "eagle3-speculators",
             eagle3(taps=five, join=Join(at=JoinAt.ATTENTION, residual_normed=True), body=wide, own_embedding=True),
         ),
+        "peagle": ("peagle", peagle(draft_vocab=40, norm=FuseNorm.EACH, body=deep, own_embedding=True)),
+        "plain peagle": ("peagle", peagle(norm=FuseNorm.WHOLE)),
+        "peagle of speculators": ("peagle-speculators", peagle(taps=five, body=deep, guesses=3)),
         "eagle": ("eagle", eagle),
         "medusa": ("medusa", stack(stack=Stack(heads=3, layers=2))),
         "legacy medusa": ("medusa", stack(stack=Stack(heads=3, shared_head=True))),

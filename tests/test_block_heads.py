@@ -344,17 +344,19 @@ def test_the_text_is_the_targets_own(kind, temperature, make, tmp_path, monkeypa
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("make", [HeadProposer, HeadTreeProposer])
-@pytest.mark.parametrize(("kind", "width"), [("dflash", 4), ("dspark", 4), ("mtp", 1)])
-def test_no_guess_is_left_out_for_the_pass_that_it_would_take(kind, width, make, temperature):
+@pytest.mark.parametrize(("kind", "least"), [("dflash", 4), ("dspark", 4), ("peagle", 3), ("mtp", 1)])
+def test_no_guess_is_left_out_for_the_pass_that_it_would_take(kind, least, make, temperature):
     """For a block takes one pass, whatever it is asked; other drafts stop where the next pass is not worth it."""
-    head = make_head_target(make_draft(describe(kind, SMALL)), TABLES, slots=1, context=32)
+    shape = replace(SMALL, own_head=False)
+    head = make_head_target(make_draft(describe(kind, shape)), TABLES, slots=1, context=32)
     proposer = make(replace(toy_setup(ToyTarget(vocab=40)), draw=Draw.ARGMAX), head)
     row = make_row([1, 2, 3, 4, 5], 0, SamplingParams(temperature=temperature))
     proposer.admit(0, row.request)
     head.known = {0: 0}
     tell(head, [row], torch.randn(1, 4, len(head.description.taps.layers), 64), [4])
     batch = Batch(rows=(row,), start=(4,), feed=((5,),), budget=(4,), worth=(2.0,))
-    assert max(proposer.propose(batch).depth) == width
+    depth = max(proposer.propose(batch).depth)
+    assert depth == 1 if least == 1 else depth >= least
 
 
 @pytest.fixture(scope="module")

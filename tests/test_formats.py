@@ -172,6 +172,10 @@ def _drop(name):
     return lambda _, tensors: tensors.pop(name)
 
 
+def _drop_key(name):
+    return lambda config, _: config.pop(name)
+
+
 def _add(name, *shape):
     return lambda _, tensors: tensors.update({name: torch.zeros(*shape)})
 
@@ -222,8 +226,11 @@ BAD = {
     "block layers": ("medusa", _set("medusa_num_layers", 3), "medusa_num_layers is 3"),
     "token map": ("medusa of some tokens", lambda _, t: t["token_map"].fill_(3), "40 different ids"),
     "block draft": ("eagle3", _set("dflash_config", {}), r"\(DFlash, DSpark\)"),
-    "parallel": ("eagle3", _add("mask_hidden", 1), "P-EAGLE"),
-    "unknown kind": ("speculators", _set("speculators_model_type", "guru"), "known are eagle3 and mtp"),
+    "no mask token": ("peagle", _drop_key("ptd_token_id"), "which token its masks are"),
+    "no mask state": ("peagle", _drop("mask_hidden"), r"mask_hidden, their state, is missing"),
+    "no such mask": ("peagle", _set("ptd_token_id", 96), "the embedding of token 96 of 96"),
+    "mask state": ("peagle", lambda _, t: t.update(mask_hidden=t["mask_hidden"][..., 1:]), "mask has shape"),
+    "unknown kind": ("speculators", _set("speculators_model_type", "guru"), "known are eagle3, peagle and mtp"),
     "assistant": ("eagle3", _set("model_type", "gemma4_assistant"), "Gemma 4"),
 }
 

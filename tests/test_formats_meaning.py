@@ -88,6 +88,25 @@ def eagle3(t, first, *, each, whole, normed_residual, recycle):
     return run
 
 
+def peagle(t, first):
+    """Of taps [T, n, H], tokens, and so many masks behind them: logits over the draft's tokens, of all columns."""
+
+    def run(tokens, taps, masks):
+        tokens = torch.cat([tokens, torch.full((masks,), 93)])
+        state = torch.cat([taps, t["mask_hidden"].view(1, -1, 64).expand(masks, -1, -1)])
+        if "fc_norm.0.weight" in t:
+            state = torch.stack([rms(state[:, i], t[f"fc_norm.{i}.weight"]) for i in range(state.shape[1])], 1)
+        state = state.flatten(1)
+        state = (rms(state, t["input_norm.weight"]) if "input_norm.weight" in t else state) @ t["fc.weight"].T
+        token = rms(t.get("embed_tokens.weight", TABLE)[tokens], t[f"{first}input_layernorm.weight"])
+        x = layer(t, first, state, torch.cat([token, rms(state, t[f"{first}hidden_norm.weight"])], -1))
+        if "layers.1.input_layernorm.weight" in t:
+            x = layer(t, "layers.1.", x, rms(x, t["layers.1.input_layernorm.weight"]))
+        return rms(x, t["norm.weight"]) @ t["lm_head.weight"].T
+
+    return run
+
+
 def eagle1(t):
     def run(tokens, state):
         x = torch.cat([t["embed_tokens.weight"][tokens], state.flatten(1)], -1)
@@ -201,6 +220,20 @@ def test_a_follower_computes_what_its_checkpoint_says(case):
     torch.testing.assert_close(module.logits(out), theirs, atol=2e-4, rtol=2e-4)
     if module.description.draft_vocab:
         assert torch.equal(tensors["d2t"] + torch.arange(40), module.ids)
+
+
+@pytest.mark.parametrize(
+    ("case", "first"), [("peagle", "midlayer."), ("plain peagle", "midlayer."), ("peagle of speculators", "layers.0.")]
+)
+@torch.no_grad()
+def test_masks_compute_what_their_checkpoint_says(case, first):
+    tensors, module = read(case)
+    tokens, taps = torch.randint(0, 96, (7,)), torch.randn(7, len(module.description.taps.layers), 64)
+    theirs = peagle(tensors, first)(tokens, taps, 3)
+    tokens = torch.cat([tokens, torch.full((3,), module.description.masks.token)])
+    states = torch.cat([module.fused(taps), module.masked().expand(3, -1)])
+    ours = module.logits(module(tokens, states, torch.arange(10), causal))
+    torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=2e-4)
 
 
 @torch.no_grad()

@@ -15,6 +15,7 @@ from outrider.embedded import embedded
 from outrider.errors import OutriderError
 from outrider.heads.description import Description, Kind, Recycle
 from outrider.heads.follow_target import FollowTarget, NativeFollowTarget
+from outrider.heads.mask_target import MaskTarget, NativeMaskTarget
 from outrider.heads.runners import make_head_target
 from outrider.heads.store import make_module, read_head, write_head
 from outrider.heads.taps import normed
@@ -27,7 +28,8 @@ from outrider.proposers import draft_model
 from outrider.target import grow_by_scores, make_target
 from outrider.testing import random_tree
 from outrider.train.kinds import KINDS, Shape, describe
-from outrider.train.unroll import Texts, chosen, unrolled
+from outrider.train.steps import Chains
+from outrider.train.unroll import Texts, unrolled
 from outrider.types import Dice
 from tests import tiny
 from tests.drafts import check_text, far, feed
@@ -111,7 +113,7 @@ def _eagle1():
 
 @pytest.mark.skipif(not tiny.compiles(), reason="no C++ compiler here")
 @pytest.mark.parametrize("vocab", [0, 512])
-@pytest.mark.parametrize("kind", ["eagle3", "eagle31", "mtp", "eagle1"])
+@pytest.mark.parametrize("kind", ["eagle3", "eagle31", "peagle", "mtp", "eagle1"])
 def test_native_kernels_say_the_same(kind, vocab):
     torch.manual_seed(4)
     checkpoint = load_checkpoint(embedded("mini"), dtype="bfloat16", device="cpu")
@@ -120,7 +122,8 @@ def test_native_kernels_say_the_same(kind, vocab):
     module = make_module(description).to(torch.bfloat16).eval().requires_grad_(False)
     if description.draft_vocab:
         module.ids.copy_(torch.randperm(12288)[:512].sort().values)
-    heads = [kind(module, tables, slots=1, context=64) for kind in (FollowTarget, NativeFollowTarget)]
+    runners = (MaskTarget, NativeMaskTarget) if description.masks else (FollowTarget, NativeFollowTarget)
+    heads = [runner(module, tables, slots=1, context=64) for runner in runners]
     text, taps = torch.randint(0, 12288, (9,)).tolist(), torch.randn(8, len(description.taps.layers), 384)
     batches = [feed(head, description, text, taps) for head in heads]
     none, branched = tree.empty(1, CPU), random_tree([5], 12288, random.Random(2))
@@ -172,16 +175,17 @@ def test_some_places_train_what_all_of_them_would(kind):
     torch.manual_seed(7)
     some = list(unrolled(module, texts, 4, later=0.5))
     torch.manual_seed(7)
-    columns, live = chosen(learn[:, 1:], 0.5)
+    chains = Chains.of(learn[:, 1:], 0.5, 14)
+    live = torch.zeros(2, 14, dtype=torch.bool)
+    live[chains.rows[chains.live], chains.columns[chains.live]] = True
     assert 0 < int(live.sum()) < int(learn[:, 1:].sum())
     assert torch.equal(some[0].logits, whole[0].logits)
     for step, every in zip(some[1:], whole[1:], strict=True):
         assert step.weight == pytest.approx(float(learn[:, 1:].sum() / live.sum()))
+        assert torch.equal(step.learn, live & every.learn)
         for name in ("logits", "target"):
-            ours, all_ = spread(getattr(step, name), step.learn), spread(getattr(every, name), every.learn)
-            wanted = all_.gather(1, columns[..., None].expand(-1, -1, 40))
-            assert torch.allclose(ours[step.learn], wanted[step.learn], atol=1e-5)
-        assert torch.equal(step.learn, live & every.learn.gather(1, columns))
+            ours, theirs = spread(getattr(step, name), step.learn), spread(getattr(every, name), every.learn)
+            assert torch.allclose(ours[step.learn], theirs[step.learn], atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -428,7 +428,7 @@ def test_a_proposer_is_a_copy_and_costs_no_luck(kind, nano):
 
 def test_every_kind_is_told_of():
     message = "|".join(KINDS)
-    from outrider.cli import train
+    from outrider.cli_drafts import train
 
     help = next(iter(train.__annotations__["kind"].__metadata__)).help
     assert all(kind in help for kind in [*message.split("|"), DRAFT])

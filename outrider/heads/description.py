@@ -21,6 +21,7 @@ class Kind(StrEnum):
 
     EAGLE = "eagle"  # the target's last state regressed by a decoder layer (EAGLE-1 and 2)
     EAGLE3 = "eagle3"  # states of three layers, fused (EAGLE-3, 3.1)
+    PEAGLE = "peagle"  # nothing: one pass over such states and masks behind them says what the masks hide
     MTP = "mtp"  # a module for multi-token prediction that came with the target
     MEDUSA = "medusa"  # nothing: heads guess independently of each other
     HYDRA = "hydra"  # the embeddings of the tokens guessed before
@@ -144,6 +145,14 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Masks:
+    """Guesses that are made in one pass: behind the text stand masks, which see what stands before them (P-EAGLE)."""
+
+    guesses: int  # made by one pass; the first of them by the text's last token
+    token: int  # the target's id whose embedding masks have
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Description:
     """A trained draft."""
 
@@ -157,6 +166,7 @@ class Description:
     body: Body | None = None
     stack: Stack | None = None
     block: Block | None = None  # in one pass of the body
+    masks: Masks | None = None  # behind the text, where nothing is recycled
     recycle: Recycle = Recycle.RAW
     final_norm: bool = True  # before the output layer
     own_head: bool = False  # an output layer of its own, instead of the target's
@@ -174,6 +184,11 @@ class Description:
     def width(self) -> int:
         """Of the state that it carries on."""
         return self.body.hidden if self.body else self.target_hidden
+
+    @property
+    def at_once(self) -> int:
+        """Guesses that one pass makes, where it makes them all; else 0."""
+        return self.block.guesses if self.block else self.masks.guesses if self.masks else 0
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -204,7 +219,9 @@ def _check(it: Description) -> None:
         "shares the target's output layer and has one of its own": it.stack is not None
         and it.stack.shared_head
         and (it.stack.one_head or it.stack.head_bias),
+        "guesses behind masks and has none": it.kind is Kind.PEAGLE and it.masks is None,
         **(_block_problems(it, it.block) if it.block else {}),
+        **(_mask_problems(it, it.masks) if it.masks else {}),
     }
     if found := [text for text, wrong in problems.items() if wrong]:
         raise OutriderError(f"a draft of kind {it.kind} {found[0]}; its checkpoint is damaged or of another format")
@@ -217,6 +234,14 @@ def _block_problems(it: Description, block: Block) -> dict[str, bool]:
         "norms what it taps before it is fused, where a block norms it behind": it.taps.norm is not FuseNorm.NONE,
         f"guesses nothing in a block of {block.size}": block.guesses < 1,
         f"corrects its guesses by a matrix of rank {block.markov_rank}": block.markov_rank < 0,
+    }
+
+
+def _mask_problems(it: Description, masks: Masks) -> dict[str, bool]:
+    return {
+        "stands masks behind a text that it does not follow": it.join is None or it.block is not None,
+        f"makes {masks.guesses} guesses with masks, which takes 2 or more": masks.guesses < 2,
+        f"has masks with the embedding of token {masks.token} of {it.vocab}": not 0 <= masks.token < it.vocab,
     }
 
 

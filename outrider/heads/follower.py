@@ -2,6 +2,10 @@
 
 Column j is the text's token x_j together with the state f_(j-1) from which the target (or, behind a guess, the draft
 itself) guessed it; its output says what x_(j+1) is. Li et al. 2024 (EAGLE), 2025 (EAGLE-3), DeepSeek-AI 2024 (MTP).
+
+Where guesses are made at once, masks stand behind the text instead (P-EAGLE, 2602.01469). A mask is a column like any
+other, with the embedding of a token that texts do not hold and, for what the target would have shown, numbers that are
+learned and that all masks share.
 """
 
 from __future__ import annotations
@@ -31,6 +35,8 @@ class Follower(Borrower):
             self.fuse_norm = nn.ModuleList([Norm(sources, body.epsilon)])
         if taps.fused:
             self.fuse = nn.Linear(sources, width, bias=taps.bias)
+        if it.masks:
+            self.mask = nn.Parameter(torch.empty(sources).normal_())  # in place of what is tapped
         if join.norms:
             self.embedding_norm, self.state_norm = Norm(width, body.epsilon), Norm(width, body.epsilon)
         if join.at is JoinAt.PROJECTION:
@@ -53,6 +59,10 @@ class Follower(Borrower):
         if self.description.taps.norm is FuseNorm.WHOLE:
             taps = self.fuse_norm[0](taps)
         return self.fuse(taps) if self.description.taps.fused else taps
+
+    def masked(self) -> torch.Tensor:
+        """The state [H] that masks have."""
+        return self.fused(self.mask.view(-1, self.description.target_hidden))
 
     def forward(
         self,

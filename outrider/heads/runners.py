@@ -10,6 +10,7 @@ from outrider.heads.block_target import BlockTarget
 from outrider.heads.follow_target import FollowTarget, NativeFollowTarget
 from outrider.heads.independent import Independent
 from outrider.heads.independent_target import IndependentTarget
+from outrider.heads.mask_target import MaskTarget, NativeMaskTarget
 from outrider.heads.store import HeadModule
 from outrider.heads.target import HeadTarget
 from outrider.types import Tables
@@ -23,9 +24,11 @@ def make_head_target(module: HeadModule, tables: Tables, *, slots: int, context:
         return BlockTarget(module, tables, slots=slots, context=context)
     if isinstance(module, Independent):
         return IndependentTarget(module, tables, slots=slots, context=context)
+    masked = module.description.masks is not None
     if tables.packed is not None:
+        native = NativeMaskTarget if masked else NativeFollowTarget
         try:
-            return NativeFollowTarget(module, tables, slots=slots, context=context)
+            return native(module, tables, slots=slots, context=context)
         except UnsupportedModel as reason:
             _log.warning("the draft runs on torch's kernels: %s", reason)
-    return FollowTarget(module, tables, slots=slots, context=context)
+    return (MaskTarget if masked else FollowTarget)(module, tables, slots=slots, context=context)

@@ -88,3 +88,9 @@ class HeadRunner:
         out = logits.new_full((*logits.shape[:-1], self.vocab), -torch.inf)
         out[..., self.module.ids] = logits
         return Scores(logits=out)
+
+
+def at_depth(values: torch.Tensor, depth: torch.Tensor) -> torch.Tensor:
+    """[B, M, *] of values [B, guesses, *] by how many guesses stand before each [B, M]; behind the last, the last."""
+    rows = torch.arange(len(values), device=values.device)[:, None]
+    return values[rows, depth.clamp(max=values.shape[1] - 1)]

@@ -185,7 +185,7 @@ def _check(kind: str, settings: Settings, it: Description) -> None:
     count, heads = _of_itself(it), it.stack.heads if it.stack else 0
     problems = {
         f"{kind} has no perceptrons of a width to choose; leave --ffn out": settings.ffn and it.body is None,
-        f"{kind} has no block; leave --guesses out": settings.guesses and it.block is None,
+        f"{kind} has no block; leave --guesses out": settings.guesses and not it.at_once,
         f"{kind} makes {count} guesses and trains them all; leave --steps out": count
         and settings.steps not in (None, count),
         f"{kind} has {heads} heads where --depth is {settings.depth}; use 2 or more": heads
@@ -197,6 +197,4 @@ def _check(kind: str, settings: Settings, it: Description) -> None:
 
 def _of_itself(it: Description) -> int:
     """How many guesses it makes in a row, 0 where it goes on as far as it is asked to."""
-    if it.block:
-        return it.block.guesses
-    return it.stack.heads if it.stack else 0
+    return it.stack.heads if it.stack else it.at_once

@@ -93,18 +93,18 @@ class Settings:
         bool | None,
         typer.Option(
             "--own-head/--shared-head",
-            help="An output layer of the draft's own, or the target's. Default: own for eagle3 and eagle31.",
+            help="An output layer of the draft's own, or the target's. Default: own for eagle3, eagle31 and peagle.",
             rich_help_panel=_WHAT,
         ),
     ] = None
     guesses: Annotated[
-        int, typer.Option(min=0, help="Of a block, for the kinds that have one; 0 = 7.", rich_help_panel=_WHAT)
+        int, typer.Option(min=0, help="Of the kinds that make all of them in one pass; 0 = 7.", rich_help_panel=_WHAT)
     ] = 0
     steps: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="Guesses in a row that are trained. Default: all of heads or a block, 1 of a model, else 4.",
+            help="Guesses in a row that are trained. Default: all that heads or one pass make, 1 of a model, else 4.",
             rich_help_panel=_HOW,
         ),
     ] = None

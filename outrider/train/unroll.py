@@ -19,21 +19,24 @@ from outrider.heads.independent import Independent
 from outrider.heads.layers import Attention
 from outrider.heads.store import HeadModule
 from outrider.train.blocks import in_blocks
+from outrider.train.masks import behind_masks
+from outrider.train.steps import Chains
 from outrider.train.steps import Step as Step
 from outrider.train.steps import Texts as Texts
-from outrider.train.steps import drawn
 
 
 def unrolled(module: HeadModule, texts: Texts, steps: int, later: float = 1.0) -> Iterator[Step]:
     """The guesses of steps 0, 1, ..., as far as texts reach.
 
-    Behind the first, drafts that follow states go on from a share `later` of the columns alone, drawn at random: those
-    that stand beside each other in a text teach much the same, and all of them are there to be seen.
+    Behind the first, drafts that follow states go on from a share `later` of the columns alone, drawn at random; all of
+    them are there to be seen.
     """
     if isinstance(module, BlockDraft):
         return in_blocks(module, texts, steps)
     if isinstance(module, Independent):
         return _independent(module, texts, steps)
+    if module.description.masks:
+        return behind_masks(module, texts, steps, later)
     return _followed(module, texts, steps, later)
 
 
@@ -47,28 +50,14 @@ def _followed(module: Follower, texts: Texts, steps: int, later: float) -> Itera
     yield Step(learn=learn, logits=module.logits(out[row, column]), target=texts.laws_at(row, column + 1))
     if min(steps, size) == 1 or not bool(learn.any()):
         return
-    columns, live = chosen(learn, later)
-    weight = 1.0 if later == 1.0 else float(learn.sum()) / max(float(live.sum()), 1.0)
-    every = torch.arange(rows, device=states.device)[:, None].expand_as(columns)
-    states = module.recycled(out)[every, columns]
-    look.narrow(columns)
+    chains = Chains.of(learn, later, size)
+    states = module.recycled(out)[chains.rows, chains.columns]
+    look.narrow(chains.columns)
     for step in range(1, min(steps, size)):
-        place = columns + 1 + step  # of the last guess, whose law is behind it
-        live = live & (place <= size)
-        place = place.clamp(max=size)
-        out = module(texts.tokens[every, place], states, columns + step, look)
+        tokens = texts.tokens[chains.rows, chains.places(step)]
+        out = module(tokens, states, chains.columns + step, look)
         states = module.recycled(out)
-        learn = live & texts.learn[every, place]
-        laws = texts.laws_at(every[learn], place[learn])
-        yield Step(learn=learn, logits=module.logits(out[learn]), target=laws, weight=weight)
-
-
-def chosen(learn: torch.Tensor, later: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """From which columns [B, A] guesses go on, and whether they do [B, A]."""
-    if later == 1.0:
-        return torch.arange(learn.shape[1], device=learn.device).expand(learn.shape), torch.ones_like(learn)
-    lucky = torch.rand(learn.shape).to(learn.device) < later
-    return drawn(learn & lucky, learn.shape[1])
+        yield chains.step(texts, step, out, module.logits)
 
 
 def _independent(module: Independent, texts: Texts, steps: int) -> Iterator[Step]:
