@@ -5,6 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import signal
+import socket
+import subprocess
+import sys
 import threading
 import time
 from contextlib import contextmanager
@@ -369,3 +373,32 @@ def test_the_page_in_a_browser(server):
         playwright.expect(page.locator("#error")).to_contain_text("shorten the prompt", timeout=20000)
         browser.close()
     assert not wrong
+
+
+def test_a_signal_lets_open_requests_end():
+    command = [sys.executable, "-m", "outrider", "serve", "--target", OPTIONS["target"], "--proposer", "ngram"]
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    command += ["--port", str(port), "--rows", "2", "--dtype", "float32", "--k", "2"]
+    server = subprocess.Popen([str(part) for part in command], stderr=subprocess.PIPE, text=True)
+    try:
+        url, until = f"http://127.0.0.1:{port}", time.monotonic() + 60
+        while True:
+            try:
+                httpx.get(url + "/health")
+                break
+            except httpx.TransportError:
+                assert server.poll() is None
+                assert time.monotonic() < until
+                time.sleep(0.1)
+        body = {"prompt": PROMPT, "max_tokens": 400, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", url + "/v1/completions", json=body, timeout=60) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            server.send_signal(signal.SIGTERM)
+            assert list(lines)[-2] == "data: [DONE]"
+        assert server.wait(timeout=30) in (0, -signal.SIGTERM)  # the signal is passed on once all is done
+    finally:
+        server.kill()
+        server.communicate()
