@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from outrider.build import embedded
+from outrider.embedded import embedded
 from outrider.heads.formats.files import read_partner
 from outrider.heads.store import write_head
 from tests.drafts import cases, random_draft

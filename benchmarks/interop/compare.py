@@ -26,6 +26,7 @@ from rich.console import Console
 from shared import Asked, Completed
 
 from outrider import LLM, machine
+from outrider.console import standard_output
 from outrider.convert import run_convert
 from outrider.errors import OutriderError
 from outrider.heads.description import Kind
@@ -38,7 +39,6 @@ _FORMATS: Mapping[Kind, str] = MappingProxyType(  # that vLLM reads
     {Kind.EAGLE: "eagle", Kind.EAGLE3: "eagle3-speculators", Kind.MEDUSA: "medusa-vllm", Kind.MTP: "mtp-mimo"}
 )
 _MODEL = "draft_model"  # vLLM's method for a draft that is a model of its own
-_WIDTH = 110  # columns of a table that no terminal limits
 _LAST = 2000  # characters of a log that are shown
 
 
@@ -60,7 +60,7 @@ def main() -> None:
     except OutriderError as error:
         print(error, file=sys.stderr)
         sys.exit(2)
-    show(report, Console(width=None if sys.stdout.isatty() else _WIDTH))
+    show(report, standard_output())
     print(json.dumps(report))
     sys.exit(0 if report["agree"] else 1)
 
