@@ -121,13 +121,14 @@ def test_layers_are_counted_as_each_format_does(tmp_path):
     written(tmp_path / "b", "speculators")
     flat, nested = (json.loads((tmp_path / name / "config.json").read_text()) for name in "ab")
     assert flat["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 3, 4]
+    assert flat["eagle_aux_hidden_state_layer_ids"] == [2, 4, 5]  # vLLM's count, where it looks first
     assert nested["eagle_aux_hidden_state_layer_ids"] == [2, 4, 5]
 
 
 @pytest.mark.parametrize(
     ("case", "spoil"),
     [
-        ("eagle3", lambda config, _: config.pop("eagle_config")),
+        ("eagle3", lambda config, _: config.update(eagle_config=None, eagle_aux_hidden_state_layer_ids=None)),
         ("eagle3", lambda config, _: config.update(eagle_config={}, eagle_aux_hidden_state_layer_ids=[2, 4, 5])),
         ("speculators", lambda config, _: config.update(eagle_aux_hidden_state_layer_ids=None)),
     ],
