@@ -9,16 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from outrider.errors import OutriderError
+from outrider.heads.files import SIZES, Stored, read_config, text_config
 from outrider.heads.formats.base import Format, Partner, Source, Trained
+from outrider.heads.formats.blocks import BLOCKS
 from outrider.heads.formats.eagle import Eagle
 from outrider.heads.formats.eagle3 import Eagle3, SpeculatorsEagle3
-from outrider.heads.formats.files import SIZES, Stored, read_config, text_config
 from outrider.heads.formats.hydra import Hydra
 from outrider.heads.formats.medusa import MEDUSA, MEDUSA_SAFE, VllmMedusa
 from outrider.heads.formats.mtp import NAMINGS
 from outrider.heads.formats.nemotron import NEMOTRON
 
 FORMATS: tuple[Format, ...] = (
+    *BLOCKS,
     SpeculatorsEagle3(),
     Eagle3(),
     *NAMINGS,
@@ -29,6 +31,8 @@ FORMATS: tuple[Format, ...] = (
     MEDUSA_SAFE,
     Eagle(),
 )
+
+_MASK = "mask_embedding.pt"  # beside a draft that fills in blocks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +78,10 @@ def find(folder: Path) -> Found | None:
         raise OutriderError(f"{folder}: {reason}")
     for format in FORMATS:
         if format.fits(config, stored.keys()):
+            if (folder / _MASK).exists():
+                raise OutriderError(
+                    f"{folder}: {_MASK} holds a mask that is no token's embedding, which is not handled"
+                )
             return Found(format=format, config=config, stored=stored)
     return None
 
@@ -84,14 +92,14 @@ def _refused(config: Mapping[str, Any], names: Collection[str]) -> str | None:
     written = str(config.get("architectures"))
     if kind == "peagle" or "mask_hidden" in names or "ptd_token_id" in config:
         return "P-EAGLE drafts guess in one pass over learned masks, which is not handled; take an EAGLE-3 draft"
-    if "dflash_config" in config or re.search("DFlash|DSpark|Domino", written) or kind in ("dflash", "dspark"):
-        return "drafts that fill in blocks (DFlash, DSpark) are read in Outrider's own format alone"
+    if re.search("Domino|DFlash2|DFlare", written) or any(name.startswith("prefix_gru.") for name in names):
+        return "of drafts that fill in blocks, those are known that are like DFlash or DSpark; this one has other parts"
     if "assistant" in str(config.get("model_type")):
         return "an assistant that reads its target's keys and values (Gemma 4) is not handled; take an EAGLE-3 draft"
     if any(re.match(r"mtp\.\d+\.|model\.mtp\.layers\.", name) for name in names):
         return "modules of DeepSeek-V4 and MiMo-V2 have layers that are not Llama's, and are not handled"
-    if kind not in (None, "eagle3", "mtp"):
-        return f"speculators_model_type is {kind!r}; known are eagle3 and mtp"
+    if kind not in (None, "dflash", "dspark", "eagle3", "mtp"):
+        return f"speculators_model_type is {kind!r}; known are dflash, dspark, eagle3 and mtp"
     return None
 
 

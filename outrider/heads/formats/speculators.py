@@ -5,10 +5,10 @@ from __future__ import annotations
 from outrider.heads.formats.base import Config, Partner
 
 _VERSION = "0.7.0"  # whose config is written
-_GUESSES = 3  # a round, as a proposal to engines
+_GUESSES = 3  # a round, as a proposal to engines, where a draft can make any number
 
 
-def speculators(kind: str, architecture: str, partner: Partner | None) -> Config:
+def speculators(kind: str, architecture: str, partner: Partner | None, guesses: int = _GUESSES) -> Config:
     """For a draft of this kind, and the class that reads it there."""
     return {
         "architectures": [architecture],
@@ -16,7 +16,7 @@ def speculators(kind: str, architecture: str, partner: Partner | None) -> Config
         "speculators_version": _VERSION,
         "speculators_config": {
             "algorithm": kind,
-            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": _GUESSES}],
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": guesses}],
             "default_proposal_method": "greedy",
             "verifier": {"name_or_path": partner.name if partner else None, "architectures": []},
         },
