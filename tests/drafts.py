@@ -9,6 +9,7 @@ import torch
 
 from outrider import tree
 from outrider.heads.description import (
+    Block,
     Body,
     Description,
     FuseNorm,
@@ -31,6 +32,8 @@ from outrider.types import Batch, Request, Round, Row, Scores
 LLAMA3 = Rope(scaling=Scaling.LLAMA3, factor=8.0, original=64, low=1.0, high=4.0)
 YARN = Rope(scaling=Scaling.YARN, factor=4.0, original=64, low=1.0, high=32.0, amplitude=1.14)
 CPU = torch.device("cpu")
+TABLE, HEAD = (torch.randn(96, 64, generator=torch.Generator().manual_seed(i)) for i in (1, 2))  # a target's
+MASK = 7  # whose row of a table of embeddings is the mask of a draft that fills in blocks
 _LAST = Taps(layers=(7,), final=True)
 
 
@@ -68,6 +71,16 @@ def cases(hidden: int = 64, vocab: int = 96) -> Mapping[str, tuple[str, Descript
     five = Taps(layers=(0, 1, 3, 5, 7), fused=True, norm=FuseNorm.WHOLE)
     wide = replace(body, layers=2, head_norms=True, attention_bias=True, output_bias=True, rope=YARN)
     deep = replace(body, layers=2)
+    three = replace(body, layers=3, head_norms=True)
+
+    def block(kind=Kind.DFLASH, **more):
+        given = {"taps": Taps(layers=(1, 3, 5), fused=True), "body": three, "block": Block(size=5), **more}
+        return Description(kind=kind, **common, **given)
+
+    spark = Block(size=4, sample_from_anchor=True, markov_rank=8, confidence=True)
+    biased = replace(three, attention_bias=True, output_bias=True, rope=YARN)
+    slim = replace(three, layers=1, hidden=48)
+    tables = {"own_head": True, "own_embedding": True}
     nemotron = replace(body, rotary=0.0, gated=False)
     gated = replace(body, head_norms=True, attention_gate=True, rotary=0.5, theta=1e6)
     zeroed = {"zero_first": True}
@@ -108,11 +121,22 @@ def cases(hidden: int = 64, vocab: int = 96) -> Mapping[str, tuple[str, Descript
         "mimo": ("mtp-mimo", mtp(join={**zeroed, "embedding_first": False}, body=replace(body, attention_bias=True))),
         "mtp of speculators": ("mtp-speculators", mtp()),
         "nemotron": ("mtp-nemotron", mtp(body=nemotron)),
+        "dflash": ("dflash", block()),
+        "biased dflash": ("dflash", block(body=biased, taps=Taps(layers=(0, 7), fused=True))),
+        "dflash of speculators": ("dflash-speculators", block()),
+        "narrow dflash": ("dflash-speculators", block(body=slim, draft_vocab=40, **tables)),
+        "dspark": ("dspark", block(Kind.DSPARK, block=spark)),
+        "dspark with tables": ("dspark", block(Kind.DSPARK, block=replace(spark, confidence=False), **tables)),
+        "anchored dflash": ("dspark", block(block=Block(size=4, sample_from_anchor=True))),
+        "dspark of speculators": (
+            "dspark-speculators",
+            block(Kind.DSPARK, block=replace(spark, sample_from_anchor=False), draft_vocab=40),
+        ),
     }
 
 
-def random_draft(description: Description, *, seed: int = 0) -> HeadModule:
-    """A module in which every weight says something."""
+def random_draft(description: Description, *, seed: int = 0, table: torch.Tensor = TABLE) -> HeadModule:
+    """A module in which every weight says something; `table` is its target's."""
     torch.manual_seed(seed)
     module = make_module(description).eval().requires_grad_(False)
     for name, weight in module.named_parameters():
@@ -120,6 +144,8 @@ def random_draft(description: Description, *, seed: int = 0) -> HeadModule:
             weight.uniform_(0.5, 1.5)
         else:
             weight.normal_(std=0.2)
+    if description.block:
+        module.mask.copy_((module.embedding.weight if description.own_embedding else table)[MASK])
     if description.draft_vocab:
         module.ids.copy_(torch.randperm(description.vocab)[: description.draft_vocab].sort().values)
     return module

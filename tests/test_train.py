@@ -15,6 +15,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from outrider.errors import OutriderError
+from outrider.heads.formats.base import Partner
+from outrider.heads.formats.known import format_of
+from outrider.heads.store import read_trained
 from outrider.load import load_checkpoint
 from outrider.params import SamplingParams
 from outrider.train.kinds import KINDS
@@ -256,6 +259,22 @@ def test_the_rate_rises_and_falls():
     assert marks[-1] == pytest.approx(0.05)
 
 
+def test_a_mask_may_be_a_tokens_embedding_and_stays_it(nano, tmp_path):
+    pupil = make_pupil("dflash", make_settings(guesses=2, mask_token=9), make_setup(nano), nano.tables)
+    texts = make_texts()
+    taps = torch.randn(*texts.taps.shape[:2], len(pupil.taps.layers), 128)
+    trainer = Trainer(pupil, losses={"ce": 1.0}, steps=2, decay=1.0, lr=1e-2)
+    before = pupil.module.fuse.weight.clone()
+    trainer.train([replace(texts, taps=taps)], progress=0.5)
+    assert not torch.equal(pupil.module.fuse.weight, before)
+    assert torch.equal(pupil.module.mask, nano.tables.embedding[9])
+    pupil.save(tmp_path / "draft")
+    found = read_trained(tmp_path / "draft")
+    partner = Partner(vocab=12288, hidden=128, layers=2, embedding=lambda: nano.tables.embedding)
+    config, _ = format_of("dflash").write(found.description, found.weights, partner)
+    assert config["dflash_config"]["mask_token_id"] == 9
+
+
 def test_kept_guesses_are_seen_by_position():
     sums = Sums()
     sums.see(0, torch.tensor([0.5, 1.0]))
@@ -320,6 +339,8 @@ def test_two_processes_learn_as_one_does(tmp_path):
         ("medusa", {"steps": 3}, "medusa makes 4 guesses and trains them all; leave --steps out"),
         ("hydra", {"depth": 1}, "use 2 or more"),
         ("mtp", {"guesses": 5}, "mtp has no block; leave --guesses out"),
+        ("mtp", {"mask_token": 5}, "mtp has no block; leave --mask-token out"),
+        ("dflash", {"mask_token": 12288}, "--mask-token is 12288, and the target has 12288 tokens"),
         ("eagle3", {}, "reads three layers, and this target has 2"),
         (DRAFT, {}, "name its folder with --draft DIR"),
         (DRAFT, {"draft": NANO, "depth": 2}, "--depth shapes a new draft"),
@@ -337,6 +358,11 @@ def test_a_draft_of_another_vocabulary_is_refused(nano):
     other = SimpleNamespace(get_vocab=lambda: {"a": 0})
     with pytest.raises(OutriderError, match="another vocabulary than the target"):
         make_pupil(DRAFT, make_settings(draft=NANO), replace(setup, tokenizer=other), nano.tables)
+
+
+def test_an_option_that_came_later_stops_no_training_that_does_without():
+    assert "mask_token" not in make_settings().identity()
+    assert make_settings(mask_token=0).identity()["mask_token"] == 0
 
 
 def test_settings_that_cannot_be():

@@ -73,6 +73,8 @@ class HeadPupil:
         self._module = make_module(wanted).to(setup.device) if self._fresh else _begun(settings, wanted, setup)
         self._description = it = self._module.description
         _check(kind, settings, it)
+        if settings.mask_token is not None:
+            self._module.get_parameter("mask").requires_grad_(False).copy_(tables.embedding[settings.mask_token])
         self._lend()
         # Which tokens are guessed is loaded too.
         self._module.register_load_state_dict_post_hook(lambda *_: self._lend())  # type: ignore[no-untyped-call]
@@ -186,6 +188,9 @@ def _check(kind: str, settings: Settings, it: Description) -> None:
     problems = {
         f"{kind} has no perceptrons of a width to choose; leave --ffn out": settings.ffn and it.body is None,
         f"{kind} has no block; leave --guesses out": settings.guesses and not it.at_once,
+        f"{kind} has no block; leave --mask-token out": settings.mask_token is not None and it.block is None,
+        f"--mask-token is {settings.mask_token}, and the target has {it.vocab} tokens": (settings.mask_token or 0)
+        >= it.vocab,
         f"{kind} makes {count} guesses and trains them all; leave --steps out": count
         and settings.steps not in (None, count),
         f"{kind} has {heads} heads where --depth is {settings.depth}; use 2 or more": heads

@@ -33,6 +33,7 @@ _APART = frozenset(  # places, whose contents count instead; and what changes no
         "cache_gb",
     }
 )
+_LATER = frozenset({"mask_token"})  # which trainings that are still going on may have begun without
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +101,14 @@ class Settings:
     guesses: Annotated[
         int, typer.Option(min=0, help="Of the kinds that make all of them in one pass; 0 = 7.", rich_help_panel=_WHAT)
     ] = 0
+    mask_token: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="Mask a block by this token's embedding, as other formats do. Default: a mask that is learned.",
+            rich_help_panel=_WHAT,
+        ),
+    ] = None
     steps: Annotated[
         int | None,
         typer.Option(
@@ -184,4 +193,5 @@ class Settings:
 
     def identity(self) -> dict[str, Any]:
         """What a training that goes on must have in common with the one before, besides its files."""
-        return {name: value for name, value in asdict(self).items() if name not in _APART}
+        unused = {name for name in _LATER if getattr(self, name) is None}
+        return {name: value for name, value in asdict(self).items() if name not in _APART | unused}

@@ -25,10 +25,17 @@ import torch
 from outrider.errors import OutriderError
 from outrider.heads.description import Body, Description, Join, JoinAt, Kind, Recycle, Taps
 from outrider.heads.formats.base import Config, Partner, Settings, Source, Tensors, refuse
-from outrider.heads.formats.llama import layer_tensors, read_body, refuse_strange, take_layer, unlike, write_body
+from outrider.heads.formats.llama import (
+    LLAMAS,
+    layer_tensors,
+    read_body,
+    refuse_strange,
+    take_layer,
+    unlike,
+    write_body,
+)
 from outrider.heads.formats.speculators import speculators
 
-_LLAMAS = frozenset({"llama", "mistral", "qwen2", "qwen3", "mimo"})  # whose layers are as written
 _FROM_ONE = ("qwen3_next", "qwen3_5")  # whose norms' weights are stored less 1, and whose attention has a gate
 _GATED = "qwen3_5_text"  # as which such a layer is written
 _OUTER = ("embedding_norm", "state_norm", "project", "norm", "head", "embedding")  # in our module
@@ -142,8 +149,8 @@ class Mtp:
 
     def _body(self, config: Settings, source: Source, at: str) -> Body:
         kind = config.text("model_type", "llama")
-        if kind not in _LLAMAS and not kind.startswith(_FROM_ONE):
-            known = ", ".join([*sorted(_LLAMAS), *_FROM_ONE])
+        if kind not in LLAMAS and not kind.startswith(_FROM_ONE):
+            known = ", ".join([*sorted(LLAMAS), *_FROM_ONE])
             raise OutriderError(
                 f"model_type is {kind!r}, and what its layers compute is not known here; known: {known}"
             )
