@@ -188,6 +188,8 @@ def words(it: Description) -> list[tuple[str, str]]:
         out.append(("joins", _joined(it)))
     if it.body:
         out.append(("layers", _layers(it.body)))
+    if it.modules > 1:
+        out.append(("modules", f"{it.modules}, each with such layers and for one guess"))
     if it.stack:
         own = "the target's output layer" if it.stack.shared_head else "output layers of their own"
         own = "one output layer of their own" if it.stack.one_head else own

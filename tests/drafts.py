@@ -116,6 +116,11 @@ def cases(hidden: int = 64, vocab: int = 96) -> Mapping[str, tuple[str, Descript
                 join=zeroed, recycle=Recycle.RAW, own_head=True, own_embedding=True, body=replace(body, head_norms=True)
             ),
         ),
+        "three modules": ("mtp-deepseek", mtp(join=zeroed, recycle=Recycle.RAW, modules=3)),
+        "modules with tables": (
+            "mtp-deepseek",
+            mtp(join=zeroed, recycle=Recycle.RAW, modules=2, own_head=True, own_embedding=True),
+        ),
         "qwen": ("mtp-qwen", mtp(body=replace(body, head_norms=True))),
         "gated qwen": ("mtp-qwen", mtp(body=gated)),
         "mimo": ("mtp-mimo", mtp(join={**zeroed, "embedding_first": False}, body=replace(body, attention_bias=True))),

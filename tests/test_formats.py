@@ -229,6 +229,13 @@ BAD = {
     "bare state": ("eagle3", _set("eagle_config", {"use_aux_hidden_state": False}), "reads one state"),
     "quantised": ("eagle", lambda _, t: t.update({"fc.weight": t["fc.weight"].to(torch.float8_e4m3fn)}), "quantised"),
     "latent": ("deepseek", _add("model.layers.8.self_attn.kv_a_proj_with_mqa.weight", 2), r"kv_a_proj.*\(MLA\)"),
+    "too few modules": ("three modules", _set("num_nextn_predict_layers", 4), "is 4, and 3 modules are there"),
+    "other tables": (
+        "modules with tables",
+        lambda _, t: t.update({(name := "model.layers.9.shared_head.head.weight"): t[name] + 1}),
+        r"model.layers.9. has a table of its own \(head.weight\)",
+    ),
+    "experts behind": ("three modules", _add("model.layers.9.mlp.experts.0.up_proj.weight", 2), r"\(MoE\)"),
     "experts": ("deepseek", _add("model.layers.8.mlp.experts.0.up_proj.weight", 2), r"experts.0.*\(MoE\)"),
     "packed experts": ("qwen", _add("mtp.layers.0.mlp.experts.gate_up_proj", 2), r"gate_up_proj.*\(MoE\)"),
     "hybrid experts": ("nemotron", _add("mtp.layers.1.mixer.experts.0.up_proj.weight", 2), r"\(MoE\)"),
@@ -432,6 +439,20 @@ def test_what_is_left_aside_is_said(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "outrider"):
         read_head(tmp_path, dtype=torch.float32, device=torch.device("cpu"))
     assert "2 tensors are left aside" in caplog.text
+
+
+def test_a_config_may_speak_of_fewer_modules(tmp_path):
+    folder = spoiled(tmp_path, "three modules", lambda config, _: config.update(num_nextn_predict_layers=2))
+    found = read_trained(folder)
+    assert found.description == replace(SMALL["three modules"][1], modules=2)
+    (names,) = found.ignored.values()
+    assert all(name.startswith("model.layers.10.") for name in names)
+
+
+@pytest.mark.parametrize("name", ["mtp-qwen", "mtp-mimo", "mtp-speculators", "mtp-nemotron"])
+def test_other_names_hold_one_module(name):
+    with pytest.raises(OutriderError, match=r"several modules: write mtp-deepseek|which"):
+        format_of(name).write(*_plain("three modules"), None)
 
 
 @pytest.mark.parametrize(

@@ -222,6 +222,23 @@ def test_a_follower_computes_what_its_checkpoint_says(case):
         assert torch.equal(tensors["d2t"] + torch.arange(40), module.ids)
 
 
+@torch.no_grad()
+def test_modules_feed_each_other():
+    """Each reads what the one before made of the token before, one token further behind."""
+    tensors, module = read("three modules")
+    tokens, state = torch.randint(0, 96, (8,)), torch.randn(7, 64)
+    theirs, ours = state, state
+    for number in range(3):
+        at = f"model.layers.{8 + number}."
+        names = _named(at, "enorm", "hnorm", "eh_proj", "shared_head.norm")
+        said, theirs = mtp(tensors, names, at, state_first=False, zero=not number, recycle=False)(
+            tokens[1 + number :], theirs
+        )
+        out = module(tokens[1 + number :], ours, torch.arange(number, 7), causal, number)
+        torch.testing.assert_close(module.logits(out, number), said, atol=2e-4, rtol=2e-4)
+        theirs, ours = theirs[:-1], module.recycled(out, number)[:-1]
+
+
 @pytest.mark.parametrize(
     ("case", "first"), [("peagle", "midlayer."), ("plain peagle", "midlayer."), ("peagle of speculators", "layers.0.")]
 )

@@ -38,19 +38,24 @@ from tests.lessons import spread
 MINI = Shape(hidden=384, layers=8, vocab=12288, epsilon=1e-5, depth=1)
 CPU = torch.device("cpu")
 SMALL = Shape(hidden=64, layers=4, vocab=40, epsilon=1e-5)
-EVERY = sorted(KINDS)
+SEVERAL = "several modules"
+EVERY = [*sorted(KINDS), SEVERAL]
+
+
+def described(kind, shape):
+    return describe("mtp", replace(shape, modules=3)) if kind == SEVERAL else describe(kind, shape)
 
 
 @pytest.mark.parametrize("kind", EVERY)
 def test_a_description_survives_json(kind):
-    it = describe(kind, replace(SMALL, draft_vocab=0))
+    it = described(kind, replace(SMALL, draft_vocab=0))
     assert Description.from_json(json.loads(json.dumps(it.to_json()))) == it
 
 
 @pytest.mark.parametrize("kind", EVERY)
 def test_a_draft_survives_the_disk(kind, tmp_path):
     torch.manual_seed(1)
-    module = make_module(describe(kind, SMALL))
+    module = make_module(described(kind, SMALL))
     write_head(tmp_path / "head", module, dtype=torch.float32)
     again = read_head(tmp_path / "head", dtype=torch.float32, device=CPU)
     assert again.description == module.description
@@ -63,7 +68,7 @@ def test_a_draft_survives_the_disk(kind, tmp_path):
 @pytest.mark.parametrize("kind", EVERY)
 def test_the_text_is_the_targets_own(kind, temperature, make, tmp_path):
     torch.manual_seed(1)
-    write_head(tmp_path / "head", make_module(describe(kind, MINI)), dtype=torch.float32)
+    write_head(tmp_path / "head", make_module(described(kind, MINI)), dtype=torch.float32)
     check_text(tmp_path / "head", make, temperature=temperature, k=3)
 
 
@@ -75,7 +80,7 @@ def test_training_sees_what_the_engine_will(kind):
     target = make_target(checkpoint, slots=1, context=64)
     tables = target.lend()
     shape = Shape(hidden=128, layers=8, vocab=12288, epsilon=1e-5, depth=3 if kind in ("medusa", "hydra") else 1)
-    description = describe(kind, shape)
+    description = described(kind, shape)
     module = make_module(description).eval().requires_grad_(False)
     size, count = 9, len(description.taps.layers)
     tokens, taps = torch.randint(0, 12288, (1, size + 1)), torch.randn(1, size, count, 128)
@@ -94,7 +99,8 @@ def test_training_sees_what_the_engine_will(kind):
             found.append(head.score(batch, chain, first=guesses - 1).logits[0, -1])
         for step, logits in enumerate(found):
             column = end - 2  # holds the text's last token
-            if column < len(steps[step]):
+            known = kind != SEVERAL or step < end  # a module with no token of the text knows nothing
+            if column < len(steps[step]) and known:
                 assert (logits - steps[step][column]).abs().max() < 1e-3
 
 
@@ -145,7 +151,7 @@ def test_native_kernels_say_the_same(kind, vocab):
 def test_a_borrowed_layer_of_few_tokens_is_its_rows(kind):
     torch.manual_seed(5)
     whole, some = (
-        make_module(describe(kind, replace(SMALL, own_head=False, draft_vocab=vocab, depth=2))) for vocab in (0, 9)
+        make_module(described(kind, replace(SMALL, own_head=False, draft_vocab=vocab, depth=2))) for vocab in (0, 9)
     )
     some.ids.copy_(torch.randperm(40)[:9].sort().values)
     shared = {name: value for name, value in whole.state_dict().items() if name not in ("ids", "markov_out.weight")}
@@ -211,7 +217,7 @@ def test_a_draft_of_another_target_is_refused(tmp_path):
 @pytest.mark.parametrize("kind", EVERY)
 def test_what_its_passes_cost_can_be_measured(kind, tmp_path):
     torch.manual_seed(1)
-    write_head(tmp_path / "head", make_module(describe(kind, MINI)), dtype=torch.float32)
+    write_head(tmp_path / "head", make_module(described(kind, MINI)), dtype=torch.float32)
     llm = LLM(proposer=f"draft:{tmp_path / 'head'}", k=2, dtype="float32", rows=2, context=64)
     cost = measure_pass(draft_model(llm.house.proposer))
     assert cost(1, rows=1, cached=0) > 0

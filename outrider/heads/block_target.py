@@ -7,13 +7,12 @@ from dataclasses import replace
 import torch
 
 from outrider import tree
-from outrider.attention import Reader, attend
+from outrider.attention import Reader
 from outrider.cache.static import StaticCache
 from outrider.errors import OutriderError
 from outrider.heads.block import BlockDraft
-from outrider.heads.layers import Attention
 from outrider.heads.taps import StateCache
-from outrider.heads.target import HeadRunner, at_depth
+from outrider.heads.target import HeadRunner, at_depth, looking
 from outrider.types import Batch, Draft, Scores, Tables
 
 
@@ -65,11 +64,7 @@ class BlockTarget(HeadRunner):
         layout = self._memory.stage(known, columns, 0)
         reader = Reader(self._memory, layout)
         _let_see_both_ways(reader, self.module.body.heads // self.module.body.key_heads, self._dtype)
-
-        def look(of: Attention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-            return attend(of, query[None], key[None], value[None], None, kv=reader)[0][0].transpose(0, 1)
-
-        self._out = self.module(self._last[:, 0], layout.positions, look)
+        self._out = self.module(self._last[:, 0], layout.positions, looking(reader))
         self._said = self.module.logits(self._out)
 
     def _remember(self, known: Batch) -> None:

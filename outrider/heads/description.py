@@ -167,6 +167,7 @@ class Description:
     stack: Stack | None = None
     block: Block | None = None  # in one pass of the body
     masks: Masks | None = None  # behind the text, where nothing is recycled
+    modules: int = 1  # of join and layers: each makes one guess, from the states of the one before; 1 makes all
     recycle: Recycle = Recycle.RAW
     final_norm: bool = True  # before the output layer
     own_head: bool = False  # an output layer of its own, instead of the target's
@@ -184,6 +185,13 @@ class Description:
     def width(self) -> int:
         """Of the state that it carries on."""
         return self.body.hidden if self.body else self.target_hidden
+
+    @property
+    def reach(self) -> int:
+        """Guesses that it makes in a row, where it does not go on as far as it is asked to; else 0."""
+        if self.stack:
+            return self.stack.heads
+        return self.at_once or (self.modules if self.modules > 1 else 0)
 
     @property
     def at_once(self) -> int:
@@ -219,6 +227,8 @@ def _check(it: Description) -> None:
         "shares the target's output layer and has one of its own": it.stack is not None
         and it.stack.shared_head
         and (it.stack.one_head or it.stack.head_bias),
+        f"has {it.modules} modules": it.modules < 1,
+        f"has {it.modules} modules, and is of a kind with one": it.modules > 1 and it.kind is not Kind.MTP,
         "guesses behind masks and has none": it.kind is Kind.PEAGLE and it.masks is None,
         **(_block_problems(it, it.block) if it.block else {}),
         **(_mask_problems(it, it.masks) if it.masks else {}),

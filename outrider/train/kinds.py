@@ -37,6 +37,7 @@ class Shape:
     depth: int = 1  # decoder layers, or independent heads
     ffn: int = 0  # 0 = as Llama has it
     guesses: int = 0  # of a pass that makes them all; 0 = 7
+    modules: int = 1  # for multi-token prediction
     own_head: bool | None = None  # an output layer of its own, or the target's; None = as the kind is published
 
 
@@ -98,6 +99,7 @@ def _peagle(shape: Shape) -> Description:
 
 
 def _mtp(shape: Shape) -> Description:
+    several = shape.modules > 1  # as DeepSeek has them: theirs is the one naming that holds several
     return Description(
         kind=Kind.MTP,
         target_hidden=shape.hidden,
@@ -105,9 +107,10 @@ def _mtp(shape: Shape) -> Description:
         vocab=shape.vocab,
         draft_vocab=shape.draft_vocab,
         taps=Taps(layers=(shape.layers - 1,), final=True),
-        join=Join(at=JoinAt.PROJECTION),
+        join=Join(at=JoinAt.PROJECTION, zero_first=several),
         body=body(shape),
-        recycle=Recycle.NORMED,
+        modules=shape.modules,
+        recycle=Recycle.RAW if several else Recycle.NORMED,
         own_head=bool(shape.own_head),
     )
 

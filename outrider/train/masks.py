@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from outrider.heads.follower import Follower
 from outrider.heads.layers import Attention
-from outrider.train.steps import Chains, Step, Texts
+from outrider.train.steps import Chains, Step, Texts, everywhere
 
 _MOST = 512  # columns of a text with masks behind them
 
@@ -27,9 +27,8 @@ def behind_masks(module: Follower, texts: Texts, steps: int, later: float) -> It
     assert module.description.masks is not None
     states = module.fused(texts.taps[:, :-1])
     rows, size = states.shape[:2]
-    learn = texts.learn[:, 1:]
     masks = max(min(steps, module.description.masks.guesses, size) - 1, 0)
-    chains = Chains.of(learn, later, _MOST)
+    chains = Chains.of(texts.learn[:, 1:], later, _MOST)
     device, count = states.device, chains.columns.shape[1]
     tokens = texts.tokens.new_full((rows, count * masks), module.description.masks.token)
     depths = torch.arange(1, 1 + masks, device=device)
@@ -40,8 +39,7 @@ def behind_masks(module: Follower, texts: Texts, steps: int, later: float) -> It
         torch.cat([every, (chains.columns[..., None] + depths).flatten(1)], 1),
         _Look(size, chains.columns),
     )
-    row, column = learn.nonzero(as_tuple=True)
-    yield Step(learn=learn, logits=module.logits(out[row, column]), target=texts.laws_at(row, column + 1))
+    yield everywhere(texts, 0, out, module.logits)
     behind = out[:, size:].reshape(rows, count, masks, out.shape[-1])
     for guess in range(1, 1 + masks):
         yield chains.step(texts, guess, behind[:, :, guess - 1], module.logits)

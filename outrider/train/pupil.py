@@ -80,7 +80,7 @@ class HeadPupil:
         self._module.register_load_state_dict_post_hook(lambda *_: self._lend())  # type: ignore[no-untyped-call]
         self.module: nn.Module = self._module
         self.taps, self.ids = it.taps, self._module.ids
-        self.steps = _of_itself(it) or 4
+        self.steps = it.reach or 4
 
     def begin(self, samples: Callable[[], Sequence[Sample]]) -> None:
         it, module = self._description, self._module
@@ -158,6 +158,7 @@ def _shape(settings: Settings, setup: Setup, tables: Tables) -> Shape:
         depth=settings.depth or 1,
         ffn=settings.ffn,
         guesses=settings.guesses,
+        modules=settings.modules,
         own_head=settings.own_head,
     )
 
@@ -168,9 +169,10 @@ def _begun(settings: Settings, wanted: Description, setup: Setup) -> HeadModule:
     module = read_head(settings.draft, dtype=torch.float32, device=setup.device).requires_grad_(True)
     it = module.description
     shaping = (settings.depth, settings.ffn, settings.draft_vocab, settings.guesses, settings.own_head)
-    if any(option not in (0, None) for option in shaping):
+    if any(option not in (0, None) for option in shaping) or settings.modules > 1 or settings.mask_token is not None:
         raise OutriderError(
-            f"{settings.draft} has its shape; leave --depth, --ffn, --draft-vocab, --guesses and --own-head out"
+            f"{settings.draft} has its shape; leave --depth, --ffn, --draft-vocab, --own-head, --guesses, --modules and"
+            " --mask-token out"
         )
     ours, theirs = ((each.kind, each.vocab, each.target_hidden, each.target_layers) for each in (wanted, it))
     if ours != theirs:
@@ -184,13 +186,14 @@ def _begun(settings: Settings, wanted: Description, setup: Setup) -> HeadModule:
 
 def _check(kind: str, settings: Settings, it: Description) -> None:
     """No option is ignored."""
-    count, heads = _of_itself(it), it.stack.heads if it.stack else 0
+    count, heads = it.reach, it.stack.heads if it.stack else 0
     problems = {
         f"{kind} has no perceptrons of a width to choose; leave --ffn out": settings.ffn and it.body is None,
         f"{kind} has no block; leave --guesses out": settings.guesses and not it.at_once,
         f"{kind} has no block; leave --mask-token out": settings.mask_token is not None and it.block is None,
         f"--mask-token is {settings.mask_token}, and the target has {it.vocab} tokens": (settings.mask_token or 0)
         >= it.vocab,
+        f"{kind} has no modules; leave --modules out": settings.modules > it.modules,
         f"{kind} makes {count} guesses and trains them all; leave --steps out": count
         and settings.steps not in (None, count),
         f"{kind} has {heads} heads where --depth is {settings.depth}; use 2 or more": heads
@@ -198,8 +201,3 @@ def _check(kind: str, settings: Settings, it: Description) -> None:
     }
     if found := [text for text, wrong in problems.items() if wrong]:
         raise OutriderError(found[0])
-
-
-def _of_itself(it: Description) -> int:
-    """How many guesses it makes in a row, 0 where it goes on as far as it is asked to."""
-    return it.stack.heads if it.stack else it.at_once

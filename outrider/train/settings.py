@@ -109,11 +109,17 @@ class Settings:
             rich_help_panel=_WHAT,
         ),
     ] = None
+    modules: Annotated[
+        int,
+        typer.Option(
+            min=1, help="Of mtp: each makes one guess; 1 alone is applied again and again.", rich_help_panel=_WHAT
+        ),
+    ] = 1
     steps: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="Guesses in a row that are trained. Default: all that heads or one pass make, 1 of a model, else 4.",
+            help="Guesses in a row that are trained. Default: all of heads, modules or a pass, 1 of a model, else 4.",
             rich_help_panel=_HOW,
         ),
     ] = None

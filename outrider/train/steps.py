@@ -39,6 +39,18 @@ class Step:
     weight: float = 1.0  # of each, which may stand for others that are left out
 
 
+def everywhere(
+    texts: Texts,
+    guess: int,
+    out: torch.Tensor,  # [B, C, H] the draft's outputs, of all columns from which texts reach so far
+    logits: Callable[[torch.Tensor], torch.Tensor],  # of outputs
+) -> Step:
+    """What is learned from guess number `guess` behind all columns."""
+    learn = texts.learn[:, 1 + guess :]
+    row, column = learn.nonzero(as_tuple=True)
+    return Step(learn=learn, logits=logits(out[row, column]), target=texts.laws_at(row, column + 1 + guess))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Chains:
     """Columns of texts from which guesses go on behind the first one.

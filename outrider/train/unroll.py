@@ -2,13 +2,15 @@
 
 Column c holds the token x_(c+1) and the target's state f_c. At step 0 it guesses x_(c+2); at step s it has gone on s
 guesses, of which the tokens are given and the states are its own. A guess sees the columns of step 0 up to the one that
-it began from, and of later steps its own ancestors alone. The sequential truth of this is the draft at work, one guess
-after another, and the tests compare the two.
+it began from, and of later steps its own ancestors alone. Of several modules each makes one step, and sees all that it
+has read itself. The sequential truth of this is the draft at work, one guess after another, and the tests compare the
+two.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch.nn import functional
@@ -20,7 +22,7 @@ from outrider.heads.layers import Attention
 from outrider.heads.store import HeadModule
 from outrider.train.blocks import in_blocks
 from outrider.train.masks import behind_masks
-from outrider.train.steps import Chains
+from outrider.train.steps import Chains, everywhere
 from outrider.train.steps import Step as Step
 from outrider.train.steps import Texts as Texts
 
@@ -37,6 +39,8 @@ def unrolled(module: HeadModule, texts: Texts, steps: int, later: float = 1.0) -
         return _independent(module, texts, steps)
     if module.description.masks:
         return behind_masks(module, texts, steps, later)
+    if module.description.modules > 1:
+        return _by_modules(module, texts, steps)
     return _followed(module, texts, steps, later)
 
 
@@ -46,8 +50,7 @@ def _followed(module: Follower, texts: Texts, steps: int, later: float) -> Itera
     look, every = _Look(), torch.arange(size, device=states.device).expand(rows, -1)
     out = module(texts.tokens[:, 1 : 1 + size], states, every, look)
     learn = texts.learn[:, 1:]
-    row, column = learn.nonzero(as_tuple=True)
-    yield Step(learn=learn, logits=module.logits(out[row, column]), target=texts.laws_at(row, column + 1))
+    yield everywhere(texts, 0, out, module.logits)
     if min(steps, size) == 1 or not bool(learn.any()):
         return
     chains = Chains.of(learn, later, size)
@@ -58,6 +61,17 @@ def _followed(module: Follower, texts: Texts, steps: int, later: float) -> Itera
         out = module(tokens, states, chains.columns + step, look)
         states = module.recycled(out)
         yield chains.step(texts, step, out, module.logits)
+
+
+def _by_modules(module: Follower, texts: Texts, steps: int) -> Iterator[Step]:
+    """Each module reads the texts once, one token further behind than the one before, and from its states."""
+    states = module.fused(texts.taps[:, :-1])
+    for step in range(min(steps, module.description.modules, states.shape[1])):
+        rows, size = states.shape[:2]
+        places = torch.arange(step, step + size, device=states.device).expand(rows, -1)
+        out = module(texts.tokens[:, 1 + step : 1 + step + size], states, places, _Look(), step)
+        yield everywhere(texts, step, out, partial(module.logits, module=step))
+        states = module.recycled(out, step)[:, :-1]
 
 
 def _independent(module: Independent, texts: Texts, steps: int) -> Iterator[Step]:
