@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from outrider.embedded import embedded
-from outrider.heads.formats.files import read_partner
+from outrider.heads.files import read_partner
 from outrider.heads.store import write_head
 from tests.drafts import cases, random_draft
 

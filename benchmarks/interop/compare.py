@@ -30,7 +30,7 @@ from outrider.console import standard_output
 from outrider.convert import run_convert
 from outrider.errors import OutriderError
 from outrider.heads.description import Kind
-from outrider.heads.formats.files import read_config, read_partner
+from outrider.heads.files import read_config, read_partner
 from outrider.heads.store import KEY, is_head, read_trained
 from outrider.prompts import Prompt, read_prompts
 
