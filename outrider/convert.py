@@ -10,8 +10,8 @@ from rich.console import Console
 
 from outrider.errors import OutriderError
 from outrider.heads.description import Description
+from outrider.heads.files import read_partner, write_folder
 from outrider.heads.formats.base import Config, Partner, Tensors, Trained
-from outrider.heads.formats.files import read_partner, write_folder
 from outrider.heads.formats.known import format_of
 from outrider.heads.store import KEY, OWN, WEIGHTS, filled, read_trained
 

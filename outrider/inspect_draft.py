@@ -13,9 +13,9 @@ from rich.console import Console
 
 from outrider.convert import checked
 from outrider.errors import OutriderError
-from outrider.heads.description import Body, Description, FuseNorm, JoinAt, Kind, Recycle
+from outrider.heads.description import Block, Body, Description, FuseNorm, JoinAt, Kind, Recycle
+from outrider.heads.files import read_partner
 from outrider.heads.formats.base import Trained, Unowned
-from outrider.heads.formats.files import read_partner
 from outrider.heads.formats.known import find
 from outrider.llm import LLM
 from outrider.params import SamplingParams
@@ -91,6 +91,9 @@ def checklist(it: Description) -> tuple[str, ...]:
         first = "the embedding first" if it.join.embedding_first else "the state first"
         on = "masks have a state of their own" if it.masks else f"what goes on behind a guess is the {it.recycle} state"
         out.append(f"concat order: {first}; {on}")
+    if it.block:
+        first = "guesses the token behind it" if it.block.sample_from_anchor else "guesses nothing"
+        out.append(f"sample_from_anchor: the column of the text's last token {first}")
     out.append("target: a draft of the same shapes that was trained on another model, or on another tuning of this one")
     return tuple(out)
 
@@ -193,11 +196,22 @@ def words(it: Description) -> list[tuple[str, str]]:
         out.append(("heads", f"{it.stack.heads} with {it.stack.layers} residual blocks each, and {own}"))
     if it.masks:
         out.append(("one pass", f"makes {it.masks.guesses} guesses; masks have token {it.masks.token}'s embedding"))
-    if it.body and not it.at_once:
+    if it.block:
+        out.append(("block", _filled_in(it.block)))
+    elif it.body and not it.at_once:
         out.append(("carries on", "its normed output" if it.recycle is Recycle.NORMED else "its output as it is"))
     tables = [name for name, has in (("embeddings", it.own_embedding), ("an output layer", it.own_head)) if has]
     out.append(("guesses", f"{it.guessed} tokens" + (f", with {' and '.join(tables)} of its own" if tables else "")))
     return out
+
+
+def _filled_in(block: Block) -> str:
+    traits = {
+        "the text's last token guesses, too": block.sample_from_anchor,
+        f"corrected by the token before, with rank {block.markov_rank}": block.markov_rank > 0,
+        "judged": block.confidence,
+    }
+    return f"{block.guesses} guesses of {block.size} columns" + "".join(f", {t}" for t, has in traits.items() if has)
 
 
 def _joined(it: Description) -> str:

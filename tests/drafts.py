@@ -1,4 +1,4 @@
-"""Trained drafts of every kind that some format can hold, small and random."""
+"""Trained drafts of every kind that some format can hold, small and random; and what is asked of any draft."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from dataclasses import replace
 
 import torch
 
+from outrider import tree
 from outrider.heads.description import (
+    Block,
     Body,
     Description,
     FuseNorm,
@@ -22,9 +24,16 @@ from outrider.heads.description import (
     Taps,
 )
 from outrider.heads.store import HeadModule, make_module
+from outrider.llm import LLM
+from outrider.params import SamplingParams
+from outrider.propose.heads import HeadProposer
+from outrider.types import Batch, Request, Round, Row, Scores
 
 LLAMA3 = Rope(scaling=Scaling.LLAMA3, factor=8.0, original=64, low=1.0, high=4.0)
 YARN = Rope(scaling=Scaling.YARN, factor=4.0, original=64, low=1.0, high=32.0, amplitude=1.14)
+CPU = torch.device("cpu")
+TABLE, HEAD = (torch.randn(96, 64, generator=torch.Generator().manual_seed(i)) for i in (1, 2))  # a target's
+MASK = 7  # whose row of a table of embeddings is the mask of a draft that fills in blocks
 _LAST = Taps(layers=(7,), final=True)
 
 
@@ -43,8 +52,8 @@ def cases(hidden: int = 64, vocab: int = 96) -> Mapping[str, tuple[str, Descript
 
     def mtp(**more):
         join = Join(at=JoinAt.PROJECTION, **more.pop("join", {}))
-        given = {"body": body, "recycle": Recycle.NORMED, **more}
-        return Description(kind=Kind.MTP, **common, taps=_LAST, join=join, **given)
+        given = {"body": body, "recycle": Recycle.NORMED, "taps": _LAST, **more}
+        return Description(kind=Kind.MTP, **common, join=join, **given)
 
     def stack(kind=Kind.MEDUSA, taps=_LAST, **more):
         own = {"own_head": not more["stack"].shared_head}
@@ -62,9 +71,19 @@ def cases(hidden: int = 64, vocab: int = 96) -> Mapping[str, tuple[str, Descript
     five = Taps(layers=(0, 1, 3, 5, 7), fused=True, norm=FuseNorm.WHOLE)
     wide = replace(body, layers=2, head_norms=True, attention_bias=True, output_bias=True, rope=YARN)
     deep = replace(body, layers=2)
+    three = replace(body, layers=3, head_norms=True)
+
+    def block(kind=Kind.DFLASH, **more):
+        given = {"taps": Taps(layers=(1, 3, 5), fused=True), "body": three, "block": Block(size=5), **more}
+        return Description(kind=kind, **common, **given)
+
+    spark = Block(size=4, sample_from_anchor=True, markov_rank=8, confidence=True)
+    biased = replace(three, attention_bias=True, output_bias=True, rope=YARN)
+    slim = replace(three, layers=1, hidden=48)
+    tables = {"own_head": True, "own_embedding": True}
     nemotron = replace(body, rotary=0.0, gated=False)
     gated = replace(body, head_norms=True, attention_gate=True, rotary=0.5, theta=1e6)
-    zeroed = {"zero_first": True}
+    zeroed, raw = {"zero_first": True}, Taps(layers=(7,))
     return {
         "eagle3": ("eagle3", eagle3()),
         "eagle3 of some tokens": ("eagle3", eagle3(draft_vocab=40, norm=FuseNorm.EACH, own_embedding=True)),
@@ -104,14 +123,28 @@ def cases(hidden: int = 64, vocab: int = 96) -> Mapping[str, tuple[str, Descript
         ),
         "qwen": ("mtp-qwen", mtp(body=replace(body, head_norms=True))),
         "gated qwen": ("mtp-qwen", mtp(body=gated)),
-        "mimo": ("mtp-mimo", mtp(join={**zeroed, "embedding_first": False}, body=replace(body, attention_bias=True))),
+        "mimo": (
+            "mtp-mimo",
+            mtp(taps=raw, join={**zeroed, "embedding_first": False}, body=replace(body, attention_bias=True)),
+        ),
         "mtp of speculators": ("mtp-speculators", mtp()),
         "nemotron": ("mtp-nemotron", mtp(body=nemotron)),
+        "dflash": ("dflash", block()),
+        "biased dflash": ("dflash", block(body=biased, taps=Taps(layers=(0, 7), fused=True))),
+        "dflash of speculators": ("dflash-speculators", block()),
+        "narrow dflash": ("dflash-speculators", block(body=slim, draft_vocab=40, **tables)),
+        "dspark": ("dspark", block(Kind.DSPARK, block=spark)),
+        "dspark with tables": ("dspark", block(Kind.DSPARK, block=replace(spark, confidence=False), **tables)),
+        "anchored dflash": ("dspark", block(block=Block(size=4, sample_from_anchor=True))),
+        "dspark of speculators": (
+            "dspark-speculators",
+            block(Kind.DSPARK, block=replace(spark, sample_from_anchor=False), draft_vocab=40),
+        ),
     }
 
 
-def random_draft(description: Description, *, seed: int = 0) -> HeadModule:
-    """A module in which every weight says something."""
+def random_draft(description: Description, *, seed: int = 0, table: torch.Tensor = TABLE) -> HeadModule:
+    """A module in which every weight says something; `table` is its target's."""
     torch.manual_seed(seed)
     module = make_module(description).eval().requires_grad_(False)
     for name, weight in module.named_parameters():
@@ -119,6 +152,54 @@ def random_draft(description: Description, *, seed: int = 0) -> HeadModule:
             weight.uniform_(0.5, 1.5)
         else:
             weight.normal_(std=0.2)
+    if description.block:
+        module.mask.copy_((module.embedding.weight if description.own_embedding else table)[MASK])
     if description.draft_vocab:
         module.ids.copy_(torch.randperm(description.vocab)[: description.draft_vocab].sort().values)
     return module
+
+
+def feed(head, description, text, taps):
+    """Let a head know of a text: the states [n, taps, H] before each of its tokens but the first."""
+    request = Request(id=0, prompt=tuple(text), params=SamplingParams(), seed=0, end_ids=frozenset(), limit=9)
+    row = Row(request=request, slot=0, text=list(text))
+    head.cache.admit(0, request.prompt)
+    batch = Batch(rows=(row,), start=(0,), feed=(tuple(text[:-1]),), budget=(0,))
+    width = taps.shape[-1]
+    head.note(
+        Round(
+            batch=batch,
+            draft=tree.empty(1, CPU),
+            scores=Scores(
+                logits=torch.zeros(1, 1, 1),
+                features={at: torch.zeros(1, 1, width) for at in description.taps.layers},
+                fed={at: (taps[:, i],) for i, at in enumerate(description.taps.layers)},
+            ),
+            path=((),),
+            emitted=((),),
+            sampled_logprob=((),),
+            failed=(False,),
+        )
+    )
+    return Batch(rows=(row,), start=(0,), feed=(tuple(text),), budget=(4,))
+
+
+def far(ours, theirs):
+    """How far logits are from others, of their size; what cannot be guessed is the same in both."""
+    known = ours.isfinite()
+    assert torch.equal(known, theirs.isfinite())
+    return (ours[known] - theirs[known]).norm() / theirs[known].norm()
+
+
+def check_text(folder, make, *, temperature, k):
+    """What a draft guesses, as a chain or as a tree, leaves the embedded target's text as it is."""
+    form = "draft" if make is HeadProposer else "tree"
+    params = SamplingParams(temperature=temperature, max_tokens=24, seed=5)
+    prompts = ["def add(a, b):", "x", "The cat sat on the mat and the"]
+    options = {"dtype": "float32", "rows": 3, "context": 128, "verifier": "walk", "k": k}
+    ours = LLM(proposer=f"{form}:{folder}", **options)
+    assert isinstance(ours.house.proposer, make)
+    theirs = LLM(proposer="none", **options)
+    got, wanted = (llm.generate(prompts, params) for llm in (ours, theirs))
+    assert [each.tokens for each in got] == [each.tokens for each in wanted]
+    assert sum(each.stats.drafted for each in got)

@@ -12,24 +12,29 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from outrider import inspect_draft
-from outrider.build import embedded
 from outrider.cli import app
 from outrider.convert import checked
+from outrider.embedded import embedded
 from outrider.errors import OutriderError
 from outrider.heads.description import Recycle
+from outrider.heads.files import Stored, read_partner, write_folder
 from outrider.heads.formats.base import Partner, Source, Unowned
-from outrider.heads.formats.files import Stored, read_partner, write_folder
 from outrider.heads.formats.known import FORMATS, format_of
 from outrider.heads.store import is_head, read_head, read_trained, write_head
 from outrider.llm import LLM
 from outrider.params import SamplingParams
 from outrider.propose.heads import HeadProposer, HeadTreeProposer
 from outrider.stats import Stats
-from tests.drafts import cases, random_draft
+from tests.drafts import HEAD, MASK, TABLE, cases, random_draft
 
 SMALL, MINI = cases(), cases(hidden=384, vocab=12288)
-HEAD = torch.randn(96, 64, generator=torch.Generator().manual_seed(9))
-PARTNER = Partner(vocab=96, hidden=64, layers=8, head=lambda: HEAD)
+PARTNER = Partner(vocab=96, hidden=64, layers=8, head=lambda: HEAD, embedding=lambda: TABLE)
+# What is the target's own in them is found by comparing.
+BORROWERS = [
+    "legacy medusa",
+    "medusa with the target's head",
+    *(case for case, (_, it) in SMALL.items() if it.block and not (it.own_head and it.own_embedding)),
+]
 OPTIONS = {"dtype": "float32", "rows": 3, "context": 128, "verifier": "walk", "k": 3}
 PROMPTS = ["def add(a, b):", "x", "The cat sat on the mat and the"]
 
@@ -37,9 +42,10 @@ PROMPTS = ["def add(a, b):", "x", "The cat sat on the mat and the"]
 def written(folder, case, partner=None, *, of=SMALL):
     """A folder with a random draft, and its module."""
     name, description = of[case]
-    module = random_draft(description)
+    partner = partner or PARTNER
+    module = random_draft(description, table=partner.embedding())
     format = format_of(name)
-    config, tensors = format.write(description, module.state_dict(), partner or PARTNER)
+    config, tensors = format.write(description, module.state_dict(), partner)
     write_folder(folder, config, tensors, format.file)
     return module
 
@@ -83,9 +89,7 @@ def test_a_checkpoint_comes_back_as_it_was(case):
     assert all(torch.equal(same[each], value) for each, value in tensors.items())
 
 
-@pytest.mark.parametrize(
-    "case", [case for case in SMALL if case not in ("legacy medusa", "medusa with the target's head")]
-)
+@pytest.mark.parametrize("case", [case for case in SMALL if case not in BORROWERS])
 def test_what_is_written_names_everything_that_it_takes(case, tmp_path):
     module = written(tmp_path, case)
     assert read_trained(tmp_path).description == module.description
@@ -121,13 +125,19 @@ def test_layers_are_counted_as_each_format_does(tmp_path):
     written(tmp_path / "b", "speculators")
     flat, nested = (json.loads((tmp_path / name / "config.json").read_text()) for name in "ab")
     assert flat["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 3, 4]
+    assert flat["eagle_aux_hidden_state_layer_ids"] == [2, 4, 5]  # vLLM's count, where it looks first
     assert nested["eagle_aux_hidden_state_layer_ids"] == [2, 4, 5]
+    written(tmp_path / "c", "dflash")
+    written(tmp_path / "d", "dflash of speculators")
+    flat, nested = (json.loads((tmp_path / name / "config.json").read_text()) for name in "cd")
+    assert flat["dflash_config"] == {"mask_token_id": MASK, "target_layer_ids": [1, 3, 5]}
+    assert nested["aux_hidden_state_layer_ids"] == [2, 4, 6]
 
 
 @pytest.mark.parametrize(
     ("case", "spoil"),
     [
-        ("eagle3", lambda config, _: config.pop("eagle_config")),
+        ("eagle3", lambda config, _: config.update(eagle_config=None, eagle_aux_hidden_state_layer_ids=None)),
         ("eagle3", lambda config, _: config.update(eagle_config={}, eagle_aux_hidden_state_layer_ids=[2, 4, 5])),
         ("speculators", lambda config, _: config.update(eagle_aux_hidden_state_layer_ids=None)),
     ],
@@ -166,6 +176,10 @@ def _plain(case):
 
 def _set(name, value):
     return lambda config, _: config.update({name: value})
+
+
+def _inside(**values):
+    return lambda config, _: config["dflash_config"].update(values)
 
 
 def _drop(name):
@@ -232,12 +246,29 @@ BAD = {
     "blocks": ("medusa", _drop("1.1.linear.weight"), "5 blocks where 3 heads with 2 each"),
     "block layers": ("medusa", _set("medusa_num_layers", 3), "medusa_num_layers is 3"),
     "token map": ("medusa of some tokens", lambda _, t: t["token_map"].fill_(3), "40 different ids"),
-    "block draft": ("eagle3", _set("dflash_config", {}), r"\(DFlash, DSpark\)"),
     "no mask token": ("peagle", _drop_key("ptd_token_id"), "which token its masks are"),
     "no mask state": ("peagle", _drop("mask_hidden"), r"mask_hidden, their state, is missing"),
     "no such mask": ("peagle", _set("ptd_token_id", 96), "the embedding of token 96 of 96"),
     "mask state": ("peagle", lambda _, t: t.update(mask_hidden=t["mask_hidden"][..., 1:]), "mask has shape"),
-    "unknown kind": ("speculators", _set("speculators_model_type", "guru"), "known are eagle3, peagle and mtp"),
+    "domino": ("dflash", _set("architectures", ["DominoDraftModel"]), "this one has other parts"),
+    "projector": ("dflash", _inside(projector_type="domino"), "projector_type is 'domino'"),
+    "causal": ("dflash", _inside(causal=True), "another attention by causal"),
+    "neighbours": ("dspark", _set("is_neox_style", False), "another attention by is_neox_style"),
+    "sliding": ("dflash", _set("layer_types", ["sliding_attention"] * 3), "a sliding window"),
+    "capped": ("dspark", _set("final_logit_softcapping", 30.0), "caps its logits"),
+    "other layers": ("dspark", _set("model_type", "gemma4_text"), "what its layers compute is not known here"),
+    "no mask": ("dflash", _inside(mask_token_id=None), "lacks 'mask_token_id'"),
+    "mask": ("dspark with tables", _set("mask_token_id", 96), "mask_token_id is 96, .* has 96 rows"),
+    "embeddings": ("dspark with tables", _set("target_layer_ids", [-1, 3, 5]), "which no draft reads here"),
+    "no anchor": ("dspark of speculators", _set("sample_from_anchor", None), "does not say sample_from_anchor"),
+    "no layers": ("dflash of speculators", _set("aux_hidden_state_layer_ids", None), "lacks 'aux_hidden_state_layer"),
+    "gate": ("dspark", _set("markov_head_type", "gated"), "markov_head_type is 'gated'"),
+    "judge": (
+        "dspark with tables",
+        _add("confidence_head.proj.weight", 1, 64),
+        "no tensor 'confidence_head.proj.bias'",
+    ),
+    "unknown kind": ("speculators", _set("speculators_model_type", "guru"), "known are dflash, dspark, eagle3, peagle"),
     "assistant": ("eagle3", _set("model_type", "gemma4_assistant"), "Gemma 4"),
 }
 
@@ -249,6 +280,99 @@ def test_what_cannot_be_read_is_refused(bad, tmp_path):
     with pytest.raises(OutriderError, match=message) as told:
         checked(folder, None)
     assert str(folder) in str(told.value)
+
+
+def test_a_mask_is_a_row_of_a_table(tmp_path):
+    """The draft's own, or the target's, of which the draft knows nothing; where it is no row, a spare one takes it."""
+    written(tmp_path / "a", "dflash")
+    with pytest.raises(Unowned, match="a row of its target's embeddings; give the target with --target DIR"):
+        read_trained(tmp_path / "a")
+    description, weights = _plain("dflash of speculators")
+    weights["mask"] = torch.randn(64)
+    for name in ("dflash", "dflash-speculators"):
+        with pytest.raises(OutriderError, match=r"a mask that is no token's embedding.*; train it with --mask-token"):
+            format_of(name).write(description, weights, PARTNER)
+    format = format_of("dflash-speculators")
+    config, tensors = format.write(description, weights, replace(PARTNER, spare=91))
+    assert config["mask_token_id"] == 91
+    assert torch.equal(tensors["embed_tokens.weight"][:91], TABLE[:91])
+    found, again = format.read(Source(config, tensors, PARTNER))
+    assert found == replace(description, own_embedding=True)
+    assert torch.equal(again["mask"], weights["mask"])
+    (tmp_path / "a" / "mask_embedding.pt").touch()
+    with pytest.raises(OutriderError, match=r"mask_embedding.pt holds a mask that is no token's embedding"):
+        read_trained(tmp_path / "a", PARTNER)
+
+
+def test_a_tokenizer_tells_which_row_is_to_spare(tmp_path):
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        (tmp_path / name).write_bytes((embedded("nano") / name).read_bytes())
+    assert read_partner(tmp_path).spare is None
+    assert torch.equal(read_partner(tmp_path).embedding(), Stored(tmp_path)["model.embed_tokens.weight"])
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": config["vocab_size"] + 8}))
+    assert read_partner(tmp_path).spare == config["vocab_size"]
+    (tmp_path / "tokenizer.json").unlink()
+    assert read_partner(tmp_path).spare is None
+    (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "gemma3_text"}))
+    with pytest.raises(OutriderError, match="scales its embeddings"):
+        read_partner(tmp_path).embedding()
+
+
+def test_a_judge_may_not_see_the_token_before():
+    description, weights = _plain("dspark")
+    weights["judge.weight"][:, 64:] = 0
+    config, tensors = format_of("dspark").write(description, weights, PARTNER)
+    assert config["confidence_head_with_markov"] is False
+    assert tensors["confidence_head.proj.weight"].shape == (1, 64)
+    found, again = format_of("dspark").read(Source(config, tensors, PARTNER))
+    assert found == description
+    assert torch.equal(again["judge.weight"], weights["judge.weight"])
+
+
+@pytest.mark.parametrize(
+    ("case", "spoil", "anchored"),
+    [
+        ("dflash", {}, False),
+        ("dspark", {"sample_from_anchor": None}, True),
+        ("dspark", {"sample_from_anchor": False}, False),
+        ("anchored dflash", {"sample_from_anchor": None}, True),
+        ("dflash of speculators", {"sample_from_anchor": True}, True),
+    ],
+)
+def test_the_first_column_guesses_as_each_layout_has_it(case, spoil, anchored, tmp_path):
+    folder = spoiled(tmp_path, case, lambda config, _: config.update(spoil))
+    assert read_trained(folder, PARTNER).description.block.sample_from_anchor is anchored
+
+
+def test_specforge_says_all_of_it_in_one_table(tmp_path):
+    """And names no layers where they are the usual ones."""
+
+    def nest(config, _):
+        inner = {name: config.pop(name) for name in list(config) if "markov" in name or "confidence" in name}
+        inner |= {"mask_token_id": config.pop("mask_token_id"), "projector_type": "dspark", "attention_mode": "gqa"}
+        del config["target_layer_ids"], config["sample_from_anchor"]
+        config.update(architectures=["DSparkDraftModel"], dflash_config=inner)
+
+    assert read_trained(spoiled(tmp_path, "dspark", nest), PARTNER).description == SMALL["dspark"][1]
+
+
+def test_a_block_is_written_where_its_readers_run_it_alike():
+    flash, spark = _plain("dflash"), _plain("dspark")
+    few = _plain("dspark of speculators")
+    own = replace(flash[0], own_head=True), flash[1]
+    for (description, weights), name, why in (
+        (spark, "dflash", "write dspark"),
+        (flash, "dspark", "write dflash"),
+        (few, "dspark", "write dspark-speculators"),
+        (own, "dflash", "write dflash-speculators"),
+        (_plain("eagle3"), "dflash", "is of kind eagle3"),
+    ):
+        with pytest.raises(OutriderError, match=why):
+            format_of(name).write(description, weights, PARTNER)
+    without = replace(flash[0], body=replace(flash[0].body, head_norms=False)), flash[1]
+    with pytest.raises(OutriderError, match="no norms of queries and keys"):
+        format_of("dflash").write(*without, PARTNER)
 
 
 def test_damaged_files_are_refused(tmp_path):
@@ -400,6 +524,24 @@ def test_converting_there_and_back(tmp_path):
     assert json.loads((tmp_path / "d" / "config.json").read_text())["torch_dtype"] == "float32"
 
 
+def test_converting_a_block_draft_there_and_back(tmp_path):
+    partner = read_partner(embedded("mini"))
+    module = written(tmp_path / "a", "dflash", partner, of=MINI)
+    told = invoke("convert", str(tmp_path / "a"), "--to", "outrider", "--out", str(tmp_path / "b"))
+    assert told.exit_code == 2
+    assert "--target DIR" in told.output
+    for one, two, to in (("a", "b", "outrider"), ("b", "c", "dflash-speculators"), ("c", "d", "dflash")):
+        words = "convert", str(tmp_path / one), "--to", to, "--out", str(tmp_path / two)
+        told = invoke(*words, "--target", str(embedded("mini")))
+        assert told.exit_code == 0, told.output
+        assert "in other terms" not in told.output
+    assert read_trained(tmp_path / "d", partner).description == module.description
+    first, last = (load_file(tmp_path / name / "model.safetensors") for name in "ad")
+    assert first.keys() == last.keys()
+    assert all(torch.equal(first[name], value) for name, value in last.items())
+    assert (tmp_path / "a" / "config.json").read_text().count("block_size") == 1
+
+
 def test_converting_asks_for_what_it_needs(tmp_path):
     written(tmp_path / "a", "legacy medusa", of=MINI)
     words = "convert", str(tmp_path / "a"), "--to"
@@ -426,6 +568,10 @@ def test_inspecting_says_what_a_draft_is(tmp_path):
     assert told.exit_code == 0, told.output
     for words in ("MTP (MiMo's names)", "output of layer 7", "state, then embedding", "first embedding as zeros"):
         assert words in told.output
+    written(tmp_path / "c", "dspark with tables")
+    told = invoke("inspect", str(tmp_path / "c"))
+    assert told.exit_code == 0, told.output
+    assert "4 guesses of 4 columns, the text's last token guesses, too, corrected by the token before" in told.output
     folder = spoiled(tmp_path / "b", "eagle", lambda config, _: config.pop("num_target_layers"))
     told = invoke("inspect", str(folder), "--json")
     assert told.exit_code == 0, told.output

@@ -12,7 +12,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextAttention, Qwen3NextRotaryEmbedding
 
 from outrider import tree
-from outrider.build import embedded
+from outrider.embedded import embedded
 from outrider.heads.description import Body, Rope, Scaling
 from outrider.heads.follow_target import FollowTarget, NativeFollowTarget
 from outrider.heads.formats.base import Partner, Settings, Source
@@ -24,11 +24,9 @@ from outrider.heads.store import filled
 from outrider.load import load_checkpoint
 from outrider.target import make_target
 from tests import tiny
-from tests.drafts import LLAMA3, YARN, cases, random_draft
-from tests.test_heads import _far, _feed
+from tests.drafts import HEAD, LLAMA3, MASK, TABLE, YARN, cases, far, feed, random_draft
 
 SMALL, EPSILON, HEADS, DIM = cases(), 1e-5, 4, 16
-TABLE, HEAD = (torch.randn(96, 64, generator=torch.Generator().manual_seed(i)) for i in (1, 2))
 
 
 def rms(x, weight):
@@ -193,8 +191,9 @@ READINGS = {
 def read(case):
     """A random checkpoint's tensors, and the module that is read from it."""
     name, description = SMALL[case]
-    config, tensors = format_of(name).write(description, random_draft(description, seed=3).state_dict(), None)
-    found, weights = format_of(name).read(Source(config, tensors, Partner(vocab=96, hidden=64, layers=8)))
+    partner = Partner(vocab=96, hidden=64, layers=8, head=lambda: HEAD, embedding=lambda: TABLE)
+    config, tensors = format_of(name).write(description, random_draft(description, seed=3).state_dict(), partner)
+    found, weights = format_of(name).read(Source(config, tensors, partner))
     module = filled(found, weights, where=case)
     module.lend(TABLE, HEAD)
     return tensors, module
@@ -294,6 +293,73 @@ def test_heads_compute_what_their_checkpoint_says(case):
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
 
 
+def block(t, *, size, mask, first):
+    """Of taps [T, n, H] and the token behind them: the outputs of the columns that guess, from number `first` on."""
+
+    def run(taps, token):
+        context = rms(taps.flatten(1) @ t["fc.weight"].T, t["hidden_norm.weight"])
+        x = t.get("embed_tokens.weight", TABLE)[torch.tensor([token, *[mask] * (size - 1)])]
+        places = torch.arange(len(context) + size).float()
+        for i in range(sum(name.endswith("q_proj.weight") for name in t)):
+            at = f"layers.{i}."
+            ready = rms(x, t[f"{at}input_layernorm.weight"])
+
+            def part(name, y, at=at):
+                y = (y @ t[f"{at}self_attn.{name}_proj.weight"].T).unflatten(-1, (-1, DIM)).transpose(0, 1)
+                if name == "v":
+                    return y
+                return turned(rms(y, t[f"{at}self_attn.{name}_norm.weight"]), places[-y.shape[1] :])
+
+            seen = torch.cat([context, ready])
+            q, k, v = part("q", ready), part("k", seen), part("v", seen)
+            k, v = (y.repeat_interleave(len(q) // len(y), 0) for y in (k, v))
+            found = (q @ k.transpose(-1, -2) / DIM**0.5).softmax(-1) @ v
+            x = x + found.transpose(0, 1).flatten(-2) @ t[f"{at}self_attn.o_proj.weight"].T
+            x = x + perceptron(t, f"{at}mlp.", rms(x, t[f"{at}post_attention_layernorm.weight"]))
+        return rms(x, t["norm.weight"])[first:]
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("case", "size", "first"),
+    [
+        ("dflash", 5, 1),
+        ("narrow dflash", 5, 1),
+        ("dspark", 4, 0),
+        ("dspark with tables", 4, 0),
+        ("dspark of speculators", 4, 1),
+    ],
+)
+@torch.no_grad()
+def test_a_block_computes_what_its_checkpoint_says(case, size, first):
+    t, module = read(case)
+    taps = torch.randn(6, 3, 64)
+    theirs = block(t, size=size, mask=MASK, first=first)(taps, 11)
+    shown = module.shown(module.fused(taps), torch.arange(6))
+
+    def look(of, query, key, value):
+        return bare(query, *(torch.cat(pair, -2) for pair in zip(shown[of.layer_idx], (key, value), strict=True)))
+
+    ours = module(torch.tensor([11]), 6 + torch.arange(size), look)[0]
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+    logits, before = theirs @ t.get("lm_head.weight", HEAD).T, torch.randint(0, 96, (len(theirs),))
+    if module.block.markov_rank:
+        latent = t["markov_head.markov_w1.weight"][before]
+        logits = logits + latent @ t["markov_head.markov_w2.weight"].T
+    torch.testing.assert_close(module.corrected(module.logits(ours), before), logits, atol=1e-3, rtol=1e-3)
+    if module.block.confidence:
+        judged = torch.cat([theirs, latent], -1) @ t["confidence_head.proj.weight"][0] + t["confidence_head.proj.bias"]
+        torch.testing.assert_close(module.confidence(ours, before), judged, atol=1e-4, rtol=1e-4)
+    if module.description.draft_vocab:
+        assert torch.equal(t["d2t"] + torch.arange(40), module.ids)
+
+
+def bare(query, key, value):
+    key, value = (each.repeat_interleave(query.shape[-3] // each.shape[-3], -3) for each in (key, value))
+    return functional.scaled_dot_product_attention(query, key, value)
+
+
 @torch.no_grad()
 def test_gated_attention_is_transformers_own():
     """Of Qwen3-Next, whose norms are stored less 1."""
@@ -359,5 +425,5 @@ def test_native_kernels_read_it_alike(case):
     heads = [kind(module, tables, slots=1, context=64) for kind in (FollowTarget, NativeFollowTarget)]
     text, taps = torch.randint(0, 12288, (9,)).tolist(), torch.randn(8, len(module.description.taps.layers), 384)
     none = tree.empty(1, torch.device("cpu"))
-    ours, theirs = (head.score(_feed(head, module.description, text, taps), none).logits for head in heads)
-    assert _far(ours, theirs) < 0.03
+    ours, theirs = (head.score(feed(head, module.description, text, taps), none).logits for head in heads)
+    assert far(ours, theirs) < 0.03

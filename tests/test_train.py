@@ -15,6 +15,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from outrider.errors import OutriderError
+from outrider.heads.formats.base import Partner
+from outrider.heads.formats.known import format_of
+from outrider.heads.store import read_trained
 from outrider.load import load_checkpoint
 from outrider.params import SamplingParams
 from outrider.train.kinds import KINDS
@@ -23,7 +26,7 @@ from outrider.train.pupil import make_pupil
 from outrider.train.settings import DRAFT, Settings
 from outrider.train.trainer import Sums, Trainer, rate
 from tests import houses, lessons, tiny
-from tests.lessons import NANO, Still, cut, make_settings, make_setup, make_texts, spread, watched
+from tests.lessons import NANO, Still, cut, make_sample, make_settings, make_setup, make_texts, spread, watched
 
 
 @pytest.fixture(scope="module")
@@ -256,6 +259,22 @@ def test_the_rate_rises_and_falls():
     assert marks[-1] == pytest.approx(0.05)
 
 
+def test_a_mask_may_be_a_tokens_embedding_and_stays_it(nano, tmp_path):
+    pupil = make_pupil("dflash", make_settings(guesses=2, mask_token=9), make_setup(nano), nano.tables)
+    texts = make_texts()
+    taps = torch.randn(*texts.taps.shape[:2], len(pupil.taps.layers), 128)
+    trainer = Trainer(pupil, losses={"ce": 1.0}, steps=2, decay=1.0, lr=1e-2)
+    before = pupil.module.fuse.weight.clone()
+    trainer.train([replace(texts, taps=taps)], progress=0.5)
+    assert not torch.equal(pupil.module.fuse.weight, before)
+    assert torch.equal(pupil.module.mask, nano.tables.embedding[9])
+    pupil.save(tmp_path / "draft")
+    found = read_trained(tmp_path / "draft")
+    partner = Partner(vocab=12288, hidden=128, layers=2, embedding=lambda: nano.tables.embedding)
+    config, _ = format_of("dflash").write(found.description, found.weights, partner)
+    assert config["dflash_config"]["mask_token_id"] == 9
+
+
 def test_kept_guesses_are_seen_by_position():
     sums = Sums()
     sums.see(0, torch.tensor([0.5, 1.0]))
@@ -320,7 +339,8 @@ def test_two_processes_learn_as_one_does(tmp_path):
         ("medusa", {"steps": 3}, "medusa makes 4 guesses and trains them all; leave --steps out"),
         ("hydra", {"depth": 1}, "use 2 or more"),
         ("mtp", {"guesses": 5}, "mtp has no block; leave --guesses out"),
-        ("mtp", {"draft": NANO}, "leave --draft out, or train the kind draft"),
+        ("mtp", {"mask_token": 5}, "mtp has no block; leave --mask-token out"),
+        ("dflash", {"mask_token": 12288}, "--mask-token is 12288, and the target has 12288 tokens"),
         ("eagle3", {}, "reads three layers, and this target has 2"),
         (DRAFT, {}, "name its folder with --draft DIR"),
         (DRAFT, {"draft": NANO, "depth": 2}, "--depth shapes a new draft"),
@@ -340,6 +360,11 @@ def test_a_draft_of_another_vocabulary_is_refused(nano):
         make_pupil(DRAFT, make_settings(draft=NANO), replace(setup, tokenizer=other), nano.tables)
 
 
+def test_an_option_that_came_later_stops_no_training_that_does_without():
+    assert "mask_token" not in make_settings().identity()
+    assert make_settings(mask_token=0).identity()["mask_token"] == 0
+
+
 def test_settings_that_cannot_be():
     for options, message in (
         ({"lr": 0.0}, "use an lr in"),
@@ -351,6 +376,31 @@ def test_settings_that_cannot_be():
             make_settings(**options)
     with pytest.raises(OutriderError, match="train needs prompts"):
         Settings(out="out", data=[])
+
+
+@pytest.mark.parametrize("kind", ["mtp", "medusa", "dspark"])
+def test_a_head_that_was_trained_before_goes_on(kind, nano, tmp_path):
+    setup = make_setup(nano)
+    first = make_pupil(kind, make_settings(draft_vocab=50), setup, nano.tables)
+    first.begin(lambda: [make_sample([1, 2, 3, 9, 70, 700])])
+    with torch.no_grad():
+        for weight in first.module.parameters():
+            weight.add_(0.1)
+    first.save(tmp_path / "head")
+    again = make_pupil(kind, make_settings(draft=str(tmp_path / "head")), setup, nano.tables)
+    again.begin(lambda: pytest.fail("it knows what it guesses"))
+    assert again.ids.tolist() == first.ids.tolist()
+    for name, weight in first.module.state_dict().items():
+        assert torch.equal(again.module.state_dict()[name], weight.to(torch.bfloat16).to(weight.dtype))
+    texts = make_texts(lengths=(6, 4))
+    texts = replace(texts, laws=texts.laws[:, again.ids])
+    trainer = Trainer(again, losses=parse("ce"), steps=2, decay=0.8, lr=1e-3)
+    assert trainer.train([texts], progress=0.5).columns
+    other = "hydra" if kind == "medusa" else "medusa"
+    with pytest.raises(OutriderError, match=f"is of kind {kind}, for a target with"):
+        make_pupil(other, make_settings(draft=str(tmp_path / "head")), setup, nano.tables)
+    with pytest.raises(OutriderError, match="has its shape; leave --depth"):
+        make_pupil(kind, make_settings(draft=str(tmp_path / "head"), draft_vocab=9), setup, nano.tables)
 
 
 def test_a_draft_model_guesses_as_transformers_has_it(nano):
@@ -404,7 +454,7 @@ def test_a_proposer_is_a_copy_and_costs_no_luck(kind, nano):
 
 def test_every_kind_is_told_of():
     message = "|".join(KINDS)
-    from outrider.cli import train
+    from outrider.cli_drafts import train
 
     help = next(iter(train.__annotations__["kind"].__metadata__)).help
     assert all(kind in help for kind in [*message.split("|"), DRAFT])

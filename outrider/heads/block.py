@@ -5,8 +5,9 @@ see the target's states of all tokens before the block, as keys and values that 
 No column but the block's runs through the layers, and what stands for a text is made once, and kept.
 
 The mask is a vector of the draft's own. Checkpoints that name a `mask_token_id` mean a row of the table of embeddings
-instead: reading one copies that row, and writing one is possible where the draft brings a table of its own, at a row
-that no token uses. Some checkpoints hide the token before from their confidence head: its columns are then zeros here.
+instead: reading one copies that row, and writing one is possible where the mask is still a row, or a table is written
+too that has a row for no token. Some checkpoints hide the token before from their confidence head: its columns are then
+zeros here.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from outrider.heads.taps import StateCache
 from outrider.heads.target import HeadRunner, looking
 from outrider.native.library import load_library
 from outrider.native.target import columns_of
-from outrider.types import Batch, Draft, Grown, Scores, Tables, Trust
+from outrider.types import Batch, Dice, Draft, Grown, Scores, Tables, Trust
 
 
 class FollowTarget(HeadRunner):
@@ -71,7 +71,7 @@ class FollowTarget(HeadRunner):
 
 
 class NativeFollowTarget(FollowTarget):
-    """The same on the native kernels, where a greedy chain is one call."""
+    """The same on the native kernels, where a chain is one call."""
 
     def __init__(self, module: Follower, tables: Tables, *, slots: int, context: int) -> None:
         """Prepare for `slots` rows of up to `context` tokens.
@@ -87,10 +87,16 @@ class NativeFollowTarget(FollowTarget):
         self.kernels = "native"
 
     def grow(self, batch: Batch, vocab: int, trust: Trust | None = None) -> Grown:
+        return self._grow(batch, vocab, trust, None)
+
+    def draw(self, batch: Batch, vocab: int, dice: Dice, trust: Trust | None = None) -> Grown:
+        return self._grow(batch, vocab, trust, dice)
+
+    def _grow(self, batch: Batch, vocab: int, trust: Trust | None, dice: Dice | None) -> Grown:
         none = tree.empty(len(batch.rows), self.device)
         states = torch.cat([self._before(batch, none, -1, b) for b in range(len(batch.rows))])
         columns, _ = columns_of(behind(batch), none, -1, self.vocab)
-        return self._decoder.grow(columns, batch.budget, vocab, trust, state=states.float())
+        return self._decoder.grow(columns, batch.budget, vocab, trust, dice=dice, state=states.float())
 
     def swap(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
         raise OutriderError("a trained draft in native kernels cannot be swapped; load it with kernels torch")

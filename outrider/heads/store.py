@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 from outrider.errors import OutriderError
 from outrider.heads.block import BlockDraft
 from outrider.heads.description import Description
+from outrider.heads.files import read_config, write_folder
 from outrider.heads.follower import Follower
 from outrider.heads.formats.base import Partner, Trained
-from outrider.heads.formats.files import read_config, write_folder
 from outrider.heads.formats.known import find
 from outrider.heads.independent import Independent
 

@@ -144,7 +144,9 @@ def _owner(setup: Setup) -> Partner | None:
 
 def _partner(tables: Tables, layers: int) -> Partner:
     vocab, hidden = tables.head.shape
-    return Partner(vocab=vocab, hidden=hidden, layers=layers, head=lambda: tables.head)
+    return Partner(
+        vocab=vocab, hidden=hidden, layers=layers, head=lambda: tables.head, embedding=lambda: tables.embedding
+    )
 
 
 def _find(name: str, folder: str, setup: Setup) -> _Found:

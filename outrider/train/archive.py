@@ -20,7 +20,7 @@ from outrider.train.processes import world
 from outrider.train.sample import Sample
 from outrider.types import Request
 
-_FORM = 1  # of what is kept; a file of another form is never found
+_FORM = 2  # of what is kept; a file of another form is never found
 _log = logging.getLogger("outrider")
 
 
@@ -32,13 +32,16 @@ class Archive:
     keeps most by keeping the first.
     """
 
-    def __init__(self, folder: str | Path, *, gigabytes: float, origin: str) -> None:
-        """Keep up to `gigabytes` (1e9 bytes) in a folder; `origin` says whose states they are (see `origin_of`).
+    def __init__(self, folder: str | Path, *, gigabytes: float, origin: str, layers: Sequence[int]) -> None:
+        """Keep up to `gigabytes` (1e9 bytes) in a folder.
+
+        `origin` says whose states they are (see `origin_of`), and `layers` which of them samples hold. What was kept
+        with more layers will do.
 
         Raises:
             OutriderError: the folder cannot be made.
         """
-        self._folder, self._origin = Path(folder).expanduser(), origin
+        self._folder, self._origin, self._layers = Path(folder).expanduser(), origin, list(layers)
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             held = sum(file.stat().st_size for file in self._folder.glob("*/*.safetensors"))
@@ -51,8 +54,9 @@ class Archive:
         file = self._file(request)
         try:
             held = load_file(file)
-            tokens, states = tuple(held["tokens"].tolist()), held["states"]
-        except (OSError, SafetensorError, KeyError):
+            tokens, layers = tuple(held["tokens"].tolist()), held["layers"].tolist()
+            states = held["states"][:, [layers.index(layer) for layer in self._layers]]
+        except (OSError, SafetensorError, KeyError, ValueError, IndexError):
             return None
         if states.dim() != 3 or len(states) + 1 != len(tokens) or tokens[: len(request.prompt)] != request.prompt:
             return None
@@ -67,7 +71,11 @@ class Archive:
         fresh = file.with_suffix(f".{os.getpid()}.new")
         try:
             file.parent.mkdir(exist_ok=True)
-            held = {"tokens": torch.tensor(sample.tokens), "states": sample.states.cpu().contiguous()}
+            held = {
+                "tokens": torch.tensor(sample.tokens),
+                "layers": torch.tensor(self._layers),
+                "states": sample.states.cpu().contiguous(),
+            }
             save_file(held, fresh)
             fresh.replace(file)
             self._left -= size
@@ -91,6 +99,6 @@ class Archive:
         return self._folder / name[:2] / f"{name}.safetensors"
 
 
-def origin_of(house: House, folder: str | Path, layers: Sequence[int]) -> str:
-    """Whose states these are: the target's weights, what they run on, and which layers are kept."""
-    return json.dumps([model_print(Path(folder)), str(house.dtype), house.target.kernels, list(layers)])
+def origin_of(house: House, folder: str | Path) -> str:
+    """Whose states these are: the target's weights, and what they run on."""
+    return json.dumps([model_print(Path(folder)), str(house.dtype), house.target.kernels])

@@ -129,6 +129,7 @@ def _folder(settings: Settings) -> str:
         "--ffn": settings.ffn,
         "--draft-vocab": settings.draft_vocab,
         "--guesses": settings.guesses,
+        "--mask-token": settings.mask_token is not None,
         "--modules": settings.modules > 1,
         "--with-target": settings.with_target,
     }

@@ -35,6 +35,7 @@ _APART = frozenset(  # places, whose contents count instead; and what changes no
         "cache_gb",
     }
 )
+_LATER = frozenset({"mask_token"})  # which trainings that are still going on may have begun without
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +74,11 @@ class Settings:
     ] = False
     draft: Annotated[
         str | None,
-        typer.Option(metavar="DIR", help="The small model that the kind draft goes on with.", rich_help_panel=_WHAT),
+        typer.Option(
+            metavar="DIR",
+            help="What to go on with: a trained draft of the same kind, or for the kind draft a small model.",
+            rich_help_panel=_WHAT,
+        ),
     ] = None
     depth: Annotated[
         int,
@@ -98,6 +103,14 @@ class Settings:
     guesses: Annotated[
         int, typer.Option(min=0, help="Of the kinds that make all of them in one pass; 0 = 7.", rich_help_panel=_WHAT)
     ] = 0
+    mask_token: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="Mask a block by this token's embedding, as other formats do. Default: a mask that is learned.",
+            rich_help_panel=_WHAT,
+        ),
+    ] = None
     modules: Annotated[
         int,
         typer.Option(
@@ -218,4 +231,5 @@ class Settings:
 
     def identity(self) -> dict[str, Any]:
         """What a training that goes on must have in common with the one before, besides its files."""
-        return {name: value for name, value in asdict(self).items() if name not in _APART}
+        unused = {name for name in _LATER if getattr(self, name) is None}
+        return {name: value for name, value in asdict(self).items() if name not in _APART | unused}

@@ -35,6 +35,8 @@ class Partner:
     context: int | None = None  # tokens
     name: str | None = None
     head: Callable[[], torch.Tensor] | None = None  # reads its output layer [V, H]
+    embedding: Callable[[], torch.Tensor] | None = None  # reads its embeddings [V, H], as tokens enter the first layer
+    spare: int | None = None  # an id that no token has, if one is known
 
 
 class Format(Protocol):
@@ -188,7 +190,8 @@ class Source:
         Raises:
             Unowned: nobody knows.
         """
-        known = self.config.whole("num_target_layers", 0) or (self.partner.layers if self.partner else guess)
+        said = self.config.whole("num_target_layers", 0) or self.config.whole("target_layers", 0)
+        known = said or (self.partner.layers if self.partner else guess)
         if not known:
             raise Unowned("it does not say how many layers its target has; give the target with --target DIR")
         return known
@@ -215,3 +218,15 @@ def borrowed_head(partner: Partner | None, ids: torch.Tensor | None = None) -> t
     if partner is None or partner.head is None:
         raise Unowned("this format holds an output layer, and the draft uses its target's; give it with --target DIR")
     return partner.head() if ids is None else partner.head()[ids]
+
+
+def borrowed_embedding(partner: Partner | None) -> torch.Tensor:
+    """The target's embeddings [V, H], where a format speaks of them and the draft has none itself."""
+    if partner is None or partner.embedding is None:
+        raise Unowned("its mask is a row of its target's embeddings; give the target with --target DIR")
+    return partner.embedding()
+
+
+def same(one: torch.Tensor, two: torch.Tensor) -> bool:
+    """Whether a table that a checkpoint holds is a mere copy of the target's, wherever that lies."""
+    return one.shape == two.shape and torch.equal(one.to(two), two)

@@ -67,7 +67,7 @@ class Eagle3:
         by_inputs = config.wholes(_IDS)  # beside eagle_config it is vLLM's, which counts by inputs
         choices = _Choices(
             first="midlayer." if "midlayer.self_attn.q_proj.weight" in source else "layers.0.",
-            layers=eagle.wholes(_IDS) or (by_inputs and _outputs(by_inputs)) or None,
+            layers=eagle.wholes(_IDS) or (by_inputs and by_outputs(by_inputs)) or None,
             norm=_fuse_norm(source),
             residual_normed=config.flag("norm_before_residual", False),
             final_norm=final,
@@ -93,12 +93,13 @@ class Eagle3:
             "num_target_layers": it.target_layers,
             "fc_norm": it.taps.norm is FuseNorm.EACH,
             "eagle_config": {_IDS: list(it.taps.layers), "use_aux_hidden_state": True},
+            _IDS: [layer + 1 for layer in it.taps.layers],  # vLLM, which reads eagle_config as inputs, asks here first
         }
         if it.target_hidden != body.hidden:  # SafeAILab takes its presence for a draft with embeddings of its own
             config["target_hidden_size"] = it.target_hidden
         if not it.final_norm:  # left out where it is true, which vLLM would take for a state that goes round normed
             config["norm_output"] = False
-        tensors = {**_tensors(it, weights, "midlayer."), **_vocabulary(it, weights)}
+        tensors = {**_tensors(it, weights, "midlayer."), **write_ids(it, weights)}
         tensors["lm_head.weight"] = (
             weights["head.weight"] if it.own_head else borrowed_head(partner, weights.get("ids"))
         )
@@ -123,7 +124,7 @@ class SpeculatorsEagle3:
         by_inputs = config.wholes(_IDS)
         choices = _Choices(
             first="layers.0.",
-            layers=_outputs(by_inputs) if by_inputs else None,
+            layers=by_outputs(by_inputs) if by_inputs else None,
             norm=_fuse_norm(source),
             residual_normed=config.flag("norm_before_residual", False),
             recycle=Recycle.NORMED if config.flag("norm_output", False) else Recycle.RAW,
@@ -151,7 +152,7 @@ class SpeculatorsEagle3:
         tensors["lm_head.weight"] = (
             weights["head.weight"] if it.own_head else borrowed_head(partner, weights.get("ids"))
         )
-        return config, tensors | (_vocabulary(it, weights) if it.draft_vocab else {})
+        return config, tensors | (write_ids(it, weights) if it.draft_vocab else {})
 
 
 def _read(source: Source, layer: Settings, choices: _Choices) -> tuple[Description, Tensors]:
@@ -168,7 +169,7 @@ def _read(source: Source, layer: Settings, choices: _Choices) -> tuple[Descripti
     if choices.final_norm:
         weights["norm.weight"] = source.take("norm.weight")
     vocab = layer.size("vocab_size")
-    weights |= _ids(source, vocab, weights.get("head.weight"))
+    weights |= read_ids(source, vocab, weights.get("head.weight"))
     description = Description(
         kind=Kind.EAGLE3,
         target_hidden=hidden,
@@ -215,7 +216,7 @@ def _fuse_norm(source: Source) -> FuseNorm:
     return FuseNorm.EACH if each else FuseNorm.WHOLE if whole else FuseNorm.NONE
 
 
-def _outputs(by_inputs: tuple[int, ...]) -> tuple[int, ...]:
+def by_outputs(by_inputs: tuple[int, ...]) -> tuple[int, ...]:
     """Layers by outputs, from a count by inputs."""
     if min(by_inputs) < 1:
         raise OutriderError(f"it taps the input of layer {min(by_inputs)}, which is no layer's output")
@@ -236,7 +237,7 @@ def _given_away(tapped: tuple[int, ...]) -> int:
     return layers if tapped == (1, layers // 2 - 1, layers - 4) else 0
 
 
-def _ids(source: Source, vocab: int, head: torch.Tensor | None) -> Tensors:
+def read_ids(source: Source, vocab: int, head: torch.Tensor | None) -> Tensors:
     """The target's ids of what is guessed, where that is not everything: d2t holds their distances from 0, 1, 2, ..."""
     guessed = vocab if head is None else len(head)
     said = source.config.size("draft_vocab_size", guessed)
@@ -290,7 +291,7 @@ def _tensors(it: Description, weights: Tensors, first: str) -> Tensors:
     return out | {theirs: weights[ours] for ours, theirs in whole.items() if ours in weights}
 
 
-def _vocabulary(it: Description, weights: Tensors) -> Tensors:
+def write_ids(it: Description, weights: Tensors) -> Tensors:
     """d2t [Vd] and t2d [V]."""
     ids = weights["ids"].cpu() if it.draft_vocab else torch.arange(it.vocab)
     known = torch.zeros(it.vocab, dtype=torch.bool)

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from outrider.errors import OutriderError
+from outrider.heads.files import SIZES, Stored, read_config, text_config
 from outrider.heads.formats.base import Format, Partner, Source, Trained
+from outrider.heads.formats.blocks import BLOCKS
 from outrider.heads.formats.eagle import Eagle
 from outrider.heads.formats.eagle3 import Eagle3, SpeculatorsEagle3
-from outrider.heads.formats.files import SIZES, Stored, read_config, text_config
 from outrider.heads.formats.hydra import Hydra
 from outrider.heads.formats.medusa import MEDUSA, MEDUSA_SAFE, VllmMedusa
 from outrider.heads.formats.mtp import NAMINGS
@@ -20,6 +21,7 @@ from outrider.heads.formats.nemotron import NEMOTRON
 from outrider.heads.formats.peagle import PEagle, SpeculatorsPEagle
 
 FORMATS: tuple[Format, ...] = (
+    *BLOCKS,
     SpeculatorsEagle3(),
     SpeculatorsPEagle(),
     PEagle(),  # before EAGLE-3, which it is with masks
@@ -32,6 +34,8 @@ FORMATS: tuple[Format, ...] = (
     MEDUSA_SAFE,
     Eagle(),
 )
+
+_MASK = "mask_embedding.pt"  # beside a draft that fills in blocks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +81,10 @@ def find(folder: Path) -> Found | None:
         raise OutriderError(f"{folder}: {reason}")
     for format in FORMATS:
         if format.fits(config, stored.keys()):
+            if (folder / _MASK).exists():
+                raise OutriderError(
+                    f"{folder}: {_MASK} holds a mask that is no token's embedding, which is not handled"
+                )
             return Found(format=format, config=config, stored=stored)
     return None
 
@@ -87,14 +95,14 @@ def _refused(config: Mapping[str, Any], names: Collection[str]) -> str | None:
     written = str(config.get("architectures"))
     if "ptd_token_id" in config and "mask_hidden" not in names:
         return "it names a token for masks (P-EAGLE), and mask_hidden, their state, is missing; copy the draft again"
-    if "dflash_config" in config or re.search("DFlash|DSpark|Domino", written) or kind in ("dflash", "dspark"):
-        return "drafts that fill in blocks (DFlash, DSpark) are read in Outrider's own format alone"
+    if re.search("Domino|DFlash2|DFlare", written) or any(name.startswith("prefix_gru.") for name in names):
+        return "of drafts that fill in blocks, those are known that are like DFlash or DSpark; this one has other parts"
     if "assistant" in str(config.get("model_type")):
         return "an assistant that reads its target's keys and values (Gemma 4) is not handled; take an EAGLE-3 draft"
     if any(re.match(r"mtp\.\d+\.|model\.mtp\.layers\.", name) for name in names):
         return "modules of DeepSeek-V4 and MiMo-V2 have layers that are not Llama's, and are not handled"
-    if kind not in (None, "eagle3", "peagle", "mtp"):
-        return f"speculators_model_type is {kind!r}; known are eagle3, peagle and mtp"
+    if kind not in (None, "dflash", "dspark", "eagle3", "peagle", "mtp"):
+        return f"speculators_model_type is {kind!r}; known are dflash, dspark, eagle3, peagle and mtp"
     return None
 
 

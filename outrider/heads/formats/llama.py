@@ -11,6 +11,8 @@ from outrider.errors import OutriderError
 from outrider.heads.description import Body, Rope, Scaling
 from outrider.heads.formats.base import Config, Partner, Settings, Source, Tensors
 
+LLAMAS = frozenset({"llama", "mistral", "qwen2", "qwen3", "mimo"})  # whose layers are as written
+
 _POSITIONS = 1 << 17  # as max_position_embeddings where nobody knows better; engines make tables of that size
 _ALIKE = frozenset({"default", "mrope"})  # mrope: the three positions of a token of text are the same
 # What a tensor's name says that no layer here has.

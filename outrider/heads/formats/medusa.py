@@ -11,7 +11,7 @@ import torch
 
 from outrider.errors import OutriderError
 from outrider.heads.description import Description, Kind, Stack, Taps
-from outrider.heads.formats.base import Config, Partner, Source, Tensors, Unowned, borrowed_head, refuse
+from outrider.heads.formats.base import Config, Partner, Source, Tensors, Unowned, borrowed_head, refuse, same
 
 _BLOCK = re.compile(r"(?P<at>medusa_head\.)?(?P<head>\d+)\.(?P<layer>\d+)\.linear\.weight")
 _VLLM = re.compile(r"(?P<at>medusa_heads\.)?blocks\.(?P<head>\d+)\.layers\.(?P<layer>\d+)\.weight")
@@ -109,7 +109,7 @@ class VllmMedusa:
         if ids is not None:
             weights["ids"] = ids[0]
         target = source.partner
-        borrowed = bool(one and ids is None and target and target.head and _same(tables[0], target.head()))
+        borrowed = bool(one and ids is None and target and target.head and same(tables[0], target.head()))
         if borrowed:
             del weights["heads.0.weight"]
         stack = Stack(heads=heads, layers=layers, bias=bias, shared_head=borrowed, one_head=one and not borrowed)
@@ -144,7 +144,7 @@ class VllmMedusa:
             "truncated_vocab_size": it.guessed,
             "original_lm_head": one,
             "medusa_fc_bias": stack.bias,
-            "num_target_layers": it.target_layers,
+            "target_layers": it.target_layers,  # vLLM takes any name with "num" and "layers" for the blocks' own
         }
         return config, tensors
 
@@ -215,10 +215,6 @@ def _one_head(source: Source, at: str) -> list[str]:
 def _rows(table: torch.Tensor, ids: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
     """Rows of what is guessed, out of a table of all tokens or of those of the map in its order."""
     return table[ids] if len(table) > len(ids) else table[order]
-
-
-def _same(one: torch.Tensor, two: torch.Tensor) -> bool:
-    return one.shape == two.shape and torch.equal(one.to(two.dtype), two)
 
 
 MEDUSA = Medusa(name="medusa", title="Medusa (its authors')", file="medusa_lm_head.pt")

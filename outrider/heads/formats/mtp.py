@@ -1,17 +1,18 @@
 """Modules for multi-token prediction that came with a target, by the names that families give them.
 
 All are the same thing, a projection of two normed vectors and a decoder layer, and differ where it does not show: in
-the order of the two vectors, in the state that goes round, in whether the text's first embedding is taken for zeros.
-In vLLM's models these are settled by the family, and so they are here. Of several modules, DeepSeek's feed each other;
-what those of other families do with several is not settled, so there the first is taken, and applied again and again.
+the order of the two vectors, in the state that the target gives and the one that goes round, in whether the text's
+first embedding is taken for zeros. In vLLM's models these are settled by the family, and so they are here. Of several
+modules, DeepSeek's feed each other; what those of other families do with several is not settled, so there the first is
+taken, and applied again and again.
 
-| naming | order | goes round | first embedding |
-|---|---|---|---|
-| DeepSeek | embedding, state | the layer's output | zeros |
-| MiMo | state, embedding | the same after the final norm | zeros |
-| Qwen | embedding, state | the same after the final norm | as it is |
-| speculators | embedding, state | the same after the final norm | as it is |
-| Nemotron-H | embedding, state | the same after the final norm | as it is |
+| naming | order | the target's last state | goes round | first embedding |
+|---|---|---|---|---|
+| DeepSeek | embedding, state | after its final norm | the layer's output | zeros |
+| MiMo | state, embedding | before its final norm | the same after the final norm | zeros |
+| Qwen | embedding, state | after its final norm | the same after the final norm | as it is |
+| speculators | embedding, state | after its final norm | the same after the final norm | as it is |
+| Nemotron-H | embedding, state | after its final norm | the same after the final norm | as it is |
 """
 
 from __future__ import annotations
@@ -27,10 +28,17 @@ import torch
 from outrider.errors import OutriderError
 from outrider.heads.description import Body, Description, Join, JoinAt, Kind, Recycle, Taps
 from outrider.heads.formats.base import Config, Partner, Settings, Source, Tensors, refuse
-from outrider.heads.formats.llama import layer_tensors, read_body, refuse_strange, take_layer, unlike, write_body
+from outrider.heads.formats.llama import (
+    LLAMAS,
+    layer_tensors,
+    read_body,
+    refuse_strange,
+    take_layer,
+    unlike,
+    write_body,
+)
 from outrider.heads.formats.speculators import speculators
 
-_LLAMAS = frozenset({"llama", "mistral", "qwen2", "qwen3", "mimo"})  # whose layers are as written
 _FROM_ONE = ("qwen3_next", "qwen3_5")  # whose norms' weights are stored less 1, and whose attention has a gate
 _GATED = "qwen3_5_text"  # as which such a layer is written
 _OUTER = ("embedding_norm", "state_norm", "project", "norm", "head", "embedding")  # in our module
@@ -49,6 +57,7 @@ class Mtp:
     embedding_first: bool = True
     recycle: Recycle = Recycle.NORMED
     zero_first: bool = False
+    final: bool = True  # the target's last state is read after the target's final norm
     after: bool = False  # numbers go on behind the target's layers
     several: bool = False  # modules, each of which reads the states of the one before
     nested: str = ""  # where in config.json the target's config is
@@ -84,7 +93,7 @@ class Mtp:
             target_hidden=body.hidden,
             target_layers=layers,
             vocab=config.size("vocab_size"),
-            taps=Taps(layers=(layers - 1,), final=True),
+            taps=Taps(layers=(layers - 1,), final=self.final),
             join=Join(at=JoinAt.PROJECTION, embedding_first=self.embedding_first, zero_first=self.zero_first),
             body=body,
             modules=len(places),
@@ -187,8 +196,8 @@ class Mtp:
 
     def _body(self, config: Settings, source: Source, at: str) -> Body:
         kind = config.text("model_type", "llama")
-        if kind not in _LLAMAS and not kind.startswith(_FROM_ONE):
-            known = ", ".join([*sorted(_LLAMAS), *_FROM_ONE])
+        if kind not in LLAMAS and not kind.startswith(_FROM_ONE):
+            known = ", ".join([*sorted(LLAMAS), *_FROM_ONE])
             raise OutriderError(
                 f"model_type is {kind!r}, and what its layers compute is not known here; known: {known}"
             )
@@ -210,6 +219,8 @@ class Mtp:
 
     def _refuse(self, it: Description, body: Body, join: Join) -> None:
         gate = body.attention_gate and not any(each in self.name for each in ("qwen", "speculators"))
+        last = (it.target_layers - 1,), self.final, False
+        other = (it.taps.layers, it.taps.final, it.taps.fused) != last
         reasons = {
             "is joined at the attention": join.at is not JoinAt.PROJECTION,
             "joins without norms, or with a bias": not join.norms or join.bias,
@@ -217,9 +228,7 @@ class Mtp:
             " that read this naming do the opposite": join.zero_first is not self.zero_first,
             f"carries its {it.recycle} state on, where engines that read this naming carry on the other": it.recycle
             is not self.recycle,
-            "reads another state than the target's last": it.taps.layers != (it.target_layers - 1,)
-            or not it.taps.final
-            or it.taps.fused,
+            f"reads another state than the target's last {'after' if self.final else 'before'} its final norm": other,
             "guesses a part of the vocabulary": bool(it.draft_vocab),
             "has no norm before its layer or behind it": not (body.first_norm and it.final_norm),
             "has more than one decoder layer": body.layers > 1,
@@ -276,6 +285,7 @@ NAMINGS: tuple[Mtp, ...] = (
         outer=_MIMO,
         embedding_first=False,
         zero_first=True,
+        final=False,
     ),
     Mtp(
         name="mtp-speculators",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from outrider.heads.formats.base import Config, Partner
 
 _VERSION = "0.7.0"  # whose config is written
-_GUESSES = 3  # a round, as a proposal to engines
+_GUESSES = 3  # a round, as a proposal to engines, where a draft can make any number
 
 
 def speculators(kind: str, architecture: str, partner: Partner | None, guesses: int = _GUESSES) -> Config:

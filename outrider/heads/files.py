@@ -18,6 +18,7 @@ from outrider.heads.formats.base import Partner
 
 SIZES = ("vocab_size", "hidden_size", "num_hidden_layers")  # of a language model, in its config
 
+_SCALES = frozenset({"embedding_multiplier", "scale_emb"})  # in configs of models whose tables are not what is read
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _WHOLE = ("model.safetensors", "medusa_lm_head.safetensors")  # where one of them lies, it is all there is
 _PICKLED = ("pytorch_model.bin", "medusa_lm_head.pt", "hydra_lm_head.pt")
@@ -136,18 +137,37 @@ def read_partner(folder: str | Path) -> Partner:
         layers=sizes[2],
         context=context if isinstance(context, int) else None,
         name=str(folder),
-        head=lambda: _head(path),
+        head=lambda: _table(path, "lm_head.weight", "embed_tokens.weight"),
+        embedding=lambda: _embedding(path, text),
+        spare=_spare(path, sizes[0]),
     )
 
 
-def _head(path: Path) -> torch.Tensor:
-    """A target's output layer [V, H]; its embeddings where the two are one."""
+def _table(path: Path, *endings: str) -> torch.Tensor:
+    """A target's table [V, H], by the first of these names that there is: its two tables may be one."""
     stored = Stored(path)
-    for ending in ("lm_head.weight", "embed_tokens.weight"):
+    for ending in endings:
         for name in stored:
             if name == ending or name.endswith(f".{ending}"):
                 return stored[name]
-    raise OutriderError(f"{path} holds neither lm_head.weight nor embeddings; give the folder of the draft's target")
+    raise OutriderError(f"{path} holds neither {' nor '.join(endings)}; give the folder of the draft's target")
+
+
+def _embedding(path: Path, text: Mapping[str, Any]) -> torch.Tensor:
+    if "gemma" in str(text.get("model_type")) or _SCALES & text.keys():
+        raise OutriderError(f"{path} scales its embeddings, which is not handled here; use the draft with draft:DIR")
+    return _table(path, "embed_tokens.weight")
+
+
+def _spare(path: Path, vocab: int) -> int | None:
+    """The first row of a target's tables that its tokenizer has no token for, if there is one."""
+    try:
+        found = json.loads((path / "tokenizer.json").read_text("utf-8"))
+        ids = [*found["model"]["vocab"].values(), *(token["id"] for token in found["added_tokens"])]
+        first = max(ids) + 1
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return first if first < vocab else None
 
 
 def write_folder(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], file: str) -> None:
