@@ -11,7 +11,7 @@ import pytest
 import torch
 from rich.console import Console
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from outrider import tree
 from outrider.build import embedded
@@ -52,12 +52,14 @@ def pupil_of(house, *, kind="mtp", share=0.3, **other):
     return JointPupil(kind, settings, make_setup(house), house.tables)
 
 
+def given(house):
+    texts = {i: tuple(house.checkpoint.tokenizer.encode(text)) for i, text in enumerate(TEXTS)}
+    return Given(texts).write(range(3), turn=0)
+
+
 def texts_of(house, ids=None):
-    samples = Given({i: tuple(house.checkpoint.tokenizer.encode(text)) for i, text in enumerate(TEXTS)}).write(
-        range(3), turn=0
-    )
     ids = torch.arange(house.target.vocab) if ids is None else ids
-    return GivenReader(ids, house.target.vocab).read(samples, everything=False)
+    return GivenReader(ids, house.target.vocab).read(given(house), everything=False)
 
 
 def test_a_law_is_that_the_text_goes_on(house):
@@ -80,7 +82,8 @@ def test_the_loss_is_the_targets_and_a_share_of_the_drafts(house, modules):
         size = texts.learn.shape[1]
         labels = torch.where(texts.learn, texts.tokens[:, 1:], -100)
         out = model(texts.tokens[:, :size], output_hidden_states=True)
-        own = torch.nn.functional.cross_entropy(out.logits.flatten(0, 1).float(), labels.flatten())
+        every = out.logits.flatten(0, 1).float()
+        own = torch.nn.functional.cross_entropy(every, labels.flatten(), reduction="sum")
         pupil.module["draft"].lend(model.get_input_embeddings().weight, model.get_output_embeddings().weight)
         seen = replace(texts, taps=out.hidden_states[-1][:, :, None])
         lost, columns = 0.0, float(texts.learn[:, 1:].sum())
@@ -88,7 +91,21 @@ def test_the_loss_is_the_targets_and_a_share_of_the_drafts(house, modules):
             lost += 0.5**guess * float(-(step.target * step.logits.float().log_softmax(-1)).sum())
     sums = trainer.train([texts], progress=0.5)
     assert sums.columns == columns
-    assert sums.loss == pytest.approx(float(own) + 0.3 * lost / 1.5 / columns, rel=1e-3)
+    assert sums.loss == pytest.approx((float(own) + 0.3 * lost / 1.5) / columns, rel=1e-3)
+
+
+def test_how_a_step_is_cut_changes_nothing(house):
+    """Neither of the two losses: texts in one part, or each in its own."""
+    samples = given(house)
+    reader = GivenReader(torch.arange(house.target.vocab), house.target.vocab)
+    slopes = []
+    for parts in ([samples], [[sample] for sample in samples]):
+        trainer = Trainer(pupil_of(house), losses=parse("ce"), steps=2, decay=0.5, lr=1e-4)
+        seen = lessons.watched(trainer)
+        trainer.train([reader.read(part, everything=False) for part in parts], progress=0.5)
+        slopes.append(seen[0])
+    whole, cut = slopes
+    assert (whole - cut).norm() < 0.02 * whole.norm()
 
 
 def test_the_draft_is_trained_on_what_it_will_read(house):
@@ -135,7 +152,8 @@ def test_measuring_teaches_the_houses_target(house):
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
-        ("medusa", {}, "trained on a target that stays as it is; use mtp"),
+        ("medusa", {}, "medusa is trained on a target that stays as it is; use mtp"),
+        ("draft", {"draft": NANO}, "draft is trained on a target that stays as it is; use mtp"),
         ("mtp", {"loss": "ce,length"}, "texts are given here; use ce"),
         ("mtp", {"modules": 2, "steps": 3}, "mtp makes 2 guesses"),
     ],
@@ -154,6 +172,7 @@ def test_what_cannot_be_trained_together(kind, options, message, house):
         ({"everything": True}, "leave --everything out"),
         ({"answer_tokens": 9}, "leave --answer-tokens out"),
         ({"cache": "x"}, "leave --cache out"),
+        ({"proposer": "ngram"}, "leave --proposer out"),
         ({"with_target": 0.0}, "use one above 0"),
         ({"with_target": math.inf}, "use one above 0"),
     ],
@@ -205,13 +224,26 @@ def test_a_training_writes_both_and_goes_on_where_it_was_stopped(data, tmp_path,
     before = load_file(embedded("nano") / "model.safetensors")
     taught = load_file(tmp_path / "whole" / TARGET / "model.safetensors")
     assert any(not torch.equal(before[name].float(), taught[name].float()) for name in taught.keys() & before.keys())
-    params = SamplingParams(temperature=1.0, max_tokens=16, seed=3)
+    check_pair(tmp_path / "whole")
+
+
+def check_pair(folder):
+    """transformers loads the target, and the engine says with the draft what it says without, and what that says."""
+    target = folder / TARGET
     options = {"dtype": "float32", "rows": 2, "context": 96, "verifier": "walk"}
-    target = str(tmp_path / "whole" / TARGET)
-    ours = LLM(target, proposer=f"draft:{tmp_path / 'whole'}", k=2, **options).generate(TEXTS[:2], params)
-    theirs = LLM(target, proposer="none", **options).generate(TEXTS[:2], params)
-    assert [each.tokens for each in ours] == [each.tokens for each in theirs]
-    assert sum(each.stats.drafted for each in ours)
+    llm = LLM(target, proposer=f"draft:{folder}", k=2, **options)
+    plain = LLM(target, proposer="none", **options)
+    for temperature in (0.0, 1.0):
+        params = SamplingParams(temperature=temperature, max_tokens=16, seed=3, ignore_eos=True)
+        ours, theirs = (each.generate(TEXTS[:2], params) for each in (llm, plain))
+        assert [each.tokens for each in ours] == [each.tokens for each in theirs]
+        assert sum(each.stats.drafted for each in ours)
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    prompt = tokenizer(TEXTS[0], return_tensors="pt", add_special_tokens=False)
+    said = model.generate(**prompt, do_sample=False, max_new_tokens=16, min_new_tokens=16)
+    greedy = llm.generate([TEXTS[0]], SamplingParams(temperature=0.0, max_tokens=16, min_tokens=16))
+    assert list(greedy[0].tokens) == said[0, prompt["input_ids"].shape[1] :].tolist()
 
 
 def test_texts_are_whole_and_half_of_one_is_measured_on(data, tmp_path):

@@ -44,13 +44,13 @@ class JointPupil(HeadPupil):
         Raises:
             OutriderError: the options and the kind, or the target, do not fit.
         """
-        super().__init__(kind, settings, setup, tables)
-        assert settings.target is not None
-        assert settings.with_target is not None
-        if self._description.kind is not Kind.MTP:
+        if kind != Kind.MTP:
             raise OutriderError(
                 f"{kind} is trained on a target that stays as it is; use mtp, or leave --with-target out"
             )
+        super().__init__(kind, settings, setup, tables)
+        assert settings.target is not None
+        assert settings.with_target is not None
         if LENGTH in parse(settings.loss):
             raise OutriderError(f"loss {LENGTH} weighs chains of drawn guesses, and texts are given here; use ce")
         self._checkpoint, self._share, self._version = teachable(settings.target, setup.device), settings.with_target, 0
@@ -62,10 +62,10 @@ class JointPupil(HeadPupil):
         tables = lend(model)
         self._module.lend(tables.embedding, tables.head)
         seen = replace(texts, taps=out.hidden_states[-1][:, :, None])  # the last one stands behind the final norm
-        own = functional.cross_entropy(out.logits[texts.learn].float(), texts.tokens[:, 1:][texts.learn])
+        said, told = out.logits[texts.learn].float(), texts.tokens[:, 1:][texts.learn]
+        own = functional.cross_entropy(said, told, reduction="sum")
         for guess, step in enumerate(unrolled(self._module, seen, steps, self._later)):
-            beside = None if guess else own * step.learn.sum()
-            yield replace(step, weight=step.weight * self._share, beside=beside)
+            yield replace(step, weight=step.weight * self._share, beside=None if guess else own)
 
     def proposer(self, setup: Setup) -> Proposer:
         self._version += 1

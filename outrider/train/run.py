@@ -129,6 +129,8 @@ class Training:
         mine, most = range(rank(), len(texts), world()), -(-len(texts) // world())
         if not mine:
             raise OutriderError(f"{len(texts)} prompts are too few for {world()} processes; give more, or begin fewer")
+        reader = Reader(room.pupil.taps, room.recorder.layers, room.tables, room.pupil.ids)
+        reader.check(room.house.target, self._read(texts[rank()])[:_LOOKED_AT])
         if settings.with_target is not None:
             given = {i: encoded(room.house.tokenizer, texts[i], whole=True)[: room.house.context] for i in mine}
             return Course(Given(given), mine, settings, most=most), GivenReader(room.pupil.ids, room.house.vocab)
@@ -141,8 +143,6 @@ class Training:
             temperature=settings.temperature, tokens=settings.answer_tokens, go_on=settings.go_on, seed=settings.seed
         )
         author = Author(room.house, room.recorder, prompts, manner, archive=archive)
-        reader = Reader(room.pupil.taps, room.recorder.layers, room.tables, room.pupil.ids)
-        reader.check(room.house.target, prompts[rank()][:_LOOKED_AT])
         return Course(author, mine, settings, most=most), reader
 
     def _read(self, prompt: Prompt) -> tuple[int, ...]:

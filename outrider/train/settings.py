@@ -11,7 +11,7 @@ import typer
 from outrider.errors import OutriderError
 
 DRAFT = "draft"  # the kind that is no head, but a small model
-_LONGEST = 256  # tokens of an answer
+_LONGEST, _GUESSER = 256, "suffix:100000"  # tokens of an answer; who guesses meanwhile
 _WHAT, _DATA, _HOW, _OUT = "Draft", "Data", "Training", "Output"
 _APART = frozenset(  # places, whose contents count instead; and what changes nothing of the weights that come out
     {
@@ -35,7 +35,7 @@ _APART = frozenset(  # places, whose contents count instead; and what changes no
         "cache_gb",
     }
 )
-_LATER = frozenset({"mask_token"})  # which trainings that are still going on may have begun without
+_LATER = frozenset({"mask_token", "with_target"})  # which trainings that are still going on may have begun without
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,7 +164,7 @@ class Settings:
     ] = 5
     seed: Annotated[int, typer.Option(help="Of weights, order and answers.", rich_help_panel=_HOW)] = 0
     proposer: Annotated[str, typer.Option(help="Who guesses while the target answers.", rich_help_panel=_DATA)] = (
-        "suffix:100000"
+        _GUESSER
     )
     cache: Annotated[
         str | None,
@@ -206,7 +206,6 @@ class Settings:
             raise OutriderError("later is 0, and no guess after the first would be trained; use --steps 1 for that")
         if self.cache_gb is not None and (self.cache is None or not self.cache_gb > 0):
             raise OutriderError("--cache-gb bounds a cache; use it above 0 and with --cache DIR")
-
         if self.with_target is not None:
             self._check_given(self.with_target)
 
@@ -219,6 +218,7 @@ class Settings:
             "--go-on": self.go_on,
             "--everything": self.everything,
             "--cache": self.cache,
+            "--proposer": self.proposer != _GUESSER,
         }
         if found := [name for name, given in answered.items() if given]:
             raise OutriderError(
