@@ -257,7 +257,8 @@ def project(*, asked: ProjectOptions, as_json: options.BenchJson = False) -> Non
 @options.spread
 def train(
     kind: Annotated[
-        str, typer.Argument(metavar="KIND", help="eagle3, eagle31, mtp, medusa, hydra, dflash, dspark or draft.")
+        str,
+        typer.Argument(metavar="KIND", help="eagle3, eagle31, mtp, medusa, hydra, dflash, dspark, onlooker or draft."),
     ],
     *,
     settings: TrainSettings,

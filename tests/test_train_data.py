@@ -93,7 +93,7 @@ def test_a_text_that_failed_is_left_out():
     ]
     steps = iter([rows])
     engine = SimpleNamespace(add=lambda request: None, busy=iter([True, False]).__next__, step=lambda: next(steps))
-    states = SimpleNamespace(take=lambda id: torch.zeros(4, 1, 8, dtype=torch.bfloat16))
+    states = SimpleNamespace(take=lambda id: (torch.zeros(4, 1, 8, dtype=torch.bfloat16), None))
     (sample,) = written(engine, states, [])
     assert (sample.id, sample.tokens, len(sample.states)) == (2, (1, 2, 3), 2)
 
@@ -270,8 +270,11 @@ def test_samples_are_kept(tmp_path):
     sample = make_sample([1, 2, 3, 4], prompt=2)
     _keep(tmp_path).write(make_request(), sample)
     again = _keep(tmp_path).read(make_request(id=7))
-    assert (again.id, again.tokens, again.prompt) == (7, sample.tokens, 2)
+    assert (again.id, again.tokens, again.prompt, again.shown) == (7, sample.tokens, 2, None)
     assert torch.equal(again.states, sample.states)
+    looked = replace(sample, shown=torch.randn(3, 8).bfloat16())
+    _keep(tmp_path, origin="looked").write(make_request(), looked)
+    assert torch.equal(_keep(tmp_path, origin="looked").read(make_request()).shown, looked.shown)
     for other in (
         make_request(seed=1),
         make_request(temperature=0.5),

@@ -65,6 +65,10 @@ class StaticCache:
         self._keys[layer], self._values[layer] = self._stripes(like), self._stripes(like)
         return self._keys[layer], self._values[layer]
 
+    def of(self, layer: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Whole stripes of a layer; None until it has been written."""
+        return (self._keys[layer], self._values[layer]) if layer in self._keys else None
+
     def write(
         self, layer: int, layout: Layout, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:

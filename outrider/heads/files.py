@@ -140,6 +140,7 @@ def read_partner(folder: str | Path) -> Partner:
         head=lambda: _table(path, "lm_head.weight", "embed_tokens.weight"),
         embedding=lambda: _embedding(path, text),
         spare=_spare(path, sizes[0]),
+        kinds=tuple(text.get("layer_types") or ()),
     )
 
 

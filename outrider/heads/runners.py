@@ -10,6 +10,8 @@ from outrider.heads.block_target import BlockTarget
 from outrider.heads.follow_target import FollowTarget, NativeFollowTarget
 from outrider.heads.independent import Independent
 from outrider.heads.independent_target import IndependentTarget
+from outrider.heads.onlook_target import OnlookTarget
+from outrider.heads.onlooker import Onlooker
 from outrider.heads.store import HeadModule
 from outrider.heads.target import HeadTarget
 from outrider.types import Tables
@@ -23,6 +25,8 @@ def make_head_target(module: HeadModule, tables: Tables, *, slots: int, context:
         return BlockTarget(module, tables, slots=slots, context=context)
     if isinstance(module, Independent):
         return IndependentTarget(module, tables, slots=slots, context=context)
+    if isinstance(module, Onlooker):
+        return OnlookTarget(module, tables, slots=slots, context=context)
     if tables.packed is not None:
         try:
             return NativeFollowTarget(module, tables, slots=slots, context=context)

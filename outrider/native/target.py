@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from copy import copy
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -20,7 +21,7 @@ from outrider.native.abi import Columns
 from outrider.native.decoder import Decoder
 from outrider.native.library import load_library
 from outrider.native.scores import PackedScores
-from outrider.types import Batch, Draft, Grown, Scores, Tables, Trust
+from outrider.types import Batch, Draft, Grown, Memory, Scores, Tables, Trust
 
 _LEAST = 16  # tokens that a slot has room for at least: what the check before first use takes
 
@@ -45,6 +46,7 @@ class NativeTarget:
         self.vocab, self.device, self.version = checkpoint.vocab, checkpoint.device, 0
         self.slots, self.context = slots, context
         self._layers: tuple[int, ...] = ()
+        self._config = checkpoint.model.config.to_dict()
         self.kernels = "native" if bits == 16 else f"native int{bits}"
         self.layers = self._decoder.shape.layers
         self._remember(self.layers)
@@ -91,7 +93,7 @@ class NativeTarget:
         return self._decoder.read_bytes()
 
     def lend(self) -> Tables:
-        return self._decoder.tables()
+        return replace(self._decoder.tables(), memory=Memory(stripes=self._memory.of, config=self._config))
 
     def excerpt(self, layers: Sequence[int]) -> NativeTarget:
         other = copy(self)
@@ -117,6 +119,7 @@ class NativeTarget:
         shape = self._decoder.shape
         stripes = [cache.stripes(at, shape.key_heads, shape.dim) for at in range(layers)]
         self.cache: Cache = cache
+        self._memory = cache
         self._keys, self._values = [keys for keys, _ in stripes], [values for _, values in stripes]
         self._decoder.attach(self._keys, self._values)
 

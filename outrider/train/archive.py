@@ -51,16 +51,16 @@ class Archive:
         file = self._file(request)
         try:
             held = load_file(file)
-            tokens, states = tuple(held["tokens"].tolist()), held["states"]
+            tokens, states, shown = tuple(held["tokens"].tolist()), held["states"], held.get("shown")
         except (OSError, SafetensorError, KeyError):
             return None
         if states.dim() != 3 or len(states) + 1 != len(tokens) or tokens[: len(request.prompt)] != request.prompt:
             return None
-        return Sample(id=request.id, tokens=tokens, states=states, prompt=len(request.prompt))
+        return Sample(id=request.id, tokens=tokens, states=states, prompt=len(request.prompt), shown=shown)
 
     def write(self, request: Request, sample: Sample) -> None:
         """Keep a sample where there is room for it; a disk that is full ends the keeping, and not the training."""
-        size = sample.states.nbytes + 8 * len(sample.tokens)
+        size = sample.states.nbytes + 8 * len(sample.tokens) + (0 if sample.shown is None else sample.shown.nbytes)
         if size > self._left:
             return
         file = self._file(request)
@@ -68,6 +68,7 @@ class Archive:
         try:
             file.parent.mkdir(exist_ok=True)
             held = {"tokens": torch.tensor(sample.tokens), "states": sample.states.cpu().contiguous()}
+            held |= {} if sample.shown is None else {"shown": sample.shown.cpu().contiguous()}
             save_file(held, fresh)
             fresh.replace(file)
             self._left -= size
@@ -91,6 +92,7 @@ class Archive:
         return self._folder / name[:2] / f"{name}.safetensors"
 
 
-def origin_of(house: House, folder: str | Path, layers: Sequence[int]) -> str:
-    """Whose states these are: the target's weights, what they run on, and which layers are kept."""
-    return json.dumps([model_print(Path(folder)), str(house.dtype), house.target.kernels, list(layers)])
+def origin_of(house: House, folder: str | Path, layers: Sequence[int], looked: Sequence[int] = ()) -> str:
+    """Whose states these are: the target's weights, what they run on, which layers are kept and which are looked at."""
+    kept = [list(layers), list(looked)] if looked else [list(layers)]
+    return json.dumps([model_print(Path(folder)), str(house.dtype), house.target.kernels, *kept])

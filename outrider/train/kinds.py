@@ -7,8 +7,21 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from outrider.errors import OutriderError
-from outrider.heads.description import Block, Body, Description, FuseNorm, Join, JoinAt, Kind, Recycle, Stack, Taps
+from outrider.heads.description import (
+    Block,
+    Body,
+    Description,
+    FuseNorm,
+    Join,
+    JoinAt,
+    Kind,
+    Recycle,
+    Stack,
+    Taps,
+    View,
+)
 
+ONLOOKER = "onlooker"
 _GUESSES = 7  # of a block
 _RANK, _TAPS = 256, 5  # at most: of the correction by the token before; layers that a block reads
 
@@ -25,6 +38,7 @@ class Shape:
     depth: int = 1  # decoder layers, or independent heads
     ffn: int = 0  # 0 = as Llama has it
     guesses: int = 0  # of a block; 0 = 7
+    view: View | None = None  # what can be seen of the target's memory
     own_head: bool | None = None  # an output layer of its own, or the target's; None = as the kind is published
 
 
@@ -100,6 +114,26 @@ def _mtp(shape: Shape) -> Description:
     )
 
 
+def _onlooker(shape: Shape) -> Description:
+    view = shape.view
+    if view is None:
+        raise OutriderError("onlooker looks at keys and values, and this target shows none; use mtp")
+    # As many heads as fit into the width, and each key head has as many of them.
+    heads = max(shape.hidden // view.dim // view.key_heads, 1) * view.key_heads
+    return Description(
+        kind=Kind.ONLOOKER,
+        target_hidden=shape.hidden,
+        target_layers=shape.layers,
+        vocab=shape.vocab,
+        draft_vocab=shape.draft_vocab,
+        taps=Taps(layers=(shape.layers - 1,), final=True),
+        join=Join(at=JoinAt.PROJECTION),
+        body=replace(body(shape), heads=heads, key_heads=view.key_heads, dim=view.dim, head_norms=True),
+        views=(view,) * shape.depth,
+        own_head=bool(shape.own_head),
+    )
+
+
 def _stack(kind: Kind) -> Callable[[Shape], Description]:
     def make(shape: Shape) -> Description:
         own = bool(shape.own_head)
@@ -158,5 +192,6 @@ KINDS: Mapping[str, Callable[[Shape], Description]] = MappingProxyType(
         "hydra": _stack(Kind.HYDRA),
         "dflash": _block(Kind.DFLASH),
         "dspark": _block(Kind.DSPARK),
+        ONLOOKER: _onlooker,
     }
 )

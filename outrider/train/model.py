@@ -16,7 +16,7 @@ from transformers.utils import logging as transformers_logging
 
 from outrider.attention import NAME
 from outrider.errors import OutriderError
-from outrider.heads.description import Taps
+from outrider.heads.description import Taps, View
 from outrider.load import load_checkpoint
 from outrider.propose.base import Proposer, Setup
 from outrider.propose.model import ModelProposer
@@ -34,6 +34,7 @@ class ModelPupil:
     """
 
     steps, lr = 1, 1e-4
+    views: tuple[View, ...] = ()
 
     def __init__(self, settings: Settings, setup: Setup) -> None:
         """Load it.

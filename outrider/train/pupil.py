@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -10,17 +11,18 @@ import torch
 from torch import nn
 
 from outrider.errors import OutriderError
-from outrider.heads.description import Description, Taps
+from outrider.heads.description import Description, Taps, View
 from outrider.heads.runners import make_head_target
 from outrider.heads.store import HeadModule, filled, make_module, write_head
 from outrider.propose.base import Proposer, Setup
 from outrider.propose.heads import HeadProposer
 from outrider.target import Lender
 from outrider.train.batches import frequent
-from outrider.train.kinds import Shape, describe
+from outrider.train.kinds import ONLOOKER, Shape, describe
 from outrider.train.model import ModelPupil
 from outrider.train.sample import Sample
 from outrider.train.settings import DRAFT, Settings
+from outrider.train.sight import find_view
 from outrider.train.steps import Step, Texts
 from outrider.train.unroll import unrolled
 from outrider.types import Tables
@@ -35,6 +37,7 @@ class Pupil(Protocol):
 
     module: nn.Module  # whose parameters are trained, in float32
     taps: Taps  # what it reads of the target's pass, besides what the target says
+    views: tuple[View, ...]  # what it looks at in the target's memory
     ids: torch.Tensor  # [Vd] the target's ids of what it guesses
     steps: int  # guesses in a row that are trained where nobody says how many
     lr: float  # learning rate at its height, likewise
@@ -68,6 +71,8 @@ class HeadPupil:
             OutriderError: the options and the kind, or the target, do not fit.
         """
         self._tables, shape = tables, _shape(settings, setup, tables)
+        if kind == ONLOOKER:
+            shape = replace(shape, view=find_view(setup.target, tables))
         self._description, self._later = describe(kind, shape), settings.later
         it = self._description
         _check(kind, settings, it)
@@ -78,7 +83,7 @@ class HeadPupil:
         # Which tokens are guessed is loaded too.
         self._module.register_load_state_dict_post_hook(lambda *_: self._lend())  # type: ignore[no-untyped-call]
         self.module: nn.Module = self._module
-        self.taps, self.ids = it.taps, self._module.ids
+        self.taps, self.views, self.ids = it.taps, it.views, self._module.ids
         self.steps = _of_itself(it) or 4
 
     def begin(self, samples: Callable[[], Sequence[Sample]]) -> None:

@@ -4,6 +4,8 @@ Column c holds the token x_(c+1) and the target's state f_c. At step 0 it guesse
 guesses, of which the tokens are given and the states are its own. A guess sees the columns of step 0 up to the one that
 it began from, and of later steps its own ancestors alone. The sequential truth of this is the draft at work, one guess
 after another, and the tests compare the two.
+
+A draft that looks at the target's keys and values sees those up to column c at all steps, from the place of x_(c+1).
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from outrider.heads.block import BlockDraft
 from outrider.heads.follower import Follower
 from outrider.heads.independent import Independent
 from outrider.heads.layers import Attention
+from outrider.heads.onlooker import Onlooker
 from outrider.heads.store import HeadModule
 from outrider.train.blocks import in_blocks
 from outrider.train.steps import Step as Step
@@ -37,11 +40,12 @@ def unrolled(module: HeadModule, texts: Texts, steps: int, later: float = 1.0) -
     return _followed(module, texts, steps, later)
 
 
-def _followed(module: Follower, texts: Texts, steps: int, later: float) -> Iterator[Step]:
+def _followed(module: Follower | Onlooker, texts: Texts, steps: int, later: float) -> Iterator[Step]:
     states = module.fused(texts.taps[:, :-1])
     rows, size = states.shape[:2]
-    look, every = _Look(), torch.arange(size, device=states.device).expand(rows, -1)
-    out = module(texts.tokens[:, 1 : 1 + size], states, every, look)
+    every, looks = torch.arange(size, device=states.device).expand(rows, -1), isinstance(module, Onlooker)
+    look: _Glance | _Look = _Glance(module, texts, every) if isinstance(module, Onlooker) else _Look()
+    out = module(texts.tokens[:, 1 : 1 + size], states, every + int(looks), look)
     learn = texts.learn[:, 1:]
     row, column = learn.nonzero(as_tuple=True)
     yield Step(learn=learn, logits=module.logits(out[row, column]), target=texts.laws_at(row, column + 1))
@@ -56,7 +60,7 @@ def _followed(module: Follower, texts: Texts, steps: int, later: float) -> Itera
         place = columns + 1 + step  # of the last guess, whose law is behind it
         live = live & (place <= size)
         place = place.clamp(max=size)
-        out = module(texts.tokens[every, place], states, columns + step, look)
+        out = module(texts.tokens[every, place], states, columns + (1 if looks else step), look)
         states = module.recycled(out)
         learn = live & texts.learn[every, place]
         laws = texts.laws_at(every[learn], place[learn])
@@ -81,6 +85,28 @@ def _independent(module: Independent, texts: Texts, steps: int) -> Iterator[Step
         row, column = learn.nonzero(as_tuple=True)
         logits = module(states[row, column], tokens[row, column], head)
         yield Step(learn=learn, logits=logits, target=texts.laws_at(row, column + 1 + head))
+
+
+class _Glance:
+    """What onlookers find: of the target's entries those before the place that they look from."""
+
+    def __init__(self, module: Onlooker, texts: Texts, columns: torch.Tensor) -> None:
+        self._views, self._shown, self._columns = module.description.views, texts.shown, columns
+
+    def narrow(self, columns: torch.Tensor) -> None:
+        """From now on, some columns [B, A] go on alone."""
+        self._columns = columns
+
+    def __call__(self, layer: int, query: torch.Tensor) -> torch.Tensor:
+        view = self._views[layer]
+        keys, values = (each.to(query.dtype) for each in self._shown[view.layer])  # [B, Hkv, L, D]
+        entries, last = torch.arange(keys.shape[2], device=query.device), self._columns[..., None]
+        seen = entries <= last
+        if view.window:
+            seen &= entries > last - view.window
+        sharing = query.shape[1] // keys.shape[1]
+        keys, values = (each.repeat_interleave(sharing, 1) for each in (keys, values))
+        return functional.scaled_dot_product_attention(query, keys, values, attn_mask=seen[:, None])
 
 
 class _Look:
