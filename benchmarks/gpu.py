@@ -34,7 +34,7 @@ from outrider.bench.inflate_files import inflate_folder
 from outrider.bench.memory import bytes_per_pass, cache_bytes_per_token
 from outrider.bench.peer import load_peers
 from outrider.bench.rates import read_bandwidth
-from outrider.build import embedded
+from outrider.embedded import embedded
 from outrider.prompts import read_prompts
 from outrider.propose.model import ModelProposer
 from outrider.target import Target

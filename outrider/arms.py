@@ -10,6 +10,8 @@ from typing import Any
 from outrider.passcost import Clock, CostModel
 from outrider.types import Batch
 
+_TRUST, _HOPE = 4.0, 0.8  # the first estimate: so many guesses seen, of which so many were kept
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
@@ -179,7 +181,7 @@ class _Means:
     """Decayed means over passes."""
 
     seen: float = 0.0  # passes behind them
-    tau: float = 1.8  # tokens a pass
+    tau: float = 1 + _HOPE  # tokens a pass
     nodes: float = 1.0  # guesses a pass
     drafted: float = 0.0  # what drafting a round takes: passes of the draft model, or seconds for each row
 
@@ -192,7 +194,6 @@ class _Means:
 
 
 _LEARNED = ("says", "idle", "patience", "_met", "_kept", "_pace")
-_TRUST, _HOPE = 4.0, 0.8  # the first estimate: so many guesses seen, of which so many were kept
 _BLIND = 16  # guesses at most where nobody says how good they are
 _MEMORY = 0.98  # weight of a guess seen one guess earlier
 _FADE, _ENOUGH = 0.97, 3.0  # weight of a pass seen one pass earlier; passes that make a mean

@@ -12,6 +12,7 @@ import torch
 
 from outrider.calibrate import known_costs
 from outrider.check import check_target
+from outrider.embedded import embedded
 from outrider.engine import Engine
 from outrider.errors import OutriderError
 from outrider.load import Checkpoint, load_checkpoint
@@ -28,7 +29,6 @@ from outrider.target import Target, make_target
 from outrider.types import Draw
 from outrider.verify import EXACT, Verifier
 
-_MODELS = Path(__file__).parent / "models"
 _BITS: Mapping[str | None, int] = MappingProxyType({None: 16, "int8": 8, "int4": 4})  # of a quantised weight
 _CONTEXT = 8192  # tokens a row is given at most, unless more is asked for
 
@@ -38,16 +38,35 @@ class House:
     """Everything that runs, made to fit together."""
 
     engine: Engine
-    target: Target
+    setup: Setup  # that its proposer was made with
     proposer: Proposer
     verifier: Verifier
     planner: Planner
-    tokenizer: Any
-    vocab: int
-    context: int
     end_ids: frozenset[int]
-    dtype: torch.dtype
-    device: torch.device
+
+    @property
+    def target(self) -> Target:
+        return self.setup.target
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.setup.tokenizer
+
+    @property
+    def vocab(self) -> int:
+        return self.setup.vocab
+
+    @property
+    def context(self) -> int:
+        return self.setup.context
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.setup.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.setup.device
 
 
 def build(
@@ -99,16 +118,11 @@ def build(
             planner=decides,
             scheduler=scheduler,
         ),
-        target=model,
+        setup=setup,
         proposer=guesser,
         verifier=rule,
         planner=decides,
-        tokenizer=checkpoint.tokenizer,
-        vocab=checkpoint.vocab,
-        context=size,
         end_ids=checkpoint.end_ids,
-        dtype=checkpoint.dtype,
-        device=checkpoint.device,
     )
 
 
@@ -131,11 +145,6 @@ def weight_bits(quantize: str | None) -> int:
 def full_dtype(dtype: str, bits: int) -> str:
     """What a model is loaded in whose weights are to have so many bits: auto is then what quantising starts from."""
     return "bfloat16" if bits < 16 and dtype == "auto" else dtype
-
-
-def embedded(name: str) -> Path:
-    """The folder of an embedded model: mini, the target, or nano, its draft."""
-    return _MODELS / name
 
 
 def default_proposer(target: str | Path | None) -> str:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from io import StringIO
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
@@ -69,12 +69,28 @@ _LOOK: Any = MappingProxyType(  # matplotlib's type of its keys differs from ver
     }
 )
 
+_Data = TypeVar("_Data")
+Drawing = tuple[Callable[[_Data], Figure | None], str, str]  # what draws of data if they are there; title, caption
 
-@contextmanager
-def drawing() -> Iterator[None]:
-    """Within it figures are made, and turned into text, in the look of the page."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plot:
+    """A figure with the words around it."""
+
+    title: str
+    caption: str
+    svg: str
+
+
+def drawn(drawings: Iterable[Drawing[_Data]], data: _Data) -> list[Plot]:
+    """The plots for which there are data, in the look of the page."""
+    plots = []
     with mpl.rc_context(dict(_LOOK)):
-        yield
+        for draw, title, caption in drawings:
+            if figure := draw(data):
+                svg = _to_svg(figure, name=draw.__name__.strip("_"), label=title)
+                plots.append(Plot(title=title, caption=caption, svg=svg))
+    return plots
 
 
 def canvas(height: float, *, grid: str = "y") -> tuple[Figure, Axes]:
@@ -91,7 +107,7 @@ def legend(axes: Axes, columns: int = 4) -> None:
     axes.legend(loc="lower left", bbox_to_anchor=(-0.02, 1.0), ncols=columns, borderaxespad=0.2)
 
 
-def to_svg(figure: Figure, *, name: str, label: str) -> str:
+def _to_svg(figure: Figure, *, name: str, label: str) -> str:
     """The figure as an element of a page; `name` keeps its ids apart from those of other figures."""
     out = StringIO()
     figure.savefig(out, format="svg", transparent=True, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))

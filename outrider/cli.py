@@ -10,15 +10,15 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
-from outrider import __version__, options
+from outrider import __version__, cli_drafts, options
+from outrider.console import end, standard_output
 from outrider.errors import OutriderError
 from outrider.project.options import ProjectOptions
-from outrider.train.settings import Settings as TrainSettings
+from outrider.serve.settings import Settings as ServeSettings
+from outrider.stress.settings import Settings as LoadSettings
 from outrider.tune.options import TuneOptions
 
 _Models = TypeVar("_Models", bound=options.LoadOptions)
-
-_FILE_WIDTH = 120  # columns of tables where no terminal sets them
 
 
 class _Verbs(TyperGroup):
@@ -144,6 +144,28 @@ def bench(
         verb.measure(settings, report=report, as_json=as_json)
 
 
+@app.command()
+@options.spread
+def serve(
+    ctx: typer.Context, *, models: options.ModelOptions, config: options.Config = None, settings: ServeSettings
+) -> None:
+    """Answer requests of OpenAI's interface over HTTP, many at once."""
+    from outrider.run import load
+    from outrider.serve.verb import serve
+
+    models = _configured(ctx, models, config)
+    serve(load(models, rows=settings.rows), settings, target=models.target)
+
+
+@app.command()
+@options.spread
+def load(*, settings: LoadSettings, as_json: options.BenchJson = False) -> None:
+    """Put load on a server of OpenAI's interface, and measure how long it lets people wait."""
+    from outrider.stress import verb
+
+    verb.load(settings, as_json=as_json)
+
+
 def _configured(ctx: typer.Context, models: _Models, config: str | None, *, least: int = 0) -> _Models:
     if config is None:
         return models
@@ -197,29 +219,6 @@ def audit(
 
 @app.command()
 @options.spread
-def index(
-    files: options.Files,
-    *,
-    target: options.Target = None,
-    out: options.Out,
-    field: options.Field = None,
-    force: options.Force = False,
-    as_json: options.Json = False,
-) -> None:
-    """Make a datastore of files, from which `--proposer retrieval:DIR` guesses.
-
-    Texts are kept as the target's tokens. With --json the document is the last line of standard output.
-    """
-    from outrider.indexing import run_index
-
-    people = Console(stderr=as_json)
-    summary = run_index(files, target=target, out=out, field=field, force=force, console=people)
-    if as_json:
-        typer.echo(json.dumps(summary))
-
-
-@app.command()
-@options.spread
 def project(*, asked: ProjectOptions, as_json: options.BenchJson = False) -> None:
     """Project what speculation should gain on a machine and for a model that are not here: reckoned, not measured.
 
@@ -245,93 +244,9 @@ def project(*, asked: ProjectOptions, as_json: options.BenchJson = False) -> Non
             },
         ),
     )
-    people = Console()
-    if not people.is_terminal:
-        people.width = _FILE_WIDTH
+    people = standard_output()
     show(document, people)
-    if as_json or not people.is_terminal:
-        typer.echo(json.dumps(document))
-
-
-@app.command()
-@options.spread
-def train(
-    kind: Annotated[
-        str,
-        typer.Argument(metavar="KIND", help="eagle3, eagle31, mtp, medusa, hydra, dflash, dspark, onlooker or draft."),
-    ],
-    *,
-    settings: TrainSettings,
-    as_json: options.BenchJson = False,
-) -> None:
-    """Train a draft on what a target says as it answers prompts, and on the states that it was in.
-
-    Run again with the same options, it goes on from where it was stopped. Prints what came of it, and as the last line
-    one JSON document: always into a file or a pipe, with --json on a terminal too.
-    """
-    from outrider.train import verb
-
-    verb.train(kind, settings, as_json=as_json)
-
-
-@app.command()
-def inspect(folder: options.DraftFolder, *, target: options.Owner = None, as_json: options.Json = False) -> None:
-    """Say what a trained draft is, and with --target how often its first guess is right."""
-    from outrider.inspect_draft import run_inspect
-
-    run_inspect(folder, target=target, as_json=as_json)
-
-
-@app.command()
-def convert(folder: options.DraftFolder, *, to: options.Form, out: options.Out, target: options.Owner = None) -> None:
-    """Write a trained draft in another format, and read it again."""
-    from outrider.convert import run_convert
-
-    run_convert(folder, to=to, out=out, target=target, console=Console())
-
-
-@app.command()
-def layers(
-    *,
-    target: options.Target = None,
-    prompts: options.PromptFile = None,
-    limit: options.SearchLimit = 4,
-    budget: options.SearchBudget = 100,
-    max_tokens: options.BenchTokens = 64,
-    seed: options.BenchSeed = 0,
-    dtype: options.Dtype = "auto",
-    device: options.Device = "auto",
-    kernels: options.Kernels = "auto",
-    quantize: options.Quantize = None,
-    threads: options.Threads = None,
-    as_json: options.BenchJson = False,
-) -> None:
-    """Find the layers that a target can leave out when it drafts for itself: --proposer exit:N or skip:A+B+C.
-
-    Half of the prompts are searched on, and the figures are of the other half. Prints a table, and as the last line one
-    JSON document: always into a file or a pipe, with --json on a terminal too.
-    """
-    from outrider.layers import run_layers, show_layers
-    from outrider.llm import LLM
-
-    llm = LLM(
-        target, proposer="none", k=0, dtype=dtype, device=device, kernels=kernels, quantize=quantize, threads=threads
-    )
-    document = run_layers(
-        llm,
-        prompts=prompts,
-        limit=limit,
-        budget=budget,
-        max_tokens=max_tokens,
-        seed=seed,
-        progress=Console(stderr=True),
-    )
-    people = Console()
-    if not people.is_terminal:
-        people.width = _FILE_WIDTH
-    show_layers(document, people)
-    if as_json or not people.is_terminal:
-        typer.echo(json.dumps(document))
+    end(people, document, as_json=as_json)
 
 
 @app.command()
@@ -384,13 +299,14 @@ def tune(
     )
     if asked.out:
         check_out(asked.out)  # before the measurement rather than after it
-    people = Console()
-    if not people.is_terminal:
-        people.width = _FILE_WIDTH
+    people = standard_output()
     document = run_tune(settings, progress=Console(stderr=True))
     show(document, people)
     if asked.out:
         write(document, asked.out)
         typer.echo(f"the advice is in {asked.out}; use it as --config {asked.out}", err=True)
-    if as_json or not people.is_terminal:
-        typer.echo(json.dumps(document))
+    end(people, document, as_json=as_json)
+
+
+for verb in (cli_drafts.train, cli_drafts.inspect, cli_drafts.convert, cli_drafts.index, cli_drafts.layers):
+    app.command()(verb)

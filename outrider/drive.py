@@ -138,10 +138,11 @@ def check_draft(draft: Draft, batch: Batch, vocab: int) -> None:
     sampled = live & (draft.law != Law.ONE_HOT)
     expect(draft.q is not None or not bool(sampled.any()), "sampled nodes need q")
     if draft.q is not None:
-        mass = draft.q.gather(-1, draft.tokens[..., None])[..., 0]
+        q = draft.q.padded()
+        mass = q.gather(-1, draft.tokens[..., None])[..., 0]
         expect(bool((mass[sampled] > 0).all()), "a sampled node's q must give its token some mass")
-        expect(bool(((draft.q.sum(-1) - 1).abs()[sampled] < 1e-4).all()), "q must sum to 1")
-        expect(bool((draft.q[live & (draft.law == Law.ONE_HOT)] == 0).all()), "q of a one-hot node must be zero")
+        expect(bool(((q.sum(-1) - 1).abs()[sampled] < 1e-4).all()), "q must sum to 1")
+        expect(bool((q[live & (draft.law == Law.ONE_HOT)] == 0).all()), "q of a one-hot node must be zero")
 
 
 def random_text(target: ToyTarget, length: int, chance: random.Random) -> list[int]:
@@ -185,5 +186,5 @@ def _nodes(draft: Draft, b: int) -> tuple[list[tuple[int, int, int]], torch.Tens
     width = draft.width[b]
     fields = (draft.tokens[b, :width], draft.parent[b, :width], draft.law[b, :width])
     nodes = list(zip(*(field.tolist() for field in fields), strict=True))
-    q = None if draft.q is None else draft.q[b, :width] * (draft.law[b, :width] != Law.ONE_HOT)[:, None]
+    q = None if draft.q is None else draft.q.padded()[b, :width] * (draft.law[b, :width] != Law.ONE_HOT)[:, None]
     return nodes, q

@@ -15,7 +15,7 @@ from outrider.errors import OutriderError
 from outrider.noise import PositionNoise
 from outrider.plan import Planner
 from outrider.propose.base import Proposer
-from outrider.sampling import Knobs, sound, warp
+from outrider.sampling import Knobs, sound, warp, warp_packed
 from outrider.schedule import Scheduler
 from outrider.stats import Stats
 from outrider.target import Target
@@ -85,7 +85,11 @@ class Engine:
         knobs = self._knobs_of(batch)
         if knobs.bare:  # every exact rule says the same of a one-hot p, so p need not be written down
             return _follow(batch, draft, scores), scored - began
-        verdict = self._verifier.rule(draft, warp(scores.logits, knobs, draft), self._noise_of(batch, knobs))
+        noise = self._noise_of(batch, knobs)
+        if scores.packed is None:
+            verdict = self._verifier.rule(draft, warp(scores.logits, knobs, draft), noise)
+        else:
+            verdict = self._verifier.judge(draft, warp_packed(scores.packed, knobs, draft), noise)
         return _settle(batch, draft, scores, verdict), scored - began
 
     def _check(self, batch: Batch, draft: Draft) -> None:

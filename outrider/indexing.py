@@ -21,7 +21,6 @@ from rich.console import Console
 from rich.progress import Progress
 from transformers import AutoTokenizer
 
-from outrider.build import embedded
 from outrider.datastore import (
     HEADER,
     MOST_TOKENS,
@@ -36,6 +35,7 @@ from outrider.datastore import (
     sort_suffixes,
     vocabulary,
 )
+from outrider.embedded import embedded
 from outrider.errors import OutriderError
 
 FIELDS = ("text", "prompt", "messages")  # of a line of JSON, the first that it has

@@ -33,6 +33,7 @@ _PROMPTS = (
 _NAMES = {
     Kind.EAGLE: "EAGLE-1 or 2: the target's last state, carried on by decoder layers",
     Kind.EAGLE3: "EAGLE-3: states of several layers, fused and carried on by decoder layers",
+    Kind.PEAGLE: "P-EAGLE: states of several layers, fused, and masks behind the text, all in one pass",
     Kind.MTP: "a module for multi-token prediction",
     Kind.MEDUSA: "Medusa: heads that guess independently of each other",
     Kind.HYDRA: "Hydra: heads that read the guesses before them",
@@ -89,7 +90,8 @@ def checklist(it: Description) -> tuple[str, ...]:
         )
     if it.join:
         first = "the embedding first" if it.join.embedding_first else "the state first"
-        out.append(f"concat order: {first}; what goes on behind a guess is the {it.recycle} state")
+        on = "masks have a state of their own" if it.masks else f"what goes on behind a guess is the {it.recycle} state"
+        out.append(f"concat order: {first}; {on}")
     if it.block:
         first = "guesses the token behind it" if it.block.sample_from_anchor else "guesses nothing"
         out.append(f"sample_from_anchor: the column of the text's last token {first}")
@@ -190,13 +192,17 @@ def words(it: Description) -> list[tuple[str, str]]:
         out.append(("joins", _joined(it)))
     if it.body:
         out.append(("layers", _layers(it.body)))
+    if it.modules > 1:
+        out.append(("modules", f"{it.modules}, each with such layers and for one guess"))
     if it.stack:
         own = "the target's output layer" if it.stack.shared_head else "output layers of their own"
         own = "one output layer of their own" if it.stack.one_head else own
         out.append(("heads", f"{it.stack.heads} with {it.stack.layers} residual blocks each, and {own}"))
+    if it.masks:
+        out.append(("one pass", f"makes {it.masks.guesses} guesses; masks have token {it.masks.token}'s embedding"))
     if it.block:
         out.append(("block", _filled_in(it.block)))
-    elif it.body:
+    elif it.body and not it.at_once:
         out.append(("carries on", "its normed output" if it.recycle is Recycle.NORMED else "its output as it is"))
     tables = [name for name, has in (("embeddings", it.own_embedding), ("an output layer", it.own_head)) if has]
     out.append(("guesses", f"{it.guessed} tokens" + (f", with {' and '.join(tables)} of its own" if tables else "")))

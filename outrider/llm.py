@@ -156,15 +156,15 @@ class LLM:
         wanted = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(many)
         if len(wanted) != len(many):
             raise OutriderError(f"{len(many)} prompts came with {len(wanted)} parameters; give one, or one per prompt")
-        requests = [r for prompt, want in zip(many, wanted, strict=True) for r in self._requests(prompt, want)]
+        requests = [r for prompt, want in zip(many, wanted, strict=True) for r in self.requests(prompt, want)]
         for request in requests:
-            self.engine.add(request, self._text_stream(request))
+            self.add(request)
         done: dict[int, Completion] = {}
         try:
             while len(done) < len(requests):
                 for row in self.engine.step():
                     if row.finish:
-                        done[row.request.id] = self._completion(row)
+                        done[row.request.id] = self.completion(row)
         finally:
             for request in requests:
                 if request.id not in done:
@@ -177,16 +177,20 @@ class LLM:
         params = params or SamplingParams()
         if params.n != 1:
             raise OutriderError(f"n is {params.n}; a stream carries one completion")
-        (request,) = self._requests(prompt, params)
-        self.engine.add(request, self._text_stream(request))
+        (request,) = self.requests(prompt, params)
+        self.add(request)
         return self._chunks(request)
 
     def submit(self, prompt: Prompt, params: SamplingParams | None = None) -> list[int]:
         """Queue a prompt for those who step the engine themselves; returns the ids of its `n` requests."""
-        requests = self._requests(prompt, params or SamplingParams())
+        requests = self.requests(prompt, params or SamplingParams())
         for request in requests:
-            self.engine.add(request, self._text_stream(request))
+            self.add(request)
         return [request.id for request in requests]
+
+    def add(self, request: Request) -> None:
+        """Queue a request that `requests` made."""
+        self.engine.add(request, TextStream(self.decode, request.params.stop))
 
     def abort(self, id: int) -> None:
         """Take back what was submitted under this id, wherever it is."""
@@ -205,7 +209,7 @@ class LLM:
                 if row is None or (row.emitted == given and not row.finish):
                     continue
                 finished = row.finish is not None
-                completion = self._completion(row) if finished else None
+                completion = self.completion(row) if finished else None
                 assert row.stream is not None
                 text = completion.text if completion else row.stream.text[: row.stream.safe_length()]
                 tokens = tuple(row.text[len(request.prompt) + given :])
@@ -216,7 +220,12 @@ class LLM:
                 self.abort(request.id)
             self.save_plan()
 
-    def _requests(self, prompt: Prompt, params: SamplingParams) -> list[Request]:
+    def requests(self, prompt: Prompt, params: SamplingParams) -> list[Request]:
+        """What a prompt asks the engine for: `n` requests with ids of their own, which `add` takes.
+
+        Raises:
+            OutriderError: the prompt or a parameter does not fit the model.
+        """
         tokens = self.encode(prompt)
         house = self._house
         if not tokens:
@@ -243,10 +252,8 @@ class LLM:
             for i in range(params.n)
         ]
 
-    def _text_stream(self, request: Request) -> TextStream:
-        return TextStream(self.decode, request.params.stop)
-
-    def _completion(self, row: Row) -> Completion:
+    def completion(self, row: Row) -> Completion:
+        """What a row that is done amounts to."""
         assert row.finish is not None
         assert row.stream is not None
         split = len(row.request.prompt)

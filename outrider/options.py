@@ -143,6 +143,9 @@ Seed = Annotated[
         rich_help_panel=_SAMPLING,
     ),
 ]
+GuessesAtMost = Annotated[
+    int | None, typer.Option(min=0, help="Verified a round at most. Default: as --k has it.", rich_help_panel=_SAMPLING)
+]
 Scope = Annotated[
     str,
     typer.Option(
@@ -314,6 +317,7 @@ class SamplingOptions:
     stop_token_id: StopTokenId = None
     ignore_eos: IgnoreEos = False
     seed: Seed = None
+    guesses: GuessesAtMost = None
     scope: Scope = ""
     n: Count = 1
     logprobs: Logprobs = None
@@ -339,6 +343,7 @@ class SamplingOptions:
             stop_token_ids=tuple(self.stop_token_id or ()),
             ignore_eos=self.ignore_eos,
             seed=self.seed,
+            guesses=self.guesses,
             scope=self.scope,
             n=self.n,
             logprobs=self.logprobs,

@@ -37,6 +37,7 @@ class SamplingParams:
             text depends on the guesses, k auto heeds a given seed alone.
         n: independent completions of the prompt.
         logprobs: report the log-probability of each emitted token and of the likeliest N; None reports none.
+        guesses: verified a round at most; 0 is plain decoding, None leaves it to the planner. The law is the same.
         scope: whose request it is. What a proposer learned from finished outputs is used for requests of the same scope
             only, so that nobody's text shows in how fast another's is made.
     """
@@ -57,6 +58,7 @@ class SamplingParams:
     seed: int | None = None
     n: int = 1
     logprobs: int | None = None
+    guesses: int | None = None
     scope: str = ""
 
     def __post_init__(self) -> None:
@@ -99,6 +101,8 @@ class SamplingParams:
         _whole("n", self.n, 1, "1 gives one completion")
         if self.logprobs is not None:
             _whole("logprobs", self.logprobs, 0, "0 reports the emitted token alone")
+        if self.guesses is not None:
+            _whole("guesses", self.guesses, 0, "0 is plain decoding")
         if self.seed is not None:
             _whole("seed", self.seed, 0, "any whole number below 2**63")
         for token, bias in self.logit_bias.items():

@@ -10,7 +10,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from outrider.build import default_proposer, embedded
+from outrider.build import default_proposer
+from outrider.embedded import embedded
 from outrider.errors import OutriderError
 from outrider.plan import CostPlanner, Planner
 from outrider.proposers import Expression, Maker, parse

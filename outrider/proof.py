@@ -14,7 +14,7 @@ import torch
 
 from outrider.errors import OutriderError
 from outrider.noise import Noise
-from outrider.types import Draft, Law, Verdict
+from outrider.types import Draft, Law, Packed, Verdict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,7 +181,7 @@ class _Cases:
             parent=torch.tensor(of.parent, dtype=torch.int64).expand(rows, size),
             count=self.count,
             law=torch.tensor(of.laws, dtype=torch.int64).expand(rows, size),
-            q=q if any(of.laws) else None,
+            q=Packed.of(q) if any(of.laws) else None,
             width=(size,) * rows,
             depth=(size,) * rows,
             chain=of.parent == tuple(range(-1, size - 1)),
@@ -218,7 +218,7 @@ class _Tape:
             assert draft.q is not None
             token = draft.tokens[:, child]
             known = (child < draft.count) & (token >= 0) & (token < law.shape[-1])
-            joint = race_joint(law[:, node], draft.q[:, child])[each, token.clamp(0, law.shape[-1] - 1)]
+            joint = race_joint(law[:, node], draft.q.padded()[:, child])[each, token.clamp(0, law.shape[-1] - 1)]
             law[:, node] = torch.where(known[:, None], _normalised(joint, law[:, node]), law[:, node])
         return self._answer(law)
 

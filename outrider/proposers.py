@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
+from outrider.embedded import embedded
 from outrider.errors import OutriderError
 from outrider.propose.base import NoProposer, Proposer, Setup
 from outrider.propose.combine import Combination, First, Merge, Switch
@@ -68,6 +69,8 @@ class Expression:
 def parse(spec: str) -> Expression:
     """Read an expression; an argument that holds a comma or a bracket stands in double quotes.
 
+    @NAME is the folder of a model that comes with Outrider.
+
     Raises:
         OutriderError: it cannot be read.
     """
@@ -81,7 +84,8 @@ def parse(spec: str) -> Expression:
     name, _, argument = text.partition(":")
     if not name:
         raise OutriderError(f"proposer {spec!r} names nobody; use {forms()}")
-    return Expression(name, argument.strip().strip('"'))
+    argument = argument.strip().strip('"')
+    return Expression(name, str(embedded(argument[1:])) if argument.startswith("@") else argument)
 
 
 def forms() -> str:

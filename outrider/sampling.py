@@ -6,12 +6,16 @@ Each step equals the logits processor of the same name in transformers; greedy i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+from torch.nn import functional
 
 from outrider import tree
-from outrider.types import Draft, Row
+from outrider.types import Draft, Packed, Row
+from outrider.verdict import ahead
+
+_EACH = slice(None)  # of the rows in their order, as logits [B, M, V] are
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +34,7 @@ class Knobs:
     bias: torch.Tensor | None  # [B, V]
     seed: torch.Tensor  # [B] int64
     all_greedy: bool
+    any_temperature: bool  # but 1
     widest: int  # the most tokens that a row's top_k leaves
     any_top_k: bool
     any_top_p: bool
@@ -42,6 +47,12 @@ class Knobs:
     def bare(self) -> bool:
         """Whether every row just takes the likeliest token of its logits as they are."""
         return self.all_greedy and self.bias is None and not self.any_penalty and not self.any_minimum
+
+    @property
+    def soft(self) -> bool:
+        """Whether every row draws from the softmax of its logits at some temperature, or takes the likeliest token."""
+        changed = self.bias is not None or self.any_penalty or self.any_minimum
+        return not (changed or self.any_top_k or self.any_top_p or self.any_min_p)
 
     @classmethod
     def of(cls, rows: Sequence[Row], vocab: int, device: torch.device) -> Knobs:
@@ -63,6 +74,7 @@ class Knobs:
             bias=_bias(rows, vocab, device),
             seed=torch.tensor([row.request.seed for row in rows], device=device),
             all_greedy=all(w.temperature == 0 for w in wants),
+            any_temperature=any(w.temperature not in (0, 1) for w in wants),
             widest=max([min(w.top_k, vocab) for w in wants if w.top_k], default=1),
             any_top_k=any(0 < w.top_k < vocab for w in wants),
             any_top_p=any(w.top_p < 1 for w in wants),
@@ -88,13 +100,31 @@ def warp(logits: torch.Tensor, knobs: Knobs, draft: Draft, *, last: bool = False
     if knobs.bias is not None:
         logits = logits + knobs.bias[:, None]
     if knobs.any_penalty:
-        logits = _penalise(logits, knobs, draft, last=last)
+        at, vocab = _every(ahead(draft)), logits.shape[-1]
+        output, prompt = _histories(knobs.rows, draft, at, (at.numel(), vocab))
+        output = output.view(*at.shape, vocab)
+        logits = _penalise(logits, knobs, _EACH, output[:, -1:] if last else output, prompt)
     if knobs.any_minimum:
-        logits = _forbid_ends(logits, knobs, draft, last=last)
-    if knobs.all_greedy:
-        return _one_hot(logits)
-    law = _filter(logits / knobs.temperature, knobs).softmax(-1)
-    return torch.where(knobs.greedy, _one_hot(logits), law) if not all(knobs.sampled) else law
+        depth = ahead(draft)[:, -1:] if last else ahead(draft)
+        logits = _forbid_ends(logits.flatten(0, 1), knobs, depth, _every(depth)).view_as(logits)
+    return _law(logits, knobs, _EACH)
+
+
+def warp_packed(logits: Packed, knobs: Knobs, draft: Draft) -> Packed:
+    """`warp` for the nodes that exist: the same numbers, and none for padding."""
+    values, of = logits.values[:, None], _owners(logits)  # as if they were so many rows of one node
+    if knobs.bias is not None:
+        values = values + knobs.bias[of][:, None]
+    if knobs.any_penalty or knobs.any_minimum:
+        # What padding would see and forbid goes to a place behind all others.
+        nodes = torch.where(tree.live(draft), logits.at[:, 1:], len(values))
+        at = torch.cat([logits.at[:, :1], nodes], 1)
+        if knobs.any_penalty:
+            output, prompt = _histories(knobs.rows, draft, at, (1 + len(values), values.shape[-1]))
+            values = _penalise(values, knobs, of, output[:-1, None], prompt)
+        if knobs.any_minimum:
+            values = _forbid_ends(values[:, 0], knobs, ahead(draft), at)[:, None]
+    return replace(logits, values=_law(values, knobs, of)[:, 0])
 
 
 def sound(logits: torch.Tensor) -> torch.Tensor:
@@ -102,66 +132,88 @@ def sound(logits: torch.Tensor) -> torch.Tensor:
     return logits.amax(-1).isfinite()
 
 
+def _every(nodes: torch.Tensor) -> torch.Tensor:
+    """Places of all nodes [B, M] where nothing is left out."""
+    return torch.arange(nodes.numel(), device=nodes.device).view_as(nodes)
+
+
+def _owners(packed: Packed) -> torch.Tensor:
+    """[T]: whose nodes they are, where padding points to nodes of the same row."""
+    rows = torch.arange(len(packed.at), device=packed.at.device)[:, None].expand_as(packed.at)
+    return rows.new_empty(len(packed.values)).scatter_(0, packed.at.flatten(), rows.flatten())
+
+
+def _law(logits: torch.Tensor, knobs: Knobs, of: torch.Tensor | slice) -> torch.Tensor:
+    if knobs.all_greedy:
+        return _one_hot(logits)
+    soft = logits / knobs.temperature[of] if knobs.any_temperature else logits
+    law = _filter(soft, knobs, of).softmax(-1)
+    return torch.where(knobs.greedy[of], _one_hot(logits), law) if not all(knobs.sampled) else law
+
+
 def _one_hot(logits: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
 
 
-def _filter(logits: torch.Tensor, knobs: Knobs) -> torch.Tensor:
+def _filter(logits: torch.Tensor, knobs: Knobs, of: torch.Tensor | slice) -> torch.Tensor:
     """Top-k, then top-p, then min-p, each on what the one before left; equals of the last one kept stay."""
     if knobs.any_top_k:
         best = logits.topk(knobs.widest, -1).values
-        kth = best.gather(-1, (knobs.top_k - 1).clamp(max=knobs.widest - 1).expand(*best.shape[:-1], 1))
-        logits = logits.masked_fill((logits < kth) & (knobs.top_k < logits.shape[-1]), -torch.inf)
+        top_k = knobs.top_k[of]
+        kth = best.gather(-1, (top_k - 1).clamp(max=knobs.widest - 1).expand(*best.shape[:-1], 1))
+        logits = logits.masked_fill((logits < kth) & (top_k < logits.shape[-1]), -torch.inf)
     if knobs.any_top_p:
         ordered, index = logits.sort(-1, descending=True)
         mass = ordered.softmax(-1)
-        nucleus = (mass.cumsum(-1) - mass >= knobs.top_p) & (knobs.top_p < 1)
+        top_p = knobs.top_p[of]
+        nucleus = (mass.cumsum(-1) - mass >= top_p) & (top_p < 1)
         nucleus[..., 0] = False
         logits = torch.empty_like(logits).scatter_(-1, index, ordered.masked_fill(nucleus, -torch.inf))
     if knobs.any_min_p:
         mass = logits.softmax(-1)
-        logits = logits.masked_fill(mass < knobs.min_p * mass.amax(-1, keepdim=True), -torch.inf)
+        logits = logits.masked_fill(mass < knobs.min_p[of] * mass.amax(-1, keepdim=True), -torch.inf)
     return logits
 
 
-def _penalise(logits: torch.Tensor, knobs: Knobs, draft: Draft, *, last: bool) -> torch.Tensor:
-    output, seen = _histories(knobs.rows, draft, logits.shape[-1], logits.device)
-    if last:
-        output, seen = output[:, -1:], seen[:, -1:]
-    scaled = torch.where(logits < 0, logits * knobs.repetition, logits / knobs.repetition)
+def _penalise(
+    logits: torch.Tensor, knobs: Knobs, of: torch.Tensor | slice, output: torch.Tensor, prompt: torch.Tensor
+) -> torch.Tensor:
+    seen, repetition = prompt[of] | (output > 0), knobs.repetition[of]
+    scaled = torch.where(logits < 0, logits * repetition, logits / repetition)
     logits = torch.where(seen, scaled, logits)
-    return logits - knobs.frequency * output - knobs.presence * (output > 0)
+    return logits - knobs.frequency[of] * output - knobs.presence[of] * (output > 0)
 
 
 def _histories(
-    rows: Sequence[Row], draft: Draft, vocab: int, device: torch.device
+    rows: Sequence[Row], draft: Draft, at: torch.Tensor, size: tuple[int, int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Occurrences in the output up to each node [B, 1 + N, V], and whether prompt or output hold the token."""
-    output = torch.zeros(len(rows), 1 + draft.size, vocab, device=device)
-    prompt = torch.zeros(len(rows), 1, vocab, dtype=torch.bool, device=device)
+    """Occurrences in the output up to each node, [T, V] by places [B, 1 + N]; the tokens of each prompt, [B, 1, V]."""
+    vocab = size[1]
+    output = torch.zeros(size, device=at.device)
+    prompt = torch.zeros(len(rows), 1, vocab, dtype=torch.bool, device=at.device)
     for b, row in enumerate(rows):
         split = len(row.request.prompt)
-        text = torch.tensor(row.text, device=device)
-        output[b, 0] = text[split:].bincount(minlength=vocab)[:vocab]
+        text = torch.tensor(row.text, device=at.device)
+        output[at[b, :1]] = text[split:].bincount(minlength=vocab)[:vocab].to(output)
         prompt[b, 0, text[:split]] = True
-    each = torch.arange(len(rows), device=device)
+    each = torch.arange(len(rows), device=at.device)
     for node in range(draft.size):
-        output[:, node + 1] = output[each, draft.parent[:, node] + 1]
-        output[each, node + 1, draft.tokens[:, node].clamp(0, vocab - 1)] += 1
-    return output, prompt | (output > 0)
+        here = at[:, node + 1]
+        output[here] = output[at[each, draft.parent[:, node] + 1]]
+        output[here, draft.tokens[:, node].clamp(0, vocab - 1)] += 1
+    return output, prompt
 
 
-def _forbid_ends(logits: torch.Tensor, knobs: Knobs, draft: Draft, *, last: bool) -> torch.Tensor:
-    """No ending where fewer than min_tokens would have been emitted before it."""
-    depth = torch.cat([torch.zeros_like(draft.count)[:, None], tree.depths(draft)], 1)
-    depth = depth[:, -1:] if last else depth
-    logits = logits.clone()
+def _forbid_ends(logits: torch.Tensor, knobs: Knobs, depth: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+    """No ending where fewer than min_tokens would have been emitted before it; logits [T, V] by places [B, M]."""
+    logits = functional.pad(logits, (0, 0, 0, 1))
     for b, row in enumerate(knobs.rows):
         ends = sorted(token for token in row.request.end_ids if token < logits.shape[-1])
         early = row.emitted + depth[b] < row.request.params.min_tokens
         if ends:
-            logits[b, :, ends] = logits[b, :, ends].masked_fill(early[:, None], -torch.inf)
-    return logits
+            nodes = at[b, :, None]
+            logits[nodes, ends] = logits[nodes, ends].masked_fill(early[:, None], -torch.inf)
+    return logits[:-1]
 
 
 def _bias(rows: Sequence[Row], vocab: int, device: torch.device) -> torch.Tensor | None:

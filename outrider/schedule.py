@@ -89,7 +89,9 @@ class Scheduler:
         """Guesses that could become part of the completion: the bonus token takes the last place."""
         if row.cached + feed < len(row.text):
             return 0
-        return max(min(row.request.limit - row.emitted, self._context - len(row.text)) - 1, 0)
+        room = max(min(row.request.limit - row.emitted, self._context - len(row.text)) - 1, 0)
+        most = row.request.params.guesses
+        return room if most is None else min(room, most)
 
     def _extend(self, row: Row, round: Round, b: int) -> None:
         kept, before = len(round.path[b]), row.emitted

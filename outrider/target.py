@@ -27,7 +27,7 @@ from outrider.native.target import NativeTarget
 from outrider.prepack import can_prepack, load_weights, prepack, weight_bytes
 from outrider.quantize import quantise
 from outrider.static_pass import SpareCache, StaticModel
-from outrider.types import Batch, Draft, Grown, Memory, Scores, Tables, Trust
+from outrider.types import Batch, Dice, Draft, Grown, Memory, Scores, Tables, Trust
 from outrider.watch import Watch
 
 KERNELS = ("auto", "native", "torch")
@@ -74,6 +74,14 @@ class Target(Protocol):
 
     def bytes(self) -> int:
         """Memory of the weights, in bytes."""
+
+
+@runtime_checkable
+class Drawer(Protocol):
+    """A target that can draw the guesses of a chain as it grows, where their laws are softmaxes and nothing more."""
+
+    def draw(self, batch: Batch, vocab: int, dice: Dice, trust: Trust | None = None) -> Grown:
+        """`Target.grow`, with guesses as the `dice` fall."""
 
 
 @runtime_checkable

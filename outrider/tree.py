@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from outrider.types import Batch, Draft, Law, Round, Scores
+from outrider.types import Batch, Draft, Law, Packed, Round, Scores
 
 
 def near(device: torch.device) -> bool:
@@ -37,7 +37,7 @@ def chain(
     width: tuple[int, ...],  # [B]
     *,
     law: Law | torch.Tensor = Law.ONE_HOT,  # of every node, or [B, N]
-    q: torch.Tensor | None = None,  # [B, N, V]
+    q: Packed | None = None,  # [B, N]
     chance: tuple[tuple[float, ...], ...] | None = None,  # [B][width]
 ) -> Draft:
     """One guess after another, `width[b]` of them in row b."""
@@ -93,7 +93,7 @@ def cut(draft: Draft, width: tuple[int, ...]) -> Draft:
         parent=draft.parent[:, :size],
         count=count,
         law=draft.law[:, :size],
-        q=None if draft.q is None else draft.q[:, :size],
+        q=None if draft.q is None else replace(draft.q, at=draft.q.at[:, :size]),
         width=width,
         depth=tuple(map(min, width, draft.depth)),
         chance=None if chance is None else tuple(row[:w] for row, w in zip(chance, width, strict=True)),

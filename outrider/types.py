@@ -100,6 +100,28 @@ class Batch:
         return tuple(start + len(feed) == len(row.text) for row, start, feed in ends)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Packed:
+    """Numbers over the vocabulary for nodes that have them, and for no others.
+
+    In a large batch one row may have thirty guesses and the others none: padded to one width, as [B, M, V], most of
+    what is written and read would be padding.
+    """
+
+    values: torch.Tensor  # [T, V]
+    at: torch.Tensor  # [B, M] int64: where in them a node's lie; below 0 where it has none
+
+    @classmethod
+    def of(cls, padded: torch.Tensor) -> Packed:
+        """Of [B, M, V], as they lie there."""
+        rows, nodes, _ = padded.shape
+        return cls(values=padded.flatten(0, 1), at=torch.arange(rows * nodes, device=padded.device).view(rows, nodes))
+
+    def padded(self) -> torch.Tensor:
+        """[B, M, V], zero where a node has none; a copy."""
+        return self.values[self.at.clamp(min=0)].masked_fill_(self.at[..., None] < 0, 0.0)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draft:
     """A tree of guesses for each row; a chain is a tree whose parents are -1, 0, 1, ...
@@ -117,7 +139,7 @@ class Draft:
     parent: torch.Tensor  # [B, N] int64; -1 = the last committed token
     count: torch.Tensor  # [B] int64; 0 is always legal
     law: torch.Tensor  # [B, N] int64, of Law
-    q: torch.Tensor | None  # [B, N, V] float, zero in rows of ONE_HOT nodes; None when nothing was sampled
+    q: Packed | None  # of SAMPLED and WITHOUT_REPLACEMENT nodes alone; None when nothing was sampled
     width: tuple[int, ...]  # [B] what the host knows of count: an upper bound, and how many nodes are fed
     depth: tuple[int, ...]  # [B] guesses on the longest path; the width of a chain
     chain: bool  # every row is a chain
@@ -147,14 +169,23 @@ class Trust:
         return self.worth[min(rows, len(self.worth)) - 1] if self.worth else 0.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Dice:
+    """How the guesses of a chain are drawn: each is the first id whose cumulative chance exceeds a given number."""
+
+    temperature: tuple[float, ...]  # [B]; 0 takes the likeliest id
+    uniform: torch.Tensor  # [B, K] float64 in [0, 1)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grown:
-    """Greedy chains of a draft model."""
+    """Chains of a draft model."""
 
     tokens: torch.Tensor  # [B, K] int64; row b begins with count[b] guesses, perhaps one more, and padding
     count: tuple[int, ...]  # [B]
     margin: Sequence[Sequence[float]] | None = None  # [B][count, or one more]; None: nobody looked
     chance: Sequence[Sequence[float]] | None = None  # of the path up to there, shaped alike
+    q: Packed | None = None  # [B, K] of guesses that were drawn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,6 +198,11 @@ class Scores:
     best: torch.Tensor | None = (
         None  # [B, 1 + N] the likeliest ids, -1 where logits are no numbers; None: not looked for
     )
+
+    @property
+    def packed(self) -> Packed | None:
+        """The logits without their padding, at least one for each row, where a pass has left them so."""
+        return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

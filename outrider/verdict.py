@@ -57,7 +57,7 @@ def alive_nodes(draft: Draft, p: torch.Tensor) -> torch.Tensor:
 
 def proposals(draft: Draft, p: torch.Tensor) -> torch.Tensor:
     """[B, N, V]: the law that each node was drawn from; one-hot where it was chosen."""
-    q = torch.zeros_like(p[:, 1:]) if draft.q is None else draft.q.to(p.dtype).clone()
+    q = torch.zeros_like(p[:, 1:]) if draft.q is None else draft.q.padded().to(p.dtype)
     chosen = (draft.law == Law.ONE_HOT)[..., None].to(q.dtype)
     return q.scatter_add_(-1, draft.tokens.clamp(0, p.shape[-1] - 1)[..., None], chosen)
 

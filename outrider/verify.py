@@ -15,7 +15,7 @@ import torch
 
 from outrider import tree
 from outrider.noise import Noise
-from outrider.types import Draft, Draw, Law, Verdict
+from outrider.types import Draft, Draw, Law, Packed, Verdict
 from outrider.verdict import (
     ahead,
     alive_nodes,
@@ -34,6 +34,7 @@ from outrider.verdict import (
 )
 
 Rule = Callable[[Draft, torch.Tensor, Noise], Verdict]
+PackedRule = Callable[[Draft, Packed, Noise], Verdict]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +46,11 @@ class Verifier:
     draw: Draw  # how guesses should be made for this rule to accept most
     trees: bool  # takes trees, not only chains
     exact: bool = True
+    packed: PackedRule | None = None  # the same rule, where it can do without padding
+
+    def judge(self, draft: Draft, p: Packed, noise: Noise) -> Verdict:
+        """What the rule says of a packed p."""
+        return self.rule(draft, p.padded(), noise) if self.packed is None else self.packed(draft, p, noise)
 
 
 def walk(draft: Draft, p: torch.Tensor, noise: Noise) -> Verdict:

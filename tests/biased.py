@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 
 from outrider.noise import Noise
-from outrider.types import Draft, Law, Verdict
+from outrider.types import Draft, Law, Packed, Verdict
 from outrider.verdict import at_token, gate, keep_prefix, normalised, proposals, share_of
 from outrider.verify import Rule
 
@@ -45,7 +45,7 @@ def scores_softmax(rule: Rule, q: torch.Tensor) -> Rule:
 
     def biased(draft: Draft, p: torch.Tensor, noise: Noise) -> Verdict:
         law = torch.full_like(draft.law, int(Law.SAMPLED))
-        return rule(replace(draft, law=law, q=q.expand(*draft.tokens.shape, -1)), p, noise)
+        return rule(replace(draft, law=law, q=Packed.of(q.expand(*draft.tokens.shape, -1))), p, noise)
 
     return biased
 
@@ -55,8 +55,9 @@ def recomputes_q(rule: Rule) -> Rule:
 
     def biased(draft: Draft, p: torch.Tensor, noise: Noise) -> Verdict:
         assert draft.q is not None
-        coarse = draft.q.bfloat16().double()
-        return rule(replace(draft, q=normalised(coarse, draft.q)), p, noise)
+        fine = draft.q.values
+        coarse = normalised(fine.bfloat16().double(), fine)
+        return rule(replace(draft, q=replace(draft.q, values=coarse)), p, noise)
 
     return biased
 
@@ -100,7 +101,7 @@ def greedy_bonus(rule: Rule) -> Rule:
 
 def _own_q(draft: Draft) -> torch.Tensor:
     assert draft.q is not None
-    return draft.q.gather(-1, draft.tokens[..., None])[..., 0]
+    return draft.q.padded().gather(-1, draft.tokens[..., None])[..., 0]
 
 
 def _block(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping
 
-from outrider.build import embedded
 from outrider.datastore import Datastore
+from outrider.embedded import embedded
 from outrider.load import load_checkpoint
 from outrider.propose.base import NoProposer, Proposer, Setup
 from outrider.propose.cascade import Cascade

@@ -1,4 +1,4 @@
-"""Trained drafts of every kind that some format can hold, small and random."""
+"""Trained drafts of every kind that some format can hold, small and random; and what is asked of any draft."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from outrider import tree
 from outrider.heads.description import (
     Block,
     Body,
@@ -15,6 +16,7 @@ from outrider.heads.description import (
     Join,
     JoinAt,
     Kind,
+    Masks,
     Recycle,
     Rope,
     Scaling,
@@ -23,9 +25,14 @@ from outrider.heads.description import (
     View,
 )
 from outrider.heads.store import HeadModule, make_module
+from outrider.llm import LLM
+from outrider.params import SamplingParams
+from outrider.propose.heads import HeadProposer
+from outrider.types import Batch, Request, Round, Row, Scores
 
 LLAMA3 = Rope(scaling=Scaling.LLAMA3, factor=8.0, original=64, low=1.0, high=4.0)
 YARN = Rope(scaling=Scaling.YARN, factor=4.0, original=64, low=1.0, high=32.0, amplitude=1.14)
+CPU = torch.device("cpu")
 TABLE, HEAD = (torch.randn(96, 64, generator=torch.Generator().manual_seed(i)) for i in (1, 2))  # a target's
 FULL, SLIDING = "full_attention", "sliding_attention"
 KINDS = (SLIDING, SLIDING, SLIDING, FULL) * 2  # of that target's layers
@@ -42,6 +49,9 @@ def cases(hidden: int = 64, vocab: int = 96) -> Mapping[str, tuple[str, Descript
         taps = Taps(layers=(1, 3, 4), fused=True, norm=more.pop("norm", FuseNorm.NONE))
         given = {"taps": taps, "join": Join(at=JoinAt.ATTENTION), "body": body, "own_head": True, **more}
         return Description(kind=Kind.EAGLE3, **common, **given)
+
+    def peagle(guesses=5, **more):
+        return replace(eagle3(**more), kind=Kind.PEAGLE, masks=Masks(guesses=guesses, token=vocab - 3))
 
     def mtp(**more):
         join = Join(at=JoinAt.PROJECTION, **more.pop("join", {}))
@@ -63,6 +73,7 @@ def cases(hidden: int = 64, vocab: int = 96) -> Mapping[str, tuple[str, Descript
     )
     five = Taps(layers=(0, 1, 3, 5, 7), fused=True, norm=FuseNorm.WHOLE)
     wide = replace(body, layers=2, head_norms=True, attention_bias=True, output_bias=True, rope=YARN)
+    deep = replace(body, layers=2)
     three = replace(body, layers=3, head_norms=True)
 
     def block(kind=Kind.DFLASH, **more):
@@ -98,6 +109,9 @@ def cases(hidden: int = 64, vocab: int = 96) -> Mapping[str, tuple[str, Descript
             "eagle3-speculators",
             eagle3(taps=five, join=Join(at=JoinAt.ATTENTION, residual_normed=True), body=wide, own_embedding=True),
         ),
+        "peagle": ("peagle", peagle(draft_vocab=40, norm=FuseNorm.EACH, body=deep, own_embedding=True)),
+        "plain peagle": ("peagle", peagle(norm=FuseNorm.WHOLE)),
+        "peagle of speculators": ("peagle-speculators", peagle(taps=five, body=deep, guesses=3)),
         "eagle": ("eagle", eagle),
         "medusa": ("medusa", stack(stack=Stack(heads=3, layers=2))),
         "legacy medusa": ("medusa", stack(stack=Stack(heads=3, shared_head=True))),
@@ -116,6 +130,11 @@ def cases(hidden: int = 64, vocab: int = 96) -> Mapping[str, tuple[str, Descript
             mtp(
                 join=zeroed, recycle=Recycle.RAW, own_head=True, own_embedding=True, body=replace(body, head_norms=True)
             ),
+        ),
+        "three modules": ("mtp-deepseek", mtp(join=zeroed, recycle=Recycle.RAW, modules=3)),
+        "modules with tables": (
+            "mtp-deepseek",
+            mtp(join=zeroed, recycle=Recycle.RAW, modules=2, own_head=True, own_embedding=True),
         ),
         "qwen": ("mtp-qwen", mtp(body=replace(body, head_norms=True))),
         "gated qwen": ("mtp-qwen", mtp(body=gated)),
@@ -151,3 +170,49 @@ def random_draft(description: Description, *, seed: int = 0, table: torch.Tensor
     if description.draft_vocab:
         module.ids.copy_(torch.randperm(description.vocab)[: description.draft_vocab].sort().values)
     return module
+
+
+def feed(head, description, text, taps):
+    """Let a head know of a text: the states [n, taps, H] before each of its tokens but the first."""
+    request = Request(id=0, prompt=tuple(text), params=SamplingParams(), seed=0, end_ids=frozenset(), limit=9)
+    row = Row(request=request, slot=0, text=list(text))
+    head.cache.admit(0, request.prompt)
+    batch = Batch(rows=(row,), start=(0,), feed=(tuple(text[:-1]),), budget=(0,))
+    width = taps.shape[-1]
+    head.note(
+        Round(
+            batch=batch,
+            draft=tree.empty(1, CPU),
+            scores=Scores(
+                logits=torch.zeros(1, 1, 1),
+                features={at: torch.zeros(1, 1, width) for at in description.taps.layers},
+                fed={at: (taps[:, i],) for i, at in enumerate(description.taps.layers)},
+            ),
+            path=((),),
+            emitted=((),),
+            sampled_logprob=((),),
+            failed=(False,),
+        )
+    )
+    return Batch(rows=(row,), start=(0,), feed=(tuple(text),), budget=(4,))
+
+
+def far(ours, theirs):
+    """How far logits are from others, of their size; what cannot be guessed is the same in both."""
+    known = ours.isfinite()
+    assert torch.equal(known, theirs.isfinite())
+    return (ours[known] - theirs[known]).norm() / theirs[known].norm()
+
+
+def check_text(folder, make, *, temperature, k):
+    """What a draft guesses, as a chain or as a tree, leaves the embedded target's text as it is."""
+    form = "draft" if make is HeadProposer else "tree"
+    params = SamplingParams(temperature=temperature, max_tokens=24, seed=5)
+    prompts = ["def add(a, b):", "x", "The cat sat on the mat and the"]
+    options = {"dtype": "float32", "rows": 3, "context": 128, "verifier": "walk", "k": k}
+    ours = LLM(proposer=f"{form}:{folder}", **options)
+    assert isinstance(ours.house.proposer, make)
+    theirs = LLM(proposer="none", **options)
+    got, wanted = (llm.generate(prompts, params) for llm in (ours, theirs))
+    assert [each.tokens for each in got] == [each.tokens for each in wanted]
+    assert sum(each.stats.drafted for each in got)

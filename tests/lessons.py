@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import torch
 
-from outrider.build import embedded
+from outrider.embedded import embedded
 from outrider.load import load_checkpoint
 from outrider.params import SamplingParams
 from outrider.propose.base import Setup

@@ -17,7 +17,8 @@ from outrider.audit.pair import Pair, Texts, first_difference
 from outrider.audit.prompts import DEFAULT, encode, read_prompts
 from outrider.audit.replay import cases, replay
 from outrider.audit.run import run_audit
-from outrider.build import embedded, find_verifier
+from outrider.build import find_verifier
+from outrider.embedded import embedded
 from outrider.errors import OutriderError
 from outrider.load import load_checkpoint
 from outrider.params import SamplingParams
@@ -42,8 +43,8 @@ class Dishonest:
         draft = self._draft.propose(batch)
         if draft.q is None:
             return draft
-        flat = draft.q**0.25
-        return replace(draft, q=flat / flat.sum(-1, keepdim=True).clamp(min=1e-30))
+        flat = draft.q.values**0.25
+        return replace(draft, q=replace(draft.q, values=flat / flat.sum(-1, keepdim=True).clamp(min=1e-30)))
 
 
 class Forking:
@@ -306,10 +307,10 @@ def test_prompts_are_texts_or_messages(tmp_path, pair):
     ("content", "message"),
     [
         ("", "holds no prompts"),
-        ('{"prompt": "a"}\n{broken', "line 2 is not JSON"),
-        ('{"text": "a"}', "line 1 has neither"),
-        ('{"prompt": ""}', "line 1 has neither"),
-        ('{"messages": [{"role": "user"}]}', "line 1 has neither"),
+        ('{"prompt": "a"}\n{broken', ":2: not JSON"),
+        ('{"text": "a"}', ":1: neither"),
+        ('{"prompt": ""}', ":1: neither"),
+        ('{"messages": [{"role": "user"}]}', ":1: neither"),
     ],
 )
 def test_what_is_no_prompt_is_refused(tmp_path, content, message):

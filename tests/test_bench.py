@@ -16,8 +16,8 @@ from outrider.bench.memory import bytes_per_pass, flops_per_column
 from outrider.bench.report import Sample, expected_speedup, report
 from outrider.bench.run import run_bench
 from outrider.bench.settings import Settings
-from outrider.build import embedded
 from outrider.cli import app
+from outrider.embedded import embedded
 from outrider.prompts import by_category, read_prompts
 
 LINES = [
@@ -47,6 +47,14 @@ def test_prompt_file(prompts):
     assert (second.id, second.category) == ("line-3", "code")
     assert third.messages == ({"role": "user", "content": "What is 17 + 25?"},)
     assert [prompt.id for prompt in read_prompts(prompts, limit=1)] == ["line-1", "line-2"]
+
+
+def test_only_newlines_end_a_line(tmp_path):
+    """The others that Unicode knows may stand within a text."""
+    odd = {"category": "talk", "prompt": "one\u2028two\x85three"}
+    file = tmp_path / "odd.jsonl"
+    file.write_text(json.dumps(odd, ensure_ascii=False) + "\r\n", "utf-8")
+    assert [prompt.prompt for prompt in read_prompts(file)] == [odd["prompt"]]
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,11 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from outrider import OutriderError
-from outrider.bench.html import check_report, page, write_report
+from outrider.bench.html import page
 from outrider.bench.run import run_bench
 from outrider.bench.settings import Settings, Sweep
 from outrider.cli import app
+from outrider.page import check_report, write_report
 
 TITLES = [
     "Tokens/s and the limit",
@@ -143,10 +144,10 @@ def test_no_place_for_the_file(monkeypatch, tmp_path, file):
 def test_write(document, tmp_path):
     file = tmp_path / "report.html"
     check_report(file)
-    write_report(document, file)
+    write_report(page(document), file)
     assert file.read_text(encoding="utf-8") == page(document)
     with pytest.raises(OutriderError, match="cannot be written"):
-        write_report(document, tmp_path / "nowhere" / "report.html")
+        write_report(page(document), tmp_path / "nowhere" / "report.html")
 
 
 def test_command(monkeypatch, document, tmp_path):

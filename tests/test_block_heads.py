@@ -12,14 +12,13 @@ import pytest
 import torch
 
 from outrider import tree
-from outrider.build import embedded
 from outrider.drive import make_round, make_row, random_tree
+from outrider.embedded import embedded
 from outrider.errors import OutriderError
 from outrider.heads.block_target import BlockTarget
 from outrider.heads.description import Block, Description, FuseNorm, Taps
 from outrider.heads.runners import make_head_target
 from outrider.heads.store import make_module, read_head, write_head
-from outrider.llm import LLM
 from outrider.load import load_checkpoint
 from outrider.params import SamplingParams
 from outrider.propose import model as model_of_proposing
@@ -36,6 +35,7 @@ from outrider.train.steps import Texts
 from outrider.train.trainer import Trainer
 from outrider.train.unroll import unrolled
 from outrider.types import Batch, Draw, Scores, Tables
+from tests.drafts import check_text
 from tests.houses import make_engine, outputs, run
 from tests.lessons import spread
 
@@ -339,31 +339,24 @@ def test_the_text_is_the_targets_own(kind, temperature, make, tmp_path, monkeypa
     """With more guesses wanted than a block has, and texts that are read in pieces."""
     monkeypatch.setattr(model_of_proposing, "_PIECE", 4)
     write_head(tmp_path / "head", make_draft(describe(kind, MINI)), dtype=torch.float32)
-    form = "draft" if make is HeadProposer else "tree"
-    params = SamplingParams(temperature=temperature, max_tokens=24, seed=5)
-    prompts = ["def add(a, b):", "x", "The cat sat on the mat and the"]
-    options = {"dtype": "float32", "rows": 3, "context": 128, "verifier": "walk", "k": 6}
-    ours = LLM(proposer=f"{form}:{tmp_path / 'head'}", **options)
-    assert isinstance(ours.house.proposer, make)
-    theirs = LLM(proposer="none", **options)
-    got, wanted = (llm.generate(prompts, params) for llm in (ours, theirs))
-    assert [each.tokens for each in got] == [each.tokens for each in wanted]
-    assert sum(each.stats.drafted for each in got)
+    check_text(tmp_path / "head", make, temperature=temperature, k=6)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("make", [HeadProposer, HeadTreeProposer])
-@pytest.mark.parametrize(("kind", "width"), [("dflash", 4), ("dspark", 4), ("mtp", 1)])
-def test_no_guess_is_left_out_for_the_pass_that_it_would_take(kind, width, make, temperature):
+@pytest.mark.parametrize(("kind", "least"), [("dflash", 4), ("dspark", 4), ("peagle", 3), ("mtp", 1)])
+def test_no_guess_is_left_out_for_the_pass_that_it_would_take(kind, least, make, temperature):
     """For a block takes one pass, whatever it is asked; other drafts stop where the next pass is not worth it."""
-    head = make_head_target(make_draft(describe(kind, SMALL)), TABLES, slots=1, context=32)
+    shape = replace(SMALL, own_head=False)
+    head = make_head_target(make_draft(describe(kind, shape)), TABLES, slots=1, context=32)
     proposer = make(replace(toy_setup(ToyTarget(vocab=40)), draw=Draw.ARGMAX), head)
     row = make_row([1, 2, 3, 4, 5], 0, SamplingParams(temperature=temperature))
     proposer.admit(0, row.request)
     head.known = {0: 0}
     tell(head, [row], torch.randn(1, 4, len(head.description.taps.layers), 64), [4])
     batch = Batch(rows=(row,), start=(4,), feed=((5,),), budget=(4,), worth=(2.0,))
-    assert max(proposer.propose(batch).depth) == width
+    depth = max(proposer.propose(batch).depth)
+    assert depth == 1 if least == 1 else depth >= least
 
 
 @pytest.fixture(scope="module")

@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from outrider import inspect_draft
-from outrider.build import embedded
 from outrider.cli import app
 from outrider.convert import checked
+from outrider.embedded import embedded
 from outrider.errors import OutriderError
 from outrider.heads.description import Kind, Recycle
 from outrider.heads.files import Stored, read_partner, write_folder
@@ -126,6 +126,7 @@ def test_layers_are_counted_as_each_format_does(tmp_path):
     written(tmp_path / "b", "speculators")
     flat, nested = (json.loads((tmp_path / name / "config.json").read_text()) for name in "ab")
     assert flat["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 3, 4]
+    assert flat["eagle_aux_hidden_state_layer_ids"] == [2, 4, 5]  # vLLM's count, where it looks first
     assert nested["eagle_aux_hidden_state_layer_ids"] == [2, 4, 5]
     written(tmp_path / "c", "dflash")
     written(tmp_path / "d", "dflash of speculators")
@@ -137,7 +138,7 @@ def test_layers_are_counted_as_each_format_does(tmp_path):
 @pytest.mark.parametrize(
     ("case", "spoil"),
     [
-        ("eagle3", lambda config, _: config.pop("eagle_config")),
+        ("eagle3", lambda config, _: config.update(eagle_config=None, eagle_aux_hidden_state_layer_ids=None)),
         ("eagle3", lambda config, _: config.update(eagle_config={}, eagle_aux_hidden_state_layer_ids=[2, 4, 5])),
         ("speculators", lambda config, _: config.update(eagle_aux_hidden_state_layer_ids=None)),
     ],
@@ -190,6 +191,10 @@ def _drop(name):
     return lambda _, tensors: tensors.pop(name)
 
 
+def _drop_key(name):
+    return lambda config, _: config.pop(name)
+
+
 def _add(name, *shape):
     return lambda _, tensors: tensors.update({name: torch.zeros(*shape)})
 
@@ -229,6 +234,13 @@ BAD = {
     "bare state": ("eagle3", _set("eagle_config", {"use_aux_hidden_state": False}), "reads one state"),
     "quantised": ("eagle", lambda _, t: t.update({"fc.weight": t["fc.weight"].to(torch.float8_e4m3fn)}), "quantised"),
     "latent": ("deepseek", _add("model.layers.8.self_attn.kv_a_proj_with_mqa.weight", 2), r"kv_a_proj.*\(MLA\)"),
+    "too few modules": ("three modules", _set("num_nextn_predict_layers", 4), "is 4, and 3 modules are there"),
+    "other tables": (
+        "modules with tables",
+        lambda _, t: t.update({(name := "model.layers.9.shared_head.head.weight"): t[name] + 1}),
+        r"model.layers.9. has a table of its own \(head.weight\)",
+    ),
+    "experts behind": ("three modules", _add("model.layers.9.mlp.experts.0.up_proj.weight", 2), r"\(MoE\)"),
     "experts": ("deepseek", _add("model.layers.8.mlp.experts.0.up_proj.weight", 2), r"experts.0.*\(MoE\)"),
     "packed experts": ("qwen", _add("mtp.layers.0.mlp.experts.gate_up_proj", 2), r"gate_up_proj.*\(MoE\)"),
     "hybrid experts": ("nemotron", _add("mtp.layers.1.mixer.experts.0.up_proj.weight", 2), r"\(MoE\)"),
@@ -239,6 +251,10 @@ BAD = {
     "blocks": ("medusa", _drop("1.1.linear.weight"), "5 blocks where 3 heads with 2 each"),
     "block layers": ("medusa", _set("medusa_num_layers", 3), "medusa_num_layers is 3"),
     "token map": ("medusa of some tokens", lambda _, t: t["token_map"].fill_(3), "40 different ids"),
+    "no mask token": ("peagle", _drop_key("ptd_token_id"), "which token its masks are"),
+    "no mask state": ("peagle", _drop("mask_hidden"), r"mask_hidden, their state, is missing"),
+    "no such mask": ("peagle", _set("ptd_token_id", 96), "the embedding of token 96 of 96"),
+    "mask state": ("peagle", lambda _, t: t.update(mask_hidden=t["mask_hidden"][..., 1:]), "mask has shape"),
     "domino": ("dflash", _set("architectures", ["DominoDraftModel"]), "this one has other parts"),
     "projector": ("dflash", _inside(projector_type="domino"), "projector_type is 'domino'"),
     "causal": ("dflash", _inside(causal=True), "another attention by causal"),
@@ -257,8 +273,7 @@ BAD = {
         _add("confidence_head.proj.weight", 1, 64),
         "no tensor 'confidence_head.proj.bias'",
     ),
-    "parallel": ("eagle3", _add("mask_hidden", 1), "P-EAGLE"),
-    "unknown kind": ("speculators", _set("speculators_model_type", "guru"), "known are dflash, dspark, eagle3"),
+    "unknown kind": ("speculators", _set("speculators_model_type", "guru"), "known are dflash, dspark, eagle3, peagle"),
     "bare assistant": ("assistant", lambda *_: None, "follows from its target, Gemma 4; give that with --target DIR"),
     "assistant's layers": ("assistant", _text(hidden_activation="silu"), "not those of Gemma 4's assistants"),
     "assistant's kinds": ("assistant", _text(layer_types=["full_attention"]), "and it has 3 layers; mend config.json"),
@@ -457,6 +472,20 @@ def test_what_is_left_aside_is_said(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "outrider"):
         read_head(tmp_path, dtype=torch.float32, device=torch.device("cpu"))
     assert "2 tensors are left aside" in caplog.text
+
+
+def test_a_config_may_speak_of_fewer_modules(tmp_path):
+    folder = spoiled(tmp_path, "three modules", lambda config, _: config.update(num_nextn_predict_layers=2))
+    found = read_trained(folder)
+    assert found.description == replace(SMALL["three modules"][1], modules=2)
+    (names,) = found.ignored.values()
+    assert all(name.startswith("model.layers.10.") for name in names)
+
+
+@pytest.mark.parametrize("name", ["mtp-qwen", "mtp-mimo", "mtp-speculators", "mtp-nemotron"])
+def test_other_names_hold_one_module(name):
+    with pytest.raises(OutriderError, match=r"several modules: write mtp-deepseek|which"):
+        format_of(name).write(*_plain("three modules"), None)
 
 
 @pytest.mark.parametrize(

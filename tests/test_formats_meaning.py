@@ -12,7 +12,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextAttention, Qwen3NextRotaryEmbedding
 
 from outrider import tree
-from outrider.build import embedded
+from outrider.embedded import embedded
 from outrider.heads.config import Settings
 from outrider.heads.description import Body, Rope, Scaling
 from outrider.heads.follow_target import FollowTarget, NativeFollowTarget
@@ -25,8 +25,7 @@ from outrider.heads.store import filled
 from outrider.load import load_checkpoint
 from outrider.target import make_target
 from tests import tiny
-from tests.drafts import HEAD, LLAMA3, MASK, TABLE, YARN, cases, random_draft
-from tests.test_heads import _far, _feed
+from tests.drafts import HEAD, LLAMA3, MASK, TABLE, YARN, cases, far, feed, random_draft
 
 SMALL, EPSILON, HEADS, DIM = cases(), 1e-5, 4, 16
 
@@ -85,6 +84,25 @@ def eagle3(t, first, *, each, whole, normed_residual, recycle):
         out = layer(t, first, hidden if normed_residual else state, ready)
         normed = rms(out, t["norm.weight"])
         return normed @ t["lm_head.weight"].T, normed if recycle else out
+
+    return run
+
+
+def peagle(t, first):
+    """Of taps [T, n, H], tokens, and so many masks behind them: logits over the draft's tokens, of all columns."""
+
+    def run(tokens, taps, masks):
+        tokens = torch.cat([tokens, torch.full((masks,), 93)])
+        state = torch.cat([taps, t["mask_hidden"].view(1, -1, 64).expand(masks, -1, -1)])
+        if "fc_norm.0.weight" in t:
+            state = torch.stack([rms(state[:, i], t[f"fc_norm.{i}.weight"]) for i in range(state.shape[1])], 1)
+        state = state.flatten(1)
+        state = (rms(state, t["input_norm.weight"]) if "input_norm.weight" in t else state) @ t["fc.weight"].T
+        token = rms(t.get("embed_tokens.weight", TABLE)[tokens], t[f"{first}input_layernorm.weight"])
+        x = layer(t, first, state, torch.cat([token, rms(state, t[f"{first}hidden_norm.weight"])], -1))
+        if "layers.1.input_layernorm.weight" in t:
+            x = layer(t, "layers.1.", x, rms(x, t["layers.1.input_layernorm.weight"]))
+        return rms(x, t["norm.weight"]) @ t["lm_head.weight"].T
 
     return run
 
@@ -203,6 +221,37 @@ def test_a_follower_computes_what_its_checkpoint_says(case):
     torch.testing.assert_close(module.logits(out), theirs, atol=2e-4, rtol=2e-4)
     if module.description.draft_vocab:
         assert torch.equal(tensors["d2t"] + torch.arange(40), module.ids)
+
+
+@torch.no_grad()
+def test_modules_feed_each_other():
+    """Each reads what the one before made of the token before, one token further behind."""
+    tensors, module = read("three modules")
+    tokens, state = torch.randint(0, 96, (8,)), torch.randn(7, 64)
+    theirs, ours = state, state
+    for number in range(3):
+        at = f"model.layers.{8 + number}."
+        names = _named(at, "enorm", "hnorm", "eh_proj", "shared_head.norm")
+        said, theirs = mtp(tensors, names, at, state_first=False, zero=not number, recycle=False)(
+            tokens[1 + number :], theirs
+        )
+        out = module(tokens[1 + number :], ours, torch.arange(number, 7), causal, number)
+        torch.testing.assert_close(module.logits(out, number), said, atol=2e-4, rtol=2e-4)
+        theirs, ours = theirs[:-1], module.recycled(out, number)[:-1]
+
+
+@pytest.mark.parametrize(
+    ("case", "first"), [("peagle", "midlayer."), ("plain peagle", "midlayer."), ("peagle of speculators", "layers.0.")]
+)
+@torch.no_grad()
+def test_masks_compute_what_their_checkpoint_says(case, first):
+    tensors, module = read(case)
+    tokens, taps = torch.randint(0, 96, (7,)), torch.randn(7, len(module.description.taps.layers), 64)
+    theirs = peagle(tensors, first)(tokens, taps, 3)
+    tokens = torch.cat([tokens, torch.full((3,), module.description.masks.token)])
+    states = torch.cat([module.fused(taps), module.masked().expand(3, -1)])
+    ours = module.logits(module(tokens, states, torch.arange(10), causal))
+    torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=2e-4)
 
 
 @torch.no_grad()
@@ -377,5 +426,5 @@ def test_native_kernels_read_it_alike(case):
     heads = [kind(module, tables, slots=1, context=64) for kind in (FollowTarget, NativeFollowTarget)]
     text, taps = torch.randint(0, 12288, (9,)).tolist(), torch.randn(8, len(module.description.taps.layers), 384)
     none = tree.empty(1, torch.device("cpu"))
-    ours, theirs = (head.score(_feed(head, module.description, text, taps), none).logits for head in heads)
-    assert _far(ours, theirs) < 0.03
+    ours, theirs = (head.score(feed(head, module.description, text, taps), none).logits for head in heads)
+    assert far(ours, theirs) < 0.03

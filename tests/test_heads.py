@@ -10,44 +10,53 @@ import pytest
 import torch
 
 from outrider import tree
-from outrider.build import embedded
 from outrider.calibrate import measure_pass
+from outrider.embedded import embedded
 from outrider.errors import OutriderError
 from outrider.heads.description import Description, Kind, Recycle, View
 from outrider.heads.follow_target import FollowTarget, NativeFollowTarget
+from outrider.heads.mask_target import MaskTarget, NativeMaskTarget
 from outrider.heads.runners import make_head_target
 from outrider.heads.store import make_module, read_head, write_head
 from outrider.heads.taps import normed
 from outrider.llm import LLM
 from outrider.load import load_checkpoint
+from outrider.noise import inverse_cdf
 from outrider.params import SamplingParams
 from outrider.propose.heads import HeadProposer, HeadTreeProposer
 from outrider.proposers import draft_model
 from outrider.target import grow_by_scores, make_target
 from outrider.testing import random_tree
 from outrider.train.kinds import KINDS, Shape, describe
+from outrider.train.steps import Chains
 from outrider.train.unroll import Texts, unrolled
-from outrider.types import Batch, Memory, Request, Round, Row, Scores
+from outrider.types import Dice, Memory
 from tests import tiny
+from tests.drafts import check_text, far, feed
 from tests.lessons import spread
 
 VIEW = View(layer=3, key_heads=2, dim=64)
 MINI = Shape(hidden=384, layers=8, vocab=12288, epsilon=1e-5, depth=1, view=VIEW)
 CPU = torch.device("cpu")
 SMALL = Shape(hidden=64, layers=4, vocab=40, epsilon=1e-5, view=replace(VIEW, dim=16))
-EVERY = sorted(KINDS)
+SEVERAL = "several modules"
+EVERY = [*sorted(KINDS), SEVERAL]
+
+
+def described(kind, shape):
+    return describe("mtp", replace(shape, modules=3)) if kind == SEVERAL else describe(kind, shape)
 
 
 @pytest.mark.parametrize("kind", EVERY)
 def test_a_description_survives_json(kind):
-    it = describe(kind, replace(SMALL, draft_vocab=0))
+    it = described(kind, replace(SMALL, draft_vocab=0))
     assert Description.from_json(json.loads(json.dumps(it.to_json()))) == it
 
 
 @pytest.mark.parametrize("kind", EVERY)
 def test_a_draft_survives_the_disk(kind, tmp_path):
     torch.manual_seed(1)
-    module = make_module(describe(kind, SMALL))
+    module = make_module(described(kind, SMALL))
     write_head(tmp_path / "head", module, dtype=torch.float32)
     again = read_head(tmp_path / "head", dtype=torch.float32, device=CPU)
     assert again.description == module.description
@@ -60,17 +69,8 @@ def test_a_draft_survives_the_disk(kind, tmp_path):
 @pytest.mark.parametrize("kind", EVERY)
 def test_the_text_is_the_targets_own(kind, temperature, make, tmp_path):
     torch.manual_seed(1)
-    write_head(tmp_path / "head", make_module(describe(kind, MINI)), dtype=torch.float32)
-    form = "draft" if make is HeadProposer else "tree"
-    params = SamplingParams(temperature=temperature, max_tokens=24, seed=5)
-    prompts = ["def add(a, b):", "x", "The cat sat on the mat and the"]
-    options = {"dtype": "float32", "rows": 3, "context": 128, "verifier": "walk", "k": 3}
-    ours = LLM(proposer=f"{form}:{tmp_path / 'head'}", **options)
-    assert isinstance(ours.house.proposer, make)
-    theirs = LLM(proposer="none", **options)
-    got, wanted = (llm.generate(prompts, params) for llm in (ours, theirs))
-    assert [each.tokens for each in got] == [each.tokens for each in wanted]
-    assert sum(each.stats.drafted for each in got)
+    write_head(tmp_path / "head", make_module(described(kind, MINI)), dtype=torch.float32)
+    check_text(tmp_path / "head", make, temperature=temperature, k=3)
 
 
 @pytest.mark.parametrize("kind", EVERY)
@@ -82,7 +82,7 @@ def test_training_sees_what_the_engine_will(kind):
     tables = target.lend()
     depth = 3 if kind in ("medusa", "hydra") else 2 if kind == "onlooker" else 1
     shape = Shape(hidden=128, layers=8, vocab=12288, epsilon=1e-5, depth=depth, view=replace(VIEW, dim=32))
-    description = describe(kind, shape)
+    description = described(kind, shape)
     module = make_module(description).eval().requires_grad_(False)
     size, count = 9, len(description.taps.layers)
     tokens, taps = torch.randint(0, 12288, (1, size + 1)), torch.randn(1, size, count, 128)
@@ -97,40 +97,16 @@ def test_training_sees_what_the_engine_will(kind):
     assert len(steps) == 3
     text = tokens[0].tolist()
     for end in range(2, size):  # the text's first `end` tokens are there, and the next three are guessed
-        batch = _feed(head, description, text[:end], taps[0, : end - 1])
+        batch = feed(head, description, text[:end], taps[0, : end - 1])
         found = [head.score(batch, tree.empty(1, CPU)).logits[0, 0]]
         for guesses in range(1, min(3, size - end + 1)):
             chain = tree.chain(torch.tensor([text[end : end + guesses]]), (guesses,))
             found.append(head.score(batch, chain, first=guesses - 1).logits[0, -1])
         for step, logits in enumerate(found):
             column = end - 2  # holds the text's last token
-            if column < len(steps[step]):
+            known = kind != SEVERAL or step < end  # a module with no token of the text knows nothing
+            if column < len(steps[step]) and known:
                 assert (logits - steps[step][column]).abs().max() < 1e-3
-
-
-def _feed(head, description, text, taps):
-    """Let a head know of a text: the states [n, taps, H] before each of its tokens but the first."""
-    request = Request(id=0, prompt=tuple(text), params=SamplingParams(), seed=0, end_ids=frozenset(), limit=9)
-    row = Row(request=request, slot=0, text=list(text))
-    head.cache.admit(0, request.prompt)
-    batch = Batch(rows=(row,), start=(0,), feed=(tuple(text[:-1]),), budget=(0,))
-    width = taps.shape[-1]
-    head.note(
-        Round(
-            batch=batch,
-            draft=tree.empty(1, CPU),
-            scores=Scores(
-                logits=torch.zeros(1, 1, 1),
-                features={at: torch.zeros(1, 1, width) for at in description.taps.layers},
-                fed={at: (taps[:, i],) for i, at in enumerate(description.taps.layers)},
-            ),
-            path=((),),
-            emitted=((),),
-            sampled_logprob=((),),
-            failed=(False,),
-        )
-    )
-    return Batch(rows=(row,), start=(0,), feed=(tuple(text),), budget=(4,))
 
 
 def _eagle1():
@@ -147,36 +123,80 @@ def _eagle1():
 
 
 @pytest.mark.skipif(not tiny.compiles(), reason="no C++ compiler here")
-@pytest.mark.parametrize("kind", ["eagle3", "eagle31", "mtp", "small vocabulary", "eagle1"])
-def test_native_kernels_say_the_same(kind):
+@pytest.mark.parametrize("vocab", [0, 512])
+@pytest.mark.parametrize("kind", ["eagle3", "eagle31", "peagle", "mtp", "eagle1"])
+def test_native_kernels_say_the_same(kind, vocab):
     torch.manual_seed(4)
     checkpoint = load_checkpoint(embedded("mini"), dtype="bfloat16", device="cpu")
     tables = make_target(checkpoint, slots=1, context=32, kernels="native").lend()
-    if kind == "eagle1":
-        description = _eagle1()
-    else:
-        shape = replace(MINI, draft_vocab=512) if kind == "small vocabulary" else MINI
-        description = describe("eagle3" if kind == "small vocabulary" else kind, shape)
+    description = replace(_eagle1() if kind == "eagle1" else describe(kind, MINI), draft_vocab=vocab)
     module = make_module(description).to(torch.bfloat16).eval().requires_grad_(False)
     if description.draft_vocab:
         module.ids.copy_(torch.randperm(12288)[:512].sort().values)
-    heads = [kind(module, tables, slots=1, context=64) for kind in (FollowTarget, NativeFollowTarget)]
+    runners = (MaskTarget, NativeMaskTarget) if description.masks else (FollowTarget, NativeFollowTarget)
+    heads = [runner(module, tables, slots=1, context=64) for runner in runners]
     text, taps = torch.randint(0, 12288, (9,)).tolist(), torch.randn(8, len(description.taps.layers), 384)
-    batches = [_feed(head, description, text, taps) for head in heads]
+    batches = [feed(head, description, text, taps) for head in heads]
     none, branched = tree.empty(1, CPU), random_tree([5], 12288, random.Random(2))
     ours, theirs = (head.score(batch, none).logits for head, batch in zip(heads, batches, strict=True))
-    assert _far(ours, theirs) < 0.03
+    assert far(ours, theirs) < 0.03
     first = replace(branched, parent=branched.parent.clamp(max=-1))  # all of them right behind the text
     ours, theirs = (head.score(batch, first, 0).logits for head, batch in zip(heads, batches, strict=True))
-    assert _far(ours, theirs) < 0.03
+    assert far(ours, theirs) < 0.03
     grown = heads[1].grow(batches[1], 12288)
     assert torch.equal(grown.tokens, grow_by_scores(heads[1], batches[1], 12288).tokens)
+    uniform = torch.rand(1, max(batches[1].budget), dtype=torch.float64)
+    drawn = heads[1].draw(batches[1], 12288, Dice(temperature=(0.7,), uniform=uniform))
+    law = (heads[1].score(batches[1], none).logits[:, 0] / 0.7).softmax(-1)
+    assert torch.allclose(drawn.q.padded()[:, 0], law, rtol=1e-4, atol=1e-9)
+    assert drawn.tokens[:, 0].tolist() == inverse_cdf(law, uniform[:, 0]).tolist()
 
 
-def _far(ours, theirs):
-    known = ours.isfinite()
-    assert torch.equal(known, theirs.isfinite())
-    return (ours[known] - theirs[known]).norm() / theirs[known].norm()
+@pytest.mark.parametrize("kind", EVERY)
+def test_a_borrowed_layer_of_few_tokens_is_its_rows(kind):
+    torch.manual_seed(5)
+    whole, some = (
+        make_module(described(kind, replace(SMALL, own_head=False, draft_vocab=vocab, depth=2))) for vocab in (0, 9)
+    )
+    some.ids.copy_(torch.randperm(40)[:9].sort().values)
+    shared = {name: value for name, value in whole.state_dict().items() if name not in ("ids", "markov_out.weight")}
+    some.load_state_dict(shared, strict=False)
+    tables, states = (torch.randn(40, 64), torch.randn(40, 64)), torch.randn(5, 64)
+    for module in (whole, some):
+        module.lend(*tables)
+    assert torch.allclose(some.logits(states), whole.logits(states)[:, some.ids], atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "mtp"])
+def test_some_places_train_what_all_of_them_would(kind):
+    """Guesses after the first, from columns drawn at random, are those of a pass in which all columns go on."""
+    torch.manual_seed(6)
+    description = describe(kind, SMALL)
+    module, layers = make_module(description).requires_grad_(False), len(description.taps.layers)
+    module.lend(torch.randn(40, 64), torch.randn(40, 64))
+    learn = torch.arange(15) < torch.tensor([15, 9])[:, None]
+    learn[:, :3] = False
+    texts = Texts(
+        tokens=torch.randint(0, 40, (2, 16)),
+        taps=torch.randn(2, 15, layers, 64),
+        laws=torch.rand(int(learn.sum()), 40),
+        learn=learn,
+    )
+    whole = list(unrolled(module, texts, 4))
+    torch.manual_seed(7)
+    some = list(unrolled(module, texts, 4, later=0.5))
+    torch.manual_seed(7)
+    chains = Chains.of(learn[:, 1:], 0.5, 14)
+    live = torch.zeros(2, 14, dtype=torch.bool)
+    live[chains.rows[chains.live], chains.columns[chains.live]] = True
+    assert 0 < int(live.sum()) < int(learn[:, 1:].sum())
+    assert torch.equal(some[0].logits, whole[0].logits)
+    for step, every in zip(some[1:], whole[1:], strict=True):
+        assert step.weight == pytest.approx(float(learn[:, 1:].sum() / live.sum()))
+        assert torch.equal(step.learn, live & every.learn)
+        for name in ("logits", "target"):
+            ours, theirs = spread(getattr(step, name), step.learn), spread(getattr(every, name), every.learn)
+            assert torch.allclose(ours[step.learn], theirs[step.learn], atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -202,7 +222,7 @@ def test_a_draft_of_another_target_is_refused(tmp_path):
 @pytest.mark.parametrize("kind", EVERY)
 def test_what_its_passes_cost_can_be_measured(kind, tmp_path):
     torch.manual_seed(1)
-    write_head(tmp_path / "head", make_module(describe(kind, MINI)), dtype=torch.float32)
+    write_head(tmp_path / "head", make_module(described(kind, MINI)), dtype=torch.float32)
     llm = LLM(proposer=f"draft:{tmp_path / 'head'}", k=2, dtype="float32", rows=2, context=64)
     cost = measure_pass(draft_model(llm.house.proposer))
     assert cost(1, rows=1, cached=0) > 0

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from outrider import tree
-from outrider.build import embedded
+from outrider.embedded import embedded
 from outrider.load import load_checkpoint
 from outrider.lossy import LOSSY
 from outrider.params import SamplingParams

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from outrider import LLM, OutriderError, SamplingParams
-from outrider.build import embedded
+from outrider.embedded import embedded
 from outrider.load import load_checkpoint
 from outrider.types import Finish
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from outrider import tree
-from outrider.build import embedded, find_verifier
+from outrider.build import find_verifier
 from outrider.drive import append, make_round, make_row
+from outrider.embedded import embedded
 from outrider.load import load_checkpoint
 from outrider.params import SamplingParams
 from outrider.propose.base import NoProposer
@@ -78,6 +79,7 @@ def test_drawn_guesses_carry_the_law_that_they_were_drawn_from(params):
     for step in range(12):
         draft = proposer.propose(batch_of(rows, [9, 3, 6]))
         assert draft.q is not None
+        q = draft.q.padded()
         assert draft.width == (9, 3, 6)
         for b, row in enumerate(rows):
             seen = set()
@@ -85,7 +87,7 @@ def test_drawn_guesses_carry_the_law_that_they_were_drawn_from(params):
                 above = int(draft.parent[b, node])
                 wanted = law_after(model, row, path_of(draft, b, above))
                 assert int(draft.law[b, node]) == WITHOUT
-                assert torch.allclose(draft.q[b, node], wanted, atol=1e-6)
+                assert torch.allclose(q[b, node], wanted, atol=1e-6)
                 assert wanted[draft.tokens[b, node]] > 0
                 assert (above, int(draft.tokens[b, node])) not in seen
                 seen.add((above, int(draft.tokens[b, node])))
@@ -142,7 +144,7 @@ def test_greedy_rows_get_picked_guesses_beside_drawn_ones(draw):
     assert set(draft.law[0].tolist()) == {int(Law.ONE_HOT)}
     assert set(draft.law[1].tolist()) == {WITHOUT if draw is Draw.SAMPLE else int(Law.ONE_HOT)}
     if draft.q is not None:
-        assert not draft.q[0].any()
+        assert not draft.q.padded()[0].any()
 
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["picked", "drawn"])
@@ -305,7 +307,7 @@ def test_the_embedded_pair(temperature):
                 for node in range(draft.width[b]):
                     law = whole.logits[b, int(draft.parent[b, node]) + 1].softmax(-1)
                     if temperature:
-                        assert torch.allclose(draft.q[b, node], law, atol=1e-5)
+                        assert torch.allclose(draft.q.padded()[b, node], law, atol=1e-5)
                     else:
                         assert int(draft.tokens[b, node]) in law.topk(8).indices
             # As if the target had said what the deepest guess of each row stands for.

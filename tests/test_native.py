@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from outrider import tree
-from outrider.build import embedded
 from outrider.drive import random_tree
+from outrider.embedded import embedded
 from outrider.errors import OutriderError, UnsupportedModel
 from outrider.llm import LLM
 from outrider.load import load_checkpoint

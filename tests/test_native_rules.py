@@ -9,7 +9,7 @@ from outrider.errors import UnsupportedModel
 from outrider.native.library import load_library
 from outrider.native.rules import fastest
 from outrider.noise import PositionNoise
-from outrider.types import Draft, Law
+from outrider.types import Draft, Law, Packed
 from outrider.verify import EXACT
 
 try:
@@ -68,7 +68,7 @@ def case(parent, laws, *, vocab, source, zeros=0.0, foreign=0.0, near=False):
         parent=torch.tensor(parent, dtype=torch.int64).expand(ROWS, size),
         count=count,
         law=torch.tensor([int(kind) for kind in kinds], dtype=torch.int64).expand(ROWS, size),
-        q=q if any(kinds) else None,
+        q=Packed.of(q) if any(kinds) else None,
         width=(size,) * ROWS,
         depth=(size,) * ROWS,
         chain=list(parent) == list(range(-1, size - 1)),

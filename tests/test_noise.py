@@ -6,7 +6,7 @@ import torch
 from outrider import tree
 from outrider.noise import PositionNoise, inverse_cdf, mix, mix_int, to_uniform
 from outrider.proof import race_joint
-from outrider.types import Law
+from outrider.types import Law, Packed
 from outrider.verify import block
 
 MANY = 40_000
@@ -144,7 +144,7 @@ def several_rounds(kind, p, q, length):
     while (done < length).any():
         source = kind(rows, done)
         tokens = torch.stack([guess(source, q.expand(MANY, -1), zeros() + i) for i in range(2)], 1)
-        draft = tree.chain(tokens, (2,) * MANY, law=Law.SAMPLED, q=q.expand(MANY, 2, -1))
+        draft = tree.chain(tokens, (2,) * MANY, law=Law.SAMPLED, q=Packed.of(q.expand(MANY, 2, -1)))
         verdict = block(draft, p.expand(MANY, 3, -1), source)
         emitted = torch.cat([tokens, tokens[:, :1]], 1).scatter(1, verdict.accepted[:, None], verdict.bonus[:, None])
         for i in range(3):

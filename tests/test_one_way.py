@@ -12,7 +12,7 @@ from outrider.llm import LLM
 from outrider.params import SamplingParams
 from outrider.plan import FixedPlanner
 from outrider.propose.one_way import likeliest
-from outrider.types import Batch, Draft
+from outrider.types import Batch, Draft, Packed
 from tests.tiny import Shelf
 
 
@@ -21,14 +21,14 @@ def test_the_first_of_all_siblings_is_followed():
     parent = torch.tensor([[-1, -1, 1, 0, 3], [-1, 0, -1, 2, -1]])
     chance = ((0.5, 0.4, 0.3, 0.2, 0.1), (0.9, 0.8, 0.1, 0.05))
     q = torch.rand(2, 5, 11)
-    draft = replace(tree.chosen(tokens, parent, (5, 4), chance=chance), q=q)
+    draft = replace(tree.chosen(tokens, parent, (5, 4), chance=chance), q=Packed.of(q))
     found = likeliest(draft)
     assert found.chain
     assert found.width == found.depth == (3, 2)
     assert [row[:width] for row, width in zip(found.tokens.tolist(), found.width, strict=True)] == [[5, 8, 9], [1, 2]]
     assert found.chance == ((0.5, 0.2, 0.1), (0.9, 0.8))
-    assert torch.equal(found.q[0], q[0, [0, 3, 4]])
-    assert torch.equal(found.q[1, :2], q[1, :2])
+    assert torch.equal(found.q.padded()[0], q[0, [0, 3, 4]])
+    assert torch.equal(found.q.padded()[1, :2], q[1, :2])
 
 
 def test_a_row_without_guesses_has_none():

@@ -12,8 +12,8 @@ from transformers import Gemma4AssistantConfig, Gemma4AssistantForCausalLM, Gemm
 from transformers.utils import logging
 
 from outrider import tree
-from outrider.build import embedded
 from outrider.drive import make_row
+from outrider.embedded import embedded
 from outrider.errors import OutriderError
 from outrider.heads.description import Scaling, View
 from outrider.heads.files import read_partner

@@ -25,6 +25,7 @@ BAD = {
     "seed": [-1, 1.5, "lucky", 2**63, True],
     "n": [0, -1, 1.5, None, True],
     "logprobs": [-1, 1.5, True, "all"],
+    "guesses": [-1, 1.5, True, "all"],
     "scope": [None, 5, ("tenant",)],
 }
 

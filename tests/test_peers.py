@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.build import embedded
+from outrider.embedded import embedded
 
 PEERS = Path(__file__).parent.parent / "benchmarks" / "peers"
 TEXT = "<|endoftext|>def add(a, b):\n"

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from outrider import tree
-from outrider.build import embedded
 from outrider.calibrate import calibrate, cost_file, known_costs, measure_pass
+from outrider.embedded import embedded
 from outrider.errors import OutriderError
 from outrider.llm import LLM
 from outrider.params import SamplingParams

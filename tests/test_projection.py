@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from outrider import OutriderError
-from outrider.build import embedded
 from outrider.cli import app
 from outrider.cost import expected_tau_iid, roof
+from outrider.embedded import embedded
 from outrider.project.machines import CPU, GPU, NAMES, SHEETS, Kind, Own, efficiencies, find_machine
 from outrider.project.measured import read_bench
 from outrider.project.models import SIZES, TYPES, Bits, find_model, read_model, typical

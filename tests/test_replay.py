@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from outrider.build import embedded
+from outrider.embedded import embedded
 from outrider.load import load_checkpoint
 from outrider.params import SamplingParams
 from outrider.propose.base import NoProposer

@@ -14,10 +14,10 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from outrider import indexing
-from outrider.build import embedded
 from outrider.cli import app
 from outrider.datastore import LONGEST, SORTED, Datastore, join, sort_suffixes, vocabulary
 from outrider.drive import make_round, make_row
+from outrider.embedded import embedded
 from outrider.errors import OutriderError
 from outrider.load import load_checkpoint
 from outrider.propose.retrieval import RetrievalProposer

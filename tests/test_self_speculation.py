@@ -10,8 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from outrider import tree
-from outrider.build import embedded
 from outrider.drive import Life
+from outrider.embedded import embedded
 from outrider.errors import OutriderError
 from outrider.excerpt import requantised_model
 from outrider.llm import LLM

@@ -26,7 +26,7 @@ from outrider.train.pupil import make_pupil
 from outrider.train.settings import DRAFT, Settings
 from outrider.train.trainer import Sums, Trainer, rate
 from tests import houses, lessons, tiny
-from tests.lessons import NANO, Still, cut, make_settings, make_setup, make_texts, spread, watched
+from tests.lessons import NANO, Still, cut, make_sample, make_settings, make_setup, make_texts, spread, watched
 
 
 @pytest.fixture(scope="module")
@@ -341,7 +341,6 @@ def test_two_processes_learn_as_one_does(tmp_path):
         ("mtp", {"guesses": 5}, "mtp has no block; leave --guesses out"),
         ("mtp", {"mask_token": 5}, "mtp has no block; leave --mask-token out"),
         ("dflash", {"mask_token": 12288}, "--mask-token is 12288, and the target has 12288 tokens"),
-        ("mtp", {"draft": NANO}, "leave --draft out, or train the kind draft"),
         ("eagle3", {}, "reads three layers, and this target has 2"),
         (DRAFT, {}, "name its folder with --draft DIR"),
         (DRAFT, {"draft": NANO, "depth": 2}, "--depth shapes a new draft"),
@@ -377,6 +376,31 @@ def test_settings_that_cannot_be():
             make_settings(**options)
     with pytest.raises(OutriderError, match="train needs prompts"):
         Settings(out="out", data=[])
+
+
+@pytest.mark.parametrize("kind", ["mtp", "medusa", "dspark"])
+def test_a_head_that_was_trained_before_goes_on(kind, nano, tmp_path):
+    setup = make_setup(nano)
+    first = make_pupil(kind, make_settings(draft_vocab=50), setup, nano.tables)
+    first.begin(lambda: [make_sample([1, 2, 3, 9, 70, 700])])
+    with torch.no_grad():
+        for weight in first.module.parameters():
+            weight.add_(0.1)
+    first.save(tmp_path / "head")
+    again = make_pupil(kind, make_settings(draft=str(tmp_path / "head")), setup, nano.tables)
+    again.begin(lambda: pytest.fail("it knows what it guesses"))
+    assert again.ids.tolist() == first.ids.tolist()
+    for name, weight in first.module.state_dict().items():
+        assert torch.equal(again.module.state_dict()[name], weight.to(torch.bfloat16).to(weight.dtype))
+    texts = make_texts(lengths=(6, 4))
+    texts = replace(texts, laws=texts.laws[:, again.ids])
+    trainer = Trainer(again, losses=parse("ce"), steps=2, decay=0.8, lr=1e-3)
+    assert trainer.train([texts], progress=0.5).columns
+    other = "hydra" if kind == "medusa" else "medusa"
+    with pytest.raises(OutriderError, match=f"is of kind {kind}, for a target with"):
+        make_pupil(other, make_settings(draft=str(tmp_path / "head")), setup, nano.tables)
+    with pytest.raises(OutriderError, match="has its shape; leave --depth"):
+        make_pupil(kind, make_settings(draft=str(tmp_path / "head"), draft_vocab=9), setup, nano.tables)
 
 
 def test_a_draft_model_guesses_as_transformers_has_it(nano):
@@ -430,7 +454,7 @@ def test_a_proposer_is_a_copy_and_costs_no_luck(kind, nano):
 
 def test_every_kind_is_told_of():
     message = "|".join(KINDS)
-    from outrider.cli import train
+    from outrider.cli_drafts import train
 
     help = next(iter(train.__annotations__["kind"].__metadata__)).help
     assert all(kind in help for kind in [*message.split("|"), DRAFT])

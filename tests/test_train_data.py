@@ -204,7 +204,7 @@ def test_prompts_are_read(tmp_path):
         ('{"text": "a"}', ":1: no prompt; give lines like"),
         ('{"prompt": ""}', ":1: no prompt"),
         ('{"prompt": 3}', ":1: no prompt"),
-        ("[1]", ":1: no prompt"),
+        ("[1]", ":1: not a JSON object; use"),
         ('{"prompt"', ":1: not JSON"),
         ('{"messages": []}', "messages must be a list"),
         ('{"messages": [{"role": "user"}]}', "messages must be a list"),
@@ -214,13 +214,6 @@ def test_prompts_are_read(tmp_path):
 def test_prompts_that_cannot_be_read(line, message, tmp_path):
     with pytest.raises(OutriderError, match=message):
         prompts.read_prompts([_file(tmp_path, line)])
-
-
-def test_files_that_cannot_be_read(tmp_path):
-    (tmp_path / "bytes").write_bytes(b"\xff\xfe\xff")
-    for name in ("bytes", "nowhere"):
-        with pytest.raises(OutriderError, match=r"cannot be read .* give a file of JSON lines"):
-            prompts.read_prompts([str(tmp_path / name)])
 
 
 def _prompt(text, category=""):
@@ -262,8 +255,8 @@ def test_messages_need_a_template():
 # On disk
 
 
-def _keep(folder, gigabytes=1.0, origin="here"):
-    return Archive(folder, gigabytes=gigabytes, origin=origin)
+def _keep(folder, gigabytes=1.0, origin="here", layers=(1,)):
+    return Archive(folder, gigabytes=gigabytes, origin=origin, layers=layers)
 
 
 def test_samples_are_kept(tmp_path):
@@ -283,6 +276,15 @@ def test_samples_are_kept(tmp_path):
     ):
         assert _keep(tmp_path).read(other) is None
     assert _keep(tmp_path, origin="there").read(make_request()) is None
+
+
+def test_what_was_kept_with_more_layers_will_do(tmp_path):
+    states = torch.randn(3, 4, 8).to(torch.bfloat16)
+    sample = make_sample([1, 2, 3, 4], prompt=2, states=states)
+    _keep(tmp_path, layers=(0, 2, 5, 7)).write(make_request(), sample)
+    for layers, at in (((7,), [3]), ((0, 5), [0, 2]), ((0, 2, 5, 7), [0, 1, 2, 3])):
+        assert torch.equal(_keep(tmp_path, layers=layers).read(make_request()).states, states[:, at])
+    assert _keep(tmp_path, layers=(1, 7)).read(make_request()) is None
 
 
 def test_a_cache_is_bounded(tmp_path):

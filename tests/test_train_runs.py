@@ -17,14 +17,14 @@ from rich.console import Console
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from outrider.build import embedded
 from outrider.cli import app
+from outrider.embedded import embedded
 from outrider.errors import OutriderError
 from outrider.heads.store import read_head
 from outrider.llm import LLM
 from outrider.params import SamplingParams
 from outrider.train.batches import frequent
-from outrider.train.html import check_report, page
+from outrider.train.html import page
 from outrider.train.log import FILE, read_log
 from outrider.train.run import FACTS, Training
 from outrider.train.settings import Settings
@@ -418,12 +418,14 @@ def test_a_trained_model_is_a_draft(data, whole):
     assert LLM(str(folder), proposer="none", rows=1, context=64).generate("a")[0].tokens
 
 
-def test_a_report_that_cannot_be(tmp_path, monkeypatch):
-    with pytest.raises(OutriderError, match="no file in a folder that exists"):
-        check_report(tmp_path)
-    monkeypatch.setattr("outrider.train.html.find_spec", lambda name: None)
-    with pytest.raises(OutriderError, match="pip install"):
-        check_report(tmp_path / "page.html")
+def test_a_report_that_cannot_be(data, tmp_path):
+    """Said before the training."""
+    out = tmp_path / "draft"
+    places = ["--target", NANO, "--data", data, "--out", str(out), "--report", str(tmp_path)]
+    result = CliRunner().invoke(app, ["train", "mtp", *places])
+    assert result.exit_code == 2
+    assert "is no file in a folder that exists" in result.stderr
+    assert not out.exists()
 
 
 def test_mistakes_are_one_line(data, tmp_path):

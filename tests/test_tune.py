@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 from outrider import LLM, OutriderError, SamplingParams
 from outrider.bench.clock import Span
 from outrider.bench.memory import Footprint
-from outrider.build import embedded
 from outrider.cli import app
+from outrider.embedded import embedded
 from outrider.options import LoadOptions, ModelOptions
 from outrider.params import AUTO
 from outrider.passcost import PassCost

@@ -211,7 +211,8 @@ def test_a_row_is_judged_alone(verifier):
     draft, p = seen[0]
     together = verifier.rule(draft, p, Fixed())
     for b in range(len(p)):
-        row = replace(draft, **{k: getattr(draft, k)[b : b + 1] for k in ("tokens", "parent", "count", "law", "q")})
+        row = replace(draft, **{k: getattr(draft, k)[b : b + 1] for k in ("tokens", "parent", "count", "law")})
+        row = replace(row, q=replace(draft.q, at=draft.q.at[b : b + 1]))
         alone = verifier.rule(row, p[b : b + 1], Fixed())
         for name in ("path", "accepted", "bonus", "logprob"):
             assert torch.equal(getattr(alone, name)[0], getattr(together, name)[b])

@@ -12,8 +12,8 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import PreTrainedTokenizerFast
 
 from outrider import LLM, SamplingParams
-from outrider.build import embedded
 from outrider.drive import make_row
+from outrider.embedded import embedded
 from outrider.errors import OutriderError
 from outrider.load import load_checkpoint
 from outrider.prompts import read_prompts

@@ -26,8 +26,8 @@ class Vllm:
         args.refuse_converted()
         if args.dtype is Precision.INT8:
             raise PeerError("vLLM needs a checkpoint that was quantised beforehand for int8; use --dtype bf16")
-        environment = _environment(args.threads)
-        os.environ.update(environment)
+        chosen = environment(args.threads)
+        os.environ.update(chosen)
         from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
 
         self._params = SamplingParams
@@ -42,7 +42,7 @@ class Vllm:
         self._ids = count()
         preloaded = [Path(library).name for library in os.environ.get("LD_PRELOAD", "").split(":") if library]
         shown = {key: value for key, value in settings.items() if key != "speculative_config"}
-        self.settings: Mapping[str, Any] = shown | environment | {"LD_PRELOAD": preloaded}
+        self.settings: Mapping[str, Any] = shown | chosen | {"LD_PRELOAD": preloaded}
 
     def complete(self, prompt: Sequence[int], max_tokens: int) -> Run:
         asked = perf_counter()
@@ -68,7 +68,7 @@ def _speculation(args: Arguments) -> dict[str, Any] | None:
     return {"method": "ngram", "num_speculative_tokens": args.k} | lookup
 
 
-def _environment(threads: int) -> dict[str, str]:
+def environment(threads: int) -> dict[str, str]:
     """What vLLM reads from the environment: for the most part what it would set for a worker process itself."""
     cores = ",".join(map(str, sorted(os.sched_getaffinity(0))[:threads]))
     return {
@@ -82,7 +82,7 @@ def _environment(threads: int) -> dict[str, str]:
     }
 
 
-def _preload() -> None:
+def preload() -> None:
     """Start again with Intel's OpenMP loaded first, which vLLM calls for and which comes with it.
 
     Without it speculation loses much of its speed. Libraries that the caller preloads, such as tcmalloc, stay.
@@ -95,5 +95,5 @@ def _preload() -> None:
 
 
 if __name__ == "__main__":
-    _preload()
+    preload()
     worker.main(Vllm)

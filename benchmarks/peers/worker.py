@@ -141,10 +141,10 @@ def main(load: Callable[[Arguments], Engine]) -> None:
     given = parser.parse_args()
     args = Arguments(**{field.name: getattr(given, field.name) for field in fields(Arguments)})
     os.environ["OMP_NUM_THREADS"] = str(args.threads)  # read when an engine is imported
-    sys.exit(_serve(load, args, _claim_stdout()))
+    sys.exit(_serve(load, args, claim_stdout()))
 
 
-def _claim_stdout() -> TextIO:
+def claim_stdout() -> TextIO:
     """The pipe of the protocol, ours alone: what engines print goes to stderr from now on."""
     pipe = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
     os.dup2(2, 1)
@@ -162,7 +162,7 @@ def _serve(load: Callable[[Arguments], Engine], args: Arguments, pipe: TextIO) -
     ready = {
         "ready": True,
         "load_seconds": perf_counter() - began,
-        "versions": {"python": python_version()} | _versions(engine.packages),
+        "versions": {"python": python_version()} | installed(engine.packages),
         "settings": dict(engine.settings),
     }
     print(json.dumps(ready), file=pipe)
@@ -247,7 +247,7 @@ def reason(error: BaseException) -> str:
     return line if isinstance(error, PeerError) else f"{type(error).__name__}: {line}"
 
 
-def _versions(packages: Sequence[str]) -> dict[str, str]:
+def installed(packages: Sequence[str]) -> dict[str, str]:
     """Of those that are installed: some engines go by several names."""
     found = {}
     for name in packages:

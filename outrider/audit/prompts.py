@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from outrider.errors import OutriderError
+from outrider.prompts import Line, is_turn, read_lines
 
 Prompt = str | Sequence[Mapping[str, str]]
+_FORM = '{"prompt": "..."} or {"messages": [...]}'
 
 # Prose, code, numbers and questions. Short, since the law of a prompt's continuation takes thousands of readings; most
 # end in words that occurred before, so that a proposer that copies has something to copy.
@@ -31,14 +31,7 @@ def read_prompts(path: str | None) -> tuple[Prompt, ...]:
     """
     if path is None:
         return DEFAULT
-    try:
-        lines = Path(path).expanduser().read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise OutriderError(f"{path} cannot be read ({error}); give a JSONL file of prompts") from error
-    prompts = tuple(_parse(line, f"{path}, line {at}") for at, line in enumerate(lines, 1) if line.strip())
-    if not prompts:
-        raise OutriderError(f"{path} holds no prompts; give one JSON object with prompt or messages per line")
-    return prompts
+    return tuple(_parse(line) for line in read_lines(path, form=_FORM))
 
 
 def encode(tokenizer: Any, prompt: Prompt) -> tuple[int, ...]:
@@ -56,20 +49,10 @@ def encode(tokenizer: Any, prompt: Prompt) -> tuple[int, ...]:
     return tuple(tokens)
 
 
-def _parse(line: str, where: str) -> Prompt:
-    try:
-        entry = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise OutriderError(
-            f"{where} is not JSON ({error}); give one object with prompt or messages per line"
-        ) from None
-    prompt = entry.get("prompt", entry.get("messages")) if isinstance(entry, dict) else None
+def _parse(line: Line) -> Prompt:
+    prompt = line.fields.get("prompt", line.fields.get("messages"))
     if isinstance(prompt, str) and prompt:
         return prompt
-    if isinstance(prompt, list) and prompt and all(_is_turn(turn) for turn in prompt):
+    if isinstance(prompt, list) and prompt and all(map(is_turn, prompt)):
         return tuple(prompt)
-    raise OutriderError(f"{where} has neither a prompt (a text) nor messages (objects with role and content)")
-
-
-def _is_turn(turn: object) -> bool:
-    return isinstance(turn, dict) and isinstance(turn.get("role"), str) and isinstance(turn.get("content"), str)
+    raise OutriderError(f"{line.where}: neither a prompt (a text) nor messages (objects with role and content)")

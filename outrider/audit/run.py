@@ -15,7 +15,8 @@ from outrider.audit.pair import Pair
 from outrider.audit.prompts import Prompt, read_prompts
 from outrider.audit.replay import cases, replay
 from outrider.audit.report import Meter, show
-from outrider.build import default_proposer, embedded, find_verifier, weight_bits
+from outrider.build import default_proposer, find_verifier, weight_bits
+from outrider.embedded import embedded
 from outrider.errors import OutriderError
 from outrider.machine import commit, hardware, use_threads, versions
 from outrider.verify import Verifier

@@ -1,82 +1,37 @@
-"""The report as a page: one file, with nothing from outside and nothing that runs."""
+"""The report of a benchmark as a page."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
-from importlib.util import find_spec
-from pathlib import Path
 
 from outrider.bench.conditions import NONE, Document, conditions, latency_text, median_text, memory
 from outrider.bench.report import OVERALL, PLAIN, SPECULATIVE, summary
-from outrider.errors import OutriderError
-
-_STYLE = Path(__file__).parent.parent / "report.css"
-
-
-def check_report(file: str | Path) -> None:
-    """Say before a measurement what would keep its report from being written.
-
-    Raises:
-        OutriderError: matplotlib is missing, or there is no place for the file.
-    """
-    if find_spec("matplotlib") is None:
-        raise OutriderError('--report draws with matplotlib, which is missing; pip install "outrider[report]"')
-    path = Path(file).expanduser()
-    if path.is_dir() or not path.parent.is_dir():
-        raise OutriderError(f"--report {file} is no file in a folder that exists; use for example report.html")
-
-
-def write_report(document: Document, file: str | Path) -> None:
-    """Write the page of a document that `run_bench` returned.
-
-    Raises:
-        OutriderError: the file cannot be written.
-    """
-    text = page(document)
-    try:
-        Path(file).expanduser().write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise OutriderError(f"{file} cannot be written ({error.strerror}); give --report another file") from error
+from outrider.page import framed, opening, pairs, section
 
 
 def page(document: Document) -> str:
     """The page as text."""
     from outrider.bench.plots import draw
 
-    figures = "".join(
-        f"<figure><h3>{escape(plot.title)}</h3>{plot.svg}<figcaption>{escape(plot.caption)}</figcaption></figure>"
-        for plot in draw(document)
-    )
-    tables = [_section("By category", _results(document))]
-    tables += [_section(f"Against {axis}", _sweep(axis, all)) for axis, all in document["sweeps"].items()]
-    tables += [_section("Memory", _pairs(memory(document))), _section("Conditions", _pairs(conditions(document)))]
+    tables = [section("By category", _results(document))]
+    tables += [section(f"Against {axis}", _sweep(axis, all)) for axis, all in document["sweeps"].items()]
+    tables += [section("Memory", pairs(memory(document))), section("Conditions", pairs(conditions(document)))]
     words = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in document["definitions"].items())
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>outrider bench</title>\n'
-        f"<style>\n{_STYLE.read_text(encoding='utf-8')}</style>\n</head>\n<body>\n{_head(document)}"
-        f'<section class="plots">\n{figures}</section>\n{"".join(tables)}'
-        f"<details><summary>What the words mean</summary><dl>{words}</dl></details>\n</body>\n</html>\n"
-    )
+    glossary = f"<details><summary>What the words mean</summary><dl>{words}</dl></details>\n"
+    return framed("outrider bench", _opening(document), draw(document), "".join(tables) + glossary)
 
 
-def _head(document: Document) -> str:
+def _opening(document: Document) -> str:
     overall, commit = document["results"][OVERALL], document["commit"]
     speedup = overall[SPECULATIVE]["speedup"]
     title = f"{speedup['median']:.2f} times plain decoding" if speedup else "Too little was decoded to tell a speed"
-    exact = "" if document["exact"] else '<p class="warning">This verifier is not exact: the text may differ.</p>'
+    warning = "" if document["exact"] else "This verifier is not exact: the text may differ."
     head, plus, changed = (commit or "").partition("+")
     version = f"outrider {document['versions']['outrider']} bench" + (
         f", commit {head[:10]}{plus}{changed}" if head else ""
     )
-    tiles = "".join(
-        f'<div class="tile"><b>{escape(value)}</b><span>{escape(text)}</span></div>' for value, text in _tiles(document)
-    )
-    return (
-        f'<header><p class="eyebrow">{escape(version)}</p><h1>{escape(title)}</h1>'
-        f'<p class="about">{escape(summary(document))}</p>{exact}<div class="tiles">{tiles}</div></header>\n'
-    )
+    return opening(version, title, summary(document), _tiles(document), warning=warning)
 
 
 def _tiles(document: Document) -> list[tuple[str, str]]:
@@ -128,10 +83,6 @@ def _sweep(axis: str, entries: Sequence[Document]) -> str:
     return _table(head, rows)
 
 
-def _section(title: str, content: str) -> str:
-    return f"<h2>{escape(title)}</h2>{content}\n"
-
-
 def _note(text: str) -> str:
     return f'<p class="note">{escape(text)}</p>'
 
@@ -143,11 +94,6 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]], *, marked: bool =
     if marked:
         body[-1] = body[-1].replace("<tr>", '<tr class="overall">', 1)
     return f'<div class="table"><table><tr>{top}</tr>{"".join(body)}</table></div>'
-
-
-def _pairs(pairs: Sequence[tuple[str, str]]) -> str:
-    rows = "".join(f"<tr><th>{escape(name)}</th><td>{escape(text)}</td></tr>" for name, text in pairs)
-    return f'<div class="table"><table class="pairs">{rows}</table></div>'
 
 
 def _spread(values: dict[str, float] | None, digits: int) -> str:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -19,24 +18,9 @@ _LINES = 2.7  # inches for a plot with lines
 _DASHED = (0, (4, 2))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plot:
-    """A figure with the words around it."""
-
-    title: str
-    caption: str
-    svg: str
-
-
-def draw(document: Document) -> list[Plot]:
+def draw(document: Document) -> list[canvas.Plot]:
     """All plots for which the document has data."""
-    plots = []
-    with canvas.drawing():
-        for make, title, caption in _PLOTS:
-            if figure := make(document):
-                name = make.__name__.strip("_")
-                plots.append(Plot(title=title, caption=caption, svg=canvas.to_svg(figure, name=name, label=title)))
-    return plots
+    return canvas.drawn(_PLOTS, document)
 
 
 def _spoken(name: str) -> str:
@@ -216,7 +200,7 @@ def _colour(name: str, names: Sequence[str]) -> str:
     return own.get(name) or canvas.SERIES[(names.index(name) - len(own) + 1) % len(canvas.SERIES)]
 
 
-_PLOTS: tuple[tuple[Callable[[Document], Figure | None], str, str], ...] = (
+_PLOTS: tuple[canvas.Drawing[Document], ...] = (
     (
         _limit,
         "Tokens/s and the limit",

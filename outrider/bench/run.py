@@ -19,13 +19,14 @@ from outrider.bench.rates import Rates, best_rates, measure_rates
 from outrider.bench.report import DEFINITIONS, OVERALL, PLAIN, SPECULATIVE, Sample, mean_cached, report
 from outrider.bench.settings import Settings
 from outrider.bench.sweep import Place, guessers, home, places, sweeps
-from outrider.build import auto_planner, default_proposer, embedded, weight_bits
+from outrider.build import auto_planner, default_proposer, weight_bits
+from outrider.embedded import embedded
 from outrider.llm import LLM
 from outrider.native.target import NativeTarget
 from outrider.params import AUTO
 from outrider.plan_file import restored
 from outrider.prompts import read_prompts
-from outrider.proposers import draft_model
+from outrider.proposers import draft_model, parse
 
 
 def run_bench(settings: Settings, *, progress: Console) -> dict[str, Any]:
@@ -154,5 +155,5 @@ def _target(settings: Settings) -> Path:
 
 
 def _draft(settings: Settings) -> Path | None:
-    head, _, folder = (settings.proposer or default_proposer(settings.target)).partition(":")
-    return Path(folder).expanduser() if head == "draft" else None
+    asked = parse(settings.proposer or default_proposer(settings.target))
+    return Path(asked.argument).expanduser() if asked.name == "draft" else None

@@ -7,13 +7,12 @@ from dataclasses import replace
 import torch
 
 from outrider import tree
-from outrider.attention import Reader, attend
+from outrider.attention import Reader
 from outrider.cache.static import StaticCache
 from outrider.errors import OutriderError
 from outrider.heads.block import BlockDraft
-from outrider.heads.layers import Attention
 from outrider.heads.taps import StateCache
-from outrider.heads.target import HeadRunner
+from outrider.heads.target import HeadRunner, at_depth, looking
 from outrider.types import Batch, Draft, Scores, Tables
 
 
@@ -39,7 +38,7 @@ class BlockTarget(HeadRunner):
             self._read(batch)
         depth = torch.cat([torch.zeros_like(self._last), tree.depths(draft)], 1)[:, 1 + first :]
         before = torch.cat([self._last, draft.tokens], 1)[:, 1 + first :]
-        logits = self.module.corrected(_at(self._said, depth), before)
+        logits = self.module.corrected(at_depth(self._said, depth), before)
         return self._scores(logits)
 
     def chances(self, draft: Draft) -> torch.Tensor:
@@ -54,7 +53,7 @@ class BlockTarget(HeadRunner):
         if not self.module.block.confidence:
             raise OutriderError("the draft has no confidence head; train one of kind dspark")
         before = torch.cat([self._last, draft.tokens], 1).gather(1, draft.parent + 1)
-        return self.module.confidence(_at(self._out, tree.depths(draft) - 1), before).sigmoid()
+        return self.module.confidence(at_depth(self._out, tree.depths(draft) - 1), before).sigmoid()
 
     def _read(self, batch: Batch) -> None:
         """Make keys and values of the states that are new, and run a block behind each text."""
@@ -65,11 +64,7 @@ class BlockTarget(HeadRunner):
         layout = self._memory.stage(known, columns, 0)
         reader = Reader(self._memory, layout)
         _let_see_both_ways(reader, self.module.body.heads // self.module.body.key_heads, self._dtype)
-
-        def look(of: Attention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-            return attend(of, query[None], key[None], value[None], None, kv=reader)[0][0].transpose(0, 1)
-
-        self._out = self.module(self._last[:, 0], layout.positions, look)
+        self._out = self.module(self._last[:, 0], layout.positions, looking(reader))
         self._said = self.module.logits(self._out)
 
     def _remember(self, known: Batch) -> None:
@@ -101,9 +96,3 @@ def _let_see_both_ways(reader: Reader, sharing: int, dtype: torch.dtype) -> None
         added = torch.zeros(beyond.shape, dtype=dtype, device=device).masked_fill_(beyond, -torch.inf)
         masks.append(added[:, None, None])
     reader.masks[None, sharing, dtype] = masks
-
-
-def _at(values: torch.Tensor, depth: torch.Tensor) -> torch.Tensor:
-    """[B, M, *] of values [B, guesses, *] by how many guesses stand before each [B, M]."""
-    rows = torch.arange(len(values), device=values.device)[:, None]
-    return values[rows, depth.clamp(max=values.shape[1] - 1)]

@@ -52,6 +52,13 @@ class Settings:
         """An empty one where there is none."""
         return Settings(self._get(name, {}, (dict,)), f"{self._where}: {name}")
 
+    def tables(self, name: str) -> list[Settings]:
+        """A list of tables, empty where there is none."""
+        found = self._get(name, [], (list, tuple))
+        if not all(isinstance(each, Mapping) for each in found):
+            raise OutriderError(f"{self._where} has {found!r} for {name!r} where a list of tables is expected; mend it")
+        return [Settings(each, f"{self._where}: {name}") for each in found]
+
     def _get(self, name: str, default: Any, kinds: tuple[type, ...]) -> Any:
         found = self._data.get(name)
         found = default if found is None else found

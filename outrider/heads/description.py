@@ -21,6 +21,7 @@ class Kind(StrEnum):
 
     EAGLE = "eagle"  # the target's last state regressed by a decoder layer (EAGLE-1 and 2)
     EAGLE3 = "eagle3"  # states of three layers, fused (EAGLE-3, 3.1)
+    PEAGLE = "peagle"  # nothing: one pass over such states and masks behind them says what the masks hide
     MTP = "mtp"  # a module for multi-token prediction that came with the target
     MEDUSA = "medusa"  # nothing: heads guess independently of each other
     HYDRA = "hydra"  # the embeddings of the tokens guessed before
@@ -160,6 +161,14 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Masks:
+    """Guesses that are made in one pass: behind the text stand masks, which see what stands before them (P-EAGLE)."""
+
+    guesses: int  # made by one pass; the first of them by the text's last token
+    token: int  # the target's id whose embedding masks have
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Description:
     """A trained draft."""
 
@@ -174,6 +183,8 @@ class Description:
     stack: Stack | None = None
     block: Block | None = None  # in one pass of the body
     views: tuple[View, ...] = ()  # of the body's layers, where they have no keys and values of their own
+    masks: Masks | None = None  # behind the text, where nothing is recycled
+    modules: int = 1  # of join and layers: each makes one guess, from the states of the one before; 1 makes all
     recycle: Recycle = Recycle.RAW
     final_norm: bool = True  # before the output layer
     own_head: bool = False  # an output layer of its own, instead of the target's
@@ -191,6 +202,18 @@ class Description:
     def width(self) -> int:
         """Of the state that it carries on."""
         return self.body.hidden if self.body else self.target_hidden
+
+    @property
+    def reach(self) -> int:
+        """Guesses that it makes in a row, where it does not go on as far as it is asked to; else 0."""
+        if self.stack:
+            return self.stack.heads
+        return self.at_once or (self.modules if self.modules > 1 else 0)
+
+    @property
+    def at_once(self) -> int:
+        """Guesses that one pass makes, where it makes them all; else 0."""
+        return self.block.guesses if self.block else self.masks.guesses if self.masks else 0
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -221,8 +244,12 @@ def _check(it: Description) -> None:
         "shares the target's output layer and has one of its own": it.stack is not None
         and it.stack.shared_head
         and (it.stack.one_head or it.stack.head_bias),
+        f"has {it.modules} modules": it.modules < 1,
+        f"has {it.modules} modules, and is of a kind with one": it.modules > 1 and it.kind is not Kind.MTP,
+        "guesses behind masks and has none": it.kind is Kind.PEAGLE and it.masks is None,
         **(_block_problems(it, it.block) if it.block else {}),
         **(_view_problems(it) if it.views else {}),
+        **(_mask_problems(it, it.masks) if it.masks else {}),
     }
     if found := [text for text, wrong in problems.items() if wrong]:
         raise OutriderError(f"a draft of kind {it.kind} {found[0]}; its checkpoint is damaged or of another format")
@@ -247,6 +274,14 @@ def _view_problems(it: Description) -> dict[str, bool]:
         "has embeddings of its own, where it reads the target's": it.own_embedding,
         f"sees a layer of a target with {it.target_layers}": any(v.layer >= it.target_layers for v in it.views),
         f"shares its {heads} heads unevenly": any(heads % v.key_heads for v in it.views),
+    }
+
+
+def _mask_problems(it: Description, masks: Masks) -> dict[str, bool]:
+    return {
+        "stands masks behind a text that it does not follow": it.join is None or it.block is not None,
+        f"makes {masks.guesses} guesses with masks, which takes 2 or more": masks.guesses < 2,
+        f"has masks with the embedding of token {masks.token} of {it.vocab}": not 0 <= masks.token < it.vocab,
     }
 
 

@@ -9,17 +9,16 @@ from itertools import accumulate
 import torch
 
 from outrider import tree
-from outrider.attention import Reader, attend
+from outrider.attention import Reader
 from outrider.cache.static import StaticCache
 from outrider.errors import OutriderError
 from outrider.heads.follower import Follower
-from outrider.heads.layers import Attention
 from outrider.heads.native import HeadDecoder
 from outrider.heads.taps import StateCache
-from outrider.heads.target import HeadRunner
+from outrider.heads.target import HeadRunner, looking
 from outrider.native.library import load_library
 from outrider.native.target import columns_of
-from outrider.types import Batch, Draft, Grown, Scores, Tables, Trust
+from outrider.types import Batch, Dice, Draft, Grown, Scores, Tables, Trust
 
 
 class FollowTarget(HeadRunner):
@@ -43,12 +42,7 @@ class FollowTarget(HeadRunner):
     def _run(self, batch: Batch, draft: Draft, first: int, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Outputs [T, H] of all columns, and logits [B, M, Vd] of the nodes asked for."""
         layout = self._memory.stage(batch, draft, first)
-        reader = Reader(self._memory, layout)
-
-        def look(of: Attention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-            return attend(of, query[None], key[None], value[None], None, kv=reader)[0][0].transpose(0, 1)
-
-        out = self.module(layout.tokens, states, layout.positions, look)
+        out = self.module(layout.tokens, states, layout.positions, looking(Reader(self._memory, layout)))
         return out, layout.per_node(self.module.logits(out[layout.keep]))
 
     def _before(self, batch: Batch, draft: Draft, first: int, b: int) -> torch.Tensor:
@@ -77,7 +71,7 @@ class FollowTarget(HeadRunner):
 
 
 class NativeFollowTarget(FollowTarget):
-    """The same on the native kernels, where a greedy chain is one call."""
+    """The same on the native kernels, where a chain is one call."""
 
     def __init__(self, module: Follower, tables: Tables, *, slots: int, context: int) -> None:
         """Prepare for `slots` rows of up to `context` tokens.
@@ -93,10 +87,16 @@ class NativeFollowTarget(FollowTarget):
         self.kernels = "native"
 
     def grow(self, batch: Batch, vocab: int, trust: Trust | None = None) -> Grown:
+        return self._grow(batch, vocab, trust, None)
+
+    def draw(self, batch: Batch, vocab: int, dice: Dice, trust: Trust | None = None) -> Grown:
+        return self._grow(batch, vocab, trust, dice)
+
+    def _grow(self, batch: Batch, vocab: int, trust: Trust | None, dice: Dice | None) -> Grown:
         none = tree.empty(len(batch.rows), self.device)
         states = torch.cat([self._before(batch, none, -1, b) for b in range(len(batch.rows))])
         columns, _ = columns_of(behind(batch), none, -1, self.vocab)
-        return self._decoder.grow(columns, batch.budget, vocab, trust, state=states.float())
+        return self._decoder.grow(columns, batch.budget, vocab, trust, dice=dice, state=states.float())
 
     def swap(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
         raise OutriderError("a trained draft in native kernels cannot be swapped; load it with kernels torch")
@@ -108,8 +108,8 @@ class NativeFollowTarget(FollowTarget):
         return out[0].to(self._dtype), logits.view(len(batch.rows), -1, logits.shape[-1])
 
 
-def behind(batch: Batch) -> Batch:
-    """The same batch without each text's first token, which no state led to."""
-    start = tuple(max(start - 1, 0) for start in batch.start)
-    feed = tuple(feed if start else feed[1:] for start, feed in zip(batch.start, batch.feed, strict=True))
+def behind(batch: Batch, tokens: int = 1) -> Batch:
+    """The same batch without the first `tokens` of each text, for which there are no states."""
+    start = tuple(max(start - tokens, 0) for start in batch.start)
+    feed = tuple(feed[max(tokens - start, 0) :] for start, feed in zip(batch.start, batch.feed, strict=True))
     return replace(batch, start=start, feed=feed)

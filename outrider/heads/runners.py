@@ -10,6 +10,8 @@ from outrider.heads.block_target import BlockTarget
 from outrider.heads.follow_target import FollowTarget, NativeFollowTarget
 from outrider.heads.independent import Independent
 from outrider.heads.independent_target import IndependentTarget
+from outrider.heads.mask_target import MaskTarget, NativeMaskTarget
+from outrider.heads.modules_target import ModulesTarget
 from outrider.heads.onlook_target import OnlookTarget
 from outrider.heads.onlooker import Onlooker
 from outrider.heads.store import HeadModule
@@ -27,9 +29,13 @@ def make_head_target(module: HeadModule, tables: Tables, *, slots: int, context:
         return IndependentTarget(module, tables, slots=slots, context=context)
     if isinstance(module, Onlooker):
         return OnlookTarget(module, tables, slots=slots, context=context)
+    if module.description.modules > 1:
+        return ModulesTarget(module, tables, slots=slots, context=context)
+    masked = module.description.masks is not None
     if tables.packed is not None:
+        native = NativeMaskTarget if masked else NativeFollowTarget
         try:
-            return NativeFollowTarget(module, tables, slots=slots, context=context)
+            return native(module, tables, slots=slots, context=context)
         except UnsupportedModel as reason:
             _log.warning("the draft runs on torch's kernels: %s", reason)
-    return FollowTarget(module, tables, slots=slots, context=context)
+    return (MaskTarget if masked else FollowTarget)(module, tables, slots=slots, context=context)

@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from outrider.cache.base import Layout
-from outrider.cache.static import StaticCache
+from outrider.cache.base import Cache, Layout
 from outrider.heads.description import Description
 from outrider.types import Batch, Draft, Round, Tables
 
@@ -60,7 +59,7 @@ class Taps:
 class StateCache:
     """Entries that were made with the target's own states, and these states until they are read."""
 
-    def __init__(self, inner: StaticCache, taps: Taps, *, read: Callable[[Batch], Batch], before: int = 0) -> None:
+    def __init__(self, inner: Cache, taps: Taps, *, read: Callable[[Batch], Batch], before: int = 0) -> None:
         """Keep entries in `inner` of what `read` leaves of a batch; `before` tokens of a text have none."""
         self._inner, self._taps, self._read, self._before = inner, taps, read, before
 

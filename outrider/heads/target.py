@@ -11,9 +11,11 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from outrider.attention import Reader, attend
 from outrider.cache.base import Cache
 from outrider.errors import OutriderError
 from outrider.heads.description import Description
+from outrider.heads.layers import Attention, Look
 from outrider.heads.taps import Taps
 from outrider.target import Target, grow_by_scores
 from outrider.types import Batch, Draft, Grown, Round, Scores, Tables, Trust
@@ -88,3 +90,18 @@ class HeadRunner:
         out = logits.new_full((*logits.shape[:-1], self.vocab), -torch.inf)
         out[..., self.module.ids] = logits
         return Scores(logits=out)
+
+
+def looking(reader: Reader) -> Look:
+    """Attention over a cache, of a pass whose columns are packed one behind another."""
+
+    def look(of: Attention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return attend(of, query[None], key[None], value[None], None, kv=reader)[0][0].transpose(0, 1)
+
+    return look
+
+
+def at_depth(values: torch.Tensor, depth: torch.Tensor) -> torch.Tensor:
+    """[B, M, *] of values [B, guesses, *] by how many guesses stand before each [B, M]; behind the last, the last."""
+    rows = torch.arange(len(values), device=values.device)[:, None]
+    return values[rows, depth.clamp(max=values.shape[1] - 1)]

@@ -61,7 +61,7 @@ class CChain(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("slot", "position", "place", "budget", "weight", "bias", "end")),
         *((name, ctypes.c_void_p) for name in ("token", "count", "looked", "margin", "chance")),
-        ("worth", ctypes.c_void_p),
+        *((name, ctypes.c_void_p) for name in ("worth", "temperature", "uniform", "law", "law_at")),
         ("keep", ctypes.c_float),
         *((name, ctypes.c_int32) for name in ("rows", "depth", "vocab", "kinds", "ends")),
     )
@@ -71,8 +71,8 @@ class CTrial(ctypes.Structure):
     """`Trial` of rules.cpp."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("token", "parent", "law", "count", "p", "q", "seed", "first")),
-        *((name, ctypes.c_void_p) for name in ("path", "accepted", "bonus", "logprob")),
+        *((name, ctypes.c_void_p) for name in ("token", "parent", "law", "count", "p", "p_at", "q", "q_at")),
+        *((name, ctypes.c_void_p) for name in ("seed", "first", "path", "accepted", "bonus", "logprob")),
         *((name, ctypes.c_int32) for name in ("rows", "nodes", "vocab", "rule")),
     )
 

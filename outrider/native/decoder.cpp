@@ -5,6 +5,7 @@
 #include <omp.h>
 
 #include "attention.h"
+#include "law.h"
 #include "linear.h"
 #include "team.h"
 
@@ -60,6 +61,10 @@ struct Chain {
   int32_t *token, *count, *looked;         // [rows][depth]; [rows]: guesses worth their place; guesses looked at
   float *margin, *chance;                  // [rows][depth]: how far the guess lay before the next one; of the path
   const float* worth;                      // [rows]: a row stops after a chance below, where 1, 2, ... rows go on
+  const float* temperature;                // [rows]: what guesses are drawn at; 0, or no pointer: the likeliest are taken
+  const double* uniform;                   // [rows][depth]: what each one is drawn with
+  float* law;                              // [guesses drawn][vocab]: what they were drawn from
+  int32_t* law_at;                         // [rows][depth]: where it lies; below 0 for what was not drawn
   float keep;                              // a guess with a chance below is not counted
   int32_t rows, depth, vocab, kinds, ends;  // ids below vocab are chosen from
 };
@@ -93,9 +98,10 @@ class Decoder {
     }
   }
 
-  // Guess greedily: the first token of each row follows from `pass`, every other one from a pass over the one before.
+  // Guess: the first token of each row follows from `pass`, every other one from a pass over the one before.
   void grow(Pass pass, const Chain& chain) {
     std::vector<int32_t> active(chain.rows), fields[6];
+    int laws = 0;
     for (int b = 0; b < chain.rows; b++) active[b] = b;
     logits_.resize(size_t(chain.rows) * m_.head.out);
     best_.resize(chain.rows);
@@ -105,8 +111,13 @@ class Decoder {
     for (int depth = 0;; depth++) {
       run(pass);
       std::vector<char> over(chain.rows);
-      for (size_t i = 0; i < active.size(); i++)
-        over[active[i]] = guess(chain, active[i], depth, best_[i], &logits_[i * m_.head.out], chain.worth[active.size() - 1]);
+      const int going = int(active.size());
+      for (int b : active)
+        if (chain.temperature && chain.temperature[b] > 0) chain.law_at[b * chain.depth + depth] = laws++;
+#pragma omp parallel for num_threads(m_.threads) if (chain.temperature && going > 1)
+      for (int i = 0; i < going; i++)
+        over[active[i]] =
+            guess(chain, active[i], depth, best_[i], &logits_[size_t(i) * m_.head.out], chain.worth[going - 1]);
       const auto done = [&](int b) { return chain.budget[b] <= depth + 1 || over[b]; };
       std::vector<int32_t> kept;  // the columns that rows go on from
       for (size_t i = 0; i < active.size(); i++)
@@ -146,7 +157,7 @@ class Decoder {
   // Write down one guess, and whether it is worth its place; returns whether its row stops.
   bool guess(const Chain& chain, int b, int depth, int best, const float* logits, float worth) const {
     const size_t at = size_t(b) * chain.depth + depth;
-    chain.token[at] = m_.id ? m_.id[std::max(0, best)] : std::max(0, best);
+    chain.token[at] = choose(chain, b, at, best, logits);
     chain.margin[at] = best < 0 ? 0.0f : logits[best] - largest_but(logits, std::min(chain.vocab, m_.head.out), best);
     const int kind = std::min(depth, chain.kinds - 1);
     const float odds = chain.weight[kind] * chain.margin[at] + chain.bias[kind];
@@ -155,6 +166,25 @@ class Decoder {
     chain.looked[b] = depth + 1;
     const auto* end = chain.end + chain.ends;
     return chain.count[b] <= depth || chain.chance[at] < worth || std::find(chain.end, end, chain.token[at]) != end;
+  }
+
+  // The likeliest id, or one drawn from the law of all.
+  int32_t choose(const Chain& chain, int b, size_t at, int best, const float* logits) const {
+    const int32_t likeliest = m_.id ? m_.id[std::max(0, best)] : std::max(0, best);
+    if (!chain.temperature || chain.law_at[at] < 0) return likeliest;
+    float* law = chain.law + size_t(chain.law_at[at]) * chain.vocab;
+    if (best < 0) {  // not numbers: then this is what is guessed for certain
+      std::fill(law, law + chain.vocab, 0.0f);
+      law[likeliest] = 1;
+      return likeliest;
+    }
+    std::fill(law, law + chain.vocab, -INFINITY);
+    for (int i = 0, said = std::min(chain.vocab, m_.head.out); i < said; i++) {
+      const int id = m_.id ? m_.id[i] : i;
+      if (id < chain.vocab) law[id] = logits[i];
+    }
+    soften(law, chain.vocab, chain.temperature[b]);
+    return int32_t(draw(law, chain.vocab, chain.uniform[at]));
   }
 
   static float largest_but(const float* logits, int vocab, int best) {

@@ -23,7 +23,7 @@ from outrider.errors import UnsupportedModel
 _log = logging.getLogger("outrider")
 _HERE = Path(__file__).parent
 _UNITS = ("decoder.cpp", "rules.cpp", "suffix.cpp")
-_SOURCES = (*_UNITS, "simd.h", "team.h", "linear.h", "attention.h")
+_SOURCES = (*_UNITS, "simd.h", "law.h", "team.h", "linear.h", "attention.h")
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-fopenmp")
 _PATIENCE = 600  # seconds
 

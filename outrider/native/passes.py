@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from outrider.native.abi import CChain, Columns
-from outrider.types import Grown, Trust
+from outrider.types import Dice, Grown, Packed, Trust
 
 
 class Passes:
@@ -54,24 +54,24 @@ class Passes:
         vocab: int,
         trust: Trust | None = None,
         *,
+        dice: Dice | None = None,
         state: torch.Tensor | None = None,
     ) -> Grown:
-        """One pass, and greedy guesses after it.
+        """One pass, and guesses after it.
 
         Args:
             columns: each row's last column is kept; what follows it is written behind it.
             budget: [B] guesses wanted of each row, at least one.
             vocab: ids below it are guessed.
             trust: when a row stops earlier; None: never.
+            dice: how guesses are drawn; None: greedily.
             state: as in `run`; behind a guess stands what came out of the column before it.
         """
         ends, rows, depth = list(columns.keep), len(budget), max(budget)
-        token, count, looked = (array("i", bytes(4 * size)) for size in (rows * depth, rows, rows))
-        margin, chance = array("f", bytes(4 * rows * depth)), array("f", bytes(4 * rows * depth))
         weight, bias = (array("f", trust.weight), array("f", trust.bias)) if trust else (array("f", [0]),) * 2
         end = array("i", trust.ends if trust else ())
         worth = array("f", [trust.until(rows) if trust else 0.0 for rows in range(1, rows + 1)])
-        fields = (
+        read: tuple[array[Any], ...] = (
             array("i", [columns.slot[c] for c in ends]),
             array("i", [columns.position[c] + 1 for c in ends]),
             array("i", [columns.place[c] + 1 for c in ends]),
@@ -79,26 +79,49 @@ class Passes:
             weight,
             bias,
             end,
-            token,
-            count,
-            looked,
-            margin,
-            chance,
-            worth,
         )
+        found = _Found(budget, vocab if dice else 0)
+        fields = [part.buffer_info()[0] for part in (*read, *found.parts(), worth)]
+        temperature = array("f", dice.temperature if dice else ())
+        uniform = dice.uniform.contiguous() if dice else None
+        fields += [0, 0] if uniform is None else [temperature.buffer_info()[0], uniform.data_ptr()]
+        fields += [found.law.data_ptr(), found.law_at.buffer_info()[0]]
         keep, kinds = trust.keep if trust else 0.0, len(weight)
-        chain = CChain(*(part.buffer_info()[0] for part in fields), keep, rows, depth, vocab, kinds, len(end))
+        chain = CChain(*fields, keep, rows, depth, vocab, kinds, len(end))
         once = columns.c(0, 0, array("i"), 0, _address(state))
         self._code.outrider_grow(self._handle, ctypes.byref(once), ctypes.byref(chain))
-        tokens = torch.tensor(token, dtype=torch.int64).view(rows, depth)
-        if trust is None:
-            return Grown(tokens=tokens, count=tuple(budget))
-        return Grown(
-            tokens=tokens,
-            count=tuple(count),
-            margin=tuple(tuple(margin[b * depth : b * depth + n]) for b, n in enumerate(looked)),
-            chance=tuple(tuple(chance[b * depth : b * depth + n]) for b, n in enumerate(looked)),
-        )
+        return found.grown(watched=trust is not None)
+
+
+class _Found:
+    """What the kernels write of chains, [B, K] unless another shape is given."""
+
+    def __init__(self, budget: Sequence[int], vocab: int) -> None:
+        """For so many guesses [B], drawn from laws over `vocab` ids; 0: taken greedily."""
+        rows, depth = self._shape = len(budget), max(budget)
+        self._budget = tuple(budget)
+        self._token = array("i", bytes(4 * rows * depth))
+        self._count, self._looked = (array("i", bytes(4 * rows)) for _ in range(2))  # [B]
+        self._margin, self._chance = (array("f", bytes(4 * rows * depth)) for _ in range(2))
+        self.law = torch.empty(sum(budget) if vocab else 0, vocab)  # [T, V]
+        self.law_at = array("i", [-1]) * (rows * depth)
+
+    def parts(self) -> tuple[array[Any], ...]:
+        return self._token, self._count, self._looked, self._margin, self._chance
+
+    def grown(self, *, watched: bool) -> Grown:
+        tokens, q = torch.tensor(self._token, dtype=torch.int64).view(self._shape), None
+        if len(self.law):
+            at = torch.tensor(self.law_at, dtype=torch.int64).view(self._shape)
+            q = Packed(values=self.law[: max(self.law_at) + 1], at=at)
+        if not watched:
+            return Grown(tokens=tokens, count=self._budget, q=q)
+        margin, chance = self._looked_at(self._margin), self._looked_at(self._chance)
+        return Grown(tokens=tokens, count=tuple(self._count), margin=margin, chance=chance, q=q)
+
+    def _looked_at(self, part: array[float]) -> tuple[tuple[float, ...], ...]:
+        depth = self._shape[1]
+        return tuple(tuple(part[b * depth : b * depth + n]) for b, n in enumerate(self._looked))
 
 
 def _address(state: torch.Tensor | None) -> int:

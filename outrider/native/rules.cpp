@@ -1,8 +1,5 @@
 // Verification on the CPU, row by row in one call: walk, block and traversal of verify.py, whose equations these are.
-#include <algorithm>
-#include <cmath>
-#include <cstdint>
-#include <vector>
+#include "law.h"
 
 namespace outrider {
 namespace {
@@ -23,7 +20,10 @@ double to_uniform(uint64_t bits) { return double((bits >> 16) & 0xFFFFFFFFFFFFUL
 extern "C" struct Trial {
   const int64_t *token, *parent, *law;  // [B, N]
   const int64_t* count;                 // [B]
-  const float *p, *q;                   // [B, 1 + N, V]; [B, N, V] or null
+  const float* p;                       // [T, V]
+  const int64_t* p_at;                  // [B, 1 + N]: where in p a node's law lies
+  const float* q;                       // [Q, V]
+  const int64_t* q_at;                  // [B, N]: where in q the law of a guess lies; below 0, or null: nowhere
   const int64_t *seed, *first;          // [B]
   int64_t *path, *accepted, *bonus;     // [B, N], [B], [B]: what is found
   float* logprob;                       // [B, 1 + N]
@@ -38,14 +38,14 @@ class Judge {
   Judge(const Trial& t, int row)
       : token_(t.token + size_t(row) * t.nodes), parent_(t.parent + size_t(row) * t.nodes),
         law_(t.law + size_t(row) * t.nodes), count_(int(t.count[row])), nodes_(t.nodes), vocab_(t.vocab),
-        p_(t.p + size_t(row) * (1 + t.nodes) * t.vocab), q_(t.q ? t.q + size_t(row) * t.nodes * t.vocab : nullptr),
+        p_(t.p), p_at_(t.p_at + size_t(row) * (1 + t.nodes)), q_(t.q), q_at_(t.q_at ? t.q_at + size_t(row) * t.nodes : nullptr),
         seed_(uint64_t(t.seed[row])), first_(uint64_t(t.first[row])), path_(t.path + size_t(row) * t.nodes),
         accepted_(t.accepted[row]), bonus_(t.bonus[row]), logprob_(t.logprob + size_t(row) * (1 + t.nodes)) {}
 
   void walk() {
     std::vector<int> path;
     for (int at = -1;;) {
-      const int64_t sample = draw(p_ + size_t(at + 1) * vocab_, int(path.size()));
+      const int64_t sample = draw(p(at), int(path.size()));
       const int child = find(at, sample);
       if (child < 0) return settle(path, sample);
       path.push_back(at = child);
@@ -59,20 +59,19 @@ class Judge {
     std::vector<double> share(length + 1, 1.0);
     int kept = 0;
     for (int i = 1; i <= length; i++) {
-      const double ratio = law_at(p_ + size_t(i - 1) * vocab_, i - 1) / own_chance(i - 1);
+      const double ratio = law_at(p(i - 2), i - 1) / own_chance(i - 1);
       share[i] = std::isnan(ratio) ? 0.0 : std::min(1.0, share[i - 1] * ratio);
     }
     for (int i = 1; i <= length; i++) {
-      const double chance = i == length ? share[i] : share_of(excess(share[i], p_ + size_t(i) * vocab_, i), share[i]);
+      const double chance = i == length ? share[i] : share_of(excess(share[i], p(i - 1), i), share[i]);
       if (flip(i - 1) < gate(chance)) kept = i;
     }
     std::vector<int> path(kept);
     for (int i = 0; i < kept; i++) path[i] = i;
-    const float* p = p_ + size_t(kept) * vocab_;
-    if (kept == length) return settle(path, draw(p, kept));
-    rest_.resize(vocab_);
-    subtract(share[kept], p, kept, {}, rest_.data());
-    settle(path, draw(total(rest_.data()) > 0 ? rest_.data() : p, kept));
+    const float* law = p(kept - 1);
+    if (kept == length) return settle(path, draw(law, kept));
+    const double left = excess(share[kept], law, kept);
+    settle(path, draw(left > 0 ? rest_.data() : law, kept));
   }
 
   // Weng et al. 2025, algorithm 1.
@@ -82,7 +81,7 @@ class Judge {
     std::vector<std::vector<int64_t>> gone(1 + nodes_);  // tokens of its children that were drawn and rejected
     std::vector<char> waiting(nodes_, 0);
     for (int node = 0; node < count_; node++) waiting[node] = alive(node);
-    auto law = [&](int at) { return left[at + 1].empty() ? p_ + size_t(at + 1) * vocab_ : left[at + 1].data(); };
+    auto law = [&](int at) { return left[at + 1].empty() ? p(at) : left[at + 1].data(); };
     int at = -1;
     for (;;) {
       int child = 0;
@@ -115,6 +114,16 @@ class Judge {
   }
 
  private:
+  // p after a node; -1 is the root.
+  const float* p(int node) const { return p_ + size_t(p_at_[node + 1]) * vocab_; }
+
+  // What a node was drawn from.
+  const float* q(int node) {
+    if (q_at_ && q_at_[node] >= 0) return q_ + size_t(q_at_[node]) * vocab_;
+    nothing_.resize(vocab_);
+    return nothing_.data();
+  }
+
   bool alive(int node) const { return token_[node] >= 0 && token_[node] < vocab_; }
 
   int find(int at, int64_t token) const {
@@ -133,9 +142,9 @@ class Judge {
   double law_at(const float* law, int node) const { return law[token_[node]]; }
 
   // q of a node at its own token, without the siblings that are gone where it was drawn so.
-  double own_chance(int node, const std::vector<int64_t>& gone = {}) const {
+  double own_chance(int node, const std::vector<int64_t>& gone = {}) {
     if (law_[node] == kOneHot) return 1.0;
-    const float* q = q_ + size_t(node) * vocab_;
+    const float* q = this->q(node);
     const double scale = law_[node] == kWithoutReplacement ? scale_without(q, gone) : 1.0;
     const bool out = scale > 0 && law_[node] == kWithoutReplacement &&
                      std::find(gone.begin(), gone.end(), token_[node]) != gone.end();
@@ -153,14 +162,14 @@ class Judge {
   }
 
   // out = (share * law - q of the node)+
-  void subtract(double share, const float* law, int node, const std::vector<int64_t>& gone, float* out) const {
+  void subtract(double share, const float* law, int node, const std::vector<int64_t>& gone, float* out) {
     const float a = float(share);
     if (law_[node] == kOneHot) {
       for (int v = 0; v < vocab_; v++) out[v] = a * law[v];
       out[token_[node]] = std::max(out[token_[node]] - 1, 0.0f);
       return;
     }
-    const float* q = q_ + size_t(node) * vocab_;
+    const float* q = this->q(node);
     const bool without = law_[node] == kWithoutReplacement;
     const double scale = without ? scale_without(q, gone) : 1.0;
     const float b = float(scale > 0 ? scale : 1.0);
@@ -175,23 +184,12 @@ class Judge {
     return total(rest_.data());
   }
 
-  double total(const float* mass) const {
-    double sums[8] = {};
-    int v = 0;
-    for (; v + 8 <= vocab_; v += 8)
-      for (int lane = 0; lane < 8; lane++) sums[lane] += mass[v + lane];
-    for (; v < vocab_; v++) sums[0] += mass[v];
-    return ((sums[0] + sums[1]) + (sums[2] + sums[3])) + ((sums[4] + sums[5]) + (sums[6] + sums[7]));
-  }
+  double total(const float* mass) const { return outrider::total(mass, vocab_); }
 
-  // The token `ahead` places after the round's first: the first whose cumulative mass exceeds u times the total.
-  int64_t draw(const float* law, int ahead) {
+  // The token `ahead` places after the round's first.
+  int64_t draw(const float* law, int ahead) const {
     const uint64_t key = mix(mix(seed_ + kTarget * kGolden) + (first_ + uint64_t(ahead)) * kGolden);
-    cdf_.resize(vocab_);
-    double sum = 0;
-    for (int v = 0; v < vocab_; v++) cdf_[v] = sum += law[v];
-    const auto found = std::upper_bound(cdf_.begin(), cdf_.end(), to_uniform(key) * sum);
-    return std::min<int64_t>(found - cdf_.begin(), vocab_ - 1);
+    return outrider::draw(law, vocab_, to_uniform(key));
   }
 
   double flip(int index) const {
@@ -207,19 +205,21 @@ class Judge {
     int at = -1;
     for (size_t i = 0; i <= path.size(); i++) {
       const int64_t token = i < path.size() ? token_[path[i]] : bonus;
-      logprob_[i] = std::log(p_[size_t(at + 1) * vocab_ + token]);
+      logprob_[i] = std::log(p(at)[token]);
       if (i < path.size()) path_[i] = at = path[i];
     }
   }
 
   const int64_t *token_, *parent_, *law_;
   const int count_, nodes_, vocab_;
-  const float *p_, *q_;
+  const float* p_;
+  const int64_t* p_at_;
+  const float* q_;
+  const int64_t* q_at_;
   const uint64_t seed_, first_;
   int64_t *path_, &accepted_, &bonus_;
   float* logprob_;
-  std::vector<float> rest_;
-  std::vector<double> cdf_;
+  std::vector<float> rest_, nothing_;
 };
 
 }  // namespace

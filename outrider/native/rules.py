@@ -14,8 +14,8 @@ from outrider.errors import UnsupportedModel
 from outrider.native.abi import CTrial
 from outrider.native.library import Library, load_library
 from outrider.noise import Noise, PositionNoise
-from outrider.types import Draft, Verdict
-from outrider.verify import Verifier
+from outrider.types import Draft, Packed, Verdict
+from outrider.verify import PackedRule, Verifier
 
 _RULES: Mapping[str, int] = MappingProxyType({"walk": 0, "block": 1, "traversal": 2})  # as rules.cpp numbers them
 
@@ -28,24 +28,28 @@ def fastest(verifier: Verifier, device: torch.device) -> Verifier:
         library = load_library()
     except UnsupportedModel:
         return verifier  # no compiler here, and the reference says the same
-    return replace(verifier, rule=partial(_judge, library, _RULES[verifier.name]))
+    packed = partial(_judge, library, _RULES[verifier.name])
+    return replace(verifier, rule=partial(_judge_padded, packed), packed=packed)
 
 
-def _judge(library: Library, rule: int, draft: Draft, p: torch.Tensor, noise: Noise) -> Verdict:
+def _judge_padded(packed: PackedRule, draft: Draft, p: torch.Tensor, noise: Noise) -> Verdict:
+    return packed(draft, Packed.of(p), noise)
+
+
+def _judge(library: Library, rule: int, draft: Draft, p: Packed, noise: Noise) -> Verdict:
     assert isinstance(noise, PositionNoise)
-    assert p.dtype == torch.float32
-    rows, size, vocab = len(p), draft.size, p.shape[-1]
+    assert p.values.dtype == torch.float32
+    rows, size, vocab = len(p.at), draft.size, p.values.shape[-1]
     found = Verdict(
         path=torch.empty(rows, size, dtype=torch.int64),
         accepted=torch.empty(rows, dtype=torch.int64),
         bonus=torch.empty(rows, dtype=torch.int64),
         logprob=torch.empty(rows, 1 + size),
     )
-    q = None if draft.q is None else draft.q.float().contiguous()
-    given = [part.contiguous() for part in (draft.tokens, draft.parent, draft.law, draft.count, p)]
-    numbers = [part.contiguous() for part in (noise.seed, noise.first)]
-    addresses = [part.data_ptr() for part in given] + [q.data_ptr() if q is not None else 0]
-    outputs = (found.path, found.accepted, found.bonus, found.logprob)
-    addresses += [part.data_ptr() for part in (*numbers, *outputs)]
+    q = (None, None) if draft.q is None else (draft.q.values.float(), draft.q.at)
+    given = (draft.tokens, draft.parent, draft.law, draft.count, p.values, p.at, *q, noise.seed, noise.first)
+    read = [None if part is None else part.contiguous() for part in given]  # held until the call is over
+    written = (found.path, found.accepted, found.bonus, found.logprob)
+    addresses = [0 if part is None else part.data_ptr() for part in (*read, *written)]
     library.code.outrider_judge(ctypes.byref(CTrial(*addresses, rows, size, vocab, rule)))
     return found

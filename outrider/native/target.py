@@ -21,7 +21,7 @@ from outrider.native.abi import Columns
 from outrider.native.decoder import Decoder
 from outrider.native.library import load_library
 from outrider.native.scores import PackedScores
-from outrider.types import Batch, Draft, Grown, Memory, Scores, Tables, Trust
+from outrider.types import Batch, Dice, Draft, Grown, Memory, Packed, Scores, Tables, Trust
 
 _LEAST = 16  # tokens that a slot has room for at least: what the check before first use takes
 
@@ -70,11 +70,15 @@ class NativeTarget:
             exported = {"features": nodes, "fed": fed}
         if order is None:
             return Scores(logits=logits.view(rows, -1, self.vocab), best=best, **exported)
-        return PackedScores(logits, order, rows, best=best, **exported)
+        return PackedScores(Packed(values=logits, at=torch.tensor(order).view(rows, -1)), best=best, **exported)
 
     def grow(self, batch: Batch, vocab: int, trust: Trust | None = None) -> Grown:
         columns, _ = columns_of(batch, tree.empty(len(batch.rows), self.device), -1, self.vocab)
-        return self._decoder.grow(columns, batch.budget, min(vocab, self.vocab), trust)
+        return self._decoder.grow(columns, batch.budget, vocab, trust)
+
+    def draw(self, batch: Batch, vocab: int, dice: Dice, trust: Trust | None = None) -> Grown:
+        columns, _ = columns_of(batch, tree.empty(len(batch.rows), self.device), -1, self.vocab)
+        return self._decoder.grow(columns, batch.budget, vocab, trust, dice=dice)
 
     def export(self, layers: Sequence[int]) -> None:
         most = self._decoder.shape.layers - 1

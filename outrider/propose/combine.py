@@ -7,13 +7,14 @@ from dataclasses import dataclass, replace
 from functools import reduce
 
 import torch
+from torch.nn import functional
 
 from outrider import tree
 from outrider.errors import OutriderError
 from outrider.propose.base import Proposer, Setup
 from outrider.propose.chances import Chances
 from outrider.propose.sketch import Sketch, depths
-from outrider.types import Batch, Draft, Draw, Law, Needs, Request, Round
+from outrider.types import Batch, Draft, Draw, Law, Needs, Packed, Request, Round
 
 _LEVELS = 8  # of a chance that a part gives a guess
 _HOPE = 0.6  # that a guess is kept of which its proposer says nothing
@@ -204,16 +205,29 @@ def _draft(unions: Sequence[_Union], drafts: Sequence[Draft], device: torch.devi
     )
 
 
-def _laws(unions: Sequence[_Union], drafts: Sequence[Draft], size: int) -> torch.Tensor:
-    """[B, N, V]: what each drawn node was drawn from."""
-    known = next(draft.q for draft in drafts if draft.q is not None)
-    out = known.new_zeros(len(unions), size, known.shape[-1])
+def _laws(unions: Sequence[_Union], drafts: Sequence[Draft], size: int) -> Packed:
+    """[B, N]: what each drawn node was drawn from."""
+    both, places = _together(drafts)
+    known = [at.tolist() for at in places]
+    out = [[-1] * size for _ in unions]
     for b, union in enumerate(unions):
         for at, ((part, node), law) in enumerate(zip(union.source, union.law, strict=True)):
-            q = drafts[part].q
-            if law and q is not None:
-                out[b, at] = q[b, node]
-    return out
+            if law:
+                out[b][at] = known[part][b][node]
+    return Packed(values=both, at=tree.upload(out, both.device))
+
+
+def _together(drafts: Sequence[Draft]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """What all guesses were drawn from, [T, V], and where in it that of each draft's guesses lies, [B, N]."""
+    laws, places, count = [], [], 0
+    for draft in drafts:
+        at = torch.full_like(draft.tokens, -1)
+        if draft.q is not None:
+            at = torch.where(draft.q.at < 0, -1, draft.q.at + count)
+            laws.append(draft.q.values)
+            count += len(draft.q.values)
+        places.append(at)
+    return laws[0] if len(laws) == 1 else torch.cat(laws), places
 
 
 def _beside(one: Draft, two: Draft) -> Draft:
@@ -228,10 +242,8 @@ def _beside(one: Draft, two: Draft) -> Draft:
     pick = first[:, None]
     q = None
     if a.q is not None or b.q is not None:
-        known = a.q if a.q is not None else b.q
-        assert known is not None
-        ours, theirs = (each.q if each.q is not None else torch.zeros_like(known) for each in (a, b))
-        q = torch.where(pick[..., None], ours, theirs)
+        both, (ours, theirs) = _together((a, b))
+        q = Packed(values=both, at=torch.where(pick, ours, theirs))
     said = one.chance is not None and two.chance is not None
     return Draft(
         tokens=torch.where(pick, a.tokens, b.tokens),
@@ -252,11 +264,11 @@ def _widened(draft: Draft, size: int) -> Draft:
     if not more:
         return draft
 
-    def pad(values: torch.Tensor) -> torch.Tensor:
-        return torch.cat([values, values.new_zeros(len(values), more, *values.shape[2:])], 1)
+    def pad(values: torch.Tensor, filler: int = 0) -> torch.Tensor:
+        return functional.pad(values, (0, more), value=filler)
 
     parent = torch.cat(
         [draft.parent, torch.arange(draft.size - 1, size - 1).to(draft.parent).expand(len(draft.parent), more)], 1
     )
-    q = None if draft.q is None else pad(draft.q)
+    q = None if draft.q is None else replace(draft.q, at=pad(draft.q.at, -1))
     return replace(draft, tokens=pad(draft.tokens), parent=parent, law=pad(draft.law), q=q)

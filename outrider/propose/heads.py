@@ -45,7 +45,7 @@ class HeadTreeProposer(TreeProposer):
 
 def within(batch: Batch, head: HeadTarget, reach: int) -> Batch:
     """No row with more guesses than `reach`, and none where the target has yet to read what led to the last token."""
-    if head.description.block:  # all guesses are made in one pass, so to do without the later ones spares nothing
+    if head.description.at_once:  # all guesses are made in one pass, so to do without the later ones spares nothing
         batch = replace(batch, worth=())
     ready = (start and len(feed) == 1 for start, feed in zip(batch.start, batch.feed, strict=True))
     return replace(batch, budget=tuple(min(b, reach) if r else 0 for b, r in zip(batch.budget, ready, strict=True)))

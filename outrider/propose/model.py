@@ -15,8 +15,8 @@ from outrider.noise import PositionNoise, inverse_cdf
 from outrider.propose.base import Setup
 from outrider.propose.confidence import Confidence
 from outrider.sampling import Knobs, warp
-from outrider.target import Target
-from outrider.types import Batch, Draft, Draw, Law, Needs, Request, Round, Trust
+from outrider.target import Drawer, Target
+from outrider.types import Batch, Dice, Draft, Draw, Grown, Law, Needs, Packed, Request, Round, Trust
 from outrider.watch import Watch
 
 _log = logging.getLogger("outrider")
@@ -124,15 +124,27 @@ class ModelProposer:
         knobs = self._knobs_of(batch)
         ends = frozenset.intersection(*(row.request.end_ids for row in batch.rows))
         trust = self._confidence.trust(batch.keep, batch.worth, tuple(ends))
-        if knobs.bare and min(batch.budget):
-            grown = self._model.grow(batch, self._setup.vocab, trust)
-            self._margins = grown.margin
-            return self._chain(grown.tokens, grown.count, grown.chance)
-        return self._draw_chain(batch, knobs, trust)
+        grown = self._grown(batch, knobs, trust) if min(batch.budget) else None
+        if grown is None:
+            return self._draw_chain(batch, knobs, trust)
+        self._margins, law = grown.margin, torch.full_like(grown.tokens, Law.ONE_HOT)
+        if grown.q is not None:
+            law[grown.q.at >= 0] = Law.SAMPLED
+        return self._chain(grown.tokens, grown.count, grown.chance, law=law, q=grown.q)
+
+    def _grown(self, batch: Batch, knobs: Knobs, trust: Trust) -> Grown | None:
+        """Chains that the model grows by itself; None where that is not how these rows want their guesses."""
+        model, vocab, draw = self._model, self._setup.vocab, self._setup.draw
+        if knobs.bare or (knobs.soft and draw is Draw.ARGMAX):  # no temperature changes which token is the likeliest
+            return model.grow(batch, vocab, trust)
+        if knobs.soft and draw is Draw.SAMPLE and isinstance(model, Drawer):
+            temperature = tuple(row.request.params.temperature for row in batch.rows)
+            uniform = self._noise_of(batch).draws(max(batch.budget))
+            return model.draw(batch, vocab, Dice(temperature=temperature, uniform=uniform), trust)
+        return None
 
     def _draw_chain(self, batch: Batch, knobs: Knobs, trust: Trust) -> Draft:
-        assert self._noise is not None
-        noise = self._noise.at(tree.upload([len(row.text) for row in batch.rows], self._setup.device))
+        noise = self._noise_of(batch)
         draft = tree.empty(len(batch.rows), self._setup.device)
         draws = noise.draws(max(batch.budget))
         laws: list[torch.Tensor] = []
@@ -153,8 +165,9 @@ class ModelProposer:
         if self._setup.draw is Draw.ARGMAX or knobs.all_greedy or not laws:
             return self._chain(draft.tokens, draft.width, watch.chances)
         sampled = tree.upload(knobs.sampled, self._setup.device, torch.bool)[:, None]
-        q = torch.stack(laws, 1) * sampled[..., None]
         law_of = torch.where(sampled, int(Law.SAMPLED), int(Law.ONE_HOT)).expand_as(draft.tokens)
+        places = torch.arange(draft.tokens.numel(), device=self._setup.device).view(len(laws), -1).T
+        q = Packed(values=torch.cat(laws), at=torch.where(sampled, places, -1))
         return self._chain(draft.tokens, draft.width, watch.chances, law=law_of, q=q)
 
     def _chain(
@@ -164,7 +177,7 @@ class ModelProposer:
         chances: Sequence[Sequence[float]] | None,
         *,
         law: Law | torch.Tensor = Law.ONE_HOT,
-        q: torch.Tensor | None = None,
+        q: Packed | None = None,
     ) -> Draft:
         """The first `width[b]` of the tokens; those behind were looked at and left."""
         self._looked = tokens.tolist() if chances is not None else []
@@ -172,7 +185,8 @@ class ModelProposer:
         if chances is not None:
             said = tuple(tuple(row[:count]) for row, count in zip(chances, width, strict=True))
         laws = law[:, :size] if isinstance(law, torch.Tensor) else law
-        return tree.chain(tokens[:, :size], width, law=laws, q=None if q is None else q[:, :size], chance=said)
+        q = q and replace(q, at=q.at[:, :size])
+        return tree.chain(tokens[:, :size], width, law=laws, q=q, chance=said)
 
     def _draw(self, law: torch.Tensor, noise: PositionNoise, draws: torch.Tensor, depth: int) -> torch.Tensor:
         """Guess number `depth` [B] from `law` [B, V]."""
@@ -190,6 +204,10 @@ class ModelProposer:
             self._noise = PositionNoise(self._knobs.seed, self._knobs.seed)
         return self._knobs
 
+    def _noise_of(self, batch: Batch) -> PositionNoise:
+        assert self._noise is not None
+        return self._noise.at(tree.upload([len(row.text) for row in batch.rows], self._setup.device))
+
 
 def _fit(logits: torch.Tensor, vocab: int) -> torch.Tensor:
     """Logits over the target's ids: a family's members may pad their vocabularies differently."""
@@ -202,7 +220,7 @@ def _spread(draft: Draft, where: list[int], rows: int) -> Draft:
     index = tree.upload(where, draft.tokens.device)
     tokens = draft.tokens.new_zeros(rows, draft.size).index_copy_(0, index, draft.tokens)
     law = draft.law.new_zeros(rows, draft.size).index_copy_(0, index, draft.law)
-    q = draft.q if draft.q is None else draft.q.new_zeros(rows, *draft.q.shape[1:]).index_copy_(0, index, draft.q)
+    q = draft.q and replace(draft.q, at=draft.tokens.new_full((rows, draft.size), -1).index_copy_(0, index, draft.q.at))
     widths = dict(zip(where, draft.width, strict=True))
     chance = None
     if draft.chance is not None:

@@ -26,7 +26,7 @@ from outrider.propose.sketch import Sketch, picked
 from outrider.sampling import Knobs, warp
 from outrider.shapes import bar, best_first
 from outrider.target import Target
-from outrider.types import Batch, Draft, Draw, Law, Round, Row, Trust
+from outrider.types import Batch, Draft, Draw, Law, Packed, Round, Row, Trust
 
 _BREADTH = 8  # children of a node at most
 _LEAST = 1e-4  # of a law's mass: what is drawn from less is drawn from rounding errors
@@ -295,10 +295,9 @@ class TreeProposer(ModelProposer):
         if not drawn:
             return draft
         row, node, ours, at = tree.upload(drawn, laws.device).unbind(1)
-        q = laws.new_zeros(*draft.tokens.shape, laws.shape[-1])
-        q[row, node] = laws[ours, at]
+        places = torch.full_like(draft.tokens, -1).index_put((row, node), ours * laws.shape[1] + at)
         law = draft.law.index_put((row, node), torch.tensor(int(Law.WITHOUT_REPLACEMENT), device=laws.device))
-        return replace(draft, law=law, q=q)
+        return replace(draft, law=law, q=Packed(values=laws.flatten(0, 1), at=places))
 
 
 class _Plan:

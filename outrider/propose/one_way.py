@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-import torch
+from dataclasses import replace
 
 from outrider import tree
 from outrider.propose.base import Proposer
@@ -46,13 +45,12 @@ def likeliest(draft: Draft) -> Draft:
     paths = [_first_path(parents[:count]) for parents, count in zip(draft.parent.tolist(), counts, strict=True)]
     size = max(map(len, paths))
     index = tree.upload([path + [0] * (size - len(path)) for path in paths], draft.tokens.device)
-    rows = torch.arange(len(paths), device=index.device)[:, None]
     chance = draft.chance
     return tree.chain(
         draft.tokens.gather(1, index),
         tuple(map(len, paths)),
         law=draft.law.gather(1, index),
-        q=None if draft.q is None else draft.q[rows, index],
+        q=None if draft.q is None else replace(draft.q, at=draft.q.at.gather(1, index)),
         chance=chance and tuple(tuple(said[i] for i in path) for said, path in zip(chance, paths, strict=True)),
     )
 

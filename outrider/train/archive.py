@@ -20,7 +20,7 @@ from outrider.train.processes import world
 from outrider.train.sample import Sample
 from outrider.types import Request
 
-_FORM = 1  # of what is kept; a file of another form is never found
+_FORM = 2  # of what is kept; a file of another form is never found
 _log = logging.getLogger("outrider")
 
 
@@ -32,13 +32,16 @@ class Archive:
     keeps most by keeping the first.
     """
 
-    def __init__(self, folder: str | Path, *, gigabytes: float, origin: str) -> None:
-        """Keep up to `gigabytes` (1e9 bytes) in a folder; `origin` says whose states they are (see `origin_of`).
+    def __init__(self, folder: str | Path, *, gigabytes: float, origin: str, layers: Sequence[int]) -> None:
+        """Keep up to `gigabytes` (1e9 bytes) in a folder.
+
+        `origin` says whose states they are (see `origin_of`), and `layers` which of them samples hold. What was kept
+        with more layers will do.
 
         Raises:
             OutriderError: the folder cannot be made.
         """
-        self._folder, self._origin = Path(folder).expanduser(), origin
+        self._folder, self._origin, self._layers = Path(folder).expanduser(), origin, list(layers)
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             held = sum(file.stat().st_size for file in self._folder.glob("*/*.safetensors"))
@@ -51,8 +54,10 @@ class Archive:
         file = self._file(request)
         try:
             held = load_file(file)
-            tokens, states, shown = tuple(held["tokens"].tolist()), held["states"], held.get("shown")
-        except (OSError, SafetensorError, KeyError):
+            tokens, layers = tuple(held["tokens"].tolist()), held["layers"].tolist()
+            states = held["states"][:, [layers.index(layer) for layer in self._layers]]
+            shown = held.get("shown")
+        except (OSError, SafetensorError, KeyError, ValueError, IndexError):
             return None
         if states.dim() != 3 or len(states) + 1 != len(tokens) or tokens[: len(request.prompt)] != request.prompt:
             return None
@@ -67,7 +72,11 @@ class Archive:
         fresh = file.with_suffix(f".{os.getpid()}.new")
         try:
             file.parent.mkdir(exist_ok=True)
-            held = {"tokens": torch.tensor(sample.tokens), "states": sample.states.cpu().contiguous()}
+            held = {
+                "tokens": torch.tensor(sample.tokens),
+                "layers": torch.tensor(self._layers),
+                "states": sample.states.cpu().contiguous(),
+            }
             held |= {} if sample.shown is None else {"shown": sample.shown.cpu().contiguous()}
             save_file(held, fresh)
             fresh.replace(file)
@@ -92,7 +101,7 @@ class Archive:
         return self._folder / name[:2] / f"{name}.safetensors"
 
 
-def origin_of(house: House, folder: str | Path, layers: Sequence[int], looked: Sequence[int] = ()) -> str:
-    """Whose states these are: the target's weights, what they run on, which layers are kept and which are looked at."""
-    kept = [list(layers), list(looked)] if looked else [list(layers)]
-    return json.dumps([model_print(Path(folder)), str(house.dtype), house.target.kernels, *kept])
+def origin_of(house: House, folder: str | Path, looked: Sequence[int] = ()) -> str:
+    """Whose states these are: the target's weights, what they run on, and the layers that are looked at, if any are."""
+    seen = [list(looked)] if looked else []
+    return json.dumps([model_print(Path(folder)), str(house.dtype), house.target.kernels, *seen])

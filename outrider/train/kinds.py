@@ -15,6 +15,7 @@ from outrider.heads.description import (
     Join,
     JoinAt,
     Kind,
+    Masks,
     Recycle,
     Stack,
     Taps,
@@ -22,7 +23,7 @@ from outrider.heads.description import (
 )
 
 ONLOOKER = "onlooker"
-_GUESSES = 7  # of a block
+_GUESSES = 7  # of a pass that makes them all
 _RANK, _TAPS = 256, 5  # at most: of the correction by the token before; layers that a block reads
 
 
@@ -37,7 +38,8 @@ class Shape:
     draft_vocab: int = 0  # 0 = all
     depth: int = 1  # decoder layers, or independent heads
     ffn: int = 0  # 0 = as Llama has it
-    guesses: int = 0  # of a block; 0 = 7
+    guesses: int = 0  # of a pass that makes them all; 0 = 7
+    modules: int = 1  # for multi-token prediction
     view: View | None = None  # what can be seen of the target's memory
     own_head: bool | None = None  # an output layer of its own, or the target's; None = as the kind is published
 
@@ -50,7 +52,7 @@ def describe(kind: str, shape: Shape) -> Description:
     """
     if kind not in KINDS:
         raise OutriderError(f"kind {kind!r} is unknown; use {', '.join(KINDS)}")
-    if shape.layers < 4 and kind in ("eagle3", "eagle31"):
+    if shape.layers < 4 and kind in ("eagle3", "eagle31", "peagle"):
         raise OutriderError(f"{kind} reads three layers, and this target has {shape.layers}; use mtp or medusa")
     return KINDS[kind](shape)
 
@@ -90,16 +92,17 @@ def _eagle3(shape: Shape) -> Description:
 
 def _eagle31(shape: Shape) -> Description:
     plain = _eagle3(shape)
-    return Description(
-        **{
-            **{name: getattr(plain, name) for name in plain.__slots__},
-            "taps": Taps(layers=plain.taps.layers, fused=True, norm=FuseNorm.EACH),
-            "recycle": Recycle.NORMED,
-        }
-    )
+    return replace(plain, taps=replace(plain.taps, norm=FuseNorm.EACH), recycle=Recycle.NORMED)
+
+
+def _peagle(shape: Shape) -> Description:
+    # The last token of a vocabulary is padding, kept in reserve, or as rare as any.
+    masks = Masks(guesses=shape.guesses or _GUESSES, token=shape.vocab - 1)
+    return replace(_eagle3(shape), kind=Kind.PEAGLE, masks=masks)
 
 
 def _mtp(shape: Shape) -> Description:
+    several = shape.modules > 1  # as DeepSeek has them: theirs is the one naming that holds several
     return Description(
         kind=Kind.MTP,
         target_hidden=shape.hidden,
@@ -107,9 +110,10 @@ def _mtp(shape: Shape) -> Description:
         vocab=shape.vocab,
         draft_vocab=shape.draft_vocab,
         taps=Taps(layers=(shape.layers - 1,), final=True),
-        join=Join(at=JoinAt.PROJECTION),
+        join=Join(at=JoinAt.PROJECTION, zero_first=several),
         body=body(shape),
-        recycle=Recycle.NORMED,
+        modules=shape.modules,
+        recycle=Recycle.RAW if several else Recycle.NORMED,
         own_head=bool(shape.own_head),
     )
 
@@ -187,6 +191,7 @@ KINDS: Mapping[str, Callable[[Shape], Description]] = MappingProxyType(
     {
         "eagle3": _eagle3,
         "eagle31": _eagle31,
+        "peagle": _peagle,
         "mtp": _mtp,
         "medusa": _stack(Kind.MEDUSA),
         "hydra": _stack(Kind.HYDRA),

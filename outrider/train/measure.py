@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from outrider.build import House
@@ -10,7 +11,7 @@ from outrider.engine import Engine
 from outrider.noise import mix_int
 from outrider.params import SamplingParams
 from outrider.plan import FixedPlanner
-from outrider.propose.base import Proposer, Setup
+from outrider.propose.base import Proposer
 from outrider.schedule import Scheduler
 from outrider.stats import Stats
 from outrider.train.pupil import Pupil
@@ -28,18 +29,7 @@ class Gauge:
 
     def measure(self, pupil: Pupil) -> dict[str, Any]:
         """tau and the acceptance by position, greedy and at temperature 1."""
-        house = self._house
-        setup = Setup(
-            target=house.target,
-            vocab=house.vocab,
-            slots=house.target.slots,
-            context=house.context,
-            device=house.device,
-            dtype=house.dtype,
-            draw=_RULE.draw,
-            tokenizer=house.tokenizer,
-        )
-        proposer = pupil.proposer(setup)
+        proposer = pupil.proposer(replace(self._house.setup, draw=_RULE.draw))
         return {f"temperature {t:g}": _figures(self._run(proposer, t)) for t in (0.0, 1.0)}
 
     def _run(self, proposer: Proposer, temperature: float) -> Stats:

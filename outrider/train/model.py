@@ -113,6 +113,7 @@ def _folder(settings: Settings) -> str:
         "--draft-vocab": settings.draft_vocab,
         "--guesses": settings.guesses,
         "--mask-token": settings.mask_token is not None,
+        "--modules": settings.modules > 1,
     }
     if given := [name for name, value in shaping.items() if value]:
         raise OutriderError(f"{given[0]} shapes a new draft, and a draft model has its shape; leave it out")

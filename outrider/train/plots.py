@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -16,24 +15,9 @@ Lines = Sequence[dict[str, Any]]
 _HEIGHT = 2.7  # inches
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plot:
-    """A figure with the words around it."""
-
-    title: str
-    caption: str
-    svg: str
-
-
-def draw(lines: Lines) -> list[Plot]:
+def draw(lines: Lines) -> list[canvas.Plot]:
     """All plots for which a log has data."""
-    plots = []
-    with canvas.drawing():
-        for make, title, caption in _PLOTS:
-            if figure := make(lines):
-                name = make.__name__.strip("_")
-                plots.append(Plot(title=title, caption=caption, svg=canvas.to_svg(figure, name=name, label=title)))
-    return plots
+    return canvas.drawn(_PLOTS, lines)
 
 
 def _loss(lines: Lines) -> Figure | None:
@@ -114,7 +98,7 @@ def _over_waves(axes: Axes, label: str | None) -> None:
         axes.set_ylabel(label)
 
 
-_PLOTS: tuple[tuple[Callable[[Lines], Figure | None], str, str], ...] = (
+_PLOTS: tuple[canvas.Drawing[Lines], ...] = (
     (_loss, "Loss", "The mean of each wave's steps, on texts that are learned from right then."),
     (
         _alpha,

@@ -6,11 +6,10 @@ import json
 import random
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from outrider.errors import OutriderError
-from outrider.prompts import Prompt, by_category
+from outrider.prompts import Line, Prompt, by_category, read_lines, turns
 
 _HELD, _MOST = 0.05, 64  # of the data, where no prompts to measure on are named; and at most
 _FORM = '{"prompt": "..."} or {"messages": [...]}'
@@ -22,7 +21,7 @@ def read_prompts(files: Sequence[str], *, limit: int | None = None) -> list[Prom
     Raises:
         OutriderError: a file or a line is not as it should be.
     """
-    return [prompt for file in files for prompt in _lines(Path(file).expanduser())][:limit]
+    return [_prompt(line) for file in files for line in read_lines(file, form=_FORM)][:limit]
 
 
 def split(prompts: Sequence[Prompt], held_out: str | None, *, seed: int) -> tuple[list[Prompt], list[Prompt]]:
@@ -68,37 +67,11 @@ def _content(prompt: Prompt) -> str:
     return json.dumps([prompt.prompt, prompt.messages])
 
 
-def _lines(path: Path) -> list[Prompt]:
-    try:
-        lines = path.read_text("utf-8").split("\n")  # and nowhere else: a text may hold other ends of lines
-    except (OSError, UnicodeDecodeError) as error:
-        raise OutriderError(f"{path} cannot be read ({error}); give a file of JSON lines") from error
-    out = [_prompt(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
-    if not out:
-        raise OutriderError(f"{path} holds no prompts; give lines like {_FORM}")
-    return out
-
-
-def _prompt(line: str, where: str) -> Prompt:
-    try:
-        entry = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise OutriderError(f"{where}: not JSON ({error.msg} at column {error.colno})") from error
-    prompt = entry.get("prompt") if isinstance(entry, dict) else None
-    messages = entry.get("messages") if isinstance(entry, dict) else None
-    category = str(entry.get("category", "")) if isinstance(entry, dict) else ""
+def _prompt(line: Line) -> Prompt:
+    where, fields = line.where, line.fields
+    prompt, messages, category = fields.get("prompt"), fields.get("messages"), str(fields.get("category", ""))
     if messages is not None:
-        return Prompt(id=where, category=category, prompt=None, messages=_turns(messages, where))
+        return Prompt(id=where, category=category, prompt=None, messages=turns(messages, where))
     if not isinstance(prompt, str) or not prompt:
         raise OutriderError(f"{where}: no prompt; give lines like {_FORM}")
     return Prompt(id=where, category=category, prompt=prompt, messages=None)
-
-
-def _turns(messages: Any, where: str) -> tuple[dict[str, str], ...]:
-    good = isinstance(messages, list) and messages
-    if not good or not all(
-        isinstance(turn, dict) and isinstance(turn.get("role"), str) and isinstance(turn.get("content"), str)
-        for turn in messages
-    ):
-        raise OutriderError(f'{where}: messages must be a list of {{"role": "...", "content": "..."}}')
-    return tuple({"role": turn["role"], "content": turn["content"]} for turn in messages)

@@ -13,7 +13,7 @@ from torch import nn
 from outrider.errors import OutriderError
 from outrider.heads.description import Description, Taps, View
 from outrider.heads.runners import make_head_target
-from outrider.heads.store import HeadModule, filled, make_module, write_head
+from outrider.heads.store import HeadModule, filled, make_module, read_head, write_head
 from outrider.propose.base import Proposer, Setup
 from outrider.propose.heads import HeadProposer
 from outrider.target import Lender
@@ -65,18 +65,20 @@ class HeadPupil:
     lr = 1e-3
 
     def __init__(self, kind: str, settings: Settings, setup: Setup, tables: Tables) -> None:
-        """Fresh weights, for the target of this house, which lends its tables.
+        """Fresh weights or those of `settings.draft`, for the target of this house, which lends its tables.
 
         Raises:
             OutriderError: the options and the kind, or the target, do not fit.
         """
-        self._tables, shape = tables, _shape(settings, setup, tables)
+        self._tables, self._later = tables, settings.later
+        shape = _shape(settings, setup, tables)
         if kind == ONLOOKER:
             shape = replace(shape, view=find_view(setup.target, tables))
-        self._description, self._later = describe(kind, shape), settings.later
-        it = self._description
+        wanted = describe(kind, shape)
+        self._fresh = settings.draft is None
+        self._module = make_module(wanted).to(setup.device) if self._fresh else _begun(settings, wanted, setup)
+        self._description = it = self._module.description
         _check(kind, settings, it)
-        self._module = make_module(it).to(setup.device)
         if settings.mask_token is not None:
             self._module.get_parameter("mask").requires_grad_(False).copy_(tables.embedding[settings.mask_token])
         self._lend()
@@ -84,16 +86,25 @@ class HeadPupil:
         self._module.register_load_state_dict_post_hook(lambda *_: self._lend())  # type: ignore[no-untyped-call]
         self.module: nn.Module = self._module
         self.taps, self.views, self.ids = it.taps, it.views, self._module.ids
-        self.steps = _of_itself(it) or 4
+        self.steps = it.reach or 4
 
     def begin(self, samples: Callable[[], Sequence[Sample]]) -> None:
         it, module = self._description, self._module
+        if not self._fresh:
+            return
         if it.draft_vocab:
             module.ids.copy_(frequent(samples(), it.vocab, it.draft_vocab, module.ids.device))
             self._lend()
-        if it.own_head and it.width == it.target_hidden:
-            with torch.no_grad():
+        if it.width != it.target_hidden:
+            return
+        with torch.no_grad():  # what the target's last norm and output layer do is the best start for the draft's own
+            if it.own_head:
                 module.output_table().copy_(self._tables.head[module.ids])
+            norm, fuse = getattr(module, "norm", None), getattr(module, "fuse", None)
+            if norm is not None:
+                norm.weight.copy_(self._tables.norm)
+            if fuse is not None:  # the highest tap, which says most, and a little of the others
+                fuse.weight.mul_(0.1)[:, -it.width :] += torch.eye(it.width, device=module.ids.device)
 
     def unroll(self, texts: Texts, steps: int) -> Iterator[Step]:
         return unrolled(self._module, texts, steps, self._later)
@@ -153,31 +164,50 @@ def _shape(settings: Settings, setup: Setup, tables: Tables) -> Shape:
         depth=settings.depth or 1,
         ffn=settings.ffn,
         guesses=settings.guesses,
+        modules=settings.modules,
         own_head=settings.own_head,
     )
 
 
+def _begun(settings: Settings, wanted: Description, setup: Setup) -> HeadModule:
+    """A draft that was trained before, to go on with."""
+    assert settings.draft is not None
+    module = read_head(settings.draft, dtype=torch.float32, device=setup.device).requires_grad_(True)
+    it = module.description
+    shaping = (settings.depth, settings.ffn, settings.draft_vocab, settings.guesses, settings.own_head)
+    if any(option not in (0, None) for option in shaping) or settings.modules > 1 or settings.mask_token is not None:
+        raise OutriderError(
+            f"{settings.draft} has its shape; leave --depth, --ffn, --draft-vocab, --own-head, --guesses, --modules and"
+            " --mask-token out"
+        )
+    ours, theirs = ((each.kind, each.vocab, each.target_hidden, each.target_layers) for each in (wanted, it))
+    if ours != theirs:
+        raise OutriderError(
+            f"{settings.draft} is of kind {it.kind}, for a target with vocabulary {it.vocab}, width {it.target_hidden}"
+            f" and {it.target_layers} layers; what is trained here is {wanted.kind}, for one with {ours[1]}, {ours[2]}"
+            f" and {ours[3]}"
+        )
+    if set(it.views) != set(wanted.views):
+        raise OutriderError(
+            f"{settings.draft} looks at other keys and values than this target shows; leave --draft out"
+        )
+    return module
+
+
 def _check(kind: str, settings: Settings, it: Description) -> None:
     """No option is ignored."""
-    count, heads = _of_itself(it), it.stack.heads if it.stack else 0
+    count, heads = it.reach, it.stack.heads if it.stack else 0
     problems = {
         f"{kind} has no perceptrons of a width to choose; leave --ffn out": settings.ffn and it.body is None,
-        f"{kind} has no block; leave --guesses out": settings.guesses and it.block is None,
+        f"{kind} has no block; leave --guesses out": settings.guesses and not it.at_once,
         f"{kind} has no block; leave --mask-token out": settings.mask_token is not None and it.block is None,
         f"--mask-token is {settings.mask_token}, and the target has {it.vocab} tokens": (settings.mask_token or 0)
         >= it.vocab,
+        f"{kind} has no modules; leave --modules out": settings.modules > it.modules,
         f"{kind} makes {count} guesses and trains them all; leave --steps out": count
         and settings.steps not in (None, count),
         f"{kind} has {heads} heads where --depth is {settings.depth}; use 2 or more": heads
         and settings.depth not in (0, heads),
-        f"{kind} starts from nothing; leave --draft out, or train the kind {DRAFT}": settings.draft is not None,
     }
     if found := [text for text, wrong in problems.items() if wrong]:
         raise OutriderError(found[0])
-
-
-def _of_itself(it: Description) -> int:
-    """How many guesses it makes in a row, 0 where it goes on as far as it is asked to."""
-    if it.block:
-        return it.block.guesses
-    return it.stack.heads if it.stack else 0

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from outrider import machine
-from outrider.build import embedded
+from outrider.embedded import embedded
 from outrider.errors import OutriderError
 from outrider.plan_file import model_print
 from outrider.prompts import Prompt
@@ -130,8 +130,8 @@ class Training:
             raise OutriderError(f"{len(texts)} prompts are too few for {world()} processes; give more, or begin fewer")
         archive = None
         if settings.cache is not None:
-            origin = origin_of(room.house, self._target, room.recorder.layers, room.recorder.looked)
-            archive = Archive(settings.cache, gigabytes=settings.cache_gb or _GIGABYTES, origin=origin)
+            origin, layers = origin_of(room.house, self._target, room.recorder.looked), room.recorder.layers
+            archive = Archive(settings.cache, gigabytes=settings.cache_gb or _GIGABYTES, origin=origin, layers=layers)
         manner = Manner(
             temperature=settings.temperature, tokens=settings.answer_tokens, go_on=settings.go_on, seed=settings.seed
         )

@@ -72,7 +72,11 @@ class Settings:
     ] = False
     draft: Annotated[
         str | None,
-        typer.Option(metavar="DIR", help="The small model that the kind draft goes on with.", rich_help_panel=_WHAT),
+        typer.Option(
+            metavar="DIR",
+            help="What to go on with: a trained draft of the same kind, or for the kind draft a small model.",
+            rich_help_panel=_WHAT,
+        ),
     ] = None
     depth: Annotated[
         int,
@@ -90,12 +94,12 @@ class Settings:
         bool | None,
         typer.Option(
             "--own-head/--shared-head",
-            help="An output layer of the draft's own, or the target's. Default: own for eagle3 and eagle31.",
+            help="An output layer of the draft's own, or the target's. Default: own for eagle3, eagle31 and peagle.",
             rich_help_panel=_WHAT,
         ),
     ] = None
     guesses: Annotated[
-        int, typer.Option(min=0, help="Of a block, for the kinds that have one; 0 = 7.", rich_help_panel=_WHAT)
+        int, typer.Option(min=0, help="Of the kinds that make all of them in one pass; 0 = 7.", rich_help_panel=_WHAT)
     ] = 0
     mask_token: Annotated[
         int | None,
@@ -105,11 +109,17 @@ class Settings:
             rich_help_panel=_WHAT,
         ),
     ] = None
+    modules: Annotated[
+        int,
+        typer.Option(
+            min=1, help="Of mtp: each makes one guess; 1 alone is applied again and again.", rich_help_panel=_WHAT
+        ),
+    ] = 1
     steps: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="Guesses in a row that are trained. Default: all of heads or a block, 1 of a model, else 4.",
+            help="Guesses in a row that are trained. Default: all of heads, modules or a pass, 1 of a model, else 4.",
             rich_help_panel=_HOW,
         ),
     ] = None

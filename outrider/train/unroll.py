@@ -2,8 +2,9 @@
 
 Column c holds the token x_(c+1) and the target's state f_c. At step 0 it guesses x_(c+2); at step s it has gone on s
 guesses, of which the tokens are given and the states are its own. A guess sees the columns of step 0 up to the one that
-it began from, and of later steps its own ancestors alone. The sequential truth of this is the draft at work, one guess
-after another, and the tests compare the two.
+it began from, and of later steps its own ancestors alone. Of several modules each makes one step, and sees all that it
+has read itself. The sequential truth of this is the draft at work, one guess after another, and the tests compare the
+two.
 
 A draft that looks at the target's keys and values sees those up to column c at all steps, from the place of x_(c+1).
 """
@@ -11,6 +12,7 @@ A draft that looks at the target's keys and values sees those up to column c at 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from torch.nn import functional
@@ -22,21 +24,28 @@ from outrider.heads.layers import Attention
 from outrider.heads.onlooker import Onlooker
 from outrider.heads.store import HeadModule
 from outrider.train.blocks import in_blocks
+from outrider.train.masks import behind_masks
+from outrider.train.steps import Chains, everywhere
 from outrider.train.steps import Step as Step
 from outrider.train.steps import Texts as Texts
-from outrider.train.steps import drawn
 
 
 def unrolled(module: HeadModule, texts: Texts, steps: int, later: float = 1.0) -> Iterator[Step]:
     """The guesses of steps 0, 1, ..., as far as texts reach.
 
-    Behind the first, drafts that follow states go on from a share `later` of the columns alone, drawn at random: those
-    that stand beside each other in a text teach much the same, and all of them are there to be seen.
+    Behind the first, drafts that follow states go on from a share `later` of the columns alone, drawn at random; all of
+    them are there to be seen.
     """
     if isinstance(module, BlockDraft):
         return in_blocks(module, texts, steps)
     if isinstance(module, Independent):
         return _independent(module, texts, steps)
+    if isinstance(module, Onlooker):
+        return _followed(module, texts, steps, later)
+    if module.description.masks:
+        return behind_masks(module, texts, steps, later)
+    if module.description.modules > 1:
+        return _by_modules(module, texts, steps)
     return _followed(module, texts, steps, later)
 
 
@@ -47,32 +56,28 @@ def _followed(module: Follower | Onlooker, texts: Texts, steps: int, later: floa
     look: _Glance | _Look = _Glance(module, texts, every) if isinstance(module, Onlooker) else _Look()
     out = module(texts.tokens[:, 1 : 1 + size], states, every + int(looks), look)
     learn = texts.learn[:, 1:]
-    row, column = learn.nonzero(as_tuple=True)
-    yield Step(learn=learn, logits=module.logits(out[row, column]), target=texts.laws_at(row, column + 1))
+    yield everywhere(texts, 0, out, module.logits)
     if min(steps, size) == 1 or not bool(learn.any()):
         return
-    columns, live = _chosen(learn, later)
-    weight = 1.0 if later == 1.0 else float(learn.sum()) / max(float(live.sum()), 1.0)
-    every = torch.arange(rows, device=states.device)[:, None].expand_as(columns)
-    states = module.recycled(out)[every, columns]
-    look.narrow(columns)
+    chains = Chains.of(learn, later, size)
+    states = module.recycled(out)[chains.rows, chains.columns]
+    look.narrow(chains.columns)
     for step in range(1, min(steps, size)):
-        place = columns + 1 + step  # of the last guess, whose law is behind it
-        live = live & (place <= size)
-        place = place.clamp(max=size)
-        out = module(texts.tokens[every, place], states, columns + (1 if looks else step), look)
+        tokens = texts.tokens[chains.rows, chains.places(step)]
+        out = module(tokens, states, chains.columns + (1 if looks else step), look)
         states = module.recycled(out)
-        learn = live & texts.learn[every, place]
-        laws = texts.laws_at(every[learn], place[learn])
-        yield Step(learn=learn, logits=module.logits(out[learn]), target=laws, weight=weight)
+        yield chains.step(texts, step, out, module.logits)
 
 
-def _chosen(learn: torch.Tensor, later: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """From which columns [B, A] guesses go on, and whether they do [B, A]."""
-    if later == 1.0:
-        return torch.arange(learn.shape[1], device=learn.device).expand(learn.shape), torch.ones_like(learn)
-    lucky = torch.rand(learn.shape).to(learn.device) < later
-    return drawn(learn & lucky, learn.shape[1])
+def _by_modules(module: Follower, texts: Texts, steps: int) -> Iterator[Step]:
+    """Each module reads the texts once, one token further behind than the one before, and from its states."""
+    states = module.fused(texts.taps[:, :-1])
+    for step in range(min(steps, module.description.modules, states.shape[1])):
+        rows, size = states.shape[:2]
+        places = torch.arange(step, step + size, device=states.device).expand(rows, -1)
+        out = module(texts.tokens[:, 1 + step : 1 + step + size], states, places, _Look(), step)
+        yield everywhere(texts, step, out, partial(module.logits, module=step))
+        states = module.recycled(out, step)[:, :-1]
 
 
 def _independent(module: Independent, texts: Texts, steps: int) -> Iterator[Step]:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
-
 import typer
 from rich.console import Console
 
-from outrider.train.html import check_report, write_report
+from outrider.console import end, standard_output
+from outrider.page import check_report, write_report
+from outrider.train.html import page
 from outrider.train.processes import rank
 from outrider.train.run import Training
 from outrider.train.settings import Settings
 from outrider.train.table import show
-
-_FILE_WIDTH = 120  # columns of tables where no terminal sets them
 
 
 def train(kind: str, settings: Settings, *, as_json: bool) -> None:
@@ -23,12 +21,9 @@ def train(kind: str, settings: Settings, *, as_json: bool) -> None:
     document, lines = Training(kind, settings).run(Console(stderr=True, quiet=bool(rank())))
     if rank():
         return
-    people = Console()
-    if not people.is_terminal:
-        people.width = _FILE_WIDTH
+    people = standard_output()
     show(document, people)
     if settings.report:
-        write_report(document, lines, settings.report)
+        write_report(page(document, lines), settings.report)
         typer.echo(f"the report is in {settings.report}", err=True)
-    if as_json or not people.is_terminal:
-        typer.echo(json.dumps(document))
+    end(people, document, as_json=as_json)

@@ -22,7 +22,7 @@ from outrider.native.rules import fastest
 from outrider.noise import mix_int
 from outrider.plan import CostPlanner, FixedPlanner, Planner
 from outrider.prompts import read_prompts
-from outrider.propose.base import Proposer, Setup
+from outrider.propose.base import Proposer
 from outrider.proposers import DRAWN, Expression, find_proposer, parse
 from outrider.schedule import Scheduler
 from outrider.tune.settings import Settings
@@ -114,21 +114,8 @@ class Crew:
         return self._planners[way]
 
     def _proposer(self, spec: str) -> Proposer:
-        house, settings = self.base.house, self._settings
-        made = find_proposer(
-            spec,
-            Setup(
-                target=house.target,
-                vocab=house.vocab,
-                slots=settings.rows,
-                context=house.context,
-                device=house.device,
-                dtype=house.dtype,
-                draw=find_verifier(settings.verifier, spec).draw,
-                tokenizer=house.tokenizer,
-                kernels=settings.kernels,
-            ),
-        )
+        house = self.base.house
+        made = find_proposer(spec, replace(house.setup, draw=find_verifier(self._settings.verifier, spec).draw))
         if fresh := set(made.needs.layers) - self._exported:
             house.target.export(sorted(fresh))
             self._exported |= fresh

@@ -129,7 +129,8 @@ class Source:
         Raises:
             Unowned: nobody knows.
         """
-        known = self.config.whole("num_target_layers", 0) or (self.partner.layers if self.partner else guess)
+        said = self.config.whole("num_target_layers", 0) or self.config.whole("target_layers", 0)
+        known = said or (self.partner.layers if self.partner else guess)
         if not known:
             raise Unowned("it does not say how many layers its target has; give the target with --target DIR")
         return known

@@ -94,6 +94,7 @@ class Eagle3:
             "num_target_layers": it.target_layers,
             "fc_norm": it.taps.norm is FuseNorm.EACH,
             "eagle_config": {_IDS: list(it.taps.layers), "use_aux_hidden_state": True},
+            _IDS: [layer + 1 for layer in it.taps.layers],  # vLLM, which reads eagle_config as inputs, asks here first
         }
         if it.target_hidden != body.hidden:  # SafeAILab takes its presence for a draft with embeddings of its own
             config["target_hidden_size"] = it.target_hidden

@@ -19,10 +19,13 @@ from outrider.heads.formats.hydra import Hydra
 from outrider.heads.formats.medusa import MEDUSA, MEDUSA_SAFE, VllmMedusa
 from outrider.heads.formats.mtp import NAMINGS
 from outrider.heads.formats.nemotron import NEMOTRON
+from outrider.heads.formats.peagle import PEagle, SpeculatorsPEagle
 
 FORMATS: tuple[Format, ...] = (
     *BLOCKS,
     SpeculatorsEagle3(),
+    SpeculatorsPEagle(),
+    PEagle(),  # before EAGLE-3, which it is with masks
     Eagle3(),
     *NAMINGS,
     NEMOTRON,
@@ -92,14 +95,14 @@ def _refused(config: Mapping[str, Any], names: Collection[str]) -> str | None:
     """Why a draft of another kind is not handled, if it is one."""
     kind = config.get("speculators_model_type")
     written = str(config.get("architectures"))
-    if kind == "peagle" or "mask_hidden" in names or "ptd_token_id" in config:
-        return "P-EAGLE drafts guess in one pass over learned masks, which is not handled; take an EAGLE-3 draft"
+    if "ptd_token_id" in config and "mask_hidden" not in names:
+        return "it names a token for masks (P-EAGLE), and mask_hidden, their state, is missing; copy the draft again"
     if re.search("Domino|DFlash2|DFlare", written) or any(name.startswith("prefix_gru.") for name in names):
         return "of drafts that fill in blocks, those are known that are like DFlash or DSpark; this one has other parts"
     if any(re.match(r"mtp\.\d+\.|model\.mtp\.layers\.", name) for name in names):
         return "modules of DeepSeek-V4 and MiMo-V2 have layers that are not Llama's, and are not handled"
-    if kind not in (None, "dflash", "dspark", "eagle3", "mtp"):
-        return f"speculators_model_type is {kind!r}; known are dflash, dspark, eagle3 and mtp"
+    if kind not in (None, "dflash", "dspark", "eagle3", "peagle", "mtp"):
+        return f"speculators_model_type is {kind!r}; known are dflash, dspark, eagle3, peagle and mtp"
     return None
 
 

@@ -144,7 +144,7 @@ class VllmMedusa:
             "truncated_vocab_size": it.guessed,
             "original_lm_head": one,
             "medusa_fc_bias": stack.bias,
-            "num_target_layers": it.target_layers,
+            "target_layers": it.target_layers,  # vLLM takes any name with "num" and "layers" for the blocks' own
         }
         return config, tensors
 

@@ -2,7 +2,8 @@
 
 All are the same thing, a projection of two normed vectors and a decoder layer, and differ where it does not show: in
 the order of the two vectors, in the state that goes round, in whether the text's first embedding is taken for zeros.
-In vLLM's models these are settled by the family, and so they are here.
+In vLLM's models these are settled by the family, and so they are here. Of several modules, DeepSeek's feed each other;
+what those of other families do with several is not settled, so there the first is taken, and applied again and again.
 
 | naming | order | goes round | first embedding |
 |---|---|---|---|
@@ -18,6 +19,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any
 
 import torch
@@ -56,6 +58,7 @@ class Mtp:
     recycle: Recycle = Recycle.NORMED
     zero_first: bool = False
     after: bool = False  # numbers go on behind the target's layers
+    several: bool = False  # modules, each of which reads the states of the one before
     nested: str = ""  # where in config.json the target's config is
     file: str = "model.safetensors"
 
@@ -70,17 +73,18 @@ class Mtp:
     def read(self, source: Source) -> tuple[Description, Tensors]:
         config = self._config(source)
         at = self.module(source.names) or ""
-        refuse_strange([name for name in source.names if name.startswith(self._own(at))])
         layers = self._target_layers(config)
         if self.after and at != (place := f"{at[: -len(number(at)) - 1]}{layers}."):
             raise OutriderError(f"its module is {at} and num_hidden_layers says {place}; mend config.json")
-        self._leave(source, at)
-        source.ignore((n for n in source.names if not n.startswith(self._own(at))), "the target's own")
+        places = self._places(config, source, at)
+        own = tuple(map(self._own, places))
+        refuse_strange([name for name in source.names if name.startswith(own)])
+        self._leave(source, at, len(places))
+        source.ignore((n for n in source.names if not n.startswith(own)), "the target's own")
         body = self._body(config, source, at)
-        weights = self._layers(source, at)
-        for i, (ours, theirs) in enumerate(zip(_OUTER, self.outer, strict=False)):
-            if i < _NEEDED or at + theirs in source:
-                weights[f"{ours}.weight"] = source.take(at + theirs)
+        weights = self._weights(source, at)
+        for i, place in enumerate(places[1:]):
+            weights |= {f"deeper.{i}.{name}": value for name, value in self._more(source, place, weights).items()}
         if config.text("model_type", "").startswith(_FROM_ONE):
             weights = {name: value.float() + 1 if _is_norm(name) else value for name, value in weights.items()}
         description = Description(
@@ -91,6 +95,7 @@ class Mtp:
             taps=Taps(layers=(layers - 1,), final=True),
             join=Join(at=JoinAt.PROJECTION, embedding_first=self.embedding_first, zero_first=self.zero_first),
             body=body,
+            modules=len(places),
             recycle=self.recycle,
             own_head="head.weight" in weights,
             own_embedding="embedding.weight" in weights,
@@ -103,18 +108,14 @@ class Mtp:
         assert body is not None
         assert join is not None
         self._refuse(it, body, join)
-        if join.embedding_first != self.embedding_first:
-            weights = {**weights, "project.weight": torch.cat(weights["project.weight"].chunk(2, 1)[::-1], 1)}
         if body.attention_gate:
             weights = {name: value.float() - 1 if _is_norm(name) else value for name, value in weights.items()}
-        at = self.place.format(it.target_layers if self.after else 0)
-        tensors = self._layer_names(weights, at)
-        for ours, theirs in zip(_OUTER, self.outer, strict=False):
-            if f"{ours}.weight" in weights:
-                tensors[at + theirs] = weights[f"{ours}.weight"]
+        tensors: Tensors = {}
+        for i in range(it.modules):
+            tensors |= self._named(join, weights, i, self.place.format(i + (it.target_layers if self.after else 0)))
         config = {**self._written(body, it.vocab, partner), "num_hidden_layers": it.target_layers}
         if not self.nested:
-            return {**config, "num_nextn_predict_layers": 1}, tensors
+            return {**config, "num_nextn_predict_layers": it.modules}, tensors
         head = speculators("mtp", "MTPDraftModel", partner)
         return {**head, self.nested: config, "num_nextn_predict_layers": 1}, tensors
 
@@ -133,8 +134,19 @@ class Mtp:
         config = source.config.table(self.nested) if self.nested else source.config
         return config.table("text_config") if "text_config" in config else config
 
-    def _leave(self, source: Source, at: str) -> None:
-        """Set the modules behind the first aside: it goes on from its own state instead."""
+    def _places(self, config: Settings, source: Source, at: str) -> list[str]:
+        """What the names of each module begin with that is read, from the first one on."""
+        if not self.several:
+            return [at]
+        begin, first = at[: -len(number(at)) - 1], int(number(at))
+        there = next(n for n in count(1) if f"{begin}{first + n}.{self.outer[2]}" not in source)
+        said = config.size("num_nextn_predict_layers", there)
+        if said > there:
+            raise OutriderError(f"num_nextn_predict_layers is {said}, and {there} modules are there; copy it again")
+        return [f"{begin}{first + n}." for n in range(said)]
+
+    def _leave(self, source: Source, at: str, taken: int) -> None:
+        """Set the modules behind those that are taken aside."""
         why = "modules behind the first, which is applied again for each further guess"
         if self.after:
             begin, first = at[: -len(number(at)) - 1], int(number(at))
@@ -143,7 +155,40 @@ class Mtp:
             begin, first = at + self.layer, 0
             found = re.compile(re.escape(begin[: -len(number(begin)) - 1]) + r"(\d+)\.")
         numbered = ((name, met) for name in source.names if (met := found.match(name)))
-        source.ignore([name for name, met in numbered if int(met[1]) > first], why)
+        why = why if taken == 1 else "modules of which the config does not speak"
+        source.ignore([name for name, met in numbered if int(met[1]) >= first + taken], why)
+
+    def _weights(self, source: Source, at: str) -> Tensors:
+        """Of one module, by our names."""
+        weights = self._layers(source, at)
+        for i, (ours, theirs) in enumerate(zip(_OUTER, self.outer, strict=False)):
+            if i < _NEEDED or at + theirs in source:
+                weights[f"{ours}.weight"] = source.take(at + theirs)
+        return weights
+
+    def _more(self, source: Source, at: str, first: Tensors) -> Tensors:
+        """Of a module behind the first, whose tables it must have."""
+        weights = self._weights(source, at)
+        for table in (f"{name}.weight" for name in _OUTER[_NEEDED:]):
+            mine = weights.pop(table, None)
+            if mine is not None and not (table in first and torch.equal(mine, first[table])):
+                raise OutriderError(f"{at} has a table of its own ({table}), other than the first module's")
+        return weights
+
+    def _named(self, join: Join, weights: Tensors, i: int, at: str) -> Tensors:
+        """A module's tensors by their names, with tables that belong to all."""
+        if i:
+            own = f"deeper.{i - 1}."
+            shared = {f"{name}.weight" for name in _OUTER[_NEEDED:]}
+            inner = {name.removeprefix(own): value for name, value in weights.items() if name.startswith(own)}
+            weights = inner | {name: value for name, value in weights.items() if name in shared}
+        if join.embedding_first != self.embedding_first:
+            weights = {**weights, "project.weight": torch.cat(weights["project.weight"].chunk(2, 1)[::-1], 1)}
+        tensors = self._layer_names(weights, at)
+        for ours, theirs in zip(_OUTER, self.outer, strict=False):
+            if f"{ours}.weight" in weights:
+                tensors[at + theirs] = weights[f"{ours}.weight"]
+        return tensors
 
     def _target_layers(self, config: Settings) -> int:
         return config.size("num_hidden_layers")
@@ -186,6 +231,7 @@ class Mtp:
             "guesses a part of the vocabulary": bool(it.draft_vocab),
             "has no norm before its layer or behind it": not (body.first_norm and it.final_norm),
             "has more than one decoder layer": body.layers > 1,
+            "has several modules: write mtp-deepseek": it.modules > 1 and not self.several,
             "has tables of its own, for which this naming has no place": len(self.outer) <= _NEEDED
             and (it.own_head or it.own_embedding),
             **self._strange(body),
@@ -222,6 +268,7 @@ NAMINGS: tuple[Mtp, ...] = (
         recycle=Recycle.RAW,
         zero_first=True,
         after=True,
+        several=True,
     ),
     Mtp(
         name="mtp-qwen",

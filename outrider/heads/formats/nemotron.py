@@ -57,7 +57,7 @@ class NemotronMtp(Mtp):
     def _layers(self, source: Source, at: str) -> Tensors:
         return {ours: source.take(theirs) for ours, theirs in _MIXERS.items()}
 
-    def _leave(self, source: Source, at: str) -> None:
+    def _leave(self, source: Source, at: str, taken: int) -> None:
         """There is one module of two sublayers."""
 
     def _layer_names(self, weights: Tensors, at: str) -> Tensors:

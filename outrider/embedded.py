@@ -1,0 +1,22 @@
+"""Models that come with Outrider: a target, its draft model, and drafts that were trained on its states."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from outrider.errors import OutriderError
+
+_MODELS = Path(__file__).parent / "models"
+
+
+def embedded(name: str) -> Path:
+    """The folder of one of them; in an expression it is written @NAME.
+
+    Raises:
+        OutriderError: there is none of that name.
+    """
+    folder = _MODELS / name
+    if not name or not (folder / "config.json").is_file():
+        known = ", ".join(sorted(f"@{file.parent.name}" for file in _MODELS.glob("*/config.json")))
+        raise OutriderError(f"@{name} does not come with Outrider; use {known}")
+    return folder

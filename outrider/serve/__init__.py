@@ -1,0 +1,1 @@
+"""The server: the OpenAI interface over one engine."""

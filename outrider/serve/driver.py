@@ -1,0 +1,169 @@
+"""The one thread that steps the engine, and what it is told from outside."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from dataclasses import replace
+from queue import Empty, SimpleQueue
+from threading import Thread
+from time import perf_counter
+
+from outrider.errors import OutriderError
+from outrider.llm import LLM, Prompt
+from outrider.params import SamplingParams
+from outrider.serve.clocks import Clocks
+from outrider.serve.ticket import Piece, Ticket, wake
+from outrider.stats import Stats
+from outrider.types import Row
+
+_log = logging.getLogger("outrider.serve")
+_IDLE = 0.05  # seconds between two looks at whether the server stops
+
+
+class QueueFull(OutriderError):
+    """As many wait as may."""
+
+
+class Driver:
+    """Steps the engine while there is anything to do.
+
+    Only its thread touches the engine; everybody else leaves a note. What clients call is safe from an event loop, and
+    never waits.
+    """
+
+    def __init__(self, llm: LLM, *, queue: int, rows: int) -> None:
+        """Carry at most `rows` + `queue` requests."""
+        house = llm.house
+        # A tokenizer must not be used by two threads at once, and the engine's thread decodes.
+        apart = replace(house, setup=replace(house.setup, tokenizer=deepcopy(house.tokenizer)))
+        self.front = LLM.of(apart)
+        self.clocks = Clocks()
+        self._llm, self._most, self._rows = llm, rows + queue, rows
+        self._notes: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._open: dict[int, Ticket] = {}
+        self._taken = self._ended = 0  # requests; the one is the event loop's to change, the other the thread's
+        self._stopping = False
+        self._thread = Thread(target=self._run, name="engine", daemon=True)
+
+    @property
+    def stats(self) -> Stats:
+        """Sums over all rounds so far."""
+        return self._llm.stats
+
+    @property
+    def running(self) -> int:
+        """Requests that hold a slot, as far as can be told from outside."""
+        return min(self._taken - self._ended, self._rows)
+
+    @property
+    def waiting(self) -> int:
+        return self._taken - self._ended - self.running
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End what runs, and the thread."""
+        self._stopping = True
+        self._thread.join()
+
+    def submit(self, prompt: Prompt, params: SamplingParams) -> list[Ticket]:
+        """Take in a prompt; its `n` completions come through tickets.
+
+        Raises:
+            QueueFull: too many wait.
+            OutriderError: the prompt or a parameter does not fit.
+        """
+        if self._stopping:
+            raise QueueFull("the server is stopping; ask another one")
+        if (open := self._taken - self._ended) + params.n > self._most:
+            raise QueueFull(f"{open} completions run or wait, and {self._most} may; try again later")
+        loop = asyncio.get_running_loop()
+        tickets = [Ticket(request, loop) for request in self.front.requests(prompt, params)]
+        self._taken += len(tickets)
+        self._notes.put(lambda: self._add(tickets))
+        return tickets
+
+    def cancel(self, tickets: Sequence[Ticket]) -> None:
+        """Nobody waits for these any more; those that are done are left alone."""
+        self._notes.put(lambda: self._drop(tickets))
+
+    def _add(self, tickets: Sequence[Ticket]) -> None:
+        for ticket in tickets:
+            self._open[ticket.request.id] = ticket
+            self.clocks.begin(ticket.request.id)
+            self._llm.add(ticket.request)
+
+    def _drop(self, tickets: Sequence[Ticket]) -> None:
+        for ticket in tickets:
+            if self._open.pop(ticket.request.id, None):
+                self._llm.abort(ticket.request.id)
+                self._done(ticket, "cancelled")
+
+    def _run(self) -> None:
+        engine = self._llm.engine
+        while not self._stopping:
+            self._listen(wait=not engine.busy())
+            if engine.busy():
+                self._step()
+        self._fail("the server was stopped before this was done")
+
+    def _listen(self, *, wait: bool) -> None:
+        """Do what the notes say; where there is nothing else to do, wait for one a while."""
+        try:
+            self._notes.get(timeout=_IDLE)() if wait else self._notes.get_nowait()()
+            while True:
+                self._notes.get_nowait()()
+        except Empty:
+            pass
+
+    def _step(self) -> None:
+        try:
+            rows = self._llm.engine.step()
+        except Exception as error:  # whatever a model or a proposer may raise: the server goes on
+            _log.exception("a round failed")
+            self._fail(f"the engine failed: {error}")
+            return
+        at, told = perf_counter(), []
+        for row in rows:
+            ticket = self._open.get(row.request.id)
+            if ticket and (row.emitted > ticket.given or row.finish):
+                ticket.put(self._piece(row, ticket))
+                self.clocks.see(row.request.id, at, row.emitted)
+                told.append(ticket)
+                if row.finish:
+                    del self._open[row.request.id]
+                    self._done(ticket, str(row.finish))
+        if told:
+            told[0].loop.call_soon_threadsafe(wake, told)
+
+    def _piece(self, row: Row, ticket: Ticket) -> Piece:
+        completion = self._llm.completion(row) if row.finish else None
+        assert row.stream is not None
+        text = completion.text if completion else row.stream.text[: row.stream.safe_length()]
+        return Piece(
+            text=text[ticket.shown :],
+            tokens=tuple(row.text[len(row.request.prompt) + ticket.given :]),
+            guessed=tuple(row.authors[ticket.given :]),
+            logprobs=tuple(row.logprobs[ticket.given : row.emitted]),
+            completion=None if row.error else completion,
+            error=row.error,
+        )
+
+    def _fail(self, reason: str) -> None:
+        """End all that is open."""
+        tickets = list(self._open.values())
+        self._open.clear()
+        for ticket in tickets:
+            self._llm.abort(ticket.request.id)
+            ticket.put(Piece(text="", tokens=(), guessed=(), logprobs=(), error=reason))
+            self._done(ticket, "error")
+        if tickets:
+            tickets[0].loop.call_soon_threadsafe(wake, tickets)
+
+    def _done(self, ticket: Ticket, how: str) -> None:
+        self._ended += 1
+        self.clocks.end(ticket.request.id, how)

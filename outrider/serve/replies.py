@@ -1,0 +1,110 @@
+"""What clients get: OpenAI's objects, from completions and pieces of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from uuid import uuid4
+
+from outrider.serve.ticket import Piece
+from outrider.types import Completion, TokenLogprobs
+
+Decode = Callable[[Sequence[int]], str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """One answer's heading, the same in all of its parts."""
+
+    chat: bool
+    model: str
+    decode: Decode
+    logprobs: bool = False  # whether they were asked for
+    tokens: bool = False  # whether each part tells who wrote them
+    id: str = field(default_factory=lambda: uuid4().hex)
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def whole(self, completions: Sequence[Completion], prompts: int) -> dict[str, Any]:
+        """All completions of `prompts` prompts at once."""
+        choices = [self._choice(i, each) for i, each in enumerate(completions)]
+        return self._head(part=False) | {"choices": choices, "usage": usage(completions, prompts)}
+
+    def part(self, index: int, piece: Piece, *, first: bool) -> dict[str, Any]:
+        """One piece of one completion."""
+        finish = str(piece.completion.finish) if piece.completion else None
+        choice: dict[str, Any] = {"index": index, "finish_reason": finish, "logprobs": None}
+        if self.chat:
+            choice["delta"] = ({"role": "assistant"} if first else {}) | {"content": piece.text}
+        else:
+            choice["text"] = piece.text
+        if self.logprobs:
+            choice["logprobs"] = self._logprobs(piece.logprobs)
+        if self.tokens:
+            words = [self.decode([token]) for token in piece.tokens]
+            choice["speculation"] = {"tokens": words, "guessed": list(piece.guessed)}
+        return self._head(part=True) | {"choices": [choice]}
+
+    def last(self, completions: Sequence[Completion], prompts: int) -> dict[str, Any]:
+        """What comes behind all pieces where usage was asked for."""
+        return self._head(part=True) | {"choices": [], "usage": usage(completions, prompts)}
+
+    def _head(self, *, part: bool) -> dict[str, Any]:
+        kind = ("chat.completion.chunk" if part else "chat.completion") if self.chat else "text_completion"
+        return {
+            "id": ("chatcmpl-" if self.chat else "cmpl-") + self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+        }
+
+    def _choice(self, index: int, completion: Completion) -> dict[str, Any]:
+        logprobs = self._logprobs(completion.logprobs) if self.logprobs else None
+        choice = {"index": index, "finish_reason": str(completion.finish), "logprobs": logprobs}
+        if self.chat:
+            return choice | {"message": {"role": "assistant", "content": completion.text, "refusal": None}}
+        return choice | {"text": completion.text}
+
+    def _logprobs(self, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        if self.chat:
+            return {"content": [self._entry(each) for each in entries], "refusal": None}
+        words = [self.decode([each.token]) for each in entries]
+        return {
+            "tokens": words,
+            "token_logprobs": [each.logprob for each in entries],
+            "top_logprobs": [{self.decode([id]): value for id, value in each.top} for each in entries],
+            "text_offset": [sum(map(len, words[:i])) for i in range(len(words))],
+        }
+
+    def _entry(self, entry: TokenLogprobs) -> dict[str, Any]:
+        return self._word(entry.token, entry.logprob) | {"top_logprobs": [self._word(*each) for each in entry.top]}
+
+    def _word(self, token: int, logprob: float) -> dict[str, Any]:
+        word = self.decode([token])
+        return {"token": word, "logprob": logprob, "bytes": list(word.encode())}
+
+
+def usage(completions: Sequence[Completion], prompts: int) -> dict[str, Any]:
+    """Tokens, and what speculation did; a prompt counts once, however many completions it has."""
+    each = len(completions) // prompts
+    read = sum(len(completion.prompt_tokens) for completion in completions[::each])
+    made = sum(len(completion.tokens) for completion in completions)
+    passes = sum(completion.stats.passes for completion in completions)
+    return {
+        "prompt_tokens": read,
+        "completion_tokens": made,
+        "total_tokens": read + made,
+        "speculation": {
+            "target_passes": passes,
+            "tokens_per_pass": made / passes if passes else 0.0,
+            "drafted_tokens": sum(completion.stats.drafted for completion in completions),
+            "accepted_tokens": sum(sum(completion.stats.accepted) for completion in completions),
+            "exact": all(completion.stats.exact for completion in completions),
+        },
+    }
+
+
+def problem(message: str, *, kind: str = "invalid_request_error", field: str | None = None) -> dict[str, Any]:
+    """An error, as OpenAI's clients read it."""
+    return {"error": {"message": message, "type": kind, "param": field, "code": None}}

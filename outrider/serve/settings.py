@@ -1,0 +1,57 @@
+"""What `outrider serve` is asked for, besides models."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import typer
+
+from outrider.errors import OutriderError
+
+_WHERE, _LIMITS = "Where", "Limits"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """The options, each once."""
+
+    host: Annotated[str, typer.Option(help="Address to listen at.", rich_help_panel=_WHERE)] = "127.0.0.1"
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.", rich_help_panel=_WHERE)] = 8000
+    name: Annotated[
+        str | None,
+        typer.Option(
+            "--name",
+            metavar="NAME",
+            help="What the model is called. Default: its folder's name.",
+            rich_help_panel=_WHERE,
+        ),
+    ] = None
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY",
+            envvar="OUTRIDER_API_KEY",
+            help="Who may ask. Repeatable. Default: everybody.",
+            rich_help_panel=_WHERE,
+        ),
+    ] = None
+    rows: Annotated[int, typer.Option(min=1, help="Completions that run at once.", rich_help_panel=_LIMITS)] = 16
+    queue: Annotated[
+        int, typer.Option(min=0, help="Completions that may wait; one more is turned away.", rich_help_panel=_LIMITS)
+    ] = 256
+    most_n: Annotated[
+        int, typer.Option("--max-n", min=1, help="Completions of one prompt at most.", rich_help_panel=_LIMITS)
+    ] = 16
+    body_kb: Annotated[int, typer.Option(min=1, help="Kilobytes of a request at most.", rich_help_panel=_LIMITS)] = 1024
+    timeout: Annotated[
+        float, typer.Option(min=0.0, help="Seconds that a request may take; 0 = any.", rich_help_panel=_LIMITS)
+    ] = 0.0
+    drain: Annotated[
+        int,
+        typer.Option(min=0, help="Seconds that requests have to end when the server stops.", rich_help_panel=_LIMITS),
+    ] = 30
+
+    def __post_init__(self) -> None:
+        if any(not key.strip() for key in self.api_key or ()):
+            raise OutriderError("an API key is empty; give one of at least one character, or none")

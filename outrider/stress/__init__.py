@@ -1,0 +1,1 @@
+"""Load for a server, and how long it lets people wait."""

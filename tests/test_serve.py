@@ -1,0 +1,404 @@
+"""The server, asked by the official client and by those who do it wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+
+import httpx
+import openai
+import pytest
+import uvicorn
+
+from outrider.embedded import embedded
+from outrider.errors import OutriderError
+from outrider.llm import LLM
+from outrider.params import SamplingParams
+from outrider.prompts import read_prompts
+from outrider.serve.app import make_app
+from outrider.serve.driver import Driver
+from outrider.serve.settings import Settings
+from outrider.stress.client import put_load
+from outrider.stress.settings import Settings as LoadSettings
+from outrider.stress.verb import points
+
+PROMPT = "def add(a, b):"
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome") or ""
+OPTIONS = {"target": embedded("nano"), "proposer": "ngram", "dtype": "float32", "context": 256, "k": 4}
+
+
+@contextmanager
+def serving(**settings):
+    asked = Settings(port=0, **{"rows": 4, "queue": 8, **settings})
+    driver = Driver(LLM(**OPTIONS, rows=asked.rows), queue=asked.queue, rows=asked.rows)
+    app = make_app(driver, asked, name="nano")
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", timeout_graceful_shutdown=2))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    try:
+        yield f"http://127.0.0.1:{port}", driver
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+@pytest.fixture(scope="module")
+def server():
+    with serving() as (url, driver):
+        yield url, driver
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with openai.OpenAI(base_url=server[0] + "/v1", api_key="any", max_retries=0) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return LLM(**OPTIONS, rows=4)
+
+
+def settled(driver):
+    """Wait until nothing runs any more."""
+    until = time.monotonic() + 20
+    while driver.running or driver.waiting:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_completion_is_what_the_engine_says_alone(client, alone, temperature):
+    reply = client.completions.create(model="nano", prompt=PROMPT, max_tokens=24, temperature=temperature, seed=5)
+    (wanted,) = alone.generate([PROMPT], SamplingParams(temperature=temperature, max_tokens=24, seed=5))
+    assert reply.choices[0].text == wanted.text
+    assert reply.choices[0].finish_reason == str(wanted.finish)
+    assert reply.usage.completion_tokens == len(wanted.tokens)
+    assert reply.usage.prompt_tokens == len(wanted.prompt_tokens)
+    told = reply.usage.speculation
+    assert told["target_passes"] == wanted.stats.passes
+    assert told["exact"]
+
+
+def test_a_chat_is_under_the_models_template(client, alone):
+    messages = [{"role": "user", "content": "Count to three."}]
+    reply = client.chat.completions.create(model="nano", messages=messages, max_completion_tokens=12, temperature=0)
+    (wanted,) = alone.generate([alone.chat(messages)], SamplingParams(max_tokens=12))
+    assert reply.choices[0].message.content == wanted.text
+    assert reply.choices[0].message.role == "assistant"
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_stream_adds_up_to_the_whole(client, chat):
+    asked = {"model": "nano", "max_tokens": 40, "temperature": 0.8, "seed": 3, "extra_body": {"ignore_eos": True}}
+    if chat:
+        create, text = client.chat.completions.create, lambda choice: choice.delta.content
+        asked["messages"] = [{"role": "user", "content": "Hi"}]
+        whole = create(**asked).choices[0].message.content
+    else:
+        create, text = client.completions.create, lambda choice: choice.text
+        asked["prompt"] = PROMPT
+        whole = create(**asked).choices[0].text
+    parts = list(create(**asked, stream=True, stream_options={"include_usage": True}))
+    assert "".join(text(choice) for part in parts for choice in part.choices) == whole
+    assert parts[-1].usage.completion_tokens
+    assert [choice.finish_reason for part in parts for choice in part.choices][-1] in ("stop", "length")
+    assert len(parts) > 2
+
+
+def test_stops_end_the_text_before_them(client, alone):
+    whole = alone.generate([PROMPT], SamplingParams(max_tokens=60))[0].text
+    stop = whole[20:23]
+    reply = client.completions.create(model="nano", prompt=PROMPT, max_tokens=60, temperature=0, stop=stop)
+    assert reply.choices[0].text == whole[: whole.index(stop)]
+    assert reply.choices[0].finish_reason == "stop"
+
+
+def test_a_request_may_do_without_guesses(client, alone):
+    asked = {"model": "nano", "prompt": "a = 1\nb = 1\nc = 1\n", "max_tokens": 30, "temperature": 0}
+    free, plain, one = (
+        client.completions.create(**asked, extra_body={} if k is None else {"k": k}) for k in (None, 0, 1)
+    )
+    assert free.choices[0].text == plain.choices[0].text == one.choices[0].text
+    told = [reply.usage.speculation for reply in (free, one, plain)]
+    assert told[0]["drafted_tokens"] > told[1]["drafted_tokens"] > told[2]["drafted_tokens"] == 0
+    assert told[1]["drafted_tokens"] <= told[1]["target_passes"]
+
+
+def test_a_stream_tells_who_wrote_what(client):
+    parts = client.completions.create(
+        model="nano",
+        prompt="a = 1\nb = 1\nc = 1\n",
+        max_tokens=30,
+        temperature=0,
+        stream=True,
+        extra_body={"stream_options": {"include_tokens": True}},
+    )
+    told = [(part.choices[0].text, part.choices[0].speculation) for part in parts]
+    assert all("".join(each["tokens"]) == text for text, each in told)
+    guessed = [who for _, each in told for who in each["guessed"]]
+    assert len(guessed) == 30
+    assert any(guessed)
+    assert not all(guessed)
+
+
+def test_several_at_once(client, alone):
+    reply = client.completions.create(
+        model="nano", prompt=[PROMPT, "import os"], n=2, max_tokens=8, temperature=1, seed=1, logprobs=2
+    )
+    params = SamplingParams(temperature=1, seed=1, n=2, max_tokens=8, logprobs=2)
+    wanted = alone.generate([PROMPT, "import os"], params)
+    assert [choice.text for choice in reply.choices] == [each.text for each in wanted]
+    assert [choice.index for choice in reply.choices] == [0, 1, 2, 3]
+    for choice, each in zip(reply.choices, wanted, strict=True):
+        assert choice.logprobs.token_logprobs == pytest.approx([entry.logprob for entry in each.logprobs], abs=1e-4)
+        assert all(len(top) <= 2 for top in choice.logprobs.top_logprobs)
+    streamed = {}
+    for part in client.completions.create(
+        model="nano", prompt=[PROMPT, "import os"], n=2, max_tokens=8, temperature=1, seed=1, stream=True
+    ):
+        for choice in part.choices:
+            streamed[choice.index] = streamed.get(choice.index, "") + choice.text
+    assert [streamed[i] for i in range(4)] == [each.text for each in wanted]
+
+
+def test_chat_logprobs(client):
+    reply = client.chat.completions.create(
+        model="nano",
+        messages=[{"role": "user", "content": "Hi"}],
+        max_tokens=5,
+        temperature=0,
+        logprobs=True,
+        top_logprobs=3,
+    )
+    entries = reply.choices[0].logprobs.content
+    assert len(entries) == reply.usage.completion_tokens
+    for entry in entries:
+        assert len(entry.top_logprobs) == 3
+        assert entry.top_logprobs[0].logprob >= entry.logprob - 1e-6
+
+
+WRONG = {
+    "no field": ({"prompt": "x", "temprature": 1}, "temprature"),
+    "type": ({"prompt": "x", "max_tokens": "many"}, "max_tokens"),
+    "range": ({"prompt": "x", "top_p": 0}, "top_p"),
+    "none": ({}, "prompt"),
+    "empty": ({"prompt": ""}, None),
+    "empty list": ({"prompt": []}, None),
+    "too long": ({"prompt": "word " * 400}, None),
+    "token": ({"prompt": [99999999]}, None),
+    "bias": ({"prompt": "x", "logit_bias": {"a": 1}}, None),
+    "huge n": ({"prompt": "x", "n": 10**6}, None),
+    "stops": ({"prompt": "x", "stop": ["a"] * 100}, None),
+    "options of no stream": ({"prompt": "x", "stream_options": {"include_usage": True}}, None),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_mistakes_are_named(server, case):
+    body, field = WRONG[case]
+    answer = httpx.post(server[0] + "/v1/completions", json=body)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["param"] == field
+    assert error["message"]
+    assert error["type"] == "invalid_request_error"
+
+
+def test_what_is_no_json_is_a_mistake_too(server):
+    answer = httpx.post(server[0] + "/v1/completions", content=b"{oops", headers={"content-type": "application/json"})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"]
+
+
+def test_other_models_are_not_found(client):
+    with pytest.raises(openai.NotFoundError, match="use 'nano'"):
+        client.completions.create(model="gpt-9", prompt="x")
+    assert [model.id for model in client.models.list()] == ["nano"]
+    assert client.models.retrieve("nano").id == "nano"
+
+
+def test_tokens_health_and_metrics(server, alone):
+    url, driver = server
+    assert httpx.post(url + "/tokenize", json={"prompt": PROMPT}).json()["tokens"] == list(alone.encode(PROMPT))
+    assert httpx.get(url + "/health").json() == {"status": "ok"}
+    settled(driver)
+    text = httpx.get(url + "/metrics").text
+    counts = {line.split()[0]: float(line.split()[1]) for line in text.splitlines() if line and line[0] != "#"}
+    assert counts["outrider_emitted_tokens_total"] == driver.stats.emitted > 0
+    assert counts["outrider_running"] == 0
+    assert counts["outrider_request_seconds_count"] > 0
+
+
+def test_who_hangs_up_gives_the_slot_back(server):
+    url, driver = server
+    before = driver.stats.emitted
+    body = {"prompt": PROMPT, "max_tokens": 200, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", url + "/v1/completions", json=body) as answer:
+        next(answer.iter_lines())
+    settled(driver)
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(url + "/v1/completions", json={**body, "n": 4, "stream": False}, timeout=0.05)
+    settled(driver)
+    assert driver.stats.emitted - before < 5 * 200
+
+
+def test_more_than_may_wait_are_turned_away(monkeypatch):
+    with serving(rows=1, queue=1) as (url, driver):
+        body = {"prompt": PROMPT, "max_tokens": 50, "n": 2, "stream": True}
+        gate, step = threading.Event(), driver._llm.engine.step
+        monkeypatch.setattr(driver._llm.engine, "step", lambda: gate.wait(20) and step())
+        with httpx.stream("POST", url + "/v1/completions", json=body) as answer:
+            late = httpx.post(url + "/v1/completions", json={"prompt": "x"})
+            assert late.status_code == 429
+            assert late.headers["retry-after"]
+            gate.set()
+            assert answer.read().endswith(b"[DONE]\n\n")
+        settled(driver)
+        assert httpx.post(url + "/v1/completions", json={"prompt": "x", "max_tokens": 2}).status_code == 200
+
+
+@pytest.mark.parametrize("way", [{"concurrency": 3}, {"rate": 50.0}])
+def test_load_is_measured(server, way, tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    lines = [{"category": "a", "prompt": PROMPT}, {"category": "b", "messages": [{"role": "user", "content": "Hi"}]}]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    settings = LoadSettings(url=server[0] + "/v1", requests=6, max_tokens=9, ignore_eos=True, k=0, **way)
+    asked, seconds = asyncio.run(put_load(settings, read_prompts(file)))
+    assert [each.tokens for each in asked] == [9] * 6
+    assert not any(each.error for each in asked)
+    for each in asked:
+        assert each.began <= each.times[0] <= each.times[-1] <= seconds
+        assert each.first + sum(each.gaps) == pytest.approx(each.whole)
+
+
+def test_load_tells_what_went_wrong(server):
+    url = server[0] + "/v1"
+    asked, _ = asyncio.run(put_load(LoadSettings(url=url, requests=2, model="other"), read_prompts()))
+    assert all("404" in each.error for each in asked)
+    with pytest.raises(OutriderError, match="names no model"):
+        asyncio.run(put_load(LoadSettings(url="http://127.0.0.1:9/v1"), read_prompts()))
+    with pytest.raises(OutriderError, match="give one of them"):
+        LoadSettings(rate=1.0, concurrency=2)
+
+
+def test_percentiles_are_values_that_were_met():
+    assert points([0.003, 0.001, 0.002]) == {"p50": 2.0, "p95": 3.0, "p99": 3.0}
+    assert points([i / 1000 for i in range(1, 101)]) == {"p50": 50.0, "p95": 95.0, "p99": 99.0}
+    assert points([]) == {}
+
+
+def test_keys_and_sizes():
+    with serving(api_key=["secret"], body_kb=2) as (url, _):
+        ask = {"prompt": "x", "max_tokens": 1}
+        assert httpx.post(url + "/v1/completions", json=ask).status_code == 401
+        wrong = {"authorization": "Bearer secre"}
+        assert httpx.post(url + "/v1/completions", json=ask, headers=wrong).status_code == 401
+        right = {"authorization": "Bearer secret"}
+        assert httpx.post(url + "/v1/completions", json=ask, headers=right).status_code == 200
+        assert httpx.get(url + "/health").status_code == 200
+        large = {"prompt": "x" * 4000}
+        assert httpx.post(url + "/v1/completions", json=large, headers=right).status_code == 413
+        pieces = (b"x" * 1000 for _ in range(9))
+        assert httpx.post(url + "/v1/completions", content=pieces, headers=right).status_code == 413
+
+
+def test_a_round_that_fails_ends_what_runs_and_nothing_else(monkeypatch):
+    with serving() as (url, driver):
+        body = {"prompt": PROMPT, "max_tokens": 30, "temperature": 0}
+        good = httpx.post(url + "/v1/completions", json=body).json()["choices"][0]["text"]
+        step, calls = driver._llm.engine.step, []
+
+        def broken():
+            calls.append(1)
+            if len(calls) == 3:
+                raise RuntimeError("out of luck")
+            return step()
+
+        monkeypatch.setattr(driver._llm.engine, "step", broken)
+        bad = httpx.post(url + "/v1/completions", json=body)
+        assert bad.status_code == 500
+        assert "out of luck" in bad.json()["error"]["message"]
+        settled(driver)
+        assert httpx.post(url + "/v1/completions", json=body).json()["choices"][0]["text"] == good
+
+
+def test_too_slow_is_said():
+    with serving(timeout=0.05) as (url, driver):
+        body = {"prompt": PROMPT, "max_tokens": 200, "ignore_eos": True}
+        assert httpx.post(url + "/v1/completions", json=body).status_code == 504
+        streamed = httpx.post(url + "/v1/completions", json={**body, "stream": True}).text
+        assert "longer than 0.05 seconds" in streamed
+        settled(driver)
+
+
+@pytest.mark.skipif(not CHROMIUM, reason="no browser here")
+def test_the_page_in_a_browser(server):
+    playwright = pytest.importorskip("playwright.sync_api")
+    flags = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run"]
+    with playwright.sync_playwright() as here:
+        browser = here.chromium.launch(executable_path=CHROMIUM, args=flags)
+        page, wrong = browser.new_page(viewport={"width": 390, "height": 844}), []
+        page.on("pageerror", lambda error: wrong.append(str(error)))
+        page.goto(server[0])
+        playwright.expect(page.locator("#model")).to_have_text("nano")
+        page.fill("#prompt", "a = 1\nb = 1\nc = 1\n")
+        page.uncheck("#chat")
+        page.check("#both")
+        page.fill("#tokens", "20")
+        page.keyboard.press("Control+Enter")
+        speeds = page.locator("section h2 b")
+        for i in range(2):
+            playwright.expect(speeds.nth(i)).to_contain_text("tokens/s", timeout=20000)
+        playwright.expect(page.locator("#stop")).to_be_hidden(timeout=20000)
+        one, two = page.locator(".out").all_inner_texts()
+        assert one == two != ""
+        assert page.locator("section").nth(0).locator("mark").count() > 0
+        assert page.locator("section").nth(1).locator("mark").count() == 0
+        assert page.evaluate("() => document.documentElement.scrollWidth <= innerWidth")
+        page.fill("#tokens", "100000")
+        page.fill("#prompt", "word " * 600)
+        page.keyboard.press("Control+Enter")
+        playwright.expect(page.locator("#error")).to_contain_text("shorten the prompt", timeout=20000)
+        browser.close()
+    assert not wrong
+
+
+def test_a_signal_lets_open_requests_end():
+    command = [sys.executable, "-m", "outrider", "serve", "--target", OPTIONS["target"], "--proposer", "ngram"]
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    command += ["--port", str(port), "--rows", "2", "--dtype", "float32", "--k", "2"]
+    server = subprocess.Popen([str(part) for part in command], stderr=subprocess.PIPE, text=True)
+    try:
+        url, until = f"http://127.0.0.1:{port}", time.monotonic() + 60
+        while True:
+            try:
+                httpx.get(url + "/health")
+                break
+            except httpx.TransportError:
+                assert server.poll() is None
+                assert time.monotonic() < until
+                time.sleep(0.1)
+        body = {"prompt": PROMPT, "max_tokens": 400, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", url + "/v1/completions", json=body, timeout=60) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            server.send_signal(signal.SIGTERM)
+            assert list(lines)[-2] == "data: [DONE]"
+        assert server.wait(timeout=30) in (0, -signal.SIGTERM)  # the signal is passed on once all is done
+    finally:
+        server.kill()
+        server.communicate()
