@@ -55,8 +55,8 @@ def cases(hidden: int = 64, vocab: int = 96) -> Mapping[str, tuple[str, Descript
 
     def mtp(**more):
         join = Join(at=JoinAt.PROJECTION, **more.pop("join", {}))
-        given = {"body": body, "recycle": Recycle.NORMED, **more}
-        return Description(kind=Kind.MTP, **common, taps=_LAST, join=join, **given)
+        given = {"body": body, "recycle": Recycle.NORMED, "taps": _LAST, **more}
+        return Description(kind=Kind.MTP, **common, join=join, **given)
 
     def stack(kind=Kind.MEDUSA, taps=_LAST, **more):
         own = {"own_head": not more["stack"].shared_head}
@@ -98,7 +98,7 @@ def cases(hidden: int = 64, vocab: int = 96) -> Mapping[str, tuple[str, Descript
     )
     nemotron = replace(body, rotary=0.0, gated=False)
     gated = replace(body, head_norms=True, attention_gate=True, rotary=0.5, theta=1e6)
-    zeroed = {"zero_first": True}
+    zeroed, raw = {"zero_first": True}, Taps(layers=(7,))
     return {
         "eagle3": ("eagle3", eagle3()),
         "eagle3 of some tokens": ("eagle3", eagle3(draft_vocab=40, norm=FuseNorm.EACH, own_embedding=True)),
@@ -138,7 +138,10 @@ def cases(hidden: int = 64, vocab: int = 96) -> Mapping[str, tuple[str, Descript
         ),
         "qwen": ("mtp-qwen", mtp(body=replace(body, head_norms=True))),
         "gated qwen": ("mtp-qwen", mtp(body=gated)),
-        "mimo": ("mtp-mimo", mtp(join={**zeroed, "embedding_first": False}, body=replace(body, attention_bias=True))),
+        "mimo": (
+            "mtp-mimo",
+            mtp(taps=raw, join={**zeroed, "embedding_first": False}, body=replace(body, attention_bias=True)),
+        ),
         "mtp of speculators": ("mtp-speculators", mtp()),
         "nemotron": ("mtp-nemotron", mtp(body=nemotron)),
         "assistant": ("gemma4-assistant", gemma),

@@ -57,7 +57,7 @@ def house(request):
     return target, draft, big.tokenizer, rows
 
 
-def lives(house, params, k=5):
+def lives(house, params, k=5, verifier="walk"):
     """The same prompts with the draft model alone and with a cascade: texts, chains and passes of both."""
     target, draft, tokenizer, rows = house
     prompts = [tokenizer.encode(text) for text in PROMPTS]
@@ -65,7 +65,9 @@ def lives(house, params, k=5):
     for wrap in (lambda model: model, Cascade):
         inner = Watched(draft)
         outer = Watched(wrap(inner))
-        engine = make_engine(target, lambda setup, outer=outer: ModelProposer(setup, outer), k=k, rows=rows)
+        engine = make_engine(
+            target, lambda setup, outer=outer: ModelProposer(setup, outer), verifier=verifier, k=k, rows=rows
+        )
         texts = outputs(run(engine, prompts, params, limit=48, ends=frozenset({0, 3})))
         found.append((texts, outer.grown, inner.passes))
     return found
@@ -80,10 +82,18 @@ def test_the_same_guesses_in_fewer_passes(house):
 
 
 def test_rows_that_are_drawn_are_drafted_as_ever(house):
-    (texts, chains, alone), (same_texts, same_chains, together) = lives(house, DRAWN)
+    (texts, chains, alone), (same_texts, same_chains, together) = lives(house, DRAWN, verifier="block")
     assert same_texts == texts
     assert chains == same_chains == []
     assert together == alone > 0
+
+
+def test_what_is_picked_for_a_row_that_samples_is_looked_up_too(house):
+    (texts, chains, alone), (same_texts, same_chains, together) = lives(house, DRAWN)
+    assert same_texts == texts
+    assert same_chains == chains
+    assert sum(map(len, chains)) > 20
+    assert together <= alone
 
 
 def grown(target, texts, budget, *, vocab=None, trust=None):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -74,6 +75,27 @@ def test_the_same_guesses_from_the_same_laws(vocab, keep, folder):
             assert ours.chance[b] == pytest.approx(plain.chance[b], rel=1e-4)
         drawn += sum(ours.width)
     assert 60 < drawn < 250
+
+
+@pytest.mark.parametrize("draw", [Draw.ARGMAX, Draw.RACE])
+def test_other_ways_to_guess_stay_what_they_are(draw, folder):
+    """Where guesses are picked, temperature does not matter; a race is run law by law."""
+    ways = []
+    for plain in (False, True):
+        model, rows = model_of(folder), rows_of(random.Random(1))
+        for row in rows if plain else ():  # a filter that takes nothing away, but asks for laws
+            want = replace(row.request.params, min_p=1e-30)
+            row.request = replace(row.request, params=want)
+        proposer = proposer_of(model, tiny.VOCAB, draw)
+        for row in rows:
+            proposer.admit(row.slot, row.request)
+        ways.append((proposer, rows))
+    for _ in range(6):
+        ours, plain = (one_round(*way, (4, 2, 5, 3), 0.0) for way in ways)
+        assert ours.width == plain.width == (4, 2, 5, 3)
+        assert (ours.q is None) is (plain.q is None) is (draw is Draw.ARGMAX)
+        for b, width in enumerate(ours.width):
+            assert ours.tokens[b, :width].tolist() == plain.tokens[b, :width].tolist()
 
 
 def one_round(proposer, rows, budget, keep):

@@ -1,17 +1,18 @@
 """Modules for multi-token prediction that came with a target, by the names that families give them.
 
 All are the same thing, a projection of two normed vectors and a decoder layer, and differ where it does not show: in
-the order of the two vectors, in the state that goes round, in whether the text's first embedding is taken for zeros.
-In vLLM's models these are settled by the family, and so they are here. Of several modules, DeepSeek's feed each other;
-what those of other families do with several is not settled, so there the first is taken, and applied again and again.
+the order of the two vectors, in the state that the target gives and the one that goes round, in whether the text's
+first embedding is taken for zeros. In vLLM's models these are settled by the family, and so they are here. Of several
+modules, DeepSeek's feed each other; what those of other families do with several is not settled, so there the first is
+taken, and applied again and again.
 
-| naming | order | goes round | first embedding |
-|---|---|---|---|
-| DeepSeek | embedding, state | the layer's output | zeros |
-| MiMo | state, embedding | the same after the final norm | zeros |
-| Qwen | embedding, state | the same after the final norm | as it is |
-| speculators | embedding, state | the same after the final norm | as it is |
-| Nemotron-H | embedding, state | the same after the final norm | as it is |
+| naming | order | the target's last state | goes round | first embedding |
+|---|---|---|---|---|
+| DeepSeek | embedding, state | after its final norm | the layer's output | zeros |
+| MiMo | state, embedding | before its final norm | the same after the final norm | zeros |
+| Qwen | embedding, state | after its final norm | the same after the final norm | as it is |
+| speculators | embedding, state | after its final norm | the same after the final norm | as it is |
+| Nemotron-H | embedding, state | after its final norm | the same after the final norm | as it is |
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ class Mtp:
     embedding_first: bool = True
     recycle: Recycle = Recycle.NORMED
     zero_first: bool = False
+    final: bool = True  # the target's last state is read after the target's final norm
     after: bool = False  # numbers go on behind the target's layers
     several: bool = False  # modules, each of which reads the states of the one before
     nested: str = ""  # where in config.json the target's config is
@@ -92,7 +94,7 @@ class Mtp:
             target_hidden=body.hidden,
             target_layers=layers,
             vocab=config.size("vocab_size"),
-            taps=Taps(layers=(layers - 1,), final=True),
+            taps=Taps(layers=(layers - 1,), final=self.final),
             join=Join(at=JoinAt.PROJECTION, embedding_first=self.embedding_first, zero_first=self.zero_first),
             body=body,
             modules=len(places),
@@ -218,6 +220,8 @@ class Mtp:
 
     def _refuse(self, it: Description, body: Body, join: Join) -> None:
         gate = body.attention_gate and not any(each in self.name for each in ("qwen", "speculators"))
+        last = (it.target_layers - 1,), self.final, False
+        other = (it.taps.layers, it.taps.final, it.taps.fused) != last
         reasons = {
             "is joined at the attention": join.at is not JoinAt.PROJECTION,
             "joins without norms, or with a bias": not join.norms or join.bias,
@@ -225,9 +229,7 @@ class Mtp:
             " that read this naming do the opposite": join.zero_first is not self.zero_first,
             f"carries its {it.recycle} state on, where engines that read this naming carry on the other": it.recycle
             is not self.recycle,
-            "reads another state than the target's last": it.taps.layers != (it.target_layers - 1,)
-            or not it.taps.final
-            or it.taps.fused,
+            f"reads another state than the target's last {'after' if self.final else 'before'} its final norm": other,
             "guesses a part of the vocabulary": bool(it.draft_vocab),
             "has no norm before its layer or behind it": not (body.first_norm and it.final_norm),
             "has more than one decoder layer": body.layers > 1,
@@ -284,6 +286,7 @@ NAMINGS: tuple[Mtp, ...] = (
         outer=_MIMO,
         embedding_first=False,
         zero_first=True,
+        final=False,
     ),
     Mtp(
         name="mtp-speculators",
