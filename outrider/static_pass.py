@@ -36,6 +36,10 @@ class SpareCache(StaticCache):
                 assert stop <= self.spare, "slot overflow"
                 self._clear(row.slot, stop)
 
+    def of(self, layer: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Whole stripes of a layer; None until it has been written."""
+        return (self._keys[layer], self._values[layer]) if layer in self._keys else None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:

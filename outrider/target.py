@@ -189,7 +189,7 @@ class AttentionTarget:
 
     def lend(self) -> Tables:
         config = self._model.config.get_text_config(decoder=True).to_dict()
-        return replace(lend(self._model), memory=Memory(stripes=self._memory.of, config=config))
+        return replace(lend(self._model), memory=Memory(entries=self._memory.entries, config=config))
 
     def excerpt(self, layers: Sequence[int]) -> AttentionTarget:
         other = copy(self)

@@ -207,10 +207,11 @@ class Scores:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Memory:
-    """A target's keys and values for those who look at them: as they lie in its cache, entry by place in the text."""
+    """A target's keys and values for those who look at them, entry by place in the text, however they lie."""
 
-    # Of a layer [slots, key heads, capacity, D], those of keys and those of values; None before the first pass.
-    stripes: Callable[[int], tuple[torch.Tensor, torch.Tensor] | None]
+    # Of a layer and some slots, from one entry up to another: keys and values [rows, key heads, entries, D], which may
+    # be views. Behind what a slot holds stands anything that is a number. None before the first pass.
+    entries: Callable[[int, Sequence[int], int, int], tuple[torch.Tensor, torch.Tensor] | None]
     config: Mapping[str, Any]  # the model's own words for its layers
 
 

@@ -89,12 +89,22 @@ def tables(memory):
     return Tables(embedding=both[0], head=both[1], norm=torch.ones(64), epsilon=1e-5, memory=memory)
 
 
+def shown(pair):
+    """A memory of keys and values [2, slots, key heads, entries, D] of layer 5."""
+
+    def entries(layer, slots, begin, end):
+        assert layer == 5
+        return tuple(pair[:, slots, :, begin:end])
+
+    return Memory(entries=entries, config={})
+
+
 @pytest.mark.parametrize("slots", [[0, 1, 2], [2, 0, 3]])
 @pytest.mark.parametrize("window", [0, 4])
 def test_a_row_sees_its_own_entries_alone(window, slots):
     """Whoever is asked beside it, as many as the target has committed, and of these the window's."""
     pair = torch.randn(2, 4, 2, 32, 16)
-    memory = Memory(stripes={5: (pair[0], pair[1])}.get, config={})
+    memory = shown(pair)
     head = make_head_target(onlooker(window), tables(memory), slots=4, context=32)
     assert isinstance(head, OnlookTarget)
     texts, taps = {slots[0]: [1, 2, 3, 4, 5, 6, 7], slots[1]: [8, 9], slots[2]: [5, 6, 7, 8]}, torch.randn(4, 7, 1, 64)
@@ -118,6 +128,25 @@ def test_a_row_sees_its_own_entries_alone(window, slots):
             torch.testing.assert_close(mine[0], all_of[b], atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("slots", [[1, 2], [2], [3, 0, 2]])
+def test_a_target_shows_the_slots_that_are_asked_for(slots, shelf):
+    """In the order of asking, and what another pass left behind a shorter text is nothing but numbers."""
+    target, chance = shelf.target("llama"), random.Random(8)
+    rows = [tiny.admit(target, slot, tiny.text(chance, 5 + 3 * slot)) for slot in range(4)]
+    feeds = tuple(tuple(row.text) for row in rows)
+    batch = Batch(rows=tuple(rows), start=(0,) * 4, feed=feeds, budget=(0,) * 4)
+    target.score(batch, tree.empty(4, CPU))
+    memory = target.lend().memory
+    found = memory.entries(3, slots, 2, 14)
+    for b, slot in enumerate(slots):
+        alone = memory.entries(3, [slot], 0, len(feeds[slot]))
+        for every, own in zip(found, alone, strict=True):
+            assert torch.equal(every[b, :, : own.shape[2] - 2], own[0, :, 2:14])
+            assert own.abs().sum() > 0
+            assert every.shape[2] == 12
+            assert every.isfinite().all()
+
+
 def test_a_target_without_memory_is_refused():
     with pytest.raises(OutriderError, match="this target shows none; use another draft"):
         make_head_target(onlooker(), tables(None), slots=1, context=32)
@@ -125,9 +154,7 @@ def test_a_target_without_memory_is_refused():
 
 def test_nothing_is_kept_of_a_text():
     pair = torch.randn(2, 1, 2, 32, 16)
-    head = make_head_target(
-        onlooker(), tables(Memory(stripes={5: (pair[0], pair[1])}.get, config={})), slots=1, context=32
-    )
+    head = make_head_target(onlooker(), tables(shown(pair)), slots=1, context=32)
     rows = admit(head, [[1, 2, 3, 4, 5]])
     tell(head, rows, torch.randn(1, 4, 1, 64), [4])
     head.score(batch_of(head, rows), tree.empty(1, CPU))
@@ -164,9 +191,9 @@ def test_what_is_learned_from_is_what_the_target_has_cached(nano):
         feed = tuple(again.text[: len(states)])
         target.score(Batch(rows=(again,), start=(0,), feed=(feed,), budget=(0,)), tree.empty(1, CPU))
         parts = [
-            each[0, :, : len(feed)].transpose(0, 1).flatten(1)
+            each[0].transpose(0, 1).flatten(1)
             for layer in (0, 1)
-            for each in tabled.memory.stripes(layer)
+            for each in tabled.memory.entries(layer, [0], 0, len(feed))
         ]
         torch.testing.assert_close(shown, torch.cat(parts, 1).bfloat16(), atol=0.02, rtol=0.02)
         target.cache.release(0)
@@ -187,7 +214,7 @@ def test_training_lowers_the_loss_and_raises_what_is_kept(nano):
         batch = Batch(rows=(row,), start=(0,), feed=(tuple(row.text[:-1]),), budget=(0,))
         with torch.inference_mode():
             states = target.score(batch, tree.empty(1, CPU)).fed[1][0][:, None]
-            keys, values = (each[0, :, : len(states)] for each in tabled.memory.stripes(1))
+            keys, values = (each[0] for each in tabled.memory.entries(1, [0], 0, len(states)))
         shown = torch.cat([each.transpose(0, 1).flatten(1) for each in (keys, values)], 1)
         samples.append(
             Sample(id=0, tokens=tuple(row.text), states=states.clone(), prompt=len(prompt), shown=shown.clone())
@@ -221,7 +248,7 @@ def test_the_native_kernels_show_their_memory_too(tmp_path):
         row = make_row(list(range(40, 56)), 0)
         target.cache.admit(0, row.text)
         target.score(Batch(rows=(row,), start=(0,), feed=(tuple(row.text),), budget=(0,)), tree.empty(1, CPU))
-    ours, theirs = (target.lend().memory.stripes(7)[0][0, :, :16].float() for target in targets)
+    ours, theirs = (target.lend().memory.entries(7, [0], 0, 16)[0].float() for target in targets)
     assert (ours - theirs).norm() < 0.03 * theirs.norm()
     module = make_module(describe("onlooker", Shape(hidden=384, layers=8, vocab=12288, epsilon=1e-5, view=views[0])))
     write_head(tmp_path / "head", module, dtype=torch.bfloat16)

@@ -57,30 +57,21 @@ class OnlookTarget(HeadRunner):
         return self._scores(self.module.logits(out))
 
     def _look(self, layer: int, query: torch.Tensor) -> torch.Tensor:
-        """What queries [B, heads, M, D] find: one pass for rows that lie side by side, else one a row."""
-        slots, seen = self._slots, self._lengths
-        if slots == list(range(slots[0], slots[0] + len(slots))):
-            return self._find(layer, query, slots[0], [length - 1 for length in seen])
-        found = [self._find(layer, query[b : b + 1], slots[b], [seen[b] - 1]) for b in range(len(slots))]
-        return torch.cat(found)
-
-    def _find(self, layer: int, query: torch.Tensor, slot: int, counts: list[int]) -> torch.Tensor:
-        """The same of rows from `slot` on, each of which sees so many entries, or the last of them."""
+        """What queries [B, heads, M, D] find: of each row all entries, or the last ones that its view shows."""
         view, (rows, heads, columns, dim) = self.module.description.views[layer], query.shape
-        begins = [max(count - view.window, 0) if view.window else 0 for count in counts]
-        entries = slice(min(begins), max(counts))
-        where = slice(slot, slot + rows)
+        ends = [length - 1 for length in self._lengths]
+        begins = [max(end - view.window, 0) if view.window else 0 for end in ends]
+        begin, end = min(begins), max(ends)
         mask = None
-        if len(set(counts)) > 1:
-            places = torch.arange(entries.start, entries.stop, device=self.device)
-            lows, highs = (tree.upload(each, self.device)[:, None] for each in (begins, counts))
+        if len(set(ends)) > 1:
+            places = torch.arange(begin, end, device=self.device)
+            lows, highs = (tree.upload(each, self.device)[:, None] for each in (begins, ends))
             mask = ((places >= lows) & (places < highs))[:, None, None]
-        stripes = self._memory.stripes(view.layer)
-        if stripes is None:  # no text was ever read, and what is being timed is a pass
-            nothing = query.new_zeros(rows, view.key_heads, 1, dim).expand(-1, -1, max(counts) - entries.start, -1)
-            keys = values = nothing
+        entries = self._memory.entries(view.layer, self._slots, begin, end)
+        if entries is None:  # no text was ever read, and what is being timed is a pass
+            keys = values = query.new_zeros(rows, view.key_heads, 1, dim).expand(-1, -1, end - begin, -1)
         else:
-            keys, values = (each[where, :, entries].to(query.dtype) for each in stripes)
+            keys, values = (each.to(query.dtype) for each in entries)
         # The query heads that share a key head stand one below another.
         asked = query.reshape(rows, view.key_heads, heads // view.key_heads * columns, dim)
         return functional.scaled_dot_product_attention(asked, keys, values, attn_mask=mask).reshape(query.shape)

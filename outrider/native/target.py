@@ -97,7 +97,7 @@ class NativeTarget:
         return self._decoder.read_bytes()
 
     def lend(self) -> Tables:
-        return replace(self._decoder.tables(), memory=Memory(stripes=self._memory.of, config=self._config))
+        return replace(self._decoder.tables(), memory=Memory(entries=self._memory.entries, config=self._config))
 
     def excerpt(self, layers: Sequence[int]) -> NativeTarget:
         other = copy(self)

@@ -65,9 +65,9 @@ class Recorder:
         assert self._memory is not None
         found = []
         for layer in self.looked:
-            stripes = self._memory.stripes(layer)
-            assert stripes is not None
-            found += [each[slot, :, begin:end].transpose(0, 1).flatten(1).to(torch.bfloat16) for each in stripes]
+            entries = self._memory.entries(layer, [slot], begin, end)
+            assert entries is not None
+            found += [each[0].transpose(0, 1).flatten(1).to(torch.bfloat16) for each in entries]
         return torch.cat(found, 1)
 
 

@@ -57,9 +57,9 @@ def _tried(target: Target, memory: Memory, layer: int) -> tuple[torch.Tensor, ..
     batch = Batch(rows=(Row(request=request, slot=0, text=list(text)),), start=(0,), feed=(text,), budget=(0,))
     target.cache.admit(0, text)
     target.score(batch, tree.empty(1, target.device))
-    stripes = memory.stripes(layer)
-    assert stripes is not None
-    found = tuple(each[0, :, :_TIMES].float() for each in stripes)
+    entries = memory.entries(layer, [0], 0, _TIMES)
+    assert entries is not None
+    found = tuple(each[0].float() for each in entries)
     target.cache.release(0)
     return found
 
