@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 
 from outrider.build import House
 from outrider.errors import OutriderError
@@ -78,7 +78,7 @@ class Archive:
                 "states": sample.states.cpu().contiguous(),
             }
             held |= {} if sample.shown is None else {"shown": sample.shown.cpu().contiguous()}
-            save_file(held, fresh)
+            fresh.write_bytes(save(held))
             fresh.replace(file)
             self._left -= size
         except (OSError, SafetensorError) as error:
