@@ -2,11 +2,12 @@
 
     python benchmarks/race.py --target DIR --prompts FILE "draft:DIR@0,4,8,12,auto"
     python benchmarks/race.py --target DIR --prompts FILE --fresh ngram@auto "merge(suffix:100000,recycle)@auto"
-    python benchmarks/race.py --target DIR --prompts FILE --batch 32 --temperature 1 "draft:DIR@auto" hopeless@auto
+    python benchmarks/race.py --target DIR --prompts FILE --batch 8 --limit 24 --temperature 1 "draft:DIR@auto"
 
-An entry is a proposer and the k it is run with; plain decoding is always there. `hopeless` guesses at random. With
---fresh each round begins with proposers and planners that know nothing, so what is remembered from finished outputs is
-of other prompts; without it they go on learning, as in a server. Prints a table and, as its last line, a JSON document.
+An entry is a proposer and the k it is run with; plain decoding is always there. `hopeless` guesses at random. Sampled
+texts end in different places, so give a batch several times as many prompts (--limit) as rows. With --fresh each round
+begins with proposers and planners that know nothing, so what is remembered from finished outputs is of other prompts;
+without it they go on learning, as in a server. Prints a table and, as its last line, a JSON document.
 """
 
 from __future__ import annotations
@@ -74,20 +75,19 @@ class Runner:
     """A model with one proposer, run with any k."""
 
     def __init__(self, target: str, proposer: str, *, rows: int, temperature: float) -> None:
-        self._planner, self._rows, self._temperature = SwitchPlanner(), rows, temperature
+        self._planner, self._temperature = SwitchPlanner(), temperature
         maker = Hopeless if proposer == "hopeless" else proposer
         self._llm = LLM(target, proposer=maker, planner=self._planner, rows=rows, context=2048)
         self._planner.auto = auto_planner(self._llm.house.target, self._llm.house.proposer)
 
     def run(self, k: str, prompts: list[str], seed: int) -> tuple[float, Score]:
-        """Seconds and counts of some prompts, together as far as rows allow."""
+        """Seconds and counts of some prompts, as many at once as there are rows: where one ends the next begins."""
         self._planner.k = k if k == "auto" else int(k)
         wants = [
             SamplingParams(temperature=self._temperature, max_tokens=128, seed=seed + i) for i in range(len(prompts))
         ]
         before, began = self._llm.stats, perf_counter()
-        for i in range(0, len(prompts), self._rows):
-            self._llm.generate(prompts[i : i + self._rows], wants[i : i + self._rows])
+        self._llm.generate(prompts, wants)
         seconds, after = perf_counter() - began, self._llm.stats
         counts = (getattr(after, name) - getattr(before, name) for name in ("emitted", "passes", "drafted"))
         return seconds, Score([], *counts)
@@ -149,7 +149,8 @@ def _round(
     batch: int,
 ) -> None:
     chance = random.Random(turn)
-    size = max(batch, 1)
+    # A batch is refilled as rows end, as in a server: else those who end first would leave the last one alone.
+    size = 1 if batch == 1 else max(map(len, texts.values()))
     jobs = [(category, i) for category, some in texts.items() for i in range(0, len(some), size)]
     chance.shuffle(jobs)
     seconds = dict.fromkeys(scores, 0.0)

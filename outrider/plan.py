@@ -182,7 +182,7 @@ class CostPlanner:
         few = replace(load, rows=min(load.rows, FEW))
         if hope < self._bar(arm, on=False) or not self._repays(arm, hope, few):
             return False
-        record.patience = min(2 * record.patience, _PATIENCE_MOST)
+        record.patience = min(4 * record.patience, _PATIENCE_MOST)
         record.try_again()
         return True
 

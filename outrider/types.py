@@ -198,11 +198,17 @@ class Scores:
     best: torch.Tensor | None = (
         None  # [B, 1 + N] the likeliest ids, -1 where logits are no numbers; None: not looked for
     )
+    sure: torch.Tensor | None = None  # [B, 1 + N] a draft's own word, in log-odds, that a guess drawn there is kept
 
     @property
     def packed(self) -> Packed | None:
         """The logits without their padding, at least one for each row, where a pass has left them so."""
         return None
+
+    def states(self, layers: Sequence[int], b: int, path: Sequence[int]) -> torch.Tensor:
+        """[n, layers, H] of row b's feed and of the guesses on `path`; it may be a view into the whole pass."""
+        nodes = [node + 1 for node in path]
+        return torch.stack([torch.cat([self.fed[at][b], self.features[at][b, nodes]]) for at in layers], 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

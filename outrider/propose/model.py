@@ -149,17 +149,17 @@ class ModelProposer:
         draws = noise.draws(max(batch.budget))
         laws: list[torch.Tensor] = []
         watch = Watch(batch.budget, trust if tree.near(self._setup.device) else None)
-        logits = self._model.score(batch, draft).logits
+        scores = self._model.score(batch, draft)
         while watch.depth < max(watch.count):
             if watch.depth:
-                logits = self._model.score(batch, draft, first=watch.depth - 1).logits
-            own = _fit(logits, self._setup.vocab)
+                scores = self._model.score(batch, draft, first=watch.depth - 1)
+            own = _fit(scores.logits, self._setup.vocab)
             law = warp(own, knobs, draft, last=True)[:, 0]
             # A greedy row's law is one-hot, so every way of drawing finds its argmax, and this one is the quickest.
             drawn = law.argmax(-1) if knobs.all_greedy else self._draw(law, noise, draws, watch.depth)
             tokens = torch.cat([draft.tokens, drawn[:, None]], 1)
             laws.append(law)
-            watch.look(own[:, -1], drawn)
+            watch.look(own[:, -1], drawn, None if scores.sure is None else scores.sure[:, -1])
             draft = tree.chain(tokens, tuple(min(most, watch.depth) for most in watch.count))
         self._margins = watch.margins
         if self._setup.draw is Draw.ARGMAX or knobs.all_greedy or not laws:
