@@ -29,7 +29,7 @@ from tests import lessons, tiny
 
 
 def head(folder):
-    module = make_module(describe("mtp", Shape(hidden=32, layers=2, vocab=40, epsilon=1e-5)))
+    module = make_module(describe("mtp", Shape(hidden=64, layers=2, vocab=40, epsilon=1e-5)))
     write_head(folder, module, dtype=torch.bfloat16)
 
 
