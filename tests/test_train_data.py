@@ -23,7 +23,7 @@ from outrider.prompts import Prompt
 from outrider.propose.ngram import NgramProposer
 from outrider.propose.suffix import SuffixProposer
 from outrider.target import make_target
-from outrider.train import archive, log, prompts
+from outrider.train import log, prompts
 from outrider.train.answers import Recorder, written
 from outrider.train.archive import Archive
 from outrider.train.batches import Reader, frequent, parts, shares
@@ -312,10 +312,11 @@ def test_a_damaged_sample_is_not_there(tmp_path):
 def test_a_full_disk_ends_the_keeping_alone(tmp_path, monkeypatch, caplog):
     kept = _keep(tmp_path)
 
-    def full(*_):
+    def full(file, _):
+        file.touch()
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(archive, "save_file", full)
+    monkeypatch.setattr(Path, "write_bytes", full)
     kept.write(make_request(), make_sample([1, 2, 3], prompt=2))
     kept.write(make_request(seed=2), make_sample([1, 2, 3], prompt=2))
     assert caplog.text.count("no more states are kept") == 1
