@@ -129,15 +129,16 @@ class Training:
         mine, most = range(rank(), len(texts), world()), -(-len(texts) // world())
         if not mine:
             raise OutriderError(f"{len(texts)} prompts are too few for {world()} processes; give more, or begin fewer")
-        reader = Reader(room.pupil.taps, room.recorder.layers, room.tables, room.pupil.ids)
+        pupil = room.pupil
+        reader = Reader(pupil.taps, room.recorder.layers, room.tables, pupil.ids, views=pupil.views)
         reader.check(room.house.target, self._read(texts[rank()])[:_LOOKED_AT])
         if settings.with_target is not None:
             given = {i: encoded(room.house.tokenizer, texts[i], whole=True)[: room.house.context] for i in mine}
-            return Course(Given(given), mine, settings, most=most), GivenReader(room.pupil.ids, room.house.vocab)
+            return Course(Given(given), mine, settings, most=most), GivenReader(pupil.ids, room.house.vocab)
         prompts = {i: self._read(texts[i]) for i in mine}
         archive = None
         if settings.cache is not None:
-            origin, layers = origin_of(room.house, self._target), room.recorder.layers
+            origin, layers = origin_of(room.house, self._target, room.recorder.looked), room.recorder.layers
             archive = Archive(settings.cache, gigabytes=settings.cache_gb or _GIGABYTES, origin=origin, layers=layers)
         manner = Manner(
             temperature=settings.temperature, tokens=settings.answer_tokens, go_on=settings.go_on, seed=settings.seed
