@@ -136,6 +136,18 @@ def test_the_drafts_slopes_reach_the_target(house):
     assert not torch.allclose(both, alone, rtol=0.05)
 
 
+def test_the_targets_tables_are_not_made_orthogonal(house):
+    """Also where the draft guesses a part of what they hold."""
+    pupil = pupil_of(house, draft_vocab=64)
+    trainer = Trainer(pupil, losses=parse("ce"), steps=1, decay=1.0, lr=1e-4)
+    plain, muon = (
+        {id(w) for group in part.param_groups for w in group["params"]} for part in trainer._optimiser._parts
+    )
+    assert id(pupil.module["target"].get_output_embeddings().weight) in plain
+    assert id(pupil.module["target"].model.layers[0].mlp.up_proj.weight) in muon
+    assert not plain & muon
+
+
 def test_measuring_teaches_the_houses_target(house):
     own = lessons.house()
     pupil = pupil_of(own)
