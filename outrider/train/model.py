@@ -88,9 +88,7 @@ class ModelPupil:
             self._still(torch.bfloat16).save_pretrained(fresh)
             self._checkpoint.tokenizer.save_pretrained(fresh)
             for file in fresh.glob("*.safetensors"):
-                shutil.copymode(
-                    fresh / "config.json", file
-                )  # safetensors lets nobody but the owner read what it writes
+                shutil.copymode(fresh / "config.json", file)  # safetensors lets nobody but the owner read its files
             for file in sorted(fresh.iterdir()):
                 file.replace(folder / file.name)
         except (OSError, RuntimeError, SafetensorError) as error:
