@@ -5,9 +5,10 @@
     python benchmarks/race.py --target DIR --prompts FILE --batch 8 --limit 24 --temperature 1 "draft:DIR@auto"
 
 An entry is a proposer and the k it is run with; plain decoding is always there. `hopeless` guesses at random. Sampled
-texts end in different places, so give a batch several times as many prompts (--limit) as rows. With --fresh each round
-begins with proposers and planners that know nothing, so what is remembered from finished outputs is of other prompts;
-without it they go on learning, as in a server. Prints a table and, as its last line, a JSON document.
+texts end in different places, so give a batch several times as many prompts (--limit) as rows; with --verifier coupled
+all entries write the same texts, at some cost in acceptance. With --fresh each round begins with proposers and planners
+that know nothing, so what is remembered from finished outputs is of other prompts; without it they go on learning, as in
+a server. Prints a table and, as its last line, a JSON document.
 """
 
 from __future__ import annotations
@@ -74,10 +75,10 @@ class Score:
 class Runner:
     """A model with one proposer, run with any k."""
 
-    def __init__(self, target: str, proposer: str, *, rows: int, temperature: float) -> None:
+    def __init__(self, target: str, proposer: str, *, rows: int, temperature: float, verifier: str | None) -> None:
         self._planner, self._temperature = SwitchPlanner(), temperature
         maker = Hopeless if proposer == "hopeless" else proposer
-        self._llm = LLM(target, proposer=maker, planner=self._planner, rows=rows, context=2048)
+        self._llm = LLM(target, proposer=maker, planner=self._planner, rows=rows, context=2048, verifier=verifier)
         self._planner.auto = auto_planner(self._llm.house.target, self._llm.house.proposer)
 
     def run(self, k: str, prompts: list[str], seed: int) -> tuple[float, Score]:
@@ -102,6 +103,7 @@ def main(
     limit: Annotated[int, typer.Option(help="Prompts of each category; they are repeated where there are fewer.")] = 3,
     rounds: Annotated[int, typer.Option(help="How often all is measured.")] = 5,
     fresh: Annotated[bool, typer.Option("--fresh", help="Forget between rounds.")] = False,
+    verifier: Annotated[str | None, typer.Option(help="Of all entries. Default: what suits each.")] = None,
 ) -> None:
     """Race them, and print what came out."""
     asked = [(entry.rpartition("@")[0], k) for entry in entries for k in entry.rpartition("@")[2].split(",")]
@@ -119,7 +121,9 @@ def main(
         if fresh or not turn:
             kept = {} if not runners else {"none": runners["none"]}
             made = {p for p, _ in pairs} - kept.keys()
-            runners = kept | {p: Runner(target, p, rows=batch, temperature=temperature) for p in sorted(made)}
+            runners = kept | {
+                p: Runner(target, p, rows=batch, temperature=temperature, verifier=verifier) for p in sorted(made)
+            }
         for runner in runners.values():
             runner.run("0", ["def warm_up(x):"], 0)
         _round(texts, pairs, names, runners, scores, turn, batch)
@@ -132,6 +136,7 @@ def main(
         "limit": limit,
         "rounds": rounds,
         "fresh": fresh,
+        "verifier": verifier,
         "hardware": hardware("cpu"),
         "versions": versions(),
         "scores": [{"entry": name, "category": c, **_figures(names, scores, name, c)} for name, c in scores],
