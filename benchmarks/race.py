@@ -6,9 +6,9 @@
 
 An entry is a proposer and the k it is run with; plain decoding is always there. `hopeless` guesses at random. Sampled
 texts end in different places, so give a batch several times as many prompts (--limit) as rows; with --verifier coupled
-all entries write the same texts, at some cost in acceptance. With --fresh each round begins with proposers and planners
-that know nothing, so what is remembered from finished outputs is of other prompts; without it they go on learning, as in
-a server. Prints a table and, as its last line, a JSON document.
+all entries write the same texts, at some cost in acceptance. With --fresh each round begins with proposers and
+planners that know nothing, so what is remembered from finished outputs is of other prompts; without it they go on
+learning, as in a server. Prints a table and, as its last line, a JSON document.
 """
 
 from __future__ import annotations
