@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import random
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import cycle, groupby, islice
 from pathlib import Path
 from statistics import harmonic_mean, median
@@ -75,8 +75,8 @@ class Score:
 class Runner:
     """A model with one proposer, run with any k."""
 
-    def __init__(self, target: str, proposer: str, *, rows: int, temperature: float, verifier: str | None) -> None:
-        self._planner, self._temperature = SwitchPlanner(), temperature
+    def __init__(self, target: str, proposer: str, *, rows: int, params: SamplingParams, verifier: str | None) -> None:
+        self._planner, self._params = SwitchPlanner(), params
         maker = Hopeless if proposer == "hopeless" else proposer
         self._llm = LLM(target, proposer=maker, planner=self._planner, rows=rows, context=2048, verifier=verifier)
         self._planner.auto = auto_planner(self._llm.house.target, self._llm.house.proposer)
@@ -84,9 +84,7 @@ class Runner:
     def run(self, k: str, prompts: list[str], seed: int) -> tuple[float, Score]:
         """Seconds and counts of some prompts, as many at once as there are rows: where one ends the next begins."""
         self._planner.k = k if k == "auto" else int(k)
-        wants = [
-            SamplingParams(temperature=self._temperature, max_tokens=128, seed=seed + i) for i in range(len(prompts))
-        ]
+        wants = [replace(self._params, seed=seed + i) for i in range(len(prompts))]
         before, began = self._llm.stats, perf_counter()
         self._llm.generate(prompts, wants)
         seconds, after = perf_counter() - began, self._llm.stats
@@ -100,6 +98,7 @@ def main(
     prompts: Annotated[Path, typer.Option(help="JSON lines with category and prompt.")],
     batch: Annotated[int, typer.Option(help="Rows at once.")] = 1,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Share of the likeliest tokens that are drawn from.")] = 1.0,
     limit: Annotated[int, typer.Option(help="Prompts of each category; they are repeated where there are fewer.")] = 3,
     rounds: Annotated[int, typer.Option(help="How often all is measured.")] = 5,
     fresh: Annotated[bool, typer.Option("--fresh", help="Forget between rounds.")] = False,
@@ -115,15 +114,14 @@ def main(
         category: list(islice(cycle([line["prompt"] for line in some]), limit))
         for category, some in groupby(lines, key=lambda line: str(line["category"]))
     }
+    params = SamplingParams(temperature=temperature, top_p=top_p, max_tokens=128)
     scores = {(name, category): Score() for name in names for category in texts}
     runners: dict[str, Runner] = {}
     for turn in range(rounds):
         if fresh or not turn:
             kept = {} if not runners else {"none": runners["none"]}
             made = {p for p, _ in pairs} - kept.keys()
-            runners = kept | {
-                p: Runner(target, p, rows=batch, temperature=temperature, verifier=verifier) for p in sorted(made)
-            }
+            runners = kept | {p: Runner(target, p, rows=batch, params=params, verifier=verifier) for p in sorted(made)}
         for runner in runners.values():
             runner.run("0", ["def warm_up(x):"], 0)
         _round(texts, pairs, names, runners, scores, turn, batch)
@@ -133,6 +131,7 @@ def main(
         "target": Path(target).name,
         "batch": batch,
         "temperature": temperature,
+        "top_p": top_p,
         "limit": limit,
         "rounds": rounds,
         "fresh": fresh,
