@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -169,11 +169,20 @@ class Trust:
         return self.worth[min(rows, len(self.worth)) - 1] if self.worth else 0.0
 
 
+class Want(NamedTuple):
+    """How a request wants its tokens drawn, once bias and penalties have changed the logits."""
+
+    temperature: float  # 0 takes the likeliest id
+    top_k: int  # the size of the vocabulary is off
+    top_p: float
+    min_p: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Dice:
     """How the guesses of a chain are drawn: each is the first id whose cumulative chance exceeds a given number."""
 
-    temperature: tuple[float, ...]  # [B]; 0 takes the likeliest id
+    wants: tuple[Want, ...]  # [B]
     uniform: torch.Tensor  # [B, K] float64 in [0, 1)
 
 

@@ -28,7 +28,7 @@ from outrider.heads.store import HeadModule, make_module
 from outrider.llm import LLM
 from outrider.params import SamplingParams
 from outrider.propose.heads import HeadProposer
-from outrider.types import Batch, Request, Round, Row, Scores
+from outrider.types import Batch, Memory, Request, Round, Row, Scores
 
 LLAMA3 = Rope(scaling=Scaling.LLAMA3, factor=8.0, original=64, low=1.0, high=4.0)
 YARN = Rope(scaling=Scaling.YARN, factor=4.0, original=64, low=1.0, high=32.0, amplitude=1.14)
@@ -219,3 +219,13 @@ def check_text(folder, make, *, temperature, k):
     got, wanted = (llm.generate(prompts, params) for llm in (ours, theirs))
     assert [each.tokens for each in got] == [each.tokens for each in wanted]
     assert sum(each.stats.drafted for each in got)
+
+
+def shown(layer, pair):
+    """A memory of keys and values [2, slots, key heads, entries, D] of one layer."""
+
+    def entries(wanted, slots, begin, end):
+        assert wanted == layer
+        return tuple(pair[:, slots, :, begin:end])
+
+    return Memory(entries=entries, config={})

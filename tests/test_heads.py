@@ -30,9 +30,9 @@ from outrider.testing import random_tree
 from outrider.train.kinds import KINDS, Shape, describe
 from outrider.train.steps import Chains
 from outrider.train.unroll import Texts, unrolled
-from outrider.types import Dice, Memory
+from outrider.types import Dice, Want
 from tests import tiny
-from tests.drafts import check_text, far, feed
+from tests.drafts import check_text, far, feed, shown
 from tests.lessons import spread
 
 VIEW = View(layer=3, key_heads=2, dim=64)
@@ -87,7 +87,7 @@ def test_training_sees_what_the_engine_will(kind):
     size, count = 9, len(description.taps.layers)
     tokens, taps = torch.randint(0, 12288, (1, size + 1)), torch.randn(1, size, count, 128)
     pair = torch.randn(2, 1, 2, 64, 32)
-    tables = replace(tables, memory=Memory(stripes={3: (pair[0], pair[1])}.get, config={}))
+    tables = replace(tables, memory=shown(3, pair))
     head = make_head_target(module, tables, slots=1, context=64)
     texts = Texts(tokens=tokens, taps=taps, laws=torch.zeros(size, 12288), learn=torch.ones(1, size, dtype=bool))
     texts = replace(texts, shown={3: (pair[0, :, :, :size], pair[1, :, :, :size])})
@@ -146,7 +146,7 @@ def test_native_kernels_say_the_same(kind, vocab):
     grown = heads[1].grow(batches[1], 12288)
     assert torch.equal(grown.tokens, grow_by_scores(heads[1], batches[1], 12288).tokens)
     uniform = torch.rand(1, max(batches[1].budget), dtype=torch.float64)
-    drawn = heads[1].draw(batches[1], 12288, Dice(temperature=(0.7,), uniform=uniform))
+    drawn = heads[1].draw(batches[1], 12288, Dice(wants=(Want(0.7, 12288, 1.0, 0.0),), uniform=uniform))
     law = (heads[1].score(batches[1], none).logits[:, 0] / 0.7).softmax(-1)
     assert torch.allclose(drawn.q.padded()[:, 0], law, rtol=1e-4, atol=1e-9)
     assert drawn.tokens[:, 0].tolist() == inverse_cdf(law, uniform[:, 0]).tolist()

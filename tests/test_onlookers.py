@@ -35,8 +35,9 @@ from outrider.train.sample import Sample
 from outrider.train.sight import find_view
 from outrider.train.trainer import Trainer
 from outrider.train.unroll import unrolled
-from outrider.types import Batch, Memory, Tables
+from outrider.types import Batch, Tables
 from tests import lessons, tiny
+from tests.drafts import shown
 from tests.houses import make_engine, outputs, run
 from tests.lessons import make_settings, make_setup
 from tests.test_block_heads import admit, batch_of, tell
@@ -89,22 +90,12 @@ def tables(memory):
     return Tables(embedding=both[0], head=both[1], norm=torch.ones(64), epsilon=1e-5, memory=memory)
 
 
-def shown(pair):
-    """A memory of keys and values [2, slots, key heads, entries, D] of layer 5."""
-
-    def entries(layer, slots, begin, end):
-        assert layer == 5
-        return tuple(pair[:, slots, :, begin:end])
-
-    return Memory(entries=entries, config={})
-
-
 @pytest.mark.parametrize("slots", [[0, 1, 2], [2, 0, 3]])
 @pytest.mark.parametrize("window", [0, 4])
 def test_a_row_sees_its_own_entries_alone(window, slots):
     """Whoever is asked beside it, as many as the target has committed, and of these the window's."""
     pair = torch.randn(2, 4, 2, 32, 16)
-    memory = shown(pair)
+    memory = shown(5, pair)
     head = make_head_target(onlooker(window), tables(memory), slots=4, context=32)
     assert isinstance(head, OnlookTarget)
     texts, taps = {slots[0]: [1, 2, 3, 4, 5, 6, 7], slots[1]: [8, 9], slots[2]: [5, 6, 7, 8]}, torch.randn(4, 7, 1, 64)
@@ -154,7 +145,7 @@ def test_a_target_without_memory_is_refused():
 
 def test_nothing_is_kept_of_a_text():
     pair = torch.randn(2, 1, 2, 32, 16)
-    head = make_head_target(onlooker(), tables(shown(pair)), slots=1, context=32)
+    head = make_head_target(onlooker(), tables(shown(5, pair)), slots=1, context=32)
     rows = admit(head, [[1, 2, 3, 4, 5]])
     tell(head, rows, torch.randn(1, 4, 1, 64), [4])
     head.score(batch_of(head, rows), tree.empty(1, CPU))

@@ -14,7 +14,7 @@ from outrider import tree
 from outrider.noise import PositionNoise, inverse_cdf
 from outrider.propose.base import Setup
 from outrider.propose.confidence import Confidence
-from outrider.sampling import Knobs, warp
+from outrider.sampling import Knobs, want_of, warp
 from outrider.target import Drawer, Target
 from outrider.types import Batch, Dice, Draft, Draw, Grown, Law, Needs, Packed, Request, Round, Trust
 from outrider.watch import Watch
@@ -135,12 +135,12 @@ class ModelProposer:
     def _grown(self, batch: Batch, knobs: Knobs, trust: Trust) -> Grown | None:
         """Chains that the model grows by itself; None where that is not how these rows want their guesses."""
         model, vocab, draw = self._model, self._setup.vocab, self._setup.draw
-        if knobs.bare or (knobs.soft and draw is Draw.ARGMAX):  # no temperature changes which token is the likeliest
+        if knobs.bare or (knobs.soft and draw is Draw.ARGMAX):  # no law has another likeliest token
             return model.grow(batch, vocab, trust)
         if knobs.soft and draw is Draw.SAMPLE and isinstance(model, Drawer):
-            temperature = tuple(row.request.params.temperature for row in batch.rows)
+            wants = tuple(want_of(row, vocab) for row in batch.rows)
             uniform = self._noise_of(batch).draws(max(batch.budget))
-            return model.draw(batch, vocab, Dice(temperature=temperature, uniform=uniform), trust)
+            return model.draw(batch, vocab, Dice(wants=wants, uniform=uniform), trust)
         return None
 
     def _draw_chain(self, batch: Batch, knobs: Knobs, trust: Trust) -> Draft:
