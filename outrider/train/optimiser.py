@@ -59,9 +59,10 @@ class Optimiser:
 
 
 def _matrices(module: nn.Module, vocab: int) -> Iterator[nn.Parameter]:
-    whole = [each for each in module.modules() if isinstance(each, PreTrainedModel)]  # which may have more tokens
-    tables = [each.get_output_embeddings() for each in whole]
+    whole = [each for each in module.modules() if isinstance(each, PreTrainedModel)]
+    tables = [each.get_output_embeddings() for each in whole]  # which may hold more tokens than are guessed
     for each in module.modules():
-        table = each in tables or not isinstance(each, nn.Linear) or each.weight.shape[0] == vocab
-        if not table and min(each.weight.shape) > 1:
+        if not isinstance(each, nn.Linear) or each in tables:
+            continue
+        if each.weight.shape[0] != vocab and min(each.weight.shape) > 1:
             yield each.weight  # type: ignore[misc]
