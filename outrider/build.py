@@ -22,8 +22,9 @@ from outrider.params import AUTO
 from outrider.plan import CostPlanner, FixedPlanner, Planner
 from outrider.propose.base import Proposer, Setup
 from outrider.propose.combine import Switch
+from outrider.propose.guard import Guarded, guarded
 from outrider.propose.one_way import OneWay
-from outrider.proposers import CHAINS, DRAWN, Maker, draft_model, find_proposer, parse
+from outrider.proposers import CHAINS, DRAWN, Maker, alternatives, draft_model, find_proposer, parse
 from outrider.schedule import Scheduler
 from outrider.target import Target, make_target
 from outrider.types import Draw
@@ -43,6 +44,9 @@ class House:
     verifier: Verifier
     planner: Planner
     end_ids: frozenset[int]
+    proposers: tuple[str, ...]  # names of the proposer's alternatives, one of which a request may choose
+    verifiers: tuple[str, ...]  # exact rules, one of which a request may choose
+    guards: tuple[Guarded, ...] = ()  # around each alternative, where there are to be some
 
     @property
     def target(self) -> Target:
@@ -83,6 +87,7 @@ def build(
     context: int | None,
     chunk: int,
     planner: Planner | None,
+    guard: bool = False,
 ) -> House:
     """Load and connect; see `LLM` for the arguments."""
     if isinstance(k, str) and k != AUTO:
@@ -109,11 +114,13 @@ def build(
     guesser = find_proposer(spec, setup) if isinstance(spec, str) else spec(setup)
     model.export(guesser.needs.layers)
     replay = rule.draw is Draw.SAMPLE
+    names = alternatives(spec) if isinstance(spec, str) else tuple(f"own#{i + 1}" for i in range(guesser.needs.arms))
+    running, guards = guarded(guesser, setup, names=names) if guard else (guesser, ())
     decides = planner or (FixedPlanner(k) if isinstance(k, int) else auto_planner(model, guesser, replay=replay))
     return House(
         engine=Engine(
             target=model,
-            proposer=OneWay(guesser) if checkpoint.recurrent else guesser,
+            proposer=OneWay(running) if checkpoint.recurrent else running,
             verifier=fastest(rule, checkpoint.device),
             planner=decides,
             scheduler=scheduler,
@@ -123,6 +130,9 @@ def build(
         verifier=rule,
         planner=decides,
         end_ids=checkpoint.end_ids,
+        proposers=names,
+        verifiers=fitting_verifiers(spec, rule.draw, chains=checkpoint.recurrent),
+        guards=guards,
     )
 
 
@@ -160,6 +170,20 @@ def find_verifier(name: str | None, proposer: str | Maker) -> Verifier:
     if name not in known:
         raise OutriderError(f"verifier {name!r} is unknown; use one of {', '.join(known)}")
     return known[name]
+
+
+def fitting_verifiers(proposer: str | Maker, draw: Draw, *, chains: bool) -> tuple[str, ...]:
+    """Exact rules that may judge what such a proposer makes when its guesses are to be made by `draw`.
+
+    Rules for chains take no trees. What the position's race has drawn may only be judged by who looks at the target's
+    own draw alone: the race is the same in the next round, and any other rule would have let it into what it rejects.
+    """
+    chains |= isinstance(proposer, str) and CHAINS.issuperset(parse(proposer).names())
+    return tuple(
+        name
+        for name, rule in EXACT.items()
+        if (rule.trees or chains) and (draw is not Draw.RACE or rule.draw is not Draw.SAMPLE)
+    )
 
 
 def _fitting(proposer: str | Maker) -> str:
