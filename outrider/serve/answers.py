@@ -67,11 +67,18 @@ class Answers:
             tokens=asked.stream_options is not None and asked.stream_options.include_tokens,
         )
         tickets = self._submit(prompts, params)
+        gone = asyncio.create_task(self._watch(request, tickets))
         if asked.stream:
             tell = asked.stream_options is not None and asked.stream_options.include_usage
-            stream = self._stream(reply, tickets, len(prompts), tell=tell, entry=entry_of(request.scope))
+            stream = self._stream(reply, tickets, len(prompts), tell=tell, request=request, gone=gone)
             return StreamingResponse(stream, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        return await self._whole(reply, tickets, len(prompts), request)
+        return await self._whole(reply, tickets, len(prompts), request=request, gone=gone)
+
+    async def _watch(self, request: Request, tickets: Sequence[Ticket]) -> None:
+        """Take tickets back once whoever asked is gone, be it long before the first token."""
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        self._driver.cancel(tickets)
 
     def _submit(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Ticket]:
         """All of them or none."""
@@ -84,10 +91,11 @@ class Answers:
             raise
         return tickets
 
-    async def _whole(self, reply: Reply, tickets: Sequence[Ticket], prompts: int, request: Request) -> Response:
+    async def _whole(
+        self, reply: Reply, tickets: Sequence[Ticket], prompts: int, *, request: Request, gone: asyncio.Task[None]
+    ) -> Response:
         entry = entry_of(request.scope)
         work = asyncio.gather(*(_end(each, entry) for each in tickets))
-        gone = asyncio.create_task(_hung_up(request))
         either: list[asyncio.Future[Any]] = [work, gone]
         entry.finish = "cancelled"
         try:
@@ -111,8 +119,16 @@ class Answers:
         return JSONResponse(reply.whole(completions, prompts))
 
     async def _stream(
-        self, reply: Reply, tickets: Sequence[Ticket], prompts: int, *, tell: bool, entry: Entry
+        self,
+        reply: Reply,
+        tickets: Sequence[Ticket],
+        prompts: int,
+        *,
+        tell: bool,
+        request: Request,
+        gone: asyncio.Task[None],
     ) -> AsyncIterator[str]:
+        entry = entry_of(request.scope)
         entry.finish = "cancelled"
         ends: dict[int, Completion] = {}
         begun: set[int] = set()
@@ -121,7 +137,7 @@ class Answers:
                 async for index, piece in _merged(tickets):
                     entry.see(len(piece.tokens))
                     if piece.error:
-                        entry.finish = "error"
+                        entry.finish = "cancelled" if gone.done() else "error"
                         yield _event(problem(piece.error, kind="server_error"))
                         return
                     yield _event(reply.part(index, piece, first=index not in begun))
@@ -136,6 +152,7 @@ class Answers:
             entry.finish = "timeout"
             yield _event(problem(self._late(), kind="timeout_error"))
         finally:
+            gone.cancel()
             self._driver.cancel(tickets)
 
     def _late(self) -> str:
@@ -147,12 +164,6 @@ async def _end(ticket: Ticket, entry: Entry) -> Piece:
     async for piece in ticket.pieces():
         entry.see(len(piece.tokens))
     return piece
-
-
-async def _hung_up(request: Request) -> None:
-    """Wait until whoever asked is gone."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 async def _merged(tickets: Sequence[Ticket]) -> AsyncIterator[tuple[int, Piece]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import replace
 from queue import Empty, SimpleQueue
@@ -122,7 +123,9 @@ class Driver:
         for ticket in tickets:
             if self._open.pop(ticket.request.id, None):
                 self._llm.abort(ticket.request.id)
+                ticket.put(_broken("nobody waits for this any more"))
                 self._done(ticket, "cancelled")
+        _wake(tickets)
 
     def _run(self) -> None:
         engine = self._llm.engine
@@ -151,8 +154,7 @@ class Driver:
                 told.append(ticket)
         for drift, stats in zip(self.drifts, self._llm.engine.arms, strict=True):
             drift.see(stats)
-        if told:
-            told[0].loop.call_soon_threadsafe(wake, told)
+        _wake(told)
 
     def _round(self) -> Sequence[Row]:
         engine = self._llm.engine
@@ -204,12 +206,17 @@ class Driver:
             self._llm.abort(ticket.request.id)
             ticket.put(_broken(reason))
             self._done(ticket, "error")
-        if tickets:
-            tickets[0].loop.call_soon_threadsafe(wake, tickets)
+        _wake(tickets)
 
     def _done(self, ticket: Ticket, how: str) -> None:
         self._ended += 1
         self.clocks.end(ticket.request.id, how)
+
+
+def _wake(tickets: Sequence[Ticket]) -> None:
+    if tickets:
+        with suppress(RuntimeError):  # the loop is closed, and nobody reads
+            tickets[0].loop.call_soon_threadsafe(wake, tickets)
 
 
 def _broken(reason: str) -> Piece:

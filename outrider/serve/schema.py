@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from outrider.errors import OutriderError
 from outrider.params import SamplingParams
@@ -31,7 +32,17 @@ class ResponseFormat(_Strict):
     type: Literal["text"] = "text"
 
 
-class Sampling(_Strict):
+class _Asked(_Strict):
+    """A request: all of its strings are text, which JSON does not promise."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_text(cls, given: Any) -> Any:
+        _check_text(given)
+        return given
+
+
+class Sampling(_Asked):
     """What both kinds of completion take."""
 
     model: str | None = Field(None, description="The model's name, as /v1/models tells it; left out, there is but one.")
@@ -158,11 +169,24 @@ class ChatRequest(Sampling):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-class TokenizeRequest(_Strict):
+class TokenizeRequest(_Asked):
     """`/tokenize`."""
 
     model: str | None = None
     prompt: str
+
+
+def _check_text(given: Any) -> None:
+    if isinstance(given, str):
+        if not given.isascii() and _HALF.search(given):
+            raise ValueError("a string holds half of a surrogate pair, which is no text")
+    elif isinstance(given, dict):
+        _check_text(list(given))
+        _check_text(list(given.values()))
+    elif isinstance(given, list):
+        for each in given:
+            if not isinstance(each, int):
+                _check_text(each)
 
 
 def _biases(given: dict[str, float] | None) -> dict[int, float]:
@@ -181,5 +205,6 @@ def field_of(location: Any) -> str | None:
     return ".".join(name for name in names if name not in ("str", "int", "float") and "[" not in name) or None
 
 
+_HALF = re.compile("[\ud800-\udfff]")
 _STOPS, _STOP_LENGTH = 16, 1000
 Message.model_rebuild()
