@@ -17,6 +17,7 @@ from outrider.engine import Engine
 from outrider.errors import OutriderError
 from outrider.load import Checkpoint, load_checkpoint
 from outrider.lossy import LOSSY
+from outrider.native.laws import fastest_shape
 from outrider.native.rules import fastest
 from outrider.params import AUTO
 from outrider.plan import CostPlanner, FixedPlanner, Planner
@@ -90,14 +91,12 @@ def build(
     guard: bool = False,
 ) -> House:
     """Load and connect; see `LLM` for the arguments."""
-    if isinstance(k, str) and k != AUTO:
-        raise OutriderError(f"k is {k!r}; use a number of guesses, or {AUTO}")
+    _check_k(k)
     spec = proposer or default_proposer(target)
     rule = find_verifier(verifier, spec)
     bits = weight_bits(quantize)
     checkpoint = load_checkpoint(target or embedded("mini"), dtype=full_dtype(dtype, bits), device=device)
     size = _context(context, checkpoint)
-    scheduler = Scheduler(slots=rows, chunk=chunk, context=size)
     model = make_target(checkpoint, slots=rows, context=size, kernels=kernels, bits=bits)
     check_target(model, checkpoint)
     setup = Setup(
@@ -123,7 +122,8 @@ def build(
             proposer=OneWay(running) if checkpoint.recurrent else running,
             verifier=fastest(rule, checkpoint.device),
             planner=decides,
-            scheduler=scheduler,
+            scheduler=Scheduler(slots=rows, chunk=chunk, context=size),
+            shape=fastest_shape(checkpoint.device),
         ),
         setup=setup,
         proposer=guesser,
@@ -194,6 +194,11 @@ def _fitting(proposer: str | Maker) -> str:
     if DRAWN.isdisjoint(expression.names()):
         return "walk"
     return "block" if CHAINS.issuperset(expression.names()) else "traversal"
+
+
+def _check_k(k: int | str) -> None:
+    if isinstance(k, str) and k != AUTO:
+        raise OutriderError(f"k is {k!r}; use a number of guesses, or {AUTO}")
 
 
 def _context(asked: int | None, checkpoint: Checkpoint) -> int:

@@ -16,7 +16,7 @@ from outrider.native.rules import fastest
 from outrider.noise import PositionNoise
 from outrider.plan import Planner
 from outrider.propose.base import Proposer, check_budget
-from outrider.sampling import Knobs, sound, warp, warp_packed
+from outrider.sampling import Knobs, Shape, shape, sound, warp, warp_packed
 from outrider.schedule import Scheduler
 from outrider.stats import Stats
 from outrider.target import Target
@@ -30,12 +30,19 @@ class Engine:
     """Runs rounds of propose, score, verify and commit over rows that come and go."""
 
     def __init__(
-        self, *, target: Target, proposer: Proposer, verifier: Verifier, planner: Planner, scheduler: Scheduler
+        self,
+        *,
+        target: Target,
+        proposer: Proposer,
+        verifier: Verifier,
+        planner: Planner,
+        scheduler: Scheduler,
+        shape: Shape = shape,
     ) -> None:
         self.stats = Stats(exact=verifier.exact)
         self.arms = (Stats(exact=verifier.exact),) * proposer.needs.arms  # of passes with guesses, by who made them
         self._target, self._proposer, self._verifier = target, proposer, verifier
-        self._planner, self._scheduler = planner, scheduler
+        self._planner, self._scheduler, self._shape = planner, scheduler, shape
         self._knobs: Knobs | None = None
         self._noise: PositionNoise | None = None  # of the same rows
         self._rules = {verifier.name: verifier}  # those that rows have asked for by now
@@ -140,10 +147,10 @@ class Engine:
         noise = self._noise_of(batch, knobs)
         names = [row.request.params.verifier or self._verifier.name for row in batch.rows]
         if scores.packed is None:
-            p = warp(scores.logits, knobs, draft)
+            p = warp(scores.logits, knobs, draft, shape=self._shape)
             verdicts = {name: self._rule(name).rule(draft, p, noise) for name in set(names)}
         else:
-            packed = warp_packed(scores.packed, knobs, draft)
+            packed = warp_packed(scores.packed, knobs, draft, shape=self._shape)
             verdicts = {name: self._rule(name).judge(draft, packed, noise) for name in set(names)}
         return _settle(batch, draft, scores, chosen(verdicts, names)), scored - began
 

@@ -60,15 +60,12 @@ class LLM:
 
         Args:
             target: folder of a decoder-only model; None is the embedded one.
-            proposer: none, ngram, draft:DIR, pkg.module:Class, or what makes one from a `Setup`; None is the
-                embedded draft for the embedded target and ngram for any other.
-            k: guesses per round; auto measures what passes cost here, once, and then decides round by round who guesses
-                and how far. A seeded row whose text depends on the guesses then gets 4 a round.
+            proposer: an expression, as ngram or draft:DIR, or what makes one from a `Setup`; None: the fitting one.
+            k: guesses per round; auto decides round by round, by measured costs; 4 where they and a seed make the text.
             verifier: walk, coupled, rejection, block, siblings, traversal, typical or lenient; None is the fitting one.
             dtype: auto, float32, bfloat16 or float16.
             device: auto, cpu, cuda, ...
-            kernels: native, torch, or auto: Outrider's own on a CPU in bfloat16 for the models that they know (they are
-                compiled once on a machine), torch for everything else.
+            kernels: native, torch, or auto: on a CPU in bfloat16 Outrider's own where they know the model, else torch.
             quantize: int8 or int4 weights for the target, which is then the quantised model, exactly; None keeps them.
             threads: CPU threads; None leaves it to OMP_NUM_THREADS, or else takes the physical cores of one NUMA node.
             rows: completions that run at once.

@@ -8,7 +8,7 @@ from itertools import zip_longest
 from typing import Any, Protocol, cast
 
 from outrider import tree
-from outrider.arms import FEW, PATIENCE, Arm, Load, Outcome
+from outrider.arms import FEW, PATIENCE, TRIAL, Arm, Load, Outcome
 from outrider.cost import expected_tau
 from outrider.errors import OutriderError
 from outrider.passcost import Clock, CostModel
@@ -83,17 +83,18 @@ class CostPlanner:
         if any(self._fixed(row) for row in batch.rows):
             self._span = _Span(Load.of(batch), -1, 0, 0)
             return replace(batch, budget=_at_most(_FIXED, batch))
-        load = Load.of(batch)
-        if not self._span.goes_on(load, stats.rounds):
+        load, aside = Load.of(batch), any(row.request.arm is not None for row in batch.rows)
+        if not self._span.goes_on(load, stats.rounds) or aside != self._span.mixed:
             self._learn(stats)
             self._decide(batch, load)
+            self._span.mixed = aside
         self._span.rounds += 1
         budget = _at_most(self._k, batch)
         if self._span.few:
             budget = self._few(batch, budget)
         if self._span.rounds == 1 and self._span.arm >= 0:
             self._read |= {row.request.id for row, most in zip(batch.rows, budget, strict=True) if most}
-        if any(row.request.arm is not None for row in batch.rows):
+        if aside:
             budget = self._span.aside(batch, budget)
         else:
             self._span.guessing += sum(map(bool, budget))
@@ -165,7 +166,7 @@ class CostPlanner:
                 trial = best
         self._price = self._clock.verify(load.rows, 0, cached=load.cached) / (load.rows * max(gains[chosen], 1.0))
         for i, arm in enumerate(self.arms):
-            arm.idle = 0 if i == chosen else arm.idle + 1
+            arm.idle = 0 if i == chosen else arm.idle + max(self._span.rounds, 1)
             if i == chosen and trial is None:
                 arm.patience = max(PATIENCE, arm.patience // 2)  # one lucky span is no proof
         return chosen
@@ -195,9 +196,19 @@ class CostPlanner:
         few = replace(load, rows=min(load.rows, FEW))
         if hope < self._bar(arm, on=False) or not self._repays(arm, hope, few):
             return False
-        record.patience = min(2 * record.patience, _PATIENCE_MOST)
+        record.patience = min(4 * record.patience, self._rest(record, load))
         record.try_again()
         return True
+
+    def _rest(self, record: Arm, load: Load) -> int:
+        """Rounds from one trial to the next, so that trials take no more than a small share of the time."""
+        few, draft = min(load.rows, FEW), record.costs.draft
+        reading = draft(few * load.cached, rows=few, cached=load.cached / 2) if draft else 0.0
+        plain, wide = (
+            self._clock.at(load.rows + more, rows=load.rows, cached=load.cached) for more in (0, few * _TRIED)
+        )
+        guesses = TRIAL * (wide - plain + _TRIED * record.guess_seconds(few, load.cached) * few)
+        return min(max(round((reading + guesses) / (_SPENT * plain)), PATIENCE), _PATIENCE_MOST)
 
     def _bar(self, arm: int, *, on: bool) -> float:
         """The gain from which an arm is used: one whose guesses are free may as well stay on and be trimmed."""
@@ -323,7 +334,7 @@ class _Span:
     guessing: int = 0  # rows that were allowed guesses, summed over its rounds
     guesses: int = 0  # that were verified
     depth: int = 0  # of each round's deepest guess, summed
-    # Of the rows that the decision was for, passes and guesses before, where others chose their proposer themselves.
+    mixed: bool = False  # some rows chose their proposer themselves; of the others, passes and guesses before:
     free: dict[Row, tuple[int, int]] = field(default_factory=dict)
 
     def aside(self, batch: Batch, budget: tuple[int, ...]) -> tuple[int, ...]:
@@ -378,4 +389,5 @@ _TRIED = 4  # guesses of a row in a trial where nobody says how good they are
 _SPAN = 4  # rounds that a decision stands
 _LENGTH = 0.1  # weight of the last completion's length
 _FIXED = 4  # guesses where a seed must reproduce the text, or a request names who guesses
+_SPENT = 0.01  # of the time, on trials that come to nothing
 _PATIENCE_MOST = 512  # rounds without speculation before it is tried again
