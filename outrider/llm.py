@@ -54,26 +54,25 @@ class LLM:
         chunk: int = 512,
         planner: Planner | None = None,
         plan: str | Path | None = None,
+        guard: bool = False,
     ) -> None:
         """Load models and make ready.
 
         Args:
             target: folder of a decoder-only model; None is the embedded one.
-            proposer: none, ngram, draft:DIR, pkg.module:Class, or what makes one from a `Setup`; None is the
-                embedded draft for the embedded target and ngram for any other.
-            k: guesses per round; auto measures what passes cost here, once, and then decides round by round who guesses
-                and how far. A seeded row whose text depends on the guesses then gets 4 a round.
+            proposer: an expression, as ngram or draft:DIR, or what makes one from a `Setup`; None: the fitting one.
+            k: guesses per round; auto decides round by round, by measured costs; 4 where they and a seed make the text.
             verifier: walk, coupled, rejection, block, siblings, traversal, typical or lenient; None is the fitting one.
             dtype: auto, float32, bfloat16 or float16.
             device: auto, cpu, cuda, ...
-            kernels: native, torch, or auto: Outrider's own on a CPU in bfloat16 for the models that they know (they are
-                compiled once on a machine), torch for everything else.
+            kernels: native, torch, or auto: on a CPU in bfloat16 Outrider's own where they know the model, else torch.
             quantize: int8 or int4 weights for the target, which is then the quantised model, exactly; None keeps them.
             threads: CPU threads; None leaves it to OMP_NUM_THREADS, or else takes the physical cores of one NUMA node.
             rows: completions that run at once.
             context: tokens of prompt and completion together; None is the model's own, 8192 at most.
             chunk: tokens of prompts fed per round.
             planner: decides the number of guesses in place of `k`.
+            guard: what a proposer raises costs its guesses alone: it is logged and counted, and decoding goes on.
             plan: with k "auto", a file of what it has learned: read now if it is there, written by `save_plan`.
 
         Raises:
@@ -94,6 +93,7 @@ class LLM:
             context=context,
             chunk=chunk,
             planner=planner,
+            guard=guard,
         )
         self._ids = count()
         self._plan = restored(plan, self._house.planner, target=target, proposer=proposer, quantize=quantize)
@@ -237,6 +237,8 @@ class LLM:
             )
         if bad := [t for t in (*tokens, *params.stop_token_ids, *params.logit_bias) if not 0 <= t < house.vocab]:
             raise OutriderError(f"token id {bad[0]} is not in the vocabulary of {house.vocab}; use smaller ids")
+        arm = _choice("proposer", params.proposer, house.proposers)
+        _choice("verifier", params.verifier, house.verifiers)
         seed = params.seed if params.seed is not None else secrets.randbits(63)
         ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else house.end_ids)
         room = house.context - len(tokens)
@@ -248,6 +250,7 @@ class LLM:
                 seed=mix_int(seed, i),
                 end_ids=ends,
                 limit=min(params.max_tokens or room, room),
+                arm=arm,
             )
             for i in range(params.n)
         ]
@@ -268,6 +271,12 @@ class LLM:
             stats=Stats.of_passes(row.passes, drafted=row.drafted, prompt=split, exact=self.stats.exact),
             error=row.error,
         )
+
+
+def _choice(what: str, name: str | None, known: Sequence[str]) -> int | None:
+    if name is not None and name not in known:
+        raise OutriderError(f"{what} {name!r} cannot be had here; use {' or '.join(known)}, or leave {what} out")
+    return None if name is None else known.index(name)
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

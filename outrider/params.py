@@ -38,6 +38,9 @@ class SamplingParams:
         n: independent completions of the prompt.
         logprobs: report the log-probability of each emitted token and of the likeliest N; None reports none.
         guesses: verified a round at most; 0 is plain decoding, None leaves it to the planner. The law is the same.
+        proposer: who guesses for this request alone, one of those that the engine runs (`House.proposers`), 4 guesses a
+            round where `guesses` is None; None leaves both to the planner. The law is the same.
+        verifier: an exact rule for this request alone, one of `House.verifiers`; None is the engine's own.
         scope: whose request it is. What a proposer learned from finished outputs is used for requests of the same scope
             only, so that nobody's text shows in how fast another's is made.
     """
@@ -59,6 +62,8 @@ class SamplingParams:
     n: int = 1
     logprobs: int | None = None
     guesses: int | None = None
+    proposer: str | None = None
+    verifier: str | None = None
     scope: str = ""
 
     def __post_init__(self) -> None:

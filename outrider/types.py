@@ -57,6 +57,7 @@ class Request:
     seed: int
     end_ids: frozenset[int]  # tokens that end the completion: end-of-text and the user's
     limit: int  # tokens to emit at most
+    arm: int | None = None  # which of the proposer's alternatives guesses for it; None: whichever the planner chooses
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -98,6 +99,12 @@ class Batch:
         """[B] whether the feed reaches the end of the committed text, so that the row emits this round."""
         ends = zip(self.rows, self.start, self.feed, strict=True)
         return tuple(start + len(feed) == len(row.text) for row, start, feed in ends)
+
+    @property
+    def arms(self) -> tuple[int, ...]:
+        """[B] which of the proposer's alternatives each row has its guesses from."""
+        asked = (row.request.arm for row in self.rows)
+        return tuple(self.arm if arm is None else arm for arm in asked)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

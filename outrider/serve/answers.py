@@ -15,13 +15,13 @@ from outrider.errors import OutriderError
 from outrider.llm import Prompt
 from outrider.params import SamplingParams
 from outrider.serve.driver import Driver
+from outrider.serve.journal import Entry, entry_of
 from outrider.serve.replies import Reply, problem
 from outrider.serve.schema import ChatRequest, CompletionRequest, Sampling
 from outrider.serve.settings import Settings
 from outrider.serve.ticket import Piece, Ticket
 from outrider.types import Completion
 
-_LOOK = 0.1  # seconds between two looks at whether a client is still there
 _GONE = 499  # who asked has hung up, so nobody reads it
 
 
@@ -67,11 +67,18 @@ class Answers:
             tokens=asked.stream_options is not None and asked.stream_options.include_tokens,
         )
         tickets = self._submit(prompts, params)
+        gone = asyncio.create_task(self._watch(request, tickets))
         if asked.stream:
             tell = asked.stream_options is not None and asked.stream_options.include_usage
-            stream = self._stream(reply, tickets, len(prompts), tell=tell)
+            stream = self._stream(reply, tickets, len(prompts), tell=tell, request=request, gone=gone)
             return StreamingResponse(stream, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        return await self._whole(reply, tickets, len(prompts), request)
+        return await self._whole(reply, tickets, len(prompts), request=request, gone=gone)
+
+    async def _watch(self, request: Request, tickets: Sequence[Ticket]) -> None:
+        """Take tickets back once whoever asked is gone, be it long before the first token."""
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        self._driver.cancel(tickets)
 
     def _submit(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Ticket]:
         """All of them or none."""
@@ -84,51 +91,79 @@ class Answers:
             raise
         return tickets
 
-    async def _whole(self, reply: Reply, tickets: Sequence[Ticket], prompts: int, request: Request) -> Response:
-        work = asyncio.gather(*map(_end, tickets))
+    async def _whole(
+        self, reply: Reply, tickets: Sequence[Ticket], prompts: int, *, request: Request, gone: asyncio.Task[None]
+    ) -> Response:
+        entry = entry_of(request.scope)
+        work = asyncio.gather(*(_end(each, entry) for each in tickets))
+        either: list[asyncio.Future[Any]] = [work, gone]
+        entry.finish = "cancelled"
         try:
             async with asyncio.timeout(self._settings.timeout or None):
-                while not (await asyncio.wait([work], timeout=_LOOK))[0]:
-                    if await request.is_disconnected():
-                        return Response(status_code=_GONE)
-                ends = work.result()
+                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                return Response(status_code=_GONE)
+            ends = work.result()
         except TimeoutError:
+            entry.finish = "timeout"
             return JSONResponse(problem(self._late(), kind="timeout_error"), 504)
         finally:
+            gone.cancel()
             work.cancel()
             self._driver.cancel(tickets)
         if error := next((end.error for end in ends if end.error), ""):
+            entry.finish = "error"
             return JSONResponse(problem(error, kind="server_error"), 500)
-        return JSONResponse(reply.whole([_completion(end) for end in ends], prompts))
+        completions = [_completion(end) for end in ends]
+        entry.end(completions)
+        return JSONResponse(reply.whole(completions, prompts))
 
-    async def _stream(self, reply: Reply, tickets: Sequence[Ticket], prompts: int, *, tell: bool) -> AsyncIterator[str]:
+    async def _stream(
+        self,
+        reply: Reply,
+        tickets: Sequence[Ticket],
+        prompts: int,
+        *,
+        tell: bool,
+        request: Request,
+        gone: asyncio.Task[None],
+    ) -> AsyncIterator[str]:
+        entry = entry_of(request.scope)
+        entry.finish = "cancelled"
         ends: dict[int, Completion] = {}
         begun: set[int] = set()
         try:
             async with asyncio.timeout(self._settings.timeout or None):
                 async for index, piece in _merged(tickets):
+                    entry.see(len(piece.tokens))
                     if piece.error:
+                        entry.finish = "cancelled" if gone.done() else "error"
                         yield _event(problem(piece.error, kind="server_error"))
                         return
                     yield _event(reply.part(index, piece, first=index not in begun))
                     begun.add(index)
                     if piece.completion:
                         ends[index] = piece.completion
+            entry.end([ends[i] for i in range(len(tickets))])
             if tell:
-                yield _event(reply.last([ends[i] for i in range(len(tickets))], prompts))
+                yield _event(reply.last(entry.completions, prompts))
             yield "data: [DONE]\n\n"
         except TimeoutError:
+            entry.finish = "timeout"
             yield _event(problem(self._late(), kind="timeout_error"))
         finally:
+            gone.cancel()
             self._driver.cancel(tickets)
 
     def _late(self) -> str:
         return f"the request took longer than {self._settings.timeout:g} seconds"
 
 
-async def _end(ticket: Ticket) -> Piece:
+async def _end(ticket: Ticket, entry: Entry) -> Piece:
     """The last piece of a completion."""
-    return [piece async for piece in ticket.pieces()][-1]
+    async for piece in ticket.pieces():
+        entry.see(len(piece.tokens))
+    return piece
 
 
 async def _merged(tickets: Sequence[Ticket]) -> AsyncIterator[tuple[int, Piece]]:

@@ -107,4 +107,6 @@ def usage(completions: Sequence[Completion], prompts: int) -> dict[str, Any]:
 
 def problem(message: str, *, kind: str = "invalid_request_error", field: str | None = None) -> dict[str, Any]:
     """An error, as OpenAI's clients read it."""
-    return {"error": {"message": message, "type": kind, "param": field, "code": None}}
+    said = message.encode(errors="replace").decode()  # whatever it quotes can then be sent
+    named = field and field.encode(errors="replace").decode()
+    return {"error": {"message": said, "type": kind, "param": named, "code": None}}

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from outrider.errors import OutriderError
 from outrider.params import SamplingParams
@@ -31,7 +32,17 @@ class ResponseFormat(_Strict):
     type: Literal["text"] = "text"
 
 
-class Sampling(_Strict):
+class _Asked(_Strict):
+    """A request: all of its strings are text, which JSON does not promise."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_text(cls, given: Any) -> Any:
+        _check_text(given)
+        return given
+
+
+class Sampling(_Asked):
     """What both kinds of completion take."""
 
     model: str | None = Field(None, description="The model's name, as /v1/models tells it; left out, there is but one.")
@@ -48,7 +59,14 @@ class Sampling(_Strict):
     ignore_eos: bool = Field(False, description="Extension. Go on past end-of-text.")
     min_tokens: int = Field(0, ge=0, description="Extension.")
     seed: int | None = Field(None, ge=0, lt=2**63)
-    k: int | None = Field(None, ge=0, description="Extension. Guesses a round at most; 0 is plain decoding.")
+    k: int | None = Field(None, ge=0, le=256, description="Extension. Guesses a round at most; 0 is plain decoding.")
+    off: bool = Field(False, description="Extension. No speculation for this request, as k 0.")
+    proposer: str | None = Field(
+        None, description="Extension. Who guesses: one of those that /v1/models names. Left out: the planner decides."
+    )
+    verifier: str | None = Field(
+        None, description="Extension. The exact rule that judges: one of those that /v1/models names."
+    )
     n: int = Field(1, ge=1)
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -65,6 +83,10 @@ class Sampling(_Strict):
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         if len(stops) > _STOPS:
             raise OutriderError(f"stop holds {len(stops)} strings; use at most {_STOPS}")
+        if any(len(stop) > _STOP_LENGTH for stop in stops):
+            raise OutriderError(f"stop holds a string of more than {_STOP_LENGTH} characters; use shorter ones")
+        if self.off and (self.k or self.proposer):
+            raise OutriderError("off says not to speculate, and k or proposer how to; leave out one of them")
         return SamplingParams(
             temperature=self.temperature,
             top_k=self.top_k,
@@ -82,7 +104,9 @@ class Sampling(_Strict):
             seed=self.seed,
             n=self.n,
             logprobs=logprobs,
-            guesses=self.k,
+            guesses=0 if self.off else self.k,
+            proposer=self.proposer,
+            verifier=self.verifier,
             scope=scope,
         )
 
@@ -145,11 +169,24 @@ class ChatRequest(Sampling):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-class TokenizeRequest(_Strict):
+class TokenizeRequest(_Asked):
     """`/tokenize`."""
 
     model: str | None = None
     prompt: str
+
+
+def _check_text(given: Any) -> None:
+    if isinstance(given, str):
+        if not given.isascii() and _HALF.search(given):
+            raise ValueError("a string holds half of a surrogate pair, which is no text")
+    elif isinstance(given, dict):
+        _check_text(list(given))
+        _check_text(list(given.values()))
+    elif isinstance(given, list):
+        for each in given:
+            if not isinstance(each, int):
+                _check_text(each)
 
 
 def _biases(given: dict[str, float] | None) -> dict[int, float]:
@@ -163,9 +200,11 @@ def _biases(given: dict[str, float] | None) -> dict[int, float]:
 
 def field_of(location: Any) -> str | None:
     """The field that a validation error is about, as a client spells it."""
-    names = [str(part) for part in location if part not in ("body", "query")]
-    return ".".join(names) or None
+    names = [str(part) for part in location if part not in ("body", "query", "path")]
+    # Which of several forms of a field a value came near to is no name that a client knows.
+    return ".".join(name for name in names if name not in ("str", "int", "float") and "[" not in name) or None
 
 
-_STOPS = 16
+_HALF = re.compile("[\ud800-\udfff]")
+_STOPS, _STOP_LENGTH = 16, 1000
 Message.model_rebuild()
