@@ -12,6 +12,7 @@ import torch
 
 from outrider import tree
 from outrider.errors import OutriderError
+from outrider.guide import Guided, guide
 from outrider.noise import PositionNoise
 from outrider.plan import Planner
 from outrider.propose.base import Proposer
@@ -35,6 +36,7 @@ class Engine:
         self._planner, self._scheduler = planner, scheduler
         self._knobs: Knobs | None = None
         self._noise: PositionNoise | None = None  # of the same rows
+        self._planned = self.stats  # without what grammars forced: what the planner is told
 
     def add(self, request: Request, stream: TextStream | None = None) -> None:
         """Queue a request."""
@@ -58,15 +60,18 @@ class Engine:
             row.cached = self._target.cache.admit(row.slot, row.request.prompt)
             self._proposer.admit(row.slot, row.request)
         batch = self._scheduler.next()
-        batch = self._planner.plan(batch, self.stats)
+        batch = self._planner.plan(batch, self._planned)
         planned = perf_counter()
         draft = self._proposer.propose(batch)
         proposed = perf_counter()
         self._check(batch, draft)
         draft = self._planner.trim(batch, draft)
-        round, target = self._verified(batch, draft)
-        if draft.size and any(round.failed):  # perhaps of a guess, which plain decoding would never have met
-            round, again = self._verified(batch, tree.empty(len(batch.rows), self._target.device))
+        guided = guide(batch, draft, self._target.vocab)
+        round, target = self._verified(batch, guided)
+        if round.draft.size and any(round.failed):  # perhaps of a guess, which plain decoding would never have met
+            none = tree.empty(len(batch.rows), self._target.device)
+            guided = guide(replace(batch, room=()), none, self._target.vocab)
+            round, again = self._verified(batch, guided)
             target += again
         self._target.cache.commit(round)
         self._proposer.commit(round)
@@ -74,23 +79,27 @@ class Engine:
         for row in self._scheduler.commit(round):
             self._release(row)
         host = perf_counter() - proposed - target + planned - began
-        self._count(round, propose=proposed - planned, target=target, host=host)
+        self._count(guided, round, propose=proposed - planned, target=target, host=host)
         return batch.rows
 
-    def _verified(self, batch: Batch, draft: Draft) -> tuple[Round, float]:
+    def _verified(self, batch: Batch, guided: Guided) -> tuple[Round, float]:
         """Score, warp, verify; and the seconds of the target's pass."""
+        draft, masks = guided.draft, guided.masks
         began = perf_counter()
         scores = self._target.score(batch, draft)
         scored = perf_counter()
         knobs = self._knobs_of(batch)
         if knobs.bare:  # every exact rule says the same of a one-hot p, so p need not be written down
-            return _follow(batch, draft, scores), scored - began
+            best = scores.best if masks is None else masks.best(scores)
+            return guided.told(_follow(batch, draft, scores, best)), scored - began
         noise = self._noise_of(batch, knobs)
-        if scores.packed is None:
-            verdict = self._verifier.rule(draft, warp(scores.logits, knobs, draft), noise)
+        if (packed := scores.packed) is None:
+            logits = scores.logits if masks is None else masks.apply(scores.logits)
+            verdict = self._verifier.rule(draft, warp(logits, knobs, draft), noise)
         else:
-            verdict = self._verifier.judge(draft, warp_packed(scores.packed, knobs, draft), noise)
-        return _settle(batch, draft, scores, verdict), scored - began
+            packed = packed if masks is None else masks.apply_packed(packed)
+            verdict = self._verifier.judge(draft, warp_packed(packed, knobs, draft), noise)
+        return guided.told(_settle(batch, draft, scores, verdict)), scored - began
 
     def _check(self, batch: Batch, draft: Draft) -> None:
         """Hold a proposer to what the rest of the round relies on."""
@@ -115,17 +124,18 @@ class Engine:
         self._target.cache.release(row.slot)
         self._proposer.release(row.slot)
 
-    def _count(self, round: Round, *, propose: float, target: float, host: float) -> None:
+    def _count(self, guided: Guided, round: Round, *, propose: float, target: float, host: float) -> None:
         passes = [row.passes[-1] for row, tokens in zip(round.batch.rows, round.emitted, strict=True) if tokens]
         fed = sum(len(feed) for feed, tokens in zip(round.batch.feed, round.emitted, strict=True) if not tokens)
         nodes = sum(width for width, tokens in zip(round.draft.width, round.emitted, strict=True) if tokens)
         counted = Stats.of_passes(passes, drafted=nodes, prompt=fed, exact=self._verifier.exact)
-        self.stats += replace(counted, rounds=1, propose_seconds=propose, target_seconds=target, host_seconds=host)
+        took = Stats(rounds=1, propose_seconds=propose, target_seconds=target, host_seconds=host)
+        self.stats += replace(counted, rounds=0) + took
+        self._planned += replace(guided.unforced(round, counted), rounds=0) + took
 
 
-def _follow(batch: Batch, draft: Draft, scores: Scores) -> Round:
-    """`_settle` where every row takes the likeliest token."""
-    best = scores.best
+def _follow(batch: Batch, draft: Draft, scores: Scores, best: torch.Tensor | None) -> Round:
+    """`_settle` where every row takes the likeliest token, `best` [B, 1 + N] where that is known."""
     if best is None:
         best = torch.where(sound(scores.logits), scores.logits.argmax(-1), -1)
     found = follow(draft, best)

@@ -32,7 +32,7 @@ class Planner(Protocol):
 
 
 class FixedPlanner:
-    """k guesses, always."""
+    """k guesses, always, and what grammars force besides; with k = 0 nothing is guessed at all."""
 
     def __init__(self, k: int) -> None:
         if k < 0:
@@ -40,7 +40,8 @@ class FixedPlanner:
         self._k = k
 
     def plan(self, batch: Batch, stats: Stats) -> Batch:
-        return replace(batch, budget=tuple(min(self._k, most) for most in batch.budget))
+        budget = tuple(min(self._k, most) for most in batch.budget)
+        return replace(batch, budget=budget, room=batch.room if self._k else ())
 
     def trim(self, batch: Batch, draft: Draft) -> Draft:
         return draft
