@@ -71,7 +71,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "serve/",
         "stress/",
     ),
-    ("cli.py", "cli_drafts.py", "__main__.py", "options.py", "run.py", "show.py"),
+    ("cli.py", "cli_drafts.py", "__main__.py", "options.py", "form_options.py", "run.py", "show.py"),
 )
 CORE = 6  # layers 0 to 5, proposers and trained drafts aside, each of which is a leaf
 LEAVES = {"propose": 4000, "heads": 2500, "formats": 2200}  # lines
