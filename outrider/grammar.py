@@ -6,7 +6,7 @@ import json
 import re
 from collections import OrderedDict
 from collections.abc import Sequence
-from time import perf_counter
+from time import thread_time
 from typing import Any, cast
 
 import numpy as np
@@ -17,6 +17,7 @@ from outrider.errors import OutriderError
 
 _SLOW = 1.0  # seconds for one place, where some milliseconds are usual: counts do not bound everything
 _REPEATS = 10_000  # of a part of a regular expression or grammar
+_TRIED = 4  # forced tokens that are read when a constraint is compiled: an endless text fails at the first ones
 _KEPT = 64  # compiled constraints that are remembered
 # What one constraint may cost, in llguidance's own units: some seconds to build, and 60 ms a mask.
 _LIMITS: dict[str, Any] = {
@@ -50,9 +51,12 @@ class Grammars:
             return self._kept[constraint]
         matcher = self._matcher(constraint)
         grammar = Grammar(matcher, words=-(-self._words.vocab_size // 32), ends=self._ends)
-        first = grammar.start(frozenset(self._ends))
+        first = grammar.start(frozenset())
         if first.done or not first.allowed().any():
             raise _refused(constraint, "nothing fits it but the empty text")
+        for _ in range(_TRIED):
+            if first.forced is not None and not first.done:
+                first.push(first.forced)
         self._kept[constraint] = grammar
         if len(self._kept) > _KEPT:
             self._kept.popitem(last=False)
@@ -130,8 +134,7 @@ class Matcher:
             OutriderError: the grammar is too complex at this place.
         """
         self._read.append(token)
-        self._matcher.consume_token(token)
-        self._onward()
+        self._onward(token)
 
     def enter(self, token: int) -> None:
         """Read a guess that is allowed here; `leave` takes it back.
@@ -140,8 +143,7 @@ class Matcher:
             OutriderError: the grammar is too complex at this place; `mend` is due.
         """
         self._above.append(self._forced)
-        self._matcher.consume_token(token)
-        self._onward()
+        self._onward(token)
 
     def leave(self) -> None:
         """Take the last guess back."""
@@ -158,7 +160,7 @@ class Matcher:
         if self.forced is not None:
             bits[self.forced >> 3] = 1 << (self.forced & 7)
             return bits
-        began = perf_counter()
+        began = thread_time()
         self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
         self._check(began)
         for token in self._barred:
@@ -176,12 +178,15 @@ class Matcher:
         self._matcher = self._grammar.matcher.deep_copy()
         self._matcher.consume_tokens(self._read)
 
-    def _onward(self) -> None:
+    def _onward(self, token: int) -> None:
+        began = thread_time()
+        self._matcher.consume_token(token)
+        self._check(began)
         self._forced = self._forced[:-1] or self._run()
 
     def _run(self) -> list[int]:
         """The tokens that must follow, the next one last."""
-        began = perf_counter()
+        began = thread_time()
         found: list[int] = self._matcher.compute_ff_tokens()
         self._check(began)
         return found[::-1]
@@ -190,7 +195,7 @@ class Matcher:
         if self._matcher.is_error():
             reason = str(self._matcher.get_error()).partition("\n")[0]
             raise OutriderError(f"the grammar is too complex at this place; simplify it ({reason})")
-        if (took := perf_counter() - began) > _SLOW:
+        if (took := thread_time() - began) > _SLOW:
             raise OutriderError(f"the grammar took {took:.1f} seconds for one token; simplify it")
 
 
@@ -198,7 +203,7 @@ def _translated(constraint: Constraint) -> str:
     """A constraint as llguidance reads it; raises ValueError where it is wrong."""
     from llguidance import LLMatcher, grammar_from
 
-    counts = re.findall(r"\{\s*\d*\s*,?\s*(\d+)\s*\}", constraint.source)
+    counts = re.findall(r"\{\s*(?:\d*\s*,)?\s*(\d+)\s*\}", constraint.source)
     if any(len(count) > 9 or int(count) > _REPEATS for count in counts):
         raise ValueError(f"it repeats a part more than {_REPEATS} times; use fewer")
     if constraint.kind is Kind.JSON_SCHEMA:

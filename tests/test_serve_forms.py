@@ -13,7 +13,7 @@ from outrider.grammar import Grammars
 from outrider.serve.calls import Calls
 from outrider.serve.schema import ChatRequest
 from outrider.serve.tools import Tools, conversation, knows_calls
-from tests.test_serve import serving
+from tests.test_serve import OPTIONS, serving
 
 SCHEMA = {
     "type": "object",
@@ -31,13 +31,16 @@ TOOLS = [
     {"type": "function", "function": {"name": "weather", "description": "The weather.", "parameters": PLACE}},
     {"type": "function", "function": {"name": "now", "strict": True}},
 ]
+SHORT = {"3": 4.0}  # the end is likelier
 ASK = [{"role": "user", "content": "What is the weather in Oslo?"}]
 
 
 @pytest.fixture(scope="module")
 def server():
-    with serving() as (url, driver):
-        yield url, driver
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(OPTIONS, "context", 512)
+        with serving() as (url, driver):
+            yield url, driver
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +106,7 @@ def test_other_forms_by_the_names_that_vllm_gave_them(client, name, chat):
 def test_a_call_has_the_functions_schema(client, choice):
     wanted = {"type": "function", "function": {"name": "weather"}} if choice == "named" else "required"
     asked = {"model": "nano", "messages": ASK, "tools": TOOLS, "tool_choice": wanted, "temperature": 0.9, "seed": 4}
-    asked["parallel_tool_calls"] = choice != "one"
+    asked |= {"parallel_tool_calls": choice != "one", "logit_bias": SHORT}
     reply = client.chat.completions.create(**asked, max_tokens=150)
     calls = reply.choices[0].message.tool_calls
     assert reply.choices[0].finish_reason == "tool_calls"
@@ -131,7 +134,7 @@ def test_a_call_has_the_functions_schema(client, choice):
 
 def test_the_clients_own_stream_of_calls(client):
     with client.chat.completions.stream(
-        model="nano", messages=ASK, tools=TOOLS, tool_choice="required", temperature=0.9, seed=4, max_tokens=150
+        model="nano", messages=ASK, tools=TOOLS, tool_choice="required", logit_bias=SHORT, seed=4, max_tokens=150
     ) as stream:
         for _ in stream:
             pass
@@ -160,7 +163,7 @@ def test_text_or_calls(client):
 
 def test_a_conversation_with_calls_goes_on(client):
     first = client.chat.completions.create(
-        model="nano", messages=ASK, tools=TOOLS, tool_choice="required", temperature=0.9, seed=4, max_tokens=150
+        model="nano", messages=ASK, tools=TOOLS, tool_choice="required", logit_bias=SHORT, seed=4, max_tokens=150
     )
     message = first.choices[0].message
     answers = [{"role": "tool", "tool_call_id": call.id, "content": "sunny"} for call in message.tool_calls]
