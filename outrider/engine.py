@@ -16,7 +16,7 @@ from outrider.guide import Guided, guide
 from outrider.noise import PositionNoise
 from outrider.plan import Planner
 from outrider.propose.base import Proposer
-from outrider.sampling import Knobs, sound, warp, warp_packed
+from outrider.sampling import Knobs, Shape, shape, sound, warp, warp_packed
 from outrider.schedule import Scheduler
 from outrider.stats import Stats
 from outrider.target import Target
@@ -29,11 +29,18 @@ class Engine:
     """Runs rounds of propose, score, verify and commit over rows that come and go."""
 
     def __init__(
-        self, *, target: Target, proposer: Proposer, verifier: Verifier, planner: Planner, scheduler: Scheduler
+        self,
+        *,
+        target: Target,
+        proposer: Proposer,
+        verifier: Verifier,
+        planner: Planner,
+        scheduler: Scheduler,
+        shape: Shape = shape,
     ) -> None:
         self.stats = Stats(exact=verifier.exact)
         self._target, self._proposer, self._verifier = target, proposer, verifier
-        self._planner, self._scheduler = planner, scheduler
+        self._planner, self._scheduler, self._shape = planner, scheduler, shape
         self._knobs: Knobs | None = None
         self._noise: PositionNoise | None = None  # of the same rows
         self._planned = self.stats  # without what grammars forced: what the planner is told
@@ -95,10 +102,10 @@ class Engine:
         noise = self._noise_of(batch, knobs)
         if (packed := scores.packed) is None:
             logits = scores.logits if masks is None else masks.apply(scores.logits)
-            verdict = self._verifier.rule(draft, warp(logits, knobs, draft), noise)
+            verdict = self._verifier.rule(draft, warp(logits, knobs, draft, shape=self._shape), noise)
         else:
             packed = packed if masks is None else masks.apply_packed(packed)
-            verdict = self._verifier.judge(draft, warp_packed(packed, knobs, draft), noise)
+            verdict = self._verifier.judge(draft, warp_packed(packed, knobs, draft, shape=self._shape), noise)
         return guided.told(_settle(batch, draft, scores, verdict)), scored - began
 
     def _check(self, batch: Batch, draft: Draft) -> None:

@@ -359,9 +359,10 @@ def grow_by_scores(target: Target, batch: Batch, vocab: int, trust: Trust | None
     draft = tree.empty(len(batch.rows), target.device)
     watch = Watch(batch.budget, trust if tree.near(target.device) else None)
     while watch.depth < max(watch.count):
-        logits = target.score(batch, draft, first=watch.depth - 1).logits[:, -1, :vocab]
+        scores = target.score(batch, draft, first=watch.depth - 1)
+        logits = scores.logits[:, -1, :vocab]
         tokens = torch.cat([draft.tokens, logits.argmax(-1, keepdim=True)], 1)
-        watch.look(logits, tokens[:, -1])
+        watch.look(logits, tokens[:, -1], None if scores.sure is None else scores.sure[:, -1])
         draft = tree.chain(tokens, tuple(min(most, watch.depth) for most in watch.count))
     return Grown(tokens=draft.tokens, count=tuple(watch.count), margin=watch.margins, chance=watch.chances)
 

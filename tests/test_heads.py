@@ -30,7 +30,7 @@ from outrider.testing import random_tree
 from outrider.train.kinds import KINDS, Shape, describe
 from outrider.train.steps import Chains
 from outrider.train.unroll import Texts, unrolled
-from outrider.types import Dice
+from outrider.types import Dice, Want
 from tests import tiny
 from tests.drafts import check_text, far, feed
 from tests.lessons import spread
@@ -141,7 +141,7 @@ def test_native_kernels_say_the_same(kind, vocab):
     grown = heads[1].grow(batches[1], 12288)
     assert torch.equal(grown.tokens, grow_by_scores(heads[1], batches[1], 12288).tokens)
     uniform = torch.rand(1, max(batches[1].budget), dtype=torch.float64)
-    drawn = heads[1].draw(batches[1], 12288, Dice(temperature=(0.7,), uniform=uniform))
+    drawn = heads[1].draw(batches[1], 12288, Dice(wants=(Want(0.7, 12288, 1.0, 0.0),), uniform=uniform))
     law = (heads[1].score(batches[1], none).logits[:, 0] / 0.7).softmax(-1)
     assert torch.allclose(drawn.q.padded()[:, 0], law, rtol=1e-4, atol=1e-9)
     assert drawn.tokens[:, 0].tolist() == inverse_cdf(law, uniform[:, 0]).tolist()
