@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.nn import functional
 
 from outrider import tree
 from outrider.errors import OutriderError
@@ -31,22 +32,24 @@ class Masks:
 
     row: torch.Tensor  # [M] int64, of the batch
     node: torch.Tensor  # [M] int64: 0 is the root, 1 + j guess j
-    legal: torch.Tensor  # [M, V] bool
+    bars: torch.Tensor  # [M, V] float32, to be added to logits: 0, or -inf where an id is forbidden
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         """Logits [B, 1 + N, V], without what is forbidden; a copy."""
-        return _without(logits, (self.row, self.node), self.legal)
+        flat, at = logits.flatten(0, 1), self.row * logits.shape[1] + self.node
+        return flat.index_copy(0, at, flat.index_select(0, at) + self.bars).view_as(logits)
 
     def apply_packed(self, logits: Packed) -> Packed:
-        return replace(logits, values=_without(logits.values, (logits.at[self.row, self.node],), self.legal))
+        values, at = logits.values, logits.at[self.row, self.node]
+        return replace(logits, values=values.index_copy(0, at, values.index_select(0, at) + self.bars))
 
     def best(self, scores: Scores) -> torch.Tensor:
         """The likeliest ids [B, 1 + N] that are allowed; -1 where the logits are no numbers."""
         best, packed, at = scores.best, scores.packed, (self.row, self.node)
         if best is None:
             best = torch.where(sound(scores.logits), scores.logits.argmax(-1), -1)
-        values = scores.logits[at] if packed is None else packed.values[packed.at[at]]
-        found = values.masked_fill(~self.legal, -torch.inf).argmax(-1)
+        values = scores.logits[at] if packed is None else packed.values.index_select(0, packed.at[at])
+        found = (values + self.bars).argmax(-1)
         return best.index_put(at, torch.where(best[at] < 0, -1, found))
 
 
@@ -101,9 +104,9 @@ def guide(batch: Batch, draft: Draft, vocab: int) -> Guided:
         draft: what was proposed and planned. A chain stays one.
         vocab: ids that there are logits for.
     """
-    ours = [b for b, (row, emits) in enumerate(zip(batch.rows, batch.emits, strict=True)) if row.matcher and emits]
-    if not ours:
+    if not any(row.matcher for row in batch.rows):
         return Guided(draft=draft)
+    ours = [b for b, (row, emits) in enumerate(zip(batch.rows, batch.emits, strict=True)) if row.matcher and emits]
     given = _Guesses.of(draft)
     walks = {}
     for b in ours:
@@ -131,11 +134,12 @@ class _Guesses:
 
     @classmethod
     def of(cls, draft: Draft) -> _Guesses:
-        count = draft.count.tolist()
-        at = torch.full_like(draft.tokens, -1) if draft.q is None else draft.q.at
-        parts = [part.tolist() for part in (draft.tokens, draft.parent, draft.law, at)]
-        cut = [[row[:n] for row, n in zip(part, count, strict=True)] for part in parts]
-        return cls(tokens=cut[0], parent=cut[1], law=cut[2], at=cut[3], count=count)
+        laws = torch.full_like(draft.tokens, -1) if draft.q is None else draft.q.at
+        copied = torch.cat([draft.count[:, None], draft.tokens, draft.parent, draft.law, laws], 1).tolist()
+        count, size = [row[0] for row in copied], draft.size
+        begins = [1 + i * size for i in range(4)]
+        tokens, parent, law, at = ([row[i : i + row[0]] for row in copied] for i in begins)
+        return cls(tokens=tokens, parent=parent, law=law, at=at, count=count)
 
     def rebuilt(self, draft: Draft, changed: Mapping[int, _Walk]) -> Draft:
         """The draft with other guesses in some rows."""
@@ -240,9 +244,11 @@ def _masks(walks: Mapping[int, _Walk], vocab: int, device: torch.device) -> Mask
     if device.type == "cuda":
         bits = bits.pin_memory().to(device, non_blocking=True)
     row, node = zip(*places, strict=True)
-    legal = (bits[..., None] >> torch.arange(8, dtype=torch.uint8, device=device) & 1).bool().flatten(1)[:, :vocab]
-    return Masks(row=tree.upload(row, device), node=tree.upload(node, device), legal=legal)
+    bars = functional.embedding(bits.int(), _spread(device)).flatten(1)[:, :vocab]
+    return Masks(row=tree.upload(row, device), node=tree.upload(node, device), bars=bars)
 
 
-def _without(logits: torch.Tensor, at: tuple[torch.Tensor, ...], legal: torch.Tensor) -> torch.Tensor:
-    return logits.index_put(at, logits[at].masked_fill(~legal, -torch.inf))
+def _spread(device: torch.device) -> torch.Tensor:
+    """[256, 8]: what the bits of each byte add to logits. To look it up is faster than to shift and to fill."""
+    byte, bit = torch.arange(256, device=device)[:, None], torch.arange(8, device=device)
+    return torch.where((byte >> bit) & 1 > 0, 0.0, -torch.inf)
