@@ -10,7 +10,7 @@ before the round begins, so nothing between propose and commit waits for the dev
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from typing import Any, NamedTuple
@@ -225,6 +225,16 @@ class Scores:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Memory:
+    """A target's keys and values for those who look at them, entry by place in the text, however they lie."""
+
+    # Of a layer and some slots, from one entry up to another: keys and values [rows, key heads, entries, D], which may
+    # be views. Behind what a slot holds stands anything that is a number. None before the first pass.
+    entries: Callable[[int, Sequence[int], int, int], tuple[torch.Tensor, torch.Tensor] | None]
+    config: Mapping[str, Any]  # the model's own words for its layers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Tables:
     """What drafts trained on a target's states share with it; tensors may be copies."""
 
@@ -233,6 +243,7 @@ class Tables:
     norm: torch.Tensor  # [H], before the head
     epsilon: float
     packed: Any = None  # the head as native kernels read it, for drafts that run on them too
+    memory: Memory | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

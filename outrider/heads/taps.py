@@ -100,6 +100,36 @@ class StateCache:
         return self._inner.bytes() + self._taps.bytes()
 
 
+class NoCache:
+    """Where nothing is kept of a text but the state before its end."""
+
+    def __init__(self, taps: Taps) -> None:
+        self._taps = taps
+        self._length: dict[int, int] = {}
+
+    def admit(self, slot: int, tokens: Sequence[int]) -> int:
+        self._taps.admit(slot)
+        self._length[slot] = 0
+        return 0
+
+    def stage(self, batch: Batch, draft: Draft, first: int = -1) -> Layout:
+        raise NotImplementedError("there are no keys and values to stage")
+
+    def commit(self, round: Round) -> None:
+        for row, start, feed in zip(round.batch.rows, round.batch.start, round.batch.feed, strict=True):
+            self._length[row.slot] = start + len(feed)
+            self._taps.forget(row.slot, start + len(feed) - 1)
+
+    def release(self, slot: int) -> None:
+        self.admit(slot, ())
+
+    def length(self, slot: int) -> int:
+        return self._length[slot]
+
+    def bytes(self) -> int:
+        return self._taps.bytes()
+
+
 def normed(states: torch.Tensor, tables: Tables) -> torch.Tensor:
     """The target's final norm."""
     return functional.rms_norm(states.float(), tables.norm.shape, tables.norm.float(), tables.epsilon)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from copy import copy
+from dataclasses import replace
 from itertools import accumulate
 
 import torch
@@ -19,7 +20,7 @@ from outrider.native.abi import Columns
 from outrider.native.decoder import Decoder
 from outrider.native.library import load_library
 from outrider.native.scores import Exported, NativeScores
-from outrider.types import Batch, Dice, Draft, Grown, Packed, Scores, Tables, Trust
+from outrider.types import Batch, Dice, Draft, Grown, Memory, Packed, Scores, Tables, Trust
 
 _LEAST = 16  # tokens that a slot has room for at least: what the check before first use takes
 
@@ -44,6 +45,7 @@ class NativeTarget:
         self.vocab, self.device, self.version = checkpoint.vocab, checkpoint.device, 0
         self.slots, self.context = slots, context
         self._layers: tuple[int, ...] = ()
+        self._config = checkpoint.model.config.to_dict()
         self.kernels = "native" if bits == 16 else f"native int{bits}"
         self.layers = self._decoder.shape.layers
         self._remember(self.layers)
@@ -97,7 +99,7 @@ class NativeTarget:
         return self._decoder.read_bytes()
 
     def lend(self) -> Tables:
-        return self._decoder.tables()
+        return replace(self._decoder.tables(), memory=Memory(entries=self._memory.entries, config=self._config))
 
     def excerpt(self, layers: Sequence[int]) -> NativeTarget:
         other = copy(self)
@@ -123,6 +125,7 @@ class NativeTarget:
         shape = self._decoder.shape
         stripes = [cache.stripes(at, shape.key_heads, shape.dim) for at in range(layers)]
         self.cache: Cache = cache
+        self._memory = cache
         self._keys, self._values = [keys for keys, _ in stripes], [values for _, values in stripes]
         self._decoder.attach(self._keys, self._values)
 
