@@ -31,7 +31,7 @@ from outrider.verify import EXACT
 from tests import forms
 from tests.houses import make_engine
 
-COUNT = 120  # schemas
+COUNT = 200  # schemas
 PERSON = {
     "type": "object",
     "properties": {
@@ -94,8 +94,8 @@ def schemas():
     return forms.forms(COUNT)
 
 
-GREEDY = [("draft", "block"), ("tree", "traversal"), ("ngram", "walk")]
-SAMPLED = [("draft", "walk"), ("draft", "coupled"), ("merge", "walk"), ("tree", "coupled")]
+GREEDY = [("draft", "block"), ("tree", "traversal")]
+SAMPLED = [("draft", "coupled"), ("merge", "walk"), ("tree", "coupled")]
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +127,7 @@ def test_schemas_hold_and_a_seed_draws_what_it_draws_plainly(grammars, schemas, 
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize(("proposer", "verifier"), [*GREEDY, *SAMPLED])
+@pytest.mark.parametrize(("proposer", "verifier"), [*GREEDY, *SAMPLED, ("ngram", "walk")])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_many_more_schemas(grammars, proposer, verifier, temperature):
     schemas = forms.forms(1000, seed=1)
@@ -169,7 +169,7 @@ def test_texts_are_drawn_from_the_constrained_law(name):
     proposer = bushy_toy if EXACT[name].trees else toy
     engine = make_engine(target, proposer, verifier=name, k=3, rows=250)
     params = SamplingParams(temperature=1.0, seed=11, constraint=Constraint.regex("|".join(LANGUAGE)))
-    rows = forms.complete(engine, grammars, [[1, 2]] * 2000, [params] * 2000, limit=9)
+    rows = forms.complete(engine, grammars, [[1, 2]] * 1200, [params] * 1200, limit=9)
     counts = Counter("".join(ALPHABET[t - 1] for t in row.text[2:] if t) for row in rows)
     law = constrained_law(target, [1, 2])
     assert sum(law.values()) == pytest.approx(1.0)
