@@ -27,6 +27,8 @@ BAD = {
     "logprobs": [-1, 1.5, True, "all"],
     "guesses": [-1, 1.5, True, "all"],
     "scope": [None, 5, ("tenant",)],
+    "proposer": [5, ("ngram",)],
+    "verifier": [5, ("walk",)],
 }
 
 
