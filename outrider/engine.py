@@ -197,13 +197,14 @@ class Engine:
         self.stats += replace(counted, rounds=0) + took
         self._planned += replace(guided.unforced(round, counted), rounds=0) + took
         if nodes:
-            self._count_arms(round)
+            self._count_arms(guided, round)
 
-    def _count_arms(self, round: Round) -> None:
-        rows = list(zip(round.batch.rows, round.batch.arms, round.draft.width, strict=True))
+    def _count_arms(self, guided: Guided, round: Round) -> None:
+        asked = round.batch.arms
+        rows = [(asked[b], *guided.own_pass(round, b)) for b, tokens in enumerate(round.emitted) if tokens]
         arms = list(self.arms)
-        for arm in {arm for _, arm, width in rows if width}:
-            own = [(row.passes[-1], width) for row, its, width in rows if width and its == arm]
+        for arm in {arm for arm, _, width in rows if width}:
+            own = [(triple, width) for its, triple, width in rows if width and its == arm]
             drafted = sum(width for _, width in own)
             arms[arm] += Stats.of_passes([triple for triple, _ in own], drafted=drafted, exact=self._verifier.exact)
         self.arms = tuple(arms)

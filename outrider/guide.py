@@ -79,18 +79,23 @@ class Guided:
             reasons=self.broken,
         )
 
+    def own_pass(self, round: Round, b: int) -> tuple[tuple[int, int, int], int]:
+        """What the proposer's own guesses for row b come to, and how many they were; see `Row.passes`."""
+        last, own = round.batch.rows[b].passes[-1], self.own.get(b)
+        if own is None:
+            return last, round.draft.width[b]
+        kept = min(len(own.path(round.emitted[b])), last[1])
+        return (max(depths(own.parent), default=0), kept, min(kept + 1, last[2])), len(own.tokens)
+
     def unforced(self, round: Round, counted: Stats) -> Stats:
         """What the proposer's own guesses would have come to alone, of a round that `counted` as it did."""
         if not self.own:
             return counted
-        passes, nodes = [], counted.drafted
-        for b, (row, tokens) in enumerate(zip(round.batch.rows, round.emitted, strict=True)):
-            if tokens:
-                own, last = self.own.get(b), row.passes[-1]
-                kept = 0 if own is None else min(len(own.path(tokens)), last[2] - 1)
-                passes.append(last if own is None else (max(depths(own.parent), default=0), kept, kept + 1))
-                nodes += 0 if own is None else len(own.tokens) - round.draft.width[b]
-        return Stats.of_passes(passes, drafted=nodes, prompt=counted.prompt, exact=counted.exact)
+        passes = [self.own_pass(round, b) for b, tokens in enumerate(round.emitted) if tokens]
+        nodes = sum(width for _, width in passes)
+        return Stats.of_passes(
+            [triple for triple, _ in passes], drafted=nodes, prompt=counted.prompt, exact=counted.exact
+        )
 
 
 def guide(batch: Batch, draft: Draft, vocab: int) -> Guided:
@@ -194,6 +199,9 @@ class _Walk:
         except OutriderError as error:
             self.error = str(error)
             row.matcher.mend()
+        except BaseException:
+            row.matcher.mend()
+            raise
 
     def _visit(self, old: int, new: int) -> None:
         """What follows guess `old` of the proposer's, -2 where it has none, which is guess `new` here."""

@@ -14,7 +14,7 @@ from outrider import LLM, tree
 from outrider.constraint import Constraint, Kind
 from outrider.embedded import embedded
 from outrider.errors import OutriderError
-from outrider.grammar import Grammars
+from outrider.grammar import Grammars, Matcher
 from outrider.guide import guide
 from outrider.params import SamplingParams
 from outrider.plan import FixedPlanner
@@ -242,6 +242,7 @@ def test_the_planner_is_not_told_of_what_was_forced(grammars):
     forms.complete(engine, grammars, [[5, 6]] * 4, [SamplingParams(constraint=constraint)] * 4)
     assert heard[-1].accepted[3:] == () != engine.stats.accepted[3:]
     assert heard[-1].tau < engine.stats.tau
+    assert engine.arms[0].accepted[3:] == ()
     assert heard[-1].rounds == engine.stats.rounds - 1
 
 
@@ -306,6 +307,32 @@ def test_a_grammar_that_fails_on_the_way_ends_its_own_row_alone(grammars, monkey
     assert rows[1].finish is Finish.ERROR
     assert rows[1].error == "too complex"
     assert rows[1].emitted >= 10
+
+
+def test_a_round_that_raises_leaves_grammars_where_they_were(grammars, monkeypatch):
+    bound = SamplingParams(seed=3, constraint=Constraint.json_schema(PERSON))
+    wanted = forms.complete(make_engine(forms.WordTarget(), draft), grammars, [[5, 6]] * 2, [bound] * 2)
+    engine, rounds = make_engine(forms.WordTarget(), draft), 0
+    step, enter = engine.step, Matcher.enter
+
+    def broken(self, token):
+        nonlocal rounds
+        rounds += 1
+        enter(self, token)
+        if rounds % 5 == 0:
+            raise RuntimeError("out of luck")
+
+    def recovering():
+        try:
+            return step()
+        except RuntimeError as error:
+            return engine.recover(error)
+
+    monkeypatch.setattr(Matcher, "enter", broken)
+    monkeypatch.setattr(engine, "step", recovering)
+    rows = forms.complete(engine, grammars, [[5, 6]] * 2, [bound] * 2)
+    assert rounds > 10
+    assert [row.text for row in rows] == [row.text for row in wanted]
 
 
 REFUSED = {
