@@ -97,6 +97,7 @@ def build(
     bits = weight_bits(quantize)
     checkpoint = load_checkpoint(target or embedded("mini"), dtype=full_dtype(dtype, bits), device=device)
     size = _context(context, checkpoint)
+    scheduler = Scheduler(slots=rows, chunk=chunk, context=size)
     model = make_target(checkpoint, slots=rows, context=size, kernels=kernels, bits=bits)
     check_target(model, checkpoint)
     setup = Setup(
@@ -112,17 +113,16 @@ def build(
     )
     guesser = find_proposer(spec, setup) if isinstance(spec, str) else spec(setup)
     model.export(guesser.needs.layers)
-    replay = rule.draw is Draw.SAMPLE
     names = alternatives(spec) if isinstance(spec, str) else tuple(f"own#{i + 1}" for i in range(guesser.needs.arms))
     running, guards = guarded(guesser, setup, names=names) if guard else (guesser, ())
-    decides = planner or (FixedPlanner(k) if isinstance(k, int) else auto_planner(model, guesser, replay=replay))
+    decides = planner or _planner(k, model, guesser, rule)
     return House(
         engine=Engine(
             target=model,
             proposer=OneWay(running) if checkpoint.recurrent else running,
             verifier=fastest(rule, checkpoint.device),
             planner=decides,
-            scheduler=Scheduler(slots=rows, chunk=chunk, context=size),
+            scheduler=scheduler,
             shape=fastest_shape(checkpoint.device),
         ),
         setup=setup,
@@ -134,6 +134,11 @@ def build(
         verifiers=fitting_verifiers(spec, rule.draw, chains=checkpoint.recurrent),
         guards=guards,
     )
+
+
+def _planner(k: int | str, target: Target, proposer: Proposer, rule: Verifier) -> Planner:
+    replay = rule.draw is Draw.SAMPLE
+    return FixedPlanner(k) if isinstance(k, int) else auto_planner(target, proposer, replay=replay)
 
 
 def auto_planner(target: Target, proposer: Proposer, *, replay: bool = False) -> CostPlanner:

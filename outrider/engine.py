@@ -12,6 +12,7 @@ import torch
 
 from outrider import tree
 from outrider.errors import OutriderError
+from outrider.guide import Guided, guide
 from outrider.native.rules import fastest
 from outrider.noise import PositionNoise
 from outrider.plan import Planner
@@ -48,6 +49,7 @@ class Engine:
         self._rules = {verifier.name: verifier}  # those that rows have asked for by now
         self._open: Batch | None = None  # what runs in this round
         self._committing = False  # whether anything was kept of it yet
+        self._planned = self.stats  # without what grammars forced: what the planner is told
 
     def add(self, request: Request, stream: TextStream | None = None) -> None:
         """Queue a request."""
@@ -72,19 +74,22 @@ class Engine:
             row.cached = self._target.cache.admit(row.slot, row.request.prompt)
             self._proposer.admit(row.slot, row.request)
         batch = self._open = self._scheduler.next()
-        batch = self._planner.plan(batch, self.stats)
+        batch = self._planner.plan(batch, self._planned)
         planned = perf_counter()
         draft = self._proposer.propose(batch)
         proposed = perf_counter()
         self._check(batch, draft)
         draft = self._planner.trim(batch, draft)
-        round, target = self._verified(batch, draft)
-        if draft.size and any(round.failed):  # perhaps of a guess, which plain decoding would never have met
-            round, again = self._verified(batch, tree.empty(len(batch.rows), self._target.device))
+        guided = guide(batch, draft, self._target.vocab)
+        round, target = self._verified(batch, guided)
+        if round.draft.size and any(round.failed):  # perhaps of a guess, which plain decoding would never have met
+            none = tree.empty(len(batch.rows), self._target.device)
+            guided = guide(replace(batch, room=()), none, self._target.vocab)
+            round, again = self._verified(batch, guided)
             target += again
         self._commit(round)
         host = perf_counter() - proposed - target + planned - began
-        self._count(round, propose=proposed - planned, target=target, host=host)
+        self._count(guided, round, propose=proposed - planned, target=target, host=host)
         return batch.rows
 
     @torch.inference_mode()
@@ -119,9 +124,10 @@ class Engine:
         began = perf_counter()
         draft = self._proposer.propose(single)
         proposed = perf_counter()
-        round, target = self._verified(single, draft)
+        guided = guide(single, draft, self._target.vocab)
+        round, target = self._verified(single, guided)
         self._commit(round)
-        self._count(round, propose=proposed - began, target=target, host=perf_counter() - proposed - target)
+        self._count(guided, round, propose=proposed - began, target=target, host=perf_counter() - proposed - target)
 
     def _end(self, row: Row, error: Exception) -> None:
         self._scheduler.abort(row.request.id)
@@ -136,23 +142,27 @@ class Engine:
         for row in self._scheduler.commit(round):
             self._release(row)
 
-    def _verified(self, batch: Batch, draft: Draft) -> tuple[Round, float]:
+    def _verified(self, batch: Batch, guided: Guided) -> tuple[Round, float]:
         """Score, warp, verify; and the seconds of the target's pass."""
+        draft, masks = guided.draft, guided.masks
         began = perf_counter()
         scores = self._target.score(batch, draft)
         scored = perf_counter()
         knobs = self._knobs_of(batch)
         if knobs.bare:  # every exact rule says the same of a one-hot p, so p need not be written down
-            return _follow(batch, draft, scores), scored - began
+            best = scores.best if masks is None else masks.best(scores)
+            return guided.told(_follow(batch, draft, scores, best)), scored - began
         noise = self._noise_of(batch, knobs)
         names = [row.request.params.verifier or self._verifier.name for row in batch.rows]
-        if scores.packed is None:
-            p = warp(scores.logits, knobs, draft, shape=self._shape)
+        if (packed := scores.packed) is None:
+            logits = scores.logits if masks is None else masks.apply(scores.logits)
+            p = warp(logits, knobs, draft, shape=self._shape)
             verdicts = {name: self._rule(name).rule(draft, p, noise) for name in set(names)}
         else:
-            packed = warp_packed(scores.packed, knobs, draft, shape=self._shape)
-            verdicts = {name: self._rule(name).judge(draft, packed, noise) for name in set(names)}
-        return _settle(batch, draft, scores, chosen(verdicts, names)), scored - began
+            packed = packed if masks is None else masks.apply_packed(packed)
+            laws = warp_packed(packed, knobs, draft, shape=self._shape)
+            verdicts = {name: self._rule(name).judge(draft, laws, noise) for name in set(names)}
+        return guided.told(_settle(batch, draft, scores, chosen(verdicts, names))), scored - began
 
     def _rule(self, name: str) -> Verifier:
         if name not in self._rules:
@@ -178,12 +188,14 @@ class Engine:
         self._target.cache.release(row.slot)
         self._proposer.release(row.slot)
 
-    def _count(self, round: Round, *, propose: float, target: float, host: float) -> None:
+    def _count(self, guided: Guided, round: Round, *, propose: float, target: float, host: float) -> None:
         passes = [row.passes[-1] for row, tokens in zip(round.batch.rows, round.emitted, strict=True) if tokens]
         fed = sum(len(feed) for feed, tokens in zip(round.batch.feed, round.emitted, strict=True) if not tokens)
         nodes = sum(width for width, tokens in zip(round.draft.width, round.emitted, strict=True) if tokens)
         counted = Stats.of_passes(passes, drafted=nodes, prompt=fed, exact=self._verifier.exact)
-        self.stats += replace(counted, rounds=1, propose_seconds=propose, target_seconds=target, host_seconds=host)
+        took = Stats(rounds=1, propose_seconds=propose, target_seconds=target, host_seconds=host)
+        self.stats += replace(counted, rounds=0) + took
+        self._planned += replace(guided.unforced(round, counted), rounds=0) + took
         if nodes:
             self._count_arms(round)
 
@@ -197,9 +209,8 @@ class Engine:
         self.arms = tuple(arms)
 
 
-def _follow(batch: Batch, draft: Draft, scores: Scores) -> Round:
-    """`_settle` where every row takes the likeliest token."""
-    best = scores.best
+def _follow(batch: Batch, draft: Draft, scores: Scores, best: torch.Tensor | None) -> Round:
+    """`_settle` where every row takes the likeliest token, `best` [B, 1 + N] where that is known."""
     if best is None:
         best = torch.where(sound(scores.logits), scores.logits.argmax(-1), -1)
     found = follow(draft, best)

@@ -7,10 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 from outrider.build import House, build
+from outrider.constraint import Constraint
 from outrider.engine import Engine
 from outrider.errors import OutriderError
+from outrider.grammar import Grammars
 from outrider.machine import use_threads
 from outrider.noise import mix_int
 from outrider.params import AUTO, SamplingParams, check_plan
@@ -95,14 +98,14 @@ class LLM:
             planner=planner,
             guard=guard,
         )
-        self._ids = count()
+        self._grammars, self._ids = _grammars(self._house), count()
         self._plan = restored(plan, self._house.planner, target=target, proposer=proposer, quantize=quantize)
 
     @classmethod
     def of(cls, house: House) -> LLM:
         """A front door to a house that stands already."""
         llm = cls.__new__(cls)
-        llm._house, llm._ids, llm._plan = house, count(), None
+        llm._house, llm._grammars, llm._ids, llm._plan = house, _grammars(house), count(), None
         return llm
 
     @property
@@ -130,12 +133,18 @@ class LLM:
         """The text of tokens, special tokens left out."""
         return str(self._house.tokenizer.decode(list(tokens), skip_special_tokens=True))
 
-    def chat(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
-        """The tokens of a conversation under the model's chat template, ready for the assistant's turn."""
+    def chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> tuple[int, ...]:
+        """The tokens of a conversation under the model's chat template, ready for the assistant's turn.
+
+        `tools` are descriptions of functions, for templates that have words for them.
+        """
         if getattr(self._house.tokenizer, "chat_template", None) is None:
             raise OutriderError("this model has no chat template; give the prompt as plain text")
         turns = [dict(message) for message in messages]
-        text = self._house.tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+        given = {"tools": list(tools)} if tools else {}
+        text = self._house.tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False, **given)
         return tuple(self._house.tokenizer.encode(text, add_special_tokens=False))
 
     def generate(
@@ -180,6 +189,14 @@ class LLM:
         (request,) = self.requests(prompt, params)
         self.add(request)
         return self._chunks(request)
+
+    def prepare(self, constraint: Constraint) -> None:
+        """Compile a constraint now, which is remembered; large ones take seconds.
+
+        Raises:
+            OutriderError: it is wrong or too large.
+        """
+        self._grammars.compile(constraint)
 
     def submit(self, prompt: Prompt, params: SamplingParams | None = None) -> list[int]:
         """Queue a prompt for those who step the engine themselves; returns the ids of its `n` requests."""
@@ -239,6 +256,7 @@ class LLM:
             raise OutriderError(f"token id {bad[0]} is not in the vocabulary of {house.vocab}; use smaller ids")
         arm = _choice("proposer", params.proposer, house.proposers)
         _choice("verifier", params.verifier, house.verifiers)
+        grammar = None if params.constraint is None else self._grammars.compile(params.constraint)
         seed = params.seed if params.seed is not None else secrets.randbits(63)
         ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else house.end_ids)
         room = house.context - len(tokens)
@@ -251,6 +269,7 @@ class LLM:
                 end_ids=ends,
                 limit=min(params.max_tokens or room, room),
                 arm=arm,
+                grammar=grammar,
             )
             for i in range(params.n)
         ]
@@ -277,6 +296,10 @@ def _choice(what: str, name: str | None, known: Sequence[str]) -> int | None:
     if name is not None and name not in known:
         raise OutriderError(f"{what} {name!r} cannot be had here; use {' or '.join(known)}, or leave {what} out")
     return None if name is None else known.index(name)
+
+
+def _grammars(house: House) -> Grammars:
+    return Grammars(house.tokenizer, vocab=house.vocab, end_ids=sorted(house.end_ids))
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -33,7 +33,7 @@ class Planner(Protocol):
 
 
 class FixedPlanner:
-    """k guesses, always."""
+    """k guesses, always, and what grammars force besides; with k = 0 nothing is guessed at all."""
 
     def __init__(self, k: int) -> None:
         if k < 0:
@@ -41,7 +41,7 @@ class FixedPlanner:
         self._k = k
 
     def plan(self, batch: Batch, stats: Stats) -> Batch:
-        return replace(batch, budget=_at_most(self._k, batch))
+        return replace(batch, budget=_at_most(self._k, batch), room=batch.room if self._k else ())
 
     def trim(self, batch: Batch, draft: Draft) -> Draft:
         return draft

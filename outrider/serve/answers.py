@@ -20,6 +20,7 @@ from outrider.serve.replies import Reply, problem
 from outrider.serve.schema import ChatRequest, CompletionRequest, Sampling
 from outrider.serve.settings import Settings
 from outrider.serve.ticket import Piece, Ticket
+from outrider.serve.tools import Tools, conversation, knows_calls
 from outrider.types import Completion
 
 _GONE = 499  # who asked has hung up, so nobody reads it
@@ -30,6 +31,7 @@ class Answers:
 
     def __init__(self, driver: Driver, settings: Settings, *, name: str) -> None:
         self._driver, self._settings, self._name = driver, settings, name
+        self._compiling = asyncio.Lock()
 
     def check_model(self, model: str | None) -> None:
         """Raises HTTPException 404 for any other model than the one that is served."""
@@ -40,16 +42,34 @@ class Answers:
         prompts = asked.prompts()
         if not prompts:
             raise OutriderError("prompt is an empty list; give at least one prompt")
-        params = asked.params(most=asked.max_tokens, logprobs=asked.logprobs, scope=asked.user or "")
+        params = asked.params(
+            most=asked.max_tokens, logprobs=asked.logprobs, scope=asked.user or "", constraint=asked.constraint()
+        )
         return await self._answer(asked, prompts, params, request)
 
     async def chat(self, asked: ChatRequest, request: Request) -> Response:
-        turns = [{"role": turn.role, "content": turn.text()} for turn in asked.messages]
-        params = asked.params(most=asked.most(), logprobs=asked.wanted(), scope=asked.user or "")
-        return await self._answer(asked, [self._driver.front.chat(turns)], params, request)
+        front, tools, constraint = self._driver.front, Tools.of(asked), asked.constraint()
+        if tools and constraint:
+            raise OutriderError("tools say what form calls have; leave response_format and structured_outputs out")
+        known = knows_calls(str(front.house.tokenizer.chat_template or ""))
+        turns = conversation(asked.messages, tools, known=known)
+        params = asked.params(
+            most=asked.most(),
+            logprobs=asked.wanted(),
+            scope=asked.user or "",
+            constraint=tools.constraint() if tools else constraint,
+        )
+        prompt = front.chat(turns, tools.described() if tools and known else None)
+        return await self._answer(asked, [prompt], params, request, calls=tools is not None)
 
     async def _answer(
-        self, asked: Sampling, prompts: Sequence[Prompt], params: SamplingParams, request: Request
+        self,
+        asked: Sampling,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        request: Request,
+        *,
+        calls: bool = False,
     ) -> Response:
         self.check_model(asked.model)
         if asked.stream_options and not asked.stream:
@@ -59,12 +79,16 @@ class Answers:
                 f"{len(prompts)} prompts with n = {params.n} are {len(prompts) * params.n} completions; ask for at most"
                 f" {self._settings.most_n} at once"
             )
+        if params.constraint:
+            async with self._compiling:  # elsewhere, one at a time: it may take seconds
+                await asyncio.to_thread(self._driver.front.prepare, params.constraint)
         reply = Reply(
             chat=isinstance(asked, ChatRequest),
             model=self._name,
             decode=self._driver.front.decode,
             logprobs=params.logprobs is not None,
             tokens=asked.stream_options is not None and asked.stream_options.include_tokens,
+            calls=calls,
         )
         tickets = self._submit(prompts, params)
         gone = asyncio.create_task(self._watch(request, tickets))
@@ -131,7 +155,7 @@ class Answers:
         entry = entry_of(request.scope)
         entry.finish = "cancelled"
         ends: dict[int, Completion] = {}
-        begun: set[int] = set()
+        parts = [reply.parts(index) for index in range(len(tickets))]
         try:
             async with asyncio.timeout(self._settings.timeout or None):
                 async for index, piece in _merged(tickets):
@@ -140,8 +164,7 @@ class Answers:
                         entry.finish = "cancelled" if gone.done() else "error"
                         yield _event(problem(piece.error, kind="server_error"))
                         return
-                    yield _event(reply.part(index, piece, first=index not in begun))
-                    begun.add(index)
+                    yield _event(parts[index].next(piece))
                     if piece.completion:
                         ends[index] = piece.completion
             entry.end([ends[i] for i in range(len(tickets))])

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from outrider.constraint import Constraint
 from outrider.errors import OutriderError
 from outrider.params import SamplingParams
 
@@ -26,10 +28,63 @@ class StreamOptions(_Strict):
     )
 
 
-class ResponseFormat(_Strict):
-    """What form the text has."""
+class TextFormat(_Strict):
+    """Text of any form."""
 
-    type: Literal["text"] = "text"
+    type: Literal["text"]
+
+
+class ObjectFormat(_Strict):
+    """Any JSON object."""
+
+    type: Literal["json_object"]
+
+
+class NamedSchema(_Strict):
+    """A JSON schema with a name, which nobody reads."""
+
+    name: str
+    description: str | None = None
+    form: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = Field(None, description="A schema always holds.")
+
+
+class SchemaFormat(_Strict):
+    """JSON of a schema."""
+
+    type: Literal["json_schema"]
+    json_schema: NamedSchema
+
+
+ResponseFormat = Annotated[TextFormat | ObjectFormat | SchemaFormat, Field(discriminator="type")]
+
+
+class StructuredOutputs(_Strict):
+    """What form the text has, in one of these ways; as vLLM names them."""
+
+    form: dict[str, Any] | str | None = Field(None, alias="json", description="A JSON schema.")
+    json_object: Literal[True] | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = Field(None, description="In Lark's syntax or GBNF.")
+
+    def constraint(self) -> Constraint:
+        """The same for the engine.
+
+        Raises:
+            OutriderError: it is none, or several.
+        """
+        makers: dict[str, Callable[[Any], Constraint]] = {
+            "form": Constraint.json_schema,
+            "json_object": lambda _: Constraint.json_object(),
+            "regex": Constraint.regex,
+            "choice": Constraint.choice,
+            "grammar": Constraint.grammar,
+        }
+        given = [name for name in makers if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise OutriderError("structured_outputs takes one of json, json_object, regex, choice and grammar")
+        return makers[given[0]](getattr(self, given[0]))
 
 
 class _Asked(_Strict):
@@ -73,8 +128,15 @@ class Sampling(_Asked):
     user: str | None = Field(None, description="Whose request it is: what speculation learned serves its own user.")
     metadata: dict[str, str] | None = Field(None, description="Kept by nobody.")
     store: Literal[False] | None = Field(None, description="Nothing is stored.")
+    structured_outputs: StructuredOutputs | None = Field(None, description="Extension. What form the text has.")
 
-    def params(self, *, most: int | None, logprobs: int | None, scope: str) -> SamplingParams:
+    def constraint(self) -> Constraint | None:
+        """What form the text must have."""
+        return None if self.structured_outputs is None else self.structured_outputs.constraint()
+
+    def params(
+        self, *, most: int | None, logprobs: int | None, scope: str, constraint: Constraint | None
+    ) -> SamplingParams:
         """The same for the engine.
 
         Raises:
@@ -107,6 +169,7 @@ class Sampling(_Asked):
             guesses=0 if self.off else self.k,
             proposer=self.proposer,
             verifier=self.verifier,
+            constraint=constraint,
             scope=scope,
         )
 
@@ -128,15 +191,45 @@ class CompletionRequest(Sampling):
         return many
 
 
+class FunctionCall(_Strict):
+    """What was called, and with what."""
+
+    name: str
+    arguments: str = Field(description="A JSON object.")
+
+
+class ToolCall(_Strict):
+    """A call that the model made."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
 class Message(_Strict):
     """One turn."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
     name: str | None = None
+    refusal: None = None
+    tool_calls: list[ToolCall] | None = Field(None, description="Of the assistant.")
+    tool_call_id: str | None = Field(None, description="Which call a tool answers.")
+
+    @model_validator(mode="after")
+    def _check(self) -> Message:
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError("tool_calls are the assistant's")
+        if (self.tool_call_id is None) == (self.role == "tool"):
+            raise ValueError("a tool's turn, and no other, has a tool_call_id")
+        if self.content is None and not self.tool_calls:
+            raise ValueError("content is missing")
+        return self
 
     def text(self) -> str:
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        if self.content is None or isinstance(self.content, str):
+            return self.content or ""
+        return "".join(part.text for part in self.content)
 
 
 class TextPart(_Strict):
@@ -144,6 +237,35 @@ class TextPart(_Strict):
 
     type: Literal["text"]
     text: str
+
+
+class Function(_Strict):
+    """A function that the model may call."""
+
+    name: str = Field(pattern="^[a-zA-Z0-9_-]{1,64}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = Field(None, description="A JSON schema. Left out: no arguments.")
+    strict: bool | None = Field(None, description="A schema always holds.")
+
+
+class Tool(_Strict):
+    """A tool, which is a function."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(_Strict):
+    """A function by its name."""
+
+    name: str
+
+
+class NamedTool(_Strict):
+    """The one tool to call."""
+
+    type: Literal["function"]
+    function: FunctionName
 
 
 class ChatRequest(Sampling):
@@ -155,6 +277,20 @@ class ChatRequest(Sampling):
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
     response_format: ResponseFormat | None = None
+    tools: list[Tool] | None = Field(None, max_length=128)
+    tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
+    parallel_tool_calls: bool | None = Field(None, description="Whether several calls may follow each other: true.")
+
+    def constraint(self) -> Constraint | None:
+        """What form the text must have, tools aside."""
+        asked, other = self.response_format, super().constraint()
+        if asked is None or isinstance(asked, TextFormat):
+            return other
+        if other:
+            raise OutriderError("response_format and structured_outputs both say what form the text has; give one")
+        if isinstance(asked, ObjectFormat) or asked.json_schema.form is None:
+            return Constraint.json_object()
+        return Constraint.json_schema(asked.json_schema.form)
 
     def most(self) -> int | None:
         """Tokens of the answer."""
