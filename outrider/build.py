@@ -113,9 +113,9 @@ def build(
     )
     guesser = find_proposer(spec, setup) if isinstance(spec, str) else spec(setup)
     model.export(guesser.needs.layers)
-    names = alternatives(spec) if isinstance(spec, str) else tuple(f"own#{i + 1}" for i in range(guesser.needs.arms))
+    replay, names = rule.draw is Draw.SAMPLE, _names(spec, guesser)
     running, guards = guarded(guesser, setup, names=names) if guard else (guesser, ())
-    decides = planner or _planner(k, model, guesser, rule)
+    decides = planner or (FixedPlanner(k) if isinstance(k, int) else auto_planner(model, guesser, replay=replay))
     return House(
         engine=Engine(
             target=model,
@@ -136,9 +136,9 @@ def build(
     )
 
 
-def _planner(k: int | str, target: Target, proposer: Proposer, rule: Verifier) -> Planner:
-    replay = rule.draw is Draw.SAMPLE
-    return FixedPlanner(k) if isinstance(k, int) else auto_planner(target, proposer, replay=replay)
+def _names(spec: str | Maker, proposer: Proposer) -> tuple[str, ...]:
+    """What requests call the proposer's alternatives."""
+    return alternatives(spec) if isinstance(spec, str) else tuple(f"own#{i + 1}" for i in range(proposer.needs.arms))
 
 
 def auto_planner(target: Target, proposer: Proposer, *, replay: bool = False) -> CostPlanner:
