@@ -23,7 +23,7 @@ from outrider.plan import CostPlanner, FixedPlanner, Planner
 from outrider.propose.base import Proposer, Setup
 from outrider.propose.combine import Switch
 from outrider.propose.one_way import OneWay
-from outrider.proposers import CHAINS, DRAWN, Maker, draft_model, find_proposer, parse
+from outrider.proposers import CHAINS, DRAWN, Maker, draft_model, find_proposer, guessers, parse
 from outrider.schedule import Scheduler
 from outrider.target import Target, make_target
 from outrider.types import Draw
@@ -43,6 +43,7 @@ class House:
     verifier: Verifier
     planner: Planner
     end_ids: frozenset[int]
+    guessers: tuple[str, ...]  # what to call who guesses, in the order of `Draft.by`
 
     @property
     def target(self) -> Target:
@@ -123,6 +124,7 @@ def build(
         verifier=rule,
         planner=decides,
         end_ids=checkpoint.end_ids,
+        guessers=guessers(spec),
     )
 
 

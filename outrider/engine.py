@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from time import perf_counter
@@ -33,6 +33,7 @@ class Engine:
         self.stats = Stats(exact=verifier.exact)
         self._target, self._proposer, self._verifier = target, proposer, verifier
         self._planner, self._scheduler = planner, scheduler
+        self.watch: Callable[[Round], None] | None = None  # told of each round, for those who show what was guessed
         self._knobs: Knobs | None = None
         self._noise: PositionNoise | None = None  # of the same rows
 
@@ -71,6 +72,8 @@ class Engine:
         self._target.cache.commit(round)
         self._proposer.commit(round)
         _report(round)
+        if self.watch:
+            self.watch(round)
         for row in self._scheduler.commit(round):
             self._release(row)
         host = perf_counter() - proposed - target + planned - began

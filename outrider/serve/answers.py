@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Sequence
+from functools import cache
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -18,7 +19,7 @@ from outrider.serve.driver import Driver
 from outrider.serve.replies import Reply, problem
 from outrider.serve.schema import ChatRequest, CompletionRequest, Sampling
 from outrider.serve.settings import Settings
-from outrider.serve.ticket import Piece, Ticket
+from outrider.serve.ticket import Piece, Ticket, Watch
 from outrider.types import Completion
 
 _LOOK = 0.1  # seconds between two looks at whether a client is still there
@@ -30,6 +31,7 @@ class Answers:
 
     def __init__(self, driver: Driver, settings: Settings, *, name: str) -> None:
         self._driver, self._settings, self._name = driver, settings, name
+        self._spell = cache(lambda token: driver.front.decode([token]))
 
     def check_model(self, model: str | None) -> None:
         """Raises HTTPException 404 for any other model than the one that is served."""
@@ -59,26 +61,28 @@ class Answers:
                 f"{len(prompts)} prompts with n = {params.n} are {len(prompts) * params.n} completions; ask for at most"
                 f" {self._settings.most_n} at once"
             )
+        watch = asked.watch()
         reply = Reply(
             chat=isinstance(asked, ChatRequest),
             model=self._name,
             decode=self._driver.front.decode,
             logprobs=params.logprobs is not None,
-            tokens=asked.stream_options is not None and asked.stream_options.include_tokens,
+            tokens=watch >= Watch.ROUNDS,
+            spell=self._spell,
         )
-        tickets = self._submit(prompts, params)
+        tickets = self._submit(prompts, params, watch)
         if asked.stream:
             tell = asked.stream_options is not None and asked.stream_options.include_usage
             stream = self._stream(reply, tickets, len(prompts), tell=tell)
             return StreamingResponse(stream, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
         return await self._whole(reply, tickets, len(prompts), request)
 
-    def _submit(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Ticket]:
+    def _submit(self, prompts: Sequence[Prompt], params: SamplingParams, watch: Watch) -> list[Ticket]:
         """All of them or none."""
         tickets: list[Ticket] = []
         try:
             for prompt in prompts:
-                tickets += self._driver.submit(prompt, params)
+                tickets += self._driver.submit(prompt, params, watch)
         except OutriderError:
             self._driver.cancel(tickets)
             raise
@@ -106,17 +110,21 @@ class Answers:
         begun: set[int] = set()
         try:
             async with asyncio.timeout(self._settings.timeout or None):
-                async for index, piece in _merged(tickets):
-                    if piece.error:
-                        yield _event(problem(piece.error, kind="server_error"))
-                        return
-                    yield _event(reply.part(index, piece, first=index not in begun))
-                    begun.add(index)
-                    if piece.completion:
-                        ends[index] = piece.completion
-            if tell:
-                yield _event(reply.last([ends[i] for i in range(len(tickets))], prompts))
-            yield "data: [DONE]\n\n"
+                async for index, pieces in _merged(tickets):
+                    events = list[str]()
+                    for piece in pieces:
+                        if piece.text or not piece.error:
+                            events.append(_event(reply.part(index, piece, first=index not in begun)))
+                            begun.add(index)
+                        if piece.error:
+                            yield "".join(events) + _event(problem(piece.error, kind="server_error"))
+                            return
+                        if piece.completion:
+                            ends[index] = piece.completion
+                    if len(ends) == len(tickets):
+                        events += [_event(reply.last([ends[i] for i in sorted(ends)], prompts))] if tell else []
+                        events.append("data: [DONE]\n\n")
+                    yield "".join(events)  # in one call to the system
         except TimeoutError:
             yield _event(problem(self._late(), kind="timeout_error"))
         finally:
@@ -128,28 +136,28 @@ class Answers:
 
 async def _end(ticket: Ticket) -> Piece:
     """The last piece of a completion."""
-    return [piece async for piece in ticket.pieces()][-1]
+    return [pieces async for pieces in ticket.pieces()][-1][-1]
 
 
-async def _merged(tickets: Sequence[Ticket]) -> AsyncIterator[tuple[int, Piece]]:
+async def _merged(tickets: Sequence[Ticket]) -> AsyncIterator[tuple[int, list[Piece]]]:
     """The pieces of several completions as they come."""
     if len(tickets) == 1:
-        async for piece in tickets[0].pieces():
-            yield 0, piece
+        async for pieces in tickets[0].pieces():
+            yield 0, pieces
         return
-    ready: asyncio.Queue[tuple[int, Piece]] = asyncio.Queue(maxsize=len(tickets))
+    ready: asyncio.Queue[tuple[int, list[Piece]]] = asyncio.Queue(maxsize=len(tickets))
 
     async def read(index: int, ticket: Ticket) -> None:
-        async for piece in ticket.pieces():
-            await ready.put((index, piece))
+        async for pieces in ticket.pieces():
+            await ready.put((index, pieces))
 
     readers = [asyncio.create_task(read(i, ticket)) for i, ticket in enumerate(tickets)]
     try:
         left = len(tickets)
         while left:
-            index, piece = await ready.get()
-            yield index, piece
-            left -= bool(piece.completion or piece.error)
+            index, pieces = await ready.get()
+            yield index, pieces
+            left -= pieces[-1].last
     finally:
         for reader in readers:
             reader.cancel()

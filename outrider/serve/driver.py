@@ -15,9 +15,11 @@ from outrider.errors import OutriderError
 from outrider.llm import LLM, Prompt
 from outrider.params import SamplingParams
 from outrider.serve.clocks import Clocks
-from outrider.serve.ticket import Piece, Ticket, wake
+from outrider.serve.guesses import guesses_of
+from outrider.serve.ticket import Bell, Piece, Ticket, Watch
+from outrider.serve.wording import Wording
 from outrider.stats import Stats
-from outrider.types import Row
+from outrider.types import Round, Row
 
 _log = logging.getLogger("outrider.serve")
 _IDLE = 0.05  # seconds between two looks at whether the server stops
@@ -44,6 +46,7 @@ class Driver:
         self._llm, self._most, self._rows = llm, rows + queue, rows
         self._notes: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._open: dict[int, Ticket] = {}
+        self._bell: Bell | None = None  # from the start on
         self._taken = self._ended = 0  # requests; the one is the event loop's to change, the other the thread's
         self._stopping = False
         self._thread = Thread(target=self._run, name="engine", daemon=True)
@@ -63,6 +66,9 @@ class Driver:
         return self._taken - self._ended - self.running
 
     def start(self) -> None:
+        """From the event loop of all readers."""
+        self._bell = Bell(asyncio.get_running_loop())
+        self._llm.engine.watch = self._watch
         self._thread.start()
 
     def stop(self) -> None:
@@ -70,8 +76,8 @@ class Driver:
         self._stopping = True
         self._thread.join()
 
-    def submit(self, prompt: Prompt, params: SamplingParams) -> list[Ticket]:
-        """Take in a prompt; its `n` completions come through tickets.
+    def submit(self, prompt: Prompt, params: SamplingParams, watch: Watch) -> list[Ticket]:
+        """Take in a prompt; its `n` completions come through tickets, in pieces as `watch` has them.
 
         Raises:
             QueueFull: too many wait.
@@ -81,8 +87,10 @@ class Driver:
             raise QueueFull("the server is stopping; ask another one")
         if (open := self._taken - self._ended) + params.n > self._most:
             raise QueueFull(f"{open} completions run or wait, and {self._most} may; try again later")
-        loop = asyncio.get_running_loop()
-        tickets = [Ticket(request, loop) for request in self.front.requests(prompt, params)]
+        tickets = [
+            Ticket(request, Wording(self.front.decode, params.stop), watch)
+            for request in self.front.requests(prompt, params)
+        ]
         self._taken += len(tickets)
         self._notes.put(lambda: self._add(tickets))
         return tickets
@@ -127,31 +135,42 @@ class Driver:
             _log.exception("a round failed")
             self._fail(f"the engine failed: {error}")
             return
-        at, told = perf_counter(), []
+        at, told, urgent = perf_counter(), [], False
         for row in rows:
             ticket = self._open.get(row.request.id)
             if ticket and (row.emitted > ticket.given or row.finish):
-                ticket.put(self._piece(row, ticket))
                 self.clocks.see(row.request.id, at, row.emitted)
+                if ticket.watch is Watch.END and not row.finish:
+                    continue
+                urgent |= bool(row.finish) or not ticket.given
+                ticket.put(self._piece(row, ticket))
                 told.append(ticket)
                 if row.finish:
                     del self._open[row.request.id]
                     self._done(ticket, str(row.finish))
         if told:
-            told[0].loop.call_soon_threadsafe(wake, told)
+            self._tell(told, at_once=urgent)
 
     def _piece(self, row: Row, ticket: Ticket) -> Piece:
         completion = self._llm.completion(row) if row.finish else None
-        assert row.stream is not None
-        text = completion.text if completion else row.stream.text[: row.stream.safe_length()]
         return Piece(
-            text=text[ticket.shown :],
             tokens=tuple(row.text[len(row.request.prompt) + ticket.given :]),
             guessed=tuple(row.authors[ticket.given :]),
             logprobs=tuple(row.logprobs[ticket.given : row.emitted]),
+            guesses=ticket.guesses,
             completion=None if row.error else completion,
             error=row.error,
         )
+
+    def _watch(self, round: Round) -> None:
+        for b, row in enumerate(round.batch.rows):
+            ticket = self._open.get(row.request.id)
+            if ticket and ticket.watch is Watch.GUESSES:
+                ticket.guesses = guesses_of(round, b, self._llm.house.guessers)
+
+    def _tell(self, tickets: Sequence[Ticket], *, at_once: bool) -> None:
+        assert self._bell is not None
+        self._bell.ring(tickets, at_once=at_once)
 
     def _fail(self, reason: str) -> None:
         """End all that is open."""
@@ -159,10 +178,10 @@ class Driver:
         self._open.clear()
         for ticket in tickets:
             self._llm.abort(ticket.request.id)
-            ticket.put(Piece(text="", tokens=(), guessed=(), logprobs=(), error=reason))
+            ticket.put(Piece(error=reason))
             self._done(ticket, "error")
         if tickets:
-            tickets[0].loop.call_soon_threadsafe(wake, tickets)
+            self._tell(tickets, at_once=True)
 
     def _done(self, ticket: Ticket, how: str) -> None:
         self._ended += 1

@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from outrider.errors import OutriderError
 from outrider.params import SamplingParams
+from outrider.serve.ticket import Watch
 
 _Token = Annotated[int, Field(ge=0)]
 
@@ -22,6 +23,9 @@ class StreamOptions(_Strict):
     include_usage: bool = False
     include_tokens: bool = Field(
         False, description="Extension. Tell of each token whether it was a guess that was kept."
+    )
+    include_guesses: bool = Field(
+        False, description="Extension. The same, and all guesses of each round with those who made them."
     )
 
 
@@ -55,6 +59,14 @@ class Sampling(_Strict):
     user: str | None = Field(None, description="Whose request it is: what speculation learned serves its own user.")
     metadata: dict[str, str] | None = Field(None, description="Kept by nobody.")
     store: Literal[False] | None = Field(None, description="Nothing is stored.")
+
+    def watch(self) -> Watch:
+        """What of the completion is to be told, and when."""
+        if self.stream_options and self.stream_options.include_guesses:
+            return Watch.GUESSES
+        if self.stream_options and self.stream_options.include_tokens:
+            return Watch.ROUNDS
+        return Watch.TEXT if self.stream else Watch.END
 
     def params(self, *, most: int | None, logprobs: int | None, scope: str) -> SamplingParams:
         """The same for the engine.

@@ -3,63 +3,133 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, replace
+from enum import IntEnum
 
+from outrider.serve.guesses import Guesses
+from outrider.serve.wording import Wording
 from outrider.types import Completion, Request, TokenLogprobs
+
+_TOGETHER = 0.005  # seconds within which rounds share a call to their readers
+
+
+class Watch(IntEnum):
+    """What a reader wants to hear of."""
+
+    END = 0  # the last piece alone
+    TEXT = 1  # what is new, of however many rounds
+    ROUNDS = 2  # each round by itself, and what each token added to the text
+    GUESSES = 3  # and all that was guessed in it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """What one round added."""
+    """What one round added, or several."""
 
-    text: str  # characters that no later token can change
-    tokens: tuple[int, ...]
-    guessed: tuple[bool, ...]  # per token: an accepted guess, or the target's own
-    logprobs: tuple[TokenLogprobs, ...]  # per token, where they were asked for
+    text: str = ""  # characters that no later token can change
+    tokens: tuple[int, ...] = ()
+    guessed: tuple[bool, ...] = ()  # per token: an accepted guess, or the target's own
+    logprobs: tuple[TokenLogprobs, ...] = ()  # per token, where they were asked for
+    words: tuple[str, ...] = ()  # per token, what it added to the text, where rounds are watched
+    guesses: Guesses | None = None  # where they are watched
     completion: Completion | None = None  # in the last piece
     error: str = ""  # likewise, where something broke
+
+    @property
+    def last(self) -> bool:
+        return bool(self.completion or self.error)
 
 
 class Ticket:
     """One request on its way.
 
-    The engine's thread puts pieces in, and one reader takes them out in its own time. Who is slow finds more of them,
-    and never more than the completion has.
+    The engine's thread puts pieces in without their text, and one reader takes them out in its own time. Who is slow
+    finds more of them, and never more than the completion has.
     """
 
-    def __init__(self, request: Request, loop: asyncio.AbstractEventLoop) -> None:
-        self.request, self.loop = request, loop
-        self.given = self.shown = 0  # tokens and characters that pieces hold so far
-        self._pieces: list[Piece] = []
+    def __init__(self, request: Request, wording: Wording, watch: Watch) -> None:
+        self.request, self.watch = request, watch
+        self.given = 0  # tokens that pieces hold so far
+        self.guesses: Guesses | None = None  # of the round that is being committed
+        self._wording = wording
+        self._pieces: deque[Piece] = deque()
         self._more = asyncio.Event()
 
     def put(self, piece: Piece) -> None:
         """From the engine's thread; `wake` tells the reader."""
         self.given += len(piece.tokens)
-        self.shown += len(piece.text)
         self._pieces.append(piece)
 
     def wake(self) -> None:
         """From the reader's loop."""
         self._more.set()
 
-    async def pieces(self) -> AsyncIterator[Piece]:
-        """Each as it comes, to the last."""
-        taken = 0
+    async def pieces(self) -> AsyncIterator[list[Piece]]:
+        """What is new each time, to the last: one piece, or where rounds are watched one of each."""
         while True:
+            await self._more.wait()
             self._more.clear()
-            while taken < len(self._pieces):
-                piece = self._pieces[taken]
-                taken += 1
-                yield piece
-                if piece.completion or piece.error:
-                    return
-            if taken == len(self._pieces):
-                await self._more.wait()
+            new = [self._pieces.popleft() for _ in range(len(self._pieces))]
+            if not new:
+                continue
+            yield list(map(self._worded, new if self.watch >= Watch.ROUNDS else [_joined(new)]))
+            if new[-1].last:
+                return
+
+    def _worded(self, piece: Piece) -> Piece:
+        if self.watch is Watch.END:
+            return piece
+        words = self._wording.words(piece.tokens) if self.watch >= Watch.ROUNDS else ()
+        return replace(piece, text=self._wording.grow(piece.tokens, piece.completion), words=words)
 
 
-def wake(tickets: Sequence[Ticket]) -> None:
-    """All of a round in one call."""
-    for ticket in tickets:
-        ticket.wake()
+class Bell:
+    """Wakes readers, those of a round in one call and those of quick rounds together.
+
+    Each call costs the engine's thread some of its time, and nobody reads more than a few hundred pieces a second. What
+    begins or ends a completion never waits.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._told: deque[Ticket] = deque()
+        self._rung = False
+        self._last = 0.0
+
+    def ring(self, tickets: Sequence[Ticket], *, at_once: bool) -> None:
+        """From the engine's thread."""
+        self._told.extend(tickets)
+        if at_once:
+            self._call(self._wake)
+        elif not self._rung:
+            self._rung = True
+            self._call(self._soon)
+
+    def _call(self, what: Callable[[], None]) -> None:
+        self._loop.call_soon_threadsafe(what)
+
+    def _soon(self) -> None:
+        wait = self._last + _TOGETHER - self._loop.time()
+        if wait > 0:
+            self._loop.call_later(wait, self._wake)
+        else:
+            self._wake()
+
+    def _wake(self) -> None:
+        self._rung = False  # before looking, so that whoever is told after the look rings again
+        self._last = self._loop.time()
+        while self._told:
+            self._told.popleft().wake()
+
+
+def _joined(pieces: Sequence[Piece]) -> Piece:
+    if len(pieces) == 1:
+        return pieces[0]
+    return replace(
+        pieces[-1],
+        tokens=tuple(token for piece in pieces for token in piece.tokens),
+        guessed=tuple(guessed for piece in pieces for guessed in piece.guessed),
+        logprobs=tuple(entry for piece in pieces for entry in piece.logprobs),
+    )
