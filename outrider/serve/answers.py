@@ -19,6 +19,7 @@ from outrider.serve.driver import Driver
 from outrider.serve.replies import Reply, problem
 from outrider.serve.schema import ChatRequest, CompletionRequest, Sampling
 from outrider.serve.settings import Settings
+from outrider.serve.smooth import smoothed
 from outrider.serve.ticket import Piece, Ticket, Watch
 from outrider.types import Completion
 
@@ -62,6 +63,8 @@ class Answers:
                 f" {self._settings.most_n} at once"
             )
         watch = asked.watch()
+        if watch is Watch.TEXT and self._settings.smooth:
+            watch = Watch.WORDS
         reply = Reply(
             chat=isinstance(asked, ChatRequest),
             model=self._name,
@@ -139,16 +142,20 @@ async def _end(ticket: Ticket) -> Piece:
     return [pieces async for pieces in ticket.pieces()][-1][-1]
 
 
+def _pieces(ticket: Ticket) -> AsyncIterator[list[Piece]]:
+    return smoothed(ticket.pieces(), asyncio.get_running_loop()) if ticket.watch is Watch.WORDS else ticket.pieces()
+
+
 async def _merged(tickets: Sequence[Ticket]) -> AsyncIterator[tuple[int, list[Piece]]]:
     """The pieces of several completions as they come."""
     if len(tickets) == 1:
-        async for pieces in tickets[0].pieces():
+        async for pieces in _pieces(tickets[0]):
             yield 0, pieces
         return
     ready: asyncio.Queue[tuple[int, list[Piece]]] = asyncio.Queue(maxsize=len(tickets))
 
     async def read(index: int, ticket: Ticket) -> None:
-        async for pieces in ticket.pieces():
+        async for pieces in _pieces(ticket):
             await ready.put((index, pieces))
 
     readers = [asyncio.create_task(read(i, ticket)) for i, ticket in enumerate(tickets)]

@@ -20,8 +20,9 @@ class Watch(IntEnum):
 
     END = 0  # the last piece alone
     TEXT = 1  # what is new, of however many rounds
-    ROUNDS = 2  # each round by itself, and what each token added to the text
-    GUESSES = 3  # and all that was guessed in it
+    WORDS = 2  # and what each token added to the text
+    ROUNDS = 3  # each round by itself
+    GUESSES = 4  # and all that was guessed in it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +33,7 @@ class Piece:
     tokens: tuple[int, ...] = ()
     guessed: tuple[bool, ...] = ()  # per token: an accepted guess, or the target's own
     logprobs: tuple[TokenLogprobs, ...] = ()  # per token, where they were asked for
-    words: tuple[str, ...] = ()  # per token, what it added to the text, where rounds are watched
+    words: tuple[str, ...] = ()  # per token, what it added to the text, where that is watched
     guesses: Guesses | None = None  # where they are watched
     completion: Completion | None = None  # in the last piece
     error: str = ""  # likewise, where something broke
@@ -81,7 +82,7 @@ class Ticket:
     def _worded(self, piece: Piece) -> Piece:
         if self.watch is Watch.END:
             return piece
-        words = self._wording.words(piece.tokens) if self.watch >= Watch.ROUNDS else ()
+        words = self._wording.words(piece.tokens) if self.watch >= Watch.WORDS else ()
         return replace(piece, text=self._wording.grow(piece.tokens, piece.completion), words=words)
 
 
