@@ -116,7 +116,7 @@ def test_text_that_is_held_back_stays_in_order():
 
 def ticket(watch):
     request = Request(id=0, prompt=(1,), params=SamplingParams(), seed=0, end_ids=frozenset(), limit=9)
-    return Ticket(request, Wording(lambda tokens: "".join(map(chr, tokens)), ()), watch)
+    return Ticket(request, Wording(lambda tokens: "".join(map(chr, tokens)), chr, ()), watch)
 
 
 @pytest.mark.parametrize(("watch", "lengths"), [(Watch.TEXT, [1, 3]), (Watch.ROUNDS, [1, 1, 1, 1])])
@@ -151,7 +151,7 @@ def test_quick_rounds_share_a_call_and_ends_do_not_wait(watch, lengths):
 def test_words_add_up_to_the_text():
     llm = LLM(**OPTIONS, rows=1)
     tokens = llm.encode("naïve “quotes” – 日本語 🙂🙃 done")
-    wording = Wording(llm.decode, ())
+    wording = Wording(llm.decode, lambda token: llm.decode([token]), ())
     told = [(wording.grow(some, None), wording.words(some)) for some in (tokens[i : i + 3] for i in range(0, 99, 3))]
     assert all("".join(words) == text for text, words in told)
     assert "".join(text for text, _ in told) == llm.decode(tokens)
@@ -159,5 +159,5 @@ def test_words_add_up_to_the_text():
 
 
 def test_a_stop_string_that_may_come_is_held_back():
-    wording = Wording(lambda tokens: "".join(map(chr, tokens)), ("END",))
+    wording = Wording(lambda tokens: "".join(map(chr, tokens)), chr, ("END",))
     assert [wording.grow([ord(letter)], None) for letter in "aENxEN"] == ["a", "", "", "ENx", "", ""]

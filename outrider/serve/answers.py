@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Sequence
-from functools import cache
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -32,7 +31,6 @@ class Answers:
 
     def __init__(self, driver: Driver, settings: Settings, *, name: str) -> None:
         self._driver, self._settings, self._name = driver, settings, name
-        self._spell = cache(lambda token: driver.front.decode([token]))
 
     def check_model(self, model: str | None) -> None:
         """Raises HTTPException 404 for any other model than the one that is served."""
@@ -71,7 +69,7 @@ class Answers:
             decode=self._driver.front.decode,
             logprobs=params.logprobs is not None,
             tokens=watch >= Watch.ROUNDS,
-            spell=self._spell,
+            spell=self._driver.spell,
         )
         tickets = self._submit(prompts, params, watch)
         if asked.stream:

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import replace
+from functools import cache
 from queue import Empty, SimpleQueue
 from threading import Thread
 from time import perf_counter
@@ -42,6 +43,7 @@ class Driver:
         # A tokenizer must not be used by two threads at once, and the engine's thread decodes.
         apart = replace(house, setup=replace(house.setup, tokenizer=deepcopy(house.tokenizer)))
         self.front = LLM.of(apart)
+        self.spell = cache(lambda token: self.front.decode([token]))  # what a token is alone, for the event loop
         self.clocks = Clocks()
         self._llm, self._most, self._rows = llm, rows + queue, rows
         self._notes: SimpleQueue[Callable[[], None]] = SimpleQueue()
@@ -88,7 +90,7 @@ class Driver:
         if (open := self._taken - self._ended) + params.n > self._most:
             raise QueueFull(f"{open} completions run or wait, and {self._most} may; try again later")
         tickets = [
-            Ticket(request, Wording(self.front.decode, params.stop), watch)
+            Ticket(request, Wording(self.front.decode, self.spell, params.stop), watch)
             for request in self.front.requests(prompt, params)
         ]
         self._taken += len(tickets)

@@ -82,8 +82,8 @@ class Ticket:
     def _worded(self, piece: Piece) -> Piece:
         if self.watch is Watch.END:
             return piece
-        words = self._wording.words(piece.tokens) if self.watch >= Watch.WORDS else ()
-        return replace(piece, text=self._wording.grow(piece.tokens, piece.completion), words=words)
+        text = self._wording.grow(piece.tokens, piece.completion)
+        return replace(piece, text=text, words=self._wording.words(piece.tokens) if self.watch >= Watch.WORDS else ())
 
 
 class Bell:
