@@ -17,6 +17,7 @@ from outrider.engine import Engine
 from outrider.errors import OutriderError
 from outrider.load import Checkpoint, load_checkpoint
 from outrider.lossy import LOSSY
+from outrider.native.laws import fastest_shape
 from outrider.native.rules import fastest
 from outrider.params import AUTO
 from outrider.plan import CostPlanner, FixedPlanner, Planner
@@ -118,6 +119,7 @@ def build(
             verifier=fastest(rule, checkpoint.device),
             planner=decides,
             scheduler=scheduler,
+            shape=fastest_shape(checkpoint.device),
         ),
         setup=setup,
         proposer=guesser,

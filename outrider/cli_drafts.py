@@ -39,7 +39,9 @@ def index(
 def train(
     kind: Annotated[
         str,
-        typer.Argument(metavar="KIND", help="eagle3, eagle31, peagle, mtp, medusa, hydra, dflash, dspark or draft."),
+        typer.Argument(
+            metavar="KIND", help="eagle3, eagle31, peagle, mtp, medusa, hydra, dflash, dspark, onlooker or draft."
+        ),
     ],
     *,
     settings: TrainSettings,

@@ -15,7 +15,7 @@ from outrider.errors import OutriderError
 from outrider.noise import PositionNoise
 from outrider.plan import Planner
 from outrider.propose.base import Proposer
-from outrider.sampling import Knobs, sound, warp, warp_packed
+from outrider.sampling import Knobs, Shape, shape, sound, warp, warp_packed
 from outrider.schedule import Scheduler
 from outrider.stats import Stats
 from outrider.target import Target
@@ -28,11 +28,18 @@ class Engine:
     """Runs rounds of propose, score, verify and commit over rows that come and go."""
 
     def __init__(
-        self, *, target: Target, proposer: Proposer, verifier: Verifier, planner: Planner, scheduler: Scheduler
+        self,
+        *,
+        target: Target,
+        proposer: Proposer,
+        verifier: Verifier,
+        planner: Planner,
+        scheduler: Scheduler,
+        shape: Shape = shape,
     ) -> None:
         self.stats = Stats(exact=verifier.exact)
         self._target, self._proposer, self._verifier = target, proposer, verifier
-        self._planner, self._scheduler = planner, scheduler
+        self._planner, self._scheduler, self._shape = planner, scheduler, shape
         self.watch: Callable[[Round], None] | None = None  # told of each round, for those who show what was guessed
         self._knobs: Knobs | None = None
         self._noise: PositionNoise | None = None  # of the same rows
@@ -90,9 +97,9 @@ class Engine:
             return _follow(batch, draft, scores), scored - began
         noise = self._noise_of(batch, knobs)
         if scores.packed is None:
-            verdict = self._verifier.rule(draft, warp(scores.logits, knobs, draft), noise)
+            verdict = self._verifier.rule(draft, warp(scores.logits, knobs, draft, shape=self._shape), noise)
         else:
-            verdict = self._verifier.judge(draft, warp_packed(scores.packed, knobs, draft), noise)
+            verdict = self._verifier.judge(draft, warp_packed(scores.packed, knobs, draft, shape=self._shape), noise)
         return _settle(batch, draft, scores, verdict), scored - began
 
     def _check(self, batch: Batch, draft: Draft) -> None:

@@ -39,6 +39,7 @@ _NAMES = {
     Kind.HYDRA: "Hydra: heads that read the guesses before them",
     Kind.DFLASH: "DFlash: a block filled in by one pass",
     Kind.DSPARK: "DSpark: a block filled in by one pass and corrected token by token",
+    Kind.ONLOOKER: "an onlooker: layers that look at the target's own keys and values, as Gemma 4's assistants do",
 }
 
 
@@ -184,6 +185,9 @@ def words(it: Description) -> list[tuple[str, str]]:
         out.append(("", "the last of them after the target's final norm"))
     if it.taps.norm is not FuseNorm.NONE:
         out.append(("", "each normed before they are fused" if it.taps.norm is FuseNorm.EACH else "normed all at once"))
+    for view in sorted(set(it.views), key=lambda view: view.layer):
+        far = f"the last {view.window} entries" if view.window else "all entries"
+        out.append(("looks at", f"{far} of layer {view.layer}: {view.key_heads} key heads of {view.dim}"))
     if it.join:
         out.append(("joins", _joined(it)))
     if it.body:

@@ -8,7 +8,7 @@ from itertools import zip_longest
 from typing import Any, Protocol, cast
 
 from outrider import tree
-from outrider.arms import FEW, PATIENCE, Arm, Load, Outcome
+from outrider.arms import FEW, PATIENCE, TRIAL, Arm, Load, Outcome
 from outrider.cost import expected_tau
 from outrider.errors import OutriderError
 from outrider.passcost import Clock, CostModel
@@ -152,7 +152,7 @@ class CostPlanner:
                 trial = best
         self._price = self._clock.verify(load.rows, 0, cached=load.cached) / (load.rows * max(gains[chosen], 1.0))
         for i, arm in enumerate(self.arms):
-            arm.idle = 0 if i == chosen else arm.idle + 1
+            arm.idle = 0 if i == chosen else arm.idle + max(self._span.rounds, 1)
             if i == chosen and trial is None:
                 arm.patience = max(PATIENCE, arm.patience // 2)  # one lucky span is no proof
         return chosen
@@ -182,9 +182,19 @@ class CostPlanner:
         few = replace(load, rows=min(load.rows, FEW))
         if hope < self._bar(arm, on=False) or not self._repays(arm, hope, few):
             return False
-        record.patience = min(2 * record.patience, _PATIENCE_MOST)
+        record.patience = min(4 * record.patience, self._rest(record, load))
         record.try_again()
         return True
+
+    def _rest(self, record: Arm, load: Load) -> int:
+        """Rounds from one trial to the next, so that trials take no more than a small share of the time."""
+        few, draft = min(load.rows, FEW), record.costs.draft
+        reading = draft(few * load.cached, rows=few, cached=load.cached / 2) if draft else 0.0
+        plain, wide = (
+            self._clock.at(load.rows + more, rows=load.rows, cached=load.cached) for more in (0, few * _TRIED)
+        )
+        guesses = TRIAL * (wide - plain + _TRIED * record.guess_seconds(few, load.cached) * few)
+        return min(max(round((reading + guesses) / (_SPENT * plain)), PATIENCE), _PATIENCE_MOST)
 
     def _bar(self, arm: int, *, on: bool) -> float:
         """The gain from which an arm is used: one whose guesses are free may as well stay on and be trimmed."""
@@ -337,4 +347,5 @@ _TRIED = 4  # guesses of a row in a trial where nobody says how good they are
 _SPAN = 4  # rounds that a decision stands
 _LENGTH = 0.1  # weight of the last completion's length
 _SEEDED = 4  # guesses where a seed must reproduce the text
+_SPENT = 0.01  # of the time, on trials that come to nothing
 _PATIENCE_MOST = 512  # rounds without speculation before it is tried again

@@ -10,10 +10,10 @@ before the round begins, so nothing between propose and commit waits for the dev
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -170,11 +170,20 @@ class Trust:
         return self.worth[min(rows, len(self.worth)) - 1] if self.worth else 0.0
 
 
+class Want(NamedTuple):
+    """How a request wants its tokens drawn, once bias and penalties have changed the logits."""
+
+    temperature: float  # 0 takes the likeliest id
+    top_k: int  # the size of the vocabulary is off
+    top_p: float
+    min_p: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Dice:
     """How the guesses of a chain are drawn: each is the first id whose cumulative chance exceeds a given number."""
 
-    temperature: tuple[float, ...]  # [B]; 0 takes the likeliest id
+    wants: tuple[Want, ...]  # [B]
     uniform: torch.Tensor  # [B, K] float64 in [0, 1)
 
 
@@ -199,11 +208,27 @@ class Scores:
     best: torch.Tensor | None = (
         None  # [B, 1 + N] the likeliest ids, -1 where logits are no numbers; None: not looked for
     )
+    sure: torch.Tensor | None = None  # [B, 1 + N] a draft's own word, in log-odds, that a guess drawn there is kept
 
     @property
     def packed(self) -> Packed | None:
         """The logits without their padding, at least one for each row, where a pass has left them so."""
         return None
+
+    def states(self, layers: Sequence[int], b: int, path: Sequence[int]) -> torch.Tensor:
+        """[n, layers, H] of row b's feed and of the guesses on `path`; it may be a view into the whole pass."""
+        nodes = [node + 1 for node in path]
+        return torch.stack([torch.cat([self.fed[at][b], self.features[at][b, nodes]]) for at in layers], 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Memory:
+    """A target's keys and values for those who look at them, entry by place in the text, however they lie."""
+
+    # Of a layer and some slots, from one entry up to another: keys and values [rows, key heads, entries, D], which may
+    # be views. Behind what a slot holds stands anything that is a number. None before the first pass.
+    entries: Callable[[int, Sequence[int], int, int], tuple[torch.Tensor, torch.Tensor] | None]
+    config: Mapping[str, Any]  # the model's own words for its layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -215,6 +240,7 @@ class Tables:
     norm: torch.Tensor  # [H], before the head
     epsilon: float
     packed: Any = None  # the head as native kernels read it, for drafts that run on them too
+    memory: Memory | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -43,7 +43,8 @@ def make_classroom(kind: str, settings: Settings, target: Path) -> Classroom:
         assert isinstance(setup.target, Lender)
         pupil = make_pupil(kind, settings, setup, tables)
         layers = sorted({*pupil.taps.layers, setup.target.layers - 1})
-        recorder = Recorder(find_proposer(settings.proposer, setup), layers)
+        inner = find_proposer(settings.proposer, setup)
+        recorder = Recorder(inner, layers, memory=tables.memory, looked=sorted({view.layer for view in pupil.views}))
         made.append((pupil, recorder, tables))
         return recorder
 

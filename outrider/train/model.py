@@ -16,7 +16,7 @@ from transformers.utils import logging as transformers_logging
 
 from outrider.attention import NAME
 from outrider.errors import OutriderError
-from outrider.heads.description import Taps
+from outrider.heads.description import Taps, View
 from outrider.load import load_checkpoint
 from outrider.propose.base import Proposer, Setup
 from outrider.propose.model import ModelProposer
@@ -34,6 +34,7 @@ class ModelPupil:
     """
 
     steps, lr = 1, 1e-4
+    views: tuple[View, ...] = ()
 
     def __init__(self, settings: Settings, setup: Setup) -> None:
         """Load it.
@@ -86,6 +87,8 @@ class ModelPupil:
             folder.mkdir(parents=True, exist_ok=True)
             self._still(torch.bfloat16).save_pretrained(fresh)
             self._checkpoint.tokenizer.save_pretrained(fresh)
+            for file in fresh.glob("*.safetensors"):
+                shutil.copymode(fresh / "config.json", file)  # safetensors lets nobody but the owner read its files
             for file in sorted(fresh.iterdir()):
                 file.replace(folder / file.name)
         except (OSError, RuntimeError, SafetensorError) as error:

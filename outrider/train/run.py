@@ -130,13 +130,14 @@ class Training:
             raise OutriderError(f"{len(texts)} prompts are too few for {world()} processes; give more, or begin fewer")
         archive = None
         if settings.cache is not None:
-            origin, layers = origin_of(room.house, self._target), room.recorder.layers
+            origin, layers = origin_of(room.house, self._target, room.recorder.looked), room.recorder.layers
             archive = Archive(settings.cache, gigabytes=settings.cache_gb or _GIGABYTES, origin=origin, layers=layers)
         manner = Manner(
             temperature=settings.temperature, tokens=settings.answer_tokens, go_on=settings.go_on, seed=settings.seed
         )
         author = Author(room.house, room.recorder, prompts, manner, archive=archive)
-        reader = Reader(room.pupil.taps, room.recorder.layers, room.tables, room.pupil.ids)
+        pupil = room.pupil
+        reader = Reader(pupil.taps, room.recorder.layers, room.tables, pupil.ids, views=pupil.views)
         reader.check(room.house.target, prompts[rank()][:_LOOKED_AT])
         return Course(author, list(prompts), settings, most=-(-len(texts) // world())), reader
 
