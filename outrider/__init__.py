@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from outrider.errors import OutriderError, UnsupportedModel
 
 if TYPE_CHECKING:
+    from outrider.constraint import Constraint
     from outrider.llm import LLM, Chunk
     from outrider.params import SamplingParams
     from outrider.stats import Stats
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Chunk",
     "Completion",
+    "Constraint",
     "Finish",
     "LLM",
     "OutriderError",
@@ -34,6 +36,7 @@ _HOMES = {
     "LLM": "outrider.llm",
     "Chunk": "outrider.llm",
     "Completion": "outrider.types",
+    "Constraint": "outrider.constraint",
     "Finish": "outrider.types",
     "SamplingParams": "outrider.params",
     "Stats": "outrider.stats",

@@ -23,8 +23,18 @@ from outrider.params import AUTO
 from outrider.plan import CostPlanner, FixedPlanner, Planner
 from outrider.propose.base import Proposer, Setup
 from outrider.propose.combine import Switch
+from outrider.propose.guard import Guarded, guarded
 from outrider.propose.one_way import OneWay
-from outrider.proposers import CHAINS, DRAWN, Maker, draft_model, find_proposer, guessers, parse
+from outrider.proposers import (
+    CHAINS,
+    DRAWN,
+    Maker,
+    alternatives,
+    draft_model,
+    find_proposer,
+    guessers,
+    parse,
+)
 from outrider.schedule import Scheduler
 from outrider.target import Target, make_target
 from outrider.types import Draw
@@ -45,6 +55,9 @@ class House:
     planner: Planner
     end_ids: frozenset[int]
     guessers: tuple[str, ...]  # what to call who guesses, in the order of `Draft.by`
+    proposers: tuple[str, ...]  # names of the proposer's alternatives, one of which a request may choose
+    verifiers: tuple[str, ...]  # exact rules, one of which a request may choose
+    guards: tuple[Guarded, ...] = ()  # around each alternative, where there are to be some
 
     @property
     def target(self) -> Target:
@@ -85,16 +98,15 @@ def build(
     context: int | None,
     chunk: int,
     planner: Planner | None,
+    guard: bool = False,
 ) -> House:
     """Load and connect; see `LLM` for the arguments."""
-    if isinstance(k, str) and k != AUTO:
-        raise OutriderError(f"k is {k!r}; use a number of guesses, or {AUTO}")
+    _check_k(k)
     spec = proposer or default_proposer(target)
     rule = find_verifier(verifier, spec)
     bits = weight_bits(quantize)
     checkpoint = load_checkpoint(target or embedded("mini"), dtype=full_dtype(dtype, bits), device=device)
     size = _context(context, checkpoint)
-    scheduler = Scheduler(slots=rows, chunk=chunk, context=size)
     model = make_target(checkpoint, slots=rows, context=size, kernels=kernels, bits=bits)
     check_target(model, checkpoint)
     setup = Setup(
@@ -111,14 +123,16 @@ def build(
     guesser = find_proposer(spec, setup) if isinstance(spec, str) else spec(setup)
     model.export(guesser.needs.layers)
     replay = rule.draw is Draw.SAMPLE
+    names = alternatives(spec) if isinstance(spec, str) else tuple(f"own#{i + 1}" for i in range(guesser.needs.arms))
+    running, guards = guarded(guesser, setup, names=names) if guard else (guesser, ())
     decides = planner or (FixedPlanner(k) if isinstance(k, int) else auto_planner(model, guesser, replay=replay))
     return House(
         engine=Engine(
             target=model,
-            proposer=OneWay(guesser) if checkpoint.recurrent else guesser,
+            proposer=OneWay(running) if checkpoint.recurrent else running,
             verifier=fastest(rule, checkpoint.device),
             planner=decides,
-            scheduler=scheduler,
+            scheduler=Scheduler(slots=rows, chunk=chunk, context=size),
             shape=fastest_shape(checkpoint.device),
         ),
         setup=setup,
@@ -127,6 +141,9 @@ def build(
         planner=decides,
         end_ids=checkpoint.end_ids,
         guessers=guessers(spec),
+        proposers=names,
+        verifiers=fitting_verifiers(spec, rule.draw, chains=checkpoint.recurrent),
+        guards=guards,
     )
 
 
@@ -166,6 +183,20 @@ def find_verifier(name: str | None, proposer: str | Maker) -> Verifier:
     return known[name]
 
 
+def fitting_verifiers(proposer: str | Maker, draw: Draw, *, chains: bool) -> tuple[str, ...]:
+    """Exact rules that may judge what such a proposer makes when its guesses are to be made by `draw`.
+
+    Rules for chains take no trees. What the position's race has drawn may only be judged by who looks at the target's
+    own draw alone: the race is the same in the next round, and any other rule would have let it into what it rejects.
+    """
+    chains |= isinstance(proposer, str) and CHAINS.issuperset(parse(proposer).names())
+    return tuple(
+        name
+        for name, rule in EXACT.items()
+        if (rule.trees or chains) and (draw is not Draw.RACE or rule.draw is not Draw.SAMPLE)
+    )
+
+
 def _fitting(proposer: str | Maker) -> str:
     """The verifier that keeps most of what such a proposer guesses."""
     if not isinstance(proposer, str):
@@ -174,6 +205,11 @@ def _fitting(proposer: str | Maker) -> str:
     if DRAWN.isdisjoint(expression.names()):
         return "walk"
     return "block" if CHAINS.issuperset(expression.names()) else "traversal"
+
+
+def _check_k(k: int | str) -> None:
+    if isinstance(k, str) and k != AUTO:
+        raise OutriderError(f"k is {k!r}; use a number of guesses, or {AUTO}")
 
 
 def _context(asked: int | None, checkpoint: Checkpoint) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Annotated, Any, TypeVar
 
 import typer
@@ -13,6 +13,7 @@ from typer.core import TyperGroup
 from outrider import __version__, cli_drafts, options
 from outrider.console import end, standard_output
 from outrider.errors import OutriderError
+from outrider.form_options import FormOptions
 from outrider.project.options import ProjectOptions
 from outrider.serve.settings import Settings as ServeSettings
 from outrider.stress.settings import Settings as LoadSettings
@@ -73,6 +74,7 @@ def run(
     models: options.ModelOptions,
     config: options.Config = None,
     sampling: options.SamplingOptions,
+    form: FormOptions,
     show: options.Show = False,
     as_json: options.Json = False,
 ) -> None:
@@ -81,11 +83,11 @@ def run(
     The text goes to standard output and all else to standard error. With --json the text goes to standard error too,
     and standard output holds the document alone.
     """
-    params = sampling.params()
-    from outrider.run import converse, load
+    params = replace(sampling.params(), constraint=form.constraint())
+    from outrider.run import ROWS, converse, load
     from outrider.show import Teller
 
-    llm = load(_configured(ctx, models, config), rows=params.n)
+    llm = load(_configured(ctx, models, config), rows=min(params.n, ROWS))
     if not converse(llm, params, prompt=prompt, chat=chat, teller=Teller(llm, show=show, as_json=as_json)):
         raise typer.Exit(1)
 
@@ -154,7 +156,7 @@ def serve(
     from outrider.serve.verb import serve
 
     models = _configured(ctx, models, config)
-    serve(load(models, rows=settings.rows), settings, target=models.target)
+    serve(load(models, rows=settings.rows, guard=True), settings, target=models.target)
 
 
 @app.command()

@@ -20,13 +20,13 @@ from outrider.options import ModelOptions
 from outrider.params import SamplingParams
 from outrider.show import Teller, Told
 
-_ROWS = 16  # completions at once
+ROWS = 16  # completions at once
 
 
-def load(models: ModelOptions, *, rows: int) -> LLM:
+def load(models: ModelOptions, *, rows: int, guard: bool = False) -> LLM:
     """The models that the options ask for."""
     with Console(stderr=True).status("loading models"):
-        return LLM(**asdict(models), rows=min(rows, _ROWS))
+        return LLM(**asdict(models), rows=rows, guard=guard)
 
 
 def converse(llm: LLM, params: SamplingParams, *, prompt: str | None, chat: bool, teller: Teller) -> bool:

@@ -9,6 +9,8 @@ from outrider.errors import OutriderError
 from outrider.text import TextStream
 from outrider.types import Batch, Finish, Request, Round, Row
 
+_NO_NUMBERS = "the target's logits were not numbers (NaN or infinite)"
+
 
 class Scheduler:
     """First come, first served, in slots.
@@ -41,7 +43,9 @@ class Scheduler:
         while self._waiting and self._free:
             request, stream = self._waiting.popleft()
             slot = heapq.heappop(self._free)  # the lowest, so that running rows stay neighbours in memory
-            admitted.append(Row(request=request, slot=slot, text=list(request.prompt), stream=stream))
+            matcher = None if request.grammar is None else request.grammar.start(request.end_ids)
+            row = Row(request=request, slot=slot, text=list(request.prompt), stream=stream, matcher=matcher)
+            admitted.append(row)
         self._running += admitted
         return admitted
 
@@ -58,11 +62,13 @@ class Scheduler:
                 takes[row.slot] = take
         rows = sorted((row for row in self._running if row.slot in takes), key=lambda row: row.slot)
         feeds = tuple(tuple(row.text[row.cached : row.cached + takes[row.slot]]) for row in rows)
+        room = tuple(self._room(row, len(feed)) for row, feed in zip(rows, feeds, strict=True))
         return Batch(
             rows=tuple(rows),
             start=tuple(row.cached for row in rows),
             feed=feeds,
-            budget=tuple(self._room(row, len(feed)) for row, feed in zip(rows, feeds, strict=True)),
+            budget=room,
+            room=room,
             waiting=len(self._running) - len(rows),
         )
 
@@ -71,7 +77,7 @@ class Scheduler:
         for b, row in enumerate(round.batch.rows):
             row.cached = round.batch.start[b] + len(round.batch.feed[b]) + len(round.path[b])
             if round.failed[b]:
-                row.finish, row.error = Finish.ERROR, "the target's logits were not numbers (NaN or infinite)"
+                row.finish, row.error = Finish.ERROR, round.reasons.get(b, _NO_NUMBERS)
             elif round.emitted[b]:
                 self._extend(row, round, b)
         return self._retire([row for row in round.batch.rows if row.finish])
@@ -98,7 +104,10 @@ class Scheduler:
         for i, token in enumerate(round.emitted[b]):
             row.text.append(token)
             row.authors.append(i < kept)
-            row.finish = self._finish(row, token)
+            try:
+                row.finish = self._finish(row, token)
+            except OutriderError as error:
+                row.finish, row.error = Finish.ERROR, str(error)
             if row.finish:
                 break
         emitted = row.emitted - before
@@ -111,6 +120,10 @@ class Scheduler:
             return Finish.STOP
         if row.stream and row.stream.push(token, stoppable=row.emitted >= request.params.min_tokens):
             return Finish.STOP
+        if row.matcher:
+            row.matcher.push(token)
+            if row.matcher.done:
+                return Finish.STOP
         full = row.emitted >= request.limit or len(row.text) >= self._context
         return Finish.LENGTH if full else None
 

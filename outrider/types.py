@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from outrider.grammar import Grammar, Matcher
 from outrider.params import SamplingParams
 from outrider.stats import Stats
 from outrider.text import TextStream
@@ -41,10 +42,10 @@ class Draw(StrEnum):
 class Finish(StrEnum):
     """Why a completion ended."""
 
-    STOP = "stop"  # end-of-text, a stop token or a stop string
+    STOP = "stop"  # end-of-text, a stop token, a stop string, or the end of what the constraint allows
     LENGTH = "length"  # max_tokens, or the context is full
     ABORT = "abort"  # the caller took it back
-    ERROR = "error"  # the model's logits were not numbers
+    ERROR = "error"  # the model's logits were not numbers, or the grammar grew too complex
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +58,8 @@ class Request:
     seed: int
     end_ids: frozenset[int]  # tokens that end the completion: end-of-text and the user's
     limit: int  # tokens to emit at most
+    arm: int | None = None  # which of the proposer's alternatives guesses for it; None: whichever the planner chooses
+    grammar: Grammar | None = None  # of its constraint
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -67,6 +70,7 @@ class Row:
     slot: int
     text: list[int]  # committed: the prompt and what was emitted
     stream: TextStream | None = None
+    matcher: Matcher | None = None  # where the text stands in its grammar
     cached: int = 0  # committed tokens that the target's cache holds
     passes: list[tuple[int, int, int]] = field(default_factory=list)  # (deepest guess, accepted, emitted) a pass
     drafted: int = 0  # nodes of all passes
@@ -88,6 +92,7 @@ class Batch:
     start: tuple[int, ...]  # [B] cached length before this round
     feed: tuple[tuple[int, ...], ...]  # [B] tokens, at least one a row
     budget: tuple[int, ...]  # [B] guesses the row may spend; 0 = do not speculate
+    room: tuple[int, ...] = ()  # [B] the same with those that its grammar forces; none: it may add none
     waiting: int = 0  # rows that hold a slot and take no part in this round
     keep: float = 0.0  # the chance from which a guess pays for its place in the target's pass
     worth: tuple[float, ...] = ()  # the chance from which it pays to draft another after it, where 1, 2, ... rows do
@@ -98,6 +103,12 @@ class Batch:
         """[B] whether the feed reaches the end of the committed text, so that the row emits this round."""
         ends = zip(self.rows, self.start, self.feed, strict=True)
         return tuple(start + len(feed) == len(row.text) for row, start, feed in ends)
+
+    @property
+    def arms(self) -> tuple[int, ...]:
+        """[B] which of the proposer's alternatives each row has its guesses from."""
+        asked = (row.request.arm for row in self.rows)
+        return tuple(self.arm if arm is None else arm for arm in asked)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -273,7 +284,8 @@ class Round:
     path: tuple[tuple[int, ...], ...]  # [B] accepted draft nodes, in order
     emitted: tuple[tuple[int, ...], ...]  # [B] their tokens and the bonus; empty for a row that only fed
     sampled_logprob: tuple[tuple[float, ...], ...]  # [B] under p, per emitted token
-    failed: tuple[bool, ...]  # [B] the target's logits were not numbers
+    failed: tuple[bool, ...]  # [B] the target's logits were not numbers, or as `reasons` says
+    reasons: Mapping[int, str] = field(default_factory=dict)  # by row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,6 +26,7 @@ BAD = {
     "n": [0, -1, 1.5, None, True],
     "logprobs": [-1, 1.5, True, "all"],
     "guesses": [-1, 1.5, True, "all"],
+    "constraint": ["a", 5, {"type": "object"}],
     "scope": [None, 5, ("tenant",)],
 }
 

@@ -34,7 +34,7 @@ class Combination:
         layers = sorted({layer for part in parts for layer in part.needs.layers})
         self.needs = Needs(layers=tuple(layers))
         self._setup = setup
-        self._places = tuple(accumulate(map(voices, self.parts), initial=0))  # of each part's first voice
+        *self._places, self.voices = accumulate(map(voices, self.parts), initial=0)  # of each part's first one; of all
 
     def admit(self, slot: int, request: Request) -> None:
         for part in self.parts:
@@ -57,8 +57,8 @@ class Combination:
 
 
 def voices(proposer: Proposer) -> int:
-    """How many proposers guess in it that are no combinations."""
-    return sum(map(voices, proposer.parts)) if isinstance(proposer, Combination) else 1
+    """How many guess in it, each of whom has a bit in `Draft.by`; combinations and what stands around them say so."""
+    return int(getattr(proposer, "voices", 1))
 
 
 class First(Combination):
@@ -75,16 +75,25 @@ class First(Combination):
 
 
 class Switch(Combination):
-    """One part at a time, for all rows; the planner says which."""
+    """One part at a time, for all rows but those that asked for another one; the planner says which."""
 
     def __init__(self, setup: Setup, parts: Sequence[Proposer]) -> None:
         super().__init__(setup, parts)
         self.needs = replace(self.needs, arms=len(parts))
 
     def propose(self, batch: Batch) -> Draft:
-        idle = replace(batch, budget=(0,) * len(batch.rows))
-        drafts = [part.propose(batch if arm == batch.arm else idle) for arm, part in enumerate(self.parts)]
-        return replace(drafts[batch.arm], by=self._by(batch.arm, drafts[batch.arm]))
+        arms = batch.arms
+        drafts = [part.propose(_only(batch, arms, arm)) for arm, part in enumerate(self.parts)]
+        told = [
+            replace(draft, by=self._by(arm, draft)) for arm, draft in enumerate(drafts) if arm in {*arms, batch.arm}
+        ]
+        return reduce(_beside, told)
+
+
+def _only(batch: Batch, arms: Sequence[int], arm: int) -> Batch:
+    """The batch with guesses for the rows of one arm alone."""
+    budget = tuple(most if own == arm else 0 for most, own in zip(batch.budget, arms, strict=True))
+    return batch if budget == batch.budget else replace(batch, budget=budget)
 
 
 class Merge(Combination):

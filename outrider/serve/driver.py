@@ -12,10 +12,12 @@ from queue import Empty, SimpleQueue
 from threading import Thread
 from time import perf_counter
 
+from outrider.engine import Engine
 from outrider.errors import OutriderError
 from outrider.llm import LLM, Prompt
 from outrider.params import SamplingParams
 from outrider.serve.clocks import Clocks
+from outrider.serve.drift import Drift
 from outrider.serve.guesses import guesses_of
 from outrider.serve.ticket import Bell, Piece, Ticket, Watch
 from outrider.serve.wording import Wording
@@ -24,6 +26,7 @@ from outrider.types import Round, Row
 
 _log = logging.getLogger("outrider.serve")
 _IDLE = 0.05  # seconds between two looks at whether the server stops
+_ILL = 8  # rounds that failed, one after another, until the server calls itself ill
 
 
 class QueueFull(OutriderError):
@@ -45,12 +48,15 @@ class Driver:
         self.front = LLM.of(apart)
         self.spell = cache(lambda token: self.front.decode([token]))  # what a token is alone, for the event loop
         self.clocks = Clocks()
-        self._llm, self._most, self._rows = llm, rows + queue, rows
+        self._llm, self._most, self.slots = llm, rows + queue, rows
         self._notes: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._open: dict[int, Ticket] = {}
-        self._bell: Bell | None = None  # from the start on
+        self._bell: Bell | None = None  # of the event loop that asks
         self._taken = self._ended = 0  # requests; the one is the event loop's to change, the other the thread's
         self._stopping = False
+        self.failed_rounds = 0
+        self._failing = 0  # those of them since the last good one
+        self.drifts = tuple(Drift() for _ in house.proposers)
         self._thread = Thread(target=self._run, name="engine", daemon=True)
 
     @property
@@ -61,22 +67,33 @@ class Driver:
     @property
     def running(self) -> int:
         """Requests that hold a slot, as far as can be told from outside."""
-        return min(self._taken - self._ended, self._rows)
+        return min(self._taken - self._ended, self.slots)
 
     @property
     def waiting(self) -> int:
         return self._taken - self._ended - self.running
 
+    @property
+    def ill(self) -> str:
+        """Why this server had better be started anew; empty while all is well."""
+        if self._failing >= _ILL:
+            return f"the last {self._failing} rounds of the engine have failed"
+        return "" if self._thread.is_alive() or self._stopping else "the engine does not run"
+
+    @property
+    def engine(self) -> Engine:
+        """To read what it counts; its thread alone may do more."""
+        return self._llm.engine
+
     def start(self) -> None:
-        """From the event loop of all readers."""
-        self._bell = Bell(asyncio.get_running_loop())
         self._llm.engine.watch = self._watch
         self._thread.start()
 
     def stop(self) -> None:
-        """End what runs, and the thread."""
+        """End what runs, and the thread; what the planner has learned is written, if it is to be."""
         self._stopping = True
         self._thread.join()
+        self._llm.save_plan()
 
     def submit(self, prompt: Prompt, params: SamplingParams, watch: Watch) -> list[Ticket]:
         """Take in a prompt; its `n` completions come through tickets, in pieces as `watch` has them.
@@ -89,10 +106,11 @@ class Driver:
             raise QueueFull("the server is stopping; ask another one")
         if (open := self._taken - self._ended) + params.n > self._most:
             raise QueueFull(f"{open} completions run or wait, and {self._most} may; try again later")
-        tickets = [
-            Ticket(request, Wording(self.front.decode, self.spell, params.stop), watch)
-            for request in self.front.requests(prompt, params)
-        ]
+        requests = self.front.requests(prompt, params)
+        if (params.max_tokens or 0) > (context := self.front.house.context):
+            raise OutriderError(f"max_tokens is {params.max_tokens}, and the context holds {context}; ask for fewer")
+        self._bell = self._bell or Bell(asyncio.get_running_loop())
+        tickets = [Ticket(each, Wording(self.front.decode, self.spell, params.stop), watch) for each in requests]
         self._taken += len(tickets)
         self._notes.put(lambda: self._add(tickets))
         return tickets
@@ -111,7 +129,9 @@ class Driver:
         for ticket in tickets:
             if self._open.pop(ticket.request.id, None):
                 self._llm.abort(ticket.request.id)
+                ticket.put(Piece(error="nobody waits for this any more"))
                 self._done(ticket, "cancelled")
+        self._wake(tickets, at_once=True)
 
     def _run(self) -> None:
         engine = self._llm.engine
@@ -131,27 +151,48 @@ class Driver:
             pass
 
     def _step(self) -> None:
-        try:
-            rows = self._llm.engine.step()
-        except Exception as error:  # whatever a model or a proposer may raise: the server goes on
-            _log.exception("a round failed")
-            self._fail(f"the engine failed: {error}")
-            return
-        at, told, urgent = perf_counter(), [], False
+        rows = self._round()
+        now, told, urgent = perf_counter(), list[Ticket](), False
         for row in rows:
             ticket = self._open.get(row.request.id)
             if ticket and (row.emitted > ticket.given or row.finish):
-                self.clocks.see(row.request.id, at, row.emitted)
-                if ticket.watch is Watch.END and not row.finish:
-                    continue
-                urgent |= bool(row.finish) or not ticket.given
-                ticket.put(self._piece(row, ticket))
-                told.append(ticket)
-                if row.finish:
-                    del self._open[row.request.id]
-                    self._done(ticket, str(row.finish))
-        if told:
-            self._tell(told, at_once=urgent)
+                ticket.written = row.emitted
+                self.clocks.see(row.request.id, now, row.emitted)
+                if row.finish or not ticket.given or ticket.watch is not Watch.END:
+                    urgent |= bool(row.finish) or not ticket.given
+                    self._tell(row, ticket)
+                    told.append(ticket)
+        for drift, stats in zip(self.drifts, self._llm.engine.arms, strict=True):
+            drift.see(stats)
+        self._wake(told, at_once=urgent)
+
+    def _round(self) -> Sequence[Row]:
+        engine = self._llm.engine
+        try:
+            rows = engine.step()
+            self._failing = 0
+            return rows
+        except Exception as error:  # whatever a model may raise: the server goes on
+            self.failed_rounds += 1
+            self._failing += 1
+            _log.exception("a round failed")
+            try:
+                return engine.recover(error)
+            except Exception as last:
+                self._fail(f"the engine failed: {last}")
+                return ()
+
+    def _tell(self, row: Row, ticket: Ticket) -> None:
+        try:
+            piece = self._piece(row, ticket)
+        except Exception as error:  # of its text, which is nobody else's
+            _log.exception("a completion could not be told")
+            self._llm.abort(row.request.id)
+            piece = Piece(error=f"the text cannot be written: {error}")
+        ticket.put(piece)
+        if row.finish or piece.error:
+            del self._open[row.request.id]
+            self._done(ticket, "error" if piece.error else str(row.finish))
 
     def _piece(self, row: Row, ticket: Ticket) -> Piece:
         completion = self._llm.completion(row) if row.finish else None
@@ -170,9 +211,9 @@ class Driver:
             if ticket and ticket.watch is Watch.GUESSES:
                 ticket.guesses = guesses_of(round, b, self._llm.house.guessers)
 
-    def _tell(self, tickets: Sequence[Ticket], *, at_once: bool) -> None:
-        assert self._bell is not None
-        self._bell.ring(tickets, at_once=at_once)
+    def _wake(self, tickets: Sequence[Ticket], *, at_once: bool) -> None:
+        if tickets and self._bell:
+            self._bell.ring(tickets, at_once=at_once)
 
     def _fail(self, reason: str) -> None:
         """End all that is open."""
@@ -182,8 +223,7 @@ class Driver:
             self._llm.abort(ticket.request.id)
             ticket.put(Piece(error=reason))
             self._done(ticket, "error")
-        if tickets:
-            self._tell(tickets, at_once=True)
+        self._wake(tickets, at_once=True)
 
     def _done(self, ticket: Ticket, how: str) -> None:
         self._ended += 1

@@ -33,4 +33,6 @@ def guesses_of(round: Round, b: int, names: Sequence[str]) -> Guesses:
 
 
 def _named(bits: int, names: Sequence[str]) -> str:
-    return "+".join(name for i, name in enumerate(names) if bits >> i & 1) or "own"
+    if not bits:
+        return "grammar"  # which forces it
+    return "+".join(name for i, name in enumerate(names) if bits >> i & 1) or names[0]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
@@ -12,6 +14,7 @@ from outrider.serve.guesses import Guesses
 from outrider.serve.wording import Wording
 from outrider.types import Completion, Request, TokenLogprobs
 
+_log = logging.getLogger("outrider.serve")
 _TOGETHER = 0.005  # seconds within which rounds share a call to their readers
 
 
@@ -42,17 +45,27 @@ class Piece:
     def last(self) -> bool:
         return bool(self.completion or self.error)
 
+    def then(self, later: Piece) -> Piece:
+        """The two as one."""
+        return replace(
+            later,
+            tokens=self.tokens + later.tokens,
+            guessed=self.guessed + later.guessed,
+            logprobs=self.logprobs + later.logprobs,
+        )
+
 
 class Ticket:
     """One request on its way.
 
-    The engine's thread puts pieces in without their text, and one reader takes them out in its own time. Who is slow
-    finds more of them, and never more than the completion has.
+    The engine's thread puts pieces in without their text, and one reader takes them out in its own time. What waits for
+    who is slow is one piece, never longer than the completion, unless rounds are watched one by one.
     """
 
     def __init__(self, request: Request, wording: Wording, watch: Watch) -> None:
         self.request, self.watch = request, watch
-        self.given = 0  # tokens that pieces hold so far
+        self.written = 0  # tokens so far
+        self.given = 0  # those of them that pieces hold
         self.guesses: Guesses | None = None  # of the round that is being committed
         self._wording = wording
         self._pieces: deque[Piece] = deque()
@@ -61,6 +74,9 @@ class Ticket:
     def put(self, piece: Piece) -> None:
         """From the engine's thread; `wake` tells the reader."""
         self.given += len(piece.tokens)
+        if self.watch < Watch.ROUNDS:
+            with suppress(IndexError):  # taken, perhaps just now
+                piece = self._pieces.pop().then(piece)
         self._pieces.append(piece)
 
     def wake(self) -> None:
@@ -72,18 +88,32 @@ class Ticket:
         while True:
             await self._more.wait()
             self._more.clear()
-            new = [self._pieces.popleft() for _ in range(len(self._pieces))]
-            if not new:
-                continue
-            yield list(map(self._worded, new if self.watch >= Watch.ROUNDS else [_joined(new)]))
-            if new[-1].last:
-                return
+            new = self._taken()
+            if new:
+                yield new
+                if new[-1].last:
+                    return
+
+    def _taken(self) -> list[Piece]:
+        """All that waits, worded."""
+        out = list[Piece]()
+        with suppress(IndexError):  # `put` may just be making two pieces one
+            while True:
+                out.append(self._worded(self._pieces.popleft()))
+                if out[-1].last:
+                    break
+        return out
 
     def _worded(self, piece: Piece) -> Piece:
         if self.watch is Watch.END:
             return piece
-        text = self._wording.grow(piece.tokens, piece.completion)
-        return replace(piece, text=text, words=self._wording.words(piece.tokens) if self.watch >= Watch.WORDS else ())
+        try:
+            text = self._wording.grow(piece.tokens, piece.completion)
+            words = self._wording.words(piece.tokens) if self.watch >= Watch.WORDS else ()
+        except Exception as error:  # of its text, which is nobody else's
+            _log.exception("a completion could not be told")
+            return Piece(error=f"the text cannot be written: {error}")
+        return replace(piece, text=text, words=words)
 
 
 class Bell:
@@ -109,7 +139,8 @@ class Bell:
             self._call(self._soon)
 
     def _call(self, what: Callable[[], None]) -> None:
-        self._loop.call_soon_threadsafe(what)
+        with suppress(RuntimeError):  # the loop is closed, and nobody reads
+            self._loop.call_soon_threadsafe(what)
 
     def _soon(self) -> None:
         wait = self._last + _TOGETHER - self._loop.time()
@@ -123,14 +154,3 @@ class Bell:
         self._last = self._loop.time()
         while self._told:
             self._told.popleft().wake()
-
-
-def _joined(pieces: Sequence[Piece]) -> Piece:
-    if len(pieces) == 1:
-        return pieces[0]
-    return replace(
-        pieces[-1],
-        tokens=tuple(token for piece in pieces for token in piece.tokens),
-        guessed=tuple(guessed for piece in pieces for guessed in piece.guessed),
-        logprobs=tuple(entry for piece in pieces for entry in piece.logprobs),
-    )

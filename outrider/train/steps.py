@@ -39,6 +39,7 @@ class Step:
     target: torch.Tensor  # [n, Vd] the target's probabilities, at the same places
     confidence: torch.Tensor | None = None  # [n] log-odds of being kept, by the draft's own judgement, if it has any
     weight: float = 1.0  # of each, which may stand for others that are left out
+    beside: torch.Tensor | None = None  # [] a loss that is no guess's, summed over the tokens of the same texts
 
 
 def everywhere(
