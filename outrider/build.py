@@ -103,10 +103,10 @@ def build(
     """Load and connect; see `LLM` for the arguments."""
     _check_k(k)
     spec = proposer or default_proposer(target)
-    rule = find_verifier(verifier, spec)
-    bits = weight_bits(quantize)
+    rule, bits = find_verifier(verifier, spec), weight_bits(quantize)
     checkpoint = load_checkpoint(target or embedded("mini"), dtype=full_dtype(dtype, bits), device=device)
     size = _context(context, checkpoint)
+    scheduler = Scheduler(slots=rows, chunk=chunk, context=size)
     model = make_target(checkpoint, slots=rows, context=size, kernels=kernels, bits=bits)
     check_target(model, checkpoint)
     setup = Setup(
@@ -122,8 +122,7 @@ def build(
     )
     guesser = find_proposer(spec, setup) if isinstance(spec, str) else spec(setup)
     model.export(guesser.needs.layers)
-    replay = rule.draw is Draw.SAMPLE
-    names = alternatives(spec) if isinstance(spec, str) else tuple(f"own#{i + 1}" for i in range(guesser.needs.arms))
+    replay, names = rule.draw is Draw.SAMPLE, _names(spec, guesser)
     running, guards = guarded(guesser, setup, names=names) if guard else (guesser, ())
     decides = planner or (FixedPlanner(k) if isinstance(k, int) else auto_planner(model, guesser, replay=replay))
     return House(
@@ -132,7 +131,7 @@ def build(
             proposer=OneWay(running) if checkpoint.recurrent else running,
             verifier=fastest(rule, checkpoint.device),
             planner=decides,
-            scheduler=Scheduler(slots=rows, chunk=chunk, context=size),
+            scheduler=scheduler,
             shape=fastest_shape(checkpoint.device),
         ),
         setup=setup,
@@ -145,6 +144,11 @@ def build(
         verifiers=fitting_verifiers(spec, rule.draw, chains=checkpoint.recurrent),
         guards=guards,
     )
+
+
+def _names(spec: str | Maker, proposer: Proposer) -> tuple[str, ...]:
+    """What requests call the proposer's alternatives."""
+    return alternatives(spec) if isinstance(spec, str) else tuple(f"own#{i + 1}" for i in range(proposer.needs.arms))
 
 
 def auto_planner(target: Target, proposer: Proposer, *, replay: bool = False) -> CostPlanner:

@@ -86,6 +86,8 @@ class SamplingParams:
             ("logit_bias", Mapping, "a mapping from token id to bias; {} is none"),
             ("ignore_eos", bool, "True or False"),
             ("scope", str, "a string, such as a tenant's name"),
+            ("proposer", str | None, "a name, as House.proposers has it; None leaves it to the planner"),
+            ("verifier", str | None, "a name, as House.verifiers has it; None is the engine's own"),
         ):
             if not isinstance(getattr(self, name), kind):
                 raise OutriderError(f"{name} is {getattr(self, name)!r}; use {hint}")

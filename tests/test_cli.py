@@ -58,6 +58,7 @@ def test_module():
 def test_every_sampling_parameter_is_an_option():
     flags = {field.name.removesuffix("s") for field in dataclasses.fields(options.SamplingOptions)}
     flags.add("constraint")  # several options, of which one may be given
+    flags |= {"proposer", "verifier"}  # which choose the engine's own, and no other is there to be asked
     assert flags == {field.name.removesuffix("s") for field in dataclasses.fields(SamplingParams)}
     assert options.SamplingOptions().params() == SamplingParams()
 

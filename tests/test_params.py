@@ -28,6 +28,8 @@ BAD = {
     "guesses": [-1, 1.5, True, "all"],
     "constraint": ["a", 5, {"type": "object"}],
     "scope": [None, 5, ("tenant",)],
+    "proposer": [5, ("ngram",)],
+    "verifier": [5, ("walk",)],
 }
 
 
