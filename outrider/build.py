@@ -25,7 +25,16 @@ from outrider.propose.base import Proposer, Setup
 from outrider.propose.combine import Switch
 from outrider.propose.guard import Guarded, guarded
 from outrider.propose.one_way import OneWay
-from outrider.proposers import CHAINS, DRAWN, Maker, alternatives, draft_model, find_proposer, parse
+from outrider.proposers import (
+    CHAINS,
+    DRAWN,
+    Maker,
+    alternatives,
+    draft_model,
+    find_proposer,
+    guessers,
+    parse,
+)
 from outrider.schedule import Scheduler
 from outrider.target import Target, make_target
 from outrider.types import Draw
@@ -45,6 +54,7 @@ class House:
     verifier: Verifier
     planner: Planner
     end_ids: frozenset[int]
+    guessers: tuple[str, ...]  # what to call who guesses, in the order of `Draft.by`
     proposers: tuple[str, ...]  # names of the proposer's alternatives, one of which a request may choose
     verifiers: tuple[str, ...]  # exact rules, one of which a request may choose
     guards: tuple[Guarded, ...] = ()  # around each alternative, where there are to be some
@@ -93,8 +103,7 @@ def build(
     """Load and connect; see `LLM` for the arguments."""
     _check_k(k)
     spec = proposer or default_proposer(target)
-    rule = find_verifier(verifier, spec)
-    bits = weight_bits(quantize)
+    rule, bits = find_verifier(verifier, spec), weight_bits(quantize)
     checkpoint = load_checkpoint(target or embedded("mini"), dtype=full_dtype(dtype, bits), device=device)
     size = _context(context, checkpoint)
     scheduler = Scheduler(slots=rows, chunk=chunk, context=size)
@@ -130,6 +139,7 @@ def build(
         verifier=rule,
         planner=decides,
         end_ids=checkpoint.end_ids,
+        guessers=guessers(spec),
         proposers=names,
         verifiers=fitting_verifiers(spec, rule.draw, chains=checkpoint.recurrent),
         guards=guards,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from time import perf_counter
@@ -44,6 +44,7 @@ class Engine:
         self.arms = (Stats(exact=verifier.exact),) * proposer.needs.arms  # of passes with guesses, by who made them
         self._target, self._proposer, self._verifier = target, proposer, verifier
         self._planner, self._scheduler, self._shape = planner, scheduler, shape
+        self.watch: Callable[[Round], None] | None = None  # told of each round, for those who show what was guessed
         self._knobs: Knobs | None = None
         self._noise: PositionNoise | None = None  # of the same rows
         self._rules = {verifier.name: verifier}  # those that rows have asked for by now
@@ -139,6 +140,8 @@ class Engine:
         self._target.cache.commit(round)
         self._proposer.commit(round)
         _report(round)
+        if self.watch:
+            self.watch(round)
         for row in self._scheduler.commit(round):
             self._release(row)
 

@@ -173,7 +173,14 @@ class _Guesses:
             width=width,
             depth=tuple(max(depths(each), default=0) for each in parent),
             chain=draft.chain,
+            by=tuple(_makers(draft, b, walk, width[b]) for b, walk in enumerate(walks)),
         )
+
+
+def _makers(draft: Draft, b: int, walk: _Walk | None, width: int) -> tuple[int, ...]:
+    """Who made each guess of a row: the proposer, or nobody where its grammar forces it."""
+    own = (1,) * draft.width[b] if draft.by is None else draft.by[b]
+    return own[:width] if walk is None else tuple(own[source] if source >= 0 else 0 for source in walk.source)
 
 
 class _Walk:

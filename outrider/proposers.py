@@ -65,6 +65,13 @@ class Expression:
         for part in self.parts:
             yield from part.names()
 
+    def leaves(self) -> Iterator[Expression]:
+        """Those that guess: the parts of its parts, or itself."""
+        for part in self.parts:
+            yield from part.leaves()
+        if not self.parts:
+            yield self
+
 
 def alternatives(spec: str) -> tuple[str, ...]:
     """Short names of those that a planner, or a request, chooses from: one, or the parts of a switch.
@@ -101,6 +108,18 @@ def parse(spec: str) -> Expression:
         raise OutriderError(f"proposer {spec!r} names nobody; use {forms()}")
     argument = argument.strip().strip('"')
     return Expression(name, str(embedded(argument[1:])) if argument.startswith("@") else argument)
+
+
+def guessers(spec: str | Maker) -> tuple[str, ...]:
+    """What to call those that guess, in the order of `Draft.by`; a folder's name is added where two are named alike."""
+    if not isinstance(spec, str):
+        return ("own",)
+    leaves = list(parse(spec).leaves())
+    names = [leaf.name if leaf.name in NAMED else leaf.argument for leaf in leaves]
+    return tuple(
+        f"{name}:{Path(leaf.argument).name}" if leaf.argument and names.count(name) > 1 else name
+        for name, leaf in zip(names, leaves, strict=True)
+    )
 
 
 def forms() -> str:

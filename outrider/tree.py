@@ -97,6 +97,7 @@ def cut(draft: Draft, width: tuple[int, ...]) -> Draft:
         width=width,
         depth=tuple(map(min, width, draft.depth)),
         chance=None if chance is None else tuple(row[:w] for row, w in zip(chance, width, strict=True)),
+        by=None if draft.by is None else tuple(row[:w] for row, w in zip(draft.by, width, strict=True)),
     )
 
 

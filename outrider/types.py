@@ -155,6 +155,7 @@ class Draft:
     depth: tuple[int, ...]  # [B] guesses on the longest path; the width of a chain
     chain: bool  # every row is a chain
     chance: tuple[tuple[float, ...], ...] | None = None  # [B][width] that the node is kept; None: not said
+    by: tuple[tuple[int, ...], ...] | None = None  # [B][width] who made it, bits for the parts of a combination
 
     @property
     def size(self) -> int:

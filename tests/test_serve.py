@@ -154,6 +154,23 @@ def test_a_stream_tells_who_wrote_what(client):
     assert not all(guessed)
 
 
+def test_a_stream_tells_all_guesses(server):
+    asked = {"prompt": "a = 1\nb = 1\nc = 1\n", "max_tokens": 40, "temperature": 0, "stream": True}
+    with httpx.stream(
+        "POST", server[0] + "/v1/completions", json={**asked, "stream_options": {"include_guesses": True}}
+    ) as answer:
+        events = [json.loads(line[6:]) for line in answer.iter_lines() if line and line != "data: [DONE]"]
+    told = [event["choices"][0]["speculation"] for event in events]
+    assert any(not all(each["guesses"]["kept"]) for each in told)
+    for each in told:
+        guesses, kept = each["guesses"], sum(each["guessed"])
+        assert each["guessed"] == [True] * kept + [False] * (len(each["tokens"]) - kept)
+        chain = [(word, at) for at, word in enumerate(guesses["tokens"]) if guesses["kept"][at]]
+        assert [word for word, _ in chain][:kept] == each["tokens"][:kept]
+        assert [guesses["parents"][at] for _, at in chain] == [-1, *(at for _, at in chain)][: len(chain)]
+        assert set(guesses["by"]) <= {"ngram"}
+
+
 def test_several_at_once(client, alone):
     reply = client.completions.create(
         model="nano", prompt=[PROMPT, "import os"], n=2, max_tokens=8, temperature=1, seed=1, logprobs=2
@@ -366,7 +383,13 @@ def test_the_page_in_a_browser(server):
         one, two = page.locator(".out").all_inner_texts()
         assert one == two != ""
         assert page.locator("section").nth(0).locator("mark").count() > 0
-        assert page.locator("section").nth(1).locator("mark").count() == 0
+        assert page.locator("section").nth(1).locator("mark, del").count() == 0
+        playwright.expect(page.locator("#told")).to_contain_text("the same text")
+        playwright.expect(page.locator("#legend")).to_contain_text("ngram guessed and kept")
+        struck = page.locator("del").first
+        playwright.expect(struck).to_be_hidden()
+        page.check("#rejected")
+        playwright.expect(struck).to_be_visible()
         assert page.evaluate("() => document.documentElement.scrollWidth <= innerWidth")
         page.fill("#tokens", "100000")
         page.fill("#prompt", "word " * 600)

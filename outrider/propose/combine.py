@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
+from itertools import accumulate
 
 import torch
 from torch.nn import functional
@@ -33,6 +34,7 @@ class Combination:
         layers = sorted({layer for part in parts for layer in part.needs.layers})
         self.needs = Needs(layers=tuple(layers))
         self._setup = setup
+        *self._places, self.voices = accumulate(map(voices, self.parts), initial=0)  # of each part's first one; of all
 
     def admit(self, slot: int, request: Request) -> None:
         for part in self.parts:
@@ -46,14 +48,27 @@ class Combination:
         for part in self.parts:
             part.release(slot)
 
+    def _by(self, part: int, draft: Draft) -> tuple[tuple[int, ...], ...]:
+        """Who made each guess of a part: its bits in a `Draft.by` of this combination."""
+        place = self._places[part]
+        if draft.by is None:
+            return tuple((1 << place,) * width for width in draft.width)
+        return tuple(tuple(bits << place for bits in row) for row in draft.by)
+
+
+def voices(proposer: Proposer) -> int:
+    """How many guess in it, each of whom has a bit in `Draft.by`; combinations and what stands around them say so."""
+    return int(getattr(proposer, "voices", 1))
+
 
 class First(Combination):
     """The guesses of the first part that has any, row by row."""
 
     def propose(self, batch: Batch) -> Draft:
         left, drafts = batch, []
-        for part in self.parts:
-            drafts.append(part.propose(left))
+        for i, part in enumerate(self.parts):
+            draft = part.propose(left)
+            drafts.append(replace(draft, by=self._by(i, draft)))
             spent = zip(left.budget, drafts[-1].width, strict=True)
             left = replace(left, budget=tuple(0 if width else budget for budget, width in spent))
         return reduce(_beside, drafts)
@@ -69,7 +84,10 @@ class Switch(Combination):
     def propose(self, batch: Batch) -> Draft:
         arms = batch.arms
         drafts = [part.propose(_only(batch, arms, arm)) for arm, part in enumerate(self.parts)]
-        return drafts[batch.arm] if all(arm == batch.arm for arm in arms) else reduce(_beside, drafts)
+        told = [
+            replace(draft, by=self._by(arm, draft)) for arm, draft in enumerate(drafts) if arm in {*arms, batch.arm}
+        ]
+        return reduce(_beside, told)
 
 
 def _only(batch: Batch, arms: Sequence[int], arm: int) -> Batch:
@@ -103,7 +121,7 @@ class Merge(Combination):
             self._chances.learn(sketch, kinds, round.emitted[b])
         super().commit(round)
 
-    def _union(self, b: int, parts: Sequence[tuple[Sketch, list[int]]]) -> _Union:
+    def _union(self, b: int, parts: Sequence[_Part]) -> _Union:
         """One row's merged tree, with the chances that guesses of such company have had."""
         union = _Union.of(parts)
         if any(union.law):
@@ -122,11 +140,11 @@ class Merge(Combination):
         drawn = request.params.temperature > 0 and self._setup.draw is not Draw.ARGMAX
         return -(-budget // len(self.parts)) if drawn else budget
 
-    def _read(self, part: int, draft: Draft) -> list[tuple[Sketch, list[int]]]:
-        """The draft on the host: each row's guesses and their laws."""
-        out = []
-        host = (draft.tokens.tolist(), draft.parent.tolist(), draft.law.tolist(), draft.count.tolist())
-        for b, (tokens, parent, law, count) in enumerate(zip(*host, strict=True)):
+    def _read(self, part: int, draft: Draft) -> list[_Part]:
+        """The draft on the host: each row's guesses, their laws and who made them."""
+        out = list[_Part]()
+        host = (draft.tokens.tolist(), draft.parent.tolist(), draft.law.tolist(), self._by(part, draft))
+        for b, (count, tokens, parent, law, by) in enumerate(zip(draft.count.tolist(), *host, strict=True)):
             tokens, parent = tokens[:count], parent[:count]
             if draft.chance is not None:
                 chance = list(draft.chance[b][:count])
@@ -136,8 +154,11 @@ class Merge(Combination):
                 for kind, above in zip(kinds, parent, strict=True):
                     chance.append(self._chances.of(kind, _HOPE) * (chance[above] if above >= 0 else 1.0))
                 self._open.append((b, Sketch(tokens, parent, chance), kinds))
-            out.append((Sketch(tokens, parent, chance), law))
+            out.append((Sketch(tokens, parent, chance), law, by))
         return out
+
+
+_Part = tuple[Sketch, list[int], Sequence[int]]  # one row's guesses, their laws, who made them
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,17 +168,17 @@ class _Union:
     sketch: Sketch
     law: list[int]
     source: list[tuple[int, int]]  # part, node
-    voices: list[int]  # parts that made the guess, a bit each
+    voices: list[int]  # who made the guess, as in `Draft.by`
 
     @classmethod
-    def of(cls, parts: Sequence[tuple[Sketch, list[int]]]) -> _Union:
+    def of(cls, parts: Sequence[_Part]) -> _Union:
         union = cls(Sketch(), [], [], [])
         drawn_first = sorted(range(len(parts)), key=lambda part: not any(parts[part][1]))
         for part in drawn_first:
             union._add(part, *parts[part])
         return union
 
-    def _add(self, part: int, sketch: Sketch, law: list[int]) -> None:
+    def _add(self, part: int, sketch: Sketch, law: list[int], by: Sequence[int]) -> None:
         home: list[int] = []  # of the part's nodes in here
         known = {pair: node for node, pair in enumerate(zip(self.sketch.parent, self.sketch.tokens, strict=True))}
         for node, (token, parent, chance) in enumerate(zip(sketch.tokens, sketch.parent, sketch.chance, strict=True)):
@@ -170,7 +191,7 @@ class _Union:
                 self.voices.append(0)
             elif not self.law[twin]:  # of a drawn one, the chance may not depend on what it is
                 self.sketch.chance[twin] = max(self.sketch.chance[twin], chance)
-            self.voices[twin] |= 1 << part
+            self.voices[twin] |= by[node]
             home.append(twin)
 
     def best(self, budget: int) -> _Union:
@@ -208,6 +229,7 @@ def _draft(unions: Sequence[_Union], drafts: Sequence[Draft], device: torch.devi
         depth=tuple(max(depths(union.sketch.parent), default=0) for union in unions),
         chain=False,
         chance=None if drawn else tuple(tuple(union.sketch.chance) for union in unions),
+        by=tuple(tuple(union.voices) for union in unions),
     )
 
 
@@ -250,7 +272,7 @@ def _beside(one: Draft, two: Draft) -> Draft:
     if a.q is not None or b.q is not None:
         both, (ours, theirs) = _together((a, b))
         q = Packed(values=both, at=torch.where(pick, ours, theirs))
-    said = one.chance is not None and two.chance is not None
+    said, told = one.chance is not None and two.chance is not None, one.by is not None and two.by is not None
     return Draft(
         tokens=torch.where(pick, a.tokens, b.tokens),
         parent=torch.where(pick, a.parent, b.parent),
@@ -261,6 +283,7 @@ def _beside(one: Draft, two: Draft) -> Draft:
         depth=tuple(x or y for x, y in zip(one.depth, two.depth, strict=True)),
         chain=one.chain and two.chain,
         chance=tuple(x or y for x, y in zip(one.chance or (), two.chance or (), strict=True)) if said else None,
+        by=tuple(x or y for x, y in zip(one.by or (), two.by or (), strict=True)) if told else None,
     )
 
 

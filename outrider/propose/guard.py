@@ -9,7 +9,7 @@ from functools import partial
 
 from outrider import tree
 from outrider.propose.base import Proposer, Setup, check_budget
-from outrider.propose.combine import Switch
+from outrider.propose.combine import Switch, voices
 from outrider.types import Batch, Draft, Request, Round, Row
 
 _log = logging.getLogger("outrider")
@@ -29,6 +29,7 @@ class Guarded:
     def __init__(self, inner: Proposer, setup: Setup, *, name: str) -> None:
         """Guard `inner`, which logs call `name`."""
         self.inner, self.needs, self.name = inner, inner.needs, name
+        self.voices = voices(inner)
         self.failures = 0  # in all
         self._device = setup.device
         self._requests: dict[int, Request] = {}  # by slot

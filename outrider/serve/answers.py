@@ -19,7 +19,8 @@ from outrider.serve.journal import Entry, entry_of
 from outrider.serve.replies import Reply, problem
 from outrider.serve.schema import ChatRequest, CompletionRequest, Sampling
 from outrider.serve.settings import Settings
-from outrider.serve.ticket import Piece, Ticket
+from outrider.serve.smooth import smoothed
+from outrider.serve.ticket import Piece, Ticket, Watch
 from outrider.serve.tools import Tools, conversation, knows_calls
 from outrider.types import Completion
 
@@ -82,15 +83,19 @@ class Answers:
         if params.constraint:
             async with self._compiling:  # elsewhere, one at a time: it may take seconds
                 await asyncio.to_thread(self._driver.front.prepare, params.constraint)
+        watch = asked.watch()
+        if watch is Watch.TEXT and self._settings.smooth:
+            watch = Watch.WORDS
         reply = Reply(
             chat=isinstance(asked, ChatRequest),
             model=self._name,
             decode=self._driver.front.decode,
             logprobs=params.logprobs is not None,
-            tokens=asked.stream_options is not None and asked.stream_options.include_tokens,
+            tokens=watch >= Watch.ROUNDS,
+            spell=self._driver.spell,
             calls=calls,
         )
-        tickets = self._submit(prompts, params)
+        tickets = self._submit(prompts, params, watch)
         gone = asyncio.create_task(self._watch(request, tickets))
         if asked.stream:
             tell = asked.stream_options is not None and asked.stream_options.include_usage
@@ -104,12 +109,12 @@ class Answers:
             pass
         self._driver.cancel(tickets)
 
-    def _submit(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Ticket]:
+    def _submit(self, prompts: Sequence[Prompt], params: SamplingParams, watch: Watch) -> list[Ticket]:
         """All of them or none."""
         tickets: list[Ticket] = []
         try:
             for prompt in prompts:
-                tickets += self._driver.submit(prompt, params)
+                tickets += self._driver.submit(prompt, params, watch)
         except OutriderError:
             self._driver.cancel(tickets)
             raise
@@ -132,6 +137,7 @@ class Answers:
             entry.finish = "timeout"
             return JSONResponse(problem(self._late(), kind="timeout_error"), 504)
         finally:
+            entry.tokens = sum(each.written for each in tickets)
             gone.cancel()
             work.cancel()
             self._driver.cancel(tickets)
@@ -158,19 +164,23 @@ class Answers:
         parts = [reply.parts(index) for index in range(len(tickets))]
         try:
             async with asyncio.timeout(self._settings.timeout or None):
-                async for index, piece in _merged(tickets):
-                    entry.see(len(piece.tokens))
-                    if piece.error:
-                        entry.finish = "cancelled" if gone.done() else "error"
-                        yield _event(problem(piece.error, kind="server_error"))
-                        return
-                    yield _event(parts[index].next(piece))
-                    if piece.completion:
-                        ends[index] = piece.completion
-            entry.end([ends[i] for i in range(len(tickets))])
-            if tell:
-                yield _event(reply.last(entry.completions, prompts))
-            yield "data: [DONE]\n\n"
+                async for index, pieces in _merged(tickets):
+                    events = list[str]()
+                    for piece in pieces:
+                        entry.see(len(piece.tokens))
+                        if piece.text or not piece.error:
+                            events.append(_event(parts[index].next(piece)))
+                        if piece.error:
+                            entry.finish = "cancelled" if gone.done() else "error"
+                            yield "".join(events) + _event(problem(piece.error, kind="server_error"))
+                            return
+                        if piece.completion:
+                            ends[index] = piece.completion
+                    if len(ends) == len(tickets):
+                        entry.end([ends[i] for i in sorted(ends)])
+                        events += [_event(reply.last(entry.completions, prompts))] if tell else []
+                        events.append("data: [DONE]\n\n")
+                    yield "".join(events)  # in one call to the system
         except TimeoutError:
             entry.finish = "timeout"
             yield _event(problem(self._late(), kind="timeout_error"))
@@ -184,30 +194,35 @@ class Answers:
 
 async def _end(ticket: Ticket, entry: Entry) -> Piece:
     """The last piece of a completion."""
-    async for piece in ticket.pieces():
-        entry.see(len(piece.tokens))
+    async for pieces in ticket.pieces():
+        for piece in pieces:
+            entry.see(len(piece.tokens))
     return piece
 
 
-async def _merged(tickets: Sequence[Ticket]) -> AsyncIterator[tuple[int, Piece]]:
+def _pieces(ticket: Ticket) -> AsyncIterator[list[Piece]]:
+    return smoothed(ticket.pieces(), asyncio.get_running_loop()) if ticket.watch is Watch.WORDS else ticket.pieces()
+
+
+async def _merged(tickets: Sequence[Ticket]) -> AsyncIterator[tuple[int, list[Piece]]]:
     """The pieces of several completions as they come."""
     if len(tickets) == 1:
-        async for piece in tickets[0].pieces():
-            yield 0, piece
+        async for pieces in _pieces(tickets[0]):
+            yield 0, pieces
         return
-    ready: asyncio.Queue[tuple[int, Piece]] = asyncio.Queue(maxsize=len(tickets))
+    ready: asyncio.Queue[tuple[int, list[Piece]]] = asyncio.Queue(maxsize=len(tickets))
 
     async def read(index: int, ticket: Ticket) -> None:
-        async for piece in ticket.pieces():
-            await ready.put((index, piece))
+        async for pieces in _pieces(ticket):
+            await ready.put((index, pieces))
 
     readers = [asyncio.create_task(read(i, ticket)) for i, ticket in enumerate(tickets)]
     try:
         left = len(tickets)
         while left:
-            index, piece = await ready.get()
-            yield index, piece
-            left -= bool(piece.completion or piece.error)
+            index, pieces = await ready.get()
+            yield index, pieces
+            left -= pieces[-1].last
     finally:
         for reader in readers:
             reader.cancel()

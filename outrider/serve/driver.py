@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from copy import deepcopy
 from dataclasses import replace
+from functools import cache
 from queue import Empty, SimpleQueue
 from threading import Thread
 from time import perf_counter
@@ -18,9 +18,11 @@ from outrider.llm import LLM, Prompt
 from outrider.params import SamplingParams
 from outrider.serve.clocks import Clocks
 from outrider.serve.drift import Drift
-from outrider.serve.ticket import Piece, Ticket, wake
+from outrider.serve.guesses import guesses_of
+from outrider.serve.ticket import Bell, Piece, Ticket, Watch
+from outrider.serve.wording import Wording
 from outrider.stats import Stats
-from outrider.types import Row
+from outrider.types import Round, Row
 
 _log = logging.getLogger("outrider.serve")
 _IDLE = 0.05  # seconds between two looks at whether the server stops
@@ -44,10 +46,12 @@ class Driver:
         # A tokenizer must not be used by two threads at once, and the engine's thread decodes.
         apart = replace(house, setup=replace(house.setup, tokenizer=deepcopy(house.tokenizer)))
         self.front = LLM.of(apart)
+        self.spell = cache(lambda token: self.front.decode([token]))  # what a token is alone, for the event loop
         self.clocks = Clocks()
         self._llm, self._most, self.slots = llm, rows + queue, rows
         self._notes: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._open: dict[int, Ticket] = {}
+        self._bell: Bell | None = None  # of the event loop that asks
         self._taken = self._ended = 0  # requests; the one is the event loop's to change, the other the thread's
         self._stopping = False
         self.failed_rounds = 0
@@ -82,6 +86,7 @@ class Driver:
         return self._llm.engine
 
     def start(self) -> None:
+        self._llm.engine.watch = self._watch
         self._thread.start()
 
     def stop(self) -> None:
@@ -90,8 +95,8 @@ class Driver:
         self._thread.join()
         self._llm.save_plan()
 
-    def submit(self, prompt: Prompt, params: SamplingParams) -> list[Ticket]:
-        """Take in a prompt; its `n` completions come through tickets.
+    def submit(self, prompt: Prompt, params: SamplingParams, watch: Watch) -> list[Ticket]:
+        """Take in a prompt; its `n` completions come through tickets, in pieces as `watch` has them.
 
         Raises:
             QueueFull: too many wait.
@@ -101,10 +106,11 @@ class Driver:
             raise QueueFull("the server is stopping; ask another one")
         if (open := self._taken - self._ended) + params.n > self._most:
             raise QueueFull(f"{open} completions run or wait, and {self._most} may; try again later")
-        loop = asyncio.get_running_loop()
-        tickets = [Ticket(request, loop) for request in self.front.requests(prompt, params)]
+        requests = self.front.requests(prompt, params)
         if (params.max_tokens or 0) > (context := self.front.house.context):
             raise OutriderError(f"max_tokens is {params.max_tokens}, and the context holds {context}; ask for fewer")
+        self._bell = self._bell or Bell(asyncio.get_running_loop())
+        tickets = [Ticket(each, Wording(self.front.decode, self.spell, params.stop), watch) for each in requests]
         self._taken += len(tickets)
         self._notes.put(lambda: self._add(tickets))
         return tickets
@@ -123,9 +129,9 @@ class Driver:
         for ticket in tickets:
             if self._open.pop(ticket.request.id, None):
                 self._llm.abort(ticket.request.id)
-                ticket.put(_broken("nobody waits for this any more"))
+                ticket.put(Piece(error="nobody waits for this any more"))
                 self._done(ticket, "cancelled")
-        _wake(tickets)
+        self._wake(tickets, at_once=True)
 
     def _run(self) -> None:
         engine = self._llm.engine
@@ -146,15 +152,19 @@ class Driver:
 
     def _step(self) -> None:
         rows = self._round()
-        now, told = perf_counter(), []
+        now, told, urgent = perf_counter(), list[Ticket](), False
         for row in rows:
             ticket = self._open.get(row.request.id)
             if ticket and (row.emitted > ticket.given or row.finish):
-                self._tell(row, ticket, now)
-                told.append(ticket)
+                ticket.written = row.emitted
+                self.clocks.see(row.request.id, now, row.emitted)
+                if row.finish or not ticket.given or ticket.watch is not Watch.END:
+                    urgent |= bool(row.finish) or not ticket.given
+                    self._tell(row, ticket)
+                    told.append(ticket)
         for drift, stats in zip(self.drifts, self._llm.engine.arms, strict=True):
             drift.see(stats)
-        _wake(told)
+        self._wake(told, at_once=urgent)
 
     def _round(self) -> Sequence[Row]:
         engine = self._llm.engine
@@ -172,31 +182,38 @@ class Driver:
                 self._fail(f"the engine failed: {last}")
                 return ()
 
-    def _tell(self, row: Row, ticket: Ticket, now: float) -> None:
+    def _tell(self, row: Row, ticket: Ticket) -> None:
         try:
             piece = self._piece(row, ticket)
         except Exception as error:  # of its text, which is nobody else's
             _log.exception("a completion could not be told")
             self._llm.abort(row.request.id)
-            piece = _broken(f"the text cannot be written: {error}")
+            piece = Piece(error=f"the text cannot be written: {error}")
         ticket.put(piece)
-        self.clocks.see(row.request.id, now, row.emitted)
         if row.finish or piece.error:
             del self._open[row.request.id]
             self._done(ticket, "error" if piece.error else str(row.finish))
 
     def _piece(self, row: Row, ticket: Ticket) -> Piece:
         completion = self._llm.completion(row) if row.finish else None
-        assert row.stream is not None
-        text = completion.text if completion else row.stream.text[: row.stream.safe_length()]
         return Piece(
-            text=text[ticket.shown :],
             tokens=tuple(row.text[len(row.request.prompt) + ticket.given :]),
             guessed=tuple(row.authors[ticket.given :]),
             logprobs=tuple(row.logprobs[ticket.given : row.emitted]),
+            guesses=ticket.guesses,
             completion=None if row.error else completion,
             error=row.error,
         )
+
+    def _watch(self, round: Round) -> None:
+        for b, row in enumerate(round.batch.rows):
+            ticket = self._open.get(row.request.id)
+            if ticket and ticket.watch is Watch.GUESSES:
+                ticket.guesses = guesses_of(round, b, self._llm.house.guessers)
+
+    def _wake(self, tickets: Sequence[Ticket], *, at_once: bool) -> None:
+        if tickets and self._bell:
+            self._bell.ring(tickets, at_once=at_once)
 
     def _fail(self, reason: str) -> None:
         """End all that is open."""
@@ -204,20 +221,10 @@ class Driver:
         self._open.clear()
         for ticket in tickets:
             self._llm.abort(ticket.request.id)
-            ticket.put(_broken(reason))
+            ticket.put(Piece(error=reason))
             self._done(ticket, "error")
-        _wake(tickets)
+        self._wake(tickets, at_once=True)
 
     def _done(self, ticket: Ticket, how: str) -> None:
         self._ended += 1
         self.clocks.end(ticket.request.id, how)
-
-
-def _wake(tickets: Sequence[Ticket]) -> None:
-    if tickets:
-        with suppress(RuntimeError):  # the loop is closed, and nobody reads
-            tickets[0].loop.call_soon_threadsafe(wake, tickets)
-
-
-def _broken(reason: str) -> Piece:
-    return Piece(text="", tokens=(), guessed=(), logprobs=(), error=reason)

@@ -24,6 +24,7 @@ class Reply:
     decode: Decode
     logprobs: bool = False  # whether they were asked for
     tokens: bool = False  # whether each part tells who wrote them
+    spell: Callable[[int], str] = str  # what a token is alone
     calls: bool = False  # whether the text may hold calls of functions
     id: str = field(default_factory=lambda: uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
@@ -44,9 +45,15 @@ class Reply:
         if self.logprobs:
             choice["logprobs"] = self._logprobs(piece.logprobs)
         if self.tokens:
-            words = [self.decode([token]) for token in piece.tokens]
-            choice["speculation"] = {"tokens": words, "guessed": list(piece.guessed)}
+            choice["speculation"] = self._speculation(piece)
         return self._head(part=True) | {"choices": [choice]}
+
+    def _speculation(self, piece: Piece) -> dict[str, Any]:
+        told: dict[str, Any] = {"tokens": piece.words, "guessed": piece.guessed}
+        if guesses := piece.guesses:
+            words = [self.spell(token) for token in guesses.tokens]
+            told["guesses"] = {"tokens": words, "parents": guesses.parents, "kept": guesses.kept, "by": guesses.by}
+        return told
 
     def last(self, completions: Sequence[Completion], prompts: int) -> dict[str, Any]:
         """What comes behind all pieces where usage was asked for."""

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from outrider.constraint import Constraint
 from outrider.errors import OutriderError
 from outrider.params import SamplingParams
+from outrider.serve.ticket import Watch
 
 _Token = Annotated[int, Field(ge=0)]
 
@@ -25,6 +26,9 @@ class StreamOptions(_Strict):
     include_usage: bool = False
     include_tokens: bool = Field(
         False, description="Extension. Tell of each token whether it was a guess that was kept."
+    )
+    include_guesses: bool = Field(
+        False, description="Extension. The same, and all guesses of each round with those who made them."
     )
 
 
@@ -129,6 +133,14 @@ class Sampling(_Asked):
     metadata: dict[str, str] | None = Field(None, description="Kept by nobody.")
     store: Literal[False] | None = Field(None, description="Nothing is stored.")
     structured_outputs: StructuredOutputs | None = Field(None, description="Extension. What form the text has.")
+
+    def watch(self) -> Watch:
+        """What of the completion is to be told, and when."""
+        if self.stream_options and self.stream_options.include_guesses:
+            return Watch.GUESSES
+        if self.stream_options and self.stream_options.include_tokens:
+            return Watch.ROUNDS
+        return Watch.TEXT if self.stream else Watch.END
 
     def constraint(self) -> Constraint | None:
         """What form the text must have."""

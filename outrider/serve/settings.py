@@ -48,6 +48,10 @@ class Settings:
     timeout: Annotated[
         float, typer.Option(min=0.0, help="Seconds that a request may take; 0 = any.", rich_help_panel=_LIMITS)
     ] = 0.0
+    smooth: Annotated[
+        bool,
+        typer.Option("--smooth", help="Spread each round's tokens over the time of a round.", rich_help_panel=_WHERE),
+    ] = False
     allow_origin: Annotated[
         list[str] | None,
         typer.Option(

@@ -3,77 +3,154 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import IntEnum
 
+from outrider.serve.guesses import Guesses
+from outrider.serve.wording import Wording
 from outrider.types import Completion, Request, TokenLogprobs
+
+_log = logging.getLogger("outrider.serve")
+_TOGETHER = 0.005  # seconds within which rounds share a call to their readers
+
+
+class Watch(IntEnum):
+    """What a reader wants to hear of."""
+
+    END = 0  # the last piece alone
+    TEXT = 1  # what is new, of however many rounds
+    WORDS = 2  # and what each token added to the text
+    ROUNDS = 3  # each round by itself
+    GUESSES = 4  # and all that was guessed in it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """What one round added."""
+    """What one round added, or several."""
 
-    text: str  # characters that no later token can change
-    tokens: tuple[int, ...]
-    guessed: tuple[bool, ...]  # per token: an accepted guess, or the target's own
-    logprobs: tuple[TokenLogprobs, ...]  # per token, where they were asked for
+    text: str = ""  # characters that no later token can change
+    tokens: tuple[int, ...] = ()
+    guessed: tuple[bool, ...] = ()  # per token: an accepted guess, or the target's own
+    logprobs: tuple[TokenLogprobs, ...] = ()  # per token, where they were asked for
+    words: tuple[str, ...] = ()  # per token, what it added to the text, where that is watched
+    guesses: Guesses | None = None  # where they are watched
     completion: Completion | None = None  # in the last piece
     error: str = ""  # likewise, where something broke
 
+    @property
+    def last(self) -> bool:
+        return bool(self.completion or self.error)
+
     def then(self, later: Piece) -> Piece:
         """The two as one."""
-        return Piece(
-            text=self.text + later.text,
+        return replace(
+            later,
             tokens=self.tokens + later.tokens,
             guessed=self.guessed + later.guessed,
             logprobs=self.logprobs + later.logprobs,
-            completion=later.completion,
-            error=later.error,
         )
 
 
 class Ticket:
     """One request on its way.
 
-    The engine's thread puts pieces in, and one reader takes them out in its own time. What waits for who is slow is
-    one piece, never longer than the completion.
+    The engine's thread puts pieces in without their text, and one reader takes them out in its own time. What waits for
+    who is slow is one piece, never longer than the completion, unless rounds are watched one by one.
     """
 
-    def __init__(self, request: Request, loop: asyncio.AbstractEventLoop) -> None:
-        self.request, self.loop = request, loop
-        self.given = self.shown = 0  # tokens and characters that pieces hold so far
-        self._pieces: deque[Piece] = deque(maxlen=1)
+    def __init__(self, request: Request, wording: Wording, watch: Watch) -> None:
+        self.request, self.watch = request, watch
+        self.written = 0  # tokens so far
+        self.given = 0  # those of them that pieces hold
+        self.guesses: Guesses | None = None  # of the round that is being committed
+        self._wording = wording
+        self._pieces: deque[Piece] = deque()
         self._more = asyncio.Event()
 
     def put(self, piece: Piece) -> None:
         """From the engine's thread; `wake` tells the reader."""
         self.given += len(piece.tokens)
-        self.shown += len(piece.text)
-        with suppress(IndexError):  # taken, perhaps just now
-            piece = self._pieces.pop().then(piece)
+        if self.watch < Watch.ROUNDS:
+            with suppress(IndexError):  # taken, perhaps just now
+                piece = self._pieces.pop().then(piece)
         self._pieces.append(piece)
 
     def wake(self) -> None:
         """From the reader's loop."""
         self._more.set()
 
-    async def pieces(self) -> AsyncIterator[Piece]:
-        """Each as it comes, to the last."""
+    async def pieces(self) -> AsyncIterator[list[Piece]]:
+        """What is new each time, to the last: one piece, or where rounds are watched one of each."""
         while True:
+            await self._more.wait()
             self._more.clear()
-            try:
-                piece = self._pieces.popleft()
-            except IndexError:
-                await self._more.wait()
-                continue
-            yield piece
-            if piece.completion or piece.error:
-                return
+            new = self._taken()
+            if new:
+                yield new
+                if new[-1].last:
+                    return
+
+    def _taken(self) -> list[Piece]:
+        """All that waits, worded."""
+        out = list[Piece]()
+        with suppress(IndexError):  # `put` may just be making two pieces one
+            while True:
+                out.append(self._worded(self._pieces.popleft()))
+                if out[-1].last:
+                    break
+        return out
+
+    def _worded(self, piece: Piece) -> Piece:
+        if self.watch is Watch.END:
+            return piece
+        try:
+            text = self._wording.grow(piece.tokens, piece.completion)
+            words = self._wording.words(piece.tokens) if self.watch >= Watch.WORDS else ()
+        except Exception as error:  # of its text, which is nobody else's
+            _log.exception("a completion could not be told")
+            return Piece(error=f"the text cannot be written: {error}")
+        return replace(piece, text=text, words=words)
 
 
-def wake(tickets: Sequence[Ticket]) -> None:
-    """All of a round in one call."""
-    for ticket in tickets:
-        ticket.wake()
+class Bell:
+    """Wakes readers, those of a round in one call and those of quick rounds together.
+
+    Each call costs the engine's thread some of its time, and nobody reads more than a few hundred pieces a second. What
+    begins or ends a completion never waits.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._told: deque[Ticket] = deque()
+        self._rung = False
+        self._last = 0.0
+
+    def ring(self, tickets: Sequence[Ticket], *, at_once: bool) -> None:
+        """From the engine's thread."""
+        self._told.extend(tickets)
+        if at_once:
+            self._call(self._wake)
+        elif not self._rung:
+            self._rung = True
+            self._call(self._soon)
+
+    def _call(self, what: Callable[[], None]) -> None:
+        with suppress(RuntimeError):  # the loop is closed, and nobody reads
+            self._loop.call_soon_threadsafe(what)
+
+    def _soon(self) -> None:
+        wait = self._last + _TOGETHER - self._loop.time()
+        if wait > 0:
+            self._loop.call_later(wait, self._wake)
+        else:
+            self._wake()
+
+    def _wake(self) -> None:
+        self._rung = False  # before looking, so that whoever is told after the look rings again
+        self._last = self._loop.time()
+        while self._told:
+            self._told.popleft().wake()

@@ -33,6 +33,18 @@ class Settings:
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Answers of full length; Outrider and vLLM do.", rich_help_panel=_WHAT)
     ] = False
+    mixed: Annotated[
+        bool,
+        typer.Option(
+            "--mixed",
+            help="Draw each request's length (up to --max-tokens), temperature, top_p, penalty and seed.",
+            rich_help_panel=_WHAT,
+        ),
+    ] = False
+    cancel: Annotated[
+        float,
+        typer.Option(min=0.0, max=1.0, help="Share of requests that hang up midway.", rich_help_panel=_WHAT),
+    ] = 0.0
     requests: Annotated[int, typer.Option(min=1, help="In all.", rich_help_panel=_HOW)] = 64
     rate: Annotated[
         float | None,
@@ -41,7 +53,7 @@ class Settings:
     concurrency: Annotated[
         int | None, typer.Option(min=1, help="Closed loop: so many at a time. Default: 1.", rich_help_panel=_HOW)
     ] = None
-    seed: Annotated[int, typer.Option(help="Of arrivals.", rich_help_panel=_HOW)] = 0
+    seed: Annotated[int, typer.Option(help="Of arrivals, and of what is drawn.", rich_help_panel=_HOW)] = 0
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds for one answer.", rich_help_panel=_HOW)] = 300.0
     first_within: Annotated[
         float, typer.Option(min=0.0, help="Goodput: seconds to the first token.", rich_help_panel=_BOUND)

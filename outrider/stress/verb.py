@@ -29,19 +29,21 @@ def load(settings: Settings, *, as_json: bool) -> None:
     except ImportError as error:
         raise OutriderError(f'load needs {error.name}; run pip install "outrider[serve]"') from error
     asked, seconds = asyncio.run(put_load(settings, read_prompts(settings.prompts)))
-    good = [each for each in asked if not each.error]
+    good = [each for each in asked if each.done]
     within = [each for each in good if each.first <= settings.first_within and each.per_token <= settings.token_within]
     document: dict[str, Any] = {
         "benchmark": "outrider load",
         "arguments": {name: value for name, value in asdict(settings).items() if name != "api_key"},
         "seconds": round(seconds, 3),
         "answers": len(good),
+        "cancelled": sum(each.cancelled for each in asked),
         "errors": [each.error for each in asked if each.error],
         "output_tokens_per_s": round(sum(each.tokens for each in good) / seconds, 2),
         "answers_per_s": round(len(good) / seconds, 3),
         "goodput_per_s": round(len(within) / seconds, 3),
         "ms": {
             "to the first token": points([each.first for each in good]),
+            "between tokens": points([gap for each in good for gap in each.token_gaps]),
             "between pieces": points([gap for each in good for gap in each.gaps]),
             "a token, in the mean": points([each.per_token for each in good]),
             "whole answer": points([each.whole for each in good]),
@@ -69,12 +71,17 @@ def _show(document: dict[str, Any], settings: Settings, people: Console) -> None
         table.add_row(name, *(f"{value:.1f}" for value in found.values()))
     people.print(table)
     people.print(
-        f"{document['answers']} answers in {document['seconds']:.1f} s: {document['output_tokens_per_s']:.1f} tokens/s,"
-        f" {document['answers_per_s']:.2f} answers/s; {document['goodput_per_s']:.2f} of them within"
-        f" {settings.first_within:g} s to the first token and {settings.token_within:g} s a token"
+        f"{document['answers']} answers{_left(document['cancelled'])} in {document['seconds']:.1f} s:"
+        f" {document['output_tokens_per_s']:.1f} tokens/s, {document['answers_per_s']:.2f} answers/s;"
+        f" {document['goodput_per_s']:.2f} of them within {settings.first_within:g} s to the first token"
+        f" and {settings.token_within:g} s a token"
     )
     if errors := document["errors"]:
         people.print(f"{len(errors)} went wrong, the first: {errors[0]}", style="red", markup=False)
+
+
+def _left(cancelled: int) -> str:
+    return f", and {cancelled} that hung up," if cancelled else ""
 
 
 def _title(settings: Settings) -> str:

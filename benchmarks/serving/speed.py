@@ -1,0 +1,183 @@
+"""Tokens a second of a server with its own planner against the same server without guesses, and the bare engine.
+
+python benchmarks/serving/speed.py -- --rows 64
+python benchmarks/serving/speed.py --prompts FILE --rounds 7 -- --target DIR --proposer draft:DIR2 --rows 64
+python benchmarks/serving/speed.py --url http://127.0.0.1:8001/v1          # any other server, the same load
+
+What stands behind -- goes to `outrider serve`. In each round and at each concurrency the ways take turns, in an order
+that alternates: `auto`, `plain` (the same requests with k = 0, to the same server), and at one request at a time the
+same two of the bare engine, in a process without a server. With --url there is one way only. Prompts are shuffled, and
+each way gets the same ones in the same order. The last line is one JSON document.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from itertools import product
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).parent))
+from house import Bare, served
+
+from outrider.machine import commit, hardware, versions
+from outrider.prompts import Prompt, read_prompts
+from outrider.stress.asking import wanted
+from outrider.stress.client import put_load
+from outrider.stress.settings import Settings
+from outrider.stress.verb import points
+
+AUTO, PLAIN, BARE, BARE_PLAIN = "auto", "plain", "bare", "bare plain"
+_ENGINE = {AUTO: BARE, PLAIN: BARE_PLAIN}  # what of the bare engine a way stands beside
+_FOR_ENGINE = ("--target", "--proposer", "--dtype", "--threads", "--context")  # options that the bare engine takes, too
+
+
+@dataclass(slots=True)
+class Record:
+    """What one way did at one concurrency, round by round."""
+
+    rates: list[float] = field(default_factory=list)  # tokens a second
+    gaps: list[float] = field(default_factory=list)  # seconds between tokens
+    firsts: list[float] = field(default_factory=list)  # seconds to the first
+
+
+def main(
+    options: Annotated[list[str] | None, typer.Argument(help="For `outrider serve`, behind --.")] = None,
+    *,
+    url: Annotated[str | None, typer.Option(help="Measure this server instead, as it is.")] = None,
+    model: Annotated[str | None, typer.Option(help="Its model. Default: the first that it names.")] = None,
+    prompts: Annotated[str | None, typer.Option(metavar="FILE", help="JSON lines. Default: an embedded set.")] = None,
+    concurrency: str = "1,4,16,64",
+    rounds: Annotated[int, typer.Option(min=1)] = 5,
+    requests: Annotated[
+        int, typer.Option(min=1, help="In a turn at least; twice the concurrency if that is more.")
+    ] = 16,
+    max_tokens: Annotated[int, typer.Option(min=1)] = 128,
+    temperature: Annotated[float, typer.Option(min=0.0)] = 0.0,
+    seed: int = 0,
+) -> None:
+    """Measure, and print what came out."""
+    asked, levels = list(options or ()), [int(level) for level in concurrency.split(",")]
+    texts = read_prompts(prompts)
+    records: dict[tuple[int, str], Record] = {}
+    with ExitStack() as open:
+        where = url or open.enter_context(served(asked)).url
+        load = Settings(url=where, model=model, max_tokens=max_tokens, temperature=temperature, ignore_eos=True)
+        bare = None if url or 1 not in levels else Bare(_known(asked))
+        if bare:
+            open.callback(bare.stop)
+        for turn, level in product(range(-1, rounds), levels):  # the first round is for warming up
+            ways = [AUTO] if url else [AUTO, PLAIN, *(_ENGINE.values() if bare and level == 1 else ())]
+            shuffled = _shuffled(texts, f"{seed}/{turn}/{level}")
+            for way in ways if turn % 2 else reversed(ways):
+                k = 0 if way in (PLAIN, BARE_PLAIN) else None
+                turns = replace(load, concurrency=level, requests=max(requests, 2 * level), k=k)
+                record = Record() if turn < 0 else records.setdefault((level, way), Record())
+                _measure(turns, shuffled, record, bare if way in _ENGINE.values() else None)
+    _show(records)
+    print(
+        json.dumps(
+            _document(records, asked, url) | {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
+        )
+    )
+
+
+def _measure(load: Settings, texts: Sequence[Prompt], record: Record, bare: Bare | None) -> None:
+    if bare:
+        tokens, seconds = bare.run([want.body for want in wanted(load, texts, "")])
+        record.rates.append(tokens / seconds)
+        return
+    asked, seconds = asyncio.run(put_load(load, texts))
+    if wrong := [each.error for each in asked if each.error]:
+        raise RuntimeError(f"{len(wrong)} requests went wrong, the first: {wrong[0]}")
+    record.rates.append(sum(each.tokens for each in asked) / seconds)
+    record.gaps += [gap for each in asked for gap in each.token_gaps]
+    record.firsts += [each.first for each in asked]
+
+
+def _known(options: Sequence[str]) -> list[str]:
+    """Of the server's options those that the bare engine takes."""
+    pairs = zip(options, [*options[1:], ""], strict=True)
+    return [part for name, value in pairs if name in _FOR_ENGINE for part in (name, value)]
+
+
+def _shuffled(texts: Sequence[Prompt], seed: str) -> list[Prompt]:
+    return random.Random(seed).sample(texts, len(texts))
+
+
+def _ratio(records: dict[tuple[int, str], Record], level: int, one: str, other: str) -> list[float]:
+    """Round by round, where both were measured."""
+    if one == other or (level, other) not in records:
+        return []
+    return [a / b for a, b in zip(records[level, one].rates, records[level, other].rates, strict=True)]
+
+
+def _spread(values: Sequence[float], form: str) -> str:
+    if not values:
+        return ""
+    return f"{median(values):{form}} ({min(values):{form}} to {max(values):{form}})"
+
+
+def _show(records: dict[tuple[int, str], Record]) -> None:
+    table = Table(title="tokens/s: median over rounds (range)")
+    for name in (
+        "at once",
+        "way",
+        "tokens/s",
+        "against plain",
+        "of the bare engine",
+        "first ms p50",
+        "between ms p50 p99",
+    ):
+        table.add_column(name, justify="left" if name == "way" else "right")
+    for (level, way), record in records.items():
+        against = _ratio(records, level, way, PLAIN) if way == AUTO else []
+        engine = _ratio(records, level, way, _ENGINE.get(way, way))
+        gaps, firsts = points(record.gaps), points(record.firsts)
+        table.add_row(
+            str(level),
+            way,
+            _spread(record.rates, ".0f"),
+            _spread(against, ".2f"),
+            _spread(engine, ".3f"),
+            f"{firsts['p50']:.1f}" if firsts else "",
+            f"{gaps['p50']:.1f} {gaps['p99']:.1f}" if gaps else "",
+        )
+    Console(width=140).print(table)
+
+
+def _document(records: dict[tuple[int, str], Record], options: Sequence[str], url: str | None) -> dict[str, Any]:
+    return {
+        "benchmark": "serving speed",
+        "server": url or list(options),
+        "hardware": hardware("cpu"),
+        "versions": versions(),
+        "commit": commit(),
+        "results": [
+            {
+                "concurrency": level,
+                "way": way,
+                "tokens_per_s": record.rates,
+                "against_plain": _ratio(records, level, way, PLAIN) if way == AUTO else [],
+                "of_bare_engine": _ratio(records, level, way, _ENGINE.get(way, way)),
+                "first_ms": points(record.firsts),
+                "between_tokens_ms": points(record.gaps),
+            }
+            for (level, way), record in records.items()
+        ],
+    }
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,163 @@
+"""Tokens spread over time: never out of order, never later than a round, and the end at once; in a time of its own."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from outrider.llm import LLM
+from outrider.params import SamplingParams
+from outrider.serve.smooth import smoothed
+from outrider.serve.ticket import Bell, Piece, Ticket, Watch
+from outrider.serve.wording import Wording
+from outrider.types import Completion, Finish, Request
+from tests.test_serve import OPTIONS
+
+END = object()
+
+
+class Leaping(asyncio.SelectorEventLoop):
+    """A loop whose time passes only while all wait, and then at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.now, look = 1.0, self._selector.select
+
+        def select(timeout):
+            self.now += timeout or 0.0
+            return look(0)
+
+        self._selector.select = select
+
+    def time(self):
+        return self.now
+
+
+def leap(work):
+    with asyncio.Runner(loop_factory=Leaping) as runner:
+        return runner.run(work)
+
+
+def piece(*words, end=False):
+    done = Completion(
+        prompt_tokens=(1,),
+        tokens=(),
+        text="",
+        finish=Finish.LENGTH,
+        seed=0,
+        guessed=(),
+        logprobs=(),
+        stats=None,
+    )
+    tokens = tuple(map(ord, "".join(word[0] for word in words)))
+    return Piece(
+        text="".join(words), words=words, tokens=tokens, guessed=(True,) * len(words), completion=done if end else None
+    )
+
+
+async def told(rounds):
+    """(seconds, words) of what comes out where rounds come in so."""
+    loop, out = asyncio.get_running_loop(), []
+
+    async def come():
+        for wait, *words in rounds:
+            await asyncio.sleep(wait)
+            yield [piece(*[word for word in words if word is not END], end=words[-1] is END)]
+
+    began = loop.time()
+    async for pieces in smoothed(come(), loop):
+        out.append((round(loop.time() - began, 6), [each.text for each in pieces]))
+    return out
+
+
+def test_tokens_come_one_by_one_until_the_next_round():
+    assert leap(told([(0.0, "a"), (1.0, "b", "c", "d", "e"), (1.0, "f", "g"), (1.0, "h", END)])) == [
+        (0.0, ["a"]),
+        (1.0, ["b"]),
+        (1.25, ["c"]),
+        (1.5, ["d"]),
+        (1.75, ["e"]),
+        (2.0, ["f"]),
+        (2.5, ["g"]),
+        (3.0, ["h"]),
+    ]
+
+
+def test_what_is_left_goes_out_with_the_next_round():
+    out = leap(told([(0.0, "a"), (1.0, "b", "c", "d", "e"), (0.3, "f", "g"), (5.0, "h", END)]))
+    assert out[:4] == [(0.0, ["a"]), (1.0, ["b"]), (1.25, ["c"]), (1.3, ["d", "e", "f"])]
+    assert out[-1] == (6.3, ["h"])
+
+
+@pytest.mark.parametrize("last", [("z", END), ("y", "z", END)])
+def test_the_end_waits_for_nothing(last):
+    out = leap(told([(0.0, "a"), (1.0, "b", "c", "d"), (0.1, *last)]))
+    assert out[-1][0] == 1.1
+    assert "".join(word for _, words in out for word in words) == "abcd" + "".join(last[:-1])
+
+
+def test_text_that_is_held_back_stays_in_order():
+    async def come():
+        yield [piece("x")]
+        await asyncio.sleep(1)
+        held = piece("ab", "cd", "ef")
+        yield [Piece(text="abc", words=held.words, tokens=held.tokens, guessed=held.guessed)]
+        await asyncio.sleep(1)
+        yield [Piece(text="def", words=(), completion=piece("x", end=True).completion)]
+
+    async def run():
+        return [each async for pieces in smoothed(come(), asyncio.get_running_loop()) for each in pieces]
+
+    out = leap(run())
+    assert [each.text for each in out] == ["x", "ab", "c", "", "def"]
+    assert [len(each.tokens) for each in out] == [1, 1, 1, 1, 0]
+
+
+def ticket(watch):
+    request = Request(id=0, prompt=(1,), params=SamplingParams(), seed=0, end_ids=frozenset(), limit=9)
+    return Ticket(request, Wording(lambda tokens: "".join(map(chr, tokens)), chr, ()), watch)
+
+
+@pytest.mark.parametrize(("watch", "lengths"), [(Watch.TEXT, [1, 3]), (Watch.ROUNDS, [1, 1, 1, 1])])
+def test_quick_rounds_share_a_call_and_ends_do_not_wait(watch, lengths):
+    async def run():
+        loop, mine, out = asyncio.get_running_loop(), ticket(watch), []
+        bell = Bell(loop)
+
+        async def read():
+            async for pieces in mine.pieces():
+                out.append((round(loop.time() - began, 6), [each.text for each in pieces]))
+
+        began, reader = loop.time(), asyncio.create_task(read())
+        for i, word in enumerate("abcd"):
+            mine.put(Piece(tokens=(ord(word),), guessed=(False,)))
+            bell.ring([mine], at_once=not i)
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(1)
+        mine.put(Piece(completion=piece("x", end=True).completion))
+        bell.ring([mine], at_once=True)
+        await reader
+        return out
+
+    first, middle, last = leap(run())
+    assert first == (0.0, ["a"])
+    assert middle[0] == 0.005
+    assert "".join(middle[1]) == "bcd"
+    assert len(middle[1]) == len(lengths) - 1
+    assert last[0] == pytest.approx(1.004)
+
+
+def test_words_add_up_to_the_text():
+    llm = LLM(**OPTIONS, rows=1)
+    tokens = llm.encode("naïve “quotes” – 日本語 🙂🙃 done")
+    wording = Wording(llm.decode, lambda token: llm.decode([token]), ())
+    told = [(wording.grow(some, None), wording.words(some)) for some in (tokens[i : i + 3] for i in range(0, 99, 3))]
+    assert all("".join(words) == text for text, words in told)
+    assert "".join(text for text, _ in told) == llm.decode(tokens)
+    assert "�" not in "".join(text for text, _ in told)
+
+
+def test_a_stop_string_that_may_come_is_held_back():
+    wording = Wording(lambda tokens: "".join(map(chr, tokens)), chr, ("END",))
+    assert [wording.grow([ord(letter)], None) for letter in "aENxEN"] == ["a", "", "", "ENx", "", ""]
