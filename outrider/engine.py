@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from outrider import tree
+from outrider.cache.base import CacheUse, fitting
 from outrider.errors import OutriderError
 from outrider.noise import PositionNoise
 from outrider.plan import Planner
@@ -44,7 +45,11 @@ class Engine:
     def abort(self, id: int) -> None:
         """Take a request back, wherever it is."""
         if row := self._scheduler.abort(id):
-            self._release(row)
+            self._release(row.slot)
+
+    def cache_use(self) -> CacheUse:
+        """How full the target's cache is, what it has spared, and how many rows have given way for others."""
+        return replace(self._target.cache.use(), preempted=self._scheduler.preempted)
 
     def busy(self) -> bool:
         """Whether another step would do anything."""
@@ -54,11 +59,11 @@ class Engine:
     def step(self) -> tuple[Row, ...]:
         """Run one round; returns the rows that took part, those that are done marked with their `finish`."""
         began = perf_counter()
-        for row in self._scheduler.admit():
-            row.cached = self._target.cache.admit(row.slot, row.request.prompt)
-            self._proposer.admit(row.slot, row.request)
-        batch = self._scheduler.next()
-        batch = self._planner.plan(batch, self.stats)
+        for row in self._scheduler.admit(self._target.cache):
+            # To a proposer, what a row had written before it gave way is prompt.
+            self._proposer.admit(row.slot, replace(row.request, prompt=tuple(row.text)))
+        batch = self._planner.plan(self._next(), self.stats)
+        batch = self._within(batch)
         planned = perf_counter()
         draft = self._proposer.propose(batch)
         proposed = perf_counter()
@@ -72,10 +77,28 @@ class Engine:
         self._proposer.commit(round)
         _report(round)
         for row in self._scheduler.commit(round):
-            self._release(row)
+            self._release(row.slot)
         host = perf_counter() - proposed - target + planned - began
         self._count(round, propose=proposed - planned, target=target, host=host)
         return batch.rows
+
+    def _next(self) -> Batch:
+        """The rows that run now; as many give way as must for the others to have memory."""
+        while True:
+            batch = self._scheduler.next()
+            if self._target.cache.fits(_ends(batch)):
+                return batch
+            self._release(self._scheduler.preempt())
+
+    def _within(self, batch: Batch) -> Batch:
+        """No guesses for which there is no memory: nobody gives way to a guess."""
+        ends = _ends(batch)
+        wanted = {slot: end + most for (slot, end), most in zip(ends.items(), batch.budget, strict=True)}
+        able = fitting(self._target.cache, ends, wanted)
+        if len(able) == len(ends):
+            return batch
+        able_rows = zip(batch.rows, batch.budget, strict=True)
+        return replace(batch, budget=tuple(most if row.slot in able else 0 for row, most in able_rows))
 
     def _verified(self, batch: Batch, draft: Draft) -> tuple[Round, float]:
         """Score, warp, verify; and the seconds of the target's pass."""
@@ -111,9 +134,9 @@ class Engine:
         assert self._noise is not None
         return self._noise.at(tree.upload([len(row.text) for row in batch.rows], knobs.seed.device))
 
-    def _release(self, row: Row) -> None:
-        self._target.cache.release(row.slot)
-        self._proposer.release(row.slot)
+    def _release(self, slot: int) -> None:
+        self._target.cache.release(slot)
+        self._proposer.release(slot)
 
     def _count(self, round: Round, *, propose: float, target: float, host: float) -> None:
         passes = [row.passes[-1] for row, tokens in zip(round.batch.rows, round.emitted, strict=True) if tokens]
@@ -121,6 +144,12 @@ class Engine:
         nodes = sum(width for width, tokens in zip(round.draft.width, round.emitted, strict=True) if tokens)
         counted = Stats.of_passes(passes, drafted=nodes, prompt=fed, exact=self._verifier.exact)
         self.stats += replace(counted, rounds=1, propose_seconds=propose, target_seconds=target, host_seconds=host)
+
+
+def _ends(batch: Batch) -> dict[int, int]:
+    """By slot, where each row's feed ends."""
+    rows = zip(batch.rows, batch.start, batch.feed, strict=True)
+    return {row.slot: start + len(feed) for row, start, feed in rows}
 
 
 def _follow(batch: Batch, draft: Draft, scores: Scores) -> Round:

@@ -10,6 +10,7 @@ from pathlib import Path
 from outrider.errors import OutriderError
 
 AUTO = "auto"  # as k: decide round by round
+_FAR = 100  # of a priority, so that nobody waits for ever
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +40,8 @@ class SamplingParams:
         logprobs: report the log-probability of each emitted token and of the likeliest N; None reports none.
         guesses: verified a round at most; 0 is plain decoding, None leaves it to the planner. The law is the same.
         scope: whose request it is. What a proposer learned from finished outputs is used for requests of the same scope
-            only, so that nobody's text shows in how fast another's is made.
+            only, so that nobody's text shows in how fast another's is made. What has been read of a text likewise.
+        priority: who has a lower one is served first; whoever waits comes nearer, round by round.
     """
 
     temperature: float = 0.0
@@ -60,6 +62,7 @@ class SamplingParams:
     logprobs: int | None = None
     guesses: int | None = None
     scope: str = ""
+    priority: int = 0
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -105,6 +108,8 @@ class SamplingParams:
             _whole("guesses", self.guesses, 0, "0 is plain decoding")
         if self.seed is not None:
             _whole("seed", self.seed, 0, "any whole number below 2**63")
+        if not isinstance(self.priority, int) or isinstance(self.priority, bool) or abs(self.priority) > _FAR:
+            raise OutriderError(f"priority is {self.priority!r}; use a whole number from {-_FAR} to {_FAR}")
         for token, bias in self.logit_bias.items():
             _whole("logit_bias key", token, 0, "a token id")
             if bias != -math.inf:

@@ -23,7 +23,7 @@ def test_prompts_are_fed_in_chunks_beside_decoding_rows():
     scheduler = Scheduler(slots=4, chunk=8, context=64)
     for id, prompt in enumerate((1, 20, 3)):
         scheduler.add(request(id, prompt))
-    scheduler.admit()
+    scheduler.admit(ToyTarget().cache)
     batch = scheduler.next()
     assert [len(feed) for feed in batch.feed] == [1, 7]
     assert batch.emits == (True, False)

@@ -7,21 +7,21 @@ from collections.abc import Sequence
 import torch
 
 from outrider import tree
-from outrider.cache.base import Layout
+from outrider.cache.base import Layout, Roomy
 from outrider.heads.independent import Independent
 from outrider.heads.taps import Taps
 from outrider.heads.target import HeadRunner
 from outrider.types import Batch, Draft, Round, Scores, Tables
 
 
-class _NoCache:
+class _NoCache(Roomy):
     """Where nothing is kept of a text but the state before its end."""
 
     def __init__(self, taps: Taps) -> None:
         self._taps = taps
         self._length: dict[int, int] = {}
 
-    def admit(self, slot: int, tokens: Sequence[int]) -> int:
+    def admit(self, slot: int, tokens: Sequence[int], scope: str | None = None) -> int:
         self._taps.admit(slot)
         self._length[slot] = 0
         return 0
