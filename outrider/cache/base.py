@@ -79,7 +79,7 @@ class Cache(Protocol):
     def admit(self, slot: int, tokens: Sequence[int], scope: str | None = None) -> int:
         """Take `slot` for a text that begins with `tokens`; return how many of them are cached already.
 
-        The last one never is. Where `share` is on, what texts begin with is shared within a `scope` and never beyond it;
+        The last one never is. Where `share` is on, what texts begin with is shared within a `scope` and never beyond;
         None shares nothing. What is fed must then be what `Batch.rows` say.
         """
 

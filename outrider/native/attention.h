@@ -42,7 +42,7 @@ struct Entries {
   const int32_t* table;     // the slot's blocks
   int64_t stride;           // from one block to the next, in entries
 
-  int64_t at(int entry) const { return table[entry / kBlock] * stride + entry % kBlock; }
+  int64_t at(uint32_t entry) const { return table[entry / kBlock] * stride + entry % kBlock; }
 };
 
 // A query row that waits to meet the gathered entries low .. count - 1.
@@ -59,16 +59,17 @@ struct Scratch {
   explicit Scratch(int dim) : sums(kQueries * dim), values(kLanes * dim), keys(kLanes * dim / 2) {}
 };
 
-// Ask for the entry that most likely comes sixteen later: what is strewn over pages no processor foresees by itself.
+// Ask for an entry that will be read soon: what is strewn over pages no processor foresees by itself.
 inline void foresee(const uint16_t* entry, int dim) {
-  for (int d = 0; d < dim; d += 32) __builtin_prefetch(entry + size_t(kLanes) * dim + d);
+  for (int d = 0; d < dim; d += 32) __builtin_prefetch(entry + d);
 }
 
-// The entries at[0 .. count - 1], and zeros up to sixteen: keys as pairs, one entry a lane; values widened.
-inline void gather(const Entries& from, const int64_t* at, int count, int dim, Scratch& s) {
+// The entries at[0 .. count - 1], and zeros up to sixteen: keys as pairs, one entry a lane; values widened. From each of
+// them it is `ahead` entries to the one that most likely comes sixteen later.
+inline void gather(const Entries& from, const int64_t* at, int count, int64_t ahead, int dim, Scratch& s) {
   for (int j = 0; j < count; j++) {
-    foresee(from.keys + at[j] * dim, dim);
-    foresee(from.values + at[j] * dim, dim);
+    foresee(from.keys + (at[j] + ahead) * dim, dim);
+    foresee(from.values + (at[j] + ahead) * dim, dim);
   }
   for (int d = 0; d < dim / 2; d += kLanes) {
     Ints row[kLanes] = {};
@@ -170,12 +171,13 @@ inline void attend(const Columns& columns, const Tile& tile, int head, const Hea
       }
       for (int j = 0; j < count; j++)
         at[j] = entries.at(begin + j < seen ? begin + j : columns.tail[columns.tail_begin[c] + begin + j - seen]);
-      gather(entries, at, count, heads.dim, s);
+      gather(entries, at, count, kLanes, heads.dim, s);
       meet_all(s.own, heads, s);
     }
     if (s.guests.empty()) continue;
-    for (int j = 0; j < most; j++) at[j] = entries.at(begin) + j;
-    gather(entries, at, most, heads.dim, s);
+    const int64_t first = entries.at(begin), ahead = begin + kLanes < end ? entries.at(begin + kLanes) - first : 0;
+    for (int j = 0; j < most; j++) at[j] = first + j;
+    gather(entries, at, most, ahead, heads.dim, s);
     meet_all(s.guests, heads, s);
   }
   for (int c = tile.first; c < tile.last; c++)
