@@ -39,7 +39,7 @@ def main(
     found = read_prompts(prompts, limit=limit)
     out: list[dict[str, Any]] = []
     for draft in drafts:
-        llm = LLM(target, proposer=draft, k=k, rows=rows)
+        llm = LLM(target, proposer=draft, k=k, rows=rows, share=False)
         for temperature in (0.0, 1.0):
             params = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=1)
             out += [

@@ -126,7 +126,9 @@ def main(
 def _load(folders: Sequence[Path], device: str, dtype: str, planner: SwitchPlanner) -> LLM:
     # Not the CPU's own kernels: what is tried out on a CPU is what a GPU takes.
     kernels, spec = "torch" if device == "cpu" else "auto", f"draft:{folders[1]}"
-    return LLM(folders[0], proposer=spec, dtype=dtype, device=device, kernels=kernels, rows=1, planner=planner)
+    return LLM(
+        folders[0], proposer=spec, dtype=dtype, device=device, kernels=kernels, rows=1, planner=planner, share=False
+    )
 
 
 def _jobs(llm: LLM, file: Path | None, max_tokens: int) -> tuple[Job, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from outrider.cache.base import Cache
 from outrider.calibrate import known_costs
 from outrider.check import check_target
 from outrider.embedded import embedded
@@ -17,13 +18,14 @@ from outrider.engine import Engine
 from outrider.errors import OutriderError
 from outrider.load import Checkpoint, load_checkpoint
 from outrider.lossy import LOSSY
+from outrider.machine import free_memory
 from outrider.native.rules import fastest
 from outrider.params import AUTO
 from outrider.plan import CostPlanner, FixedPlanner, Planner
 from outrider.propose.base import Proposer, Setup
 from outrider.propose.combine import Switch
 from outrider.propose.one_way import OneWay
-from outrider.proposers import CHAINS, DRAWN, Maker, draft_model, find_proposer, parse
+from outrider.proposers import CHAINS, DRAWN, Maker, draft_model, draft_models, find_proposer, parse
 from outrider.schedule import Scheduler
 from outrider.target import Target, make_target
 from outrider.types import Draw
@@ -31,6 +33,7 @@ from outrider.verify import EXACT, Verifier
 
 _BITS: Mapping[str | None, int] = MappingProxyType({None: 16, "int8": 8, "int4": 4})  # of a quantised weight
 _CONTEXT = 8192  # tokens a row is given at most, unless more is asked for
+_SHARE = 0.8  # of free memory, for caches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +86,8 @@ def build(
     context: int | None,
     chunk: int,
     planner: Planner | None,
+    cache_gb: float | None = None,
+    share: bool = False,
 ) -> House:
     """Load and connect; see `LLM` for the arguments."""
     if isinstance(k, str) and k != AUTO:
@@ -107,6 +112,10 @@ def build(
         kernels=kernels,
     )
     guesser = find_proposer(spec, setup) if isinstance(spec, str) else spec(setup)
+    caches = [each.cache for each in (model, *draft_models(guesser))]
+    share_out(caches, context=size, gigabytes=cache_gb)
+    for cache in caches:
+        cache.share(share)
     model.export(guesser.needs.layers)
     replay = rule.draw is Draw.SAMPLE
     decides = planner or (FixedPlanner(k) if isinstance(k, int) else auto_planner(model, guesser, replay=replay))
@@ -124,6 +133,39 @@ def build(
         planner=decides,
         end_ids=checkpoint.end_ids,
     )
+
+
+def share_out(caches: Sequence[Cache], *, context: int, gigabytes: float | None) -> None:
+    """Give the target's cache, which is the first, and those of its drafts as many blocks each as memory allows.
+
+    None: for a whole context in every row, and never more than most of the memory that is free.
+
+    Raises:
+        OutriderError: a cache of another kind cannot be given so much, or it is not enough for one row.
+    """
+    uses = [(cache, use) for cache in caches if (use := cache.use()).block_tokens]
+    if gigabytes is not None and (not uses or uses[0][0] is not caches[0]):
+        raise OutriderError(
+            "cache_gb is for the native kernels on a CPU in bfloat16; here each row has room for a whole context, so"
+            " set rows and context"
+        )
+    if not uses:
+        return
+    size = sum(use.token_bytes * use.block_tokens for _, use in uses)
+    wanted, free = max(use.blocks for _, use in uses), free_memory()
+    if gigabytes is not None:
+        wanted = int(gigabytes * 1e9 / size)
+    elif free is not None:
+        wanted = min(wanted, int(_SHARE * free / size))
+    tokens = uses[0][1].block_tokens
+    least = max(-(-context // use.block_tokens) for _, use in uses) + 1  # and a page that the row goes on from
+    if wanted < least:
+        raise OutriderError(
+            f"the caches have {wanted * size / 1e9:.3g} GB, and one row of {context} tokens takes"
+            f" {least * size / 1e9:.3g}, {size // tokens} bytes a token; raise cache_gb, or lower context"
+        )
+    for cache, _ in uses:
+        cache.allot(wanted)
 
 
 def auto_planner(target: Target, proposer: Proposer, *, replay: bool = False) -> CostPlanner:

@@ -82,10 +82,10 @@ def run(
     and standard output holds the document alone.
     """
     params = sampling.params()
-    from outrider.run import converse, load
+    from outrider.run import ROWS, converse, load
     from outrider.show import Teller
 
-    llm = load(_configured(ctx, models, config), rows=params.n)
+    llm = load(_configured(ctx, models, config), rows=min(params.n, ROWS))
     if not converse(llm, params, prompt=prompt, chat=chat, teller=Teller(llm, show=show, as_json=as_json)):
         raise typer.Exit(1)
 
@@ -154,7 +154,8 @@ def serve(
     from outrider.serve.verb import serve
 
     models = _configured(ctx, models, config)
-    serve(load(models, rows=settings.rows), settings, target=models.target)
+    house = {"rows": settings.rows, "chunk": settings.chunk, "cache_gb": settings.cache_gb, "share": settings.share}
+    serve(load(models, **house), settings, target=models.target)
 
 
 @app.command()

@@ -93,7 +93,15 @@ def layers(
     from outrider.llm import LLM
 
     llm = LLM(
-        target, proposer="none", k=0, dtype=dtype, device=device, kernels=kernels, quantize=quantize, threads=threads
+        target,
+        proposer="none",
+        k=0,
+        dtype=dtype,
+        device=device,
+        kernels=kernels,
+        quantize=quantize,
+        threads=threads,
+        share=False,
     )
     document = run_layers(
         llm,

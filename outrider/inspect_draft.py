@@ -64,6 +64,7 @@ def probe(folder: str, target: str, *, dtype: str = "auto") -> Probe:
         verifier="walk",
         dtype=dtype,
         rows=len(_PROMPTS),
+        share=False,
     )
     llm.generate(list(_PROMPTS), SamplingParams(temperature=0, max_tokens=_TOKENS, ignore_eos=True))
     stats = llm.stats

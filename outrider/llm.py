@@ -52,6 +52,8 @@ class LLM:
         rows: int = 16,
         context: int | None = None,
         chunk: int = 512,
+        cache_gb: float | None = None,
+        share: bool = True,
         planner: Planner | None = None,
         plan: str | Path | None = None,
     ) -> None:
@@ -73,6 +75,9 @@ class LLM:
             rows: completions that run at once.
             context: tokens of prompt and completion together; None is the model's own, 8192 at most.
             chunk: tokens of prompts fed per round.
+            cache_gb: gigabytes for the caches of target and drafts together, on the native kernels; where rows need
+                more, the last ones wait. None is a whole context for every row, as far as memory is free.
+            share: whether prompts that begin alike, within a scope, are read once.
             planner: decides the number of guesses in place of `k`.
             plan: with k "auto", a file of what it has learned: read now if it is there, written by `save_plan`.
 
@@ -94,6 +99,8 @@ class LLM:
             context=context,
             chunk=chunk,
             planner=planner,
+            cache_gb=cache_gb,
+            share=share,
         )
         self._ids = count()
         self._plan = restored(plan, self._house.planner, target=target, proposer=proposer, quantize=quantize)

@@ -27,6 +27,7 @@ BAD = {
     "logprobs": [-1, 1.5, True, "all"],
     "guesses": [-1, 1.5, True, "all"],
     "scope": [None, 5, ("tenant",)],
+    "priority": [-101, 101, 1.5, True, None, "first"],
 }
 
 

@@ -33,6 +33,7 @@ class Outrider:
             threads=args.threads,
             rows=1,
             context=args.context(),
+            share=False,
             **precision,
         )
         self.settings: Mapping[str, Any] = precision | {"verifier": self._llm.house.verifier.name}

@@ -81,6 +81,7 @@ def load(settings: Settings, planner: SwitchPlanner) -> LLM:
         threads=settings.threads,
         rows=settings.rows,
         context=settings.capacity,
+        share=False,  # a prompt is to cost the same each time
         planner=planner,
     )
 

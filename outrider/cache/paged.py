@@ -67,7 +67,7 @@ class PagedCache:
 
     def allot(self, blocks: int) -> None:
         """Have so many blocks from now on, and forget all texts; no row may run."""
-        assert not any(lease.blocks for lease in self._leases), "a row runs"
+        self._leases = [_Lease() for _ in self._leases]
         self._entries = torch.empty(blocks, *self._shape, dtype=torch.bfloat16)
         self._pool.entries = self._entries.data_ptr()
         self._pages, self._free, self._touched = Pages(), list(range(blocks)), 0
@@ -113,7 +113,6 @@ class PagedCache:
             if lease.row is None and lease.scope is not None:
                 self._asked, self._spared = self._asked + lease.asked, self._spared + lease.length
             lease.row = row
-            self._publish(row.slot, start)
             while BLOCK * lease.blocks < stop:
                 self._grow(row.slot)
 
@@ -124,6 +123,7 @@ class PagedCache:
             self._leases[row.slot].length = base + len(path)
             if path != tuple(range(len(path))):
                 self._compact(row.slot, base, path)
+            self._publish(row.slot, base)  # of what was kept the row's text does not say yet what it is
 
     def release(self, slot: int) -> None:
         lease = self._leases[slot]

@@ -49,6 +49,7 @@ class Sampling(_Strict):
     min_tokens: int = Field(0, ge=0, description="Extension.")
     seed: int | None = Field(None, ge=0, lt=2**63)
     k: int | None = Field(None, ge=0, description="Extension. Guesses a round at most; 0 is plain decoding.")
+    priority: int = Field(0, ge=-100, le=100, description="Extension. Lower ones are served first.")
     n: int = Field(1, ge=1)
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -84,6 +85,7 @@ class Sampling(_Strict):
             logprobs=logprobs,
             guesses=self.k,
             scope=scope,
+            priority=self.priority,
         )
 
 

@@ -82,6 +82,7 @@ class Crew:
             threads=settings.threads,
             rows=settings.rows,
             context=settings.context,
+            share=False,  # a prompt is to cost the same each time
         )
         self._settings = settings
         self._exported: set[int] = set()
