@@ -26,6 +26,7 @@ import typer
 from outrider import tree
 from outrider.bench.contest import SwitchPlanner
 from outrider.build import auto_planner
+from outrider.cache.base import Memory
 from outrider.llm import LLM
 from outrider.machine import hardware, versions
 from outrider.params import SamplingParams
@@ -76,7 +77,9 @@ class Runner:
     def __init__(self, target: str, proposer: str, *, rows: int, temperature: float) -> None:
         self._planner, self._rows, self._temperature = SwitchPlanner(), rows, temperature
         maker = Hopeless if proposer == "hopeless" else proposer
-        self._llm = LLM(target, proposer=maker, planner=self._planner, rows=rows, context=2048, share=False)
+        self._llm = LLM(
+            target, proposer=maker, planner=self._planner, rows=rows, context=2048, memory=Memory(share=False)
+        )
         self._planner.auto = auto_planner(self._llm.house.target, self._llm.house.proposer)
 
     def run(self, k: str, prompts: list[str], seed: int) -> tuple[float, Score]:

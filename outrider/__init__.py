@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from outrider.errors import OutriderError, UnsupportedModel
 
 if TYPE_CHECKING:
+    from outrider.cache.base import Memory
     from outrider.llm import LLM, Chunk
     from outrider.params import SamplingParams
     from outrider.stats import Stats
@@ -20,6 +21,7 @@ __all__ = [
     "Completion",
     "Finish",
     "LLM",
+    "Memory",
     "OutriderError",
     "SamplingParams",
     "Stats",
@@ -35,6 +37,7 @@ _HOMES = {
     "Chunk": "outrider.llm",
     "Completion": "outrider.types",
     "Finish": "outrider.types",
+    "Memory": "outrider.cache.base",
     "SamplingParams": "outrider.params",
     "Stats": "outrider.stats",
     "TokenLogprobs": "outrider.types",

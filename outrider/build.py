@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from outrider.cache.base import Cache
+from outrider.cache.base import Cache, Memory
 from outrider.calibrate import known_costs
 from outrider.check import check_target
 from outrider.embedded import embedded
@@ -34,6 +34,7 @@ from outrider.verify import EXACT, Verifier
 _BITS: Mapping[str | None, int] = MappingProxyType({None: 16, "int8": 8, "int4": 4})  # of a quantised weight
 _CONTEXT = 8192  # tokens a row is given at most, unless more is asked for
 _SHARE = 0.8  # of free memory, for caches
+_ROOMY = Memory(share=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,8 +87,7 @@ def build(
     context: int | None,
     chunk: int,
     planner: Planner | None,
-    cache_gb: float | None = None,
-    share: bool = False,
+    memory: Memory = _ROOMY,
 ) -> House:
     """Load and connect; see `LLM` for the arguments."""
     if isinstance(k, str) and k != AUTO:
@@ -112,10 +112,7 @@ def build(
         kernels=kernels,
     )
     guesser = find_proposer(spec, setup) if isinstance(spec, str) else spec(setup)
-    caches = [each.cache for each in (model, *draft_models(guesser))]
-    share_out(caches, context=size, gigabytes=cache_gb)
-    for cache in caches:
-        cache.share(share)
+    share_out([each.cache for each in (model, *draft_models(guesser))], size, memory)
     model.export(guesser.needs.layers)
     replay = rule.draw is Draw.SAMPLE
     decides = planner or (FixedPlanner(k) if isinstance(k, int) else auto_planner(model, guesser, replay=replay))
@@ -135,7 +132,7 @@ def build(
     )
 
 
-def share_out(caches: Sequence[Cache], *, context: int, gigabytes: float | None) -> None:
+def share_out(caches: Sequence[Cache], context: int, memory: Memory) -> None:
     """Give the target's cache, which is the first, and those of its drafts as many blocks each as memory allows.
 
     None: for a whole context in every row, and never more than most of the memory that is free.
@@ -143,11 +140,14 @@ def share_out(caches: Sequence[Cache], *, context: int, gigabytes: float | None)
     Raises:
         OutriderError: a cache of another kind cannot be given so much, or it is not enough for one row.
     """
+    for cache in caches:
+        cache.share(memory.share)
+    gigabytes = memory.gigabytes
     uses = [(cache, use) for cache in caches if (use := cache.use()).block_tokens]
     if gigabytes is not None and (not uses or uses[0][0] is not caches[0]):
         raise OutriderError(
-            "cache_gb is for the native kernels on a CPU in bfloat16; here each row has room for a whole context, so"
-            " set rows and context"
+            "gigabytes of cache can be set for the native kernels on a CPU in bfloat16; here each row has room for a"
+            " whole context, so set rows and context"
         )
     if not uses:
         return
@@ -162,7 +162,7 @@ def share_out(caches: Sequence[Cache], *, context: int, gigabytes: float | None)
     if wanted < least:
         raise OutriderError(
             f"the caches have {wanted * size / 1e9:.3g} GB, and one row of {context} tokens takes"
-            f" {least * size / 1e9:.3g}, {size // tokens} bytes a token; raise cache_gb, or lower context"
+            f" {least * size / 1e9:.3g}, {size // tokens} bytes a token; give more, or lower context"
         )
     for cache, _ in uses:
         cache.allot(wanted)

@@ -150,12 +150,14 @@ def serve(
     ctx: typer.Context, *, models: options.ModelOptions, config: options.Config = None, settings: ServeSettings
 ) -> None:
     """Answer requests of OpenAI's interface over HTTP, many at once."""
+    from outrider.cache.base import Memory
     from outrider.run import load
     from outrider.serve.verb import serve
 
     models = _configured(ctx, models, config)
-    house = {"rows": settings.rows, "chunk": settings.chunk, "cache_gb": settings.cache_gb, "share": settings.share}
-    serve(load(models, **house), settings, target=models.target)
+    memory = Memory(gigabytes=settings.cache_gb, share=settings.share)
+    llm = load(models, rows=settings.rows, chunk=settings.chunk, memory=memory)
+    serve(llm, settings, target=models.target)
 
 
 @app.command()

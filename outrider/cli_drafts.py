@@ -89,6 +89,7 @@ def layers(
     Half of the prompts are searched on, and the figures are of the other half. Prints a table, and as the last line one
     JSON document: always into a file or a pipe, with --json on a terminal too.
     """
+    from outrider.cache.base import Memory
     from outrider.layers import run_layers, show_layers
     from outrider.llm import LLM
 
@@ -101,7 +102,7 @@ def layers(
         kernels=kernels,
         quantize=quantize,
         threads=threads,
-        share=False,
+        memory=Memory(share=False),
     )
     document = run_layers(
         llm,

@@ -9,6 +9,7 @@ from itertools import count
 from pathlib import Path
 
 from outrider.build import House, build
+from outrider.cache.base import Memory
 from outrider.engine import Engine
 from outrider.errors import OutriderError
 from outrider.machine import use_threads
@@ -52,8 +53,7 @@ class LLM:
         rows: int = 16,
         context: int | None = None,
         chunk: int = 512,
-        cache_gb: float | None = None,
-        share: bool = True,
+        memory: Memory | None = None,
         planner: Planner | None = None,
         plan: str | Path | None = None,
     ) -> None:
@@ -61,23 +61,18 @@ class LLM:
 
         Args:
             target: folder of a decoder-only model; None is the embedded one.
-            proposer: none, ngram, draft:DIR, pkg.module:Class, or what makes one from a `Setup`; None is the
-                embedded draft for the embedded target and ngram for any other.
-            k: guesses per round; auto measures what passes cost here, once, and then decides round by round who guesses
-                and how far. A seeded row whose text depends on the guesses then gets 4 a round.
+            proposer: its expression, as draft:DIR, or what makes one from a `Setup`; None: the embedded draft or ngram.
+            k: guesses per round; auto decides by measured costs, but 4 for a seeded row whose text depends on them.
             verifier: walk, coupled, rejection, block, siblings, traversal, typical or lenient; None is the fitting one.
             dtype: auto, float32, bfloat16 or float16.
             device: auto, cpu, cuda, ...
-            kernels: native, torch, or auto: Outrider's own on a CPU in bfloat16 for the models that they know (they are
-                compiled once on a machine), torch for everything else.
+            kernels: native, torch, or auto: Outrider's own on a CPU in bfloat16 where they know the model, else torch.
             quantize: int8 or int4 weights for the target, which is then the quantised model, exactly; None keeps them.
-            threads: CPU threads; None leaves it to OMP_NUM_THREADS, or else takes the physical cores of one NUMA node.
+            threads: of the CPU; None is OMP_NUM_THREADS, or else the physical cores of one NUMA node.
             rows: completions that run at once.
             context: tokens of prompt and completion together; None is the model's own, 8192 at most.
             chunk: tokens of prompts fed per round.
-            cache_gb: gigabytes for the caches of target and drafts together, on the native kernels; where rows need
-                more, the last ones wait. None is a whole context for every row, as far as memory is free.
-            share: whether prompts that begin alike, within a scope, are read once.
+            memory: for caches; where rows need more than there is, the last ones wait. None is `Memory()`.
             planner: decides the number of guesses in place of `k`.
             plan: with k "auto", a file of what it has learned: read now if it is there, written by `save_plan`.
 
@@ -99,8 +94,7 @@ class LLM:
             context=context,
             chunk=chunk,
             planner=planner,
-            cache_gb=cache_gb,
-            share=share,
+            memory=memory or Memory(),
         )
         self._ids = count()
         self._plan = restored(plan, self._house.planner, target=target, proposer=proposer, quantize=quantize)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from outrider import tree
-from outrider.cache.base import CacheUse
+from outrider.cache.base import CacheUse, Memory
 from outrider.cache.pages import BLOCK, Pages, shared
 from outrider.embedded import embedded
 from outrider.errors import OutriderError
@@ -235,7 +235,16 @@ def test_a_request_that_never_fits_is_refused(folder):
 @compiled
 def test_caches_are_given_what_was_asked_for():
     draft = f"draft:{embedded('nano')}"
-    llm = LLM(None, proposer=draft, k=3, dtype="bfloat16", kernels="native", rows=4, context=256, cache_gb=0.02)
+    llm = LLM(
+        None,
+        proposer=draft,
+        k=3,
+        dtype="bfloat16",
+        kernels="native",
+        rows=4,
+        context=256,
+        memory=Memory(gigabytes=0.02),
+    )
     use, model = llm.engine.cache_use(), llm.house.proposer.model
     both = llm.house.target.cache.bytes() + model.cache.bytes()
     assert 0.015e9 < both <= 0.02e9
@@ -246,10 +255,19 @@ def test_caches_are_given_what_was_asked_for():
     assert [c.tokens for c in llm.generate(texts, params)] == [c.tokens for c in with_room.generate(texts, params)]
     llm.generate(texts, params)
     assert llm.engine.cache_use().spared > 0
-    with pytest.raises(OutriderError, match="raise cache_gb, or lower context"):
-        LLM(None, proposer=draft, k=3, dtype="bfloat16", kernels="native", rows=4, context=256, cache_gb=0.0001)
+    with pytest.raises(OutriderError, match="give more, or lower context"):
+        LLM(
+            None,
+            proposer=draft,
+            k=3,
+            dtype="bfloat16",
+            kernels="native",
+            rows=4,
+            context=256,
+            memory=Memory(gigabytes=0.0001),
+        )
     with pytest.raises(OutriderError, match="set rows and context"):
-        LLM(None, proposer="none", k=0, dtype="float32", rows=4, context=256, cache_gb=0.02)
+        LLM(None, proposer="none", k=0, dtype="float32", rows=4, context=256, memory=Memory(gigabytes=0.02))
 
 
 def test_a_stripe_keeps_its_text_for_the_next_one():

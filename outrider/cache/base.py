@@ -49,6 +49,14 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """What caches may take, and whether texts share it."""
+
+    gigabytes: float | None = None  # of all models, on the native kernels; None: whole contexts, as far as it is free
+    share: bool = True  # prompts that begin alike, within a scope, are read once
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CacheUse:
     """How full a cache is, and what it has spared. The last four only ever grow."""
 
