@@ -34,7 +34,7 @@ from outrider.bench.inflate_files import inflate_folder
 from outrider.bench.memory import bytes_per_pass, cache_bytes_per_token
 from outrider.bench.peer import load_peers
 from outrider.bench.rates import read_bandwidth
-from outrider.cache.base import Memory
+from outrider.cache.base import Caching
 from outrider.embedded import embedded
 from outrider.prompts import read_prompts
 from outrider.propose.model import ModelProposer
@@ -135,7 +135,7 @@ def _load(folders: Sequence[Path], device: str, dtype: str, planner: SwitchPlann
         kernels=kernels,
         rows=1,
         planner=planner,
-        memory=Memory(share=False),
+        caching=Caching(share=False),
     )
 
 

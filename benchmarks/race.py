@@ -2,11 +2,13 @@
 
     python benchmarks/race.py --target DIR --prompts FILE "draft:DIR@0,4,8,12,auto"
     python benchmarks/race.py --target DIR --prompts FILE --fresh ngram@auto "merge(suffix:100000,recycle)@auto"
-    python benchmarks/race.py --target DIR --prompts FILE --batch 32 --temperature 1 "draft:DIR@auto" hopeless@auto
+    python benchmarks/race.py --target DIR --prompts FILE --batch 8 --limit 24 --temperature 1 "draft:DIR@auto"
 
-An entry is a proposer and the k it is run with; plain decoding is always there. `hopeless` guesses at random. With
---fresh each round begins with proposers and planners that know nothing, so what is remembered from finished outputs is
-of other prompts; without it they go on learning, as in a server. Prints a table and, as its last line, a JSON document.
+An entry is a proposer and the k it is run with; plain decoding is always there. `hopeless` guesses at random. Sampled
+texts end in different places, so give a batch several times as many prompts (--limit) as rows; with --verifier coupled
+all entries write the same texts, at some cost in acceptance. With --fresh each round begins with proposers and
+planners that know nothing, so what is remembered from finished outputs is of other prompts; without it they go on
+learning, as in a server. Prints a table and, as its last line, a JSON document.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from __future__ import annotations
 import json
 import random
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import cycle, groupby, islice
 from pathlib import Path
 from statistics import harmonic_mean, median
@@ -26,7 +28,7 @@ import typer
 from outrider import tree
 from outrider.bench.contest import SwitchPlanner
 from outrider.build import auto_planner
-from outrider.cache.base import Memory
+from outrider.cache.base import Caching
 from outrider.llm import LLM
 from outrider.machine import hardware, versions
 from outrider.params import SamplingParams
@@ -74,23 +76,19 @@ class Score:
 class Runner:
     """A model with one proposer, run with any k."""
 
-    def __init__(self, target: str, proposer: str, *, rows: int, temperature: float) -> None:
-        self._planner, self._rows, self._temperature = SwitchPlanner(), rows, temperature
+    def __init__(self, target: str, proposer: str, *, rows: int, params: SamplingParams, verifier: str | None) -> None:
+        self._planner, self._params = SwitchPlanner(), params
         maker = Hopeless if proposer == "hopeless" else proposer
-        self._llm = LLM(
-            target, proposer=maker, planner=self._planner, rows=rows, context=2048, memory=Memory(share=False)
-        )
+        settings = {"rows": rows, "context": 2048, "verifier": verifier, "caching": Caching(share=False)}
+        self._llm = LLM(target, proposer=maker, planner=self._planner, **settings)
         self._planner.auto = auto_planner(self._llm.house.target, self._llm.house.proposer)
 
     def run(self, k: str, prompts: list[str], seed: int) -> tuple[float, Score]:
-        """Seconds and counts of some prompts, together as far as rows allow."""
+        """Seconds and counts of some prompts, as many at once as there are rows: where one ends the next begins."""
         self._planner.k = k if k == "auto" else int(k)
-        wants = [
-            SamplingParams(temperature=self._temperature, max_tokens=128, seed=seed + i) for i in range(len(prompts))
-        ]
+        wants = [replace(self._params, seed=seed + i) for i in range(len(prompts))]
         before, began = self._llm.stats, perf_counter()
-        for i in range(0, len(prompts), self._rows):
-            self._llm.generate(prompts[i : i + self._rows], wants[i : i + self._rows])
+        self._llm.generate(prompts, wants)
         seconds, after = perf_counter() - began, self._llm.stats
         counts = (getattr(after, name) - getattr(before, name) for name in ("emitted", "passes", "drafted"))
         return seconds, Score([], *counts)
@@ -102,9 +100,11 @@ def main(
     prompts: Annotated[Path, typer.Option(help="JSON lines with category and prompt.")],
     batch: Annotated[int, typer.Option(help="Rows at once.")] = 1,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="Share of the likeliest tokens that are drawn from.")] = 1.0,
     limit: Annotated[int, typer.Option(help="Prompts of each category; they are repeated where there are fewer.")] = 3,
     rounds: Annotated[int, typer.Option(help="How often all is measured.")] = 5,
     fresh: Annotated[bool, typer.Option("--fresh", help="Forget between rounds.")] = False,
+    verifier: Annotated[str | None, typer.Option(help="Of all entries. Default: what suits each.")] = None,
 ) -> None:
     """Race them, and print what came out."""
     asked = [(entry.rpartition("@")[0], k) for entry in entries for k in entry.rpartition("@")[2].split(",")]
@@ -116,13 +116,14 @@ def main(
         category: list(islice(cycle([line["prompt"] for line in some]), limit))
         for category, some in groupby(lines, key=lambda line: str(line["category"]))
     }
+    params = SamplingParams(temperature=temperature, top_p=top_p, max_tokens=128)
     scores = {(name, category): Score() for name in names for category in texts}
     runners: dict[str, Runner] = {}
     for turn in range(rounds):
         if fresh or not turn:
             kept = {} if not runners else {"none": runners["none"]}
             made = {p for p, _ in pairs} - kept.keys()
-            runners = kept | {p: Runner(target, p, rows=batch, temperature=temperature) for p in sorted(made)}
+            runners = kept | {p: Runner(target, p, rows=batch, params=params, verifier=verifier) for p in sorted(made)}
         for runner in runners.values():
             runner.run("0", ["def warm_up(x):"], 0)
         _round(texts, pairs, names, runners, scores, turn, batch)
@@ -132,9 +133,11 @@ def main(
         "target": Path(target).name,
         "batch": batch,
         "temperature": temperature,
+        "top_p": top_p,
         "limit": limit,
         "rounds": rounds,
         "fresh": fresh,
+        "verifier": verifier,
         "hardware": hardware("cpu"),
         "versions": versions(),
         "scores": [{"entry": name, "category": c, **_figures(names, scores, name, c)} for name, c in scores],
@@ -152,7 +155,8 @@ def _round(
     batch: int,
 ) -> None:
     chance = random.Random(turn)
-    size = max(batch, 1)
+    # A batch is refilled as rows end, as in a server: else those who end first would leave the last one alone.
+    size = 1 if batch == 1 else max(map(len, texts.values()))
     jobs = [(category, i) for category, some in texts.items() for i in range(0, len(some), size)]
     chance.shuffle(jobs)
     seconds = dict.fromkeys(scores, 0.0)

@@ -10,18 +10,20 @@ from typing import TYPE_CHECKING, Any
 from outrider.errors import OutriderError, UnsupportedModel
 
 if TYPE_CHECKING:
-    from outrider.cache.base import Memory
+    from outrider.cache.base import Caching
+    from outrider.constraint import Constraint
     from outrider.llm import LLM, Chunk
     from outrider.params import SamplingParams
     from outrider.stats import Stats
     from outrider.types import Completion, Finish, TokenLogprobs
 
 __all__ = [
+    "Caching",
     "Chunk",
     "Completion",
+    "Constraint",
     "Finish",
     "LLM",
-    "Memory",
     "OutriderError",
     "SamplingParams",
     "Stats",
@@ -36,8 +38,9 @@ _HOMES = {
     "LLM": "outrider.llm",
     "Chunk": "outrider.llm",
     "Completion": "outrider.types",
+    "Constraint": "outrider.constraint",
     "Finish": "outrider.types",
-    "Memory": "outrider.cache.base",
+    "Caching": "outrider.cache.base",
     "SamplingParams": "outrider.params",
     "Stats": "outrider.stats",
     "TokenLogprobs": "outrider.types",

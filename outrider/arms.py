@@ -139,14 +139,14 @@ class Arm:
 
     def try_again(self) -> None:
         """Judge anew by a few rows."""
-        self.trial, self.few, self._late = _TRIAL, FEW, _Means()
+        self.trial, self.few, self._late = TRIAL, FEW, _Means()
         self._means.seen = min(self._means.seen, _PRIOR)
 
     def widen(self, rows: int) -> bool:
         """Go on with a trial that went well, if far more rows than had a part in it would have to be read."""
         if self.costs.draft is None or rows <= _WIDER * self.few:
             return False
-        self.trial, self.few = _TRIAL, _WIDER * self.few
+        self.trial, self.few = TRIAL, _WIDER * self.few
         return True
 
     def state(self) -> dict[str, Any]:
@@ -200,4 +200,4 @@ _FADE, _ENOUGH = 0.97, 3.0  # weight of a pass seen one pass earlier; passes tha
 _PRIOR = 8.0  # passes that what was known before a trial counts as
 _PACE = 0.05  # of the drafting time of a guess
 PATIENCE = 32  # rounds unused before the first trial
-FEW, _TRIAL, _WIDER = 2, 4, 4  # rows and rounds of a trial, and how many times the rows have a part in the next
+FEW, TRIAL, _WIDER = 2, 4, 4  # rows and rounds of a trial, and how many times the rows have a part in the next

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from outrider.cache.base import Cache, Memory
+from outrider.cache.base import Cache, Caching
 from outrider.calibrate import known_costs
 from outrider.check import check_target
 from outrider.embedded import embedded
@@ -19,13 +19,15 @@ from outrider.errors import OutriderError
 from outrider.load import Checkpoint, load_checkpoint
 from outrider.lossy import LOSSY
 from outrider.machine import free_memory
+from outrider.native.laws import fastest_shape
 from outrider.native.rules import fastest
 from outrider.params import AUTO
 from outrider.plan import CostPlanner, FixedPlanner, Planner
 from outrider.propose.base import Proposer, Setup
 from outrider.propose.combine import Switch
+from outrider.propose.guard import Guarded, guarded
 from outrider.propose.one_way import OneWay
-from outrider.proposers import CHAINS, DRAWN, Maker, draft_model, draft_models, find_proposer, parse
+from outrider.proposers import CHAINS, DRAWN, Maker, alternatives, draft_model, draft_models, find_proposer, parse
 from outrider.schedule import Scheduler
 from outrider.target import Target, make_target
 from outrider.types import Draw
@@ -34,7 +36,7 @@ from outrider.verify import EXACT, Verifier
 _BITS: Mapping[str | None, int] = MappingProxyType({None: 16, "int8": 8, "int4": 4})  # of a quantised weight
 _CONTEXT = 8192  # tokens a row is given at most, unless more is asked for
 _SHARE = 0.8  # of free memory, for caches
-_ROOMY = Memory(share=False)
+_ROOMY = Caching(share=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +49,9 @@ class House:
     verifier: Verifier
     planner: Planner
     end_ids: frozenset[int]
+    proposers: tuple[str, ...]  # names of the proposer's alternatives, one of which a request may choose
+    verifiers: tuple[str, ...]  # exact rules, one of which a request may choose
+    guards: tuple[Guarded, ...] = ()  # around each alternative, where there are to be some
 
     @property
     def target(self) -> Target:
@@ -87,11 +92,11 @@ def build(
     context: int | None,
     chunk: int,
     planner: Planner | None,
-    memory: Memory = _ROOMY,
+    caching: Caching = _ROOMY,
+    guard: bool = False,
 ) -> House:
     """Load and connect; see `LLM` for the arguments."""
-    if isinstance(k, str) and k != AUTO:
-        raise OutriderError(f"k is {k!r}; use a number of guesses, or {AUTO}")
+    _check_k(k)
     spec = proposer or default_proposer(target)
     rule = find_verifier(verifier, spec)
     bits = weight_bits(quantize)
@@ -100,39 +105,49 @@ def build(
     scheduler = Scheduler(slots=rows, chunk=chunk, context=size)
     model = make_target(checkpoint, slots=rows, context=size, kernels=kernels, bits=bits)
     check_target(model, checkpoint)
-    setup = Setup(
-        target=model,
-        vocab=checkpoint.vocab,
-        slots=rows,
-        context=size,
-        device=checkpoint.device,
-        dtype=checkpoint.dtype,
-        draw=rule.draw,
-        tokenizer=checkpoint.tokenizer,
-        kernels=kernels,
-    )
+    setup = _setup(checkpoint, model, rule.draw, kernels)
     guesser = find_proposer(spec, setup) if isinstance(spec, str) else spec(setup)
-    share_out([each.cache for each in (model, *draft_models(guesser))], size, memory)
+    share_out([each.cache for each in (model, *draft_models(guesser))], size, caching)
     model.export(guesser.needs.layers)
-    replay = rule.draw is Draw.SAMPLE
+    replay, names = rule.draw is Draw.SAMPLE, _names(spec, guesser)
+    running, guards = guarded(guesser, setup, names=names) if guard else (guesser, ())
     decides = planner or (FixedPlanner(k) if isinstance(k, int) else auto_planner(model, guesser, replay=replay))
     return House(
         engine=Engine(
             target=model,
-            proposer=OneWay(guesser) if checkpoint.recurrent else guesser,
+            proposer=OneWay(running) if checkpoint.recurrent else running,
             verifier=fastest(rule, checkpoint.device),
             planner=decides,
             scheduler=scheduler,
+            shape=fastest_shape(checkpoint.device),
         ),
         setup=setup,
         proposer=guesser,
         verifier=rule,
         planner=decides,
         end_ids=checkpoint.end_ids,
+        proposers=names,
+        verifiers=fitting_verifiers(spec, rule.draw, chains=checkpoint.recurrent),
+        guards=guards,
     )
 
 
-def share_out(caches: Sequence[Cache], context: int, memory: Memory) -> None:
+def _setup(checkpoint: Checkpoint, target: Target, draw: Draw, kernels: str) -> Setup:
+    """What a proposer for this target is told."""
+    return Setup(
+        target=target,
+        vocab=checkpoint.vocab,
+        slots=target.slots,
+        context=target.context,
+        device=checkpoint.device,
+        dtype=checkpoint.dtype,
+        draw=draw,
+        tokenizer=checkpoint.tokenizer,
+        kernels=kernels,
+    )
+
+
+def share_out(caches: Sequence[Cache], context: int, caching: Caching) -> None:
     """Give the target's cache, which is the first, and those of its drafts as many blocks each as memory allows.
 
     None: for a whole context in every row, and never more than most of the memory that is free.
@@ -141,8 +156,8 @@ def share_out(caches: Sequence[Cache], context: int, memory: Memory) -> None:
         OutriderError: a cache of another kind cannot be given so much, or it is not enough for one row.
     """
     for cache in caches:
-        cache.share(memory.share)
-    gigabytes = memory.gigabytes
+        cache.share(caching.share)
+    gigabytes = caching.gigabytes
     uses = [(cache, use) for cache in caches if (use := cache.use()).block_tokens]
     if gigabytes is not None and (not uses or uses[0][0] is not caches[0]):
         raise OutriderError(
@@ -166,6 +181,11 @@ def share_out(caches: Sequence[Cache], context: int, memory: Memory) -> None:
         )
     for cache, _ in uses:
         cache.allot(wanted)
+
+
+def _names(spec: str | Maker, proposer: Proposer) -> tuple[str, ...]:
+    """What requests call the proposer's alternatives."""
+    return alternatives(spec) if isinstance(spec, str) else tuple(f"own#{i + 1}" for i in range(proposer.needs.arms))
 
 
 def auto_planner(target: Target, proposer: Proposer, *, replay: bool = False) -> CostPlanner:
@@ -204,6 +224,20 @@ def find_verifier(name: str | None, proposer: str | Maker) -> Verifier:
     return known[name]
 
 
+def fitting_verifiers(proposer: str | Maker, draw: Draw, *, chains: bool) -> tuple[str, ...]:
+    """Exact rules that may judge what such a proposer makes when its guesses are to be made by `draw`.
+
+    Rules for chains take no trees. What the position's race has drawn may only be judged by who looks at the target's
+    own draw alone: the race is the same in the next round, and any other rule would have let it into what it rejects.
+    """
+    chains |= isinstance(proposer, str) and CHAINS.issuperset(parse(proposer).names())
+    return tuple(
+        name
+        for name, rule in EXACT.items()
+        if (rule.trees or chains) and (draw is not Draw.RACE or rule.draw is not Draw.SAMPLE)
+    )
+
+
 def _fitting(proposer: str | Maker) -> str:
     """The verifier that keeps most of what such a proposer guesses."""
     if not isinstance(proposer, str):
@@ -212,6 +246,11 @@ def _fitting(proposer: str | Maker) -> str:
     if DRAWN.isdisjoint(expression.names()):
         return "walk"
     return "block" if CHAINS.issuperset(expression.names()) else "traversal"
+
+
+def _check_k(k: int | str) -> None:
+    if isinstance(k, str) and k != AUTO:
+        raise OutriderError(f"k is {k!r}; use a number of guesses, or {AUTO}")
 
 
 def _context(asked: int | None, checkpoint: Checkpoint) -> int:

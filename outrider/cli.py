@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Annotated, Any, TypeVar
 
 import typer
@@ -13,6 +13,7 @@ from typer.core import TyperGroup
 from outrider import __version__, cli_drafts, options
 from outrider.console import end, standard_output
 from outrider.errors import OutriderError
+from outrider.form_options import FormOptions
 from outrider.project.options import ProjectOptions
 from outrider.serve.settings import Settings as ServeSettings
 from outrider.stress.settings import Settings as LoadSettings
@@ -73,6 +74,7 @@ def run(
     models: options.ModelOptions,
     config: options.Config = None,
     sampling: options.SamplingOptions,
+    form: FormOptions,
     show: options.Show = False,
     as_json: options.Json = False,
 ) -> None:
@@ -81,7 +83,7 @@ def run(
     The text goes to standard output and all else to standard error. With --json the text goes to standard error too,
     and standard output holds the document alone.
     """
-    params = sampling.params()
+    params = replace(sampling.params(), constraint=form.constraint())
     from outrider.run import ROWS, converse, load
     from outrider.show import Teller
 
@@ -150,13 +152,13 @@ def serve(
     ctx: typer.Context, *, models: options.ModelOptions, config: options.Config = None, settings: ServeSettings
 ) -> None:
     """Answer requests of OpenAI's interface over HTTP, many at once."""
-    from outrider.cache.base import Memory
+    from outrider.cache.base import Caching
     from outrider.run import load
     from outrider.serve.verb import serve
 
     models = _configured(ctx, models, config)
-    memory = Memory(gigabytes=settings.cache_gb, share=settings.share)
-    llm = load(models, rows=settings.rows, chunk=settings.chunk, memory=memory)
+    caching = Caching(gigabytes=settings.cache_gb, share=settings.share)
+    llm = load(models, rows=settings.rows, chunk=settings.chunk, caching=caching, guard=True)
     serve(llm, settings, target=models.target)
 
 

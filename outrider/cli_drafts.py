@@ -39,7 +39,9 @@ def index(
 def train(
     kind: Annotated[
         str,
-        typer.Argument(metavar="KIND", help="eagle3, eagle31, peagle, mtp, medusa, hydra, dflash, dspark or draft."),
+        typer.Argument(
+            metavar="KIND", help="eagle3, eagle31, peagle, mtp, medusa, hydra, dflash, dspark, onlooker or draft."
+        ),
     ],
     *,
     settings: TrainSettings,
@@ -89,7 +91,7 @@ def layers(
     Half of the prompts are searched on, and the figures are of the other half. Prints a table, and as the last line one
     JSON document: always into a file or a pipe, with --json on a terminal too.
     """
-    from outrider.cache.base import Memory
+    from outrider.cache.base import Caching
     from outrider.layers import run_layers, show_layers
     from outrider.llm import LLM
 
@@ -102,7 +104,7 @@ def layers(
         kernels=kernels,
         quantize=quantize,
         threads=threads,
-        memory=Memory(share=False),
+        caching=Caching(share=False),
     )
     document = run_layers(
         llm,

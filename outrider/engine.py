@@ -13,29 +13,44 @@ import torch
 from outrider import tree
 from outrider.cache.base import CacheUse, fitting
 from outrider.errors import OutriderError
+from outrider.guide import FORCED, Guided, guide
+from outrider.native.rules import fastest
 from outrider.noise import PositionNoise
 from outrider.plan import Planner
-from outrider.propose.base import Proposer
-from outrider.sampling import Knobs, sound, warp, warp_packed
+from outrider.propose.base import Proposer, check_budget
+from outrider.sampling import Knobs, Shape, shape, sound, warp, warp_packed
 from outrider.schedule import Scheduler
 from outrider.stats import Stats
 from outrider.target import Target
 from outrider.text import TextStream
-from outrider.types import Batch, Draft, Request, Round, Row, Scores, TokenLogprobs, Verdict
-from outrider.verify import Verifier, follow
+from outrider.types import Batch, Draft, Finish, Request, Round, Row, Scores, TokenLogprobs, Verdict
+from outrider.verdict import chosen
+from outrider.verify import EXACT, Verifier, follow
 
 
 class Engine:
     """Runs rounds of propose, score, verify and commit over rows that come and go."""
 
     def __init__(
-        self, *, target: Target, proposer: Proposer, verifier: Verifier, planner: Planner, scheduler: Scheduler
+        self,
+        *,
+        target: Target,
+        proposer: Proposer,
+        verifier: Verifier,
+        planner: Planner,
+        scheduler: Scheduler,
+        shape: Shape = shape,
     ) -> None:
         self.stats = Stats(exact=verifier.exact)
+        self.arms = (Stats(exact=verifier.exact),) * proposer.needs.arms  # of passes with guesses, by who made them
         self._target, self._proposer, self._verifier = target, proposer, verifier
-        self._planner, self._scheduler = planner, scheduler
+        self._planner, self._scheduler, self._shape = planner, scheduler, shape
         self._knobs: Knobs | None = None
         self._noise: PositionNoise | None = None  # of the same rows
+        self._rules = {verifier.name: verifier}  # those that rows have asked for by now
+        self._open: Batch | None = None  # what runs in this round
+        self._committing = False  # whether anything was kept of it yet
+        self._planned = self.stats  # without what grammars forced: what the planner is told
 
     def add(self, request: Request, stream: TextStream | None = None) -> None:
         """Queue a request."""
@@ -59,28 +74,78 @@ class Engine:
     def step(self) -> tuple[Row, ...]:
         """Run one round; returns the rows that took part, those that are done marked with their `finish`."""
         began = perf_counter()
+        self._open, self._committing = None, False
         for row in self._scheduler.admit(self._target.cache):
             # To a proposer, what a row had written before it gave way is prompt.
             self._proposer.admit(row.slot, replace(row.request, prompt=tuple(row.text)))
-        batch = self._planner.plan(self._next(), self.stats)
-        batch = self._within(batch)
+        batch = self._open = self._next()
+        batch = self._within(self._planner.plan(batch, self._planned))
         planned = perf_counter()
         draft = self._proposer.propose(batch)
         proposed = perf_counter()
         self._check(batch, draft)
         draft = self._planner.trim(batch, draft)
-        round, target = self._verified(batch, draft)
-        if draft.size and any(round.failed):  # perhaps of a guess, which plain decoding would never have met
-            round, again = self._verified(batch, tree.empty(len(batch.rows), self._target.device))
+        guided = guide(batch, draft, self._target.vocab)
+        round, target = self._verified(batch, guided)
+        if round.draft.size and any(round.failed):  # perhaps of a guess, which plain decoding would never have met
+            none = tree.empty(len(batch.rows), self._target.device)
+            guided = guide(replace(batch, room=()), none, self._target.vocab)
+            round, again = self._verified(batch, guided)
             target += again
+        self._commit(round)
+        host = perf_counter() - proposed - target + planned - began
+        self._count(guided, round, propose=proposed - planned, target=target, host=host)
+        return batch.rows
+
+    @torch.inference_mode()
+    def recover(self, error: Exception) -> tuple[Row, ...]:
+        """Go on after `step` raised `error`, at the cost of no row but the one that it was raised for.
+
+        Where nothing was kept yet, each row takes the round again by itself and without guesses. One for which that
+        raises, too, ends with the error, and so do all rows where the round was being committed.
+
+        Returns:
+            The rows that took part, as `step` does.
+
+        Raises:
+            Exception: `error`, where no round had begun.
+        """
+        batch, committing, self._open = self._open, self._committing, None
+        if batch is None:
+            raise error
+        for b, row in enumerate(batch.rows):
+            if committing:
+                self._end(row, error)
+                continue
+            try:
+                self._alone(batch, b)
+            except Exception as own:
+                self._end(row, own)
+        return batch.rows
+
+    def _alone(self, batch: Batch, b: int) -> None:
+        """What row b takes from a round, without guesses and without the others."""
+        single = Batch(rows=batch.rows[b : b + 1], start=(batch.start[b],), feed=(batch.feed[b],), budget=(0,))
+        began = perf_counter()
+        draft = self._proposer.propose(single)
+        proposed = perf_counter()
+        guided = guide(single, draft, self._target.vocab)
+        round, target = self._verified(single, guided)
+        self._commit(round)
+        self._count(guided, round, propose=proposed - began, target=target, host=perf_counter() - proposed - target)
+
+    def _end(self, row: Row, error: Exception) -> None:
+        self._scheduler.abort(row.request.id)
+        row.finish, row.error = Finish.ERROR, f"the engine failed: {error}"
+        self._release(row.slot)
+
+    def _commit(self, round: Round) -> None:
+        self._committing = True
         self._target.cache.commit(round)
         self._proposer.commit(round)
         _report(round)
         for row in self._scheduler.commit(round):
             self._release(row.slot)
-        host = perf_counter() - proposed - target + planned - began
-        self._count(round, propose=proposed - planned, target=target, host=host)
-        return batch.rows
 
     def _next(self) -> Batch:
         """The rows that run now; as many give way as must for the others to have memory."""
@@ -93,34 +158,50 @@ class Engine:
     def _within(self, batch: Batch) -> Batch:
         """No guesses for which there is no memory: nobody gives way to a guess."""
         ends = _ends(batch)
-        wanted = {slot: end + most for (slot, end), most in zip(ends.items(), batch.budget, strict=True)}
-        able = fitting(self._target.cache, ends, wanted)
+        rooms = batch.room or (0,) * len(batch.rows)
+        most = {
+            row.slot: min(room, budget + FORCED) if row.matcher else budget
+            for row, room, budget in zip(batch.rows, rooms, batch.budget, strict=True)
+        }
+        able = fitting(self._target.cache, ends, {slot: end + most[slot] for slot, end in ends.items()})
         if len(able) == len(ends):
             return batch
-        able_rows = zip(batch.rows, batch.budget, strict=True)
-        return replace(batch, budget=tuple(most if row.slot in able else 0 for row, most in able_rows))
+        slots = [row.slot for row in batch.rows]
+        budget, room = (
+            tuple(count if slot in able else 0 for slot, count in zip(slots, counts, strict=True))
+            for counts in (batch.budget, rooms)
+        )
+        return replace(batch, budget=budget, room=room)
 
-    def _verified(self, batch: Batch, draft: Draft) -> tuple[Round, float]:
+    def _verified(self, batch: Batch, guided: Guided) -> tuple[Round, float]:
         """Score, warp, verify; and the seconds of the target's pass."""
+        draft, masks = guided.draft, guided.masks
         began = perf_counter()
         scores = self._target.score(batch, draft)
         scored = perf_counter()
         knobs = self._knobs_of(batch)
         if knobs.bare:  # every exact rule says the same of a one-hot p, so p need not be written down
-            return _follow(batch, draft, scores), scored - began
+            best = scores.best if masks is None else masks.best(scores)
+            return guided.told(_follow(batch, draft, scores, best)), scored - began
         noise = self._noise_of(batch, knobs)
-        if scores.packed is None:
-            verdict = self._verifier.rule(draft, warp(scores.logits, knobs, draft), noise)
+        names = [row.request.params.verifier or self._verifier.name for row in batch.rows]
+        if (packed := scores.packed) is None:
+            logits = scores.logits if masks is None else masks.apply(scores.logits)
+            p = warp(logits, knobs, draft, shape=self._shape)
+            verdicts = {name: self._rule(name).rule(draft, p, noise) for name in set(names)}
         else:
-            verdict = self._verifier.judge(draft, warp_packed(scores.packed, knobs, draft), noise)
-        return _settle(batch, draft, scores, verdict), scored - began
+            packed = packed if masks is None else masks.apply_packed(packed)
+            laws = warp_packed(packed, knobs, draft, shape=self._shape)
+            verdicts = {name: self._rule(name).judge(draft, laws, noise) for name in set(names)}
+        return guided.told(_settle(batch, draft, scores, chosen(verdicts, names))), scored - began
+
+    def _rule(self, name: str) -> Verifier:
+        if name not in self._rules:
+            self._rules[name] = fastest(EXACT[name], self._target.device)
+        return self._rules[name]
 
     def _check(self, batch: Batch, draft: Draft) -> None:
-        """Hold a proposer to what the rest of the round relies on."""
-        if len(draft.width) != len(batch.rows) or any(w > b for w, b in zip(draft.width, batch.budget, strict=True)):
-            raise OutriderError(
-                f"the proposer made {draft.width} guesses where {batch.budget} were allowed; keep to batch.budget"
-            )
+        check_budget(batch, draft)
         if not draft.chain and not self._verifier.trees:
             raise OutriderError(f"verifier {self._verifier.name} takes chains only; use siblings, traversal or walk")
 
@@ -138,12 +219,25 @@ class Engine:
         self._target.cache.release(slot)
         self._proposer.release(slot)
 
-    def _count(self, round: Round, *, propose: float, target: float, host: float) -> None:
+    def _count(self, guided: Guided, round: Round, *, propose: float, target: float, host: float) -> None:
         passes = [row.passes[-1] for row, tokens in zip(round.batch.rows, round.emitted, strict=True) if tokens]
         fed = sum(len(feed) for feed, tokens in zip(round.batch.feed, round.emitted, strict=True) if not tokens)
         nodes = sum(width for width, tokens in zip(round.draft.width, round.emitted, strict=True) if tokens)
         counted = Stats.of_passes(passes, drafted=nodes, prompt=fed, exact=self._verifier.exact)
-        self.stats += replace(counted, rounds=1, propose_seconds=propose, target_seconds=target, host_seconds=host)
+        took = Stats(rounds=1, propose_seconds=propose, target_seconds=target, host_seconds=host)
+        self.stats += replace(counted, rounds=0) + took
+        self._planned += replace(guided.unforced(round, counted), rounds=0) + took
+        if nodes:
+            self._count_arms(round)
+
+    def _count_arms(self, round: Round) -> None:
+        rows = list(zip(round.batch.rows, round.batch.arms, round.draft.width, strict=True))
+        arms = list(self.arms)
+        for arm in {arm for _, arm, width in rows if width}:
+            own = [(row.passes[-1], width) for row, its, width in rows if width and its == arm]
+            drafted = sum(width for _, width in own)
+            arms[arm] += Stats.of_passes([triple for triple, _ in own], drafted=drafted, exact=self._verifier.exact)
+        self.arms = tuple(arms)
 
 
 def _ends(batch: Batch) -> dict[int, int]:
@@ -152,9 +246,8 @@ def _ends(batch: Batch) -> dict[int, int]:
     return {row.slot: start + len(feed) for row, start, feed in rows}
 
 
-def _follow(batch: Batch, draft: Draft, scores: Scores) -> Round:
-    """`_settle` where every row takes the likeliest token."""
-    best = scores.best
+def _follow(batch: Batch, draft: Draft, scores: Scores, best: torch.Tensor | None) -> Round:
+    """`_settle` where every row takes the likeliest token, `best` [B, 1 + N] where that is known."""
     if best is None:
         best = torch.where(sound(scores.logits), scores.logits.argmax(-1), -1)
     found = follow(draft, best)

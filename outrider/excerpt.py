@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from copy import copy, deepcopy
@@ -75,8 +76,9 @@ def lend(model: Any) -> Tables:
     stack = layer_stack(model)[0].rpartition(".")[0]
     norm = getattr(model.get_submodule(stack), "norm", None)
     epsilon = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
-    plain = getattr(head, "bias", None) is None and "RMSNorm" in type(norm).__name__
-    if norm is None or epsilon is None or not plain or "Gemma" in type(norm).__name__:  # Gemma's weights count from 1
+    named = type(norm).__name__
+    plain = getattr(head, "bias", None) is None and "RMSNorm" in named
+    if norm is None or epsilon is None or not plain or re.search("Gemma(?!3n|4)", named):  # whose weights count from 1
         kind = model.config.model_type
         raise OutriderError(f"drafts cannot be trained on the states of {kind}: its final norm or head is not Llama's")
     table = embedding.weight * getattr(embedding, "embed_scale", 1.0)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from outrider.cache.base import Memory
+from outrider.cache.base import Caching
 from outrider.convert import checked
 from outrider.errors import OutriderError
 from outrider.heads.description import Block, Body, Description, FuseNorm, JoinAt, Kind, Recycle
@@ -40,6 +40,7 @@ _NAMES = {
     Kind.HYDRA: "Hydra: heads that read the guesses before them",
     Kind.DFLASH: "DFlash: a block filled in by one pass",
     Kind.DSPARK: "DSpark: a block filled in by one pass and corrected token by token",
+    Kind.ONLOOKER: "an onlooker: layers that look at the target's own keys and values, as Gemma 4's assistants do",
 }
 
 
@@ -65,7 +66,7 @@ def probe(folder: str, target: str, *, dtype: str = "auto") -> Probe:
         verifier="walk",
         dtype=dtype,
         rows=len(_PROMPTS),
-        memory=Memory(share=False),
+        caching=Caching(share=False),
     )
     llm.generate(list(_PROMPTS), SamplingParams(temperature=0, max_tokens=_TOKENS, ignore_eos=True))
     stats = llm.stats
@@ -186,6 +187,9 @@ def words(it: Description) -> list[tuple[str, str]]:
         out.append(("", "the last of them after the target's final norm"))
     if it.taps.norm is not FuseNorm.NONE:
         out.append(("", "each normed before they are fused" if it.taps.norm is FuseNorm.EACH else "normed all at once"))
+    for view in sorted(set(it.views), key=lambda view: view.layer):
+        far = f"the last {view.window} entries" if view.window else "all entries"
+        out.append(("looks at", f"{far} of layer {view.layer}: {view.key_heads} key heads of {view.dim}"))
     if it.join:
         out.append(("joins", _joined(it)))
     if it.body:

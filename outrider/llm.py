@@ -5,13 +5,17 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 from outrider.build import House, build
-from outrider.cache.base import Memory
+from outrider.cache.base import Caching
+from outrider.constraint import Constraint
 from outrider.engine import Engine
 from outrider.errors import OutriderError
+from outrider.grammar import Grammars
 from outrider.machine import use_threads
 from outrider.noise import mix_int
 from outrider.params import AUTO, SamplingParams, check_plan
@@ -53,27 +57,29 @@ class LLM:
         rows: int = 16,
         context: int | None = None,
         chunk: int = 512,
-        memory: Memory | None = None,
+        caching: Caching | None = None,
         planner: Planner | None = None,
         plan: str | Path | None = None,
+        guard: bool = False,
     ) -> None:
         """Load models and make ready.
 
         Args:
             target: folder of a decoder-only model; None is the embedded one.
-            proposer: its expression, as draft:DIR, or what makes one from a `Setup`; None: the embedded draft or ngram.
-            k: guesses per round; auto decides by measured costs, but 4 for a seeded row whose text depends on them.
+            proposer: an expression, as ngram or draft:DIR, or what makes one from a `Setup`; None: the fitting one.
+            k: guesses per round; auto decides round by round, by measured costs; 4 where they and a seed make the text.
             verifier: walk, coupled, rejection, block, siblings, traversal, typical or lenient; None is the fitting one.
             dtype: auto, float32, bfloat16 or float16.
             device: auto, cpu, cuda, ...
-            kernels: native, torch, or auto: Outrider's own on a CPU in bfloat16 where they know the model, else torch.
+            kernels: native, torch, or auto: on a CPU in bfloat16 Outrider's own where they know the model, else torch.
             quantize: int8 or int4 weights for the target, which is then the quantised model, exactly; None keeps them.
             threads: of the CPU; None is OMP_NUM_THREADS, or else the physical cores of one NUMA node.
             rows: completions that run at once.
             context: tokens of prompt and completion together; None is the model's own, 8192 at most.
             chunk: tokens of prompts fed per round.
-            memory: for caches; where rows need more than there is, the last ones wait. None is `Memory()`.
+            caching: memory for caches; where rows need more than there is, the last ones wait. None is `Caching()`.
             planner: decides the number of guesses in place of `k`.
+            guard: what a proposer raises costs its guesses alone: it is logged and counted, and decoding goes on.
             plan: with k "auto", a file of what it has learned: read now if it is there, written by `save_plan`.
 
         Raises:
@@ -81,11 +87,8 @@ class LLM:
         """
         check_plan(plan, k=k, planned=planner is not None)
         use_threads(threads)
-        self._house: House = build(
-            target,
-            proposer=proposer,
-            k=k,
-            verifier=verifier,
+        models = partial(build, target, proposer=proposer, k=k, verifier=verifier, planner=planner, guard=guard)
+        self._house: House = models(
             dtype=dtype,
             kernels=kernels,
             quantize=quantize,
@@ -93,17 +96,16 @@ class LLM:
             rows=rows,
             context=context,
             chunk=chunk,
-            planner=planner,
-            memory=memory or Memory(),
+            caching=caching or Caching(),
         )
-        self._ids = count()
+        self._grammars, self._ids = _grammars(self._house), count()
         self._plan = restored(plan, self._house.planner, target=target, proposer=proposer, quantize=quantize)
 
     @classmethod
     def of(cls, house: House) -> LLM:
         """A front door to a house that stands already."""
         llm = cls.__new__(cls)
-        llm._house, llm._ids, llm._plan = house, count(), None
+        llm._house, llm._grammars, llm._ids, llm._plan = house, _grammars(house), count(), None
         return llm
 
     @property
@@ -131,12 +133,18 @@ class LLM:
         """The text of tokens, special tokens left out."""
         return str(self._house.tokenizer.decode(list(tokens), skip_special_tokens=True))
 
-    def chat(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
-        """The tokens of a conversation under the model's chat template, ready for the assistant's turn."""
+    def chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> tuple[int, ...]:
+        """The tokens of a conversation under the model's chat template, ready for the assistant's turn.
+
+        `tools` are descriptions of functions, for templates that have words for them.
+        """
         if getattr(self._house.tokenizer, "chat_template", None) is None:
             raise OutriderError("this model has no chat template; give the prompt as plain text")
         turns = [dict(message) for message in messages]
-        text = self._house.tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+        given = {"tools": list(tools)} if tools else {}
+        text = self._house.tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False, **given)
         return tuple(self._house.tokenizer.encode(text, add_special_tokens=False))
 
     def generate(
@@ -181,6 +189,14 @@ class LLM:
         (request,) = self.requests(prompt, params)
         self.add(request)
         return self._chunks(request)
+
+    def prepare(self, constraint: Constraint) -> None:
+        """Compile a constraint now, which is remembered; large ones take seconds.
+
+        Raises:
+            OutriderError: it is wrong or too large.
+        """
+        self._grammars.compile(constraint)
 
     def submit(self, prompt: Prompt, params: SamplingParams | None = None) -> list[int]:
         """Queue a prompt for those who step the engine themselves; returns the ids of its `n` requests."""
@@ -238,6 +254,9 @@ class LLM:
             )
         if bad := [t for t in (*tokens, *params.stop_token_ids, *params.logit_bias) if not 0 <= t < house.vocab]:
             raise OutriderError(f"token id {bad[0]} is not in the vocabulary of {house.vocab}; use smaller ids")
+        arm = _choice("proposer", params.proposer, house.proposers)
+        _choice("verifier", params.verifier, house.verifiers)
+        grammar = None if params.constraint is None else self._grammars.compile(params.constraint)
         seed = params.seed if params.seed is not None else secrets.randbits(63)
         ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else house.end_ids)
         room = house.context - len(tokens)
@@ -249,6 +268,8 @@ class LLM:
                 seed=mix_int(seed, i),
                 end_ids=ends,
                 limit=min(params.max_tokens or room, room),
+                arm=arm,
+                grammar=grammar,
             )
             for i in range(params.n)
         ]
@@ -269,6 +290,16 @@ class LLM:
             stats=Stats.of_passes(row.passes, drafted=row.drafted, prompt=split, exact=self.stats.exact),
             error=row.error,
         )
+
+
+def _choice(what: str, name: str | None, known: Sequence[str]) -> int | None:
+    if name is not None and name not in known:
+        raise OutriderError(f"{what} {name!r} cannot be had here; use {' or '.join(known)}, or leave {what} out")
+    return None if name is None else known.index(name)
+
+
+def _grammars(house: House) -> Grammars:
+    return Grammars(house.tokenizer, vocab=house.vocab, end_ids=sorted(house.end_ids))
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from outrider.constraint import Constraint
 from outrider.errors import OutriderError
 
 AUTO = "auto"  # as k: decide round by round
@@ -17,7 +18,7 @@ _FAR = 100  # of a priority, so that nobody waits for ever
 class SamplingParams:
     """How a completion is drawn from the target; every field holds exactly, with and without speculation.
 
-    The law at a position is made in this order: logit_bias, repetition_penalty (over prompt and output),
+    The law at a position is made in this order: constraint, logit_bias, repetition_penalty (over prompt and output),
     presence and frequency penalty (over the output), min_tokens, temperature, top_k, top_p, min_p.
 
     Attributes:
@@ -39,6 +40,10 @@ class SamplingParams:
         n: independent completions of the prompt.
         logprobs: report the log-probability of each emitted token and of the likeliest N; None reports none.
         guesses: verified a round at most; 0 is plain decoding, None leaves it to the planner. The law is the same.
+        proposer: who guesses for this request alone, one of those that the engine runs (`House.proposers`), 4 guesses a
+            round where `guesses` is None; None leaves both to the planner. The law is the same.
+        verifier: an exact rule for this request alone, one of `House.verifiers`; None is the engine's own.
+        constraint: the form that the text must have; None leaves it free.
         scope: whose request it is. What a proposer learned from finished outputs is used for requests of the same scope
             only, so that nobody's text shows in how fast another's is made. What has been read of a text likewise.
         priority: who has a lower one is served first; whoever waits comes nearer, round by round.
@@ -61,6 +66,9 @@ class SamplingParams:
     n: int = 1
     logprobs: int | None = None
     guesses: int | None = None
+    proposer: str | None = None
+    verifier: str | None = None
+    constraint: Constraint | None = None
     scope: str = ""
     priority: int = 0
 
@@ -72,6 +80,7 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         self._check_numbers()
         self._check_stops()
+        self._check_constraint()
 
     def _check_kinds(self) -> None:
         for name, kind, hint in (
@@ -80,6 +89,8 @@ class SamplingParams:
             ("logit_bias", Mapping, "a mapping from token id to bias; {} is none"),
             ("ignore_eos", bool, "True or False"),
             ("scope", str, "a string, such as a tenant's name"),
+            ("proposer", str | None, "a name, as House.proposers has it; None leaves it to the planner"),
+            ("verifier", str | None, "a name, as House.verifiers has it; None is the engine's own"),
         ):
             if not isinstance(getattr(self, name), kind):
                 raise OutriderError(f"{name} is {getattr(self, name)!r}; use {hint}")
@@ -121,6 +132,16 @@ class SamplingParams:
                 raise OutriderError(f"stop holds {stop!r}; each stop must be a string of at least one character")
         for token in self.stop_token_ids:
             _whole("stop_token_ids", token, 0, "token ids")
+
+    def _check_constraint(self) -> None:
+        if self.constraint is None:
+            return
+        if not isinstance(self.constraint, Constraint):
+            raise OutriderError(f"constraint is {self.constraint!r}; use for example Constraint.json_schema({{...}})")
+        if -math.inf in self.logit_bias.values():
+            raise OutriderError("logit_bias forbids tokens that the constraint may need; use -99 in place of -inf")
+        if self.min_tokens and self.stop_token_ids:
+            raise OutriderError("min_tokens forbids stop_token_ids that the constraint may need; leave one of them out")
 
 
 def _real(name: str, value: float, low: float, high: float, hint: str) -> None:

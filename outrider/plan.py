@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any, Protocol, cast
 
 from outrider import tree
-from outrider.arms import FEW, PATIENCE, Arm, Load, Outcome
+from outrider.arms import FEW, PATIENCE, TRIAL, Arm, Load, Outcome
 from outrider.cost import expected_tau
 from outrider.errors import OutriderError
 from outrider.passcost import Clock, CostModel
 from outrider.stats import Stats
-from outrider.types import Batch, Draft, Row
+from outrider.types import Batch, Draft, Draw, Row
+from outrider.verify import EXACT
 
 
 class Planner(Protocol):
@@ -32,7 +33,7 @@ class Planner(Protocol):
 
 
 class FixedPlanner:
-    """k guesses, always."""
+    """k guesses, always, and what grammars force besides; with k = 0 nothing is guessed at all."""
 
     def __init__(self, k: int) -> None:
         if k < 0:
@@ -40,7 +41,7 @@ class FixedPlanner:
         self._k = k
 
     def plan(self, batch: Batch, stats: Stats) -> Batch:
-        return replace(batch, budget=tuple(min(self._k, most) for most in batch.budget))
+        return replace(batch, budget=_at_most(self._k, batch), room=batch.room if self._k else ())
 
     def trim(self, batch: Batch, draft: Draft) -> Draft:
         return draft
@@ -73,25 +74,38 @@ class CostPlanner:
         self._rows: tuple[Row, ...] = ()  # of the last decision
         self._read = frozenset[int]()  # requests whose texts the arm in use has read
         self._usual = 0.0  # tokens of a completion, lately; 0: none has ended yet
+        # Seconds of the rounds that it planned, and what plain decoding would have taken for the same tokens.
+        self.spent_seconds = self.plain_seconds = 0.0
         self._cleared = 0  # rounds when this was emptied:
         self._found: dict[tuple[int, int, int], tuple[int, float]] = {}  # best k and gain, for some rounds
 
     def plan(self, batch: Batch, stats: Stats) -> Batch:
-        if self._replay and any(map(_seeded, batch.rows)):
+        if any(self._fixed(row) for row in batch.rows):
             self._span = _Span(Load.of(batch), -1, 0, 0)
-            return replace(batch, budget=tuple(min(_SEEDED, most) for most in batch.budget))
-        load = Load.of(batch)
-        if not self._span.goes_on(load, stats.rounds):
+            return replace(batch, budget=_at_most(_FIXED, batch))
+        load, aside = Load.of(batch), any(row.request.arm is not None for row in batch.rows)
+        if not self._span.goes_on(load, stats.rounds) or aside != self._span.mixed:
             self._learn(stats)
             self._decide(batch, load)
+            self._span.mixed = aside
         self._span.rounds += 1
-        budget = tuple(min(self._k, most) for most in batch.budget)
+        budget = _at_most(self._k, batch)
         if self._span.few:
             budget = self._few(batch, budget)
         if self._span.rounds == 1 and self._span.arm >= 0:
             self._read |= {row.request.id for row, most in zip(batch.rows, budget, strict=True) if most}
-        self._span.guessing += sum(map(bool, budget))
+        if aside:
+            budget = self._span.aside(batch, budget)
+        else:
+            self._span.guessing += sum(map(bool, budget))
         return replace(batch, budget=budget, keep=self._keep, worth=self._worth, arm=max(self._span.arm, 0))
+
+    def _fixed(self, row: Row) -> bool:
+        """Whether its user expects to see the text again, and guesses have a part in it."""
+        asked = row.request.params
+        if asked.seed is None or not asked.temperature:
+            return False
+        return self._replay if asked.verifier is None else EXACT[asked.verifier].draw is Draw.SAMPLE
 
     def _decide(self, batch: Batch, load: Load) -> None:
         for row in self._rows:
@@ -152,7 +166,7 @@ class CostPlanner:
                 trial = best
         self._price = self._clock.verify(load.rows, 0, cached=load.cached) / (load.rows * max(gains[chosen], 1.0))
         for i, arm in enumerate(self.arms):
-            arm.idle = 0 if i == chosen else arm.idle + 1
+            arm.idle = 0 if i == chosen else arm.idle + max(self._span.rounds, 1)
             if i == chosen and trial is None:
                 arm.patience = max(PATIENCE, arm.patience // 2)  # one lucky span is no proof
         return chosen
@@ -182,9 +196,19 @@ class CostPlanner:
         few = replace(load, rows=min(load.rows, FEW))
         if hope < self._bar(arm, on=False) or not self._repays(arm, hope, few):
             return False
-        record.patience = min(2 * record.patience, _PATIENCE_MOST)
+        record.patience = min(4 * record.patience, self._rest(record, load))
         record.try_again()
         return True
+
+    def _rest(self, record: Arm, load: Load) -> int:
+        """Rounds from one trial to the next, so that trials take no more than a small share of the time."""
+        few, draft = min(load.rows, FEW), record.costs.draft
+        reading = draft(few * load.cached, rows=few, cached=load.cached / 2) if draft else 0.0
+        plain, wide = (
+            self._clock.at(load.rows + more, rows=load.rows, cached=load.cached) for more in (0, few * _TRIED)
+        )
+        guesses = TRIAL * (wide - plain + _TRIED * record.guess_seconds(few, load.cached) * few)
+        return min(max(round((reading + guesses) / (_SPENT * plain)), PATIENCE), _PATIENCE_MOST)
 
     def _bar(self, arm: int, *, on: bool) -> float:
         """The gain from which an arm is used: one whose guesses are free may as well stay on and be trimmed."""
@@ -281,11 +305,21 @@ class CostPlanner:
         took = stats.target_seconds - before.target_seconds + stats.host_seconds - before.host_seconds
         columns = span.load.rows + span.load.feed + span.guesses / span.rounds
         self._clock.learn(columns, max(span.load.rows, 1), span.load.cached, took / span.rounds)
+        self._account(span, took + stats.propose_seconds - before.propose_seconds, stats.emitted - before.emitted)
         if span.guessing or stats.rounds - self._cleared >= _ROUNDS:
             self._found.clear()
             self._cleared = stats.rounds
         if span.guessing and span.load.rows:
             self.arms[span.arm].learn(span.outcome(before, stats), span.load.cached)
+
+    def _account(self, span: _Span, spent: float, emitted: int) -> None:
+        rows, cached = span.load.rows, span.load.cached
+        plain = spent  # prompts take their time, with guesses or without
+        if rows:
+            each, fed = (self._clock.verify(rows, 0, cached=cached, feed=feed) for feed in (0, span.load.feed))
+            plain = each * emitted / rows + (fed - each) * span.rounds
+        self.spent_seconds += spent
+        self.plain_seconds += plain
 
 
 @dataclass(slots=True)
@@ -300,6 +334,20 @@ class _Span:
     guessing: int = 0  # rows that were allowed guesses, summed over its rounds
     guesses: int = 0  # that were verified
     depth: int = 0  # of each round's deepest guess, summed
+    mixed: bool = False  # some rows chose their proposer themselves; of the others, passes and guesses before:
+    free: dict[Row, tuple[int, int]] = field(default_factory=dict)
+
+    def aside(self, batch: Batch, budget: tuple[int, ...]) -> tuple[int, ...]:
+        """Guesses for those who chose their proposer, whatever it is worth; what the others do is counted apart."""
+        out = []
+        for row, own, most in zip(batch.rows, budget, batch.budget, strict=True):
+            if row.request.arm is None:
+                self.free.setdefault(row, (len(row.passes), row.drafted))
+                self.guessing += bool(own)
+                out.append(own)
+            else:
+                out.append(most if row.request.params.guesses is not None else min(_FIXED, most))
+        return tuple(out)
 
     def goes_on(self, load: Load, rounds: int) -> bool:
         """Whether the next round, after so many in all, may be part of it."""
@@ -308,6 +356,11 @@ class _Span:
 
     def outcome(self, before: Stats, after: Stats) -> Outcome:
         idle = self.load.rows * self.rounds - self.guessing  # whoever may not guess emits one token
+        if self.free:
+            passes = [triple for row, (made, _) in self.free.items() for triple in row.passes[made:]]
+            drafted = sum(row.drafted - before for row, (_, before) in self.free.items())
+            own, before = Stats.of_passes(passes, drafted=drafted), Stats(propose_seconds=before.propose_seconds)
+            idle, after = own.passes - self.guessing, replace(own, propose_seconds=after.propose_seconds)
         return Outcome(
             rounds=self.rounds,
             rows=self.guessing,
@@ -320,9 +373,8 @@ class _Span:
         )
 
 
-def _seeded(row: Row) -> bool:
-    """Whether its user expects to see the text again, and chance has a part in it."""
-    return row.request.params.seed is not None and row.request.params.temperature > 0
+def _at_most(k: int, batch: Batch) -> tuple[int, ...]:
+    return tuple(min(k, most) for most in batch.budget)
 
 
 def _less(after: tuple[int, ...], before: tuple[int, ...]) -> tuple[int, ...]:
@@ -336,5 +388,6 @@ _FREE = 0.99  # the same of what costs next to nothing, and may begin to pay wit
 _TRIED = 4  # guesses of a row in a trial where nobody says how good they are
 _SPAN = 4  # rounds that a decision stands
 _LENGTH = 0.1  # weight of the last completion's length
-_SEEDED = 4  # guesses where a seed must reproduce the text
+_FIXED = 4  # guesses where a seed must reproduce the text, or a request names who guesses
+_SPENT = 0.01  # of the time, on trials that come to nothing
 _PATIENCE_MOST = 512  # rounds without speculation before it is tried again

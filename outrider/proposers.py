@@ -66,6 +66,21 @@ class Expression:
             yield from part.names()
 
 
+def alternatives(spec: str) -> tuple[str, ...]:
+    """Short names of those that a planner, or a request, chooses from: one, or the parts of a switch.
+
+    A folder is no part of a name unless two would be called alike, and then the last of its path is.
+    """
+    whole = parse(spec)
+    parts = whole.parts if whole.name == "switch" else (whole,)
+    heads = [part.name if part.name in (*NAMED, *COMBINATIONS) else f"{part.name}:{part.argument}" for part in parts]
+    names = [
+        f"{head}:{Path(part.argument).name}" if heads.count(head) > 1 and part.argument else head
+        for head, part in zip(heads, parts, strict=True)
+    ]
+    return tuple(name if names.count(name) == 1 else f"{name}#{i}" for i, name in enumerate(names, 1))
+
+
 def parse(spec: str) -> Expression:
     """Read an expression; an argument that holds a comma or a bracket stands in double quotes.
 

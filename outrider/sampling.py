@@ -5,14 +5,14 @@ Each step equals the logits processor of the same name in transformers; greedy i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch.nn import functional
 
 from outrider import tree
-from outrider.types import Draft, Packed, Row
+from outrider.types import Draft, Packed, Row, Want
 from outrider.verdict import ahead
 
 _EACH = slice(None)  # of the rows in their order, as logits [B, M, V] are
@@ -23,6 +23,7 @@ class Knobs:
     """The sampling parameters of a batch as tensors, made when the batch changes and not every round."""
 
     rows: tuple[Row, ...]
+    wants: torch.Tensor  # [B, 1, 4] float32: the fields of `Want`
     temperature: torch.Tensor  # [B, 1, 1]; 1 where greedy
     greedy: torch.Tensor  # [B, 1, 1] bool
     top_k: torch.Tensor  # [B, 1, 1] int64; V where off
@@ -50,9 +51,8 @@ class Knobs:
 
     @property
     def soft(self) -> bool:
-        """Whether every row draws from the softmax of its logits at some temperature, or takes the likeliest token."""
-        changed = self.bias is not None or self.any_penalty or self.any_minimum
-        return not (changed or self.any_top_k or self.any_top_p or self.any_min_p)
+        """Whether laws follow from logits as they are: nothing is added to them and no token forbidden."""
+        return self.bias is None and not self.any_penalty and not self.any_minimum
 
     @classmethod
     def of(cls, rows: Sequence[Row], vocab: int, device: torch.device) -> Knobs:
@@ -63,6 +63,7 @@ class Knobs:
 
         return cls(
             rows=tuple(rows),
+            wants=torch.tensor([want_of(row, vocab) for row in rows], device=device)[:, None],
             temperature=column([w.temperature or 1.0 for w in wants]),
             greedy=column([w.temperature == 0 for w in wants], torch.bool),
             top_k=column([min(w.top_k or vocab, vocab) for w in wants], torch.int64),
@@ -85,7 +86,29 @@ class Knobs:
         )
 
 
-def warp(logits: torch.Tensor, knobs: Knobs, draft: Draft, *, last: bool = False) -> torch.Tensor:
+def want_of(row: Row, vocab: int) -> Want:
+    params = row.request.params
+    return Want(
+        temperature=params.temperature,
+        top_k=min(params.top_k or vocab, vocab),
+        top_p=params.top_p,
+        min_p=params.min_p,
+    )
+
+
+def shape(logits: torch.Tensor, knobs: Knobs, of: torch.Tensor | slice) -> torch.Tensor:
+    """Laws from changed logits [T, M, V], of which [t] belongs to row `of[t]`: temperature, then the filters."""
+    if knobs.all_greedy:
+        return _one_hot(logits)
+    soft = logits / knobs.temperature[of] if knobs.any_temperature else logits
+    law = _filter(soft, knobs, of).softmax(-1)
+    return torch.where(knobs.greedy[of], _one_hot(logits), law) if not all(knobs.sampled) else law
+
+
+Shape = Callable[[torch.Tensor, Knobs, torch.Tensor | slice], torch.Tensor]  # what `shape` does, whoever does it
+
+
+def warp(logits: torch.Tensor, knobs: Knobs, draft: Draft, *, last: bool = False, shape: Shape = shape) -> torch.Tensor:
     """The law of the next token at each node of `draft`, the root first.
 
     Args:
@@ -93,6 +116,7 @@ def warp(logits: torch.Tensor, knobs: Knobs, draft: Draft, *, last: bool = False
         knobs: of the same rows.
         draft: whose paths the penalties see.
         last: the logits are those of node N - 1 alone.
+        shape: makes laws of changed logits.
 
     Returns:
         p, shaped like `logits`, each row summing to 1.
@@ -107,10 +131,10 @@ def warp(logits: torch.Tensor, knobs: Knobs, draft: Draft, *, last: bool = False
     if knobs.any_minimum:
         depth = ahead(draft)[:, -1:] if last else ahead(draft)
         logits = _forbid_ends(logits.flatten(0, 1), knobs, depth, _every(depth)).view_as(logits)
-    return _law(logits, knobs, _EACH)
+    return shape(logits, knobs, _EACH)
 
 
-def warp_packed(logits: Packed, knobs: Knobs, draft: Draft) -> Packed:
+def warp_packed(logits: Packed, knobs: Knobs, draft: Draft, *, shape: Shape = shape) -> Packed:
     """`warp` for the nodes that exist: the same numbers, and none for padding."""
     values, of = logits.values[:, None], _owners(logits)  # as if they were so many rows of one node
     if knobs.bias is not None:
@@ -124,7 +148,7 @@ def warp_packed(logits: Packed, knobs: Knobs, draft: Draft) -> Packed:
             values = _penalise(values, knobs, of, output[:-1, None], prompt)
         if knobs.any_minimum:
             values = _forbid_ends(values[:, 0], knobs, ahead(draft), at)[:, None]
-    return replace(logits, values=_law(values, knobs, of)[:, 0])
+    return replace(logits, values=shape(values, knobs, of)[:, 0])
 
 
 def sound(logits: torch.Tensor) -> torch.Tensor:
@@ -141,14 +165,6 @@ def _owners(packed: Packed) -> torch.Tensor:
     """[T]: whose nodes they are, where padding points to nodes of the same row."""
     rows = torch.arange(len(packed.at), device=packed.at.device)[:, None].expand_as(packed.at)
     return rows.new_empty(len(packed.values)).scatter_(0, packed.at.flatten(), rows.flatten())
-
-
-def _law(logits: torch.Tensor, knobs: Knobs, of: torch.Tensor | slice) -> torch.Tensor:
-    if knobs.all_greedy:
-        return _one_hot(logits)
-    soft = logits / knobs.temperature[of] if knobs.any_temperature else logits
-    law = _filter(soft, knobs, of).softmax(-1)
-    return torch.where(knobs.greedy[of], _one_hot(logits), law) if not all(knobs.sampled) else law
 
 
 def _one_hot(logits: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,7 @@ from outrider.types import Batch, Finish, Request, Round, Row
 
 _PATIENCE = 64  # rounds that someone waits and is then served like one of the next lower priority who comes now
 _AHEAD = 64  # tokens that each row can go on for, as far as memory goes, when another one is admitted
+_NO_NUMBERS = "the target's logits were not numbers (NaN or infinite)"
 
 
 class Scheduler:
@@ -71,6 +72,8 @@ class Scheduler:
                 break
             heapq.heappop(self._waiting)
             row.slot = heapq.heappop(self._free)
+            if row.request.grammar is not None and row.matcher is None:
+                row.matcher = row.request.grammar.start(row.request.end_ids)
             insort(self._running, row, key=attrgetter("rank"))
             admitted.append(row)
         return admitted
@@ -87,11 +90,13 @@ class Scheduler:
                 takes[row.slot] = take
         rows = sorted((row for row in self._running if row.slot in takes), key=lambda row: row.slot)
         feeds = tuple(tuple(row.text[row.cached : row.cached + takes[row.slot]]) for row in rows)
+        room = tuple(self._room(row, len(feed)) for row, feed in zip(rows, feeds, strict=True))
         return Batch(
             rows=tuple(rows),
             start=tuple(row.cached for row in rows),
             feed=feeds,
-            budget=tuple(self._room(row, len(feed)) for row, feed in zip(rows, feeds, strict=True)),
+            budget=room,
+            room=room,
             waiting=len(self._running) - len(rows) + min(len(self._waiting), len(self._free)),
         )
 
@@ -111,7 +116,7 @@ class Scheduler:
         for b, row in enumerate(round.batch.rows):
             row.cached = round.batch.start[b] + len(round.batch.feed[b]) + len(round.path[b])
             if round.failed[b]:
-                row.finish, row.error = Finish.ERROR, "the target's logits were not numbers (NaN or infinite)"
+                row.finish, row.error = Finish.ERROR, round.reasons.get(b, _NO_NUMBERS)
             elif round.emitted[b]:
                 self._extend(row, round, b)
         return self._retire([row for row in round.batch.rows if row.finish])
@@ -155,7 +160,10 @@ class Scheduler:
         for i, token in enumerate(round.emitted[b]):
             row.text.append(token)
             row.authors.append(i < kept)
-            row.finish = self._finish(row, token)
+            try:
+                row.finish = self._finish(row, token)
+            except OutriderError as error:
+                row.finish, row.error = Finish.ERROR, str(error)
             if row.finish:
                 break
         emitted = row.emitted - before
@@ -168,6 +176,10 @@ class Scheduler:
             return Finish.STOP
         if row.stream and row.stream.push(token, stoppable=row.emitted >= request.params.min_tokens):
             return Finish.STOP
+        if row.matcher:
+            row.matcher.push(token)
+            if row.matcher.done:
+                return Finish.STOP
         full = row.emitted >= request.limit or len(row.text) >= self._context
         return Finish.LENGTH if full else None
 

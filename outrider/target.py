@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from copy import copy
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, runtime_checkable
 from weakref import WeakSet
@@ -26,7 +27,7 @@ from outrider.native.target import NativeTarget
 from outrider.prepack import can_prepack, load_weights, prepack, weight_bytes
 from outrider.quantize import quantise
 from outrider.static_pass import SpareCache, StaticModel
-from outrider.types import Batch, Dice, Draft, Grown, Scores, Tables, Trust
+from outrider.types import Batch, Dice, Draft, Grown, Memory, Scores, Tables, Trust
 from outrider.watch import Watch
 
 KERNELS = ("auto", "native", "torch")
@@ -191,7 +192,8 @@ class AttentionTarget:
         return tuple(weight_bytes(layer) for layer in layer_stack(self._model)[1]), weight_bytes(head)
 
     def lend(self) -> Tables:
-        return lend(self._model)
+        config = self._model.config.get_text_config(decoder=True).to_dict()
+        return replace(lend(self._model), memory=Memory(entries=self._memory.entries, config=config))
 
     def excerpt(self, layers: Sequence[int]) -> AttentionTarget:
         other = copy(self)
@@ -366,9 +368,10 @@ def grow_by_scores(target: Target, batch: Batch, vocab: int, trust: Trust | None
     draft = tree.empty(len(batch.rows), target.device)
     watch = Watch(batch.budget, trust if tree.near(target.device) else None)
     while watch.depth < max(watch.count):
-        logits = target.score(batch, draft, first=watch.depth - 1).logits[:, -1, :vocab]
+        scores = target.score(batch, draft, first=watch.depth - 1)
+        logits = scores.logits[:, -1, :vocab]
         tokens = torch.cat([draft.tokens, logits.argmax(-1, keepdim=True)], 1)
-        watch.look(logits, tokens[:, -1])
+        watch.look(logits, tokens[:, -1], None if scores.sure is None else scores.sure[:, -1])
         draft = tree.chain(tokens, tuple(min(most, watch.depth) for most in watch.count))
     return Grown(tokens=draft.tokens, count=tuple(watch.count), margin=watch.margins, chance=watch.chances)
 

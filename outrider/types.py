@@ -10,13 +10,14 @@ before the round begins, so nothing between propose and commit waits for the dev
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from outrider.grammar import Grammar, Matcher
 from outrider.params import SamplingParams
 from outrider.stats import Stats
 from outrider.text import TextStream
@@ -41,10 +42,10 @@ class Draw(StrEnum):
 class Finish(StrEnum):
     """Why a completion ended."""
 
-    STOP = "stop"  # end-of-text, a stop token or a stop string
+    STOP = "stop"  # end-of-text, a stop token, a stop string, or the end of what the constraint allows
     LENGTH = "length"  # max_tokens, or the context is full
     ABORT = "abort"  # the caller took it back
-    ERROR = "error"  # the model's logits were not numbers
+    ERROR = "error"  # the model's logits were not numbers, or the grammar grew too complex
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +58,8 @@ class Request:
     seed: int
     end_ids: frozenset[int]  # tokens that end the completion: end-of-text and the user's
     limit: int  # tokens to emit at most
+    arm: int | None = None  # which of the proposer's alternatives guesses for it; None: whichever the planner chooses
+    grammar: Grammar | None = None  # of its constraint
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -67,6 +70,7 @@ class Row:
     slot: int  # -1 while it waits for one
     text: list[int]  # committed: the prompt and what was emitted
     stream: TextStream | None = None
+    matcher: Matcher | None = None  # where the text stands in its grammar
     cached: int = 0  # committed tokens that the target's cache holds
     passes: list[tuple[int, int, int]] = field(default_factory=list)  # (deepest guess, accepted, emitted) a pass
     drafted: int = 0  # nodes of all passes
@@ -89,6 +93,7 @@ class Batch:
     start: tuple[int, ...]  # [B] cached length before this round
     feed: tuple[tuple[int, ...], ...]  # [B] tokens, at least one a row
     budget: tuple[int, ...]  # [B] guesses the row may spend; 0 = do not speculate
+    room: tuple[int, ...] = ()  # [B] the same with those that its grammar forces; none: it may add none
     waiting: int = 0  # rows that hold a slot and take no part in this round
     keep: float = 0.0  # the chance from which a guess pays for its place in the target's pass
     worth: tuple[float, ...] = ()  # the chance from which it pays to draft another after it, where 1, 2, ... rows do
@@ -99,6 +104,12 @@ class Batch:
         """[B] whether the feed reaches the end of the committed text, so that the row emits this round."""
         ends = zip(self.rows, self.start, self.feed, strict=True)
         return tuple(start + len(feed) == len(row.text) for row, start, feed in ends)
+
+    @property
+    def arms(self) -> tuple[int, ...]:
+        """[B] which of the proposer's alternatives each row has its guesses from."""
+        asked = (row.request.arm for row in self.rows)
+        return tuple(self.arm if arm is None else arm for arm in asked)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -170,11 +181,20 @@ class Trust:
         return self.worth[min(rows, len(self.worth)) - 1] if self.worth else 0.0
 
 
+class Want(NamedTuple):
+    """How a request wants its tokens drawn, once bias and penalties have changed the logits."""
+
+    temperature: float  # 0 takes the likeliest id
+    top_k: int  # the size of the vocabulary is off
+    top_p: float
+    min_p: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Dice:
     """How the guesses of a chain are drawn: each is the first id whose cumulative chance exceeds a given number."""
 
-    temperature: tuple[float, ...]  # [B]; 0 takes the likeliest id
+    wants: tuple[Want, ...]  # [B]
     uniform: torch.Tensor  # [B, K] float64 in [0, 1)
 
 
@@ -199,11 +219,27 @@ class Scores:
     best: torch.Tensor | None = (
         None  # [B, 1 + N] the likeliest ids, -1 where logits are no numbers; None: not looked for
     )
+    sure: torch.Tensor | None = None  # [B, 1 + N] a draft's own word, in log-odds, that a guess drawn there is kept
 
     @property
     def packed(self) -> Packed | None:
         """The logits without their padding, at least one for each row, where a pass has left them so."""
         return None
+
+    def states(self, layers: Sequence[int], b: int, path: Sequence[int]) -> torch.Tensor:
+        """[n, layers, H] of row b's feed and of the guesses on `path`; it may be a view into the whole pass."""
+        nodes = [node + 1 for node in path]
+        return torch.stack([torch.cat([self.fed[at][b], self.features[at][b, nodes]]) for at in layers], 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Memory:
+    """A target's keys and values for those who look at them, entry by place in the text, however they lie."""
+
+    # Of a layer and some slots, from one entry up to another: keys and values [rows, key heads, entries, D], which may
+    # be views. Behind what a slot holds stands anything that is a number. None before the first pass.
+    entries: Callable[[int, Sequence[int], int, int], tuple[torch.Tensor, torch.Tensor] | None]
+    config: Mapping[str, Any]  # the model's own words for its layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -215,6 +251,7 @@ class Tables:
     norm: torch.Tensor  # [H], before the head
     epsilon: float
     packed: Any = None  # the head as native kernels read it, for drafts that run on them too
+    memory: Memory | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,7 +284,8 @@ class Round:
     path: tuple[tuple[int, ...], ...]  # [B] accepted draft nodes, in order
     emitted: tuple[tuple[int, ...], ...]  # [B] their tokens and the bonus; empty for a row that only fed
     sampled_logprob: tuple[tuple[float, ...], ...]  # [B] under p, per emitted token
-    failed: tuple[bool, ...]  # [B] the target's logits were not numbers
+    failed: tuple[bool, ...]  # [B] the target's logits were not numbers, or as `reasons` says
+    reasons: Mapping[int, str] = field(default_factory=dict)  # by row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

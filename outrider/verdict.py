@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import torch
 
 from outrider import tree
@@ -28,6 +30,26 @@ def judge(draft: Draft, p: torch.Tensor, path: torch.Tensor, kept: torch.Tensor,
     emitted = torch.arange(size + 1, device=p.device) <= kept[:, None]
     chance = p[each, at, tokens.clamp(0, p.shape[-1] - 1)]
     return Verdict(path=path, accepted=kept, bonus=bonus, logprob=torch.where(emitted, chance.log(), 0.0))
+
+
+def chosen(verdicts: Mapping[str, Verdict], names: Sequence[str]) -> Verdict:
+    """For each row b the verdict of rule `names[b]`, where every rule has judged all rows."""
+    if len(verdicts) == 1:
+        return next(iter(verdicts.values()))
+    out = None
+    for name, verdict in verdicts.items():
+        if out is None:
+            out = verdict
+            continue
+        own = torch.tensor([each == name for each in names], device=verdict.bonus.device)
+        out = Verdict(
+            path=torch.where(own[:, None], verdict.path, out.path),
+            accepted=torch.where(own, verdict.accepted, out.accepted),
+            bonus=torch.where(own, verdict.bonus, out.bonus),
+            logprob=torch.where(own[:, None], verdict.logprob, out.logprob),
+        )
+    assert out is not None
+    return out
 
 
 def prefix_of(draft: Draft, kept: torch.Tensor) -> torch.Tensor:

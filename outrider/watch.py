@@ -20,11 +20,15 @@ class Watch:
         self.margins: list[list[float]] | None = None if trust is None else [[] for _ in budget]
         self.chances: list[list[float]] | None = None if trust is None else [[] for _ in budget]
 
-    def look(self, logits: torch.Tensor, drawn: torch.Tensor) -> None:
-        """At the next guess of each row [B], and at the logits [B, V] that it was drawn from."""
+    def look(self, logits: torch.Tensor, drawn: torch.Tensor, sure: torch.Tensor | None = None) -> None:
+        """At the next guess of each row [B], and at the logits [B, V] that it was drawn from.
+
+        `sure`: what the draft itself says of it [B], in log-odds; it then stands for the margin of the logits.
+        """
         if self._trust is not None:
             until = self._trust.until(sum(count > self.depth for count in self.count))
-            for b, (margin, token) in enumerate(zip(margins_of(logits), drawn.tolist(), strict=True)):
+            margins = margins_of(logits) if sure is None else sure.tolist()
+            for b, (margin, token) in enumerate(zip(margins, drawn.tolist(), strict=True)):
                 if self.depth < self.count[b]:
                     chance = self._note(b, margin)
                     left_out = chance < self._trust.keep

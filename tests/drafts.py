@@ -22,17 +22,20 @@ from outrider.heads.description import (
     Scaling,
     Stack,
     Taps,
+    View,
 )
 from outrider.heads.store import HeadModule, make_module
 from outrider.llm import LLM
 from outrider.params import SamplingParams
 from outrider.propose.heads import HeadProposer
-from outrider.types import Batch, Request, Round, Row, Scores
+from outrider.types import Batch, Memory, Request, Round, Row, Scores
 
 LLAMA3 = Rope(scaling=Scaling.LLAMA3, factor=8.0, original=64, low=1.0, high=4.0)
 YARN = Rope(scaling=Scaling.YARN, factor=4.0, original=64, low=1.0, high=32.0, amplitude=1.14)
 CPU = torch.device("cpu")
 TABLE, HEAD = (torch.randn(96, 64, generator=torch.Generator().manual_seed(i)) for i in (1, 2))  # a target's
+FULL, SLIDING = "full_attention", "sliding_attention"
+KINDS = (SLIDING, SLIDING, SLIDING, FULL) * 2  # of that target's layers
 MASK = 7  # whose row of a table of embeddings is the mask of a draft that fills in blocks
 _LAST = Taps(layers=(7,), final=True)
 
@@ -81,6 +84,18 @@ def cases(hidden: int = 64, vocab: int = 96) -> Mapping[str, tuple[str, Descript
     biased = replace(three, attention_bias=True, output_bias=True, rope=YARN)
     slim = replace(three, layers=1, hidden=48)
     tables = {"own_head": True, "own_embedding": True}
+    near = View(layer=6, key_heads=2, dim=16, window=9)
+    turned = Rope(scaling=Scaling.PROPORTIONAL, factor=1.0)
+    far = View(layer=7, key_heads=1, dim=32, theta=1e6, rope=turned, rotary=0.25)
+    gemma = Description(
+        kind=Kind.ONLOOKER,
+        **common,
+        taps=_LAST,
+        join=Join(at=JoinAt.PROJECTION, norms=False),
+        body=replace(body, layers=3, hidden=48, key_heads=1, dim=32, head_norms=True, gemma=True),
+        views=(near, near, far),
+        own_head=True,
+    )
     nemotron = replace(body, rotary=0.0, gated=False)
     gated = replace(body, head_norms=True, attention_gate=True, rotary=0.5, theta=1e6)
     zeroed, raw = {"zero_first": True}, Taps(layers=(7,))
@@ -129,6 +144,7 @@ def cases(hidden: int = 64, vocab: int = 96) -> Mapping[str, tuple[str, Descript
         ),
         "mtp of speculators": ("mtp-speculators", mtp()),
         "nemotron": ("mtp-nemotron", mtp(body=nemotron)),
+        "assistant": ("gemma4-assistant", gemma),
         "dflash": ("dflash", block()),
         "biased dflash": ("dflash", block(body=biased, taps=Taps(layers=(0, 7), fused=True))),
         "dflash of speculators": ("dflash-speculators", block()),
@@ -203,3 +219,13 @@ def check_text(folder, make, *, temperature, k):
     got, wanted = (llm.generate(prompts, params) for llm in (ours, theirs))
     assert [each.tokens for each in got] == [each.tokens for each in wanted]
     assert sum(each.stats.drafted for each in got)
+
+
+def shown(layer, pair):
+    """A memory of keys and values [2, slots, key heads, entries, D] of one layer."""
+
+    def entries(wanted, slots, begin, end):
+        assert wanted == layer
+        return tuple(pair[:, slots, :, begin:end])
+
+    return Memory(entries=entries, config={})

@@ -23,6 +23,7 @@ from outrider.load import load_checkpoint
 from outrider.params import SamplingParams
 from outrider.propose import model as model_of_proposing
 from outrider.propose.base import NoProposer
+from outrider.propose.confidence import Confidence
 from outrider.propose.heads import HeadProposer, HeadTreeProposer
 from outrider.target import make_target
 from outrider.testing import ToyTarget, toy_setup
@@ -198,23 +199,22 @@ def test_training_sees_what_the_engine_will(kind, name):
         tell(head, rows, taps, [len(row.text) - 1 for row in rows])
         batch = batch_of(head, rows)
         chain = tree.empty(len(rows), CPU)
-        found = [head.score(batch, chain).logits[:, -1]]
+        found = [head.score(batch, chain)]
         truth = [tokens[row.slot, len(row.text) :].tolist() + [0] * guesses for row in rows]
         for guess in range(1, guesses):
             chain = tree.chain(torch.tensor([each[:guess] for each in truth]), (guess,) * len(rows))
-            found.append(head.score(batch, chain, first=guess - 1).logits[:, -1])
+            found.append(head.score(batch, chain, first=guess - 1))
         for b, row in enumerate(rows):
             place = len(row.text) - 1
             for guess, step in enumerate(steps):
                 assert bool(step.learn[row.slot, place - 1]) == (place + guess < lengths[row.slot])
                 if step.learn[row.slot, place - 1]:
                     wanted = said[guess][row.slot, place - 1]
-                    assert (found[guess][b, module.ids] - wanted).abs().max() < 1e-3
+                    assert (found[guess].logits[b, -1, module.ids] - wanted).abs().max() < 1e-3
                     assert torch.equal(meant[guess][row.slot, place - 1], laws[row.slot, place + guess])
                     compared += 1
-                    if module.block.confidence and guess < guesses - 1:
-                        told = sure[guess][row.slot, place - 1].sigmoid()
-                        assert abs(head.chances(chain)[b, guess] - told) < 1e-5
+                    if module.block.confidence:
+                        assert abs(found[guess].sure[b, -1] - sure[guess][row.slot, place - 1]) < 1e-4
         commit(head, batch, chain)
         for row in rows:
             row.text += tokens[row.slot, len(row.text) :][: chance.randint(1, 3)].tolist()
@@ -310,26 +310,44 @@ def test_a_node_is_answered_by_its_own_path(kind):
             assert torch.allclose(alone[b, 0], whole[b, node], atol=1e-4)
 
 
-def test_chances_know_what_stands_above_a_guess_and_not_the_guess():
+def test_a_draft_that_judges_itself_knows_what_stands_above_a_guess_and_not_the_guess():
     head = make_head_target(make_draft(describe("dspark", SMALL)), TABLES, slots=1, context=32)
     rows = admit(head, [[1, 2, 3, 4, 5]])
     tell(head, rows, torch.randn(1, 4, 5, 64), [4])
-    head.score(batch_of(head, rows), tree.empty(1, CPU))
+    batch = batch_of(head, rows)
+    head.score(batch, tree.empty(1, CPU))
     parent = torch.tensor([[-1, -1, 0, 0, 2]])
     tokens = torch.tensor([[7, 8, 9, 10, 11]])
-    chances = head.chances(tree.chosen(tokens, parent, (5,)))
-    assert ((chances > 0) & (chances < 1)).all()
-    assert chances[0, 0] == chances[0, 1]
-    assert chances[0, 2] == chances[0, 3]
+
+    def below(tokens):
+        """Log-odds [5] below each guess."""
+        return head.score(batch, tree.chosen(tokens, parent, (5,)), first=0).sure[0]
+
+    sure = below(tokens)
     for node in range(5):
         other = tokens.clone()
         other[0, node] = 30
-        changed = head.chances(tree.chosen(other, parent, (5,))) != chances
-        assert changed[0].tolist() == [int(parent[0, each]) == node for each in range(5)]
-    with pytest.raises(OutriderError, match="train one of kind dspark"):
-        make_head_target(make_draft(describe("dflash", SMALL)), TABLES, slots=1, context=32).chances(
-            tree.chosen(tokens, parent, (5,))
-        )
+        assert (below(other) != sure).tolist() == [each == node for each in range(5)]
+    plain = make_head_target(make_draft(describe("dflash", SMALL)), TABLES, slots=1, context=32)
+    rows = admit(plain, [[1, 2, 3, 4, 5]])
+    tell(plain, rows, torch.randn(1, 4, 5, 64), [4])
+    assert plain.score(batch_of(plain, rows), tree.empty(1, CPU)).sure is None
+
+
+def test_the_planner_hears_how_sure_a_draft_is_of_itself():
+    """Where its confidence head says never, a chain ends at the first guess; where it says always, at the budget."""
+    module = make_draft(describe("dspark", SMALL))
+    head = make_head_target(module, TABLES, slots=1, context=32)
+    rows = admit(head, [[1, 2, 3, 4, 5]])
+    tell(head, rows, torch.randn(1, 4, 5, 64), [4])
+    batch = replace(batch_of(head, rows), budget=(4,))
+    trust = Confidence().trust(0.2, (0.0,), ())
+    lengths = []
+    torch.nn.init.zeros_(module.judge.weight)
+    for log_odds in (-9.0, 9.0):
+        torch.nn.init.constant_(module.judge.bias, log_odds)
+        lengths.append(head.grow(batch, 40, trust).count[0])
+    assert lengths == [0, 4]
 
 
 @pytest.mark.parametrize("make", [HeadProposer, HeadTreeProposer])

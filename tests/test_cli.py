@@ -14,8 +14,10 @@ import pytest
 from typer.testing import CliRunner
 
 import outrider
-from outrider import SamplingParams, options
+from outrider import Constraint, OutriderError, SamplingParams, options
 from outrider.cli import app
+from outrider.embedded import embedded
+from outrider.form_options import FormOptions
 
 CODE = "<|endoftext|>import os\nimport sys\n"
 QUESTION = "What is 17 + 25?"
@@ -55,8 +57,27 @@ def test_module():
 
 def test_every_sampling_parameter_is_an_option():
     flags = {field.name.removesuffix("s") for field in dataclasses.fields(options.SamplingOptions)}
+    flags.add("constraint")  # several options, of which one may be given
+    flags |= {"proposer", "verifier"}  # which choose the engine's own, and no other is there to be asked
     assert flags == {field.name.removesuffix("s") for field in dataclasses.fields(SamplingParams)}
     assert options.SamplingOptions().params() == SamplingParams()
+
+
+def test_a_form_is_read_from_a_file_or_given(tmp_path):
+    schema, grammar = tmp_path / "schema.json", tmp_path / "grammar.lark"
+    schema.write_text('{"type": "object"}')
+    grammar.write_text('start: "a"')
+    assert FormOptions().constraint() is None
+    assert FormOptions(json_schema=str(schema)).constraint() == Constraint.json_object()
+    assert FormOptions(grammar=str(grammar)).constraint() == Constraint.grammar('start: "a"')
+    assert FormOptions(regex="a+").constraint() == Constraint.regex("a+")
+    with pytest.raises(OutriderError, match="give one of them"):
+        FormOptions(regex="a", grammar=str(grammar)).constraint()
+    with pytest.raises(OutriderError, match="cannot be read"):
+        FormOptions(json_schema=str(tmp_path / "none")).constraint()
+    result = invoke("run", "x", "--target", str(embedded("nano")), "--proposer", "ngram", "--regex", "[0-9]{4}")
+    assert result.exit_code == 0, result.output
+    assert len(result.stdout.strip()) == 4
 
 
 def test_options_arrive():

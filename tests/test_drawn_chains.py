@@ -15,13 +15,14 @@ from outrider.params import SamplingParams
 from outrider.propose.base import Setup
 from outrider.propose.model import ModelProposer
 from outrider.target import Drawer, make_target
-from outrider.types import Batch, Dice, Draw, Law, Scores, Trust
+from outrider.types import Batch, Dice, Draw, Law, Scores, Trust, Want
 from tests import tiny
 from tests.test_packed import PlainTarget
 
 pytestmark = pytest.mark.skipif(not tiny.compiles(), reason="no C++ compiler here")
 CPU = torch.device("cpu")
 TEMPERATURES = (1.0, 0.0, 0.6, 1.7)
+FILTERS = ({"top_p": 0.9}, {}, {"top_k": 40, "min_p": 0.01}, {"top_k": 100, "top_p": 0.95})
 
 
 @pytest.fixture(scope="module")
@@ -38,25 +39,31 @@ def proposer_of(model, vocab, draw=Draw.SAMPLE):
     return ModelProposer(setup, model)
 
 
-def rows_of(chance, temperatures=TEMPERATURES):
-    params = [SamplingParams(temperature=each, seed=b) for b, each in enumerate(temperatures)]
+def rows_of(chance, temperatures=TEMPERATURES, filters=({},) * 4):
+    wants = zip(temperatures, filters, strict=True)
+    params = [SamplingParams(temperature=each, seed=b, **filter) for b, (each, filter) in enumerate(wants)]
     return [make_row(tiny_text(chance, 3 + 5 * b), b, want) for b, want in enumerate(params)]
+
+
+def want(temperature):
+    return Want(temperature=temperature, top_k=256, top_p=1.0, min_p=0.0)
 
 
 def tiny_text(chance, size):
     return [chance.randrange(200) for _ in range(size)]
 
 
+@pytest.mark.parametrize("filters", [({},) * 4, FILTERS], ids=["whole", "filtered"])
 @pytest.mark.parametrize("keep", [0.0, 0.02])
 @pytest.mark.parametrize("vocab", [200, tiny.VOCAB, 300])
-def test_the_same_guesses_from_the_same_laws(vocab, keep, folder):
+def test_the_same_guesses_from_the_same_laws(vocab, keep, filters, folder):
     """Whether the draft has as many ids as the target, more or fewer."""
     ways = []
     for plain in (False, True):
         model = model_of(folder)
         model = PlainTarget(model) if plain else model
         assert isinstance(model, Drawer) is not plain
-        ways.append((proposer_of(model, vocab), rows_of(random.Random(1))))
+        ways.append((proposer_of(model, vocab), rows_of(random.Random(1), filters=filters)))
     for proposer, rows in ways:
         for row in rows:
             proposer.admit(row.slot, row.request)
@@ -83,8 +90,8 @@ def test_other_ways_to_guess_stay_what_they_are(draw, folder):
     ways = []
     for plain in (False, True):
         model, rows = model_of(folder), rows_of(random.Random(1))
-        for row in rows if plain else ():  # a filter that takes nothing away, but asks for laws
-            want = replace(row.request.params, min_p=1e-30)
+        for row in rows if plain else ():  # a penalty that changes nothing, but asks for laws
+            want = replace(row.request.params, repetition_penalty=1 + 1e-12)
             row.request = replace(row.request, params=want)
         proposer = proposer_of(model, tiny.VOCAB, draw)
         for row in rows:
@@ -122,7 +129,7 @@ def test_what_is_drawn_is_what_the_plain_sums_say(folder):
         model.cache.admit(row.slot, row.text)
 
     def draw(uniform):
-        return model.draw(batch, 256, Dice(temperature=(1.0,) * 4, uniform=uniform))
+        return model.draw(batch, 256, Dice(wants=(want(1.0),) * 4, uniform=uniform))
 
     law = draw(torch.zeros(4, 1, dtype=torch.float64)).q.padded()[:, 0]
     sums = law.cumsum(-1, dtype=torch.float64)
@@ -140,7 +147,9 @@ def test_a_chain_that_draws_stops_as_any_other(folder):
     batch = Batch(rows=tuple(rows), start=(0,) * 4, feed=tuple(tuple(row.text) for row in rows), budget=(5, 3, 5, 1))
     for row in rows:
         model.cache.admit(row.slot, row.text)
-    dice = Dice(temperature=TEMPERATURES, uniform=torch.rand(4, 5, dtype=torch.float64, generator=seeded(1)))
+    dice = Dice(
+        wants=tuple(map(want, TEMPERATURES)), uniform=torch.rand(4, 5, dtype=torch.float64, generator=seeded(1))
+    )
     free = model.draw(batch, 256, dice)
     assert free.count == (5, 3, 5, 1)
     assert free.q.at.tolist()[1] == [-1] * 5
@@ -162,6 +171,6 @@ def test_a_draft_that_says_nothing_guesses_something(folder):
     row = make_row([1, 2, 3], 0, SamplingParams())
     model.cache.admit(0, row.text)
     batch = Batch(rows=(row,), start=(0,), feed=((1, 2, 3),), budget=(2,))
-    found = model.draw(batch, 256, Dice(temperature=(1.0,), uniform=torch.full((1, 2), 0.5, dtype=torch.float64)))
+    found = model.draw(batch, 256, Dice(wants=(want(1.0),), uniform=torch.full((1, 2), 0.5, dtype=torch.float64)))
     assert found.tokens.tolist() == [[0, 0]]
     assert torch.equal(found.q.padded()[0], torch.eye(256)[[0, 0]])

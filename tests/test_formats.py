@@ -16,7 +16,7 @@ from outrider.cli import app
 from outrider.convert import checked
 from outrider.embedded import embedded
 from outrider.errors import OutriderError
-from outrider.heads.description import Recycle
+from outrider.heads.description import Kind, Recycle
 from outrider.heads.files import Stored, read_partner, write_folder
 from outrider.heads.formats.base import Partner, Source, Unowned
 from outrider.heads.formats.known import FORMATS, format_of
@@ -25,12 +25,13 @@ from outrider.llm import LLM
 from outrider.params import SamplingParams
 from outrider.propose.heads import HeadProposer, HeadTreeProposer
 from outrider.stats import Stats
-from tests.drafts import HEAD, MASK, TABLE, cases, random_draft
+from tests.drafts import HEAD, KINDS, MASK, TABLE, cases, random_draft
 
 SMALL, MINI = cases(), cases(hidden=384, vocab=12288)
-PARTNER = Partner(vocab=96, hidden=64, layers=8, head=lambda: HEAD, embedding=lambda: TABLE)
-# What is the target's own in them is found by comparing.
+PARTNER = Partner(vocab=96, hidden=64, layers=8, head=lambda: HEAD, embedding=lambda: TABLE, kinds=KINDS)
+# What is the target's own in them is found by comparing, or what they look at follows from the target.
 BORROWERS = [
+    "assistant",
     "legacy medusa",
     "medusa with the target's head",
     *(case for case, (_, it) in SMALL.items() if it.block and not (it.own_head and it.own_embedding)),
@@ -101,7 +102,7 @@ def plain():
     return [each.tokens for each in LLM(proposer="none", **OPTIONS).generate(PROMPTS, params)]
 
 
-@pytest.mark.parametrize("case", MINI)
+@pytest.mark.parametrize("case", [case for case in MINI if case != "assistant"])  # whose target is Gemma 4
 def test_the_text_is_the_targets_own(case, plain, tmp_path):
     written(tmp_path, case, read_partner(embedded("mini")), of=MINI)
     llm = LLM(proposer=f"draft:{tmp_path}", **OPTIONS)
@@ -180,6 +181,10 @@ def _set(name, value):
 
 def _inside(**values):
     return lambda config, _: config["dflash_config"].update(values)
+
+
+def _text(**values):
+    return lambda config, _: config["text_config"].update(values)
 
 
 def _drop(name):
@@ -269,7 +274,10 @@ BAD = {
         "no tensor 'confidence_head.proj.bias'",
     ),
     "unknown kind": ("speculators", _set("speculators_model_type", "guru"), "known are dflash, dspark, eagle3, peagle"),
-    "assistant": ("eagle3", _set("model_type", "gemma4_assistant"), "Gemma 4"),
+    "bare assistant": ("assistant", lambda *_: None, "follows from its target, Gemma 4; give that with --target DIR"),
+    "assistant's layers": ("assistant", _text(hidden_activation="silu"), "not those of Gemma 4's assistants"),
+    "assistant's kinds": ("assistant", _text(layer_types=["full_attention"]), "and it has 3 layers; mend config.json"),
+    "assistant's turns": ("assistant", _text(rope_parameters={}), "no rope_parameters for sliding_attention"),
 }
 
 
@@ -355,6 +363,31 @@ def test_specforge_says_all_of_it_in_one_table(tmp_path):
         config.update(architectures=["DSparkDraftModel"], dflash_config=inner)
 
     assert read_trained(spoiled(tmp_path, "dspark", nest), PARTNER).description == SMALL["dspark"][1]
+
+
+def test_an_assistant_is_written_where_its_target_has_what_it_looks_at():
+    description, weights = _plain("assistant")
+    format = format_of("gemma4-assistant")
+    config, tensors = format.write(description, weights, PARTNER)
+    assert "lm_head.weight" not in tensors
+    clusters = {
+        "masked_embedding.centroids.weight": torch.zeros(4, 48),
+        "masked_embedding.token_ordering": torch.zeros(96),
+    }
+    source = Source(config, {**tensors, **clusters, "lm_head.weight": tensors["model.embed_tokens.weight"]}, PARTNER)
+    assert format.read(source)[0] == description
+    assert sorted(sum(source.close().values(), ())) == [*clusters, "model.embed_tokens.weight"]
+    near, far = description.views[1:]
+    for change, partner, why in (
+        ({}, None, "give that with --target DIR"),
+        ({}, replace(PARTNER, kinds=("full_attention",) * 8), "and the target given has none"),
+        ({}, replace(PARTNER, kinds=KINDS[::-1]), "looks at other layers than the target's last ones"),
+        ({"views": (near, replace(near, window=5), far)}, PARTNER, "in more than one way"),
+        ({"body": replace(description.body, gemma=False)}, PARTNER, "other layers than Gemma 4's"),
+        ({"kind": Kind.MTP, "views": (), "body": SMALL["qwen"][1].body}, PARTNER, "is of kind mtp"),
+    ):
+        with pytest.raises(OutriderError, match=why):
+            format.write(replace(description, **change), weights, partner)
 
 
 def test_a_block_is_written_where_its_readers_run_it_alike():

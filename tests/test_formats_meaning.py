@@ -13,9 +13,10 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextAttentio
 
 from outrider import tree
 from outrider.embedded import embedded
+from outrider.heads.config import Settings
 from outrider.heads.description import Body, Rope, Scaling
 from outrider.heads.follow_target import FollowTarget, NativeFollowTarget
-from outrider.heads.formats.base import Partner, Settings, Source
+from outrider.heads.formats.base import Partner, Source
 from outrider.heads.formats.known import format_of
 from outrider.heads.formats.llama import read_rope, write_body
 from outrider.heads.layers import Attention, rotation

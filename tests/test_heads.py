@@ -13,7 +13,7 @@ from outrider import tree
 from outrider.calibrate import measure_pass
 from outrider.embedded import embedded
 from outrider.errors import OutriderError
-from outrider.heads.description import Description, Kind, Recycle
+from outrider.heads.description import Description, Kind, Recycle, View
 from outrider.heads.follow_target import FollowTarget, NativeFollowTarget
 from outrider.heads.mask_target import MaskTarget, NativeMaskTarget
 from outrider.heads.runners import make_head_target
@@ -30,14 +30,15 @@ from outrider.testing import random_tree
 from outrider.train.kinds import KINDS, Shape, describe
 from outrider.train.steps import Chains
 from outrider.train.unroll import Texts, unrolled
-from outrider.types import Dice
+from outrider.types import Dice, Want
 from tests import tiny
-from tests.drafts import check_text, far, feed
+from tests.drafts import check_text, far, feed, shown
 from tests.lessons import spread
 
-MINI = Shape(hidden=384, layers=8, vocab=12288, epsilon=1e-5, depth=1)
+VIEW = View(layer=3, key_heads=2, dim=64)
+MINI = Shape(hidden=384, layers=8, vocab=12288, epsilon=1e-5, depth=1, view=VIEW)
 CPU = torch.device("cpu")
-SMALL = Shape(hidden=64, layers=4, vocab=40, epsilon=1e-5)
+SMALL = Shape(hidden=64, layers=4, vocab=40, epsilon=1e-5, view=replace(VIEW, dim=16))
 SEVERAL = "several modules"
 EVERY = [*sorted(KINDS), SEVERAL]
 
@@ -79,13 +80,17 @@ def test_training_sees_what_the_engine_will(kind):
     checkpoint = load_checkpoint(embedded("nano"), dtype="float32", device="cpu")
     target = make_target(checkpoint, slots=1, context=64)
     tables = target.lend()
-    shape = Shape(hidden=128, layers=8, vocab=12288, epsilon=1e-5, depth=3 if kind in ("medusa", "hydra") else 1)
+    depth = 3 if kind in ("medusa", "hydra") else 2 if kind == "onlooker" else 1
+    shape = Shape(hidden=128, layers=8, vocab=12288, epsilon=1e-5, depth=depth, view=replace(VIEW, dim=32))
     description = described(kind, shape)
     module = make_module(description).eval().requires_grad_(False)
     size, count = 9, len(description.taps.layers)
     tokens, taps = torch.randint(0, 12288, (1, size + 1)), torch.randn(1, size, count, 128)
+    pair = torch.randn(2, 1, 2, 64, 32)
+    tables = replace(tables, memory=shown(3, pair))
     head = make_head_target(module, tables, slots=1, context=64)
     texts = Texts(tokens=tokens, taps=taps, laws=torch.zeros(size, 12288), learn=torch.ones(1, size, dtype=bool))
+    texts = replace(texts, shown={3: (pair[0, :, :, :size], pair[1, :, :, :size])})
     if description.taps.final:  # what the engine norms itself, a batch of training holds normed
         texts = replace(texts, taps=torch.cat([taps[:, :, :-1], normed(taps[:, :, -1:], tables)], 2))
     steps = [spread(step.logits, step.learn)[0] for step in unrolled(module, texts, 3)]
@@ -141,7 +146,7 @@ def test_native_kernels_say_the_same(kind, vocab):
     grown = heads[1].grow(batches[1], 12288)
     assert torch.equal(grown.tokens, grow_by_scores(heads[1], batches[1], 12288).tokens)
     uniform = torch.rand(1, max(batches[1].budget), dtype=torch.float64)
-    drawn = heads[1].draw(batches[1], 12288, Dice(temperature=(0.7,), uniform=uniform))
+    drawn = heads[1].draw(batches[1], 12288, Dice(wants=(Want(0.7, 12288, 1.0, 0.0),), uniform=uniform))
     law = (heads[1].score(batches[1], none).logits[:, 0] / 0.7).softmax(-1)
     assert torch.allclose(drawn.q.padded()[:, 0], law, rtol=1e-4, atol=1e-9)
     assert drawn.tokens[:, 0].tolist() == inverse_cdf(law, uniform[:, 0]).tolist()

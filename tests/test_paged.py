@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from outrider import tree
-from outrider.cache.base import CacheUse, Memory
+from outrider.cache.base import CacheUse, Caching
 from outrider.cache.pages import BLOCK, Pages, shared
 from outrider.embedded import embedded
 from outrider.errors import OutriderError
@@ -243,7 +243,7 @@ def test_caches_are_given_what_was_asked_for():
         kernels="native",
         rows=4,
         context=256,
-        memory=Memory(gigabytes=0.02),
+        caching=Caching(gigabytes=0.02),
     )
     use, model = llm.engine.cache_use(), llm.house.proposer.model
     both = llm.house.target.cache.bytes() + model.cache.bytes()
@@ -264,10 +264,10 @@ def test_caches_are_given_what_was_asked_for():
             kernels="native",
             rows=4,
             context=256,
-            memory=Memory(gigabytes=0.0001),
+            caching=Caching(gigabytes=0.0001),
         )
     with pytest.raises(OutriderError, match="set rows and context"):
-        LLM(None, proposer="none", k=0, dtype="float32", rows=4, context=256, memory=Memory(gigabytes=0.02))
+        LLM(None, proposer="none", k=0, dtype="float32", rows=4, context=256, caching=Caching(gigabytes=0.02))
 
 
 def test_a_stripe_keeps_its_text_for_the_next_one():

@@ -101,4 +101,12 @@ def test_recipes_say_what_is_wrong(texts, tmp_path):
         result = _run(command, tmp_path / "none", "--out", tmp_path / "out")
         assert result.exit_code == 2
         assert "holds no text" in " ".join(result.output.replace("│", " ").split())
+    (tmp_path / "few").mkdir()
+    (tmp_path / "few" / "one.txt").write_text("the cat sat on the mat\n" * 9)
+    few = [tmp_path / "few", "--out", tmp_path / "x"]
+    assert _run(prompts.main, *few).exit_code == 0
+    result = _run(prompts.main, *few, "--held-out", tmp_path / "y")
+    assert result.exit_code == 2
+    assert "leave --held-out out" in " ".join(result.output.replace("│", " ").split())
+    assert not (tmp_path / "y").exists()
     assert _run(prompts.main, texts, "--out", tmp_path / "x", "--shortest", 9, "--longest", 8).exit_code == 2

@@ -36,9 +36,10 @@ OPTIONS = {"target": embedded("nano"), "proposer": "ngram", "dtype": "float32", 
 
 
 @contextmanager
-def serving(**settings):
+def serving(options=None, **settings):
     asked = Settings(port=0, **{"rows": 4, "queue": 8, **settings})
-    driver = Driver(LLM(**OPTIONS, rows=asked.rows), queue=asked.queue, rows=asked.rows)
+    llm = LLM(**{**OPTIONS, **(options or {})}, rows=asked.rows)
+    driver = Driver(llm, queue=asked.queue, rows=asked.rows)
     app = make_app(driver, asked, name="nano")
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", timeout_graceful_shutdown=2))
     thread = threading.Thread(target=server.run)

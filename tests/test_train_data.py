@@ -23,7 +23,7 @@ from outrider.prompts import Prompt
 from outrider.propose.ngram import NgramProposer
 from outrider.propose.suffix import SuffixProposer
 from outrider.target import make_target
-from outrider.train import archive, log, prompts
+from outrider.train import log, prompts
 from outrider.train.answers import Recorder, written
 from outrider.train.archive import Archive
 from outrider.train.batches import Reader, frequent, parts, shares
@@ -93,7 +93,7 @@ def test_a_text_that_failed_is_left_out():
     ]
     steps = iter([rows])
     engine = SimpleNamespace(add=lambda request: None, busy=iter([True, False]).__next__, step=lambda: next(steps))
-    states = SimpleNamespace(take=lambda id: torch.zeros(4, 1, 8, dtype=torch.bfloat16))
+    states = SimpleNamespace(take=lambda id: (torch.zeros(4, 1, 8, dtype=torch.bfloat16), None))
     (sample,) = written(engine, states, [])
     assert (sample.id, sample.tokens, len(sample.states)) == (2, (1, 2, 3), 2)
 
@@ -263,8 +263,11 @@ def test_samples_are_kept(tmp_path):
     sample = make_sample([1, 2, 3, 4], prompt=2)
     _keep(tmp_path).write(make_request(), sample)
     again = _keep(tmp_path).read(make_request(id=7))
-    assert (again.id, again.tokens, again.prompt) == (7, sample.tokens, 2)
+    assert (again.id, again.tokens, again.prompt, again.shown) == (7, sample.tokens, 2, None)
     assert torch.equal(again.states, sample.states)
+    looked = replace(sample, shown=torch.randn(3, 8).bfloat16())
+    _keep(tmp_path, origin="looked").write(make_request(), looked)
+    assert torch.equal(_keep(tmp_path, origin="looked").read(make_request()).shown, looked.shown)
     for other in (
         make_request(seed=1),
         make_request(temperature=0.5),
@@ -309,10 +312,11 @@ def test_a_damaged_sample_is_not_there(tmp_path):
 def test_a_full_disk_ends_the_keeping_alone(tmp_path, monkeypatch, caplog):
     kept = _keep(tmp_path)
 
-    def full(*_):
+    def full(file, _):
+        file.touch()
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(archive, "save_file", full)
+    monkeypatch.setattr(Path, "write_bytes", full)
     kept.write(make_request(), make_sample([1, 2, 3], prompt=2))
     kept.write(make_request(seed=2), make_sample([1, 2, 3], prompt=2))
     assert caplog.text.count("no more states are kept") == 1

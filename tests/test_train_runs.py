@@ -90,7 +90,12 @@ def whole(data, tmp_path_factory):
     return make
 
 
-KINDS = [("mtp", {}), ("dspark", {"draft_vocab": 500}), ("draft", {"draft": NANO, "loss": "kl:0.5,tv:0.5"})]
+KINDS = [
+    ("mtp", {}),
+    ("dspark", {"draft_vocab": 500}),
+    ("draft", {"draft": NANO, "loss": "kl:0.5,tv:0.5"}),
+    ("onlooker", {}),
+]
 
 
 def _stopped(patch, waves):

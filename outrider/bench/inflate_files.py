@@ -61,6 +61,8 @@ def inflate_folder(
         if file.suffix in _BESIDE and file.name != "config.json" and not file.name.endswith(".index.json"):
             shutil.copyfile(file, out / file.name)
     large.save_pretrained(out)
+    for file in out.glob("*.safetensors"):
+        shutil.copymode(out / "config.json", file)  # safetensors lets nobody but the owner read what it writes
     return Inflated(config=large, **written)
 
 

@@ -49,7 +49,7 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Memory:
+class Caching:
     """What caches may take, and whether texts share it."""
 
     gigabytes: float | None = None  # of all models, on the native kernels; None: whole contexts, as far as it is free
@@ -120,7 +120,7 @@ class Cache(Protocol):
         """Committed tokens that the slot holds."""
 
     def bytes(self) -> int:
-        """Memory in use, in bytes."""
+        """Caching in use, in bytes."""
 
 
 class Roomy:

@@ -160,6 +160,26 @@ class PagedCache:
     def bytes(self) -> int:
         return self._entries.nbytes
 
+    def entries(
+        self, layer: int, slots: Sequence[int], begin: int, end: int
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """A layer's keys and values [rows, heads, end - begin, dim] of some slots, copied; None until one has any.
+
+        Behind what a slot holds stands anything that is a number.
+        """
+        if not self._touched:
+            return None
+        first, last = begin // BLOCK, -(-end // BLOCK)
+        blocks = torch.zeros(len(slots), last - first, dtype=torch.int64)  # block 0 has been used, and holds numbers
+        for b, slot in enumerate(slots):
+            held = self._table[slot * self._reach + first : slot * self._reach + min(last, self._leases[slot].blocks)]
+            blocks[b, : len(held)] = torch.tensor(held, dtype=torch.int64)
+        found = self._entries[blocks, layer]  # [rows, blocks, 2, heads, BLOCK, dim]
+        rows, count, _, heads, _, dim = found.shape
+        whole = found.permute(2, 0, 3, 1, 4, 5).reshape(2, rows, heads, count * BLOCK, dim)
+        keys, values = whole[..., begin - first * BLOCK : end - first * BLOCK, :]
+        return keys, values
+
     def _publish(self, slot: int, length: int, *, ended: bool = False) -> None:
         """Make pages of the blocks that hold nothing but the first `length` tokens, and at its end of the rest."""
         lease = self._leases[slot]

@@ -99,6 +99,20 @@ class StaticCache:
         tensors = [*self._keys.values(), *self._values.values()]
         return sum(tensor.nbytes for tensor in tensors)
 
+    def entries(
+        self, layer: int, slots: Sequence[int], begin: int, end: int
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """A layer's keys and values [rows, heads, end - begin, dim] of some slots; None until it has been written.
+
+        Behind what a slot holds stands anything that is a number.
+        """
+        if layer not in self._keys:
+            return None
+        where: slice | torch.Tensor = slice(slots[0], slots[0] + len(slots))
+        if list(slots) != list(range(slots[0], slots[0] + len(slots))):
+            where = tree.upload(slots, self.device)
+        return self._keys[layer][where, :, begin:end], self._values[layer][where, :, begin:end]
+
     def write(
         self, layer: int, layout: Layout, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:

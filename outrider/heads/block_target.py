@@ -9,7 +9,6 @@ import torch
 from outrider import tree
 from outrider.attention import Reader
 from outrider.cache.static import StaticCache
-from outrider.errors import OutriderError
 from outrider.heads.block import BlockDraft
 from outrider.heads.taps import StateCache
 from outrider.heads.target import HeadRunner, at_depth, looking
@@ -38,22 +37,11 @@ class BlockTarget(HeadRunner):
             self._read(batch)
         depth = torch.cat([torch.zeros_like(self._last), tree.depths(draft)], 1)[:, 1 + first :]
         before = torch.cat([self._last, draft.tokens], 1)[:, 1 + first :]
-        logits = self.module.corrected(at_depth(self._said, depth), before)
-        return self._scores(logits)
-
-    def chances(self, draft: Draft) -> torch.Tensor:
-        """[B, N] how likely each guess after the text scored last is kept if its parent is, by the confidence head.
-
-        For a guess that is drawn at temperature 1. They come from the text and from a guess's ancestors, never from its
-        own token, so their products along paths may stand in `Draft.chance`.
-
-        Raises:
-            OutriderError: the draft has no such head.
-        """
+        scores = self._scores(self.module.corrected(at_depth(self._said, depth), before))
         if not self.module.block.confidence:
-            raise OutriderError("the draft has no confidence head; train one of kind dspark")
-        before = torch.cat([self._last, draft.tokens], 1).gather(1, draft.parent + 1)
-        return self.module.confidence(at_depth(self._out, tree.depths(draft) - 1), before).sigmoid()
+            return scores
+        # It comes from a node and its ancestors, never from the guess that is drawn there, so it may decide who stops.
+        return replace(scores, sure=self.module.confidence(at_depth(self._out, depth), before))
 
     def _read(self, batch: Batch) -> None:
         """Make keys and values of the states that are new, and run a block behind each text."""

@@ -27,6 +27,7 @@ class Kind(StrEnum):
     HYDRA = "hydra"  # the embeddings of the tokens guessed before
     DFLASH = "dflash"  # nothing: one pass fills in a block of masks
     DSPARK = "dspark"  # the token guessed before, which corrects what the pass said
+    ONLOOKER = "onlooker"  # a state made of the one before, by layers that look at the target's own keys and values
 
 
 class FuseNorm(StrEnum):
@@ -57,6 +58,7 @@ class Scaling(StrEnum):
     LINEAR = "linear"  # all pairs alike (Chen et al. 2023)
     LLAMA3 = "llama3"  # by how often a pair turns
     YARN = "yarn"  # by where it stands (Peng et al. 2023)
+    PROPORTIONAL = "proportional"  # all pairs alike; those that `rotary` leaves out stand still (Gemma 4)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +117,20 @@ class Body:
     attention_gate: bool = False  # what the attention found is multiplied by a sigmoid of what it reads
     gated: bool = True  # down(silu(gate x) * up x); else down(relu(up x) ** 2)
     first_norm: bool = True  # the first layer's before its attention; EAGLE-1 has none
+    gemma: bool = False  # as Gemma 4 has them: norms behind both halves too, a scale, gelu, and unscaled attention
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class View:
+    """What a decoder layer sees where it has no keys and values of its own: those of a layer of the target."""
+
+    layer: int  # the target's, counted from 0
+    key_heads: int
+    dim: int  # of a head
+    theta: float = 10000.0  # by which the keys are turned, and so must queries be
+    rope: Rope | None = None
+    rotary: float = 1.0
+    window: int = 0  # entries that are seen, the last ones; 0 = all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,6 +182,7 @@ class Description:
     body: Body | None = None
     stack: Stack | None = None
     block: Block | None = None  # in one pass of the body
+    views: tuple[View, ...] = ()  # of the body's layers, where they have no keys and values of their own
     masks: Masks | None = None  # behind the text, where nothing is recycled
     modules: int = 1  # of join and layers: each makes one guess, from the states of the one before; 1 makes all
     recycle: Recycle = Recycle.RAW
@@ -219,11 +236,11 @@ def _check(it: Description) -> None:
         f"guesses {it.draft_vocab} of {it.vocab} tokens": not 0 <= it.draft_vocab <= it.vocab,
         "has both decoder layers and independent heads, or neither": (it.body is None) == (it.stack is None),
         "does not say how embeddings and states are joined": it.body is not None and not (it.join or it.block),
-        f"carries a state of {it.width} on to where {it.target_hidden} are expected": not it.taps.fused
+        f"carries a state of {it.width} on to where {it.target_hidden} are expected": not (it.taps.fused or it.views)
         and it.width != it.target_hidden,
         f"is {it.width} wide beside the target's tables of {it.target_hidden}": it.body is not None
         and it.width != it.target_hidden
-        and not (it.own_embedding and it.own_head),
+        and not (it.own_head and (it.own_embedding or it.views)),
         "shares the target's output layer and has one of its own": it.stack is not None
         and it.stack.shared_head
         and (it.stack.one_head or it.stack.head_bias),
@@ -231,6 +248,7 @@ def _check(it: Description) -> None:
         f"has {it.modules} modules, and is of a kind with one": it.modules > 1 and it.kind is not Kind.MTP,
         "guesses behind masks and has none": it.kind is Kind.PEAGLE and it.masks is None,
         **(_block_problems(it, it.block) if it.block else {}),
+        **(_view_problems(it) if it.views else {}),
         **(_mask_problems(it, it.masks) if it.masks else {}),
     }
     if found := [text for text, wrong in problems.items() if wrong]:
@@ -244,6 +262,18 @@ def _block_problems(it: Description, block: Block) -> dict[str, bool]:
         "norms what it taps before it is fused, where a block norms it behind": it.taps.norm is not FuseNorm.NONE,
         f"guesses nothing in a block of {block.size}": block.guesses < 1,
         f"corrects its guesses by a matrix of rank {block.markov_rank}": block.markov_rank < 0,
+    }
+
+
+def _view_problems(it: Description) -> dict[str, bool]:
+    heads = it.body.heads if it.body else 0
+    return {
+        "does not say of each decoder layer what it sees": it.body is None or len(it.views) != it.body.layers,
+        "joins states and embeddings elsewhere than in a projection": it.join is None
+        or it.join.at is not JoinAt.PROJECTION,
+        "has embeddings of its own, where it reads the target's": it.own_embedding,
+        f"sees a layer of a target with {it.target_layers}": any(v.layer >= it.target_layers for v in it.views),
+        f"shares its {heads} heads unevenly": any(heads % v.key_heads for v in it.views),
     }
 
 
@@ -273,6 +303,8 @@ def _value(kind: Any, value: Any, where: str) -> Any:
         return None if value is None else _value(get_args(kind)[0], value, where)
     if is_dataclass(kind):
         return _read(kind, value, where)
+    if get_origin(kind) is tuple and is_dataclass(get_args(kind)[0]) and isinstance(value, list | tuple):
+        return tuple(_read(get_args(kind)[0], each, where) for each in value)
     kind = get_origin(kind) or kind
     if not isinstance(value, _JSON.get(kind, (str,))) or (isinstance(value, bool) and kind is not bool):
         raise OutriderError(f"{where} is {value!r}; export the draft again")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -140,6 +141,7 @@ def read_partner(folder: str | Path) -> Partner:
         head=lambda: _table(path, "lm_head.weight", "embed_tokens.weight"),
         embedding=lambda: _embedding(path, text),
         spare=_spare(path, sizes[0]),
+        kinds=tuple(text.get("layer_types") or ()),
     )
 
 
@@ -185,6 +187,7 @@ def write_folder(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, 
         else:
             torch.save(whole, fresh[0])
         fresh[1].write_text(json.dumps(config, indent=2) + "\n", "utf-8")
+        shutil.copymode(fresh[1], fresh[0])  # safetensors lets nobody but the owner read what it writes
         for each in fresh:
             each.replace(each.with_suffix(""))
     except (OSError, RuntimeError, SafetensorError) as error:

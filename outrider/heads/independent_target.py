@@ -7,41 +7,10 @@ from collections.abc import Sequence
 import torch
 
 from outrider import tree
-from outrider.cache.base import Layout, Roomy
 from outrider.heads.independent import Independent
-from outrider.heads.taps import Taps
+from outrider.heads.taps import NoCache
 from outrider.heads.target import HeadRunner
-from outrider.types import Batch, Draft, Round, Scores, Tables
-
-
-class _NoCache(Roomy):
-    """Where nothing is kept of a text but the state before its end."""
-
-    def __init__(self, taps: Taps) -> None:
-        self._taps = taps
-        self._length: dict[int, int] = {}
-
-    def admit(self, slot: int, tokens: Sequence[int], scope: str | None = None) -> int:
-        self._taps.admit(slot)
-        self._length[slot] = 0
-        return 0
-
-    def stage(self, batch: Batch, draft: Draft, first: int = -1) -> Layout:
-        raise NotImplementedError("there are no keys and values to stage")
-
-    def commit(self, round: Round) -> None:
-        for row, start, feed in zip(round.batch.rows, round.batch.start, round.batch.feed, strict=True):
-            self._length[row.slot] = start + len(feed)
-            self._taps.forget(row.slot, start + len(feed) - 1)
-
-    def release(self, slot: int) -> None:
-        self.admit(slot, ())
-
-    def length(self, slot: int) -> int:
-        return self._length[slot]
-
-    def bytes(self) -> int:
-        return self._taps.bytes()
+from outrider.types import Batch, Draft, Scores, Tables
 
 
 class IndependentTarget(HeadRunner):
@@ -51,7 +20,7 @@ class IndependentTarget(HeadRunner):
 
     def __init__(self, module: Independent, tables: Tables, *, slots: int, context: int) -> None:
         super().__init__(module, tables, slots=slots, context=context, reach=module.stack.heads)
-        self.cache = _NoCache(self._taps)
+        self.cache = NoCache(self._taps)
         self._state, self._last = torch.empty(0), torch.empty(0)  # [B, H], [B, 1] of this round
 
     def score(self, batch: Batch, draft: Draft, first: int = -1) -> Scores:

@@ -64,16 +64,19 @@ class Attention(nn.Module):
 
 
 class Gated(nn.Module):
-    """down(silu(gate x) * up x)."""
+    """down(silu(gate x) * up x), or gelu as Gemma has it."""
 
     def __init__(self, body: Body) -> None:
         super().__init__()
+        self.gelu = body.gemma
         self.gate_proj = nn.Linear(body.hidden, body.ffn, bias=False)
         self.up_proj = nn.Linear(body.hidden, body.ffn, bias=False)
         self.down_proj = nn.Linear(body.ffn, body.hidden, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
+        gate = self.gate_proj(x)
+        gate = functional.gelu(gate, approximate="tanh") if self.gelu else functional.silu(gate)
+        return self.down_proj(gate * self.up_proj(x))  # type: ignore[no-any-return]
 
 
 class Squared(nn.Module):

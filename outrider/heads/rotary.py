@@ -10,12 +10,15 @@ from outrider.heads.description import Body, Rope, Scaling
 
 
 def frequencies(body: Body, device: torch.device | None = None) -> tuple[torch.Tensor, float]:
-    """Radians a position [dim * rotary / 2] float32, and what cosines and sines are multiplied by."""
-    size = int(body.dim * body.rotary)
+    """Radians a position [dim * rotary / 2] or all [dim / 2], float32, and what cosines and sines are multiplied by."""
+    rope, turned = body.rope, int(body.dim * body.rotary)
+    size = body.dim if rope and rope.scaling is Scaling.PROPORTIONAL else turned
     plain = body.theta ** -(torch.arange(0, size, 2, device=device, dtype=torch.float32) / size)
-    rope = body.rope
     if rope is None:
         return plain, 1.0
+    if rope.scaling is Scaling.PROPORTIONAL:
+        still = torch.arange(size // 2, device=device) >= turned // 2
+        return (plain / rope.factor).masked_fill(still, 0.0), rope.amplitude
     if rope.scaling is Scaling.LINEAR:
         return plain / rope.factor, rope.amplitude
     kept = _by_turns(plain, rope) if rope.scaling is Scaling.LLAMA3 else _by_pairs(plain, rope, body.theta)

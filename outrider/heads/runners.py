@@ -12,6 +12,8 @@ from outrider.heads.independent import Independent
 from outrider.heads.independent_target import IndependentTarget
 from outrider.heads.mask_target import MaskTarget, NativeMaskTarget
 from outrider.heads.modules_target import ModulesTarget
+from outrider.heads.onlook_target import OnlookTarget
+from outrider.heads.onlooker import Onlooker
 from outrider.heads.store import HeadModule
 from outrider.heads.target import HeadTarget
 from outrider.types import Tables
@@ -25,6 +27,8 @@ def make_head_target(module: HeadModule, tables: Tables, *, slots: int, context:
         return BlockTarget(module, tables, slots=slots, context=context)
     if isinstance(module, Independent):
         return IndependentTarget(module, tables, slots=slots, context=context)
+    if isinstance(module, Onlooker):
+        return OnlookTarget(module, tables, slots=slots, context=context)
     if module.description.modules > 1:
         return ModulesTarget(module, tables, slots=slots, context=context)
     masked = module.description.masks is not None

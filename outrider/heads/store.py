@@ -20,11 +20,12 @@ from outrider.heads.follower import Follower
 from outrider.heads.formats.base import Partner, Trained
 from outrider.heads.formats.known import find
 from outrider.heads.independent import Independent
+from outrider.heads.onlooker import Onlooker
 
 KEY = "outrider_draft"  # in config.json
 WEIGHTS = "model.safetensors"
 OWN = "outrider"  # the name of this format
-HeadModule = Follower | Independent | BlockDraft
+HeadModule = Follower | Independent | BlockDraft | Onlooker
 
 _log = logging.getLogger("outrider")
 
@@ -33,6 +34,8 @@ def make_module(description: Description) -> HeadModule:
     """A module with fresh weights."""
     if description.block:
         return BlockDraft(description)
+    if description.views:
+        return Onlooker(description)
     return Follower(description) if description.body else Independent(description)
 
 

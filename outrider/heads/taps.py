@@ -6,54 +6,66 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
+from torch.nn import functional
 
-from outrider.cache.base import Cache, CacheUse, Layout
+from outrider.cache.base import Cache, CacheUse, Layout, Roomy
 from outrider.heads.description import Description
 from outrider.types import Batch, Draft, Round, Tables
 
+_PILE = 64  # rounds that may pass before their states are made one piece
+
 
 class Taps:
-    """What was tapped of the target's pass, by slot and place in the text, until it is read."""
+    """What was tapped of the target's pass, by slot and place in the text, until it is read.
+
+    While nobody drafts, states only pile up; so to keep a round's costs next to nothing.
+    """
 
     def __init__(self, description: Description, tables: Tables) -> None:
         self._description, self._tables = description, tables
-        self._first: dict[int, int] = {}  # by slot, the place of the first state kept
-        self._kept: dict[int, list[torch.Tensor]] = {}  # [n, taps, H] each, one behind another
+        self._kept: dict[int, list[tuple[int, torch.Tensor]]] = {}  # by slot: places, states [n, taps, H] from there
 
     def admit(self, slot: int) -> None:
-        self._first[slot], self._kept[slot] = 0, []
+        self._kept[slot] = []
 
     def note(self, round: Round) -> None:
         """Keep the states at each row's feed and accepted path."""
-        scores, taps = round.scores, self._description.taps
+        layers = self._description.taps.layers
         for b, (row, path) in enumerate(zip(round.batch.rows, round.path, strict=True)):
-            nodes = [node + 1 for node in path]
-            found = [torch.cat([scores.fed[at][b], scores.features[at][b, nodes]]) for at in taps.layers]
-            if taps.final:
-                found[-1] = normed(found[-1], self._tables)
-            self._kept[row.slot].append(torch.stack(found, 1))
+            kept = self._kept[row.slot]
+            kept.append((round.batch.start[b], round.scores.states(layers, b, path)))
+            if len(kept) >= _PILE:  # what is kept may be a view, and hold on to other rows' states
+                kept[:] = [(kept[0][0], torch.cat([states for _, states in kept]))]
 
     def pretend(self, slot: int, start: int, count: int) -> None:
         """Zeros in place of states."""
         it, table = self._description, self._tables.embedding
-        zeros = torch.zeros(count, len(it.taps.layers), it.target_hidden, device=table.device)
-        self._first[slot], self._kept[slot] = start, [zeros]
+        self._kept[slot] = [(start, torch.zeros(count, len(it.taps.layers), it.target_hidden, device=table.device))]
 
     def read(self, slot: int, begin: int, end: int) -> torch.Tensor:
         """States [end - begin, taps, H] of these places, none of which was forgotten."""
-        first, kept = self._first[slot], self._kept[slot]
-        if len(kept) > 1:
-            kept[:] = [torch.cat(kept)]
-        return kept[0][begin - first : end - first]
+        parts = [
+            states[max(begin - place, 0) : end - place]
+            for place, states in self._kept[slot]
+            if place < end and begin < place + len(states)
+        ]
+        if not parts:
+            it = self._description
+            return self._tables.embedding.new_zeros(0, len(it.taps.layers), it.target_hidden)
+        found = parts[0] if len(parts) == 1 else torch.cat(parts)
+        if not self._description.taps.final:
+            return found
+        last = normed(found[:, -1:], self._tables)
+        return last if found.shape[1] == 1 else torch.cat([found[:, :-1], last], 1)
 
     def forget(self, slot: int, before: int) -> None:
         """States before this place will not be asked for any more."""
-        if self._kept[slot] and before > self._first[slot]:
-            rest = torch.cat(self._kept[slot])[before - self._first[slot] :]
-            self._first[slot], self._kept[slot] = before, [rest.clone()]
+        kept = self._kept[slot]
+        while len(kept) > 1 and kept[0][0] + len(kept[0][1]) <= before:
+            del kept[0]
 
     def bytes(self) -> int:
-        return sum(tensor.nbytes for kept in self._kept.values() for tensor in kept)
+        return sum(states.nbytes for kept in self._kept.values() for _, states in kept)
 
 
 class StateCache:
@@ -100,8 +112,36 @@ class StateCache:
         return self._inner.bytes() + self._taps.bytes()
 
 
+class NoCache(Roomy):
+    """Where nothing is kept of a text but the state before its end."""
+
+    def __init__(self, taps: Taps) -> None:
+        self._taps = taps
+        self._length: dict[int, int] = {}
+
+    def admit(self, slot: int, tokens: Sequence[int], scope: str | None = None) -> int:
+        self._taps.admit(slot)
+        self._length[slot] = 0
+        return 0
+
+    def stage(self, batch: Batch, draft: Draft, first: int = -1) -> Layout:
+        raise NotImplementedError("there are no keys and values to stage")
+
+    def commit(self, round: Round) -> None:
+        for row, start, feed in zip(round.batch.rows, round.batch.start, round.batch.feed, strict=True):
+            self._length[row.slot] = start + len(feed)
+            self._taps.forget(row.slot, start + len(feed) - 1)
+
+    def release(self, slot: int) -> None:
+        self.admit(slot, ())
+
+    def length(self, slot: int) -> int:
+        return self._length[slot]
+
+    def bytes(self) -> int:
+        return self._taps.bytes()
+
+
 def normed(states: torch.Tensor, tables: Tables) -> torch.Tensor:
     """The target's final norm."""
-    wide = states.float()
-    scale = (wide.square().mean(-1, keepdim=True) + tables.epsilon).rsqrt()
-    return wide * scale * tables.norm.float()
+    return functional.rms_norm(states.float(), tables.norm.shape, tables.norm.float(), tables.epsilon)

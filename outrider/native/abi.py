@@ -60,9 +60,18 @@ class CChain(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("slot", "position", "place", "budget", "weight", "bias", "end")),
         *((name, ctypes.c_void_p) for name in ("token", "count", "looked", "margin", "chance")),
-        *((name, ctypes.c_void_p) for name in ("worth", "temperature", "uniform", "law", "law_at")),
+        *((name, ctypes.c_void_p) for name in ("worth", "want", "uniform", "law", "law_at")),
         ("keep", ctypes.c_float),
         *((name, ctypes.c_int32) for name in ("rows", "depth", "vocab", "kinds", "ends")),
+    )
+
+
+class CLaws(ctypes.Structure):
+    """`Laws` of rules.cpp."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("law", "want")),
+        *((name, ctypes.c_int32) for name in ("count", "vocab")),
     )
 
 

@@ -68,7 +68,7 @@ struct Chain {
   int32_t *token, *count, *looked;         // [rows][depth]; [rows]: guesses worth their place; guesses looked at
   float *margin, *chance;                  // [rows][depth]: how far the guess lay before the next one; of the path
   const float* worth;                      // [rows]: a row stops after a chance below, where 1, 2, ... rows go on
-  const float* temperature;                // [rows]: what guesses are drawn at; 0, or no pointer: the likeliest are taken
+  const Taste* want;                       // [rows]: how guesses are drawn; no pointer: the likeliest are taken
   const double* uniform;                   // [rows][depth]: what each one is drawn with
   float* law;                              // [guesses drawn][vocab]: what they were drawn from
   int32_t* law_at;                         // [rows][depth]: where it lies; below 0 for what was not drawn
@@ -120,8 +120,8 @@ class Decoder {
       std::vector<char> over(chain.rows);
       const int going = int(active.size());
       for (int b : active)
-        if (chain.temperature && chain.temperature[b] > 0) chain.law_at[b * chain.depth + depth] = laws++;
-#pragma omp parallel for num_threads(m_.threads) if (chain.temperature && going > 1)
+        if (chain.want && chain.want[b].temperature > 0) chain.law_at[b * chain.depth + depth] = laws++;
+#pragma omp parallel for num_threads(m_.threads) if (chain.want && going > 1)
       for (int i = 0; i < going; i++)
         over[active[i]] =
             guess(chain, active[i], depth, best_[i], &logits_[size_t(i) * m_.head.out], chain.worth[going - 1]);
@@ -178,7 +178,7 @@ class Decoder {
   // The likeliest id, or one drawn from the law of all.
   int32_t choose(const Chain& chain, int b, size_t at, int best, const float* logits) const {
     const int32_t likeliest = m_.id ? m_.id[std::max(0, best)] : std::max(0, best);
-    if (!chain.temperature || chain.law_at[at] < 0) return likeliest;
+    if (!chain.want || chain.law_at[at] < 0) return likeliest;
     float* law = chain.law + size_t(chain.law_at[at]) * chain.vocab;
     if (best < 0) {  // not numbers: then this is what is guessed for certain
       std::fill(law, law + chain.vocab, 0.0f);
@@ -190,7 +190,7 @@ class Decoder {
       const int id = m_.id ? m_.id[i] : i;
       if (id < chain.vocab) law[id] = logits[i];
     }
-    soften(law, chain.vocab, chain.temperature[b]);
+    shape(law, chain.vocab, chain.want[b]);
     return int32_t(draw(law, chain.vocab, chain.uniform[at]));
   }
 

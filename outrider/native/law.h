@@ -3,6 +3,8 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
+#include <utility>
 #include <vector>
 
 #include "simd.h"
@@ -17,6 +19,13 @@ inline double total(const float* mass, int size) {
   for (; v < size; v++) sums[0] += mass[v];
   return ((sums[0] + sums[1]) + (sums[2] + sums[3])) + ((sums[4] + sums[5]) + (sums[6] + sums[7]));
 }
+
+// How a request wants its tokens drawn; `sampling.py` says what each means.
+struct Taste {
+  float temperature;  // 0: the likeliest id
+  float top_k;        // the vocabulary's size or more: off
+  float top_p, min_p;
+};
 
 // softmax(x / temperature), in place.
 inline void soften(float* x, int size, float temperature) {
@@ -35,6 +44,71 @@ inline void soften(float* x, int size, float temperature) {
   each([&](Floats y) { return exponential(y - peak); });
   const float whole = float(total(x, size));
   each([&](Floats y) { return y / whole; });
+}
+
+inline float kth_largest(const float* x, int size, int k) {
+  thread_local std::vector<float> some;
+  some.clear();
+  const auto kth = [&] {
+    std::nth_element(some.begin(), some.begin() + (k - 1), some.end(), std::greater<float>());
+    return some[k - 1];
+  };
+  float least = -INFINITY;  // of k blocks the largest are k candidates, and few others lie above the least of them
+  if (k <= size / kLanes) {
+    for (int v = 0; v + kLanes <= size; v += kLanes) some.push_back(largest(load(x + v)));
+    least = kth();
+    some.clear();
+  }
+  for (int v = 0; v < size; v++)
+    if (x[v] >= least) some.push_back(x[v]);
+  return kth();
+}
+
+// Leave the likeliest ids whose mass before them is below top_p. `mass` sums to 1.
+inline void keep_nucleus(float* mass, int size, float top_p) {
+  thread_local std::vector<std::pair<float, int>> some;
+  some.clear();
+  // All ids below this together have less than 1 - top_p, so none of them is needed.
+  const float least = std::max((1 - top_p) / float(size), 1e-30f);
+  for (int v = 0; v < size; v++)
+    if (mass[v] >= least) some.emplace_back(-mass[v], v);
+  std::sort(some.begin(), some.end());
+  double before = 0;
+  size_t kept = 0;
+  while (kept < some.size() && (!kept || before < top_p)) before -= some[kept++].first;
+  std::fill(mass, mass + size, 0.0f);
+  for (size_t i = 0; i < kept; i++) mass[some[i].second] = float(-some[i].first / before);
+}
+
+inline void scale(float* mass, int size) {
+  const float whole = float(total(mass, size));
+  for (int v = 0; v < size; v++) mass[v] /= whole;
+}
+
+// From logits to the law that is sampled, in place. Where logits are no numbers the law is that of the first id.
+inline void shape(float* x, int size, const Taste& want) {
+  bool odd = false;
+  int best = 0;
+  for (int v = 0; v < size; v++) odd |= x[v] != x[v];
+  if (!odd) best = int(std::max_element(x, x + size) - x);
+  if (odd || std::isinf(x[best]) || want.temperature == 0) {
+    std::fill(x, x + size, 0.0f);
+    x[odd ? 0 : best] = 1;
+    return;
+  }
+  if (want.top_k < float(size)) {
+    const float least = kth_largest(x, size, int(want.top_k));
+    for (int v = 0; v < size; v++)
+      if (x[v] < least) x[v] = -INFINITY;
+  }
+  soften(x, size, want.temperature);
+  if (want.top_p < 1) keep_nucleus(x, size, want.top_p);
+  if (want.min_p > 0) {
+    const float least = want.min_p * *std::max_element(x, x + size);
+    for (int v = 0; v < size; v++)
+      if (x[v] < least) x[v] = 0;
+    scale(x, size);
+  }
 }
 
 // The first id whose cumulative mass exceeds u times the total, where masses are added one by one.

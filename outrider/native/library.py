@@ -61,6 +61,7 @@ def load_library() -> Library:
     code.outrider_run.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
     code.outrider_grow.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
     code.outrider_judge.argtypes, code.outrider_judge.restype = (ctypes.c_void_p,), None
+    code.outrider_shape.argtypes, code.outrider_shape.restype = (ctypes.c_void_p,), None
     _declare_texts(code)
     code.outrider_close.restype = code.outrider_run.restype = code.outrider_grow.restype = None
     return Library(code=code, compile_seconds=seconds)

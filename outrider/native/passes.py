@@ -82,9 +82,9 @@ class Passes:
         )
         found = _Found(budget, vocab if dice else 0)
         fields = [part.buffer_info()[0] for part in (*read, *found.parts(), worth)]
-        temperature = array("f", dice.temperature if dice else ())
+        wants = array("f", [part for want in dice.wants for part in want] if dice else ())
         uniform = dice.uniform.contiguous() if dice else None
-        fields += [0, 0] if uniform is None else [temperature.buffer_info()[0], uniform.data_ptr()]
+        fields += [0, 0] if uniform is None else [wants.buffer_info()[0], uniform.data_ptr()]
         fields += [found.law.data_ptr(), found.law_at.buffer_info()[0]]
         keep, kinds = trust.keep if trust else 0.0, len(weight)
         chain = CChain(*fields, keep, rows, depth, vocab, kinds, len(end))

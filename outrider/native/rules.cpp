@@ -1,4 +1,4 @@
-// Verification on the CPU, row by row in one call: walk, block and traversal of verify.py, whose equations these are.
+// Laws and verification on the CPU, in one call each: what sampling.py and verify.py say, whose equations these are.
 #include "law.h"
 
 namespace outrider {
@@ -16,6 +16,12 @@ uint64_t mix(uint64_t x) {
 double to_uniform(uint64_t bits) { return double((bits >> 16) & 0xFFFFFFFFFFFFULL) * 0x1p-48; }
 
 }  // namespace
+
+extern "C" struct Laws {
+  float* law;         // [T, V]: logits, and then what is made of them
+  const Taste* want;  // [T]
+  int32_t count, vocab;
+};
 
 extern "C" struct Trial {
   const int64_t *token, *parent, *law;  // [B, N]
@@ -223,6 +229,11 @@ class Judge {
 };
 
 }  // namespace
+
+extern "C" void outrider_shape(const Laws* laws) {
+#pragma omp parallel for if (laws->count > 3)
+  for (int i = 0; i < laws->count; i++) shape(laws->law + size_t(i) * laws->vocab, laws->vocab, laws->want[i]);
+}
 
 extern "C" void outrider_judge(const Trial* trial) {
 #pragma omp parallel for if (trial->rows > 3)

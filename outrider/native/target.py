@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from copy import copy
+from dataclasses import replace
 from itertools import accumulate
-from typing import Any
 
 import torch
 
@@ -19,8 +19,8 @@ from outrider.load import Checkpoint
 from outrider.native.abi import Columns
 from outrider.native.decoder import Decoder
 from outrider.native.library import load_library
-from outrider.native.scores import PackedScores
-from outrider.types import Batch, Dice, Draft, Grown, Packed, Scores, Tables, Trust
+from outrider.native.scores import Exported, NativeScores
+from outrider.types import Batch, Dice, Draft, Grown, Memory, Packed, Scores, Tables, Trust
 
 _LEAST = 16  # tokens that a slot has room for at least: what the check before first use takes
 
@@ -45,6 +45,7 @@ class NativeTarget:
         self.vocab, self.device, self.version = checkpoint.vocab, checkpoint.device, 0
         self.slots, self.context = slots, context
         self._layers: tuple[int, ...] = ()
+        self._config = checkpoint.model.config.to_dict()
         self.kernels = "native" if bits == 16 else f"native int{bits}"
         self.layers = self._decoder.shape.layers
         self._remember(self.layers)
@@ -60,16 +61,19 @@ class NativeTarget:
         logits, best, features = self._decoder.run(columns, self._layers)
         rows = len(batch.rows)
         best = (best if order is None else best[order]).view(rows, -1)
-        exported: dict[str, Any] = {}
-        if self._layers:
-            wanted = [columns.keep[at] for at in order] if order is not None else list(columns.keep)
-            outputs = dict(zip(self._layers, features, strict=True))
-            nodes = {layer: out[wanted].view(rows, -1, out.shape[-1]) for layer, out in outputs.items()}
-            fed = {layer: _fed(out, batch, draft) for layer, out in outputs.items()} if first < 0 else {}
-            exported = {"features": nodes, "fed": fed}
+        padded = packed = exported = None
         if order is None:
-            return Scores(logits=logits.view(rows, -1, self.vocab), best=best, **exported)
-        return PackedScores(Packed(values=logits, at=torch.tensor(order).view(rows, -1)), best=best, **exported)
+            padded = logits.view(rows, -1, self.vocab)
+        else:
+            packed = Packed(values=logits, at=torch.tensor(order).view(rows, -1))
+        if self._layers:
+            wanted = torch.tensor(columns.keep, dtype=torch.int64)
+            nodes = (wanted if packed is None else wanted[packed.at]).view(rows, -1)
+            feed = tuple(len(feed) if first < 0 else 0 for feed in batch.feed)
+            columns_a_row = (fed + max(width - max(first, 0), 0) for fed, width in zip(feed, draft.width, strict=True))
+            begin = tuple(accumulate(columns_a_row, initial=0))[:-1]
+            exported = Exported(layers=self._layers, values=features, nodes=nodes, begin=begin, feed=feed)
+        return NativeScores(best=best, logits=padded, packed=packed, exported=exported)
 
     def grow(self, batch: Batch, vocab: int, trust: Trust | None = None) -> Grown:
         return self._grow(batch, vocab, trust, None)
@@ -101,7 +105,7 @@ class NativeTarget:
         return self._decoder.read_bytes()
 
     def lend(self) -> Tables:
-        return self._decoder.tables()
+        return replace(self._decoder.tables(), memory=Memory(entries=self._memory.entries, config=self._config))
 
     def excerpt(self, layers: Sequence[int]) -> NativeTarget:
         other = copy(self)
@@ -128,12 +132,6 @@ class NativeTarget:
         self._memory = PagedCache(slots=self.slots, capacity=capacity, **sizes)
         self.cache: Cache = self._memory
         self._decoder.attach(self._memory)
-
-
-def _fed(values: torch.Tensor, batch: Batch, draft: Draft) -> tuple[torch.Tensor, ...]:
-    """The columns of each row's feed, out of all columns [T, H] of a pass."""
-    ends = accumulate((len(feed) + width for feed, width in zip(batch.feed, draft.width, strict=True)), initial=0)
-    return tuple(values[begin : begin + len(feed)] for begin, feed in zip(ends, batch.feed, strict=False))
 
 
 def columns_of(batch: Batch, draft: Draft, first: int, vocab: int) -> tuple[Columns, list[int] | None]:

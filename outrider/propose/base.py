@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from outrider import tree
+from outrider.errors import OutriderError
 from outrider.target import Target
 from outrider.types import Batch, Draft, Draw, Needs, Request, Round
 
@@ -52,6 +53,18 @@ class Proposer(Protocol):
 
     def release(self, slot: int) -> None:
         """Forget a slot."""
+
+
+def check_budget(batch: Batch, draft: Draft) -> None:
+    """Hold a proposer to what the rest of the round relies on.
+
+    Raises:
+        OutriderError: it guessed for other rows, or more than it may.
+    """
+    if len(draft.width) != len(batch.rows) or any(w > b for w, b in zip(draft.width, batch.budget, strict=True)):
+        raise OutriderError(
+            f"the proposer made {draft.width} guesses where {batch.budget} were allowed; keep to batch.budget"
+        )
 
 
 class NoProposer:

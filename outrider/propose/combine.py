@@ -60,16 +60,22 @@ class First(Combination):
 
 
 class Switch(Combination):
-    """One part at a time, for all rows; the planner says which."""
+    """One part at a time, for all rows but those that asked for another one; the planner says which."""
 
     def __init__(self, setup: Setup, parts: Sequence[Proposer]) -> None:
         super().__init__(setup, parts)
         self.needs = replace(self.needs, arms=len(parts))
 
     def propose(self, batch: Batch) -> Draft:
-        idle = replace(batch, budget=(0,) * len(batch.rows))
-        drafts = [part.propose(batch if arm == batch.arm else idle) for arm, part in enumerate(self.parts)]
-        return drafts[batch.arm]
+        arms = batch.arms
+        drafts = [part.propose(_only(batch, arms, arm)) for arm, part in enumerate(self.parts)]
+        return drafts[batch.arm] if all(arm == batch.arm for arm in arms) else reduce(_beside, drafts)
+
+
+def _only(batch: Batch, arms: Sequence[int], arm: int) -> Batch:
+    """The batch with guesses for the rows of one arm alone."""
+    budget = tuple(most if own == arm else 0 for most, own in zip(batch.budget, arms, strict=True))
+    return batch if budget == batch.budget else replace(batch, budget=budget)
 
 
 class Merge(Combination):

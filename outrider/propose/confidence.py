@@ -1,4 +1,8 @@
-"""How far to trust a draft model: a logistic on the margin of its logits, learned from what became of its guesses."""
+"""How far to trust a draft: a logistic on the margin of its logits, learned from what became of its guesses.
+
+A draft with a confidence head says by itself, in log-odds, how likely a guess is kept. That then stands for the margin,
+and the logistic corrects it for this text and temperature.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +37,7 @@ class Confidence:
     def learn(self, tokens: Sequence[int], margins: Sequence[float], emitted: Sequence[int]) -> None:
         """From what became of a row's chain when these tokens were emitted; what nobody looked at teaches nothing."""
         for position, (token, margin, truth) in enumerate(zip(tokens, margins, emitted, strict=False)):
-            self._step(min(position, _KINDS - 1), min(margin, 12.0), token == truth)
+            self._step(min(position, _KINDS - 1), min(max(margin, -12.0), 12.0), token == truth)
             if token != truth:
                 return
 

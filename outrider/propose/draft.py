@@ -145,7 +145,12 @@ def _owner(setup: Setup) -> Partner | None:
 def _partner(tables: Tables, layers: int) -> Partner:
     vocab, hidden = tables.head.shape
     return Partner(
-        vocab=vocab, hidden=hidden, layers=layers, head=lambda: tables.head, embedding=lambda: tables.embedding
+        vocab=vocab,
+        hidden=hidden,
+        layers=layers,
+        head=lambda: tables.head,
+        embedding=lambda: tables.embedding,
+        kinds=tuple(tables.memory.config.get("layer_types") or ()) if tables.memory else (),
     )
 
 

@@ -15,7 +15,7 @@ from outrider.cache.base import fitting
 from outrider.noise import PositionNoise, inverse_cdf
 from outrider.propose.base import Setup
 from outrider.propose.confidence import Confidence
-from outrider.sampling import Knobs, warp
+from outrider.sampling import Knobs, want_of, warp
 from outrider.target import Drawer, Target
 from outrider.types import Batch, Dice, Draft, Draw, Grown, Law, Needs, Packed, Request, Round, Trust
 from outrider.watch import Watch
@@ -151,12 +151,12 @@ class ModelProposer:
     def _grown(self, batch: Batch, knobs: Knobs, trust: Trust) -> Grown | None:
         """Chains that the model grows by itself; None where that is not how these rows want their guesses."""
         model, vocab, draw = self._model, self._setup.vocab, self._setup.draw
-        if knobs.bare or (knobs.soft and draw is Draw.ARGMAX):  # no temperature changes which token is the likeliest
+        if knobs.bare or (knobs.soft and draw is Draw.ARGMAX):  # no law has another likeliest token
             return model.grow(batch, vocab, trust)
         if knobs.soft and draw is Draw.SAMPLE and isinstance(model, Drawer):
-            temperature = tuple(row.request.params.temperature for row in batch.rows)
+            wants = tuple(want_of(row, vocab) for row in batch.rows)
             uniform = self._noise_of(batch).draws(max(batch.budget))
-            return model.draw(batch, vocab, Dice(temperature=temperature, uniform=uniform), trust)
+            return model.draw(batch, vocab, Dice(wants=wants, uniform=uniform), trust)
         return None
 
     def _draw_chain(self, batch: Batch, knobs: Knobs, trust: Trust) -> Draft:
@@ -165,17 +165,17 @@ class ModelProposer:
         draws = noise.draws(max(batch.budget))
         laws: list[torch.Tensor] = []
         watch = Watch(batch.budget, trust if tree.near(self._setup.device) else None)
-        logits = self._model.score(batch, draft).logits
+        scores = self._model.score(batch, draft)
         while watch.depth < max(watch.count):
             if watch.depth:
-                logits = self._model.score(batch, draft, first=watch.depth - 1).logits
-            own = _fit(logits, self._setup.vocab)
+                scores = self._model.score(batch, draft, first=watch.depth - 1)
+            own = _fit(scores.logits, self._setup.vocab)
             law = warp(own, knobs, draft, last=True)[:, 0]
             # A greedy row's law is one-hot, so every way of drawing finds its argmax, and this one is the quickest.
             drawn = law.argmax(-1) if knobs.all_greedy else self._draw(law, noise, draws, watch.depth)
             tokens = torch.cat([draft.tokens, drawn[:, None]], 1)
             laws.append(law)
-            watch.look(own[:, -1], drawn)
+            watch.look(own[:, -1], drawn, None if scores.sure is None else scores.sure[:, -1])
             draft = tree.chain(tokens, tuple(min(most, watch.depth) for most in watch.count))
         self._margins = watch.margins
         if self._setup.draw is Draw.ARGMAX or knobs.all_greedy or not laws:

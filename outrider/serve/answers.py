@@ -15,13 +15,14 @@ from outrider.errors import OutriderError
 from outrider.llm import Prompt
 from outrider.params import SamplingParams
 from outrider.serve.driver import Driver
+from outrider.serve.journal import Entry, entry_of
 from outrider.serve.replies import Reply, problem
 from outrider.serve.schema import ChatRequest, CompletionRequest, Sampling
 from outrider.serve.settings import Settings
 from outrider.serve.ticket import Piece, Ticket
+from outrider.serve.tools import Tools, conversation, knows_calls
 from outrider.types import Completion
 
-_LOOK = 0.1  # seconds between two looks at whether a client is still there
 _GONE = 499  # who asked has hung up, so nobody reads it
 
 
@@ -30,6 +31,7 @@ class Answers:
 
     def __init__(self, driver: Driver, settings: Settings, *, name: str) -> None:
         self._driver, self._settings, self._name = driver, settings, name
+        self._compiling = asyncio.Lock()
 
     def check_model(self, model: str | None) -> None:
         """Raises HTTPException 404 for any other model than the one that is served."""
@@ -40,16 +42,34 @@ class Answers:
         prompts = asked.prompts()
         if not prompts:
             raise OutriderError("prompt is an empty list; give at least one prompt")
-        params = asked.params(most=asked.max_tokens, logprobs=asked.logprobs, scope=asked.user or "")
+        params = asked.params(
+            most=asked.max_tokens, logprobs=asked.logprobs, scope=asked.user or "", constraint=asked.constraint()
+        )
         return await self._answer(asked, prompts, params, request)
 
     async def chat(self, asked: ChatRequest, request: Request) -> Response:
-        turns = [{"role": turn.role, "content": turn.text()} for turn in asked.messages]
-        params = asked.params(most=asked.most(), logprobs=asked.wanted(), scope=asked.user or "")
-        return await self._answer(asked, [self._driver.front.chat(turns)], params, request)
+        front, tools, constraint = self._driver.front, Tools.of(asked), asked.constraint()
+        if tools and constraint:
+            raise OutriderError("tools say what form calls have; leave response_format and structured_outputs out")
+        known = knows_calls(str(front.house.tokenizer.chat_template or ""))
+        turns = conversation(asked.messages, tools, known=known)
+        params = asked.params(
+            most=asked.most(),
+            logprobs=asked.wanted(),
+            scope=asked.user or "",
+            constraint=tools.constraint() if tools else constraint,
+        )
+        prompt = front.chat(turns, tools.described() if tools and known else None)
+        return await self._answer(asked, [prompt], params, request, calls=tools is not None)
 
     async def _answer(
-        self, asked: Sampling, prompts: Sequence[Prompt], params: SamplingParams, request: Request
+        self,
+        asked: Sampling,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        request: Request,
+        *,
+        calls: bool = False,
     ) -> Response:
         self.check_model(asked.model)
         if asked.stream_options and not asked.stream:
@@ -59,19 +79,30 @@ class Answers:
                 f"{len(prompts)} prompts with n = {params.n} are {len(prompts) * params.n} completions; ask for at most"
                 f" {self._settings.most_n} at once"
             )
+        if params.constraint:
+            async with self._compiling:  # elsewhere, one at a time: it may take seconds
+                await asyncio.to_thread(self._driver.front.prepare, params.constraint)
         reply = Reply(
             chat=isinstance(asked, ChatRequest),
             model=self._name,
             decode=self._driver.front.decode,
             logprobs=params.logprobs is not None,
             tokens=asked.stream_options is not None and asked.stream_options.include_tokens,
+            calls=calls,
         )
         tickets = self._submit(prompts, params)
+        gone = asyncio.create_task(self._watch(request, tickets))
         if asked.stream:
             tell = asked.stream_options is not None and asked.stream_options.include_usage
-            stream = self._stream(reply, tickets, len(prompts), tell=tell)
+            stream = self._stream(reply, tickets, len(prompts), tell=tell, request=request, gone=gone)
             return StreamingResponse(stream, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        return await self._whole(reply, tickets, len(prompts), request)
+        return await self._whole(reply, tickets, len(prompts), request=request, gone=gone)
+
+    async def _watch(self, request: Request, tickets: Sequence[Ticket]) -> None:
+        """Take tickets back once whoever asked is gone, be it long before the first token."""
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        self._driver.cancel(tickets)
 
     def _submit(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[Ticket]:
         """All of them or none."""
@@ -84,51 +115,78 @@ class Answers:
             raise
         return tickets
 
-    async def _whole(self, reply: Reply, tickets: Sequence[Ticket], prompts: int, request: Request) -> Response:
-        work = asyncio.gather(*map(_end, tickets))
+    async def _whole(
+        self, reply: Reply, tickets: Sequence[Ticket], prompts: int, *, request: Request, gone: asyncio.Task[None]
+    ) -> Response:
+        entry = entry_of(request.scope)
+        work = asyncio.gather(*(_end(each, entry) for each in tickets))
+        either: list[asyncio.Future[Any]] = [work, gone]
+        entry.finish = "cancelled"
         try:
             async with asyncio.timeout(self._settings.timeout or None):
-                while not (await asyncio.wait([work], timeout=_LOOK))[0]:
-                    if await request.is_disconnected():
-                        return Response(status_code=_GONE)
-                ends = work.result()
+                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                return Response(status_code=_GONE)
+            ends = work.result()
         except TimeoutError:
+            entry.finish = "timeout"
             return JSONResponse(problem(self._late(), kind="timeout_error"), 504)
         finally:
+            gone.cancel()
             work.cancel()
             self._driver.cancel(tickets)
         if error := next((end.error for end in ends if end.error), ""):
+            entry.finish = "error"
             return JSONResponse(problem(error, kind="server_error"), 500)
-        return JSONResponse(reply.whole([_completion(end) for end in ends], prompts))
+        completions = [_completion(end) for end in ends]
+        entry.end(completions)
+        return JSONResponse(reply.whole(completions, prompts))
 
-    async def _stream(self, reply: Reply, tickets: Sequence[Ticket], prompts: int, *, tell: bool) -> AsyncIterator[str]:
+    async def _stream(
+        self,
+        reply: Reply,
+        tickets: Sequence[Ticket],
+        prompts: int,
+        *,
+        tell: bool,
+        request: Request,
+        gone: asyncio.Task[None],
+    ) -> AsyncIterator[str]:
+        entry = entry_of(request.scope)
+        entry.finish = "cancelled"
         ends: dict[int, Completion] = {}
-        begun: set[int] = set()
+        parts = [reply.parts(index) for index in range(len(tickets))]
         try:
             async with asyncio.timeout(self._settings.timeout or None):
                 async for index, piece in _merged(tickets):
+                    entry.see(len(piece.tokens))
                     if piece.error:
+                        entry.finish = "cancelled" if gone.done() else "error"
                         yield _event(problem(piece.error, kind="server_error"))
                         return
-                    yield _event(reply.part(index, piece, first=index not in begun))
-                    begun.add(index)
+                    yield _event(parts[index].next(piece))
                     if piece.completion:
                         ends[index] = piece.completion
+            entry.end([ends[i] for i in range(len(tickets))])
             if tell:
-                yield _event(reply.last([ends[i] for i in range(len(tickets))], prompts))
+                yield _event(reply.last(entry.completions, prompts))
             yield "data: [DONE]\n\n"
         except TimeoutError:
+            entry.finish = "timeout"
             yield _event(problem(self._late(), kind="timeout_error"))
         finally:
+            gone.cancel()
             self._driver.cancel(tickets)
 
     def _late(self) -> str:
         return f"the request took longer than {self._settings.timeout:g} seconds"
 
 
-async def _end(ticket: Ticket) -> Piece:
+async def _end(ticket: Ticket, entry: Entry) -> Piece:
     """The last piece of a completion."""
-    return [piece async for piece in ticket.pieces()][-1]
+    async for piece in ticket.pieces():
+        entry.see(len(piece.tokens))
+    return piece
 
 
 async def _merged(tickets: Sequence[Ticket]) -> AsyncIterator[tuple[int, Piece]]:

@@ -1,30 +1,29 @@
-"""The routes, and what becomes of mistakes."""
+"""The routes, and what stands before them."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
-from starlette.exceptions import HTTPException
-from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response
 
 from outrider import __version__
-from outrider.errors import OutriderError
 from outrider.serve.answers import Answers
-from outrider.serve.driver import Driver, QueueFull
+from outrider.serve.driver import Driver
 from outrider.serve.guards import BodyLimit, Keys
+from outrider.serve.journal import Journal
 from outrider.serve.metrics import EngineCounts, exposition
+from outrider.serve.problems import RESPONSES, STREAMED, add_handlers
 from outrider.serve.replies import problem
-from outrider.serve.schema import ChatRequest, CompletionRequest, TokenizeRequest, field_of
+from outrider.serve.schema import ChatRequest, CompletionRequest, TokenizeRequest
 from outrider.serve.settings import Settings
 
 _PAGE = Path(__file__).parent / "page.html"
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
-_LATER = {"Retry-After": "1"}
 
 
 def make_app(driver: Driver, settings: Settings, *, name: str) -> FastAPI:
@@ -39,32 +38,41 @@ def make_app(driver: Driver, settings: Settings, *, name: str) -> FastAPI:
     app = FastAPI(title="Outrider", version=__version__, lifespan=lifespan)
     driver.clocks.registry.register(EngineCounts(driver))
     _add_routes(app, Answers(driver, settings, name=name), driver, name)
-    _add_handlers(app)
+    add_handlers(app)
     app.add_middleware(BodyLimit, most=1024 * settings.body_kb)
     if settings.api_key:
         app.add_middleware(Keys, keys=settings.api_key)
+    if settings.allow_origin:  # before keys: a browser asks without one whether it may ask
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.allow_origin,
+            allow_methods=["GET", "POST"],
+            allow_headers=["authorization", "content-type", "x-request-id"],
+            expose_headers=["x-request-id", "retry-after"],
+        )
+    app.add_middleware(Journal)
     return app
 
 
 def _add_routes(app: FastAPI, answers: Answers, driver: Driver, name: str) -> None:
-    @app.post("/v1/completions")
+    @app.post("/v1/completions", responses=STREAMED)
     async def completions(asked: CompletionRequest, request: Request) -> Response:
         return await answers.completion(asked, request)
 
-    @app.post("/v1/chat/completions")
+    @app.post("/v1/chat/completions", responses=STREAMED)
     async def chat_completions(asked: ChatRequest, request: Request) -> Response:
         return await answers.chat(asked, request)
 
-    @app.get("/v1/models")
+    @app.get("/v1/models", responses=RESPONSES)
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [_model(name)]}
+        return {"object": "list", "data": [_model(name, driver)]}
 
-    @app.get("/v1/models/{model:path}")
+    @app.get("/v1/models/{model:path}", responses=RESPONSES)
     async def model(model: str) -> dict[str, Any]:
         answers.check_model(model)
-        return _model(name)
+        return _model(name, driver)
 
-    @app.post("/tokenize")
+    @app.post("/tokenize", responses=RESPONSES)
     async def tokenize(asked: TokenizeRequest) -> dict[str, Any]:
         answers.check_model(asked.model)
         tokens = driver.front.encode(asked.prompt)
@@ -74,38 +82,18 @@ def _add_routes(app: FastAPI, answers: Answers, driver: Driver, name: str) -> No
     async def page() -> FileResponse:
         return FileResponse(_PAGE, headers={"Content-Security-Policy": _POLICY})
 
-    @app.get("/health")
-    async def health() -> dict[str, str]:
-        return {"status": "ok"}
+    @app.get("/health", responses=RESPONSES)
+    async def health() -> Response:
+        if ill := driver.ill:
+            return JSONResponse(problem(ill, kind="server_error"), 503)
+        return JSONResponse({"status": "ok"})
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse, responses=RESPONSES)
     async def metrics() -> Response:
         return Response(exposition(driver), media_type="text/plain; version=0.0.4")
 
 
-def _model(name: str) -> dict[str, Any]:
-    return {"id": name, "object": "model", "created": 0, "owned_by": "outrider"}
-
-
-def _add_handlers(app: FastAPI) -> None:
-    handlers: dict[type[Exception], Callable[[Any], JSONResponse]] = {
-        RequestValidationError: _invalid,
-        QueueFull: lambda error: JSONResponse(problem(str(error), kind="overloaded_error"), 429, _LATER),
-        OutriderError: lambda error: JSONResponse(problem(str(error)), 400),
-        HTTPException: lambda error: JSONResponse(problem(str(error.detail)), error.status_code),
-    }
-
-    def add(kind: type[Exception], answer: Callable[[Any], JSONResponse]) -> None:
-        async def handle(_: Request, error: Exception) -> JSONResponse:
-            return answer(error)
-
-        app.add_exception_handler(kind, handle)
-
-    for kind, answer in handlers.items():
-        add(kind, answer)
-
-
-def _invalid(error: RequestValidationError) -> JSONResponse:
-    first = error.errors()[0]
-    field = field_of(first["loc"])
-    return JSONResponse(problem(f"{field or 'the request'}: {first['msg']}", field=field), 400)
+def _model(name: str, driver: Driver) -> dict[str, Any]:
+    house = driver.front.house
+    own = {"max_model_len": house.context, "proposers": list(house.proposers), "verifiers": list(house.verifiers)}
+    return {"id": name, "object": "model", "created": 0, "owned_by": "outrider"} | own

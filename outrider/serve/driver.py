@@ -5,22 +5,26 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import replace
 from queue import Empty, SimpleQueue
 from threading import Thread
 from time import perf_counter
 
+from outrider.engine import Engine
 from outrider.errors import OutriderError
 from outrider.llm import LLM, Prompt
 from outrider.params import SamplingParams
 from outrider.serve.clocks import Clocks
+from outrider.serve.drift import Drift
 from outrider.serve.ticket import Piece, Ticket, wake
 from outrider.stats import Stats
 from outrider.types import Row
 
 _log = logging.getLogger("outrider.serve")
 _IDLE = 0.05  # seconds between two looks at whether the server stops
+_ILL = 8  # rounds that failed, one after another, until the server calls itself ill
 
 
 class QueueFull(OutriderError):
@@ -41,11 +45,14 @@ class Driver:
         apart = replace(house, setup=replace(house.setup, tokenizer=deepcopy(house.tokenizer)))
         self.front = LLM.of(apart)
         self.clocks = Clocks()
-        self._llm, self._most, self._rows = llm, rows + queue, rows
+        self._llm, self._most, self.slots = llm, rows + queue, rows
         self._notes: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._open: dict[int, Ticket] = {}
         self._taken = self._ended = 0  # requests; the one is the event loop's to change, the other the thread's
         self._stopping = False
+        self.failed_rounds = 0
+        self._failing = 0  # those of them since the last good one
+        self.drifts = tuple(Drift() for _ in house.proposers)
         self._thread = Thread(target=self._run, name="engine", daemon=True)
 
     @property
@@ -56,19 +63,32 @@ class Driver:
     @property
     def running(self) -> int:
         """Requests that hold a slot, as far as can be told from outside."""
-        return min(self._taken - self._ended, self._rows)
+        return min(self._taken - self._ended, self.slots)
 
     @property
     def waiting(self) -> int:
         return self._taken - self._ended - self.running
 
+    @property
+    def ill(self) -> str:
+        """Why this server had better be started anew; empty while all is well."""
+        if self._failing >= _ILL:
+            return f"the last {self._failing} rounds of the engine have failed"
+        return "" if self._thread.is_alive() or self._stopping else "the engine does not run"
+
+    @property
+    def engine(self) -> Engine:
+        """To read what it counts; its thread alone may do more."""
+        return self._llm.engine
+
     def start(self) -> None:
         self._thread.start()
 
     def stop(self) -> None:
-        """End what runs, and the thread."""
+        """End what runs, and the thread; what the planner has learned is written, if it is to be."""
         self._stopping = True
         self._thread.join()
+        self._llm.save_plan()
 
     def submit(self, prompt: Prompt, params: SamplingParams) -> list[Ticket]:
         """Take in a prompt; its `n` completions come through tickets.
@@ -83,6 +103,8 @@ class Driver:
             raise QueueFull(f"{open} completions run or wait, and {self._most} may; try again later")
         loop = asyncio.get_running_loop()
         tickets = [Ticket(request, loop) for request in self.front.requests(prompt, params)]
+        if (params.max_tokens or 0) > (context := self.front.house.context):
+            raise OutriderError(f"max_tokens is {params.max_tokens}, and the context holds {context}; ask for fewer")
         self._taken += len(tickets)
         self._notes.put(lambda: self._add(tickets))
         return tickets
@@ -101,7 +123,9 @@ class Driver:
         for ticket in tickets:
             if self._open.pop(ticket.request.id, None):
                 self._llm.abort(ticket.request.id)
+                ticket.put(_broken("nobody waits for this any more"))
                 self._done(ticket, "cancelled")
+        _wake(tickets)
 
     def _run(self) -> None:
         engine = self._llm.engine
@@ -121,24 +145,45 @@ class Driver:
             pass
 
     def _step(self) -> None:
-        try:
-            rows = self._llm.engine.step()
-        except Exception as error:  # whatever a model or a proposer may raise: the server goes on
-            _log.exception("a round failed")
-            self._fail(f"the engine failed: {error}")
-            return
-        at, told = perf_counter(), []
+        rows = self._round()
+        now, told = perf_counter(), []
         for row in rows:
             ticket = self._open.get(row.request.id)
             if ticket and (row.emitted > ticket.given or row.finish):
-                ticket.put(self._piece(row, ticket))
-                self.clocks.see(row.request.id, at, row.emitted)
+                self._tell(row, ticket, now)
                 told.append(ticket)
-                if row.finish:
-                    del self._open[row.request.id]
-                    self._done(ticket, str(row.finish))
-        if told:
-            told[0].loop.call_soon_threadsafe(wake, told)
+        for drift, stats in zip(self.drifts, self._llm.engine.arms, strict=True):
+            drift.see(stats)
+        _wake(told)
+
+    def _round(self) -> Sequence[Row]:
+        engine = self._llm.engine
+        try:
+            rows = engine.step()
+            self._failing = 0
+            return rows
+        except Exception as error:  # whatever a model may raise: the server goes on
+            self.failed_rounds += 1
+            self._failing += 1
+            _log.exception("a round failed")
+            try:
+                return engine.recover(error)
+            except Exception as last:
+                self._fail(f"the engine failed: {last}")
+                return ()
+
+    def _tell(self, row: Row, ticket: Ticket, now: float) -> None:
+        try:
+            piece = self._piece(row, ticket)
+        except Exception as error:  # of its text, which is nobody else's
+            _log.exception("a completion could not be told")
+            self._llm.abort(row.request.id)
+            piece = _broken(f"the text cannot be written: {error}")
+        ticket.put(piece)
+        self.clocks.see(row.request.id, now, row.emitted)
+        if row.finish or piece.error:
+            del self._open[row.request.id]
+            self._done(ticket, "error" if piece.error else str(row.finish))
 
     def _piece(self, row: Row, ticket: Ticket) -> Piece:
         completion = self._llm.completion(row) if row.finish else None
@@ -159,11 +204,20 @@ class Driver:
         self._open.clear()
         for ticket in tickets:
             self._llm.abort(ticket.request.id)
-            ticket.put(Piece(text="", tokens=(), guessed=(), logprobs=(), error=reason))
+            ticket.put(_broken(reason))
             self._done(ticket, "error")
-        if tickets:
-            tickets[0].loop.call_soon_threadsafe(wake, tickets)
+        _wake(tickets)
 
     def _done(self, ticket: Ticket, how: str) -> None:
         self._ended += 1
         self.clocks.end(ticket.request.id, how)
+
+
+def _wake(tickets: Sequence[Ticket]) -> None:
+    if tickets:
+        with suppress(RuntimeError):  # the loop is closed, and nobody reads
+            tickets[0].loop.call_soon_threadsafe(wake, tickets)
+
+
+def _broken(reason: str) -> Piece:
+    return Piece(text="", tokens=(), guessed=(), logprobs=(), error=reason)

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
 
+from outrider.serve.calls import Calls
 from outrider.serve.ticket import Piece
-from outrider.types import Completion, TokenLogprobs
+from outrider.types import Completion, Finish, TokenLogprobs
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -23,6 +24,7 @@ class Reply:
     decode: Decode
     logprobs: bool = False  # whether they were asked for
     tokens: bool = False  # whether each part tells who wrote them
+    calls: bool = False  # whether the text may hold calls of functions
     id: str = field(default_factory=lambda: uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -31,14 +33,14 @@ class Reply:
         choices = [self._choice(i, each) for i, each in enumerate(completions)]
         return self._head(part=False) | {"choices": choices, "usage": usage(completions, prompts)}
 
-    def part(self, index: int, piece: Piece, *, first: bool) -> dict[str, Any]:
-        """One piece of one completion."""
-        finish = str(piece.completion.finish) if piece.completion else None
+    def parts(self, index: int) -> Parts:
+        """What makes the pieces of one completion into parts of a stream."""
+        return Parts(self, index)
+
+    def part(self, index: int, piece: Piece, *, delta: dict[str, Any], finish: str | None) -> dict[str, Any]:
+        """One piece of one completion, which adds `delta` to a chat."""
         choice: dict[str, Any] = {"index": index, "finish_reason": finish, "logprobs": None}
-        if self.chat:
-            choice["delta"] = ({"role": "assistant"} if first else {}) | {"content": piece.text}
-        else:
-            choice["text"] = piece.text
+        choice |= {"delta": delta} if self.chat else {"text": piece.text}
         if self.logprobs:
             choice["logprobs"] = self._logprobs(piece.logprobs)
         if self.tokens:
@@ -61,10 +63,17 @@ class Reply:
 
     def _choice(self, index: int, completion: Completion) -> dict[str, Any]:
         logprobs = self._logprobs(completion.logprobs) if self.logprobs else None
-        choice = {"index": index, "finish_reason": str(completion.finish), "logprobs": logprobs}
-        if self.chat:
-            return choice | {"message": {"role": "assistant", "content": completion.text, "refusal": None}}
-        return choice | {"text": completion.text}
+        choice: dict[str, Any] = {"index": index, "finish_reason": str(completion.finish), "logprobs": logprobs}
+        if not self.chat:
+            return choice | {"text": completion.text}
+        message: dict[str, Any] = {"role": "assistant", "content": completion.text, "refusal": None}
+        if self.calls:
+            calls = Calls()
+            message["content"] = calls.read(completion.text, last=True).get("content")
+            choice["finish_reason"] = _finish(completion, calls)
+            if calls.made:
+                message["tool_calls"] = [call.whole() for call in calls.made]
+        return choice | {"message": message}
 
     def _logprobs(self, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
         if self.chat:
@@ -83,6 +92,32 @@ class Reply:
     def _word(self, token: int, logprob: float) -> dict[str, Any]:
         word = self.decode([token])
         return {"token": word, "logprob": logprob, "bytes": list(word.encode())}
+
+
+class Parts:
+    """The stream of one completion."""
+
+    def __init__(self, reply: Reply, index: int) -> None:
+        self._reply, self._index = reply, index
+        self._calls = Calls() if reply.calls else None
+        self._begun = False
+
+    def next(self, piece: Piece) -> dict[str, Any]:
+        """The part that a piece becomes."""
+        finish = str(piece.completion.finish) if piece.completion else None
+        delta: dict[str, Any] = {"content": piece.text}
+        if self._calls:
+            delta = self._calls.read(piece.text, last=piece.completion is not None)
+            finish = _finish(piece.completion, self._calls) if piece.completion else None
+        if not self._begun:
+            delta = {"role": "assistant", "content": None if self._calls else ""} | delta
+            self._begun = True
+        return self._reply.part(self._index, piece, delta=delta, finish=finish)
+
+
+def _finish(completion: Completion, calls: Calls) -> str:
+    """Why it ended, as OpenAI's clients are told."""
+    return "tool_calls" if calls.made and completion.finish is Finish.STOP else str(completion.finish)
 
 
 def usage(completions: Sequence[Completion], prompts: int) -> dict[str, Any]:
@@ -107,4 +142,6 @@ def usage(completions: Sequence[Completion], prompts: int) -> dict[str, Any]:
 
 def problem(message: str, *, kind: str = "invalid_request_error", field: str | None = None) -> dict[str, Any]:
     """An error, as OpenAI's clients read it."""
-    return {"error": {"message": message, "type": kind, "param": field, "code": None}}
+    said = message.encode(errors="replace").decode()  # whatever it quotes can then be sent
+    named = field and field.encode(errors="replace").decode()
+    return {"error": {"message": said, "type": kind, "param": named, "code": None}}

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from outrider.constraint import Constraint
 from outrider.errors import OutriderError
 from outrider.params import SamplingParams
 
@@ -25,13 +28,76 @@ class StreamOptions(_Strict):
     )
 
 
-class ResponseFormat(_Strict):
-    """What form the text has."""
+class TextFormat(_Strict):
+    """Text of any form."""
 
-    type: Literal["text"] = "text"
+    type: Literal["text"]
 
 
-class Sampling(_Strict):
+class ObjectFormat(_Strict):
+    """Any JSON object."""
+
+    type: Literal["json_object"]
+
+
+class NamedSchema(_Strict):
+    """A JSON schema with a name, which nobody reads."""
+
+    name: str
+    description: str | None = None
+    form: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = Field(None, description="A schema always holds.")
+
+
+class SchemaFormat(_Strict):
+    """JSON of a schema."""
+
+    type: Literal["json_schema"]
+    json_schema: NamedSchema
+
+
+ResponseFormat = Annotated[TextFormat | ObjectFormat | SchemaFormat, Field(discriminator="type")]
+
+
+class StructuredOutputs(_Strict):
+    """What form the text has, in one of these ways; as vLLM names them."""
+
+    form: dict[str, Any] | str | None = Field(None, alias="json", description="A JSON schema.")
+    json_object: Literal[True] | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = Field(None, description="In Lark's syntax or GBNF.")
+
+    def constraint(self) -> Constraint:
+        """The same for the engine.
+
+        Raises:
+            OutriderError: it is none, or several.
+        """
+        makers: dict[str, Callable[[Any], Constraint]] = {
+            "form": Constraint.json_schema,
+            "json_object": lambda _: Constraint.json_object(),
+            "regex": Constraint.regex,
+            "choice": Constraint.choice,
+            "grammar": Constraint.grammar,
+        }
+        given = [name for name in makers if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise OutriderError("structured_outputs takes one of json, json_object, regex, choice and grammar")
+        return makers[given[0]](getattr(self, given[0]))
+
+
+class _Asked(_Strict):
+    """A request: all of its strings are text, which JSON does not promise."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_text(cls, given: Any) -> Any:
+        _check_text(given)
+        return given
+
+
+class Sampling(_Asked):
     """What both kinds of completion take."""
 
     model: str | None = Field(None, description="The model's name, as /v1/models tells it; left out, there is but one.")
@@ -48,16 +114,30 @@ class Sampling(_Strict):
     ignore_eos: bool = Field(False, description="Extension. Go on past end-of-text.")
     min_tokens: int = Field(0, ge=0, description="Extension.")
     seed: int | None = Field(None, ge=0, lt=2**63)
-    k: int | None = Field(None, ge=0, description="Extension. Guesses a round at most; 0 is plain decoding.")
     priority: int = Field(0, ge=-100, le=100, description="Extension. Lower ones are served first.")
+    k: int | None = Field(None, ge=0, le=256, description="Extension. Guesses a round at most; 0 is plain decoding.")
+    off: bool = Field(False, description="Extension. No speculation for this request, as k 0.")
+    proposer: str | None = Field(
+        None, description="Extension. Who guesses: one of those that /v1/models names. Left out: the planner decides."
+    )
+    verifier: str | None = Field(
+        None, description="Extension. The exact rule that judges: one of those that /v1/models names."
+    )
     n: int = Field(1, ge=1)
     stream: bool = False
     stream_options: StreamOptions | None = None
     user: str | None = Field(None, description="Whose request it is: what speculation learned serves its own user.")
     metadata: dict[str, str] | None = Field(None, description="Kept by nobody.")
     store: Literal[False] | None = Field(None, description="Nothing is stored.")
+    structured_outputs: StructuredOutputs | None = Field(None, description="Extension. What form the text has.")
 
-    def params(self, *, most: int | None, logprobs: int | None, scope: str) -> SamplingParams:
+    def constraint(self) -> Constraint | None:
+        """What form the text must have."""
+        return None if self.structured_outputs is None else self.structured_outputs.constraint()
+
+    def params(
+        self, *, most: int | None, logprobs: int | None, scope: str, constraint: Constraint | None
+    ) -> SamplingParams:
         """The same for the engine.
 
         Raises:
@@ -66,6 +146,10 @@ class Sampling(_Strict):
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         if len(stops) > _STOPS:
             raise OutriderError(f"stop holds {len(stops)} strings; use at most {_STOPS}")
+        if any(len(stop) > _STOP_LENGTH for stop in stops):
+            raise OutriderError(f"stop holds a string of more than {_STOP_LENGTH} characters; use shorter ones")
+        if self.off and (self.k or self.proposer):
+            raise OutriderError("off says not to speculate, and k or proposer how to; leave out one of them")
         return SamplingParams(
             temperature=self.temperature,
             top_k=self.top_k,
@@ -83,7 +167,10 @@ class Sampling(_Strict):
             seed=self.seed,
             n=self.n,
             logprobs=logprobs,
-            guesses=self.k,
+            guesses=0 if self.off else self.k,
+            proposer=self.proposer,
+            verifier=self.verifier,
+            constraint=constraint,
             scope=scope,
             priority=self.priority,
         )
@@ -106,15 +193,45 @@ class CompletionRequest(Sampling):
         return many
 
 
+class FunctionCall(_Strict):
+    """What was called, and with what."""
+
+    name: str
+    arguments: str = Field(description="A JSON object.")
+
+
+class ToolCall(_Strict):
+    """A call that the model made."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
 class Message(_Strict):
     """One turn."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
     name: str | None = None
+    refusal: None = None
+    tool_calls: list[ToolCall] | None = Field(None, description="Of the assistant.")
+    tool_call_id: str | None = Field(None, description="Which call a tool answers.")
+
+    @model_validator(mode="after")
+    def _check(self) -> Message:
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError("tool_calls are the assistant's")
+        if (self.tool_call_id is None) == (self.role == "tool"):
+            raise ValueError("a tool's turn, and no other, has a tool_call_id")
+        if self.content is None and not self.tool_calls:
+            raise ValueError("content is missing")
+        return self
 
     def text(self) -> str:
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        if self.content is None or isinstance(self.content, str):
+            return self.content or ""
+        return "".join(part.text for part in self.content)
 
 
 class TextPart(_Strict):
@@ -122,6 +239,35 @@ class TextPart(_Strict):
 
     type: Literal["text"]
     text: str
+
+
+class Function(_Strict):
+    """A function that the model may call."""
+
+    name: str = Field(pattern="^[a-zA-Z0-9_-]{1,64}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = Field(None, description="A JSON schema. Left out: no arguments.")
+    strict: bool | None = Field(None, description="A schema always holds.")
+
+
+class Tool(_Strict):
+    """A tool, which is a function."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(_Strict):
+    """A function by its name."""
+
+    name: str
+
+
+class NamedTool(_Strict):
+    """The one tool to call."""
+
+    type: Literal["function"]
+    function: FunctionName
 
 
 class ChatRequest(Sampling):
@@ -133,6 +279,20 @@ class ChatRequest(Sampling):
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
     response_format: ResponseFormat | None = None
+    tools: list[Tool] | None = Field(None, max_length=128)
+    tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
+    parallel_tool_calls: bool | None = Field(None, description="Whether several calls may follow each other: true.")
+
+    def constraint(self) -> Constraint | None:
+        """What form the text must have, tools aside."""
+        asked, other = self.response_format, super().constraint()
+        if asked is None or isinstance(asked, TextFormat):
+            return other
+        if other:
+            raise OutriderError("response_format and structured_outputs both say what form the text has; give one")
+        if isinstance(asked, ObjectFormat) or asked.json_schema.form is None:
+            return Constraint.json_object()
+        return Constraint.json_schema(asked.json_schema.form)
 
     def most(self) -> int | None:
         """Tokens of the answer."""
@@ -147,11 +307,24 @@ class ChatRequest(Sampling):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-class TokenizeRequest(_Strict):
+class TokenizeRequest(_Asked):
     """`/tokenize`."""
 
     model: str | None = None
     prompt: str
+
+
+def _check_text(given: Any) -> None:
+    if isinstance(given, str):
+        if not given.isascii() and _HALF.search(given):
+            raise ValueError("a string holds half of a surrogate pair, which is no text")
+    elif isinstance(given, dict):
+        _check_text(list(given))
+        _check_text(list(given.values()))
+    elif isinstance(given, list):
+        for each in given:
+            if not isinstance(each, int):
+                _check_text(each)
 
 
 def _biases(given: dict[str, float] | None) -> dict[int, float]:
@@ -165,9 +338,11 @@ def _biases(given: dict[str, float] | None) -> dict[int, float]:
 
 def field_of(location: Any) -> str | None:
     """The field that a validation error is about, as a client spells it."""
-    names = [str(part) for part in location if part not in ("body", "query")]
-    return ".".join(names) or None
+    names = [str(part) for part in location if part not in ("body", "query", "path")]
+    # Which of several forms of a field a value came near to is no name that a client knows.
+    return ".".join(name for name in names if name not in ("str", "int", "float") and "[" not in name) or None
 
 
-_STOPS = 16
+_HALF = re.compile("[\ud800-\udfff]")
+_STOPS, _STOP_LENGTH = 16, 1000
 Message.model_rebuild()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from re import fullmatch
 from typing import Annotated
 
 import typer
@@ -62,6 +63,18 @@ class Settings:
     timeout: Annotated[
         float, typer.Option(min=0.0, help="Seconds that a request may take; 0 = any.", rich_help_panel=_LIMITS)
     ] = 0.0
+    allow_origin: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ORIGIN",
+            help="Pages of this origin may ask from a browser, as https://example.org; * is any. Repeatable. Default:"
+            " the server's own page alone.",
+            rich_help_panel=_WHERE,
+        ),
+    ] = None
+    log_format: Annotated[
+        str, typer.Option(metavar="NAME", help="text or json: a line for each request.", rich_help_panel=_WHERE)
+    ] = "text"
     drain: Annotated[
         int,
         typer.Option(min=0, help="Seconds that requests have to end when the server stops.", rich_help_panel=_LIMITS),
@@ -70,3 +83,8 @@ class Settings:
     def __post_init__(self) -> None:
         if any(not key.strip() for key in self.api_key or ()):
             raise OutriderError("an API key is empty; give one of at least one character, or none")
+        if self.log_format not in ("text", "json"):
+            raise OutriderError(f"--log-format is {self.log_format!r}; use text or json")
+        for origin in self.allow_origin or ():
+            if origin != "*" and not fullmatch(r"https?://[^/\s]+", origin):
+                raise OutriderError(f"--allow-origin is {origin!r}; write it as https://example.org, or *")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
 import typer
@@ -24,9 +23,10 @@ def serve(llm: LLM, settings: Settings, *, target: str | None) -> None:
 
         from outrider.serve.app import make_app
         from outrider.serve.driver import Driver
+        from outrider.serve.journal import log_as
     except ImportError as error:
         raise OutriderError(f'the server needs {error.name}; run pip install "outrider[serve]"') from error
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    log_as(settings.log_format)
     name = settings.name or (Path(target).expanduser().resolve().name if target else "mini")
     typer.echo(_memory(llm), err=True)
     driver = Driver(llm, queue=settings.queue, rows=settings.rows)
@@ -36,6 +36,7 @@ def serve(llm: LLM, settings: Settings, *, target: str | None) -> None:
         host=settings.host,
         port=settings.port,
         log_level="warning",
+        log_config=None,  # its lines are to look like ours
         timeout_graceful_shutdown=settings.drain,
     )
 

@@ -14,21 +14,25 @@ from outrider.params import SamplingParams
 from outrider.propose.base import Proposer
 from outrider.train.archive import Archive
 from outrider.train.sample import Sample
-from outrider.types import Batch, Draft, Finish, Request, Round
+from outrider.types import Batch, Draft, Finish, Memory, Request, Round
 
 
 class Recorder:
     """Another proposer's guesses, while states are written down."""
 
-    def __init__(self, inner: Proposer, layers: Sequence[int]) -> None:
-        self.inner, self.layers = inner, tuple(layers)
+    def __init__(
+        self, inner: Proposer, layers: Sequence[int], *, memory: Memory | None = None, looked: Sequence[int] = ()
+    ) -> None:
+        """Write down the outputs of `layers`, and of the layers looked at keys and values as they lie in a `memory`."""
+        self.inner, self.layers, self.looked, self._memory = inner, tuple(layers), tuple(looked), memory
         self.needs = replace(inner.needs, layers=tuple(sorted({*inner.needs.layers, *layers})))
-        self._open: dict[int, tuple[int, list[torch.Tensor]]] = {}  # by slot: the request, and what was seen of it
-        self._done: dict[int, torch.Tensor] = {}
+        # By slot: the request, and what was seen of it, states and keys and values.
+        self._open: dict[int, tuple[int, list[torch.Tensor], list[torch.Tensor]]] = {}
+        self._done: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
 
     def admit(self, slot: int, request: Request) -> None:
         self.inner.admit(slot, request)
-        self._open[slot] = request.id, []
+        self._open[slot] = request.id, [], []
 
     def propose(self, batch: Batch) -> Draft:
         return self.inner.propose(batch)
@@ -38,20 +42,33 @@ class Recorder:
         for b, (row, path) in enumerate(zip(round.batch.rows, round.path, strict=True)):
             nodes = [node + 1 for node in path]
             states = [torch.cat([scores.fed[at][b], scores.features[at][b, nodes]]) for at in self.layers]
-            seen = self._open[row.slot][1]
-            assert seen or not round.batch.start[b], "a text's first states come from no cache"
+            _, seen, shown = self._open[row.slot]
+            begin = round.batch.start[b]
+            assert seen or not begin, "a text's first states come from no cache"
             seen.append(torch.stack(states, 1).to(torch.bfloat16))
+            if self.looked:
+                shown.append(self._shown(row.slot, begin, begin + len(seen[-1])))
         self.inner.commit(round)
 
     def release(self, slot: int) -> None:
         self.inner.release(slot)
-        id, seen = self._open.pop(slot)
+        id, seen, shown = self._open.pop(slot)
         if seen:
-            self._done[id] = torch.cat(seen)
+            self._done[id] = torch.cat(seen), torch.cat(shown) if shown else None
 
-    def take(self, id: int) -> torch.Tensor | None:
-        """States of a finished request, once."""
+    def take(self, id: int) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        """States of a finished request, and keys and values if layers are looked at, once."""
         return self._done.pop(id, None)
+
+    def _shown(self, slot: int, begin: int, end: int) -> torch.Tensor:
+        """[end - begin, n] of entries that have just been committed."""
+        assert self._memory is not None
+        found = []
+        for layer in self.looked:
+            entries = self._memory.entries(layer, [slot], begin, end)
+            assert entries is not None
+            found += [each[0].transpose(0, 1).flatten(1).to(torch.bfloat16) for each in entries]
+        return torch.cat(found, 1)
 
 
 def written(engine: Engine, recorder: Recorder, requests: Iterable[Request]) -> Iterator[Sample]:
@@ -62,14 +79,16 @@ def written(engine: Engine, recorder: Recorder, requests: Iterable[Request]) -> 
         for row in engine.step():
             if row.finish is None:
                 continue
-            states = recorder.take(row.request.id)
-            if states is None or row.finish is Finish.ERROR:
+            seen = recorder.take(row.request.id)
+            if seen is None or row.finish is Finish.ERROR:
                 continue
+            states, shown = seen
             length = min(len(states), len(row.text) - 1)
             yield Sample(
                 id=row.request.id,
                 tokens=tuple(row.text[: length + 1]),
                 states=states[:length],
+                shown=None if shown is None else shown[:length],
                 prompt=len(row.request.prompt),
             )
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 
 from outrider.build import House
 from outrider.errors import OutriderError
@@ -56,15 +56,16 @@ class Archive:
             held = load_file(file)
             tokens, layers = tuple(held["tokens"].tolist()), held["layers"].tolist()
             states = held["states"][:, [layers.index(layer) for layer in self._layers]]
+            shown = held.get("shown")
         except (OSError, SafetensorError, KeyError, ValueError, IndexError):
             return None
         if states.dim() != 3 or len(states) + 1 != len(tokens) or tokens[: len(request.prompt)] != request.prompt:
             return None
-        return Sample(id=request.id, tokens=tokens, states=states, prompt=len(request.prompt))
+        return Sample(id=request.id, tokens=tokens, states=states, prompt=len(request.prompt), shown=shown)
 
     def write(self, request: Request, sample: Sample) -> None:
         """Keep a sample where there is room for it; a disk that is full ends the keeping, and not the training."""
-        size = sample.states.nbytes + 8 * len(sample.tokens)
+        size = sample.states.nbytes + 8 * len(sample.tokens) + (0 if sample.shown is None else sample.shown.nbytes)
         if size > self._left:
             return
         file = self._file(request)
@@ -76,7 +77,8 @@ class Archive:
                 "layers": torch.tensor(self._layers),
                 "states": sample.states.cpu().contiguous(),
             }
-            save_file(held, fresh)
+            held |= {} if sample.shown is None else {"shown": sample.shown.cpu().contiguous()}
+            fresh.write_bytes(save(held))
             fresh.replace(file)
             self._left -= size
         except (OSError, SafetensorError) as error:
@@ -99,6 +101,7 @@ class Archive:
         return self._folder / name[:2] / f"{name}.safetensors"
 
 
-def origin_of(house: House, folder: str | Path) -> str:
-    """Whose states these are: the target's weights, and what they run on."""
-    return json.dumps([model_print(Path(folder)), str(house.dtype), house.target.kernels])
+def origin_of(house: House, folder: str | Path, looked: Sequence[int] = ()) -> str:
+    """Whose states these are: the target's weights, what they run on, and the layers that are looked at, if any are."""
+    seen = [list(looked)] if looked else []
+    return json.dumps([model_print(Path(folder)), str(house.dtype), house.target.kernels, *seen])

@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from outrider import tree
 from outrider.errors import OutriderError
-from outrider.heads.description import Taps
+from outrider.heads.description import Taps, View
 from outrider.heads.taps import normed
 from outrider.params import SamplingParams
 from outrider.target import Target
@@ -26,8 +26,20 @@ _AGREES = 0.9  # share of a law that must be the same; bfloat16 moves less than 
 class Reader:
     """Makes batches for drafts that read `taps` of a target."""
 
-    def __init__(self, taps: Taps, layers: Sequence[int], tables: Tables, ids: torch.Tensor) -> None:
-        """`layers` are what samples hold, the target's last one at the end; `ids` is what the draft guesses."""
+    def __init__(
+        self,
+        taps: Taps,
+        layers: Sequence[int],
+        tables: Tables,
+        ids: torch.Tensor,
+        *,
+        views: Sequence[View] = (),
+    ) -> None:
+        """`layers` are what samples hold, the target's last one at the end; `ids` is what the draft guesses.
+
+        `views` say what it sees of the target, of which samples hold each layer once, in rising order.
+        """
+        self._views = sorted({view.layer: view for view in views}.items())
         self._taps, self._where = taps, [layers.index(at) for at in taps.layers]
         self._tables, self._ids, self._last = tables, ids, layers[-1]
         self._head = tables.head.to(torch.bfloat16)
@@ -47,7 +59,22 @@ class Reader:
         laws = self._laws(last[learn])
         if len(self._ids) != laws.shape[-1]:
             laws = laws[:, self._ids]
-        return Texts(tokens=tokens, taps=taps, learn=learn, laws=laws)
+        return Texts(tokens=tokens, taps=taps, learn=learn, laws=laws, shown=self._shown(samples))
+
+    def _shown(self, samples: Sequence[Sample]) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+        """Keys and values of the layers that are looked at."""
+        if not self._views:
+            return {}
+        held = [sample.shown for sample in samples if sample.shown is not None]
+        padded = pad_sequence([each.to(self._head.device) for each in held], batch_first=True).float()
+        sizes = [view.key_heads * view.dim for _, view in self._views for _ in range(2)]
+        parts = iter(torch.split(padded, sizes, -1))
+        out = {}
+        for layer, view in self._views:
+            heads = -1, view.key_heads, view.dim
+            keys, values = (next(parts).reshape(len(padded), *heads).transpose(1, 2) for _ in range(2))
+            out[layer] = keys, values
+        return out
 
     @torch.inference_mode()
     def check(self, target: Target, text: tuple[int, ...]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from outrider.build import House, build
@@ -12,6 +12,7 @@ from outrider.propose.base import Setup
 from outrider.proposers import find_proposer
 from outrider.target import Lender
 from outrider.train.answers import Recorder
+from outrider.train.joint import JointPupil
 from outrider.train.processes import device_of
 from outrider.train.pupil import Pupil, lent, make_pupil
 from outrider.train.settings import Settings
@@ -41,9 +42,14 @@ def make_classroom(kind: str, settings: Settings, target: Path) -> Classroom:
     def maker(setup: Setup) -> Recorder:
         tables = lent(setup)
         assert isinstance(setup.target, Lender)
-        pupil = make_pupil(kind, settings, setup, tables)
+        pupil: Pupil
+        if settings.with_target is None:
+            pupil = make_pupil(kind, settings, setup, tables)
+        else:
+            pupil = JointPupil(kind, replace(settings, target=str(target)), setup, tables)
         layers = sorted({*pupil.taps.layers, setup.target.layers - 1})
-        recorder = Recorder(find_proposer(settings.proposer, setup), layers)
+        inner = find_proposer(settings.proposer, setup)
+        recorder = Recorder(inner, layers, memory=tables.memory, looked=sorted({view.layer for view in pupil.views}))
         made.append((pupil, recorder, tables))
         return recorder
 

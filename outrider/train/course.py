@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import Protocol
 
 from outrider.noise import mix_int
-from outrider.train.answers import Author
 from outrider.train.batches import parts, shares
 from outrider.train.sample import Sample
 from outrider.train.settings import Settings
+
+
+class Writer(Protocol):
+    """Who has the texts that are learned from."""
+
+    def write(self, numbers: Sequence[int], *, turn: int) -> list[Sample]:
+        """Texts that begin with some of the prompts, in the order of their numbers."""
 
 
 class Course:
@@ -18,7 +25,7 @@ class Course:
     An epoch goes through all prompts of this process once. What a wave holds follows from its number alone.
     """
 
-    def __init__(self, author: Author, numbers: Sequence[int], settings: Settings, *, most: int) -> None:
+    def __init__(self, author: Writer, numbers: Sequence[int], settings: Settings, *, most: int) -> None:
         """`numbers` are this process's prompts; `most` says how many a process has at most."""
         self._author, self._numbers, self._settings = author, sorted(numbers), settings
         self._of_epoch = -(-most // (settings.batch * settings.waves))

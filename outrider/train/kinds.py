@@ -19,8 +19,10 @@ from outrider.heads.description import (
     Recycle,
     Stack,
     Taps,
+    View,
 )
 
+ONLOOKER = "onlooker"
 _GUESSES = 7  # of a pass that makes them all
 _RANK, _TAPS = 256, 5  # at most: of the correction by the token before; layers that a block reads
 
@@ -38,6 +40,7 @@ class Shape:
     ffn: int = 0  # 0 = as Llama has it
     guesses: int = 0  # of a pass that makes them all; 0 = 7
     modules: int = 1  # for multi-token prediction
+    view: View | None = None  # what can be seen of the target's memory
     own_head: bool | None = None  # an output layer of its own, or the target's; None = as the kind is published
 
 
@@ -115,6 +118,26 @@ def _mtp(shape: Shape) -> Description:
     )
 
 
+def _onlooker(shape: Shape) -> Description:
+    view = shape.view
+    if view is None:
+        raise OutriderError("onlooker looks at keys and values, and this target shows none; use mtp")
+    # As many heads as fit into the width, and each key head has as many of them.
+    heads = max(shape.hidden // view.dim // view.key_heads, 1) * view.key_heads
+    return Description(
+        kind=Kind.ONLOOKER,
+        target_hidden=shape.hidden,
+        target_layers=shape.layers,
+        vocab=shape.vocab,
+        draft_vocab=shape.draft_vocab,
+        taps=Taps(layers=(shape.layers - 1,), final=True),
+        join=Join(at=JoinAt.PROJECTION),
+        body=replace(body(shape), heads=heads, key_heads=view.key_heads, dim=view.dim, head_norms=True),
+        views=(view,) * shape.depth,
+        own_head=bool(shape.own_head),
+    )
+
+
 def _stack(kind: Kind) -> Callable[[Shape], Description]:
     def make(shape: Shape) -> Description:
         own = bool(shape.own_head)
@@ -174,5 +197,6 @@ KINDS: Mapping[str, Callable[[Shape], Description]] = MappingProxyType(
         "hydra": _stack(Kind.HYDRA),
         "dflash": _block(Kind.DFLASH),
         "dspark": _block(Kind.DSPARK),
+        ONLOOKER: _onlooker,
     }
 )

@@ -16,8 +16,8 @@ from transformers.utils import logging as transformers_logging
 
 from outrider.attention import NAME
 from outrider.errors import OutriderError
-from outrider.heads.description import Taps
-from outrider.load import load_checkpoint
+from outrider.heads.description import Taps, View
+from outrider.load import Checkpoint, load_checkpoint
 from outrider.propose.base import Proposer, Setup
 from outrider.propose.model import ModelProposer
 from outrider.target import Lender, make_target
@@ -34,6 +34,7 @@ class ModelPupil:
     """
 
     steps, lr = 1, 1e-4
+    views: tuple[View, ...] = ()
 
     def __init__(self, settings: Settings, setup: Setup) -> None:
         """Load it.
@@ -42,7 +43,7 @@ class ModelPupil:
             OutriderError: there is no such model, or it cannot be a draft for this target.
         """
         folder = _folder(settings)
-        self._checkpoint = it = load_checkpoint(folder, dtype="float32", device=str(setup.device))
+        self._checkpoint = it = teachable(folder, setup.device)
         if it.recurrent:
             raise OutriderError(f"{folder} is recurrent, and a recurrent draft is not handled yet; use another one")
         if it.tokenizer.get_vocab() != setup.tokenizer.get_vocab():
@@ -51,11 +52,7 @@ class ModelPupil:
                 " one of the target's family"
             )
         assert isinstance(setup.target, Lender)
-        self.module: Any = it.model.requires_grad_(True)
-        try:
-            self.module.set_attn_implementation("sdpa")
-        except ValueError:  # it knows the plain one alone
-            self.module.set_attn_implementation("eager")
+        self.module: Any = it.model
         self.taps = Taps(layers=(setup.target.layers - 1,), final=True)
         self.ids = torch.arange(min(it.vocab, setup.vocab), device=setup.device)
 
@@ -71,37 +68,61 @@ class ModelPupil:
             yield Step(learn=learn, logits=logits[row, column + step], target=texts.laws_at(row, column + step))
 
     def proposer(self, setup: Setup) -> Proposer:
-        still = self._still(setup.dtype)
+        still = still_of(self.module, setup.dtype)
         still.set_attn_implementation(NAME)
         checkpoint = replace(self._checkpoint, model=still, dtype=setup.dtype)
         size = min(checkpoint.context, setup.context)
         return ModelProposer(setup, make_target(checkpoint, slots=setup.slots, context=size, kernels=setup.kernels))
 
     def save(self, folder: Path) -> None:
-        fresh = folder / "model.new"
-        level, shown = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
-        transformers_logging.set_verbosity_error()
-        transformers_logging.disable_progress_bar()
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            self._still(torch.bfloat16).save_pretrained(fresh)
-            self._checkpoint.tokenizer.save_pretrained(fresh)
-            for file in sorted(fresh.iterdir()):
-                file.replace(folder / file.name)
-        except (OSError, RuntimeError, SafetensorError) as error:
-            raise OutriderError(
-                f"{folder} cannot be written ({error}); free some space, or give another folder"
-            ) from error
-        finally:
-            shutil.rmtree(fresh, ignore_errors=True)
-            transformers_logging.set_verbosity(level)
-            if shown:
-                transformers_logging.enable_progress_bar()
+        write_model(folder, self._checkpoint)
 
-    def _still(self, dtype: torch.dtype) -> Any:
-        """A copy that is not trained."""
-        still: nn.Module = deepcopy(self.module)
-        return still.to(dtype).requires_grad_(False).eval()
+
+def teachable(folder: str, device: torch.device) -> Checkpoint:
+    """A model whose weights can be trained, in float32, with attention that has slopes.
+
+    Raises:
+        OutriderError: there is none.
+    """
+    it = load_checkpoint(folder, dtype="float32", device=str(device))
+    it.model.requires_grad_(True)
+    try:
+        it.model.set_attn_implementation("sdpa")
+    except ValueError:  # it knows the plain one alone
+        it.model.set_attn_implementation("eager")
+    return it
+
+
+def still_of(model: nn.Module, dtype: torch.dtype) -> Any:
+    """A copy that is not trained."""
+    return deepcopy(model).to(dtype).requires_grad_(False).eval()
+
+
+def write_model(folder: Path, checkpoint: Checkpoint) -> None:
+    """Write a model in bfloat16 and its tokenizer as a Hugging Face folder; what lay there survives a failure.
+
+    Raises:
+        OutriderError: the disk is full, or the folder cannot be written.
+    """
+    fresh = folder / "model.new"
+    level, shown = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        still_of(checkpoint.model, torch.bfloat16).save_pretrained(fresh)
+        checkpoint.tokenizer.save_pretrained(fresh)
+        for file in fresh.glob("*.safetensors"):
+            shutil.copymode(fresh / "config.json", file)  # safetensors lets nobody but the owner read what it writes
+        for file in sorted(fresh.iterdir()):
+            file.replace(folder / file.name)
+    except (OSError, RuntimeError, SafetensorError) as error:
+        raise OutriderError(f"{folder} cannot be written ({error}); free some space, or give another folder") from error
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+        transformers_logging.set_verbosity(level)
+        if shown:
+            transformers_logging.enable_progress_bar()
 
 
 def _folder(settings: Settings) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 _DECAY = 0.01  # of matrices; vectors keep their size
 
@@ -58,6 +59,10 @@ class Optimiser:
 
 
 def _matrices(module: nn.Module, vocab: int) -> Iterator[nn.Parameter]:
+    whole = [each for each in module.modules() if isinstance(each, PreTrainedModel)]
+    tables = [each.get_output_embeddings() for each in whole]  # which may hold more tokens than are guessed
     for each in module.modules():
-        if isinstance(each, nn.Linear) and each.weight.shape[0] != vocab and min(each.weight.shape) > 1:
+        if not isinstance(each, nn.Linear) or each in tables:
+            continue
+        if each.weight.shape[0] != vocab and min(each.weight.shape) > 1:
             yield each.weight  # type: ignore[misc]

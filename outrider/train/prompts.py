@@ -45,8 +45,8 @@ def split(prompts: Sequence[Prompt], held_out: str | None, *, seed: int) -> tupl
     return shuffled[held:], shuffled[:held]
 
 
-def encoded(tokenizer: Any, prompt: Prompt) -> tuple[int, ...]:
-    """A prompt's tokens, at least one.
+def encoded(tokenizer: Any, prompt: Prompt, *, whole: bool = False) -> tuple[int, ...]:
+    """A prompt's tokens, at least one; `whole` where nothing is to follow.
 
     Raises:
         OutriderError: there are none, or the model has no template for messages.
@@ -56,7 +56,7 @@ def encoded(tokenizer: Any, prompt: Prompt) -> tuple[int, ...]:
     elif getattr(tokenizer, "chat_template", None) is None:
         raise OutriderError(f"{prompt.id} holds messages, and this target has no chat template; give prompt instead")
     else:
-        text = tokenizer.apply_chat_template(list(prompt.messages), add_generation_prompt=True, tokenize=False)
+        text = tokenizer.apply_chat_template(list(prompt.messages), add_generation_prompt=not whole, tokenize=False)
         tokens = tokenizer.encode(text, add_special_tokens=False)
     if not tokens:
         raise OutriderError(f"{prompt.id} has no tokens; give a prompt of at least one")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -10,17 +11,18 @@ import torch
 from torch import nn
 
 from outrider.errors import OutriderError
-from outrider.heads.description import Description, Taps
+from outrider.heads.description import Description, Taps, View
 from outrider.heads.runners import make_head_target
 from outrider.heads.store import HeadModule, filled, make_module, read_head, write_head
 from outrider.propose.base import Proposer, Setup
 from outrider.propose.heads import HeadProposer
 from outrider.target import Lender
 from outrider.train.batches import frequent
-from outrider.train.kinds import Shape, describe
+from outrider.train.kinds import ONLOOKER, Shape, describe
 from outrider.train.model import ModelPupil
 from outrider.train.sample import Sample
 from outrider.train.settings import DRAFT, Settings
+from outrider.train.sight import find_view
 from outrider.train.steps import Step, Texts
 from outrider.train.unroll import unrolled
 from outrider.types import Tables
@@ -35,6 +37,7 @@ class Pupil(Protocol):
 
     module: nn.Module  # whose parameters are trained, in float32
     taps: Taps  # what it reads of the target's pass, besides what the target says
+    views: tuple[View, ...]  # what it looks at in the target's memory
     ids: torch.Tensor  # [Vd] the target's ids of what it guesses
     steps: int  # guesses in a row that are trained where nobody says how many
     lr: float  # learning rate at its height, likewise
@@ -68,7 +71,10 @@ class HeadPupil:
             OutriderError: the options and the kind, or the target, do not fit.
         """
         self._tables, self._later = tables, settings.later
-        wanted = describe(kind, _shape(settings, setup, tables))
+        shape = _shape(settings, setup, tables)
+        if kind == ONLOOKER:
+            shape = replace(shape, view=find_view(setup.target, tables))
+        wanted = describe(kind, shape)
         self._fresh = settings.draft is None
         self._module = make_module(wanted).to(setup.device) if self._fresh else _begun(settings, wanted, setup)
         self._description = it = self._module.description
@@ -79,7 +85,7 @@ class HeadPupil:
         # Which tokens are guessed is loaded too.
         self._module.register_load_state_dict_post_hook(lambda *_: self._lend())  # type: ignore[no-untyped-call]
         self.module: nn.Module = self._module
-        self.taps, self.ids = it.taps, self._module.ids
+        self.taps, self.views, self.ids = it.taps, it.views, self._module.ids
         self.steps = it.reach or 4
 
     def begin(self, samples: Callable[[], Sequence[Sample]]) -> None:
@@ -180,6 +186,10 @@ def _begun(settings: Settings, wanted: Description, setup: Setup) -> HeadModule:
             f"{settings.draft} is of kind {it.kind}, for a target with vocabulary {it.vocab}, width {it.target_hidden}"
             f" and {it.target_layers} layers; what is trained here is {wanted.kind}, for one with {ours[1]}, {ours[2]}"
             f" and {ours[3]}"
+        )
+    if set(it.views) != set(wanted.views):
+        raise OutriderError(
+            f"{settings.draft} looks at other keys and values than this target shows; leave --draft out"
         )
     return module
 

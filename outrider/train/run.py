@@ -24,6 +24,7 @@ from outrider.train.archive import Archive, origin_of
 from outrider.train.batches import Reader
 from outrider.train.classroom import make_classroom
 from outrider.train.course import Course
+from outrider.train.joint import TARGET, Given, GivenReader
 from outrider.train.kinds import KINDS
 from outrider.train.log import Log, write
 from outrider.train.losses import parse
@@ -122,27 +123,34 @@ class Training:
         self._wave += 1
         return out, {"answers": answered - began, "steps": perf_counter() - answered}
 
-    def _prepare(self, texts: Sequence[Prompt]) -> tuple[Course, Reader]:
+    def _prepare(self, texts: Sequence[Prompt]) -> tuple[Course, Reader | GivenReader]:
         """What is learned in which order, and how it is read."""
         settings, room = self._settings, self._room
-        prompts = {i: self._read(texts[i]) for i in range(rank(), len(texts), world())}
-        if not prompts:
+        mine, most = range(rank(), len(texts), world()), -(-len(texts) // world())
+        if not mine:
             raise OutriderError(f"{len(texts)} prompts are too few for {world()} processes; give more, or begin fewer")
+        pupil = room.pupil
+        reader = Reader(pupil.taps, room.recorder.layers, room.tables, pupil.ids, views=pupil.views)
+        reader.check(room.house.target, self._read(texts[rank()])[:_LOOKED_AT])
+        if settings.with_target is not None:
+            given = {i: encoded(room.house.tokenizer, texts[i], whole=True)[: room.house.context] for i in mine}
+            return Course(Given(given), mine, settings, most=most), GivenReader(pupil.ids, room.house.vocab)
+        prompts = {i: self._read(texts[i]) for i in mine}
         archive = None
         if settings.cache is not None:
-            origin, layers = origin_of(room.house, self._target), room.recorder.layers
+            origin, layers = origin_of(room.house, self._target, room.recorder.looked), room.recorder.layers
             archive = Archive(settings.cache, gigabytes=settings.cache_gb or _GIGABYTES, origin=origin, layers=layers)
         manner = Manner(
             temperature=settings.temperature, tokens=settings.answer_tokens, go_on=settings.go_on, seed=settings.seed
         )
         author = Author(room.house, room.recorder, prompts, manner, archive=archive)
-        reader = Reader(room.pupil.taps, room.recorder.layers, room.tables, room.pupil.ids)
-        reader.check(room.house.target, prompts[rank()][:_LOOKED_AT])
-        return Course(author, list(prompts), settings, most=-(-len(texts) // world())), reader
+        return Course(author, mine, settings, most=most), reader
 
     def _read(self, prompt: Prompt) -> tuple[int, ...]:
-        house = self._room.house
-        return encoded(house.tokenizer, prompt)[: house.context // 2]
+        """What is to be gone on with: a prompt, or the first half of a text."""
+        house, whole = self._room.house, self._settings.with_target is not None
+        tokens = encoded(house.tokenizer, prompt, whole=whole)[: house.context // 2]
+        return tokens[: max(len(tokens) // 2, 1)] if whole else tokens
 
     def _write(self, figures: Mapping[str, Any]) -> None:
         """The draft, and what it is."""
@@ -156,6 +164,7 @@ class Training:
             "kind": self._kind,
             "out": self._settings.out,
             "target": self._target.name,
+            "taught_target": None if self._settings.with_target is None else str(Path(self._settings.out) / TARGET),
             "waves": self._wave,
             "steps": self._trainer.step,
             "parameters": sum(weight.numel() for weight in self._room.pupil.module.parameters()),

@@ -15,3 +15,4 @@ class Sample:
     tokens: tuple[int, ...]  # L + 1
     states: torch.Tensor  # [L, layers, H] bfloat16, outputs of the layers asked for, at all tokens but the last
     prompt: int  # how many of the tokens were given
+    shown: torch.Tensor | None = None  # [L, n] bfloat16, keys and values of the layers asked for, one behind another

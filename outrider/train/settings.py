@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
@@ -10,6 +11,7 @@ import typer
 from outrider.errors import OutriderError
 
 DRAFT = "draft"  # the kind that is no head, but a small model
+_LONGEST, _GUESSER = 256, "suffix:100000"  # tokens of an answer; who guesses meanwhile
 _WHAT, _DATA, _HOW, _OUT = "Draft", "Data", "Training", "Output"
 _APART = frozenset(  # places, whose contents count instead; and what changes nothing of the weights that come out
     {
@@ -33,7 +35,7 @@ _APART = frozenset(  # places, whose contents count instead; and what changes no
         "cache_gb",
     }
 )
-_LATER = frozenset({"mask_token"})  # which trainings that are still going on may have begun without
+_LATER = frozenset({"mask_token", "with_target"})  # which trainings that are still going on may have begun without
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +64,7 @@ class Settings:
             min=0, help="Different answers to a prompt, in turns; 0 = one for each epoch.", rich_help_panel=_DATA
         ),
     ] = 0
-    answer_tokens: Annotated[int, typer.Option(min=1, help="Of each answer.", rich_help_panel=_DATA)] = 256
+    answer_tokens: Annotated[int, typer.Option(min=1, help="Of each answer.", rich_help_panel=_DATA)] = _LONGEST
     temperature: Annotated[float, typer.Option(min=0.0, help="Of the target's answers.", rich_help_panel=_DATA)] = 1.0
     go_on: Annotated[
         bool, typer.Option("--go-on", help="Answer past end-of-text, to the last token.", rich_help_panel=_DATA)
@@ -115,6 +117,14 @@ class Settings:
             min=1, help="Of mtp: each makes one guess; 1 alone is applied again and again.", rich_help_panel=_WHAT
         ),
     ] = 1
+    with_target: Annotated[
+        float | None,
+        typer.Option(
+            metavar="WEIGHT",
+            help="Train the target too, on the data's own texts; mtp's loss counts so much, for example 0.3.",
+            rich_help_panel=_HOW,
+        ),
+    ] = None
     steps: Annotated[
         int | None,
         typer.Option(
@@ -138,7 +148,7 @@ class Settings:
     lr: Annotated[
         float | None,
         typer.Option(
-            help="Learning rate at its height. Default: 1e-3, or 1e-4 for a draft model.", rich_help_panel=_HOW
+            help="Learning rate at its height. Default: 1e-3, or 1e-4 for a whole model.", rich_help_panel=_HOW
         ),
     ] = None
     batch: Annotated[int, typer.Option(min=1, help="Texts of a step, on each device.", rich_help_panel=_HOW)] = 16
@@ -154,7 +164,7 @@ class Settings:
     ] = 5
     seed: Annotated[int, typer.Option(help="Of weights, order and answers.", rich_help_panel=_HOW)] = 0
     proposer: Annotated[str, typer.Option(help="Who guesses while the target answers.", rich_help_panel=_DATA)] = (
-        "suffix:100000"
+        _GUESSER
     )
     cache: Annotated[
         str | None,
@@ -196,6 +206,28 @@ class Settings:
             raise OutriderError("later is 0, and no guess after the first would be trained; use --steps 1 for that")
         if self.cache_gb is not None and (self.cache is None or not self.cache_gb > 0):
             raise OutriderError("--cache-gb bounds a cache; use it above 0 and with --cache DIR")
+        if self.with_target is not None:
+            self._check_given(self.with_target)
+
+    def _check_given(self, weight: float) -> None:
+        """Nothing is answered where texts are the data's own."""
+        answered = {
+            "--answers": self.answers,
+            "--answer-tokens": self.answer_tokens != _LONGEST,
+            "--temperature": self.temperature != 1.0,
+            "--go-on": self.go_on,
+            "--everything": self.everything,
+            "--cache": self.cache,
+            "--proposer": self.proposer != _GUESSER,
+        }
+        if found := [name for name, given in answered.items() if given]:
+            raise OutriderError(
+                f"--with-target learns from the data's own texts, and nothing is answered; leave {found[0]} out"
+            )
+        if not 0 < weight < math.inf:
+            raise OutriderError(
+                f"--with-target is {weight}, the weight of the draft's loss; use one above 0, such as 0.3"
+            )
 
     def identity(self) -> dict[str, Any]:
         """What a training that goes on must have in common with the one before, besides its files."""

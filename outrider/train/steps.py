@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -17,6 +17,8 @@ class Texts:
     taps: torch.Tensor  # [B, L, taps, H] states of all tokens but the last
     learn: torch.Tensor  # [B, L] bool: whether the law after it is learned from
     laws: torch.Tensor  # [n, Vd] the target's probabilities of what can be guessed, after each of those that are
+    # By layer of the target that is looked at, its keys and values [B, key heads, L, D] of the same tokens.
+    shown: Mapping[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     @cached_property
     def _number(self) -> torch.Tensor:
@@ -37,6 +39,7 @@ class Step:
     target: torch.Tensor  # [n, Vd] the target's probabilities, at the same places
     confidence: torch.Tensor | None = None  # [n] log-odds of being kept, by the draft's own judgement, if it has any
     weight: float = 1.0  # of each, which may stand for others that are left out
+    beside: torch.Tensor | None = None  # [] a loss that is no guess's, summed over the tokens of the same texts
 
 
 def everywhere(

@@ -19,7 +19,8 @@ def show(document: dict[str, Any], console: Console) -> None:
         kept = " ".join(f"{100 * share:.0f}" for share in each["acceptance"])
         table.add_row(name, f"{each['tau']:.2f}", kept)
     console.print(table)
-    console.print(f"Use it with --proposer draft:{document['out']}.", markup=False, soft_wrap=True)
+    taught = f" and --target {document['taught_target']}" if document["taught_target"] else ""
+    console.print(f"Use it with --proposer draft:{document['out']}{taught}.", markup=False, soft_wrap=True)
 
 
 def _title(document: dict[str, Any]) -> str:

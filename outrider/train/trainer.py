@@ -92,7 +92,7 @@ class Trainer:
 
     def _loss(self, texts: Texts, sums: Sums) -> torch.Tensor:
         """The sum over columns."""
-        lost = torch.zeros((), device=self._device)
+        lost, beside = torch.zeros((), device=self._device), torch.zeros((), device=self._device)
         alphas: list[torch.Tensor] = []
         heres: list[torch.Tensor] = []
         for position, step in enumerate(self.pupil.unroll(texts, self._steps)):
@@ -105,6 +105,8 @@ class Trainer:
                 lost = lost + weight * functional.binary_cross_entropy_with_logits(
                     step.confidence, laws.alpha.detach().clamp(0, 1), reduction="sum"
                 )
+            if step.beside is not None:
+                beside = beside + step.beside
             sums.columns += 0 if position else float(learn.sum())
             if LENGTH in self._losses:
                 alphas.append(torch.zeros(learn.shape, device=self._device).masked_scatter(learn, laws.alpha))
@@ -113,7 +115,7 @@ class Trainer:
                 with torch.no_grad():
                     sums.see(position, laws.alpha)
         weights = sum(self._decay**position for position in range(self._steps))
-        lost = lost / weights
+        lost = lost / weights + beside
         return lost + self._losses[LENGTH] * _shortfall(alphas, heres) if alphas else lost
 
     def _gather(self, sums: Sums) -> None:

@@ -5,6 +5,8 @@ guesses, of which the tokens are given and the states are its own. A guess sees 
 it began from, and of later steps its own ancestors alone. Of several modules each makes one step, and sees all that it
 has read itself. The sequential truth of this is the draft at work, one guess after another, and the tests compare the
 two.
+
+A draft that looks at the target's keys and values sees those up to column c at all steps, from the place of x_(c+1).
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from outrider.heads.block import BlockDraft
 from outrider.heads.follower import Follower
 from outrider.heads.independent import Independent
 from outrider.heads.layers import Attention
+from outrider.heads.onlooker import Onlooker
 from outrider.heads.store import HeadModule
 from outrider.train.blocks import in_blocks
 from outrider.train.masks import behind_masks
@@ -37,6 +40,8 @@ def unrolled(module: HeadModule, texts: Texts, steps: int, later: float = 1.0) -
         return in_blocks(module, texts, steps)
     if isinstance(module, Independent):
         return _independent(module, texts, steps)
+    if isinstance(module, Onlooker):
+        return _followed(module, texts, steps, later)
     if module.description.masks:
         return behind_masks(module, texts, steps, later)
     if module.description.modules > 1:
@@ -44,11 +49,12 @@ def unrolled(module: HeadModule, texts: Texts, steps: int, later: float = 1.0) -
     return _followed(module, texts, steps, later)
 
 
-def _followed(module: Follower, texts: Texts, steps: int, later: float) -> Iterator[Step]:
+def _followed(module: Follower | Onlooker, texts: Texts, steps: int, later: float) -> Iterator[Step]:
     states = module.fused(texts.taps[:, :-1])
     rows, size = states.shape[:2]
-    look, every = _Look(), torch.arange(size, device=states.device).expand(rows, -1)
-    out = module(texts.tokens[:, 1 : 1 + size], states, every, look)
+    every, looks = torch.arange(size, device=states.device).expand(rows, -1), isinstance(module, Onlooker)
+    look: _Glance | _Look = _Glance(module, texts, every) if isinstance(module, Onlooker) else _Look()
+    out = module(texts.tokens[:, 1 : 1 + size], states, every + int(looks), look)
     learn = texts.learn[:, 1:]
     yield everywhere(texts, 0, out, module.logits)
     if min(steps, size) == 1 or not bool(learn.any()):
@@ -58,7 +64,7 @@ def _followed(module: Follower, texts: Texts, steps: int, later: float) -> Itera
     look.narrow(chains.columns)
     for step in range(1, min(steps, size)):
         tokens = texts.tokens[chains.rows, chains.places(step)]
-        out = module(tokens, states, chains.columns + step, look)
+        out = module(tokens, states, chains.columns + (1 if looks else step), look)
         states = module.recycled(out)
         yield chains.step(texts, step, out, module.logits)
 
@@ -84,6 +90,28 @@ def _independent(module: Independent, texts: Texts, steps: int) -> Iterator[Step
         row, column = learn.nonzero(as_tuple=True)
         logits = module(states[row, column], tokens[row, column], head)
         yield Step(learn=learn, logits=logits, target=texts.laws_at(row, column + 1 + head))
+
+
+class _Glance:
+    """What onlookers find: of the target's entries those before the place that they look from."""
+
+    def __init__(self, module: Onlooker, texts: Texts, columns: torch.Tensor) -> None:
+        self._views, self._shown, self._columns = module.description.views, texts.shown, columns
+
+    def narrow(self, columns: torch.Tensor) -> None:
+        """From now on, some columns [B, A] go on alone."""
+        self._columns = columns
+
+    def __call__(self, layer: int, query: torch.Tensor) -> torch.Tensor:
+        view = self._views[layer]
+        keys, values = (each.to(query.dtype) for each in self._shown[view.layer])  # [B, Hkv, L, D]
+        entries, last = torch.arange(keys.shape[2], device=query.device), self._columns[..., None]
+        seen = entries <= last
+        if view.window:
+            seen &= entries > last - view.window
+        sharing = query.shape[1] // keys.shape[1]
+        keys, values = (each.repeat_interleave(sharing, 1) for each in (keys, values))
+        return functional.scaled_dot_product_attention(query, keys, values, attn_mask=seen[:, None])
 
 
 class _Look:

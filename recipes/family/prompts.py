@@ -43,6 +43,10 @@ def main(
             {"category": path.suffix.lstrip(".") or "text", "prompt": piece if at else begin + piece}
             for at, piece in cut
         ]
+    if held_out and not lines[True]:
+        raise typer.BadParameter(
+            f"none of {len(found)} texts is kept aside; give more of them, or leave --held-out out"
+        )
     starts = [begin + tokens for tokens in (special or [USER])]
     lines[False] += [{"category": "dialogue", "prompt": start} for start in starts for _ in range(times)]
     for file, aside in ((out, False), (held_out, True)):

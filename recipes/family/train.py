@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -179,6 +180,8 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Pa
         bos_token_id=ids[0], eos_token_id=ids, pad_token_id=model.config.pad_token_id
     )
     model.to(torch.bfloat16).save_pretrained(folder)
+    for file in folder.glob("*.safetensors"):
+        shutil.copymode(folder / "config.json", file)  # safetensors lets nobody but the owner read what it writes
     tokenizer.save_pretrained(folder)
     say(f"{folder} is written")
 

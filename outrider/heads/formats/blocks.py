@@ -17,11 +17,11 @@ from typing import Any
 import torch
 
 from outrider.errors import OutriderError
+from outrider.heads.config import Settings
 from outrider.heads.description import Block, Description, Kind, Taps
 from outrider.heads.formats.base import (
     Config,
     Partner,
-    Settings,
     Source,
     Tensors,
     borrowed_embedding,

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 
 from outrider.errors import OutriderError
+from outrider.heads.config import Settings
 from outrider.heads.description import Description, FuseNorm, Join, JoinAt, Kind, Recycle, Taps
-from outrider.heads.formats.base import Config, Partner, Settings, Source, Tensors, borrowed_head, refuse
+from outrider.heads.formats.base import Config, Partner, Source, Tensors, borrowed_head, refuse
 from outrider.heads.formats.llama import layer_tensors, read_body, take_layer, unlike, write_body
 from outrider.heads.formats.speculators import speculators
 

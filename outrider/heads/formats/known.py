@@ -14,6 +14,7 @@ from outrider.heads.formats.base import Format, Partner, Source, Trained
 from outrider.heads.formats.blocks import BLOCKS
 from outrider.heads.formats.eagle import Eagle
 from outrider.heads.formats.eagle3 import Eagle3, SpeculatorsEagle3
+from outrider.heads.formats.gemma import Gemma4Assistant
 from outrider.heads.formats.hydra import Hydra
 from outrider.heads.formats.medusa import MEDUSA, MEDUSA_SAFE, VllmMedusa
 from outrider.heads.formats.mtp import NAMINGS
@@ -28,6 +29,7 @@ FORMATS: tuple[Format, ...] = (
     Eagle3(),
     *NAMINGS,
     NEMOTRON,
+    Gemma4Assistant(),
     Hydra(),
     VllmMedusa(),
     MEDUSA,
@@ -97,8 +99,6 @@ def _refused(config: Mapping[str, Any], names: Collection[str]) -> str | None:
         return "it names a token for masks (P-EAGLE), and mask_hidden, their state, is missing; copy the draft again"
     if re.search("Domino|DFlash2|DFlare", written) or any(name.startswith("prefix_gru.") for name in names):
         return "of drafts that fill in blocks, those are known that are like DFlash or DSpark; this one has other parts"
-    if "assistant" in str(config.get("model_type")):
-        return "an assistant that reads its target's keys and values (Gemma 4) is not handled; take an EAGLE-3 draft"
     if any(re.match(r"mtp\.\d+\.|model\.mtp\.layers\.", name) for name in names):
         return "modules of DeepSeek-V4 and MiMo-V2 have layers that are not Llama's, and are not handled"
     if kind not in (None, "dflash", "dspark", "eagle3", "peagle", "mtp"):

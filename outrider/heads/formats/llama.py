@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 from outrider.errors import OutriderError
+from outrider.heads.config import Settings
 from outrider.heads.description import Body, Rope, Scaling
-from outrider.heads.formats.base import Config, Partner, Settings, Source, Tensors
+from outrider.heads.formats.base import Config, Partner, Source, Tensors
 
 LLAMAS = frozenset({"llama", "mistral", "qwen2", "qwen3", "mimo"})  # whose layers are as written
 
@@ -68,8 +69,11 @@ def read_body(config: Settings, layers: int, has: Callable[[str], bool]) -> Body
 
 def read_rope(config: Settings) -> tuple[float, Rope | None, float]:
     """Theta, scaling, and the share of a head that is turned; as transformers wrote them before version 5 and since."""
-    new = "rope_parameters" in config
-    given = config.table("rope_parameters" if new else "rope_scaling")
+    return rope_of(config.table("rope_parameters" if "rope_parameters" in config else "rope_scaling"), config)
+
+
+def rope_of(given: Settings, config: Settings) -> tuple[float, Rope | None, float]:
+    """The same from what is `given` of it, and from the config around that."""
     theta = given.real("rope_theta", config.real("rope_theta", 10000.0))
     rotary = given.real("partial_rotary_factor", config.real("partial_rotary_factor", 1.0))
     kind = given.text("rope_type", given.text("type", "default"))
@@ -77,6 +81,8 @@ def read_rope(config: Settings) -> tuple[float, Rope | None, float]:
         return theta, None, rotary
     if kind not in list(Scaling):
         raise OutriderError(f"config.json scales rotary positions by {kind!r}; known are {', '.join(Scaling)}")
+    if kind == Scaling.PROPORTIONAL:
+        return theta, Rope(scaling=Scaling.PROPORTIONAL, factor=given.real("factor", 1.0)), rotary
     factor = given.real("factor")
     original = given.whole("original_max_position_embeddings", config.whole("max_position_embeddings", _POSITIONS))
     if kind == Scaling.LINEAR:
@@ -138,7 +144,7 @@ def _written(rope: Rope | None) -> Config | None:
     if rope is None:
         return None
     both = {"rope_type": str(rope.scaling), "type": str(rope.scaling), "factor": rope.factor}
-    if rope.scaling is Scaling.LINEAR:
+    if rope.scaling in (Scaling.LINEAR, Scaling.PROPORTIONAL):
         return both
     both["original_max_position_embeddings"] = rope.original
     if rope.scaling is Scaling.LLAMA3:

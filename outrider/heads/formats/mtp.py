@@ -26,8 +26,9 @@ from typing import Any
 import torch
 
 from outrider.errors import OutriderError
+from outrider.heads.config import Settings
 from outrider.heads.description import Body, Description, Join, JoinAt, Kind, Recycle, Taps
-from outrider.heads.formats.base import Config, Partner, Settings, Source, Tensors, refuse
+from outrider.heads.formats.base import Config, Partner, Source, Tensors, refuse
 from outrider.heads.formats.llama import (
     LLAMAS,
     layer_tensors,

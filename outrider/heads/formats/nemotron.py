@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from outrider.errors import OutriderError
+from outrider.heads.config import Settings
 from outrider.heads.description import Body
-from outrider.heads.formats.base import Config, Partner, Settings, Source, Tensors
+from outrider.heads.formats.base import Config, Partner, Source, Tensors
 from outrider.heads.formats.llama import write_body
 from outrider.heads.formats.mtp import Mtp, number
 

@@ -1,0 +1,94 @@
+"""Whoever the umask lets may read what was written beside its place first, or by safetensors."""
+
+from __future__ import annotations
+
+import os
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from outrider.bench.inflate import Dims
+from outrider.bench.inflate_files import inflate_folder
+from outrider.datastore import describe as header_of
+from outrider.heads.files import write_folder
+from outrider.heads.store import make_module, write_head
+from outrider.indexing import write as write_index
+from outrider.plan_file import write_whole
+from outrider.train.archive import Archive
+from outrider.train.kinds import Shape, describe
+from outrider.train.log import write as write_log
+from outrider.train.pupil import make_pupil
+from outrider.train.settings import DRAFT
+from outrider.train.trainer import Trainer
+from recipes.family.train import save as save_family
+from tests import lessons, tiny
+
+
+def head(folder):
+    module = make_module(describe("mtp", Shape(hidden=64, layers=2, vocab=40, epsilon=1e-5)))
+    write_head(folder, module, dtype=torch.bfloat16)
+
+
+def pickled(folder):
+    write_folder(folder, {}, {"x": torch.zeros(2)}, "medusa_lm_head.pt")
+
+
+def archive(folder):
+    kept = Archive(folder, gigabytes=1.0, origin="here", layers=(1,))
+    kept.write(lessons.make_request(), lessons.make_sample([1, 2, 3, 4]))
+
+
+def taught(folder):
+    house = lessons.house()
+    settings = lessons.make_settings(draft=lessons.NANO)
+    make_pupil(DRAFT, settings, lessons.make_setup(house), house.tables).save(folder)
+
+
+def state(folder):
+    Trainer(lessons.Still(1, 4), losses={"ce": 1.0}, steps=1, decay=1.0, lr=0.1).save(folder)
+
+
+def inflated(folder):
+    small = tiny.save(folder / "small", tiny.make_config("LlamaConfig"))
+    inflate_folder(small, folder / "large", Dims(hidden=96, heads=12, kv_heads=6, head_dim=16))
+    for file in (folder / "small").iterdir():
+        file.unlink()
+
+
+def family(folder):
+    model = LlamaForCausalLM(tiny.make_config("LlamaConfig"))
+    tokenizer = SimpleNamespace(convert_tokens_to_ids=lambda names: [0, 1], save_pretrained=lambda folder: None)
+    save_family(model, tokenizer, folder)
+
+
+def index(folder):
+    tokens = np.array([1, 2, 3], np.uint32)
+    header = header_of(tokens, documents=1, vocab=4, tokenizer="none")
+    write_index(folder / "index", header, tokens, np.arange(3, dtype=np.uint32), force=False)
+
+
+def log(folder):
+    write_log(folder / "log.json", "{}")
+
+
+def plan(folder):
+    folder.mkdir()
+    write_whole(folder / "plan.json", "{}")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no umask here")
+@pytest.mark.parametrize("make", [head, pickled, archive, taught, state, inflated, family, index, log, plan])
+def test_files_follow_the_umask(make, tmp_path):
+    before = os.umask(0o027)
+    try:
+        make(tmp_path / "out")
+    finally:
+        os.umask(before)
+    written = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
+    assert written
+    assert {path.name: oct(path.stat().st_mode & 0o777) for path in written} == {path.name: "0o640" for path in written}
+    assert all(path.stat().st_mode & 0o777 == 0o750 for path in (tmp_path / "out").rglob("*") if path.is_dir())
