@@ -16,6 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
+from outrider.cache.base import Caching
 from outrider.console import standard_output
 from outrider.llm import LLM
 from outrider.machine import versions
@@ -39,7 +40,7 @@ def main(
     found = read_prompts(prompts, limit=limit)
     out: list[dict[str, Any]] = []
     for draft in drafts:
-        llm = LLM(target, proposer=draft, k=k, rows=rows)
+        llm = LLM(target, proposer=draft, k=k, rows=rows, caching=Caching(share=False))
         for temperature in (0.0, 1.0):
             params = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=1)
             out += [

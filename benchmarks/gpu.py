@@ -34,6 +34,7 @@ from outrider.bench.inflate_files import inflate_folder
 from outrider.bench.memory import bytes_per_pass, cache_bytes_per_token
 from outrider.bench.peer import load_peers
 from outrider.bench.rates import read_bandwidth
+from outrider.cache.base import Caching
 from outrider.embedded import embedded
 from outrider.prompts import read_prompts
 from outrider.propose.model import ModelProposer
@@ -126,7 +127,16 @@ def main(
 def _load(folders: Sequence[Path], device: str, dtype: str, planner: SwitchPlanner) -> LLM:
     # Not the CPU's own kernels: what is tried out on a CPU is what a GPU takes.
     kernels, spec = "torch" if device == "cpu" else "auto", f"draft:{folders[1]}"
-    return LLM(folders[0], proposer=spec, dtype=dtype, device=device, kernels=kernels, rows=1, planner=planner)
+    return LLM(
+        folders[0],
+        proposer=spec,
+        dtype=dtype,
+        device=device,
+        kernels=kernels,
+        rows=1,
+        planner=planner,
+        caching=Caching(share=False),
+    )
 
 
 def _jobs(llm: LLM, file: Path | None, max_tokens: int) -> tuple[Job, ...]:

@@ -28,6 +28,7 @@ import typer
 from outrider import tree
 from outrider.bench.contest import SwitchPlanner
 from outrider.build import auto_planner
+from outrider.cache.base import Caching
 from outrider.llm import LLM
 from outrider.machine import hardware, versions
 from outrider.params import SamplingParams
@@ -78,7 +79,8 @@ class Runner:
     def __init__(self, target: str, proposer: str, *, rows: int, params: SamplingParams, verifier: str | None) -> None:
         self._planner, self._params = SwitchPlanner(), params
         maker = Hopeless if proposer == "hopeless" else proposer
-        self._llm = LLM(target, proposer=maker, planner=self._planner, rows=rows, context=2048, verifier=verifier)
+        settings = {"rows": rows, "context": 2048, "verifier": verifier, "caching": Caching(share=False)}
+        self._llm = LLM(target, proposer=maker, planner=self._planner, **settings)
         self._planner.auto = auto_planner(self._llm.house.target, self._llm.house.proposer)
 
     def run(self, k: str, prompts: list[str], seed: int) -> tuple[float, Score]:

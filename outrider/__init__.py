@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from outrider.errors import OutriderError, UnsupportedModel
 
 if TYPE_CHECKING:
+    from outrider.cache.base import Caching
     from outrider.constraint import Constraint
     from outrider.llm import LLM, Chunk
     from outrider.params import SamplingParams
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from outrider.types import Completion, Finish, TokenLogprobs
 
 __all__ = [
+    "Caching",
     "Chunk",
     "Completion",
     "Constraint",
@@ -38,6 +40,7 @@ _HOMES = {
     "Completion": "outrider.types",
     "Constraint": "outrider.constraint",
     "Finish": "outrider.types",
+    "Caching": "outrider.cache.base",
     "SamplingParams": "outrider.params",
     "Stats": "outrider.stats",
     "TokenLogprobs": "outrider.types",

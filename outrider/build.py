@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from outrider.cache.base import Cache, Caching
 from outrider.calibrate import known_costs
 from outrider.check import check_target
 from outrider.embedded import embedded
@@ -17,6 +18,7 @@ from outrider.engine import Engine
 from outrider.errors import OutriderError
 from outrider.load import Checkpoint, load_checkpoint
 from outrider.lossy import LOSSY
+from outrider.machine import free_memory
 from outrider.native.laws import fastest_shape
 from outrider.native.rules import fastest
 from outrider.params import AUTO
@@ -31,6 +33,7 @@ from outrider.proposers import (
     Maker,
     alternatives,
     draft_model,
+    draft_models,
     find_proposer,
     guessers,
     parse,
@@ -42,6 +45,8 @@ from outrider.verify import EXACT, Verifier
 
 _BITS: Mapping[str | None, int] = MappingProxyType({None: 16, "int8": 8, "int4": 4})  # of a quantised weight
 _CONTEXT = 8192  # tokens a row is given at most, unless more is asked for
+_SHARE = 0.8  # of free memory, for caches
+_ROOMY = Caching(share=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +103,7 @@ def build(
     context: int | None,
     chunk: int,
     planner: Planner | None,
+    caching: Caching = _ROOMY,
     guard: bool = False,
 ) -> House:
     """Load and connect; see `LLM` for the arguments."""
@@ -109,18 +115,9 @@ def build(
     scheduler = Scheduler(slots=rows, chunk=chunk, context=size)
     model = make_target(checkpoint, slots=rows, context=size, kernels=kernels, bits=bits)
     check_target(model, checkpoint)
-    setup = Setup(
-        target=model,
-        vocab=checkpoint.vocab,
-        slots=rows,
-        context=size,
-        device=checkpoint.device,
-        dtype=checkpoint.dtype,
-        draw=rule.draw,
-        tokenizer=checkpoint.tokenizer,
-        kernels=kernels,
-    )
+    setup = _setup(checkpoint, model, rule.draw, kernels)
     guesser = find_proposer(spec, setup) if isinstance(spec, str) else spec(setup)
+    share_out([each.cache for each in (model, *draft_models(guesser))], size, caching)
     model.export(guesser.needs.layers)
     replay, names = rule.draw is Draw.SAMPLE, _names(spec, guesser)
     running, guards = guarded(guesser, setup, names=names) if guard else (guesser, ())
@@ -144,6 +141,57 @@ def build(
         verifiers=fitting_verifiers(spec, rule.draw, chains=checkpoint.recurrent),
         guards=guards,
     )
+
+
+def _setup(checkpoint: Checkpoint, target: Target, draw: Draw, kernels: str) -> Setup:
+    """What a proposer for this target is told."""
+    return Setup(
+        target=target,
+        vocab=checkpoint.vocab,
+        slots=target.slots,
+        context=target.context,
+        device=checkpoint.device,
+        dtype=checkpoint.dtype,
+        draw=draw,
+        tokenizer=checkpoint.tokenizer,
+        kernels=kernels,
+    )
+
+
+def share_out(caches: Sequence[Cache], context: int, caching: Caching) -> None:
+    """Give the target's cache, which is the first, and those of its drafts as many blocks each as memory allows.
+
+    None: for a whole context in every row, and never more than most of the memory that is free.
+
+    Raises:
+        OutriderError: a cache of another kind cannot be given so much, or it is not enough for one row.
+    """
+    for cache in caches:
+        cache.share(caching.share)
+    gigabytes = caching.gigabytes
+    uses = [(cache, use) for cache in caches if (use := cache.use()).block_tokens]
+    if gigabytes is not None and (not uses or uses[0][0] is not caches[0]):
+        raise OutriderError(
+            "gigabytes of cache can be set for the native kernels on a CPU in bfloat16; here each row has room for a"
+            " whole context, so set rows and context"
+        )
+    if not uses:
+        return
+    size = sum(use.token_bytes * use.block_tokens for _, use in uses)
+    wanted, free = max(use.blocks for _, use in uses), free_memory()
+    if gigabytes is not None:
+        wanted = int(gigabytes * 1e9 / size)
+    elif free is not None:
+        wanted = min(wanted, int(_SHARE * free / size))
+    tokens = uses[0][1].block_tokens
+    least = max(-(-context // use.block_tokens) for _, use in uses) + 1  # and a page that the row goes on from
+    if wanted < least:
+        raise OutriderError(
+            f"the caches have {wanted * size / 1e9:.3g} GB, and one row of {context} tokens takes"
+            f" {least * size / 1e9:.3g}, {size // tokens} bytes a token; give more, or lower context"
+        )
+    for cache, _ in uses:
+        cache.allot(wanted)
 
 
 def _names(spec: str | Maker, proposer: Proposer) -> tuple[str, ...]:

@@ -152,11 +152,14 @@ def serve(
     ctx: typer.Context, *, models: options.ModelOptions, config: options.Config = None, settings: ServeSettings
 ) -> None:
     """Answer requests of OpenAI's interface over HTTP, many at once."""
+    from outrider.cache.base import Caching
     from outrider.run import load
     from outrider.serve.verb import serve
 
     models = _configured(ctx, models, config)
-    serve(load(models, rows=settings.rows, guard=True), settings, target=models.target)
+    caching = Caching(gigabytes=settings.cache_gb, share=settings.share)
+    llm = load(models, rows=settings.rows, chunk=settings.chunk, caching=caching, guard=True)
+    serve(llm, settings, target=models.target)
 
 
 @app.command()

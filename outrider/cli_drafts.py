@@ -91,11 +91,20 @@ def layers(
     Half of the prompts are searched on, and the figures are of the other half. Prints a table, and as the last line one
     JSON document: always into a file or a pipe, with --json on a terminal too.
     """
+    from outrider.cache.base import Caching
     from outrider.layers import run_layers, show_layers
     from outrider.llm import LLM
 
     llm = LLM(
-        target, proposer="none", k=0, dtype=dtype, device=device, kernels=kernels, quantize=quantize, threads=threads
+        target,
+        proposer="none",
+        k=0,
+        dtype=dtype,
+        device=device,
+        kernels=kernels,
+        quantize=quantize,
+        threads=threads,
+        caching=Caching(share=False),
     )
     document = run_layers(
         llm,

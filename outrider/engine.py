@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from outrider import tree
+from outrider.cache.base import CacheUse, fitting
 from outrider.errors import OutriderError
-from outrider.guide import Guided, guide
+from outrider.guide import FORCED, Guided, guide
 from outrider.native.rules import fastest
 from outrider.noise import PositionNoise
 from outrider.plan import Planner
@@ -60,7 +61,11 @@ class Engine:
     def abort(self, id: int) -> None:
         """Take a request back, wherever it is."""
         if row := self._scheduler.abort(id):
-            self._release(row)
+            self._release(row.slot)
+
+    def cache_use(self) -> CacheUse:
+        """How full the target's cache is, what it has spared, and how many rows have given way for others."""
+        return replace(self._target.cache.use(), preempted=self._scheduler.preempted)
 
     def busy(self) -> bool:
         """Whether another step would do anything."""
@@ -71,11 +76,11 @@ class Engine:
         """Run one round; returns the rows that took part, those that are done marked with their `finish`."""
         began = perf_counter()
         self._open, self._committing = None, False
-        for row in self._scheduler.admit():
-            row.cached = self._target.cache.admit(row.slot, row.request.prompt)
-            self._proposer.admit(row.slot, row.request)
-        batch = self._open = self._scheduler.next()
-        batch = self._planner.plan(batch, self._planned)
+        for row in self._scheduler.admit(self._target.cache):
+            # To a proposer, what a row had written before it gave way is prompt.
+            self._proposer.admit(row.slot, replace(row.request, prompt=tuple(row.text)))
+        batch = self._open = self._next()
+        batch = self._within(self._planner.plan(batch, self._planned))
         planned = perf_counter()
         draft = self._proposer.propose(batch)
         proposed = perf_counter()
@@ -133,7 +138,7 @@ class Engine:
     def _end(self, row: Row, error: Exception) -> None:
         self._scheduler.abort(row.request.id)
         row.finish, row.error = Finish.ERROR, f"the engine failed: {error}"
-        self._release(row)
+        self._release(row.slot)
 
     def _commit(self, round: Round) -> None:
         self._committing = True
@@ -143,7 +148,33 @@ class Engine:
         if self.watch:
             self.watch(round)
         for row in self._scheduler.commit(round):
-            self._release(row)
+            self._release(row.slot)
+
+    def _next(self) -> Batch:
+        """The rows that run now; as many give way as must for the others to have memory."""
+        while True:
+            batch = self._scheduler.next()
+            if self._target.cache.fits(_ends(batch)):
+                return batch
+            self._release(self._scheduler.preempt())
+
+    def _within(self, batch: Batch) -> Batch:
+        """No guesses for which there is no memory: nobody gives way to a guess."""
+        ends = _ends(batch)
+        rooms = batch.room or (0,) * len(batch.rows)
+        most = {
+            row.slot: min(room, budget + FORCED) if row.matcher else budget
+            for row, room, budget in zip(batch.rows, rooms, batch.budget, strict=True)
+        }
+        able = fitting(self._target.cache, ends, {slot: end + most[slot] for slot, end in ends.items()})
+        if len(able) == len(ends):
+            return batch
+        slots = [row.slot for row in batch.rows]
+        budget, room = (
+            tuple(count if slot in able else 0 for slot, count in zip(slots, counts, strict=True))
+            for counts in (batch.budget, rooms)
+        )
+        return replace(batch, budget=budget, room=room)
 
     def _verified(self, batch: Batch, guided: Guided) -> tuple[Round, float]:
         """Score, warp, verify; and the seconds of the target's pass."""
@@ -187,9 +218,9 @@ class Engine:
         assert self._noise is not None
         return self._noise.at(tree.upload([len(row.text) for row in batch.rows], knobs.seed.device))
 
-    def _release(self, row: Row) -> None:
-        self._target.cache.release(row.slot)
-        self._proposer.release(row.slot)
+    def _release(self, slot: int) -> None:
+        self._target.cache.release(slot)
+        self._proposer.release(slot)
 
     def _count(self, guided: Guided, round: Round, *, propose: float, target: float, host: float) -> None:
         passes = [row.passes[-1] for row, tokens in zip(round.batch.rows, round.emitted, strict=True) if tokens]
@@ -211,6 +242,12 @@ class Engine:
             drafted = sum(width for _, width in own)
             arms[arm] += Stats.of_passes([triple for triple, _ in own], drafted=drafted, exact=self._verifier.exact)
         self.arms = tuple(arms)
+
+
+def _ends(batch: Batch) -> dict[int, int]:
+    """By slot, where each row's feed ends."""
+    rows = zip(batch.rows, batch.start, batch.feed, strict=True)
+    return {row.slot: start + len(feed) for row, start, feed in rows}
 
 
 def _follow(batch: Batch, draft: Draft, scores: Scores, best: torch.Tensor | None) -> Round:

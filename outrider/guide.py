@@ -23,7 +23,7 @@ from outrider.sampling import sound
 from outrider.stats import Stats
 from outrider.types import Batch, Draft, Law, Packed, Round, Row, Scores
 
-_FORCED = 32  # tokens that a grammar adds to a row's guesses at most
+FORCED = 32  # tokens that a grammar adds to a row's guesses at most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +115,7 @@ def guide(batch: Batch, draft: Draft, vocab: int) -> Guided:
     given = _Guesses.of(draft)
     walks = {}
     for b in ours:
-        spare = min(max(batch.room[b] - given.count[b], 0), _FORCED) if batch.room else 0
+        spare = min(max(batch.room[b] - given.count[b], 0), FORCED) if batch.room else 0
         walks[b] = _Walk(batch.rows[b], given, b, vocab=vocab, spare=spare)
     whole = {b: walk for b, walk in walks.items() if not walk.error}
     changed = {b: walk for b, walk in whole.items() if walk.source != list(range(given.count[b]))}

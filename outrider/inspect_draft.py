@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from outrider.cache.base import Caching
 from outrider.convert import checked
 from outrider.errors import OutriderError
 from outrider.heads.description import Block, Body, Description, FuseNorm, JoinAt, Kind, Recycle
@@ -65,6 +66,7 @@ def probe(folder: str, target: str, *, dtype: str = "auto") -> Probe:
         verifier="walk",
         dtype=dtype,
         rows=len(_PROMPTS),
+        caching=Caching(share=False),
     )
     llm.generate(list(_PROMPTS), SamplingParams(temperature=0, max_tokens=_TOKENS, ignore_eos=True))
     stats = llm.stats

@@ -5,11 +5,13 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 from outrider.build import House, build
+from outrider.cache.base import Caching
 from outrider.constraint import Constraint
 from outrider.engine import Engine
 from outrider.errors import OutriderError
@@ -55,6 +57,7 @@ class LLM:
         rows: int = 16,
         context: int | None = None,
         chunk: int = 512,
+        caching: Caching | None = None,
         planner: Planner | None = None,
         plan: str | Path | None = None,
         guard: bool = False,
@@ -70,10 +73,11 @@ class LLM:
             device: auto, cpu, cuda, ...
             kernels: native, torch, or auto: on a CPU in bfloat16 Outrider's own where they know the model, else torch.
             quantize: int8 or int4 weights for the target, which is then the quantised model, exactly; None keeps them.
-            threads: CPU threads; None leaves it to OMP_NUM_THREADS, or else takes the physical cores of one NUMA node.
+            threads: of the CPU; None is OMP_NUM_THREADS, or else the physical cores of one NUMA node.
             rows: completions that run at once.
             context: tokens of prompt and completion together; None is the model's own, 8192 at most.
             chunk: tokens of prompts fed per round.
+            caching: memory for caches; where rows need more than there is, the last ones wait. None is `Caching()`.
             planner: decides the number of guesses in place of `k`.
             guard: what a proposer raises costs its guesses alone: it is logged and counted, and decoding goes on.
             plan: with k "auto", a file of what it has learned: read now if it is there, written by `save_plan`.
@@ -83,11 +87,8 @@ class LLM:
         """
         check_plan(plan, k=k, planned=planner is not None)
         use_threads(threads)
-        self._house: House = build(
-            target,
-            proposer=proposer,
-            k=k,
-            verifier=verifier,
+        models = partial(build, target, proposer=proposer, k=k, verifier=verifier, planner=planner, guard=guard)
+        self._house: House = models(
             dtype=dtype,
             kernels=kernels,
             quantize=quantize,
@@ -95,8 +96,7 @@ class LLM:
             rows=rows,
             context=context,
             chunk=chunk,
-            planner=planner,
-            guard=guard,
+            caching=caching or Caching(),
         )
         self._grammars, self._ids = _grammars(self._house), count()
         self._plan = restored(plan, self._house.planner, target=target, proposer=proposer, quantize=quantize)

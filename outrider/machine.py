@@ -126,6 +126,17 @@ def _read(path: Path) -> str:
         return ""
 
 
+def free_memory() -> int | None:
+    """Bytes that a process may still take without others being swapped out; None on a system that does not say."""
+    said = re.search(r"MemAvailable: *(\d+) kB", _read(Path("/proc/meminfo")))
+    group = Path("/sys/fs/cgroup")
+    most, used = _read(group / "memory.max"), _read(group / "memory.current")
+    bounds = [1024 * int(said[1])] if said else []
+    if most.isdecimal() and used.isdecimal():
+        bounds.append(int(most) - int(used))
+    return min(bounds, default=None)
+
+
 def _memory() -> int | None:
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -154,6 +154,7 @@ Scope = Annotated[
         rich_help_panel=_SAMPLING,
     ),
 ]
+Priority = Annotated[int, typer.Option(help="Lower ones are served first.", rich_help_panel=_SAMPLING)]
 Count = Annotated[int, typer.Option("--n", help="Completions of each prompt.", rich_help_panel=_SAMPLING)]
 Logprobs = Annotated[
     int | None,
@@ -319,6 +320,7 @@ class SamplingOptions:
     seed: Seed = None
     guesses: GuessesAtMost = None
     scope: Scope = ""
+    priority: Priority = 0
     n: Count = 1
     logprobs: Logprobs = None
 
@@ -345,6 +347,7 @@ class SamplingOptions:
             seed=self.seed,
             guesses=self.guesses,
             scope=self.scope,
+            priority=self.priority,
             n=self.n,
             logprobs=self.logprobs,
         )

@@ -11,6 +11,7 @@ from outrider.constraint import Constraint
 from outrider.errors import OutriderError
 
 AUTO = "auto"  # as k: decide round by round
+_FAR = 100  # of a priority, so that nobody waits for ever
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +45,8 @@ class SamplingParams:
         verifier: an exact rule for this request alone, one of `House.verifiers`; None is the engine's own.
         constraint: the form that the text must have; None leaves it free.
         scope: whose request it is. What a proposer learned from finished outputs is used for requests of the same scope
-            only, so that nobody's text shows in how fast another's is made.
+            only, so that nobody's text shows in how fast another's is made. What has been read of a text likewise.
+        priority: who has a lower one is served first; whoever waits comes nearer, round by round.
     """
 
     temperature: float = 0.0
@@ -68,6 +70,7 @@ class SamplingParams:
     verifier: str | None = None
     constraint: Constraint | None = None
     scope: str = ""
+    priority: int = 0
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -116,6 +119,8 @@ class SamplingParams:
             _whole("guesses", self.guesses, 0, "0 is plain decoding")
         if self.seed is not None:
             _whole("seed", self.seed, 0, "any whole number below 2**63")
+        if not isinstance(self.priority, int) or isinstance(self.priority, bool) or abs(self.priority) > _FAR:
+            raise OutriderError(f"priority is {self.priority!r}; use a whole number from {-_FAR} to {_FAR}")
         for token, bias in self.logit_bias.items():
             _whole("logit_bias key", token, 0, "a token id")
             if bias != -math.inf:

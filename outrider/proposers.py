@@ -135,6 +135,15 @@ def draft_model(proposer: Proposer) -> Target | None:
     return proposer.model if isinstance(proposer, ModelProposer | TextProposer) else None
 
 
+def draft_models(proposer: Proposer) -> list[Target]:
+    """All draft models of a proposer, its parts' included."""
+    parts = proposer.parts if isinstance(proposer, Combination) else (proposer,)
+    if parts != (proposer,):
+        return [model for part in parts for model in draft_models(part)]
+    model = draft_model(proposer)
+    return [] if model is None else [model]
+
+
 def _split(text: str, spec: str) -> list[str]:
     """Parts between commas that stand in no brackets and no quotes."""
     parts, depth, quoted = [""], 0, False

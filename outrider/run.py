@@ -10,6 +10,7 @@ from dataclasses import asdict, replace
 from functools import reduce
 from operator import add
 from time import perf_counter
+from typing import Any
 
 from rich.console import Console
 
@@ -23,10 +24,10 @@ from outrider.show import Teller, Told
 ROWS = 16  # completions at once
 
 
-def load(models: ModelOptions, *, rows: int, guard: bool = False) -> LLM:
-    """The models that the options ask for."""
+def load(models: ModelOptions, *, rows: int, **others: Any) -> LLM:
+    """The models that the options ask for, as `LLM` takes them."""
     with Console(stderr=True).status("loading models"):
-        return LLM(**asdict(models), rows=rows, guard=guard)
+        return LLM(**asdict(models), rows=rows, **others)
 
 
 def converse(llm: LLM, params: SamplingParams, *, prompt: str | None, chat: bool, teller: Teller) -> bool:

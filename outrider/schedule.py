@@ -3,56 +3,84 @@
 from __future__ import annotations
 
 import heapq
-from collections import deque
+from bisect import insort
+from operator import attrgetter
 
+from outrider.cache.base import Cache
 from outrider.errors import OutriderError
 from outrider.text import TextStream
 from outrider.types import Batch, Finish, Request, Round, Row
 
+_PATIENCE = 64  # rounds that someone waits and is then served like one of the next lower priority who comes now
+_AHEAD = 64  # tokens that each row can go on for, as far as memory goes, when another one is admitted
 _NO_NUMBERS = "the target's logits were not numbers (NaN or infinite)"
 
 
 class Scheduler:
-    """First come, first served, in slots.
+    """By priority, then by arrival, in slots and in memory.
 
-    Every row that decodes runs in every round. Prompts share what is left of `chunk` fed tokens a round, the oldest
-    first, so a prompt waits at most for the prompts before it, and no long prompt holds up those who decode.
+    Every row that decodes runs in every round. Prompts share what is left of `chunk` fed tokens a round, the first
+    ones first, so a prompt waits at most for the prompts before it, and no long prompt holds up those who decode.
+
+    Waiting makes all equally older, so the order of two requests never changes, and who comes first is known when they
+    come: one of priority p goes before all that come more than `_PATIENCE` rounds later for each step that theirs is
+    lower. So it waits for a bounded number of others, whatever comes.
+
+    Where memory ends, whoever comes last gives way, and waits for a slot again with the text so far as its prompt. The
+    first one never does, so it ends, and then another is the first.
     """
 
     def __init__(self, *, slots: int, chunk: int, context: int) -> None:
         """Run at most `slots` rows at once and feed at most about `chunk` tokens a round."""
         if slots < 1 or chunk < 1:
             raise OutriderError(f"rows is {slots} and chunk is {chunk}; both must be at least 1")
+        self.preempted = 0  # how often a row has given way
         self._chunk = chunk
         self._context = context
         self._free = list(range(slots))
-        self._waiting: deque[tuple[Request, TextStream | None]] = deque()
-        self._running: list[Row] = []  # in the order of admission
+        self._waiting: list[tuple[tuple[int, int], Row]] = []  # a heap
+        self._running: list[Row] = []  # by rank
+        self._rounds = self._came = 0
 
     def add(self, request: Request, stream: TextStream | None = None) -> None:
-        """Queue a request; `stream` decodes its text and finds its stop strings."""
-        self._waiting.append((request, stream))
+        """Queue a request; `stream` decodes its text and finds its stop strings.
+
+        Raises:
+            OutriderError: its prompt fills the context, so that nothing could follow.
+        """
+        if len(request.prompt) >= self._context:
+            raise OutriderError(
+                f"the prompt is {len(request.prompt)} tokens long and the context holds {self._context}; shorten it"
+            )
+        self._came += 1
+        rank = _PATIENCE * request.params.priority + self._rounds, self._came
+        self._wait(Row(request=request, slot=-1, text=list(request.prompt), stream=stream, rank=rank))
 
     def busy(self) -> bool:
         """Whether anything runs or waits."""
         return bool(self._running or self._waiting)
 
-    def admit(self) -> list[Row]:
-        """Give free slots to those who wait longest."""
+    def admit(self, cache: Cache) -> list[Row]:
+        """Give free slots to those who come first, while there is memory and room for their prompts in the round."""
         admitted = []
-        while self._waiting and self._free:
-            request, stream = self._waiting.popleft()
-            slot = heapq.heappop(self._free)  # the lowest, so that running rows stay neighbours in memory
-            matcher = None if request.grammar is None else request.grammar.start(request.end_ids)
-            row = Row(request=request, slot=slot, text=list(request.prompt), stream=stream, matcher=matcher)
+        while self._waiting and self._free and (self._owed() < self._left() or not self._running):
+            row, slot = self._waiting[0][1], self._free[0]  # the lowest, so that running rows stay neighbours in memory
+            row.cached = cache.admit(slot, row.text, row.request.params.scope)
+            ends = {each.slot: self._ahead(each) for each in self._running}
+            if self._running and not cache.fits({**ends, slot: self._ahead(row)}):
+                cache.release(slot)
+                break
+            heapq.heappop(self._waiting)
+            row.slot = heapq.heappop(self._free)
+            if row.request.grammar is not None and row.matcher is None:
+                row.matcher = row.request.grammar.start(row.request.end_ids)
+            insort(self._running, row, key=attrgetter("rank"))
             admitted.append(row)
-        self._running += admitted
         return admitted
 
     def next(self) -> Batch:
         """The rows of this round, by slot; each row's budget is what it could use at most."""
-        decoding = sum(len(row.text) - row.cached == 1 for row in self._running)
-        left = max(self._chunk - decoding, 1)
+        left = self._left()
         takes: dict[int, int] = {}
         for row in self._running:
             missing = len(row.text) - row.cached
@@ -69,11 +97,22 @@ class Scheduler:
             feed=feeds,
             budget=room,
             room=room,
-            waiting=len(self._running) - len(rows),
+            waiting=len(self._running) - len(rows) + min(len(self._waiting), len(self._free)),
         )
+
+    def preempt(self) -> int:
+        """Let the row that comes last wait again; returns its slot, which is to be released."""
+        assert len(self._running) > 1, "a text that fits the context has memory when it is alone"
+        row = self._running.pop()
+        slot, row.slot, row.cached = row.slot, -1, 0
+        heapq.heappush(self._free, slot)
+        self._wait(row)
+        self.preempted += 1
+        return slot
 
     def commit(self, round: Round) -> list[Row]:
         """Append what was emitted to the rows' texts; return the rows that are done."""
+        self._rounds += 1
         for b, row in enumerate(round.batch.rows):
             row.cached = round.batch.start[b] + len(round.batch.feed[b]) + len(round.path[b])
             if round.failed[b]:
@@ -84,12 +123,29 @@ class Scheduler:
 
     def abort(self, id: int) -> Row | None:
         """Take a request back; returns its row if it was running."""
-        self._waiting = deque((request, stream) for request, stream in self._waiting if request.id != id)
+        self._waiting = [(rank, row) for rank, row in self._waiting if row.request.id != id]
+        heapq.heapify(self._waiting)
         for row in self._running:
             if row.request.id == id:
                 row.finish = Finish.ABORT
                 return self._retire([row])[0]
         return None
+
+    def _wait(self, row: Row) -> None:
+        heapq.heappush(self._waiting, (row.rank, row))
+
+    def _owed(self) -> int:
+        """Tokens of prompts that wait to be fed."""
+        missing = (len(row.text) - row.cached for row in self._running)
+        return sum(count for count in missing if count > 1)
+
+    def _left(self) -> int:
+        """Tokens of prompts that a round takes beside the rows that decode."""
+        return max(self._chunk - sum(len(row.text) - row.cached == 1 for row in self._running), 1)
+
+    def _ahead(self, row: Row) -> int:
+        """How long a row's text may be before long."""
+        return min(len(row.text) + _AHEAD, len(row.request.prompt) + row.request.limit, self._context)
 
     def _room(self, row: Row, feed: int) -> int:
         """Guesses that could become part of the completion: the bonus token takes the last place."""

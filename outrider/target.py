@@ -65,6 +65,8 @@ class Target(Protocol):
     def export(self, layers: Sequence[int]) -> None:
         """From now on put the outputs of these decoder layers, counted from 0, into `Scores.features` and `Scores.fed`.
 
+        The cache then shares no texts: every token is fed.
+
         Raises:
             OutriderError: the target has no such layer, or cannot export any.
         """
@@ -146,6 +148,7 @@ class AttentionTarget:
         self.layers = len(layer_stack(self._model)[1])
         self._embeddings = checkpoint.model.get_input_embeddings().num_embeddings
         self._copies: WeakSet[AttentionTarget] = WeakSet()  # with quantised weights
+        self._memories: WeakSet[StaticCache] = WeakSet()  # of what was made from this one, too
         self._remember()
         self._begin()
         if not record and can_prepack(checkpoint.device, checkpoint.dtype):
@@ -175,9 +178,10 @@ class AttentionTarget:
 
     def swap(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
         refuse_to_swap(self._source)
-        load_weights(self._model, weights)
-        for other in self._copies:
-            load_weights(other._model, weights)
+        for model in (self, *self._copies):
+            load_weights(model._model, weights)
+        for memory in self._memories:
+            memory.forget()
         self.version = version
 
     def bytes(self) -> int:
@@ -215,6 +219,7 @@ class AttentionTarget:
         """Take a cache."""
         kind = SpareCache if self._recorder else StaticCache
         self._memory: StaticCache = kind(slots=self.slots, capacity=max(self.context, _LEAST), device=self.device)
+        self._memories.add(self._memory)
         self.cache: Cache = self._memory
 
     def _begin(self) -> None:
@@ -246,6 +251,8 @@ class AttentionTarget:
         return Graphs(model, slots=self.slots, record=record)
 
     def export(self, layers: Sequence[int]) -> None:
+        if layers:
+            self.cache.share(False)  # or the outputs at tokens that are cached already would be missing
         stack = layer_stack(self._model)[1] if layers else torch.nn.ModuleList()
         for layer in layers:
             if not 0 <= layer < len(stack):

@@ -94,25 +94,30 @@ def check_cache(
     """Hold the caches of the targets that `make` makes to the law of `Cache`.
 
     After any commits of random trees and paths, in several slots, scoring equals that of a fresh target which reads
-    the committed text at once.
+    the committed text at once: whatever texts begin with in common, wherever they part, and whoever gives up a slot,
+    for good or to come back. It takes up to 120 tokens in each of four slots.
 
     Raises:
-        ConformanceError: logits differ by more than `tolerance` (relative to their norm).
+        ConformanceError: logits differ by more than `tolerance` (relative to their norm), or scopes are mixed up.
     """
     chance = random.Random(seed)
     for _ in range(trials):
         target = make()
-        rows = [
-            make_row([chance.randrange(target.vocab) for _ in range(chance.randint(2, 9))], slot) for slot in (0, 1, 3)
-        ]
-        for row in rows:
-            row.cached = target.cache.admit(row.slot, row.text)
-        for _ in range(chance.randint(3, 6)):
-            running = sorted(chance.sample(rows, chance.randint(1, 3)), key=lambda row: row.slot)
-            _advance(target, running, chance, trees)
-        for row in rows:
+        target.cache.share(True)
+        common = [chance.randrange(target.vocab) for _ in range(60)]
+        rows = {slot: _admitted(target, common, slot, chance) for slot in (0, 1, 3)}
+        for _ in range(chance.randint(4, 7)):
+            slot = chance.choice(sorted(rows))
+            if chance.random() < 0.4:  # it gives way and comes back, or somebody else comes
+                text = rows[slot].text if chance.random() < 0.5 else common
+                target.cache.release(slot)
+                rows[slot] = _admitted(target, text, slot, chance, whole=text is not common)
+            running = sorted(chance.sample(sorted(rows), chance.randint(1, 3)))
+            _advance(target, [rows[slot] for slot in running], chance, trees)
+        for row in rows.values():
             _expect_scores(target, make(), row, tolerance)
             target.cache.release(row.slot)
+            expect(not target.cache.admit(row.slot, row.text, "another"), "what was read is shared beyond its scope")
 
 
 def check_verifier(verifier: Verifier, *, trials: int = 3, seed: int = 0, tolerance: float = 1e-12) -> None:
@@ -156,10 +161,19 @@ def _expect_equal(
         expect(torch.allclose(one[1], two[1], atol=1e-5), law)
 
 
+def _admitted(target: Target, text: Sequence[int], slot: int, chance: random.Random, *, whole: bool = False) -> Row:
+    """A row that begins as `text` does, and if it is not to be the `whole` of it goes on in its own way."""
+    own = [chance.randrange(target.vocab) for _ in range(chance.randint(2, 9))]
+    row = make_row(list(text) if whole else [*text[: chance.randint(0, len(text))], *own], slot)
+    row.cached = target.cache.admit(slot, row.text, "one")
+    expect(0 <= row.cached < len(row.text), "a text's last token is cached before it was fed")
+    return row
+
+
 def _advance(target: Target, rows: Sequence[Row], chance: random.Random, trees: bool) -> None:
     """One round of random guesses, of which a random path is kept."""
     feeds = [row.text[row.cached :] for row in rows]
-    feeds = [feed[: chance.randint(1, len(feed))] for feed in feeds]
+    feeds = [feed if chance.random() < 0.5 else feed[: chance.randint(1, len(feed))] for feed in feeds]
     batch = Batch(
         rows=tuple(rows),
         start=tuple(row.cached for row in rows),

@@ -7,20 +7,20 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from outrider import tree
-from outrider.cache.base import Layout, lay_out
+from outrider.cache.base import Layout, Roomy, lay_out
 from outrider.params import SamplingParams
 from outrider.sampling import Knobs, warp
 from outrider.target import Target, grow_by_scores
 from outrider.types import Batch, Draft, Grown, Request, Round, Row, Scores, Trust
 
 
-class ToyCache:
+class ToyCache(Roomy):
     """Holds the tokens themselves, and learns them from feeds and commits alone."""
 
     def __init__(self, slots: int) -> None:
         self.text: list[list[int]] = [[] for _ in range(slots)]
 
-    def admit(self, slot: int, tokens: Sequence[int]) -> int:
+    def admit(self, slot: int, tokens: Sequence[int], scope: str | None = None) -> int:
         self.text[slot] = []
         return 0
 

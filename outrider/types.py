@@ -67,7 +67,7 @@ class Row:
     """A request that holds a slot. The engine and its scheduler change it; everybody else reads."""
 
     request: Request
-    slot: int
+    slot: int  # -1 while it waits for one
     text: list[int]  # committed: the prompt and what was emitted
     stream: TextStream | None = None
     matcher: Matcher | None = None  # where the text stands in its grammar
@@ -78,6 +78,7 @@ class Row:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish: Finish | None = None
     error: str = ""
+    rank: tuple[int, int] = (0, 0)  # who has the lower one comes first
 
     @property
     def emitted(self) -> int:

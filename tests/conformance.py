@@ -98,9 +98,21 @@ def _toy_model(setup: Setup) -> Proposer:
     return ModelProposer(setup, ToyTarget(vocab=setup.vocab, slots=setup.slots, seed=99))
 
 
-def nano() -> Target:
-    checkpoint = load_checkpoint(embedded("nano"), dtype="float32", device="cpu")
+def nano(dtype: str = "float32") -> Target:
+    checkpoint = load_checkpoint(embedded("nano"), dtype=dtype, device="cpu")
     return make_target(checkpoint, slots=4, context=128)
 
 
-CACHES: Mapping[str, Callable[[], Target]] = {"toy": ToyTarget, "static": nano}
+def tight() -> Target:
+    """With hardly more memory than its rows need."""
+    target = nano("bfloat16")
+    target.cache.allot(10)
+    return target
+
+
+CACHES: Mapping[str, Callable[[], Target]] = {
+    "toy": ToyTarget,
+    "static": nano,
+    "paged": lambda: nano("bfloat16"),
+    "paged and tight": tight,
+}

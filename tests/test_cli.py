@@ -87,7 +87,7 @@ def test_options_arrive():
     seen = []
     patch = pytest.MonkeyPatch()
     with patch.context() as changed:
-        changed.setattr("outrider.run.load", lambda models, *, rows: seen.append(models))
+        changed.setattr("outrider.run.load", lambda models, **_: seen.append(models))
         changed.setattr("outrider.run.converse", lambda llm, params, **how: seen.append(params) or True)
         changed.setattr("outrider.show.Teller", lambda llm, **how: None)
         models = "--k 6 --verifier walk --context 99 --kernels torch --quantize int8"

@@ -28,6 +28,7 @@ BAD = {
     "guesses": [-1, 1.5, True, "all"],
     "constraint": ["a", 5, {"type": "object"}],
     "scope": [None, 5, ("tenant",)],
+    "priority": [-101, 101, 1.5, True, None, "first"],
     "proposer": [5, ("ngram",)],
     "verifier": [5, ("walk",)],
 }

@@ -23,7 +23,7 @@ def test_prompts_are_fed_in_chunks_beside_decoding_rows():
     scheduler = Scheduler(slots=4, chunk=8, context=64)
     for id, prompt in enumerate((1, 20, 3)):
         scheduler.add(request(id, prompt))
-    scheduler.admit()
+    scheduler.admit(ToyTarget().cache)
     batch = scheduler.next()
     assert [len(feed) for feed in batch.feed] == [1, 7]
     assert batch.emits == (True, False)
@@ -70,3 +70,45 @@ def test_abort_at_any_point_frees_the_slot(rounds):
 def test_bad_sizes():
     with pytest.raises(OutriderError, match="at least 1"):
         Scheduler(slots=0, chunk=1, context=8)
+
+
+def finished(engine):
+    order = []
+    while engine.busy():
+        order += [row.request.id for row in engine.step() if row.finish]
+    return order
+
+
+def urgent(id, priority, limit=4):
+    params = SamplingParams(priority=priority)
+    return Request(id=id, prompt=(1,), params=params, seed=0, end_ids=frozenset(), limit=limit)
+
+
+def test_lower_priorities_come_first_and_equals_in_order():
+    engine = make_engine(ToyTarget(), PROPOSERS["none"], k=0, rows=1)
+    for id, priority in enumerate((0, 5, -3, 0, 5, -3)):
+        engine.add(urgent(id, priority))
+    assert finished(engine) == [2, 5, 0, 3, 1, 4]
+
+
+def test_nobody_is_overtaken_for_ever():
+    """A request of low priority against a stream of better ones, one for each that ends."""
+    engine = make_engine(ToyTarget(), PROPOSERS["none"], k=0, rows=1)
+    engine.add(urgent(0, 1))
+    ended, came = [], 0
+    while 0 not in ended:
+        came += 1
+        engine.add(urgent(came, 0))
+        done = []
+        while not done:
+            done = [row.request.id for row in engine.step() if row.finish]
+        ended += done
+    assert 5 < len(ended) <= 64 // 4 + 2
+
+
+def test_slots_are_given_when_prompts_can_be_fed():
+    engine = make_engine(ToyTarget(), PROPOSERS["none"], k=0, rows=4, chunk=10)
+    for id in range(4):
+        engine.add(request(id, 25, limit=3))
+    assert {row.request.id for row in engine.step()} == {0}
+    assert sorted(finished(engine)) == [0, 1, 2, 3]

@@ -16,7 +16,7 @@ class Outrider:
     packages: Sequence[str] = ("outrider", "torch", "transformers")
 
     def __init__(self, args: Arguments) -> None:
-        from outrider import LLM, SamplingParams
+        from outrider import LLM, Caching, SamplingParams
 
         args.refuse_converted()
         proposers = {Mode.PLAIN: lambda: "none", Mode.NGRAM: lambda: "ngram", Mode.DRAFT: args.draft_folder}
@@ -33,6 +33,7 @@ class Outrider:
             threads=args.threads,
             rows=1,
             context=args.context(),
+            caching=Caching(share=False),
             **precision,
         )
         self.settings: Mapping[str, Any] = precision | {"verifier": self._llm.house.verifier.name}

@@ -20,6 +20,7 @@ from outrider.bench.report import DEFINITIONS, OVERALL, PLAIN, SPECULATIVE, Samp
 from outrider.bench.settings import Settings
 from outrider.bench.sweep import Place, guessers, home, places, sweeps
 from outrider.build import auto_planner, default_proposer, weight_bits
+from outrider.cache.base import Caching
 from outrider.embedded import embedded
 from outrider.llm import LLM
 from outrider.native.target import NativeTarget
@@ -81,6 +82,7 @@ def load(settings: Settings, planner: SwitchPlanner) -> LLM:
         threads=settings.threads,
         rows=settings.rows,
         context=settings.capacity,
+        caching=Caching(share=False),  # a prompt is to cost the same each time
         planner=planner,
     )
 

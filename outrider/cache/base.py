@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol
@@ -48,15 +48,60 @@ class Layout:
         return tuple(values[span.begin : span.end - span.nodes] for span in self.spans)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Caching:
+    """What caches may take, and whether texts share it."""
+
+    gigabytes: float | None = None  # of all models, on the native kernels; None: whole contexts, as far as it is free
+    share: bool = True  # prompts that begin alike, within a scope, are read once
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheUse:
+    """How full a cache is, and what it has spared. The last four only ever grow."""
+
+    token_bytes: int = 0  # that a cached token takes; 0 where memory does not grow with texts
+    block_tokens: int = 0  # tokens of a block; 0 where every slot has room for a whole context
+    blocks: int = 0
+    held: int = 0  # blocks of rows that run
+    kept: int = 0  # blocks of texts that have ended, which go when others need them
+    asked: int = 0  # tokens of texts that were taken in
+    spared: int = 0  # those of them that were cached already
+    evicted: int = 0  # blocks
+    preempted: int = 0  # rows, as the engine counts them
+
+    @property
+    def free(self) -> int:
+        """Blocks that hold nothing."""
+        return self.blocks - self.held - self.kept
+
+
 class Cache(Protocol):
     """Holds what the model has read, per slot.
 
-    Law: after `commit`, scoring equals scoring a fresh prefill of the committed text. A cache is told what was kept
-    and never what to undo, so that states which cannot be trimmed can keep the same promise.
+    Law: after `commit`, scoring equals scoring a fresh prefill of the committed text, whatever of it was cached before
+    it was admitted. A cache is told what was kept and never what to undo, so that states which cannot be trimmed can
+    keep the same promise.
     """
 
-    def admit(self, slot: int, tokens: Sequence[int]) -> int:
-        """Take `slot` for a text that begins with `tokens`; return how many of them are cached already."""
+    def admit(self, slot: int, tokens: Sequence[int], scope: str | None = None) -> int:
+        """Take `slot` for a text that begins with `tokens`; return how many of them are cached already.
+
+        The last one never is. Where `share` is on, what texts begin with is shared within a `scope` and never beyond;
+        None shares nothing. What is fed must then be what `Batch.rows` say.
+        """
+
+    def share(self, on: bool) -> None:
+        """From now on let texts share what they begin with, where this cache can, or not. At first they do not."""
+
+    def allot(self, blocks: int) -> None:
+        """Have memory for so many blocks (see `CacheUse`) from now on, while no row runs."""
+
+    def fits(self, ends: Mapping[int, int]) -> bool:
+        """Whether there is memory for these slots to hold so many tokens each, guesses included, at the same time."""
+
+    def use(self) -> CacheUse:
+        """How full it is."""
 
     def stage(self, batch: Batch, draft: Draft, first: int = -1) -> Layout:
         """Make room behind the committed text for the feed and the guesses of each row.
@@ -75,7 +120,35 @@ class Cache(Protocol):
         """Committed tokens that the slot holds."""
 
     def bytes(self) -> int:
-        """Memory in use, in bytes."""
+        """Caching in use, in bytes."""
+
+
+class Roomy:
+    """A cache whose slots have room for a whole context each, and which shares nothing."""
+
+    def share(self, on: bool) -> None:
+        pass
+
+    def allot(self, blocks: int) -> None:
+        raise NotImplementedError("it has no blocks")
+
+    def fits(self, ends: Mapping[int, int]) -> bool:
+        return True
+
+    def use(self) -> CacheUse:
+        return CacheUse()
+
+
+def fitting(cache: Cache, ends: Mapping[int, int], wanted: Mapping[int, int]) -> frozenset[int]:
+    """The slots that may grow from `ends` to what they have `wanted`, those named first before the others."""
+    if cache.fits({**ends, **wanted}):
+        return frozenset(wanted)
+    held, found = dict(ends), set()
+    for slot, end in wanted.items():
+        if cache.fits({**held, slot: end}):
+            held[slot] = end
+            found.add(slot)
+    return frozenset(found)
 
 
 def lay_out(batch: Batch, draft: Draft, first: int, device: torch.device) -> Layout:

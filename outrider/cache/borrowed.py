@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from outrider.cache.base import Cache, Layout
+from outrider.cache.base import Cache, CacheUse, Layout
 from outrider.types import Batch, Draft, Round
 
 
@@ -19,7 +19,7 @@ class BorrowedCache:
     def __init__(self, owner: Cache) -> None:
         self._owner = owner
 
-    def admit(self, slot: int, tokens: Sequence[int]) -> int:
+    def admit(self, slot: int, tokens: Sequence[int], scope: str | None = None) -> int:
         return self._owner.length(slot)
 
     def stage(self, batch: Batch, draft: Draft, first: int = -1) -> Layout:
@@ -33,6 +33,18 @@ class BorrowedCache:
 
     def length(self, slot: int) -> int:
         return self._owner.length(slot)
+
+    def share(self, on: bool) -> None:
+        pass
+
+    def allot(self, blocks: int) -> None:
+        raise NotImplementedError("the owner has the blocks")
+
+    def fits(self, ends: Mapping[int, int]) -> bool:
+        return self._owner.fits(ends)
+
+    def use(self) -> CacheUse:
+        return CacheUse()
 
     def bytes(self) -> int:
         return 0

@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
-from outrider.cache.base import Layout, lay_out
+from outrider.cache.base import Layout, Roomy, lay_out
 from outrider.types import Batch, Draft, Round
 
 State = Any  # the model library's own cache object of one row
 
 
-class RecurrentCache:
+class RecurrentCache(Roomy):
     """One state per slot."""
 
     def __init__(
@@ -38,7 +38,7 @@ class RecurrentCache:
         self._length = [0] * slots
         self._read: dict[int, tuple[State, int]] = {}  # by slot: a copy, and how many guesses of a chain it has read
 
-    def admit(self, slot: int, tokens: Sequence[int]) -> int:
+    def admit(self, slot: int, tokens: Sequence[int], scope: str | None = None) -> int:
         self._states[slot], self._length[slot] = self._fresh(), 0
         return 0
 

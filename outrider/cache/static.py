@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from outrider import tree
-from outrider.cache.base import Layout, lay_out
-from outrider.types import Batch, Draft, Round
+from outrider.cache.base import CacheUse, Layout, lay_out
+from outrider.cache.pages import shared
+from outrider.types import Batch, Draft, Round, Row
 
 
 class StaticCache:
@@ -17,6 +18,9 @@ class StaticCache:
     Guesses are written behind the committed text, each at its node's index. Commit closes the gaps that rejected
     branches leave; after a chain there are none to close. Memory is taken layer by layer at the first write, in the
     shape that the layer itself shows.
+
+    A stripe keeps its text when its row ends, until another row gets the slot. Whoever begins like the text in any
+    stripe, that of a running row included, takes a copy of what they share.
     """
 
     def __init__(self, *, slots: int, capacity: int, device: torch.device) -> None:
@@ -27,13 +31,37 @@ class StaticCache:
         self._written = [0] * slots  # the end of what may not be zero
         self._keys: dict[int, torch.Tensor] = {}
         self._values: dict[int, torch.Tensor] = {}
+        self._shares = False
+        self._asked = self._spared = 0
+        self.forget()
 
-    def admit(self, slot: int, tokens: Sequence[int]) -> int:
-        self._length[slot] = 0
-        return 0
+    def forget(self) -> None:
+        """What has been read belongs to other weights: no later text may begin with it."""
+        self._scopes: list[str | None] = [None] * self._slots
+        self._texts: list[list[int]] = [[] for _ in range(self._slots)]  # as far as no row says it
+        self._rows: list[Row | None] = [None] * self._slots  # whose texts the stripes hold
+
+    def share(self, on: bool) -> None:
+        self._shares = on
+
+    def admit(self, slot: int, tokens: Sequence[int], scope: str | None = None) -> int:
+        self.release(slot)
+        most, wanted = 0, list(tokens[:-1])
+        if scope is not None and self._shares:
+            # Its own first: of equals the one that need not be copied.
+            akin = [other for other in (slot, *range(self._slots)) if self._scopes[other] == scope]
+            most, source = max(((shared(self._said(other), wanted), other) for other in akin), default=(0, slot))
+            if most and source != slot:
+                for stripes in (*self._keys.values(), *self._values.values()):
+                    stripes[slot, :, :most] = stripes[source, :, :most]
+                self._written[slot] = max(self._written[slot], most)
+            self._asked, self._spared = self._asked + len(tokens), self._spared + most
+        self._scopes[slot], self._texts[slot], self._length[slot] = scope, wanted[:most], most
+        return most
 
     def stage(self, batch: Batch, draft: Draft, first: int = -1) -> Layout:
         layout = lay_out(batch, draft, first, self.device)
+        self._read(batch)
         for span in layout.spans:
             stop = span.start + span.end - span.begin
             if span.end > span.begin:
@@ -50,7 +78,19 @@ class StaticCache:
                 self._compact(row.slot, base, path)
 
     def release(self, slot: int) -> None:
+        self._texts[slot], self._rows[slot] = self._said(slot), None
         self._length[slot] = 0
+
+    def fits(self, ends: Mapping[int, int]) -> bool:
+        return True
+
+    def allot(self, blocks: int) -> None:
+        raise NotImplementedError("a stripe holds a whole context")
+
+    def use(self) -> CacheUse:
+        return CacheUse(
+            token_bytes=self.bytes() // self._slots // self._capacity, asked=self._asked, spared=self._spared
+        )
 
     def length(self, slot: int) -> int:
         return self._length[slot]
@@ -58,12 +98,6 @@ class StaticCache:
     def bytes(self) -> int:
         tensors = [*self._keys.values(), *self._values.values()]
         return sum(tensor.nbytes for tensor in tensors)
-
-    def stripes(self, layer: int, heads: int, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of a layer in bfloat16, for those who read and write them in place."""
-        like = torch.empty(heads, 0, dim, dtype=torch.bfloat16, device=self.device)
-        self._keys[layer], self._values[layer] = self._stripes(like), self._stripes(like)
-        return self._keys[layer], self._values[layer]
 
     def entries(
         self, layer: int, slots: Sequence[int], begin: int, end: int
@@ -92,6 +126,16 @@ class StaticCache:
             all_keys[span.slot, :, at] = keys[:, span.begin : span.end]
             all_values[span.slot, :, at] = values[:, span.begin : span.end]
         return all_keys, all_values
+
+    def _read(self, batch: Batch) -> None:
+        """From now on the rows say what their stripes hold."""
+        for row in batch.rows:
+            self._rows[row.slot] = row
+
+    def _said(self, slot: int) -> list[int]:
+        """The text that a stripe holds."""
+        row = self._rows[slot]
+        return self._texts[slot] if row is None else row.text[: self._length[slot]]
 
     def _clear(self, slot: int, stop: int) -> None:
         """Leave nothing behind `stop`, where this pass ends and another row of it may read on under its mask."""

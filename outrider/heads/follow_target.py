@@ -10,6 +10,7 @@ import torch
 
 from outrider import tree
 from outrider.attention import Reader
+from outrider.cache.paged import PagedCache
 from outrider.cache.static import StaticCache
 from outrider.errors import OutriderError
 from outrider.heads.follower import Follower
@@ -81,9 +82,10 @@ class NativeFollowTarget(FollowTarget):
         """
         super().__init__(module, tables, slots=slots, context=context)
         body = module.body
-        stripes = [self._memory.stripes(i, body.key_heads, body.dim) for i in range(body.layers)]
-        caches = [keys for keys, _ in stripes], [values for _, values in stripes]
-        self._decoder = HeadDecoder(module, tables, load_library(), caches)
+        sizes = {"layers": body.layers, "heads": body.key_heads, "dim": body.dim}
+        self._blocks = PagedCache(slots=slots, capacity=context, **sizes)
+        self.cache = StateCache(self._blocks, self._taps, read=behind, before=1)
+        self._decoder = HeadDecoder(module, tables, load_library(), self._blocks)
         self.kernels = "native"
 
     def grow(self, batch: Batch, vocab: int, trust: Trust | None = None) -> Grown:
@@ -95,6 +97,7 @@ class NativeFollowTarget(FollowTarget):
     def _grow(self, batch: Batch, vocab: int, trust: Trust | None, dice: Dice | None) -> Grown:
         none = tree.empty(len(batch.rows), self.device)
         states = torch.cat([self._before(batch, none, -1, b) for b in range(len(batch.rows))])
+        self._blocks.reserve(behind(batch), batch.budget)
         columns, _ = columns_of(behind(batch), none, -1, self.vocab)
         return self._decoder.grow(columns, batch.budget, vocab, trust, dice=dice, state=states.float())
 
@@ -102,6 +105,7 @@ class NativeFollowTarget(FollowTarget):
         raise OutriderError("a trained draft in native kernels cannot be swapped; load it with kernels torch")
 
     def _run(self, batch: Batch, draft: Draft, first: int, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        self._blocks.reserve(batch, draft.width)
         columns, order = columns_of(batch, draft, first, self.vocab)
         logits, _, out = self._decoder.run(columns, (self.module.body.layers - 1,), states.float().contiguous())
         logits = logits if order is None else logits[order]

@@ -10,7 +10,7 @@ import torch
 
 from outrider import tree
 from outrider.attention import Reader
-from outrider.cache.base import Layout
+from outrider.cache.base import Layout, Roomy
 from outrider.cache.static import StaticCache
 from outrider.heads.follow_target import behind
 from outrider.heads.follower import Follower
@@ -100,13 +100,13 @@ class ModulesTarget(HeadRunner):
         return self.module(layout.tokens, states, layout.positions + number, look, number), layout
 
 
-class _Caches:
+class _Caches(Roomy):
     """The modules' caches, as one to those who keep texts in them: the first one's."""
 
     def __init__(self, inner: Sequence[StaticCache]) -> None:
         self._inner = inner
 
-    def admit(self, slot: int, tokens: Sequence[int]) -> int:
+    def admit(self, slot: int, tokens: Sequence[int], scope: str | None = None) -> int:
         return max(each.admit(slot, tokens) for each in self._inner)
 
     def stage(self, batch: Batch, draft: Draft, first: int = -1) -> Layout:

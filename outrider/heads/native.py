@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from outrider.cache.paged import PagedCache
 from outrider.errors import UnsupportedModel
 from outrider.heads.description import JoinAt, Recycle
 from outrider.heads.follower import Follower
@@ -31,9 +31,9 @@ class HeadDecoder(Passes):
         module: Follower,
         tables: Tables,
         library: Library,
-        caches: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]],
+        memory: PagedCache,
     ) -> None:
-        """Pack a module that was lent `tables`; `caches` are keys and values [slots, key heads, capacity, dim] a layer.
+        """Pack a module that was lent `tables`; its entries are in `memory`.
 
         Raises:
             UnsupportedModel: the kernels cannot run it.
@@ -53,7 +53,7 @@ class HeadDecoder(Passes):
         embedding = self._kept(module.embedding.weight.to(torch.bfloat16) if it.own_embedding else tables.embedding)
         speeds, amplitude = frequencies(body)
         frequency, ids = self._kept(speeds), self._kept(module.ids.to(torch.int32))
-        layers = (CLayer * body.layers)(*(self._layer(i, caches) for i in range(body.layers)))
+        layers = (CLayer * body.layers)(*map(self._layer, range(body.layers)))
         entry = self._entry()
         model = CModel(
             layers,
@@ -62,6 +62,7 @@ class HeadDecoder(Passes):
             frequency.data_ptr(),
             ctypes.addressof(entry),
             ids.data_ptr() if it.draft_vocab else 0,
+            memory.address(),
             self._head.c(),
             body.layers,
             body.hidden,
@@ -69,13 +70,12 @@ class HeadDecoder(Passes):
             body.key_heads,
             body.dim,
             body.ffn,
-            caches[0][0].shape[2],
             torch.get_num_threads(),
             body.epsilon,
             body.dim**-0.5,
             amplitude,
         )
-        self._keep += [layers, entry, caches]
+        self._keep += [layers, entry, memory]
         self._handle = self._code.outrider_open(ctypes.byref(model))
         weakref.finalize(self, self._code.outrider_close, self._handle)
 
@@ -98,7 +98,7 @@ class HeadDecoder(Passes):
             module.description.recycle is Recycle.NORMED,
         )
 
-    def _layer(self, i: int, caches: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]) -> CLayer:
+    def _layer(self, i: int) -> CLayer:
         layer = self._module.layers[i]
         assert isinstance(layer, Layer)
         attention, mlp = layer.self_attn, layer.mlp
@@ -117,8 +117,6 @@ class HeadDecoder(Passes):
             self._norm(layer, "post_attention_layernorm"),
             self._norm(attention, "q_norm"),
             self._norm(attention, "k_norm"),
-            caches[0][i].data_ptr(),
-            caches[1][i].data_ptr(),
             0,
         )
 

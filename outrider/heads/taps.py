@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from torch.nn import functional
 
-from outrider.cache.base import Cache, Layout
+from outrider.cache.base import Cache, CacheUse, Layout, Roomy
 from outrider.heads.description import Description
 from outrider.types import Batch, Draft, Round, Tables
 
@@ -75,8 +75,8 @@ class StateCache:
         """Keep entries in `inner` of what `read` leaves of a batch; `before` tokens of a text have none."""
         self._inner, self._taps, self._read, self._before = inner, taps, read, before
 
-    def admit(self, slot: int, tokens: Sequence[int]) -> int:
-        self._taps.admit(slot)
+    def admit(self, slot: int, tokens: Sequence[int], scope: str | None = None) -> int:
+        self._taps.admit(slot)  # nothing is shared: the states of what is cached elsewhere are not known
         return self._inner.admit(slot, tokens)
 
     def stage(self, batch: Batch, draft: Draft, first: int = -1) -> Layout:
@@ -96,18 +96,30 @@ class StateCache:
         held = self._inner.length(slot)
         return held + self._before if held else 0
 
+    def share(self, on: bool) -> None:
+        pass
+
+    def allot(self, blocks: int) -> None:
+        self._inner.allot(blocks)
+
+    def fits(self, ends: Mapping[int, int]) -> bool:
+        return self._inner.fits(ends)
+
+    def use(self) -> CacheUse:
+        return self._inner.use()
+
     def bytes(self) -> int:
         return self._inner.bytes() + self._taps.bytes()
 
 
-class NoCache:
+class NoCache(Roomy):
     """Where nothing is kept of a text but the state before its end."""
 
     def __init__(self, taps: Taps) -> None:
         self._taps = taps
         self._length: dict[int, int] = {}
 
-    def admit(self, slot: int, tokens: Sequence[int]) -> int:
+    def admit(self, slot: int, tokens: Sequence[int], scope: str | None = None) -> int:
         self._taps.admit(slot)
         self._length[slot] = 0
         return 0

@@ -25,7 +25,6 @@ class CLayer(ctypes.Structure):
     _fields_ = (
         *((name, CLinear) for name in ("qkv", "out", "gate_up", "down")),
         *((name, ctypes.c_void_p) for name in ("attention_norm", "mlp_norm", "query_norm", "key_norm")),
-        *((name, ctypes.c_void_p) for name in ("keys", "values")),
         ("window", ctypes.c_int32),
     )
 
@@ -41,10 +40,10 @@ class CEntry(ctypes.Structure):
 class CModel(ctypes.Structure):
     _fields_ = (
         ("layer", ctypes.POINTER(CLayer)),
-        *((name, ctypes.c_void_p) for name in ("embedding", "norm", "frequency", "entry", "id")),
+        *((name, ctypes.c_void_p) for name in ("embedding", "norm", "frequency", "entry", "id", "pool")),
         ("head", CLinear),
         *((name, ctypes.c_int32) for name in ("layers", "hidden", "heads", "key_heads", "dim", "ffn")),
-        *((name, ctypes.c_int32) for name in ("capacity", "threads")),
+        ("threads", ctypes.c_int32),
         *((name, ctypes.c_float) for name in ("epsilon", "scale", "rotary_scale")),
     )
 

@@ -1,8 +1,9 @@
 // Attention of a pass over the cache, one tile of columns and one key head at a time.
 //
-// A column sees the first `seen` entries of its stripe and then the entries that its tail names. Entries are taken in
-// that order, sixteen at a time, so that the sums of a guess in a tree are those of the same token in a chain, and
-// those of the same token alone: not nearly, bit for bit.
+// A slot's entries lie in blocks, which a table names in the order of the text. A column sees the first `seen` entries of
+// its slot and then the entries that its tail names. Entries are taken in that order, sixteen at a time, so that the sums
+// of a guess in a tree are those of the same token in a chain, and those of the same token alone, wherever its blocks
+// lie: not nearly, bit for bit.
 #pragma once
 
 #include <cmath>
@@ -13,13 +14,15 @@
 namespace outrider {
 
 constexpr int kQueries = 48;  // rows of a tile: columns times the query heads that share a key head
+constexpr int kBlock = 64;    // entries of a block, as cache/paged.py has it
+static_assert(kBlock % kLanes == 0, "sixteen entries that follow each other lie in one block");
 
 // What each column of a pass sees.
 struct Columns {
   const int32_t* position;
   const int32_t* seen;
   const int32_t* tail_begin;  // [columns + 1] into `tail`
-  const int32_t* tail;        // entries of the stripe, in order of depth
+  const int32_t* tail;        // entries of the slot, in order of depth
 };
 
 struct Heads {
@@ -33,9 +36,13 @@ struct Tile {
   int first, last;
 };
 
-struct Stripes {
-  const uint16_t* keys;    // [capacity][dim] of one slot and key head
-  const uint16_t* values;
+// What one slot has of one layer and key head.
+struct Entries {
+  uint16_t *keys, *values;  // [dim] each, of block 0's first entry
+  const int32_t* table;     // the slot's blocks
+  int64_t stride;           // from one block to the next, in entries
+
+  int64_t at(uint32_t entry) const { return table[entry / kBlock] * stride + entry % kBlock; }
 };
 
 // A query row that waits to meet the gathered entries low .. count - 1.
@@ -52,27 +59,28 @@ struct Scratch {
   explicit Scratch(int dim) : sums(kQueries * dim), values(kLanes * dim), keys(kLanes * dim / 2) {}
 };
 
-// Ask for the entry that most likely comes sixteen later: what is strewn over pages no processor foresees by itself.
+// Ask for an entry that will be read soon: what is strewn over pages no processor foresees by itself.
 inline void foresee(const uint16_t* entry, int dim) {
-  for (int d = 0; d < dim; d += 32) __builtin_prefetch(entry + size_t(kLanes) * dim + d);
+  for (int d = 0; d < dim; d += 32) __builtin_prefetch(entry + d);
 }
 
-// The entries at[0 .. count - 1], and zeros up to sixteen: keys as pairs, one entry a lane; values widened.
-inline void gather(const Stripes& from, const int32_t* at, int count, int dim, Scratch& s) {
+// The entries at[0 .. count - 1], and zeros up to sixteen: keys as pairs, one entry a lane; values widened. From each of
+// them it is `ahead` entries to the one that most likely comes sixteen later.
+inline void gather(const Entries& from, const int64_t* at, int count, int64_t ahead, int dim, Scratch& s) {
   for (int j = 0; j < count; j++) {
-    foresee(from.keys + size_t(at[j]) * dim, dim);
-    foresee(from.values + size_t(at[j]) * dim, dim);
+    foresee(from.keys + (at[j] + ahead) * dim, dim);
+    foresee(from.values + (at[j] + ahead) * dim, dim);
   }
   for (int d = 0; d < dim / 2; d += kLanes) {
     Ints row[kLanes] = {};
     const int pairs = std::min(kLanes, dim / 2 - d);
-    for (int j = 0; j < count; j++) std::memcpy(&row[j], from.keys + size_t(at[j]) * dim + 2 * d, 4 * pairs);
+    for (int j = 0; j < count; j++) std::memcpy(&row[j], from.keys + at[j] * dim + 2 * d, 4 * pairs);
     transpose(row);
     for (int j = 0; j < pairs; j++) store(&s.keys[(d + j) * kLanes], row[j]);
   }
   for (int j = 0; j < kLanes; j++)
     for (int d = 0; d < dim; d += kLanes)
-      store(&s.values[j * dim + d], j < count ? widen16(from.values + size_t(at[j]) * dim + d) : Floats{});
+      store(&s.values[j * dim + d], j < count ? widen16(from.values + at[j] * dim + d) : Floats{});
 }
 
 // sums += weights * values, for Width vectors of each of R rows.
@@ -135,7 +143,7 @@ inline void meet_all(std::vector<Guest>& guests, const Heads& heads, Scratch& s)
 }
 
 // out [columns][query heads * dim], of the query heads that share key head `head`; query lies alike, in bfloat16.
-inline void attend(const Columns& columns, const Tile& tile, int head, const Heads& heads, const Stripes& stripes,
+inline void attend(const Columns& columns, const Tile& tile, int head, const Heads& heads, const Entries& entries,
                    const uint16_t* query, float* out, Scratch& s) {
   const int sharing = heads.query / heads.key, width = heads.query * heads.dim;
   const int rows = (tile.last - tile.first) * sharing;
@@ -146,7 +154,7 @@ inline void attend(const Columns& columns, const Tile& tile, int head, const Hea
   for (int c = tile.first; c < tile.last; c++)
     end = std::max(end, columns.seen[c] + columns.tail_begin[c + 1] - columns.tail_begin[c]);
   for (int begin = 0; begin < end; begin += kLanes) {
-    int32_t at[kLanes];
+    int64_t at[kLanes];
     int most = 0;  // entries that some column sees as they lie
     for (int c = tile.first; c < tile.last; c++) {
       const int tail = columns.tail_begin[c + 1] - columns.tail_begin[c], seen = columns.seen[c];
@@ -162,13 +170,14 @@ inline void attend(const Columns& columns, const Tile& tile, int head, const Hea
         continue;
       }
       for (int j = 0; j < count; j++)
-        at[j] = begin + j < seen ? begin + j : columns.tail[columns.tail_begin[c] + begin + j - seen];
-      gather(stripes, at, count, heads.dim, s);
+        at[j] = entries.at(begin + j < seen ? begin + j : columns.tail[columns.tail_begin[c] + begin + j - seen]);
+      gather(entries, at, count, kLanes, heads.dim, s);
       meet_all(s.own, heads, s);
     }
     if (s.guests.empty()) continue;
-    for (int j = 0; j < most; j++) at[j] = begin + j;
-    gather(stripes, at, most, heads.dim, s);
+    const int64_t first = entries.at(begin), ahead = begin + kLanes < end ? entries.at(begin + kLanes) - first : 0;
+    for (int j = 0; j < most; j++) at[j] = first + j;
+    gather(entries, at, most, ahead, heads.dim, s);
     meet_all(s.guests, heads, s);
   }
   for (int c = tile.first; c < tile.last; c++)

@@ -17,8 +17,14 @@ struct Layer {
   Linear qkv, out, gate_up, down;
   const float *attention_norm, *mlp_norm;  // [hidden]
   const float *query_norm, *key_norm;      // [dim] or null
-  uint16_t *keys, *values;                 // [slots][key heads][capacity][dim]
   int32_t window;
+};
+
+// Keys and values of all layers, in blocks that rows may share.
+struct Pool {
+  uint16_t* entries;     // [blocks][layers][keys, values][key heads][kBlock][dim]
+  const int32_t* table;  // [slots][reach] of blocks
+  int32_t layers, reach;
 };
 
 // How a token's embedding meets the state before it, in a draft that was trained on another model's states.
@@ -35,12 +41,13 @@ struct Model {
   const float* frequency;     // [dim / 2]
   const Entry* entry;         // null: embeddings alone enter
   const int32_t* id;          // [head.out]: what the head's outputs are called; null: their own numbers
+  const Pool* pool;
   Linear head;
-  int32_t layers, hidden, heads, key_heads, dim, ffn, capacity, threads;
+  int32_t layers, hidden, heads, key_heads, dim, ffn, threads;
   float epsilon, scale, rotary_scale;
 };
 
-// One pass. A column is a token to read, at a position, written at a place of its slot's stripe.
+// One pass. A column is a token to read, at a position, written at a place of its slot.
 struct Pass {
   const int32_t *token, *position, *slot, *place, *seen, *tail_begin, *tail;  // [columns]
   const int32_t* keep;       // [kept]: the columns whose logits are wanted
@@ -90,7 +97,7 @@ class Decoder {
         apply<Then::kStore>(team, m_.entry->project, rows_, pass.columns, stream_.data(), m_.hidden);
       }
       for (int i = 0; i < m_.layers; i++) {
-        attention(team, pass, m_.layer[i], !i && m_.entry && !m_.entry->project.out);
+        attention(team, pass, i, !i && m_.entry && !m_.entry->project.out);
         mlp(team, pass, m_.layer[i]);
         hand_out(team, pass, i);
       }
@@ -263,7 +270,8 @@ class Decoder {
     std::memcpy(stream, entry.residual_normed ? state : given, 4 * size_t(size));
   }
 
-  void attention(const Team& team, const Pass& pass, const Layer& layer, bool joined) {
+  void attention(const Team& team, const Pass& pass, int number, bool joined) {
+    const Layer& layer = m_.layer[number];
     const int width = m_.heads * m_.dim, all = width + 2 * m_.key_heads * m_.dim;
     if (joined)
       pack(team, pass.columns, pair_.data(), 2 * m_.hidden, layer.qkv.bits);
@@ -271,18 +279,24 @@ class Decoder {
       normalise(team, pass.columns, nullptr, layer.attention_norm, layer.qkv.bits);
     apply<Then::kStore>(team, layer.qkv, rows_, pass.columns, wide_.data(), all);
     const int lots = m_.heads + 2 * m_.key_heads;
-    team.share(pass.columns * lots, [&](int i) { place(pass, layer, i / lots, i % lots); });
+    team.share(pass.columns * lots, [&](int i) { place(pass, number, i / lots, i % lots); });
     const Columns columns{pass.position, pass.seen, pass.tail_begin, pass.tail};
     const Heads heads{m_.heads, m_.key_heads, m_.dim, m_.scale, layer.window};
     team.share(int(tiles_.size()) * m_.key_heads, [&](int i) {
       const Tile& tile = tiles_[i / m_.key_heads];
       const int head = i % m_.key_heads;
-      const size_t stripe = (size_t(pass.slot[tile.first]) * m_.key_heads + head) * m_.capacity * m_.dim;
-      attend(columns, tile, head, heads, {layer.keys + stripe, layer.values + stripe}, query_.data(), wide_.data(),
+      attend(columns, tile, head, heads, entries(pass.slot[tile.first], number, head), query_.data(), wide_.data(),
              scratch_[team.thread]);
     });
     pack(team, pass.columns, wide_.data(), width, layer.out.bits);
     apply<Then::kAdd>(team, layer.out, rows_, pass.columns, stream_.data(), m_.hidden);
+  }
+
+  Entries entries(int slot, int layer, int head) const {
+    const Pool& pool = *m_.pool;
+    const int64_t one = kBlock * m_.key_heads;  // entries that a block has of a layer's keys, or of its values
+    uint16_t* keys = pool.entries + (2 * layer * one + head * kBlock) * m_.dim;
+    return {keys, keys + one * m_.dim, pool.table + int64_t(slot) * pool.reach, 2 * pool.layers * one};
   }
 
   void mlp(const Team& team, const Pass& pass, const Layer& layer) {
@@ -331,16 +345,18 @@ class Decoder {
   }
 
   // Take one head's share of a column's queries, keys and values: normalise, rotate, and put it where it is read.
-  void place(const Pass& pass, const Layer& layer, int c, int lot) {
+  void place(const Pass& pass, int number, int c, int lot) {
+    const Layer& layer = m_.layer[number];
     const int key_heads = m_.key_heads, dim = m_.dim, half = dim / 2;
     const bool query = lot < m_.heads, key = !query && lot < m_.heads + key_heads;
     float* x = &wide_[(size_t(c) * (m_.heads + 2 * key_heads) + lot) * dim];
     const float* norm = query ? layer.query_norm : key ? layer.key_norm : nullptr;
     if (norm) root_mean_square(x, norm, dim, x);
-    const size_t at = query ? (size_t(c) * m_.heads + lot) * dim
-                            : ((size_t(pass.slot[c]) * key_heads + (lot - m_.heads) % key_heads) * m_.capacity +
-                               pass.place[c]) * dim;
-    uint16_t* to = (query ? query_.data() : key ? layer.keys : layer.values) + at;
+    uint16_t* to = &query_[(size_t(c) * m_.heads + (query ? lot : 0)) * dim];
+    if (!query) {
+      const Entries slot = entries(pass.slot[c], number, (lot - m_.heads) % key_heads);
+      to = (key ? slot.keys : slot.values) + slot.at(pass.place[c]) * dim;
+    }
     if (!query && !key) {
       for (int i = 0; i < dim; i++) to[i] = narrow(x[i]);
       return;
@@ -352,7 +368,7 @@ class Decoder {
     }
   }
 
-  // Cut the pass into tiles of neighbouring columns that read the same stripe.
+  // Cut the pass into tiles of neighbouring columns of the same slot.
   void cut(const Pass& pass) {
     const int most = std::max(1, kQueries / (m_.heads / m_.key_heads));
     tiles_.clear();

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from outrider.cache.paged import PagedCache
 from outrider.errors import OutriderError, UnsupportedModel
 from outrider.excerpt import refuse_to_swap
 from outrider.native.abi import CLayer, CModel
@@ -116,7 +117,7 @@ class Decoder(Passes):
         self._stack: Sequence[int] = range(self.shape.layers)  # the layers that run, in this order
         self._source: Decoder | None = None  # whose weights these are, or are made from
         self._kin: weakref.WeakSet[Decoder] = weakref.WeakSet()  # made from this one
-        self._caches: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]] | None = None
+        self._memory: PagedCache | None = None
         self._close: weakref.finalize[[int], Decoder] | None = None
 
     @property
@@ -127,7 +128,7 @@ class Decoder(Passes):
         """Some of its layers, in this order, between its embedding and its head: the same weights, after `load` too."""
         other = copy(self)
         other._stack, other._source = tuple(layers), self
-        other._kin, other._caches, other._close = weakref.WeakSet(), None, None
+        other._kin, other._memory, other._close = weakref.WeakSet(), None, None
         self._kin.add(other)
         return other
 
@@ -143,9 +144,9 @@ class Decoder(Passes):
         """Of a weight in a linear layer."""
         return self._bits
 
-    def attach(self, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-        """Read and write these caches, [slots, key heads, capacity, dim] in bfloat16 for each layer that runs."""
-        self._caches = keys, values
+    def attach(self, memory: PagedCache) -> None:
+        """Read and write this cache, which has at least as many layers as run."""
+        self._memory = memory
         self._open()
 
     def load(self, weights: Mapping[str, torch.Tensor]) -> None:
@@ -243,17 +244,19 @@ class Decoder(Passes):
         """Hand the addresses of everything over, anew whenever something has moved."""
         if self._close is not None:
             self._close()
-        if self._caches is None:
+        if self._memory is None:
             return
-        layers = (CLayer * len(self._stack))(*(self._layer(at, i) for at, i in enumerate(self._stack)))
-        shape, keys = self.shape, self._caches[0][0]
-        sizes = (len(layers), shape.hidden, shape.heads, shape.key_heads, shape.dim, shape.ffn, keys.shape[2])
+        self._memory.forget()
+        layers = (CLayer * len(self._stack))(*map(self._layer, self._stack))
+        shape = self.shape
+        sizes = (len(layers), shape.hidden, shape.heads, shape.key_heads, shape.dim, shape.ffn)
         tensors = (self._embedding, self._norms["model.norm.weight"], self._frequency)
         model = CModel(
             layers,
             *(tensor.data_ptr() for tensor in tensors),
             0,
             0,
+            self._memory.address(),
             self._packed[_HEAD].c(),
             *sizes,
             torch.get_num_threads(),
@@ -264,10 +267,8 @@ class Decoder(Passes):
         self._handle, self._layers = self._code.outrider_open(ctypes.byref(model)), layers
         self._close = weakref.finalize(self, self._code.outrider_close, self._handle)
 
-    def _layer(self, at: int, i: int) -> CLayer:
-        """Layer `i` of the model, as number `at` of those that run."""
-        assert self._caches is not None
-        keys, values = self._caches
+    def _layer(self, i: int) -> CLayer:
+        """Layer `i` of the model."""
 
         def norm(name: str) -> int:
             weight = self._norms.get(f"model.layers.{i}.{name}.weight")
@@ -277,7 +278,5 @@ class Decoder(Passes):
             *(self._packed[f"{i}.{name}"].c() for name in _TOGETHER),
             *(norm(name) for name in ("input_layernorm", "post_attention_layernorm")),
             *(norm(f"self_attn.{name}") for name in ("q_norm", "k_norm")),
-            keys[at].data_ptr(),
-            values[at].data_ptr(),
             self.shape.windows[i],
         )

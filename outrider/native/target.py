@@ -12,7 +12,7 @@ import torch
 from outrider import tree
 from outrider.cache.base import Cache
 from outrider.cache.borrowed import BorrowedCache
-from outrider.cache.static import StaticCache
+from outrider.cache.paged import PagedCache
 from outrider.errors import OutriderError
 from outrider.excerpt import refuse_wider
 from outrider.load import Checkpoint
@@ -56,6 +56,7 @@ class NativeTarget:
         return self._library.compile_seconds
 
     def score(self, batch: Batch, draft: Draft, first: int = -1) -> Scores:
+        self._memory.reserve(batch, draft.width)
         columns, order = columns_of(batch, draft, first, self.vocab)
         logits, best, features = self._decoder.run(columns, self._layers)
         rows = len(batch.rows)
@@ -75,10 +76,13 @@ class NativeTarget:
         return NativeScores(best=best, logits=padded, packed=packed, exported=exported)
 
     def grow(self, batch: Batch, vocab: int, trust: Trust | None = None) -> Grown:
-        columns, _ = columns_of(batch, tree.empty(len(batch.rows), self.device), -1, self.vocab)
-        return self._decoder.grow(columns, batch.budget, vocab, trust)
+        return self._grow(batch, vocab, trust, None)
 
     def draw(self, batch: Batch, vocab: int, dice: Dice, trust: Trust | None = None) -> Grown:
+        return self._grow(batch, vocab, trust, dice)
+
+    def _grow(self, batch: Batch, vocab: int, trust: Trust | None, dice: Dice | None) -> Grown:
+        self._memory.reserve(batch, batch.budget)
         columns, _ = columns_of(batch, tree.empty(len(batch.rows), self.device), -1, self.vocab)
         return self._decoder.grow(columns, batch.budget, vocab, trust, dice=dice)
 
@@ -87,6 +91,8 @@ class NativeTarget:
         if odd := [layer for layer in layers if not 0 <= layer <= most]:
             raise OutriderError(f"layer {odd[0]} was asked for; this target's layers are 0 to {most}")
         self._layers = tuple(layers)
+        if layers:
+            self.cache.share(False)  # or the outputs at tokens that are cached already would be missing
 
     def swap(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
         self._decoder.load(weights)
@@ -107,7 +113,7 @@ class NativeTarget:
         other.kernels = f"{self.kernels}, {count} layers"
         if tuple(layers) == tuple(range(count)):
             other.cache = BorrowedCache(self.cache)
-            other._decoder.attach(self._keys[:count], self._values[:count])
+            other._decoder.attach(self._memory)
         else:
             other._remember(count)
         return other
@@ -121,13 +127,11 @@ class NativeTarget:
 
     def _remember(self, layers: int) -> None:
         """Take a cache for so many layers."""
-        cache = StaticCache(slots=self.slots, capacity=max(self.context, _LEAST), device=self.device)
-        shape = self._decoder.shape
-        stripes = [cache.stripes(at, shape.key_heads, shape.dim) for at in range(layers)]
-        self.cache: Cache = cache
-        self._memory = cache
-        self._keys, self._values = [keys for keys, _ in stripes], [values for _, values in stripes]
-        self._decoder.attach(self._keys, self._values)
+        shape, capacity = self._decoder.shape, max(self.context, _LEAST)
+        sizes = {"layers": layers, "heads": shape.key_heads, "dim": shape.dim}
+        self._memory = PagedCache(slots=self.slots, capacity=capacity, **sizes)
+        self.cache: Cache = self._memory
+        self._decoder.attach(self._memory)
 
 
 def columns_of(batch: Batch, draft: Draft, first: int, vocab: int) -> tuple[Columns, list[int] | None]:

@@ -11,6 +11,7 @@ import torch
 from torch.nn import functional
 
 from outrider import tree
+from outrider.cache.base import fitting
 from outrider.noise import PositionNoise, inverse_cdf
 from outrider.propose.base import Setup
 from outrider.propose.confidence import Confidence
@@ -45,7 +46,7 @@ class ModelProposer:
         self._told = False
 
     def admit(self, slot: int, request: Request) -> None:
-        self._model.cache.admit(slot, request.prompt)
+        self._model.cache.admit(slot, request.prompt, request.params.scope)
 
     def propose(self, batch: Batch) -> Draft:
         ours, where = self._catch_up(batch)
@@ -97,6 +98,7 @@ class ModelProposer:
 
     def _catch_up(self, batch: Batch) -> tuple[Batch | None, list[int]]:
         """The rows that the draft runs, each with the committed text that it has not read; and which rows they are."""
+        able = self._able(batch)
         where, starts, feeds, budgets = [], [], [], []
         for b, row in enumerate(batch.rows):
             end = batch.start[b] + len(batch.feed[b])
@@ -106,7 +108,7 @@ class ModelProposer:
             if room < batch.budget[b] and not self._told:
                 self._told = True
                 _log.warning("the draft model's context of %d tokens is full; going on without it", self._model.context)
-            if start < end <= self._model.context and budget:
+            if start < end <= self._model.context and budget and row.slot in able:
                 stop = min(end, start + _PIECE)
                 where.append(b)
                 starts.append(start)
@@ -119,6 +121,20 @@ class ModelProposer:
             rows=rows, start=tuple(starts), feed=tuple(feeds), budget=tuple(budgets), keep=batch.keep, worth=batch.worth
         )
         return ours, where
+
+    def _able(self, batch: Batch) -> frozenset[int]:
+        """The slots whose texts and guesses the draft's cache has memory for."""
+        ends = zip(batch.rows, batch.start, batch.feed, batch.budget, strict=True)
+        wanted = {
+            row.slot: min(start + len(feed) + self._reads(budget), self._model.context)
+            for row, start, feed, budget in ends
+            if budget
+        }
+        return fitting(self._model.cache, {}, wanted)
+
+    def _reads(self, budget: int) -> int:
+        """Guesses that the draft may have to read itself to make `budget` of them."""
+        return budget
 
     def _grow(self, batch: Batch) -> Draft:
         knobs = self._knobs_of(batch)

@@ -29,6 +29,7 @@ from outrider.target import Target
 from outrider.types import Batch, Draft, Draw, Law, Packed, Round, Row, Trust
 
 _BREADTH = 8  # children of a node at most
+_READ = 8  # nodes that the draft may read for each guess that is wanted, gaps included
 _LEAST = 1e-4  # of a law's mass: what is drawn from less is drawn from rounding errors
 _LEVELS = 5  # of odds above even, and as many below
 _RANKS = 4  # told apart; from the last on they fare alike
@@ -167,7 +168,7 @@ class TreeProposer(ModelProposer):
             _Growth(
                 row=row,
                 budget=budget,
-                room=self._model.context - len(row.text),
+                room=min(self._model.context - len(row.text), self._reads(budget)),
                 drawn=self._setup.draw is Draw.SAMPLE and row.request.params.temperature > 0,
             )
             for row, budget in zip(ours.rows, ours.budget, strict=True)
@@ -187,6 +188,9 @@ class TreeProposer(ModelProposer):
             if round.draft.size or not growth.drawn:
                 self._odds.learn(growth, tokens)
         self._model.cache.commit(replace(round, batch=self._batch, draft=self._read, path=tuple(paths)))
+
+    def _reads(self, budget: int) -> int:
+        return _READ * budget
 
     def _grow_trees(self, batch: Batch) -> torch.Tensor:
         """Grow all rows' trees; the draft's laws [B, 1 + F, V] after the text and after what it has read."""

@@ -55,7 +55,7 @@ class SuffixProposer:
     def release(self, slot: int) -> None:
         self._texts.pop(slot, None)
         row = self._rows.pop(slot, None)
-        if self._history and row:
+        if self._history and row and row.slot == slot:  # else it has given way, and goes on later
             begin = len(row.request.prompt)
             self._history.learn(row.request.params.scope, row.text[:begin], row.text[begin:])
 

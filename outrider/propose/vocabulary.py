@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
 
-from outrider.cache.base import Cache, Layout
+from outrider.cache.base import Cache, CacheUse, Layout
 from outrider.propose.spelling import Spelling, counterparts
 from outrider.propose.wrapped import Wrapped
 from outrider.target import Target, grow_by_scores
@@ -114,8 +114,20 @@ class _SharedCache:
     def __init__(self, owner: SharedVocabulary) -> None:
         self._owner, self._inner = owner, owner.inner.cache
 
-    def admit(self, slot: int, tokens: Sequence[int]) -> int:
-        return self._inner.admit(slot, self._owner.words(tokens))
+    def admit(self, slot: int, tokens: Sequence[int], scope: str | None = None) -> int:
+        return self._inner.admit(slot, tokens, scope)  # texts are compared as rows show them: in the target's ids
+
+    def share(self, on: bool) -> None:
+        self._inner.share(on)
+
+    def allot(self, blocks: int) -> None:
+        self._inner.allot(blocks)
+
+    def fits(self, ends: Mapping[int, int]) -> bool:
+        return self._inner.fits(ends)
+
+    def use(self) -> CacheUse:
+        return self._inner.use()
 
     def stage(self, batch: Batch, draft: Draft, first: int = -1) -> Layout:
         return self._inner.stage(self._owner.read(batch), self._owner.read_draft(draft), first)

@@ -118,6 +118,7 @@ class Sampling(_Asked):
     ignore_eos: bool = Field(False, description="Extension. Go on past end-of-text.")
     min_tokens: int = Field(0, ge=0, description="Extension.")
     seed: int | None = Field(None, ge=0, lt=2**63)
+    priority: int = Field(0, ge=-100, le=100, description="Extension. Lower ones are served first.")
     k: int | None = Field(None, ge=0, le=256, description="Extension. Guesses a round at most; 0 is plain decoding.")
     off: bool = Field(False, description="Extension. No speculation for this request, as k 0.")
     proposer: str | None = Field(
@@ -183,6 +184,7 @@ class Sampling(_Asked):
             verifier=self.verifier,
             constraint=constraint,
             scope=scope,
+            priority=self.priority,
         )
 
 

@@ -38,6 +38,21 @@ class Settings:
         ),
     ] = None
     rows: Annotated[int, typer.Option(min=1, help="Completions that run at once.", rich_help_panel=_LIMITS)] = 16
+    cache_gb: Annotated[
+        float | None,
+        typer.Option(
+            metavar="GB",
+            help="For the caches of target and drafts together, on the native kernels. Default: a whole context for"
+            " every row, as far as memory is free.",
+            rich_help_panel=_LIMITS,
+        ),
+    ] = None
+    share: Annotated[
+        bool, typer.Option(help="Read what a user's prompts begin with in common once.", rich_help_panel=_LIMITS)
+    ] = True
+    chunk: Annotated[
+        int, typer.Option(min=1, help="Tokens of prompts read in one round at most.", rich_help_panel=_LIMITS)
+    ] = 512
     queue: Annotated[
         int, typer.Option(min=0, help="Completions that may wait; one more is turned away.", rich_help_panel=_LIMITS)
     ] = 256

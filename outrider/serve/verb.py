@@ -8,6 +8,7 @@ import typer
 
 from outrider.errors import OutriderError
 from outrider.llm import LLM
+from outrider.proposers import draft_models
 from outrider.serve.settings import Settings
 
 
@@ -27,6 +28,7 @@ def serve(llm: LLM, settings: Settings, *, target: str | None) -> None:
         raise OutriderError(f'the server needs {error.name}; run pip install "outrider[serve]"') from error
     log_as(settings.log_format)
     name = settings.name or (Path(target).expanduser().resolve().name if target else "mini")
+    typer.echo(_memory(llm), err=True)
     driver = Driver(llm, queue=settings.queue, rows=settings.rows)
     typer.echo(f"{name} at http://{settings.host}:{settings.port}/v1, {settings.rows} rows at once", err=True)
     uvicorn.run(
@@ -37,3 +39,13 @@ def serve(llm: LLM, settings: Settings, *, target: str | None) -> None:
         log_config=None,  # its lines are to look like ours
         timeout_graceful_shutdown=settings.drain,
     )
+
+
+def _memory(llm: LLM) -> str:
+    """What the caches take, and which part of it is the drafts'."""
+    use, target = llm.engine.cache_use(), llm.house.target
+    drafts = sum(model.cache.bytes() for model in draft_models(llm.house.proposer))
+    whole = f"{(target.cache.bytes() + drafts) / 1e9:.2f} GB of caches, {drafts / 1e9:.2f} of them the draft's"
+    if not use.block_tokens:
+        return f"{whole}, so far: each row has room for {llm.house.context} tokens"
+    return f"{whole}: room for {use.blocks * use.block_tokens} tokens, {llm.house.context} of one row at most"

@@ -16,6 +16,7 @@ from outrider.bench.race import make_heats
 from outrider.bench.settings import Settings as BenchSettings
 from outrider.bench.sweep import Place
 from outrider.build import auto_planner, find_verifier
+from outrider.cache.base import Caching
 from outrider.engine import Engine
 from outrider.llm import LLM
 from outrider.native.rules import fastest
@@ -82,6 +83,7 @@ class Crew:
             threads=settings.threads,
             rows=settings.rows,
             context=settings.context,
+            caching=Caching(share=False),  # a prompt is to cost the same each time
         )
         self._settings = settings
         self._exported: set[int] = set()

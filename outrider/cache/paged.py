@@ -1,0 +1,232 @@
+"""Keys and values in blocks that rows take as they grow, and that texts with the same beginning share."""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+
+import torch
+
+from outrider.cache.base import CacheUse, Layout, lay_out
+from outrider.cache.pages import BLOCK, Page, Pages
+from outrider.types import Batch, Draft, Round, Row
+
+
+class CPool(ctypes.Structure):
+    """`Pool` of native/decoder.cpp."""
+
+    _fields_ = (
+        ("entries", ctypes.c_void_p),
+        ("table", ctypes.c_void_p),
+        ("layers", ctypes.c_int32),
+        ("reach", ctypes.c_int32),
+    )
+
+
+@dataclass(slots=True, eq=False)
+class _Lease:
+    """What one slot has: pages from the text's beginning on, and behind them blocks of its own."""
+
+    scope: str | None = None
+    asked: int = 0  # tokens of the text that it was admitted with
+    length: int = 0  # committed
+    pages: list[Page] = field(default_factory=list)
+    own: list[int] = field(default_factory=list)
+    part: Page | None = None  # whose first entries are to be the first of its own
+    row: Row | None = None  # whose text it holds, once that has been fed
+
+    @property
+    def blocks(self) -> int:
+        return len(self.pages) + len(self.own)
+
+
+class PagedCache:
+    """Keys and values in bfloat16 for those who read and write them in place, through a table.
+
+    A block of committed text becomes a page, which others may read and nobody writes: guesses always lie in blocks of
+    their row's own, and where a text goes on from within a page the row gets a copy of what it shares. A row that has
+    written what a page says already takes the page: so a text must have the same keys and values whoever computes them,
+    which is what the native kernels promise. When a row ends, its pages stay until their blocks are needed.
+    """
+
+    def __init__(self, *, slots: int, capacity: int, layers: int, heads: int, dim: int) -> None:
+        """Have room for `slots` texts of `capacity` tokens; `allot` changes how many blocks there are."""
+        self._capacity, self._reach = capacity, -(-capacity // BLOCK)
+        self._shape = (layers, 2, heads, BLOCK, dim)
+        self._table = array("i", bytes(4 * slots * self._reach))
+        self._leases = [_Lease() for _ in range(slots)]
+        self._pages = Pages()
+        self._shares = False
+        self._asked = self._spared = 0
+        self._pool = CPool(0, self._table.buffer_info()[0], layers, self._reach)
+        # One more for each slot: who goes on from within a page holds that and the copy for a while.
+        self.allot(slots * (self._reach + 1))
+
+    def allot(self, blocks: int) -> None:
+        """Have so many blocks from now on, and forget all texts; no row may run."""
+        self._leases = [_Lease() for _ in self._leases]
+        self._entries = torch.empty(blocks, *self._shape, dtype=torch.bfloat16)
+        self._pool.entries = self._entries.data_ptr()
+        self._pages, self._free, self._touched = Pages(), list(range(blocks)), 0
+
+    @property
+    def block_bytes(self) -> int:
+        return self._entries[0].nbytes
+
+    def address(self) -> int:
+        """Where kernels find the `Pool`."""
+        return ctypes.addressof(self._pool)
+
+    def share(self, on: bool) -> None:
+        self._shares = on
+
+    def forget(self) -> None:
+        """What has been read belongs to other weights: no later text may begin with it."""
+        self._pages.forget()
+        for lease in self._leases:
+            lease.scope = None
+
+    def admit(self, slot: int, tokens: Sequence[int], scope: str | None = None) -> int:
+        self.release(slot)
+        lease = self._leases[slot] = _Lease(scope if self._shares else None, len(tokens))
+        if lease.scope is not None:
+            found, lease.part, shared = self._pages.match(lease.scope, tokens[:-1])
+            for page in found:
+                self._take_over(slot, page)
+            if lease.part:
+                self._pages.hold(lease.part)
+            lease.length = BLOCK * len(found) + shared
+        return lease.length
+
+    def stage(self, batch: Batch, draft: Draft, first: int = -1) -> Layout:
+        self.reserve(batch, draft.width)
+        return lay_out(batch, draft, first, self._entries.device)
+
+    def reserve(self, batch: Batch, guesses: Sequence[int]) -> None:
+        """Make room behind the committed text for each row's feed and so many guesses."""
+        for row, start, feed, count in zip(batch.rows, batch.start, batch.feed, guesses, strict=True):
+            lease, stop = self._leases[row.slot], start + len(feed) + count
+            assert stop <= self._capacity, "slot overflow"
+            if lease.row is None and lease.scope is not None:
+                self._asked, self._spared = self._asked + lease.asked, self._spared + lease.length
+            lease.row = row
+            while BLOCK * lease.blocks < stop:
+                self._grow(row.slot)
+
+    def commit(self, round: Round) -> None:
+        batch = round.batch
+        for row, start, feed, path in zip(batch.rows, batch.start, batch.feed, round.path, strict=True):
+            base = start + len(feed)
+            self._leases[row.slot].length = base + len(path)
+            if path != tuple(range(len(path))):
+                self._compact(row.slot, base, path)
+            self._publish(row.slot, base)  # of what was kept the row's text does not say yet what it is
+
+    def release(self, slot: int) -> None:
+        lease = self._leases[slot]
+        if lease.row is not None:
+            # Of a run that a stop string cut short the text has less than the cache.
+            self._publish(slot, min(lease.length, len(lease.row.text)), ended=True)
+        if lease.part:
+            self._pages.leave(lease.part)
+        for page in reversed(lease.pages):
+            self._pages.leave(page)
+        for block in lease.own:
+            heappush(self._free, block)
+        self._leases[slot] = _Lease()
+
+    def length(self, slot: int) -> int:
+        return self._leases[slot].length
+
+    def fits(self, ends: Mapping[int, int]) -> bool:
+        missing = sum(max(-(-end // BLOCK) - self._leases[slot].blocks, 0) for slot, end in ends.items())
+        return missing <= len(self._free) + self._pages.idle
+
+    def use(self) -> CacheUse:
+        return CacheUse(
+            token_bytes=self.block_bytes // BLOCK,
+            block_tokens=BLOCK,
+            blocks=len(self._entries),
+            held=len(self._entries) - len(self._free) - self._pages.idle,
+            kept=self._pages.idle,
+            asked=self._asked,
+            spared=self._spared,
+            evicted=self._pages.evicted,
+        )
+
+    def bytes(self) -> int:
+        return self._entries.nbytes
+
+    def entries(
+        self, layer: int, slots: Sequence[int], begin: int, end: int
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """A layer's keys and values [rows, heads, end - begin, dim] of some slots, copied; None until one has any.
+
+        Behind what a slot holds stands anything that is a number.
+        """
+        if not self._touched:
+            return None
+        first, last = begin // BLOCK, -(-end // BLOCK)
+        blocks = torch.zeros(len(slots), last - first, dtype=torch.int64)  # block 0 has been used, and holds numbers
+        for b, slot in enumerate(slots):
+            held = self._table[slot * self._reach + first : slot * self._reach + min(last, self._leases[slot].blocks)]
+            blocks[b, : len(held)] = torch.tensor(held, dtype=torch.int64)
+        found = self._entries[blocks, layer]  # [rows, blocks, 2, heads, BLOCK, dim]
+        rows, count, _, heads, _, dim = found.shape
+        whole = found.permute(2, 0, 3, 1, 4, 5).reshape(2, rows, heads, count * BLOCK, dim)
+        keys, values = whole[..., begin - first * BLOCK : end - first * BLOCK, :]
+        return keys, values
+
+    def _publish(self, slot: int, length: int, *, ended: bool = False) -> None:
+        """Make pages of the blocks that hold nothing but the first `length` tokens, and at its end of the rest."""
+        lease = self._leases[slot]
+        if lease.scope is None or lease.row is None or not lease.own:
+            return
+        for begin in range(BLOCK * len(lease.pages), length if ended else length - BLOCK + 1, BLOCK):
+            tokens = tuple(lease.row.text[begin : min(begin + BLOCK, length)])
+            block = lease.own.pop(0)
+            page = self._pages.put(lease.scope, lease.pages[-1] if lease.pages else None, tokens, block)
+            if page.block != block:
+                heappush(self._free, block)
+            if len(tokens) == BLOCK:
+                self._take_over(slot, page)
+
+    def _take_over(self, slot: int, page: Page) -> None:
+        """Let the slot read a page behind those that it has."""
+        lease = self._leases[slot]
+        self._table[slot * self._reach + len(lease.pages)] = page.block
+        lease.pages.append(page)
+        self._pages.hold(page)
+
+    def _grow(self, slot: int) -> None:
+        """One more block, with what the text shares of the page that it goes on from."""
+        lease, block = self._leases[slot], self._new_block()
+        if lease.part:
+            shared = lease.length - BLOCK * len(lease.pages)
+            self._entries[block, ..., :shared, :] = self._entries[lease.part.block, ..., :shared, :]
+            self._pages.leave(lease.part)
+            lease.part = None
+        self._table[slot * self._reach + lease.blocks] = block
+        lease.own.append(block)
+
+    def _new_block(self) -> int:
+        block = heappop(self._free) if self._free else self._pages.evict()
+        if block == self._touched:  # in order, so the machine gives memory for what has been used and no more
+            self._entries[block].zero_()
+            self._touched += 1
+        return block
+
+    def _compact(self, slot: int, base: int, path: Sequence[int]) -> None:
+        """Close the gaps that rejected branches leave."""
+        row = slot * self._reach
+
+        def places(entries: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+            blocks = [self._table[row + entry // BLOCK] for entry in entries]
+            return torch.tensor(blocks), torch.tensor([entry % BLOCK for entry in entries])
+
+        block, at = places([base + node for node in path])
+        to_block, to = places(range(base, base + len(path)))
+        self._entries[to_block, :, :, :, to] = self._entries[block, :, :, :, at]
