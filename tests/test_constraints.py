@@ -256,10 +256,8 @@ def test_rows_without_a_grammar_are_as_they_were(grammars):
     assert [row.text for row in mixed[::2]] == [row.text for row in alone[::2]]
     engine = make_engine(forms.WordTarget(), draft, verifier="walk")
     engine.add(alone[0].request)
-    batch = None
-    for row in engine._scheduler.admit():
-        row.cached = engine._target.cache.admit(row.slot, row.request.prompt)
-        batch = engine._scheduler.next()
+    engine._scheduler.admit(engine._target.cache)
+    batch = engine._scheduler.next()
     none = tree.empty(1, torch.device("cpu"))
     assert guide(batch, none, forms.VOCAB).draft is none
     assert guide(batch, none, forms.VOCAB).masks is None

@@ -269,7 +269,7 @@ def test_the_same_text_with_and_without(temperature, shelf):
     assert replays(target) > 10
     assert replays(draft) > 10
     assert target.graph_bytes() > 1000
-    assert any(bucket.steps for bucket in draft.graphs.buckets()) == (temperature == 0)
+    assert any(bucket.steps for bucket in draft.graphs.buckets())
 
 
 def test_what_is_recorded_wrongly_is_not_believed(shelf):
