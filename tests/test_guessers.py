@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from outrider.constraint import Constraint
 from outrider.embedded import embedded
 from outrider.llm import LLM
 from outrider.params import SamplingParams
@@ -56,3 +57,30 @@ def test_each_guess_is_told_with_who_made_it(spec, seen, temperature):
         assert len(each.by) == len(each.parents) == len(each.kept) == len(each.tokens)
         assert all(parent < node for node, parent in enumerate(each.parents))
         assert all(each.kept[parent] for node, parent in enumerate(each.parents) if each.kept[node] and parent >= 0)
+
+
+def test_what_a_grammar_forces_was_nobodys_guess():
+    pytest.importorskip("llguidance")
+    llm = LLM(embedded("nano"), proposer="merge(ngram,recycle)", dtype="float32", context=256, rows=2, k=6)
+    told = []
+    llm.engine.watch = lambda round: told.extend(
+        guesses_of(round, b, llm.house.guessers) for b in range(len(round.batch.rows))
+    )
+    form = Constraint.regex('"name": "[a-z]{1,9}", "surname": "[a-z]{1,9}", "telephone number"')
+    llm.generate([PROMPT, PROMPT], [SamplingParams(max_tokens=60, constraint=form), SamplingParams(max_tokens=60)])
+    assert all(len(each.by) == len(each.tokens) for each in told)
+    names = {name for each in told for name in each.by}
+    assert {"grammar", "ngram"} <= names
+    assert all(name == "grammar" or set(name.split("+")) <= {"ngram", "recycle"} for name in names)
+
+
+@pytest.mark.parametrize("spec", ["switch(merge(ngram,recycle),suffix)", "merge(ngram,recycle)"])
+def test_guards_let_names_through(spec):
+    llm = LLM(embedded("nano"), proposer=spec, dtype="float32", context=256, rows=2, k=6, guard=True)
+    told = []
+    llm.engine.watch = lambda round: told.extend(guesses_of(round, 0, llm.house.guessers).by)
+    arms = ("suffix", "merge") if spec.startswith("switch") else (None,)
+    for arm in arms:
+        llm.generate([PROMPT], SamplingParams(max_tokens=30, proposer=arm))
+    assert {"ngram", "recycle", "ngram+recycle"} & set(told)
+    assert ("suffix" in told) == (len(arms) > 1)
