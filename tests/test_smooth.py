@@ -142,7 +142,7 @@ def test_quick_rounds_share_a_call_and_ends_do_not_wait(watch, lengths):
 
     first, middle, last = leap(run())
     assert first == (0.0, ["a"])
-    assert middle[0] == 0.005
+    assert middle[0] == 0.01
     assert "".join(middle[1]) == "bcd"
     assert len(middle[1]) == len(lengths) - 1
     assert last[0] == pytest.approx(1.004)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import IntEnum
@@ -15,7 +15,7 @@ from outrider.serve.wording import Wording
 from outrider.types import Completion, Request, TokenLogprobs
 
 _log = logging.getLogger("outrider.serve")
-_TOGETHER = 0.005  # seconds within which rounds share a call to their readers
+_TOGETHER = 0.01  # seconds within which rounds share a call to their readers
 
 
 class Watch(IntEnum):
@@ -119,38 +119,33 @@ class Ticket:
 class Bell:
     """Wakes readers, those of a round in one call and those of quick rounds together.
 
-    Each call costs the engine's thread some of its time, and nobody reads more than a few hundred pieces a second. What
-    begins or ends a completion never waits.
+    To be called from another thread costs the loop, and that thread, more than to look by itself for a while. So it
+    looks every few milliseconds as long as there is something new, and is called when it has stopped looking, or for
+    what begins or ends a completion, which never waits.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._told: deque[Ticket] = deque()
-        self._rung = False
-        self._last = 0.0
+        self._looks = False  # whether it will look by itself, or has been called
+        self._next: asyncio.TimerHandle | None = None
 
     def ring(self, tickets: Sequence[Ticket], *, at_once: bool) -> None:
         """From the engine's thread."""
         self._told.extend(tickets)
-        if at_once:
-            self._call(self._wake)
-        elif not self._rung:
-            self._rung = True
-            self._call(self._soon)
+        if at_once or not self._looks:
+            call, self._looks = (self._wake if self._looks else self._look), True
+            with suppress(RuntimeError):  # the loop is closed, and nobody reads
+                self._loop.call_soon_threadsafe(call)
 
-    def _call(self, what: Callable[[], None]) -> None:
-        with suppress(RuntimeError):  # the loop is closed, and nobody reads
-            self._loop.call_soon_threadsafe(what)
-
-    def _soon(self) -> None:
-        wait = self._last + _TOGETHER - self._loop.time()
-        if wait > 0:
-            self._loop.call_later(wait, self._wake)
-        else:
+    def _look(self) -> None:
+        self._looks = False  # before looking, so that whoever is told after the look rings again
+        if self._next:
+            self._next.cancel()
+        if self._told:
             self._wake()
+            self._looks, self._next = True, self._loop.call_later(_TOGETHER, self._look)
 
     def _wake(self) -> None:
-        self._rung = False  # before looking, so that whoever is told after the look rings again
-        self._last = self._loop.time()
         while self._told:
             self._told.popleft().wake()
