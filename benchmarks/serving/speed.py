@@ -40,7 +40,14 @@ from outrider.stress.verb import points
 
 AUTO, PLAIN, BARE, BARE_PLAIN = "auto", "plain", "bare", "bare plain"
 _ENGINE = {AUTO: BARE, PLAIN: BARE_PLAIN}  # what of the bare engine a way stands beside
-_FOR_ENGINE = ("--target", "--proposer", "--dtype", "--threads", "--context")  # options that the bare engine takes, too
+_FOR_ENGINE = (
+    "--target",
+    "--proposer",
+    "--dtype",
+    "--threads",
+    "--context",
+    "--rows",
+)  # options that the bare engine takes, too
 
 
 @dataclass(slots=True)
