@@ -143,6 +143,8 @@ class Driver:
 
     def _listen(self, *, wait: bool) -> None:
         """Do what the notes say; where there is nothing else to do, wait for one a while."""
+        if not wait and self._notes.empty():
+            return
         try:
             self._notes.get(timeout=_IDLE)() if wait else self._notes.get_nowait()()
             while True:
