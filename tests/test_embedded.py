@@ -30,12 +30,12 @@ def test_the_draft_by_its_name_is_the_default():
     assert (one.tokens, one.stats.drafted) == (two.tokens, two.stats.drafted)
 
 
-@pytest.mark.parametrize("name", ["mtp", "eagle31"])
-def test_heads_of_the_embedded_target_guess_for_it(name):
+@pytest.mark.parametrize(("name", "least"), [("mtp", 1.5), ("eagle31", 1.5), ("medusa", 1.05)])
+def test_heads_of_the_embedded_target_guess_for_it(name, least):
     prompts = ["def add(a, b):\n    return", "<|endoftext|><|user|>Count to ten.<|end|><|assistant|>"]
     params = SamplingParams(temperature=0.0, max_tokens=40)
     options = {"rows": 2, "context": 128, "dtype": "float32", "verifier": "walk", "k": 4}
     ours = LLM(proposer=f"draft:@{name}", **options).generate(prompts, params)
     plain = LLM(proposer="none", **options).generate(prompts, params)
     assert [each.tokens for each in ours] == [each.tokens for each in plain]
-    assert sum(each.stats.emitted for each in ours) / sum(each.stats.passes for each in ours) > 1.5
+    assert sum(each.stats.emitted for each in ours) / sum(each.stats.passes for each in ours) > least

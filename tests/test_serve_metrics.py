@@ -49,6 +49,17 @@ def value(samples, name, **labels):
     return found
 
 
+def test_the_cache_is_counted(counted):
+    driver, samples = counted
+    use = driver.engine.cache_use()
+    states = {state: value(samples, "outrider_cache_blocks", state=state) for state in ("held", "kept", "free")}
+    assert states == {"held": use.held, "kept": use.kept, "free": use.free}
+    assert value(samples, "outrider_cache_asked_tokens_total") == use.asked
+    assert value(samples, "outrider_cache_hit_tokens_total") == use.spared <= use.asked
+    assert value(samples, "outrider_cache_evicted_blocks_total") == use.evicted
+    assert value(samples, "outrider_preemptions_total") == use.preempted
+
+
 def test_sums_agree(counted):
     driver, samples = counted
     stats = driver.stats

@@ -8,6 +8,7 @@ from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from outrider import __version__
+from outrider.cache.base import CacheUse
 from outrider.plan import CostPlanner
 from outrider.serve.driver import Driver
 from outrider.stats import Stats
@@ -30,6 +31,7 @@ class EngineCounts:
         yield from self._proposers()
         yield from self._planned()
         yield from self._requests()
+        yield from _cache(self._driver.engine.cache_use())
         yield GaugeMetricFamily("outrider_tokens_per_pass", "tau: tokens that a row emits in a pass", value=stats.tau)
         info = GaugeMetricFamily("outrider_build_info", "1; what runs is in the labels", labels=["version", "verifier"])
         info.add_metric([__version__, self._house.verifier.name], 1)
@@ -79,6 +81,21 @@ class EngineCounts:
         yield CounterMetricFamily(
             "outrider_failed_rounds", "Rounds that raised, and were taken again row by row", value=driver.failed_rounds
         )
+
+
+def _cache(use: CacheUse) -> Iterator[Metric]:
+    """Of the target's; where a slot has room for a whole context there are no blocks to tell of."""
+    blocks = GaugeMetricFamily("outrider_cache_blocks", "Blocks of the target's cache", labels=["state"])
+    for state, count in (("held", use.held), ("kept", use.kept), ("free", use.free)):
+        blocks.add_metric([state], count)
+    yield blocks
+    for name, says, value in (
+        ("asked_tokens", "Tokens of texts that were taken in", use.asked),
+        ("hit_tokens", "Those of them that were cached already", use.spared),
+        ("evicted_blocks", "Blocks of texts that had ended, for others", use.evicted),
+    ):
+        yield CounterMetricFamily(f"outrider_cache_{name}", says, value=value)
+    yield CounterMetricFamily("outrider_preemptions", "Rows that gave way and came back", value=use.preempted)
 
 
 def _sums(stats: Stats) -> Iterator[Metric]:
