@@ -256,7 +256,7 @@ def test_rows_without_a_grammar_are_as_they_were(grammars):
     engine = make_engine(forms.WordTarget(), draft, verifier="walk")
     engine.add(alone[0].request)
     batch = None
-    for row in engine._scheduler.admit():
+    for row in engine._scheduler.admit(engine._target.cache):
         row.cached = engine._target.cache.admit(row.slot, row.request.prompt)
         batch = engine._scheduler.next()
     none = tree.empty(1, torch.device("cpu"))

@@ -8,6 +8,7 @@ from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from outrider import __version__
+from outrider.cache.base import CacheUse
 from outrider.plan import CostPlanner
 from outrider.serve.driver import Driver
 from outrider.stats import Stats
@@ -30,6 +31,7 @@ class EngineCounts:
         yield from self._proposers()
         yield from self._planned()
         yield from self._requests()
+        yield from _cache(self._driver.engine.cache_use())
         yield GaugeMetricFamily("outrider_tokens_per_pass", "tau: tokens that a row emits in a pass", value=stats.tau)
         info = GaugeMetricFamily("outrider_build_info", "1; what runs is in the labels", labels=["version", "verifier"])
         info.add_metric([__version__, self._house.verifier.name], 1)
@@ -79,6 +81,23 @@ class EngineCounts:
         yield CounterMetricFamily(
             "outrider_failed_rounds", "Rounds that raised, and were taken again row by row", value=driver.failed_rounds
         )
+
+
+def _cache(use: CacheUse) -> Iterator[Metric]:
+    """The target's; a draft model's holds the same texts."""
+    blocks = GaugeMetricFamily(
+        "outrider_cache_blocks", "Blocks of the target's cache, by what holds them", labels=["by"]
+    )
+    for by, count in (("rows", use.held), ("ended", use.kept), ("nobody", use.free)):
+        blocks.add_metric([by], count)
+    yield blocks
+    for name, says, value in (
+        ("outrider_cache_asked_tokens", "Tokens of texts that were taken in to be shared", use.asked),
+        ("outrider_cache_spared_tokens", "Those of them that were cached already", use.spared),
+        ("outrider_cache_evicted_blocks", "Blocks of ended texts that others needed", use.evicted),
+        ("outrider_preempted_rows", "Times that a row gave way to those before it", use.preempted),
+    ):
+        yield CounterMetricFamily(name, says, value=value)
 
 
 def _sums(stats: Stats) -> Iterator[Metric]:
