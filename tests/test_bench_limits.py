@@ -102,7 +102,7 @@ def test_footprint(proposer):
     assert not llm.engine.busy()
     assert (held.rows, held.context, held.other) == (2, 64, None)
     assert held.target_weights == llm.house.target.bytes() > held.target_cache == llm.house.target.cache.bytes() > 0
-    assert cache_bytes_per_token(llm, 2) == held.target_cache / 2 / 64
+    assert cache_bytes_per_token(llm) == held.target_cache / 2 / 64
     if proposer is None:
         assert held.draft_weights + held.draft_cache == llm.house.proposer.bytes()
         assert held.draft_weights > held.draft_cache > 0
@@ -116,5 +116,5 @@ def test_footprint_of_a_recurrent_target(tmp_path):
     jobs = [Job(prompt=(3, 4, 5), params=SamplingParams(max_tokens=2))] * 2
     held = footprint(llm, jobs)
     assert held.target_cache > 0 == llm.house.target.cache.bytes()
-    assert cache_bytes_per_token(llm, 2) == 0
+    assert cache_bytes_per_token(llm) == 0
     assert held.draft_in_rows == 0

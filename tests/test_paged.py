@@ -17,6 +17,7 @@ from outrider.load import load_checkpoint
 from outrider.params import SamplingParams
 from outrider.propose.model import ModelProposer
 from outrider.target import make_target
+from outrider.toy import ToyTarget
 from outrider.types import Batch, Finish, Request
 from tests import tiny
 from tests.conformance import EVERY
@@ -287,3 +288,47 @@ def test_a_stripe_keeps_its_text_for_the_next_one():
 def test_nothing_is_known_of_other_caches():
     assert CacheUse().free == 0
     assert Batch(rows=(), start=(), feed=(), budget=()).waiting == 0
+
+
+class TightToy(ToyTarget):
+    """With memory for so many tokens in all."""
+
+    def __init__(self, room):
+        super().__init__(slots=4)
+        text = self.cache.text
+
+        def fits(ends):
+            return sum(max(len(held), ends.get(slot, 0)) for slot, held in enumerate(text)) <= room
+
+        self.cache.fits = fits
+
+
+@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_every_proposer_lives_through_rows_that_give_way(name, temperature):
+    params = SamplingParams(temperature=temperature, seed=5)
+    texts = [[1, 2, 3, id] for id in range(3)]
+    found = []
+    for room in (10**6, 150):
+        engine = make_engine(TightToy(room), EVERY[name], rows=4)
+        found.append(outputs(run(engine, texts, params, limit=90, ends=frozenset())))
+    assert engine.cache_use().preempted > 0
+    assert found[0] == found[1]
+
+
+@compiled
+def test_a_draft_that_reads_states_sees_every_token():
+    """What is cached has no states: with such a draft nothing is shared, and rows that come back are read again."""
+    params = SamplingParams(max_tokens=150, ignore_eos=True)
+    texts = ["Once upon a time there was a king", "Once upon a time there was a queen", "def add(a, b):", "1, 2, 3"]
+    house = {"dtype": "bfloat16", "kernels": "native", "rows": 4, "context": 256}
+    plain = LLM(None, proposer="none", k=0, **house).generate(texts, params)
+    llm = LLM(None, proposer=f"draft:{embedded('eagle31')}", k=3, **house)
+    for cache in (llm.house.target.cache, llm.house.proposer.model.cache):
+        cache.allot(6)
+    for _ in range(2):
+        assert [c.tokens for c in llm.generate(texts, params)] == [c.tokens for c in plain]
+    use = llm.engine.cache_use()
+    assert use.spared == 0
+    assert use.preempted > 0
+    assert sum(llm.stats.accepted) > 0

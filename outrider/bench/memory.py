@@ -13,7 +13,6 @@ from safetensors import safe_open
 from transformers import AutoConfig
 
 from outrider.bench.contest import Job
-from outrider.cache.recurrent import RecurrentCache
 from outrider.cost import rows_instead
 from outrider.llm import LLM
 from outrider.prepack import can_prepack
@@ -117,10 +116,9 @@ def _embedding(folder: Path) -> tuple[int, bool]:
     return sizes.vocab_size * sizes.hidden_size, bool(config.tie_word_embeddings)
 
 
-def cache_bytes_per_token(llm: LLM, rows: int) -> float:
+def cache_bytes_per_token(llm: LLM) -> float:
     """Bytes that a pass reads of the target's cache for each cached token.
 
     A recurrent state grows with no text, and is small beside the weights: it counts as nothing.
     """
-    cache = llm.house.target.cache
-    return 0.0 if isinstance(cache, RecurrentCache) else cache.bytes() / rows / llm.house.context
+    return float(llm.house.target.cache.use().token_bytes)

@@ -139,7 +139,7 @@ def _roofline(llm: LLM, settings: Settings, rates: tuple[Rates, Rates]) -> limit
     bandwidth, gemm = best_rates(rates)
     return limits.Roofline(
         weight_bytes_per_pass=bytes_per_pass(llm, folder),
-        cache_bytes_per_token=cache_bytes_per_token(llm, settings.rows),
+        cache_bytes_per_token=cache_bytes_per_token(llm),
         flops_per_column=flops_per_column(folder),
         read_bytes_per_s=bandwidth,
         gemm_flops_per_s=gemm,
