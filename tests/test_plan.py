@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import pytest
 import torch
@@ -114,6 +115,18 @@ def test_speculation_is_given_up_and_tried_again():
     live(planner, 1, [0.0] * 12, 60)
     assert planner.arms[0].acceptance[0] < 0.5
     assert live(planner, 1, [1.0] * 12, 3000)[-1] > 5
+
+
+@pytest.mark.parametrize("unit", [0.01, 0.2])
+def test_cheap_trials_come_sooner(unit):
+    """Whatever a trial costs, trials that come to nothing take about a hundredth of the time, and no row waits long."""
+    draft = PassCost(columns=(1, 64), seconds=(unit, unit), entry=0, pair=0)
+    planner = CostPlanner(costs(FLAT, draft), most=12)
+    chosen = live(planner, 8, [0.0] * 12, 4000, took=lambda k: (1.0, unit * k))[1000:]
+    tries = [i for i, k in enumerate(chosen) if k]
+    assert sum(chosen) * unit < 0.04 * len(chosen)
+    rests = [b - a for a, b in pairwise(tries) if b - a > 8]
+    assert max(rests) < (150 if unit == 0.01 else 800)
 
 
 def test_rounds_that_take_longer_than_expected_are_learnt_from():
