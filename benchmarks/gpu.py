@@ -184,7 +184,7 @@ def _step(stand: Stand) -> dict[str, Any]:
         for count, run in passes.items():
             took[count].append(_seconds(run, house.device))
     bandwidth = max(before, *read_bandwidth(house.device).values())
-    size = stand.weight_bytes + stand.cached * cache_bytes_per_token(stand.llm, 1)
+    size = stand.weight_bytes + stand.cached * cache_bytes_per_token(stand.llm)
     limit = 1e3 * size / bandwidth
     return {
         "bytes": size,
