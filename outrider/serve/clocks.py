@@ -45,7 +45,7 @@ class Clocks:
     def see(self, id: int, now: float, tokens: int) -> None:
         """So many tokens are there by now."""
         times = self._open[id]
-        if not tokens:
+        if tokens == times.tokens:
             return
         if not times.tokens:
             self._first.observe(now - times.began)
