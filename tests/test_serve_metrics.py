@@ -19,6 +19,7 @@ from outrider.propose.ngram import NgramProposer
 from outrider.propose.recycle import RecycleProposer
 from outrider.proposers import alternatives
 from outrider.schedule import Scheduler
+from outrider.serve.clocks import Clocks
 from outrider.serve.drift import Drift
 from outrider.serve.metrics import exposition
 from outrider.stats import Stats
@@ -197,3 +198,23 @@ def test_alternatives_have_short_names():
     assert alternatives("switch(ngram:1-3,merge(ngram,recycle))") == ("ngram", "merge")
     assert alternatives("switch(draft:/a/x,draft:/b/x)") == ("draft:x#1", "draft:x#2")
     assert alternatives("pkg.module:Class") == ("pkg.module:Class",)
+
+
+def test_gaps_between_tokens_are_counted_by_the_round():
+    clocks = Clocks()
+    clocks.begin(0)
+    clocks.see(0, 1.0, 2)  # the first
+    clocks.see(0, 1.027, 5)
+    clocks.see(0, 1.04, 5)  # ended, with nothing more
+    clocks.see(0, 1.5, 6)
+    clocks.end(0, "stop")
+    (found,) = (each for each in clocks.registry.collect() if each.name == "outrider_inter_token_seconds")
+    samples = {(each.name, each.labels.get("le")): each.value for each in found.samples}
+    assert samples["outrider_inter_token_seconds_bucket", "0.005"] == 0
+    assert samples["outrider_inter_token_seconds_bucket", "0.01"] == 3
+    assert (
+        samples["outrider_inter_token_seconds_bucket", "0.5"]
+        == samples["outrider_inter_token_seconds_count", None]
+        == 4
+    )
+    assert samples["outrider_inter_token_seconds_sum", None] == pytest.approx(0.5)

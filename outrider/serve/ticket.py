@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import IntEnum
@@ -133,10 +133,15 @@ class Bell:
     def ring(self, tickets: Sequence[Ticket], *, at_once: bool) -> None:
         """From the engine's thread."""
         self._told.extend(tickets)
-        if at_once or not self._looks:
-            call, self._looks = (self._wake if self._looks else self._look), True
-            with suppress(RuntimeError):  # the loop is closed, and nobody reads
-                self._loop.call_soon_threadsafe(call)
+        if not self._looks:
+            self._looks = True
+            self._call(self._look)
+        elif at_once:
+            self._call(self._wake)
+
+    def _call(self, what: Callable[[], None]) -> None:
+        with suppress(RuntimeError):  # the loop is closed, and nobody reads
+            self._loop.call_soon_threadsafe(what)
 
     def _look(self) -> None:
         self._looks = False  # before looking, so that whoever is told after the look rings again
