@@ -40,6 +40,7 @@ from outrider.proposers import (
 )
 from outrider.schedule import Scheduler
 from outrider.target import Target, make_target
+from outrider.tempo import Tempo
 from outrider.types import Draw
 from outrider.verify import EXACT, Verifier
 
@@ -101,7 +102,7 @@ def build(
     device: str,
     rows: int,
     context: int | None,
-    chunk: int,
+    chunk: int | Tempo,
     planner: Planner | None,
     caching: Caching = _ROOMY,
     guard: bool = False,

@@ -25,6 +25,7 @@ _GUESSES = 16  # of a row at most; wider passes are made of more rows
 _SWEEPS, _REPEATS = 3, 3  # the first repeat of each warms up
 _SLOW = 0.4  # seconds: passes that take longer are not widened further
 _METHOD = 2  # of measuring; what was measured otherwise is measured anew
+_ASKED, _DRIFT = (1, 8), 1.4  # columns by which a file is checked, and how far apart it may be from them
 _DEEP = 1024  # cached tokens that the cost of reading them is measured at
 
 
@@ -123,6 +124,18 @@ def _row(target: Target, slot: int) -> Row:
     return Row(request=request, slot=slot, text=[0])
 
 
+@torch.inference_mode()
+def _holds(costs: CostModel, target: Target, draft: Target | None) -> bool:
+    """Whether narrow and wider passes of both still compare as they do on record; all may be slower or faster alike."""
+    scales = []
+    for model, cost in ((target, costs.target), (draft, costs.draft)):
+        if model is not None and cost is not None:
+            for columns in _ASKED if model.context > max(_ASKED) else _ASKED[:1]:
+                took = min(_once(model, 1, columns, 0) for _ in range(_REPEATS))
+                scales.append(took / cost(columns, rows=1, cached=0))
+    return max(scales) <= min(scales) * _DRIFT
+
+
 def cost_file(target: Target, draft: Target | None) -> Path:
     """Where the costs of these models on this machine are kept."""
     models = [
@@ -135,13 +148,20 @@ def cost_file(target: Target, draft: Target | None) -> Path:
 
 
 def known_costs(target: Target, draft: Target | None, *, fresh: bool = False) -> CostModel:
-    """Costs from the file, or measured now and written there; `fresh` measures in any case."""
+    """Costs from the file, or measured now and written there; `fresh` measures in any case.
+
+    What the file says is checked by a few passes. It was measured in one moment, in which the machine may have been
+    busy; a planner that went by it would do too little for ever.
+    """
     path = cost_file(target, draft)
     if not fresh:
         try:
-            return CostModel.loads(path.read_text("utf-8"))
+            known = CostModel.loads(path.read_text("utf-8"))
         except (OSError, ValueError, TypeError, KeyError):
             pass  # never measured, or by another version: measuring again is the remedy
+        else:
+            if _holds(known, target, draft):
+                return known
     costs = calibrate(target, draft)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -155,10 +155,12 @@ def serve(
     from outrider.cache.base import Caching
     from outrider.run import load
     from outrider.serve.verb import serve
+    from outrider.tempo import Tempo
 
     models = _configured(ctx, models, config)
     caching = Caching(gigabytes=settings.cache_gb, share=settings.share)
-    llm = load(models, rows=settings.rows, chunk=settings.chunk, caching=caching, guard=True)
+    tempo = Tempo(settings.chunk, seconds=settings.round_ms and settings.round_ms / 1000)
+    llm = load(models, rows=settings.rows, chunk=tempo, caching=caching, guard=True)
     serve(llm, settings, target=models.target)
 
 

@@ -96,6 +96,7 @@ class Engine:
         self._commit(round)
         host = perf_counter() - proposed - target + planned - began
         self._count(guided, round, propose=proposed - planned, target=target, host=host)
+        self._scheduler.took(batch, perf_counter() - began)
         return batch.rows
 
     @torch.inference_mode()

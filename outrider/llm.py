@@ -23,6 +23,7 @@ from outrider.plan import Planner
 from outrider.plan_file import restored
 from outrider.proposers import Maker
 from outrider.stats import Stats
+from outrider.tempo import Tempo
 from outrider.text import TextStream
 from outrider.types import Completion, Finish, Request, Row
 
@@ -56,7 +57,7 @@ class LLM:
         threads: int | None = None,
         rows: int = 16,
         context: int | None = None,
-        chunk: int = 512,
+        chunk: int | Tempo = 512,
         caching: Caching | None = None,
         planner: Planner | None = None,
         plan: str | Path | None = None,
@@ -76,7 +77,7 @@ class LLM:
             threads: of the CPU; None is OMP_NUM_THREADS, or else the physical cores of one NUMA node.
             rows: completions that run at once.
             context: tokens of prompt and completion together; None is the model's own, 8192 at most.
-            chunk: tokens of prompts fed per round.
+            chunk: tokens of prompts fed per round, or a `Tempo` that bounds its time.
             caching: memory for caches; where rows need more than there is, the last ones wait. None is `Caching()`.
             planner: decides the number of guesses in place of `k`.
             guard: what a proposer raises costs its guesses alone: it is logged and counted, and decoding goes on.

@@ -8,6 +8,7 @@ from operator import attrgetter
 
 from outrider.cache.base import Cache
 from outrider.errors import OutriderError
+from outrider.tempo import Tempo
 from outrider.text import TextStream
 from outrider.types import Batch, Finish, Request, Round, Row
 
@@ -19,8 +20,9 @@ _NO_NUMBERS = "the target's logits were not numbers (NaN or infinite)"
 class Scheduler:
     """By priority, then by arrival, in slots and in memory.
 
-    Every row that decodes runs in every round. Prompts share what is left of `chunk` fed tokens a round, the first
-    ones first, so a prompt waits at most for the prompts before it, and no long prompt holds up those who decode.
+    Every row that decodes runs in every round. Prompts share what is left of `chunk` fed tokens a round, or of the time
+    that it allows, the first ones first, so a prompt waits at most for the prompts before it, and no long prompt holds
+    up those who decode.
 
     Waiting makes all equally older, so the order of two requests never changes, and who comes first is known when they
     come: one of priority p goes before all that come more than `_PATIENCE` rounds later for each step that theirs is
@@ -30,12 +32,12 @@ class Scheduler:
     first one never does, so it ends, and then another is the first.
     """
 
-    def __init__(self, *, slots: int, chunk: int, context: int) -> None:
+    def __init__(self, *, slots: int, chunk: int | Tempo, context: int) -> None:
         """Run at most `slots` rows at once and feed at most about `chunk` tokens a round."""
-        if slots < 1 or chunk < 1:
-            raise OutriderError(f"rows is {slots} and chunk is {chunk}; both must be at least 1")
+        if slots < 1:
+            raise OutriderError(f"rows is {slots}; it must be at least 1")
         self.preempted = 0  # how often a row has given way
-        self._chunk = chunk
+        self._tempo = chunk if isinstance(chunk, Tempo) else Tempo(chunk)
         self._context = context
         self._free = list(range(slots))
         self._waiting: list[tuple[tuple[int, int], Row]] = []  # a heap
@@ -110,6 +112,10 @@ class Scheduler:
         self.preempted += 1
         return slot
 
+    def took(self, batch: Batch, seconds: float) -> None:
+        """How long the round of a batch was."""
+        self._tempo.learn(sum(len(feed) for feed in batch.feed if len(feed) > 1), seconds)
+
     def commit(self, round: Round) -> list[Row]:
         """Append what was emitted to the rows' texts; return the rows that are done."""
         self._rounds += 1
@@ -141,7 +147,7 @@ class Scheduler:
 
     def _left(self) -> int:
         """Tokens of prompts that a round takes beside the rows that decode."""
-        return max(self._chunk - sum(len(row.text) - row.cached == 1 for row in self._running), 1)
+        return self._tempo.chunk(sum(len(row.text) - row.cached == 1 for row in self._running))
 
     def _ahead(self, row: Row) -> int:
         """How long a row's text may be before long."""

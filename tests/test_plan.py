@@ -155,6 +155,7 @@ def test_calibration_measures_what_runs():
 def test_costs_are_remembered(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     target = ToyTarget(slots=2, context=32)
+    monkeypatch.setattr("outrider.calibrate._once", lambda target, rows, columns, cached: columns * 1e-3)
     first = known_costs(target, None)
     assert known_costs(target, None) == first
     assert cost_file(target, None).parent.parent == tmp_path
@@ -162,6 +163,30 @@ def test_costs_are_remembered(tmp_path, monkeypatch):
     cost_file(target, None).write_text("{")
     known_costs(target, None)
     assert CostModel.loads(cost_file(target, None).read_text())
+
+
+@pytest.mark.parametrize(("who", "least"), [("target", 2), ("draft", 1)])
+def test_costs_of_a_busy_moment_are_measured_anew(tmp_path, monkeypatch, who, least):
+    """What was slower then than beside all else is found out; what is slower altogether changes no decision."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    target, draft, passes = ToyTarget(slots=2, context=32), ToyTarget(slots=2, context=32), []
+    slow, scale = {"target": target, "draft": draft}[who], [1.0, 2.0]
+
+    def took(target, rows, columns, cached):
+        passes.append(columns)
+        return columns * 1e-3 * scale[0] * (scale[1] if target is slow and columns >= least else 1.0)
+
+    monkeypatch.setattr("outrider.calibrate._once", took)
+    known_costs(target, draft)
+    scale[1] = 1.0
+    mended = known_costs(target, draft)
+    assert mended.target(8, rows=1, cached=0) == pytest.approx(8e-3)
+    assert mended.draft == mended.target
+    assert CostModel.loads(cost_file(target, draft).read_text()) == mended
+    passes.clear()
+    scale[0] = 3.0
+    assert known_costs(target, draft) == mended
+    assert len(passes) < 20
 
 
 def test_auto_writes_the_same_text(tmp_path, monkeypatch):

@@ -9,6 +9,7 @@ import pytest
 from outrider.errors import OutriderError
 from outrider.params import SamplingParams
 from outrider.schedule import Scheduler
+from outrider.tempo import Tempo
 from outrider.testing import ToyTarget
 from outrider.types import Finish, Request
 from tests.conformance import PROPOSERS
@@ -28,6 +29,34 @@ def test_prompts_are_fed_in_chunks_beside_decoding_rows():
     assert [len(feed) for feed in batch.feed] == [1, 7]
     assert batch.emits == (True, False)
     assert batch.budget == (4, 0)
+
+
+@pytest.mark.parametrize(("base", "each"), [(0.01, 0.001), (0.03, 0.0001), (0.0, 0.01)])
+def test_a_bound_on_the_time_of_a_round(base, each):
+    """Prompts get what the bound leaves, once their price is known, and never nothing; alone they get all."""
+    tempo, took = Tempo(512, seconds=0.05), []
+    tempo.learn(0, base)
+    for _ in range(40):
+        fed = tempo.chunk(decoding=3)
+        took.append(base + each * fed)
+        tempo.learn(fed, took[-1])
+    least = base + each * 16
+    assert took[-1] == pytest.approx(max(min(0.05, base + each * 509), least), rel=0.05)
+    assert tempo.chunk(decoding=0) == 512
+
+
+def test_a_scheduler_learns_how_long_its_rounds_are():
+    scheduler = Scheduler(slots=2, chunk=Tempo(64, seconds=1.0), context=256)
+    for id, prompt in enumerate((1, 200)):
+        scheduler.add(request(id, prompt))
+    scheduler.admit(ToyTarget(slots=2, context=256).cache)
+    fed = []
+    for _ in range(8):
+        batch = scheduler.next()
+        fed.append(len(batch.feed[1]))
+        scheduler.took(batch, 0.05 * fed[-1])
+    assert fed[0] == 63
+    assert fed[-1] == 20
 
 
 @pytest.mark.parametrize("chunk", [1, 4, 64])
@@ -70,6 +99,10 @@ def test_abort_at_any_point_frees_the_slot(rounds):
 def test_bad_sizes():
     with pytest.raises(OutriderError, match="at least 1"):
         Scheduler(slots=0, chunk=1, context=8)
+    with pytest.raises(OutriderError, match="at least 1"):
+        Scheduler(slots=1, chunk=0, context=8)
+    with pytest.raises(OutriderError, match="above 0"):
+        Tempo(64, seconds=0.0)
 
 
 def finished(engine):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
@@ -12,11 +13,11 @@ import pytest
 from outrider.embedded import embedded
 
 FOLDER = Path(__file__).parent.parent / "benchmarks" / "serving"
-SERVER = ["--", "--target", embedded("nano"), "--proposer", "ngram", "--rows", "3", "--dtype", "float32"]
+OPTIONS = ["--target", embedded("nano"), "--rows", "3", "--dtype", "float32", "--context", "256", "--proposer", "ngram"]
 
 
 def run(script, *arguments):
-    command = [sys.executable, FOLDER / script, *arguments, *SERVER, "--context", "256"]
+    command = [sys.executable, FOLDER / script, *arguments, "--", *OPTIONS]
     done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:] + done.stdout[-2000:]
     return json.loads(done.stdout.splitlines()[-1])
@@ -30,13 +31,17 @@ def prompts(tmp_path):
     return file
 
 
-def test_a_race_of_servers(prompts):
+def test_a_race_of_servers(prompts, monkeypatch):
+    monkeypatch.syspath_prepend(FOLDER)
+    served = importlib.import_module("house").served
     short = ("--rounds", 2, "--requests", 2, "--max-tokens", 8, "--concurrency", "1,2")
-    document = run("speed.py", "--prompts", prompts, *short)
+    with served(list(map(str, OPTIONS))) as other:
+        document = run("speed.py", "--prompts", prompts, *short, "--beside", f"other={other.url}")
     found = {(each["concurrency"], each["way"]): each for each in document["results"]}
-    assert set(found) == {(1, "auto"), (1, "plain"), (1, "bare"), (1, "bare plain"), (2, "auto"), (2, "plain")}
+    ways = {"auto", "plain", "other"}
+    assert set(found) == {(1, "bare"), (1, "bare plain")} | {(level, way) for level in (1, 2) for way in ways}
     assert all(len(each["tokens_per_s"]) == 2 for each in found.values())
-    assert all(len(found[level, "auto"]["against_plain"]) == 2 for level in (1, 2))
+    assert all(len(found[level, way]["against_plain"]) == 2 for level in (1, 2) for way in ("auto", "other"))
     assert all(len(found[1, way]["of_bare_engine"]) == 2 for way in ("auto", "plain"))
 
 

@@ -9,7 +9,7 @@ import pytest
 from outrider.llm import LLM
 from outrider.params import SamplingParams
 from outrider.serve.smooth import smoothed
-from outrider.serve.ticket import Bell, Piece, Ticket, Watch
+from outrider.serve.ticket import TOGETHER, Bell, Piece, Ticket, Watch
 from outrider.serve.wording import Wording
 from outrider.types import Completion, Finish, Request
 from tests.test_serve import OPTIONS
@@ -142,7 +142,7 @@ def test_quick_rounds_share_a_call_and_ends_do_not_wait(watch, lengths):
 
     first, middle, last = leap(run())
     assert first == (0.0, ["a"])
-    assert middle[0] == 0.01
+    assert middle[0] == TOGETHER
     assert "".join(middle[1]) == "bcd"
     assert len(middle[1]) == len(lengths) - 1
     assert last[0] == pytest.approx(1.004)

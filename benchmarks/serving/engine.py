@@ -39,6 +39,7 @@ def _params(body: dict[str, Any]) -> SamplingParams:
         temperature=body["temperature"],
         ignore_eos=body.get("ignore_eos", False),
         guesses=body.get("k"),
+        scope=body.get("user", ""),
     )
 
 

@@ -2,12 +2,14 @@
 
 python benchmarks/serving/speed.py -- --rows 64
 python benchmarks/serving/speed.py --prompts FILE --rounds 7 -- --target DIR --proposer draft:DIR2 --rows 64
-python benchmarks/serving/speed.py --url http://127.0.0.1:8001/v1          # any other server, the same load
+python benchmarks/serving/speed.py --beside other=http://127.0.0.1:8001/v1 -- --target DIR     # one that runs already
 
 What stands behind -- goes to `outrider serve`. In each round and at each concurrency the ways take turns, in an order
-that alternates: `auto`, `plain` (the same requests with k = 0, to the same server), and at one request at a time the
-same two of the bare engine, in a process without a server. With --url there is one way only. Prompts are shuffled, and
-each way gets the same ones in the same order. The last line is one JSON document.
+that alternates: `auto`, `plain` (the same requests with k = 0, to the same server), at one request at a time the same
+two of the bare engine, in a process without a server, and other servers of OpenAI's interface, which must be idle when
+it is not their turn. Prompts are shuffled, and each way gets the same ones in the same order, under a name of its own,
+so that none finds in our cache what another read; others had better be started without sharing prefixes. The last line
+is one JSON document.
 """
 
 from __future__ import annotations
@@ -62,8 +64,7 @@ class Record:
 def main(
     options: Annotated[list[str] | None, typer.Argument(help="For `outrider serve`, behind --.")] = None,
     *,
-    url: Annotated[str | None, typer.Option(help="Measure this server instead, as it is.")] = None,
-    model: Annotated[str | None, typer.Option(help="Its model. Default: the first that it names.")] = None,
+    beside: Annotated[list[str] | None, typer.Option(metavar="NAME=URL", help="Another server; repeatable.")] = None,
     prompts: Annotated[str | None, typer.Option(metavar="FILE", help="JSON lines. Default: an embedded set.")] = None,
     concurrency: str = "1,4,16,64",
     rounds: Annotated[int, typer.Option(min=1)] = 5,
@@ -78,24 +79,31 @@ def main(
     asked, levels = list(options or ()), [int(level) for level in concurrency.split(",")]
     texts = read_prompts(prompts)
     records: dict[tuple[int, str], Record] = {}
+    others = {name: url for name, _, url in (each.partition("=") for each in beside or ())}
     with ExitStack() as open:
-        where = url or open.enter_context(served(asked)).url
-        load = Settings(url=where, model=model, max_tokens=max_tokens, temperature=temperature, ignore_eos=True)
-        bare = None if url or 1 not in levels else Bare(_known(asked))
+        own = open.enter_context(served(asked)).url
+        load = Settings(url=own, max_tokens=max_tokens, temperature=temperature, ignore_eos=True)
+        bare = Bare(_known(asked)) if 1 in levels else None
         if bare:
             open.callback(bare.stop)
         for turn, level in product(range(-1, rounds), levels):  # the first round is for warming up
-            ways = [AUTO] if url else [AUTO, PLAIN, *(_ENGINE.values() if bare and level == 1 else ())]
+            ways = [AUTO, PLAIN, *others, *(_ENGINE.values() if bare and level == 1 else ())]
             shuffled = _shuffled(texts, f"{seed}/{turn}/{level}")
             for way in ways if turn % 2 else reversed(ways):
-                k = 0 if way in (PLAIN, BARE_PLAIN) else None
-                turns = replace(load, concurrency=level, requests=max(requests, 2 * level), k=k)
+                turns = replace(
+                    load,
+                    url=others.get(way, own),
+                    concurrency=level,
+                    requests=max(requests, 2 * level),
+                    k=0 if way in (PLAIN, BARE_PLAIN) else None,
+                    user=f"{way} {turn} {level}",
+                )
                 record = Record() if turn < 0 else records.setdefault((level, way), Record())
                 _measure(turns, shuffled, record, bare if way in _ENGINE.values() else None)
     _show(records)
     print(
         json.dumps(
-            _document(records, asked, url) | {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
+            _document(records, asked, others) | {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
         )
     )
 
@@ -149,7 +157,7 @@ def _show(records: dict[tuple[int, str], Record]) -> None:
     ):
         table.add_column(name, justify="left" if name == "way" else "right")
     for (level, way), record in records.items():
-        against = _ratio(records, level, way, PLAIN) if way == AUTO else []
+        against = _ratio(records, level, way, PLAIN)
         engine = _ratio(records, level, way, _ENGINE.get(way, way))
         gaps, firsts = points(record.gaps), points(record.firsts)
         table.add_row(
@@ -164,10 +172,11 @@ def _show(records: dict[tuple[int, str], Record]) -> None:
     Console(width=140).print(table)
 
 
-def _document(records: dict[tuple[int, str], Record], options: Sequence[str], url: str | None) -> dict[str, Any]:
+def _document(records: dict[tuple[int, str], Record], options: Sequence[str], others: dict[str, str]) -> dict[str, Any]:
     return {
         "benchmark": "serving speed",
-        "server": url or list(options),
+        "server": list(options),
+        "beside": others,
         "hardware": hardware("cpu"),
         "versions": versions(),
         "commit": commit(),
@@ -176,7 +185,7 @@ def _document(records: dict[tuple[int, str], Record], options: Sequence[str], ur
                 "concurrency": level,
                 "way": way,
                 "tokens_per_s": record.rates,
-                "against_plain": _ratio(records, level, way, PLAIN) if way == AUTO else [],
+                "against_plain": _ratio(records, level, way, PLAIN),
                 "of_bare_engine": _ratio(records, level, way, _ENGINE.get(way, way)),
                 "first_ms": points(record.firsts),
                 "between_tokens_ms": points(record.gaps),

@@ -15,7 +15,7 @@ from outrider.serve.wording import Wording
 from outrider.types import Completion, Request, TokenLogprobs
 
 _log = logging.getLogger("outrider.serve")
-_TOGETHER = 0.01  # seconds within which rounds share a call to their readers
+TOGETHER = 0.02  # seconds within which rounds share a call to their readers: a look costs more than a token
 
 
 class Watch(IntEnum):
@@ -149,7 +149,7 @@ class Bell:
             self._next.cancel()
         if self._told:
             self._wake()
-            self._looks, self._next = True, self._loop.call_later(_TOGETHER, self._look)
+            self._looks, self._next = True, self._loop.call_later(TOGETHER, self._look)
 
     def _wake(self) -> None:
         while self._told:

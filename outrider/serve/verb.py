@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import typer
@@ -30,6 +31,8 @@ def serve(llm: LLM, settings: Settings, *, target: str | None) -> None:
     name = settings.name or (Path(target).expanduser().resolve().name if target else "mini")
     typer.echo(_memory(llm), err=True)
     driver = Driver(llm, queue=settings.queue, rows=settings.rows)
+    gc.collect()
+    gc.freeze()  # what has been loaded stays, and need not be looked through while others wait
     typer.echo(f"{name} at http://{settings.host}:{settings.port}/v1, {settings.rows} rows at once", err=True)
     uvicorn.run(
         make_app(driver, settings, name=name),

@@ -37,6 +37,7 @@ def _one(settings: Settings, prompt: Prompt, model: str, number: int) -> Wanted:
         "stream_options": {"include_usage": True},
         **({"messages": list(prompt.messages)} if prompt.messages else {"prompt": prompt.prompt}),
         **({} if settings.k is None else {"k": settings.k}),
+        **({"user": settings.user} if settings.user else {}),
         **({"ignore_eos": True} if settings.ignore_eos else {}),
         **(_mixed(settings, chance) if settings.mixed else {}),
     }

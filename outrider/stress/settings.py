@@ -33,6 +33,10 @@ class Settings:
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Answers of full length; Outrider and vLLM do.", rich_help_panel=_WHAT)
     ] = False
+    user: Annotated[
+        str | None,
+        typer.Option(help="Who asks; Outrider lets only one user's texts share what is cached.", rich_help_panel=_WHAT),
+    ] = None
     mixed: Annotated[
         bool,
         typer.Option(
