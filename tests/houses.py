@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from outrider.engine import Engine
 from outrider.noise import mix_int
@@ -11,6 +11,7 @@ from outrider.plan import FixedPlanner
 from outrider.propose.base import Proposer, Setup
 from outrider.schedule import Scheduler
 from outrider.target import Target
+from outrider.toy import ToyTarget
 from outrider.types import Request, Row
 from outrider.verify import EXACT, Verifier
 
@@ -42,6 +43,17 @@ def make_engine(
         planner=FixedPlanner(k),
         scheduler=Scheduler(slots=rows, chunk=chunk, context=target.context),
     )
+
+
+def tightened(target: ToyTarget, room: int) -> ToyTarget:
+    """The toy with memory for so many tokens in all."""
+    text = target.cache.text
+
+    def fits(ends: Mapping[int, int]) -> bool:
+        return sum(max(len(held), ends.get(slot, 0)) for slot, held in enumerate(text)) <= room
+
+    target.cache.fits = fits  # type: ignore[method-assign]
+    return target
 
 
 def run(

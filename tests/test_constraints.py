@@ -16,6 +16,7 @@ from outrider.embedded import embedded
 from outrider.errors import OutriderError
 from outrider.grammar import Grammars, Matcher
 from outrider.guide import guide
+from outrider.load import load_checkpoint
 from outrider.params import SamplingParams
 from outrider.plan import FixedPlanner
 from outrider.propose.base import NoProposer
@@ -25,11 +26,12 @@ from outrider.propose.model_tree import TreeProposer
 from outrider.propose.ngram import NgramProposer
 from outrider.statistics import g_test
 from outrider.stats import Stats
+from outrider.target import make_target
 from outrider.testing import ToyTarget
 from outrider.types import Finish
 from outrider.verify import EXACT
-from tests import forms
-from tests.houses import make_engine
+from tests import forms, tiny
+from tests.houses import make_engine, tightened
 
 COUNT = 200  # schemas
 PERSON = {
@@ -139,6 +141,42 @@ def test_many_more_schemas(grammars, proposer, verifier, temperature):
 
 
 ALPHABET, LANGUAGE = "abcde", ["a", "ab", "abd", "bcda", "bcdb", "bcdbe", "cc", "ca", "eeee"]
+
+
+@pytest.mark.parametrize("proposer", ["none", "ngram", "draft"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_rows_that_give_way_come_back_to_their_forms(grammars, schemas, proposer, temperature):
+    wide, tight = (
+        make_engine(target, PROPOSERS[proposer], rows=4)
+        for target in (forms.WordTarget(slots=4), tightened(forms.WordTarget(slots=4), 210))
+    )
+    item = {"type": "integer", "minimum": 1, "maximum": 300}
+    long = [
+        Constraint.json_schema({"type": "array", "items": item, "minItems": 40, "maxItems": 40 + i}) for i in range(5)
+    ]
+    params = [SamplingParams(seed=7, temperature=temperature, constraint=each) for each in long]
+    rows, others = (forms.complete(engine, grammars, [[5, 6]] * len(params), params) for engine in (tight, wide))
+    check_valid(rows, long)
+    assert words_of(rows) == words_of(others)
+    assert tight.cache_use().preempted > 0
+    assert wide.cache_use().preempted == 0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_recurrent_targets_keep_forms(grammars, schemas, temperature, tmp_path):
+    config = tiny.ARCHITECTURES["mamba2"]()
+    config.vocab_size = forms.VOCAB
+    folder = tiny.save(tmp_path / "mamba2", config, size=forms.VOCAB)
+    checkpoint = load_checkpoint(folder, dtype="float32", device="cpu")
+    params = [SamplingParams(seed=7, temperature=temperature, constraint=each) for each in schemas[:12]]
+    found = []
+    for proposer, k in (("none", 0), ("none", 4), ("ngram", 4)):  # nothing guessed, what is forced, and more
+        engine = make_engine(make_target(checkpoint, slots=4, context=256), PROPOSERS[proposer], rows=4, k=k)
+        rows = forms.complete(engine, grammars, [[5, 6]] * len(params), params)
+        check_valid(rows, schemas[:12])
+        found.append((words_of(rows), engine.stats.tau))
+    assert found[0][0] == found[1][0] == found[2][0]
+    assert found[0][1] == 1.0 < found[1][1]
 
 
 def constrained_law(target, prompt):

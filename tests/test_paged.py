@@ -21,7 +21,7 @@ from outrider.toy import ToyTarget
 from outrider.types import Batch, Finish, Request
 from tests import tiny
 from tests.conformance import EVERY
-from tests.houses import make_engine, outputs, run
+from tests.houses import make_engine, outputs, run, tightened
 
 CPU = torch.device("cpu")
 compiled = pytest.mark.skipif(not tiny.compiles(), reason="no C++ compiler here")
@@ -290,19 +290,6 @@ def test_nothing_is_known_of_other_caches():
     assert Batch(rows=(), start=(), feed=(), budget=()).waiting == 0
 
 
-class TightToy(ToyTarget):
-    """With memory for so many tokens in all."""
-
-    def __init__(self, room):
-        super().__init__(slots=4)
-        text = self.cache.text
-
-        def fits(ends):
-            return sum(max(len(held), ends.get(slot, 0)) for slot, held in enumerate(text)) <= room
-
-        self.cache.fits = fits
-
-
 @pytest.mark.parametrize("name", EVERY)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_every_proposer_lives_through_rows_that_give_way(name, temperature):
@@ -310,7 +297,7 @@ def test_every_proposer_lives_through_rows_that_give_way(name, temperature):
     texts = [[1, 2, 3, id] for id in range(3)]
     found = []
     for room in (10**6, 150):
-        engine = make_engine(TightToy(room), EVERY[name], rows=4)
+        engine = make_engine(tightened(ToyTarget(slots=4), room), EVERY[name], rows=4)
         found.append(outputs(run(engine, texts, params, limit=90, ends=frozenset())))
     assert engine.cache_use().preempted > 0
     assert found[0] == found[1]
