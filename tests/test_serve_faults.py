@@ -102,6 +102,30 @@ def test_who_hangs_up_is_gone_after_the_round_that_runs(server, monkeypatch, str
     assert driver.stats.rounds - before == 4
 
 
+@pytest.mark.parametrize("chat", [False, True])
+def test_nobody_waits_while_a_long_prompt_is_read(server, monkeypatch, chat):
+    url, _ = server
+    encode, reading, done, told = LLM.encode, threading.Event(), threading.Event(), []
+    long = "a word and " * 4000
+
+    def slow(self, prompt):
+        reading.set()
+        assert done.wait(60)
+        return encode(self, prompt)
+
+    monkeypatch.setattr(LLM, "chat" if chat else "encode", (lambda self, *_: slow(self, long)) if chat else slow)
+    body = {"messages": [{"role": "user", "content": long}]} if chat else {**BODY, "prompt": long}
+    where = url.replace("completions", "chat/completions") if chat else url
+    asking = threading.Thread(target=lambda: told.append(httpx.post(where, json=body, timeout=60)))
+    asking.start()
+    assert reading.wait(60)
+    assert httpx.get(url.replace("v1/completions", "health")).status_code == 200
+    done.set()
+    asking.join()
+    assert told[0].status_code == 400
+    assert "tokens long and the context holds" in told[0].json()["error"]["message"]
+
+
 def ask_in_process(app, body, send):
     """One request straight to the application, whose answer goes to `send`."""
     content = json.dumps(body).encode()

@@ -60,7 +60,7 @@ class Answers:
             scope=asked.user or "",
             constraint=tools.constraint() if tools else constraint,
         )
-        prompt = front.chat(turns, tools.described() if tools and known else None)
+        prompt = await self._driver.reader.chat(turns, tools.described() if tools and known else None)
         return await self._answer(asked, [prompt], params, request, calls=tools is not None)
 
     async def _answer(
@@ -95,7 +95,8 @@ class Answers:
             spell=self._driver.spell,
             calls=calls,
         )
-        tickets = self._submit(prompts, params, watch)
+        tokens = [await self._driver.reader.encode(prompt) for prompt in prompts]
+        tickets = self._submit(tokens, params, watch)
         gone = asyncio.create_task(self._watch(request, tickets))
         if asked.stream:
             tell = asked.stream_options is not None and asked.stream_options.include_usage

@@ -75,7 +75,7 @@ def _add_routes(app: FastAPI, answers: Answers, driver: Driver, name: str) -> No
     @app.post("/tokenize", responses=RESPONSES)
     async def tokenize(asked: TokenizeRequest) -> dict[str, Any]:
         answers.check_model(asked.model)
-        tokens = driver.front.encode(asked.prompt)
+        tokens = await driver.reader.encode(asked.prompt)
         return {"tokens": list(tokens), "count": len(tokens), "max_model_len": driver.front.house.context}
 
     @app.get("/", include_in_schema=False)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from copy import deepcopy
-from dataclasses import replace
 from functools import cache
 from queue import Empty, SimpleQueue
 from threading import Thread
@@ -19,6 +17,7 @@ from outrider.params import SamplingParams
 from outrider.serve.clocks import Clocks
 from outrider.serve.drift import Drift
 from outrider.serve.guesses import guesses_of
+from outrider.serve.reader import Reader, with_own_tokenizer
 from outrider.serve.ticket import Bell, Piece, Ticket, Watch
 from outrider.serve.wording import Wording
 from outrider.stats import Stats
@@ -42,10 +41,8 @@ class Driver:
 
     def __init__(self, llm: LLM, *, queue: int, rows: int) -> None:
         """Carry at most `rows` + `queue` requests."""
-        house = llm.house
-        # A tokenizer must not be used by two threads at once, and the engine's thread decodes.
-        apart = replace(house, setup=replace(house.setup, tokenizer=deepcopy(house.tokenizer)))
-        self.front = LLM.of(apart)
+        self.front = with_own_tokenizer(llm)  # the engine's thread decodes
+        self.reader = Reader(self.front)
         self.spell = cache(lambda token: self.front.decode([token]))  # what a token is alone, for the event loop
         self.clocks = Clocks()
         self._llm, self._most, self.slots = llm, rows + queue, rows
@@ -56,7 +53,7 @@ class Driver:
         self._stopping = False
         self.failed_rounds = 0
         self._failing = 0  # those of them since the last good one
-        self.drifts = tuple(Drift() for _ in house.proposers)
+        self.drifts = tuple(Drift() for _ in llm.house.proposers)
         self._thread = Thread(target=self._run, name="engine", daemon=True)
 
     @property
