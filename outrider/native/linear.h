@@ -20,12 +20,12 @@ constexpr int kAhead = 2048;        // bytes to prefetch ahead
 
 struct Linear {
   const void* weight;      // [out / 32][in * bits / 32][32] of 32 bits
-  const uint16_t* scale;   // [out / 32][in / 64][32] bfloat16; null for 16 bits
+  const uint16_t* scale;   // [out / 32][in / 64][32] bfloat16; null for 32 and 16 bits
   const float* bias;       // [out] or null
-  int32_t in, out, bits;   // 16: bfloat16 pairs; 8 and 4: unsigned, shifted by 128 and 8
+  int32_t in, out, bits;   // 32: float; 16: bfloat16 pairs; 8 and 4: unsigned, shifted by 128 and 8
 };
 
-// Rows as a linear layer reads them: bfloat16, or bytes with a scale and a sum for every group.
+// Rows as a linear layer reads them: float, bfloat16, or bytes with a scale and a sum for every group.
 struct Rows {
   int32_t* words;   // [rows][stride]
   float* scale;     // [rows][groups]
@@ -35,15 +35,18 @@ struct Rows {
 
 inline int padded(int size) { return (size + kGroup - 1) / kGroup * kGroup; }
 
+template <class Element>
+inline void copy_row(const Rows& rows, int r, const float* x, int size) {
+  auto* out = reinterpret_cast<Element*>(rows.words + size_t(r) * rows.stride);
+  for (int i = 0; i < size; i++) set(out[i], x[i]);
+  for (int i = size; i < padded(size); i++) out[i] = 0;
+}
+
 // Write x [size] into row r. `bits` is the layer's that will read it.
 inline void pack_row(const Rows& rows, int r, const float* x, int size, int bits) {
   int length = padded(size);
-  if (bits == 16) {
-    auto* out = reinterpret_cast<uint16_t*>(rows.words + size_t(r) * rows.stride);
-    for (int i = 0; i < size; i++) out[i] = narrow(x[i]);
-    for (int i = size; i < length; i++) out[i] = 0;
-    return;
-  }
+  if (bits == 32) return copy_row<float>(rows, r, x, size);
+  if (bits == 16) return copy_row<uint16_t>(rows, r, x, size);
   auto* out = reinterpret_cast<int8_t*>(rows.words + size_t(r) * rows.stride);
   for (int g = 0; g < length / kGroup; g++) {
     int begin = g * kGroup, end = std::min(begin + kGroup, size);
@@ -61,9 +64,9 @@ inline void pack_row(const Rows& rows, int r, const float* x, int size, int bits
   }
 }
 
-template <int M>
-inline void tile16(const Linear& layer, int panel, const Rows& x, int r, Floats (&acc)[M][2]) {
-  const int steps = layer.in / 2;
+template <class Element, int M>
+inline void tile_words(const Linear& layer, int panel, const Rows& x, int r, Floats (&acc)[M][2]) {
+  const int steps = layer.in * int(sizeof(Element)) / 4;
   const int32_t* w = static_cast<const int32_t*>(layer.weight) + size_t(panel) * steps * kPanel;
   const int32_t* words = x.words + size_t(r) * x.stride;
   for (int k = 0; k < steps; k++, w += kPanel) {
@@ -71,9 +74,9 @@ inline void tile16(const Linear& layer, int panel, const Rows& x, int r, Floats 
     __builtin_prefetch(reinterpret_cast<const char*>(w) + kAhead + 64);
     const Ints first = load(w), second = load(w + kLanes);
     for (int m = 0; m < M; m++) {
-      const Ints pair = fill(words[size_t(m) * x.stride + k]);
-      acc[m][0] = dot_pairs(acc[m][0], first, pair);
-      acc[m][1] = dot_pairs(acc[m][1], second, pair);
+      const Ints word = fill(words[size_t(m) * x.stride + k]);
+      acc[m][0] = dot_words<Element>(acc[m][0], first, word);
+      acc[m][1] = dot_words<Element>(acc[m][1], second, word);
     }
   }
 }
@@ -139,8 +142,10 @@ inline void put(const Linear& layer, int panel, Floats first, Floats second, flo
 template <Then then, int M>
 void tile(const Linear& layer, int panel, const Rows& x, int r, float* out, int stride) {
   Floats acc[M][2] = {};
-  if (layer.bits == 16)
-    tile16<M>(layer, panel, x, r, acc);
+  if (layer.bits == 32)
+    tile_words<float>(layer, panel, x, r, acc);
+  else if (layer.bits == 16)
+    tile_words<uint16_t>(layer, panel, x, r, acc);
   else if (layer.bits == 8)
     tile8<M, 8>(layer, panel, x, r, acc);
   else

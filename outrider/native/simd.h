@@ -47,6 +47,7 @@ inline To bits(From value) {
 }
 
 inline float widen(uint16_t value) { return bits<float>(uint32_t(value) << 16); }
+inline float widen(float value) { return value; }
 
 // Round to the nearest bfloat16, ties to even. A NaN stays one.
 inline uint16_t narrow(float value) {
@@ -55,12 +56,18 @@ inline uint16_t narrow(float value) {
   return uint16_t((raw + 0x7fff + ((raw >> 16) & 1)) >> 16);
 }
 
+// As an element holds it: bfloat16, or float itself.
+inline void set(uint16_t& to, float value) { to = narrow(value); }
+inline void set(float& to, float value) { to = value; }
+
 inline Floats widen16(const uint16_t* from) {
   typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
   Halves raw;
   std::memcpy(&raw, from, sizeof raw);
   return bits<Floats>(__builtin_convertvector(raw, Ints) << 16);
 }
+
+inline Floats widen16(const float* from) { return load(from); }
 
 inline Floats maximum(Floats a, Floats b) { return a > b ? a : b; }
 
@@ -143,6 +150,24 @@ inline Floats dot_pairs(Floats acc, Ints w, Ints x) {
   acc += bits<Floats>(w << 16) * bits<Floats>(x << 16);
   return acc + bits<Floats>(w & upper) * bits<Floats>(x & upper);
 #endif
+}
+
+// acc + w x; said outright where the machine does it in one step, so that no compiler does so here and not there.
+inline Floats multiply_add(Floats acc, Floats w, Floats x) {
+#if defined(__AVX512F__)
+  return bits<Floats>(_mm512_fmadd_ps(bits<__m512>(w), bits<__m512>(x), bits<__m512>(acc)));
+#else
+  return acc + w * x;
+#endif
+}
+
+// acc + the products of what a word holds: two of bfloat16, or one of float.
+template <class Element>
+inline Floats dot_words(Floats acc, Ints w, Ints x) {
+  if constexpr (sizeof(Element) == 2)
+    return dot_pairs(acc, w, x);
+  else
+    return multiply_add(acc, bits<Floats>(w), bits<Floats>(x));
 }
 
 // acc + the four products of unsigned bytes w with signed bytes x in each lane.
