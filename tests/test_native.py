@@ -133,21 +133,27 @@ def test_the_same_bits_however_the_text_is_cut(name, bits, folders):
 
 
 @WHOLE
-def test_the_same_bits_in_any_width_and_team(bits, folders):
-    """Each number of rows has code of its own, and each thread its share of the outputs."""
-    before, text, found = torch.get_num_threads(), ids(52), []
+def test_the_same_bits_in_any_width(bits, folders):
+    """Each number of rows has code of its own."""
+    target, _ = read(folders["wide"], bits=bits)
+    text = ids(52)
+    with torch.inference_mode():
+        whole = feed(target, [text[:1]], draft=chain(text[1:]))[0].logits[0]
+        for width in range(1, 14):
+            pieces, ends = cut(text, [width] * (52 // width))
+            logits = torch.cat([scores.logits[0, -1:] for scores in feed(target, pieces, slot=2)])
+            assert torch.equal(logits, whole[ends])
+
+
+@WHOLE
+def test_the_same_bits_in_any_team(bits, folders):
+    before, text, found = torch.get_num_threads(), ids(40), []
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
             target, _ = read(folders["wide"], bits=bits)
             with torch.inference_mode():
-                whole = feed(target, [text[:1]], draft=chain(text[1:]))[0].logits[0]
-                for width in range(1, 14):
-                    pieces, ends = cut(text, [width] * (52 // width))
-                    scores = feed(target, [*pieces[:-1], pieces[-1][:1]], slot=2, draft=chain(pieces[-1][1:]))
-                    logits = torch.cat([each.logits[0, -1:] for each in scores])
-                    assert torch.equal(logits, whole[ends])
-            found.append(whole)
+                found.append(feed(target, [text[:20], text[20:21]], draft=chain(text[21:]))[1].logits)
     finally:
         torch.set_num_threads(before)
     assert torch.equal(found[0], found[1])

@@ -422,7 +422,7 @@ def test_a_quantised_draft_of_the_native_kernels_has_the_targets_entries(folders
     assert (target.kernels, copied.kernels) == ("native", "native int8")
     assert copied.cache.use().token_bytes == target.cache.use().token_bytes
     assert 0 < copied.bytes() < 0.4 * target.bytes()
-    assert 0 < (logits(copied, text) - wanted).norm() < 0.1 * wanted.norm()
+    assert 0 < (logits(copied, text) - wanted).norm() < 0.2 * wanted.norm()
 
 
 def test_there_is_no_quantising_on_a_gpu(folders):

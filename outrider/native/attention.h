@@ -147,7 +147,8 @@ inline void meet(const Guest<Element>* guest, const Heads& heads, Scratch<Elemen
 
 template <class Element>
 inline void meet_all(std::vector<Guest<Element>>& guests, const Heads& heads, Scratch<Element>& s) {
-  const Guest<Element>*guest = guests.data(), *end = guest + guests.size();
+  const Guest<Element>* guest = guests.data();
+  const Guest<Element>* end = guest + guests.size();
   for (; guest + 4 <= end; guest += 4) meet<4>(guest, heads, s);
   if (end - guest == 3) meet<3>(guest, heads, s);
   if (end - guest == 2) meet<2>(guest, heads, s);

@@ -15,7 +15,7 @@ namespace outrider {
 
 constexpr int kPanel = 2 * kLanes;  // outputs
 constexpr int kGroup = 64;          // inputs that share a scale; every length of input is a multiple of it
-constexpr int kTile = 12;           // rows whose sums fit the registers beside two of weights
+constexpr int kTile = kPart == kLanes ? 12 : 3;  // rows whose sums fit the registers beside a step's weights
 constexpr int kAhead = 2048;        // bytes to prefetch ahead
 
 struct Linear {
@@ -69,16 +69,19 @@ inline void tile_words(const Linear& layer, int panel, const Rows& x, int r, Flo
   const int steps = layer.in * int(sizeof(Element)) / 4;
   const int32_t* w = static_cast<const int32_t*>(layer.weight) + size_t(panel) * steps * kPanel;
   const int32_t* words = x.words + size_t(r) * x.stride;
+  constexpr int parts = kPanel / kPart;
+  FloatPart sums[M][parts] = {};
   for (int k = 0; k < steps; k++, w += kPanel) {
     __builtin_prefetch(reinterpret_cast<const char*>(w) + kAhead);
     __builtin_prefetch(reinterpret_cast<const char*>(w) + kAhead + 64);
-    const Ints first = load(w), second = load(w + kLanes);
+    IntPart weights[parts];
+    for (int p = 0; p < parts; p++) weights[p] = load_part(w + p * kPart);
     for (int m = 0; m < M; m++) {
-      const Ints word = fill(words[size_t(m) * x.stride + k]);
-      acc[m][0] = dot_words<Element>(acc[m][0], first, word);
-      acc[m][1] = dot_words<Element>(acc[m][1], second, word);
+      const IntPart word = IntPart{} + words[size_t(m) * x.stride + k];
+      for (int p = 0; p < parts; p++) sums[m][p] = dot_words<Element>(sums[m][p], weights[p], word);
     }
   }
+  std::memcpy(acc, sums, sizeof sums);
 }
 
 template <int M, int Bits>
