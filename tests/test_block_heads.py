@@ -356,6 +356,7 @@ def test_the_planner_hears_how_sure_a_draft_is_of_itself():
 def test_the_text_is_the_targets_own(kind, temperature, make, tmp_path, monkeypatch):
     """With more guesses wanted than a block has, and texts that are read in pieces."""
     monkeypatch.setattr(model_of_proposing, "_PIECE", 4)
+    monkeypatch.setattr(model_of_proposing, "_NEAR", 4)
     write_head(tmp_path / "head", make_draft(describe(kind, MINI)), dtype=torch.float32)
     check_text(tmp_path / "head", make, temperature=temperature, k=6)
 

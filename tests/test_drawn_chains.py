@@ -12,6 +12,7 @@ from outrider.drive import make_round, make_row
 from outrider.load import load_checkpoint
 from outrider.noise import inverse_cdf
 from outrider.params import SamplingParams
+from outrider.propose import model
 from outrider.propose.base import Setup
 from outrider.propose.model import ModelProposer
 from outrider.target import Drawer, make_target
@@ -55,24 +56,27 @@ def tiny_text(chance, size):
 
 @pytest.mark.parametrize("filters", [({},) * 4, FILTERS], ids=["whole", "filtered"])
 @pytest.mark.parametrize("keep", [0.0, 0.02])
-@pytest.mark.parametrize(("vocab", "dtype"), [(200, "bfloat16"), (tiny.VOCAB, "float32"), (300, "bfloat16")])
-def test_the_same_guesses_from_the_same_laws(vocab, dtype, keep, filters, folder):
-    """Whether the draft has as many ids as the target, more or fewer."""
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("vocab", "piece"), [(200, 512), (tiny.VOCAB, 512), (300, 512), (tiny.VOCAB, 5)])
+def test_the_same_guesses_from_the_same_laws(vocab, piece, dtype, keep, filters, folder, monkeypatch):
+    """Whether the draft has as many ids as the target, more or fewer; and while it reads others' texts in pieces."""
+    monkeypatch.setattr(model, "_PIECE", piece)
+    monkeypatch.setattr(model, "_NEAR", 5)
     ways = []
     for plain in (False, True):
-        model = model_of(folder, dtype)
-        model = PlainTarget(model) if plain else model
-        assert isinstance(model, Drawer) is not plain
-        ways.append((proposer_of(model, vocab), rows_of(random.Random(1), filters=filters)))
+        draft = PlainTarget(model_of(folder, dtype)) if plain else model_of(folder, dtype)
+        assert isinstance(draft, Drawer) is not plain
+        ways.append((proposer_of(draft, vocab), rows_of(random.Random(1), filters=filters)))
     for proposer, rows in ways:
         for row in rows:
             proposer.admit(row.slot, row.request)
     chance = random.Random(2)
-    drawn = 0
+    drawn = waited = 0
     for _ in range(12):
         budget = tuple(chance.randint(1, 6) for _ in TEMPERATURES)
         ours, plain = (one_round(*way, budget, keep) for way in ways)
         assert ours.width == plain.width
+        waited += ours.width.count(0)
         for name in ("tokens", "law"):
             for b, width in enumerate(ours.width):
                 assert getattr(ours, name)[b, :width].tolist() == getattr(plain, name)[b, :width].tolist()
@@ -82,6 +86,7 @@ def test_the_same_guesses_from_the_same_laws(vocab, dtype, keep, filters, folder
             assert ours.chance[b] == pytest.approx(plain.chance[b], rel=1e-4)
         drawn += sum(ours.width)
     assert 60 < drawn < 250
+    assert waited >= (9 if piece == 5 else 0)
 
 
 @pytest.mark.parametrize("draw", [Draw.ARGMAX, Draw.RACE])

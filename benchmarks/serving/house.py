@@ -37,9 +37,9 @@ class Server:
         return int(found[1])
 
     def gauges(self) -> dict[str, float]:
-        """What /metrics says, counters and gauges without labels."""
+        """What /metrics says, by name and labels as they are written."""
         text = httpx.get(self.url.removesuffix("/v1") + "/metrics").text
-        pairs = (line.split() for line in text.splitlines() if line and line[0] != "#" and "{" not in line)
+        pairs = (line.rsplit(" ", 1) for line in text.splitlines() if line and line[0] != "#")
         return {name: float(value) for name, value in pairs}
 
     def rest(self) -> dict[str, float]:

@@ -38,6 +38,7 @@ from outrider.stress.settings import Settings
 from outrider.stress.verb import points
 
 _LOOK = 2.0  # seconds between two looks at the server's memory
+_HELD = ("outrider_running", "outrider_waiting", "outrider_slots", 'outrider_cache_blocks{state="held"}')
 _WARM = 0.3  # of the time, after which memory may not grow
 
 
@@ -151,10 +152,9 @@ async def _watch(server: Server, soak: Soak, began: float) -> None:
 
 
 def _held(server: Server) -> dict[str, float]:
-    """What is held at rest: gauges of requests, slots and blocks, whatever they are called."""
+    """What is held at rest: requests, slots, and blocks of the cache by those who run."""
     gauges = server.rest()
-    parts = ("running", "waiting", "slots", "blocks_used", "blocks_held")
-    return {name: value for name, value in gauges.items() if name.startswith("outrider_") and name.endswith(parts)}
+    return {name: gauges[name] for name in _HELD}
 
 
 def _show(soak: Soak, failures: dict[str, int], seconds: float) -> None:

@@ -15,7 +15,8 @@ namespace outrider {
 
 constexpr int kPanel = 2 * kLanes;  // outputs
 constexpr int kGroup = 64;          // inputs that share a scale; every length of input is a multiple of it
-constexpr int kTile = kPart == kLanes ? 12 : 3;  // rows whose sums fit the registers beside a step's weights
+constexpr int kTile = 12;           // rows whose sums fit the registers beside two of weights
+constexpr int kWordTile = kPart == kLanes ? kTile : 3;  // the same of `tile_words`, where registers are narrower
 constexpr int kAhead = 2048;        // bytes to prefetch ahead
 
 struct Linear {
@@ -167,8 +168,9 @@ constexpr auto tiles(std::integer_sequence<int, I...>) {
 template <Then then>
 void apply(const Team& team, const Linear& layer, const Rows& x, int rows, float* out, int stride) {
   static constexpr auto table = tiles<then>(std::make_integer_sequence<int, kTile>());
+  const int most = layer.bits < 16 ? kTile : kWordTile;
   team.share((layer.out + kPanel - 1) / kPanel, [&](int panel) {
-    for (int r = 0; r < rows; r += kTile) table.of[std::min(kTile, rows - r) - 1](layer, panel, x, r, out, stride);
+    for (int r = 0; r < rows; r += most) table.of[std::min(most, rows - r) - 1](layer, panel, x, r, out, stride);
   });
 }
 

@@ -21,7 +21,8 @@ from outrider.types import Batch, Dice, Draft, Draw, Grown, Law, Needs, Packed, 
 from outrider.watch import Watch
 
 _log = logging.getLogger("outrider")
-_PIECE = 1024  # tokens of a text read in one round: those who decode beside it wait for no more
+_PIECE = 512  # tokens of texts read in one round: those who decode beside it wait for no more
+_NEAR = 64  # tokens that a row may be behind and still be read whole
 
 
 class ModelProposer:
@@ -100,6 +101,7 @@ class ModelProposer:
         """The rows that the draft runs, each with the committed text that it has not read; and which rows they are."""
         able = self._able(batch)
         where, starts, feeds, budgets = [], [], [], []
+        left = _PIECE
         for b, row in enumerate(batch.rows):
             end = batch.start[b] + len(batch.feed[b])
             start = self._model.cache.length(row.slot)
@@ -108,8 +110,9 @@ class ModelProposer:
             if room < batch.budget[b] and not self._told:
                 self._told = True
                 _log.warning("the draft model's context of %d tokens is full; going on without it", self._model.context)
-            if start < end <= self._model.context and budget and row.slot in able:
-                stop = min(end, start + _PIECE)
+            stop = end if end - start <= _NEAR else min(end, start + left)
+            if start < stop and end <= self._model.context and budget and row.slot in able:
+                left -= stop - start if end - start > _NEAR else 0
                 where.append(b)
                 starts.append(start)
                 feeds.append(tuple(row.text[start:stop]))
@@ -140,7 +143,7 @@ class ModelProposer:
         knobs = self._knobs_of(batch)
         ends = frozenset.intersection(*(row.request.end_ids for row in batch.rows))
         trust = self._confidence.trust(batch.keep, batch.worth, tuple(ends))
-        grown = self._grown(batch, knobs, trust) if min(batch.budget) else None
+        grown = self._grown(batch, knobs, trust) if max(batch.budget) else None
         if grown is None:
             return self._draw_chain(batch, knobs, trust)
         self._margins, law = grown.margin, torch.full_like(grown.tokens, Law.ONE_HOT)
@@ -150,6 +153,9 @@ class ModelProposer:
 
     def _grown(self, batch: Batch, knobs: Knobs, trust: Trust) -> Grown | None:
         """Chains that the model grows by itself; None where that is not how these rows want their guesses."""
+        if not min(batch.budget):  # rows that are being read make one guess, of no use in the midst of a text
+            one = replace(batch, budget=tuple(max(most, 1) for most in batch.budget))
+            return _without(self._grown(one, knobs, trust), batch.budget)
         model, vocab, draw = self._model, self._setup.vocab, self._setup.draw
         if knobs.bare or (knobs.soft and draw is Draw.ARGMAX):  # no law has another likeliest token
             return model.grow(batch, vocab, trust)
@@ -223,6 +229,17 @@ class ModelProposer:
     def _noise_of(self, batch: Batch) -> PositionNoise:
         assert self._noise is not None
         return self._noise.at(tree.upload([len(row.text) for row in batch.rows], self._setup.device))
+
+
+def _without(grown: Grown | None, budget: tuple[int, ...]) -> Grown | None:
+    """The same chains without those of rows that had no budget."""
+    if grown is None:
+        return None
+    margin, chance = (
+        part and tuple(each if most else () for each, most in zip(part, budget, strict=True))
+        for part in (grown.margin, grown.chance)
+    )
+    return replace(grown, count=tuple(map(min, grown.count, budget)), margin=margin, chance=chance)
 
 
 def _fit(logits: torch.Tensor, vocab: int) -> torch.Tensor:

@@ -54,13 +54,14 @@ class Settings:
         int, typer.Option(min=1, help="Tokens of prompts read in one round at most.", rich_help_panel=_LIMITS)
     ] = 512
     round_ms: Annotated[
-        float | None,
+        float,
         typer.Option(
-            min=0.1,
-            help="Read fewer of them where a round that others decode in would take longer than so many milliseconds.",
+            min=0.0,
+            help="Read fewer of them where a round that others decode in would take longer than so many milliseconds;"
+            " 0 = any.",
             rich_help_panel=_LIMITS,
         ),
-    ] = None
+    ] = 60.0
     queue: Annotated[
         int, typer.Option(min=0, help="Completions that may wait; one more is turned away.", rich_help_panel=_LIMITS)
     ] = 256
