@@ -277,6 +277,9 @@ def test_swap_is_loading_the_other_weights(bits, tmp_path):
         assert not torch.equal(feed(target, [text])[0].logits, goal)
         target.swap(rest, 2)
         assert torch.equal(feed(target, [text])[0].logits, goal)
+        for value in other.state_dict().values():
+            value.zero_()  # what was given is the giver's again
+        assert torch.equal(feed(target, [text])[0].logits, goal)
     assert target.version == 2
     with pytest.raises(OutriderError, match="no weight 'x'"):
         target.swap({"x": torch.zeros(1)}, 3)

@@ -110,7 +110,7 @@ class Decoder(Passes):
         state = {name: value.detach() for name, value in model.state_dict().items()}
         self._shapes = {name: value.shape for name, value in state.items()}
         self._tied = bool(model.config.tie_word_embeddings)
-        self._norms = {name: value.float() for name, value in state.items() if name.endswith("norm.weight")}
+        self._norms = {name: value.float().clone() for name, value in state.items() if name.endswith("norm.weight")}
         self._frequency = model.model.rotary_emb.inv_freq.float().clone()
         self._packed = {name: self._pack(name, parts, state) for name, parts in self._groups().items()}
         self.dtype = WHOLE[32 if bits == 32 else 16]  # of the embedding, of keys and of values
@@ -162,7 +162,7 @@ class Decoder(Passes):
         if self._tied:
             both = new.get(_EMBEDDING, new.get(f"{_HEAD}.weight"))
             new |= {} if both is None else {_EMBEDDING: both, f"{_HEAD}.weight": both}
-        self._norms |= {name: new[name].float() for name in self._norms.keys() & new.keys()}
+        self._norms |= {name: new[name].float().clone() for name in self._norms.keys() & new.keys()}
         stale = []
         for name, parts in self._groups().items():
             if any(f"{part}.{kind}" in new for part in parts for kind in ("weight", "bias")):

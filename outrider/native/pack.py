@@ -68,10 +68,7 @@ class PackedWeight:
 def pack(
     weight: torch.Tensor, bias: torch.Tensor | None = None, *, bits: int = 16, arena: Arena | None = None
 ) -> PackedWeight:
-    """Pack [outputs, inputs] in 32, 16, 8 or 4 bits.
-
-    32 is float32 and 16 bfloat16; less is quantised: symmetric, one scale for each output and 64 inputs.
-    """
+    """Pack [outputs, inputs] in float32, bfloat16, or quantised: symmetric, one scale for each output and 64 inputs."""
     arena = arena or Arena()
     outputs, inputs = weight.shape
     padded = functional.pad(weight, (0, -inputs % GROUP, 0, -outputs % PANEL))

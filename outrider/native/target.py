@@ -33,9 +33,7 @@ class NativeTarget:
     """
 
     def __init__(self, checkpoint: Checkpoint, *, slots: int, context: int, bits: int = 16) -> None:
-        """Prepare for `slots` rows of up to `context` tokens.
-
-        The checkpoint is in bfloat16 or float32; `bits` below 16 make of one in bfloat16 a quantised model.
+        """Prepare for `slots` rows of up to `context` tokens; with `bits` below 16 the checkpoint is quantised.
 
         Raises:
             UnsupportedModel: the kernels cannot be compiled here, or do not know this model.
