@@ -173,8 +173,8 @@ def share_out(caches: Sequence[Cache], context: int, caching: Caching) -> None:
     uses = [(cache, use) for cache in caches if (use := cache.use()).block_tokens]
     if gigabytes is not None and (not uses or uses[0][0] is not caches[0]):
         raise OutriderError(
-            "gigabytes of cache can be set for the native kernels on a CPU in bfloat16; here each row has room for a"
-            " whole context, so set rows and context"
+            "gigabytes of cache can be set for the native kernels on a CPU; here each row has room for a whole context,"
+            " so set rows and context"
         )
     if not uses:
         return

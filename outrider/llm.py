@@ -72,7 +72,7 @@ class LLM:
             verifier: walk, coupled, rejection, block, siblings, traversal, typical or lenient; None is the fitting one.
             dtype: auto, float32, bfloat16 or float16.
             device: auto, cpu, cuda, ...
-            kernels: native, torch, or auto: on a CPU in bfloat16 Outrider's own where they know the model, else torch.
+            kernels: native, torch, or auto: on a CPU Outrider's own where they know the model and its type, else torch.
             quantize: int8 or int4 weights for the target, which is then the quantised model, exactly; None keeps them.
             threads: of the CPU; None is OMP_NUM_THREADS, or else the physical cores of one NUMA node.
             rows: completions that run at once.

@@ -75,8 +75,8 @@ Kernels = Annotated[
     str,
     typer.Option(
         metavar="NAME",
-        help="auto, native or torch. auto takes the fastest that run the model here: in bfloat16 on a CPU the native"
-        " ones, which a C++ compiler builds once on a machine.",
+        help="auto, native or torch. auto takes the fastest that run the model here: on a CPU, in bfloat16 and float32,"
+        " the native ones, which a C++ compiler builds once on a machine.",
         rich_help_panel=_MODEL,
     ),
 ]

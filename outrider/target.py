@@ -339,12 +339,12 @@ def make_target(
     """
     if kernels not in KERNELS:
         raise OutriderError(f"kernels {kernels!r} is unknown; use {', '.join(KERNELS)}")
-    fits = checkpoint.device.type == "cpu" and checkpoint.dtype == torch.bfloat16
-    if bits < 16 and not fits:
+    fits = checkpoint.device.type == "cpu" and checkpoint.dtype in (torch.bfloat16, torch.float32)
+    if bits < 16 and not (fits and checkpoint.dtype == torch.bfloat16):
         raise OutriderError("quantize needs a CPU and bfloat16; use device cpu and dtype auto, or leave quantize out")
     fits &= not checkpoint.recurrent
     if kernels == "native" and not fits:
-        raise OutriderError("the native kernels need a CPU and bfloat16; use kernels auto, or dtype bfloat16")
+        raise OutriderError("the native kernels need a CPU, and bfloat16 or float32; use kernels auto, or dtype auto")
     if fits and kernels != "torch":
         try:
             return NativeTarget(checkpoint, slots=slots, context=context, bits=bits)

@@ -98,9 +98,9 @@ def _toy_model(setup: Setup) -> Proposer:
     return ModelProposer(setup, ToyTarget(vocab=setup.vocab, slots=setup.slots, seed=99))
 
 
-def nano(dtype: str = "float32") -> Target:
+def nano(dtype: str = "float32", kernels: str = "auto") -> Target:
     checkpoint = load_checkpoint(embedded("nano"), dtype=dtype, device="cpu")
-    return make_target(checkpoint, slots=4, context=128)
+    return make_target(checkpoint, slots=4, context=128, kernels=kernels)
 
 
 def tight() -> Target:
@@ -112,7 +112,8 @@ def tight() -> Target:
 
 CACHES: Mapping[str, Callable[[], Target]] = {
     "toy": ToyTarget,
-    "static": nano,
-    "paged": lambda: nano("bfloat16"),
+    "static": lambda: nano(kernels="torch"),
+    "paged": nano,
+    "paged in bfloat16": lambda: nano("bfloat16"),
     "paged and tight": tight,
 }

@@ -216,8 +216,9 @@ def test_run(prompts):
         assert all(contestant["tokens_per_s"]["median"] > 0 for contestant in figures.values())
     assert document["exact"]
     assert document["dtype"] == "float32"
-    assert (document["weight_bits"], document["compile_seconds"]) == (32, 0.0)
-    assert document["kernels"] in ("torch", "graphs")
+    assert document["weight_bits"] == 32
+    assert document["compile_seconds"] >= 0
+    assert document["kernels"] in ("native", "torch", "graphs")
     assert document["arguments"]["rounds"] == 2
     assert set(document["versions"]) >= {"python", "torch", "transformers", "outrider"}
     assert set(document["hardware"]) >= {"cpu", "cores", "threads", "gpu"}

@@ -134,7 +134,7 @@ def test_document(greedy):
     assert greedy["stats"]["tau"] > 1
     assert greedy["versions"]["outrider"] == outrider.__version__
     assert greedy["dtype"] == "float32"
-    assert greedy["kernels"] in ("torch", "graphs")
+    assert greedy["kernels"] in ("native", "torch", "graphs")
 
 
 def test_plain_decoding_gives_the_same_text(greedy):
@@ -192,7 +192,7 @@ def test_show_colours_every_character_on_a_terminal_only(greedy):
     assert "\x1b[1;33m" in coloured.stdout
     assert bare(coloured.stdout) == plain.stdout
     assert "accepted guess" in coloured.stderr
-    assert re.search("exact; float32, (torch|graphs) kernels", bare(coloured.stderr))
+    assert re.search("exact; float32, (native|torch|graphs) kernels", bare(coloured.stderr))
 
 
 def test_show_with_a_stop_string_that_is_held_back():
@@ -219,7 +219,7 @@ def test_inexact_is_said():
         (["--verifier", "nobody", "x"], "verifier 'nobody' is unknown"),
         (["--dtype", "int8", "x"], "dtype 'int8' is unknown"),
         (["--kernels", "quick", "x"], "kernels 'quick' is unknown; use auto, native, torch"),
-        (["--kernels", "native", "--dtype", "float32", "x"], "the native kernels need a CPU and bfloat16"),
+        (["--kernels", "native", "--dtype", "float16", "x"], "the native kernels need a CPU, and bfloat16 or float32"),
         (["--quantize", "int3", "x"], "quantize 'int3' is unknown; use int8, int4"),
         (["--quantize", "int4", "--dtype", "float32", "x"], "quantize needs a CPU and bfloat16; use device cpu"),
         (["--threads", "0", "x"], "threads is 0"),

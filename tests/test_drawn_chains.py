@@ -31,8 +31,8 @@ def folder(tmp_path_factory):
     return tiny.save(tmp_path_factory.mktemp("drawn") / "model", tiny.make_config("LlamaConfig", head_dim=16))
 
 
-def model_of(folder):
-    return make_target(load_checkpoint(folder, dtype="bfloat16", device="cpu"), slots=4, context=128, kernels="native")
+def model_of(folder, dtype="bfloat16"):
+    return make_target(load_checkpoint(folder, dtype=dtype, device="cpu"), slots=4, context=128, kernels="native")
 
 
 def proposer_of(model, vocab, draw=Draw.SAMPLE):
@@ -56,14 +56,15 @@ def tiny_text(chance, size):
 
 @pytest.mark.parametrize("filters", [({},) * 4, FILTERS], ids=["whole", "filtered"])
 @pytest.mark.parametrize("keep", [0.0, 0.02])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("vocab", "piece"), [(200, 512), (tiny.VOCAB, 512), (300, 512), (tiny.VOCAB, 5)])
-def test_the_same_guesses_from_the_same_laws(vocab, piece, keep, filters, folder, monkeypatch):
+def test_the_same_guesses_from_the_same_laws(vocab, piece, dtype, keep, filters, folder, monkeypatch):
     """Whether the draft has as many ids as the target, more or fewer; and while it reads others' texts in pieces."""
     monkeypatch.setattr(model, "_PIECE", piece)
     monkeypatch.setattr(model, "_NEAR", 5)
     ways = []
     for plain in (False, True):
-        draft = PlainTarget(model_of(folder)) if plain else model_of(folder)
+        draft = PlainTarget(model_of(folder, dtype)) if plain else model_of(folder, dtype)
         assert isinstance(draft, Drawer) is not plain
         ways.append((proposer_of(draft, vocab), rows_of(random.Random(1), filters=filters)))
     for proposer, rows in ways:

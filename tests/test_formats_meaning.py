@@ -417,14 +417,15 @@ def test_rotary_positions_are_transformers_own(rope, rotary):
 
 
 @pytest.mark.skipif(not tiny.compiles(), reason="no C++ compiler here")
+@pytest.mark.parametrize(("dtype", "near"), [(torch.bfloat16, 0.03), (torch.float32, 1e-5)])
 @pytest.mark.parametrize("case", ["five taps", "eagle", "eagle3 without a norm"])
-def test_native_kernels_read_it_alike(case):
-    """Scaled positions, biases of all sorts, a second layer and no norms, in bfloat16."""
-    checkpoint = load_checkpoint(embedded("mini"), dtype="bfloat16", device="cpu")
+def test_native_kernels_read_it_alike(case, dtype, near):
+    """Scaled positions, biases of all sorts, a second layer and no norms."""
+    checkpoint = load_checkpoint(embedded("mini"), dtype=str(dtype).removeprefix("torch."), device="cpu")
     tables = make_target(checkpoint, slots=1, context=32, kernels="native").lend()
-    module = random_draft(cases(hidden=384, vocab=12288)[case][1]).to(torch.bfloat16)
+    module = random_draft(cases(hidden=384, vocab=12288)[case][1]).to(dtype)
     heads = [kind(module, tables, slots=1, context=64) for kind in (FollowTarget, NativeFollowTarget)]
     text, taps = torch.randint(0, 12288, (9,)).tolist(), torch.randn(8, len(module.description.taps.layers), 384)
     none = tree.empty(1, torch.device("cpu"))
     ours, theirs = (head.score(feed(head, module.description, text, taps), none).logits for head in heads)
-    assert far(ours, theirs) < 0.03
+    assert far(ours, theirs) < near

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import accumulate
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from tests import tiny
 
 pytestmark = pytest.mark.skipif(not tiny.compiles(), reason="no C++ compiler here")
 CPU = torch.device("cpu")
+WHOLE = pytest.mark.parametrize("bits", [32, 16])  # of weights that are not quantised
 MODELS = {
     "llama": tiny.make_config("LlamaConfig", head_dim=16, hidden_size=48, intermediate_size=80),
     "tied": tiny.make_config("LlamaConfig", head_dim=32, tie_word_embeddings=True, vocab_size=250),
@@ -54,10 +56,10 @@ def folders(tmp_path_factory):
     return {name: tiny.save(root / name, config) for name, config in MODELS.items()}
 
 
-def read(folder, layers=(), **kwargs):
+def read(folder, layers=(), *, bits=16):
     """A target, and the transformers model that it was made from."""
-    checkpoint = load_checkpoint(folder, dtype="bfloat16", device="cpu")
-    target = make_target(checkpoint, slots=4, context=128, kernels="native", **kwargs)
+    checkpoint = load_checkpoint(folder, dtype="float32" if bits == 32 else "bfloat16", device="cpu")
+    target = make_target(checkpoint, slots=4, context=128, kernels="native", bits=min(bits, 16))
     target.export(layers)
     checkpoint.model.set_attn_implementation("eager")
     return target, checkpoint.model
@@ -104,25 +106,64 @@ def test_closer_to_float32_than_the_model_itself(name, folders):
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("bits", [16, 8, 4])
+def test_in_float32_it_is_the_model_itself(name, folders):
+    target, model = read(folders[name], bits=32)
+    text = ids(100)
+    with torch.inference_mode():
+        logits = feed(target, [text[:60], text[60:61]], draft=chain(text[61:]))[1].logits[0]
+        assert distance(logits, model(torch.tensor([text])).logits[0, 60:]) < 1e-4
+
+
+def cut(text, sizes):
+    ends = list(accumulate(sizes))
+    return [text[end - size : end] for end, size in zip(ends, sizes, strict=True)], torch.tensor(ends) - 1
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("bits", [32, 16, 8, 4])
 def test_the_same_bits_however_the_text_is_cut(name, bits, folders):
     target, _ = read(folders[name], bits=bits)
     text = ids(45)
     with torch.inference_mode():
         whole = feed(target, [text[:1]], draft=chain(text[1:]))[0].logits[0]
         for sizes in ([1] * 45, [17, 16, 12], [44, 1], [3] * 15, [13, 31, 1]):
-            pieces, at = [], 0
-            for size in sizes:
-                pieces.append(text[at : at + size])
-                at += size
+            pieces, ends = cut(text, sizes)
             logits = torch.cat([scores.logits[0, -1:] for scores in feed(target, pieces, slot=2)])
-            ends = torch.tensor(sizes).cumsum(0) - 1
             assert torch.equal(logits, whole[ends])
 
 
+@WHOLE
+def test_the_same_bits_in_any_width(bits, folders):
+    """Each number of rows has code of its own."""
+    target, _ = read(folders["wide"], bits=bits)
+    text = ids(52)
+    with torch.inference_mode():
+        whole = feed(target, [text[:1]], draft=chain(text[1:]))[0].logits[0]
+        for width in range(1, 14):
+            pieces, ends = cut(text, [width] * (52 // width))
+            logits = torch.cat([scores.logits[0, -1:] for scores in feed(target, pieces, slot=2)])
+            assert torch.equal(logits, whole[ends])
+
+
+@WHOLE
+def test_the_same_bits_in_any_team(bits, folders):
+    before, text, found = torch.get_num_threads(), ids(40), []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            target, _ = read(folders["wide"], bits=bits)
+            with torch.inference_mode():
+                found.append(feed(target, [text[:20], text[20:21]], draft=chain(text[21:]))[1].logits)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+@WHOLE
 @pytest.mark.parametrize("name", ["llama", "mistral", "wide"])
-def test_the_same_bits_in_a_tree_and_in_company(name, folders):
-    target, _ = read(folders[name])
+def test_the_same_bits_in_a_tree_and_in_company(name, bits, folders):
+    target, _ = read(folders[name], bits=bits)
     texts = [ids(count, seed) for seed, count in enumerate((31, 16, 5))]
     rows = [tiny.admit(target, slot, text) for slot, text in enumerate(texts)]
     draft = random_tree([9, 4, 0], 250, random.Random(1))
@@ -136,8 +177,9 @@ def test_the_same_bits_in_a_tree_and_in_company(name, folders):
                 assert torch.equal(together[b, node + 1], alone)
 
 
-def test_an_accepted_branch_is_the_text_itself(folders):
-    target, _ = read(folders["llama"])
+@WHOLE
+def test_an_accepted_branch_is_the_text_itself(bits, folders):
+    target, _ = read(folders["llama"], bits=bits)
     chance, row = random.Random(0), tiny.admit(target, 0, ids(21))
     with torch.inference_mode():
         for _ in range(6):
@@ -146,8 +188,9 @@ def test_an_accepted_branch_is_the_text_itself(folders):
         assert torch.equal(on, feed(target, [row.text], slot=1)[0].logits)
 
 
-def test_grow_is_scoring_step_by_step(folders):
-    target, _ = read(folders["biased"])
+@WHOLE
+def test_grow_is_scoring_step_by_step(bits, folders):
+    target, _ = read(folders["biased"], bits=bits)
     texts = [ids(count, seed) for seed, count in enumerate((11, 30, 4))]
     rows = [tiny.admit(target, slot, text) for slot, text in enumerate(texts)]
     batch = Batch(rows=tuple(rows), start=(0, 0, 0), feed=tuple(tuple(text) for text in texts), budget=(3, 7, 1))
@@ -159,8 +202,9 @@ def test_grow_is_scoring_step_by_step(folders):
     assert int(grown.max()) < 200
 
 
-def test_a_chain_stops_where_the_text_ends(folders):
-    target, _ = read(folders["biased"])
+@WHOLE
+def test_a_chain_stops_where_the_text_ends(bits, folders):
+    target, _ = read(folders["biased"], bits=bits)
     row = tiny.admit(target, 0, ids(11))
     batch = Batch(rows=(row,), start=(0,), feed=(tuple(row.text),), budget=(7,))
     with torch.inference_mode():
@@ -170,10 +214,11 @@ def test_a_chain_stops_where_the_text_ends(folders):
     assert ours.count == theirs.count == (free.index(free[3]) + 1,)
 
 
+@WHOLE
 @pytest.mark.parametrize("more", [0.0, 0.1])
 @pytest.mark.parametrize("keep", [0.0, 0.01, 0.2, 2.0])
-def test_a_chain_stops_where_its_chance_falls(folders, keep, more):
-    target, _ = read(folders["biased"])
+def test_a_chain_stops_where_its_chance_falls(folders, keep, more, bits):
+    target, _ = read(folders["biased"], bits=bits)
     texts = [ids(count, seed) for seed, count in enumerate((11, 30, 4))]
     rows = [tiny.admit(target, slot, text) for slot, text in enumerate(texts)]
     batch = Batch(rows=tuple(rows), start=(0, 0, 0), feed=tuple(tuple(text) for text in texts), budget=(3, 7, 1))
@@ -192,13 +237,14 @@ def test_a_chain_stops_where_its_chance_falls(folders, keep, more):
         assert all(chance < keep for chance in ours[grown.count[b] :])
 
 
-def test_features_are_the_layers_outputs(folders):
-    target, model = read(folders["qwen3"], layers=(1, 3))
+@WHOLE
+def test_features_are_the_layers_outputs(bits, folders):
+    target, model = read(folders["qwen3"], layers=(1, 3), bits=bits)
     text = ids(12)
     with torch.inference_mode():
         scores = feed(target, [text[:1]], draft=chain(text[1:]))[0]
         states = model.float()(torch.tensor([text]), output_hidden_states=True).hidden_states
-    assert (scores.features[1][0] - states[2][0]).norm() / states[2].norm() < 0.02
+    assert distance(scores.features[1][0], states[2][0]) < {32: 1e-5, 16: 0.02}[bits]
     assert torch.equal(scores.fed[3][0], scores.features[3][0, :1])
 
 
@@ -215,11 +261,12 @@ def test_a_quantised_model_is_a_model_of_its_own(bits, folders):
     assert target.bytes() < read(folders["tied"])[0].bytes()
 
 
-def test_swap_is_loading_the_other_weights(tmp_path):
+@WHOLE
+def test_swap_is_loading_the_other_weights(bits, tmp_path):
     config = MODELS["biased"]
     old, new = (tiny.save(tmp_path / str(seed), config, seed=seed) for seed in (0, 1))
-    target, _ = read(old)
-    wanted, other = read(new)
+    target, _ = read(old, bits=bits)
+    wanted, other = read(new, bits=bits)
     text = ids(20)
     with torch.inference_mode():
         goal = feed(wanted, [text])[0].logits
@@ -230,6 +277,9 @@ def test_swap_is_loading_the_other_weights(tmp_path):
         assert not torch.equal(feed(target, [text])[0].logits, goal)
         target.swap(rest, 2)
         assert torch.equal(feed(target, [text])[0].logits, goal)
+        for value in other.state_dict().values():
+            value.zero_()  # what was given is the giver's again
+        assert torch.equal(feed(target, [text])[0].logits, goal)
     assert target.version == 2
     with pytest.raises(OutriderError, match="no weight 'x'"):
         target.swap({"x": torch.zeros(1)}, 3)
@@ -239,7 +289,9 @@ def test_swap_is_loading_the_other_weights(tmp_path):
 
 @pytest.mark.parametrize(("outputs", "inputs"), [(32, 64), (33, 65), (1, 1), (100, 130)])
 def test_packing_loses_nothing_but_what_it_says(outputs, inputs):
-    weight = torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    wide = torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(0))
+    weight = wide.to(torch.bfloat16)
+    assert torch.equal(unpack(pack(wide, bits=32)), wide)
     assert torch.equal(unpack(pack(weight)), weight)
     for bits in (8, 4):
         packed = pack(weight, bits=bits)
@@ -265,17 +317,16 @@ def test_an_arena_keeps_tensors_apart():
     assert all(tensor.data_ptr() % 64 == 0 for tensor in kept)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_bfloat16_text_does_not_depend_on_speculation(temperature):
-    """The audit's promise for float32, kept in bfloat16: any proposer, any k, alone or in company."""
+def test_text_does_not_depend_on_speculation(temperature, dtype):
+    """Any proposer, any k, alone or in company."""
     prompts = ["def add(a, b):\n    return", "Once upon a time", "SELECT name FROM", "The sum of 3 and 4 is"]
     params = SamplingParams(max_tokens=24, temperature=temperature, seed=5)
     draft = f"draft:{embedded('nano')}"
 
     def texts(proposer, k, together):
-        llm = LLM(
-            None, proposer=proposer, k=k, verifier="walk", dtype="bfloat16", kernels="native", rows=4, context=128
-        )
+        llm = LLM(None, proposer=proposer, k=k, verifier="walk", dtype=dtype, kernels="native", rows=4, context=128)
         if together:
             return [c.tokens for c in llm.generate(prompts, params)]
         return [llm.generate(prompt, params)[0].tokens for prompt in prompts]
@@ -284,11 +335,28 @@ def test_bfloat16_text_does_not_depend_on_speculation(temperature):
     assert plain == texts(draft, 1, True) == texts(draft, 5, False) == texts("ngram", 8, True) == texts("none", 0, True)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_sampled_texts_of_a_batch_are_those_alone(dtype):
+    """Many of them: one draw in some thousands lies so close to where the token changes that a last bit decides."""
+    options = {"proposer": "none", "k": 0, "dtype": dtype, "kernels": "native", "context": 96}
+    many, alone = LLM(embedded("nano"), rows=64, **options), LLM(embedded("nano"), rows=1, **options)
+    texts = ("def add(a, b):", "Once upon a time", "SELECT name", "The")
+    prompts = [f"{texts[i % 4]} {'x' * (i // 4)}" for i in range(64)]
+    params = SamplingParams(max_tokens=32, temperature=1.0, seed=11, ignore_eos=True)
+    assert [c.tokens for c in many.generate(prompts, params)] == [c.tokens for c in alone.generate(prompts, params)]
+
+
+def test_auto_takes_them_in_both_types(folders):
+    for dtype, kernels in (("float32", "native"), ("bfloat16", "native"), ("float16", "torch")):
+        checkpoint = load_checkpoint(folders["llama"], dtype=dtype, device="cpu")
+        assert make_target(checkpoint, slots=1, context=32).kernels == kernels
+
+
 def test_what_cannot_be_had_is_said(folders, monkeypatch):
     with pytest.raises(OutriderError, match="kernels 'quick' is unknown; use auto, native, torch"):
         LLM(folders["llama"], kernels="quick")
-    with pytest.raises(OutriderError, match="need a CPU and bfloat16"):
-        LLM(folders["llama"], kernels="native", dtype="float32")
+    with pytest.raises(OutriderError, match="need a CPU, and bfloat16 or float32; use kernels auto"):
+        LLM(folders["llama"], kernels="native", dtype="float16")
     with pytest.raises(OutriderError, match="quantize 'int3' is unknown; use int8, int4"):
         LLM(folders["llama"], quantize="int3")
     with pytest.raises(OutriderError, match="layer 9 was asked for"):

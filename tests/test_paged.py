@@ -24,6 +24,7 @@ from tests.conformance import EVERY
 from tests.houses import make_engine, outputs, run, tightened
 
 CPU = torch.device("cpu")
+BOTH = pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 compiled = pytest.mark.skipif(not tiny.compiles(), reason="no C++ compiler here")
 
 
@@ -33,8 +34,8 @@ def folder(tmp_path_factory):
     return tiny.save(tmp_path_factory.mktemp("paged") / "llama", config)
 
 
-def read(folder, *, blocks=None, slots=4, context=256):
-    checkpoint = load_checkpoint(folder, dtype="bfloat16", device="cpu")
+def read(folder, *, blocks=None, slots=4, context=256, dtype="bfloat16"):
+    checkpoint = load_checkpoint(folder, dtype=dtype, device="cpu")
     target = make_target(checkpoint, slots=slots, context=context, kernels="native")
     if blocks:
         target.cache.allot(blocks)
@@ -59,11 +60,12 @@ def feed(target, slot, text, scope="one"):
 
 
 @compiled
+@BOTH
 @pytest.mark.parametrize("same", [1, 63, 64, 65, 100, 128, 149])
-def test_a_shared_beginning_is_the_text_itself(folder, same):
-    target, first = read(folder), ids(150)
+def test_a_shared_beginning_is_the_text_itself(folder, same, dtype):
+    target, first = read(folder, dtype=dtype), ids(150)
     text = [*first[:same], 249 - first[same], *ids(20, seed=same)]
-    wanted, _ = feed(read(folder), 1, text)
+    wanted, _ = feed(read(folder, dtype=dtype), 1, text)
     feed(target, 0, first)
     beside, cached = feed(target, 1, text)  # of a row that runs it may share whole blocks, and parts of these
     assert cached == min(same, 128)
@@ -74,7 +76,7 @@ def test_a_shared_beginning_is_the_text_itself(folder, same):
     assert cached == same + 1
     assert feed(target, 3, other, "another")[1] == 0
     assert torch.equal(beside, wanted)
-    assert torch.equal(after, feed(read(folder), 2, other)[0])
+    assert torch.equal(after, feed(read(folder, dtype=dtype), 2, other)[0])
 
 
 @compiled
@@ -88,8 +90,9 @@ def test_the_same_text_again_feeds_its_last_token_alone(folder):
 
 
 @compiled
-def test_rows_that_write_the_same_hold_it_once(folder):
-    target, text = read(folder, slots=4), ids(140)
+@BOTH
+def test_rows_that_write_the_same_hold_it_once(folder, dtype):
+    target, text = read(folder, slots=4, dtype=dtype), ids(140)
     rows = [tiny.admit(target, slot, text) for slot in range(4)]
     for row in rows:
         target.cache.admit(row.slot, text, "one")
@@ -179,21 +182,28 @@ def prompts(count, length=70):
     return [opening + ids(length - 40, seed) for seed in range(1, count + 1)]
 
 
-def proposer(name, folder, blocks=None):
+def proposer(name, folder, blocks=None, dtype="bfloat16"):
     if name == "model":
-        return lambda setup: ModelProposer(setup, read(folder, blocks=blocks, slots=setup.slots, context=setup.context))
+        own = {"blocks": blocks, "dtype": dtype}
+        return lambda setup: ModelProposer(setup, read(folder, slots=setup.slots, context=setup.context, **own))
     return EVERY[name]
 
 
 @compiled
-@pytest.mark.parametrize("name", ["none", "ngram", "suffix with history", "recycle", "lookahead", "model"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *((name, "bfloat16") for name in ("none", "ngram", "suffix with history", "recycle", "lookahead", "model")),
+        *((name, "float32") for name in ("none", "recycle", "model")),
+    ],
+)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_memory_that_ends_changes_no_token(folder, name, temperature):
+def test_memory_that_ends_changes_no_token(folder, name, dtype, temperature):
     """The rows that come last give way, come back, and write what they would have written."""
     params = SamplingParams(temperature=temperature, seed=3)
-    wide = make_engine(read(folder), proposer(name, folder), rows=4)
+    wide = make_engine(read(folder, dtype=dtype), proposer(name, folder, dtype=dtype), rows=4)
     wanted = run(wide, prompts(6), params, limit=180, ends=frozenset())
-    tight = make_engine(read(folder, blocks=7), proposer(name, folder, 7), rows=4)
+    tight = make_engine(read(folder, blocks=7, dtype=dtype), proposer(name, folder, 7, dtype), rows=4)
     found = run(tight, prompts(6), params, limit=180, ends=frozenset())
     assert outputs(found) == outputs(wanted)
     use = tight.cache_use()
@@ -234,6 +244,13 @@ def test_a_request_that_never_fits_is_refused(folder):
 
 
 @compiled
+def test_entries_are_as_wide_as_the_model(folder):
+    narrow, wide = (read(folder, dtype=dtype).cache for dtype in ("bfloat16", "float32"))
+    assert wide.use().token_bytes == 2 * narrow.use().token_bytes == 4 * tiny.LAYERS * 2 * 2 * 16
+    assert wide.bytes() == 2 * narrow.bytes()
+
+
+@compiled
 def test_caches_are_given_what_was_asked_for():
     draft = f"draft:{embedded('nano')}"
     llm = LLM(
@@ -268,11 +285,11 @@ def test_caches_are_given_what_was_asked_for():
             caching=Caching(gigabytes=0.0001),
         )
     with pytest.raises(OutriderError, match="set rows and context"):
-        LLM(None, proposer="none", k=0, dtype="float32", rows=4, context=256, caching=Caching(gigabytes=0.02))
+        LLM(None, proposer="none", k=0, kernels="torch", rows=4, context=256, caching=Caching(gigabytes=0.02))
 
 
 def test_a_stripe_keeps_its_text_for_the_next_one():
-    llm = LLM(None, proposer="ngram", k=3, dtype="float32", rows=3, context=128)
+    llm = LLM(None, proposer="ngram", k=3, dtype="float32", kernels="torch", rows=3, context=128)
     params = SamplingParams(max_tokens=12)
     first = llm.generate("Once upon a time there was a king", params)[0]
     asked = llm.engine.cache_use().asked

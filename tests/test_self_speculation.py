@@ -193,12 +193,12 @@ def test_a_quantised_copy_is_the_quantised_model(bits, kind, folders):
         wanted.requantised(8)
 
 
-@pytest.mark.parametrize("kind", ["native", "torch"])
-def test_parts_follow_when_weights_are_swapped(kind, tmp_path):
+@pytest.mark.parametrize(("kind", "dtype"), [("native", "bfloat16"), ("native", "float32"), ("torch", "bfloat16")])
+def test_parts_follow_when_weights_are_swapped(kind, dtype, tmp_path):
     if kind == "native" and not tiny.compiles():
         pytest.skip("no C++ compiler here")
     old, new = (tiny.save(tmp_path / str(seed), MODELS["tied"], seed=seed) for seed in (0, 1))
-    checkpoints = [load_checkpoint(folder, dtype="bfloat16", device="cpu") for folder in (old, new)]
+    checkpoints = [load_checkpoint(folder, dtype=dtype, device="cpu") for folder in (old, new)]
     weights = {name: value.clone() for name, value in checkpoints[1].model.state_dict().items()}
     target, other = (make_target(each, slots=4, context=CONTEXT, kernels=kind) for each in checkpoints)
     text = ids(20)
@@ -412,6 +412,17 @@ def test_a_quantised_draft_beside_float32_is_one_in_bfloat16(folders):
     text = ids(30)
     assert torch.equal(logits(wide.requantised(8), text), logits(narrow.requantised(8), text))
     assert wide.requantised(8).bytes() < 0.6 * wide.bytes()
+
+
+@pytest.mark.skipif(not tiny.compiles(), reason="no C++ compiler here")
+def test_a_quantised_draft_of_the_native_kernels_has_the_targets_entries(folders):
+    checkpoint = load_checkpoint(folders["llama"], dtype="float32", device="cpu")
+    target, text = make_target(checkpoint, slots=4, context=CONTEXT, kernels="native"), ids(30)
+    copied, wanted = target.requantised(8), logits(target, text)
+    assert (target.kernels, copied.kernels) == ("native", "native int8")
+    assert copied.cache.use().token_bytes == target.cache.use().token_bytes
+    assert 0 < copied.bytes() < 0.4 * target.bytes()
+    assert 0 < (logits(copied, text) - wanted).norm() < 0.2 * wanted.norm()
 
 
 def test_there_is_no_quantising_on_a_gpu(folders):

@@ -23,6 +23,7 @@ class CPool(ctypes.Structure):
         ("table", ctypes.c_void_p),
         ("layers", ctypes.c_int32),
         ("reach", ctypes.c_int32),
+        ("bits", ctypes.c_int32),
     )
 
 
@@ -44,7 +45,7 @@ class _Lease:
 
 
 class PagedCache:
-    """Keys and values in bfloat16 for those who read and write them in place, through a table.
+    """Keys and values, in bfloat16 or float32, for those who read and write them in place, through a table.
 
     A block of committed text becomes a page, which others may read and nobody writes: guesses always lie in blocks of
     their row's own, and where a text goes on from within a page the row gets a copy of what it shares. A row that has
@@ -52,23 +53,23 @@ class PagedCache:
     which is what the native kernels promise. When a row ends, its pages stay until their blocks are needed.
     """
 
-    def __init__(self, *, slots: int, capacity: int, layers: int, heads: int, dim: int) -> None:
+    def __init__(self, *, slots: int, capacity: int, layers: int, heads: int, dim: int, dtype: torch.dtype) -> None:
         """Have room for `slots` texts of `capacity` tokens; `allot` changes how many blocks there are."""
         self._capacity, self._reach = capacity, -(-capacity // BLOCK)
-        self._shape = (layers, 2, heads, BLOCK, dim)
+        self._shape, self._dtype = (layers, 2, heads, BLOCK, dim), dtype
         self._table = array("i", bytes(4 * slots * self._reach))
         self._leases = [_Lease() for _ in range(slots)]
         self._pages = Pages()
         self._shares = False
         self._asked = self._spared = 0
-        self._pool = CPool(0, self._table.buffer_info()[0], layers, self._reach)
+        self._pool = CPool(0, self._table.buffer_info()[0], layers, self._reach, 8 * dtype.itemsize)
         # One more for each slot: who goes on from within a page holds that and the copy for a while.
         self.allot(slots * (self._reach + 1))
 
     def allot(self, blocks: int) -> None:
         """Have so many blocks from now on, and forget all texts; no row may run."""
         self._leases = [_Lease() for _ in self._leases]
-        self._entries = torch.empty(blocks, *self._shape, dtype=torch.bfloat16)
+        self._entries = torch.empty(blocks, *self._shape, dtype=self._dtype)
         self._pool.entries = self._entries.data_ptr()
         self._pages, self._free, self._touched = Pages(), list(range(blocks)), 0
 

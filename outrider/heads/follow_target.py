@@ -83,7 +83,7 @@ class NativeFollowTarget(FollowTarget):
         super().__init__(module, tables, slots=slots, context=context)
         body = module.body
         sizes = {"layers": body.layers, "heads": body.key_heads, "dim": body.dim}
-        self._blocks = PagedCache(slots=slots, capacity=context, **sizes)
+        self._blocks = PagedCache(slots=slots, capacity=context, dtype=tables.embedding.dtype, **sizes)
         self.cache = StateCache(self._blocks, self._taps, read=behind, before=1)
         self._decoder = HeadDecoder(module, tables, load_library(), self._blocks)
         self.kernels = "native"

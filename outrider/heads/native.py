@@ -33,7 +33,7 @@ class HeadDecoder(Passes):
         library: Library,
         memory: PagedCache,
     ) -> None:
-        """Pack a module that was lent `tables`; its entries are in `memory`.
+        """Pack a module that was lent `tables`; its entries are in `memory`. All are of one type.
 
         Raises:
             UnsupportedModel: the kernels cannot run it.
@@ -47,10 +47,11 @@ class HeadDecoder(Passes):
             )
         super().__init__(library.code, hidden=body.hidden)
         self._module, self._keep, self._arena = module, list[Any](), Arena()
-        it = module.description
+        it, dtype = module.description, tables.embedding.dtype
+        self._bits = 8 * dtype.itemsize
         shared = not it.own_head and not it.draft_vocab  # the target's whole table, which lies packed already
         self._head = tables.packed if shared else self._pack(module.output_table())
-        embedding = self._kept(module.embedding.weight.to(torch.bfloat16) if it.own_embedding else tables.embedding)
+        embedding = self._kept(module.embedding.weight.to(dtype) if it.own_embedding else tables.embedding)
         speeds, amplitude = frequencies(body)
         frequency, ids = self._kept(speeds), self._kept(module.ids.to(torch.int32))
         layers = (CLayer * body.layers)(*map(self._layer, range(body.layers)))
@@ -121,7 +122,8 @@ class HeadDecoder(Passes):
         )
 
     def _pack(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedWeight:
-        packed = pack(weight.detach(), None if bias is None else bias.detach(), arena=self._arena)
+        given = None if bias is None else bias.detach()
+        packed = pack(weight.detach(), given, bits=self._bits, arena=self._arena)
         self._keep.append(packed)
         return packed
 

@@ -36,47 +36,58 @@ struct Tile {
   int first, last;
 };
 
-// What one slot has of one layer and key head.
+// What one slot has of one layer and key head. Elements are bfloat16, or float where the model is.
+template <class Element>
 struct Entries {
-  uint16_t *keys, *values;  // [dim] each, of block 0's first entry
-  const int32_t* table;     // the slot's blocks
-  int64_t stride;           // from one block to the next, in entries
+  Element *keys, *values;  // [dim] each, of block 0's first entry
+  const int32_t* table;    // the slot's blocks
+  int64_t stride;          // from one block to the next, in entries
 
   int64_t at(uint32_t entry) const { return table[entry / kBlock] * stride + entry % kBlock; }
 };
 
+// Keys and queries meet word by word.
+template <class Element>
+constexpr int kInWord = 4 / sizeof(Element);
+
 // A query row that waits to meet the gathered entries low .. count - 1.
+template <class Element>
 struct Guest {
-  const uint16_t* query;  // [dim]
+  const Element* query;  // [dim]
   int row, low, count;
 };
 
+template <class Element>
 struct Scratch {
   std::vector<float> sums, values;
   std::vector<int32_t> keys;
-  std::vector<Guest> guests, own;  // who meets the entries as they lie, and who brings entries of its own
+  std::vector<Guest<Element>> guests, own;  // who meets the entries as they lie, and who brings entries of its own
   float most[kQueries], mass[kQueries * kLanes];
-  explicit Scratch(int dim) : sums(kQueries * dim), values(kLanes * dim), keys(kLanes * dim / 2) {}
+  explicit Scratch(int dim) : sums(kQueries * dim), values(kLanes * dim), keys(kLanes * dim / kInWord<Element>) {}
 };
 
 // Ask for an entry that will be read soon: what is strewn over pages no processor foresees by itself.
-inline void foresee(const uint16_t* entry, int dim) {
-  for (int d = 0; d < dim; d += 32) __builtin_prefetch(entry + d);
+template <class Element>
+inline void foresee(const Element* entry, int dim) {
+  for (int d = 0; d < dim; d += 64 / int(sizeof(Element))) __builtin_prefetch(entry + d);
 }
 
-// The entries at[0 .. count - 1], and zeros up to sixteen: keys as pairs, one entry a lane; values widened. From each of
+// The entries at[0 .. count - 1], and zeros up to sixteen: keys as words, one entry a lane; values widened. From each of
 // them it is `ahead` entries to the one that most likely comes sixteen later.
-inline void gather(const Entries& from, const int64_t* at, int count, int64_t ahead, int dim, Scratch& s) {
+template <class Element>
+inline void gather(const Entries<Element>& from, const int64_t* at, int count, int64_t ahead, int dim,
+                   Scratch<Element>& s) {
+  constexpr int each = kInWord<Element>;
   for (int j = 0; j < count; j++) {
     foresee(from.keys + (at[j] + ahead) * dim, dim);
     foresee(from.values + (at[j] + ahead) * dim, dim);
   }
-  for (int d = 0; d < dim / 2; d += kLanes) {
+  for (int d = 0; d < dim / each; d += kLanes) {
     Ints row[kLanes] = {};
-    const int pairs = std::min(kLanes, dim / 2 - d);
-    for (int j = 0; j < count; j++) std::memcpy(&row[j], from.keys + at[j] * dim + 2 * d, 4 * pairs);
+    const int words = std::min(kLanes, dim / each - d);
+    for (int j = 0; j < count; j++) std::memcpy(&row[j], from.keys + at[j] * dim + each * d, 4 * words);
     transpose(row);
-    for (int j = 0; j < pairs; j++) store(&s.keys[(d + j) * kLanes], row[j]);
+    for (int j = 0; j < words; j++) store(&s.keys[(d + j) * kLanes], row[j]);
   }
   for (int j = 0; j < kLanes; j++)
     for (int d = 0; d < dim; d += kLanes)
@@ -84,9 +95,9 @@ inline void gather(const Entries& from, const int64_t* at, int count, int64_t ah
 }
 
 // sums += weights * values, for Width vectors of each of R rows.
-template <int R, int Width>
-inline void mix(const Guest* guest, const float (&weight)[R][kLanes], const float (&keep)[R], int d, int dim,
-                Scratch& s) {
+template <int R, int Width, class Element>
+inline void mix(const Guest<Element>* guest, const float (&weight)[R][kLanes], const float (&keep)[R], int d, int dim,
+                Scratch<Element>& s) {
   Floats total[R][Width];
   for (int i = 0; i < R; i++)
     for (int v = 0; v < Width; v++) total[i][v] = load(&s.sums[guest[i].row * dim + d + v * kLanes]) * keep[i];
@@ -100,18 +111,19 @@ inline void mix(const Guest* guest, const float (&weight)[R][kLanes], const floa
 }
 
 // Online softmax (Milakov and Gimelshein 2018, algorithm 3). What a row must not see has weight 0, exactly.
-template <int R>
-inline void meet(const Guest* guest, const Heads& heads, Scratch& s) {
+template <int R, class Element>
+inline void meet(const Guest<Element>* guest, const Heads& heads, Scratch<Element>& s) {
+  constexpr int each = kInWord<Element>;
   const int dim = heads.dim;
   Floats scores[R], odd[R];  // two sums, so that a product need not wait for the one before
   for (int i = 0; i < R; i++) scores[i] = odd[i] = Floats{};
-  for (int d = 0; d < dim / 2; d += 2) {
+  for (int d = 0; d < dim / each; d += 2) {
     const Ints keys = load(&s.keys[d * kLanes]), next = load(&s.keys[(d + 1) * kLanes]);
     for (int i = 0; i < R; i++) {
-      int32_t pair[2];
-      std::memcpy(pair, guest[i].query + 2 * d, sizeof pair);
-      scores[i] = dot_pairs(scores[i], keys, fill(pair[0]));
-      odd[i] = dot_pairs(odd[i], next, fill(pair[1]));
+      int32_t word[2];
+      std::memcpy(word, guest[i].query + each * d, sizeof word);
+      scores[i] = dot_words<Element>(scores[i], keys, fill(word[0]));
+      odd[i] = dot_words<Element>(odd[i], next, fill(word[1]));
     }
   }
   for (int i = 0; i < R; i++) scores[i] += odd[i];
@@ -133,8 +145,10 @@ inline void meet(const Guest* guest, const Heads& heads, Scratch& s) {
   for (; d < dim; d += kLanes) mix<R, 1>(guest, weight, keep, d, dim, s);
 }
 
-inline void meet_all(std::vector<Guest>& guests, const Heads& heads, Scratch& s) {
-  const Guest *guest = guests.data(), *end = guest + guests.size();
+template <class Element>
+inline void meet_all(std::vector<Guest<Element>>& guests, const Heads& heads, Scratch<Element>& s) {
+  const Guest<Element>* guest = guests.data();
+  const Guest<Element>* end = guest + guests.size();
   for (; guest + 4 <= end; guest += 4) meet<4>(guest, heads, s);
   if (end - guest == 3) meet<3>(guest, heads, s);
   if (end - guest == 2) meet<2>(guest, heads, s);
@@ -142,9 +156,10 @@ inline void meet_all(std::vector<Guest>& guests, const Heads& heads, Scratch& s)
   guests.clear();
 }
 
-// out [columns][query heads * dim], of the query heads that share key head `head`; query lies alike, in bfloat16.
-inline void attend(const Columns& columns, const Tile& tile, int head, const Heads& heads, const Entries& entries,
-                   const uint16_t* query, float* out, Scratch& s) {
+// out [columns][query heads * dim], of the query heads that share key head `head`; query lies alike.
+template <class Element>
+inline void attend(const Columns& columns, const Tile& tile, int head, const Heads& heads,
+                   const Entries<Element>& entries, const Element* query, float* out, Scratch<Element>& s) {
   const int sharing = heads.query / heads.key, width = heads.query * heads.dim;
   const int rows = (tile.last - tile.first) * sharing;
   std::fill(s.most, s.most + rows, -INFINITY);
@@ -161,7 +176,7 @@ inline void attend(const Columns& columns, const Tile& tile, int head, const Hea
       const int count = std::min(kLanes, seen + tail - begin);
       const int low = heads.window ? std::max(0, columns.position[c] + 1 - heads.window - begin) : 0;
       if (low >= count) continue;
-      const uint16_t* queries = query + size_t(c) * width + size_t(head) * sharing * heads.dim;
+      const Element* queries = query + size_t(c) * width + size_t(head) * sharing * heads.dim;
       auto& guests = seen < begin + count ? s.own : s.guests;
       for (int g = 0; g < sharing; g++)
         guests.push_back({queries + g * heads.dim, (c - tile.first) * sharing + g, low, count});

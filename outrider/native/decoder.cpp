@@ -1,6 +1,7 @@
 // One pass of a Llama-like decoder over rows at different lengths, from tokens to logits in one call.
 //
-// The residual stream is float32; what a layer reads is rounded to bfloat16, or to bytes where its weights are bytes.
+// The residual stream is float32; what a layer reads is rounded to bfloat16, or to bytes where its weights are bytes, and
+// not at all where its weights are float32. Keys, values and queries are bfloat16, and float32 in a model that is.
 // A column's result does not depend, in any bit, on which other columns share the pass.
 #include <omp.h>
 
@@ -22,9 +23,10 @@ struct Layer {
 
 // Keys and values of all layers, in blocks that rows may share.
 struct Pool {
-  uint16_t* entries;     // [blocks][layers][keys, values][key heads][kBlock][dim]
+  void* entries;         // [blocks][layers][keys, values][key heads][kBlock][dim]
   const int32_t* table;  // [slots][reach] of blocks
   int32_t layers, reach;
+  int32_t bits;          // of an element: 16 is bfloat16, 32 float
 };
 
 // How a token's embedding meets the state before it, in a draft that was trained on another model's states.
@@ -36,7 +38,7 @@ struct Entry {
 
 struct Model {
   const Layer* layer;
-  const uint16_t* embedding;  // [vocab][hidden]
+  const void* embedding;      // [vocab][hidden], of the pool's elements
   const float* norm;          // [hidden], or null: the head reads the last layer's output as it is
   const float* frequency;     // [dim / 2]
   const Entry* entry;         // null: embeddings alone enter
@@ -79,13 +81,20 @@ struct Chain {
 
 namespace {
 
-class Decoder {
+struct Runner {
+  virtual ~Runner() = default;
+  virtual void run(const Pass& pass) = 0;
+  virtual void grow(Pass pass, const Chain& chain) = 0;
+};
+
+template <class Element>
+class Decoder final : public Runner {
  public:
   explicit Decoder(const Model& model) : m_(model), barrier_(model.threads), choice_(model.head.out) {
     for (int i = 0; i < m_.threads; i++) scratch_.emplace_back(m_.dim);
   }
 
-  void run(const Pass& pass) {
+  void run(const Pass& pass) override {
     reserve(pass.columns);
     cut(pass);
 #pragma omp parallel num_threads(m_.threads)
@@ -106,7 +115,7 @@ class Decoder {
   }
 
   // Guess: the first token of each row follows from `pass`, every other one from a pass over the one before.
-  void grow(Pass pass, const Chain& chain) {
+  void grow(Pass pass, const Chain& chain) override {
     std::vector<int32_t> active(chain.rows), fields[6];
     int laws = 0;
     for (int b = 0; b < chain.rows; b++) active[b] = b;
@@ -239,7 +248,7 @@ class Decoder {
   void begin(const Team& team, const Pass& pass) {
     const int half = m_.dim / 2;
     team.share(pass.columns, [&](int c) {
-      const uint16_t* from = m_.embedding + size_t(pass.token[c]) * m_.hidden;
+      const Element* from = static_cast<const Element*>(m_.embedding) + size_t(pass.token[c]) * m_.hidden;
       for (int i = 0; i < m_.hidden; i++) stream_[size_t(c) * m_.hidden + i] = widen(from[i]);
       if (m_.entry) join(pass, c);
       for (int i = 0; i < half; i++) {
@@ -292,10 +301,10 @@ class Decoder {
     apply<Then::kAdd>(team, layer.out, rows_, pass.columns, stream_.data(), m_.hidden);
   }
 
-  Entries entries(int slot, int layer, int head) const {
+  Entries<Element> entries(int slot, int layer, int head) const {
     const Pool& pool = *m_.pool;
     const int64_t one = kBlock * m_.key_heads;  // entries that a block has of a layer's keys, or of its values
-    uint16_t* keys = pool.entries + (2 * layer * one + head * kBlock) * m_.dim;
+    Element* keys = static_cast<Element*>(pool.entries) + (2 * layer * one + head * kBlock) * m_.dim;
     return {keys, keys + one * m_.dim, pool.table + int64_t(slot) * pool.reach, 2 * pool.layers * one};
   }
 
@@ -352,19 +361,19 @@ class Decoder {
     float* x = &wide_[(size_t(c) * (m_.heads + 2 * key_heads) + lot) * dim];
     const float* norm = query ? layer.query_norm : key ? layer.key_norm : nullptr;
     if (norm) root_mean_square(x, norm, dim, x);
-    uint16_t* to = &query_[(size_t(c) * m_.heads + (query ? lot : 0)) * dim];
+    Element* to = &query_[(size_t(c) * m_.heads + (query ? lot : 0)) * dim];
     if (!query) {
-      const Entries slot = entries(pass.slot[c], number, (lot - m_.heads) % key_heads);
+      const Entries<Element> slot = entries(pass.slot[c], number, (lot - m_.heads) % key_heads);
       to = (key ? slot.keys : slot.values) + slot.at(pass.place[c]) * dim;
     }
     if (!query && !key) {
-      for (int i = 0; i < dim; i++) to[i] = narrow(x[i]);
+      for (int i = 0; i < dim; i++) set(to[i], x[i]);
       return;
     }
     for (int i = 0; i < half; i++) {
       const float a = x[i], b = x[i + half], cosine = cosine_[c * half + i], sine = sine_[c * half + i];
-      to[i] = narrow(a * cosine - b * sine);
-      to[i + half] = narrow(b * cosine + a * sine);
+      set(to[i], a * cosine - b * sine);
+      set(to[i + half], b * cosine + a * sine);
     }
   }
 
@@ -393,10 +402,11 @@ class Decoder {
     query_.resize(many * m_.heads * m_.dim);
     cosine_.resize(many * m_.dim / 2);
     sine_.resize(many * m_.dim / 2);
-    words_.resize(many * widest / 2);
+    const int words = widest / kInWord<Element>;  // which bytes fit into, too
+    words_.resize(many * words);
     scale_.resize(many * widest / kGroup);
     total_.resize(many * widest / kGroup);
-    rows_ = {words_.data(), scale_.data(), total_.data(), widest / 2, widest / kGroup};
+    rows_ = {words_.data(), scale_.data(), total_.data(), words, widest / kGroup};
   }
 
   Model m_;
@@ -404,9 +414,9 @@ class Decoder {
   int choice_;  // ids below it are chosen from
   int room_ = 0;
   std::vector<Tile> tiles_;
-  std::vector<Scratch> scratch_;  // one a thread
+  std::vector<Scratch<Element>> scratch_;  // one a thread
   std::vector<float> pair_, states_, stream_, normed_, wide_, cosine_, sine_, scale_, logits_;
-  std::vector<uint16_t> query_;
+  std::vector<Element> query_;
   std::vector<int32_t> words_, total_, none_, best_;
   Rows rows_{};
 };
@@ -415,10 +425,13 @@ class Decoder {
 
 extern "C" {
 
-void* outrider_open(const Model* model) { return new Decoder(*model); }
-void outrider_close(void* decoder) { delete static_cast<Decoder*>(decoder); }
-void outrider_run(void* decoder, const Pass* pass) { static_cast<Decoder*>(decoder)->run(*pass); }
+void* outrider_open(const Model* model) {
+  if (model->pool->bits == 32) return static_cast<Runner*>(new Decoder<float>(*model));
+  return static_cast<Runner*>(new Decoder<uint16_t>(*model));
+}
+void outrider_close(void* decoder) { delete static_cast<Runner*>(decoder); }
+void outrider_run(void* decoder, const Pass* pass) { static_cast<Runner*>(decoder)->run(*pass); }
 void outrider_grow(void* decoder, const Pass* pass, const Chain* chain) {
-  static_cast<Decoder*>(decoder)->grow(*pass, *chain);
+  static_cast<Runner*>(decoder)->grow(*pass, *chain);
 }
 }

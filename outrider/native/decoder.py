@@ -17,7 +17,7 @@ from outrider.errors import OutriderError, UnsupportedModel
 from outrider.excerpt import refuse_to_swap
 from outrider.native.abi import CLayer, CModel
 from outrider.native.library import Library
-from outrider.native.pack import Arena, PackedWeight, interleave, pack, separate, unpack
+from outrider.native.pack import WHOLE, Arena, PackedWeight, interleave, pack, separate, unpack
 from outrider.native.passes import Passes
 from outrider.types import Tables
 
@@ -99,7 +99,7 @@ class Decoder(Passes):
         Args:
             model: of one of `FAMILIES`.
             library: the compiled kernels.
-            bits: of a weight in a linear layer: 16 is bfloat16, 8 and 4 are quantised.
+            bits: of a weight in a linear layer: 32 is float32, 16 bfloat16; 8 and 4 are quantised.
 
         Raises:
             UnsupportedModel: the kernels cannot run this model.
@@ -110,9 +110,10 @@ class Decoder(Passes):
         state = {name: value.detach() for name, value in model.state_dict().items()}
         self._shapes = {name: value.shape for name, value in state.items()}
         self._tied = bool(model.config.tie_word_embeddings)
-        self._norms = {name: value.float() for name, value in state.items() if name.endswith("norm.weight")}
+        self._norms = {name: value.float().clone() for name, value in state.items() if name.endswith("norm.weight")}
         self._frequency = model.model.rotary_emb.inv_freq.float().clone()
         self._packed = {name: self._pack(name, parts, state) for name, parts in self._groups().items()}
+        self.dtype = WHOLE[32 if bits == 32 else 16]  # of the embedding, of keys and of values
         self._embedding = self._arena.keep(self._embed(state[_EMBEDDING]))
         self._stack: Sequence[int] = range(self.shape.layers)  # the layers that run, in this order
         self._source: Decoder | None = None  # whose weights these are, or are made from
@@ -145,7 +146,7 @@ class Decoder(Passes):
         return self._bits
 
     def attach(self, memory: PagedCache) -> None:
-        """Read and write this cache, which has at least as many layers as run."""
+        """Read and write this cache, which is of `dtype` and has at least as many layers as run."""
         self._memory = memory
         self._open()
 
@@ -161,7 +162,7 @@ class Decoder(Passes):
         if self._tied:
             both = new.get(_EMBEDDING, new.get(f"{_HEAD}.weight"))
             new |= {} if both is None else {_EMBEDDING: both, f"{_HEAD}.weight": both}
-        self._norms |= {name: new[name].float() for name in self._norms.keys() & new.keys()}
+        self._norms |= {name: new[name].float().clone() for name in self._norms.keys() & new.keys()}
         stale = []
         for name, parts in self._groups().items():
             if any(f"{part}.{kind}" in new for part in parts for kind in ("weight", "bias")):
@@ -219,7 +220,7 @@ class Decoder(Passes):
 
     def _embed(self, table: torch.Tensor) -> torch.Tensor:
         """What tokens are looked up in: where the head is the same table, what is left of it there."""
-        return unpack(self._packed[_HEAD]).to(torch.bfloat16) if self._tied else table.to(torch.bfloat16)
+        return (unpack(self._packed[_HEAD]) if self._tied else table).to(self.dtype)
 
     def _pack(self, name: str, parts: Sequence[str], state: Mapping[str, torch.Tensor]) -> PackedWeight:
         weights = [state[f"{part}.weight"] for part in parts]

@@ -16,16 +16,17 @@ namespace outrider {
 constexpr int kPanel = 2 * kLanes;  // outputs
 constexpr int kGroup = 64;          // inputs that share a scale; every length of input is a multiple of it
 constexpr int kTile = 12;           // rows whose sums fit the registers beside two of weights
+constexpr int kWordTile = kPart == kLanes ? kTile : 3;  // the same of `tile_words`, where registers are narrower
 constexpr int kAhead = 2048;        // bytes to prefetch ahead
 
 struct Linear {
   const void* weight;      // [out / 32][in * bits / 32][32] of 32 bits
-  const uint16_t* scale;   // [out / 32][in / 64][32] bfloat16; null for 16 bits
+  const uint16_t* scale;   // [out / 32][in / 64][32] bfloat16; null for 32 and 16 bits
   const float* bias;       // [out] or null
-  int32_t in, out, bits;   // 16: bfloat16 pairs; 8 and 4: unsigned, shifted by 128 and 8
+  int32_t in, out, bits;   // 32: float; 16: bfloat16 pairs; 8 and 4: unsigned, shifted by 128 and 8
 };
 
-// Rows as a linear layer reads them: bfloat16, or bytes with a scale and a sum for every group.
+// Rows as a linear layer reads them: float, bfloat16, or bytes with a scale and a sum for every group.
 struct Rows {
   int32_t* words;   // [rows][stride]
   float* scale;     // [rows][groups]
@@ -35,15 +36,18 @@ struct Rows {
 
 inline int padded(int size) { return (size + kGroup - 1) / kGroup * kGroup; }
 
+template <class Element>
+inline void copy_row(const Rows& rows, int r, const float* x, int size) {
+  auto* out = reinterpret_cast<Element*>(rows.words + size_t(r) * rows.stride);
+  for (int i = 0; i < size; i++) set(out[i], x[i]);
+  for (int i = size; i < padded(size); i++) out[i] = 0;
+}
+
 // Write x [size] into row r. `bits` is the layer's that will read it.
 inline void pack_row(const Rows& rows, int r, const float* x, int size, int bits) {
   int length = padded(size);
-  if (bits == 16) {
-    auto* out = reinterpret_cast<uint16_t*>(rows.words + size_t(r) * rows.stride);
-    for (int i = 0; i < size; i++) out[i] = narrow(x[i]);
-    for (int i = size; i < length; i++) out[i] = 0;
-    return;
-  }
+  if (bits == 32) return copy_row<float>(rows, r, x, size);
+  if (bits == 16) return copy_row<uint16_t>(rows, r, x, size);
   auto* out = reinterpret_cast<int8_t*>(rows.words + size_t(r) * rows.stride);
   for (int g = 0; g < length / kGroup; g++) {
     int begin = g * kGroup, end = std::min(begin + kGroup, size);
@@ -61,21 +65,24 @@ inline void pack_row(const Rows& rows, int r, const float* x, int size, int bits
   }
 }
 
-template <int M>
-inline void tile16(const Linear& layer, int panel, const Rows& x, int r, Floats (&acc)[M][2]) {
-  const int steps = layer.in / 2;
+template <class Element, int M>
+inline void tile_words(const Linear& layer, int panel, const Rows& x, int r, Floats (&acc)[M][2]) {
+  const int steps = layer.in * int(sizeof(Element)) / 4;
   const int32_t* w = static_cast<const int32_t*>(layer.weight) + size_t(panel) * steps * kPanel;
   const int32_t* words = x.words + size_t(r) * x.stride;
+  constexpr int parts = kPanel / kPart;
+  FloatPart sums[M][parts] = {};
   for (int k = 0; k < steps; k++, w += kPanel) {
     __builtin_prefetch(reinterpret_cast<const char*>(w) + kAhead);
     __builtin_prefetch(reinterpret_cast<const char*>(w) + kAhead + 64);
-    const Ints first = load(w), second = load(w + kLanes);
+    IntPart weights[parts];
+    for (int p = 0; p < parts; p++) weights[p] = load_part(w + p * kPart);
     for (int m = 0; m < M; m++) {
-      const Ints pair = fill(words[size_t(m) * x.stride + k]);
-      acc[m][0] = dot_pairs(acc[m][0], first, pair);
-      acc[m][1] = dot_pairs(acc[m][1], second, pair);
+      const IntPart word = IntPart{} + words[size_t(m) * x.stride + k];
+      for (int p = 0; p < parts; p++) sums[m][p] = dot_words<Element>(sums[m][p], weights[p], word);
     }
   }
+  std::memcpy(acc, sums, sizeof sums);
 }
 
 template <int M, int Bits>
@@ -139,8 +146,10 @@ inline void put(const Linear& layer, int panel, Floats first, Floats second, flo
 template <Then then, int M>
 void tile(const Linear& layer, int panel, const Rows& x, int r, float* out, int stride) {
   Floats acc[M][2] = {};
-  if (layer.bits == 16)
-    tile16<M>(layer, panel, x, r, acc);
+  if (layer.bits == 32)
+    tile_words<float>(layer, panel, x, r, acc);
+  else if (layer.bits == 16)
+    tile_words<uint16_t>(layer, panel, x, r, acc);
   else if (layer.bits == 8)
     tile8<M, 8>(layer, panel, x, r, acc);
   else
@@ -159,8 +168,9 @@ constexpr auto tiles(std::integer_sequence<int, I...>) {
 template <Then then>
 void apply(const Team& team, const Linear& layer, const Rows& x, int rows, float* out, int stride) {
   static constexpr auto table = tiles<then>(std::make_integer_sequence<int, kTile>());
+  const int most = layer.bits < 16 ? kTile : kWordTile;
   team.share((layer.out + kPanel - 1) / kPanel, [&](int panel) {
-    for (int r = 0; r < rows; r += kTile) table.of[std::min(kTile, rows - r) - 1](layer, panel, x, r, out, stride);
+    for (int r = 0; r < rows; r += most) table.of[std::min(most, rows - r) - 1](layer, panel, x, r, out, stride);
   });
 }
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch.nn import functional
@@ -12,6 +14,7 @@ from outrider.native.abi import CLinear
 
 PANEL = 32  # outputs that are computed together
 GROUP = 64  # inputs that share a scale; the length of an input is padded to a multiple of it
+WHOLE: Mapping[int, torch.dtype] = MappingProxyType({32: torch.float32, 16: torch.bfloat16})  # by bits
 _HALF = PANEL // 2
 _PAGE, _LINE = 1 << 21, 64  # bytes of a huge page and of a cache line
 _CHUNK = 1 << 28  # bytes
@@ -47,7 +50,7 @@ class PackedWeight:
     """A weight [outputs, inputs] in panels of 32 outputs."""
 
     words: torch.Tensor  # [outputs / 32, inputs * bits / 32, 32] int32
-    scale: torch.Tensor | None  # [outputs / 32, inputs / 64, 32] bfloat16; None for 16 bits
+    scale: torch.Tensor | None  # [outputs / 32, inputs / 64, 32] bfloat16; None for 32 and 16 bits
     bias: torch.Tensor | None  # [outputs] float32
     shape: tuple[int, int]  # without padding
     bits: int
@@ -65,12 +68,12 @@ class PackedWeight:
 def pack(
     weight: torch.Tensor, bias: torch.Tensor | None = None, *, bits: int = 16, arena: Arena | None = None
 ) -> PackedWeight:
-    """Pack [outputs, inputs], in bfloat16 or quantised: symmetric, one scale for each output and 64 inputs."""
+    """Pack [outputs, inputs] in float32, bfloat16, or quantised: symmetric, one scale for each output and 64 inputs."""
     arena = arena or Arena()
     outputs, inputs = weight.shape
     padded = functional.pad(weight, (0, -inputs % GROUP, 0, -outputs % PANEL))
-    if bits == 16:
-        parts, scale = padded.to(torch.bfloat16).contiguous().view(torch.int16), None
+    if bits in WHOLE:
+        parts, scale = padded.to(WHOLE[bits]), None
     else:
         parts, scale = _quantise(padded, bits)
     return PackedWeight(
@@ -83,11 +86,11 @@ def pack(
 
 
 def unpack(packed: PackedWeight) -> torch.Tensor:
-    """The weight [outputs, inputs] that the kernels multiply by, in bfloat16, or float32 where it was quantised."""
+    """The weight [outputs, inputs] that the kernels multiply by, in bfloat16 where it has 16 bits, else in float32."""
     words = packed.words.transpose(1, 2).reshape(-1, packed.words.shape[1]).contiguous()
     outputs, inputs = packed.shape
     if packed.scale is None:
-        return words.view(torch.bfloat16)[:outputs, :inputs]
+        return words.view(WHOLE[packed.bits])[:outputs, :inputs]
     values = words.view(torch.uint8)
     if packed.bits == 4:
         quads = values.view(len(values), -1, 4)

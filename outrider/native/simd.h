@@ -18,6 +18,17 @@ constexpr int kLanes = 16;
 typedef float Floats __attribute__((vector_size(4 * kLanes)));
 typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
 
+// What a register holds. Compilers keep what is wider in memory, which in the innermost loops takes twice the time.
+#if defined(__AVX512F__)
+constexpr int kPart = 16;
+#elif defined(__AVX__)
+constexpr int kPart = 8;
+#else
+constexpr int kPart = 4;
+#endif
+typedef float FloatPart __attribute__((vector_size(4 * kPart)));
+typedef int32_t IntPart __attribute__((vector_size(4 * kPart)));
+
 inline Floats load(const float* from) {
   Floats out;
   std::memcpy(&out, from, sizeof out);
@@ -26,6 +37,12 @@ inline Floats load(const float* from) {
 
 inline Ints load(const int32_t* from) {
   Ints out;
+  std::memcpy(&out, from, sizeof out);
+  return out;
+}
+
+inline IntPart load_part(const int32_t* from) {
+  IntPart out;
   std::memcpy(&out, from, sizeof out);
   return out;
 }
@@ -47,6 +64,7 @@ inline To bits(From value) {
 }
 
 inline float widen(uint16_t value) { return bits<float>(uint32_t(value) << 16); }
+inline float widen(float value) { return value; }
 
 // Round to the nearest bfloat16, ties to even. A NaN stays one.
 inline uint16_t narrow(float value) {
@@ -55,12 +73,18 @@ inline uint16_t narrow(float value) {
   return uint16_t((raw + 0x7fff + ((raw >> 16) & 1)) >> 16);
 }
 
+// As an element holds it: bfloat16, or float itself.
+inline void set(uint16_t& to, float value) { to = narrow(value); }
+inline void set(float& to, float value) { to = value; }
+
 inline Floats widen16(const uint16_t* from) {
   typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
   Halves raw;
   std::memcpy(&raw, from, sizeof raw);
   return bits<Floats>(__builtin_convertvector(raw, Ints) << 16);
 }
+
+inline Floats widen16(const float* from) { return load(from); }
 
 inline Floats maximum(Floats a, Floats b) { return a > b ? a : b; }
 
@@ -135,14 +159,34 @@ inline Floats exponential(Floats x) {
 }
 
 // acc + w[even] x[even] + w[odd] x[odd], for pairs of bfloat16 in each lane.
-inline Floats dot_pairs(Floats acc, Ints w, Ints x) {
+template <class F, class I>
+inline F dot_pairs(F acc, I w, I x) {
 #if defined(__AVX512BF16__)
-  return bits<Floats>(_mm512_dpbf16_ps(bits<__m512>(acc), bits<__m512bh>(w), bits<__m512bh>(x)));
+  return bits<F>(_mm512_dpbf16_ps(bits<__m512>(acc), bits<__m512bh>(w), bits<__m512bh>(x)));
 #else
-  const Ints upper = fill(int32_t(0xffff0000));
-  acc += bits<Floats>(w << 16) * bits<Floats>(x << 16);
-  return acc + bits<Floats>(w & upper) * bits<Floats>(x & upper);
+  const I upper = I{} + int32_t(0xffff0000);
+  acc += bits<F>(w << 16) * bits<F>(x << 16);
+  return acc + bits<F>(w & upper) * bits<F>(x & upper);
 #endif
+}
+
+// acc + w x; said outright where the machine does it in one step, so that no compiler does so here and not there.
+template <class F>
+inline F multiply_add(F acc, F w, F x) {
+#if defined(__AVX512F__)
+  return bits<F>(_mm512_fmadd_ps(bits<__m512>(w), bits<__m512>(x), bits<__m512>(acc)));
+#else
+  return acc + w * x;
+#endif
+}
+
+// acc + the products of what a word holds: two of bfloat16, or one of float.
+template <class Element, class F, class I>
+inline F dot_words(F acc, I w, I x) {
+  if constexpr (sizeof(Element) == 2)
+    return dot_pairs(acc, w, x);
+  else
+    return multiply_add(acc, bits<F>(w), bits<F>(x));
 }
 
 // acc + the four products of unsigned bytes w with signed bytes x in each lane.

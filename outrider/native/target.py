@@ -29,17 +29,18 @@ class NativeTarget:
     """A Llama-like model on the CPU.
 
     What is computed for a token does not depend, in any bit, on what else is in the pass: the same text comes out
-    with any proposer, any number of guesses and any company, in bfloat16 as well.
+    with any proposer, any number of guesses and any company, in float32 and in bfloat16.
     """
 
     def __init__(self, checkpoint: Checkpoint, *, slots: int, context: int, bits: int = 16) -> None:
-        """Prepare for `slots` rows of up to `context` tokens.
+        """Prepare for `slots` rows of up to `context` tokens; with `bits` below 16 the checkpoint is quantised.
 
         Raises:
             UnsupportedModel: the kernels cannot be compiled here, or do not know this model.
         """
         self._library = load_library()
-        self._decoder = Decoder(checkpoint.model, self._library, bits=bits)
+        held = bits if bits < 16 else 8 * checkpoint.dtype.itemsize
+        self._decoder = Decoder(checkpoint.model, self._library, bits=held)
         if bits < 16:  # from here on the quantised model is the model
             checkpoint.model.load_state_dict(self._decoder.quantised(), strict=False)
         self.vocab, self.device, self.version = checkpoint.vocab, checkpoint.device, 0
@@ -129,7 +130,7 @@ class NativeTarget:
         """Take a cache for so many layers."""
         shape, capacity = self._decoder.shape, max(self.context, _LEAST)
         sizes = {"layers": layers, "heads": shape.key_heads, "dim": shape.dim}
-        self._memory = PagedCache(slots=self.slots, capacity=capacity, **sizes)
+        self._memory = PagedCache(slots=self.slots, capacity=capacity, dtype=self._decoder.dtype, **sizes)
         self.cache: Cache = self._memory
         self._decoder.attach(self._memory)
 
