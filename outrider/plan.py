@@ -131,6 +131,9 @@ class CostPlanner:
     def trim(self, batch: Batch, draft: Draft) -> Draft:
         span = self._span
         span.depth += max(draft.depth)
+        if not span.mixed:
+            span.guessing -= draft.unread
+            span.unread += draft.unread
         if span.arm >= 0 and any(draft.width):
             self.arms[span.arm].says = draft.chance is not None
         # What was drawn is not cut here: how far would depend on guesses further down the same path. It was cut by its
@@ -187,7 +190,8 @@ class CostPlanner:
     def _due(self, arm: int, load: Load) -> bool:
         """Whether an arm is in the middle of a trial, or has waited long enough and there is hope."""
         record = self.arms[arm]
-        record.trial = max(record.trial - 1, 0)
+        if arm != self._span.arm or self._span.guessing or not self._span.unread:  # to be read shows nothing
+            record.trial = max(record.trial - 1, 0)
         if record.trial:
             return True
         if record.idle < record.patience:
@@ -331,7 +335,8 @@ class _Span:
     few: int  # rows that may guess, for a trial; 0 = all
     began: int  # rounds before it
     rounds: int = 0
-    guessing: int = 0  # rows that were allowed guesses, summed over its rounds
+    guessing: int = 0  # rows that were allowed guesses and could have them, summed over its rounds
+    unread: int = 0  # rows that were, and had none because their texts were still being read
     guesses: int = 0  # that were verified
     depth: int = 0  # of each round's deepest guess, summed
     mixed: bool = False  # some rows chose their proposer themselves; of the others, passes and guesses before:

@@ -157,6 +157,7 @@ class Draft:
     chain: bool  # every row is a chain
     chance: tuple[tuple[float, ...], ...] | None = None  # [B][width] that the node is kept; None: not said
     by: tuple[tuple[int, ...], ...] | None = None  # [B][width] who made it, bits for the parts of a combination
+    unread: int = 0  # rows that have no guesses because a draft model still reads their texts
 
     @property
     def size(self) -> int:

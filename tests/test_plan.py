@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -40,12 +41,20 @@ def batch(rows, start=10):
     return Batch(rows=some, start=(start,) * rows, feed=((0,),) * rows, budget=(20,) * rows)
 
 
-def live(planner, rows, chances, rounds, *, took=lambda k: (1.0, 0.0), seed=0):
-    """Rounds in which the guess at position i is kept with chances[i]; the k of each."""
-    chance, stats, chosen = random.Random(seed), Stats(), []
+def live(planner, rows, chances, rounds, *, took=lambda k: (1.0, 0.0), seed=0, waits=0):
+    """Rounds in which the guess at position i is kept with chances[i]; the k of each.
+
+    Texts must be read for so many rounds (`waits`) before there are guesses, whenever there were none before.
+    """
+    chance, stats, chosen, read = random.Random(seed), Stats(), [], 0
     for _ in range(rounds):
         planned = planner.plan(batch(rows), stats)
-        ks = planner.trim(planned, tree.chain(torch.zeros(rows, max(planned.budget)), planned.budget)).width
+        read = read + 1 if any(planned.budget) else 0
+        if 0 < read <= waits:
+            draft = replace(tree.empty(rows, torch.device("cpu")), unread=sum(map(bool, planned.budget)))
+        else:
+            draft = tree.chain(torch.zeros(rows, max(planned.budget)), planned.budget)
+        ks = planner.trim(planned, draft).width
         chosen.append(max(ks))
         passes = []
         for k in ks:
@@ -133,6 +142,15 @@ def test_rounds_that_take_longer_than_expected_are_learnt_from():
     # Guesses are said to be free, and take as long as a token.
     chosen = live(CostPlanner(costs(FLAT), most=12), 1, [0.9] * 12, 400, took=lambda k: (1.0, 1.0 * k))
     assert set(chosen[-20:]) <= {0, 1}
+
+
+@pytest.mark.parametrize("chances", [[0.95] * 12, [0.0] * 12])
+def test_rows_that_are_still_read_say_nothing_of_the_guesses(chances):
+    """A trial is of guesses, however long it takes until there are any; and one that comes to nothing still ends."""
+    planner = CostPlanner(costs(FLAT), most=12)
+    chosen = live(planner, 8, chances, 600, waits=9)
+    guessing = sum(map(bool, chosen[300:]))
+    assert guessing == 300 if chances[0] else 0 < guessing < 60
 
 
 def test_budgets_are_never_raised():

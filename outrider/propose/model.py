@@ -52,11 +52,13 @@ class ModelProposer:
     def propose(self, batch: Batch) -> Draft:
         ours, where = self._catch_up(batch)
         self._batch = ours
+        unread = unread_of(batch, ours)
         if ours is None:
-            return tree.empty(len(batch.rows), self._setup.device)
+            return replace(tree.empty(len(batch.rows), self._setup.device), unread=unread)
         self._draft = self._grow(ours)
         whole = len(where) == len(batch.rows)
-        self._proposed = self._draft if whole else _spread(self._draft, where, len(batch.rows))
+        proposed = self._draft if whole else _spread(self._draft, where, len(batch.rows))
+        self._proposed = replace(proposed, unread=unread) if unread else proposed
         return self._proposed
 
     def commit(self, round: Round) -> None:
@@ -229,6 +231,11 @@ class ModelProposer:
     def _noise_of(self, batch: Batch) -> PositionNoise:
         assert self._noise is not None
         return self._noise.at(tree.upload([len(row.text) for row in batch.rows], self._setup.device))
+
+
+def unread_of(batch: Batch, ours: Batch | None) -> int:
+    """Rows that were to guess and cannot yet; `ours` are those that run."""
+    return sum(map(bool, batch.budget)) - (sum(map(bool, ours.budget)) if ours else 0)
 
 
 def _without(grown: Grown | None, budget: tuple[int, ...]) -> Grown | None:

@@ -21,7 +21,7 @@ from outrider import tree
 from outrider.noise import inverse_cdf
 from outrider.propose.base import Setup
 from outrider.propose.chances import Chances
-from outrider.propose.model import ModelProposer
+from outrider.propose.model import ModelProposer, unread_of
 from outrider.propose.sketch import Sketch, picked
 from outrider.sampling import Knobs, warp
 from outrider.shapes import bar, best_first
@@ -162,8 +162,9 @@ class TreeProposer(ModelProposer):
     def propose(self, batch: Batch) -> Draft:
         ours, where = self._catch_up(batch)
         self._batch = ours
+        unread = unread_of(batch, ours)
         if ours is None:
-            return tree.empty(len(batch.rows), self._setup.device)
+            return replace(tree.empty(len(batch.rows), self._setup.device), unread=unread)
         self._growths = [
             _Growth(
                 row=row,
@@ -173,7 +174,7 @@ class TreeProposer(ModelProposer):
             )
             for row, budget in zip(ours.rows, ours.budget, strict=True)
         ]
-        return self._proposal(self._grow_trees(ours), where, len(batch.rows))
+        return replace(self._proposal(self._grow_trees(ours), where, len(batch.rows)), unread=unread)
 
     def commit(self, round: Round) -> None:
         if self._batch is None:
