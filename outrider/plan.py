@@ -131,9 +131,8 @@ class CostPlanner:
     def trim(self, batch: Batch, draft: Draft) -> Draft:
         span = self._span
         span.depth += max(draft.depth)
-        if not span.mixed:
-            span.guessing -= draft.unread
-            span.unread += draft.unread
+        span.guessing -= (unread := 0 if span.mixed else draft.unread)
+        span.unread += unread
         if span.arm >= 0 and any(draft.width):
             self.arms[span.arm].says = draft.chance is not None
         # What was drawn is not cut here: how far would depend on guesses further down the same path. It was cut by its

@@ -20,9 +20,8 @@ _NO_NUMBERS = "the target's logits were not numbers (NaN or infinite)"
 class Scheduler:
     """By priority, then by arrival, in slots and in memory.
 
-    Every row that decodes runs in every round. Prompts share what is left of `chunk` fed tokens a round, or of the time
-    that it allows, the first ones first, so a prompt waits at most for the prompts before it, and no long prompt holds
-    up those who decode.
+    Every row that decodes runs in every round. Prompts share what `chunk` leaves of it, the first ones first, so a
+    prompt waits at most for the prompts before it, and no long prompt holds up those who decode.
 
     Waiting makes all equally older, so the order of two requests never changes, and who comes first is known when they
     come: one of priority p goes before all that come more than `_PATIENCE` rounds later for each step that theirs is
@@ -33,7 +32,7 @@ class Scheduler:
     """
 
     def __init__(self, *, slots: int, chunk: int | Tempo, context: int) -> None:
-        """Run at most `slots` rows at once and feed at most about `chunk` tokens a round."""
+        """Run at most `slots` rows at once and feed about `chunk` tokens a round, or what a `Tempo` allows."""
         if slots < 1:
             raise OutriderError(f"rows is {slots}; it must be at least 1")
         self.preempted = 0  # how often a row has given way

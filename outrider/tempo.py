@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from outrider.errors import OutriderError
 
-_LEAST = 16  # tokens, whatever the bound: or prompts would never be read where plain decoding takes as long
-_FIRST = 64  # tokens, as long as nobody knows what one takes
-_WEIGHT = 0.2  # of the last round
-_SHARE = 0.05  # of a round's time, at the least, is what its prompts took
+_LEAST, _FIRST = 16, 64  # tokens, whatever the bound; and as long as nobody knows what one takes
+_WEIGHT, _SHARE = 0.2, 0.05  # of the last round; of a round's time, at the least, is what its prompts took
 
 
 class Tempo:
-    """A number of tokens, or as many as the time of a round allows.
+    """A number of tokens, or as many as the time of a round allows: base + each x tokens.
 
-    A round is taken to last base + each x tokens of prompts; rounds without any teach the one, those with them the
-    other. What is wrong with the split is made good where it counts, at about as many tokens as are read.
+    Rounds without prompts teach the base, those with them the rest, at about as many tokens as are read.
     """
 
     def __init__(self, most: int, *, seconds: float | None = None) -> None:
@@ -35,8 +32,8 @@ class Tempo:
 
     def learn(self, fed: int, seconds: float) -> None:
         """From a round that read so many tokens of prompts."""
-        if not fed:
+        if fed:
+            each = max(seconds - self._base, _SHARE * seconds) / fed
+            self._each += (each - self._each) * (_WEIGHT if self._each else 1.0)
+        else:
             self._base += (seconds - self._base) * (_WEIGHT if self._base else 1.0)
-            return
-        each = max(seconds - self._base, _SHARE * seconds) / fed
-        self._each += (each - self._each) * (_WEIGHT if self._each else 1.0)
