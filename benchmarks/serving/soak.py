@@ -6,9 +6,9 @@ python benchmarks/serving/soak.py --minutes 60 -- --target DIR --proposer draft:
 What stands behind -- goes to `outrider serve`. A number of requests is drawn, of mixed lengths, temperatures, penalties
 and seeds. Each is first answered alone. Then many streams ask them in random order, some of which hang up midway, and
 each text must be the one from before, or begin it. Meanwhile the server's memory is watched: after a warm-up it may not
-grow. In the end nothing may run and no block of the cache may be held. Texts are the same in float32, or in any
-precision where passes do not depend on what shares them. The last line is one JSON document; the exit status is 1 if
-anything failed.
+grow. In the end nothing may run and no block of the cache may be held. Texts are the same on the native kernels in
+any precision; on torch's, even in float32, rounding parts one now and then. The last line is one JSON document; the
+exit status is 1 if anything failed.
 """
 
 from __future__ import annotations
