@@ -6,7 +6,6 @@ import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from statistics import median
 from time import perf_counter
 
 import torch
@@ -24,7 +23,7 @@ _COLUMNS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 16, 20, 24, 32, 48, 64, 9
 _GUESSES = 16  # of a row at most; wider passes are made of more rows
 _SWEEPS, _REPEATS = 3, 3  # the first repeat of each warms up
 _SLOW = 0.4  # seconds: passes that take longer are not widened further
-_METHOD = 2  # of measuring; what was measured otherwise is measured anew
+_METHOD = 3  # of measuring; what was measured otherwise is measured anew
 _ASKED, _DRIFT = (1, 8), 1.4  # columns by which a file is checked, and how far apart it may be from them
 _DEEP = 1024  # cached tokens that the cost of reading them is measured at
 
@@ -59,8 +58,9 @@ def _samples(target: Target) -> Iterator[Sample]:
     for _ in range(_SWEEPS):
         for columns, rows, cached in took:
             took[columns, rows, cached] += [_once(target, rows, columns, cached) for _ in range(_REPEATS)][1:]
+    # Disturbances only ever add time, and on a shared machine they can fall on most of a shape's passes.
     for (columns, rows, cached), seconds in took.items():
-        yield Sample(columns=columns, rows=rows, cached=cached, seconds=median(seconds))
+        yield Sample(columns=columns, rows=rows, cached=cached, seconds=min(seconds))
 
 
 def _shapes(target: Target) -> Iterator[tuple[int, int]]:

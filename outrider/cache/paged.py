@@ -11,6 +11,7 @@ from heapq import heappop, heappush
 import torch
 
 from outrider.cache.base import CacheUse, Layout, lay_out
+from outrider.cache.huge import zeros
 from outrider.cache.pages import BLOCK, Page, Pages
 from outrider.types import Batch, Draft, Round, Row
 
@@ -56,7 +57,7 @@ class PagedCache:
     def __init__(self, *, slots: int, capacity: int, layers: int, heads: int, dim: int, dtype: torch.dtype) -> None:
         """Have room for `slots` texts of `capacity` tokens; `allot` changes how many blocks there are."""
         self._capacity, self._reach = capacity, -(-capacity // BLOCK)
-        self._shape, self._dtype = (layers, 2, heads, BLOCK, dim), dtype
+        self._shape, self._dtype = (layers, heads, 2, BLOCK, dim), dtype
         self._table = array("i", bytes(4 * slots * self._reach))
         self._leases = [_Lease() for _ in range(slots)]
         self._pages = Pages()
@@ -69,9 +70,10 @@ class PagedCache:
     def allot(self, blocks: int) -> None:
         """Have so many blocks from now on, and forget all texts; no row may run."""
         self._leases = [_Lease() for _ in self._leases]
-        self._entries = torch.empty(blocks, *self._shape, dtype=self._dtype)
+        self._entries = zeros(blocks, *self._shape, dtype=self._dtype)
+        self._keys, self._values = self._apart(self._entries)
         self._pool.entries = self._entries.data_ptr()
-        self._pages, self._free, self._touched = Pages(), list(range(blocks)), 0
+        self._pages, self._free = Pages(), list(range(blocks))
 
     @property
     def block_bytes(self) -> int:
@@ -168,18 +170,29 @@ class PagedCache:
 
         Behind what a slot holds stands anything that is a number.
         """
-        if not self._touched:
+        if not any(self._leases[slot].blocks for slot in slots):
             return None
         first, last = begin // BLOCK, -(-end // BLOCK)
-        blocks = torch.zeros(len(slots), last - first, dtype=torch.int64)  # block 0 has been used, and holds numbers
+        blocks = torch.zeros(len(slots), last - first, dtype=torch.int64)
         for b, slot in enumerate(slots):
             held = self._table[slot * self._reach + first : slot * self._reach + min(last, self._leases[slot].blocks)]
             blocks[b, : len(held)] = torch.tensor(held, dtype=torch.int64)
-        found = self._entries[blocks, layer]  # [rows, blocks, 2, heads, BLOCK, dim]
-        rows, count, _, heads, _, dim = found.shape
-        whole = found.permute(2, 0, 3, 1, 4, 5).reshape(2, rows, heads, count * BLOCK, dim)
-        keys, values = whole[..., begin - first * BLOCK : end - first * BLOCK, :]
-        return keys, values
+        keys, values = self._apart(self._entries[blocks, layer])
+        keys = keys.permute(0, 2, 1, 3, 5, 4, 6)  # [rows, heads, blocks, groups, lanes, words, each]
+        values = values.permute(0, 2, 1, 3, 5, 4)  # [rows, heads, blocks, words, each, dim]
+        size, cut = (len(slots), keys.shape[1], -1, self._shape[-1]), slice(begin - first * BLOCK, end - first * BLOCK)
+        return keys.reshape(size)[:, :, cut], values.reshape(size)[:, :, cut]
+
+    def _apart(self, entries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys [..., heads, groups, words, lanes, each] and values [..., heads, words, dim, each] of blocks.
+
+        Of keys a word holds `each` dimensions of one entry, sixteen entries side by side; of values a word holds one
+        dimension of `each` neighbouring entries. So the kernels multiply them as they lie (native/attention.h).
+        """
+        each, dim = 4 // self._dtype.itemsize, self._shape[-1]
+        keys, values = entries.flatten(-2).unbind(-2)
+        groups = (BLOCK // _LANES, dim // each, _LANES, each)
+        return keys.unflatten(-1, groups), values.unflatten(-1, (BLOCK // each, dim, each))
 
     def _publish(self, slot: int, length: int, *, ended: bool = False) -> None:
         """Make pages of the blocks that hold nothing but the first `length` tokens, and at its end of the rest."""
@@ -206,19 +219,15 @@ class PagedCache:
         """One more block, with what the text shares of the page that it goes on from."""
         lease, block = self._leases[slot], self._new_block()
         if lease.part:
-            shared = lease.length - BLOCK * len(lease.pages)
-            self._entries[block, ..., :shared, :] = self._entries[lease.part.block, ..., :shared, :]
+            self._entries[block] = self._entries[lease.part.block]  # behind what it shares stands what nobody sees
             self._pages.leave(lease.part)
             lease.part = None
         self._table[slot * self._reach + lease.blocks] = block
         lease.own.append(block)
 
     def _new_block(self) -> int:
-        block = heappop(self._free) if self._free else self._pages.evict()
-        if block == self._touched:  # in order, so the machine gives memory for what has been used and no more
-            self._entries[block].zero_()
-            self._touched += 1
-        return block
+        # The lowest first: the machine gives memory for what has been used and no more.
+        return heappop(self._free) if self._free else self._pages.evict()
 
     def _compact(self, slot: int, base: int, path: Sequence[int]) -> None:
         """Close the gaps that rejected branches leave."""
@@ -230,4 +239,9 @@ class PagedCache:
 
         block, at = places([base + node for node in path])
         to_block, to = places(range(base, base + len(path)))
-        self._entries[to_block, :, :, :, to] = self._entries[block, :, :, :, at]
+        keys, values, each = self._keys, self._values, self._keys.shape[-1]
+        keys[to_block, :, :, to // _LANES, :, to % _LANES] = keys[block, :, :, at // _LANES, :, at % _LANES]
+        values[to_block, :, :, to // each, :, to % each] = values[block, :, :, at // each, :, at % each]
+
+
+_LANES = 16  # entries whose keys lie side by side

@@ -1,9 +1,13 @@
 // Attention of a pass over the cache, one tile of columns and one key head at a time.
 //
 // A slot's entries lie in blocks, which a table names in the order of the text. A column sees the first `seen` entries of
-// its slot and then the entries that its tail names. Entries are taken in that order, sixteen at a time, so that the sums
-// of a guess in a tree are those of the same token in a chain, and those of the same token alone, wherever its blocks
-// lie: not nearly, bit for bit.
+// its slot and then the entries that its tail names. Entries are taken in that order, a block's number at a time, so that
+// the sums of a guess in a tree are those of the same token in a chain, and those of the same token alone, wherever its
+// blocks lie: not nearly, bit for bit.
+//
+// Within a block keys and values lie as they are multiplied. Keys by sixteen entries, one a lane: [kBlock / 16][dim /
+// kInWord][16] words, so that scores come out side by side. Values by words of neighbouring entries: [kBlock /
+// kInWord][dim] words, so that bfloat16 is weighted in pairs.
 #pragma once
 
 #include <cmath>
@@ -15,7 +19,8 @@ namespace outrider {
 
 constexpr int kQueries = 48;  // rows of a tile: columns times the query heads that share a key head
 constexpr int kBlock = 64;    // entries of a block, as cache/paged.py has it
-static_assert(kBlock % kLanes == 0, "sixteen entries that follow each other lie in one block");
+constexpr int kGroups = kBlock / kLanes;
+constexpr int kTogether = kPart == kLanes ? 2 : 1;  // groups whose scores are summed at once: as many as registers hold
 
 // What each column of a pass sees.
 struct Columns {
@@ -36,123 +41,200 @@ struct Tile {
   int first, last;
 };
 
-// What one slot has of one layer and key head. Elements are bfloat16, or float where the model is.
-template <class Element>
-struct Entries {
-  Element *keys, *values;  // [dim] each, of block 0's first entry
-  const int32_t* table;    // the slot's blocks
-  int64_t stride;          // from one block to the next, in entries
-
-  int64_t at(uint32_t entry) const { return table[entry / kBlock] * stride + entry % kBlock; }
-};
-
-// Keys and queries meet word by word.
+// Elements of a word: products are taken word by word.
 template <class Element>
 constexpr int kInWord = 4 / sizeof(Element);
 
-// A query row that waits to meet the gathered entries low .. count - 1.
+// What one slot has of one layer, from key head 0 on. Elements are bfloat16, or float where the model is.
+template <class Element>
+struct Entries {
+  Element* first;        // of block 0
+  const int32_t* table;  // the slot's blocks
+  int64_t stride;        // from one block to the next, in elements
+  int dim;
+
+  static constexpr int kEach = kInWord<Element>;
+
+  // A head's keys in the block of an entry; its values lie behind them.
+  Element* keys(uint32_t entry, int head) const {
+    return first + table[entry / kBlock] * stride + int64_t(2 * head) * kBlock * dim;
+  }
+  Element* values(uint32_t entry, int head) const { return keys(entry, head) + kBlock * dim; }
+
+  // Element i of an entry's key lies at key(entry, head)[key_at(i)], and so for values.
+  Element* key(uint32_t entry, int head) const { return keys(entry, head) + key_in(entry % kBlock); }
+  Element* value(uint32_t entry, int head) const { return values(entry, head) + value_in(entry % kBlock); }
+  int key_in(int in) const { return in / kLanes * dim * kLanes + in % kLanes * kEach; }
+  int value_in(int in) const { return in / kEach * dim * kEach + in % kEach; }
+  static int key_at(int i) { return i / kEach * kLanes * kEach + i % kEach; }
+  static int value_at(int i) { return i * kEach; }
+};
+
+// A query row that waits to meet the entries low .. count - 1 of some that lie as in a block.
 template <class Element>
 struct Guest {
   const Element* query;  // [dim]
   int row, low, count;
 };
 
+// What guests meet, and what will be met after it, if that is known.
 template <class Element>
-struct Scratch {
-  std::vector<float> sums, values;
-  std::vector<int32_t> keys;
-  std::vector<Guest<Element>> guests, own;  // who meets the entries as they lie, and who brings entries of its own
-  float most[kQueries], mass[kQueries * kLanes];
-  explicit Scratch(int dim) : sums(kQueries * dim), values(kLanes * dim), keys(kLanes * dim / kInWord<Element>) {}
+struct Block {
+  const Element *keys, *values, *next_values, *next_keys;
 };
 
-// Ask for an entry that will be read soon: what is strewn over pages no processor foresees by itself.
 template <class Element>
-inline void foresee(const Element* entry, int dim) {
-  for (int d = 0; d < dim; d += 64 / int(sizeof(Element))) __builtin_prefetch(entry + d);
+struct Scratch {
+  std::vector<float> sums;
+  std::vector<Element> keys, values;        // entries that lay elsewhere
+  std::vector<Guest<Element>> guests, own;  // who meets the entries as they lie, and who brings entries of its own
+  float most[kQueries], mass[kQueries * kLanes];
+  explicit Scratch(int dim) : sums(kQueries * dim), keys(kBlock * dim), values(kBlock * dim) {}
+};
+
+template <class Element>
+inline Ints words(const Element* from) {
+  Ints out;
+  std::memcpy(&out, from, sizeof out);
+  return out;
 }
 
-// The entries at[0 .. count - 1], and zeros up to sixteen: keys as words, one entry a lane; values widened. From each of
-// them it is `ahead` entries to the one that most likely comes sixteen later.
+// Ask for what will be read soon, a little at a time beside the arithmetic: where the next block lies no processor
+// foresees, and asked for all at once it would come no sooner.
 template <class Element>
-inline void gather(const Entries<Element>& from, const int64_t* at, int count, int64_t ahead, int dim,
+inline void foresee(const Element* from) {
+  __builtin_prefetch(from);
+}
+
+template <class Element>
+inline Ints fill_word(const Element* from) {
+  int32_t word;
+  std::memcpy(&word, from, sizeof word);
+  return fill(word);
+}
+
+// Put the entries seen by a column, `begin` and so many on, where it meets them: first those that lie in order.
+template <class Element>
+inline void gather(const Entries<Element>& from, int head, const Columns& columns, int column, int begin, int count,
                    Scratch<Element>& s) {
-  constexpr int each = kInWord<Element>;
-  for (int j = 0; j < count; j++) {
-    foresee(from.keys + (at[j] + ahead) * dim, dim);
-    foresee(from.values + (at[j] + ahead) * dim, dim);
+  const int dim = from.dim, seen = columns.seen[column] - begin;
+  const int whole = std::max(0, std::min(seen, count)) / kLanes * kLanes;
+  if (whole) {
+    std::memcpy(s.keys.data(), from.keys(begin, head), sizeof(Element) * whole * dim);
+    std::memcpy(s.values.data(), from.values(begin, head), sizeof(Element) * whole * dim);
   }
-  for (int d = 0; d < dim / each; d += kLanes) {
-    Ints row[kLanes] = {};
-    const int words = std::min(kLanes, dim / each - d);
-    for (int j = 0; j < count; j++) std::memcpy(&row[j], from.keys + at[j] * dim + each * d, 4 * words);
-    transpose(row);
-    for (int j = 0; j < words; j++) store(&s.keys[(d + j) * kLanes], row[j]);
+  for (int j = whole; j < count; j++) {
+    const uint32_t entry = j < seen ? begin + j : columns.tail[columns.tail_begin[column] + j - seen];
+    const Element *key = from.key(entry, head), *value = from.value(entry, head);
+    Element *to_key = &s.keys[from.key_in(j)], *to_value = &s.values[from.value_in(j)];
+    for (int i = 0; i < dim; i += kInWord<Element>) std::memcpy(to_key + from.key_at(i), key + from.key_at(i), 4);
+    for (int i = 0; i < dim; i++) to_value[from.value_at(i)] = value[from.value_at(i)];
   }
-  for (int j = 0; j < kLanes; j++)
-    for (int d = 0; d < dim; d += kLanes)
-      store(&s.values[j * dim + d], j < count ? widen16(from.values + at[j] * dim + d) : Floats{});
 }
 
-// sums += weights * values, for Width vectors of each of R rows.
+// scores[i][g] = sixteen entries' products with row i's query.
+template <int R, class Element>
+inline void score(const Guest<Element>* guest, const Block<Element>& block, int groups, int dim,
+                  Floats (&scores)[R][kGroups]) {
+  constexpr int each = kInWord<Element>;
+  for (int g = 0; g < groups; g += kTogether) {
+    Floats even[R][kTogether], odd[R][kTogether];  // two sums, so that a product need not wait for the one before
+    for (int i = 0; i < R; i++)
+      for (int a = 0; a < kTogether; a++) even[i][a] = odd[i][a] = Floats{};
+    const Element *from = block.keys + size_t(g) * dim * kLanes, *next = block.next_values;
+    if (next) next += size_t(g) * dim * kLanes;
+    for (int d = 0; d < dim; d += 2 * each) {
+      for (int a = 0; next && a < 2 * kTogether; a++) foresee(next + (d * kTogether + a * each) * kLanes);
+      Ints key[kTogether], next[kTogether];
+      for (int a = 0; a < kTogether; a++) {
+        key[a] = words(from + (a * dim + d) * kLanes);
+        next[a] = words(from + (a * dim + d + each) * kLanes);
+      }
+      for (int i = 0; i < R; i++) {
+        const Ints query = fill_word(guest[i].query + d), follows = fill_word(guest[i].query + d + each);
+        for (int a = 0; a < kTogether; a++) {
+          even[i][a] = dot_words<Element>(even[i][a], key[a], query);
+          odd[i][a] = dot_words<Element>(odd[i][a], next[a], follows);
+        }
+      }
+    }
+    for (int i = 0; i < R; i++)
+      for (int a = 0; a < kTogether; a++) scores[i][g + a] = even[i][a] + odd[i][a];
+  }
+}
+
+// sums += weights * values of `count` entries, for Width vectors of each of R rows.
 template <int R, int Width, class Element>
-inline void mix(const Guest<Element>* guest, const float (&weight)[R][kLanes], const float (&keep)[R], int d, int dim,
-                Scratch<Element>& s) {
+inline void mix(const Guest<Element>* guest, const Element (&weight)[R][kBlock], const float (&keep)[R],
+                const Block<Element>& block, int count, int d, int dim, Scratch<Element>& s) {
+  constexpr int each = kInWord<Element>;
   Floats total[R][Width];
   for (int i = 0; i < R; i++)
     for (int v = 0; v < Width; v++) total[i][v] = load(&s.sums[guest[i].row * dim + d + v * kLanes]) * keep[i];
-  for (int j = 0; j < kLanes; j++)
-    for (int v = 0; v < Width; v++) {
-      const Floats value = load(&s.values[j * dim + d + v * kLanes]);
-      for (int i = 0; i < R; i++) total[i][v] += value * weight[i][j];
+  const auto add = [&](int j, Ints mask) {
+    Ints value[Width];
+    for (int v = 0; v < Width; v++) value[v] = words(block.values + j * dim + (d + v * kLanes) * each) & mask;
+    for (int i = 0; i < R; i++) {
+      const Ints weights = fill_word(weight[i] + j);
+      for (int v = 0; v < Width; v++) total[i][v] = dot_words<Element>(total[i][v], value[v], weights);
     }
+  };
+  int j = 0;
+  for (; j + each <= count; j += each) {
+    for (int v = 0; block.next_keys && v < Width; v++) foresee(block.next_keys + j * dim + (d + v * kLanes) * each);
+    add(j, fill(-1));
+  }
+  if (j < count) add(j, fill(0xffff));  // its neighbour is nobody's, and need not be a number
   for (int i = 0; i < R; i++)
     for (int v = 0; v < Width; v++) store(&s.sums[guest[i].row * dim + d + v * kLanes], total[i][v]);
 }
 
-// Online softmax (Milakov and Gimelshein 2018, algorithm 3). What a row must not see has weight 0, exactly.
+// Online softmax (Milakov and Gimelshein 2018, algorithm 3). What a row must not see has weight 0, exactly. Weights are
+// rounded as values are, and their mass is that of the rounded ones.
 template <int R, class Element>
-inline void meet(const Guest<Element>* guest, const Heads& heads, Scratch<Element>& s) {
-  constexpr int each = kInWord<Element>;
+inline void meet(const Guest<Element>* guest, const Heads& heads, const Block<Element>& block, Scratch<Element>& s) {
   const int dim = heads.dim;
-  Floats scores[R], odd[R];  // two sums, so that a product need not wait for the one before
-  for (int i = 0; i < R; i++) scores[i] = odd[i] = Floats{};
-  for (int d = 0; d < dim / each; d += 2) {
-    const Ints keys = load(&s.keys[d * kLanes]), next = load(&s.keys[(d + 1) * kLanes]);
-    for (int i = 0; i < R; i++) {
-      int32_t word[2];
-      std::memcpy(word, guest[i].query + each * d, sizeof word);
-      scores[i] = dot_words<Element>(scores[i], keys, fill(word[0]));
-      odd[i] = dot_words<Element>(odd[i], next, fill(word[1]));
-    }
-  }
-  for (int i = 0; i < R; i++) scores[i] += odd[i];
-  float keep[R], weight[R][kLanes];
+  int count = 0;
+  for (int i = 0; i < R; i++) count = std::max(count, guest[i].count);
+  const int groups = (count + kLanes - 1) / kLanes;
+  Floats scores[R][kGroups];
+  score<R>(guest, block, groups, dim, scores);
+  float keep[R];
+  Element weight[R][kBlock];
   for (int i = 0; i < R; i++) {
     float& most = s.most[guest[i].row];
-    float* mass = &s.mass[guest[i].row * kLanes];
-    const auto visible = (lanes() >= guest[i].low) & (lanes() < guest[i].count);
-    const Floats seen = visible ? scores[i] * heads.scale : fill(-INFINITY);
-    const float before = most, found = largest(seen);
+    Floats top = fill(-INFINITY);
+    for (int g = 0; g < groups; g++) {
+      const Ints at = lanes() + g * kLanes;
+      const auto visible = (at >= guest[i].low) & (at < guest[i].count);
+      scores[i][g] = visible ? scores[i][g] * heads.scale : fill(-INFINITY);
+      top = maximum(top, scores[i][g]);
+    }
+    const float before = most, found = largest(top);
     most = found > before ? found : before;
-    const Floats weights = exponential(seen - most);
     keep[i] = before == most ? 1.0f : exponential(fill(before - most))[0];
-    store(mass, load(mass) * keep[i] + weights);
-    store(weight[i], weights);
+    float* mass = &s.mass[guest[i].row * kLanes];
+    Floats sum = load(mass) * keep[i];
+    for (int g = 0; g < groups; g++) sum += round_to(weight[i] + g * kLanes, exponential(scores[i][g] - most));
+    store(mass, sum);
   }
   int d = 0;
-  for (; d + 4 * kLanes <= dim; d += 4 * kLanes) mix<R, 4>(guest, weight, keep, d, dim, s);
-  for (; d < dim; d += kLanes) mix<R, 1>(guest, weight, keep, d, dim, s);
+  for (; d + 4 * kLanes <= dim; d += 4 * kLanes) mix<R, 4>(guest, weight, keep, block, count, d, dim, s);
+  for (; d < dim; d += kLanes) mix<R, 1>(guest, weight, keep, block, count, d, dim, s);
 }
 
 template <class Element>
-inline void meet_all(std::vector<Guest<Element>>& guests, const Heads& heads, Scratch<Element>& s) {
+inline void meet_all(std::vector<Guest<Element>>& guests, const Heads& heads, Block<Element> block,
+                     Scratch<Element>& s) {
   const Guest<Element>* guest = guests.data();
   const Guest<Element>* end = guest + guests.size();
-  for (; guest + 4 <= end; guest += 4) meet<4>(guest, heads, s);
-  if (end - guest == 3) meet<3>(guest, heads, s);
-  if (end - guest == 2) meet<2>(guest, heads, s);
-  if (end - guest == 1) meet<1>(guest, heads, s);
+  for (; guest + 4 <= end; guest += 4) {
+    meet<4>(guest, heads, block, s);
+    block.next_values = block.next_keys = nullptr;  // they have been asked for
+  }
+  if (end - guest == 3) meet<3>(guest, heads, block, s);
+  if (end - guest == 2) meet<2>(guest, heads, block, s);
+  if (end - guest == 1) meet<1>(guest, heads, block, s);
   guests.clear();
 }
 
@@ -168,40 +250,30 @@ inline void attend(const Columns& columns, const Tile& tile, int head, const Hea
   int end = 0;
   for (int c = tile.first; c < tile.last; c++)
     end = std::max(end, columns.seen[c] + columns.tail_begin[c + 1] - columns.tail_begin[c]);
-  for (int begin = 0; begin < end; begin += kLanes) {
-    int64_t at[kLanes];
-    int most = 0;  // entries that some column sees as they lie
+  for (int begin = 0; begin < end; begin += kBlock) {
     for (int c = tile.first; c < tile.last; c++) {
       const int tail = columns.tail_begin[c + 1] - columns.tail_begin[c], seen = columns.seen[c];
-      const int count = std::min(kLanes, seen + tail - begin);
+      const int count = std::min(kBlock, seen + tail - begin);
       const int low = heads.window ? std::max(0, columns.position[c] + 1 - heads.window - begin) : 0;
       if (low >= count) continue;
       const Element* queries = query + size_t(c) * width + size_t(head) * sharing * heads.dim;
       auto& guests = seen < begin + count ? s.own : s.guests;
       for (int g = 0; g < sharing; g++)
         guests.push_back({queries + g * heads.dim, (c - tile.first) * sharing + g, low, count});
-      if (s.own.empty()) {
-        most = std::max(most, count);
-        continue;
-      }
-      for (int j = 0; j < count; j++)
-        at[j] = entries.at(begin + j < seen ? begin + j : columns.tail[columns.tail_begin[c] + begin + j - seen]);
-      gather(entries, at, count, kLanes, heads.dim, s);
-      meet_all(s.own, heads, s);
+      if (s.own.empty()) continue;
+      gather(entries, head, columns, c, begin, count, s);
+      meet_all(s.own, heads, {s.keys.data(), s.values.data(), nullptr, nullptr}, s);
     }
     if (s.guests.empty()) continue;
-    const int64_t first = entries.at(begin), ahead = begin + kLanes < end ? entries.at(begin + kLanes) - first : 0;
-    for (int j = 0; j < most; j++) at[j] = first + j;
-    gather(entries, at, most, ahead, heads.dim, s);
-    meet_all(s.guests, heads, s);
+    const Element *keys = entries.keys(begin, head), *values = entries.values(begin, head);
+    meet_all(s.guests, heads, {keys, values, values, begin + kBlock < end ? entries.keys(begin + kBlock, head) : nullptr},
+             s);
   }
-  for (int c = tile.first; c < tile.last; c++)
-    for (int g = 0; g < sharing; g++) {
-      const int r = (c - tile.first) * sharing + g;
-      float* to = out + size_t(c) * width + size_t(head * sharing + g) * heads.dim;
-      const float mass = sum(load(&s.mass[r * kLanes]));
-      for (int d = 0; d < heads.dim; d += kLanes) store(to + d, load(&s.sums[size_t(r) * heads.dim + d]) / mass);
-    }
+  for (int r = 0; r < rows; r++) {
+    float* to = out + size_t(tile.first + r / sharing) * width + size_t(head * sharing + r % sharing) * heads.dim;
+    const float mass = sum(load(&s.mass[r * kLanes]));
+    for (int d = 0; d < heads.dim; d += kLanes) store(to + d, load(&s.sums[size_t(r) * heads.dim + d]) / mass);
+  }
 }
 
 }  // namespace outrider

@@ -23,7 +23,7 @@ struct Layer {
 
 // Keys and values of all layers, in blocks that rows may share.
 struct Pool {
-  void* entries;         // [blocks][layers][keys, values][key heads][kBlock][dim]
+  void* entries;         // [blocks][layers][key heads][keys, values][kBlock * dim], as in attention.h
   const int32_t* table;  // [slots][reach] of blocks
   int32_t layers, reach;
   int32_t bits;          // of an element: 16 is bfloat16, 32 float
@@ -291,21 +291,20 @@ class Decoder final : public Runner {
     team.share(pass.columns * lots, [&](int i) { place(pass, number, i / lots, i % lots); });
     const Columns columns{pass.position, pass.seen, pass.tail_begin, pass.tail};
     const Heads heads{m_.heads, m_.key_heads, m_.dim, m_.scale, layer.window};
-    team.share(int(tiles_.size()) * m_.key_heads, [&](int i) {
+    team.deal(int(tiles_.size()) * m_.key_heads, [&](int i) {
       const Tile& tile = tiles_[i / m_.key_heads];
-      const int head = i % m_.key_heads;
-      attend(columns, tile, head, heads, entries(pass.slot[tile.first], number, head), query_.data(), wide_.data(),
-             scratch_[team.thread]);
+      attend(columns, tile, i % m_.key_heads, heads, entries(pass.slot[tile.first], number), query_.data(),
+             wide_.data(), scratch_[team.thread]);
     });
     pack(team, pass.columns, wide_.data(), width, layer.out.bits);
     apply<Then::kAdd>(team, layer.out, rows_, pass.columns, stream_.data(), m_.hidden);
   }
 
-  Entries<Element> entries(int slot, int layer, int head) const {
+  Entries<Element> entries(int slot, int layer) const {
     const Pool& pool = *m_.pool;
-    const int64_t one = kBlock * m_.key_heads;  // entries that a block has of a layer's keys, or of its values
-    Element* keys = static_cast<Element*>(pool.entries) + (2 * layer * one + head * kBlock) * m_.dim;
-    return {keys, keys + one * m_.dim, pool.table + int64_t(slot) * pool.reach, 2 * pool.layers * one};
+    const int64_t one = int64_t(2) * m_.key_heads * kBlock * m_.dim;  // elements that a block has of a layer
+    Element* first = static_cast<Element*>(pool.entries) + layer * one;
+    return {first, pool.table + int64_t(slot) * pool.reach, pool.layers * one, m_.dim};
   }
 
   void mlp(const Team& team, const Pass& pass, const Layer& layer) {
@@ -361,19 +360,24 @@ class Decoder final : public Runner {
     float* x = &wide_[(size_t(c) * (m_.heads + 2 * key_heads) + lot) * dim];
     const float* norm = query ? layer.query_norm : key ? layer.key_norm : nullptr;
     if (norm) root_mean_square(x, norm, dim, x);
-    Element* to = &query_[(size_t(c) * m_.heads + (query ? lot : 0)) * dim];
-    if (!query) {
-      const Entries<Element> slot = entries(pass.slot[c], number, (lot - m_.heads) % key_heads);
-      to = (key ? slot.keys : slot.values) + slot.at(pass.place[c]) * dim;
-    }
     if (!query && !key) {
-      for (int i = 0; i < dim; i++) set(to[i], x[i]);
+      const Entries<Element> slot = entries(pass.slot[c], number);
+      Element* to = slot.value(pass.place[c], lot - m_.heads - key_heads);
+      for (int i = 0; i < dim; i++) set(to[slot.value_at(i)], x[i]);
       return;
     }
     for (int i = 0; i < half; i++) {
       const float a = x[i], b = x[i + half], cosine = cosine_[c * half + i], sine = sine_[c * half + i];
-      set(to[i], a * cosine - b * sine);
-      set(to[i + half], b * cosine + a * sine);
+      x[i] = a * cosine - b * sine;
+      x[i + half] = b * cosine + a * sine;
+    }
+    if (query) {
+      Element* to = &query_[(size_t(c) * m_.heads + lot) * dim];
+      for (int i = 0; i < dim; i++) set(to[i], x[i]);
+    } else {
+      const Entries<Element> slot = entries(pass.slot[c], number);
+      Element* to = slot.key(pass.place[c], lot - m_.heads);
+      for (int i = 0; i < dim; i++) set(to[slot.key_at(i)], x[i]);
     }
   }
 

@@ -10,6 +10,7 @@ from types import MappingProxyType
 import torch
 from torch.nn import functional
 
+from outrider.cache.huge import reserve
 from outrider.native.abi import CLinear
 
 PANEL = 32  # outputs that are computed together
@@ -21,11 +22,7 @@ _CHUNK = 1 << 28  # bytes
 
 
 class Arena:
-    """Memory in huge pages where the system has them.
-
-    A decode step reads every page of the weights once, and looking up the addresses of small pages then costs as much
-    as the reading itself; on a virtual machine more.
-    """
+    """Memory in huge pages, for what is kept."""
 
     def __init__(self) -> None:
         self._memory: mmap.mmap | None = None
@@ -36,10 +33,7 @@ class Arena:
         if self._memory is None or self._used + tensor.nbytes > len(self._memory):
             # What is not written to takes no memory, so a generous size costs nothing.
             size = max(_CHUNK, -(-tensor.nbytes // _PAGE) * _PAGE)
-            self._memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            self._used = 0
-            if hasattr(mmap, "MADV_HUGEPAGE"):
-                self._memory.madvise(mmap.MADV_HUGEPAGE)
+            self._memory, self._used = reserve(size), 0
         out = torch.frombuffer(self._memory, dtype=tensor.dtype, count=tensor.numel(), offset=self._used)
         self._used += -(-tensor.nbytes // _LINE) * _LINE
         return out.view(tensor.shape).copy_(tensor)

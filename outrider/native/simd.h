@@ -86,6 +86,22 @@ inline Floats widen16(const uint16_t* from) {
 
 inline Floats widen16(const float* from) { return load(from); }
 
+// Round to sixteen elements, a NaN staying one; returns what they stand for.
+inline Floats round_to(uint16_t* to, Floats value) {
+  typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
+  const Ints raw = bits<Ints>(value), nan = fill(0x7fc0);
+  const Ints upper = (raw + 0x7fff + ((raw >> 16) & 1)) >> 16;
+  const Ints half = value == value ? upper : nan;
+  const Halves out = __builtin_convertvector(half, Halves);
+  std::memcpy(to, &out, sizeof out);
+  return bits<Floats>(half << 16);
+}
+
+inline Floats round_to(float* to, Floats value) {
+  store(to, value);
+  return value;
+}
+
 inline Floats maximum(Floats a, Floats b) { return a > b ? a : b; }
 
 // Lane i is a[at[i]], or b[at[i] - 16].

@@ -57,6 +57,13 @@ struct Team {
       work(i);
     barrier.wait();
   }
+
+  // The same where neighbours are as much work as each other, and others are not.
+  template <class Work>
+  void deal(int count, Work work) const {
+    for (int i = thread; i < count; i += threads) work(i);
+    barrier.wait();
+  }
 };
 
 }  // namespace outrider
