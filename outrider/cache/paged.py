@@ -192,7 +192,7 @@ class PagedCache:
         each, dim = 4 // self._dtype.itemsize, self._shape[-1]
         keys, values = entries.flatten(-2).unbind(-2)
         groups = (BLOCK // _LANES, dim // each, _LANES, each)
-        return keys.unflatten(-1, groups), values.unflatten(-1, (BLOCK // each, dim, each))
+        return keys.view(*keys.shape[:-1], *groups), values.view(*values.shape[:-1], BLOCK // each, dim, each)
 
     def _publish(self, slot: int, length: int, *, ended: bool = False) -> None:
         """Make pages of the blocks that hold nothing but the first `length` tokens, and at its end of the rest."""
