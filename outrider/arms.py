@@ -61,8 +61,8 @@ class Arm:
         """Of a proposer whose rounds cost `costs`, where a row has up to `most` guesses."""
         self.costs, self.most = costs, most
         self.says = False  # whether its last draft came with chances
-        # Rounds unused, rounds until a trial, and rounds left of one; the first is due at once.
-        self.idle, self.patience, self.trial = PATIENCE, PATIENCE // 2, 0
+        # Rounds unused, and rounds left of a trial; the first is due at once.
+        self.idle, self.trial = PATIENCE, 0
         self.few = FEW  # rows of the trial
         self._met = [_TRUST] * min(most, _BLIND)  # decayed counts: guesses whose ancestors were all kept, by position
         self._kept = [_TRUST * _HOPE] * min(most, _BLIND)
@@ -193,11 +193,11 @@ class _Means:
         self.drafted = (self.drafted * before + drafted * new.rows) / self.seen
 
 
-_LEARNED = ("says", "idle", "patience", "_met", "_kept", "_pace")
+_LEARNED = ("says", "idle", "_met", "_kept", "_pace")
 _BLIND = 16  # guesses at most where nobody says how good they are
 _MEMORY = 0.98  # weight of a guess seen one guess earlier
 _FADE, _ENOUGH = 0.97, 3.0  # weight of a pass seen one pass earlier; passes that make a mean
 _PRIOR = 8.0  # passes that what was known before a trial counts as
 _PACE = 0.05  # of the drafting time of a guess
-PATIENCE = 32  # rounds unused before the first trial
+PATIENCE = 32  # rounds unused before a trial
 FEW, TRIAL, _WIDER = 2, 4, 4  # rows and rounds of a trial, and how many times the rows have a part in the next

@@ -35,9 +35,14 @@ class PassCost:
 
     def __call__(self, columns: float, *, rows: int, cached: float) -> float:
         """Seconds of a pass over `columns` in all, of `rows` rows with `cached` tokens each on average."""
-        return self._base(columns) + self.entry * rows * cached + self.pair * columns * cached
+        return self.base(columns) + self.deep(columns, rows=rows, cached=cached)
 
-    def _base(self, columns: float) -> float:
+    def deep(self, columns: float, *, rows: int, cached: float) -> float:
+        """Seconds of them for what is cached."""
+        return (self.entry * rows + self.pair * columns) * cached
+
+    def base(self, columns: float) -> float:
+        """Seconds of a pass with nothing cached."""
         at = min(max(bisect_left(self.columns, columns), 1), len(self.columns) - 1)
         if not at:
             return self.seconds[0]
@@ -53,7 +58,7 @@ class PassCost:
         seconds = tuple(accumulate((s for _, s in reversed(plain)), min))[::-1]
         base = cls(columns=tuple(c for c, _ in plain), seconds=seconds, entry=0.0, pair=0.0)
         deep = [
-            (s.rows * s.cached, s.columns * s.cached, s.seconds - base._base(s.columns)) for s in samples if s.cached
+            (s.rows * s.cached, s.columns * s.cached, s.seconds - base.base(s.columns)) for s in samples if s.cached
         ]
         entry, pair = _least_squares(deep)
         return cls(columns=base.columns, seconds=seconds, entry=entry, pair=pair)
@@ -94,17 +99,19 @@ class CostModel:
 
 
 class Clock:
-    """A cost model refined while running: t = b t(1) + m (t(columns) - t(1)).
+    """A cost model refined while running: t = a t(1) + b (base(columns) - base(1)) + c deep(columns).
 
-    What reads the weights and what each column adds drift apart as a machine's memory is more or less busy. b and m
-    follow the rounds by recursive least squares that forgets, and stay near 1 where rounds say nothing of them.
+    What reads the weights, what each column adds and what reads the cached text drift apart as a machine's memory is
+    more or less busy. The factors follow the rounds by recursive least squares that forgets, and stay near 1 where
+    rounds say nothing of them.
     """
 
     def __init__(self, costs: CostModel) -> None:
         self._costs = costs
-        self._least = costs.host + costs.target(1, rows=1, cached=0)
-        self._theta = [1.0, 1.0]
-        self._known = list(_PRIOR)  # [[a, b], [b, c]]
+        self._one = costs.target.base(1)
+        self._least = costs.host + self._one
+        self._theta = [1.0, 1.0, 1.0]
+        self._known = list(_PRIOR)
 
     def verify(self, rows: int, k: float, *, cached: float, feed: int = 0) -> float:
         """As `CostModel.verify`, as things stand."""
@@ -112,25 +119,38 @@ class Clock:
 
     def at(self, columns: float, *, rows: int, cached: float) -> float:
         """Expected seconds of a round, without its drafting, over `columns` in all."""
-        return self._theta[0] * self._least + self._theta[1] * self._more(columns, rows, cached)
+        a, b, c = self._theta
+        target = self._costs.target
+        wide, deep = target.base(columns) - self._one, target.deep(columns, rows=rows, cached=cached)
+        return a * self._least + b * wide + c * deep
 
     def learn(self, columns: float, rows: int, cached: float, took: float) -> None:
         """From a round that took so many seconds; an outlier counts as much as twice or half of what was expected."""
-        if columns > self._costs.target.columns[-1]:
+        target = self._costs.target
+        if columns > target.columns[-1]:
             return  # beyond what was measured nobody knows what to expect
-        more = self._more(columns, rows, cached) / self._least
-        expected = self._theta[0] + self._theta[1] * more
+        wide, deep = target.base(columns) - self._one, target.deep(columns, rows=rows, cached=cached)
+        terms = (1.0, wide / self._least, deep / self._least)
+        expected = sum(factor * term for factor, term in zip(self._theta, terms, strict=True))
         surprise = min(max(took / self._least, expected / 2), 2 * expected) - expected
-        for i, term in enumerate((1.0, more, more * more)):
-            self._known[i] = _MEMORY * self._known[i] + (1 - _MEMORY) * _PRIOR[i] + term
-        a, b, c = self._known
-        det = a * c - b * b
-        self._theta[0] = max(self._theta[0] + surprise * (c - b * more) / det, _LEAST)
-        self._theta[1] = max(self._theta[1] + surprise * (a * more - b) / det, _LEAST)
+        for place, (i, j) in enumerate(_PLACES):
+            self._known[place] = _MEMORY * self._known[place] + (1 - _MEMORY) * _PRIOR[place] + terms[i] * terms[j]
+        for i, step in enumerate(_solve(self._known, terms)):
+            self._theta[i] = max(self._theta[i] + surprise * step, _LEAST)
 
-    def _more(self, columns: float, rows: int, cached: float) -> float:
-        costs = self._costs
-        return costs.host + costs.target(columns, rows=rows, cached=cached) - self._least
+
+def _solve(known: Sequence[float], terms: Sequence[float]) -> tuple[float, float, float]:
+    """A^-1 x, A being symmetric, its entries as in `_PLACES`."""
+    a, b, c, d, e, f = known
+    x, y, z = terms
+    aa, ab, ac = d * f - e * e, c * e - b * f, b * e - c * d
+    bb, bc, cc = a * f - c * c, b * c - a * e, a * d - b * b
+    det = a * aa + b * ab + c * ac
+    return (
+        (aa * x + ab * y + ac * z) / det,
+        (ab * x + bb * y + bc * z) / det,
+        (ac * x + bc * y + cc * z) / det,
+    )
 
 
 def _cost(read: dict[str, Any]) -> PassCost:
@@ -151,6 +171,7 @@ def _least_squares(points: Sequence[tuple[float, float, float]]) -> tuple[float,
     return (max(xz / xx, 0.0), 0.0) if xz * xz * yy > yz * yz * xx else (0.0, max(yz / yy, 0.0))
 
 
-_PRIOR = (10.0, 0.0, 1.0)  # of a clock: what is believed beforehand, in rounds
+_PLACES = ((0, 0), (0, 1), (0, 2), (1, 1), (1, 2), (2, 2))  # of a symmetric matrix
+_PRIOR = (10.0, 0.0, 0.0, 1.0, 0.0, 1.0)  # of a clock: what is believed beforehand, in rounds
 _MEMORY = 0.97  # weight of a round seen one round earlier
 _LEAST = 0.1

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from itertools import zip_longest
+from dataclasses import replace
+from math import inf
 from typing import Any, Protocol, cast
 
 from outrider import tree
-from outrider.arms import FEW, PATIENCE, TRIAL, Arm, Load, Outcome
+from outrider.arms import FEW, PATIENCE, TRIAL, Arm, Load
 from outrider.cost import expected_tau
 from outrider.errors import OutriderError
 from outrider.passcost import Clock, CostModel
+from outrider.span import FIXED, Span
 from outrider.stats import Stats
 from outrider.types import Batch, Draft, Draw, Row
 from outrider.verify import EXACT
@@ -67,13 +68,15 @@ class CostPlanner:
         self.arms = tuple(Arm(each, most=most) for each in costs)
         self._clock = Clock(costs[0])  # the target is the same for all
         self._told = Stats()
-        self._span = _Span(Load(rows=0, soon=0, feed=0, cached=0, left=0), -1, 0, 0)
+        self._span = Span(Load(rows=0, soon=0, feed=0, cached=0, left=0), -1, 0, 0)
         self._k, self._keep, self._worth = 0, 0.0, cast(tuple[float, ...], ())  # what stands for the span
         self._price = 0.0  # seconds that a token is worth: what it takes at the present gain, without prompts
         self._tried: set[int] = set()  # requests of the last trial
         self._rows: tuple[Row, ...] = ()  # of the last decision
         self._read = frozenset[int]()  # requests whose texts the arm in use has read
         self._usual = 0.0  # tokens of a completion, lately; 0: none has ended yet
+        # Seconds that may go into the next trial, and what the arm in use has brought since it was taken up.
+        self._credit, self._earned = inf, 0.0
         # Seconds of the rounds that it planned, and what plain decoding would have taken for the same tokens.
         self.spent_seconds = self.plain_seconds = 0.0
         self._cleared = 0  # rounds when this was emptied:
@@ -81,8 +84,8 @@ class CostPlanner:
 
     def plan(self, batch: Batch, stats: Stats) -> Batch:
         if any(self._fixed(row) for row in batch.rows):
-            self._span = _Span(Load.of(batch), -1, 0, 0)
-            return replace(batch, budget=_at_most(_FIXED, batch))
+            self._span = Span(Load.of(batch), -1, 0, 0)
+            return replace(batch, budget=_at_most(FIXED, batch))
         load, aside = Load.of(batch), any(row.request.arm is not None for row in batch.rows)
         if not self._span.goes_on(load, stats.rounds) or aside != self._span.mixed:
             self._learn(stats)
@@ -113,6 +116,8 @@ class CostPlanner:
                 self._usual += (row.emitted - self._usual) * (_LENGTH if self._usual else 1.0)
         self._rows = batch.rows
         arm = self._choose(load) if load.rows else -1
+        if arm != self._span.arm:
+            self._credit, self._earned = self._credit + min(self._earned, 0.0), 0.0
         if arm >= 0 and not self.arms[arm].trial and self._unread(batch, arm, load):
             self.arms[arm].try_again()
         few = self.arms[arm].few if arm >= 0 and self.arms[arm].trial else 0
@@ -120,7 +125,7 @@ class CostPlanner:
         self._read = self._read & here if arm == self._span.arm else frozenset()
         self._k = self._ask(arm, load) if arm >= 0 else 0
         self._keep, self._worth = self._thresholds(arm, load) if arm >= 0 else (0.0, ())
-        self._span = _Span(load, arm, few, self._told.rounds)
+        self._span = Span(load, arm, few, self._told.rounds)
 
     def _unread(self, batch: Batch, arm: int, load: Load) -> bool:
         """Whether most texts are new to a draft model that has gone on with others: they may be of another kind."""
@@ -157,7 +162,7 @@ class CostPlanner:
         on = -1 if few else self._span.arm
         gains = [self._gain(arm, load) for arm in range(len(self.arms))]
         best = max(range(len(gains)), key=gains.__getitem__)
-        trial = next((arm for arm in range(len(gains)) if self._due(arm, load)), None)
+        trial = self._trial(load, gains[on] if on >= 0 else 1.0)
         if trial is not None:
             chosen = trial
         else:
@@ -169,8 +174,6 @@ class CostPlanner:
         self._price = self._clock.verify(load.rows, 0, cached=load.cached) / (load.rows * max(gains[chosen], 1.0))
         for i, arm in enumerate(self.arms):
             arm.idle = 0 if i == chosen else arm.idle + max(self._span.rounds, 1)
-            if i == chosen and trial is None:
-                arm.patience = max(PATIENCE, arm.patience // 2)  # one lucky span is no proof
         return chosen
 
     def _gain(self, arm: int, load: Load) -> float:
@@ -186,32 +189,41 @@ class CostPlanner:
             self._found[place] = record.best(rows, cached, self._clock)
         return self._found[place]
 
-    def _due(self, arm: int, load: Load) -> bool:
-        """Whether an arm is in the middle of a trial, or has waited long enough and there is hope."""
+    def _trial(self, load: Load, gain: float) -> int | None:
+        """The arm that is in the middle of a trial, or one that is due for its first round; `gain` is what it costs."""
+        for arm, record in enumerate(self.arms):
+            if arm != self._span.arm or self._span.guessing or not self._span.unread:  # to be read shows nothing
+                record.trial = max(record.trial - 1, 0)
+        running = [arm for arm, record in enumerate(self.arms) if record.trial]
+        due = running or [arm for arm in range(len(self.arms)) if self._due(arm, load, gain)]
+        if not due:
+            return None
+        arm = max(due, key=lambda arm: self.arms[arm].idle)
+        if not running:
+            self.arms[arm].try_again()
+        return arm
+
+    def _due(self, arm: int, load: Load, gain: float) -> bool:
+        """Whether there is hope, and trials take no more than a small share of the time if this one fails, too."""
         record = self.arms[arm]
-        if arm != self._span.arm or self._span.guessing or not self._span.unread:  # to be read shows nothing
-            record.trial = max(record.trial - 1, 0)
-        if record.trial:
-            return True
-        if record.idle < record.patience:
+        if record.idle < PATIENCE:
             return False
         hope = record.hope(load.soon, load.cached, self._clock)
         few = replace(load, rows=min(load.rows, FEW))
         if hope < self._bar(arm, on=False) or not self._repays(arm, hope, few):
             return False
-        record.patience = min(4 * record.patience, self._rest(record, load))
-        record.try_again()
-        return True
+        plain = self._clock.at(load.rows, rows=load.rows, cached=load.cached)
+        cost = self._trial_seconds(record, load, plain) + TRIAL * plain * max(gain - 1, 0.0)
+        # Nobody saves up for two trials, nor goes without one for ever.
+        self._credit = min(max(self._credit, cost - _SPENT * _PATIENCE_MOST * plain), cost)
+        return self._credit + min(self._earned, 0.0) >= cost
 
-    def _rest(self, record: Arm, load: Load) -> int:
-        """Rounds from one trial to the next, so that trials take no more than a small share of the time."""
+    def _trial_seconds(self, record: Arm, load: Load, plain: float) -> float:
+        """What a trial takes that comes to nothing, where a round without guesses takes `plain`."""
         few, draft = min(load.rows, FEW), record.costs.draft
         reading = draft(few * load.cached, rows=few, cached=load.cached / 2) if draft else 0.0
-        plain, wide = (
-            self._clock.at(load.rows + more, rows=load.rows, cached=load.cached) for more in (0, few * _TRIED)
-        )
-        guesses = TRIAL * (wide - plain + _TRIED * record.guess_seconds(few, load.cached) * few)
-        return min(max(round((reading + guesses) / (_SPENT * plain)), PATIENCE), _PATIENCE_MOST)
+        wide = self._clock.at(load.rows + few * _TRIED, rows=load.rows, cached=load.cached)
+        return reading + TRIAL * (wide - plain + _TRIED * record.guess_seconds(few, load.cached) * few)
 
     def _bar(self, arm: int, *, on: bool) -> float:
         """The gain from which an arm is used: one whose guesses are free may as well stay on and be trimmed."""
@@ -308,81 +320,34 @@ class CostPlanner:
         took = stats.target_seconds - before.target_seconds + stats.host_seconds - before.host_seconds
         columns = span.load.rows + span.load.feed + span.guesses / span.rounds
         self._clock.learn(columns, max(span.load.rows, 1), span.load.cached, took / span.rounds)
-        self._account(span, took + stats.propose_seconds - before.propose_seconds, stats.emitted - before.emitted)
+        self._account(span, took, stats.propose_seconds - before.propose_seconds, stats.emitted - before.emitted)
         if span.guessing or stats.rounds - self._cleared >= _ROUNDS:
             self._found.clear()
             self._cleared = stats.rounds
         if span.guessing and span.load.rows:
             self.arms[span.arm].learn(span.outcome(before, stats), span.load.cached)
 
-    def _account(self, span: _Span, spent: float, emitted: int) -> None:
-        rows, cached = span.load.rows, span.load.cached
+    def _account(self, span: Span, took: float, propose: float, emitted: int) -> None:
+        """Book rounds that `took` so many seconds besides those of proposing."""
+        rows, cached, spent = span.load.rows, span.load.cached, took + propose
         plain = spent  # prompts take their time, with guesses or without
         if rows:
-            each, fed = (self._clock.verify(rows, 0, cached=cached, feed=feed) for feed in (0, span.load.feed))
+            each, fed, wide = (
+                self._clock.at(rows + more, rows=rows, cached=cached)
+                for more in (0, span.load.feed, span.load.feed + span.guesses / span.rounds)
+            )
             plain = each * emitted / rows + (fed - each) * span.rounds
+            if span.arm >= 0 and not span.mixed:
+                extra = emitted - rows * span.rounds
+                # By what passes should have taken: they differ from that by more than a few guesses cost.
+                self._earned += each * extra / rows - (wide - fed) * span.rounds - propose
+        self._credit += _SPENT * spent
         self.spent_seconds += spent
         self.plain_seconds += plain
 
 
-@dataclass(slots=True)
-class _Span:
-    """Some rounds alike, under one decision: to decide anew in each would cost the host more than it brings."""
-
-    load: Load
-    arm: int  # -1 = none
-    few: int  # rows that may guess, for a trial; 0 = all
-    began: int  # rounds before it
-    rounds: int = 0
-    guessing: int = 0  # rows that were allowed guesses and could have them, summed over its rounds
-    unread: int = 0  # rows that were, and had none because their texts were still being read
-    guesses: int = 0  # that were verified
-    depth: int = 0  # of each round's deepest guess, summed
-    mixed: bool = False  # some rows chose their proposer themselves; of the others, passes and guesses before:
-    free: dict[Row, tuple[int, int]] = field(default_factory=dict)
-
-    def aside(self, batch: Batch, budget: tuple[int, ...]) -> tuple[int, ...]:
-        """Guesses for those who chose their proposer, whatever it is worth; what the others do is counted apart."""
-        out = []
-        for row, own, most in zip(batch.rows, budget, batch.budget, strict=True):
-            if row.request.arm is None:
-                self.free.setdefault(row, (len(row.passes), row.drafted))
-                self.guessing += bool(own)
-                out.append(own)
-            else:
-                out.append(most if row.request.params.guesses is not None else min(_FIXED, most))
-        return tuple(out)
-
-    def goes_on(self, load: Load, rounds: int) -> bool:
-        """Whether the next round, after so many in all, may be part of it."""
-        short = self.rounds < _SPAN and not self.few and not self.load.feed and not load.feed
-        return short and self.load.like(load) and rounds == self.began + self.rounds
-
-    def outcome(self, before: Stats, after: Stats) -> Outcome:
-        idle = self.load.rows * self.rounds - self.guessing  # whoever may not guess emits one token
-        if self.free:
-            passes = [triple for row, (made, _) in self.free.items() for triple in row.passes[made:]]
-            drafted = sum(row.drafted - before for row, (_, before) in self.free.items())
-            own, before = Stats.of_passes(passes, drafted=drafted), Stats(propose_seconds=before.propose_seconds)
-            idle, after = own.passes - self.guessing, replace(own, propose_seconds=after.propose_seconds)
-        return Outcome(
-            rounds=self.rounds,
-            rows=self.guessing,
-            emitted=after.emitted - before.emitted - idle,
-            nodes=after.drafted - before.drafted,
-            depth=self.depth,
-            reached=_less(after.reached, before.reached),
-            accepted=_less(after.accepted, before.accepted),
-            propose=after.propose_seconds - before.propose_seconds,
-        )
-
-
 def _at_most(k: int, batch: Batch) -> tuple[int, ...]:
     return tuple(min(k, most) for most in batch.budget)
-
-
-def _less(after: tuple[int, ...], before: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(a - b for a, b in zip_longest(after, before, fillvalue=0))
 
 
 _GRAIN, _ROUNDS = 128, 16  # cached tokens that make a difference; rounds that a choice of 0 stands
@@ -390,8 +355,6 @@ _WORTHWHILE = 1.05  # expected speedup below which plain decoding is kept
 _STAYING, _STARTING = 1.02, 1.12  # the same of a draft model that has read the texts, and of one that would have to
 _FREE = 0.99  # the same of what costs next to nothing, and may begin to pay with the next token
 _TRIED = 4  # guesses of a row in a trial where nobody says how good they are
-_SPAN = 4  # rounds that a decision stands
 _LENGTH = 0.1  # weight of the last completion's length
-_FIXED = 4  # guesses where a seed must reproduce the text, or a request names who guesses
 _SPENT = 0.01  # of the time, on trials that come to nothing
 _PATIENCE_MOST = 512  # rounds without speculation before it is tried again

@@ -40,7 +40,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "heads/",
     ),
     ("propose/",),
-    ("arms.py", "plan.py", "tempo.py", "schedule.py", "guide.py", "engine.py"),
+    ("arms.py", "span.py", "plan.py", "tempo.py", "schedule.py", "guide.py", "engine.py"),
     (
         "proof.py",
         "statistics.py",

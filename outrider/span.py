@@ -1,0 +1,69 @@
+"""Some rounds under one decision of a planner, and what they have shown."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
+
+from outrider.arms import Load, Outcome
+from outrider.stats import Stats
+from outrider.types import Batch, Row
+
+FIXED = 4  # guesses where a seed must reproduce the text, or a request names who guesses
+_SPAN = 4  # rounds that a decision stands
+
+
+@dataclass(slots=True)
+class Span:
+    """Some rounds alike, under one decision: to decide anew in each would cost the host more than it brings."""
+
+    load: Load
+    arm: int  # -1 = none
+    few: int  # rows that may guess, for a trial; 0 = all
+    began: int  # rounds before it
+    rounds: int = 0
+    guessing: int = 0  # rows that were allowed guesses and could have them, summed over its rounds
+    unread: int = 0  # rows that were, and had none because their texts were still being read
+    guesses: int = 0  # that were verified
+    depth: int = 0  # of each round's deepest guess, summed
+    mixed: bool = False  # some rows chose their proposer themselves; of the others, passes and guesses before:
+    free: dict[Row, tuple[int, int]] = field(default_factory=dict)
+
+    def aside(self, batch: Batch, budget: tuple[int, ...]) -> tuple[int, ...]:
+        """Guesses for those who chose their proposer, whatever it is worth; what the others do is counted apart."""
+        out = []
+        for row, own, most in zip(batch.rows, budget, batch.budget, strict=True):
+            if row.request.arm is None:
+                self.free.setdefault(row, (len(row.passes), row.drafted))
+                self.guessing += bool(own)
+                out.append(own)
+            else:
+                out.append(most if row.request.params.guesses is not None else min(FIXED, most))
+        return tuple(out)
+
+    def goes_on(self, load: Load, rounds: int) -> bool:
+        """Whether the next round, after so many in all, may be part of it."""
+        short = self.rounds < _SPAN and not self.few and not self.load.feed and not load.feed
+        return short and self.load.like(load) and rounds == self.began + self.rounds
+
+    def outcome(self, before: Stats, after: Stats) -> Outcome:
+        idle = self.load.rows * self.rounds - self.guessing  # whoever may not guess emits one token
+        if self.free:
+            passes = [triple for row, (made, _) in self.free.items() for triple in row.passes[made:]]
+            drafted = sum(row.drafted - before for row, (_, before) in self.free.items())
+            own, before = Stats.of_passes(passes, drafted=drafted), Stats(propose_seconds=before.propose_seconds)
+            idle, after = own.passes - self.guessing, replace(own, propose_seconds=after.propose_seconds)
+        return Outcome(
+            rounds=self.rounds,
+            rows=self.guessing,
+            emitted=after.emitted - before.emitted - idle,
+            nodes=after.drafted - before.drafted,
+            depth=self.depth,
+            reached=_less(after.reached, before.reached),
+            accepted=_less(after.accepted, before.accepted),
+            propose=after.propose_seconds - before.propose_seconds,
+        )
+
+
+def _less(after: tuple[int, ...], before: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(a - b for a, b in zip_longest(after, before, fillvalue=0))
