@@ -10,7 +10,7 @@ from outrider.stats import Stats
 from outrider.types import Batch, Row
 
 FIXED = 4  # guesses where a seed must reproduce the text, or a request names who guesses
-_SPAN = 4  # rounds that a decision stands
+_SPAN, _PLAIN = 4, 16  # rounds that a decision stands, and one to guess nothing
 
 
 @dataclass(slots=True)
@@ -43,7 +43,7 @@ class Span:
 
     def goes_on(self, load: Load, rounds: int) -> bool:
         """Whether the next round, after so many in all, may be part of it."""
-        short = self.rounds < _SPAN and not self.few and not self.load.feed and not load.feed
+        short = self.rounds < (_SPAN if self.arm >= 0 else _PLAIN) and not self.few and not self.load.feed and not load.feed
         return short and self.load.like(load) and rounds == self.began + self.rounds
 
     def outcome(self, before: Stats, after: Stats) -> Outcome:
