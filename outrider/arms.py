@@ -106,6 +106,8 @@ class Arm:
         best, tau, chance = (0, 1.0), 1.0, 1.0
         for k, rate in enumerate(self.acceptance, 1):
             chance *= rate
+            if chance < _SLIGHT:
+                break
             tau += chance
             verify = clock.verify(rows, k, cached=cached)
             gain = tau * plain / (verify + fixed + k * each)
@@ -194,6 +196,7 @@ class _Means:
 
 
 _LEARNED = ("says", "idle", "_met", "_kept", "_pace")
+_SLIGHT = 0.01  # chance of a guess that is not worth a thought
 _BLIND = 16  # guesses at most where nobody says how good they are
 _MEMORY = 0.98  # weight of a guess seen one guess earlier
 _FADE, _ENOUGH = 0.97, 3.0  # weight of a pass seen one pass earlier; passes that make a mean
