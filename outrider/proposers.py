@@ -231,7 +231,7 @@ NAMED: Mapping[str, Named] = MappingProxyType(
 DRAWN = frozenset(  # those that may draw their guesses from a law
     {"draft", "draft-tokens", "tree", "cascade", "exit", "skip", "quantized"}
 )
-CHAINS = (DRAWN - {"tree"}) | {"none", "ngram", "first", "switch"}  # and those that never make a tree of chains
+CHAINS = (DRAWN - {"tree"}) | {"none", "first", "switch"}  # and those that never make a tree of chains
 COMBINATIONS: Mapping[str, Callable[[Setup, Sequence[Proposer]], Proposer]] = MappingProxyType(
     {"first": First, "merge": Merge, "switch": Switch}
 )

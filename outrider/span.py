@@ -43,7 +43,9 @@ class Span:
 
     def goes_on(self, load: Load, rounds: int) -> bool:
         """Whether the next round, after so many in all, may be part of it."""
-        short = self.rounds < (_SPAN if self.arm >= 0 else _PLAIN) and not self.few and not self.load.feed and not load.feed
+        short = (
+            self.rounds < (_SPAN if self.arm >= 0 else _PLAIN) and not self.few and not self.load.feed and not load.feed
+        )
         return short and self.load.like(load) and rounds == self.began + self.rounds
 
     def outcome(self, before: Stats, after: Stats) -> Outcome:

@@ -27,7 +27,6 @@ from outrider.toy import ToyTarget
 
 PROPOSERS: Mapping[str, Callable[[Setup], Proposer]] = {
     "none": NoProposer,
-    "ngram": NgramProposer,
     "model": lambda setup: ModelProposer(setup, ToyTarget(vocab=setup.vocab, slots=setup.slots, seed=99)),
     "padded model": lambda setup: ModelProposer(setup, ToyTarget(vocab=setup.vocab + 2, slots=setup.slots, seed=98)),
     "foreign model": lambda setup: ModelProposer(setup, _foreign(setup)),
@@ -45,6 +44,7 @@ PROPOSERS: Mapping[str, Callable[[Setup], Proposer]] = {
 
 # Those who learn from rounds how good their guesses are.
 LEARNING: Mapping[str, Callable[[Setup], Proposer]] = {
+    "ngram": NgramProposer,
     "suffix": SuffixProposer,
     "suffix with history": lambda setup: SuffixProposer(setup, history=90),
     "recycle": RecycleProposer,

@@ -9,6 +9,7 @@ import torch
 
 from outrider import tree
 from outrider.lossy import LOSSY
+from outrider.propose.chances import Chances
 from outrider.propose.model import ModelProposer
 from outrider.propose.ngram import NgramProposer
 from outrider.testing import ConformanceError, ToyTarget, check_cache, check_proposer, check_verifier
@@ -42,14 +43,22 @@ def test_lossy_verifiers_are_noticed(name):
         check_verifier(LOSSY[name])
 
 
-class Forgetful(NgramProposer):
+class Steady(NgramProposer):
+    """Forgets how good its guesses were, and so depends on nothing but the text."""
+
+    def commit(self, round):
+        super().commit(round)
+        self._chances = Chances()
+
+
+class Forgetful(Steady):
     """Learns only what the target added itself."""
 
     def commit(self, round):
         super().commit(replace(round, emitted=tuple(tokens[-1:] for tokens in round.emitted)))
 
 
-class Leaky(NgramProposer):
+class Leaky(Steady):
     """Keeps the text of who had the slot before."""
 
     def admit(self, slot, request):
@@ -63,7 +72,7 @@ class Leaky(NgramProposer):
         pass
 
 
-class Greedy(NgramProposer):
+class Greedy(Steady):
     """Takes more than it was given."""
 
     def propose(self, batch):
@@ -91,6 +100,7 @@ class Stateful(ModelProposer):
     ],
 )
 def test_broken_proposers_are_noticed(make, law):
+    check_proposer(Steady)
     with pytest.raises(ConformanceError, match=law):
         check_proposer(make)
 

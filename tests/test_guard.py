@@ -15,7 +15,7 @@ from outrider.propose.guard import Guarded, guarded
 from outrider.propose.ngram import NgramProposer
 from outrider.testing import ToyTarget
 from outrider.types import Needs
-from tests.conformance import EVERY, PROPOSERS
+from tests.conformance import EVERY
 from tests.houses import make_engine, outputs, run
 from tests.test_recover import SOME
 from tests.test_replay import toy_prompts
@@ -97,7 +97,7 @@ def test_it_stays_off_a_while_and_ever_longer():
     made = []
 
     def make(setup):
-        made.append(Flaky(PROPOSERS["ngram"](setup), chance=1.0, calls=("propose",)))
+        made.append(Flaky(EVERY["ngram"](setup), chance=1.0, calls=("propose",)))
         made.append(Guarded(made[0], setup, name="ngram"))
         return made[1]
 

@@ -275,7 +275,7 @@ def test_a_full_draft_makes_room_for_no_more(params):
 def test_by_name():
     assert find_verifier(None, "tree:DIR").name == "traversal"
     assert find_verifier(None, "draft:DIR").name == "block"
-    assert find_verifier(None, "switch(ngram,draft:DIR)").name == "block"
+    assert find_verifier(None, "switch(exit:2,draft:DIR)").name == "block"
     assert find_verifier(None, "switch(suffix,draft:DIR)").name == "traversal"
     assert find_verifier(None, "first(recycle,draft:DIR)").name == "traversal"
     checkpoint = load_checkpoint(embedded("mini"), dtype="float32", device="cpu")

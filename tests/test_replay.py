@@ -148,7 +148,7 @@ def test_rows_keep_their_own_parameters():
     for name in ("ngram", "model"):
         for k, chunk in ((0, 512), (4, 5), (7, 512)):
             target = ToyTarget(spread=2.0)
-            together = make_engine(target, PROPOSERS[name], k=k, rows=16, chunk=chunk)
+            together = make_engine(target, EVERY[name], k=k, rows=16, chunk=chunk)
             got = outputs(run(together, prompts, wants, limit=12))
             plain = outputs(run(make_engine(target, PROPOSERS["none"], k=0, rows=1), prompts, wants, limit=12))
             assert got == plain, (name, k, chunk)

@@ -12,7 +12,7 @@ from outrider.schedule import Scheduler
 from outrider.tempo import Tempo
 from outrider.testing import ToyTarget
 from outrider.types import Finish, Request
-from tests.conformance import PROPOSERS
+from tests.conformance import EVERY, PROPOSERS
 from tests.houses import make_engine, run
 
 
@@ -62,7 +62,7 @@ def test_a_scheduler_learns_how_long_its_rounds_are():
 @pytest.mark.parametrize("chunk", [1, 4, 64])
 def test_every_row_is_served(chunk):
     """A crowd far larger than the slots, long prompts among short ones: all finish, within a bound on rounds."""
-    engine = make_engine(ToyTarget(), PROPOSERS["ngram"], rows=3, chunk=chunk)
+    engine = make_engine(ToyTarget(), EVERY["ngram"], rows=3, chunk=chunk)
     chance = random.Random(0)
     prompts = [[1] * chance.choice([1, 2, 60]) for _ in range(12)]
     rows = run(engine, prompts, SamplingParams(), limit=6, ends=frozenset())
