@@ -55,7 +55,7 @@ class CostPlanner:
     proposer has a record (`Arm`). A proposer that says how likely its guesses are is given room and a price, what a
     guess must be worth, and its draft is trimmed to where one more guess would cost more than it brings, over all rows
     together; any other gets one k for all rows, from how often the guess at each position is kept. It begins hopeful;
-    when nothing pays it decodes plainly, and tries again now and then, the more seldom the less there is to hope for.
+    when nothing pays it decodes plainly, and tries again as often as a small share of the time pays for.
     """
 
     def __init__(self, *costs: CostModel, most: int = 32, replay: bool = False) -> None:
@@ -332,13 +332,12 @@ class CostPlanner:
         rows, cached, spent = span.load.rows, span.load.cached, took + propose
         plain = spent  # prompts take their time, with guesses or without
         if rows:
-            each, fed, wide = (
-                self._clock.at(rows + more, rows=rows, cached=cached)
-                for more in (0, span.load.feed, span.load.feed + span.guesses / span.rounds)
-            )
+            each, fed = (self._clock.at(rows + more, rows=rows, cached=cached) for more in (0, span.load.feed))
             plain = each * emitted / rows + (fed - each) * span.rounds
             if span.arm >= 0 and not span.mixed:
                 extra = emitted - rows * span.rounds
+                columns = rows + span.load.feed + span.guesses / span.rounds
+                wide = self._clock.at(columns, rows=rows, cached=cached)
                 # By what passes should have taken: they differ from that by more than a few guesses cost.
                 self._earned += each * extra / rows - (wide - fed) * span.rounds - propose
         self._credit += _SPENT * spent

@@ -141,10 +141,10 @@ inline void score(const Guest<Element>* guest, const Block<Element>& block, int 
     Floats even[R][kTogether], odd[R][kTogether];  // two sums, so that a product need not wait for the one before
     for (int i = 0; i < R; i++)
       for (int a = 0; a < kTogether; a++) even[i][a] = odd[i][a] = Floats{};
-    const Element *from = block.keys + size_t(g) * dim * kLanes, *next = block.next_values;
-    if (next) next += size_t(g) * dim * kLanes;
+    const size_t begin = size_t(g) * dim * kLanes;
+    const Element *from = block.keys + begin, *ahead = block.next_values ? block.next_values + begin : nullptr;
     for (int d = 0; d < dim; d += 2 * each) {
-      for (int a = 0; next && a < 2 * kTogether; a++) foresee(next + (d * kTogether + a * each) * kLanes);
+      for (int a = 0; ahead && a < 2 * kTogether; a++) foresee(ahead + (d * kTogether + a * each) * kLanes);
       Ints key[kTogether], next[kTogether];
       for (int a = 0; a < kTogether; a++) {
         key[a] = words(from + (a * dim + d) * kLanes);

@@ -47,7 +47,6 @@ inline IntPart load_part(const int32_t* from) {
   return out;
 }
 
-inline void store(int32_t* to, Ints value) { std::memcpy(to, &value, sizeof value); }
 inline void store(float* to, Floats value) { std::memcpy(to, &value, sizeof value); }
 
 inline Floats fill(float value) { return Floats{} + value; }
@@ -83,8 +82,6 @@ inline Floats widen16(const uint16_t* from) {
   std::memcpy(&raw, from, sizeof raw);
   return bits<Floats>(__builtin_convertvector(raw, Ints) << 16);
 }
-
-inline Floats widen16(const float* from) { return load(from); }
 
 // Round to sixteen elements, a NaN staying one; returns what they stand for.
 inline Floats round_to(uint16_t* to, Floats value) {
@@ -130,29 +127,6 @@ inline float sum(Floats value) {
 }
 
 inline float largest(Floats value) { return fold(value, maximum); }
-
-// Turn sixteen rows of sixteen lanes on their diagonal: blocks of 8, then of 4, 2 and 1 change places.
-template <int Size>
-inline void swap_blocks(Ints (&row)[kLanes]) {
-  Ints low, high;
-  for (int i = 0; i < kLanes; i++) {
-    low[i] = i & Size ? kLanes + i - Size : i;
-    high[i] = i & Size ? kLanes + i : i + Size;
-  }
-  for (int i = 0; i < kLanes; i++) {
-    if (i & Size) continue;
-    const Ints a = row[i], b = row[i + Size];
-    row[i] = pick(a, b, low);
-    row[i + Size] = pick(a, b, high);
-  }
-}
-
-inline void transpose(Ints (&row)[kLanes]) {
-  swap_blocks<8>(row);
-  swap_blocks<4>(row);
-  swap_blocks<2>(row);
-  swap_blocks<1>(row);
-}
 
 // e^x, to about two units in the last place; exactly 0 below -87, which is how what is masked vanishes.
 inline Floats exponential(Floats x) {
