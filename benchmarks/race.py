@@ -1,14 +1,14 @@
-"""Proposers and numbers of guesses against plain decoding, each prompt in turns under all of them.
+"""Proposers and numbers of guesses against plain decoding, each prompt under all of them, a few tokens in turn.
 
     python benchmarks/race.py --target DIR --prompts FILE "draft:DIR@0,4,8,12,auto"
     python benchmarks/race.py --target DIR --prompts FILE --fresh ngram@auto "merge(suffix:100000,recycle)@auto"
     python benchmarks/race.py --target DIR --prompts FILE --batch 8 --limit 24 --temperature 1 "draft:DIR@auto"
 
-An entry is a proposer and the k it is run with; plain decoding is always there. `hopeless` guesses at random. Sampled
-texts end in different places, so give a batch several times as many prompts (--limit) as rows; with --verifier coupled
-all entries write the same texts, at some cost in acceptance. With --fresh each round begins with proposers and
-planners that know nothing, so what is remembered from finished outputs is of other prompts; without it they go on
-learning, as in a server. Prints a table and, as its last line, a JSON document.
+An entry is a proposer and the k it is run with; plain decoding is always there. `hopeless` guesses at random. Entries
+share the target's weights and nothing else. Sampled texts end in different places, so give a batch several times as
+many prompts (--limit) as rows; with --verifier coupled all entries write the same texts, at some cost in acceptance.
+With --fresh each round begins with proposers and planners that know nothing, and what is remembered of finished outputs
+is of other prompts; without it they go on learning, as in a server. Prints a table and, in its last line, a document.
 """
 
 from __future__ import annotations
@@ -26,9 +26,7 @@ from typing import Annotated, Any
 import typer
 
 from outrider import tree
-from outrider.bench.contest import SwitchPlanner
-from outrider.build import auto_planner
-from outrider.cache.base import Caching
+from outrider.build import Loaded, furnish, load_target
 from outrider.llm import LLM
 from outrider.machine import hardware, versions
 from outrider.params import SamplingParams
@@ -36,6 +34,7 @@ from outrider.propose.base import Setup
 from outrider.types import Batch, Draft, Needs, Request, Round
 
 PLAIN = "plain"
+_SLICE = 16  # tokens of a row between one entry's turn and the next
 
 
 class Hopeless:
@@ -63,6 +62,26 @@ class Hopeless:
         pass
 
 
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A proposer and its number of guesses."""
+
+    proposer: str
+    k: str
+
+    def __str__(self) -> str:
+        return PLAIN if self.proposer == "none" else f"{self.proposer}@{self.k}"
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A round of the race."""
+
+    number: int
+    batch: int
+    params: SamplingParams
+
+
 @dataclass(slots=True)
 class Score:
     """One entry in one category."""
@@ -74,24 +93,32 @@ class Score:
 
 
 class Runner:
-    """A model with one proposer, run with any k."""
+    """One entry: an engine of its own around the target that all share."""
 
-    def __init__(self, target: str, proposer: str, *, rows: int, params: SamplingParams, verifier: str | None) -> None:
-        self._planner, self._params = SwitchPlanner(), params
-        maker = Hopeless if proposer == "hopeless" else proposer
-        settings = {"rows": rows, "context": 2048, "verifier": verifier, "caching": Caching(share=False)}
-        self._llm = LLM(target, proposer=maker, planner=self._planner, **settings)
-        self._planner.auto = auto_planner(self._llm.house.target, self._llm.house.proposer)
+    def __init__(self, loaded: Loaded, entry: Entry, slots: range, verifier: str | None) -> None:
+        maker = Hopeless if entry.proposer == "hopeless" else entry.proposer
+        k = entry.k if entry.k == "auto" else int(entry.k)
+        self._llm = LLM.of(furnish(loaded, maker, k=k, verifier=verifier, chunk=512, planner=None, slots=slots))
+        self.seconds, self._began = 0.0, self._llm.stats
 
-    def run(self, k: str, prompts: list[str], seed: int) -> tuple[float, Score]:
-        """Seconds and counts of some prompts, as many at once as there are rows: where one ends the next begins."""
-        self._planner.k = k if k == "auto" else int(k)
-        wants = [replace(self._params, seed=seed + i) for i in range(len(prompts))]
-        before, began = self._llm.stats, perf_counter()
-        self._llm.generate(prompts, wants)
-        seconds, after = perf_counter() - began, self._llm.stats
-        counts = (getattr(after, name) - getattr(before, name) for name in ("emitted", "passes", "drafted"))
-        return seconds, Score([], *counts)
+    def begin(self, prompts: list[str], params: list[SamplingParams]) -> None:
+        """Queue some prompts, and count from here."""
+        self.seconds, self._began = 0.0, self._llm.stats
+        for prompt, want in zip(prompts, params, strict=True):
+            self._llm.submit(prompt, want)
+
+    def advance(self, tokens: int) -> bool:
+        """Go on until so many have come out since `begin`; returns whether there is more to do."""
+        engine, house, start = self._llm.engine, self._llm.house, perf_counter()
+        house.target.export(house.proposer.needs.layers)
+        while engine.busy() and self.since("emitted") < tokens:
+            engine.step()
+        self.seconds += perf_counter() - start
+        return engine.busy()
+
+    def since(self, name: str) -> int:
+        """What a count has grown by since `begin`."""
+        return int(getattr(self._llm.stats, name) - getattr(self._began, name))
 
 
 def main(
@@ -107,9 +134,9 @@ def main(
     verifier: Annotated[str | None, typer.Option(help="Of all entries. Default: what suits each.")] = None,
 ) -> None:
     """Race them, and print what came out."""
-    asked = [(entry.rpartition("@")[0], k) for entry in entries for k in entry.rpartition("@")[2].split(",")]
-    names = [PLAIN, *(f"{proposer}@{k}" for proposer, k in asked)]
-    pairs = [("none", "0"), *asked]
+    asked = [Entry(entry.rpartition("@")[0], k) for entry in entries for k in entry.rpartition("@")[2].split(",")]
+    ways = [Entry("none", "0"), *asked]
+    names = [str(way) for way in ways]
     lines = [json.loads(line) for line in prompts.read_text("utf-8").splitlines()]
     lines.sort(key=lambda line: str(line["category"]))
     texts = {
@@ -118,15 +145,15 @@ def main(
     }
     params = SamplingParams(temperature=temperature, top_p=top_p, max_tokens=128)
     scores = {(name, category): Score() for name in names for category in texts}
-    runners: dict[str, Runner] = {}
+    settings: dict[str, Any] = {"dtype": "auto", "kernels": "auto", "quantize": None, "device": "cpu"}
+    # One copy of the weights for all: where a copy comes to lie in memory is worth some percent.
+    loaded = load_target(target, **settings, rows=batch * len(ways), context=2048)
+    runners: list[Runner] = []
     for turn in range(rounds):
         if fresh or not turn:
-            kept = {} if not runners else {"none": runners["none"]}
-            made = {p for p, _ in pairs} - kept.keys()
-            runners = kept | {p: Runner(target, p, rows=batch, params=params, verifier=verifier) for p in sorted(made)}
-        for runner in runners.values():
-            runner.run("0", ["def warm_up(x):"], 0)
-        _round(texts, pairs, names, runners, scores, turn, batch)
+            runners = [Runner(loaded, way, range(batch * i, batch * (i + 1)), verifier) for i, way in enumerate(ways)]
+            _together(runners, ["def warm_up(x):"], [params], random.Random(0), _SLICE)
+        _round(texts, names, runners, scores, Turn(turn, batch, params))
     _print(names, list(texts), scores)
     report = {
         "benchmark": "race",
@@ -147,30 +174,42 @@ def main(
 
 def _round(
     texts: dict[str, list[str]],
-    pairs: list[tuple[str, str]],
     names: list[str],
-    runners: dict[str, Runner],
+    runners: list[Runner],
     scores: dict[tuple[str, str], Score],
-    turn: int,
-    batch: int,
+    turn: Turn,
 ) -> None:
-    chance = random.Random(turn)
+    chance = random.Random(turn.number)
     # A batch is refilled as rows end, as in a server: else those who end first would leave the last one alone.
-    size = 1 if batch == 1 else max(map(len, texts.values()))
+    size = 1 if turn.batch == 1 else max(map(len, texts.values()))
     jobs = [(category, i) for category, some in texts.items() for i in range(0, len(some), size)]
     chance.shuffle(jobs)
     seconds = dict.fromkeys(scores, 0.0)
     tokens = dict.fromkeys(scores, 0)
     for category, i in jobs:
-        for who in chance.sample(range(len(names)), len(names)):
-            (proposer, k), place = pairs[who], (names[who], category)
-            took, counts = runners[proposer].run(k, texts[category][i : i + size], 1000 * turn + i)
-            seconds[place] += took
-            tokens[place] += counts.emitted
-            for name in ("emitted", "passes", "drafted"):
-                setattr(scores[place], name, getattr(scores[place], name) + getattr(counts, name))
+        prompts = texts[category][i : i + size]
+        seeds = range(1000 * turn.number + i, 1000 * turn.number + i + len(prompts))
+        _together(runners, prompts, [replace(turn.params, seed=seed) for seed in seeds], chance, _SLICE * turn.batch)
+        for name, runner in zip(names, runners, strict=True):
+            seconds[name, category] += runner.seconds
+            tokens[name, category] += runner.since("emitted")
+            for count in ("emitted", "passes", "drafted"):
+                setattr(scores[name, category], count, getattr(scores[name, category], count) + runner.since(count))
     for place, score in scores.items():
         score.rates.append(tokens[place] / seconds[place])
+
+
+def _together(
+    runners: list[Runner], prompts: list[str], params: list[SamplingParams], chance: random.Random, slice: int
+) -> None:
+    """Complete them under all entries, a few tokens of each in turn: the machine's moods are shared among them."""
+    for runner in runners:
+        runner.begin(prompts, params)
+    running, goal = list(runners), 0
+    while running:
+        goal += slice
+        chance.shuffle(running)
+        running = [runner for runner in running if runner.advance(goal)]
 
 
 def _figures(names: list[str], scores: dict[tuple[str, str], Score], name: str, category: str) -> dict[str, Any]:

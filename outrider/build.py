@@ -90,6 +90,15 @@ class House:
         return self.setup.device
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """A target that stands ready for an engine, or for several that step by turns."""
+
+    checkpoint: Checkpoint
+    model: Target
+    kernels: str
+
+
 def build(
     target: str | Path | None,
     *,
@@ -110,16 +119,56 @@ def build(
     """Load and connect; see `LLM` for the arguments."""
     _check_k(k)
     spec = proposer or default_proposer(target)
-    rule, bits = find_verifier(verifier, spec), weight_bits(quantize)
+    find_verifier(verifier, spec)
+    loaded = load_target(
+        target, dtype=dtype, kernels=kernels, quantize=quantize, device=device, rows=rows, context=context
+    )
+    return furnish(loaded, spec, k=k, verifier=verifier, chunk=chunk, planner=planner, caching=caching, guard=guard)
+
+
+def load_target(
+    target: str | Path | None,
+    *,
+    dtype: str,
+    kernels: str,
+    quantize: str | None,
+    device: str,
+    rows: int,
+    context: int | None,
+) -> Loaded:
+    """A target by its folder, which has been checked to say what its model says; see `LLM` for the arguments."""
+    bits = weight_bits(quantize)
+    if rows < 1:
+        raise OutriderError(f"rows is {rows}; it must be at least 1")
     checkpoint = load_checkpoint(target or embedded("mini"), dtype=full_dtype(dtype, bits), device=device)
-    size = _context(context, checkpoint)
-    scheduler = Scheduler(slots=rows, chunk=chunk, context=size)
-    model = make_target(checkpoint, slots=rows, context=size, kernels=kernels, bits=bits)
+    model = make_target(checkpoint, slots=rows, context=_context(context, checkpoint), kernels=kernels, bits=bits)
     check_target(model, checkpoint)
-    setup = _setup(checkpoint, model, rule.draw, kernels)
+    return Loaded(checkpoint=checkpoint, model=model, kernels=kernels)
+
+
+def furnish(
+    loaded: Loaded,
+    spec: str | Maker,
+    *,
+    k: int | str,
+    verifier: str | None,
+    chunk: int | Tempo,
+    planner: Planner | None,
+    caching: Caching = _ROOMY,
+    guard: bool = False,
+    slots: range | None = None,
+) -> House:
+    """A proposer and an engine for a target.
+
+    An engine that is to share the target with others has `slots` of its own; None: all that the target has. None of
+    them may be running while another is made.
+    """
+    checkpoint, model, rule = loaded.checkpoint, loaded.model, find_verifier(verifier, spec)
+    setup = _setup(checkpoint, model, rule.draw, loaded.kernels)
     guesser = find_proposer(spec, setup) if isinstance(spec, str) else spec(setup)
-    share_out([each.cache for each in (model, *draft_models(guesser))], size, caching)
+    share_out([each.cache for each in (model, *draft_models(guesser))], model.context, caching)
     model.export(guesser.needs.layers)
+    mine = slots or range(model.slots)
     replay, names = rule.draw is Draw.SAMPLE, _names(spec, guesser)
     running, guards = guarded(guesser, setup, names=names) if guard else (guesser, ())
     decides = planner or (FixedPlanner(k) if isinstance(k, int) else auto_planner(model, guesser, replay=replay))
@@ -129,7 +178,7 @@ def build(
             proposer=OneWay(running) if checkpoint.recurrent else running,
             verifier=fastest(rule, checkpoint.device),
             planner=decides,
-            scheduler=scheduler,
+            scheduler=Scheduler(slots=len(mine), first=mine.start, chunk=chunk, context=model.context),
             shape=fastest_shape(checkpoint.device),
         ),
         setup=setup,

@@ -31,14 +31,17 @@ class Scheduler:
     first one never does, so it ends, and then another is the first.
     """
 
-    def __init__(self, *, slots: int, chunk: int | Tempo, context: int) -> None:
-        """Run at most `slots` rows at once and feed about `chunk` tokens a round, or what a `Tempo` allows."""
+    def __init__(self, *, slots: int, chunk: int | Tempo, context: int, first: int = 0) -> None:
+        """Run at most `slots` rows at once and feed about `chunk` tokens a round, or what a `Tempo` allows.
+
+        Where several engines share a target, each has slots of its own, from `first` on.
+        """
         if slots < 1:
             raise OutriderError(f"rows is {slots}; it must be at least 1")
         self.preempted = 0  # how often a row has given way
         self._tempo = chunk if isinstance(chunk, Tempo) else Tempo(chunk)
         self._context = context
-        self._free = list(range(slots))
+        self._free = list(range(first, first + slots))
         self._waiting: list[tuple[tuple[int, int], Row]] = []  # a heap
         self._running: list[Row] = []  # by rank
         self._rounds = self._came = 0

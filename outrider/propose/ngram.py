@@ -10,8 +10,13 @@ from outrider.propose.sketch import Sketch, picked
 from outrider.types import Batch, Draft, Needs, Request, Round
 
 _WAYS = 3  # to go on
+_KEPT = 5  # places behind an n-gram, each with another token
+_GAPS = (1, 2, 3)  # tokens at the text's end that are put in the place of as many others
+_CUE = 3  # longest n-gram before a gap
 _DEEP = 4  # from this guess on they fare alike
 _LEAST = 0.08  # the chance below which a guess is worth its place nowhere
+
+_Kind = tuple[int, int, int]  # tokens that agree, tokens since, and how many ways an ending without a gap went on
 
 
 class _Index:
@@ -27,19 +32,29 @@ class _Index:
         for size in self._sizes:
             if size <= at:
                 before = self._after.setdefault(tuple(self._text[at - size :]), [])
-                before[:] = [at, *(place for place in before if self._text[place] != token)][:_WAYS]
+                before[:] = [at, *(place for place in before if self._text[place] != token)][:_KEPT]
         self._text.append(token)
 
-    def ways(self, count: int) -> Iterator[tuple[int, Iterator[int]]]:
-        """How long a known ending is, and the `count` tokens behind it; the longest and latest come first."""
+    def ways(self, count: int) -> Iterator[tuple[_Kind, float, Iterator[int]]]:
+        """Each way to go on: its kind, a first estimate of its chance, and `count` tokens; better ones come first."""
         met = set[int]()
+        for gap in (0, *_GAPS):
+            for size, places in self._endings(gap):
+                kind = size, gap, 0 if gap else len(places)
+                expected = size / (size + 1) / (2 if gap else 1)
+                for at in (place + gap for place in places):
+                    if at < len(self._text) and at not in met:
+                        met.add(at)
+                        yield kind, expected, self._copy(at, count)
+
+    def _endings(self, gap: int) -> Iterator[tuple[int, list[int]]]:
+        """Sizes of the n-grams `gap` tokens before the end, and where what followed them begins."""
+        end = len(self._text) - gap
         for size in self._sizes:
-            if size > len(self._text):
-                continue
-            for at in self._after.get(tuple(self._text[-size:]), ()):
-                if at not in met:
-                    met.add(at)
-                    yield size, self._copy(at, count)
+            if size <= min(end, _CUE if gap else end):
+                places = self._after.get(tuple(self._text[end - size : end]))
+                if places:
+                    yield size, places
 
     def _copy(self, at: int, count: int) -> Iterator[int]:
         """What stands there; the text repeats itself at its end."""
@@ -56,15 +71,14 @@ class _Growth:
         self._below: dict[tuple[int, int], int] = {}  # by parent and token
         self._ways = 0  # that have parted from those before them
 
-    def add(self, size: int, tokens: Iterator[int]) -> bool:
+    def add(self, way: _Kind, expected: float, tokens: Iterator[int]) -> bool:
         """Another way to go on, as far as it is likely to be followed; returns whether there is room for more."""
         at, parted, chance = -1, False, 1.0
         for depth, token in enumerate(tokens):
             known = self._below.get((at, token))
             if known is None:
-                kind = size, self._ways, parted, min(depth, _DEEP)
-                expected = size / (size + 1) * (0.5 if self._ways and not parted else 1)
-                chance *= self._chances.of(kind, expected)
+                kind = way, self._ways, parted, min(depth, _DEEP)
+                chance *= self._chances.of(kind, expected * (0.5 if self._ways and not parted else 1))
                 if chance < _LEAST:
                     break
                 known = self._below[at, token] = self._sketch.add(token, at, chance)
@@ -119,8 +133,8 @@ class NgramProposer:
 
     def _sketch(self, slot: int, budget: int) -> Sketch:
         growth = _Growth(self._chances)
-        for size, tokens in self._indexes[slot].ways(budget) if budget else ():
-            if not growth.add(size, tokens):
+        for way in self._indexes[slot].ways(budget) if budget else ():
+            if not growth.add(*way):
                 break
         self._open[slot] = growth.best(budget)
         return self._open[slot][0]
