@@ -13,14 +13,14 @@ import torch
 from outrider import tree
 from outrider.cache.base import CacheUse, fitting
 from outrider.errors import OutriderError
-from outrider.guide import FORCED, Guided, guide
+from outrider.guide import FORCED, Guided, Masks, guide
 from outrider.native.rules import fastest
 from outrider.noise import PositionNoise
 from outrider.plan import Planner
 from outrider.propose.base import Proposer, check_budget
 from outrider.sampling import Knobs, Shape, shape, sound, warp, warp_packed
 from outrider.schedule import Scheduler
-from outrider.stats import Stats
+from outrider.stats import Stats, Tally
 from outrider.target import Target
 from outrider.text import TextStream
 from outrider.types import Batch, Draft, Finish, Request, Round, Row, Scores, TokenLogprobs, Verdict
@@ -41,8 +41,11 @@ class Engine:
         scheduler: Scheduler,
         shape: Shape = shape,
     ) -> None:
-        self.stats = Stats(exact=verifier.exact)
-        self.arms = (Stats(exact=verifier.exact),) * proposer.needs.arms  # of passes with guesses, by who made them
+        exact = verifier.exact
+        # Of all rounds; of the same without what grammars forced, which is what the planner is told; and of passes with
+        # guesses, by who made them.
+        self._tally, self._own = Tally(exact=exact), Tally(exact=exact)
+        self._arms = tuple(Tally(exact=exact) for _ in range(proposer.needs.arms))
         self._target, self._proposer, self._verifier = target, proposer, verifier
         self._planner, self._scheduler, self._shape = planner, scheduler, shape
         self.watch: Callable[[Round], None] | None = None  # told of each round, for those who show what was guessed
@@ -51,7 +54,16 @@ class Engine:
         self._rules = {verifier.name: verifier}  # those that rows have asked for by now
         self._open: Batch | None = None  # what runs in this round
         self._committing = False  # whether anything was kept of it yet
-        self._planned = self.stats  # without what grammars forced: what the planner is told
+
+    @property
+    def stats(self) -> Stats:
+        """Sums over all rounds so far."""
+        return self._tally.total
+
+    @property
+    def arms(self) -> tuple[Stats, ...]:
+        """The same of passes with guesses alone, by which of the proposer's alternatives made them."""
+        return tuple(arm.total for arm in self._arms)
 
     def add(self, request: Request, stream: TextStream | None = None) -> None:
         """Queue a request."""
@@ -80,7 +92,7 @@ class Engine:
             # To a proposer, what a row had written before it gave way is prompt.
             self._proposer.admit(row.slot, replace(row.request, prompt=tuple(row.text)))
         batch = self._open = self._next()
-        batch = self._within(self._planner.plan(batch, self._planned))
+        batch = self._within(self._planner.plan(batch, self._own.total))
         planned = perf_counter()
         draft = self._proposer.propose(batch)
         proposed = perf_counter()
@@ -185,8 +197,7 @@ class Engine:
         scored = perf_counter()
         knobs = self._knobs_of(batch)
         if knobs.bare:  # every exact rule says the same of a one-hot p, so p need not be written down
-            best = scores.best if masks is None else masks.best(scores)
-            return guided.told(_follow(batch, draft, scores, best)), scored - began
+            return guided.told(_follow(batch, draft, scores, masks)), scored - began
         noise = self._noise_of(batch, knobs)
         names = [row.request.params.verifier or self._verifier.name for row in batch.rows]
         if (packed := scores.packed) is None:
@@ -224,25 +235,28 @@ class Engine:
         self._proposer.release(slot)
 
     def _count(self, guided: Guided, round: Round, *, propose: float, target: float, host: float) -> None:
-        passes = [row.passes[-1] for row, tokens in zip(round.batch.rows, round.emitted, strict=True) if tokens]
-        fed = sum(len(feed) for feed, tokens in zip(round.batch.feed, round.emitted, strict=True) if not tokens)
-        nodes = sum(width for width, tokens in zip(round.draft.width, round.emitted, strict=True) if tokens)
-        counted = Stats.of_passes(passes, drafted=nodes, prompt=fed, exact=self._verifier.exact)
-        took = Stats(rounds=1, propose_seconds=propose, target_seconds=target, host_seconds=host)
-        self.stats += replace(counted, rounds=0) + took
-        self._planned += replace(guided.unforced(round, counted), rounds=0) + took
+        passes, fed, nodes = [], 0, 0
+        rows = zip(round.batch.rows, round.batch.feed, round.emitted, round.draft.width, strict=True)
+        for row, feed, emitted, width in rows:
+            if emitted:
+                passes.append(row.passes[-1])
+                nodes += width
+            else:
+                fed += len(feed)
+        own, owned = guided.unforced(round, passes, nodes)
+        self._tally.add(passes, drafted=nodes, prompt=fed)
+        self._own.add(own, drafted=owned, prompt=fed)
+        for tally in (self._tally, self._own):
+            tally.took(propose=propose, target=target, host=host)
         if nodes:
             self._count_arms(guided, round)
 
     def _count_arms(self, guided: Guided, round: Round) -> None:
-        asked = round.batch.arms
-        rows = [(asked[b], *guided.own_pass(round, b)) for b, tokens in enumerate(round.emitted) if tokens]
-        arms = list(self.arms)
-        for arm in {arm for arm, _, width in rows if width}:
-            own = [(triple, width) for its, triple, width in rows if width and its == arm]
-            drafted = sum(width for _, width in own)
-            arms[arm] += Stats.of_passes([triple for triple, _ in own], drafted=drafted, exact=self._verifier.exact)
-        self.arms = tuple(arms)
+        for b, arm in enumerate(round.batch.arms):
+            if round.emitted[b]:
+                triple, width = guided.own_pass(round, b)
+                if width:
+                    self._arms[arm].add([triple], drafted=width)
 
 
 def _ends(batch: Batch) -> dict[int, int]:
@@ -251,9 +265,12 @@ def _ends(batch: Batch) -> dict[int, int]:
     return {row.slot: start + len(feed) for row, start, feed in rows}
 
 
-def _follow(batch: Batch, draft: Draft, scores: Scores, best: torch.Tensor | None) -> Round:
-    """`_settle` where every row takes the likeliest token, `best` [B, 1 + N] where that is known."""
-    if best is None:
+def _follow(batch: Batch, draft: Draft, scores: Scores, masks: Masks | None) -> Round:
+    """`_settle` where every row takes the likeliest token."""
+    best: torch.Tensor | Sequence[Sequence[int]] | None
+    if masks is not None:
+        best = masks.best(scores)
+    elif (best := scores.host) is None and (best := scores.best) is None:
         best = torch.where(sound(scores.logits), scores.logits.argmax(-1), -1)
     found = follow(draft, best)
     kept = [pair if emits else ((), ()) for emits, pair in zip(batch.emits, found, strict=True)]

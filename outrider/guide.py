@@ -20,7 +20,6 @@ from outrider import tree
 from outrider.errors import OutriderError
 from outrider.propose.sketch import Sketch, depths
 from outrider.sampling import sound
-from outrider.stats import Stats
 from outrider.types import Batch, Draft, Law, Packed, Round, Row, Scores
 
 FORCED = 32  # tokens that a grammar adds to a row's guesses at most
@@ -87,15 +86,14 @@ class Guided:
         kept = min(len(own.path(round.emitted[b])), last[1])
         return (max(depths(own.parent), default=0), kept, min(kept + 1, last[2])), len(own.tokens)
 
-    def unforced(self, round: Round, counted: Stats) -> Stats:
-        """What the proposer's own guesses would have come to alone, of a round that `counted` as it did."""
+    def unforced(
+        self, round: Round, passes: list[tuple[int, int, int]], nodes: int
+    ) -> tuple[list[tuple[int, int, int]], int]:
+        """What the proposer's own guesses would have come to alone, of a round of these passes and guesses."""
         if not self.own:
-            return counted
-        passes = [self.own_pass(round, b) for b, tokens in enumerate(round.emitted) if tokens]
-        nodes = sum(width for _, width in passes)
-        return Stats.of_passes(
-            [triple for triple, _ in passes], drafted=nodes, prompt=counted.prompt, exact=counted.exact
-        )
+            return passes, nodes
+        own = [self.own_pass(round, b) for b, tokens in enumerate(round.emitted) if tokens]
+        return [triple for triple, _ in own], sum(width for _, width in own)
 
 
 def guide(batch: Batch, draft: Draft, vocab: int) -> Guided:

@@ -228,6 +228,11 @@ class Scores:
         """The logits without their padding, at least one for each row, where a pass has left them so."""
         return None
 
+    @property
+    def host(self) -> Sequence[Sequence[int]] | None:
+        """`best` [B, 1 + N], where a pass has left it on the host."""
+        return None
+
     def states(self, layers: Sequence[int], b: int, path: Sequence[int]) -> torch.Tensor:
         """[n, layers, H] of row b's feed and of the guesses on `path`; it may be a view into the whole pass."""
         nodes = [node + 1 for node in path]

@@ -7,7 +7,7 @@ proven by enumeration in `outrider.testing`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -210,7 +210,7 @@ class _Traversal:
         self.done = self.done | root | accept
 
 
-def follow(draft: Draft, best: torch.Tensor) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+def follow(draft: Draft, best: torch.Tensor | Sequence[Sequence[int]]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """What every exact rule comes to where p is one-hot: `walk`, on the host, without writing p down.
 
     Args:
@@ -220,14 +220,8 @@ def follow(draft: Draft, best: torch.Tensor) -> list[tuple[tuple[int, ...], tupl
     Returns:
         The path of each row and the tokens emitted; no tokens for a row that has a node without one.
     """
-    parts = (best, draft.tokens) if draft.chain else (best, draft.tokens, draft.parent)
     out: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
-    for row, width in zip(torch.cat(parts, 1).tolist(), draft.width, strict=True):
-        sample, tokens, parents = (
-            row[: draft.size + 1],
-            row[draft.size + 1 : 2 * draft.size + 1],
-            row[2 * draft.size + 1 :],
-        )
+    for (sample, tokens, parents), width in zip(_read(draft, best), draft.width, strict=True):
         path: list[int] = []
         at = -1
         for node in range(width):
@@ -237,6 +231,20 @@ def follow(draft: Draft, best: torch.Tensor) -> list[tuple[tuple[int, ...], tupl
         emitted = (*(tokens[node] for node in path), sample[at + 1])
         out.append((tuple(path), emitted) if min(sample) >= 0 else ((), ()))
     return out
+
+
+def _read(
+    draft: Draft, best: torch.Tensor | Sequence[Sequence[int]]
+) -> Iterable[tuple[Sequence[int], Sequence[int], Sequence[int]]]:
+    """By row: the samples, and the guesses and their parents; of a chain no parents. One copy from the device."""
+    if isinstance(best, torch.Tensor):
+        parts = (best, draft.tokens) if draft.chain else (best, draft.tokens, draft.parent)
+        ends = (draft.size + 1, 2 * draft.size + 1)
+        return ((row[: ends[0]], row[ends[0] : ends[1]], row[ends[1] :]) for row in torch.cat(parts, 1).tolist())
+    nothing: list[tuple[int, ...]] = [()] * len(best)
+    if not draft.size:
+        return zip(best, nothing, nothing, strict=True)
+    return zip(best, draft.tokens.tolist(), nothing if draft.chain else draft.parent.tolist(), strict=True)
 
 
 def _descend(draft: Draft, p: torch.Tensor, sample: torch.Tensor) -> Verdict:

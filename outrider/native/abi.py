@@ -98,6 +98,16 @@ class Columns:
     tail: array[int] = field(default_factory=lambda: array("i"))  # and those that it sees after them
     keep: array[int] = field(default_factory=lambda: array("i"))  # columns whose logits are wanted
 
+    def text(self, tokens: Sequence[int], start: int, slot: int) -> None:
+        """Tokens that follow each other from entry `start` of a slot on, and see all before them."""
+        count = len(tokens)
+        self.token.extend(tokens)
+        self.position.extend(range(start, start + count))
+        self.slot.extend([slot] * count)
+        self.place.extend(range(start, start + count))
+        self.seen.extend(range(start + 1, start + count + 1))
+        self.tail_begin.extend([len(self.tail)] * count)
+
     def add(self, token: int, position: int, *, slot: int, place: int, seen: int, tail: Sequence[int] = ()) -> None:
         self.token.append(token)
         self.position.append(position)

@@ -19,7 +19,7 @@ class Passes:
     _handle: int
 
     def __init__(self, code: Any, *, hidden: int) -> None:
-        self._code, self._hidden = code, hidden
+        self._code, self._hidden, self._nothing = code, hidden, torch.empty(0)
 
     @property
     def vocab(self) -> int:
@@ -28,7 +28,7 @@ class Passes:
 
     def run(
         self, columns: Columns, layers: Sequence[int] = (), state: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, array[int], torch.Tensor]:
         """One pass.
 
         Args:
@@ -37,15 +37,16 @@ class Passes:
             state: [T, H] float32 before each column, for a draft that reads states.
 
         Returns:
-            logits [K, V] float32 of the columns to keep, their likeliest ids [K] int64 (-1 where the logits are not
+            logits [K, V] float32 of the columns to keep, their likeliest ids [K] (-1 where the logits are not
             numbers), and the outputs [layers, T, H] of the layers asked for, of all columns.
         """
         kept, read = len(columns.keep), len(columns.token)
-        logits, features = torch.empty(kept, self.vocab), torch.empty(len(layers), read, self._hidden)
+        logits = torch.empty(kept, self.vocab)
+        features = torch.empty(len(layers), read, self._hidden) if layers else self._nothing
         best, exported = array("i", bytes(4 * kept)), array("i", layers)
         once = columns.c(logits.data_ptr(), best.buffer_info()[0], exported, features.data_ptr(), _address(state))
         self._code.outrider_run(self._handle, ctypes.byref(once))
-        return logits, torch.tensor(best, dtype=torch.int64), features
+        return logits, best, features
 
     def grow(
         self,

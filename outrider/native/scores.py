@@ -39,18 +39,37 @@ class NativeScores(Scores):
     never pays for more.
     """
 
-    __slots__ = ("_exported", "_packed", "_padded")
+    __slots__ = ("_exported", "_host", "_packed", "_padded", "_values")
+    _host: Sequence[Sequence[int]]  # [B, M] the likeliest ids
+    _values: torch.Tensor  # [T, V] logits
     _packed: Packed | None  # padding points to the first of its row; None where the rows are of one length
-    _padded: torch.Tensor | None  # [B, M, V], then or once somebody has asked
+    _padded: torch.Tensor | None  # [B, M, V], once somebody has asked
     _exported: Exported | None
 
     def __init__(
-        self, *, best: torch.Tensor, logits: torch.Tensor | None, packed: Packed | None, exported: Exported | None
+        self,
+        *,
+        host: Sequence[Sequence[int]],
+        logits: torch.Tensor,
+        packed: Packed | None,
+        exported: Exported | None,
     ) -> None:
-        """Give `logits` [B, M, V] or `packed`."""
-        parts = {"best": best, "sure": None, "_padded": logits, "_packed": packed, "_exported": exported}
-        for name, value in parts.items():
-            object.__setattr__(self, name, value)
+        """Give the likeliest ids [B, M], `logits` [T, V], and `packed` where rows are not of one length."""
+        put = object.__setattr__
+        put(self, "sure", None)
+        put(self, "_host", host)
+        put(self, "_values", logits)
+        put(self, "_padded", None)
+        put(self, "_packed", packed)
+        put(self, "_exported", exported)
+
+    @property
+    def host(self) -> Sequence[Sequence[int]]:
+        return self._host
+
+    @property
+    def best(self) -> torch.Tensor:
+        return torch.tensor(self._host)
 
     @property
     def packed(self) -> Packed | None:
@@ -59,8 +78,9 @@ class NativeScores(Scores):
     @property
     def logits(self) -> torch.Tensor:
         if self._padded is None:
-            assert self._packed is not None
-            object.__setattr__(self, "_padded", self._packed.values[self._packed.at])
+            values, packed = self._values, self._packed
+            padded = values.view(len(self._host), -1, values.shape[-1]) if packed is None else values[packed.at]
+            object.__setattr__(self, "_padded", padded)
         assert self._padded is not None
         return self._padded
 

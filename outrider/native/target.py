@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import replace
@@ -59,22 +60,22 @@ class NativeTarget:
     def score(self, batch: Batch, draft: Draft, first: int = -1) -> Scores:
         self._memory.reserve(batch, draft.width)
         columns, order = columns_of(batch, draft, first, self.vocab)
-        logits, best, features = self._decoder.run(columns, self._layers)
+        logits, likeliest, features = self._decoder.run(columns, self._layers)
         rows = len(batch.rows)
-        best = (best if order is None else best[order]).view(rows, -1)
-        padded = packed = exported = None
-        if order is None:
-            padded = logits.view(rows, -1, self.vocab)
-        else:
+        packed = exported = None
+        if order is not None:
+            likeliest = array("i", [likeliest[at] for at in order])
             packed = Packed(values=logits, at=torch.tensor(order).view(rows, -1))
         if self._layers:
             wanted = torch.tensor(columns.keep, dtype=torch.int64)
-            nodes = (wanted if packed is None else wanted[packed.at]).view(rows, -1)
+            at = (wanted if packed is None else wanted[packed.at]).view(rows, -1)
             feed = tuple(len(feed) if first < 0 else 0 for feed in batch.feed)
             columns_a_row = (fed + max(width - max(first, 0), 0) for fed, width in zip(feed, draft.width, strict=True))
             begin = tuple(accumulate(columns_a_row, initial=0))[:-1]
-            exported = Exported(layers=self._layers, values=features, nodes=nodes, begin=begin, feed=feed)
-        return NativeScores(best=best, logits=padded, packed=packed, exported=exported)
+            exported = Exported(layers=self._layers, values=features, nodes=at, begin=begin, feed=feed)
+        nodes = len(likeliest) // rows
+        host = [likeliest[at : at + nodes].tolist() for at in range(0, len(likeliest), nodes)]
+        return NativeScores(host=host, logits=logits, packed=packed, exported=exported)
 
     def grow(self, batch: Batch, vocab: int, trust: Trust | None = None) -> Grown:
         return self._grow(batch, vocab, trust, None)
@@ -137,30 +138,40 @@ class NativeTarget:
 
 def columns_of(batch: Batch, draft: Draft, first: int, vocab: int) -> tuple[Columns, list[int] | None]:
     """The columns of a pass, and where in what is kept each row's nodes lie; None where that is the order itself."""
-    columns, order, skip = Columns(), [], max(first, 0)
-    tokens = draft.tokens.clamp(0, vocab - 1).tolist()
-    parents = None if draft.chain else draft.parent.tolist()
+    columns, skip = Columns(), max(first, 0)
+    begins = []  # of each row in what is kept
+    tokens = draft.tokens.tolist() if draft.size else ()
+    parents = draft.parent.tolist() if draft.size and not draft.chain else None
     for b, row in enumerate(batch.rows):
-        base, begin = batch.start[b] + len(batch.feed[b]), len(columns.keep)
+        begins.append(len(columns.keep))
+        start, feed, width = batch.start[b], batch.feed[b], draft.width[b]
         if first < 0:
-            for place, token in enumerate(batch.feed[b], batch.start[b]):
-                columns.add(token, place, slot=row.slot, place=place, seen=place + 1)
+            columns.text(feed, start, row.slot)
             columns.keep.append(len(columns.token) - 1)
-        paths: list[list[int]] = []  # entries of each node's ancestors and itself
-        for node in range(draft.width[b]):
-            if parents is not None:
-                above = parents[b][node]
-                paths.append([*(paths[above] if above >= 0 else ()), base + node])
-            if node < skip:
-                continue
-            columns.keep.append(len(columns.token))
-            at = base + node
-            if parents is None:
-                columns.add(tokens[b][node], at, slot=row.slot, place=at, seen=at + 1)
-            else:
-                depth = base + len(paths[node]) - 1
-                columns.add(tokens[b][node], depth, slot=row.slot, place=at, seen=base, tail=paths[node])
-        kept = range(begin, len(columns.keep))
-        wanted = draft.size - skip + (first < 0)
-        order += [*kept, *[begin if kept else 0] * (wanted - len(kept))]
-    return columns, None if order == list(range(len(columns.keep))) else order
+        if width <= skip:
+            continue
+        guesses, base, count = [min(max(token, 0), vocab - 1) for token in tokens[b]], start + len(feed), width - skip
+        columns.keep.extend(range(len(columns.token), len(columns.token) + count))
+        if parents is None:
+            columns.text(guesses[skip:width], base + skip, row.slot)
+        else:
+            _branches(columns, guesses[:width], parents[b], base, row.slot, skip)
+    wanted = draft.size - skip + (first < 0)
+    if len(columns.keep) == wanted * len(begins):
+        return columns, None
+    ends = (*begins[1:], len(columns.keep))
+    order: list[int] = []
+    for begin, end in zip(begins, ends, strict=True):
+        order += [*range(begin, end), *[begin if end > begin else 0] * (wanted - (end - begin))]
+    return columns, order
+
+
+def _branches(columns: Columns, tokens: Sequence[int], parents: Sequence[int], base: int, slot: int, skip: int) -> None:
+    """A row's tree of guesses behind the `base` entries of its text, from guess `skip` on."""
+    paths: list[list[int]] = []  # entries of each node's ancestors and itself
+    for node, token in enumerate(tokens):
+        above = parents[node]
+        paths.append([*(paths[above] if above >= 0 else ()), base + node])
+        if node >= skip:
+            depth = base + len(paths[node]) - 1
+            columns.add(token, depth, slot=slot, place=base + node, seen=base, tail=paths[node])
