@@ -287,10 +287,9 @@ def _follow(batch: Batch, draft: Draft, scores: Scores, masks: Masks | None) -> 
 
 def _settle(batch: Batch, draft: Draft, scores: Scores, verdict: Verdict) -> Round:
     """What the host must know of a round."""
-    good = sound(scores.logits) if scores.best is None else scores.best >= 0
     read = _read if tree.near(draft.tokens.device) else _read_at_once
     paths, emitted, logprobs, failed = [], [], [], []
-    rows = zip(*read(draft, verdict, good.all(1)), strict=True)
+    rows = zip(*read(draft, verdict, scores), strict=True)
     for (accepted, bonus, fine, nodes, tokens, chances), emits in zip(rows, batch.emits, strict=True):
         kept = accepted if emits and fine else 0
         paths.append(tuple(nodes[:kept]))
@@ -308,16 +307,24 @@ def _settle(batch: Batch, draft: Draft, scores: Scores, verdict: Verdict) -> Rou
     )
 
 
-def _read(draft: Draft, verdict: Verdict, good: torch.Tensor) -> tuple[list[Any], ...]:
+def _read(draft: Draft, verdict: Verdict, scores: Scores) -> tuple[list[Any], ...]:
     """By row: accepted, bonus, whether the logits were numbers, path, the draft's tokens, log-probabilities."""
-    parts = (verdict.accepted, verdict.bonus, good, verdict.path, draft.tokens, verdict.logprob)
-    return tuple(part.tolist() for part in parts)
+    good = _good(scores).tolist() if scores.host is None else [min(row) >= 0 for row in scores.host]
+    accepted, bonus, path, logprob = (
+        part.tolist() for part in (verdict.accepted, verdict.bonus, verdict.path, verdict.logprob)
+    )
+    return accepted, bonus, good, path, draft.listed(), logprob
 
 
-def _read_at_once(draft: Draft, verdict: Verdict, good: torch.Tensor) -> tuple[list[Any], ...]:
+def _good(scores: Scores) -> torch.Tensor:
+    """[B] bool: rows whose logits are numbers."""
+    return (sound(scores.logits) if scores.best is None else scores.best >= 0).all(1)
+
+
+def _read_at_once(draft: Draft, verdict: Verdict, scores: Scores) -> tuple[list[Any], ...]:
     """`_read` in one copy from the device."""
     # Ids and counts are far below 2**53, so float64 carries them exactly beside the log-probabilities.
-    single = torch.stack([verdict.accepted, verdict.bonus, good], 1)
+    single = torch.stack([verdict.accepted, verdict.bonus, _good(scores)], 1)
     parts = (single, verdict.path, draft.tokens, verdict.logprob)
     copied = torch.cat([part.double() for part in parts], 1).tolist()
     ends = (3, 3 + draft.size, 3 + 2 * draft.size)

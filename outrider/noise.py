@@ -9,9 +9,11 @@ round, already conditioned on the rejection.
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import Protocol
+from typing import Protocol, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 
 class Stream(IntEnum):
@@ -65,14 +67,22 @@ class PositionNoise:
 
     def draws(self, count: int) -> torch.Tensor:
         """Uniform numbers [B, count] for a proposer's guesses of this round."""
-        index = torch.arange(count, device=self.first.device).expand(len(self.first), count)
-        return self._per_round(Stream.DRAFT, index)
+        if self.first.device.type != "cpu":
+            index = torch.arange(count, device=self.first.device).expand(len(self.first), count)
+            return self._per_round(Stream.DRAFT, index)
+        # The same in NumPy, whose calls on a handful of numbers take a fifth of the time.
+        key = mix(self._start(Stream.DRAFT).numpy() + self.first.numpy() * GOLDEN)[:, None]
+        bits = mix(key + np.arange(1, count + 1) * GOLDEN)
+        return torch.from_numpy(((bits >> 16) & 0xFFFFFFFFFFFF) * 2.0**-48)
 
     def _key(self, stream: Stream, ahead: torch.Tensor) -> torch.Tensor:
         shape = (-1,) + (1,) * (ahead.dim() - 1)
+        return mix(self._start(stream).view(shape) + (self.first.view(shape) + ahead) * GOLDEN)
+
+    def _start(self, stream: Stream) -> torch.Tensor:
         if stream not in self._starts:
-            self._starts[stream] = mix(self.seed + torch.tensor(int(stream), device=ahead.device) * GOLDEN)
-        return mix(self._starts[stream].view(shape) + (self.first.view(shape) + ahead) * GOLDEN)
+            self._starts[stream] = mix(self.seed + torch.tensor(int(stream), device=self.seed.device) * GOLDEN)
+        return self._starts[stream]
 
     def _uniform(self, stream: Stream, ahead: torch.Tensor) -> torch.Tensor:
         return to_uniform(self._key(stream, ahead))
@@ -82,10 +92,11 @@ class PositionNoise:
         return to_uniform(mix(key + (index + 1) * GOLDEN))
 
 
+Bits = TypeVar("Bits", torch.Tensor, NDArray[np.int64])
 GOLDEN = -7046029254386353131  # 2**64 / golden ratio, odd, as a signed integer
 
 
-def mix(x: torch.Tensor) -> torch.Tensor:
+def mix(x: Bits) -> Bits:
     """Scramble int64 to int64: the finaliser of splitmix64 (Steele et al. 2014), whose products wrap around."""
     x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -4658895280553007687
     x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -7723592293110705685

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
+import numpy as np
 import torch
 
 from outrider.types import Batch, Draft, Law, Packed, Round, Scores
@@ -20,12 +21,15 @@ def upload(
     numbers: Sequence[int] | Sequence[Sequence[int]], device: torch.device, dtype: torch.dtype = torch.int64
 ) -> torch.Tensor:
     """Numbers of the host as a tensor on the device, without waiting for what the device is still doing."""
+    if device.type == "cpu" and dtype is torch.int64:
+        return torch.from_numpy(np.array(numbers, dtype=np.int64))  # half of what torch.tensor takes
     if device.type != "cuda":
         return torch.tensor(numbers, dtype=dtype, device=device)
     return torch.tensor(numbers, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
 
 
-@lru_cache(256)  # the same every round that guesses nothing, and four tensors to make
+@lru_cache(256)  # the same in every round that guesses nothing
+@torch.inference_mode(False)  # so that everybody may use it, whoever asked first
 def empty(rows: int, device: torch.device) -> Draft:
     """No guesses for `rows` rows."""
     none = torch.zeros(rows, 0, dtype=torch.int64, device=device)
@@ -38,20 +42,17 @@ def chain(
     tokens: torch.Tensor,  # [B, N]
     width: tuple[int, ...],  # [B]
     *,
-    law: Law | torch.Tensor = Law.ONE_HOT,  # of every node, or [B, N]
+    law: torch.Tensor | None = None,  # [B, N]; None: all were chosen
     q: Packed | None = None,  # [B, N]
     chance: tuple[tuple[float, ...], ...] | None = None,  # [B][width]
 ) -> Draft:
     """One guess after another, `width[b]` of them in row b."""
     rows, size = tokens.shape
-    parent = torch.arange(-1, size - 1, device=tokens.device).expand(rows, size)
-    laws = law if isinstance(law, torch.Tensor) else torch.full_like(tokens, int(law))
-    count = upload(width, tokens.device)
     return Draft(
         tokens=tokens,
-        parent=parent,
-        count=count,
-        law=laws,
+        parent=_row_after_row(rows, size, tokens.device),
+        count=upload(width, tokens.device),
+        law=_picked(rows, size, tokens.device) if law is None else law,
         q=q,
         width=width,
         depth=width,
@@ -73,13 +74,27 @@ def chosen(
         tokens=tokens,
         parent=parent,
         count=upload(width, tokens.device),
-        law=torch.full_like(tokens, Law.ONE_HOT),
+        law=_picked(*tokens.shape, tokens.device),
         q=None,
         width=width,
         depth=depth or width,
         chain=False,
         chance=chance,
     )
+
+
+@lru_cache(1024)
+@torch.inference_mode(False)
+def _row_after_row(rows: int, size: int, device: torch.device) -> torch.Tensor:
+    """Parents of chains."""
+    return torch.arange(-1, size - 1, device=device).repeat(rows, 1)
+
+
+@lru_cache(1024)
+@torch.inference_mode(False)
+def _picked(rows: int, size: int, device: torch.device) -> torch.Tensor:
+    """Laws of guesses that were chosen."""
+    return torch.full((rows, size), int(Law.ONE_HOT), device=device)
 
 
 def cut(draft: Draft, width: tuple[int, ...]) -> Draft:

@@ -158,6 +158,14 @@ class Draft:
     chance: tuple[tuple[float, ...], ...] | None = None  # [B][width] that the node is kept; None: not said
     by: tuple[tuple[int, ...], ...] | None = None  # [B][width] who made it, bits for the parts of a combination
     unread: int = 0  # rows that have no guesses because a draft model still reads their texts
+    _listed: list[list[int]] | None = field(default=None, init=False, repr=False, compare=False)
+
+    def listed(self) -> list[list[int]]:
+        """`tokens` on the host, padding included; who asks first waits for the device."""
+        if self._listed is None:
+            object.__setattr__(self, "_listed", self.tokens.tolist() if self.size else [[]] * len(self.width))
+        assert self._listed is not None
+        return self._listed
 
     @property
     def size(self) -> int:

@@ -241,10 +241,8 @@ def _read(
         parts = (best, draft.tokens) if draft.chain else (best, draft.tokens, draft.parent)
         ends = (draft.size + 1, 2 * draft.size + 1)
         return ((row[: ends[0]], row[ends[0] : ends[1]], row[ends[1] :]) for row in torch.cat(parts, 1).tolist())
-    nothing: list[tuple[int, ...]] = [()] * len(best)
-    if not draft.size:
-        return zip(best, nothing, nothing, strict=True)
-    return zip(best, draft.tokens.tolist(), nothing if draft.chain else draft.parent.tolist(), strict=True)
+    parents = [[]] * len(best) if draft.chain else draft.parent.tolist()
+    return zip(best, draft.listed(), parents, strict=True)
 
 
 def _descend(draft: Draft, p: torch.Tensor, sample: torch.Tensor) -> Verdict:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from outrider import engine, tree
-from outrider.types import Verdict
+from outrider.types import Scores, Verdict
 
 
 def test_one_copy_from_a_device_reads_what_many_read():
@@ -17,6 +17,7 @@ def test_one_copy_from_a_device_reads_what_many_read():
         bonus=torch.randint(50000, (3,), generator=source),
         logprob=torch.rand(3, 5, generator=source).log(),
     )
-    good = torch.tensor([True, False, True])
-    one, many = engine._read_at_once(draft, verdict, good), engine._read(draft, verdict, good)
+    scores = Scores(logits=torch.empty(3, 5, 0), best=torch.tensor([[1] * 5, [1, 1, -1, 1, 1], [0] * 5]))
+    one, many = engine._read_at_once(draft, verdict, scores), engine._read(draft, verdict, scores)
+    assert many[2] == [True, False, True]
     assert [list(map(bool, one[2])), *one[:2], *one[3:]] == [many[2], *many[:2], *many[3:]]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from outrider import tree
-from outrider.noise import PositionNoise, inverse_cdf, mix, mix_int, to_uniform
+from outrider.noise import PositionNoise, Stream, inverse_cdf, mix, mix_int, to_uniform
 from outrider.proof import race_joint
 from outrider.types import Law, Packed
 from outrider.verify import block
@@ -133,8 +133,17 @@ def test_coins_and_guesses_belong_to_the_round():
 class KeyedByPosition(PositionNoise):
     """The mistake: a rejected guess and the coin that rejected it come back in the next round."""
 
+    def draws(self, count):
+        return self._uniform(Stream.DRAFT, torch.arange(count).expand(len(self.first), count))
+
     def _per_round(self, stream, index):
         return self._uniform(stream, index)
+
+
+def test_draws_are_those_of_any_device():
+    source, count = noise(5), 6
+    index = torch.arange(count).expand(MANY, count)
+    assert torch.equal(source.draws(count), source._per_round(Stream.DRAFT, index))
 
 
 def several_rounds(kind, p, q, length):
@@ -144,7 +153,9 @@ def several_rounds(kind, p, q, length):
     while (done < length).any():
         source = kind(rows, done)
         tokens = torch.stack([guess(source, q.expand(MANY, -1), zeros() + i) for i in range(2)], 1)
-        draft = tree.chain(tokens, (2,) * MANY, law=Law.SAMPLED, q=Packed.of(q.expand(MANY, 2, -1)))
+        draft = tree.chain(
+            tokens, (2,) * MANY, law=torch.full_like(tokens, Law.SAMPLED), q=Packed.of(q.expand(MANY, 2, -1))
+        )
         verdict = block(draft, p.expand(MANY, 3, -1), source)
         emitted = torch.cat([tokens, tokens[:, :1]], 1).scatter(1, verdict.accepted[:, None], verdict.bonus[:, None])
         for i in range(3):

@@ -1,10 +1,12 @@
 """Stats add up."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from outrider.stats import Stats
+from outrider.stats import Stats, Tally
 
 
 @some.composite
@@ -48,6 +50,18 @@ def test_every_count_is_one_of_the_passes(triples):
     for kept, reached in zip(stats.accepted, stats.reached[1:], strict=False):
         assert reached <= kept
     assert all(0 <= share <= 1 for share in stats.acceptance)
+
+
+@LAWS
+@given(some.lists(MANY, max_size=4), some.booleans())
+def test_a_tally_says_what_its_rounds_add_up_to(rounds, exact):
+    total, tally = Stats(exact=exact), Tally(exact=exact)
+    for triples in rounds:
+        tally.add(triples, drafted=7, prompt=2)
+        tally.took(propose=0.25, target=0.5, host=0.125)
+        counted = Stats.of_passes(triples, drafted=7, prompt=2, exact=exact)
+        total += replace(counted, rounds=1, propose_seconds=0.25, target_seconds=0.5, host_seconds=0.125)
+        assert tally.total == total
 
 
 def test_one_inexact_round_makes_the_sum_inexact():

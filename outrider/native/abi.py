@@ -71,7 +71,7 @@ class CLaws(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("law", "want")),
-        *((name, ctypes.c_int32) for name in ("count", "vocab")),
+        *((name, ctypes.c_int32) for name in ("count", "vocab", "each")),
     )
 
 

@@ -25,7 +25,6 @@ def fastest_shape(device: torch.device) -> Shape:
 
 def _shape(library: Library, logits: torch.Tensor, knobs: Knobs, of: torch.Tensor | slice) -> torch.Tensor:
     law = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-    wants = knobs.wants[of].expand(*law.shape[:-1], -1).contiguous()
-    count, vocab = wants.numel() // wants.shape[-1], law.shape[-1]
-    library.code.outrider_shape(ctypes.byref(CLaws(law.data_ptr(), wants.data_ptr(), count, vocab)))
+    wants, (rows, nodes, vocab) = knobs.wants[of].contiguous(), law.shape
+    library.code.outrider_shape(ctypes.byref(CLaws(law.data_ptr(), wants.data_ptr(), rows * nodes, vocab, nodes)))
     return law

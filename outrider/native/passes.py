@@ -86,7 +86,7 @@ class Passes:
         wants = array("f", [part for want in dice.wants for part in want] if dice else ())
         uniform = dice.uniform.contiguous() if dice else None
         fields += [0, 0] if uniform is None else [wants.buffer_info()[0], uniform.data_ptr()]
-        fields += [found.law.data_ptr(), found.law_at.buffer_info()[0]]
+        fields += [0 if found.law is None else found.law.data_ptr(), found.law_at.buffer_info()[0]]
         keep, kinds = trust.keep if trust else 0.0, len(weight)
         chain = CChain(*fields, keep, rows, depth, vocab, kinds, len(end))
         once = columns.c(0, 0, array("i"), 0, _address(state))
@@ -104,16 +104,18 @@ class _Found:
         self._token = array("i", bytes(4 * rows * depth))
         self._count, self._looked = (array("i", bytes(4 * rows)) for _ in range(2))  # [B]
         self._margin, self._chance = (array("f", bytes(4 * rows * depth)) for _ in range(2))
-        self.law = torch.empty(sum(budget) if vocab else 0, vocab)  # [T, V]
+        self.law = torch.empty(sum(budget), vocab) if vocab else None  # [T, V]
         self.law_at = array("i", [-1]) * (rows * depth)
 
     def parts(self) -> tuple[array[Any], ...]:
         return self._token, self._count, self._looked, self._margin, self._chance
 
     def grown(self, *, watched: bool) -> Grown:
-        tokens, q = torch.tensor(self._token, dtype=torch.int64).view(self._shape), None
-        if len(self.law):
-            at = torch.tensor(self.law_at, dtype=torch.int64).view(self._shape)
+        rows, depth = self._shape
+        q, listed = None, self._token.tolist()
+        tokens = torch.tensor([listed[b * depth : (b + 1) * depth] for b in range(rows)])
+        if self.law is not None:
+            at = torch.tensor(self.law_at.tolist()).view(self._shape)
             q = Packed(values=self.law[: max(self.law_at) + 1], at=at)
         if not watched:
             return Grown(tokens=tokens, count=self._budget, q=q)

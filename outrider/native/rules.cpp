@@ -19,8 +19,8 @@ double to_uniform(uint64_t bits) { return double((bits >> 16) & 0xFFFFFFFFFFFFUL
 
 extern "C" struct Laws {
   float* law;         // [T, V]: logits, and then what is made of them
-  const Taste* want;  // [T]
-  int32_t count, vocab;
+  const Taste* want;  // [T / each]: for so many laws after each other
+  int32_t count, vocab, each;
 };
 
 extern "C" struct Trial {
@@ -232,7 +232,7 @@ class Judge {
 
 extern "C" void outrider_shape(const Laws* laws) {
 #pragma omp parallel for if (laws->count > 3)
-  for (int i = 0; i < laws->count; i++) shape(laws->law + size_t(i) * laws->vocab, laws->vocab, laws->want[i]);
+  for (int i = 0; i < laws->count; i++) shape(laws->law + size_t(i) * laws->vocab, laws->vocab, laws->want[i / laws->each]);
 }
 
 extern "C" void outrider_judge(const Trial* trial) {

@@ -140,7 +140,7 @@ def columns_of(batch: Batch, draft: Draft, first: int, vocab: int) -> tuple[Colu
     """The columns of a pass, and where in what is kept each row's nodes lie; None where that is the order itself."""
     columns, skip = Columns(), max(first, 0)
     begins = []  # of each row in what is kept
-    tokens = draft.tokens.tolist() if draft.size else ()
+    tokens = draft.listed()
     parents = draft.parent.tolist() if draft.size and not draft.chain else None
     for b, row in enumerate(batch.rows):
         begins.append(len(columns.keep))
@@ -155,7 +155,7 @@ def columns_of(batch: Batch, draft: Draft, first: int, vocab: int) -> tuple[Colu
         if parents is None:
             columns.text(guesses[skip:width], base + skip, row.slot)
         else:
-            _branches(columns, guesses[:width], parents[b], base, row.slot, skip)
+            _branches(columns, guesses[:width], parents[b], base, slot=row.slot, skip=skip)
     wanted = draft.size - skip + (first < 0)
     if len(columns.keep) == wanted * len(begins):
         return columns, None
@@ -166,7 +166,9 @@ def columns_of(batch: Batch, draft: Draft, first: int, vocab: int) -> tuple[Colu
     return columns, order
 
 
-def _branches(columns: Columns, tokens: Sequence[int], parents: Sequence[int], base: int, slot: int, skip: int) -> None:
+def _branches(
+    columns: Columns, tokens: Sequence[int], parents: Sequence[int], base: int, *, slot: int, skip: int
+) -> None:
     """A row's tree of guesses behind the `base` entries of its text, from guess `skip` on."""
     paths: list[list[int]] = []  # entries of each node's ancestors and itself
     for node, token in enumerate(tokens):

@@ -76,7 +76,7 @@ class ModelProposer:
             return {row.slot: len(path) for row, path in zip(round.batch.rows, round.path, strict=True)}
         assert self._batch is not None
         emitted = {row.slot: tokens for row, tokens in zip(round.batch.rows, round.emitted, strict=True)}
-        guesses = self._looked if self._margins is not None else self._draft.tokens.tolist()
+        guesses = self._looked if self._margins is not None else self._draft.listed()
         kept = {}
         for b, (row, width) in enumerate(zip(self._batch.rows, self._draft.width, strict=True)):
             pairs = zip(guesses[b][:width], emitted[row.slot], strict=False)
@@ -148,9 +148,9 @@ class ModelProposer:
         grown = self._grown(batch, knobs, trust) if max(batch.budget) else None
         if grown is None:
             return self._draw_chain(batch, knobs, trust)
-        self._margins, law = grown.margin, torch.full_like(grown.tokens, Law.ONE_HOT)
+        self._margins, law = grown.margin, None
         if grown.q is not None:
-            law[grown.q.at >= 0] = Law.SAMPLED
+            law = torch.where(grown.q.at >= 0, int(Law.SAMPLED), int(Law.ONE_HOT))
         return self._chain(grown.tokens, grown.count, grown.chance, law=law, q=grown.q)
 
     def _grown(self, batch: Batch, knobs: Knobs, trust: Trust) -> Grown | None:
@@ -200,17 +200,19 @@ class ModelProposer:
         width: tuple[int, ...],
         chances: Sequence[Sequence[float]] | None,
         *,
-        law: Law | torch.Tensor = Law.ONE_HOT,
+        law: torch.Tensor | None = None,
         q: Packed | None = None,
     ) -> Draft:
         """The first `width[b]` of the tokens; those behind were looked at and left."""
-        self._looked = tokens.tolist() if chances is not None else []
         size, said = max(width), None
         if chances is not None:
             said = tuple(tuple(row[:count]) for row, count in zip(chances, width, strict=True))
-        laws = law[:, :size] if isinstance(law, torch.Tensor) else law
-        q = q and replace(q, at=q.at[:, :size])
-        return tree.chain(tokens[:, :size], width, law=laws, q=q, chance=said)
+        if size < tokens.shape[1]:
+            law, q = (law if law is None else law[:, :size]), q and replace(q, at=q.at[:, :size])
+        draft = tree.chain(tokens[:, :size], width, law=law, q=q, chance=said)
+        if chances is not None:
+            self._looked = draft.listed() if size == tokens.shape[1] else tokens.tolist()
+        return draft
 
     def _draw(self, law: torch.Tensor, noise: PositionNoise, draws: torch.Tensor, depth: int) -> torch.Tensor:
         """Guess number `depth` [B] from `law` [B, V]."""
