@@ -83,6 +83,9 @@ class CostPlanner:
         self._found: dict[tuple[int, int, int], tuple[int, float]] = {}  # best k and gain, for some rounds
 
     def plan(self, batch: Batch, stats: Stats) -> Batch:
+        if self._span.idles(batch, stats.rounds):
+            self._span.rounds += 1
+            return replace(batch, budget=(0,) * len(batch.rows))
         if any(self._fixed(row) for row in batch.rows):
             self._span = Span(Load.of(batch), -1, 0, 0)
             return replace(batch, budget=_at_most(FIXED, batch))
@@ -90,7 +93,7 @@ class CostPlanner:
         if not self._span.goes_on(load, stats.rounds) or aside != self._span.mixed:
             self._learn(stats)
             self._decide(batch, load)
-            self._span.mixed = aside
+            self._span.mixed, self._span.rows = aside, batch.rows
         self._span.rounds += 1
         budget = _at_most(self._k, batch)
         if self._span.few:

@@ -26,6 +26,7 @@ class Span:
     unread: int = 0  # rows that were, and had none because their texts were still being read
     guesses: int = 0  # that were verified
     depth: int = 0  # of each round's deepest guess, summed
+    rows: tuple[Row, ...] = ()  # that it was decided for
     mixed: bool = False  # some rows chose their proposer themselves; of the others, passes and guesses before:
     free: dict[Row, tuple[int, int]] = field(default_factory=dict)
 
@@ -40,6 +41,19 @@ class Span:
             else:
                 out.append(most if row.request.params.guesses is not None else min(FIXED, most))
         return tuple(out)
+
+    def idles(self, batch: Batch, rounds: int) -> bool:
+        """Whether nothing is guessed in the next round either: all that a planner at rest has to look at."""
+        return (
+            self.arm < 0
+            and self.rounds < _PLAIN
+            and rounds == self.began + self.rounds
+            and batch.rows == self.rows
+            and not self.mixed
+            and len(batch.rows) + batch.waiting == self.load.soon
+            and sum(map(len, batch.feed)) == len(batch.rows)
+            and not self.load.feed
+        )
 
     def goes_on(self, load: Load, rounds: int) -> bool:
         """Whether the next round, after so many in all, may be part of it."""

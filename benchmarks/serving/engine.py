@@ -1,36 +1,47 @@
-"""Lists of requests as JSON lines in, [tokens, seconds] of each list out: the bare engine, asked by `house.Bare`."""
+"""`outrider serve`, whose engine also runs without the server around it: asked by `house.Server.bare`.
+
+What stands on the command line goes to `outrider`. Lists of requests come in as JSON lines, [tokens, seconds] of each
+list go out; nothing may be asked of the server meanwhile. Two processes would differ by more than a server costs.
+"""
 
 from __future__ import annotations
 
 import json
 import sys
+from queue import SimpleQueue
+from threading import Thread
 from time import perf_counter
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
-from outrider.llm import LLM
+import outrider.serve.driver
+from outrider.cli import app
 from outrider.params import SamplingParams
 
 
-def main(
-    *,
-    target: Annotated[str | None, typer.Option()] = None,
-    proposer: Annotated[str | None, typer.Option()] = None,
-    dtype: Annotated[str, typer.Option()] = "auto",
-    threads: Annotated[int | None, typer.Option()] = None,
-    context: Annotated[int | None, typer.Option()] = None,
-    rows: Annotated[int, typer.Option()] = 1,
-) -> None:
-    """Answer until standard input ends."""
-    llm = LLM(target, proposer=proposer, dtype=dtype, threads=threads, context=context, rows=rows)
-    for line in sys.stdin:
-        bodies, tokens, began = json.loads(line), 0, perf_counter()
+class Driver(outrider.serve.driver.Driver):
+    """One that takes lists of requests from standard input, too."""
+
+    def start(self) -> None:
+        super().start()
+        Thread(target=self._obey, daemon=True).start()
+
+    def _obey(self) -> None:
+        done = SimpleQueue[tuple[int, float]]()
+        for line in sys.stdin:
+            bodies = json.loads(line)
+            self._notes.put(lambda bodies=bodies: done.put(self._bare(bodies)))
+            print(json.dumps(done.get()), flush=True)
+
+    def _bare(self, bodies: list[dict[str, Any]]) -> tuple[int, float]:
+        """Tokens and seconds of such requests, one after another, with nobody told of them."""
+        llm, watch, tokens, began = self._llm, self._llm.engine.watch, 0, perf_counter()
+        llm.engine.watch = None
         for body in bodies:
             prompt = llm.chat(body["messages"]) if "messages" in body else body["prompt"]
-            (done,) = llm.generate([prompt], _params(body))
-            tokens += len(done.tokens)
-        print(json.dumps([tokens, perf_counter() - began]), flush=True)
+            (completion,) = llm.generate([prompt], _params(body))
+            tokens += len(completion.tokens)
+        llm.engine.watch = watch
+        return tokens, perf_counter() - began
 
 
 def _params(body: dict[str, Any]) -> SamplingParams:
@@ -44,4 +55,5 @@ def _params(body: dict[str, Any]) -> SamplingParams:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    outrider.serve.driver.Driver = Driver  # type: ignore[misc]
+    app()

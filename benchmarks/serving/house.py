@@ -1,4 +1,4 @@
-"""A server to measure, in a process of its own, and the bare engine beside it."""
+"""A server to measure, in a process of its own, and its bare engine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Server:
     """Where it is; its process is None where somebody else runs it."""
 
     url: str  # that of /v1
-    process: subprocess.Popen[bytes] | None
+    process: subprocess.Popen[str] | None
 
     def kilobytes(self) -> int:
         """Resident memory of the process, its file mappings aside: those are weights."""
@@ -41,6 +41,15 @@ class Server:
         text = httpx.get(self.url.removesuffix("/v1") + "/metrics").text
         pairs = (line.rsplit(" ", 1) for line in text.splitlines() if line and line[0] != "#")
         return {name: float(value) for name, value in pairs}
+
+    def bare(self, bodies: list[dict[str, Any]]) -> tuple[int, float]:
+        """Tokens and seconds of such requests, one after another, of its engine alone; it must be idle."""
+        assert self.process is not None
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        print(json.dumps(bodies), file=self.process.stdin, flush=True)
+        tokens, seconds = json.loads(self.process.stdout.readline())
+        return tokens, seconds
 
     def rest(self) -> dict[str, float]:
         """Wait until nothing runs and nothing waits; returns the gauges then.
@@ -58,12 +67,16 @@ class Server:
 
 
 @contextmanager
-def served(options: list[str]) -> Iterator[Server]:
-    """`outrider serve` with such options, until the end of the block."""
+def served(options: list[str], *, bare: bool = False) -> Iterator[Server]:
+    """`outrider serve` with such options, until the end of the block; on request its engine can be had bare."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
-    process = subprocess.Popen([sys.executable, "-m", "outrider", "serve", "--port", str(port), *options])
+    program = [_ENGINE] if bare else ["-m", "outrider"]
+    pipe = subprocess.PIPE if bare else None
+    process = subprocess.Popen(
+        [sys.executable, *program, "serve", "--port", str(port), *options], stdin=pipe, stdout=pipe, text=True
+    )
     try:
         until = time.monotonic() + _PATIENCE
         while True:
@@ -81,25 +94,3 @@ def served(options: list[str]) -> Iterator[Server]:
             process.wait(60)
         except subprocess.TimeoutExpired:
             process.kill()
-
-
-class Bare:
-    """The engine in another process, without a server around it."""
-
-    def __init__(self, options: list[str]) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, _ENGINE, *options], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-
-    def run(self, bodies: list[dict[str, Any]]) -> tuple[int, float]:
-        """Tokens and seconds of such requests, one after another."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        print(json.dumps(bodies), file=self._process.stdin, flush=True)
-        tokens, seconds = json.loads(self._process.stdout.readline())
-        return tokens, seconds
-
-    def stop(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(60)

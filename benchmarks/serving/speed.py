@@ -6,7 +6,7 @@ python benchmarks/serving/speed.py --beside other=http://127.0.0.1:8001/v1 -- --
 
 What stands behind -- goes to `outrider serve`. In each round and at each concurrency the ways take turns, in an order
 that alternates: `auto`, `plain` (the same requests with k = 0, to the same server), at one request at a time the same
-two of the bare engine, in a process without a server, and other servers of OpenAI's interface, which must be idle when
+two of the server's engine alone, in the same process, and other servers of OpenAI's interface, which must be idle when
 it is not their turn. Prompts are shuffled, and each way gets the same ones in the same order, under a name of its own,
 so that none finds in our cache what another read; others had better be started without sharing prefixes. The last line
 is one JSON document.
@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parent))
-from house import Bare, served
+from house import Server, served
 
 from outrider.machine import commit, hardware, versions
 from outrider.prompts import Prompt, read_prompts
@@ -42,14 +42,6 @@ from outrider.stress.verb import points
 
 AUTO, PLAIN, BARE, BARE_PLAIN = "auto", "plain", "bare", "bare plain"
 _ENGINE = {AUTO: BARE, PLAIN: BARE_PLAIN}  # what of the bare engine a way stands beside
-_FOR_ENGINE = (
-    "--target",
-    "--proposer",
-    "--dtype",
-    "--threads",
-    "--context",
-    "--rows",
-)  # options that the bare engine takes, too
 
 
 @dataclass(slots=True)
@@ -81,13 +73,11 @@ def main(
     records: dict[tuple[int, str], Record] = {}
     others = {name: url for name, _, url in (each.partition("=") for each in beside or ())}
     with ExitStack() as open:
-        own = open.enter_context(served(asked)).url
+        server = open.enter_context(served(asked, bare=1 in levels))
+        own = server.url
         load = Settings(url=own, max_tokens=max_tokens, temperature=temperature, ignore_eos=True)
-        bare = Bare(_known(asked)) if 1 in levels else None
-        if bare:
-            open.callback(bare.stop)
         for turn, level in product(range(-1, rounds), levels):  # the first round is for warming up
-            ways = [AUTO, PLAIN, *others, *(_ENGINE.values() if bare and level == 1 else ())]
+            ways = [AUTO, PLAIN, *others, *(_ENGINE.values() if level == 1 else ())]
             shuffled = _shuffled(texts, f"{seed}/{turn}/{level}")
             for way in ways if turn % 2 else reversed(ways):
                 turns = replace(
@@ -99,7 +89,7 @@ def main(
                     user=f"{way} {turn} {level}",
                 )
                 record = Record() if turn < 0 else records.setdefault((level, way), Record())
-                _measure(turns, shuffled, record, bare if way in _ENGINE.values() else None)
+                _measure(turns, shuffled, record, server if way in _ENGINE.values() else None)
     _show(records)
     print(
         json.dumps(
@@ -108,9 +98,9 @@ def main(
     )
 
 
-def _measure(load: Settings, texts: Sequence[Prompt], record: Record, bare: Bare | None) -> None:
+def _measure(load: Settings, texts: Sequence[Prompt], record: Record, bare: Server | None) -> None:
     if bare:
-        tokens, seconds = bare.run([want.body for want in wanted(load, texts, "")])
+        tokens, seconds = bare.bare([want.body for want in wanted(load, texts, "")])
         record.rates.append(tokens / seconds)
         return
     asked, seconds = asyncio.run(put_load(load, texts))
@@ -119,12 +109,6 @@ def _measure(load: Settings, texts: Sequence[Prompt], record: Record, bare: Bare
     record.rates.append(sum(each.tokens for each in asked) / seconds)
     record.gaps += [gap for each in asked for gap in each.token_gaps]
     record.firsts += [each.first for each in asked]
-
-
-def _known(options: Sequence[str]) -> list[str]:
-    """Of the server's options those that the bare engine takes."""
-    pairs = zip(options, [*options[1:], ""], strict=True)
-    return [part for name, value in pairs if name in _FOR_ENGINE for part in (name, value)]
 
 
 def _shuffled(texts: Sequence[Prompt], seed: str) -> list[Prompt]:
