@@ -8,10 +8,11 @@ import pytest
 
 from outrider.llm import LLM
 from outrider.params import SamplingParams
+from outrider.serve.driver import Driver
 from outrider.serve.smooth import smoothed
-from outrider.serve.ticket import TOGETHER, Bell, Piece, Ticket, Watch
+from outrider.serve.ticket import Piece, Watch
 from outrider.serve.wording import Wording
-from outrider.types import Completion, Finish, Request
+from outrider.types import Completion, Finish
 from tests.test_serve import OPTIONS
 
 END = object()
@@ -114,38 +115,29 @@ def test_text_that_is_held_back_stays_in_order():
     assert [len(each.tokens) for each in out] == [1, 1, 1, 1, 0]
 
 
-def ticket(watch):
-    request = Request(id=0, prompt=(1,), params=SamplingParams(), seed=0, end_ids=frozenset(), limit=9)
-    return Ticket(request, Wording(lambda tokens: "".join(map(chr, tokens)), chr, ()), watch)
+@pytest.mark.parametrize(
+    ("watch", "together", "fewest", "most"),
+    [(Watch.TEXT, 1e9, 2, 2), (Watch.TEXT, 0.0, 3, 64), (Watch.ROUNDS, 1e9, 20, 64), (Watch.END, 0.0, 1, 2)],
+)
+def test_quick_rounds_are_told_together_and_edges_at_once(watch, together, fewest, most, monkeypatch):
+    monkeypatch.setattr("outrider.serve.driver.TOGETHER", together)
+    llm = LLM(**{**OPTIONS, "proposer": "none"}, rows=1)
+    driver = Driver(llm, queue=1, rows=1)
+    params = SamplingParams(max_tokens=64, ignore_eos=True)
 
-
-@pytest.mark.parametrize(("watch", "lengths"), [(Watch.TEXT, [1, 3]), (Watch.ROUNDS, [1, 1, 1, 1])])
-def test_quick_rounds_share_a_call_and_ends_do_not_wait(watch, lengths):
     async def run():
-        loop, mine, out = asyncio.get_running_loop(), ticket(watch), []
-        bell = Bell(loop)
+        driver.start()
+        (mine,) = driver.submit("a = 1", params, watch)
+        return [each async for pieces in mine.pieces() for each in pieces]
 
-        async def read():
-            async for pieces in mine.pieces():
-                out.append((round(loop.time() - began, 6), [each.text for each in pieces]))
-
-        began, reader = loop.time(), asyncio.create_task(read())
-        for i, word in enumerate("abcd"):
-            mine.put(Piece(tokens=(ord(word),), guessed=(False,)))
-            bell.ring([mine], at_once=not i)
-            await asyncio.sleep(0.001)
-        await asyncio.sleep(1)
-        mine.put(Piece(completion=piece("x", end=True).completion))
-        bell.ring([mine], at_once=True)
-        await reader
-        return out
-
-    first, middle, last = leap(run())
-    assert first == (0.0, ["a"])
-    assert middle[0] == TOGETHER
-    assert "".join(middle[1]) == "bcd"
-    assert len(middle[1]) == len(lengths) - 1
-    assert last[0] == pytest.approx(1.004)
+    pieces = asyncio.run(run())
+    driver.stop()
+    assert fewest <= len(pieces) <= most
+    assert sum(len(each.tokens) for each in pieces) == 64
+    assert len(pieces[0].tokens) in (1, 64)  # whoever waits for the first token does not wait for others
+    assert pieces[-1].completion is not None
+    if watch is not Watch.END:
+        assert "".join(each.text for each in pieces) == pieces[-1].completion.text
 
 
 def test_words_add_up_to_the_text():

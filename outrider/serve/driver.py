@@ -18,7 +18,7 @@ from outrider.serve.clocks import Clocks
 from outrider.serve.drift import Drift
 from outrider.serve.guesses import guesses_of
 from outrider.serve.reader import Reader, with_own_tokenizer
-from outrider.serve.ticket import Bell, Piece, Ticket, Watch
+from outrider.serve.ticket import TOGETHER, Bell, Piece, Ticket, Watch
 from outrider.serve.wording import Wording
 from outrider.stats import Stats
 from outrider.types import Round, Row
@@ -48,6 +48,8 @@ class Driver:
         self._llm, self._most, self.slots = llm, rows + queue, rows
         self._notes: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._open: dict[int, Ticket] = {}
+        self._news: dict[Ticket, Row] = {}  # who has something to hear of
+        self._told = 0.0  # when they last did
         self._bell: Bell | None = None  # of the event loop that asks
         self._taken = self._ended = 0  # requests; the one is the event loop's to change, the other the thread's
         self._stopping = False
@@ -128,7 +130,7 @@ class Driver:
                 self._llm.abort(ticket.request.id)
                 ticket.put(Piece(error="nobody waits for this any more"))
                 self._done(ticket, "cancelled")
-        self._wake(tickets, at_once=True)
+        self._wake(tickets)
 
     def _run(self) -> None:
         engine = self._llm.engine
@@ -151,19 +153,31 @@ class Driver:
 
     def _step(self) -> None:
         rows = self._round()
-        now, told, urgent = perf_counter(), list[Ticket](), False
+        now, urgent = perf_counter(), False
         for row in rows:
             ticket = self._open.get(row.request.id)
-            if ticket and (row.emitted > ticket.given or row.finish):
+            if ticket and (row.emitted > ticket.written or row.finish):
+                edge = bool(row.finish) or not ticket.written
                 ticket.written = row.emitted
                 self.clocks.see(row.request.id, now, row.emitted)
-                if row.finish or not ticket.given or ticket.watch is not Watch.END:
-                    urgent |= bool(row.finish) or not ticket.given
-                    self._tell(row, ticket)
-                    told.append(ticket)
+                if edge or ticket.watch is not Watch.END:
+                    self._news[ticket] = row
+                    if ticket.watch >= Watch.ROUNDS:
+                        self._tell(row, ticket)
+                urgent |= edge
+        if urgent or now - self._told >= TOGETHER:
+            self._told = now
+            self._tell_all()
+
+    def _tell_all(self) -> None:
+        """Let readers hear of all rounds since the last time: to wake one costs more than its few tokens do."""
+        news, self._news = self._news, {}
+        for ticket, row in news.items():
+            if ticket.request.id in self._open and (row.emitted > ticket.given or row.finish):
+                self._tell(row, ticket)
         for drift, stats in zip(self.drifts, self._llm.engine.arms, strict=True):
             drift.see(stats)
-        self._wake(told, at_once=urgent)
+        self._wake(list(news))
 
     def _round(self) -> Sequence[Row]:
         engine = self._llm.engine
@@ -210,9 +224,9 @@ class Driver:
             if ticket and ticket.watch is Watch.GUESSES:
                 ticket.guesses = guesses_of(round, b, self._llm.house.guessers)
 
-    def _wake(self, tickets: Sequence[Ticket], *, at_once: bool) -> None:
+    def _wake(self, tickets: Sequence[Ticket]) -> None:
         if tickets and self._bell:
-            self._bell.ring(tickets, at_once=at_once)
+            self._bell.ring(tickets)
 
     def _fail(self, reason: str) -> None:
         """End all that is open."""
@@ -222,7 +236,7 @@ class Driver:
             self._llm.abort(ticket.request.id)
             ticket.put(Piece(error=reason))
             self._done(ticket, "error")
-        self._wake(tickets, at_once=True)
+        self._wake(tickets)
 
     def _done(self, ticket: Ticket, how: str) -> None:
         self._ended += 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import IntEnum
@@ -15,7 +15,7 @@ from outrider.serve.wording import Wording
 from outrider.types import Completion, Request, TokenLogprobs
 
 _log = logging.getLogger("outrider.serve")
-TOGETHER = 0.02  # seconds within which rounds share a call to their readers: a look costs more than a token
+TOGETHER = 0.04  # seconds of rounds that readers hear of at once
 
 
 class Watch(IntEnum):
@@ -117,40 +117,22 @@ class Ticket:
 
 
 class Bell:
-    """Wakes readers, those of a round in one call and those of quick rounds together.
-
-    To be called from another thread costs the loop, and that thread, more than to look by itself for a while. So it
-    looks every few milliseconds as long as there is something new, and is called when it has stopped looking, or for
-    what begins or ends a completion, which never waits.
-    """
+    """Wakes readers, those who are told of something together in one call to their loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._told: deque[Ticket] = deque()
-        self._looks = False  # whether it will look by itself, or has been called
-        self._next: asyncio.TimerHandle | None = None
+        self._called = False
 
-    def ring(self, tickets: Sequence[Ticket], *, at_once: bool) -> None:
+    def ring(self, tickets: Sequence[Ticket]) -> None:
         """From the engine's thread."""
         self._told.extend(tickets)
-        if not self._looks:
-            self._looks = True
-            self._call(self._look)
-        elif at_once:
-            self._call(self._wake)
-
-    def _call(self, what: Callable[[], None]) -> None:
-        with suppress(RuntimeError):  # the loop is closed, and nobody reads
-            self._loop.call_soon_threadsafe(what)
-
-    def _look(self) -> None:
-        self._looks = False  # before looking, so that whoever is told after the look rings again
-        if self._next:
-            self._next.cancel()
-        if self._told:
-            self._wake()
-            self._looks, self._next = True, self._loop.call_later(TOGETHER, self._look)
+        if not self._called:
+            self._called = True
+            with suppress(RuntimeError):  # the loop is closed, and nobody reads
+                self._loop.call_soon_threadsafe(self._wake)
 
     def _wake(self) -> None:
+        self._called = False  # before looking, so that whoever is told after the look rings again
         while self._told:
             self._told.popleft().wake()
