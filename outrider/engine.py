@@ -92,7 +92,7 @@ class Engine:
             # To a proposer, what a row had written before it gave way is prompt.
             self._proposer.admit(row.slot, replace(row.request, prompt=tuple(row.text)))
         batch = self._open = self._next()
-        batch = self._within(self._planner.plan(batch, self._own.total))
+        batch = self._within(self._planner.plan(batch, self._own))
         planned = perf_counter()
         draft = self._proposer.propose(batch)
         proposed = perf_counter()

@@ -13,7 +13,7 @@ from outrider.cost import expected_tau
 from outrider.errors import OutriderError
 from outrider.passcost import Clock, CostModel
 from outrider.span import FIXED, Span
-from outrider.stats import Stats
+from outrider.stats import Stats, Tally
 from outrider.types import Batch, Draft, Draw, Row
 from outrider.verify import EXACT
 
@@ -26,7 +26,7 @@ class Planner(Protocol):
     what each row could use at most.
     """
 
-    def plan(self, batch: Batch, stats: Stats) -> Batch:
+    def plan(self, batch: Batch, stats: Stats | Tally) -> Batch:
         """The batch with a budget for each row (0 = do not speculate), what a guess must be worth, and who guesses."""
 
     def trim(self, batch: Batch, draft: Draft) -> Draft:
@@ -41,7 +41,7 @@ class FixedPlanner:
             raise OutriderError(f"k is {k}; use 0 for plain decoding or a number of guesses above it")
         self._k = k
 
-    def plan(self, batch: Batch, stats: Stats) -> Batch:
+    def plan(self, batch: Batch, stats: Stats | Tally) -> Batch:
         return replace(batch, budget=_at_most(self._k, batch), room=batch.room if self._k else ())
 
     def trim(self, batch: Batch, draft: Draft) -> Draft:
@@ -82,7 +82,7 @@ class CostPlanner:
         self._cleared = 0  # rounds when this was emptied:
         self._found: dict[tuple[int, int, int], tuple[int, float]] = {}  # best k and gain, for some rounds
 
-    def plan(self, batch: Batch, stats: Stats) -> Batch:
+    def plan(self, batch: Batch, stats: Stats | Tally) -> Batch:
         if self._span.idles(batch, stats.rounds):
             self._span.rounds += 1
             return replace(batch, budget=(0,) * len(batch.rows))
@@ -91,7 +91,7 @@ class CostPlanner:
             return replace(batch, budget=_at_most(FIXED, batch))
         load, aside = Load.of(batch), any(row.request.arm is not None for row in batch.rows)
         if not self._span.goes_on(load, stats.rounds) or aside != self._span.mixed:
-            self._learn(stats)
+            self._learn(stats.total)
             self._decide(batch, load)
             self._span.mixed, self._span.rows = aside, batch.rows
         self._span.rounds += 1
@@ -358,5 +358,5 @@ _STAYING, _STARTING = 1.02, 1.12  # the same of a draft model that has read the 
 _FREE = 0.99  # the same of what costs next to nothing, and may begin to pay with the next token
 _TRIED = 4  # guesses of a row in a trial where nobody says how good they are
 _LENGTH = 0.1  # weight of the last completion's length
-_SPENT = 0.01  # of the time, on trials that come to nothing
+_SPENT = 0.004  # of the time, on trials that come to nothing
 _PATIENCE_MOST = 512  # rounds without speculation before it is tried again

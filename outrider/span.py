@@ -10,7 +10,7 @@ from outrider.stats import Stats
 from outrider.types import Batch, Row
 
 FIXED = 4  # guesses where a seed must reproduce the text, or a request names who guesses
-_SPAN, _PLAIN = 4, 16  # rounds that a decision stands, and one to guess nothing
+_SPAN, _PLAIN = 4, 32  # rounds that a decision stands, and one to guess nothing
 
 
 @dataclass(slots=True)

@@ -70,6 +70,11 @@ class Stats:
         )
 
     @property
+    def total(self) -> Stats:
+        """As they stand: what a `Tally` has, too."""
+        return self
+
+    @property
     def tau(self) -> float:
         """Mean tokens emitted a pass, the bonus included; 1 is plain decoding."""
         return self.emitted / self.passes if self.passes else 0.0
@@ -111,6 +116,10 @@ class Tally:
         self._offered, self._reached, self._accepted = list[int](), list[int](), list[int]()
         self._seconds = [0.0, 0.0, 0.0]  # of proposing, of the target, of the host
         self._total: Stats | None = None  # as long as it is up to date
+
+    @property
+    def rounds(self) -> int:
+        return self._rounds
 
     @property
     def total(self) -> Stats:

@@ -9,14 +9,14 @@ from shared import Asked, Completed, Counts, cut
 
 from outrider import LLM, SamplingParams
 from outrider.plan import FixedPlanner
-from outrider.stats import Stats
+from outrider.stats import Stats, Tally
 from outrider.types import Batch
 
 
 class AfterFirst(FixedPlanner):
     """k guesses a round, but none beside the prompt: vLLM makes its first guesses when the first token is there."""
 
-    def plan(self, batch: Batch, stats: Stats) -> Batch:
+    def plan(self, batch: Batch, stats: Stats | Tally) -> Batch:
         most = (room if row.emitted else 0 for row, room in zip(batch.rows, batch.budget, strict=True))
         return super().plan(replace(batch, budget=tuple(most)), stats)
 

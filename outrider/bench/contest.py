@@ -14,7 +14,7 @@ from outrider.errors import OutriderError
 from outrider.llm import LLM
 from outrider.params import SamplingParams
 from outrider.plan import FixedPlanner, Planner
-from outrider.stats import Stats
+from outrider.stats import Stats, Tally
 from outrider.types import Batch, Draft, Finish, Row
 
 
@@ -51,7 +51,7 @@ class SwitchPlanner:
         self.k: int | str = 0
         self.auto: Planner | None = None  # who decides where k is auto
 
-    def plan(self, batch: Batch, stats: Stats) -> Batch:
+    def plan(self, batch: Batch, stats: Stats | Tally) -> Batch:
         if isinstance(self.k, str):
             assert self.auto is not None
             return self.auto.plan(batch, stats)
