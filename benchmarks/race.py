@@ -80,6 +80,7 @@ class Turn:
     number: int
     batch: int
     params: SamplingParams
+    seeded: bool
 
 
 @dataclass(slots=True)
@@ -153,7 +154,7 @@ def main(
         if fresh or not turn:
             runners = [Runner(loaded, way, range(batch * i, batch * (i + 1)), verifier) for i, way in enumerate(ways)]
             _together(runners, ["def warm_up(x):"], [params], random.Random(0), _SLICE)
-        _round(texts, names, runners, scores, Turn(turn, batch, params))
+        _round(texts, names, runners, scores, Turn(turn, batch, params, verifier == "coupled"))
     _print(names, list(texts), scores)
     report = {
         "benchmark": "race",
@@ -188,7 +189,8 @@ def _round(
     tokens = dict.fromkeys(scores, 0)
     for category, i in jobs:
         prompts = texts[category][i : i + size]
-        seeds = range(1000 * turn.number + i, 1000 * turn.number + i + len(prompts))
+        # A seed that is given holds the planner to the same guesses each time, but where they do not make the text.
+        seeds = (1000 * turn.number + i + j if turn.seeded else None for j in range(len(prompts)))
         _together(runners, prompts, [replace(turn.params, seed=seed) for seed in seeds], chance, _SLICE * turn.batch)
         for name, runner in zip(names, runners, strict=True):
             seconds[name, category] += runner.seconds
