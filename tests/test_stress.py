@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
 
-import httpx
 import pytest
 from typer.testing import CliRunner
 
 from outrider.cli import app
+from outrider.errors import OutriderError
 from outrider.prompts import read_prompts
 from outrider.stress import client as stress
 from outrider.stress.answer import Asked, Tape
@@ -67,41 +70,68 @@ def test_other_servers_write_streams_in_other_ways():
     assert (asked.text, asked.tokens, asked.finish) == ("hi", 1, "stop")
 
 
+@contextmanager
+def answering(status, content):
+    """A server that says the same to every request; what it is."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self._say(200, b'{"data": [{"id": "m"}]}')
+
+        def do_POST(self):
+            self.rfile.read(int(self.headers["content-length"]))
+            self._say(status, content)
+
+        def _say(self, status, content):
+            with suppress(ConnectionError):  # who hangs up does not wait for all of it
+                self.send_response(status)
+                self.send_header("content-length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(content)
+
+        def log_message(self, *_):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/v1"
+    server.shutdown()
+    server.server_close()
+
+
 @pytest.mark.parametrize(
-    ("answer", "says"),
+    ("status", "content", "says"),
     [
-        (httpx.Response(503, text="not now"), "503: not now"),
-        (httpx.Response(200, content=event(error={"message": "broken"})), "broken"),
-        (httpx.Response(200, content=b"data: {oops\n\n"), "JSONDecodeError"),
-        (httpx.Response(200, content=b"data: [DONE]\n\n"), "the answer was empty"),
-        (httpx.Response(200, content=words("", finish="stop")), ""),
+        (503, b"not now", "503: not now"),
+        (200, event(error={"message": "broken"}), "broken"),
+        (200, b"data: {oops\n\n", "JSONDecodeError"),
+        (200, b"data: [DONE]\n\n", "the answer was empty"),
+        (200, words("", finish="stop"), ""),
     ],
 )
-def test_what_goes_wrong_is_noted(answer, says):
-    async def ask():
-        transport = httpx.MockTransport(lambda _: answer)
-        async with httpx.AsyncClient(base_url="http://here/v1/", transport=transport) as http:
-            (want,) = wanted(Settings(requests=1), read_prompts(), "m")
-            return await stress.Client(http).ask(want, 0)
+def test_what_goes_wrong_is_noted(status, content, says):
+    async def ask(url):
+        async with stress.connected(Settings(url=url, requests=1)) as (client, model):
+            (want,) = wanted(Settings(requests=1), read_prompts(), model)
+            return await client.ask(want, 0)
 
-    asked = asyncio.run(ask())
+    with answering(status, content) as url:
+        asked = asyncio.run(ask(url))
     assert asked.done == (not says)
     assert says in asked.error
 
 
-def test_who_hangs_up_counts_apart(monkeypatch):
-    def answer(request):
-        if request.url.path.endswith("models"):
-            return httpx.Response(200, json={"data": [{"id": "m"}]})
-        return httpx.Response(200, content=words(*"abcdefgh", finish="length"))
+def test_no_server_is_said():
+    with answering(200, b"") as url:
+        pass
+    with pytest.raises(OutriderError, match="names no model"):
+        asyncio.run(stress.put_load(Settings(url=url, requests=1), read_prompts()))
 
-    plain = httpx.AsyncClient
-    transport = httpx.MockTransport(answer)
-    monkeypatch.setattr(
-        stress.httpx, "AsyncClient", lambda **options: plain(base_url=options["base_url"], transport=transport)
-    )
-    command = "load --requests 20 --mixed --cancel 0.4 --concurrency 4 --max-tokens 12"
-    done = CliRunner().invoke(app, command.split())
+
+def test_who_hangs_up_counts_apart():
+    with answering(200, words(*"abcdefgh", finish="length")) as url:
+        command = f"load --url {url} --requests 20 --mixed --cancel 0.4 --concurrency 4 --max-tokens 12"
+        done = CliRunner().invoke(app, command.split())
     assert done.exit_code == 0, done.output
     document = json.loads(done.output.splitlines()[-1])
     assert document["answers"] + document["cancelled"] == 20

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from time import perf_counter
 
-import httpx
+from aiohttp import ClientError, ClientSession, ClientTimeout, TCPConnector
 
 from outrider.errors import OutriderError
 from outrider.prompts import Prompt
@@ -22,8 +22,8 @@ _TOLD = 300  # characters of an answer that is no answer
 class Client:
     """Asks a server in streams."""
 
-    def __init__(self, http: httpx.AsyncClient) -> None:
-        self._http = http
+    def __init__(self, http: ClientSession, url: str) -> None:
+        self._http, self._url = http, url
         self._zero = perf_counter()
 
     @property
@@ -35,17 +35,17 @@ class Client:
         """One answer to the end, or as long as the client stays; what goes wrong is noted."""
         asked, tape = Asked(number=number, began=self.seconds), Tape()
         try:
-            async with self._http.stream("POST", want.path, json=want.body) as answer:
-                if answer.status_code != httpx.codes.OK:
-                    asked.error = f"{answer.status_code}: {(await answer.aread()).decode(errors='replace')[:_TOLD]}"
+            async with self._http.post(f"{self._url}/{want.path}", json=want.body) as answer:
+                if not answer.ok:
+                    asked.error = f"{answer.status}: {(await answer.text(errors='replace'))[:_TOLD]}"
                     return asked
-                async for chunk in answer.aiter_bytes():
+                async for chunk in answer.content.iter_any():
                     tape.add(self.seconds, chunk)
                     if want.pieces is not None and tape.pieces >= want.pieces:
                         asked.cancelled = True
                         break
             tape.play(asked)
-        except (httpx.HTTPError, ValueError) as error:
+        except (ClientError, TimeoutError, ValueError) as error:
             asked.error = f"{type(error).__name__}: {error}"
         if asked.done and not asked.times:
             asked.times.append(self.seconds)  # it may have ended before it began
@@ -61,12 +61,11 @@ async def connected(settings: Settings) -> AsyncIterator[tuple[Client, str]]:
         OutriderError: there is no such server.
     """
     headers = {"authorization": f"Bearer {settings.api_key}"} if settings.api_key else {}
-    limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(
-        base_url=settings.url, headers=headers, timeout=settings.timeout, limits=limits
-    ) as http:
-        model = settings.model or await _named(http, settings.url)
-        yield Client(http), model
+    limit, everybody = ClientTimeout(total=settings.timeout), TCPConnector(limit=0)
+    async with ClientSession(headers=headers, timeout=limit, connector=everybody, trust_env=True) as http:
+        url = settings.url.rstrip("/")
+        model = settings.model or await _named(http, url)
+        yield Client(http, url), model
 
 
 async def put_load(settings: Settings, prompts: Sequence[Prompt]) -> tuple[list[Asked], float]:
@@ -109,10 +108,9 @@ async def _open(client: Client, wants: Sequence[Wanted], rate: float, chance: ra
     return await asyncio.gather(*tasks)
 
 
-async def _named(http: httpx.AsyncClient, url: str) -> str:
+async def _named(http: ClientSession, url: str) -> str:
     try:
-        answer = await http.get("models")
-        answer.raise_for_status()
-        return str(answer.json()["data"][0]["id"])
-    except (httpx.HTTPError, ValueError, KeyError, IndexError, TypeError) as error:
+        async with http.get(f"{url}/models", raise_for_status=True) as answer:
+            return str((await answer.json(content_type=None))["data"][0]["id"])
+    except (ClientError, TimeoutError, ValueError, KeyError, IndexError, TypeError) as error:
         raise OutriderError(f"{url} names no model ({error}); check --url, or give --model") from error
