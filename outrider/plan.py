@@ -358,5 +358,5 @@ _STAYING, _STARTING = 1.02, 1.12  # the same of a draft model that has read the 
 _FREE = 0.99  # the same of what costs next to nothing, and may begin to pay with the next token
 _TRIED = 4  # guesses of a row in a trial where nobody says how good they are
 _LENGTH = 0.1  # weight of the last completion's length
-_SPENT = 0.004  # of the time, on trials that come to nothing
+_SPENT = 0.01  # of the time, on trials that come to nothing
 _PATIENCE_MOST = 512  # rounds without speculation before it is tried again
