@@ -64,6 +64,7 @@ class Arm:
         # Rounds unused, and rounds left of a trial; the first is due at once.
         self.idle, self.trial = PATIENCE, 0
         self.few = FEW  # rows of the trial
+        self.brought = 0.0  # seconds that its rounds have saved in all
         self._met = [_TRUST] * min(most, _BLIND)  # decayed counts: guesses whose ancestors were all kept, by position
         self._kept = [_TRUST * _HOPE] * min(most, _BLIND)
         self._means = _Means()

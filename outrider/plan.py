@@ -218,8 +218,12 @@ class CostPlanner:
         plain = self._clock.at(load.rows, rows=load.rows, cached=load.cached)
         cost = self._trial_seconds(record, load, plain) + TRIAL * plain * max(gain - 1, 0.0)
         # Nobody saves up for two trials, nor goes without one for ever.
-        self._credit = min(max(self._credit, cost - _SPENT * _PATIENCE_MOST * plain), cost)
+        self._credit = min(max(self._credit, cost - self._share() * _PATIENCE_MOST * plain), cost)
         return self._credit + min(self._earned, 0.0) >= cost
+
+    def _share(self) -> float:
+        """Of the time, for trials that come to nothing."""
+        return _SPENT if any(record.brought > 0 for record in self.arms) else _WASTED
 
     def _trial_seconds(self, record: Arm, load: Load, plain: float) -> float:
         """What a trial takes that comes to nothing, where a round without guesses takes `plain`."""
@@ -342,8 +346,10 @@ class CostPlanner:
                 columns = rows + span.load.feed + span.guesses / span.rounds
                 wide = self._clock.at(columns, rows=rows, cached=cached)
                 # By what passes should have taken: they differ from that by more than a few guesses cost.
-                self._earned += each * extra / rows - (wide - fed) * span.rounds - propose
-        self._credit += _SPENT * spent
+                brought = each * extra / rows - (wide - fed) * span.rounds - propose
+                self._earned += brought
+                self.arms[span.arm].brought += brought
+        self._credit += self._share() * spent
         self.spent_seconds += spent
         self.plain_seconds += plain
 
@@ -358,5 +364,5 @@ _STAYING, _STARTING = 1.02, 1.12  # the same of a draft model that has read the 
 _FREE = 0.99  # the same of what costs next to nothing, and may begin to pay with the next token
 _TRIED = 4  # guesses of a row in a trial where nobody says how good they are
 _LENGTH = 0.1  # weight of the last completion's length
-_SPENT = 0.01  # of the time, on trials that come to nothing
+_SPENT, _WASTED = 0.01, 0.004  # of the time, on trials that come to nothing, and where nothing has ever paid
 _PATIENCE_MOST = 512  # rounds without speculation before it is tried again

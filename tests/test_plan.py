@@ -138,6 +138,16 @@ def test_cheap_trials_come_sooner(unit):
     assert max(rests) < (150 if unit == 0.01 else 800)
 
 
+def test_what_has_paid_before_is_tried_more_often():
+    def tries(before):
+        planner, took = CostPlanner(costs(FLAT, fifth), most=12), lambda k: (1.0, 0.2 * k)
+        live(planner, 1, [0.95] * 12, before, took=took)
+        return sum(map(bool, live(planner, 1, [0.0] * 12, 3000, took=took)[500:]))
+
+    fifth = PassCost(columns=(1, 2), seconds=(0.2, 0.2), entry=0, pair=0)
+    assert 0 < tries(0) < 0.7 * tries(200)
+
+
 def test_rounds_that_take_longer_than_expected_are_learnt_from():
     # Guesses are said to be free, and take as long as a token.
     chosen = live(CostPlanner(costs(FLAT), most=12), 1, [0.9] * 12, 400, took=lambda k: (1.0, 1.0 * k))
