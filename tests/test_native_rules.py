@@ -79,7 +79,7 @@ def case(parent, laws, *, vocab, source, zeros=0.0, foreign=0.0, near=False):
 @pytest.mark.parametrize("flaw", [{}, {"zeros": 0.5}, {"foreign": 0.3}, {"near": True}], ids=str)
 @pytest.mark.parametrize("laws", LAWS)
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("name", ["walk", "block", "traversal"])
+@pytest.mark.parametrize("name", ["walk", "coupled", "block", "traversal"])
 def test_equals_the_reference(name, shape, laws, flaw):
     if not (EXACT[name].trees or shape in ("nothing", "one", "chain")):
         return

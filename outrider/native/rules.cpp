@@ -5,7 +5,8 @@ namespace outrider {
 namespace {
 
 constexpr int64_t kOneHot = 0, kWithoutReplacement = 2;                        // of Law
-constexpr uint64_t kTarget = 1, kAccept = 3, kGolden = 0x9E3779B97F4A7C15ULL;  // of Stream, and noise.py's constant
+constexpr uint64_t kTarget = 1, kRace = 2, kAccept = 3;  // of Stream
+constexpr uint64_t kGolden = 0x9E3779B97F4A7C15ULL;      // noise.py's constant
 
 uint64_t mix(uint64_t x) {
   x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ULL;
@@ -49,9 +50,19 @@ class Judge {
         accepted_(t.accepted[row]), bonus_(t.bonus[row]), logprob_(t.logprob + size_t(row) * (1 + t.nodes)) {}
 
   void walk() {
+    follow([&](const float* law, int ahead) { return draw(law, ahead); });
+  }
+
+  void coupled() {
+    follow([&](const float* law, int ahead) { return race(law, ahead); });
+  }
+
+  // Down the guesses that are what `said` says of p there.
+  template <class Said>
+  void follow(Said said) {
     std::vector<int> path;
     for (int at = -1;;) {
-      const int64_t sample = draw(p(at), int(path.size()));
+      const int64_t sample = said(p(at), int(path.size()));
       const int child = find(at, sample);
       if (child < 0) return settle(path, sample);
       path.push_back(at = child);
@@ -198,6 +209,24 @@ class Judge {
     return outrider::draw(law, vocab_, to_uniform(key));
   }
 
+  // The same by the exponential race: the first to arrive at -log(1 - u) / p. That is never before u / p, so most who
+  // come too late are known without a logarithm.
+  int64_t race(const float* law, int ahead) const {
+    const uint64_t key = mix(mix(seed_ + kRace * kGolden) + (first_ + uint64_t(ahead)) * kGolden);
+    double least = INFINITY;
+    int64_t winner = 0;
+    for (int v = 0; v < vocab_; v++) {
+      const double uniform = to_uniform(mix(key + uint64_t(v) * kGolden)), mass = law[v];
+      if (!(mass > 0) || uniform > least * mass * (1 + 1e-9)) continue;
+      const double arrival = -std::log1p(-uniform) / mass;
+      if (arrival < least) {
+        least = arrival;
+        winner = v;
+      }
+    }
+    return winner;
+  }
+
   double flip(int index) const {
     const uint64_t key = mix(mix(seed_ + kAccept * kGolden) + first_ * kGolden);
     return to_uniform(mix(key + uint64_t(index + 1) * kGolden));
@@ -242,6 +271,7 @@ extern "C" void outrider_judge(const Trial* trial) {
     if (trial->rule == 0) judge.walk();
     if (trial->rule == 1) judge.block();
     if (trial->rule == 2) judge.traversal();
+    if (trial->rule == 3) judge.coupled();
   }
 }
 
