@@ -17,7 +17,8 @@ from outrider.noise import Noise, PositionNoise
 from outrider.types import Draft, Packed, Verdict
 from outrider.verify import PackedRule, Verifier
 
-_RULES: Mapping[str, int] = MappingProxyType({"walk": 0, "block": 1, "traversal": 2, "coupled": 3})  # as rules.cpp numbers them
+# As rules.cpp numbers them.
+_RULES: Mapping[str, int] = MappingProxyType({"walk": 0, "block": 1, "traversal": 2, "coupled": 3})
 
 
 def fastest(verifier: Verifier, device: torch.device) -> Verifier:
