@@ -70,7 +70,7 @@ class Entry:
     k: str
 
     def __str__(self) -> str:
-        return PLAIN if self.proposer == "none" else f"{self.proposer}@{self.k}"
+        return f"{self.proposer}@{self.k}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ def main(
     """Race them, and print what came out."""
     asked = [Entry(entry.rpartition("@")[0], k) for entry in entries for k in entry.rpartition("@")[2].split(",")]
     ways = [Entry("none", "0"), *asked]
-    names = [str(way) for way in ways]
+    names = [PLAIN, *map(str, asked)]
     lines = [json.loads(line) for line in prompts.read_text("utf-8").splitlines()]
     lines.sort(key=lambda line: str(line["category"]))
     texts = {

@@ -164,11 +164,12 @@ def furnish(
     them may be running while another is made.
     """
     checkpoint, model, rule = loaded.checkpoint, loaded.model, find_verifier(verifier, spec)
+    mine = slots or range(model.slots)
+    scheduler = Scheduler(slots=len(mine), first=mine.start, chunk=chunk, context=model.context)
     setup = _setup(checkpoint, model, rule.draw, loaded.kernels)
     guesser = find_proposer(spec, setup) if isinstance(spec, str) else spec(setup)
     share_out([each.cache for each in (model, *draft_models(guesser))], model.context, caching)
     model.export(guesser.needs.layers)
-    mine = slots or range(model.slots)
     replay, names = rule.draw is Draw.SAMPLE, _names(spec, guesser)
     running, guards = guarded(guesser, setup, names=names) if guard else (guesser, ())
     decides = planner or (FixedPlanner(k) if isinstance(k, int) else auto_planner(model, guesser, replay=replay))
@@ -178,7 +179,7 @@ def furnish(
             proposer=OneWay(running) if checkpoint.recurrent else running,
             verifier=fastest(rule, checkpoint.device),
             planner=decides,
-            scheduler=Scheduler(slots=len(mine), first=mine.start, chunk=chunk, context=model.context),
+            scheduler=scheduler,
             shape=fastest_shape(checkpoint.device),
         ),
         setup=setup,

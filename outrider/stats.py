@@ -115,7 +115,6 @@ class Tally:
         self._rounds = self._passes = self._prompt = self._emitted = self._drafted = 0
         self._offered, self._reached, self._accepted = list[int](), list[int](), list[int]()
         self._seconds = [0.0, 0.0, 0.0]  # of proposing, of the target, of the host
-        self._total: Stats | None = None  # as long as it is up to date
 
     @property
     def rounds(self) -> int:
@@ -124,24 +123,22 @@ class Tally:
     @property
     def total(self) -> Stats:
         """The sums so far."""
-        if self._total is None:
-            depth = len(self._accepted)  # which grows last: another thread may look in the middle of a round
-            propose, target, host = self._seconds
-            self._total = Stats(
-                rounds=self._rounds,
-                passes=self._passes,
-                prompt=self._prompt,
-                emitted=self._emitted,
-                drafted=self._drafted,
-                offered=tuple(self._offered[:depth]),
-                reached=tuple(self._reached[:depth]),
-                accepted=tuple(self._accepted[:depth]),
-                propose_seconds=propose,
-                target_seconds=target,
-                host_seconds=host,
-                exact=self._exact,
-            )
-        return self._total
+        depth = len(self._accepted)  # which grows last: another thread may look in the middle of a round
+        propose, target, host = self._seconds
+        return Stats(
+            rounds=self._rounds,
+            passes=self._passes,
+            prompt=self._prompt,
+            emitted=self._emitted,
+            drafted=self._drafted,
+            offered=tuple(self._offered[:depth]),
+            reached=tuple(self._reached[:depth]),
+            accepted=tuple(self._accepted[:depth]),
+            propose_seconds=propose,
+            target_seconds=target,
+            host_seconds=host,
+            exact=self._exact,
+        )
 
     def add(self, passes: Sequence[tuple[int, int, int]], *, drafted: int, prompt: int = 0) -> None:
         """Count passes as `Stats.of_passes` does, but as no round."""
@@ -157,14 +154,12 @@ class Tally:
                 self._offered[i] += 1
                 self._reached[i] += i <= kept
                 self._accepted[i] += i < kept
-        self._total = None
 
     def took(self, *, propose: float, target: float, host: float) -> None:
         """Count a round, and its seconds."""
         self._rounds += 1
         before = self._seconds
         self._seconds = [before[0] + propose, before[1] + target, before[2] + host]
-        self._total = None
 
 
 def _sum(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int, ...]:

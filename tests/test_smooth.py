@@ -140,6 +140,31 @@ def test_quick_rounds_are_told_together_and_edges_at_once(watch, together, fewes
         assert "".join(each.text for each in pieces) == pieces[-1].completion.text
 
 
+@pytest.mark.parametrize("watch", [Watch.TEXT, Watch.ROUNDS])
+def test_what_cannot_be_told_ends_its_reader_although_no_round_follows(watch, monkeypatch):
+    monkeypatch.setattr("outrider.serve.driver.TOGETHER", 1e9)
+    driver = Driver(LLM(**{**OPTIONS, "proposer": "none"}, rows=1), queue=1, rows=1)
+    whole = driver._piece
+
+    def broken(row, ticket):
+        if row.emitted > 40:
+            raise RuntimeError("out of words")
+        return whole(row, ticket)
+
+    monkeypatch.setattr(driver, "_piece", broken)
+
+    async def run():
+        (mine,) = driver.submit("a = 1", SamplingParams(max_tokens=64, ignore_eos=True), watch)
+        return [each async for pieces in mine.pieces() for each in pieces]
+
+    driver.start()
+    try:
+        pieces = asyncio.run(asyncio.wait_for(run(), 30))
+    finally:
+        driver.stop()
+    assert "out of words" in pieces[-1].error
+
+
 def test_words_add_up_to_the_text():
     llm = LLM(**OPTIONS, rows=1)
     tokens = llm.encode("naïve “quotes” – 日本語 🙂🙃 done")

@@ -39,8 +39,9 @@ class NativeScores(Scores):
     never pays for more.
     """
 
-    __slots__ = ("_exported", "_host", "_packed", "_padded", "_values")
+    __slots__ = ("_best", "_exported", "_host", "_packed", "_padded", "_values")
     _host: Sequence[Sequence[int]]  # [B, M] the likeliest ids
+    _best: torch.Tensor | None  # the same, once somebody has asked
     _values: torch.Tensor  # [T, V] logits
     _packed: Packed | None  # padding points to the first of its row; None where the rows are of one length
     _padded: torch.Tensor | None  # [B, M, V], once somebody has asked
@@ -58,6 +59,7 @@ class NativeScores(Scores):
         put = object.__setattr__
         put(self, "sure", None)
         put(self, "_host", host)
+        put(self, "_best", None)
         put(self, "_values", logits)
         put(self, "_padded", None)
         put(self, "_packed", packed)
@@ -69,7 +71,10 @@ class NativeScores(Scores):
 
     @property
     def best(self) -> torch.Tensor:
-        return torch.tensor(self._host)
+        if self._best is None:
+            object.__setattr__(self, "_best", torch.tensor(self._host))
+        assert self._best is not None
+        return self._best
 
     @property
     def packed(self) -> Packed | None:

@@ -150,12 +150,12 @@ def columns_of(batch: Batch, draft: Draft, first: int, vocab: int) -> tuple[Colu
             columns.keep.append(len(columns.token) - 1)
         if width <= skip:
             continue
-        guesses, base, count = [min(max(token, 0), vocab - 1) for token in tokens[b]], start + len(feed), width - skip
-        columns.keep.extend(range(len(columns.token), len(columns.token) + count))
+        guesses, base = [min(max(token, 0), vocab - 1) for token in tokens[b][:width]], start + len(feed)
+        columns.keep.extend(range(len(columns.token), len(columns.token) + width - skip))
         if parents is None:
-            columns.text(guesses[skip:width], base + skip, row.slot)
+            columns.text(guesses[skip:], base + skip, row.slot)
         else:
-            _branches(columns, guesses[:width], parents[b], base, slot=row.slot, skip=skip)
+            _branches(columns, guesses, parents[b], base, slot=row.slot, skip=skip)
     wanted = draft.size - skip + (first < 0)
     if len(columns.keep) == wanted * len(begins):
         return columns, None

@@ -207,11 +207,13 @@ class ModelProposer:
         size, said = max(width), None
         if chances is not None:
             said = tuple(tuple(row[:count]) for row, count in zip(chances, width, strict=True))
+        looked = tokens
         if size < tokens.shape[1]:
-            law, q = (law if law is None else law[:, :size]), q and replace(q, at=q.at[:, :size])
-        draft = tree.chain(tokens[:, :size], width, law=law, q=q, chance=said)
+            tokens, law = tokens[:, :size], law if law is None else law[:, :size]
+            q = q and replace(q, at=q.at[:, :size])
+        draft = tree.chain(tokens, width, law=law, q=q, chance=said)
         if chances is not None:
-            self._looked = draft.listed() if size == tokens.shape[1] else tokens.tolist()
+            self._looked = draft.listed() if looked is tokens else looked.tolist()
         return draft
 
     def _draw(self, law: torch.Tensor, noise: PositionNoise, draws: torch.Tensor, depth: int) -> torch.Tensor:

@@ -164,6 +164,7 @@ class Driver:
                     self._news[ticket] = row
                     if ticket.watch >= Watch.ROUNDS:
                         self._tell(row, ticket)
+                        edge |= row.request.id not in self._open  # it could not be told, and no round may follow
                 urgent |= edge
         if urgent or now - self._told >= TOGETHER:
             self._told = now
