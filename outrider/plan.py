@@ -68,12 +68,13 @@ class CostPlanner:
         self.arms = tuple(Arm(each, most=most) for each in costs)
         self._clock = Clock(costs[0])  # the target is the same for all
         self._told = Stats()
-        self._span = Span(Load(rows=0, soon=0, feed=0, cached=0, left=0), -1, 0, 0)
+        self._span = Span(Load(rows=0, soon=0, feed=0, cached=0, left=0))
         self._k, self._keep, self._worth = 0, 0.0, cast(tuple[float, ...], ())  # what stands for the span
         self._price = 0.0  # seconds that a token is worth: what it takes at the present gain, without prompts
         self._tried: set[int] = set()  # requests of the last trial
         self._rows: tuple[Row, ...] = ()  # of the last decision
-        self._read = frozenset[int]()  # requests whose texts the arm in use has read
+        # Requests whose texts the arm in use has read, and those whose texts it had better not read.
+        self._read, self._shut = frozenset[int](), frozenset[int]()
         self._usual = 0.0  # tokens of a completion, lately; 0: none has ended yet
         # Seconds that may go into the next trial, and what the arm in use has brought since it was taken up.
         self._credit, self._earned = inf, 0.0
@@ -87,15 +88,21 @@ class CostPlanner:
             self._span.rounds += 1
             return replace(batch, budget=(0,) * len(batch.rows))
         if any(self._fixed(row) for row in batch.rows):
-            self._span = Span(Load.of(batch), -1, 0, 0)
+            self._span = Span(Load.of(batch))
             return replace(batch, budget=_at_most(FIXED, batch))
         load, aside = Load.of(batch), any(row.request.arm is not None for row in batch.rows)
         if not self._span.goes_on(load, stats.rounds) or aside != self._span.mixed:
             self._learn(stats.total)
-            self._decide(batch, load)
+            if aside or not self._span.rests(stats.rounds):
+                self._decide(batch, load)
+            else:
+                self._span = self._span.after(load)
             self._span.mixed, self._span.rows = aside, batch.rows
         self._span.rounds += 1
         budget = _at_most(self._k, batch)
+        if self._shut:
+            pairs = zip(batch.rows, budget, strict=True)
+            budget = tuple(0 if row.request.id in self._shut else most for row, most in pairs)
         if self._span.few:
             budget = self._few(batch, budget)
         if self._span.rounds == 1 and self._span.arm >= 0:
@@ -118,7 +125,7 @@ class CostPlanner:
             if row.finish:
                 self._usual += (row.emitted - self._usual) * (_LENGTH if self._usual else 1.0)
         self._rows = batch.rows
-        arm = self._choose(load) if load.rows else -1
+        arm = self._choose(batch, load) if load.rows else -1
         if arm != self._span.arm:
             self._credit, self._earned = self._credit + min(self._earned, 0.0), 0.0
         if arm >= 0 and not self.arms[arm].trial and self._unread(batch, arm, load):
@@ -128,7 +135,7 @@ class CostPlanner:
         self._read = self._read & here if arm == self._span.arm else frozenset()
         self._k = self._ask(arm, load) if arm >= 0 else 0
         self._keep, self._worth = self._thresholds(arm, load) if arm >= 0 else (0.0, ())
-        self._span = Span(load, arm, few, self._told.rounds)
+        self._span = Span.of(load, arm, few, self._told.rounds)
 
     def _unread(self, batch: Batch, arm: int, load: Load) -> bool:
         """Whether most texts are new to a draft model that has gone on with others: they may be of another kind."""
@@ -159,24 +166,31 @@ class CostPlanner:
         for arm, learned in zip(self.arms, state["arms"], strict=True):
             arm.restore(learned)
 
-    def _choose(self, load: Load) -> int:
+    def _choose(self, batch: Batch, load: Load) -> int:
         """The arm that promises most, or one that is due for a trial; -1: none pays."""
         few = 0 < self._span.few < load.rows  # the other rows' texts are unread after a trial
         on = -1 if few else self._span.arm
         gains = [self._gain(arm, load) for arm in range(len(self.arms))]
         best = max(range(len(gains)), key=gains.__getitem__)
+        for i, arm in enumerate(self.arms):
+            arm.idle = 0 if i == self._span.arm else arm.idle + self._span.rounds
         trial = self._trial(load, gains[on] if on >= 0 else 1.0)
+        self._shut = frozenset()
         if trial is not None:
             chosen = trial
         else:
             pays = gains[best] >= self._bar(best, on=best == on)
             pays &= best == on or self._repays(best, gains[best], load)
+            if pays:
+                self._shut = self._dear(best, gains[best], load, batch)
+                pays = any(
+                    most and row.request.id not in self._shut
+                    for row, most in zip(batch.rows, batch.budget, strict=True)
+                )
             chosen = best if pays else -1
             if pays and few and best == self._span.arm and self.arms[best].widen(load.rows):
                 trial = best
         self._price = self._clock.verify(load.rows, 0, cached=load.cached) / (load.rows * max(gains[chosen], 1.0))
-        for i, arm in enumerate(self.arms):
-            arm.idle = 0 if i == chosen else arm.idle + max(self._span.rounds, 1)
         return chosen
 
     def _gain(self, arm: int, load: Load) -> float:
@@ -252,13 +266,29 @@ class CostPlanner:
 
         What is left of a text is guessed as if it could end with any token.
         """
-        costs = self.arms[arm].costs
-        if costs.draft is None:
+        draft = self.arms[arm].costs.draft
+        if draft is None:
             return True
-        plain = self._clock.verify(load.rows, 0, cached=load.cached)
-        left = min(load.left, self._usual or load.left / 4)
-        return left * plain * (1 - 1 / max(gain, 1.0)) > 2 * costs.draft(
-            load.rows * load.cached, rows=load.rows, cached=load.cached / 2
+        reading = draft(load.rows * load.cached, rows=load.rows, cached=load.cached / 2)
+        return self._wins(gain, load.left, load) * load.rows > 2 * reading
+
+    def _wins(self, gain: float, left: float, load: Load) -> float:
+        """Seconds that guesses save until a row ends that may emit so many tokens."""
+        plain = self._clock.verify(load.rows, 0, cached=load.cached) / load.rows
+        return min(left, self._usual or left / 4) * plain * (1 - 1 / max(gain, 1.0))
+
+    def _dear(self, arm: int, gain: float, load: Load, batch: Batch) -> frozenset[int]:
+        """Requests whose texts a draft model has not read, and which win less by guesses than that takes."""
+        draft = self.arms[arm].costs.draft
+        if draft is None:
+            return frozenset()
+        read = self._read if arm == self._span.arm else ()
+        return frozenset(
+            row.request.id
+            for row, most, cached in zip(batch.rows, batch.budget, batch.start, strict=True)
+            if most
+            and row.request.id not in read
+            and self._wins(gain, 1 + most, load) < draft(cached, rows=1, cached=cached / 2)
         )
 
     def _ask(self, arm: int, load: Load) -> int:

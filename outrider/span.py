@@ -11,6 +11,7 @@ from outrider.types import Batch, Row
 
 FIXED = 4  # guesses where a seed must reproduce the text, or a request names who guesses
 _SPAN, _PLAIN = 4, 32  # rounds that a decision stands, and one to guess nothing
+_CHANGED = 8  # the same from when rows come or go: what pays may have changed
 
 
 @dataclass(slots=True)
@@ -18,9 +19,10 @@ class Span:
     """Some rounds alike, under one decision: to decide anew in each would cost the host more than it brings."""
 
     load: Load
-    arm: int  # -1 = none
-    few: int  # rows that may guess, for a trial; 0 = all
-    began: int  # rounds before it
+    arm: int = -1  # none
+    few: int = 0  # rows that may guess, for a trial; 0 = all
+    began: int = 0  # rounds before it
+    until: int = 0  # rounds after which there is to be another decision
     rounds: int = 0
     guessing: int = 0  # rows that were allowed guesses and could have them, summed over its rounds
     unread: int = 0  # rows that were, and had none because their texts were still being read
@@ -29,6 +31,16 @@ class Span:
     rows: tuple[Row, ...] = ()  # that it was decided for
     mixed: bool = False  # some rows chose their proposer themselves; of the others, passes and guesses before:
     free: dict[Row, tuple[int, int]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, load: Load, arm: int, few: int, rounds: int) -> Span:
+        """After so many rounds, under a new decision."""
+        return cls(load, arm, few, rounds, rounds + (_SPAN if arm >= 0 else _PLAIN))
+
+    def after(self, load: Load) -> Span:
+        """The next one under the same decision to guess nothing."""
+        rounds = self.began + self.rounds
+        return Span(load, began=rounds, until=min(self.until, rounds + _CHANGED))
 
     def aside(self, batch: Batch, budget: tuple[int, ...]) -> tuple[int, ...]:
         """Guesses for those who chose their proposer, whatever it is worth; what the others do is counted apart."""
@@ -46,8 +58,7 @@ class Span:
         """Whether nothing is guessed in the next round either: all that a planner at rest has to look at."""
         return (
             self.arm < 0
-            and self.rounds < _PLAIN
-            and rounds == self.began + self.rounds
+            and rounds == self.began + self.rounds < self.until
             and batch.rows == self.rows
             and not self.mixed
             and len(batch.rows) + batch.waiting == self.load.soon
@@ -55,12 +66,14 @@ class Span:
             and not self.load.feed
         )
 
+    def rests(self, rounds: int) -> bool:
+        """Whether nothing is to be guessed yet, whoever comes or goes."""
+        return self.arm < 0 and not self.mixed and rounds == self.began + self.rounds < self.until
+
     def goes_on(self, load: Load, rounds: int) -> bool:
         """Whether the next round, after so many in all, may be part of it."""
-        short = (
-            self.rounds < (_SPAN if self.arm >= 0 else _PLAIN) and not self.few and not self.load.feed and not load.feed
-        )
-        return short and self.load.like(load) and rounds == self.began + self.rounds
+        alike = not self.few and not self.load.feed and not load.feed and self.load.like(load)
+        return alike and rounds == self.began + self.rounds < self.until
 
     def outcome(self, before: Stats, after: Stats) -> Outcome:
         idle = self.load.rows * self.rounds - self.guessing  # whoever may not guess emits one token

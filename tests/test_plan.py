@@ -17,6 +17,7 @@ from outrider.llm import LLM
 from outrider.params import SamplingParams
 from outrider.passcost import CostModel, PassCost, Sample
 from outrider.plan import CostPlanner
+from outrider.span import FIXED
 from outrider.stats import Stats
 from outrider.toy import ToyTarget
 from outrider.types import Batch, Request, Row
@@ -161,6 +162,50 @@ def test_rows_that_are_still_read_say_nothing_of_the_guesses(chances):
     chosen = live(planner, 8, chances, 600, waits=9)
     guessing = sum(map(bool, chosen[300:]))
     assert guessing == 300 if chances[0] else 0 < guessing < 60
+
+
+def test_a_planner_at_rest_does_not_think_again_whenever_a_row_comes_or_goes():
+    planner, decided, rests = CostPlanner(costs(STEEP), most=12), [], 0
+    assert set(live(planner, 8, [0.0] * 12, 40, took=lambda k: (8.0 * (1 + k), 0.0))) == {0}
+    decide = planner._decide
+    planner._decide = lambda *args: (decided.append(len(args[0].rows)), decide(*args))
+    for rounds in range(40, 240):
+        some = batch(7 + rounds // 3 % 2)  # every third round
+        rests += not any(planner.plan(some, Stats(rounds=rounds, target_seconds=8.0 * rounds)).budget)
+    assert rests == 200
+    assert 200 / 32 < len(decided) <= 200 / 8  # and yet it does when that has gone on for a while
+
+
+def test_whoever_expects_the_same_text_again_gets_the_same_guesses_from_a_planner_at_rest():
+    planner, some = CostPlanner(costs(STEEP), most=12, replay=True), batch(2)
+    live(planner, 2, [0.0] * 12, 40, took=lambda k: (2.0 * (1 + k), 0.0))
+    at_rest = Stats(rounds=40, target_seconds=80.0)
+    assert not any(planner.plan(some, at_rest).budget)
+    fixed = replace(some.rows[0].request, id=9, params=SamplingParams(seed=1, temperature=1.0))
+    joined = (*some.rows, Row(request=fixed, slot=2, text=[0] * 11))
+    more = Batch(rows=joined, start=(10,) * 3, feed=((0,),) * 3, budget=(20,) * 3)
+    assert planner.plan(more, replace(at_rest, rounds=41)).budget == (FIXED,) * 3
+
+
+def test_a_text_is_read_by_the_draft_only_if_its_own_guesses_repay_that():
+    reading = PassCost(columns=(1, 1024), seconds=(0.1, 10.0), entry=0, pair=0)  # a tenth of a round, and more for more
+    planner = CostPlanner(costs(FLAT, reading), most=4)
+    took = lambda k: (1.0, 0.1 * k)  # noqa: E731
+    assert live(planner, 2, [0.9] * 4, 101, took=took)[-1] == 4
+    few, stats = batch(2), Stats(rounds=planner._told.rounds + planner._span.rounds)
+
+    def later(left, start):
+        """Besides two rows that are read already, a third."""
+        other = replace(few.rows[0].request, id=left + start)
+        rows = (*few.rows, Row(request=other, slot=2, text=[0] * (start + 1)))
+        return Batch(rows=rows, start=(10, 10, start), feed=((0,),) * 3, budget=(20, 20, left))
+
+    state, budgets = planner._span, []
+    for left, start in ((20, 10), (20, 1000), (2, 500)):
+        planner._span = replace(state)
+        budgets.append(planner.plan(later(left, start), stats).budget)
+    assert [bool(third) for _, _, third in budgets] == [True, False, False]
+    assert all(one and two for one, two, _ in budgets)
 
 
 def test_budgets_are_never_raised():
