@@ -79,6 +79,10 @@ class Engine:
         """How full the target's cache is, what it has spared, and how many rows have given way for others."""
         return replace(self._target.cache.use(), preempted=self._scheduler.preempted)
 
+    def reads(self) -> bool:
+        """Whether the next round reads prompts, and so takes longer than others."""
+        return self._scheduler.reads()
+
     def busy(self) -> bool:
         """Whether another step would do anything."""
         return self._scheduler.busy()

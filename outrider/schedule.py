@@ -64,6 +64,10 @@ class Scheduler:
         """Whether anything runs or waits."""
         return bool(self._running or self._waiting)
 
+    def reads(self) -> bool:
+        """Whether prompts are to be fed in the next round."""
+        return bool(self._waiting and self._free) or self._owed() > 0
+
     def admit(self, cache: Cache) -> list[Row]:
         """Give free slots to those who come first, while there is memory and room for their prompts in the round."""
         admitted = []

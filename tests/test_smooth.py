@@ -152,6 +152,26 @@ def test_quick_rounds_are_told_together_and_edges_at_once(watch, together, told,
         assert "".join(each.text for each in pieces) == pieces[-1].completion.text
 
 
+def test_readers_hear_of_what_is_there_before_a_round_that_reads_prompts(monkeypatch):
+    monkeypatch.setattr("outrider.serve.driver.TOGETHER", 1e9)
+    driver = Driver(LLM(**{**OPTIONS, "proposer": "none"}, rows=2), queue=2, rows=2)  # its thread does not run
+    params = SamplingParams(max_tokens=64, ignore_eos=True)
+
+    async def run():
+        (mine,) = driver.submit("a = 1", params, Watch.TEXT)
+        for _ in range(9):
+            driver._turn()
+        before = mine.written, mine.given
+        monkeypatch.setattr(driver, "_step", lambda: None)
+        driver._turn()  # a round in which nobody's prompt is read
+        quiet = mine.given
+        driver.submit("b = 2", params, Watch.TEXT)
+        driver._turn()
+        return *before, quiet, mine.given
+
+    assert asyncio.run(run()) == (9, 1, 1, 9)
+
+
 @pytest.mark.parametrize("watch", [Watch.TEXT, Watch.ROUNDS])
 def test_what_cannot_be_told_ends_its_reader_although_no_round_follows(watch, monkeypatch):
     monkeypatch.setattr("outrider.serve.driver.TOGETHER", 1e9)

@@ -133,12 +133,18 @@ class Driver:
         self._wake(tickets)
 
     def _run(self) -> None:
-        engine = self._llm.engine
         while not self._stopping:
-            self._listen(wait=not engine.busy())
-            if engine.busy():
-                self._step()
+            self._turn()
         self._fail("the server was stopped before this was done")
+
+    def _turn(self) -> None:
+        """Listen, and run a round if there is anything to do."""
+        engine = self._llm.engine
+        self._listen(wait=not engine.busy())
+        if engine.busy():
+            if self._news and engine.reads():  # which takes a while
+                self._tell_all()
+            self._step()
 
     def _listen(self, *, wait: bool) -> None:
         """Do what the notes say; where there is nothing else to do, wait for one a while."""
@@ -167,12 +173,11 @@ class Driver:
                         edge |= row.request.id not in self._open  # it could not be told, and no round may follow
                 urgent |= edge
         if urgent or now - self._told >= TOGETHER:
-            self._told = now
             self._tell_all()
 
     def _tell_all(self) -> None:
         """Let readers hear of all rounds since the last time: to wake one costs more than its few tokens do."""
-        news, self._news = self._news, {}
+        self._told, news, self._news = perf_counter(), self._news, {}
         for ticket, row in news.items():
             if ticket.request.id in self._open and (row.emitted > ticket.given or row.finish):
                 self._tell(row, ticket)
