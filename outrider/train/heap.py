@@ -3,28 +3,35 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
+from pathlib import Path
 from typing import Any
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt
 _BLOCK, _KEPT = 1 << 30, (1 << 31) - 1  # bytes
+_GROWN = 1 << 31  # bytes, after which what is free is given back
 
 
-def hold_freed() -> None:
-    """Keep what is freed for whoever asks next.
+class Heap:
+    """Keeps what a step frees for the next one.
 
-    A step takes and frees gigabytes. By itself glibc maps large blocks anew each time, and a quarter of a step is
-    the clearing of their pages.
+    By itself glibc maps large blocks anew each time, and a quarter of a step is the clearing of their pages; what lies free
+    between others it never gives back, so that the process grows from step to step.
     """
-    if libc := _glibc():
-        libc.mallopt(_MMAP_THRESHOLD, _BLOCK)
-        libc.mallopt(_TRIM_THRESHOLD, _KEPT)
 
+    def __init__(self) -> None:
+        self._libc = _glibc()
+        if self._libc:
+            self._libc.mallopt(_MMAP_THRESHOLD, _BLOCK)
+            self._libc.mallopt(_TRIM_THRESHOLD, _KEPT)
+        self._least = _resident() if self._libc else 0
 
-def return_freed() -> None:
-    """Give back what is free between what is not: otherwise the heap grows from wave to wave."""
-    if libc := _glibc():
-        libc.malloc_trim(0)
+    def tidy(self, *, grown: int = _GROWN) -> None:
+        """Give back all that is free, if the process has grown by so many bytes since."""
+        if self._libc and _resident() >= self._least + grown:
+            self._libc.malloc_trim(0)
+            self._least = _resident()
 
 
 def _glibc() -> Any:
@@ -32,3 +39,8 @@ def _glibc() -> Any:
         return None
     libc = ctypes.CDLL(None)
     return libc if hasattr(libc, "mallopt") and hasattr(libc, "malloc_trim") else None  # musl has neither
+
+
+def _resident() -> int:
+    """Bytes."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -24,7 +24,7 @@ from outrider.train.archive import Archive, origin_of
 from outrider.train.batches import Reader
 from outrider.train.classroom import make_classroom
 from outrider.train.course import Course
-from outrider.train.heap import hold_freed, return_freed
+from outrider.train.heap import Heap
 from outrider.train.joint import TARGET, Given, GivenReader
 from outrider.train.kinds import KINDS
 from outrider.train.log import Log, write
@@ -61,7 +61,7 @@ class Training:
         self._identity = _identity(kind, settings, self._target)
         state = _state(self._out, self._identity, restart=settings.restart)
         machine.use_threads(settings.threads)
-        hold_freed()
+        self._heap = Heap()
         torch.manual_seed(settings.seed)
         self._room = make_classroom(kind, settings, self._target)
         meet(self._room.house.device)
@@ -122,8 +122,8 @@ class Training:
         for i, grouped in enumerate(self._course.steps(samples, self._wave)):
             texts = (self._reader.read(some, everything=settings.everything) for some in grouped)
             out.append(self._trainer.train(texts, progress=(self._wave + i / settings.waves) / self._course.waves))
+            self._heap.tidy()
         self._wave += 1
-        return_freed()
         return out, {"answers": answered - began, "steps": perf_counter() - answered}
 
     def _prepare(self, texts: Sequence[Prompt]) -> tuple[Course, Reader | GivenReader]:
