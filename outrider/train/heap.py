@@ -16,8 +16,8 @@ _GROWN = 1 << 31  # bytes, after which what is free is given back
 class Heap:
     """Keeps what a step frees for the next one.
 
-    By itself glibc maps large blocks anew each time, and a quarter of a step is the clearing of their pages; what lies free
-    between others it never gives back, so that the process grows from step to step.
+    By itself glibc maps large blocks anew each time, and a quarter of a step is the clearing of their pages; what lies
+    free between others it never gives back, so that the process grows from step to step.
     """
 
     def __init__(self) -> None:
