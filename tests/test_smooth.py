@@ -162,6 +162,7 @@ def test_readers_hear_of_what_is_there_before_a_round_that_reads_prompts(monkeyp
         for _ in range(9):
             driver._turn()
         before = mine.written, mine.given
+        monkeypatch.setattr("outrider.serve.driver.TOGETHER", 0.0)
         monkeypatch.setattr(driver, "_step", lambda: None)
         driver._turn()  # a round in which nobody's prompt is read
         quiet = mine.given

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from queue import Empty, SimpleQueue
 from threading import Thread
@@ -142,8 +142,8 @@ class Driver:
         engine = self._llm.engine
         self._listen(wait=not engine.busy())
         if engine.busy():
-            if self._news and engine.reads():  # which takes a while
-                self._tell_all()
+            if self._news and engine.reads() and perf_counter() - self._told >= TOGETHER / 2:
+                self._tell_all()  # a round that reads takes a while
             self._step()
 
     def _listen(self, *, wait: bool) -> None:
@@ -159,30 +159,35 @@ class Driver:
 
     def _step(self) -> None:
         rows = self._round()
-        now, urgent = perf_counter(), False
+        now, edges = perf_counter(), dict[Ticket, Row]()
         for row in rows:
             ticket = self._open.get(row.request.id)
             if ticket and (row.emitted > ticket.written or row.finish):
                 edge = bool(row.finish) or not ticket.written
                 ticket.written = row.emitted
                 self.clocks.see(row.request.id, now, row.emitted)
-                if edge or ticket.watch is not Watch.END:
+                if ticket.watch >= Watch.ROUNDS:
+                    self._tell(row, ticket)
+                    edge |= row.request.id not in self._open  # it could not be told, and no round may follow
+                if edge:
+                    edges[ticket] = row
+                elif ticket.watch is not Watch.END:
                     self._news[ticket] = row
-                    if ticket.watch >= Watch.ROUNDS:
-                        self._tell(row, ticket)
-                        edge |= row.request.id not in self._open  # it could not be told, and no round may follow
-                urgent |= edge
-        if urgent or now - self._told >= TOGETHER:
+        if now - self._told >= TOGETHER:
             self._tell_all()
+        self._tell_these(edges)
 
     def _tell_all(self) -> None:
         """Let readers hear of all rounds since the last time: to wake one costs more than its few tokens do."""
         self._told, news, self._news = perf_counter(), self._news, {}
+        for drift, stats in zip(self.drifts, self._llm.engine.arms, strict=True):
+            drift.see(stats)
+        self._tell_these(news)
+
+    def _tell_these(self, news: Mapping[Ticket, Row]) -> None:
         for ticket, row in news.items():
             if ticket.request.id in self._open and (row.emitted > ticket.given or row.finish):
                 self._tell(row, ticket)
-        for drift, stats in zip(self.drifts, self._llm.engine.arms, strict=True):
-            drift.see(stats)
         self._wake(list(news))
 
     def _round(self) -> Sequence[Row]:
