@@ -34,8 +34,9 @@ class Span:
 
     @classmethod
     def of(cls, load: Load, arm: int, few: int, rounds: int) -> Span:
-        """After so many rounds, under a new decision."""
-        return cls(load, arm, few, rounds, rounds + (_SPAN if arm >= 0 else _PLAIN))
+        """After so many rounds, under a new decision, which stands for a while if there was anything to decide."""
+        stands = (_SPAN if arm >= 0 else _PLAIN) if load.rows else 1
+        return cls(load, arm, few, rounds, rounds + stands)
 
     def after(self, load: Load) -> Span:
         """The next one under the same decision to guess nothing."""

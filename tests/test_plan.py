@@ -176,6 +176,19 @@ def test_a_planner_at_rest_does_not_think_again_whenever_a_row_comes_or_goes():
     assert 200 / 32 < len(decided) <= 200 / 8  # and yet it does when that has gone on for a while
 
 
+def test_guesses_begin_with_the_first_row_that_decodes():
+    """However many rounds have read its prompt."""
+    planner = CostPlanner(costs(FLAT), most=4)
+    assert live(planner, 1, [0.9] * 4, 40)[-1] == 4
+    (row,) = batch(1).rows
+    long = Row(request=replace(row.request, id=7), slot=0, text=[0] * 31)
+    for rounds in range(3):  # ten tokens each, of thirty-one
+        reading = Batch(rows=(long,), start=(10 * rounds,), feed=((0,) * 10,), budget=(0,))
+        assert not any(planner.plan(reading, Stats(rounds=40 + rounds)).budget)
+    decoding = Batch(rows=(long,), start=(30,), feed=((0,),), budget=(20,))
+    assert planner.plan(decoding, Stats(rounds=43)).budget == (4,)
+
+
 def test_whoever_expects_the_same_text_again_gets_the_same_guesses_from_a_planner_at_rest():
     planner, some = CostPlanner(costs(STEEP), most=12, replay=True), batch(2)
     live(planner, 2, [0.0] * 12, 40, took=lambda k: (2.0 * (1 + k), 0.0))
