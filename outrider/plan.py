@@ -93,6 +93,8 @@ class CostPlanner:
         load, aside = Load.of(batch), any(row.request.arm is not None for row in batch.rows)
         if not self._span.goes_on(load, stats.rounds) or aside != self._span.mixed:
             self._learn(stats.total)
+            for i, arm in enumerate(self.arms):
+                arm.idle = 0 if i == self._span.arm else arm.idle + self._span.rounds
             if aside or not self._span.rests(stats.rounds):
                 self._decide(batch, load)
             else:
@@ -172,8 +174,6 @@ class CostPlanner:
         on = -1 if few else self._span.arm
         gains = [self._gain(arm, load) for arm in range(len(self.arms))]
         best = max(range(len(gains)), key=gains.__getitem__)
-        for i, arm in enumerate(self.arms):
-            arm.idle = 0 if i == self._span.arm else arm.idle + self._span.rounds
         trial = self._trial(load, gains[on] if on >= 0 else 1.0)
         self._shut = frozenset()
         if trial is not None:
