@@ -183,10 +183,8 @@ class CostPlanner:
             pays &= best == on or self._repays(best, gains[best], load)
             if pays:
                 self._shut = self._dear(best, gains[best], load, batch)
-                pays = any(
-                    most and row.request.id not in self._shut
-                    for row, most in zip(batch.rows, batch.budget, strict=True)
-                )
+                able = (row.request.id for row, most in zip(batch.rows, batch.budget, strict=True) if most)
+                pays = not self._shut.issuperset(able)
             chosen = best if pays else -1
             if pays and few and best == self._span.arm and self.arms[best].widen(load.rows):
                 trial = best

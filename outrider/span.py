@@ -58,10 +58,8 @@ class Span:
     def idles(self, batch: Batch, rounds: int) -> bool:
         """Whether nothing is guessed in the next round either: all that a planner at rest has to look at."""
         return (
-            self.arm < 0
-            and rounds == self.began + self.rounds < self.until
+            self.rests(rounds)
             and batch.rows == self.rows
-            and not self.mixed
             and len(batch.rows) + batch.waiting == self.load.soon
             and sum(map(len, batch.feed)) == len(batch.rows)
             and not self.load.feed
@@ -69,12 +67,16 @@ class Span:
 
     def rests(self, rounds: int) -> bool:
         """Whether nothing is to be guessed yet, whoever comes or goes."""
-        return self.arm < 0 and not self.mixed and rounds == self.began + self.rounds < self.until
+        return self.arm < 0 and not self.mixed and self._stands(rounds)
 
     def goes_on(self, load: Load, rounds: int) -> bool:
         """Whether the next round, after so many in all, may be part of it."""
         alike = not self.few and not self.load.feed and not load.feed and self.load.like(load)
-        return alike and rounds == self.began + self.rounds < self.until
+        return alike and self._stands(rounds)
+
+    def _stands(self, rounds: int) -> bool:
+        """Whether its decision does after so many rounds, and nobody else's rounds came between."""
+        return rounds == self.began + self.rounds < self.until
 
     def outcome(self, before: Stats, after: Stats) -> Outcome:
         idle = self.load.rows * self.rounds - self.guessing  # whoever may not guess emits one token

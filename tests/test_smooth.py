@@ -40,6 +40,20 @@ def leap(work):
         return runner.run(work)
 
 
+def heard(driver, watch):
+    """The pieces of a text of 64 tokens."""
+
+    async def run():
+        (mine,) = driver.submit("a = 1", SamplingParams(max_tokens=64, ignore_eos=True), watch)
+        return [each async for pieces in mine.pieces() for each in pieces]
+
+    driver.start()
+    try:
+        return asyncio.run(asyncio.wait_for(run(), 30))
+    finally:
+        driver.stop()
+
+
 def piece(*words, end=False):
     done = Completion(
         prompt_tokens=(1,),
@@ -135,15 +149,7 @@ def test_quick_rounds_are_told_together_and_edges_at_once(watch, together, told,
 
     monkeypatch.setattr(driver, "_wake", noted)
 
-    async def run():
-        (mine,) = driver.submit("a = 1", SamplingParams(max_tokens=64, ignore_eos=True), watch)
-        return [each async for pieces in mine.pieces() for each in pieces]
-
-    driver.start()
-    try:
-        pieces = asyncio.run(asyncio.wait_for(run(), 30))
-    finally:
-        driver.stop()
+    pieces = heard(driver, watch)
     assert given == told  # tokens, each time that the reader was woken
     assert sum(len(each.tokens) for each in pieces) == 64
     assert len(pieces) == 64 if watch is Watch.ROUNDS else len(pieces) <= len(told)
@@ -186,15 +192,7 @@ def test_what_cannot_be_told_ends_its_reader_although_no_round_follows(watch, mo
 
     monkeypatch.setattr(driver, "_piece", broken)
 
-    async def run():
-        (mine,) = driver.submit("a = 1", SamplingParams(max_tokens=64, ignore_eos=True), watch)
-        return [each async for pieces in mine.pieces() for each in pieces]
-
-    driver.start()
-    try:
-        pieces = asyncio.run(asyncio.wait_for(run(), 30))
-    finally:
-        driver.stop()
+    pieces = heard(driver, watch)
     assert "out of words" in pieces[-1].error
 
 
