@@ -67,25 +67,6 @@ def speedup(tau: float, *, k: int, draft: float, verify: float = 1.0, host: floa
     return tau / cost
 
 
-def best_k(alpha: float, *, guess: float, most: int = 16) -> int:
-    """argmax over k of (1 - a^(k+1)) / ((1 - a)(1 + k g)): Leviathan et al. 2023, sec. 3.5, by trying each k.
-
-    Args:
-        alpha: acceptance rate in [0, 1], the same at each position.
-        guess: g, what one more guess adds to a round in drafting and verification, in times of a plain round.
-        most: the largest k to consider.
-
-    Returns:
-        The best number of guesses, the smallest among equals; 0 when plain decoding is the fastest.
-
-    Raises:
-        OutriderError: alpha is outside [0, 1], or guess or most is below 0.
-    """
-    _check_cost("guess", guess)
-    _check_cost("most", most)
-    return max(range(most + 1), key=lambda k: (speedup(expected_tau_iid(alpha, k), k=k, draft=guess), -k))
-
-
 def decode_limit(bytes_per_pass: float, bandwidth: float) -> float:
     """passes/s <= bandwidth / bytes: a pass reads every weight once (the roof line, Williams et al. 2009).
 

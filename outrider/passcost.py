@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
@@ -99,58 +101,48 @@ class CostModel:
 
 
 class Clock:
-    """A cost model refined while running: t = a t(1) + b (base(columns) - base(1)) + c deep(columns).
+    """A cost model refined while running: t = (a + g [guesses]) t(1) + b (base(columns) - base(1)) + c deep(columns).
 
     What reads the weights, what each column adds and what reads the cached text drift apart as a machine's memory is
-    more or less busy. The factors follow the rounds by recursive least squares that forgets, and stay near 1 where
-    rounds say nothing of them.
+    more or less busy; and a round with guesses has work besides its columns. The factors follow the rounds by recursive
+    least squares that forgets, and stay near what is usual where rounds say nothing of them.
     """
 
     def __init__(self, costs: CostModel) -> None:
         self._costs = costs
         self._one = costs.target.base(1)
         self._least = costs.host + self._one
-        self._theta = [1.0, 1.0, 1.0]
-        self._known = list(_PRIOR)
+        self._theta = [1.0, 0.0, 1.0, 1.0]  # a, g, b, c
+        self._known = _PRIOR.copy()
+
+    @property
+    def extra(self) -> float:
+        """Seconds that a round with guesses takes besides its columns."""
+        return self._theta[1] * self._least
 
     def verify(self, rows: int, k: float, *, cached: float, feed: int = 0) -> float:
         """As `CostModel.verify`, as things stand."""
-        return self.at(rows * (1 + k) + feed, rows=rows, cached=cached)
+        return self.at(rows * (1 + k) + feed, rows=rows, cached=cached) + (self.extra if k else 0.0)
 
     def at(self, columns: float, *, rows: int, cached: float) -> float:
-        """Expected seconds of a round, without its drafting, over `columns` in all."""
-        a, b, c = self._theta
+        """Expected seconds of a round, without its drafting and `extra`, over `columns` in all."""
+        a, _, b, c = self._theta
         target = self._costs.target
         wide, deep = target.base(columns) - self._one, target.deep(columns, rows=rows, cached=cached)
         return a * self._least + b * wide + c * deep
 
-    def learn(self, columns: float, rows: int, cached: float, took: float) -> None:
+    def learn(self, columns: float, rows: int, cached: float, took: float, *, guesses: bool) -> None:
         """From a round that took so many seconds; an outlier counts as much as twice or half of what was expected."""
         target = self._costs.target
         if columns > target.columns[-1]:
             return  # beyond what was measured nobody knows what to expect
         wide, deep = target.base(columns) - self._one, target.deep(columns, rows=rows, cached=cached)
-        terms = (1.0, wide / self._least, deep / self._least)
-        expected = sum(factor * term for factor, term in zip(self._theta, terms, strict=True))
+        terms = np.array((1.0, float(guesses), wide / self._least, deep / self._least))
+        expected = float(terms @ self._theta)
         surprise = min(max(took / self._least, expected / 2), 2 * expected) - expected
-        for place, (i, j) in enumerate(_PLACES):
-            self._known[place] = _MEMORY * self._known[place] + (1 - _MEMORY) * _PRIOR[place] + terms[i] * terms[j]
-        for i, step in enumerate(_solve(self._known, terms)):
-            self._theta[i] = max(self._theta[i] + surprise * step, _LEAST)
-
-
-def _solve(known: Sequence[float], terms: Sequence[float]) -> tuple[float, float, float]:
-    """A^-1 x, A being symmetric, its entries as in `_PLACES`."""
-    a, b, c, d, e, f = known
-    x, y, z = terms
-    aa, ab, ac = d * f - e * e, c * e - b * f, b * e - c * d
-    bb, bc, cc = a * f - c * c, b * c - a * e, a * d - b * b
-    det = a * aa + b * ab + c * ac
-    return (
-        (aa * x + ab * y + ac * z) / det,
-        (ab * x + bb * y + bc * z) / det,
-        (ac * x + bc * y + cc * z) / det,
-    )
+        self._known = _MEMORY * self._known + (1 - _MEMORY) * _PRIOR + np.outer(terms, terms)
+        moved = self._theta + surprise * np.linalg.solve(self._known, terms)
+        self._theta = np.maximum(moved, _LEAST).tolist()
 
 
 def _cost(read: dict[str, Any]) -> PassCost:
@@ -171,7 +163,8 @@ def _least_squares(points: Sequence[tuple[float, float, float]]) -> tuple[float,
     return (max(xz / xx, 0.0), 0.0) if xz * xz * yy > yz * yz * xx else (0.0, max(yz / yy, 0.0))
 
 
-_PLACES = ((0, 0), (0, 1), (0, 2), (1, 1), (1, 2), (2, 2))  # of a symmetric matrix
-_PRIOR = (10.0, 0.0, 0.0, 1.0, 0.0, 1.0)  # of a clock: what is believed beforehand, in rounds
+_ALIKE, _ALONE = 0.3, 0.1  # how far the factors stray from what was measured: a, b and c together, and each by itself
+# What is believed beforehand, in rounds that are known to a tenth: the inverse of the factors' covariance.
+_PRIOR = 0.01 * np.linalg.inv(_ALONE**2 * np.eye(4) + _ALIKE**2 * np.outer((1, 0, 1, 1), (1, 0, 1, 1)))
 _MEMORY = 0.97  # weight of a round seen one round earlier
-_LEAST = 0.1
+_LEAST = (0.1, 0.0, 0.1, 0.1)

@@ -78,9 +78,9 @@ class CostPlanner:
         self._usual = 0.0  # tokens of a completion, lately; 0: none has ended yet
         # Seconds that may go into the next trial, and what the arm in use has brought since it was taken up.
         self._credit, self._earned = inf, 0.0
+        self._unseen = 0  # rounds since one in which nobody guessed
         # Seconds of the rounds that it planned, and what plain decoding would have taken for the same tokens.
         self.spent_seconds = self.plain_seconds = 0.0
-        self._cleared = 0  # rounds when this was emptied:
         self._found: dict[tuple[int, int, int], tuple[int, float]] = {}  # best k and gain, for some rounds
 
     def plan(self, batch: Batch, stats: Stats | Tally) -> Batch:
@@ -101,7 +101,7 @@ class CostPlanner:
                 self._span = self._span.after(load)
             self._span.mixed, self._span.rows = aside, batch.rows
         self._span.rounds += 1
-        budget = _at_most(self._k, batch)
+        budget = _at_most(0 if self._span.plain else self._k, batch)
         if self._shut:
             pairs = zip(batch.rows, budget, strict=True)
             budget = tuple(0 if row.request.id in self._shut else most for row, most in pairs)
@@ -138,6 +138,8 @@ class CostPlanner:
         self._k = self._ask(arm, load) if arm >= 0 else 0
         self._keep, self._worth = self._thresholds(arm, load) if arm >= 0 else (0.0, ())
         self._span = Span.of(load, arm, few, self._told.rounds)
+        if arm >= 0 and not (few or load.feed) and self._unseen * _LOOKING > self._gain(arm, load) - 1:
+            self._span.look()  # the more guesses gain, the dearer that is, and the less depends on it
 
     def _unread(self, batch: Batch, arm: int, load: Load) -> bool:
         """Whether most texts are new to a draft model that has gone on with others: they may be of another kind."""
@@ -241,7 +243,7 @@ class CostPlanner:
         """What a trial takes that comes to nothing, where a round without guesses takes `plain`."""
         few, draft = min(load.rows, FEW), record.costs.draft
         reading = draft(few * load.cached, rows=few, cached=load.cached / 2) if draft else 0.0
-        wide = self._clock.at(load.rows + few * _TRIED, rows=load.rows, cached=load.cached)
+        wide = self._clock.verify(load.rows, few * _TRIED / load.rows, cached=load.cached)
         return reading + TRIAL * (wide - plain + _TRIED * record.guess_seconds(few, load.cached) * few)
 
     def _bar(self, arm: int, *, on: bool) -> float:
@@ -319,7 +321,7 @@ class CostPlanner:
         order = sorted(((-chance, b) for b, row in enumerate(chances) for chance in row))
         price, begin = self._price, load.rows + load.feed
         plain = self._clock.at(begin, rows=load.rows, cached=load.cached)
-        most, count, gained = 0.0, 0, 0.0
+        most, count, gained = self._clock.extra, 0, 0.0
         for i, (chance, _) in enumerate(order, 1):
             gained -= chance * price
             profit = gained - (self._clock.at(begin + i, rows=load.rows, cached=load.cached) - plain)
@@ -354,11 +356,12 @@ class CostPlanner:
             return
         took = stats.target_seconds - before.target_seconds + stats.host_seconds - before.host_seconds
         columns = span.load.rows + span.load.feed + span.guesses / span.rounds
-        self._clock.learn(columns, max(span.load.rows, 1), span.load.cached, took / span.rounds)
+        self._clock.learn(
+            columns, max(span.load.rows, 1), span.load.cached, took / span.rounds, guesses=bool(span.guesses)
+        )
+        self._unseen = self._unseen + span.rounds if span.guesses else 0
         self._account(span, took, stats.propose_seconds - before.propose_seconds, stats.emitted - before.emitted)
-        if span.guessing or stats.rounds - self._cleared >= _ROUNDS:
-            self._found.clear()
-            self._cleared = stats.rounds
+        self._found.clear()
         if span.guessing and span.load.rows:
             self.arms[span.arm].learn(span.outcome(before, stats), span.load.cached)
 
@@ -372,7 +375,7 @@ class CostPlanner:
             if span.arm >= 0 and not span.mixed:
                 extra = emitted - rows * span.rounds
                 columns = rows + span.load.feed + span.guesses / span.rounds
-                wide = self._clock.at(columns, rows=rows, cached=cached)
+                wide = self._clock.at(columns, rows=rows, cached=cached) + self._clock.extra * bool(span.guesses)
                 # By what passes should have taken: they differ from that by more than a few guesses cost.
                 brought = each * extra / rows - (wide - fed) * span.rounds - propose
                 self._earned += brought
@@ -386,11 +389,12 @@ def _at_most(k: int, batch: Batch) -> tuple[int, ...]:
     return tuple(min(k, most) for most in batch.budget)
 
 
-_GRAIN, _ROUNDS = 128, 16  # cached tokens that make a difference; rounds that a choice of 0 stands
+_GRAIN = 128  # cached tokens that make a difference
 _WORTHWHILE = 1.05  # expected speedup below which plain decoding is kept
 _STAYING, _STARTING = 1.02, 1.12  # the same of a draft model that has read the texts, and of one that would have to
 _FREE = 0.99  # the same of what costs next to nothing, and may begin to pay with the next token
 _TRIED = 4  # guesses of a row in a trial where nobody says how good they are
 _LENGTH = 0.1  # weight of the last completion's length
 _SPENT, _WASTED = 0.01, 0.004  # of the time, on trials that come to nothing, and where nothing has ever paid
+_LOOKING = 0.004  # of the time, on rounds without guesses to see what they take
 _PATIENCE_MOST = 512  # rounds without speculation before it is tried again

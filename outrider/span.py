@@ -29,6 +29,7 @@ class Span:
     guesses: int = 0  # that were verified
     depth: int = 0  # of each round's deepest guess, summed
     rows: tuple[Row, ...] = ()  # that it was decided for
+    plain: bool = False  # nobody guesses
     mixed: bool = False  # some rows chose their proposer themselves; of the others, passes and guesses before:
     free: dict[Row, tuple[int, int]] = field(default_factory=dict)
 
@@ -42,6 +43,10 @@ class Span:
         """The next one under the same decision to guess nothing."""
         rounds = self.began + self.rounds
         return Span(load, began=rounds, until=min(self.until, rounds + _CHANGED))
+
+    def look(self) -> None:
+        """Let nobody guess for a round, whatever was decided: what that takes is not seen while others do."""
+        self.plain, self.until = True, self.began + 1
 
     def aside(self, batch: Batch, budget: tuple[int, ...]) -> tuple[int, ...]:
         """Guesses for those who chose their proposer, whatever it is worth; what the others do is counted apart."""

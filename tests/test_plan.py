@@ -155,6 +155,19 @@ def test_rounds_that_take_longer_than_expected_are_learnt_from():
     assert set(chosen[-20:]) <= {0, 1}
 
 
+@pytest.mark.parametrize("chance", [0.4, 0.6, 0.8])
+def test_work_besides_the_columns_of_guesses_is_learnt_from_rounds_without_any(chance):
+    """Guesses make a round half as long again: nothing is lost by that, and what pays is still done."""
+    sloped = PassCost(columns=(1, 64), seconds=(1.0, 7.3), entry=0.0, pair=0.0)
+    draft = PassCost(columns=(1, 2), seconds=(0.02, 0.02), entry=0.0, pair=0.0)
+    took = lambda k: ((1.5 if k else 1.0) + 0.1 * k, 0.02 * k)  # noqa: E731
+    chosen = live(CostPlanner(costs(sloped, draft), most=12), 1, [chance] * 12, 1500, took=took)[500:]
+    tau = [sum(chance**i for i in range(k + 1)) for k in range(13)]
+    speed = sum(tau[k] for k in chosen) / sum(sum(took(k)) for k in chosen)
+    best = max(tau[k] / sum(took(k)) for k in range(13))
+    assert speed > 0.98 * best
+
+
 @pytest.mark.parametrize("chances", [[0.95] * 12, [0.0] * 12])
 def test_rows_that_are_still_read_say_nothing_of_the_guesses(chances):
     """A trial is of guesses, however long it takes until there are any; and one that comes to nothing still ends."""
@@ -165,13 +178,14 @@ def test_rows_that_are_still_read_say_nothing_of_the_guesses(chances):
 
 
 def test_a_planner_at_rest_does_not_think_again_whenever_a_row_comes_or_goes():
-    planner, decided, rests = CostPlanner(costs(STEEP), most=12), [], 0
+    planner, decided, rests, seconds = CostPlanner(costs(STEEP), most=12), [], 0, 8.0 * 40
     assert set(live(planner, 8, [0.0] * 12, 40, took=lambda k: (8.0 * (1 + k), 0.0))) == {0}
     decide = planner._decide
     planner._decide = lambda *args: (decided.append(len(args[0].rows)), decide(*args))
     for rounds in range(40, 240):
         some = batch(7 + rounds // 3 % 2)  # every third round
-        rests += not any(planner.plan(some, Stats(rounds=rounds, target_seconds=8.0 * rounds)).budget)
+        rests += not any(planner.plan(some, Stats(rounds=rounds, target_seconds=seconds)).budget)
+        seconds += len(some.rows)
     assert rests == 200
     assert 200 / 32 < len(decided) <= 200 / 8  # and yet it does when that has gone on for a while
     assert planner.arms[0].idle > 200  # rounds: what is not tried waits for its trial all the while
