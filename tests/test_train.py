@@ -20,6 +20,7 @@ from outrider.heads.formats.known import format_of
 from outrider.heads.store import read_trained
 from outrider.load import load_checkpoint
 from outrider.params import SamplingParams
+from outrider.train import slopes
 from outrider.train.kinds import KINDS
 from outrider.train.losses import LOSSES, Laws, parse, shortfall
 from outrider.train.pupil import make_pupil
@@ -135,6 +136,30 @@ def test_shortfall_has_a_slope_where_a_guess_is_sure_to_be_lost():
     alphas = torch.tensor([[1.0], [0.0], [0.5]], requires_grad=True)
     shortfall(alphas, torch.ones(3, 1, dtype=torch.bool)).sum().backward()
     assert alphas.grad.flatten().tolist() == pytest.approx([-1.0, -1.5, 0.0])
+
+
+@pytest.mark.parametrize("text", [*sorted(LOSSES), "ce:0.3,tv:0.7", "length", "kl:0.5,length:2"])
+@pytest.mark.parametrize("at_once", [14, 1 << 20])
+def test_a_few_places_at_a_time_have_the_slopes_of_all(at_once, text, monkeypatch):
+    monkeypatch.setattr(slopes, "_AT_ONCE", {"cpu": at_once})
+    losses, weights = parse(text), torch.arange(1.0, 6.0)
+
+    def run(judge):
+        logits = torch.randn(5, 7, generator=torch.Generator().manual_seed(4)).requires_grad_()
+        lost, kept = judge(logits)
+        whole = (lost * weights).sum()
+        (whole + kept.square().sum() if "length" in losses else whole).backward()
+        return lost, kept, logits.grad
+
+    def plain(logits):
+        laws = Laws(_laws().p, logits.log_softmax(-1))
+        single = [share * LOSSES[name](laws) for name, share in losses.items() if name != "length"]
+        return sum(single, torch.zeros(5)), laws.alpha
+
+    ours, theirs = run(lambda logits: slopes.judged(logits, _laws().p, losses)), run(plain)
+    assert ours[1].requires_grad == ("length" in losses)
+    for found, wanted in zip(ours, theirs, strict=True):
+        assert torch.allclose(found, wanted, atol=1e-6)
 
 
 def test_weights_of_losses():

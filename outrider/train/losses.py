@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
 
 import torch
@@ -18,14 +19,14 @@ from outrider.errors import OutriderError
 _LN2, _TINY = math.log(2), 1e-20
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Laws:
     """Over what the draft can guess."""
 
     p: torch.Tensor  # [*, Vd] the target's probabilities, which may sum to less than 1
     log_q: torch.Tensor  # [*, Vd] the draft's log-probabilities
 
-    @property
+    @cached_property
     def alpha(self) -> torch.Tensor:
         """[*] the share of drawn guesses that are kept: Leviathan et al. 2023, theorem 3.5."""
         return torch.minimum(self.p, self.log_q.exp()).sum(-1)

@@ -14,10 +14,11 @@ from torch import nn
 from torch.nn import functional
 
 from outrider.errors import OutriderError
-from outrider.train.losses import LENGTH, LOSSES, Laws, shortfall
+from outrider.train.losses import LENGTH, shortfall
 from outrider.train.optimiser import Optimiser
 from outrider.train.processes import total, world
 from outrider.train.pupil import Pupil
+from outrider.train.slopes import judged
 from outrider.train.steps import Texts
 
 STATE = "state.pt"
@@ -97,23 +98,20 @@ class Trainer:
         heres: list[torch.Tensor] = []
         for position, step in enumerate(self.pupil.unroll(texts, self._steps)):
             learn, weight = step.learn, step.weight * self._decay**position
-            laws = Laws(step.target, step.logits.float().log_softmax(-1))
-            for name, share in self._losses.items():
-                if name != LENGTH:
-                    lost = lost + weight * share * LOSSES[name](laws).sum()
+            losses, alpha = judged(step.logits, step.target, self._losses)
+            lost = lost + weight * losses.sum()
             if step.confidence is not None:  # beside what is asked for: it judges, and guesses nothing (DSpark)
                 lost = lost + weight * functional.binary_cross_entropy_with_logits(
-                    step.confidence, laws.alpha.detach().clamp(0, 1), reduction="sum"
+                    step.confidence, alpha.detach().clamp(0, 1), reduction="sum"
                 )
             if step.beside is not None:
                 beside = beside + step.beside
             sums.columns += 0 if position else float(learn.sum())
             if LENGTH in self._losses:
-                alphas.append(torch.zeros(learn.shape, device=self._device).masked_scatter(learn, laws.alpha))
+                alphas.append(torch.zeros(learn.shape, device=self._device).masked_scatter(learn, alpha))
                 heres.append(learn)
             if self.step % _WATCH == 0:
-                with torch.no_grad():
-                    sums.see(position, laws.alpha)
+                sums.see(position, alpha.detach())
         weights = sum(self._decay**position for position in range(self._steps))
         lost = lost / weights + beside
         return lost + self._losses[LENGTH] * _shortfall(alphas, heres) if alphas else lost
