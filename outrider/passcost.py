@@ -163,7 +163,7 @@ def _least_squares(points: Sequence[tuple[float, float, float]]) -> tuple[float,
     return (max(xz / xx, 0.0), 0.0) if xz * xz * yy > yz * yz * xx else (0.0, max(yz / yy, 0.0))
 
 
-_ALIKE, _ALONE = 0.3, 0.1  # how far the factors stray from what was measured: a, b and c together, and each by itself
+_ALIKE, _ALONE = 0.3, 0.2  # how far the factors stray from what was measured: a, b and c together, and each by itself
 # What is believed beforehand, in rounds that are known to a tenth: the inverse of the factors' covariance.
 _PRIOR = 0.01 * np.linalg.inv(_ALONE**2 * np.eye(4) + _ALIKE**2 * np.outer((1, 0, 1, 1), (1, 0, 1, 1)))
 _MEMORY = 0.97  # weight of a round seen one round earlier

@@ -78,7 +78,7 @@ class CostPlanner:
         self._usual = 0.0  # tokens of a completion, lately; 0: none has ended yet
         # Seconds that may go into the next trial, and what the arm in use has brought since it was taken up.
         self._credit, self._earned = inf, 0.0
-        self._unseen = 0  # rounds since one in which nobody guessed
+        self._unseen = inf  # rounds since one in which nobody guessed
         # Seconds of the rounds that it planned, and what plain decoding would have taken for the same tokens.
         self.spent_seconds = self.plain_seconds = 0.0
         self._found: dict[tuple[int, int, int], tuple[int, float]] = {}  # best k and gain, for some rounds
@@ -251,7 +251,7 @@ class CostPlanner:
         record = self.arms[arm]
         if record.costs.draft is None:
             return _FREE if record.says else _WORTHWHILE
-        return _STAYING if on else _STARTING
+        return (_STAYING if record.says else _GUESSING) if on else _WORTHWHILE
 
     def _few(self, batch: Batch, budget: tuple[int, ...]) -> tuple[int, ...]:
         """A trial takes a few rows alone, and the same ones: a draft model must read their texts first."""
@@ -391,7 +391,7 @@ def _at_most(k: int, batch: Batch) -> tuple[int, ...]:
 
 _GRAIN = 128  # cached tokens that make a difference
 _WORTHWHILE = 1.05  # expected speedup below which plain decoding is kept
-_STAYING, _STARTING = 1.02, 1.12  # the same of a draft model that has read the texts, and of one that would have to
+_STAYING, _GUESSING = 0.95, 1.02  # of a draft model in use: by what it brings, which varies, or by its best k
 _FREE = 0.99  # the same of what costs next to nothing, and may begin to pay with the next token
 _TRIED = 4  # guesses of a row in a trial where nobody says how good they are
 _LENGTH = 0.1  # weight of the last completion's length
