@@ -112,7 +112,7 @@ class Clock:
         self._costs = costs
         self._one = costs.target.base(1)
         self._least = costs.host + self._one
-        self._theta = [1.0, 0.0, 1.0, 1.0]  # a, g, b, c
+        self._theta = list(_USUAL)  # a, g, b, c
         self._known = _PRIOR.copy()
 
     @property
@@ -140,9 +140,10 @@ class Clock:
         terms = np.array((1.0, float(guesses), wide / self._least, deep / self._least))
         expected = float(terms @ self._theta)
         surprise = min(max(took / self._least, expected / 2), 2 * expected) - expected
-        self._known = _MEMORY * self._known + (1 - _MEMORY) * _PRIOR + np.outer(terms, terms)
-        moved = self._theta + surprise * np.linalg.solve(self._known, terms)
-        self._theta = np.maximum(moved, _LEAST).tolist()
+        believed = (1 - _MEMORY) * _PRIOR  # which comes in again as fast as rounds are forgotten
+        self._known = _MEMORY * self._known + believed + np.outer(terms, terms)
+        pull = surprise * terms + believed @ np.subtract(_USUAL, self._theta)
+        self._theta = np.maximum(self._theta + np.linalg.solve(self._known, pull), _LEAST).tolist()
 
 
 def _cost(read: dict[str, Any]) -> PassCost:
@@ -163,8 +164,10 @@ def _least_squares(points: Sequence[tuple[float, float, float]]) -> tuple[float,
     return (max(xz / xx, 0.0), 0.0) if xz * xz * yy > yz * yz * xx else (0.0, max(yz / yy, 0.0))
 
 
-_ALIKE, _ALONE = 0.3, 0.2  # how far the factors stray from what was measured: a, b and c together, and each by itself
-# What is believed beforehand, in rounds that are known to a tenth: the inverse of the factors' covariance.
-_PRIOR = 0.01 * np.linalg.inv(_ALONE**2 * np.eye(4) + _ALIKE**2 * np.outer((1, 0, 1, 1), (1, 0, 1, 1)))
+# How far rounds stray from what is expected, and the factors from what was measured: a, b and c together, each by itself.
+_NOISE, _ALIKE, _ALONE = 0.3, 0.3, 0.2
+# What is believed beforehand, in rounds: the inverse of the factors' covariance.
+_PRIOR = _NOISE**2 * np.linalg.inv(_ALONE**2 * np.eye(4) + _ALIKE**2 * np.outer((1, 0, 1, 1), (1, 0, 1, 1)))
+_USUAL = (1.0, 0.0, 1.0, 1.0)
 _MEMORY = 0.97  # weight of a round seen one round earlier
 _LEAST = (0.1, 0.0, 0.1, 0.1)

@@ -396,5 +396,5 @@ _FREE = 0.99  # the same of what costs next to nothing, and may begin to pay wit
 _TRIED = 4  # guesses of a row in a trial where nobody says how good they are
 _LENGTH = 0.1  # weight of the last completion's length
 _SPENT, _WASTED = 0.01, 0.004  # of the time, on trials that come to nothing, and where nothing has ever paid
-_LOOKING = 0.004  # of the time, on rounds without guesses to see what they take
+_LOOKING = 0.006  # of the time, on rounds without guesses to see what they take
 _PATIENCE_MOST = 512  # rounds without speculation before it is tried again
