@@ -164,7 +164,7 @@ def _least_squares(points: Sequence[tuple[float, float, float]]) -> tuple[float,
     return (max(xz / xx, 0.0), 0.0) if xz * xz * yy > yz * yz * xx else (0.0, max(yz / yy, 0.0))
 
 
-# How far rounds stray from what is expected, and the factors from what was measured: a, b and c together, each by itself.
+# How far rounds stray from what is expected, and factors from what was measured: a, b and c together, each by itself.
 _NOISE, _ALIKE, _ALONE = 0.3, 0.3, 0.2
 # What is believed beforehand, in rounds: the inverse of the factors' covariance.
 _PRIOR = _NOISE**2 * np.linalg.inv(_ALONE**2 * np.eye(4) + _ALIKE**2 * np.outer((1, 0, 1, 1), (1, 0, 1, 1)))
