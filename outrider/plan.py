@@ -12,10 +12,9 @@ from outrider.arms import FEW, PATIENCE, TRIAL, Arm, Load
 from outrider.cost import expected_tau
 from outrider.errors import OutriderError
 from outrider.passcost import Clock, CostModel
-from outrider.span import FIXED, Span
+from outrider.span import FIXED, Span, repeats
 from outrider.stats import Stats, Tally
-from outrider.types import Batch, Draft, Draw, Row
-from outrider.verify import EXACT
+from outrider.types import Batch, Draft, Row
 
 
 class Planner(Protocol):
@@ -71,7 +70,8 @@ class CostPlanner:
         self._span = Span(Load(rows=0, soon=0, feed=0, cached=0, left=0))
         self._k, self._keep, self._worth = 0, 0.0, cast(tuple[float, ...], ())  # what stands for the span
         self._price = 0.0  # seconds that a token is worth: what it takes at the present gain, without prompts
-        self._tried: set[int] = set()  # requests of the last trial
+        self._tried: set[int] = set()  # requests of the last trial, and all that were there when it began:
+        self._heard = frozenset[int]()
         self._rows: tuple[Row, ...] = ()  # of the last decision
         # Requests whose texts the arm in use has read, and those whose texts it had better not read.
         self._read, self._shut = frozenset[int](), frozenset[int]()
@@ -87,7 +87,7 @@ class CostPlanner:
         if self._span.idles(batch, stats.rounds):
             self._span.rounds += 1
             return replace(batch, budget=(0,) * len(batch.rows))
-        if any(self._fixed(row) for row in batch.rows):
+        if any(repeats(row, self._replay) for row in batch.rows):
             self._span = Span(Load.of(batch))
             return replace(batch, budget=_at_most(FIXED, batch))
         load, aside = Load.of(batch), any(row.request.arm is not None for row in batch.rows)
@@ -115,13 +115,6 @@ class CostPlanner:
             self._span.guessing += sum(map(bool, budget))
         return replace(batch, budget=budget, keep=self._keep, worth=self._worth, arm=max(self._span.arm, 0))
 
-    def _fixed(self, row: Row) -> bool:
-        """Whether its user expects to see the text again, and guesses have a part in it."""
-        asked = row.request.params
-        if asked.seed is None or not asked.temperature:
-            return False
-        return self._replay if asked.verifier is None else EXACT[asked.verifier].draw is Draw.SAMPLE
-
     def _decide(self, batch: Batch, load: Load) -> None:
         for row in self._rows:
             if row.finish:
@@ -145,7 +138,11 @@ class CostPlanner:
         """Whether most texts are new to a draft model that has gone on with others: they may be of another kind."""
         if self.arms[arm].costs.draft is None or load.rows <= FEW or arm != self._span.arm or self._span.few:
             return False
-        return sum(row.request.id not in self._read for row in batch.rows) > len(batch.rows) / 2
+        return self._strange(self._read)
+
+    def _strange(self, known: frozenset[int]) -> bool:
+        """Whether most rows are other requests than these, and so perhaps texts of another kind."""
+        return sum(row.request.id not in known for row in self._rows) > len(self._rows) / 2
 
     def trim(self, batch: Batch, draft: Draft) -> Draft:
         span = self._span
@@ -218,6 +215,7 @@ class CostPlanner:
         arm = max(due, key=lambda arm: self.arms[arm].idle)
         if not running:
             self.arms[arm].try_again()
+            self._heard = frozenset(row.request.id for row in self._rows)
         return arm
 
     def _due(self, arm: int, load: Load, gain: float) -> bool:
@@ -231,9 +229,9 @@ class CostPlanner:
             return False
         plain = self._clock.at(load.rows, rows=load.rows, cached=load.cached)
         cost = self._trial_seconds(record, load, plain) + TRIAL * plain * max(gain - 1, 0.0)
-        # Nobody saves up for two trials, nor goes without one for ever.
-        self._credit = min(max(self._credit, cost - self._share() * _PATIENCE_MOST * plain), cost)
-        return self._credit + min(self._earned, 0.0) >= cost
+        # Nobody saves up for three trials, nor goes without one for ever; and texts that one was of wait for others.
+        self._credit = min(max(self._credit, cost - self._share() * _PATIENCE_MOST * plain), 2 * cost)
+        return self._credit + min(self._earned, 0.0) >= (cost if self._strange(self._heard) else 2 * cost)
 
     def _share(self) -> float:
         """Of the time, for trials that come to nothing."""

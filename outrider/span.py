@@ -7,7 +7,8 @@ from itertools import zip_longest
 
 from outrider.arms import Load, Outcome
 from outrider.stats import Stats
-from outrider.types import Batch, Row
+from outrider.types import Batch, Draw, Row
+from outrider.verify import EXACT
 
 FIXED = 4  # guesses where a seed must reproduce the text, or a request names who guesses
 _SPAN, _PLAIN = 4, 32  # rounds that a decision stands, and one to guess nothing
@@ -100,6 +101,14 @@ class Span:
             accepted=_less(after.accepted, before.accepted),
             propose=after.propose_seconds - before.propose_seconds,
         )
+
+
+def repeats(row: Row, replay: bool) -> bool:
+    """Whether its user expects to see the text again, and guesses have a part in it: always so, with `replay`."""
+    asked = row.request.params
+    if asked.seed is None or not asked.temperature:
+        return False
+    return replay if asked.verifier is None else EXACT[asked.verifier].draw is Draw.SAMPLE
 
 
 def _less(after: tuple[int, ...], before: tuple[int, ...]) -> tuple[int, ...]:
