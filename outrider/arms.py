@@ -51,7 +51,7 @@ class Outcome:
     reached: tuple[int, ...]  # as in `Stats`, of these rounds alone
     accepted: tuple[int, ...]
     depth: int  # of the deepest guess that was drafted in each
-    propose: float  # seconds
+    propose: float  # seconds, without those in which texts were read for the first time
 
 
 class Arm:
@@ -125,6 +125,10 @@ class Arm:
         """What one more guess of each of so many rows costs in drafting, for each."""
         return self._pace * self._draft(rows, cached) / rows
 
+    def reading(self, rows: int, cached: float) -> float:
+        """Seconds in which a draft model reads the texts of so many rows, of so many tokens each."""
+        return 0.0 if self.costs.draft is None else self.costs.draft(rows * cached, rows=rows, cached=cached / 2)
+
     def learn(self, seen: Outcome, cached: float) -> None:
         """From rounds of its own."""
         for i, met, kept in zip(range(len(self._met)), seen.reached, seen.accepted, strict=False):
@@ -133,9 +137,9 @@ class Arm:
             self._kept[i] = self._kept[i] * fade + kept
         # A round in which a draft model first reads a text says little of the next one.
         depth = seen.depth / seen.rounds
-        most = 1 + depth * max(self._pace, 1.0) * 2 if self.costs.draft else inf
+        least, most = (depth, 1 + depth * max(self._pace, 1.0) * 2) if self.costs.draft else (0.0, inf)
         unit = self._unit(max(round(seen.rows / seen.rounds), 1), cached)
-        drafted = min(seen.propose / seen.rounds / unit, most)
+        drafted = min(max(seen.propose / seen.rounds / unit, least), most)
         for means in (self._means, self._late):
             means.learn(seen, drafted)
         self._pace += seen.rounds * _PACE * (drafted / max(depth, 1.0) - self._pace)

@@ -108,12 +108,19 @@ class CostPlanner:
         if self._span.few:
             budget = self._few(batch, budget)
         if self._span.rounds == 1 and self._span.arm >= 0:
-            self._read |= {row.request.id for row, most in zip(batch.rows, budget, strict=True) if most}
+            self._begin(batch, budget)
         if aside:
             budget = self._span.aside(batch, budget)
         else:
             self._span.guessing += sum(map(bool, budget))
         return replace(batch, budget=budget, keep=self._keep, worth=self._worth, arm=max(self._span.arm, 0))
+
+    def _begin(self, batch: Batch, budget: tuple[int, ...]) -> None:
+        """Note whose texts are read now for the first time."""
+        for row, start, most in zip(batch.rows, batch.start, budget, strict=True):
+            if most and row.request.id not in self._read:
+                self._span.reading += self.arms[self._span.arm].reading(1, start)
+        self._read |= {row.request.id for row, most in zip(batch.rows, budget, strict=True) if most}
 
     def _decide(self, batch: Batch, load: Load) -> None:
         for row in self._rows:
@@ -239,10 +246,11 @@ class CostPlanner:
 
     def _trial_seconds(self, record: Arm, load: Load, plain: float) -> float:
         """What a trial takes that comes to nothing, where a round without guesses takes `plain`."""
-        few, draft = min(load.rows, FEW), record.costs.draft
-        reading = draft(few * load.cached, rows=few, cached=load.cached / 2) if draft else 0.0
+        few = min(load.rows, FEW)
         wide = self._clock.verify(load.rows, few * _TRIED / load.rows, cached=load.cached)
-        return reading + TRIAL * (wide - plain + _TRIED * record.guess_seconds(few, load.cached) * few)
+        return record.reading(few, load.cached) + TRIAL * (
+            wide - plain + _TRIED * record.guess_seconds(few, load.cached) * few
+        )
 
     def _bar(self, arm: int, *, on: bool) -> float:
         """The gain from which an arm is used: one whose guesses are free may as well stay on and be trimmed."""
@@ -264,11 +272,8 @@ class CostPlanner:
 
         What is left of a text is guessed as if it could end with any token.
         """
-        draft = self.arms[arm].costs.draft
-        if draft is None:
-            return True
-        reading = draft(load.rows * load.cached, rows=load.rows, cached=load.cached / 2)
-        return self._wins(gain, load.left, load) * load.rows > 2 * reading
+        reading = self.arms[arm].reading(load.rows, load.cached)
+        return not reading or self._wins(gain, load.left, load) * load.rows > 2 * reading
 
     def _wins(self, gain: float, left: float, load: Load) -> float:
         """Seconds that guesses save until a row ends that may emit so many tokens."""
@@ -277,16 +282,11 @@ class CostPlanner:
 
     def _dear(self, arm: int, gain: float, load: Load, batch: Batch) -> frozenset[int]:
         """Requests whose texts a draft model has not read, and which win less by guesses than that takes."""
-        draft = self.arms[arm].costs.draft
-        if draft is None:
-            return frozenset()
-        read = self._read if arm == self._span.arm else ()
+        record, read = self.arms[arm], self._read if arm == self._span.arm else ()
         return frozenset(
             row.request.id
             for row, most, cached in zip(batch.rows, batch.budget, batch.start, strict=True)
-            if most
-            and row.request.id not in read
-            and self._wins(gain, 1 + most, load) < draft(cached, rows=1, cached=cached / 2)
+            if most and row.request.id not in read and self._wins(gain, 1 + most, load) < record.reading(1, cached)
         )
 
     def _ask(self, arm: int, load: Load) -> int:

@@ -31,6 +31,7 @@ class Span:
     depth: int = 0  # of each round's deepest guess, summed
     rows: tuple[Row, ...] = ()  # that it was decided for
     plain: bool = False  # nobody guesses
+    reading: float = 0.0  # seconds that it should take a draft model to read texts that were new to it
     mixed: bool = False  # some rows chose their proposer themselves; of the others, passes and guesses before:
     free: dict[Row, tuple[int, int]] = field(default_factory=dict)
 
@@ -99,7 +100,7 @@ class Span:
             depth=self.depth,
             reached=_less(after.reached, before.reached),
             accepted=_less(after.accepted, before.accepted),
-            propose=after.propose_seconds - before.propose_seconds,
+            propose=max(after.propose_seconds - before.propose_seconds - self.reading, 0.0),
         )
 
 
