@@ -135,7 +135,7 @@ class Arm:
             fade = _MEMORY**met
             self._met[i] = self._met[i] * fade + met
             self._kept[i] = self._kept[i] * fade + kept
-        # A round in which a draft model first reads a text says little of the next one.
+        # A guess takes a pass; and a round in which a draft model still reads a new text says little of the next one.
         depth = seen.depth / seen.rounds
         least, most = (depth, 1 + depth * max(self._pace, 1.0) * 2) if self.costs.draft else (0.0, inf)
         unit = self._unit(max(round(seen.rows / seen.rounds), 1), cached)

@@ -127,16 +127,14 @@ class Clock:
     def at(self, columns: float, *, rows: int, cached: float) -> float:
         """Expected seconds of a round, without its drafting and `extra`, over `columns` in all."""
         a, _, b, c = self._theta
-        target = self._costs.target
-        wide, deep = target.base(columns) - self._one, target.deep(columns, rows=rows, cached=cached)
+        wide, deep = self._beyond(columns, rows, cached)
         return a * self._least + b * wide + c * deep
 
     def learn(self, columns: float, rows: int, cached: float, took: float, *, guesses: bool) -> None:
         """From a round that took so many seconds; an outlier counts as much as twice or half of what was expected."""
-        target = self._costs.target
-        if columns > target.columns[-1]:
+        if columns > self._costs.target.columns[-1]:
             return  # beyond what was measured nobody knows what to expect
-        wide, deep = target.base(columns) - self._one, target.deep(columns, rows=rows, cached=cached)
+        wide, deep = self._beyond(columns, rows, cached)
         terms = np.array((1.0, float(guesses), wide / self._least, deep / self._least))
         expected = float(terms @ self._theta)
         surprise = min(max(took / self._least, expected / 2), 2 * expected) - expected
@@ -144,6 +142,11 @@ class Clock:
         self._known = _MEMORY * self._known + believed + np.outer(terms, terms)
         pull = surprise * terms + believed @ np.subtract(_USUAL, self._theta)
         self._theta = np.maximum(self._theta + np.linalg.solve(self._known, pull), _LEAST).tolist()
+
+    def _beyond(self, columns: float, rows: int, cached: float) -> tuple[float, float]:
+        """Measured seconds for columns after the first, and for what is cached."""
+        target = self._costs.target
+        return target.base(columns) - self._one, target.deep(columns, rows=rows, cached=cached)
 
 
 def _cost(read: dict[str, Any]) -> PassCost:
@@ -164,10 +167,10 @@ def _least_squares(points: Sequence[tuple[float, float, float]]) -> tuple[float,
     return (max(xz / xx, 0.0), 0.0) if xz * xz * yy > yz * yz * xx else (0.0, max(yz / yy, 0.0))
 
 
+_USUAL = (1.0, 0.0, 1.0, 1.0)  # a, g, b, c
 # How far rounds stray from what is expected, and factors from what was measured: a, b and c together, each by itself.
 _NOISE, _ALIKE, _ALONE = 0.3, 0.3, 0.2
 # What is believed beforehand, in rounds: the inverse of the factors' covariance.
-_PRIOR = _NOISE**2 * np.linalg.inv(_ALONE**2 * np.eye(4) + _ALIKE**2 * np.outer((1, 0, 1, 1), (1, 0, 1, 1)))
-_USUAL = (1.0, 0.0, 1.0, 1.0)
+_PRIOR = _NOISE**2 * np.linalg.inv(_ALONE**2 * np.eye(4) + _ALIKE**2 * np.outer(_USUAL, _USUAL))
 _MEMORY = 0.97  # weight of a round seen one round earlier
 _LEAST = (0.1, 0.0, 0.1, 0.1)

@@ -117,10 +117,10 @@ class CostPlanner:
 
     def _begin(self, batch: Batch, budget: tuple[int, ...]) -> None:
         """Note whose texts are read now for the first time."""
-        for row, start, most in zip(batch.rows, batch.start, budget, strict=True):
-            if most and row.request.id not in self._read:
-                self._span.reading += self.arms[self._span.arm].reading(1, start)
-        self._read |= {row.request.id for row, most in zip(batch.rows, budget, strict=True) if most}
+        able = {row.request.id: start for row, start, most in zip(batch.rows, batch.start, budget, strict=True) if most}
+        arm = self.arms[self._span.arm]
+        self._span.reading = sum(arm.reading(1, start) for id, start in able.items() if id not in self._read)
+        self._read |= able.keys()
 
     def _decide(self, batch: Batch, load: Load) -> None:
         for row in self._rows:
@@ -248,9 +248,8 @@ class CostPlanner:
         """What a trial takes that comes to nothing, where a round without guesses takes `plain`."""
         few = min(load.rows, FEW)
         wide = self._clock.verify(load.rows, few * _TRIED / load.rows, cached=load.cached)
-        return record.reading(few, load.cached) + TRIAL * (
-            wide - plain + _TRIED * record.guess_seconds(few, load.cached) * few
-        )
+        reading, guess = record.reading(few, load.cached), record.guess_seconds(few, load.cached)
+        return reading + TRIAL * (wide - plain + _TRIED * guess * few)
 
     def _bar(self, arm: int, *, on: bool) -> float:
         """The gain from which an arm is used: one whose guesses are free may as well stay on and be trimmed."""
@@ -283,6 +282,8 @@ class CostPlanner:
     def _dear(self, arm: int, gain: float, load: Load, batch: Batch) -> frozenset[int]:
         """Requests whose texts a draft model has not read, and which win less by guesses than that takes."""
         record, read = self.arms[arm], self._read if arm == self._span.arm else ()
+        if record.costs.draft is None:
+            return frozenset()
         return frozenset(
             row.request.id
             for row, most, cached in zip(batch.rows, batch.budget, batch.start, strict=True)
@@ -372,8 +373,7 @@ class CostPlanner:
             plain = each * emitted / rows + (fed - each) * span.rounds
             if span.arm >= 0 and not span.mixed:
                 extra = emitted - rows * span.rounds
-                columns = rows + span.load.feed + span.guesses / span.rounds
-                wide = self._clock.at(columns, rows=rows, cached=cached) + self._clock.extra * bool(span.guesses)
+                wide = self._clock.verify(rows, span.guesses / span.rounds / rows, cached=cached, feed=span.load.feed)
                 # By what passes should have taken: they differ from that by more than a few guesses cost.
                 brought = each * extra / rows - (wide - fed) * span.rounds - propose
                 self._earned += brought

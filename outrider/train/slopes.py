@@ -64,6 +64,6 @@ class _Judged(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *moved: torch.Tensor) -> tuple[torch.Tensor | None, None, None]:
+    def backward(ctx: Any, *moved: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         parts = [moved[i][:, None] * slope for i, slope in zip(ctx.wanted, ctx.saved_tensors, strict=True)]
-        return sum(parts[1:], parts[0]) if parts else None, None, None
+        return sum(parts[1:], parts[0]), None, None
