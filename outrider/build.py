@@ -13,7 +13,7 @@ import torch
 from outrider.cache.base import Cache, Caching
 from outrider.calibrate import known_costs
 from outrider.check import check_target
-from outrider.embedded import embedded
+from outrider.embedded import embedded, model_folder
 from outrider.engine import Engine
 from outrider.errors import OutriderError
 from outrider.load import Checkpoint, load_checkpoint
@@ -140,7 +140,7 @@ def load_target(
     bits = weight_bits(quantize)
     if rows < 1:
         raise OutriderError(f"rows is {rows}; it must be at least 1")
-    checkpoint = load_checkpoint(target or embedded("mini"), dtype=full_dtype(dtype, bits), device=device)
+    checkpoint = load_checkpoint(model_folder(target), dtype=full_dtype(dtype, bits), device=device)
     model = make_target(checkpoint, slots=rows, context=_context(context, checkpoint), kernels=kernels, bits=bits)
     check_target(model, checkpoint)
     return Loaded(checkpoint=checkpoint, model=model, kernels=kernels)
@@ -273,7 +273,7 @@ def full_dtype(dtype: str, bits: int) -> str:
 
 def default_proposer(target: str | Path | None) -> str:
     """The embedded draft for the embedded target, and for any other what costs nothing."""
-    return f"draft:{embedded('nano')}" if target is None else "ngram"
+    return f"draft:{embedded('nano')}" if model_folder(target) == embedded("mini") else "ngram"
 
 
 def find_verifier(name: str | None, proposer: str | Maker) -> Verifier:

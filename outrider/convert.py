@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from outrider.embedded import model_folder
 from outrider.errors import OutriderError
 from outrider.heads.description import Description
 from outrider.heads.files import read_partner, write_folder
@@ -36,8 +37,8 @@ def run_convert(folder: str, *, to: str, out: str, target: str | None, console: 
     path = Path(out).expanduser()
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise OutriderError(f"{out} is there already; give a folder that is empty or new")
-    partner = read_partner(target) if target else None
-    found = checked(folder, partner)
+    partner = read_partner(model_folder(target)) if target else None
+    found = checked(model_folder(folder), partner)
     if format is None:
         config, tensors, file = {"model_type": KEY, KEY: found.description.to_json()}, found.weights, WEIGHTS
     else:

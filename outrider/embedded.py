@@ -20,3 +20,14 @@ def embedded(name: str) -> Path:
         known = ", ".join(sorted(f"@{file.parent.name}" for file in _MODELS.glob("*/config.json")))
         raise OutriderError(f"@{name} does not come with Outrider; use {known}")
     return folder
+
+
+def model_folder(name: str | Path | None) -> Path:
+    """What a user calls a model: a folder, or `@NAME`, one of these; None is the target among them.
+
+    Raises:
+        OutriderError: `@NAME` is none of these.
+    """
+    if name is None:
+        return embedded("mini")
+    return embedded(text[1:]) if (text := str(name)).startswith("@") else Path(text).expanduser()

@@ -35,7 +35,7 @@ from outrider.datastore import (
     sort_suffixes,
     vocabulary,
 )
-from outrider.embedded import embedded
+from outrider.embedded import model_folder
 from outrider.errors import OutriderError
 
 FIELDS = ("text", "prompt", "messages")  # of a line of JSON, the first that it has
@@ -70,7 +70,7 @@ def run_index(
     place, paths = Path(out).expanduser(), [Path(file).expanduser() for file in files]
     check_place(place, force=force)
     _check_files(paths, field)
-    tokenizer = _load_tokenizer(Path(target).expanduser() if target else embedded("mini"))
+    tokenizer = _load_tokenizer(model_folder(target))
     vocab, documents = vocabulary(tokenizer), list[Tokens]()
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         reading = progress.add_task("reading", total=sum(path.stat().st_size for path in paths))

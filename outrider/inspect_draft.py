@@ -13,6 +13,7 @@ from rich.console import Console
 
 from outrider.cache.base import Caching
 from outrider.convert import checked
+from outrider.embedded import model_folder
 from outrider.errors import OutriderError
 from outrider.heads.description import Block, Body, Description, FuseNorm, JoinAt, Kind, Recycle
 from outrider.heads.files import read_partner
@@ -53,7 +54,7 @@ class Probe:
     checklist: tuple[str, ...]  # what to look at, where the agreement is low
 
 
-def probe(folder: str, target: str, *, dtype: str = "auto") -> Probe:
+def probe(folder: str | Path, target: str, *, dtype: str = "auto") -> Probe:
     """Let a target write greedily beside a draft that makes one guess a round.
 
     Raises:
@@ -74,7 +75,7 @@ def probe(folder: str, target: str, *, dtype: str = "auto") -> Probe:
         raise OutriderError(f"{folder} made no guess; give a target that goes on with a text")
     agreement = stats.accepted[0] / stats.reached[0]
     low = agreement < ENOUGH
-    look = checklist(checked(folder, read_partner(target)).description) if low else ()
+    look = checklist(checked(folder, read_partner(model_folder(target))).description) if low else ()
     return Probe(agreement=agreement, guesses=stats.reached[0], checklist=look)
 
 
@@ -115,13 +116,13 @@ def run_inspect(folder: str, *, target: str | None = None, as_json: bool = False
     Raises:
         OutriderError: there is no draft, it is damaged, or it belongs to another target.
     """
-    say = Teller(Console(stderr=as_json))
+    say, place = Teller(Console(stderr=as_json)), model_folder(folder)
     try:
-        document = _told(checked(folder, read_partner(target) if target else None), say)
+        document = _told(checked(place, read_partner(model_folder(target)) if target else None), say)
     except Unowned as reason:
-        document = _unowned(folder, reason, say)
+        document = _unowned(place, reason, say)
     if target:
-        seen = probe(folder, target)
+        seen = probe(place, target)
         say("first guess", f"right in {seen.agreement:.0%} of {seen.guesses} places, in texts that the target wrote")
         for line in seen.checklist:
             say("check", line)
@@ -153,9 +154,9 @@ def _told(found: Trained, say: Teller) -> dict[str, Any]:
     return {"format": found.format, **sizes, "left_aside": left, "description": found.description.to_json()}
 
 
-def _unowned(folder: str, reason: Unowned, say: Teller) -> dict[str, Any]:
+def _unowned(folder: Path, reason: Unowned, say: Teller) -> dict[str, Any]:
     """What can be said of a draft whose target must be known."""
-    found = find(Path(folder).expanduser())
+    found = find(folder)
     assert found is not None
     at = found.format.module(found.stored) or ""
     sizes = _sizes(value for name, value in found.stored.items() if name.startswith(at))

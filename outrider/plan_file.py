@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from outrider.build import default_proposer
-from outrider.embedded import embedded
+from outrider.embedded import model_folder
 from outrider.errors import OutriderError
 from outrider.plan import CostPlanner, Planner
 from outrider.proposers import Expression, Maker, parse
@@ -108,7 +108,7 @@ def restored(
     if path is None:
         return None
     guesser = proposer or default_proposer(target)
-    file = PlanFile(path, target=target or embedded("mini"), proposer=guesser, quantize=quantize)
+    file = PlanFile(path, target=model_folder(target), proposer=guesser, quantize=quantize)
     file.restore(planner)
     return file
 

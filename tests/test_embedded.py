@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from typer.testing import CliRunner
 
-from outrider.embedded import embedded
+from outrider.build import default_proposer
+from outrider.cli import app
+from outrider.embedded import embedded, model_folder
 from outrider.errors import OutriderError
 from outrider.llm import LLM
 from outrider.params import SamplingParams
@@ -21,6 +24,52 @@ def test_they_are_named_in_expressions():
 def test_others_are_refused(name):
     with pytest.raises(OutriderError, match="does not come with Outrider; use @"):
         parse(f"draft:@{name}")
+
+
+def test_a_folder_may_be_named_so(tmp_path, monkeypatch):
+    assert model_folder("@mini") == model_folder(None) == embedded("mini")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert model_folder("~/mini") == tmp_path / "mini"
+    assert default_proposer("@mini") == default_proposer(None) != default_proposer("~/mini")
+    with pytest.raises(OutriderError, match="@nobody does not come with Outrider; use @"):
+        model_folder("@nobody")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["inspect", "@mtp", "--target", "@mini"],
+        ["convert", "@eagle31", "--to", "eagle3-speculators", "--out", "out", "--target", "@mini"],
+        ["index", "a.txt", "--out", "out", "--target", "@mini"],
+        ["project", "--target", "@mini", "--machine", "L4", "--alpha", "0.8"],
+        ["run", "--target", "@mini", "--max-tokens", "2", "one"],
+    ],
+)
+def test_verbs_know_them(words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("def add(a, b):\n    return a + b\n")
+    strange = ["@nobody" if word == "@mini" else word for word in words]
+    assert "@nobody does not come with Outrider" in CliRunner().invoke(app, strange).output
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, done.output
+
+
+def test_training_goes_on_from_one_of_them(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"prompt": "one"}\n' * 4)
+    words = [
+        "train",
+        "medusa",
+        "--target",
+        "@mini",
+        "--draft",
+        "@medusa",
+        "--depth",
+        "2",
+        "--out",
+        str(tmp_path / "out"),
+    ]
+    done = CliRunner().invoke(app, [*words, "--data", str(tmp_path / "a.jsonl")])
+    assert "@medusa has its shape; leave --depth" in done.output
 
 
 def test_the_draft_by_its_name_is_the_default():

@@ -16,7 +16,7 @@ from outrider.audit.prompts import Prompt, read_prompts
 from outrider.audit.replay import cases, replay
 from outrider.audit.report import Meter, show
 from outrider.build import default_proposer, find_verifier, weight_bits
-from outrider.embedded import embedded
+from outrider.embedded import model_folder
 from outrider.errors import OutriderError
 from outrider.machine import commit, hardware, use_threads, versions
 from outrider.verify import Verifier
@@ -70,7 +70,7 @@ def run_audit(
     use_threads(threads)
     began, spec = perf_counter(), proposer or default_proposer(target)
     task = _Task(
-        target=target or str(embedded("mini")),
+        target=str(model_folder(target)),
         proposer=spec,
         rule=find_verifier(verifier, spec),
         prompts=read_prompts(prompts),

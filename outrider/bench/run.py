@@ -21,7 +21,7 @@ from outrider.bench.settings import Settings
 from outrider.bench.sweep import Place, guessers, home, places, sweeps
 from outrider.build import auto_planner, default_proposer, weight_bits
 from outrider.cache.base import Caching
-from outrider.embedded import embedded
+from outrider.embedded import model_folder
 from outrider.llm import LLM
 from outrider.native.target import NativeTarget
 from outrider.params import AUTO
@@ -153,7 +153,7 @@ def _compile_seconds(llm: LLM) -> float:
 
 
 def _target(settings: Settings) -> Path:
-    return Path(settings.target or embedded("mini")).expanduser()
+    return model_folder(settings.target)
 
 
 def _draft(settings: Settings) -> Path | None:

@@ -6,10 +6,10 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from outrider.embedded import model_folder
 from outrider.errors import OutriderError
 from outrider.projection import Attention, Experts, Model
 
@@ -41,7 +41,7 @@ def find_model(name: str, bits: Bits) -> Model:
         return read_model(settings, bits, name=title)
     if found := _SIZE.fullmatch(name):
         return typical(float(found[1]) * (1e9 if found[2].upper() == "B" else 1e6), bits)
-    folder = Path(name).expanduser()
+    folder = model_folder(name)
     if not (folder / "config.json").is_file():
         raise OutriderError(
             f"{name} is no folder with a config.json, and no size; use a folder, a size such as 8B or 1.5B, or one of"

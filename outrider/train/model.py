@@ -15,6 +15,7 @@ from torch import nn
 from transformers.utils import logging as transformers_logging
 
 from outrider.attention import NAME
+from outrider.embedded import model_folder
 from outrider.errors import OutriderError
 from outrider.heads.description import Taps, View
 from outrider.load import Checkpoint, load_checkpoint
@@ -78,7 +79,7 @@ class ModelPupil:
         write_model(folder, self._checkpoint)
 
 
-def teachable(folder: str, device: torch.device) -> Checkpoint:
+def teachable(folder: Path, device: torch.device) -> Checkpoint:
     """A model whose weights can be trained, in float32, with attention that has slopes.
 
     Raises:
@@ -125,7 +126,7 @@ def write_model(folder: Path, checkpoint: Checkpoint) -> None:
             transformers_logging.enable_progress_bar()
 
 
-def _folder(settings: Settings) -> str:
+def _folder(settings: Settings) -> Path:
     """Where the draft lies that is to be trained; and no option is ignored."""
     shaping = {
         "--depth": settings.depth,
@@ -139,6 +140,7 @@ def _folder(settings: Settings) -> str:
         raise OutriderError(f"{given[0]} shapes a new draft, and a draft model has its shape; leave it out")
     if not settings.draft:
         raise OutriderError(f"the kind {DRAFT} goes on training a small model; name its folder with --draft DIR")
-    if Path(settings.draft).expanduser().resolve() == Path(settings.out).expanduser().resolve():
+    folder = model_folder(settings.draft)
+    if folder.resolve() == Path(settings.out).expanduser().resolve():
         raise OutriderError(f"--draft and --out are both {settings.out}; write into another folder")
-    return settings.draft
+    return folder

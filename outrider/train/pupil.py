@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from outrider.embedded import model_folder
 from outrider.errors import OutriderError
 from outrider.heads.description import Description, Taps, View
 from outrider.heads.runners import make_head_target
@@ -172,7 +173,7 @@ def _shape(settings: Settings, setup: Setup, tables: Tables) -> Shape:
 def _begun(settings: Settings, wanted: Description, setup: Setup) -> HeadModule:
     """A draft that was trained before, to go on with."""
     assert settings.draft is not None
-    module = read_head(settings.draft, dtype=torch.float32, device=setup.device).requires_grad_(True)
+    module = read_head(model_folder(settings.draft), dtype=torch.float32, device=setup.device).requires_grad_(True)
     it = module.description
     shaping = (settings.depth, settings.ffn, settings.draft_vocab, settings.guesses, settings.own_head)
     if any(option not in (0, None) for option in shaping) or settings.modules > 1 or settings.mask_token is not None:

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from outrider import machine
-from outrider.embedded import embedded
+from outrider.embedded import model_folder
 from outrider.errors import OutriderError
 from outrider.plan_file import model_print
 from outrider.prompts import Prompt
@@ -57,7 +57,7 @@ class Training:
         found = read_prompts(settings.data, limit=settings.limit)
         texts, held = split(found, settings.held_out, seed=settings.seed)
         self._out = Path(settings.out).expanduser()
-        self._target = Path(settings.target).expanduser() if settings.target else embedded("mini")
+        self._target = model_folder(settings.target)
         self._identity = _identity(kind, settings, self._target)
         state = _state(self._out, self._identity, restart=settings.restart)
         machine.use_threads(settings.threads)
@@ -196,7 +196,7 @@ def _state(folder: Path, identity: str, *, restart: bool) -> dict[str, Any] | No
 
 def _identity(kind: str, settings: Settings, target: Path) -> str:
     """What two runs must have in common if one is to go on with the other's weights."""
-    draft = model_print(Path(settings.draft)) if settings.draft else None
+    draft = model_print(model_folder(settings.draft)) if settings.draft else None
     facts = {"kind": kind, "target": model_print(target), "draft": draft, "processes": world()}
     return json.dumps({**facts, **settings.identity(), "data": _hashes(settings)}, sort_keys=True)
 

@@ -48,7 +48,7 @@ class Settings:
         typer.Option(metavar="FILE", help="JSON lines with prompt or messages. Repeatable.", rich_help_panel=_DATA),
     ]
     target: Annotated[
-        str | None, typer.Option(metavar="DIR", help="Folder of the target. Default: the embedded one.")
+        str | None, typer.Option(metavar="DIR", help="Folder of the target. Default: @mini, which comes along.")
     ] = None
     held_out: Annotated[
         str | None,

@@ -8,6 +8,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from outrider.embedded import model_folder
 from outrider.errors import OutriderError
 from outrider.plan_file import model_folders, model_print
 from outrider.tune.names import absolute
@@ -23,7 +24,7 @@ Options = TypeVar("Options")
 def settings_dict(settings: Settings, *, proposer: str, k: int | str, verifier: str) -> dict[str, Any]:
     """What to run, with folders that mean the same wherever the file is read from, and hashes of the models."""
     found = absolute(proposer)
-    target = None if settings.target is None else str(Path(settings.target).expanduser().resolve())
+    target = None if settings.target is None else str(model_folder(settings.target).resolve())
     # The embedded target comes with the program, wherever that is.
     folders = [*([Path(target)] if target else ()), *model_folders(found)]
     return {
