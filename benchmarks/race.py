@@ -6,7 +6,9 @@
 
 An entry is a proposer and the k it is run with; plain decoding is always there. `hopeless` guesses at random. Entries
 share the target's weights and nothing else. Sampled texts end in different places, so give a batch several times as
-many prompts (--limit) as rows; with --verifier coupled all entries write the same texts, at some cost in acceptance.
+many prompts (--limit) as rows, or have all go on to the same length (--ignore-eos); with --verifier coupled all entries
+write the same texts, at some cost in acceptance. `none@0` is plain decoding once more: where it lies beside 1 is how
+far chance goes.
 With --fresh each round begins with proposers and planners that know nothing, and what is remembered of finished outputs
 is of other prompts; without it they go on learning, as in a server. Prints a table and, in its last line, a document.
 """
@@ -133,6 +135,7 @@ def main(
     rounds: Annotated[int, typer.Option(help="How often all is measured.")] = 5,
     fresh: Annotated[bool, typer.Option("--fresh", help="Forget between rounds.")] = False,
     verifier: Annotated[str | None, typer.Option(help="Of all entries. Default: what suits each.")] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="All texts get as long as they may.")] = False,
 ) -> None:
     """Race them, and print what came out."""
     asked = [Entry(entry.rpartition("@")[0], k) for entry in entries for k in entry.rpartition("@")[2].split(",")]
@@ -144,7 +147,7 @@ def main(
         category: list(islice(cycle([line["prompt"] for line in some]), limit))
         for category, some in groupby(lines, key=lambda line: str(line["category"]))
     }
-    params = SamplingParams(temperature=temperature, top_p=top_p, max_tokens=128)
+    params = SamplingParams(temperature=temperature, top_p=top_p, max_tokens=128, ignore_eos=ignore_eos)
     scores = {(name, category): Score() for name in names for category in texts}
     settings: dict[str, Any] = {"dtype": "auto", "kernels": "auto", "quantize": None, "device": "cpu"}
     # One copy of the weights for all: where a copy comes to lie in memory is worth some percent.
@@ -166,6 +169,7 @@ def main(
         "rounds": rounds,
         "fresh": fresh,
         "verifier": verifier,
+        "ignore_eos": ignore_eos,
         "hardware": hardware("cpu"),
         "versions": versions(),
         "scores": [{"entry": name, "category": c, **_figures(names, scores, name, c)} for name, c in scores],
@@ -228,19 +232,28 @@ def _figures(names: list[str], scores: dict[tuple[str, str], Score], name: str, 
 
 
 def _print(names: list[str], categories: list[str], scores: dict[tuple[str, str], Score]) -> None:
-    width = max(24, *(len(_short(name)) + 2 for name in names))
+    width = max(34, *(len(_short(name)) + 2 for name in names))
     print(" " * 20 + "".join(f"{_short(name):>{width}}" for name in names))
     for category in categories:
         cells = [_figures(names, scores, name, category) for name in names]
-        text = (f"{c['tokens_per_second']:.0f} {c['speedup']:5.2f}x tau {c['tau']:5.2f}" for c in cells)
+        text = (
+            f"{c['tokens_per_second']:.0f} {_spread(c['speedup'], c['speedup_range'])} tau {c['tau']:5.2f}"
+            for c in cells
+        )
         print(f"{category:20}" + "".join(f"{cell:>{width}}" for cell in text))
     for label, some in {"all": categories, "code_edit+extraction": ["code_edit", "extraction"]}.items():
         if not set(some) <= set(categories):
             continue
         rates = {name: _overall(name, some, scores) for name in names}
         ratios = ([a / b for a, b in zip(rates[name], rates[PLAIN], strict=True)] for name in names)
-        text = (f"{median(rates[name]):.0f} {median(ratio):5.2f}x" for name, ratio in zip(names, ratios, strict=True))
+        text = (
+            f"{median(rates[name]):.0f} {_spread(median(some), some)}" for name, some in zip(names, ratios, strict=True)
+        )
         print(f"{label:20}" + "".join(f"{cell:>{width}}" for cell in text))
+
+
+def _spread(middle: float, ratios: list[float]) -> str:
+    return f"{middle:5.2f}x ({min(ratios):.2f}-{max(ratios):.2f})"
 
 
 def _short(name: str) -> str:
