@@ -28,7 +28,7 @@ def serve(llm: LLM, settings: Settings, *, target: str | None) -> None:
     except ImportError as error:
         raise OutriderError(f'the server needs {error.name}; run pip install "outrider[serve]"') from error
     log_as(settings.log_format)
-    name = settings.name or (model_folder(target).resolve().name)
+    name = settings.name or model_folder(target).resolve().name
     typer.echo(_memory(llm), err=True)
     driver = Driver(llm, queue=settings.queue, rows=settings.rows)
     gc.collect()

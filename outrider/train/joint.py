@@ -53,11 +53,8 @@ class JointPupil(HeadPupil):
         assert settings.with_target is not None
         if LENGTH in parse(settings.loss):
             raise OutriderError(f"loss {LENGTH} weighs chains of drawn guesses, and texts are given here; use ce")
-        self._checkpoint, self._share, self._version = (
-            teachable(Path(settings.target), setup.device),
-            settings.with_target,
-            0,
-        )
+        self._checkpoint = teachable(Path(settings.target), setup.device)
+        self._share, self._version = settings.with_target, 0
         self.module = nn.ModuleDict({"target": self._checkpoint.model, "draft": self._module})
 
     def unroll(self, texts: Texts, steps: int) -> Iterator[Step]:
