@@ -23,9 +23,7 @@ PromptText = Annotated[
 Target = Annotated[
     str | None,
     typer.Option(
-        metavar="DIR",
-        help="Folder of a decoder-only model, or @NAME of one that comes along. Default: @mini.",
-        rich_help_panel=_MODEL,
+        metavar="DIR", help="Folder of a decoder-only model. Default: @mini, which comes along.", rich_help_panel=_MODEL
     ),
 ]
 Proposer = Annotated[
