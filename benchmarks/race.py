@@ -246,9 +246,8 @@ def _print(names: list[str], categories: list[str], scores: dict[tuple[str, str]
             continue
         rates = {name: _overall(name, some, scores) for name in names}
         ratios = ([a / b for a, b in zip(rates[name], rates[PLAIN], strict=True)] for name in names)
-        text = (
-            f"{median(rates[name]):.0f} {_spread(median(some), some)}" for name, some in zip(names, ratios, strict=True)
-        )
+        pairs = zip(names, ratios, strict=True)
+        text = (f"{median(rates[name]):.0f} {_spread(median(ratio), ratio)}" for name, ratio in pairs)
         print(f"{label:20}" + "".join(f"{cell:>{width}}" for cell in text))
 
 

@@ -56,19 +56,9 @@ def test_verbs_know_them(words, tmp_path, monkeypatch):
 
 def test_training_goes_on_from_one_of_them(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"prompt": "one"}\n' * 4)
-    words = [
-        "train",
-        "medusa",
-        "--target",
-        "@mini",
-        "--draft",
-        "@medusa",
-        "--depth",
-        "2",
-        "--out",
-        str(tmp_path / "out"),
-    ]
-    done = CliRunner().invoke(app, [*words, "--data", str(tmp_path / "a.jsonl")])
+    files = ["--data", str(tmp_path / "a.jsonl"), "--out", str(tmp_path / "out")]
+    words = ["train", "medusa", "--target", "@mini", "--draft", "@medusa", "--depth", "2", *files]
+    done = CliRunner().invoke(app, words)
     assert "@medusa has its shape; leave --depth" in done.output
 
 

@@ -96,7 +96,7 @@ def _contestants(llm: LLM, planner: SwitchPlanner, settings: Settings, place: Pl
         return own
     from outrider.bench.peer import load_peers
 
-    return (*own, *load_peers(llm, _target(settings), _draft(settings)))
+    return (*own, *load_peers(llm, model_folder(settings.target), _draft(settings)))
 
 
 def _document(
@@ -135,7 +135,7 @@ def _document(
 
 
 def _roofline(llm: LLM, settings: Settings, rates: tuple[Rates, Rates]) -> limits.Roofline:
-    folder = _target(settings)
+    folder = model_folder(settings.target)
     bandwidth, gemm = best_rates(rates)
     return limits.Roofline(
         weight_bytes_per_pass=bytes_per_pass(llm, folder),
@@ -150,10 +150,6 @@ def _compile_seconds(llm: LLM) -> float:
     """What the native kernels took to compile; 0 where none run, or an earlier run left them."""
     models = (llm.house.target, draft_model(llm.house.proposer))
     return max((model.compile_seconds for model in models if isinstance(model, NativeTarget)), default=0.0)
-
-
-def _target(settings: Settings) -> Path:
-    return model_folder(settings.target)
 
 
 def _draft(settings: Settings) -> Path | None:
