@@ -249,7 +249,7 @@ def test_blocks_begin_at_random_places_that_are_learned_from(monkeypatch):
     learn[0, 2:], learn[1, 7:9] = True, True
     seen = set()
     for _ in range(40):
-        places, live = blocks.anchors(learn)
+        places, live = blocks.anchors(learn, 1.0)
         assert places.shape == live.shape == (3, 4)
         assert live.sum(1).tolist() == [4, 2, 0]
         assert places[1, :2].tolist() == [7, 8]
@@ -257,6 +257,13 @@ def test_blocks_begin_at_random_places_that_are_learned_from(monkeypatch):
         assert chosen == sorted(set(chosen))
         seen |= set(chosen)
     assert seen == set(range(2, 12))
+
+
+def test_blocks_begin_at_the_share_of_places_that_is_asked_for():
+    torch.manual_seed(3)
+    counts = [int(blocks.anchors(torch.ones(2, 101, dtype=torch.bool), 0.25)[1].sum()) for _ in range(50)]
+    assert 45 < sum(counts) / len(counts) < 55  # of 2 x 100 places
+    assert max(counts) > min(counts)
 
 
 def test_a_block_is_the_same_whatever_others_are_trained_beside_it(monkeypatch):
@@ -267,7 +274,7 @@ def test_a_block_is_the_same_whatever_others_are_trained_beside_it(monkeypatch):
     whole = list(unrolled(module, texts, 9))
     monkeypatch.setattr(blocks, "_MOST", 5)
     torch.manual_seed(8)
-    places, _ = blocks.anchors(texts.learn)
+    places, _ = blocks.anchors(texts.learn, 1.0)
     torch.manual_seed(8)
     for step, every in zip(unrolled(module, texts, 9), whole, strict=True):
         at = places - 1  # all places but the first had a block of their own

@@ -19,9 +19,9 @@ from outrider.train.steps import Step, Texts, drawn
 _MOST = 512  # blocks of a text
 
 
-def in_blocks(module: BlockDraft, texts: Texts, steps: int) -> Iterator[Step]:
-    """The guesses 0, 1, ... of blocks behind many places of each text; column c is the same block in all steps."""
-    places, live = anchors(texts.learn)
+def in_blocks(module: BlockDraft, texts: Texts, steps: int, share: float) -> Iterator[Step]:
+    """The guesses 0, 1, ... of blocks behind a share of each text's places; column c is the same block in all steps."""
+    places, live = anchors(texts.learn, share)
     out = _pass(module, texts, places)
     rows = torch.arange(len(places), device=places.device)[:, None]
     row = rows.expand_as(places)
@@ -39,11 +39,12 @@ def in_blocks(module: BlockDraft, texts: Texts, steps: int) -> Iterator[Step]:
         )
 
 
-def anchors(learn: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def anchors(learn: torch.Tensor, share: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Where blocks begin.
 
     Args:
         learn: [B, L] whether the law after a token is learned from.
+        share: of such places, in (0, 1].
 
     Returns:
         Places [B, A] whose laws are, with a token before them, drawn at random and in rising order; and whether they
@@ -51,6 +52,8 @@ def anchors(learn: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """
     able = learn.clone()
     able[:, 0] = False
+    if share < 1:
+        able &= torch.rand(able.shape).to(able.device) < share
     return drawn(able, _MOST)
 
 

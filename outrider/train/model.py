@@ -135,9 +135,12 @@ def _folder(settings: Settings) -> Path:
         "--guesses": settings.guesses,
         "--mask-token": settings.mask_token is not None,
         "--modules": settings.modules > 1,
+        "--own-head": settings.own_head is not None,
     }
     if given := [name for name, value in shaping.items() if value]:
         raise OutriderError(f"{given[0]} shapes a new draft, and a draft model has its shape; leave it out")
+    if settings.later != 1:
+        raise OutriderError("a draft model trains all guesses at every place; leave --later out")
     if not settings.draft:
         raise OutriderError(f"the kind {DRAFT} goes on training a small model; name its folder with --draft DIR")
     folder = model_folder(settings.draft)

@@ -207,6 +207,8 @@ def _check(kind: str, settings: Settings, it: Description) -> None:
         f"{kind} has no modules; leave --modules out": settings.modules > it.modules,
         f"{kind} makes {count} guesses and trains them all; leave --steps out": count
         and settings.steps not in (None, count),
+        f"{kind} trains all guesses at every place; leave --later out": settings.later != 1
+        and (heads or it.modules > 1),
         f"{kind} has {heads} heads where --depth is {settings.depth}; use 2 or more": heads
         and settings.depth not in (0, heads),
     }

@@ -136,7 +136,10 @@ class Settings:
     later: Annotated[
         float,
         typer.Option(
-            min=0.0, max=1.0, help="Share of places that train guesses after the first too.", rich_help_panel=_HOW
+            min=0.0,
+            max=1.0,
+            help="Share of places that train guesses after the first too, or a block.",
+            rich_help_panel=_HOW,
         ),
     ] = 1.0
     decay: Annotated[

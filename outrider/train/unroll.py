@@ -34,10 +34,10 @@ def unrolled(module: HeadModule, texts: Texts, steps: int, later: float = 1.0) -
     """The guesses of steps 0, 1, ..., as far as texts reach.
 
     Behind the first, drafts that follow states go on from a share `later` of the columns alone, drawn at random; all of
-    them are there to be seen.
+    them are there to be seen. Blocks begin behind such a share.
     """
     if isinstance(module, BlockDraft):
-        return in_blocks(module, texts, steps)
+        return in_blocks(module, texts, steps, later)
     if isinstance(module, Independent):
         return _independent(module, texts, steps)
     if isinstance(module, Onlooker):
