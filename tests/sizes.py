@@ -75,7 +75,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 )
 CORE = 6  # layers 0 to 5, proposers, trained drafts and caches aside, each of which is a leaf
 LEAVES = {"propose": 4000, "heads": 2500, "formats": 2200, "cache": 1000}  # lines
-CORE_LINES = 7950
+CORE_LINES = 8100
 FILE_LINES = 300
 FILE_LINES_MOST = 400
 FUNCTION_LINES_MOST = 60
