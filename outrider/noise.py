@@ -16,6 +16,9 @@ import torch
 from numpy.typing import NDArray
 
 
+_VOICE = 1 << 20  # numbers of a round that are one proposer's
+
+
 class Stream(IntEnum):
     """Independent sources under one seed."""
 
@@ -65,14 +68,15 @@ class PositionNoise:
     def flip(self, chance: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         return self._per_round(Stream.ACCEPT, index) < chance
 
-    def draws(self, count: int) -> torch.Tensor:
-        """Uniform numbers [B, count] for a proposer's guesses of this round."""
+    def draws(self, count: int, voice: int = 0) -> torch.Tensor:
+        """Uniform numbers [B, count] for a proposer's guesses of this round; other voices have other ones."""
+        begin = voice * _VOICE
         if self.first.device.type != "cpu":
-            index = torch.arange(count, device=self.first.device).expand(len(self.first), count)
+            index = torch.arange(begin, begin + count, device=self.first.device).expand(len(self.first), count)
             return self._per_round(Stream.DRAFT, index)
         # The same in NumPy, whose calls on a handful of numbers take a fifth of the time.
         key = mix(self._start(Stream.DRAFT).numpy() + self.first.numpy() * GOLDEN)[:, None]
-        bits = mix(key + np.arange(1, count + 1) * GOLDEN)
+        bits = mix(key + np.arange(begin + 1, begin + count + 1) * GOLDEN)
         return torch.from_numpy(((bits >> 16) & 0xFFFFFFFFFFFF) * 2.0**-48)
 
     def _key(self, stream: Stream, ahead: torch.Tensor) -> torch.Tensor:

@@ -98,6 +98,7 @@ class Batch:
     keep: float = 0.0  # the chance from which a guess pays for its place in the target's pass
     worth: tuple[float, ...] = ()  # the chance from which it pays to draft another after it, where 1, 2, ... rows do
     arm: int = 0  # which of the proposer's alternatives is to guess, where it has some (see `Needs`)
+    voice: int = 0  # of proposers whose draws meet in one tree each has another, and so noise of its own
 
     @property
     def emits(self) -> tuple[bool, ...]:

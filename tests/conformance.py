@@ -53,6 +53,7 @@ LEARNING: Mapping[str, Callable[[Setup], Proposer]] = {
     "switch": lambda setup: Switch(setup, [NgramProposer(setup), _toy_model(setup)]),
     "retrieval": lambda setup: RetrievalProposer(setup, _toy_store(setup.vocab)),
     "merge": lambda setup: Merge(setup, [NgramProposer(setup), _toy_model(setup)]),
+    "merge of two that draw": lambda setup: Merge(setup, [_toy_model(setup), _toy_model(setup)]),
     "tree": lambda setup: TreeProposer(setup, ToyTarget(vocab=setup.vocab, slots=setup.slots, seed=99)),
     "one way of a tree": lambda setup: OneWay(
         TreeProposer(setup, ToyTarget(vocab=setup.vocab, slots=setup.slots, seed=99))

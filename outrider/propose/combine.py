@@ -100,7 +100,8 @@ class Merge(Combination):
     """All parts' guesses in one tree, what they share once, the likeliest within the budget.
 
     Where guesses are drawn, every drawn one is kept: to leave one out because of what it is would bias the output. The
-    parts then share the budget equally, and drawn siblings stand before picked ones, which may depend on them.
+    parts then share the budget equally, and drawn siblings stand before picked ones, which may depend on them. Each
+    part draws with noise of its own: rules for siblings take what one part drew to say nothing of what another did.
     """
 
     def __init__(self, setup: Setup, parts: Sequence[Proposer]) -> None:
@@ -111,7 +112,10 @@ class Merge(Combination):
     def propose(self, batch: Batch) -> Draft:
         self._open = []
         share = tuple(self._share(row.request, budget) for row, budget in zip(batch.rows, batch.budget, strict=True))
-        drafts = [part.propose(replace(batch, budget=share)) for part in self.parts]
+        drafts = [
+            part.propose(replace(batch, budget=share, voice=batch.voice + place))
+            for part, place in zip(self.parts, self._places, strict=True)
+        ]
         read = [self._read(part, draft) for part, draft in enumerate(drafts)]
         unions = [self._union(b, [each[b] for each in read]).best(batch.budget[b]) for b in range(len(batch.rows))]
         return _draft(unions, drafts, self._setup.device)

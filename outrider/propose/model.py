@@ -122,8 +122,8 @@ class ModelProposer:
         if not where:
             return None, where
         rows = tuple(batch.rows[b] for b in where)
-        ours = Batch(
-            rows=rows, start=tuple(starts), feed=tuple(feeds), budget=tuple(budgets), keep=batch.keep, worth=batch.worth
+        ours = replace(
+            batch, rows=rows, start=tuple(starts), feed=tuple(feeds), budget=tuple(budgets), room=(), waiting=0, arm=0
         )
         return ours, where
 
@@ -163,14 +163,14 @@ class ModelProposer:
             return model.grow(batch, vocab, trust)
         if knobs.soft and draw is Draw.SAMPLE and isinstance(model, Drawer):
             wants = tuple(want_of(row, vocab) for row in batch.rows)
-            uniform = self._noise_of(batch).draws(max(batch.budget))
+            uniform = self._noise_of(batch).draws(max(batch.budget), batch.voice)
             return model.draw(batch, vocab, Dice(wants=wants, uniform=uniform), trust)
         return None
 
     def _draw_chain(self, batch: Batch, knobs: Knobs, trust: Trust) -> Draft:
         noise = self._noise_of(batch)
         draft = tree.empty(len(batch.rows), self._setup.device)
-        draws = noise.draws(max(batch.budget))
+        draws = noise.draws(max(batch.budget), batch.voice)
         laws: list[torch.Tensor] = []
         watch = Watch(batch.budget, trust if tree.near(self._setup.device) else None)
         scores = self._model.score(batch, draft)

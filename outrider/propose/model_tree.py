@@ -200,7 +200,7 @@ class TreeProposer(ModelProposer):
         never = torch.zeros_like(knobs.greedy)
         self._soft = replace(knobs, greedy=never, all_greedy=False, sampled=(True,) * len(batch.rows))
         noise = self._noise.at(tree.upload([len(row.text) for row in batch.rows], self._setup.device))
-        draws, until = noise.draws(max(batch.budget)), Trust(weight=(), bias=(), worth=batch.worth)
+        draws, until = noise.draws(max(batch.budget), batch.voice), Trust(weight=(), bias=(), worth=batch.worth)
         self._read = tree.empty(len(batch.rows), self._setup.device)
         laws = [self._laws(batch, -1)]
         growing = {b: growth for b, growth in enumerate(self._growths) if growth.budget}
