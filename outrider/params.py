@@ -36,7 +36,7 @@ class SamplingParams:
         stop_token_ids: tokens that end the completion; like end-of-text they are not part of the text.
         ignore_eos: go on past end-of-text.
         seed: the same seed gives the same completion, alone or in a batch; None draws one, and reports it. Where the
-            text depends on the guesses, k auto heeds a given seed alone.
+            text depends on the guesses, only a seed that was given fixes their number under k auto.
         n: independent completions of the prompt.
         logprobs: report the log-probability of each emitted token and of the likeliest N; None reports none.
         guesses: verified a round at most; 0 is plain decoding, None leaves it to the planner. The law is the same.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 
 import pytest
 import torch
@@ -47,6 +48,18 @@ def test_a_seed_gives_the_same_text_whatever_the_planner_has_learned():
     (again,) = llm.generate(CODE, want)
     assert again.tokens == first.tokens
     assert max(first.stats.offered, default=0) > 0
+
+
+def test_a_seed_gives_the_same_text_whoever_is_beside_and_whatever_was_read_before():
+    """Also of a prompt that the draft would read in several rounds."""
+    llm, chance = LLM(dtype="float32", rows=4, context=1024), random.Random(2)
+    long, other = ([chance.randrange(5, 12000) for _ in range(700)] for _ in range(2))
+    for seed in range(2):
+        want = SamplingParams(temperature=1.0, max_tokens=12, seed=seed, ignore_eos=True)
+        (first,) = llm.generate([long[seed:]], want)
+        (again,) = llm.generate([long[seed:]], want)
+        beside = llm.generate([other, long[seed:]], [SamplingParams(temperature=1.0, max_tokens=16), want])[1]
+        assert again.tokens == beside.tokens == first.tokens
 
 
 def test_order_n_and_seeds(llm):

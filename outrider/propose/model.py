@@ -17,7 +17,7 @@ from outrider.propose.base import Setup
 from outrider.propose.confidence import Confidence
 from outrider.sampling import Knobs, want_of, warp
 from outrider.target import Drawer, Target
-from outrider.types import Batch, Dice, Draft, Draw, Grown, Law, Needs, Packed, Request, Round, Trust
+from outrider.types import Batch, Dice, Draft, Draw, Grown, Law, Needs, Packed, Request, Round, Row, Trust
 from outrider.watch import Watch
 
 _log = logging.getLogger("outrider")
@@ -29,8 +29,8 @@ class ModelProposer:
     """Runs a draft model over its own cache.
 
     The draft reads a text when it is first asked to go on with it, and so costs nothing while the planner does without
-    guesses. Its guesses are drawn under the request's own sampling
-    parameters, since q close to p is what is accepted, and q is kept as it was drawn from.
+    guesses. Its guesses are drawn under the request's own sampling parameters, since q close to p is what is accepted,
+    and q is kept as it was drawn from.
     """
 
     needs = Needs()
@@ -112,9 +112,10 @@ class ModelProposer:
             if room < batch.budget[b] and not self._told:
                 self._told = True
                 _log.warning("the draft model's context of %d tokens is full; going on without it", self._model.context)
-            stop = end if end - start <= _NEAR else min(end, start + left)
+            whole = end - start <= _NEAR or self._comes_again(row)
+            stop = end if whole else min(end, start + left)
             if start < stop and end <= self._model.context and budget and row.slot in able:
-                left -= stop - start if end - start > _NEAR else 0
+                left -= 0 if whole else stop - start
                 where.append(b)
                 starts.append(start)
                 feeds.append(tuple(row.text[start:stop]))
@@ -126,6 +127,11 @@ class ModelProposer:
             batch, rows=rows, start=tuple(starts), feed=tuple(feeds), budget=tuple(budgets), room=(), waiting=0, arm=0
         )
         return ours, where
+
+    def _comes_again(self, row: Row) -> bool:
+        """Whether its user gave a seed for a text in which guesses have a part: they must follow from it alone then."""
+        asked = row.request.params
+        return asked.seed is not None and asked.temperature > 0 and self._setup.draw is Draw.SAMPLE
 
     def _able(self, batch: Batch) -> frozenset[int]:
         """The slots whose texts and guesses the draft's cache has memory for."""
@@ -143,7 +149,8 @@ class ModelProposer:
 
     def _grow(self, batch: Batch) -> Draft:
         knobs = self._knobs_of(batch)
-        ends = frozenset.intersection(*(row.request.end_ids for row in batch.rows))
+        own = any(self._comes_again(row) for row in batch.rows)  # others' ends may not stop its chain
+        ends = frozenset[int]() if own else frozenset.intersection(*(row.request.end_ids for row in batch.rows))
         trust = self._confidence.trust(batch.keep, batch.worth, tuple(ends))
         grown = self._grown(batch, knobs, trust) if max(batch.budget) else None
         if grown is None:
