@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-
 _VOICE = 1 << 20  # numbers of a round that are one proposer's
 
 
