@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,13 +12,16 @@ from outrider import tree
 from outrider.embedded import embedded
 from outrider.load import load_checkpoint
 from outrider.lossy import LOSSY
+from outrider.noise import PositionNoise, inverse_cdf
 from outrider.params import SamplingParams
+from outrider.propose.base import NoProposer, Setup
+from outrider.propose.combine import Merge
 from outrider.propose.model import ModelProposer
 from outrider.sampling import Knobs, warp
 from outrider.statistics import g_test
 from outrider.target import make_target
-from outrider.testing import ToyTarget, joint_law
-from outrider.types import Batch, Draw, Request, Row
+from outrider.testing import ToyTarget, joint_law, toy_setup
+from outrider.types import Batch, Draft, Draw, Law, Packed, Request, Row
 from outrider.verify import EXACT, Verifier, block, rejection
 from tests import biased
 from tests.conformance import LEARNING
@@ -52,6 +56,52 @@ def test_exact(name):
 @pytest.mark.parametrize("name", LEARNING)
 def test_exact_whatever_is_learned(name, verifier):
     assert p_value(verifier, LEARNING[name], samples=4000) > 1e-3
+
+
+class Twins(NoProposer):
+    """Two ways to go on, drawn from one law without replacement."""
+
+    def __init__(self, setup: Setup, law: list[float]) -> None:
+        super().__init__(setup)
+        self.law = torch.tensor(law, dtype=torch.float64)
+
+    def propose(self, batch: Batch) -> Draft:
+        seeds = torch.tensor([row.request.seed for row in batch.rows])
+        draws, law = (
+            PositionNoise(seeds, torch.zeros_like(seeds)).draws(2, batch.voice),
+            self.law.expand(len(seeds), -1),
+        )
+        one = inverse_cdf(law, draws[:, 0])
+        two = inverse_cdf(law.scatter(1, one[:, None], 0.0), draws[:, 1])
+        tokens = torch.stack([one, two], 1)
+        return Draft(
+            tokens=tokens,
+            parent=torch.full_like(tokens, -1),
+            count=torch.full_like(seeds, 2),
+            law=torch.full_like(tokens, Law.WITHOUT_REPLACEMENT),
+            q=Packed(values=self.law[None], at=torch.zeros_like(tokens)),
+            width=(2,) * len(seeds),
+            depth=(1,) * len(seeds),
+            chain=False,
+        )
+
+
+@pytest.mark.parametrize("verifier", ["siblings", "traversal"])
+def test_exact_where_several_parts_draw_without_replacement(verifier):
+    """What one part was refused says nothing of what another may draw."""
+    p, count = [0.02, 0.2, 0.2, 0.2, 0.2, 0.18], 20000
+    setup = toy_setup(ToyTarget(vocab=6))
+    parts = Twins(setup, [0.5, 0.3, 0.1, 0.05, 0.03, 0.02]), Twins(setup, [0.4, 0.1, 0.1, 0.1, 0.15, 0.15])
+    ask = Request(id=0, prompt=(0,), params=SamplingParams(temperature=1.0), seed=0, end_ids=frozenset(), limit=9)
+    rows = tuple(Row(request=replace(ask, seed=seed), slot=seed, text=[0]) for seed in range(count))
+    batch = Batch(rows=rows, start=(0,) * count, feed=((0,),) * count, budget=(4,) * count)
+    draft = Merge(setup, parts).propose(batch)
+    noise = PositionNoise(torch.arange(count), torch.zeros(count, dtype=torch.long))
+    law = torch.tensor(p, dtype=torch.float64).expand(count, 5, -1)
+    verdict = EXACT[verifier].rule(draft, law, noise)
+    first = draft.tokens.gather(1, verdict.path[:, :1].clamp(min=0))[:, 0]
+    emitted = torch.where(verdict.accepted > 0, first, verdict.bonus)
+    assert g_test(torch.bincount(emitted, minlength=6).tolist(), p).p_value > 1e-3
 
 
 @pytest.fixture(scope="module")

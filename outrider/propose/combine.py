@@ -16,6 +16,7 @@ from outrider.propose.base import Proposer, Setup
 from outrider.propose.chances import Chances
 from outrider.propose.sketch import Sketch, depths
 from outrider.types import Batch, Draft, Draw, Law, Needs, Packed, Request, Round
+from outrider.verdict import normalised
 
 _LEVELS = 8  # of a chance that a part gives a guess
 _HOPE = 0.6  # that a guess is kept of which its proposer says nothing
@@ -198,6 +199,21 @@ class _Union:
             self.voices[twin] |= by[node]
             home.append(twin)
 
+    def without_replacement(self) -> list[tuple[int, int]]:
+        """The sources of nodes that were drawn so."""
+        pairs = zip(self.source, self.law, strict=True)
+        return [source for source, law in pairs if law == Law.WITHOUT_REPLACEMENT]
+
+    def drawn_before(self, at: int) -> list[int]:
+        """Tokens that a node's own part had drawn without replacement from the same law before it."""
+        part, own = self.source[at]
+        nodes = zip(self.source, self.law, self.sketch.parent, self.sketch.tokens, strict=True)
+        return [
+            token
+            for (whose, node), law, parent, token in nodes
+            if whose == part and node < own and law == Law.WITHOUT_REPLACEMENT and parent == self.sketch.parent[at]
+        ]
+
     def best(self, budget: int) -> _Union:
         """The drawn nodes and then the likeliest, parents before children."""
         old = self.sketch
@@ -222,13 +238,16 @@ def _draft(unions: Sequence[_Union], drafts: Sequence[Draft], device: torch.devi
     def padded(rows: Sequence[Sequence[int]], filler: int) -> torch.Tensor:
         return tree.upload([[*row, *[filler] * (size - len(row))] for row in rows], device)
 
-    drawn = any(any(union.law) for union in unions)
+    q, laws = None, [union.law for union in unions]
+    drawn = any(map(any, laws))
+    if drawn:
+        q, laws = _laws(unions, drafts, size)
     return Draft(
         tokens=padded([union.sketch.tokens for union in unions], 0),
         parent=padded([union.sketch.parent for union in unions], -1),
         count=tree.upload(width, device),
-        law=padded([union.law for union in unions], Law.ONE_HOT),
-        q=_laws(unions, drafts, size) if drawn else None,
+        law=padded(laws, Law.ONE_HOT),
+        q=q,
         width=width,
         depth=tuple(max(depths(union.sketch.parent), default=0) for union in unions),
         chain=False,
@@ -237,16 +256,28 @@ def _draft(unions: Sequence[_Union], drafts: Sequence[Draft], device: torch.devi
     )
 
 
-def _laws(unions: Sequence[_Union], drafts: Sequence[Draft], size: int) -> Packed:
-    """[B, N]: what each drawn node was drawn from."""
+def _laws(unions: Sequence[_Union], drafts: Sequence[Draft], size: int) -> tuple[Packed, list[list[int]]]:
+    """[B, N]: what each drawn node was drawn from, and by which `Law`.
+
+    Without replacement means without any sibling that was drawn so before, whoever drew it. Where several parts draw
+    so, each node is therefore given the law that was left when its own part drew it.
+    """
     both, places = _together(drafts)
     known = [at.tolist() for at in places]
-    out = [[-1] * size for _ in unions]
+    out, laws = [[-1] * size for _ in unions], [list(union.law) for union in unions]
+    left = list[torch.Tensor]()
     for b, union in enumerate(unions):
+        several = len({part for part, _ in union.without_replacement()}) > 1
         for at, ((part, node), law) in enumerate(zip(union.source, union.law, strict=True)):
             if law:
                 out[b][at] = known[part][b][node]
-    return Packed(values=both, at=tree.upload(out, both.device))
+            if several and law == Law.WITHOUT_REPLACEMENT:
+                q = both[out[b][at]]
+                rest = q.index_fill(0, tree.upload(union.drawn_before(at), q.device), 0.0)
+                out[b][at], laws[b][at] = len(both) + len(left), Law.SAMPLED
+                left.append(normalised(rest, q))
+    values = torch.cat([both, torch.stack(left)]) if left else both
+    return Packed(values=values, at=tree.upload(out, both.device)), laws
 
 
 def _together(drafts: Sequence[Draft]) -> tuple[torch.Tensor, list[torch.Tensor]]:
