@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 _PARTIAL = "�"  # what a decoder shows for bytes that are not a whole character yet
+_TAIL = 4  # tokens that may still become one: a character has at most as many bytes
+_HELD = 2 * _TAIL  # tokens held back, beyond which some are broken for good, or spell nothing
 
 
 class TextStream:
@@ -26,9 +28,8 @@ class TextStream:
     @property
     def text(self) -> str:
         """What has been given out so far."""
-        if not self.stopped and self._shown < len(self._tokens) and not self._show(len(self._tokens)):
-            for count in range(self._shown + 1, len(self._tokens)):
-                self._show(count)
+        if not self.stopped and self._shown < len(self._tokens):
+            self._grow(self._shown + 1)
         return self._text
 
     def push(self, token: int, *, stoppable: bool = True) -> bool:
@@ -37,7 +38,8 @@ class TextStream:
         if not self._stop:
             return False  # decoded when somebody asks for it, several tokens at once
         searched = len(self._text)
-        return self._show(len(self._tokens)) and stoppable and self._find_stop(searched)
+        self._grow(len(self._tokens))
+        return len(self._text) > searched and stoppable and self._find_stop(searched)
 
     def finish(self) -> str:
         """The whole text, with whatever was held back."""
@@ -57,14 +59,37 @@ class TextStream:
                 return len(text) - held
         return len(text)
 
+    def _grow(self, first: int) -> None:
+        """Give out what is whole; fewer than the `first` tokens have been tried before."""
+        if self._show(len(self._tokens)):
+            return
+        if len(self._tokens) - self._shown > _HELD:  # special tokens spell nothing, however often they come
+            held = self._tokens[self._shown :]
+            self._tokens[self._shown :] = [token for token in held if self._decode((token, token))]
+        for count in range(first, len(self._tokens)):
+            if not self._show(count):
+                self._cut(count)
+        self._cut(len(self._tokens))
+
     def _show(self, count: int) -> bool:
         """Give out the characters of the first `count` tokens, if they are whole."""
         window = self._window(count)
         if not window or window.endswith(_PARTIAL):
             return False
+        self._give(window, count)
+        return True
+
+    def _cut(self, count: int) -> None:
+        """Give out what is broken for good, of more than `_HELD` tokens: else each decodes all before it again."""
+        if count - self._shown <= _HELD:
+            return
+        window, whole = self._window(count - _TAIL), self._window(count)
+        if window and whole.startswith(window) and whole != window:  # else it ends amid a character
+            self._give(window, count - _TAIL)
+
+    def _give(self, window: str, count: int) -> None:
         self._text += window
         self._before, self._shown = self._shown, count
-        return True
 
     def _window(self, count: int) -> str:
         """What tokens[shown:count] spell behind their left neighbours."""

@@ -160,3 +160,48 @@ def test_a_stop_string_in_what_was_held_back_is_found_at_the_end():
     text = TextStream(lambda tokens: b"".join(spelled[t] for t in tokens).decode(errors="replace"), ("END",))
     assert [text.push(token) for token in (0, 1)] == [False, False]
     assert text.finish() == "a"
+
+
+SILENT = 256  # as special tokens are; the others are bytes
+BYTES = some.one_of(
+    some.sampled_from([0xFF, 0x80, 0xE4, 0xF0, 0x90, SILENT]).map(lambda byte: [byte]),
+    some.sampled_from([*HARD, "�"]).map(lambda char: list(char.encode())),
+    some.sampled_from([[0xFF] * 12, [SILENT] * 12, [0xF0] * 11, [0xE4, *[SILENT] * 12, 0xB8, 0x96], [0xF0, 0x90] * 6]),
+)
+
+
+def spelled(tokens):
+    return bytes(token for token in tokens if token != SILENT).decode(errors="replace")
+
+
+@settings(deadline=None, derandomize=True, max_examples=300)
+@given(some.lists(BYTES, max_size=12), some.booleans(), some.integers(1, 30))
+def test_broken_characters_come_out_as_they_are_decoded(parts, stops, step):
+    text = TextStream(spelled, ("never",) if stops else ())
+    tokens, seen = [token for part in parts for token in part], []
+    for i, token in enumerate(tokens):
+        text.push(token)
+        if i % step == 0:
+            seen.append(text.text)
+    whole = text.finish()
+    assert whole == spelled(tokens)
+    assert all(whole.startswith(each) for each in seen)
+
+
+@pytest.mark.parametrize("tokens", [[0xFF], [SILENT], [0xF0, 0x90], [0xE4, SILENT, SILENT]])
+@pytest.mark.parametrize(("stop", "asked"), [((), 1), (("never",), 1), ((), 250)])
+def test_what_never_becomes_a_character_is_not_decoded_again_and_again(tokens, stop, asked):
+    sizes = []  # tokens that are decoded at a time
+
+    def decode(given_tokens):
+        sizes.append(len(given_tokens))
+        return spelled(given_tokens)
+
+    text, tokens = TextStream(decode, stop), (tokens * 500)[:500]
+    for i, token in enumerate(tokens, 1):
+        text.push(token)
+        if i % asked == 0:
+            assert len(text.text) >= len(spelled(tokens[:i])) - 9
+    assert len(sizes) < 30 * len(tokens)
+    assert sum(sizes) < 300 * len(tokens)
+    assert text.finish() == spelled(tokens)
