@@ -37,6 +37,7 @@ from outrider.datastore import (
 )
 from outrider.embedded import model_folder
 from outrider.errors import OutriderError
+from outrider.prompts import chat_text
 
 FIELDS = ("text", "prompt", "messages")  # of a line of JSON, the first that it has
 _LINES = (".jsonl", ".ndjson")  # names of files of JSON lines end so
@@ -229,7 +230,10 @@ def _text_of(line: str, where: str, field: str | None, tokenizer: Any) -> str:
         raise OutriderError(f"{where}: no {wanted} that is a text or a list of messages; name the field with --field")
     if getattr(tokenizer, "chat_template", None) is None:
         raise OutriderError(f"{where}: these are messages, and the target has no chat template; give texts")
-    return str(tokenizer.apply_chat_template(value, tokenize=False))
+    try:
+        return chat_text(tokenizer, value, asks=False)
+    except OutriderError as error:
+        raise OutriderError(f"{where}: {error}") from error
 
 
 def _is_turn(turn: Any) -> bool:

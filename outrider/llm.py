@@ -21,6 +21,7 @@ from outrider.noise import mix_int
 from outrider.params import AUTO, SamplingParams, check_plan
 from outrider.plan import Planner
 from outrider.plan_file import restored
+from outrider.prompts import chat_tokens
 from outrider.proposers import Maker
 from outrider.stats import Stats
 from outrider.tempo import Tempo
@@ -140,13 +141,13 @@ class LLM:
         """The tokens of a conversation under the model's chat template, ready for the assistant's turn.
 
         `tools` are descriptions of functions, for templates that have words for them.
+
+        Raises:
+            OutriderError: the model has no template, or it does not take this conversation.
         """
         if getattr(self._house.tokenizer, "chat_template", None) is None:
             raise OutriderError("this model has no chat template; give the prompt as plain text")
-        turns = [dict(message) for message in messages]
-        given = {"tools": list(tools)} if tools else {}
-        text = self._house.tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False, **given)
-        return tuple(self._house.tokenizer.encode(text, add_special_tokens=False))
+        return chat_tokens(self._house.tokenizer, messages, tools=tools)
 
     def generate(
         self,

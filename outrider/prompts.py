@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from jinja2 import TemplateError
 
 from outrider.errors import OutriderError
 
@@ -81,6 +83,37 @@ def turns(messages: Any, where: str) -> tuple[dict[str, str], ...]:
 def is_turn(message: Any) -> bool:
     """Whether it has a role and content, both texts."""
     return isinstance(message, dict) and all(isinstance(message.get(field), str) for field in ("role", "content"))
+
+
+def chat_text(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    asks: bool,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+) -> str:
+    """A conversation in the words of the model's chat template; `asks` where the assistant's turn is to follow.
+
+    Raises:
+        OutriderError: the template refuses it, as some do a system's turn, or cannot read it.
+    """
+    turns = [dict(message) for message in messages]
+    given = {"tools": list(tools)} if tools else {}
+    try:
+        return str(tokenizer.apply_chat_template(turns, add_generation_prompt=asks, tokenize=False, **given))
+    except (TemplateError, TypeError, ValueError) as error:
+        raise OutriderError(f"the model's chat template does not take these messages ({error}); change them") from error
+
+
+def chat_tokens(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    asks: bool = True,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+) -> tuple[int, ...]:
+    """The tokens of `chat_text`, which has all special ones in it already."""
+    return tuple(tokenizer.encode(chat_text(tokenizer, messages, asks=asks, tools=tools), add_special_tokens=False))
 
 
 def by_category(prompts: Sequence[Prompt]) -> dict[str, list[Prompt]]:

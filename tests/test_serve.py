@@ -234,6 +234,16 @@ def test_mistakes_are_named(server, case):
     assert error["type"] == "invalid_request_error"
 
 
+def test_what_a_chat_template_refuses_is_a_mistake(server, monkeypatch):
+    url, driver = server
+    template = "{{ raise_exception('System role not supported') }}"
+    monkeypatch.setattr(driver.front.house.tokenizer, "chat_template", template)
+    body = {"messages": [{"role": "system", "content": "Be brief."}]}
+    answer = httpx.post(url + "/v1/chat/completions", json=body)
+    assert answer.status_code == 400
+    assert "System role not supported" in answer.json()["error"]["message"]
+
+
 def test_what_is_no_json_is_a_mistake_too(server):
     answer = httpx.post(server[0] + "/v1/completions", content=b"{oops", headers={"content-type": "application/json"})
     assert answer.status_code == 400

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from outrider.errors import OutriderError
-from outrider.prompts import Line, is_turn, read_lines
+from outrider.prompts import Line, chat_tokens, is_turn, read_lines
 
 Prompt = str | Sequence[Mapping[str, str]]
 _FORM = '{"prompt": "..."} or {"messages": [...]}'
@@ -41,9 +41,7 @@ def encode(tokenizer: Any, prompt: Prompt) -> tuple[int, ...]:
     elif getattr(tokenizer, "chat_template", None) is None:
         raise OutriderError("this model has no chat template; give prompts as plain text, in the field prompt")
     else:
-        turns = [dict(message) for message in prompt]
-        text = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
-        tokens = tokenizer.encode(text, add_special_tokens=False)
+        tokens = chat_tokens(tokenizer, prompt)
     if not tokens:
         raise OutriderError("a prompt is empty; give at least one token")
     return tuple(tokens)

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, LlamaForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from outrider.prompts import Prompt
+from outrider.prompts import Prompt, chat_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,9 +69,7 @@ def greedy(model: Any, folder: Path, prompts: Sequence[Prompt], count: int) -> l
     for prompt in prompts:
         if prompt.messages and not tokenizer.chat_template:
             continue
-        plain = prompt.prompt or tokenizer.apply_chat_template(
-            list(prompt.messages or ()), tokenize=False, add_generation_prompt=True
-        )
+        plain = prompt.prompt or chat_text(tokenizer, prompt.messages or (), asks=True)
         ids = torch.tensor([tokenizer(plain, add_special_tokens=False)["input_ids"]])
         out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False)
         texts.append(Text(tokens=out[0, :-1], prompt=ids.shape[1]))

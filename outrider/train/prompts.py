@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from outrider.errors import OutriderError
-from outrider.prompts import Line, Prompt, by_category, read_lines, turns
+from outrider.prompts import Line, Prompt, by_category, chat_tokens, read_lines, turns
 
 _HELD, _MOST = 0.05, 64  # of the data, where no prompts to measure on are named; and at most
 _FORM = '{"prompt": "..."} or {"messages": [...]}'
@@ -49,15 +49,14 @@ def encoded(tokenizer: Any, prompt: Prompt, *, whole: bool = False) -> tuple[int
     """A prompt's tokens, at least one; `whole` where nothing is to follow.
 
     Raises:
-        OutriderError: there are none, or the model has no template for messages.
+        OutriderError: there are none, or the model has no template that takes its messages.
     """
     if prompt.messages is None:
         tokens = tokenizer.encode(prompt.prompt)
     elif getattr(tokenizer, "chat_template", None) is None:
         raise OutriderError(f"{prompt.id} holds messages, and this target has no chat template; give prompt instead")
     else:
-        text = tokenizer.apply_chat_template(list(prompt.messages), add_generation_prompt=not whole, tokenize=False)
-        tokens = tokenizer.encode(text, add_special_tokens=False)
+        tokens = chat_tokens(tokenizer, prompt.messages, asks=not whole)
     if not tokens:
         raise OutriderError(f"{prompt.id} has no tokens; give a prompt of at least one")
     return tuple(tokens)
