@@ -53,6 +53,7 @@ class Engine:
         self._noise: PositionNoise | None = None  # of the same rows
         self._rules = {verifier.name: verifier}  # those that rows have asked for by now
         self._open: Batch | None = None  # what runs in this round
+        self._refused: list[Row] = []  # that ended in it before they began
         self._committing = False  # whether anything was kept of it yet
 
     @property
@@ -89,13 +90,21 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> tuple[Row, ...]:
-        """Run one round; returns the rows that took part, those that are done marked with their `finish`."""
+        """Run one round, if there is anything to do.
+
+        Returns:
+            The rows that took part, those that are done marked with their `finish`.
+        """
         began = perf_counter()
-        self._open, self._committing = None, False
+        self._open, self._committing, self._refused = None, False, []
         for row in self._scheduler.admit(self._target.cache):
-            # To a proposer, what a row had written before it gave way is prompt.
-            self._proposer.admit(row.slot, replace(row.request, prompt=tuple(row.text)))
+            if row.finish:
+                self._refused.append(row)
+            else:  # to a proposer, what a row had written before it gave way is prompt
+                self._proposer.admit(row.slot, replace(row.request, prompt=tuple(row.text)))
         batch = self._open = self._next()
+        if not batch.rows:
+            return tuple(self._refused)
         batch = self._within(self._planner.plan(batch, self._own))
         planned = perf_counter()
         draft = self._proposer.propose(batch)
@@ -113,7 +122,7 @@ class Engine:
         host = perf_counter() - proposed - target + planned - began
         self._count(guided, round, propose=proposed - planned, target=target, host=host)
         self._scheduler.took(batch, perf_counter() - began)
-        return batch.rows
+        return (*self._refused, *batch.rows)
 
     @torch.inference_mode()
     def recover(self, error: Exception) -> tuple[Row, ...]:
@@ -139,7 +148,7 @@ class Engine:
                 self._alone(batch, b)
             except Exception as own:
                 self._end(row, own)
-        return batch.rows
+        return (*self._refused, *batch.rows)
 
     def _alone(self, batch: Batch, b: int) -> None:
         """What row b takes from a round, without guesses and without the others."""

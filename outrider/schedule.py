@@ -69,10 +69,17 @@ class Scheduler:
         return bool(self._waiting and self._free) or self._owed() > 0
 
     def admit(self, cache: Cache) -> list[Row]:
-        """Give free slots to those who come first, while there is memory and room for their prompts in the round."""
+        """Give free slots to those who come first, while there is memory and room for their prompts in the round.
+
+        Rows whose grammar cannot be started are among them, marked with their `finish`: these have no slot.
+        """
         admitted = []
         while self._waiting and self._free and (self._owed() < self._left() or not self._running):
             row, slot = self._waiting[0][1], self._free[0]  # the lowest, so that running rows stay neighbours in memory
+            if not self._formed(row):
+                heapq.heappop(self._waiting)
+                admitted.append(row)
+                continue
             row.cached = cache.admit(slot, row.text, row.request.params.scope)
             ends = {each.slot: self._ahead(each) for each in self._running}
             if self._running and not cache.fits({**ends, slot: self._ahead(row)}):
@@ -80,8 +87,6 @@ class Scheduler:
                 break
             heapq.heappop(self._waiting)
             row.slot = heapq.heappop(self._free)
-            if row.request.grammar is not None and row.matcher is None:
-                row.matcher = row.request.grammar.start(row.request.end_ids)
             insort(self._running, row, key=attrgetter("rank"))
             admitted.append(row)
         return admitted
@@ -142,6 +147,15 @@ class Scheduler:
                 row.finish = Finish.ABORT
                 return self._retire([row])[0]
         return None
+
+    def _formed(self, row: Row) -> bool:
+        """Whether a row stands where its form begins, if it is to have one; else it is done."""
+        if row.request.grammar is not None and row.matcher is None:
+            try:
+                row.matcher = row.request.grammar.start(row.request.end_ids)
+            except OutriderError as error:
+                row.finish, row.error = Finish.ERROR, str(error)
+        return row.finish is None
 
     def _wait(self, row: Row) -> None:
         heapq.heappush(self._waiting, (row.rank, row))

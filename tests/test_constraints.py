@@ -345,6 +345,36 @@ def test_a_grammar_that_fails_on_the_way_ends_its_own_row_alone(grammars, monkey
     assert rows[1].emitted >= 10
 
 
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_grammar_that_cannot_be_started_ends_its_own_row_alone(grammars, monkeypatch, raises):
+    fine, wrong = Constraint.json_schema(PERSON), Constraint.regex("[b-z]{40}")
+    (alone,), _ = texts(grammars, [fine], "draft")
+    grammar = grammars.compile(wrong)
+    monkeypatch.setattr(grammar, "start", lambda ends: (_ for _ in ()).throw(OutriderError("too complex")))
+    engine = make_engine(forms.WordTarget(), PROPOSERS["draft"], rows=2)
+    if raises:  # in the very round that the row ends in
+        proposer, failed = engine._proposer, []
+        propose = proposer.propose
+        monkeypatch.setattr(proposer, "propose", lambda batch: propose(batch) if failed else failed.append(1) or 1 / 0)
+        monkeypatch.setattr(engine, "step", lambda step=engine.step: recovering(engine, step))
+    params = [SamplingParams(seed=7, constraint=each) for each in (wrong, fine, wrong, wrong)]
+    rows = forms.complete(engine, grammars, [[5, 6]] * 4, params)
+    assert [row.finish for row in rows if row.error] == [Finish.ERROR] * 3
+    assert {row.error for row in rows} == {"too complex", ""}
+    assert rows[1].text == alone.text
+    assert not engine.busy()
+    assert engine.step() == ()
+    (again,) = forms.complete(engine, grammars, [[5, 6]], params[1:2])
+    assert again.text == alone.text
+
+
+def recovering(engine, step):
+    try:
+        return step()
+    except ZeroDivisionError as error:
+        return engine.recover(error)
+
+
 def test_a_round_that_raises_leaves_grammars_where_they_were(grammars, monkeypatch):
     bound = SamplingParams(seed=3, constraint=Constraint.json_schema(PERSON))
     wanted = forms.complete(make_engine(forms.WordTarget(), draft), grammars, [[5, 6]] * 2, [bound] * 2)
