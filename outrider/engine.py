@@ -66,9 +66,9 @@ class Engine:
         """The same of passes with guesses alone, by which of the proposer's alternatives made them."""
         return tuple(arm.total for arm in self._arms)
 
-    def add(self, request: Request, stream: TextStream | None = None) -> None:
-        """Queue a request."""
-        self._scheduler.add(request, stream)
+    def add(self, request: Request, stream: TextStream | None = None) -> Row:
+        """Queue a request, and return its row, which whoever steps the engine carries on."""
+        return self._scheduler.add(request, stream)
 
     @torch.inference_mode()
     def abort(self, id: int) -> None:

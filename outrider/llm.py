@@ -168,20 +168,16 @@ class LLM:
         if len(wanted) != len(many):
             raise OutriderError(f"{len(many)} prompts came with {len(wanted)} parameters; give one, or one per prompt")
         requests = [r for prompt, want in zip(many, wanted, strict=True) for r in self.requests(prompt, want)]
-        for request in requests:
-            self.add(request)
-        done: dict[int, Completion] = {}
+        rows = [self.add(request) for request in requests]
         try:
-            while len(done) < len(requests):
-                for row in self.engine.step():
-                    if row.finish:
-                        done[row.request.id] = self.completion(row)
+            while not all(row.finish for row in rows):
+                self.engine.step()
         finally:
-            for request in requests:
-                if request.id not in done:
-                    self.abort(request.id)
+            for row in rows:
+                if not row.finish:
+                    self.abort(row.request.id)
         self.save_plan()
-        return [done[request.id] for request in requests]
+        return [self.completion(row) for row in rows]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Chunk]:
         """Complete one prompt, chunk by chunk as rounds commit; leaving the loop early aborts."""
@@ -189,8 +185,7 @@ class LLM:
         if params.n != 1:
             raise OutriderError(f"n is {params.n}; a stream carries one completion")
         (request,) = self.requests(prompt, params)
-        self.add(request)
-        return self._chunks(request)
+        return self._chunks(self.add(request))
 
     def prepare(self, constraint: Constraint) -> None:
         """Compile a constraint now, which is remembered; large ones take seconds.
@@ -207,9 +202,9 @@ class LLM:
             self.add(request)
         return [request.id for request in requests]
 
-    def add(self, request: Request) -> None:
-        """Queue a request that `requests` made."""
-        self.engine.add(request, TextStream(self.decode, request.params.stop))
+    def add(self, request: Request) -> Row:
+        """Queue a request that `requests` made, and return its row."""
+        return self.engine.add(request, TextStream(self.decode, request.params.stop))
 
     def abort(self, id: int) -> None:
         """Take back what was submitted under this id, wherever it is."""
@@ -220,23 +215,23 @@ class LLM:
         if self._plan is not None:
             self._plan.save(self._house.planner)
 
-    def _chunks(self, request: Request) -> Iterator[Chunk]:
+    def _chunks(self, row: Row) -> Iterator[Chunk]:
         shown, given, finished = 0, 0, False
         try:
             while not finished:
-                row = next((row for row in self.engine.step() if row.request.id == request.id), None)
-                if row is None or (row.emitted == given and not row.finish):
+                if row.emitted == given and not row.finish:  # else another loop has stepped the engine
+                    self.engine.step()
                     continue
                 finished = row.finish is not None
                 completion = self.completion(row) if finished else None
                 assert row.stream is not None
                 text = completion.text if completion else row.stream.text[: row.stream.safe_length()]
-                tokens = tuple(row.text[len(request.prompt) + given :])
+                tokens = tuple(row.text[len(row.request.prompt) + given :])
                 yield Chunk(text=text[shown:], tokens=tokens, guessed=tuple(row.authors[given:]), completion=completion)
-                shown, given = max(shown, len(text)), row.emitted
+                shown, given = max(shown, len(text)), given + len(tokens)
         finally:
             if not finished:
-                self.abort(request.id)
+                self.abort(row.request.id)
             self.save_plan()
 
     def requests(self, prompt: Prompt, params: SamplingParams) -> list[Request]:

@@ -46,8 +46,8 @@ class Scheduler:
         self._running: list[Row] = []  # by rank
         self._rounds = self._came = 0
 
-    def add(self, request: Request, stream: TextStream | None = None) -> None:
-        """Queue a request; `stream` decodes its text and finds its stop strings.
+    def add(self, request: Request, stream: TextStream | None = None) -> Row:
+        """Queue a request, and return its row; `stream` decodes its text and finds its stop strings.
 
         Raises:
             OutriderError: its prompt fills the context, so that nothing could follow.
@@ -58,7 +58,9 @@ class Scheduler:
             )
         self._came += 1
         rank = _PATIENCE * request.params.priority + self._rounds, self._came
-        self._wait(Row(request=request, slot=-1, text=list(request.prompt), stream=stream, rank=rank))
+        row = Row(request=request, slot=-1, text=list(request.prompt), stream=stream, rank=rank)
+        self._wait(row)
+        return row
 
     def busy(self) -> bool:
         """Whether anything runs or waits."""
@@ -140,7 +142,10 @@ class Scheduler:
 
     def abort(self, id: int) -> Row | None:
         """Take a request back; returns its row if it was running."""
-        self._waiting = [(rank, row) for rank, row in self._waiting if row.request.id != id]
+        for _, row in self._waiting:
+            if row.request.id == id:
+                row.finish = Finish.ABORT
+        self._waiting = [(rank, row) for rank, row in self._waiting if not row.finish]
         heapq.heapify(self._waiting)
         for row in self._running:
             if row.request.id == id:

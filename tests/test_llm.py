@@ -144,6 +144,36 @@ def test_stream_adds_up(llm, plain):
     assert "parse" not in "".join(chunk.text for chunk in stopped)
 
 
+@pytest.mark.parametrize("k", [4, "auto"])
+def test_streams_and_others_carry_each_other_on(tmp_path, monkeypatch, k):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    llm = LLM(target=embedded("nano"), proposer="ngram", dtype="float32", rows=2, context=256, k=k)
+    want = SamplingParams(max_tokens=20, ignore_eos=True)
+    wanted = llm.generate(CODE, want)[0]
+    first, second, third = (llm.stream(CODE, want) for _ in range(3))
+    chunks = [[next(first)], [next(second)], []]  # the third has no slot yet
+    assert llm.generate(CODE, want)[0].text == wanted.text
+    for found, stream in zip(chunks, (first, second, third), strict=True):
+        found += stream
+        assert "".join(chunk.text for chunk in found) == found[-1].completion.text == wanted.text
+        assert tuple(token for chunk in found for token in chunk.tokens) == wanted.tokens
+    assert llm.engine.step() == ()
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_stream_that_is_aborted_from_outside_ends(plain, waits):
+    streams = [plain.stream(CODE, SamplingParams(max_tokens=50)) for _ in range(5 if waits else 1)]
+    row = plain.engine._scheduler._waiting[-1][1]
+    if not waits:
+        next(streams[-1])
+    plain.abort(row.request.id)
+    assert [chunk.completion.finish for chunk in streams[-1]] == [Finish.ABORT]
+    for stream in streams[:-1]:
+        next(stream)
+        stream.close()
+    assert not plain.engine.busy()
+
+
 def test_leaving_a_stream_frees_its_row(llm):
     for _ in range(6):  # more than there are rows
         for _ in llm.stream(CODE, SamplingParams(max_tokens=50)):
