@@ -31,6 +31,7 @@ from outrider.propose.ngram import NgramProposer
 from outrider.serve.app import make_app
 from outrider.serve.driver import Driver
 from outrider.serve.settings import Settings
+from outrider.serve.ticket import Watch
 from outrider.types import Scores
 from tests.test_serve import OPTIONS, PROMPT, serving, settled
 
@@ -388,6 +389,57 @@ def test_a_text_that_cannot_be_written_ends_alone(server, alone, monkeypatch):
     *good, bad = together(url, [{**BODY, "prompt": prompt} for prompt in OTHERS] + [{**BODY, "user": "bad"}])
     assert bad.status_code == 500
     assert [text_of(each) for each in good] == plain_texts(alone, OTHERS)
+
+
+@pytest.mark.parametrize("where", ["a note", "news", "the engine"])
+def test_nobody_waits_for_a_thread_that_has_ended(monkeypatch, where):
+    def broken(*_):
+        raise RuntimeError("out of luck")
+
+    with serving() as (url, driver):
+        step, begun, told = driver.engine.step, threading.Event(), []
+
+        def first():
+            begun.set()
+            time.sleep(0.01)
+            return step()
+
+        monkeypatch.setattr(driver.engine, "step", first)
+        ask = lambda body: told.append(httpx.post(url + "/v1/completions", json=body, timeout=60))  # noqa: E731
+        bodies = [{**BODY, "max_tokens": 200, "prompt": [PROMPT, "import os"]}, {**BODY, "max_tokens": 200}]
+        asking = [threading.Thread(target=ask, args=[body]) for body in bodies]
+        asking[0].start()
+        assert begun.wait(60)
+        if where == "news":
+            monkeypatch.setattr(driver, "_tell_all", broken)
+        elif where == "the engine":
+            monkeypatch.setattr(driver.engine, "abort", broken)
+            monkeypatch.setattr(driver.engine, "busy", broken)
+        else:
+            driver._notes.put(broken)
+        asking[1].start()
+        for each in asking:
+            each.join(60)
+            assert not each.is_alive()
+        first_answer = next(answer for answer in told if answer.status_code == 500)
+        assert "out of luck" in first_answer.json()["error"]["message"]
+        assert {answer.status_code for answer in told} <= {500, 429}
+        assert httpx.get(url + "/health").status_code == 503
+        assert httpx.post(url + "/v1/completions", json=BODY).status_code == 429
+
+
+def test_a_note_that_comes_too_late_is_answered():
+    driver = Driver(LLM(**OPTIONS, rows=2), queue=2, rows=2)
+
+    async def ask():
+        (ticket,) = driver.submit(PROMPT, SamplingParams(max_tokens=5), Watch.END)
+        driver._stopping = True  # before the thread has read the note
+        driver.start()
+        async for pieces in ticket.pieces():
+            assert "stopped before" in pieces[-1].error
+
+    asyncio.run(asyncio.wait_for(ask(), 30))
+    driver.stop()
 
 
 def test_a_server_that_only_fails_says_that_it_is_ill(monkeypatch):

@@ -53,6 +53,7 @@ class Driver:
         self._bell: Bell | None = None  # of the event loop that asks
         self._taken = self._ended = 0  # requests; the one is the event loop's to change, the other the thread's
         self._stopping = False
+        self._over = False  # whether the thread does nothing more
         self.failed_rounds = 0
         self._failing = 0  # those of them since the last good one
         self.drifts = tuple(Drift() for _ in llm.house.proposers)
@@ -77,7 +78,7 @@ class Driver:
         """Why this server had better be started anew; empty while all is well."""
         if self._failing >= _ILL:
             return f"the last {self._failing} rounds of the engine have failed"
-        return "" if self._thread.is_alive() or self._stopping else "the engine does not run"
+        return "" if self._stopping or (self._thread.is_alive() and not self._over) else "the engine does not run"
 
     @property
     def engine(self) -> Engine:
@@ -112,6 +113,8 @@ class Driver:
         tickets = [Ticket(each, Wording(self.front.decode, self.spell, params.stop), watch) for each in requests]
         self._taken += len(tickets)
         self._notes.put(lambda: self._add(tickets))
+        if self._over:  # after the note, which may have come too late for the thread to read it
+            raise QueueFull("the engine does not run any more; ask another server")
         return tickets
 
     def cancel(self, tickets: Sequence[Ticket]) -> None:
@@ -122,6 +125,7 @@ class Driver:
         for ticket in tickets:
             self._open[ticket.request.id] = ticket
             self.clocks.begin(ticket.request.id)
+        for ticket in tickets:
             self._llm.add(ticket.request)
 
     def _drop(self, tickets: Sequence[Ticket]) -> None:
@@ -133,9 +137,28 @@ class Driver:
         self._wake(tickets)
 
     def _run(self) -> None:
-        while not self._stopping:
-            self._turn()
-        self._fail("the server was stopped before this was done")
+        reason = "the server was stopped before this was done"
+        try:
+            while not self._stopping:
+                self._turn()
+        except Exception as error:
+            _log.exception("the engine's thread has failed")
+            reason = f"the engine failed: {error}"
+        finally:
+            self._over = True
+            self._close(reason)
+
+    def _close(self, reason: str) -> None:
+        """Let nobody wait for a thread that has ended, nor those whose notes it has not read."""
+        while not self._notes.empty():
+            try:
+                self._notes.get_nowait()()
+            except Exception:
+                _log.exception("a note was left undone")
+        try:
+            self._fail(reason)
+        except Exception:
+            _log.exception("what ran could not be taken back")
 
     def _turn(self) -> None:
         """Listen, and run a round if there is anything to do."""
@@ -244,10 +267,11 @@ class Driver:
         tickets = list(self._open.values())
         self._open.clear()
         for ticket in tickets:
-            self._llm.abort(ticket.request.id)
             ticket.put(Piece(error=reason))
             self._done(ticket, "error")
         self._wake(tickets)
+        for ticket in tickets:  # last, since a broken engine may refuse
+            self._llm.abort(ticket.request.id)
 
     def _done(self, ticket: Ticket, how: str) -> None:
         self._ended += 1
