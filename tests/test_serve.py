@@ -191,6 +191,23 @@ def test_several_at_once(client, alone):
     assert [streamed[i] for i in range(4)] == [each.text for each in wanted]
 
 
+def test_offsets_go_on_over_the_parts_of_a_stream(client):
+    asked = {"model": "nano", "prompt": [PROMPT, "import os"], "max_tokens": 24, "temperature": 0, "logprobs": 0}
+    wholes = client.completions.create(**asked, extra_body={"ignore_eos": True}).choices
+    tokens, offsets, parts = {0: [], 1: []}, {0: [], 1: []}, 0
+    rounds = {"ignore_eos": True, "stream_options": {"include_tokens": True}}  # a part for each
+    for part in client.completions.create(**asked, stream=True, extra_body=rounds):
+        (choice,) = part.choices
+        tokens[choice.index] += choice.logprobs.tokens
+        offsets[choice.index] += choice.logprobs.text_offset
+        parts += 1
+    assert parts > 4
+    for whole in wholes:
+        assert tokens[whole.index] == whole.logprobs.tokens
+        assert offsets[whole.index] == whole.logprobs.text_offset
+        assert offsets[whole.index] == [sum(map(len, whole.logprobs.tokens[:i])) for i in range(24)]
+
+
 def test_chat_logprobs(client):
     reply = client.chat.completions.create(
         model="nano",

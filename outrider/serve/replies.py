@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 from uuid import uuid4
 
@@ -38,12 +39,14 @@ class Reply:
         """What makes the pieces of one completion into parts of a stream."""
         return Parts(self, index)
 
-    def part(self, index: int, piece: Piece, *, delta: dict[str, Any], finish: str | None) -> dict[str, Any]:
-        """One piece of one completion, which adds `delta` to a chat."""
+    def part(
+        self, index: int, piece: Piece, *, delta: dict[str, Any], finish: str | None, offset: int = 0
+    ) -> dict[str, Any]:
+        """One piece of one completion, which adds `delta` to a chat; `offset` characters of its tokens came before."""
         choice: dict[str, Any] = {"index": index, "finish_reason": finish, "logprobs": None}
         choice |= {"delta": delta} if self.chat else {"text": piece.text}
         if self.logprobs:
-            choice["logprobs"] = self._logprobs(piece.logprobs)
+            choice["logprobs"] = self._logprobs(piece.logprobs, offset)
         if self.tokens:
             choice["speculation"] = self._speculation(piece)
         return self._head(part=True) | {"choices": [choice]}
@@ -82,7 +85,7 @@ class Reply:
                 message["tool_calls"] = [call.whole() for call in calls.made]
         return choice | {"message": message}
 
-    def _logprobs(self, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
+    def _logprobs(self, entries: Sequence[TokenLogprobs], offset: int = 0) -> dict[str, Any]:
         if self.chat:
             return {"content": [self._entry(each) for each in entries], "refusal": None}
         words = [self.decode([each.token]) for each in entries]
@@ -90,7 +93,7 @@ class Reply:
             "tokens": words,
             "token_logprobs": [each.logprob for each in entries],
             "top_logprobs": [{self.decode([id]): value for id, value in each.top} for each in entries],
-            "text_offset": [sum(map(len, words[:i])) for i in range(len(words))],
+            "text_offset": list(accumulate(map(len, words), initial=offset))[:-1],
         }
 
     def _entry(self, entry: TokenLogprobs) -> dict[str, Any]:
@@ -108,6 +111,7 @@ class Parts:
         self._reply, self._index = reply, index
         self._calls = Calls() if reply.calls else None
         self._begun = False
+        self._offset = 0  # characters of all tokens so far, each spelled alone
 
     def next(self, piece: Piece) -> dict[str, Any]:
         """The part that a piece becomes."""
@@ -119,7 +123,10 @@ class Parts:
         if not self._begun:
             delta = {"role": "assistant", "content": None if self._calls else ""} | delta
             self._begun = True
-        return self._reply.part(self._index, piece, delta=delta, finish=finish)
+        part = self._reply.part(self._index, piece, delta=delta, finish=finish, offset=self._offset)
+        if self._reply.logprobs and not self._reply.chat:
+            self._offset += sum(map(len, part["choices"][0]["logprobs"]["tokens"]))
+        return part
 
 
 def _finish(completion: Completion, calls: Calls) -> str:
