@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from outrider.text import TextStream
 from outrider.types import Completion, Finish, Request, Row
 
 Prompt = str | Sequence[int]
+_log = logging.getLogger("outrider")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,7 +178,7 @@ class LLM:
             for row in rows:
                 if not row.finish:
                     self.abort(row.request.id)
-        self.save_plan()
+        self._keep_plan()
         return [self.completion(row) for row in rows]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Chunk]:
@@ -211,7 +213,13 @@ class LLM:
         self.engine.abort(id)
 
     def save_plan(self) -> None:
-        """Write what the planner has learned into the plan file, if there is one; `generate` and `stream` do, too."""
+        """Write what the planner has learned into the plan file, if there is one.
+
+        `generate` and `stream` do, too, and warn where they cannot.
+
+        Raises:
+            OutriderError: it cannot be written.
+        """
         if self._plan is not None:
             self._plan.save(self._house.planner)
 
@@ -232,7 +240,14 @@ class LLM:
         finally:
             if not finished:
                 self.abort(row.request.id)
+            self._keep_plan()
+
+    def _keep_plan(self) -> None:
+        """`save_plan`, where texts would be lost with it."""
+        try:
             self.save_plan()
+        except OutriderError as error:
+            _log.warning("what the planner has learned is not kept: %s", error)
 
     def requests(self, prompt: Prompt, params: SamplingParams) -> list[Request]:
         """What a prompt asks the engine for: `n` requests with ids of their own, which `add` takes.

@@ -181,6 +181,20 @@ def test_leaving_a_stream_frees_its_row(llm):
     assert not llm.engine.busy()
 
 
+@pytest.mark.parametrize("streamed", [False, True])
+def test_texts_are_not_lost_with_a_plan_that_cannot_be_written(tmp_path, monkeypatch, caplog, streamed):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    plan = tmp_path / "gone" / "plan.json"
+    llm = LLM(target=embedded("nano"), proposer="ngram", dtype="float32", rows=2, context=256, plan=plan)
+    want = SamplingParams(max_tokens=8, ignore_eos=True)
+    done = list(llm.stream(CODE, want))[-1].completion if streamed else llm.generate(CODE, want)[0]
+    assert len(done.tokens) == 8
+    (said,) = [record.getMessage() for record in caplog.records if "plan" in record.getMessage()]
+    assert "cannot be written" in said
+    with pytest.raises(OutriderError, match="cannot be written"):
+        llm.save_plan()
+
+
 def test_64_rows_at_once():
     many = LLM(dtype="float32", rows=64, context=128, chunk=256)
     ids = many.encode(CODE)
