@@ -12,6 +12,8 @@ import sys
 import threading
 import time
 from contextlib import contextmanager
+from pathlib import Path
+from typing import get_type_hints
 
 import httpx
 import openai
@@ -26,6 +28,7 @@ from outrider.prompts import read_prompts
 from outrider.serve.app import make_app
 from outrider.serve.driver import Driver
 from outrider.serve.settings import Settings
+from outrider.serve.ticket import TOGETHER
 from outrider.stress.client import put_load
 from outrider.stress.settings import Settings as LoadSettings
 from outrider.stress.verb import points
@@ -377,6 +380,18 @@ def test_a_round_that_fails_ends_what_runs_and_nothing_else(monkeypatch):
         assert "out of luck" in bad.json()["error"]["message"]
         settled(driver)
         assert httpx.post(url + "/v1/completions", json=body).json()["choices"][0]["text"] == good
+
+
+def test_the_manual_says_how_many_milliseconds_share_a_part():
+    manual = (Path(__file__).parent.parent / "docs" / "serving.md").read_text()
+    assert f"within {1000 * TOGETHER:g} ms share one" in manual
+
+
+def test_each_option_is_in_the_panel_of_its_kind():
+    hints = get_type_hints(Settings, include_extras=True)
+    panels = {name: hint.__metadata__[0].rich_help_panel for name, hint in hints.items()}
+    assert panels["smooth"] == "Streams"
+    assert set(panels.values()) == {"Where", "Limits", "Streams"}
 
 
 def test_too_slow_is_said():

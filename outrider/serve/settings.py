@@ -10,7 +10,7 @@ import typer
 
 from outrider.errors import OutriderError
 
-_WHERE, _LIMITS = "Where", "Limits"
+_WHERE, _LIMITS, _STREAMS = "Where", "Limits", "Streams"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,7 @@ class Settings:
         typer.Option(
             metavar="KEY",
             envvar="OUTRIDER_API_KEY",
-            help="Who may ask. Repeatable. Default: everybody.",
+            help="A key that clients must send. Repeatable. Default: none.",
             rich_help_panel=_WHERE,
         ),
     ] = None
@@ -66,7 +66,13 @@ class Settings:
         int, typer.Option(min=0, help="Completions that may wait; one more is turned away.", rich_help_panel=_LIMITS)
     ] = 256
     most_n: Annotated[
-        int, typer.Option("--max-n", min=1, help="Completions of one prompt at most.", rich_help_panel=_LIMITS)
+        int,
+        typer.Option(
+            "--max-n",
+            min=1,
+            help="Completions that one request may ask for, over all of its prompts.",
+            rich_help_panel=_LIMITS,
+        ),
     ] = 16
     body_kb: Annotated[int, typer.Option(min=1, help="Kilobytes of a request at most.", rich_help_panel=_LIMITS)] = 1024
     timeout: Annotated[
@@ -74,7 +80,7 @@ class Settings:
     ] = 0.0
     smooth: Annotated[
         bool,
-        typer.Option("--smooth", help="Spread each round's tokens over the time of a round.", rich_help_panel=_WHERE),
+        typer.Option("--smooth", help="Spread each round's tokens over the time of a round.", rich_help_panel=_STREAMS),
     ] = False
     allow_origin: Annotated[
         list[str] | None,
