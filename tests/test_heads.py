@@ -153,6 +153,20 @@ def test_native_kernels_say_the_same(kind, vocab, dtype, near):
     assert drawn.tokens[:, 0].tolist() == inverse_cdf(law, uniform[:, 0]).tolist()
 
 
+@pytest.mark.skipif(not tiny.compiles(), reason="no C++ compiler here")
+def test_a_draft_with_more_heads_than_the_kernels_take_runs_on_torch():
+    checkpoint = load_checkpoint(embedded("mini"), dtype="float32", device="cpu")
+    tables = make_target(checkpoint, slots=1, context=32, kernels="native").lend()
+    plain = describe("mtp", MINI)
+    for heads, kernels in ((48, "native"), (64, "torch")):
+        description = replace(plain, body=replace(plain.body, heads=heads, key_heads=1, dim=16))
+        module = make_module(description).eval().requires_grad_(False)
+        head = make_head_target(module, tables, slots=1, context=64)
+        assert head.kernels == kernels
+        text, taps = torch.randint(0, 12288, (9,)).tolist(), torch.randn(8, len(description.taps.layers), 384)
+        assert head.score(feed(head, description, text, taps), tree.empty(1, CPU)).logits.isfinite().all()
+
+
 @pytest.mark.parametrize("kind", EVERY)
 def test_a_borrowed_layer_of_few_tokens_is_its_rows(kind):
     torch.manual_seed(5)

@@ -390,6 +390,22 @@ def test_other_families_and_sizes_run_on_torch(tmp_path):
             make_target(checkpoint, slots=1, context=32, kernels="native")
 
 
+def test_query_heads_that_share_a_key_head_are_as_many_as_there_is_room_for(tmp_path):
+    for heads in (48, 64):
+        sizes = {"hidden_size": 192, "num_attention_heads": heads, "num_key_value_heads": 1}
+        config = tiny.make_config("LlamaConfig", head_dim=16, **sizes)
+        tiny.save(tmp_path / str(heads), config)
+    target, model = read(tmp_path / "48", bits=32)
+    text = ids(20)
+    with torch.inference_mode():
+        logits = feed(target, [text[:12], text[12:13]], draft=chain(text[13:]))[1].logits[0]
+        assert distance(logits, model(torch.tensor([text])).logits[0, 12:]) < 1e-4
+    checkpoint = load_checkpoint(tmp_path / "64", dtype="float32", device="cpu")
+    with pytest.raises(UnsupportedModel, match="at most 48 query heads for a key head, not 64 for 1"):
+        make_target(checkpoint, slots=1, context=32, kernels="native")
+    assert make_target(checkpoint, slots=1, context=32).kernels == "torch"
+
+
 def test_the_embedded_pair_runs_here():
     checkpoint = load_checkpoint(embedded("nano"), dtype="bfloat16", device="cpu")
     assert isinstance(make_target(checkpoint, slots=1, context=32), NativeTarget)

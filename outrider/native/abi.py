@@ -7,6 +7,8 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+MOST_SHARING = 48  # query heads of a key head: kQueries of attention.h, what a thread has room for
+
 
 class CLinear(ctypes.Structure):
     """`Linear` of linear.h."""

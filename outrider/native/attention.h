@@ -17,7 +17,8 @@
 
 namespace outrider {
 
-constexpr int kQueries = 48;  // rows of a tile: columns times the query heads that share a key head
+// Rows of a tile: columns times the query heads that share a key head, which are no more than this, as abi.py has it.
+constexpr int kQueries = 48;
 constexpr int kBlock = 64;    // entries of a block, as cache/paged.py has it
 constexpr int kGroups = kBlock / kLanes;
 constexpr int kTogether = kPart == kLanes ? 2 : 1;  // groups whose scores are summed at once: as many as registers hold

@@ -15,7 +15,7 @@ import torch
 from outrider.cache.paged import PagedCache
 from outrider.errors import OutriderError, UnsupportedModel
 from outrider.excerpt import refuse_to_swap
-from outrider.native.abi import CLayer, CModel
+from outrider.native.abi import MOST_SHARING, CLayer, CModel
 from outrider.native.library import Library
 from outrider.native.pack import WHOLE, Arena, PackedWeight, interleave, pack, separate, unpack
 from outrider.native.passes import Passes
@@ -77,6 +77,11 @@ class Shape:
             raise UnsupportedModel(
                 f"{config.model_type}: the kernels need sizes that are multiples of 16, heads of at most {_MOST_DIM}"
                 " and a SiLU without bias"
+            )
+        if shape.heads > MOST_SHARING * shape.key_heads:
+            raise UnsupportedModel(
+                f"{config.model_type}: the kernels take at most {MOST_SHARING} query heads for a key head, not"
+                f" {shape.heads} for {shape.key_heads}"
             )
         return shape
 
