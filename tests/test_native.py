@@ -189,6 +189,21 @@ def test_an_accepted_branch_is_the_text_itself(bits, folders):
 
 
 @WHOLE
+def test_ids_that_the_embedding_does_not_have_are_its_last_one_wherever_they_stand(bits, folders):
+    target, _ = read(folders["llama"], bits=bits)
+    text, last = ids(11), target.vocab - 1
+    with torch.inference_mode():
+        wanted = feed(target, [[*text, last]])[0].logits
+        for token in (last + 1, last + 129, 10**8, 2**40):
+            assert torch.equal(feed(target, [[*text, token]], slot=1)[0].logits, wanted)
+            assert torch.equal(feed(target, [text], draft=chain([token]))[0].logits[:, -1], wanted[:, 0])
+        rows = [tiny.admit(target, slot, [*text, token]) for slot, token in enumerate((last, 10**8))]
+        batch = Batch(rows=tuple(rows), start=(0, 0), feed=tuple(tuple(row.text) for row in rows), budget=(3, 3))
+        grown = target.grow(batch, 200).tokens
+    assert torch.equal(grown[0], grown[1])
+
+
+@WHOLE
 def test_grow_is_scoring_step_by_step(bits, folders):
     target, _ = read(folders["biased"], bits=bits)
     texts = [ids(count, seed) for seed, count in enumerate((11, 30, 4))]

@@ -146,11 +146,11 @@ def columns_of(batch: Batch, draft: Draft, first: int, vocab: int) -> tuple[Colu
         begins.append(len(columns.keep))
         start, feed, width = batch.start[b], batch.feed[b], draft.width[b]
         if first < 0:
-            columns.text(feed, start, row.slot)
+            columns.text(_embedded(feed, vocab), start, row.slot)
             columns.keep.append(len(columns.token) - 1)
         if width <= skip:
             continue
-        guesses, base = [min(max(token, 0), vocab - 1) for token in tokens[b][:width]], start + len(feed)
+        guesses, base = _embedded(tokens[b][:width], vocab), start + len(feed)
         columns.keep.extend(range(len(columns.token), len(columns.token) + width - skip))
         if parents is None:
             columns.text(guesses[skip:], base + skip, row.slot)
@@ -164,6 +164,13 @@ def columns_of(batch: Batch, draft: Draft, first: int, vocab: int) -> tuple[Colu
     for begin, end in zip(begins, ends, strict=True):
         order += [*range(begin, end), *[begin if end > begin else 0] * (wanted - (end - begin))]
     return columns, order
+
+
+def _embedded(tokens: Sequence[int], vocab: int) -> Sequence[int]:
+    """Ids that the embedding has; a text may hold others, where its own model's embedding is padded further."""
+    if min(tokens, default=0) >= 0 and max(tokens, default=0) < vocab:
+        return tokens
+    return [min(max(token, 0), vocab - 1) for token in tokens]
 
 
 def _branches(
