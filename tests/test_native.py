@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
 from itertools import accumulate
 
 import pytest
@@ -158,6 +161,26 @@ def test_the_same_bits_in_any_team(bits, folders):
         torch.set_num_threads(before)
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
+
+
+def test_a_pass_ends_with_fewer_threads_than_it_asks_for(folders, tmp_path):
+    """OpenMP says how many there are; a pass that waits for more waits for ever."""
+    script = f"""if True:
+        import torch
+        from tests import test_native
+        torch.set_num_threads(2)
+        target, _ = test_native.read({str(folders["wide"])!r})
+        text = test_native.ids(40)
+        with torch.inference_mode():
+            scores = test_native.feed(target, [text[:20], text[20:21]], draft=test_native.chain(text[21:]))
+        torch.save(scores[1].logits, {str(tmp_path / "logits")!r})
+    """
+    limited = os.environ | {"OMP_THREAD_LIMIT": "1"}
+    subprocess.run([sys.executable, "-c", script], env=limited, timeout=120, check=True)
+    target, text = read(folders["wide"])[0], ids(40)
+    with torch.inference_mode():
+        wanted = feed(target, [text[:20], text[20:21]], draft=chain(text[21:]))[1].logits
+    assert torch.equal(torch.load(tmp_path / "logits"), wanted)
 
 
 @WHOLE

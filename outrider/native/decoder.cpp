@@ -90,7 +90,7 @@ struct Runner {
 template <class Element>
 class Decoder final : public Runner {
  public:
-  explicit Decoder(const Model& model) : m_(model), barrier_(model.threads), choice_(model.head.out) {
+  explicit Decoder(const Model& model) : m_(model), choice_(model.head.out) {
     for (int i = 0; i < m_.threads; i++) scratch_.emplace_back(m_.dim);
   }
 
@@ -99,7 +99,7 @@ class Decoder final : public Runner {
     cut(pass);
 #pragma omp parallel num_threads(m_.threads)
     {
-      const Team team{barrier_, omp_get_thread_num(), m_.threads};
+      const Team team{barrier_, omp_get_thread_num(), omp_get_num_threads()};
       begin(team, pass);
       if (m_.entry && m_.entry->project.out) {
         pack(team, pass.columns, pair_.data(), 2 * m_.hidden, m_.entry->project.bits);

@@ -14,11 +14,10 @@ namespace outrider {
 // busy machine each of them is then woken a scheduler's tick too late.
 class Barrier {
  public:
-  explicit Barrier(int threads) : threads_(threads) {}
-
-  void wait() {
-    const int round = round_.load(std::memory_order_relaxed);
-    if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == threads_) {
+  // Called by each of so many threads. The team says how many: OpenMP may grant fewer than were asked for.
+  void wait(int threads) {
+    const unsigned round = round_.load(std::memory_order_relaxed);
+    if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == threads) {
       arrived_.store(0, std::memory_order_relaxed);
       round_.store(round + 1, std::memory_order_release);
       return;
@@ -40,9 +39,8 @@ class Barrier {
 #endif
   }
 
-  const int threads_;
   alignas(64) std::atomic<int> arrived_{0};
-  alignas(64) std::atomic<int> round_{0};
+  alignas(64) std::atomic<unsigned> round_{0};  // starts again at 0 after a day or so, which changes nothing
 };
 
 // One thread's view of the team.
@@ -55,14 +53,14 @@ struct Team {
   void share(int count, Work work) const {
     for (int i = int(int64_t(count) * thread / threads), end = int(int64_t(count) * (thread + 1) / threads); i < end; i++)
       work(i);
-    barrier.wait();
+    barrier.wait(threads);
   }
 
   // The same where neighbours are as much work as each other, and others are not.
   template <class Work>
   void deal(int count, Work work) const {
     for (int i = thread; i < count; i += threads) work(i);
-    barrier.wait();
+    barrier.wait(threads);
   }
 };
 
