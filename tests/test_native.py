@@ -418,6 +418,21 @@ def test_without_a_compiler_torch_takes_over(folders, monkeypatch, tmp_path):
         library.load_library.cache_clear()
 
 
+def test_without_a_folder_for_them_torch_takes_over(folders, monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("not a folder")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    library.load_library.cache_clear()
+    try:
+        checkpoint = load_checkpoint(folders["llama"], dtype="bfloat16", device="cpu")
+        with pytest.raises(UnsupportedModel, match=r"file/outrider, cannot be written .*; set XDG_CACHE_HOME"):
+            make_target(checkpoint, slots=1, context=32, kernels="native")
+        assert make_target(checkpoint, slots=1, context=32).kernels == "torch"
+        llm = LLM(embedded("nano"), proposer="ngram", context=64)  # whose rules and laws have kernels of their own
+        assert len(llm.generate("def", SamplingParams(max_tokens=4, ignore_eos=True))[0].tokens) == 4
+    finally:
+        library.load_library.cache_clear()
+
+
 def test_other_families_and_sizes_run_on_torch(tmp_path):
     odd = tiny.save(tmp_path / "odd", tiny.make_config("LlamaConfig", head_dim=8))
     other = tiny.save(tmp_path / "other", tiny.make_config("Olmo2Config"))

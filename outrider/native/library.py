@@ -41,16 +41,17 @@ def load_library() -> Library:
     """Compile the kernels, or find them compiled.
 
     Raises:
-        UnsupportedModel: there is no compiler here, or it fails; the message says what to do.
+        UnsupportedModel: there is no compiler here, it fails, or what it makes cannot be kept; the message says what
+            to do.
     """
     compiler = _compiler()
     path = cache_folder() / f"kernels-{_fingerprint(compiler)}.so"
-    seconds = 0.0
-    if not path.is_file():
-        _log.warning("compiling the CPU kernels: once on a machine, some ten seconds")
-        began = perf_counter()
-        _compile(compiler, path)
-        seconds = perf_counter() - began
+    try:
+        seconds = 0.0 if path.is_file() else _compile(compiler, path)
+    except OSError as error:
+        raise UnsupportedModel(
+            f"the folder for kernels, {path.parent}, cannot be written ({error}); set XDG_CACHE_HOME to one that can"
+        ) from error
     try:
         # OpenMP's symbols are left open and found in torch: two teams of threads would fight over the cores.
         code = ctypes.CDLL(str(path))
@@ -85,16 +86,20 @@ def _compiler() -> str:
     return found
 
 
-def _compile(compiler: str, path: Path) -> None:
+def _compile(compiler: str, path: Path) -> float:
+    """Seconds that it took."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    began = perf_counter()
     link = ("-undefined", "dynamic_lookup") if sys.platform == "darwin" else ()
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        _log.warning("compiling the CPU kernels: once on a machine, some ten seconds")
         objects = [str(Path(folder) / f"{unit}.o") for unit in _UNITS]
         for unit, made in zip(_UNITS, objects, strict=True):
             _call(compiler, *_FLAGS, "-c", str(_HERE / unit), "-o", made)
         whole = Path(folder) / "kernels.so"
         _call(compiler, "-shared", *link, *objects, "-o", str(whole))
         os.replace(whole, path)  # whole or not at all, whoever else compiles at the same time
+    return perf_counter() - began
 
 
 def _call(*command: str) -> None:
