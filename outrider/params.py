@@ -12,6 +12,9 @@ from outrider.errors import OutriderError
 
 AUTO = "auto"  # as k: decide round by round
 _FAR = 100  # of a priority, so that nobody waits for ever
+# What logits are divided and multiplied by. They are float32: beyond this their rounding tells tokens apart rather than
+# the model, and further on they overflow, or the divisor is 0, and what is left is no law.
+_LEAST, _MOST = 1e-4, 1e4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,11 +25,12 @@ class SamplingParams:
     presence and frequency penalty (over the output), min_tokens, temperature, top_k, top_p, min_p.
 
     Attributes:
-        temperature: 0 is greedy.
+        temperature: 0 is greedy; otherwise in [0.0001, 10000].
         top_k: keep the k likeliest tokens; 0 keeps all.
         top_p: keep the smallest set of likeliest tokens whose mass reaches top_p, in (0, 1].
         min_p: drop tokens below min_p times the likeliest one's probability, in [0, 1].
-        repetition_penalty: above 1 discourages tokens of prompt and output (Keskar et al. 2019); 1 is off.
+        repetition_penalty: above 1 discourages tokens of prompt and output (Keskar et al. 2019); 1 is off; in
+            [0.0001, 10000].
         presence_penalty: subtracted once from the logit of a token in the output; in [-2, 2].
         frequency_penalty: subtracted once per occurrence in the output; in [-2, 2].
         logit_bias: added to the logits, by token id; in [-100, 100] or -inf to forbid.
@@ -96,15 +100,14 @@ class SamplingParams:
                 raise OutriderError(f"{name} is {getattr(self, name)!r}; use {hint}")
 
     def _check_numbers(self) -> None:
-        _real("temperature", self.temperature, 0.0, math.inf, "0 is greedy, 1 samples the model's own law")
+        least = 0.0 if self.temperature == 0 else _LEAST
+        _real("temperature", self.temperature, least, _MOST, "0 is greedy, 1 samples the model's own law")
         _whole("top_k", self.top_k, 0, "0 keeps every token")
         _real("top_p", self.top_p, 0.0, 1.0, "1 keeps every token")
         if self.top_p == 0:
             raise OutriderError("top_p is 0, which keeps no token; use temperature=0 for greedy, or top_p in (0, 1]")
         _real("min_p", self.min_p, 0.0, 1.0, "0 keeps every token")
-        _real("repetition_penalty", self.repetition_penalty, 0.0, math.inf, "1 is off")
-        if self.repetition_penalty == 0:
-            raise OutriderError("repetition_penalty is 0; it divides, so use a number above 0 (1 is off)")
+        _real("repetition_penalty", self.repetition_penalty, _LEAST, _MOST, "1 is off")
         _real("presence_penalty", self.presence_penalty, -2.0, 2.0, "0 is off")
         _real("frequency_penalty", self.frequency_penalty, -2.0, 2.0, "0 is off")
         if self.max_tokens is not None:
@@ -145,7 +148,7 @@ class SamplingParams:
 
 
 def _real(name: str, value: float, low: float, high: float, hint: str) -> None:
-    good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    good = isinstance(value, int | float) and not isinstance(value, bool)
     if not good or not low <= value <= high:
         raise OutriderError(f"{name} is {value!r}; use a number from {low:g} to {high:g} ({hint})")
 

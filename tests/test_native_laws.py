@@ -47,6 +47,19 @@ def test_the_laws_of_the_plain_way(vocab, spread):
     torch.testing.assert_close(got, wanted, atol=1e-6, rtol=1e-4)
 
 
+@pytest.mark.parametrize("temperature", [1e-4, 1e4])
+@pytest.mark.parametrize("filters", [{}, {"top_k": 7}, {"top_p": 0.9}, {"min_p": 0.05}])
+def test_the_ends_of_what_may_be_asked_for_are_laws(temperature, filters):
+    """Of logits far larger than a model's; what lies outside of them is refused at the door."""
+    logits = torch.randn(6, 1, 333, generator=torch.Generator().manual_seed(0)) * 1e4 / 3
+    logits[0, 0, :2] = torch.tensor([1e4, -1e4])
+    knobs = knobs_of([{"temperature": temperature} | filters] * 6, 333)
+    got, wanted = fastest_shape(CPU)(logits, knobs, slice(None)), shape(logits, knobs, slice(None))
+    torch.testing.assert_close(got, wanted, atol=1e-6, rtol=1e-4)
+    torch.testing.assert_close(got.sum(-1), torch.ones(6, 1))
+    assert torch.equal(got.argmax(-1), logits.argmax(-1))
+
+
 def test_what_belongs_to_which_row():
     """Nodes that lie packed, in any order."""
     logits, of = torch.randn(9, 1, 50), torch.tensor([2, 0, 5, 5, 1, 9, 10, 8, 3])

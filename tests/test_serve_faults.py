@@ -268,6 +268,16 @@ def test_what_is_huge_is_turned_away(server, field):
     assert driver.stats.rounds == before
 
 
+@pytest.mark.parametrize("value", [1e-50, 1e-40, 1e300])
+@pytest.mark.parametrize("field", ["temperature", "repetition_penalty"])
+def test_what_logits_cannot_be_divided_by_is_turned_away_as_in_python(server, field, value):
+    with pytest.raises(OutriderError) as refused:
+        SamplingParams(**{field: value})
+    answer = httpx.post(server[0], json={"prompt": "x", field: value})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"] == str(refused.value)
+
+
 @pytest.mark.parametrize("given", ["", "secret", "Bearer", "Basic secret", "Bearer secret2", "Bearer secre"])
 def test_keys_that_are_none(keyed, given):
     answer = httpx.post(keyed, json={"prompt": "x"}, headers={"authorization": given})
