@@ -112,8 +112,9 @@ class Runner:
 
     def advance(self, tokens: int) -> bool:
         """Go on until so many have come out since `begin`; returns whether there is more to do."""
-        engine, house, start = self._llm.engine, self._llm.house, perf_counter()
-        house.target.export(house.proposer.needs.layers)
+        engine, house = self._llm.engine, self._llm.house
+        house.target.export(house.proposer.needs.layers)  # and not those of whoever went before
+        start = perf_counter()
         while engine.busy() and self.since("emitted") < tokens:
             engine.step()
         self.seconds += perf_counter() - start

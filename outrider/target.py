@@ -11,6 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 from weakref import WeakSet
 
 import torch
+from torch.utils.hooks import RemovableHandle
 from transformers import DynamicCache
 
 from outrider import tree
@@ -65,7 +66,8 @@ class Target(Protocol):
     def export(self, layers: Sequence[int]) -> None:
         """From now on put the outputs of these decoder layers, counted from 0, into `Scores.features` and `Scores.fed`.
 
-        The cache then shares no texts: every token is fed.
+        These and no others, whatever was asked for before: who has several drafts at work asks for all of their layers
+        at once. While there are any the cache shares no texts: every token is fed.
 
         Raises:
             OutriderError: the target has no such layer, or cannot export any.
@@ -225,6 +227,7 @@ class AttentionTarget:
     def _begin(self) -> None:
         """What a copy does not have in common with the target that it was made from."""
         self.kernels, self._outputs = "torch", dict[int, torch.Tensor]()
+        self._hooks: dict[int, RemovableHandle] = {}  # by the layer exported
         self.graphs = self._record(self._recorder) if self._recorder else None
 
     def _forward(self, layout: Layout, reader: Reader) -> torch.Tensor:
@@ -243,21 +246,27 @@ class AttentionTarget:
     def _record(self, record: Recorder) -> Graphs | None:
         assert isinstance(self._memory, SpareCache)
         try:
-            model = StaticModel(self._model, list(layer_stack(self._model)[1]), self._memory, self._outputs)
+            self._static = StaticModel(self._model, list(layer_stack(self._model)[1]), self._memory, self._outputs)
         except UnsupportedModel as reason:
             _log.info("no passes are recorded: %s", reason)
             return None
         self.kernels = "graphs"
-        return Graphs(model, slots=self.slots, record=record)
+        return Graphs(self._static, slots=self.slots, record=record)
 
     def export(self, layers: Sequence[int]) -> None:
         if layers:
             self.cache.share(False)  # or the outputs at tokens that are cached already would be missing
-        stack = layer_stack(self._model)[1] if layers else torch.nn.ModuleList()
-        for layer in layers:
-            if not 0 <= layer < len(stack):
-                raise OutriderError(f"layer {layer} was asked for; this target's layers are 0 to {len(stack) - 1}")
-            stack[layer].register_forward_hook(partial(self._keep, layer))
+        if set(layers) == self._hooks.keys():
+            return
+        stack = layer_stack(self._model)[1]
+        if odd := [layer for layer in layers if not 0 <= layer < len(stack)]:
+            raise OutriderError(f"layer {odd[0]} was asked for; this target's layers are 0 to {len(stack) - 1}")
+        for hook in self._hooks.values():
+            hook.remove()
+        self._outputs.clear()
+        self._hooks = {layer: stack[layer].register_forward_hook(partial(self._keep, layer)) for layer in set(layers)}
+        if self.graphs and self._recorder:  # a recording puts out the layers of its time
+            self.graphs = Graphs(self._static, slots=self.slots, record=self._recorder)
 
     def _keep(self, layer: int, _module: torch.nn.Module, _inputs: object, output: Any) -> None:
         out = output[0] if isinstance(output, tuple) else output

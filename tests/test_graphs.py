@@ -103,6 +103,15 @@ def seen_often(target, score):
     return out
 
 
+def test_recordings_export_the_layers_of_now(shelf):
+    target = read(shelf.folder("llama"), record=Replays(), layers=(0,))
+    (row,) = warmed(target, [TEXT])
+    for layers in ((1, 2), ()):
+        target.export(layers)
+        found = seen_often(target, lambda: target.score(tiny.everything([row]), tree.empty(1, CPU)))
+        assert set(found.features) == set(found.fed) == set(layers)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_replayed_rounds_are_eager_rounds(name, shelf):
     """Ragged rows, chains and trees, over growing texts: the same logits, and the same cache after it."""

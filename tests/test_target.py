@@ -22,6 +22,7 @@ from tests import tiny
 CPU = torch.device("cpu")
 PACKS = can_prepack(CPU, torch.bfloat16)
 DTYPES = ["float32", pytest.param("bfloat16", marks=pytest.mark.skipif(not PACKS, reason="no bfloat16 kernels here"))]
+compiled = pytest.mark.skipif(not tiny.compiles(), reason="no C++ compiler here")
 TEXT = list(b"the quick brown fox")
 SHORT = SamplingParams(max_tokens=12)
 POISON = 77
@@ -95,6 +96,23 @@ def test_swap_of_what_is_stored_otherwise(name, shelf, tmp_path):
     target = read(shelf.folder(name))
     target.swap(weights_of(other), 1)
     assert torch.equal(score(target), score(read(other)))
+
+
+@pytest.mark.parametrize("kernels", [pytest.param("native", marks=compiled), "torch"])
+def test_the_layers_asked_for_last_are_those_that_are_exported(kernels, tmp_path):
+    """Whatever was asked for before, and however often; a refusal changes nothing."""
+    config = tiny.make_config("LlamaConfig", head_dim=16, hidden_size=48, intermediate_size=80)
+    checkpoint = load_checkpoint(tiny.save(tmp_path / "llama", config), dtype="float32", device="cpu")
+    target = make_target(checkpoint, slots=1, context=64, kernels=kernels)
+    row, none = tiny.admit(target, 0, [5, 6, 7]), tree.empty(1, CPU)
+    for layers in ((0, 2), (1,), (1,), (2, 1, 1), ()):
+        target.export(layers)
+        with pytest.raises(OutriderError, match="layer 9 was asked for"):
+            target.export((0, 9))
+        scores = target.score(tiny.everything([row]), none)
+        assert set(scores.features) == set(scores.fed) == set(layers)
+    if kernels == "torch":
+        assert not any(layer._forward_hooks for layer in target._model.model.layers)
 
 
 def test_layers_that_are_not_there_are_refused(shelf):

@@ -407,6 +407,16 @@ def test_histories_do_not_remember_the_answers(prompts):
     assert by_way["suffix:5000", 4] < 2
 
 
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+@pytest.mark.parametrize("names", [("eagle31", "medusa"), ("medusa", "eagle31")])
+def test_drafts_that_look_at_different_layers(names, kernels, prompts):
+    specs = [f"draft:{embedded(name)}" for name in names]
+    words = ["--proposers", ";".join(specs), "--k", 2, "--batch", 1, "--limit", 1, "--kernels", kernels]
+    found = document(tune("--prompts", prompts, *words))
+    assert {case["proposer"] for case in found["cases"]} == set(specs)
+    assert all(case["kept"]["tau"] > 1 for case in found["cases"])
+
+
 def advice_file(path, **settings):
     """A file with settings as if they had been found."""
     asked = Settings(proposers=("ngram",), target=settings.pop("target", None), dtype="float32")

@@ -86,7 +86,7 @@ class Crew:
             caching=Caching(share=False),  # a prompt is to cost the same each time
         )
         self._settings = settings
-        self._exported: set[int] = set()
+        self._exported: set[int] = set()  # what all of them need: they take their turns too often to ask each time
         self.known: dict[str, Proposer] = {spec: self._proposer(spec) for spec in settings.proposers}
         self._planners: dict[Way, CostPlanner] = {}
 
@@ -118,9 +118,9 @@ class Crew:
     def _proposer(self, spec: str) -> Proposer:
         house = self.base.house
         made = find_proposer(spec, replace(house.setup, draw=find_verifier(self._settings.verifier, spec).draw))
-        if fresh := set(made.needs.layers) - self._exported:
-            house.target.export(sorted(fresh))
-            self._exported |= fresh
+        if not self._exported.issuperset(made.needs.layers):
+            self._exported.update(made.needs.layers)
+            house.target.export(sorted(self._exported))
         return made
 
 
