@@ -19,6 +19,11 @@ from outrider.serve.settings import Settings as ServeSettings
 from outrider.stress.settings import Settings as LoadSettings
 from outrider.tune.options import TuneOptions
 
+# Not `options.Guesses`: each test is made of rounds of the same size, so there is nothing for auto to decide.
+_AuditGuesses = Annotated[
+    int,
+    typer.Option("--k", metavar="N", help="Guesses a round; 1, 4 and 8 are tried as well.", rich_help_panel="Models"),
+]
 _Models = TypeVar("_Models", bound=options.LoadOptions)
 
 
@@ -188,7 +193,7 @@ def audit(
     *,
     target: options.Target = None,
     proposer: options.Proposer = None,
-    k: options.Guesses = 4,
+    k: _AuditGuesses = 4,
     verifier: options.Verifier = None,
     prompts: options.PromptFile = None,
     samples: options.Samples = 2000,

@@ -281,6 +281,13 @@ def test_audit(monkeypatch, passed, code):
     assert (seen["kernels"], seen["quantize"]) == ("torch", "int4")
 
 
+@pytest.mark.parametrize(("k", "message"), [("auto", "Invalid value for '--k'"), ("0", "k is 0; an audit needs")])
+def test_an_audit_is_of_a_number_of_guesses(k, message):
+    result = invoke("audit", "--k", k)
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
 def test_a_conversation_on_a_terminal():
     """Two turns and an empty line: the second turn is told what the first said."""
     ours, theirs = pty.openpty()
