@@ -9,6 +9,7 @@ import torch
 
 from outrider import tree
 from outrider.cache.base import CacheUse, Caching
+from outrider.cache.paged import CacheFull
 from outrider.cache.pages import BLOCK, Pages, shared
 from outrider.embedded import embedded
 from outrider.errors import OutriderError
@@ -286,6 +287,25 @@ def test_caches_are_given_what_was_asked_for():
         )
     with pytest.raises(OutriderError, match="set rows and context"):
         LLM(None, proposer="none", k=0, kernels="torch", rows=4, context=256, caching=Caching(gigabytes=0.02))
+
+
+@compiled
+def test_a_draft_that_goes_on_with_the_text_has_no_more_memory_than_it_is_given():
+    """Rows that begin alike take little of the target's memory, and each one all that it has of the draft's."""
+    texts = ["".join(f"def f{i}(x):\n    return x + {i}\n\n" for i in range(25)) + end for end in "abcd"]
+    params, settings = SamplingParams(max_tokens=24), {"dtype": "bfloat16", "kernels": "native", "rows": 4}
+    plain = LLM(None, proposer="none", k=0, context=512, **settings)
+    spec = f"draft-text:{embedded('nano')}"
+    llm = LLM(None, proposer=spec, k=3, context=512, caching=Caching(gigabytes=0.0045), **settings)
+    assert [c.tokens for c in llm.generate(texts, params)] == [c.tokens for c in plain.generate(texts, params)]
+    assert llm.stats.drafted > 0
+
+
+@compiled
+def test_a_full_cache_says_so(folder):
+    target = read(folder, blocks=2)
+    with pytest.raises(CacheFull, match="all 2 blocks of 64 tokens are in use"):
+        feed(target, 0, ids(130))
 
 
 def test_a_stripe_keeps_its_text_for_the_next_one():

@@ -28,6 +28,10 @@ class CPool(ctypes.Structure):
     )
 
 
+class CacheFull(RuntimeError):
+    """More was fed than there is memory for: the caller did not ask `Cache.fits`."""
+
+
 @dataclass(slots=True, eq=False)
 class _Lease:
     """What one slot has: pages from the text's beginning on, and behind them blocks of its own."""
@@ -227,7 +231,11 @@ class PagedCache:
 
     def _new_block(self) -> int:
         # The lowest first: the machine gives memory for what has been used and no more.
-        return heappop(self._free) if self._free else self._pages.evict()
+        if self._free:
+            return heappop(self._free)
+        if not self._pages.idle:
+            raise CacheFull(f"all {len(self._entries)} blocks of {BLOCK} tokens are in use")
+        return self._pages.evict()
 
     def _compact(self, slot: int, base: int, path: Sequence[int]) -> None:
         """Close the gaps that rejected branches leave."""

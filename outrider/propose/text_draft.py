@@ -9,6 +9,7 @@ from itertools import accumulate, takewhile
 from operator import eq, mul
 
 from outrider import tree
+from outrider.cache.base import fitting
 from outrider.propose.base import Setup
 from outrider.propose.chances import Chances
 from outrider.propose.reading import Reading
@@ -65,7 +66,7 @@ class TextProposer:
         self._model.cache.admit(slot, ())
 
     def propose(self, batch: Batch) -> Draft:
-        turns = [turn for b in range(len(batch.rows)) if (turn := self._turn(batch, b))]
+        turns = self._able([turn for b in range(len(batch.rows)) if (turn := self._turn(batch, b))])
         self._read([turn for turn in turns if not turn.steps])
         self._turns = [turn for turn in turns if turn.steps]
         sketches = [Sketch() for _ in batch.rows]
@@ -128,6 +129,12 @@ class TextProposer:
             stop, steps = len(row.text), min(steps, room)
         feed = tuple(row.text[start:stop])
         return _Turn(at=b, row=row, start=start, feed=feed, steps=steps, grown=[], sketch=Sketch(), kinds=[])
+
+    def _able(self, turns: Sequence[_Turn]) -> list[_Turn]:
+        """Those whose texts and guesses the draft's cache has memory for."""
+        wanted = {turn.row.slot: turn.start + len(turn.feed) + turn.steps for turn in turns}
+        able = fitting(self._model.cache, {}, wanted)
+        return [turn for turn in turns if turn.row.slot in able]
 
     def _read(self, turns: Sequence[_Turn]) -> None:
         """Feed what is settled and long."""
