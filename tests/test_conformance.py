@@ -52,10 +52,13 @@ class Steady(NgramProposer):
 
 
 class Forgetful(Steady):
-    """Learns only what the target added itself."""
+    """Takes what the target added itself for what came next, whatever was kept before it."""
 
     def commit(self, round):
-        super().commit(replace(round, emitted=tuple(tokens[-1:] for tokens in round.emitted)))
+        super().commit(round)
+        for row, tokens in zip(round.batch.rows, round.emitted, strict=True):
+            for token in tokens[-1:]:
+                self._indexes[row.slot].append(token)
 
 
 class Leaky(Steady):
@@ -64,9 +67,6 @@ class Leaky(Steady):
     def admit(self, slot, request):
         if slot not in self._indexes:
             super().admit(slot, request)
-        else:
-            for token in request.prompt:
-                self._indexes[slot].append(token)
 
     def release(self, slot):
         pass

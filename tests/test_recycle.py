@@ -14,6 +14,7 @@ from outrider.errors import OutriderError
 from outrider.llm import LLM
 from outrider.params import SamplingParams
 from outrider.propose import recycle
+from outrider.propose.ngram import NgramProposer
 from outrider.propose.recycle import RecycleProposer
 from outrider.proposers import find_proposer
 from outrider.testing import ToyTarget, toy_setup
@@ -101,8 +102,30 @@ def test_a_prompt_is_read():
     assert list(proposer._memories[0]._after[7, 8].tokens) == [6, 9]
 
 
+@pytest.mark.parametrize(("make", "held"), [(RecycleProposer, "_memories"), (NgramProposer, "_indexes")])
+def test_a_prompt_is_read_as_far_as_it_is_fed(make, held):
+    """And not when its row is admitted, which would keep the others waiting; guesses are those of all at once."""
+    chance = random.Random(5)
+    row = make_row([chance.randrange(6) for _ in range(90)], 0)
+    pieces, whole = (make(toy_setup(ToyTarget(vocab=6))) for _ in range(2))
+    for each in (pieces, whole):
+        each.admit(0, row.request)
+    sizes = [len(getattr(pieces, held)[0]._after)]
+    for at in range(0, 89, 16):
+        end = min(at + 16, 89)
+        pieces.propose(Batch(rows=(row,), start=(at,), feed=(tuple(row.text[at:end]),), budget=(0,)))
+        sizes.append(len(getattr(pieces, held)[0]._after))
+    assert sizes[0] == 0
+    assert all(before < after for before, after in pairwise(sizes))
+    drafts = [each.propose(batch_of([row], 8)) for each in (pieces, whole)]
+    assert drafts[0].width == (8,)
+    assert drafts[0].tokens.tolist() == drafts[1].tokens.tolist()
+    assert drafts[0].parent.tolist() == drafts[1].parent.tolist()
+    assert getattr(pieces, held)[0]._after == getattr(whole, held)[0]._after
+
+
 def test_an_unknown_token_borrows_from_its_rivals():
-    memory = recycle._Memory([])
+    memory = recycle._Memory(0)
     memory.put((1, 2, 3, 4), recycle._Seen([5, 6, 7], [3.0, 2.0, 1.0]))
     assert list(memory.guesses((1, 2, 3, 4, 9))) == []
     memory.put((2, 3, 4, 6), recycle._Seen([8, 1], [4.0, 1.0]))  # a guess at that place, which was not kept
@@ -169,7 +192,8 @@ def test_rows_do_not_share():
     assert only[0].text == both[0].text
     assert alone2._memories[0]._after == beside._memories[0]._after
     beside.release(1)
-    beside.admit(1, make_row([2, 2], 1).request)
+    beside.admit(1, (again := make_row([2, 2], 1)).request)
+    beside.propose(batch_of([again], 0))
     assert set(beside._memories[1]._after) == {(2,)}
     assert beside._memories[1].guesses((3, 1, 4)) is not None
     assert not list(beside._memories[1].guesses((3, 1, 4)))

@@ -27,6 +27,10 @@ class _Index:
         self._text: list[int] = []
         self._after: dict[tuple[int, ...], list[int]] = {}
 
+    def __len__(self) -> int:
+        """Tokens read so far."""
+        return len(self._text)
+
     def append(self, token: int) -> None:
         at = len(self._text)
         for size in self._sizes:
@@ -99,7 +103,10 @@ class _Growth:
 
 
 class NgramProposer:
-    """Copies what followed where the text ended like this before, the longest and latest first: up to three ways."""
+    """Copies what followed where the text ended like this before, the longest and latest first: up to three ways.
+
+    A text is read in the rounds in which the target reads it, so that no long prompt holds up those who decode.
+    """
 
     needs = Needs()
 
@@ -113,11 +120,13 @@ class NgramProposer:
 
     def admit(self, slot: int, request: Request) -> None:
         self._indexes[slot] = _Index(*self._sizes)
-        for token in request.prompt:
-            self._indexes[slot].append(token)
 
     def propose(self, batch: Batch) -> Draft:
         self._open = {}
+        for row, start, feed in zip(batch.rows, batch.start, batch.feed, strict=True):
+            index = self._indexes[row.slot]
+            for token in row.text[len(index) : start + len(feed)]:
+                index.append(token)
         sketches = [self._sketch(row.slot, budget) for row, budget in zip(batch.rows, batch.budget, strict=True)]
         return picked(sketches, self._device)
 
@@ -125,8 +134,6 @@ class NgramProposer:
         for row, emitted in zip(round.batch.rows, round.emitted, strict=True):
             if row.slot in self._open:
                 self._chances.learn(*self._open[row.slot], emitted)
-            for token in emitted:
-                self._indexes[row.slot].append(token)
 
     def release(self, slot: int) -> None:
         self._indexes.pop(slot, None)

@@ -54,12 +54,19 @@ class _Seen(NamedTuple):  # dozens are made a round, and a frozen dataclass take
 class _Memory:
     """One row's endings, and what was seen to follow them."""
 
-    def __init__(self, prompt: Sequence[int]) -> None:
+    def __init__(self, prompt: int) -> None:
+        """Read the first `prompt` tokens of a text, as they come; what follows the others is seen in scores."""
+        self._prompt, self._next = prompt, 1
         self._after: dict[tuple[int, ...], _Seen] = {}
         self._often: Counter[int] = Counter()
         self._usual: _Seen | None = None  # until more is said
-        for end in range(1, len(prompt)):
-            self._read(tuple(prompt[max(end - _LONGEST, 0) : end]), prompt[end])
+
+    def read(self, text: Sequence[int], end: int) -> None:
+        """As much of the prompt as stands before `end` in the text."""
+        stop = min(end, self._prompt)
+        for at in range(self._next, stop):
+            self._read(tuple(text[max(at - _LONGEST, 0) : at]), text[at])
+        self._next = max(self._next, stop)
 
     def emit(self, tokens: Sequence[int]) -> None:
         """The row says these."""
@@ -125,7 +132,10 @@ class _Memory:
 
 
 class RecycleProposer:
-    """Grows a tree, best first, from what the target's scores have shown of endings like those of its nodes."""
+    """Grows a tree, best first, from what the target's scores have shown of endings like those of its nodes.
+
+    A prompt is read in the rounds in which the target reads it, so that no long one holds up those who decode.
+    """
 
     needs = Needs()
 
@@ -137,10 +147,12 @@ class RecycleProposer:
         self._open: dict[int, tuple[Sketch, list[Hashable]]] = {}  # by slot: this round's guesses and their kinds
 
     def admit(self, slot: int, request: Request) -> None:
-        self._memories[slot] = _Memory(request.prompt)
+        self._memories[slot] = _Memory(len(request.prompt))
 
     def propose(self, batch: Batch) -> Draft:
         self._open = {}
+        for row, start, feed in zip(batch.rows, batch.start, batch.feed, strict=True):
+            self._memories[row.slot].read(row.text, start + len(feed))
         sketches = [self._sketch(row, budget, batch.keep) for row, budget in zip(batch.rows, batch.budget, strict=True)]
         return picked(sketches, self._device)
 
