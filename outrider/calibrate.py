@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from time import perf_counter
 
 import torch
 
 from outrider import tree
+from outrider.errors import OutriderError
 from outrider.heads.target import HeadTarget
 from outrider.machine import hardware, versions
 from outrider.native.library import cache_folder
@@ -18,6 +20,7 @@ from outrider.params import SamplingParams
 from outrider.passcost import CostModel, PassCost, Sample
 from outrider.target import RecurrentTarget, Target
 from outrider.types import Batch, Draft, Request, Row
+from outrider.whole import write_whole
 
 _COLUMNS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 _GUESSES = 16  # of a row at most; wider passes are made of more rows
@@ -25,6 +28,7 @@ _SWEEPS, _REPEATS = 3, 3  # the first repeat of each warms up
 _SLOW = 0.4  # seconds: passes that take longer are not widened further
 _METHOD = 3  # of measuring; what was measured otherwise is measured anew
 _ASKED, _DRIFT = (1, 8), 1.4  # columns by which a file is checked, and how far apart it may be from them
+_FILES = 32  # kept
 _DEEP = 1024  # cached tokens that the cost of reading them is measured at
 
 
@@ -161,11 +165,20 @@ def known_costs(target: Target, draft: Target | None, *, fresh: bool = False) ->
             pass  # never measured, or by another version: measuring again is the remedy
         else:
             if _holds(known, target, draft):
+                with suppress(OSError):
+                    path.touch()  # `_sweep` goes by it
                 return known
     costs = calibrate(target, draft)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(costs.dumps(), "utf-8")
-    except OSError:
+        write_whole(path, costs.dumps())
+        _sweep(path.parent)
+    except (OSError, OutriderError):
         pass  # a read-only home costs the seconds again the next time, and nothing else
     return costs
+
+
+def _sweep(folder: Path) -> None:
+    """Remove the costs that were asked for longest ago: every model, width and version leaves a file of its own."""
+    for old in sorted(folder.glob("costs-*.json"), key=lambda file: file.stat().st_mtime)[:-_FILES]:
+        old.unlink(missing_ok=True)

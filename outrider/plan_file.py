@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from outrider.build import default_proposer
@@ -15,6 +13,7 @@ from outrider.embedded import model_folder
 from outrider.errors import OutriderError
 from outrider.plan import CostPlanner, Planner
 from outrider.proposers import Expression, Maker, parse
+from outrider.whole import write_whole
 
 _FORMAT, _VERSION = "outrider plan", 1
 _BLOCKS, _BLOCK = 16, 4096  # so many pieces of a file of weights, and bytes of each, stand for all of it
@@ -111,23 +110,6 @@ def restored(
     file = PlanFile(path, target=model_folder(target), proposer=guesser, quantize=quantize)
     file.restore(planner)
     return file
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file whole or not at all.
-
-    Raises:
-        OutriderError: it cannot be written.
-    """
-    try:
-        with TemporaryDirectory(dir=path.parent, prefix=".outrider-") as folder:
-            whole = Path(folder) / path.name
-            whole.write_text(text, encoding="utf-8")
-            os.replace(whole, path)
-    except OSError as error:
-        raise OutriderError(
-            f"{path} cannot be written ({error.strerror}); name a file in a folder that can be"
-        ) from None
 
 
 def proposer_name(proposer: str | Maker) -> str:

@@ -62,6 +62,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "bench/",
         "project/",
         "plan_file.py",
+        "whole.py",
         "prompts.py",
         "console.py",
         "canvas.py",

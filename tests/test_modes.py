@@ -17,13 +17,13 @@ from outrider.datastore import describe as header_of
 from outrider.heads.files import write_folder
 from outrider.heads.store import make_module, write_head
 from outrider.indexing import write as write_index
-from outrider.plan_file import write_whole
 from outrider.train.archive import Archive
 from outrider.train.kinds import Shape, describe
 from outrider.train.log import write as write_log
 from outrider.train.pupil import make_pupil
 from outrider.train.settings import DRAFT
 from outrider.train.trainer import Trainer
+from outrider.whole import write_whole
 from recipes.family.train import save as save_family
 from tests import lessons, tiny
 

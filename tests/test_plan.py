@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from dataclasses import replace
 from itertools import pairwise
@@ -264,6 +265,38 @@ def test_costs_are_remembered(tmp_path, monkeypatch):
     cost_file(target, None).write_text("{")
     known_costs(target, None)
     assert CostModel.loads(cost_file(target, None).read_text())
+
+
+def test_costs_asked_for_longest_ago_are_removed(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("outrider.calibrate._once", lambda target, rows, columns, cached: columns * 1e-3)
+    monkeypatch.setattr("outrider.calibrate._FILES", 3)
+    targets = [ToyTarget(slots=2, context=context) for context in range(32, 37)]
+    files = [cost_file(target, None) for target in targets]
+    for age, target in enumerate(targets[:3]):
+        known_costs(target, None)
+        os.utime(files[age], (age, age))
+    known_costs(targets[0], None)  # and so the second was asked for longest ago
+    for target in targets[3:]:
+        known_costs(target, None)
+    assert [file.exists() for file in files] == [True, False, False, True, True]
+    assert set(files[0].parent.iterdir()) == {files[0], *files[3:]}
+
+
+def test_costs_are_written_whole_or_not(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("outrider.calibrate._once", lambda target, rows, columns, cached: columns * 1e-3)
+    target = ToyTarget(slots=2, context=32)
+    known_costs(target, None)
+    before = cost_file(target, None).read_text()
+
+    def fail(*_):
+        raise OSError("no space")
+
+    monkeypatch.setattr("os.replace", fail)
+    assert known_costs(target, None, fresh=True)
+    assert cost_file(target, None).read_text() == before
+    assert list(cost_file(target, None).parent.iterdir()) == [cost_file(target, None)]
 
 
 @pytest.mark.parametrize(("who", "least"), [("target", 2), ("draft", 1)])

@@ -19,7 +19,7 @@ from outrider.options import LoadOptions, ModelOptions
 from outrider.params import AUTO
 from outrider.passcost import PassCost
 from outrider.plan import CostPlanner, FixedPlanner
-from outrider.plan_file import PlanFile, model_print, proposer_name, write_whole
+from outrider.plan_file import PlanFile, model_print, proposer_name
 from outrider.proposers import parse
 from outrider.stats import Stats
 from outrider.tune.advice import advise
@@ -31,6 +31,7 @@ from outrider.tune.names import short
 from outrider.tune.settings import Settings, read_ks, read_proposers
 from outrider.tune.trial import Trial, Way, split
 from outrider.tune.words import sentences
+from outrider.whole import write_whole
 from tests.test_plan import costs, live
 
 PROMPTS = [

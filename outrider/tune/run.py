@@ -16,7 +16,6 @@ from outrider import machine
 from outrider.bench.memory import Footprint
 from outrider.build import find_verifier
 from outrider.errors import OutriderError
-from outrider.plan_file import write_whole
 from outrider.tune.advice import Advice, advise
 from outrider.tune.config import BENCHMARK, VERSION, settings_dict
 from outrider.tune.engines import elsewhere
@@ -24,6 +23,7 @@ from outrider.tune.figures import Plain, case_dict, figures
 from outrider.tune.measure import Measured, measure
 from outrider.tune.settings import Settings
 from outrider.tune.words import sentences
+from outrider.whole import write_whole
 
 DEFINITIONS: Mapping[str, str] = MappingProxyType(
     {
