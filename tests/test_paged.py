@@ -11,6 +11,8 @@ from outrider import tree
 from outrider.cache.base import CacheUse, Caching
 from outrider.cache.paged import CacheFull
 from outrider.cache.pages import BLOCK, Pages, shared
+from outrider.cache.static import StaticCache
+from outrider.drive import make_row
 from outrider.embedded import embedded
 from outrider.errors import OutriderError
 from outrider.llm import LLM
@@ -19,7 +21,7 @@ from outrider.params import SamplingParams
 from outrider.propose.model import ModelProposer
 from outrider.target import make_target
 from outrider.toy import ToyTarget
-from outrider.types import Batch, Finish, Request
+from outrider.types import Batch, Finish, Request, Scores
 from tests import tiny
 from tests.conformance import EVERY
 from tests.houses import make_engine, outputs, run, tightened
@@ -320,6 +322,22 @@ def test_a_stripe_keeps_its_text_for_the_next_one():
     other = llm.generate("Once upon a time there was a king", SamplingParams(max_tokens=12, scope="tenant"))[0]
     assert other.tokens == first.tokens
     assert llm.engine.cache_use().spared == use.spared
+
+
+def test_of_stripes_that_begin_alike_the_slots_own_is_not_copied():
+    cache, none, text = StaticCache(slots=3, capacity=16, device=CPU), tree.empty(1, CPU), ids(9)
+    cache.share(True)
+    for slot in range(3):
+        row = make_row(text, slot)
+        cache.admit(slot, text, f"scope {slot}")  # so that each one is read
+        batch = tiny.everything([row])
+        values = torch.full((1, len(text), 4), float(slot + 1))
+        cache.write(0, cache.stage(batch, none), values, values)
+        cache.commit(tree.kept(batch, none, Scores(logits=torch.zeros(1, 1, 9))))
+    cache._scopes = ["one"] * 3
+    for slot in (1, 0):
+        assert cache.admit(slot, text, "one") == len(text) - 1
+        assert cache.entries(0, [slot], 0, 8)[0].unique().tolist() == [slot + 1]
 
 
 def test_nothing_is_known_of_other_caches():

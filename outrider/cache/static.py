@@ -48,9 +48,11 @@ class StaticCache:
         self.release(slot)
         most, wanted = 0, list(tokens[:-1])
         if scope is not None and self._shares:
-            # Its own first: of equals the one that need not be copied.
+            # Its own first: of equals `max` takes the first, and that one need not be copied.
             akin = [other for other in (slot, *range(self._slots)) if self._scopes[other] == scope]
-            most, source = max(((shared(self._said(other), wanted), other) for other in akin), default=(0, slot))
+            alike = {other: shared(self._said(other), wanted) for other in akin}
+            source = max(alike, key=lambda other: alike[other], default=slot)
+            most = alike.get(source, 0)
             if most and source != slot:
                 for stripes in (*self._keys.values(), *self._values.values()):
                     stripes[slot, :, :most] = stripes[source, :, :most]
