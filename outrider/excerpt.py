@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from outrider.errors import OutriderError
+from outrider.errors import OutriderError, UnsupportedModel
 from outrider.prepack import PackedLinear, can_prepack, prepack
 from outrider.quantize import QuantisedLinear, quantise
 from outrider.types import Tables
@@ -86,7 +86,11 @@ def lend(model: Any) -> Tables:
 
 
 def layer_stack(model: Any) -> tuple[str, nn.ModuleList]:
-    """Name and modules of the stack of decoder layers: the first list as long as the configuration says."""
+    """Name and modules of the stack of decoder layers: the first list as long as the configuration says.
+
+    Raises:
+        UnsupportedModel: there is no such list.
+    """
     count = model.config.get_text_config(decoder=True).num_hidden_layers
     inside = {id(module) for module in model.get_decoder().modules()}
     stacks = [
@@ -94,7 +98,9 @@ def layer_stack(model: Any) -> tuple[str, nn.ModuleList]:
         for name, module in model.named_modules()
         if isinstance(module, nn.ModuleList) and len(module) == count and id(module) in inside
     ]
-    assert stacks, "no stack of decoder layers"
+    if not stacks:
+        kind = model.config.model_type
+        raise UnsupportedModel(f"{kind}: there is no list of {count} decoder layers in it, as its configuration says")
     return stacks[0]
 
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from outrider import tree
 from outrider.drive import Life
 from outrider.embedded import embedded
-from outrider.errors import OutriderError
+from outrider.errors import OutriderError, UnsupportedModel
 from outrider.excerpt import requantised_model
 from outrider.llm import LLM
 from outrider.load import load_checkpoint
@@ -430,6 +430,13 @@ def test_there_is_no_quantising_on_a_gpu(folders):
     model = load_checkpoint(folders["llama"], dtype="bfloat16", device="cpu").model.to("meta")
     with pytest.raises(OutriderError, match="needs a CPU; use device cpu"):
         requantised_model(model, 8)
+
+
+def test_a_model_whose_layers_are_not_found_is_refused(folders):
+    checkpoint = load_checkpoint(folders["llama"], dtype="float32", device="cpu")
+    checkpoint.model.config.num_hidden_layers = 9
+    with pytest.raises(UnsupportedModel, match="llama: there is no list of 9 decoder layers"):
+        make_target(checkpoint, slots=1, context=64, kernels="torch")
 
 
 def test_layers_that_cannot_be_parted_are_said(folders, monkeypatch):
