@@ -236,7 +236,8 @@ class CostPlanner:
             return False
         plain = self._clock.at(load.rows, rows=load.rows, cached=load.cached)
         cost = self._trial_seconds(record, load, plain) + TRIAL * plain * max(gain - 1, 0.0)
-        # Nobody saves up for three trials, nor goes without one for ever; and texts that one was of wait for others.
+        # Credit is never further below a trial's cost than `_PATIENCE_MOST` rounds earn, nor above that of two trials;
+        # and a second trial on the same texts takes the credit of two.
         self._credit = min(max(self._credit, cost - self._share() * _PATIENCE_MOST * plain), 2 * cost)
         return self._credit + min(self._earned, 0.0) >= (cost if self._strange(self._heard) else 2 * cost)
 

@@ -227,9 +227,8 @@ class Scores:
     logits: torch.Tensor  # [B, 1 + N, V] float32
     features: Mapping[int, torch.Tensor] = field(default_factory=dict)  # output of layer k: [B, 1 + N, H]
     fed: Mapping[int, tuple[torch.Tensor, ...]] = field(default_factory=dict)  # and at each row's whole feed: [B][F, H]
-    best: torch.Tensor | None = (
-        None  # [B, 1 + N] the likeliest ids, -1 where logits are no numbers; None: not looked for
-    )
+    # [B, 1 + N] the likeliest ids, -1 where logits are no numbers; None: not looked for
+    best: torch.Tensor | None = None
     sure: torch.Tensor | None = None  # [B, 1 + N] a draft's own word, in log-odds, that a guess drawn there is kept
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 import subprocess
 import sys
 
@@ -37,6 +38,23 @@ def test_programs_do_not_import_each_other():
         if owner in (programs := {"audit", "bench", "project", "train"}):
             strangers = programs - {owner}
             assert not [other for other in sizes.imports(path) if other.parent.name in strangers]
+
+
+def test_the_map_names_every_file():
+    named = set(charted())
+    folders = tuple(name for name in named if name.endswith("/"))
+    files = (path.relative_to(sizes.PACKAGE).as_posix() for path in FILES)
+    assert not [file for file in files if file not in named and not file.startswith(folders)]
+
+
+def charted():
+    """Files and folders in the map's table; a name without a folder has that of the one before it in its line."""
+    for line in (sizes.ROOT / "docs/map.md").read_text("utf-8").splitlines():
+        if line.startswith("| "):
+            folder = ""
+            for name in re.findall(r"`([^`]+)`", line.split("|")[2]):
+                folder = name[: name.rindex("/") + 1] if "/" in name else folder
+                yield name if "/" in name else folder + name
 
 
 def test_core_is_small():

@@ -120,7 +120,7 @@ class Cache(Protocol):
         """Committed tokens that the slot holds."""
 
     def bytes(self) -> int:
-        """Caching in use, in bytes."""
+        """Memory in use, in bytes."""
 
 
 class Roomy:
