@@ -14,7 +14,7 @@ AUTO = "auto"  # as k: decide round by round
 _FAR = 100  # of a priority, so that nobody waits for ever
 # What logits are divided and multiplied by. They are float32: beyond this their rounding tells tokens apart rather than
 # the model, and further on they overflow, or the divisor is 0, and what is left is no law.
-_LEAST, _MOST = 1e-4, 1e4
+_LEAST, _MOST = 1e-6, 1e4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

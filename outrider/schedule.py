@@ -12,7 +12,7 @@ from outrider.tempo import Tempo
 from outrider.text import TextStream
 from outrider.types import Batch, Finish, Request, Round, Row
 
-_PATIENCE = 64  # rounds that someone waits and is then served like one of the next lower priority who comes now
+_PATIENCE = 64  # rounds of waiting that count as much as one step of priority
 _AHEAD = 64  # tokens that each row can go on for, as far as memory goes, when another one is admitted
 _NO_NUMBERS = "the target's logits were not numbers (NaN or infinite)"
 

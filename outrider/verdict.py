@@ -17,11 +17,16 @@ def keep_prefix(draft: Draft, p: torch.Tensor, kept: torch.Tensor, law: torch.Te
 
 
 def keep_path(draft: Draft, p: torch.Tensor, at: torch.Tensor, law: torch.Tensor, noise: Noise) -> Verdict:
+    """Verdict that keeps the path to node `at` [B], -1 for none, and draws the bonus from `law` [B, V]."""
     path, kept = path_to(draft, at)
     return judge(draft, p, path, kept, noise.token(law, kept))
 
 
 def judge(draft: Draft, p: torch.Tensor, path: torch.Tensor, kept: torch.Tensor, bonus: torch.Tensor) -> Verdict:
+    """Verdict of nodes `path` [B, N], the first `kept` [B] of which stand, and of the token `bonus` [B] behind them.
+
+    It holds the log-probability that p [B, 1 + N, V] gives each token emitted.
+    """
     rows, size = path.shape
     at = torch.cat([torch.zeros_like(bonus)[:, None], path + 1], 1)  # the node that each emitted token follows
     tokens = torch.cat([draft.tokens.gather(1, path.clamp(min=0)), bonus[:, None]], 1)
@@ -53,6 +58,7 @@ def chosen(verdicts: Mapping[str, Verdict], names: Sequence[str]) -> Verdict:
 
 
 def prefix_of(draft: Draft, kept: torch.Tensor) -> torch.Tensor:
+    """Nodes [B, N] of the first `kept` [B] guesses of chains, padded with -1."""
     order = torch.arange(draft.size, device=kept.device)
     return torch.where(order < kept[:, None], order, -1)
 
@@ -98,6 +104,7 @@ def taken(draft: Draft, node: int, lost: torch.Tensor, p: torch.Tensor) -> torch
 
 
 def at_token(law: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+    """[B]: what `law` [B, V] gives each row's token [B]; an id it does not have is read as the nearest one it has."""
     return law.gather(-1, token.clamp(0, law.shape[-1] - 1)[:, None])[:, 0]
 
 

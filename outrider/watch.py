@@ -53,5 +53,6 @@ def margins_of(logits: torch.Tensor) -> list[float]:
 
 
 def chance_of(trust: Trust, position: int, margin: float) -> float:
+    """That a guess is kept whose ancestors were, by the margin of the logits that it was drawn from."""
     kind = min(position, len(trust.weight) - 1)
     return 1 / (1 + math.exp(-min(max(trust.weight[kind] * margin + trust.bias[kind], -30.0), 30.0)))

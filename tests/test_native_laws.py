@@ -47,7 +47,7 @@ def test_the_laws_of_the_plain_way(vocab, spread):
     torch.testing.assert_close(got, wanted, atol=1e-6, rtol=1e-4)
 
 
-@pytest.mark.parametrize("temperature", [1e-4, 1e4])
+@pytest.mark.parametrize("temperature", [1e-6, 1e4])
 @pytest.mark.parametrize("filters", [{}, {"top_k": 7}, {"top_p": 0.9}, {"min_p": 0.05}])
 def test_the_ends_of_what_may_be_asked_for_are_laws(temperature, filters):
     """Of logits far larger than a model's; what lies outside of them is refused at the door."""

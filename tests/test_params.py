@@ -9,11 +9,11 @@ from outrider.params import SamplingParams
 
 NAN, INF = math.nan, math.inf
 BAD = {
-    "temperature": [-0.1, NAN, INF, "hot", None, True, False, 1e-50, 1e-40, 1e-38, 9e-5, 10001, 1e300, 10**400],
+    "temperature": [-0.1, NAN, INF, "hot", None, True, False, 1e-50, 1e-40, 1e-38, 9e-7, 10001, 1e300, 10**400],
     "top_k": [-1, 1.5, None, True, 2**63],
     "top_p": [0, 0.0, -0.1, 1.1, NAN, "all", None],
     "min_p": [-0.1, 1.1, NAN, None],
-    "repetition_penalty": [0, -1.0, NAN, INF, None, 1e-40, 9e-5, 10001, 1e300, 10**400],
+    "repetition_penalty": [0, -1.0, NAN, INF, None, 1e-40, 9e-7, 10001, 1e300, 10**400],
     "presence_penalty": [-2.1, 2.1, NAN, None],
     "frequency_penalty": [-2.1, 2.1, NAN, None],
     "logit_bias": [{-1: 1.0}, {"5": 1.0}, {5: 101.0}, {5: NAN}, {5: INF}, {5: "much"}, {True: 1.0}, None, [5]],
@@ -49,12 +49,12 @@ def test_every_field_has_a_bad_value():
 def test_the_edges_are_good():
     SamplingParams(temperature=0, top_k=0, top_p=1, min_p=1, presence_penalty=-2, frequency_penalty=2, seed=0)
     SamplingParams(logit_bias={0: -INF, 1: -100, 2: 100.0}, logprobs=0, seed=2**63 - 1, max_tokens=None, min_tokens=500)
-    SamplingParams(max_tokens=4, min_tokens=4, top_p=1e-9, repetition_penalty=1e-4, temperature=1e-4)
+    SamplingParams(max_tokens=4, min_tokens=4, top_p=1e-9, repetition_penalty=1e-6, temperature=1e-6)
     SamplingParams(repetition_penalty=1e4, temperature=1e4)
 
 
 def test_a_range_is_said():
-    with pytest.raises(OutriderError, match=r"temperature is 1e-40; use a number from 0.0001 to 10000 \(0 is greedy"):
+    with pytest.raises(OutriderError, match=r"temperature is 1e-40; use a number from 1e-06 to 10000 \(0 is greedy"):
         SamplingParams(temperature=1e-40)
 
 

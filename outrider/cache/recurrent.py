@@ -2,8 +2,8 @@
 
 A recurrent state has read all it was fed and forgets nothing, so there is no way back from a rejected guess. The
 committed state is therefore never fed guesses: a pass works on a copy, and commit either adopts the copy, when all
-it read was kept, or replays the kept tokens on the committed state. Any state that can be copied and advanced fits:
-Mamba, linear attention, hybrids with key-value layers among them.
+it read was kept, or replays the kept tokens on the committed state. Any state that can be copied and advanced fits;
+which models are let in is up to `load`.
 """
 
 from __future__ import annotations
