@@ -16,10 +16,9 @@ from outrider.errors import OutriderError
 from outrider.heads.target import HeadTarget
 from outrider.machine import hardware, versions
 from outrider.native.library import cache_folder
-from outrider.params import SamplingParams
 from outrider.passcost import CostModel, PassCost, Sample
 from outrider.target import RecurrentTarget, Target
-from outrider.types import Batch, Draft, Request, Row
+from outrider.types import Batch, Draft, Row
 from outrider.whole import write_whole
 
 _COLUMNS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
@@ -123,9 +122,8 @@ def _guesses(shares: list[int], device: torch.device) -> Draft:
 
 
 def _row(target: Target, slot: int) -> Row:
-    request = Request(id=-1, prompt=(0,), params=SamplingParams(), seed=0, end_ids=frozenset(), limit=1)
-    target.cache.admit(slot, request.prompt)
-    return Row(request=request, slot=slot, text=[0])
+    target.cache.admit(slot, (0,))
+    return Row.of((0,), slot)
 
 
 @torch.inference_mode()

@@ -9,9 +9,8 @@ import torch
 from outrider import tree
 from outrider.errors import UnsupportedModel
 from outrider.load import Checkpoint
-from outrider.params import SamplingParams
 from outrider.target import Target
-from outrider.types import Batch, Request, Row
+from outrider.types import Batch, Row
 
 _PROMPT = 9  # tokens, fed as 5 and then 4, so that the cache is read back
 _PARENTS = (-1, 0, -1, 1, 2)  # a tree of two branches
@@ -57,8 +56,7 @@ def _score(target: Target, checkpoint: Checkpoint, seed: int) -> tuple[torch.Ten
     source = torch.Generator().manual_seed(seed)
     tokens = torch.randint(checkpoint.vocab, (_PROMPT + len(_PARENTS),), generator=source).tolist()
     text, guesses = tokens[:_PROMPT], tokens[_PROMPT:]
-    request = Request(id=0, prompt=tuple(text), params=SamplingParams(), seed=0, end_ids=frozenset(), limit=1)
-    row = Row(request=request, slot=0, text=text)
+    row = Row.of(text)
     target.cache.admit(0, text)
     draft, half = tree.empty(1, target.device), Batch(rows=(row,), start=(0,), feed=(tuple(text[:5]),), budget=(0,))
     scores = target.score(half, draft)

@@ -21,7 +21,7 @@ from outrider.llm import LLM
 from outrider.params import SamplingParams
 from outrider.prompts import Prompt, by_category
 from outrider.target import Divisible, Target
-from outrider.types import Batch, Request, Row
+from outrider.types import Batch, Row
 
 _MOST = 8  # guesses a round
 _BREADTH = 4  # layers that each step tries to leave out besides those that are out already
@@ -197,7 +197,7 @@ def agreement(part: Target, text: Text) -> list[bool]:
     tokens = torch.tensor([text.tokens], device=part.device)
     count = len(text.tokens) - 1
     draft = tree.chain(tokens[:, :-1], (count,)) if count else tree.empty(1, part.device)
-    batch = Batch(rows=(_row(text.prompt),), start=(0,), feed=(text.prompt,), budget=(count,))
+    batch = Batch(rows=(Row.of(text.prompt),), start=(0,), feed=(text.prompt,), budget=(count,))
     scores = part.score(batch, draft)
     best = scores.logits.argmax(-1) if scores.best is None else scores.best
     return (best == tokens)[0].tolist()
@@ -208,7 +208,7 @@ def measure(target: Target, figures: Figures, text: Text) -> Timing:
     """Time guesses and passes behind `text`, in turns."""
     assert isinstance(target, Divisible)
     part = target.excerpt(figures.kept)
-    row, base = _row(text.prompt), len(text.prompt)
+    row, base = Row.of(text.prompt), len(text.prompt)
     whole = Batch(rows=(row,), start=(0,), feed=(text.prompt,), budget=(0,))
     for model in (part, target):
         model.score(whole, tree.empty(1, target.device))
@@ -239,8 +239,3 @@ def _promise(figures: Figures | None) -> float:
 
 def _without(kept: Sequence[int], layer: int) -> tuple[int, ...]:
     return tuple(other for other in kept if other != layer)
-
-
-def _row(prompt: tuple[int, ...]) -> Row:
-    request = Request(id=-1, prompt=prompt, params=SamplingParams(), seed=0, end_ids=frozenset(), limit=1)
-    return Row(request=request, slot=0, text=list(prompt))

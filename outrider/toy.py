@@ -11,7 +11,7 @@ from outrider.cache.base import Layout, Roomy, lay_out
 from outrider.params import SamplingParams
 from outrider.sampling import Knobs, warp
 from outrider.target import Target, grow_by_scores
-from outrider.types import Batch, Draft, Grown, Request, Round, Row, Scores, Trust
+from outrider.types import Batch, Draft, Grown, Round, Row, Scores, Trust
 
 
 class ToyCache(Roomy):
@@ -87,8 +87,7 @@ def joint_law(target: Target, prompt: Sequence[int], params: SamplingParams, len
 
     Scores the tree of all V + V^2 + ... prefixes in one pass, and multiplies.
     """
-    request = Request(id=0, prompt=tuple(prompt), params=params, seed=0, end_ids=frozenset(), limit=length)
-    row = Row(request=request, slot=0, text=list(prompt))
+    row = Row.of(prompt, params=params)
     draft = _all_prefixes(target.vocab, length - 1, target.device)
     target.cache.admit(0, prompt)
     logits = target.score(Batch(rows=(row,), start=(0,), feed=(tuple(prompt),), budget=(draft.size,)), draft).logits

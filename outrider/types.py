@@ -80,6 +80,13 @@ class Row:
     error: str = ""
     rank: tuple[int, int] = (0, 0)  # who has the lower one comes first
 
+    @classmethod
+    def of(cls, text: Sequence[int], slot: int = 0, params: SamplingParams | None = None) -> Row:
+        """A row that no user asked for: a text to be read, in checks and measurements."""
+        prompt, params = tuple(text), params or SamplingParams()
+        request = Request(id=-1, prompt=prompt, params=params, seed=0, end_ids=frozenset(), limit=1)
+        return cls(request=request, slot=slot, text=list(text))
+
     @property
     def emitted(self) -> int:
         return len(self.text) - len(self.request.prompt)

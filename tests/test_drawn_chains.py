@@ -42,7 +42,7 @@ def proposer_of(model, vocab, draw=Draw.SAMPLE):
 
 def rows_of(chance, temperatures=TEMPERATURES, filters=({},) * 4):
     wants = zip(temperatures, filters, strict=True)
-    params = [SamplingParams(temperature=each, seed=b, **filter) for b, (each, filter) in enumerate(wants)]
+    params = [SamplingParams(temperature=each, **filter) for each, filter in wants]
     return [make_row(tiny_text(chance, 3 + 5 * b), b, want) for b, want in enumerate(params)]
 
 

@@ -35,6 +35,7 @@ def run(tmp_path_factory):
     return run
 
 
+@pytest.mark.heavy
 def test_all_rows(run):
     short = ("--rounds", 2, "--max-tokens", 6, "--cached", 8, "--nodes", "1,3", "--k", 2)
     done = run("all", "--like", "tiny", *short)

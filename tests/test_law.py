@@ -52,7 +52,7 @@ def test_exact(name):
     assert p_value(name) > 1e-3
 
 
-@pytest.mark.parametrize("verifier", ["walk", "siblings", "traversal"])
+@pytest.mark.parametrize("verifier", ["siblings", "traversal"])  # under `walk` tests of replay say more
 @pytest.mark.parametrize("name", LEARNING)
 def test_exact_whatever_is_learned(name, verifier):
     assert p_value(verifier, LEARNING[name], samples=4000) > 1e-3
@@ -135,7 +135,7 @@ def filtered_law(target, prompt) -> dict[tuple[int, ...], float]:
     return law
 
 
-@pytest.mark.parametrize("name", ["rejection", "block", "traversal"])
+@pytest.mark.parametrize("name", ["block", "traversal"])
 def test_embedded_pair(name, pair):
     target, draft, prompt, law = pair
     engine = make_engine(target, lambda setup: ModelProposer(setup, draft), verifier=name, k=3, rows=64)

@@ -196,14 +196,14 @@ def test_texts_are_not_lost_with_a_plan_that_cannot_be_written(tmp_path, monkeyp
 
 
 def test_64_rows_at_once():
-    many = LLM(dtype="float32", rows=64, context=128, chunk=256)
+    many = LLM(dtype="float32", rows=64, context=64, chunk=256)
     ids = many.encode(CODE)
     prompts = [ids[: 1 + i % len(ids)] for i in range(70)]
     wants = [SamplingParams(max_tokens=2 + i % 9, temperature=(i % 3) / 2, seed=i) for i in range(70)]
     together = many.generate(prompts, wants)
     assert [len(c.tokens) for c in together if c.finish is Finish.LENGTH] != []
-    walk = LLM(dtype="float32", rows=64, context=128, verifier="walk")
-    alone = LLM(dtype="float32", rows=1, context=128, verifier="walk", k=2)
+    walk = LLM(dtype="float32", rows=64, context=64, verifier="walk", k=4)
+    alone = LLM(dtype="float32", rows=1, context=64, verifier="walk", k=2)
     for i in (0, 7, 33, 69):
         assert walk.generate(prompts[i], wants[i])[0].tokens == alone.generate(prompts[i], wants[i])[0].tokens
     assert together[3].tokens == many.generate(prompts[3], wants[3])[0].tokens

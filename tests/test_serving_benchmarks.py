@@ -45,6 +45,7 @@ def test_a_race_of_servers(prompts, monkeypatch):
     assert all(len(found[1, way]["of_bare_engine"]) == 2 for way in ("auto", "plain"))
 
 
+@pytest.mark.heavy
 def test_a_soak(prompts):
     document = run("soak.py", "--prompts", prompts, "--minutes", 0.05, "--streams", 4, "--pool", 6, "--max-tokens", 24)
     assert document["passed"]

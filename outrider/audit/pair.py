@@ -153,19 +153,15 @@ class Pair:
     @torch.inference_mode()
     def logits(self, text: Sequence[int]) -> torch.Tensor:
         """[V] float32: what the target says after `text`, read afresh and whole."""
-        request = Request(id=0, prompt=tuple(text), params=SamplingParams(), seed=0, end_ids=frozenset(), limit=1)
-        row = Row(request=request, slot=0, text=list(text))
         self._target.cache.admit(0, text)
-        batch = Batch(rows=(row,), start=(0,), feed=(tuple(text),), budget=(0,))
+        batch = Batch(rows=(Row.of(text),), start=(0,), feed=(tuple(text),), budget=(0,))
         logits = self._target.score(batch, tree.empty(1, self.device)).logits[0, 0]
         self._target.cache.release(0)
         return logits
 
     def law(self, logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
         """[V]: what is sampled from after `logits` [V]; for parameters that do not look at the text."""
-        request = Request(id=0, prompt=(0,), params=params, seed=0, end_ids=frozenset(), limit=1)
-        row = Row(request=request, slot=0, text=[0])
-        knobs = Knobs.of((row,), self._setup.vocab, self.device)
+        knobs = Knobs.of((Row.of((0,), params=params),), self._setup.vocab, self.device)
         return warp(logits[None, None], knobs, tree.empty(1, self.device))[0, 0]
 
     def uniform(self, seed: int, position: int) -> float:

@@ -8,11 +8,10 @@ from dataclasses import replace
 import torch
 
 from outrider.errors import OutriderError
-from outrider.params import SamplingParams
 from outrider.propose.base import Setup
 from outrider.propose.model import ModelProposer
 from outrider.target import Divisible, Target
-from outrider.types import Batch, Draft, Request, Row
+from outrider.types import Batch, Draft, Row
 
 _BITS = {"int8": 8, "int4": 4}
 _LONG = 16  # tokens of a feed from which on reading it twice costs more than the guesses behind it save
@@ -78,10 +77,8 @@ def _divisible(setup: Setup) -> Divisible:
 @torch.inference_mode()
 def _tried(model: Target, setup: Setup) -> Target:
     """The same, once it has been seen to run: some families' layers rely on each other."""
-    request = Request(id=-1, prompt=(0, 0), params=SamplingParams(), seed=0, end_ids=frozenset(), limit=1)
-    row = Row(request=request, slot=0, text=[0, 0])
     try:
-        model.grow(Batch(rows=(row,), start=(0,), feed=((0, 0),), budget=(2,)), setup.vocab)
+        model.grow(Batch(rows=(Row.of((0, 0)),), start=(0,), feed=((0, 0),), budget=(2,)), setup.vocab)
     except torch.OutOfMemoryError:
         raise
     except _STRANGE as reason:

@@ -13,12 +13,11 @@ from outrider import tree
 from outrider.errors import OutriderError
 from outrider.heads.description import Taps, View
 from outrider.heads.taps import normed
-from outrider.params import SamplingParams
 from outrider.target import Target
 from outrider.train.processes import total
 from outrider.train.sample import Sample
 from outrider.train.steps import Texts
-from outrider.types import Batch, Request, Row, Tables
+from outrider.types import Batch, Row, Tables
 
 _AGREES = 0.9  # share of a law that must be the same; bfloat16 moves less than a hundredth of it
 
@@ -83,8 +82,7 @@ class Reader:
         Raises:
             OutriderError: they do not, so its head does more than multiply by a table.
         """
-        request = Request(id=0, prompt=text, params=SamplingParams(), seed=0, end_ids=frozenset(), limit=1)
-        batch = Batch(rows=(Row(request=request, slot=0, text=list(text)),), start=(0,), feed=(text,), budget=(0,))
+        batch = Batch(rows=(Row.of(text),), start=(0,), feed=(text,), budget=(0,))
         target.cache.admit(0, text)
         scores = target.score(batch, tree.empty(1, target.device))
         target.cache.release(0)

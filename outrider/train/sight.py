@@ -14,9 +14,8 @@ from outrider.heads.config import Settings
 from outrider.heads.description import Body, View
 from outrider.heads.formats.llama import read_rope
 from outrider.heads.layers import rotate, rotation
-from outrider.params import SamplingParams
 from outrider.target import Lender, Target
-from outrider.types import Batch, Memory, Request, Row, Tables
+from outrider.types import Batch, Memory, Row, Tables
 
 _TOKEN, _TIMES = 1, 9  # the text that a target is tried with
 _LIKE = 0.05  # of the largest number, by which keys that are the same may differ in bfloat16
@@ -53,8 +52,7 @@ def find_view(target: Target, tables: Tables) -> View:
 def _tried(target: Target, memory: Memory, layer: int) -> tuple[torch.Tensor, ...]:
     """Keys and values [key heads, T, D] of a text of one token."""
     text = (_TOKEN,) * _TIMES
-    request = Request(id=0, prompt=text, params=SamplingParams(), seed=0, end_ids=frozenset(), limit=1)
-    batch = Batch(rows=(Row(request=request, slot=0, text=list(text)),), start=(0,), feed=(text,), budget=(0,))
+    batch = Batch(rows=(Row.of(text),), start=(0,), feed=(text,), budget=(0,))
     target.cache.admit(0, text)
     target.score(batch, tree.empty(1, target.device))
     entries = memory.entries(layer, [0], 0, _TIMES)
