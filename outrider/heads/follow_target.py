@@ -71,8 +71,8 @@ class FollowTarget(HeadRunner):
                 column += 1
 
 
-class NativeFollowTarget(FollowTarget):
-    """The same on the native kernels, where a chain is one call."""
+class NativeFollower(FollowTarget):
+    """The same with its passes on the native kernels."""
 
     def __init__(self, module: Follower, tables: Tables, *, slots: int, context: int) -> None:
         """Prepare for `slots` rows of up to `context` tokens.
@@ -88,6 +88,20 @@ class NativeFollowTarget(FollowTarget):
         self._decoder = HeadDecoder(module, tables, load_library(), self._blocks)
         self.kernels = "native"
 
+    def swap(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
+        raise OutriderError("a trained draft in native kernels cannot be swapped; load it with kernels torch")
+
+    def _run(self, batch: Batch, draft: Draft, first: int, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        self._blocks.reserve(batch, draft.width)
+        columns, order = columns_of(batch, draft, first, self.vocab)
+        logits, _, out = self._decoder.run(columns, (self.module.body.layers - 1,), states.float().contiguous())
+        logits = logits if order is None else logits[order]
+        return out[0].to(self._dtype), logits.view(len(batch.rows), -1, logits.shape[-1])
+
+
+class NativeFollowTarget(NativeFollower):
+    """The same, with a chain in one call: each guess goes on from the one before and from what was recycled."""
+
     def grow(self, batch: Batch, vocab: int, trust: Trust | None = None) -> Grown:
         return self._grow(batch, vocab, trust, None)
 
@@ -100,16 +114,6 @@ class NativeFollowTarget(FollowTarget):
         self._blocks.reserve(behind(batch), batch.budget)
         columns, _ = columns_of(behind(batch), none, -1, self.vocab)
         return self._decoder.grow(columns, batch.budget, vocab, trust, dice=dice, state=states.float())
-
-    def swap(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
-        raise OutriderError("a trained draft in native kernels cannot be swapped; load it with kernels torch")
-
-    def _run(self, batch: Batch, draft: Draft, first: int, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        self._blocks.reserve(batch, draft.width)
-        columns, order = columns_of(batch, draft, first, self.vocab)
-        logits, _, out = self._decoder.run(columns, (self.module.body.layers - 1,), states.float().contiguous())
-        logits = logits if order is None else logits[order]
-        return out[0].to(self._dtype), logits.view(len(batch.rows), -1, logits.shape[-1])
 
 
 def behind(batch: Batch, tokens: int = 1) -> Batch:

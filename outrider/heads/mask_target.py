@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from outrider import tree
-from outrider.heads.follow_target import FollowTarget, NativeFollowTarget, behind
+from outrider.heads.follow_target import FollowTarget, NativeFollower, behind
 from outrider.heads.follower import Follower
 from outrider.heads.target import at_depth
 from outrider.target import grow_by_scores
@@ -47,5 +47,5 @@ class MaskTarget(FollowTarget):
         return self._run(behind(batch), tree.chain(tokens, widths), -1, torch.cat(states))[1]
 
 
-class NativeMaskTarget(MaskTarget, NativeFollowTarget):
-    """The same on the native kernels."""
+class NativeMaskTarget(MaskTarget, NativeFollower):
+    """The same on the native kernels; it is no `Drawer`, whose chains are a follower's."""
