@@ -491,6 +491,58 @@ def test_a_proposer_that_raises_costs_its_guesses_alone(alone):
         assert 'outrider_proposer_failures_total{proposer="own#1"}' in httpx.get(url + "/metrics").text
 
 
+class Hopeless(NgramProposer):
+    """Always raises."""
+
+    def propose(self, batch):
+        raise RuntimeError("no idea")
+
+
+def metric(url, name):
+    lines = httpx.get(url + "/metrics").text.splitlines()
+    return [float(line.split()[-1]) for line in lines if line.startswith(name)]
+
+
+def test_a_proposer_that_is_off_is_told():
+    with serving({"proposer": Hopeless, "guard": True}) as (url, driver):
+        assert metric(url, "outrider_degraded ") == [0]
+        assert httpx.post(url + "/v1/completions", json=BODY).status_code == 200
+        settled(driver)
+        health = httpx.get(url + "/health")
+        assert (health.status_code, health.json()["status"]) == (200, "degraded")
+        assert "proposer own#1 is switched off for now: it has failed 3 times" in health.json()["reasons"][0]
+        assert metric(url, "outrider_degraded ") == [1]
+
+
+def test_rounds_that_fail_again_and_again_are_told_and_fill_no_log(monkeypatch, caplog):
+    """What the guard of a proposer does not see: here as where a verifier refuses each draft."""
+    with serving() as (url, driver):
+
+        def refuse(batch, draft):
+            if draft.size:
+                raise OutriderError("this verifier takes chains only")
+
+        monkeypatch.setattr(driver.engine, "_check", refuse)
+        body = {**BODY, "prompt": "a = 1\nb = 1\nc = 1\n", "max_tokens": 100}
+        with caplog.at_level(logging.ERROR, "outrider.serve"):
+            assert httpx.post(url + "/v1/completions", json=body).status_code == 200
+        settled(driver)
+        assert driver.failed_rounds > 20
+        health = httpx.get(url + "/health").json()
+        assert health["status"] == "degraded"
+        assert "ran again without guesses: OutriderError: this verifier takes chains only" in health["reasons"][0]
+        assert metric(url, "outrider_degraded ") == [1]
+        said = [record for record in caplog.records if record.name == "outrider.serve"]
+        assert said[0].exc_info
+        assert "16 rounds have failed alike" in said[4].getMessage()
+        assert len(said) < 9
+        monkeypatch.undo()
+        for _ in range(4):
+            httpx.post(url + "/v1/completions", json=body)
+        settled(driver)
+        assert httpx.get(url + "/health").json() == {"status": "ok"}
+
+
 # What a request may choose
 
 

@@ -86,6 +86,8 @@ def _add_routes(app: FastAPI, answers: Answers, driver: Driver, name: str) -> No
     async def health() -> Response:
         if ill := driver.ill:
             return JSONResponse(problem(ill, kind="server_error"), 503)
+        if lost := driver.degraded:  # no reason to start it anew: 200
+            return JSONResponse({"status": "degraded", "reasons": list(lost)})
         return JSONResponse({"status": "ok"})
 
     @app.get("/metrics", response_class=PlainTextResponse, responses=RESPONSES)

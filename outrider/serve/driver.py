@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from queue import Empty, SimpleQueue
@@ -26,6 +27,7 @@ from outrider.types import Round, Row
 _log = logging.getLogger("outrider.serve")
 _IDLE = 0.05  # seconds between two looks at whether the server stops
 _ILL = 8  # rounds that failed, one after another, until the server calls itself ill
+_LATELY, _LAME = 64, 8  # rounds that are looked back over, and failed ones of them until the server says so
 
 
 class QueueFull(OutriderError):
@@ -56,6 +58,8 @@ class Driver:
         self._over = False  # whether the thread does nothing more
         self.failed_rounds = 0
         self._failing = 0  # those of them since the last good one
+        self._lately: deque[bool] = deque(maxlen=_LATELY)  # whether a round has failed
+        self._error, self._alike = "", 0  # what the last one died of, and how many in a row have
         self.drifts = tuple(Drift() for _ in llm.house.proposers)
         self._thread = Thread(target=self._run, name="engine", daemon=True)
 
@@ -79,6 +83,18 @@ class Driver:
         if self._failing >= _ILL:
             return f"the last {self._failing} rounds of the engine have failed"
         return "" if self._stopping or (self._thread.is_alive() and not self._over) else "the engine does not run"
+
+    @property
+    def degraded(self) -> tuple[str, ...]:
+        """Why guesses are being lost: texts are right, and come no faster than without any. Empty while all is well."""
+        off = tuple(
+            f"proposer {guard.name} is switched off for now: it has failed {guard.failures} times"
+            for guard in self.front.house.guards
+            if guard.off
+        )
+        if (failed := sum(tuple(self._lately))) < _LAME:
+            return off
+        return (*off, f"{failed} of the last {_LATELY} rounds failed, and ran again without guesses: {self._error}")
 
     @property
     def engine(self) -> Engine:
@@ -218,16 +234,27 @@ class Driver:
         try:
             rows = engine.step()
             self._failing = 0
+            self._lately.append(False)
             return rows
         except Exception as error:  # whatever a model may raise: the server goes on
-            self.failed_rounds += 1
-            self._failing += 1
-            _log.exception("a round failed")
+            self._failed(error)
             try:
                 return engine.recover(error)
             except Exception as last:
                 self._fail(f"the engine failed: {last}")
                 return ()
+
+    def _failed(self, error: Exception) -> None:
+        """Count a round that failed, and log it: what fails in each round would otherwise be all that a log holds."""
+        self.failed_rounds += 1
+        self._failing += 1
+        self._lately.append(True)
+        said = f"{type(error).__name__}: {error}"
+        self._error, self._alike = said, self._alike + 1 if said == self._error else 1
+        if self._alike == 1:
+            _log.error("a round failed; its rows take it again, each alone and without guesses", exc_info=error)
+        elif self._alike.bit_count() == 1:  # 2, 4, 8, ...
+            _log.error("%d rounds have failed alike, and ran again without guesses: %s", self._alike, said)
 
     def _tell(self, row: Row, ticket: Ticket) -> None:
         try:

@@ -81,6 +81,9 @@ class EngineCounts:
         yield CounterMetricFamily(
             "outrider_failed_rounds", "Rounds that raised, and were taken again row by row", value=driver.failed_rounds
         )
+        yield GaugeMetricFamily(
+            "outrider_degraded", "1 while errors cost guesses; /health says which", value=bool(driver.degraded)
+        )
 
 
 def _cache(use: CacheUse) -> Iterator[Metric]:
