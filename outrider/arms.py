@@ -163,14 +163,17 @@ class Arm:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state` gave; raises KeyError, TypeError or ValueError for anything else."""
-        read = {name: type(getattr(self, name))(state[name.strip("_")]) for name in _LEARNED}
-        means = _Means(**{name: float(state[name]) for name in _Means.__slots__})
+        read = {name: state[name.strip("_")] for name in _LEARNED}
+        means = _Means(**{name: state[name] for name in _Means.__slots__})
+        if any(type(value) is not type(getattr(self, name)) for name, value in read.items()):
+            raise TypeError("of other kinds")
         rates = list(zip(read["_met"], read["_kept"], strict=True))
-        if len(rates) != len(self._met) or not all(0 <= kept <= met < inf and met for met, kept in rates):
+        numbers = [number for pair in rates for number in pair]
+        numbers += [read["idle"], read["_pace"], *asdict(means).values()]
+        if not all(type(number) in (int, float) and 0 <= number <= _ABSURD for number in numbers):
+            raise ValueError("not numbers that rounds can have shown")
+        if len(rates) != len(self._met) or not all(kept <= met and met for met, kept in rates):
             raise ValueError("acceptance of other positions")
-        numbers = (*(value for value in read.values() if not isinstance(value, list)), *asdict(means).values())
-        if not all(0 <= value < inf for value in numbers):
-            raise ValueError("not numbers")
         self._means = means
         for name, value in read.items():
             setattr(self, name, value)
@@ -201,6 +204,7 @@ class _Means:
 
 
 _LEARNED = ("says", "idle", "_met", "_kept", "_pace")
+_ABSURD = 1e15  # no count of rounds and no mean comes so far, and what is made of it does not overflow
 _SLIGHT = 0.01  # chance of a guess that is not worth a thought
 _BLIND = 16  # guesses at most where nobody says how good they are
 _MEMORY = 0.98  # weight of a guess seen one guess earlier

@@ -19,9 +19,9 @@ from outrider.errors import OutriderError
 from outrider.grammar import Grammars
 from outrider.machine import use_threads
 from outrider.noise import mix_int
-from outrider.params import AUTO, SamplingParams, check_plan
+from outrider.params import AUTO, SamplingParams
 from outrider.plan import Planner
-from outrider.plan_file import restored
+from outrider.plan_file import check_plan, restored
 from outrider.prompts import chat_tokens
 from outrider.proposers import Maker
 from outrider.stats import Stats

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from outrider.constraint import Constraint
 from outrider.errors import OutriderError
@@ -156,15 +155,3 @@ def _real(name: str, value: float, low: float, high: float, hint: str) -> None:
 def _whole(name: str, value: int, low: int, hint: str) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value < 2**63:
         raise OutriderError(f"{name} is {value!r}; use a whole number of at least {low} ({hint})")
-
-
-def check_plan(plan: str | Path | None, *, k: int | str, planned: bool = False) -> None:
-    """A file of what k auto has learned is of use where that decides alone, and `planned` says that another does.
-
-    Raises:
-        OutriderError: it does not.
-    """
-    if plan is not None and k != AUTO:
-        raise OutriderError(f"plan {plan} is what k auto has learned, and k is {k}; use k auto, or no plan")
-    if plan is not None and planned:
-        raise OutriderError(f"plan {plan} is for the planner behind k auto, and another was given; give one of the two")

@@ -11,9 +11,10 @@ from typing import Any
 from outrider.build import default_proposer
 from outrider.embedded import model_folder
 from outrider.errors import OutriderError
+from outrider.params import AUTO
 from outrider.plan import CostPlanner, Planner
 from outrider.proposers import Expression, Maker, parse
-from outrider.whole import write_whole
+from outrider.whole import check_writable, write_whole
 
 _FORMAT, _VERSION = "outrider plan", 1
 _BLOCKS, _BLOCK = 16, 4096  # so many pieces of a file of weights, and bytes of each, stand for all of it
@@ -52,7 +53,7 @@ class PlanFile:
         document = self._checked(text)
         try:
             planner.restore(document["planner"])
-        except (KeyError, TypeError, ValueError, AttributeError):
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
             raise OutriderError(f"plan {self._path} is damaged; delete it, and it is learned anew") from None
 
     def save(self, planner: Planner) -> None:
@@ -74,7 +75,7 @@ class PlanFile:
     def _checked(self, text: str) -> dict[str, Any]:
         try:
             document = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             document = None
         if not isinstance(document, dict) or document.get("format") != _FORMAT:
             raise OutriderError(f"{self._path} is no plan; name another file, and it is written at the end")
@@ -95,6 +96,22 @@ class PlanFile:
         return document
 
 
+def check_plan(plan: str | Path | None, *, k: int | str, planned: bool = False) -> None:
+    """A file of what k auto has learned is of use where that decides alone, and where it can be written at the end.
+
+    `planned` says that another planner decides.
+
+    Raises:
+        OutriderError: it is of no use.
+    """
+    if plan is not None and k != AUTO:
+        raise OutriderError(f"plan {plan} is what k auto has learned, and k is {k}; use k auto, or no plan")
+    if plan is not None and planned:
+        raise OutriderError(f"plan {plan} is for the planner behind k auto, and another was given; give one of the two")
+    if plan is not None:
+        check_writable(plan)
+
+
 def restored(
     path: str | Path | None,
     planner: Planner,
@@ -113,21 +130,21 @@ def restored(
 
 
 def proposer_name(proposer: str | Maker) -> str:
-    """How a proposer is told from others: its expression without spaces, or its maker's own name."""
+    """How a proposer is told from others: its expression with folders by their last names, or its maker's own name.
+
+    A folder may lie elsewhere the next time, or be named by another path; what is in it is `PlanFile`'s to compare.
+    """
     if isinstance(proposer, str):
-        return "".join(proposer.split())
+        return _name(parse(proposer))
     kind = proposer if hasattr(proposer, "__qualname__") else type(proposer)
     return f"{kind.__module__}:{kind.__qualname__}"
 
 
 def model_folders(proposer: str) -> Iterator[Path]:
     """Folders that a proposer's expression names: of draft models, and of datastores."""
-
     for argument in _arguments(parse(proposer)):
-        for text in (argument, argument.rpartition(":")[0]):  # a datastore's may end in a number
-            if text and (path := Path(text).expanduser()).is_dir():
-                yield path
-                break
+        if folder := _folder(argument):
+            yield folder[0]
 
 
 def model_print(folder: Path) -> str:
@@ -143,6 +160,24 @@ def model_print(folder: Path) -> str:
                 content.seek(i * max(size - _BLOCK, 0) // (_BLOCKS - 1))
                 digest.update(content.read(_BLOCK))
     return digest.hexdigest()
+
+
+def _folder(argument: str) -> tuple[Path, str] | None:
+    """The folder that an argument names, if it does, and what stands behind it: a datastore's may end in a number."""
+    head, colon, tail = argument.rpartition(":")
+    for text, rest in ((argument, ""), (head, colon + tail)):
+        if text and (path := Path(text).expanduser()).is_dir():
+            return path, rest
+    return None
+
+
+def _name(expression: Expression) -> str:
+    if expression.parts:
+        return f"{expression.name}({','.join(map(_name, expression.parts))})"
+    argument = expression.argument
+    if folder := _folder(argument):
+        argument = folder[0].resolve().name + folder[1]
+    return f"{expression.name}:{argument}" if argument else expression.name
 
 
 def _arguments(expression: Expression) -> Iterator[str]:

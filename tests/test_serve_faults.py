@@ -605,6 +605,18 @@ def test_what_cannot_be_chosen_names_what_can(server):
     assert model["verifiers"] == ["walk", "coupled", "siblings", "traversal"]
 
 
+def test_a_plan_that_cannot_be_kept_ends_no_server_badly(tmp_path, caplog):
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    with serving({"k": "auto", "plan": folder / "plan.json"}) as (url, _):
+        assert httpx.get(url + "/health").status_code == 200
+        folder.rmdir()
+    (said,) = [record for record in caplog.records if "not kept" in record.getMessage()]
+    assert said.levelname == "WARNING"
+    assert "name a file in a folder that can be" in said.getMessage()
+    assert not [record for record in caplog.records if record.exc_info]
+
+
 # Names, logs and origins
 
 

@@ -13,13 +13,14 @@ from typer.testing import CliRunner
 from outrider import LLM, OutriderError, SamplingParams
 from outrider.bench.clock import Span
 from outrider.bench.memory import Footprint
+from outrider.build import default_proposer
 from outrider.cli import app
 from outrider.embedded import embedded
 from outrider.options import LoadOptions, ModelOptions
 from outrider.params import AUTO
 from outrider.passcost import PassCost
 from outrider.plan import CostPlanner, FixedPlanner
-from outrider.plan_file import PlanFile, model_print, proposer_name
+from outrider.plan_file import PlanFile, model_print, proposer_name, restored
 from outrider.proposers import parse
 from outrider.stats import Stats
 from outrider.tune.advice import advise
@@ -31,7 +32,7 @@ from outrider.tune.names import short
 from outrider.tune.settings import Settings, read_ks, read_proposers
 from outrider.tune.trial import Trial, Way, split
 from outrider.tune.words import sentences
-from outrider.whole import write_whole
+from outrider.whole import check_writable, write_whole
 from tests.test_plan import costs, live
 
 PROMPTS = [
@@ -550,6 +551,19 @@ def test_a_restored_planner_goes_on_where_it_was():
         lambda state: state["arms"][0].update(tau=float("nan")),
         lambda state: state["arms"][0].update(kept=[-1.0] * 12),
         lambda state: state["arms"][0].update(met=[0.0] * 12, kept=[0.0] * 12),
+        *(
+            lambda state, name=name, value=value: state["arms"][0].update({name: value})
+            for name, values in {
+                "idle": [float("inf"), float("nan"), 1e308, 10**400, "5", None, [], True, 1.5, -1],
+                "says": ["no", 0, None, []],
+                "met": ["abcdefghijkl", None, 4.0, [[4.0]] * 12, ["4"] * 12, [1e308] * 12, [True] * 12],
+                "kept": [[float("inf")] * 12, {"0": 1}],
+                "pace": [float("inf"), 1e308, "1", None, [1.0]],
+                "tau": [1e308, float("inf"), "2", None, True, 10**400],
+                "drafted": [float("-inf"), 1e308],
+            }.items()
+            for value in values
+        ),
     ],
 )
 def test_a_damaged_plan_is_no_plan(tmp_path, spoil):
@@ -561,6 +575,17 @@ def test_a_damaged_plan_is_no_plan(tmp_path, spoil):
     (tmp_path / "plan.json").write_text(json.dumps(document))
     with pytest.raises(OutriderError, match="is damaged; delete it"):
         file.restore(planner)
+
+
+@pytest.mark.parametrize("name", ["pace", "tau", "nodes", "drafted", "seen"])
+@pytest.mark.parametrize("value", [0.0, 1e-300, 1e14])
+def test_what_a_plan_may_say_can_be_planned_with(name, value):
+    planner = disappointed()
+    state = planner.state()
+    state["arms"][0][name] = value
+    planner.restore(state)
+    live(planner, 2, [0.5] * 12, 200, took=lambda k: (1.0, 0.2 * k))
+    assert json.dumps(planner.state(), allow_nan=False)
 
 
 def test_a_plan_belongs_to_its_models(tmp_path):
@@ -587,6 +612,7 @@ def test_a_plan_belongs_to_its_models(tmp_path):
         (b"\xff", "it is no text"),
         (b"{", "is no plan"),
         (b"[]", "is no plan"),
+        (b"[" * 100_000, "is no plan"),
         (b'{"format": "outrider plan", "version": 0}', "of version 0, and this program reads version 1"),
     ],
 )
@@ -614,6 +640,40 @@ def test_models_are_told_apart(tmp_path):
     (copy / "model.safetensors").write_bytes(bytes(weights))
     assert model_print(copy) != model_print(embedded("nano"))
     assert proposer_name(FixedPlanner) == "outrider.plan:FixedPlanner"
+
+
+def test_one_proposer_has_one_name(tmp_path, monkeypatch):
+    nano = embedded("nano")
+    other = tmp_path / "link"
+    other.symlink_to(nano)
+    monkeypatch.chdir(nano.parent)
+    names = [f"draft:{nano}", "draft:@nano", "draft:nano", "draft: ./nano/", f"draft:{other}", default_proposer(None)]
+    assert {proposer_name(name) for name in names} == {"draft:nano"}
+    assert proposer_name(f' merge( ngram , tree:"{nano}" )') == "merge(ngram,tree:nano)"
+    assert proposer_name(f"retrieval:{nano}:3") == "retrieval:nano:3"
+    assert proposer_name("ngram:1-3") == "ngram:1-3" != proposer_name("ngram")
+    assert proposer_name("draft:elsewhere/nano") == "draft:elsewhere/nano"
+
+
+def test_a_plan_goes_on_whatever_its_draft_is_called(tmp_path):
+    plan = tmp_path / "plan.json"
+    for name in (None, "draft:@nano", f"draft:{embedded('nano')}"):
+        restored(plan, disappointed(), target=None, proposer=name, quantize=None).save(disappointed())
+
+
+def test_a_plan_that_could_not_be_written_is_refused_before_there_is_one(tmp_path):
+    with pytest.raises(OutriderError, match=r"plan.json cannot be written \(No such file .*\); name a file in"):
+        llm(plan=tmp_path / "nowhere" / "plan.json")
+    with pytest.raises(OutriderError, match=r"cannot be written \(Is a directory\)"):
+        check_writable(tmp_path)
+    with pytest.raises(OutriderError, match=r"cannot be written \(File name too long\)"):
+        check_writable(tmp_path / ("x" * 1000))
+    (tmp_path / "file").touch()
+    with pytest.raises(OutriderError, match=r"cannot be written \(Not a directory\)"):
+        check_writable(str(tmp_path / "file" / "plan.json"))
+    check_writable(tmp_path / "file")
+    check_writable(tmp_path / "plan.json")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def llm(**how):

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from outrider.errors import OutriderError
-from outrider.params import AUTO, SamplingParams, check_plan
+from outrider.params import AUTO, SamplingParams
+from outrider.plan_file import check_plan
 
 PEERS = ("transformers",)
 _MOST_VALUES = 64  # of one axis: beyond it a range was surely mistyped

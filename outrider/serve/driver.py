@@ -106,10 +106,13 @@ class Driver:
         self._thread.start()
 
     def stop(self) -> None:
-        """End what runs, and the thread; what the planner has learned is written, if it is to be."""
+        """End what runs, and the thread; what the planner has learned is written, if it is to be and can be."""
         self._stopping = True
         self._thread.join()
-        self._llm.save_plan()
+        try:
+            self._llm.save_plan()
+        except OutriderError as error:
+            _log.warning("what the planner has learned is not kept: %s", error)
 
     def submit(self, prompt: Prompt, params: SamplingParams, watch: Watch) -> list[Ticket]:
         """Take in a prompt; its `n` completions come through tickets, in pieces as `watch` has them.
