@@ -16,6 +16,14 @@ _FAR = 100  # of a priority, so that nobody waits for ever
 _LEAST, _MOST = 1e-6, 1e4
 
 
+class BadParam(OutriderError):
+    """A mistake in one parameter of a request, which `param` names."""
+
+    def __init__(self, param: str, message: str) -> None:
+        super().__init__(message)
+        self.param = param
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How a completion is drawn from the target; every field holds exactly, with and without speculation.
@@ -96,7 +104,7 @@ class SamplingParams:
             ("verifier", str | None, "a name, as House.verifiers has it; None is the engine's own"),
         ):
             if not isinstance(getattr(self, name), kind):
-                raise OutriderError(f"{name} is {getattr(self, name)!r}; use {hint}")
+                raise BadParam(name, f"{name} is {getattr(self, name)!r}; use {hint}")
 
     def _check_numbers(self) -> None:
         least = 0.0 if self.temperature == 0 else _LEAST
@@ -104,7 +112,9 @@ class SamplingParams:
         _whole("top_k", self.top_k, 0, "0 keeps every token")
         _real("top_p", self.top_p, 0.0, 1.0, "1 keeps every token")
         if self.top_p == 0:
-            raise OutriderError("top_p is 0, which keeps no token; use temperature=0 for greedy, or top_p in (0, 1]")
+            raise BadParam(
+                "top_p", "top_p is 0, which keeps no token; use temperature=0 for greedy, or top_p in (0, 1]"
+            )
         _real("min_p", self.min_p, 0.0, 1.0, "0 keeps every token")
         _real("repetition_penalty", self.repetition_penalty, _LEAST, _MOST, "1 is off")
         _real("presence_penalty", self.presence_penalty, -2.0, 2.0, "0 is off")
@@ -113,7 +123,8 @@ class SamplingParams:
             _whole("max_tokens", self.max_tokens, 1, "None fills the context")
         _whole("min_tokens", self.min_tokens, 0, "0 is off")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise OutriderError(f"min_tokens is {self.min_tokens} and max_tokens {self.max_tokens}; lower the former")
+            said = f"min_tokens is {self.min_tokens} and max_tokens {self.max_tokens}; lower the former"
+            raise BadParam("min_tokens", said)
         _whole("n", self.n, 1, "1 gives one completion")
         if self.logprobs is not None:
             _whole("logprobs", self.logprobs, 0, "0 reports the emitted token alone")
@@ -122,7 +133,7 @@ class SamplingParams:
         if self.seed is not None:
             _whole("seed", self.seed, 0, "any whole number below 2**63")
         if not isinstance(self.priority, int) or isinstance(self.priority, bool) or abs(self.priority) > _FAR:
-            raise OutriderError(f"priority is {self.priority!r}; use a whole number from {-_FAR} to {_FAR}")
+            raise BadParam("priority", f"priority is {self.priority!r}; use a whole number from {-_FAR} to {_FAR}")
         for token, bias in self.logit_bias.items():
             _whole("logit_bias key", token, 0, "a token id")
             if bias != -math.inf:
@@ -131,7 +142,7 @@ class SamplingParams:
     def _check_stops(self) -> None:
         for stop in self.stop:
             if not isinstance(stop, str) or not stop:
-                raise OutriderError(f"stop holds {stop!r}; each stop must be a string of at least one character")
+                raise BadParam("stop", f"stop holds {stop!r}; each stop must be a string of at least one character")
         for token in self.stop_token_ids:
             _whole("stop_token_ids", token, 0, "token ids")
 
@@ -139,19 +150,27 @@ class SamplingParams:
         if self.constraint is None:
             return
         if not isinstance(self.constraint, Constraint):
-            raise OutriderError(f"constraint is {self.constraint!r}; use for example Constraint.json_schema({{...}})")
+            said = f"constraint is {self.constraint!r}; use for example Constraint.json_schema({{...}})"
+            raise BadParam("constraint", said)
         if -math.inf in self.logit_bias.values():
-            raise OutriderError("logit_bias forbids tokens that the constraint may need; use -99 in place of -inf")
+            said = "logit_bias forbids tokens that the constraint may need; use -99 in place of -inf"
+            raise BadParam("logit_bias", said)
         if self.min_tokens and self.stop_token_ids:
-            raise OutriderError("min_tokens forbids stop_token_ids that the constraint may need; leave one of them out")
+            said = "min_tokens forbids stop_token_ids that the constraint may need; leave one of them out"
+            raise BadParam("min_tokens", said)
 
 
 def _real(name: str, value: float, low: float, high: float, hint: str) -> None:
     good = isinstance(value, int | float) and not isinstance(value, bool)
     if not good or not low <= value <= high:
-        raise OutriderError(f"{name} is {value!r}; use a number from {low:g} to {high:g} ({hint})")
+        raise BadParam(_param(name), f"{name} is {value!r}; use a number from {low:g} to {high:g} ({hint})")
 
 
 def _whole(name: str, value: int, low: int, hint: str) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value < 2**63:
-        raise OutriderError(f"{name} is {value!r}; use a whole number of at least {low} ({hint})")
+        raise BadParam(_param(name), f"{name} is {value!r}; use a whole number of at least {low} ({hint})")
+
+
+def _param(name: str) -> str:
+    """What `name`, perhaps of a part of it, is the name of."""
+    return name.partition("[")[0].partition(" ")[0]

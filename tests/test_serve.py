@@ -232,21 +232,94 @@ WRONG = {
     "type": ({"prompt": "x", "max_tokens": "many"}, "max_tokens"),
     "range": ({"prompt": "x", "top_p": 0}, "top_p"),
     "none": ({}, "prompt"),
-    "empty": ({"prompt": ""}, None),
-    "empty list": ({"prompt": []}, None),
-    "too long": ({"prompt": "word " * 400}, None),
-    "token": ({"prompt": [99999999]}, None),
-    "bias": ({"prompt": "x", "logit_bias": {"a": 1}}, None),
-    "huge n": ({"prompt": "x", "n": 10**6}, None),
-    "stops": ({"prompt": "x", "stop": ["a"] * 100}, None),
-    "options of no stream": ({"prompt": "x", "stream_options": {"include_usage": True}}, None),
+    "empty": ({"prompt": ""}, "prompt"),
+    "empty list": ({"prompt": []}, "prompt"),
+    "empty one of two": ({"prompt": ["a", ""]}, "prompt"),
+    "too long": ({"prompt": "word " * 400}, "prompt"),
+    "token": ({"prompt": [99999999]}, "prompt"),
+    "too many prompts": ({"prompt": ["x"] * 30}, "prompt"),
+    "half a letter": ({"prompt": "\ud800"}, "prompt"),
+    "half a letter of two": ({"prompt": ["x", "\ud800"]}, "prompt.1"),
+    "half a letter in a stop": ({"prompt": "x", "stop": ["\udfff"]}, "stop.0"),
+    "half a letter in a key": ({"prompt": "x", "logit_bias": {"\ud800": 1}}, "logit_bias"),
+    "bias": ({"prompt": "x", "logit_bias": {"a": 1}}, "logit_bias"),
+    "bias beyond": ({"prompt": "x", "logit_bias": {"5": 101}}, "logit_bias"),
+    "bias of no token": ({"prompt": "x", "logit_bias": {"99999999": 1}}, "logit_bias"),
+    "bias of too long a number": ({"prompt": "x", "logit_bias": {"9" * 5000: 1}}, "logit_bias"),
+    "temperature": ({"prompt": "x", "temperature": 1e300}, "temperature"),
+    "huge n": ({"prompt": "x", "n": 10**6}, "n"),
+    "stops": ({"prompt": "x", "stop": ["a"] * 100}, "stop"),
+    "long stop": ({"prompt": "x", "stop": "a" * 1001}, "stop"),
+    "empty stop": ({"prompt": "x", "stop": ["a", ""]}, "stop"),
+    "stop of no token": ({"prompt": "x", "stop_token_ids": [99999999]}, "stop_token_ids"),
+    "too many tokens": ({"prompt": "x", "max_tokens": 10**6}, "max_tokens"),
+    "more at least than at most": ({"prompt": "x", "max_tokens": 4, "min_tokens": 5}, "min_tokens"),
+    "more at least than there is room": ({"prompt": "x " * 20, "max_tokens": 256, "min_tokens": 250}, "min_tokens"),
+    "who guesses": ({"prompt": "x", "proposer": "oracle"}, "proposer"),
+    "who judges": ({"prompt": "x", "verifier": "oracle"}, "verifier"),
+    "off and on": ({"prompt": "x", "off": True, "k": 2}, "off"),
+    "options of no stream": ({"prompt": "x", "stream_options": {"include_usage": True}}, "stream_options"),
+    "no form": ({"prompt": "x", "structured_outputs": {}}, "structured_outputs"),
+    "broken form": ({"prompt": "x", "structured_outputs": {"regex": "("}}, "structured_outputs"),
+    "no choice": ({"prompt": "x", "structured_outputs": {"choice": []}}, "structured_outputs"),
+    "a form and its tokens": (
+        {"prompt": "x", "structured_outputs": {"regex": "a"}, "logit_bias": {"5": -100}},
+        "logit_bias",
+    ),
+    "a form and its ends": (
+        {"prompt": "x", "structured_outputs": {"regex": "a"}, "min_tokens": 1, "stop_token_ids": [5]},
+        "min_tokens",
+    ),
+}
+HI = {"messages": [{"role": "user", "content": "Hi"}]}
+TOOL = {"type": "function", "function": {"name": "now"}}
+CALL = {"id": "1", "type": "function", "function": {"name": "now", "arguments": "[]"}}
+WRONG_CHATS = {
+    "none": ({"messages": []}, "messages"),
+    "too long": ({"messages": [{"role": "user", "content": "word " * 400}]}, "messages"),
+    "half a letter": ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages.0.content"),
+    "no call": ({"messages": [*HI["messages"], {"role": "assistant", "tool_calls": [CALL]}]}, "messages"),
+    "no logprobs": (HI | {"top_logprobs": 2}, "top_logprobs"),
+    "too many tokens": (HI | {"max_tokens": 10**6}, "max_tokens"),
+    "too many tokens by their new name": (HI | {"max_completion_tokens": 10**6}, "max_completion_tokens"),
+    "two numbers": (HI | {"max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens"),
+    "two forms": (
+        HI | {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
+        "response_format",
+    ),
+    "broken form": (
+        HI | {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "b"}}}},
+        "response_format",
+    ),
+    "broken extension": (HI | {"structured_outputs": {"regex": "("}}, "structured_outputs"),
+    "no such form": (HI | {"response_format": {"type": "xml"}}, "response_format"),
+    "a choice of no tool": (HI | {"tool_choice": "required"}, "tool_choice"),
+    "a choice of another": (
+        HI | {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "then"}}},
+        "tool_choice",
+    ),
+    "twins": (HI | {"tools": [TOOL, TOOL]}, "tools"),
+    "broken tool": (
+        HI | {"tools": [{"type": "function", "function": {"name": "now", "parameters": {"type": "b"}}}]},
+        "tools",
+    ),
+    "a form of tools": (HI | {"tools": [TOOL], "response_format": {"type": "json_object"}}, "response_format"),
+    "another form of tools": (HI | {"tools": [TOOL], "structured_outputs": {"regex": "a"}}, "structured_outputs"),
+    "too many": (HI | {"n": 30}, "n"),
 }
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_mistakes_are_named(server, case):
-    body, field = WRONG[case]
-    answer = httpx.post(server[0] + "/v1/completions", json=body)
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        pytest.param(path, *each, id=f"{path}: {case}")
+        for path, cases in (("completions", WRONG), ("chat/completions", WRONG_CHATS))
+        for case, each in cases.items()
+    ],
+)
+def test_mistakes_are_named(server, path, body, field):
+    content = json.dumps(body)  # which has no trouble with half a letter
+    answer = httpx.post(f"{server[0]}/v1/{path}", content=content, headers={"content-type": "application/json"})
     assert answer.status_code == 400
     error = answer.json()["error"]
     assert error["param"] == field
@@ -273,6 +346,9 @@ def test_what_is_no_json_is_a_mistake_too(server):
 def test_other_models_are_not_found(client):
     with pytest.raises(openai.NotFoundError, match="use 'nano'"):
         client.completions.create(model="gpt-9", prompt="x")
+    with pytest.raises(openai.NotFoundError) as refused:
+        client.chat.completions.create(model="gpt-9", messages=HI["messages"])
+    assert refused.value.param == "model"
     assert [model.id for model in client.models.list()] == ["nano"]
     assert client.models.retrieve("nano").id == "nano"
 

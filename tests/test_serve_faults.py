@@ -296,6 +296,16 @@ def keyed():
         yield url + "/v1/completions"
 
 
+def test_what_nobody_has_thought_of_is_an_error_as_clients_read_it(server, monkeypatch):
+    def broken(*_):
+        raise KeyError("oh")
+
+    monkeypatch.setattr("outrider.serve.answers.spelled_as", broken)
+    answer = httpx.post(server[0], json=BODY)
+    assert answer.status_code == 500
+    assert answer.json()["error"]["type"] == "server_error"
+
+
 # Any client at all
 
 

@@ -7,15 +7,15 @@ import json
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from outrider.errors import OutriderError
 from outrider.llm import Prompt
-from outrider.params import SamplingParams
+from outrider.params import BadParam, SamplingParams
 from outrider.serve.driver import Driver
 from outrider.serve.journal import Entry, entry_of
+from outrider.serve.problems import UnknownModel, about, spelled_as
 from outrider.serve.replies import Reply, problem
 from outrider.serve.schema import ChatRequest, CompletionRequest, Sampling
 from outrider.serve.settings import Settings
@@ -35,32 +35,49 @@ class Answers:
         self._compiling = asyncio.Lock()
 
     def check_model(self, model: str | None) -> None:
-        """Raises HTTPException 404 for any other model than the one that is served."""
+        """Raises UnknownModel for any other model than the one that is served."""
         if model not in (None, self._name):
-            raise HTTPException(404, f"model {model!r} is not served here; use {self._name!r}")
+            raise UnknownModel("model", f"model {model!r} is not served here; use {self._name!r}")
 
-    async def completion(self, asked: CompletionRequest, request: Request) -> Response:
+    async def answer(self, asked: CompletionRequest | ChatRequest, request: Request) -> Response:
+        """Raises BadParam for a mistake, QueueFull where too many wait."""
+        self.check_model(asked.model)
+        with spelled_as(asked):
+            return await (
+                self._chat(asked, request) if isinstance(asked, ChatRequest) else self._completion(asked, request)
+            )
+
+    async def _completion(self, asked: CompletionRequest, request: Request) -> Response:
         prompts = asked.prompts()
         if not prompts:
-            raise OutriderError("prompt is an empty list; give at least one prompt")
+            raise BadParam("prompt", "prompt is an empty list; give at least one prompt")
+        with about("constraint"):
+            constraint = asked.constraint()
         params = asked.params(
-            most=asked.max_tokens, logprobs=asked.logprobs, scope=asked.user or "", constraint=asked.constraint()
+            most=asked.max_tokens, logprobs=asked.logprobs, scope=asked.user or "", constraint=constraint
         )
         return await self._answer(asked, prompts, params, request)
 
-    async def chat(self, asked: ChatRequest, request: Request) -> Response:
-        front, tools, constraint = self._driver.front, Tools.of(asked), asked.constraint()
+    async def _chat(self, asked: ChatRequest, request: Request) -> Response:
+        front, tools = self._driver.front, Tools.of(asked)
+        with about("constraint"):
+            constraint = asked.constraint()
         if tools and constraint:
-            raise OutriderError("tools say what form calls have; leave response_format and structured_outputs out")
+            said = "tools say what form calls have; leave response_format and structured_outputs out"
+            raise BadParam("structured_outputs" if asked.structured_outputs else "response_format", said)
         known = knows_calls(str(front.house.tokenizer.chat_template or ""))
-        turns = conversation(asked.messages, tools, known=known)
+        with about("messages"):
+            turns = conversation(asked.messages, tools, known=known)
+        with about("tools"):
+            calls = tools.constraint() if tools else None
         params = asked.params(
             most=asked.most(),
             logprobs=asked.wanted(),
             scope=asked.user or "",
-            constraint=tools.constraint() if tools else constraint,
+            constraint=calls or constraint,
         )
-        prompt = await self._driver.reader.chat(turns, tools.described() if tools and known else None)
+        with about("messages"):
+            prompt = await self._driver.reader.chat(turns, tools.described() if tools and known else None)
         return await self._answer(asked, [prompt], params, request, calls=tools is not None)
 
     async def _answer(
@@ -72,17 +89,18 @@ class Answers:
         *,
         calls: bool = False,
     ) -> Response:
-        self.check_model(asked.model)
         if asked.stream_options and not asked.stream:
-            raise OutriderError("stream_options are for streams; set stream, or leave them out")
+            raise BadParam("stream_options", "stream_options are for streams; set stream, or leave them out")
         if len(prompts) * params.n > self._settings.most_n:
-            raise OutriderError(
+            raise BadParam(
+                "n" if params.n > 1 else "prompt",
                 f"{len(prompts)} prompts with n = {params.n} are {len(prompts) * params.n} completions; ask for at most"
-                f" {self._settings.most_n} at once"
+                f" {self._settings.most_n} at once",
             )
         if params.constraint:
             async with self._compiling:  # elsewhere, one at a time: it may take seconds
-                await asyncio.to_thread(self._driver.front.prepare, params.constraint)
+                with about("constraint"):
+                    await asyncio.to_thread(self._driver.front.prepare, params.constraint)
         watch = asked.watch()
         if watch is Watch.TEXT and self._settings.smooth:
             watch = Watch.WORDS

@@ -57,11 +57,11 @@ def make_app(driver: Driver, settings: Settings, *, name: str) -> FastAPI:
 def _add_routes(app: FastAPI, answers: Answers, driver: Driver, name: str) -> None:
     @app.post("/v1/completions", responses=STREAMED)
     async def completions(asked: CompletionRequest, request: Request) -> Response:
-        return await answers.completion(asked, request)
+        return await answers.answer(asked, request)
 
     @app.post("/v1/chat/completions", responses=STREAMED)
     async def chat_completions(asked: ChatRequest, request: Request) -> Response:
-        return await answers.chat(asked, request)
+        return await answers.answer(asked, request)
 
     @app.get("/v1/models", responses=RESPONSES)
     async def models() -> dict[str, Any]:

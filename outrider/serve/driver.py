@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from queue import Empty, SimpleQueue
 from threading import Thread
 from time import perf_counter
 
+from outrider.build import House
 from outrider.engine import Engine
 from outrider.errors import OutriderError
 from outrider.llm import LLM, Prompt
-from outrider.params import SamplingParams
+from outrider.params import BadParam, SamplingParams
 from outrider.serve.clocks import Clocks
 from outrider.serve.drift import Drift
 from outrider.serve.guesses import guesses_of
@@ -119,15 +120,23 @@ class Driver:
 
         Raises:
             QueueFull: too many wait.
-            OutriderError: the prompt or a parameter does not fit.
+            BadParam: the prompt or a parameter does not fit.
         """
         if self._stopping:
             raise QueueFull("the server is stopping; ask another one")
         if (open := self._taken - self._ended) + params.n > self._most:
             raise QueueFull(f"{open} completions run or wait, and {self._most} may; try again later")
-        requests = self.front.requests(prompt, params)
+        tokens = self.front.encode(prompt)
+        try:
+            requests = self.front.requests(tokens, params)
+        except OutriderError as error:
+            raise BadParam(_blamed(self.front.house, tokens, params), str(error)) from error
         if (params.max_tokens or 0) > (context := self.front.house.context):
-            raise OutriderError(f"max_tokens is {params.max_tokens}, and the context holds {context}; ask for fewer")
+            said = f"max_tokens is {params.max_tokens}, and the context holds {context}; ask for fewer"
+            raise BadParam("max_tokens", said)
+        if params.min_tokens > (room := context - len(tokens)):
+            said = f"min_tokens is {params.min_tokens}, and beside the prompt the context holds {room}; ask for fewer"
+            raise BadParam("min_tokens", said)
         self._bell = self._bell or Bell(asyncio.get_running_loop())
         tickets = [Ticket(each, Wording(self.front.decode, self.spell, params.stop), watch) for each in requests]
         self._taken += len(tickets)
@@ -306,3 +315,19 @@ class Driver:
     def _done(self, ticket: Ticket, how: str) -> None:
         self._ended += 1
         self.clocks.end(ticket.request.id, how)
+
+
+def _blamed(house: House, tokens: Sequence[int], params: SamplingParams) -> str:
+    """Which parameter it is that `LLM.requests` has refused: the first of these, in its order."""
+
+    def strange(ids: Iterable[int]) -> bool:
+        return any(not 0 <= token < house.vocab for token in ids)
+
+    wrong = {
+        "prompt": not tokens or len(tokens) >= house.context or strange(tokens),
+        "stop_token_ids": strange(params.stop_token_ids),
+        "logit_bias": strange(params.logit_bias),
+        "proposer": params.proposer not in (None, *house.proposers),
+        "verifier": params.verifier not in (None, *house.verifiers),
+    }
+    return next(filter(wrong.get, wrong), "constraint")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -12,11 +13,39 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
 from outrider.errors import OutriderError
+from outrider.params import BadParam
 from outrider.serve.driver import QueueFull
 from outrider.serve.replies import problem
-from outrider.serve.schema import field_of
+from outrider.serve.schema import Sampling, field_of
 
 _LATER = {"Retry-After": "1"}
+
+
+class UnknownModel(BadParam):
+    """Another model than the one that is served."""
+
+
+@contextmanager
+def about(param: str) -> Iterator[None]:
+    """What is refused in here is this parameter, where nobody says better."""
+    try:
+        yield
+    except (BadParam, QueueFull):
+        raise
+    except OutriderError as error:
+        raise BadParam(param, str(error)) from error
+
+
+@contextmanager
+def spelled_as(asked: Sampling) -> Iterator[None]:
+    """What is refused in here is named as the client has named it."""
+    try:
+        yield
+    except BadParam as error:
+        said, name = str(error), asked.spelled(error.param)
+        if said.startswith(f"{error.param} "):
+            said = name + said[len(error.param) :]
+        raise BadParam(name, said) from error
 
 
 class Mistake(BaseModel):
@@ -52,7 +81,10 @@ def add_handlers(app: FastAPI) -> None:
     handlers: dict[type[Exception], Callable[[Any], JSONResponse]] = {
         RequestValidationError: _invalid,
         QueueFull: lambda error: JSONResponse(problem(str(error), kind="overloaded_error"), 429, _LATER),
+        UnknownModel: lambda error: JSONResponse(problem(str(error), field=error.param), 404),
+        BadParam: lambda error: JSONResponse(problem(str(error), field=error.param), 400),
         OutriderError: lambda error: JSONResponse(problem(str(error)), 400),
+        Exception: lambda _: JSONResponse(problem("the server failed; its log says why", kind="server_error"), 500),
         HTTPException: lambda error: JSONResponse(problem(str(error.detail)), error.status_code, error.headers),
     }
 
@@ -71,5 +103,5 @@ def _invalid(error: RequestValidationError) -> JSONResponse:
     if first["type"] == "json_invalid":
         said = first.get("ctx", {}).get("error", first["msg"])
         return JSONResponse(problem(f"the request is no JSON: {said}"), 400)
-    field = field_of(first["loc"])
+    field = field_of(first)
     return JSONResponse(problem(f"{field or 'the request'}: {first['msg']}", field=field), 400)

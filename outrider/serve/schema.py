@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from outrider.constraint import Constraint
-from outrider.errors import OutriderError
-from outrider.params import SamplingParams
+from outrider.params import BadParam, SamplingParams
 from outrider.serve.ticket import Watch
 
 _Token = Annotated[int, Field(ge=0)]
@@ -87,7 +88,9 @@ class StructuredOutputs(_Strict):
         }
         given = [name for name in makers if getattr(self, name) is not None]
         if len(given) != 1:
-            raise OutriderError("structured_outputs takes one of json, json_object, regex, choice and grammar")
+            raise BadParam(
+                "structured_outputs", "structured_outputs takes one of json, json_object, regex, choice and grammar"
+            )
         return makers[given[0]](getattr(self, given[0]))
 
 
@@ -143,6 +146,10 @@ class Sampling(_Asked):
             return Watch.ROUNDS
         return Watch.TEXT if self.stream else Watch.END
 
+    def spelled(self, param: str) -> str:
+        """What a client calls a parameter of `SamplingParams`."""
+        return _SPELLED.get(param, param)
+
     def constraint(self) -> Constraint | None:
         """What form the text must have."""
         return None if self.structured_outputs is None else self.structured_outputs.constraint()
@@ -157,11 +164,11 @@ class Sampling(_Asked):
         """
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         if len(stops) > _STOPS:
-            raise OutriderError(f"stop holds {len(stops)} strings; use at most {_STOPS}")
+            raise BadParam("stop", f"stop holds {len(stops)} strings; use at most {_STOPS}")
         if any(len(stop) > _STOP_LENGTH for stop in stops):
-            raise OutriderError(f"stop holds a string of more than {_STOP_LENGTH} characters; use shorter ones")
+            raise BadParam("stop", f"stop holds a string of more than {_STOP_LENGTH} characters; use shorter ones")
         if self.off and (self.k or self.proposer):
-            raise OutriderError("off says not to speculate, and k or proposer how to; leave out one of them")
+            raise BadParam("off", "off says not to speculate, and k or proposer how to; leave out one of them")
         return SamplingParams(
             temperature=self.temperature,
             top_k=self.top_k,
@@ -295,13 +302,22 @@ class ChatRequest(Sampling):
     tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
     parallel_tool_calls: bool | None = Field(None, description="Whether several calls may follow each other: true.")
 
+    def spelled(self, param: str) -> str:
+        names = {"prompt": "messages", "logprobs": "top_logprobs"}
+        if self.max_completion_tokens is not None:
+            names["max_tokens"] = "max_completion_tokens"
+        if self.structured_outputs is None:
+            names["constraint"] = "tools" if self.tools else "response_format"
+        return names.get(param) or super().spelled(param)
+
     def constraint(self) -> Constraint | None:
         """What form the text must have, tools aside."""
         asked, other = self.response_format, super().constraint()
         if asked is None or isinstance(asked, TextFormat):
             return other
         if other:
-            raise OutriderError("response_format and structured_outputs both say what form the text has; give one")
+            said = "response_format and structured_outputs both say what form the text has; give one"
+            raise BadParam("response_format", said)
         if isinstance(asked, ObjectFormat) or asked.json_schema.form is None:
             return Constraint.json_object()
         return Constraint.json_schema(asked.json_schema.form)
@@ -309,13 +325,13 @@ class ChatRequest(Sampling):
     def most(self) -> int | None:
         """Tokens of the answer."""
         if self.max_tokens and self.max_completion_tokens and self.max_tokens != self.max_completion_tokens:
-            raise OutriderError("max_tokens and max_completion_tokens differ; give one of them")
+            raise BadParam("max_completion_tokens", "max_tokens and max_completion_tokens differ; give one of them")
         return self.max_completion_tokens or self.max_tokens
 
     def wanted(self) -> int | None:
         """Likeliest tokens whose log-probabilities are reported; None: none at all."""
         if self.top_logprobs is not None and not self.logprobs:
-            raise OutriderError("top_logprobs needs logprobs true; set it, or leave top_logprobs out")
+            raise BadParam("top_logprobs", "top_logprobs needs logprobs true; set it, or leave top_logprobs out")
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
@@ -326,35 +342,40 @@ class TokenizeRequest(_Asked):
     prompt: str
 
 
-def _check_text(given: Any) -> None:
+def _check_text(given: Any, *path: str) -> None:
     if isinstance(given, str):
         if not given.isascii() and _HALF.search(given):
-            raise ValueError("a string holds half of a surrogate pair, which is no text")
+            said = "a string holds half of a surrogate pair, which is no text"
+            raise PydanticCustomError("no_text", said, {"path": path})
     elif isinstance(given, dict):
-        _check_text(list(given))
-        _check_text(list(given.values()))
+        for name, each in given.items():
+            _check_text(name, *path)
+            _check_text(each, *path, name)
     elif isinstance(given, list):
-        for each in given:
+        for i, each in enumerate(given):
             if not isinstance(each, int):
-                _check_text(each)
+                _check_text(each, *path, str(i))
 
 
 def _biases(given: dict[str, float] | None) -> dict[int, float]:
     out: dict[int, float] = {}
     for token, bias in (given or {}).items():
-        if not token.isdecimal():
-            raise OutriderError(f"logit_bias has the key {token!r}; use token ids")
+        if not token.isdecimal() or len(token) > _DIGITS:
+            raise BadParam("logit_bias", f"logit_bias has the key {token[:_DIGITS]!r}; use token ids")
         out[int(token)] = float("-inf") if bias == -100 else bias
     return out
 
 
-def field_of(location: Any) -> str | None:
+def field_of(error: Mapping[str, Any]) -> str | None:
     """The field that a validation error is about, as a client spells it."""
+    location = (*error["loc"], *error.get("ctx", {}).get("path", ()))
     names = [str(part) for part in location if part not in ("body", "query", "path")]
     # Which of several forms of a field a value came near to is no name that a client knows.
     return ".".join(name for name in names if name not in ("str", "int", "float") and "[" not in name) or None
 
 
+_SPELLED: Mapping[str, str] = MappingProxyType({"guesses": "k", "scope": "user", "constraint": "structured_outputs"})
 _HALF = re.compile("[\ud800-\udfff]")
 _STOPS, _STOP_LENGTH = 16, 1000
+_DIGITS = 18  # of a token id, and far more than any has
 Message.model_rebuild()

@@ -13,6 +13,7 @@ from typing import Any
 
 from outrider.constraint import STYLE, Constraint
 from outrider.errors import OutriderError
+from outrider.params import BadParam
 from outrider.serve.schema import ChatRequest, Function, FunctionCall, Message, NamedTool
 
 _NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}  # arguments of who takes none
@@ -45,11 +46,13 @@ class Tools:
         if isinstance(choice, NamedTool):
             functions = tuple(each for each in functions if each.name == choice.function.name)
             if not functions:
-                raise OutriderError(f"tool_choice names {choice.function.name!r}, and tools have none of that name")
+                raise BadParam(
+                    "tool_choice", f"tool_choice names {choice.function.name!r}, and tools have none of that name"
+                )
         elif choice == "required" and not functions:
-            raise OutriderError("tool_choice is required, and there are no tools; give some")
+            raise BadParam("tool_choice", "tool_choice is required, and there are no tools; give some")
         if len({each.name for each in functions}) < len(functions):
-            raise OutriderError("two tools have the same name; rename one")
+            raise BadParam("tools", "two tools have the same name; rename one")
         if not functions or choice == "none":
             return None
         named = isinstance(choice, NamedTool)
