@@ -42,7 +42,8 @@ class SamplingParams:
         frequency_penalty: subtracted once per occurrence in the output; in [-2, 2].
         logit_bias: added to the logits, by token id; in [-100, 100] or -inf to forbid.
         max_tokens: emitted at most; None fills the context.
-        min_tokens: no end-of-text, stop id or stop string before this many tokens.
+        min_tokens: no end-of-text, stop id or stop string before this many tokens. A constraint wins: where its form
+            is complete and nothing can follow, the text ends.
         stop: strings that end the completion; they are not part of the text.
         stop_token_ids: tokens that end the completion; like end-of-text they are not part of the text.
         ignore_eos: go on past end-of-text.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import shutil
 import signal
 import socket
@@ -12,6 +13,7 @@ import sys
 import threading
 import time
 from contextlib import contextmanager
+from errno import EACCES
 from pathlib import Path
 from typing import get_type_hints
 
@@ -29,6 +31,7 @@ from outrider.serve.app import make_app
 from outrider.serve.driver import Driver
 from outrider.serve.settings import Settings
 from outrider.serve.ticket import TOGETHER
+from outrider.serve.verb import listen
 from outrider.stress.client import put_load
 from outrider.stress.settings import Settings as LoadSettings
 from outrider.stress.verb import points
@@ -519,28 +522,44 @@ def test_the_page_in_a_browser(server):
 
 def test_a_signal_lets_open_requests_end():
     command = [sys.executable, "-m", "outrider", "serve", "--target", OPTIONS["target"], "--proposer", "ngram"]
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
-    command += ["--port", str(port), "--rows", "2", "--dtype", "float32", "--k", "2"]
+    command += ["--port", "0", "--rows", "2", "--dtype", "float32", "--k", "2"]
     server = subprocess.Popen([str(part) for part in command], stderr=subprocess.PIPE, text=True)
     try:
-        url, until = f"http://127.0.0.1:{port}", time.monotonic() + 60
-        while True:
-            try:
-                httpx.get(url + "/health")
-                break
-            except httpx.TransportError:
-                assert server.poll() is None
-                assert time.monotonic() < until
-                time.sleep(0.1)
+        said = next(line for line in server.stderr if " at http" in line)  # the port is taken by then
+        url = re.search(r"http://127.0.0.1:[1-9]\d*", said)[0]
+        assert httpx.get(url + "/health", timeout=60).status_code == 200
         body = {"prompt": PROMPT, "max_tokens": 400, "ignore_eos": True, "stream": True}
         with httpx.stream("POST", url + "/v1/completions", json=body, timeout=60) as answer:
             lines = answer.iter_lines()
             next(lines)
             server.send_signal(signal.SIGTERM)
             assert list(lines)[-2] == "data: [DONE]"
-        assert server.wait(timeout=30) in (0, -signal.SIGTERM)  # the signal is passed on once all is done
+        assert server.wait(timeout=30) == 0
     finally:
         server.kill()
         server.communicate()
+
+
+def test_a_place_where_nobody_can_listen_names_the_way_out(monkeypatch):
+    (first,) = listen("127.0.0.1", 0)
+    with first:
+        port = first.getsockname()[1]
+        with pytest.raises(OutriderError, match=rf"port {port} of 127.0.0.1 is in use; give another --port \(0 takes"):
+            listen("127.0.0.1", port)
+    for host in ("192.0.2.1", "a" * 70):
+        with pytest.raises(OutriderError, match=r"is no address of this machine \(.+\); use 127.0.0.1, or 0.0.0.0"):
+            listen(host, 0)
+
+    def refused(*_, **__):
+        raise PermissionError(EACCES, "Permission denied")
+
+    monkeypatch.setattr(socket, "create_server", refused)
+    with pytest.raises(OutriderError, match=r"port 80 of 127.0.0.1 .* give a --port of at least 1024"):
+        listen("127.0.0.1", 80)
+
+
+def test_all_addresses_of_a_name_have_one_port():
+    found = listen("localhost", 0)
+    assert len({each.getsockname()[1] for each in found}) == 1
+    for each in found:
+        each.close()

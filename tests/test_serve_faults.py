@@ -713,7 +713,7 @@ def test_killed_it_starts_clean_and_told_to_stop_it_ends_what_runs(tmp_path):
             next(lines)
             server.send_signal(signal.SIGTERM)
             assert list(lines)[-2] == "data: [DONE]"
-        assert server.wait(timeout=30) in (0, -signal.SIGTERM)
+        assert server.wait(timeout=30) == 0
     assert json.loads(plan.read_text())["format"] == "outrider plan"
     told = [json.loads(line) for line in logged if line.startswith("{")]
     assert [each["tokens"] for each in told if each.get("id") == "last"] == [400]

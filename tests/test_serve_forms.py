@@ -63,6 +63,13 @@ def test_a_schema_holds_and_guesses_change_nothing(client, temperature):
     assert "".join(part.choices[0].delta.content or "" for part in parts) == text
 
 
+def test_a_form_that_is_complete_ends_before_min_tokens(client):
+    body = {"structured_outputs": {"regex": "[0-9]{3}"}, "min_tokens": 20}
+    reply = client.completions.create(model="nano", prompt="1", max_tokens=30, temperature=0, extra_body=body)
+    assert reply.choices[0].text.isdigit()
+    assert (len(reply.choices[0].text), reply.choices[0].finish_reason) == (3, "stop")
+
+
 def test_any_object(client):
     reply = client.chat.completions.create(
         model="nano", messages=ASK, response_format={"type": "json_object"}, temperature=0, max_tokens=30

@@ -3,6 +3,13 @@
 from __future__ import annotations
 
 import gc
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from errno import EACCES, EADDRINUSE
+from signal import SIGTERM, signal
+from types import FrameType
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -12,12 +19,17 @@ from outrider.llm import LLM
 from outrider.proposers import draft_models
 from outrider.serve.settings import Settings
 
+if TYPE_CHECKING:
+    import uvicorn
+
+_BACKLOG = 2048  # connections that wait to be taken
+
 
 def serve(llm: LLM, settings: Settings, *, target: str | None) -> None:
     """Say where, and answer until a signal comes.
 
     Raises:
-        OutriderError: what the server is made of is not installed.
+        OutriderError: what the server is made of is not installed, or it cannot listen there.
     """
     try:
         import uvicorn
@@ -29,19 +41,82 @@ def serve(llm: LLM, settings: Settings, *, target: str | None) -> None:
         raise OutriderError(f'the server needs {error.name}; run pip install "outrider[serve]"') from error
     log_as(settings.log_format)
     name = settings.name or model_folder(target).resolve().name
-    typer.echo(_memory(llm), err=True)
-    driver = Driver(llm, queue=settings.queue, rows=settings.rows)
-    gc.collect()
-    gc.freeze()  # what has been loaded stays, and need not be looked through while others wait
-    typer.echo(f"{name} at http://{settings.host}:{settings.port}/v1, {settings.rows} rows at once", err=True)
-    uvicorn.run(
-        make_app(driver, settings, name=name),
-        host=settings.host,
-        port=settings.port,
-        log_level="warning",
-        log_config=None,  # its lines are to look like ours
-        timeout_graceful_shutdown=settings.drain,
-    )
+    with ExitStack() as held:
+        listening = [held.enter_context(closing(each)) for each in listen(settings.host, settings.port)]
+        typer.echo(_memory(llm), err=True)
+        driver = Driver(llm, queue=settings.queue, rows=settings.rows)
+        gc.collect()
+        gc.freeze()  # what has been loaded stays, and need not be looked through while others wait
+        config = uvicorn.Config(
+            make_app(driver, settings, name=name),
+            log_level="warning",
+            log_config=None,  # its lines are to look like ours
+            timeout_graceful_shutdown=settings.drain,
+        )
+        server = uvicorn.Server(config)
+        typer.echo(f"{name} at {_url(settings.host, listening[0])}, {settings.rows} rows at once", err=True)
+        with _ends_well(server):
+            server.run(sockets=listening)
+    if not server.started:
+        raise typer.Exit(1)
+
+
+def listen(host: str, port: int) -> list[socket.socket]:
+    """Sockets that listen at each address of a name, all at one port; port 0 takes a free one.
+
+    Raises:
+        OutriderError: it is no address of this machine, or the port cannot be had.
+    """
+    where = f"port {port} of {host or 'all addresses'}"
+    found: list[socket.socket] = []
+    try:
+        places = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, address in dict.fromkeys((place[0], place[4]) for place in places):
+            free = found[0].getsockname()[1] if found else port
+            found.append(socket.create_server((address[0], free, *address[2:]), family=family, backlog=_BACKLOG))
+    except (OSError, UnicodeError) as error:
+        if found and not _taken(error):  # such as an address of IPv6 where the machine has none
+            return found
+        for each in found:
+            each.close()
+        raise OutriderError(_unheard(host, where, error)) from None
+    return found
+
+
+def _taken(error: Exception) -> bool:
+    return isinstance(error, OSError) and error.errno == EADDRINUSE
+
+
+def _unheard(host: str, where: str, error: Exception) -> str:
+    if _taken(error):
+        return f"{where} is in use; give another --port (0 takes a free one), or end what listens there"
+    if isinstance(error, OSError) and error.errno == EACCES:
+        return f"{where} is not for every user; give a --port of at least 1024 (0 takes a free one)"
+    reason = error.strerror if isinstance(error, OSError) else "it is no name"
+    return f"--host {host!r} is no address of this machine ({reason}); use 127.0.0.1, or 0.0.0.0 for all that it has"
+
+
+def _url(host: str, listening: socket.socket) -> str:
+    port = listening.getsockname()[1]
+    return f"http://{f'[{host}]' if ':' in host else host or '0.0.0.0'}:{port}/v1"
+
+
+@contextmanager
+def _ends_well(server: uvicorn.Server) -> Iterator[None]:
+    """Let SIGTERM end the process with 0 once all is done: uvicorn raises it again then, and would die of it."""
+
+    def take(number: int, _: FrameType | None) -> None:
+        if not server.should_exit:  # before it listens to signals itself
+            raise SystemExit(128 + number)
+
+    before = signal(SIGTERM, take)
+    try:
+        yield
+    except KeyboardInterrupt:  # likewise, from a terminal
+        if not server.should_exit:
+            raise
+    finally:
+        signal(SIGTERM, before)
 
 
 def _memory(llm: LLM) -> str:
