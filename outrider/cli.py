@@ -15,6 +15,7 @@ from outrider.console import end, standard_output
 from outrider.errors import OutriderError
 from outrider.form_options import FormOptions
 from outrider.project.options import ProjectOptions
+from outrider.sampling_options import SamplingOptions
 from outrider.serve.settings import Settings as ServeSettings
 from outrider.stress.settings import Settings as LoadSettings
 from outrider.tune.options import TuneOptions
@@ -78,7 +79,7 @@ def run(
     chat: options.Chat = False,
     models: options.ModelOptions,
     config: options.Config = None,
-    sampling: options.SamplingOptions,
+    sampling: SamplingOptions,
     form: FormOptions,
     show: options.Show = False,
     as_json: options.Json = False,

@@ -10,10 +10,10 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from outrider.errors import OutriderError
-from outrider.params import AUTO, SamplingParams
+from outrider.params import AUTO
+from outrider.sampling_options import SAMPLING
 
-_MODEL, _SAMPLING, _MEASURE, _OUTPUT = "Models", "Sampling", "Measuring", "Output"
+_MODEL, _MEASURE, _OUTPUT = "Models", "Measuring", "Output"
 
 PromptText = Annotated[
     str | None,
@@ -103,64 +103,6 @@ Context = Annotated[
     ),
 ]
 
-Temperature = Annotated[float, typer.Option(help="0 is greedy.", rich_help_panel=_SAMPLING)]
-TopK = Annotated[int, typer.Option(help="Keep the likeliest tokens; 0 keeps all.", rich_help_panel=_SAMPLING)]
-TopP = Annotated[float, typer.Option(help="Keep the likeliest mass, in (0, 1].", rich_help_panel=_SAMPLING)]
-MinP = Annotated[
-    float, typer.Option(help="Drop tokens below this share of the likeliest one.", rich_help_panel=_SAMPLING)
-]
-RepetitionPenalty = Annotated[
-    float, typer.Option(help="Above 1 discourages tokens of prompt and output.", rich_help_panel=_SAMPLING)
-]
-PresencePenalty = Annotated[
-    float, typer.Option(help="Taken off once from tokens in the output.", rich_help_panel=_SAMPLING)
-]
-FrequencyPenalty = Annotated[
-    float, typer.Option(help="Taken off for each occurrence in the output.", rich_help_panel=_SAMPLING)
-]
-LogitBias = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="ID=VALUE", help="Added to a token's logit; -inf forbids it. Repeatable.", rich_help_panel=_SAMPLING
-    ),
-]
-MaxTokens = Annotated[int, typer.Option(help="Emitted at most; 0 fills the context.", rich_help_panel=_SAMPLING)]
-MinTokens = Annotated[int, typer.Option(help="Emitted at least.", rich_help_panel=_SAMPLING)]
-Stop = Annotated[
-    list[str] | None,
-    typer.Option(metavar="TEXT", help="Ends the completion, and is left out. Repeatable.", rich_help_panel=_SAMPLING),
-]
-StopTokenId = Annotated[
-    list[int] | None,
-    typer.Option(metavar="ID", help="A token that ends the completion. Repeatable.", rich_help_panel=_SAMPLING),
-]
-IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Go on past end-of-text.", rich_help_panel=_SAMPLING)]
-Seed = Annotated[
-    int | None,
-    typer.Option(
-        help="The same seed gives the same text. Where that depends on the guesses too (block, say), --k auto makes 4 a"
-        " round for it. Default: a new one, reported.",
-        rich_help_panel=_SAMPLING,
-    ),
-]
-GuessesAtMost = Annotated[
-    int | None, typer.Option(min=0, help="Verified a round at most. Default: as --k has it.", rich_help_panel=_SAMPLING)
-]
-Scope = Annotated[
-    str,
-    typer.Option(
-        metavar="NAME",
-        help="Learn from finished outputs of the same scope alone, where a proposer remembers them.",
-        rich_help_panel=_SAMPLING,
-    ),
-]
-Priority = Annotated[int, typer.Option(help="Lower ones are served first.", rich_help_panel=_SAMPLING)]
-Count = Annotated[int, typer.Option("--n", help="Completions of each prompt.", rich_help_panel=_SAMPLING)]
-Logprobs = Annotated[
-    int | None,
-    typer.Option(help="Report log-probabilities of each token and of the likeliest N.", rich_help_panel=_SAMPLING),
-]
-
 Chat = Annotated[
     bool,
     typer.Option("--chat", help="Apply the model's chat template; a terminal's conversation is remembered."),
@@ -198,7 +140,7 @@ Contexts = Annotated[
 Temperatures = Annotated[
     str,
     typer.Option(
-        "--temperature", metavar="T", help="0 is greedy. A list, as 0,0.7,1, is swept.", rich_help_panel=_SAMPLING
+        "--temperature", metavar="T", help="0 is greedy. A list, as 0,0.7,1, is swept.", rich_help_panel=SAMPLING
     ),
 ]
 Sweep = Annotated[
@@ -222,11 +164,11 @@ Peer = Annotated[
     str | None,
     typer.Option(metavar="NAME", help="Measure another engine as well: transformers.", rich_help_panel=_MEASURE),
 ]
-BenchTokens = Annotated[int, typer.Option("--max-tokens", help="Emitted at most.", rich_help_panel=_SAMPLING)]
+BenchTokens = Annotated[int, typer.Option("--max-tokens", help="Emitted at most.", rich_help_panel=SAMPLING)]
 BenchJson = Annotated[
     bool, typer.Option("--json", help="Print the JSON document on a terminal, too.", rich_help_panel=_OUTPUT)
 ]
-BenchSeed = Annotated[int, typer.Option("--seed", help="Of all sampling.", rich_help_panel=_SAMPLING)]
+BenchSeed = Annotated[int, typer.Option("--seed", help="Of all sampling.", rich_help_panel=SAMPLING)]
 SearchBudget = Annotated[int, typer.Option("--budget", help="Sets of layers to try at most.", rich_help_panel=_MEASURE)]
 SearchLimit = Annotated[int, typer.Option("--limit", help="Prompts of each category.", rich_help_panel=_MEASURE)]
 Samples = Annotated[int, typer.Option(help="Samples of each statistical test.", rich_help_panel=_MEASURE)]
@@ -300,59 +242,6 @@ class ModelOptions(LoadOptions):
     context: Context = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingOptions:
-    """How to draw completions."""
-
-    temperature: Temperature = 0.0
-    top_k: TopK = 0
-    top_p: TopP = 1.0
-    min_p: MinP = 0.0
-    repetition_penalty: RepetitionPenalty = 1.0
-    presence_penalty: PresencePenalty = 0.0
-    frequency_penalty: FrequencyPenalty = 0.0
-    logit_bias: LogitBias = None
-    max_tokens: MaxTokens = 128
-    min_tokens: MinTokens = 0
-    stop: Stop = None
-    stop_token_id: StopTokenId = None
-    ignore_eos: IgnoreEos = False
-    seed: Seed = None
-    guesses: GuessesAtMost = None
-    scope: Scope = ""
-    priority: Priority = 0
-    n: Count = 1
-    logprobs: Logprobs = None
-
-    def params(self) -> SamplingParams:
-        """The same, checked.
-
-        Raises:
-            OutriderError: a value is out of range.
-        """
-        return SamplingParams(
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
-            logit_bias=_parse_bias(self.logit_bias),
-            max_tokens=self.max_tokens or None,
-            min_tokens=self.min_tokens,
-            stop=tuple(self.stop or ()),
-            stop_token_ids=tuple(self.stop_token_id or ()),
-            ignore_eos=self.ignore_eos,
-            seed=self.seed,
-            guesses=self.guesses,
-            scope=self.scope,
-            priority=self.priority,
-            n=self.n,
-            logprobs=self.logprobs,
-        )
-
-
 def spread(verb: Callable[..., None]) -> Callable[..., None]:
     """Show typer each field of the dataclasses that a verb takes as an option of its own."""
     flat: list[Parameter] = []
@@ -385,16 +274,3 @@ def spread(verb: Callable[..., None]) -> Callable[..., None]:
     call.__signature__ = Signature(flat)  # type: ignore[attr-defined]
     call.__annotations__ = {parameter.name: parameter.annotation for parameter in flat}
     return call
-
-
-def _parse_bias(entries: list[str] | None) -> dict[int, float]:
-    bias = {}
-    for entry in entries or ():
-        token, _, value = entry.partition("=")
-        try:
-            bias[int(token)] = float(value)
-        except ValueError:
-            raise OutriderError(
-                f"--logit-bias {entry!r} is not ID=VALUE; write for example 42=-1.5 or 42=-inf"
-            ) from None
-    return bias

@@ -72,7 +72,16 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "serve/",
         "stress/",
     ),
-    ("cli.py", "cli_drafts.py", "__main__.py", "options.py", "form_options.py", "run.py", "show.py"),
+    (
+        "cli.py",
+        "cli_drafts.py",
+        "__main__.py",
+        "options.py",
+        "sampling_options.py",
+        "form_options.py",
+        "run.py",
+        "show.py",
+    ),
 )
 CORE = 6  # layers 0 to 5, proposers, trained drafts and caches aside, each of which is a leaf
 LEAVES = {"propose": 4000, "heads": 2500, "formats": 2200, "cache": 1000}  # lines

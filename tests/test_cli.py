@@ -18,6 +18,7 @@ from outrider import Constraint, OutriderError, SamplingParams, options
 from outrider.cli import app
 from outrider.embedded import embedded
 from outrider.form_options import FormOptions
+from outrider.sampling_options import SamplingOptions
 
 CODE = "<|endoftext|>import os\nimport sys\n"
 QUESTION = "What is 17 + 25?"
@@ -57,11 +58,11 @@ def test_module():
 
 
 def test_every_sampling_parameter_is_an_option():
-    flags = {field.name.removesuffix("s") for field in dataclasses.fields(options.SamplingOptions)}
+    flags = {field.name.removesuffix("s") for field in dataclasses.fields(SamplingOptions)}
     flags.add("constraint")  # several options, of which one may be given
     flags |= {"proposer", "verifier"}  # which choose the engine's own, and no other is there to be asked
     assert flags == {field.name.removesuffix("s") for field in dataclasses.fields(SamplingParams)}
-    assert options.SamplingOptions().params() == SamplingParams()
+    assert SamplingOptions().params() == SamplingParams()
 
 
 def test_a_form_is_read_from_a_file_or_given(tmp_path):
