@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import sys
 from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
@@ -11,7 +16,7 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 from outrider import __version__, cli_drafts, options
-from outrider.console import end, standard_output
+from outrider.console import tell
 from outrider.errors import OutriderError
 from outrider.form_options import FormOptions
 from outrider.project.options import ProjectOptions
@@ -19,12 +24,14 @@ from outrider.sampling_options import SamplingOptions
 from outrider.serve.settings import Settings as ServeSettings
 from outrider.stress.settings import Settings as LoadSettings
 from outrider.tune.options import TuneOptions
+from outrider.whole import check_writable
 
 # Not `options.Guesses`: each test is made of rounds of the same size, so there is nothing for auto to decide.
 _AuditGuesses = Annotated[
     int,
     typer.Option("--k", metavar="N", help="Guesses a round; 1, 4 and 8 are tried as well.", rich_help_panel="Models"),
 ]
+_UNWRITTEN = (errno.EPIPE, errno.ENOSPC, errno.EIO, errno.EDQUOT)
 _Models = TypeVar("_Models", bound=options.LoadOptions)
 
 
@@ -35,9 +42,7 @@ class _Verbs(TyperGroup):
         try:
             return super().invoke(ctx)
         except OutriderError as error:
-            # Paths and names go out as they are: no wrapping, no markup.
-            Console(stderr=True).print("[red]error:[/red]", end=" ")
-            typer.echo(str(error), err=True)
+            _say(str(error))
             raise typer.Exit(2) from None
 
 
@@ -52,7 +57,24 @@ app = typer.Typer(
 
 def main() -> None:
     """The program `outrider`."""
-    app()
+    try:
+        try:
+            app()
+        finally:
+            sys.stdout.flush()
+    except OSError as error:
+        if error.filename is not None or error.errno not in _UNWRITTEN:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or what is still held back would fail once more on the way out
+        if error.errno != errno.EPIPE:  # who closes a pipe has read enough
+            _say(f"the output cannot be written ({error.strerror}); make room, or send it elsewhere")
+        raise SystemExit(1) from None
+
+
+def _say(mistake: str) -> None:
+    # Paths and names go out as they are: no wrapping, no markup.
+    Console(stderr=True).print("[red]error:[/red]", end=" ")
+    typer.echo(mistake, err=True)
 
 
 def _print_version(wanted: bool) -> None:
@@ -184,9 +206,13 @@ def _configured(ctx: typer.Context, models: _Models, config: str | None, *, leas
         return models
     from outrider.tune.config import configured
 
+    return configured(models, config, given=_given(ctx), least=least)
+
+
+def _given(ctx: typer.Context) -> set[str]:
+    """The options that the user has set, rather than left at their defaults."""
     sources = {name: ctx.get_parameter_source(name) for name in ctx.params}
-    given = {name for name, source in sources.items() if source and not source.name.startswith("DEFAULT")}
-    return configured(models, config, given=given, least=least)
+    return {name for name, source in sources.items() if source and not source.name.startswith("DEFAULT")}
 
 
 @app.command()
@@ -257,9 +283,7 @@ def project(*, asked: ProjectOptions, as_json: options.BenchJson = False) -> Non
             },
         ),
     )
-    people = standard_output()
-    show(document, people)
-    end(people, document, as_json=as_json)
+    tell(document, show, as_json=as_json)
 
 
 @app.command()
@@ -287,7 +311,7 @@ def tune(
     --json on a terminal too. --out writes that document, for --config of `outrider run` and `outrider bench`.
     """
     from outrider.bench.settings import parse_real, parse_whole
-    from outrider.tune.run import check_out, run_tune, write
+    from outrider.tune.run import run_tune, write
     from outrider.tune.settings import Settings, read_ks, read_proposers
     from outrider.tune.table import show
 
@@ -311,14 +335,9 @@ def tune(
         context=context,
     )
     if asked.out:
-        check_out(asked.out)  # before the measurement rather than after it
-    people = standard_output()
+        check_writable(asked.out)  # before the measurement rather than after it
     document = run_tune(settings, progress=Console(stderr=True))
-    show(document, people)
-    if asked.out:
-        write(document, asked.out)
-        typer.echo(f"the advice is in {asked.out}; use it as --config {asked.out}", err=True)
-    end(people, document, as_json=as_json)
+    tell(document, show, as_json=as_json, keep=partial(write, file=asked.out) if asked.out else None)
 
 
 for verb in (cli_drafts.train, cli_drafts.inspect, cli_drafts.convert, cli_drafts.index, cli_drafts.layers):

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from outrider import options
-from outrider.console import end, standard_output
+from outrider.console import tell
 from outrider.train.settings import Settings as TrainSettings
 
 
@@ -115,6 +115,4 @@ def layers(
         seed=seed,
         progress=Console(stderr=True),
     )
-    people = standard_output()
-    show_layers(document, people)
-    end(people, document, as_json=as_json)
+    tell(document, show_layers, as_json=as_json)

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import typer
 from rich.console import Console
 
+from outrider.errors import OutriderError
+
 _FILE_WIDTH = 120  # columns of tables where no terminal sets them
+
+Document = dict[str, Any]
 
 
 def standard_output() -> Console:
@@ -19,7 +24,43 @@ def standard_output() -> Console:
     return console
 
 
-def end(console: Console, document: dict[str, Any], *, as_json: bool) -> None:
+def tell(
+    document: Document,
+    show: Callable[[Document, Console], None],
+    *,
+    as_json: bool,
+    keep: Callable[[Document], None] | None = None,
+) -> None:
+    """Keep a document in a file, show it to people, and print it; what took long to find is not lost if one fails.
+
+    Args:
+        document: what was found.
+        show: prints it for people.
+        as_json: print it on a terminal, too.
+        keep: writes the files that were asked for; it goes first, because it can do without the others.
+
+    Raises:
+        OutriderError: a file could not be written; the document has been printed then.
+    """
+    people = standard_output()
+    try:
+        if keep is not None:
+            keep(document)
+        show(document, people)
+    except OutriderError as error:
+        _print(document)
+        raise OutriderError(f"{error}. What was found is not lost: standard output has the document") from None
+    except Exception:
+        _print(document)
+        raise
+    end(people, document, as_json=as_json)
+
+
+def end(console: Console, document: Document, *, as_json: bool) -> None:
     """Print the document behind what people read: into a file or a pipe always, on a terminal if it is asked for."""
     if as_json or not console.is_terminal:
-        typer.echo(json.dumps(document))
+        _print(document)
+
+
+def _print(document: Document) -> None:
+    typer.echo(json.dumps(document))

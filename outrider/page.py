@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from outrider.errors import OutriderError
+from outrider.whole import check_writable
 
 if TYPE_CHECKING:  # matplotlib is not there for everyone
     from outrider.canvas import Plot
@@ -27,6 +28,7 @@ def check_report(file: str | Path) -> None:
     path = Path(file).expanduser()
     if path.is_dir() or not path.parent.is_dir():
         raise OutriderError(f"--report {file} is no file in a folder that exists; use for example report.html")
+    check_writable(path)
 
 
 def write_report(text: str, file: str | Path) -> None:

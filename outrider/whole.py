@@ -12,17 +12,6 @@ from tempfile import TemporaryDirectory
 from outrider.errors import OutriderError
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a file whole or not at all, whoever else reads or writes it at the same time.
-
-    Raises:
-        OutriderError: it cannot be written.
-    """
-    with _beside(path) as whole:
-        whole.write_text(text, encoding="utf-8")
-        os.replace(whole, path)
-
-
 def check_writable(path: str | Path) -> None:
     """Whether `write_whole` could write this file, asked before there is anything to lose; a leading ~ is the home.
 
@@ -34,6 +23,17 @@ def check_writable(path: str | Path) -> None:
         if file.is_dir():
             raise IsADirectoryError(EISDIR, os.strerror(EISDIR))
         whole.touch()
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file whole or not at all, whoever else reads or writes it at the same time.
+
+    Raises:
+        OutriderError: it cannot be written.
+    """
+    with _beside(path) as whole:
+        whole.write_text(text, encoding="utf-8")
+        os.replace(whole, path)
 
 
 @contextmanager

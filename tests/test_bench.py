@@ -240,6 +240,19 @@ def test_command(prompts):
     assert "\x1b" not in result.stdout
 
 
+def test_a_benchmark_is_not_lost_with_its_files(prompts, tmp_path, monkeypatch):
+    monkeypatch.setattr("outrider.cli.check_writable", lambda path: None)
+    monkeypatch.setattr("outrider.bench.verb.check_report", lambda file: None)
+    monkeypatch.setattr("outrider.bench.verb.page", lambda document: "")
+    words = ["bench", "--prompts", prompts, "--rounds", "1", "--max-tokens", "4", "--limit", "1", "--proposer", "ngram"]
+    files = ["--k", "auto", "--plan", str(tmp_path / "none/plan.json"), "--report", str(tmp_path)]
+    result = CliRunner().invoke(app, [*words, *files])
+    assert result.exit_code == 2
+    assert "what the planner has learned is not kept" in result.stderr
+    assert "give --report another file. What was found is not lost" in result.stderr
+    assert json.loads(result.stdout.splitlines()[-1])["benchmark"] == "outrider bench"
+
+
 @pytest.mark.parametrize("kernels", ["native", "torch"])
 def test_command_quantised(prompts, kernels):
     words = ["bench", "--device", "cpu", "--prompts", prompts, "--rounds", "1", "--max-tokens", "4", "--limit", "1"]

@@ -9,6 +9,8 @@ import pty
 import re
 import subprocess
 import sys
+from contextlib import redirect_stdout
+from io import StringIO
 
 import pytest
 from typer.testing import CliRunner
@@ -16,6 +18,7 @@ from typer.testing import CliRunner
 import outrider
 from outrider import Constraint, OutriderError, SamplingParams, options
 from outrider.cli import app
+from outrider.console import tell
 from outrider.embedded import embedded
 from outrider.form_options import FormOptions
 from outrider.sampling_options import SamplingOptions
@@ -256,6 +259,51 @@ def test_interrupt_is_quiet(monkeypatch):
     result = invoke("run", CODE)
     assert result.exit_code == 130
     assert not result.output
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a file that is always full")
+def test_a_full_disk_is_one_line():
+    projection = ["project", "--target", "8B", "--machine", "H100", "--alpha", "0.8"]
+    for words in (["--version"], ["--help"], projection):
+        command = [sys.executable, "-m", "outrider", *words]
+        with open("/dev/full", "w") as full:
+            done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+        assert done.returncode == 1
+        (line,) = done.stderr.splitlines()
+        assert line.startswith("error: the output cannot be written (No space left on device)")
+
+
+def test_a_closed_pipe_is_quiet():
+    command = [sys.executable, "-m", "outrider", "project", "--help"]
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_a_plan_that_cannot_be_written_is_told_at_once(monkeypatch):
+    monkeypatch.setattr("outrider.run.load", lambda *_, **__: pytest.fail("this takes time"))
+    for verb in ("run", "bench"):
+        result = invoke(verb, "--k", "auto", "--plan", "/nowhere/plan.json")
+        assert result.exit_code == 2
+        assert "/nowhere/plan.json cannot be written" in result.stderr
+
+
+def failing(*_):
+    raise OutriderError("the disk is gone")
+
+
+def test_what_was_found_is_not_lost():
+    """Files go first; where one cannot be written, or what is found not shown, the document is printed all the same."""
+    steps = []
+    tell({"a": 1}, lambda document, console: steps.append("shown"), as_json=True, keep=steps.append)
+    assert steps == [{"a": 1}, "shown"]
+    for how in ({"show": failing}, {"show": lambda *_: None, "keep": failing}):
+        out = StringIO()
+        with redirect_stdout(out), pytest.raises(OutriderError, match=r"the disk is gone\. What was found is not lost"):
+            tell({"a": 1}, how.pop("show"), as_json=False, **how)
+        assert json.loads(out.getvalue().splitlines()[-1]) == {"a": 1}
 
 
 def test_failed_logits_are_an_exit_code(monkeypatch):

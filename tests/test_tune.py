@@ -401,6 +401,20 @@ def test_end_to_end(advised):
     assert "use it as --config" in result.stderr
 
 
+def test_a_measurement_is_not_lost_with_its_file(prompts, tmp_path, monkeypatch):
+    (tmp_path / "folder").mkdir()
+    for name, message in (("folder", "is a folder"), ("none/a.json", "cannot be written")):
+        result = invoke("tune", "--out", tmp_path / name)  # before anything is measured
+        assert result.exit_code == 2
+        assert message in result.stderr
+    monkeypatch.setattr("outrider.cli.check_writable", lambda path: None)
+    words = ["--proposers", "ngram", "--k", 2, "--batch", 1, "--limit", 1, "--out", tmp_path / "folder"]
+    result = invoke("tune", "--prompts", prompts, "--max-tokens", 6, "--context", 96, "--rounds", 1, *words)
+    assert result.exit_code == 2
+    assert "cannot be written" in result.stderr
+    assert document(result)["settings"]["target"] is None
+
+
 def test_histories_do_not_remember_the_answers(prompts):
     """A suffix tree of finished outputs knows nothing of a prompt that was only met as another contestant's."""
     found = document(tune("--prompts", prompts, "--proposers", "suffix;suffix:5000", "--k", "2,4", "--batch", "1"))

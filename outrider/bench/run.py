@@ -22,10 +22,12 @@ from outrider.bench.sweep import Place, guessers, home, places, sweeps
 from outrider.build import auto_planner, default_proposer, weight_bits
 from outrider.cache.base import Caching
 from outrider.embedded import model_folder
+from outrider.errors import OutriderError
 from outrider.llm import LLM
 from outrider.native.target import NativeTarget
 from outrider.params import AUTO
-from outrider.plan_file import restored
+from outrider.plan import Planner
+from outrider.plan_file import PlanFile, restored
 from outrider.prompts import read_prompts
 from outrider.proposers import draft_model, parse
 
@@ -62,10 +64,18 @@ def run_bench(settings: Settings, *, progress: Console) -> dict[str, Any]:
         held = footprint(llm, list(islice(cycle(first), settings.rows)))
     samples = race(stages, settings.rounds, progress)
     if plan and planner.auto:
-        plan.save(planner.auto)
+        _keep(plan, planner.auto, progress)
     with progress.status("measuring the machine"):
         after = measure_rates(llm.house.device, llm.house.dtype)
     return _document(llm, settings, samples, rates=(before, after), held=held)
+
+
+def _keep(plan: PlanFile, planner: Planner, progress: Console) -> None:
+    """What was measured is worth more than what was learned on the way, and not lost with it."""
+    try:
+        plan.save(planner)
+    except OutriderError as error:
+        progress.print(f"what the planner has learned is not kept: {error}", markup=False, soft_wrap=True)
 
 
 def load(settings: Settings, planner: SwitchPlanner) -> LLM:

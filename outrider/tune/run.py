@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import typer
 from rich.console import Console
 
 from outrider import machine
 from outrider.bench.memory import Footprint
 from outrider.build import find_verifier
-from outrider.errors import OutriderError
 from outrider.tune.advice import Advice, advise
 from outrider.tune.config import BENCHMARK, VERSION, settings_dict
 from outrider.tune.engines import elsewhere
@@ -76,16 +75,10 @@ def run_tune(settings: Settings, *, progress: Console) -> dict[str, Any]:
     }
 
 
-def check_out(file: str) -> None:
-    """Raises OutriderError where the document could not be written later."""
-    folder = Path(file).expanduser().resolve().parent
-    if not folder.is_dir() or not os.access(folder, os.W_OK) or Path(file).expanduser().is_dir():
-        raise OutriderError(f"{file} cannot be written; name a file in a folder that is there and can be")
-
-
 def write(document: Mapping[str, Any], file: str) -> None:
     """Write the document where `--config` can read it."""
     write_whole(Path(file).expanduser(), json.dumps(document) + "\n")
+    typer.echo(f"the advice is in {file}; use it as --config {file}", err=True)
 
 
 def _advice(advice: Advice, memory: Mapping[str, Footprint]) -> dict[str, Any]:
