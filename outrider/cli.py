@@ -32,6 +32,9 @@ _AuditGuesses = Annotated[
     typer.Option("--k", metavar="N", help="Guesses a round; 1, 4 and 8 are tried as well.", rich_help_panel="Models"),
 ]
 _UNWRITTEN = (errno.EPIPE, errno.ENOSPC, errno.EIO, errno.EDQUOT)
+_OF_RACES = (  # options of `outrider bench` that say nothing of single passes
+    ("k", "plan", "prompts", "limit", "rounds", "sweep", "peer", "temperature", "max_tokens", "seed", "report")
+)
 _Models = TypeVar("_Models", bound=options.LoadOptions)
 
 
@@ -169,6 +172,10 @@ def bench(
         ),
     )
     if calibrate:
+        if useless := [name for name in _OF_RACES if name in _given(ctx)]:
+            raise OutriderError(
+                f"--calibrate measures passes alone; leave --{useless[0].replace('_', '-')} or --calibrate out"
+            )
         verb.calibrate(settings, as_json=as_json)
     else:
         verb.measure(settings, report=report, as_json=as_json)

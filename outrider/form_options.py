@@ -10,6 +10,7 @@ import typer
 
 from outrider.constraint import Constraint
 from outrider.errors import OutriderError
+from outrider.text import sound
 
 _FORM = "Form"
 
@@ -41,6 +42,8 @@ class FormOptions:
             raise OutriderError(
                 "--json-schema, --regex and --grammar each say what form the text has; give one of them"
             )
+        if self.regex is not None and not sound(self.regex):
+            raise OutriderError(f"--regex {self.regex!r} is not UTF-8 text, and nothing matches it; give text")
         if self.json_schema is not None:
             return Constraint.json_schema(_read(self.json_schema))
         if self.grammar is not None:

@@ -37,7 +37,7 @@ from outrider.datastore import (
 )
 from outrider.embedded import model_folder
 from outrider.errors import OutriderError
-from outrider.prompts import chat_text
+from outrider.prompts import chat_text, read_json
 
 FIELDS = ("text", "prompt", "messages")  # of a line of JSON, the first that it has
 _LINES = (".jsonl", ".ndjson")  # names of files of JSON lines end so
@@ -200,7 +200,7 @@ def _read(
 
 def _decode(path: Path, content: bytes) -> str:
     try:
-        text = content.decode("utf-8")
+        text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise OutriderError(f"{path} is not UTF-8 text (byte {error.start}); leave it out, or convert it") from error
     if "\0" in text:
@@ -216,10 +216,7 @@ def _lines(path: Path, content: bytes, field: str | None, tokenizer: Any) -> Ite
 
 
 def _text_of(line: str, where: str, field: str | None, tokenizer: Any) -> str:
-    try:
-        entry = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise OutriderError(f"{where}: not JSON ({error.msg} at column {error.colno})") from error
+    entry = read_json(line, where)
     names = FIELDS if field is None else (field,)
     held = entry if isinstance(entry, dict) else {}
     value = next((held[name] for name in names if name in held), None)

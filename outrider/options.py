@@ -168,7 +168,7 @@ BenchTokens = Annotated[int, typer.Option("--max-tokens", help="Emitted at most.
 BenchJson = Annotated[
     bool, typer.Option("--json", help="Print the JSON document on a terminal, too.", rich_help_panel=_OUTPUT)
 ]
-BenchSeed = Annotated[int, typer.Option("--seed", help="Of all sampling.", rich_help_panel=SAMPLING)]
+BenchSeed = Annotated[int, typer.Option("--seed", min=0, help="Of all sampling.", rich_help_panel=SAMPLING)]
 SearchBudget = Annotated[int, typer.Option("--budget", help="Sets of layers to try at most.", rich_help_panel=_MEASURE)]
 SearchLimit = Annotated[int, typer.Option("--limit", help="Prompts of each category.", rich_help_panel=_MEASURE)]
 Samples = Annotated[int, typer.Option(help="Samples of each statistical test.", rich_help_panel=_MEASURE)]

@@ -10,6 +10,7 @@ from enum import StrEnum
 from outrider.cost import decode_limit, expected_tau, roof, speedup
 from outrider.errors import OutriderError
 
+_MOST_NODES = 1024  # of one position: no tree that anybody has verified is so wide
 _MOST_ROWS = 65536  # where the search for the batch that stops paying ends
 
 
@@ -198,8 +199,10 @@ class Acceptance:
         expected_tau(self.rates)  # which raises
         if not self.rates:
             raise OutriderError("no acceptance rate is given; give at least one, such as 0.8")
-        if not self.nodes > 0:
-            raise OutriderError(f"nodes is {self.nodes}; use a number above 0, and 1 for chains")
+        if not 0 < self.nodes <= _MOST_NODES:
+            raise OutriderError(
+                f"nodes is {self.nodes}; use a number above 0 and up to {_MOST_NODES}, and 1 for chains"
+            )
 
     @property
     def depth(self) -> int | None:

@@ -12,6 +12,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 from outrider.errors import OutriderError
+from outrider.text import sound
 
 EMBEDDED = Path(__file__).parent / "prompts.jsonl"
 _FORM = '{"category": "...", "prompt": "..."} or "messages" in place of "prompt"'
@@ -44,6 +45,8 @@ def read_prompts(file: str | Path | None = None, *, limit: int | None = None) ->
     Raises:
         OutriderError: the file cannot be read, or a line is not as it should be; the message has its number.
     """
+    if limit is not None and limit < 1:
+        raise OutriderError(f"limit is {limit}; use at least 1")
     found = [_parse(line) for line in read_lines(file or EMBEDDED, form=_FORM)]
     return [prompt for group in by_category(found).values() for prompt in group[:limit]]
 
@@ -55,8 +58,8 @@ def read_lines(file: str | Path, *, form: str) -> Iterator[Line]:
         OutriderError: the file cannot be read, or a line is no object; the message has its number.
     """
     path = Path(file).expanduser()
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")  # and nowhere else: a text may hold other ends of lines
+    try:  # some editors open a file with a mark of its encoding, and a text may hold other ends of lines than this one
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except OSError as error:
         raise OutriderError(f"{path} cannot be read ({error.strerror}); give a file of JSON lines") from error
     except UnicodeDecodeError as error:
@@ -67,6 +70,23 @@ def read_lines(file: str | Path, *, form: str) -> Iterator[Line]:
     for number, line in full:
         where = f"{path}:{number}"
         yield Line(where=where, number=number, fields=_fields(line, where, form))
+
+
+def read_json(line: str, where: str) -> Any:
+    """What a line of JSON says.
+
+    Raises:
+        OutriderError: it is none, or has text in it that is none; the message begins with `where`.
+    """
+    try:
+        entry = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise OutriderError(f"{where}: not JSON ({error.msg} at column {error.colno})") from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets thousands deep
+        raise OutriderError(f"{where}: JSON that cannot be read ({error}); leave the line out") from error
+    if "\\u" in line and not sound(json.dumps(entry, ensure_ascii=False)):
+        raise OutriderError(f"{where}: half a character, of those from \\ud800 to \\udfff; leave it out")
+    return entry
 
 
 def turns(messages: Any, where: str) -> tuple[dict[str, str], ...]:
@@ -125,10 +145,7 @@ def by_category(prompts: Sequence[Prompt]) -> dict[str, list[Prompt]]:
 
 
 def _fields(line: str, where: str, form: str) -> dict[str, Any]:
-    try:
-        entry = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise OutriderError(f"{where}: not JSON ({error.msg} at column {error.colno})") from error
+    entry = read_json(line, where)
     if not isinstance(entry, dict):
         raise OutriderError(f"{where}: not a JSON object; use {form}")
     return entry

@@ -20,6 +20,7 @@ from outrider.llm import LLM, Prompt
 from outrider.options import ModelOptions
 from outrider.params import SamplingParams
 from outrider.show import Teller, Told
+from outrider.text import sound
 
 ROWS = 16  # completions at once
 
@@ -39,6 +40,8 @@ def converse(llm: LLM, params: SamplingParams, *, prompt: str | None, chat: bool
     said: list[dict[str, str]] = []
     well = True
     for text in _prompts(prompt):
+        if not sound(text):
+            raise OutriderError("the prompt is not UTF-8 text; give one that is")
         said.append({"role": "user", "content": text})
         asked = llm.chat(said) if chat else text
         # A seed that is reported must bring the text back, and so be one that the planner sees was asked for.

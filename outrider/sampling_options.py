@@ -9,6 +9,7 @@ import typer
 
 from outrider.errors import OutriderError
 from outrider.params import SamplingParams
+from outrider.text import sound
 
 SAMPLING = "Sampling"
 
@@ -101,6 +102,9 @@ class SamplingOptions:
         Raises:
             OutriderError: a value is out of range.
         """
+        for option, text in [("--scope", self.scope), *(("--stop", stop) for stop in self.stop or ())]:
+            if not sound(text):
+                raise OutriderError(f"{option} {text!r} is not UTF-8 text, and nothing is like it; give text")
         return SamplingParams(
             temperature=self.temperature,
             top_k=self.top_k,
@@ -125,13 +129,16 @@ class SamplingOptions:
 
 
 def _parse_bias(entries: list[str] | None) -> dict[int, float]:
-    bias = {}
+    bias: dict[int, float] = {}
     for entry in entries or ():
-        token, _, value = entry.partition("=")
+        name, _, value = entry.partition("=")
         try:
-            bias[int(token)] = float(value)
+            token, number = int(name), float(value)
         except ValueError:
             raise OutriderError(
                 f"--logit-bias {entry!r} is not ID=VALUE; write for example 42=-1.5 or 42=-inf"
             ) from None
+        if token in bias:
+            raise OutriderError(f"--logit-bias is given twice for token {token}; give one value for it")
+        bias[token] = number
     return bias

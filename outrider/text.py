@@ -103,3 +103,8 @@ class TextStream:
             self._text = self._text[: min(found)]
             self.stopped = True
         return self.stopped
+
+
+def sound(text: str) -> bool:
+    """Whether all of it is characters: JSON can spell halves of them, and bytes that are not UTF-8 turn into some."""
+    return not any("\ud800" <= letter <= "\udfff" for letter in text)

@@ -68,6 +68,10 @@ def test_only_newlines_end_a_line(tmp_path):
         ('{"category": "c", "prompt": ""}', "2: prompt must be"),
         ('{"category": "c", "messages": [{"role": "user"}]}', "2: messages must be"),
         ('{"category": "c", "messages": []}', "2: messages must be"),
+        ('{"category": "c", "prompt": "a\\ud800"}', "2: half a character"),
+        ('{"category": "\\udcff", "prompt": "a"}', "2: half a character"),
+        ('{"category": "c", "prompt": ' + "[" * 100_000, "2: JSON that cannot be read"),
+        ('{"category": "c", "prompt": ' + "9" * 5000 + "}", "2: JSON that cannot be read"),
     ],
 )
 def test_bad_line(tmp_path, line, message):
@@ -75,6 +79,17 @@ def test_bad_line(tmp_path, line, message):
     file.write_text(f"{json.dumps(LINES[0])}\n{line}\n")
     with pytest.raises(OutriderError, match=message):
         read_prompts(file)
+
+
+def test_a_mark_of_the_encoding_is_no_text(tmp_path):
+    (tmp_path / "prompts.jsonl").write_text(json.dumps(LINES[0]), encoding="utf-8-sig")
+    assert [prompt.prompt for prompt in read_prompts(tmp_path / "prompts.jsonl")] == [LINES[0]["prompt"]]
+
+
+def test_a_limit_counts():
+    for limit in (0, -1):
+        with pytest.raises(OutriderError, match=f"limit is {limit}; use at least 1"):
+            read_prompts(limit=limit)
 
 
 def test_bad_file(tmp_path):
@@ -280,6 +295,8 @@ def test_command_quantised(prompts, kernels):
         (["--prompts", "nothing.jsonl"], "nothing.jsonl cannot be read"),
         (["--rounds", "0"], "rounds is 0"),
         (["--max-tokens", "2040", "--limit", "1", "--rounds", "1"], "is too small"),
+        (["--calibrate", "--sweep", "k=0..2"], "leave --sweep or --calibrate out"),
+        (["--calibrate", "--max-tokens", "9"], "leave --max-tokens or --calibrate out"),
         (["--proposer", "nobody"], "proposer 'nobody' is unknown"),
     ],
 )

@@ -218,6 +218,11 @@ def test_inexact_is_said():
     ("words", "message"),
     [
         (["--top-p", "0", "x"], "top_p is 0"),
+        (["a\udcff"], "the prompt is not UTF-8 text"),
+        (["--stop", "\udcff", "x"], "--stop '\\udcff' is not UTF-8 text"),
+        (["--scope", "\udcff", "x"], "--scope '\\udcff' is not UTF-8 text"),
+        (["--regex", "\udcff", "x"], "--regex '\\udcff' is not UTF-8 text"),
+        (["--logit-bias", "5=1", "--logit-bias", "5=2", "x"], "--logit-bias is given twice for token 5"),
         (["--logit-bias", "5:1", "x"], "--logit-bias '5:1' is not ID=VALUE"),
         (["--target", "nowhere", "x"], "nowhere is not a folder"),
         (["--proposer", "draft:nowhere", "x"], "nowhere is not a folder"),
@@ -240,6 +245,13 @@ def test_a_mistake_is_one_line(words, message):
     (line,) = result.stderr.splitlines()
     assert line.startswith("error: ")
     assert message in line
+
+
+@pytest.mark.parametrize("verb", ["bench", "tune", "layers"])
+def test_a_seed_is_a_whole_number(verb):
+    result = invoke(verb, "--seed", "-1")
+    assert result.exit_code == 2
+    assert "Invalid value for '--seed'" in result.stderr
 
 
 def test_binary_input_is_a_mistake():

@@ -265,6 +265,13 @@ def test_a_long_text_is_read_in_pieces(tmp_path, monkeypatch, tokenizer):
     assert tokenizer.decode(short) == "The sea"
 
 
+def test_a_mark_of_the_encoding_is_no_text(tmp_path, tokenizer):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "The sea"}), encoding="utf-8-sig")
+    (tmp_path / "b.txt").write_text("The sea", encoding="utf-8-sig")
+    build([tmp_path / "a.jsonl", tmp_path / "b.txt"], tmp_path / "store")
+    assert [tokenizer.decode(each) for each in documents(Datastore.open(tmp_path / "store"))] == ["The sea", "The sea"]
+
+
 def test_an_empty_file_is_left_out_and_told(corpus, tmp_path):
     (tmp_path / "empty.txt").write_text("")
     summary = build([corpus / "code.py", tmp_path / "empty.txt"], tmp_path / "store")
@@ -282,6 +289,7 @@ def test_an_empty_file_is_left_out_and_told(corpus, tmp_path):
         ("a.jsonl", b'{"body": "x"}', "a.jsonl:1: no text or prompt or messages .* --field"),
         ("a.jsonl", b'{"messages": [{"role": "user"}]}', "a.jsonl:1: no text"),
         ("a.jsonl", b"[1]", "a.jsonl:1: no text"),
+        ("a.jsonl", b'{"text": "a\\ud800"}', "a.jsonl:1: half a character"),
     ],
 )
 def test_files_that_cannot_be_indexed(name, content, reason, tmp_path):

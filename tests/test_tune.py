@@ -479,6 +479,21 @@ def test_config_on_the_command_line(tmp_path, prompts):
     assert arguments["dtype"] == "float32"
 
 
+def advice(**settings):
+    """A file's content, with settings of any kind."""
+    found = dict.fromkeys(("target", "quantize")) | {"proposer": "ngram", "k": 3, "verifier": "walk", "models": {}}
+    whole = found | {"dtype": "auto", "kernels": "auto"} | settings
+    return json.dumps({"benchmark": "outrider tune", "version": 1, "settings": whole}).encode()
+
+
+WRONG = (
+    *((name, value) for name in ("target", "proposer", "verifier", "dtype", "quantize") for value in (5, ["x"])),
+    *(("k", value) for value in (-1, "some", True, None, 1.5)),
+    *(("models", value) for value in ([], None, {"x": 5})),
+    ("proposer", None),
+)
+
+
 def test_config_of_plain_decoding(tmp_path):
     file = str(advice_file(tmp_path / "advice.json", proposer="none", k=0))
     assert configured(ModelOptions(), file, given=()).k == 0
@@ -498,6 +513,8 @@ def test_config_of_plain_decoding(tmp_path):
         (b'{"benchmark": "outrider bench"}', "is no advice"),
         (b'{"benchmark": "outrider tune", "version": 9}', "of version 9, and this program reads version 1"),
         (b'{"benchmark": "outrider tune", "version": 1}', "lacks settings"),
+        *((advice(**{name: value}), f"has {name} ") for name, value in WRONG),
+        (advice(proposer=f"draft:{embedded('nano')}"), "does not say what .*nano was"),
     ],
 )
 def test_config_that_is_none(tmp_path, content, message):

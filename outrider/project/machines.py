@@ -10,6 +10,7 @@ from outrider.errors import OutriderError
 from outrider.projection import Efficiency, Machine
 
 PESSIMISTIC, MIDDLE, OPTIMISTIC = "pessimistic", "middle", "optimistic"
+_MOST = 1e9  # of any figure: what is mistyped is still a number then
 NAMES = (PESSIMISTIC, MIDDLE, OPTIMISTIC)
 
 
@@ -109,8 +110,8 @@ def find_machine(name: str | None, own: Own) -> tuple[Machine, Sheet]:
     """
     figures = {"bandwidth": own.bandwidth, "flops": own.flops, "memory": own.memory, "devices": own.devices}
     for what, value in figures.items():
-        if value is not None and not value > 0:
-            raise OutriderError(f"{what} is {value}; use a number above 0")
+        if value is not None and not 0 < value <= _MOST:
+            raise OutriderError(f"{what} is {value}; use a number above 0 and up to {_MOST:g}")
     title, sheet = _sheet(name, own)
     sheet = replace(
         sheet,
@@ -160,8 +161,8 @@ def efficiencies(kind: Kind, given: Mapping[str, Sequence[float]]) -> tuple[Effi
             raise OutriderError(f"{name} shares are {given[name]}; use shares above 0 and up to 1, such as 0.75")
     if not all(0 <= share <= 1 for share in figures.get("exposed", ())):
         raise OutriderError(f"exposed shares are {given['exposed']}; use shares from 0 to 1")
-    if any(value < 0 for values in figures.values() for value in values):
-        raise OutriderError("a time is below 0; overheads are 0 or more")
+    if wrong := [value for values in figures.values() for value in values if not 0 <= value <= _MOST]:
+        raise OutriderError(f"a time is {wrong[0]}; overheads are from 0 to {_MOST:g}")
     kind = replace(kind, **figures)
     return tuple(
         Efficiency(

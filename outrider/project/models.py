@@ -14,6 +14,7 @@ from outrider.errors import OutriderError
 from outrider.projection import Attention, Experts, Model
 
 TYPES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3")
+_LEAST, _MOST = 1e6, 1e14  # weights of what is given by its size
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)([MB])", re.IGNORECASE)
 
 
@@ -40,7 +41,10 @@ def find_model(name: str, bits: Bits) -> Model:
         title, settings = SIZES[size]
         return read_model(settings, bits, name=title)
     if found := _SIZE.fullmatch(name):
-        return typical(float(found[1]) * (1e9 if found[2].upper() == "B" else 1e6), bits)
+        weights = float(found[1]) * (1e9 if found[2].upper() == "B" else 1e6)
+        if not _LEAST <= weights <= _MOST:
+            raise OutriderError(f"{name} is no size of a model; use one from 1M to 100000B")
+        return typical(weights, bits)
     folder = model_folder(name)
     if not (folder / "config.json").is_file():
         raise OutriderError(

@@ -25,7 +25,9 @@ Proposer = Annotated[
     ),
 ]
 WeightBits = Annotated[float, typer.Option(help="Of the target's weights.", rich_help_panel=_WHAT)]
-DraftBits = Annotated[float, typer.Option(help="Of a draft model's weights.", rich_help_panel=_WHAT)]
+DraftBits = Annotated[
+    float | None, typer.Option(help="Of a draft model's weights. Default: 16.", rich_help_panel=_WHAT)
+]
 CacheBits = Annotated[float, typer.Option(help="Of cached keys and values.", rich_help_panel=_WHAT)]
 
 MachineName = Annotated[
@@ -93,7 +95,10 @@ LayerUs = Annotated[
 ExchangeUs = Annotated[
     str | None, typer.Option(metavar="LIST", help="Of a layer's sums over several devices.", rich_help_panel=_SHARES)
 ]
-GuessUs = Annotated[float, typer.Option(help="Of the host's guessing, for each user.", rich_help_panel=_SHARES)]
+GuessUs = Annotated[
+    float | None,
+    typer.Option(help="Of the host's guessing by ngram, for each user. Default: 20.", rich_help_panel=_SHARES),
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +108,7 @@ class ProjectOptions:
     target: Target = None
     proposer: Proposer = "ngram"
     weight_bits: WeightBits = 16.0
-    draft_bits: DraftBits = 16.0
+    draft_bits: DraftBits = None
     cache_bits: CacheBits = 16.0
     machine: MachineName = None
     devices: Devices = 1
@@ -123,4 +128,4 @@ class ProjectOptions:
     round_ms: RoundMs = None
     layer_us: LayerUs = None
     exchange_us: ExchangeUs = None
-    guess_us: GuessUs = 20.0
+    guess_us: GuessUs = None

@@ -17,6 +17,8 @@ from outrider.project.room import Room
 from outrider.projection import Acceptance, Drafting, Efficiency, Machine, Model, Pair, free_columns, head
 
 USABLE = 0.9  # of the memory; the rest is for buffers
+_MOST, _DEEPEST = 10**9, 1024  # users or tokens of each, and guesses a round
+_GUESS_US, _DRAFT_BITS = 20.0, 16.0  # where nothing is given
 _MOST_GUESSES = 12  # where nothing else limits k
 NOTE = "a projection: reckoned from datasheets and equations; nothing was measured on this machine"
 DEFINITIONS: Mapping[str, str] = MappingProxyType(
@@ -48,9 +50,15 @@ class Lists:
     shares: Mapping[str, tuple[float, ...]]  # by the names of `machines.Kind`
 
     def __post_init__(self) -> None:
-        for name, values, least in (("batch", self.batch, 1), ("context", self.context, 1), ("k", self.k, 0)):
+        for name, values, least, most in (
+            ("batch", self.batch, 1, _MOST),
+            ("context", self.context, 1, _MOST),
+            ("k", self.k, 0, _DEEPEST),
+        ):
             if min(values, default=least) < least:
                 raise OutriderError(f"{name} is {min(values)}; use at least {least}")
+            if max(values, default=least) > most:
+                raise OutriderError(f"{name} is {max(values)}; use at most {most}")
 
 
 def run_project(asked: ProjectOptions, lists: Lists) -> dict[str, Any]:
@@ -68,6 +76,8 @@ def run_project(asked: ProjectOptions, lists: Lists) -> dict[str, Any]:
     drafting = find_drafting(asked, target)
     own = Own(bandwidth=asked.bandwidth, flops=asked.flops, memory=asked.memory, devices=asked.devices)
     place, sheet = find_machine(asked.machine, own)
+    if asked.exchange_us and asked.devices == 1:
+        raise OutriderError("--exchange-us is of sums over several devices, and there is one; give --devices as well")
     acceptance, source = _acceptance(asked, lists.alpha)
     ks = _depths(lists.k, acceptance)
     cases = efficiencies(sheet.kind, lists.shares)
@@ -103,13 +113,17 @@ def find_drafting(asked: ProjectOptions, target: Model) -> Drafting:
         OutriderError: nobody of that name can be projected.
     """
     name, _, argument = asked.proposer.partition(":")
-    host = asked.guess_us / 1e6
-    if host < 0:
-        raise OutriderError(f"guess-us is {asked.guess_us}; use 0 or more")
+    if asked.guess_us is not None and name != "ngram":
+        raise OutriderError(f"--guess-us is the host's time, and {name} takes the machine's; leave it out")
+    if asked.draft_bits is not None and name != "draft":
+        raise OutriderError(f"--draft-bits are those of a draft model, and {name} is none; leave it out")
     if name == "ngram" and not argument:
-        return Drafting(row_seconds=host)
+        guess_us = _GUESS_US if asked.guess_us is None else asked.guess_us
+        if not 0 <= guess_us <= _MOST:
+            raise OutriderError(f"guess-us is {guess_us}; use a number from 0 to {_MOST}")
+        return Drafting(row_seconds=guess_us / 1e6)
     if name == "draft" and argument:
-        bits = Bits(weights=asked.draft_bits, cache=asked.cache_bits)
+        bits = Bits(weights=_DRAFT_BITS if asked.draft_bits is None else asked.draft_bits, cache=asked.cache_bits)
         return Drafting(model=find_model(argument, bits))
     if name in ("head", "block") and argument:
         try:

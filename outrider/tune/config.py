@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from outrider.embedded import model_folder
 from outrider.errors import OutriderError
+from outrider.params import AUTO
 from outrider.plan_file import model_folders, model_print
 from outrider.tune.names import absolute
 from outrider.tune.settings import Settings
@@ -86,7 +87,21 @@ def _read(file: str) -> Mapping[str, Any]:
     settings = document.get("settings")
     if not isinstance(settings, dict) or not {*_TAKEN, "models"} <= settings.keys():
         raise OutriderError(f"{file} lacks settings; write it anew with: outrider tune --out {file}")
+    if wrong := [name for name, value in settings.items() if not _fits(name, value)]:
+        raise OutriderError(
+            f"{file} has {wrong[0]} {settings[wrong[0]]!r}, which is none; write it anew with:"
+            f" outrider tune --out {file}"
+        )
     return settings
+
+
+def _fits(name: str, value: Any) -> bool:
+    """Whether a setting is of the kind that `settings_dict` writes."""
+    if name == "k":
+        return value == AUTO or (isinstance(value, int) and not isinstance(value, bool) and value >= 0)
+    if name == "models":
+        return isinstance(value, dict) and all(isinstance(each, str) for each in value.values())
+    return isinstance(value, str) or (name in ("target", "quantize") and value is None) or name not in _TAKEN
 
 
 def _check_models(file: str, found: Mapping[str, Any], taken: Mapping[str, Any]) -> None:
@@ -96,12 +111,18 @@ def _check_models(file: str, found: Mapping[str, Any], taken: Mapping[str, Any])
         used.append(Path(taken["target"]))
     if "proposer" in taken:
         used += [Path(folder) for folder in found["models"] if folder != found["target"]]
-    for folder in used:
+        used += model_folders(taken["proposer"])  # those that are there; of one that is gone the file itself must know
+    for folder in dict.fromkeys(used):
         if not folder.is_dir():
             raise OutriderError(
                 f"{folder}, which {file} is about, is gone; name its place with --target or --proposer, or tune again"
             )
-        if found["models"].get(str(folder)) != model_print(folder):
+        if str(folder) not in found["models"]:
+            raise OutriderError(
+                f"{file} does not say what {folder} was, and it may have changed since; write it anew with:"
+                f" outrider tune --out {file}"
+            )
+        if found["models"][str(folder)] != model_print(folder):
             raise OutriderError(
                 f"{folder} has changed since {file} was written; tune again, or give --target and --proposer yourself"
             )
