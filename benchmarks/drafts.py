@@ -20,10 +20,10 @@ from outrider.cache.base import Caching
 from outrider.console import standard_output
 from outrider.llm import LLM
 from outrider.machine import versions
+from outrider.names import short
 from outrider.params import SamplingParams
 from outrider.prompts import Prompt, read_prompts
 from outrider.stats import Stats
-from outrider.tune.names import short
 
 
 def main(

@@ -29,7 +29,9 @@ from outrider.whole import check_writable
 # Not `options.Guesses`: each test is made of rounds of the same size, so there is nothing for auto to decide.
 _AuditGuesses = Annotated[
     int,
-    typer.Option("--k", metavar="N", help="Guesses a round; 1, 4 and 8 are tried as well.", rich_help_panel="Models"),
+    typer.Option(
+        "--k", metavar="N", help="Guesses a round, at least 1; 1, 4 and 8 are tried as well.", rich_help_panel="Models"
+    ),
 ]
 _UNWRITTEN = (errno.EPIPE, errno.ENOSPC, errno.EIO, errno.EDQUOT)
 _OF_RACES = (  # options of `outrider bench` that say nothing of single passes

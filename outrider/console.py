@@ -24,6 +24,11 @@ def standard_output() -> Console:
     return console
 
 
+def counted(count: int, noun: str) -> str:
+    """1 round, 2 rounds."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def tell(
     document: Document,
     show: Callable[[Document, Console], None],

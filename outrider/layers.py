@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider import machine
+from outrider.console import counted
 from outrider.errors import OutriderError
 from outrider.layer_search import Figures, LayerSearch, Timing, halves, measure, write
 from outrider.llm import LLM
@@ -98,9 +99,9 @@ def show_layers(document: dict[str, Any], console: Console) -> None:
     console.print(table)
     counts = document["prompts"]
     console.print(
-        f"{document['tried']} sets of layers were tried on {counts['searched']} prompts; the figures are of"
-        f" {counts['held_out']} others, greedy. speedup: expected where a pass takes as long as its weights take to"
-        " read; by time: from the passes' times here, which the search does not look at.",
+        f"{counted(document['tried'], 'set')} of layers tried on {counted(counts['searched'], 'prompt')}; the figures"
+        f" are of {counted(counts['held_out'], 'other')}, greedy. speedup: expected where a pass takes as long as its"
+        " weights take to read; by time: from the passes' times here, which the search does not look at.",
         highlight=False,
     )
     best = max(document["found"], key=lambda each: each["speedup"])

@@ -30,9 +30,11 @@ Proposer = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
-        help="Who guesses: none, ngram, suffix, recycle, lookahead, retrieval:DIR, draft:DIR, tree:DIR, exit:LAYERS,"
-        " skip:A+B+C, quantized:int4, pkg.module:Class, or several: merge(suffix,recycle), first(A,B), switch(A,B)."
-        " Default: the embedded draft for the embedded target, ngram for any other.",
+        help="Who guesses: none, ngram[:MIN-MAX], suffix[:TOKENS], recycle, lookahead[:WxNxG], retrieval:DIR[:MIN];"
+        " by a draft model or a trained draft: draft:DIR, tree:DIR, cascade:DIR, and draft-tokens:DIR or draft-text:DIR"
+        " for one of another vocabulary; by the target itself: exit:LAYERS, skip:A+B+C, quantized:int4; your own:"
+        " pkg.module:Class; or several: merge(suffix,recycle), first(A,B), switch(A,B). docs/proposers has a page on"
+        " each. Default: the embedded draft for the embedded target, ngram for any other.",
         rich_help_panel=_MODEL,
     ),
 ]
@@ -56,6 +58,17 @@ Guesses = Annotated[
         rich_help_panel=_MODEL,
     ),
 ]
+BenchGuesses = Annotated[
+    Any,
+    typer.Option(
+        "--k",
+        parser=_guesses,
+        metavar="N",
+        help="Guesses a round, at least 1: plain decoding is measured anyway. auto decides round by round from measured"
+        " costs.",
+        rich_help_panel=_MODEL,
+    ),
+]
 Calibrate = Annotated[
     bool,
     typer.Option(help="Measure what passes cost here, for --k auto, and print that alone.", rich_help_panel=_MEASURE),
@@ -65,7 +78,7 @@ Verifier = Annotated[
     typer.Option(
         metavar="NAME",
         help="walk, coupled, rejection, block, siblings or traversal; typical and lenient are not exact. Default: block"
-        " for a draft model, walk for the others.",
+        " for a draft model's chains, traversal for its trees and merges, walk for all others.",
         rich_help_panel=_MODEL,
     ),
 ]
@@ -225,7 +238,7 @@ class LoadOptions:
 
     target: Target = None
     proposer: Proposer = None
-    k: Guesses = AUTO
+    k: BenchGuesses = AUTO
     verifier: Verifier = None
     dtype: Dtype = "auto"
     device: Device = "auto"
@@ -239,6 +252,7 @@ class LoadOptions:
 class ModelOptions(LoadOptions):
     """What to load, and how much a row holds."""
 
+    k: Guesses = AUTO
     context: Context = None
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import secrets
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict, replace
 from functools import reduce
 from operator import add
+from signal import SIGINT, default_int_handler, signal
 from time import perf_counter
+from types import FrameType
 from typing import Any
 
 from rich.console import Console
@@ -38,7 +40,7 @@ def converse(llm: LLM, params: SamplingParams, *, prompt: str | None, chat: bool
         Whether all went well; if not, the teller has said why.
     """
     said: list[dict[str, str]] = []
-    well = True
+    well, talk = True, prompt is None and sys.stdin.isatty()
     for text in _prompts(prompt):
         if not sound(text):
             raise OutriderError("the prompt is not UTF-8 text; give one that is")
@@ -46,19 +48,44 @@ def converse(llm: LLM, params: SamplingParams, *, prompt: str | None, chat: bool
         asked = llm.chat(said) if chat else text
         # A seed that is reported must bring the text back, and so be one that the planner sees was asked for.
         want = params if params.seed is not None else replace(params, seed=secrets.randbits(63))
-        told = _several(llm, asked, want, teller) if params.n > 1 else _one(llm, asked, want, teller)
-        well &= teller.sum_up(told)
-        said.append({"role": "assistant", "content": told.completions[0].text})
+        one = params.n == 1  # several are completed together, and not round by round
+        watch: AbstractContextManager[list[int]] = _interrupts() if talk and one else nullcontext([])
+        with watch as seen:
+            told = _one(llm, asked, want, teller, seen) if one else _several(llm, asked, want, teller)
+        if isinstance(told, Told):
+            well &= teller.sum_up(told)
+        said.append({"role": "assistant", "content": told if isinstance(told, str) else told.completions[0].text})
     return well
 
 
-def _one(llm: LLM, prompt: Prompt, params: SamplingParams, teller: Teller) -> Told:
-    """Complete and show as rounds commit."""
+@contextmanager
+def _interrupts() -> Iterator[list[int]]:
+    """Collects the first Ctrl-C, so that it ends an answer between two rounds; a second one ends the program."""
+    seen: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        seen.append(number)
+        signal(SIGINT, default_int_handler)
+
+    before = signal(SIGINT, note)
+    try:
+        yield seen
+    finally:
+        signal(SIGINT, before)
+
+
+def _one(llm: LLM, prompt: Prompt, params: SamplingParams, teller: Teller, seen: list[int]) -> Told | str:
+    """Complete and show as rounds commit; once an interrupt was seen, the text so far is all."""
     marks, looks = [Mark(at=perf_counter(), emitted=(0,))], [llm.stats]
+    text = ""
     for chunk in llm.stream(prompt, params):
+        text += chunk.text
         teller.write(chunk.text, chunk.tokens, chunk.guessed)
         marks.append(Mark(at=perf_counter(), emitted=(marks[-1].emitted[0] + len(chunk.tokens),)))
         looks.append(llm.stats)
+        if chunk.completion is None and seen:
+            teller.end()
+            return text
     teller.end()
     assert chunk.completion is not None
     return Told(
@@ -109,6 +136,6 @@ def _prompts(prompt: str | None) -> Iterator[str]:
 def _ask() -> str:
     try:
         return input("> " if sys.stdout.isatty() else "")
-    except EOFError:
+    except (EOFError, KeyboardInterrupt):
         Console(stderr=True).print()
         return ""

@@ -49,7 +49,8 @@ Seed = Annotated[
     int | None,
     typer.Option(
         help="The same seed gives the same text. Where that depends on the guesses too (block, say), --k auto makes 4 a"
-        " round for it. Default: a new one, reported.",
+        " round for it. Trees and combinations learn what to guess as they go: with them it takes --verifier walk or"
+        " coupled. Default: a new one, reported.",
         rich_help_panel=SAMPLING,
     ),
 ]

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from outrider import machine
 from outrider.bench.clock import Span
+from outrider.console import counted
 from outrider.llm import LLM
 from outrider.stats import Stats
 from outrider.text import TextStream
@@ -129,7 +130,7 @@ def _summary(told: Told) -> list[str]:
     first = "" if told.first is None else f"the first after {1e3 * told.first:.0f} ms, then "
     shares = " ".join(f"{share:.0%}" for share in stats.acceptance)
     lines = [
-        f"{tokens} tokens in {told.seconds:.2f} s: {first}{speed}",
+        f"{counted(tokens, 'token')} in {told.seconds:.2f} s: {first}{speed}",
         f"tau {stats.tau:.2f} tokens a pass" + (f"; accepted by position {shares}" if shares else ""),
     ]
     if stats.rounds:

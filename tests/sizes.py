@@ -47,6 +47,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "machine.py",
         "calibrate.py",
         "embedded.py",
+        "names.py",
         "proposers.py",
         "build.py",
         "llm.py",

@@ -248,7 +248,7 @@ def test_command(prompts):
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
     document = json.loads(lines[-1])
-    assert document["proposer"] == "NgramProposer"
+    assert document["proposer"] == "ngram"
     assert list(document["results"]) == ["code", "talk", "overall"]
     assert document["results"]["code"]["plain"]["prompt_tokens"] == 2 * 7  # one prompt, twice to fill the batch
     assert any(line.split()[:1] == ["overall"] for line in lines)

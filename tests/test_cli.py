@@ -9,7 +9,7 @@ import pty
 import re
 import subprocess
 import sys
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from io import StringIO
 
 import pytest
@@ -347,6 +347,39 @@ def test_an_audit_is_of_a_number_of_guesses(k, message):
     result = invoke("audit", "--k", k)
     assert result.exit_code == 2
     assert message in result.stderr
+
+
+def talking(*words):
+    """A conversation on a terminal of its own, where Ctrl-C reaches it as it does a user's."""
+    child, ours = pty.fork()
+    if not child:
+        os.execv(sys.executable, [sys.executable, "-m", "outrider", "run", "--chat", "--threads", "1", *words])
+    return child, ours
+
+
+def heard(ours, wanted):
+    """What the other side says, until it says this or ends."""
+    text = b""
+    with suppress(OSError):  # which is how a terminal ends
+        while wanted is None or wanted.encode() not in text:
+            if not (piece := os.read(ours, 1 << 16)):
+                break
+            text += piece
+    return text.decode()
+
+
+def test_an_interrupt_ends_an_answer_and_then_the_conversation():
+    child, ours = talking("--max-tokens", "1900", "--ignore-eos", "--k", "0")
+    heard(ours, "> ")
+    os.write(ours, f"{QUESTION}\n".encode())
+    heard(ours, f"{QUESTION}\r\n")
+    os.read(ours, 1)  # the answer has begun
+    os.write(ours, b"\x03")
+    assert "tokens in" not in heard(ours, "> ")
+    os.write(ours, b"\x03")
+    assert "Traceback" not in heard(ours, None)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    os.close(ours)
 
 
 def test_a_conversation_on_a_terminal():

@@ -531,7 +531,9 @@ def test_acceptance_from_a_benchmark(benchmark):
     assert measured.exact
     document, text = projected(*ORDINARY[:4], "--from", str(benchmark), "--category", "code")
     assert document["acceptance"]["measured_tau"] == figures["tau"]
-    assert "code of bench.txt: the embedded target with ModelProposer, k 3" in " ".join(text.split())
+    assert "code of bench.txt: the embedded target with draft:@nano, k 3" in " ".join(text.split())
+    assert "Another proposer: the rates are those of draft:@nano" in text
+    assert "Another proposer" not in projected(*ORDINARY[:4], "--from", str(benchmark), "--proposer", "draft:1B")[1]
 
 
 def bench_document(**figures):
@@ -542,9 +544,26 @@ def bench_document(**figures):
         "benchmark": "outrider bench",
         "results": results,
         "arguments": arguments,
-        "proposer": "NgramProposer",
+        "proposer": "ngram",
         "exact": False,
     }
+
+
+@pytest.mark.parametrize(
+    ("measured", "asked", "odd"),
+    [
+        ("ngram", "ngram", False),
+        ("merge(ngram:1-3, suffix)", "ngram", False),
+        ("merge(ngram,suffix)", "draft:1B", True),
+        ("draft:@nano", "ngram", True),
+        ('first(ngram,draft:"a, b")', "ngram", True),
+        ("tree:small", "head:0.04", False),
+    ],
+)
+def test_rates_of_another_proposer_are_told(tmp_path, measured, asked, odd):
+    file = tmp_path / "bench.json"
+    file.write_text(json.dumps(bench_document() | {"proposer": measured}))
+    assert ("Another proposer" in projected(*ORDINARY[:4], "--from", str(file), "--proposer", asked)[1]) is odd
 
 
 def test_passes_without_a_guess(tmp_path):

@@ -16,6 +16,7 @@ from outrider.bench.memory import Footprint
 from outrider.build import default_proposer
 from outrider.cli import app
 from outrider.embedded import embedded
+from outrider.names import pasted, short
 from outrider.options import LoadOptions, ModelOptions
 from outrider.params import AUTO
 from outrider.passcost import PassCost
@@ -28,7 +29,6 @@ from outrider.tune.config import configured, settings_dict
 from outrider.tune.engines import elsewhere
 from outrider.tune.figures import Estimate, Kept, Parts, figures, ratio
 from outrider.tune.measure import forgetful
-from outrider.tune.names import short
 from outrider.tune.settings import Settings, read_ks, read_proposers
 from outrider.tune.trial import Trial, Way, split
 from outrider.tune.words import sentences
@@ -316,6 +316,19 @@ def test_settings_of_other_engines():
 def test_names_without_folders():
     assert short("draft:/a/b/small") == "draft:small"
     assert short('merge(ngram:1-5,draft:"/a, b/small")') == "merge(ngram:1-5,draft:small)"
+
+
+def test_embedded_models_are_named_as_they_are_asked_for():
+    spec = f"merge(ngram,draft:{embedded('nano')})"
+    assert short(spec) == pasted(spec) == "merge(ngram,draft:@nano)"
+    assert parse(pasted(spec)) == parse(spec)
+    assert pasted('draft:"/a, b/small"') == 'draft:"/a, b/small"'
+
+
+def test_the_answer_can_be_pasted():
+    folders = {f"draft:{embedded('nano')}": "draft:@nano", "draft:/a/small": "draft:/a/small"}
+    for spec, said in (*folders.items(), ("merge(ngram,suffix)", "'merge(ngram,suffix)'")):
+        assert f"Use {said} with k 4." in words(answer({way(spec, 4): 1.5}))
 
 
 def test_lists():

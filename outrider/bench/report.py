@@ -16,6 +16,7 @@ import torch
 from outrider import cost
 from outrider.bench.clock import Span
 from outrider.bench.contest import Trial
+from outrider.console import counted
 from outrider.stats import Stats
 
 PLAIN, SPECULATIVE = "plain", "speculative"
@@ -44,8 +45,8 @@ def summary(document: Mapping[str, Any]) -> str:
     exact = "exact" if document["exact"] else "not exact"
     return (
         f"{target} with {document['proposer']}, k {asked['k']}, verifier {document['verifier']} ({exact}); {law},"
-        f" {document['dtype']}, {document['kernels']} kernels, {asked['batch']} at once, {asked['rounds']} rounds on"
-        f" {where}"
+        f" {document['dtype']}, {document['kernels']} kernels, {asked['batch']} at once,"
+        f" {counted(asked['rounds'], 'round')} on {where}"
     )
 
 

@@ -24,6 +24,7 @@ from outrider.cache.base import Caching
 from outrider.embedded import model_folder
 from outrider.errors import OutriderError
 from outrider.llm import LLM
+from outrider.names import pasted
 from outrider.native.target import NativeTarget
 from outrider.params import AUTO
 from outrider.plan import Planner
@@ -125,7 +126,7 @@ def _document(
     return {
         "benchmark": "outrider bench",
         "arguments": asdict(settings),
-        "proposer": type(house.proposer).__name__,
+        "proposer": pasted(settings.proposer or default_proposer(settings.target)),
         "verifier": house.verifier.name,
         "exact": house.verifier.exact,
         "kernels": house.target.kernels,

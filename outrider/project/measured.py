@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from outrider.errors import OutriderError
 from outrider.projection import Acceptance
 
 _BENCH, OVERALL = "outrider bench", "overall"
+_HOST = ("ngram", "suffix", "recycle", "lookahead", "retrieval")  # whose guesses cost the host's time alone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +25,18 @@ class Measured:
     tau: float
     says: str  # for people
     exact: bool
+    proposer: str  # an expression
+
+    def other(self, proposer: str) -> str | None:
+        """What is odd about projecting this proposer with these rates; None where nothing is."""
+        models = any(name not in _HOST for name in _leaves(self.proposer))
+        if models != (proposer != "ngram"):
+            fitting = "draft:DIR, draft:SIZE, head:SHARE or block:SHARE" if models else "ngram"
+            return (
+                f"the rates are those of {self.proposer}, and the cost of guessing is that of {proposer}; give"
+                f" --proposer {fitting} for what was measured"
+            )
+        return None
 
 
 def read_bench(file: str, *, category: str | None = None) -> Measured:
@@ -42,10 +56,10 @@ def read_bench(file: str, *, category: str | None = None) -> Measured:
     try:
         figures = results[name]["speculative"]
         acceptance, tau = _acceptance(figures), float(figures["tau"])
-        asked, exact = document["arguments"], bool(document["exact"])
+        asked, exact, proposer = document["arguments"], bool(document["exact"]), str(document["proposer"])
         says = (
             f"{name} of {Path(file).name}: {Path(asked['target'] or 'the embedded target').name} with"
-            f" {document['proposer']}, k {asked['k']}, temperature {asked['temperature']:g}, measured tau {tau:.2f}"
+            f" {proposer}, k {asked['k']}, temperature {asked['temperature']:g}, measured tau {tau:.2f}"
         )
     except OutriderError:
         raise
@@ -53,7 +67,12 @@ def read_bench(file: str, *, category: str | None = None) -> Measured:
         raise OutriderError(
             f"{file} holds no sound figures ({error!r}); run outrider bench again, and keep its last line"
         ) from None
-    return Measured(acceptance=acceptance, tau=tau, says=says, exact=exact)
+    return Measured(acceptance=acceptance, tau=tau, says=says, exact=exact, proposer=proposer)
+
+
+def _leaves(proposer: str) -> list[str]:
+    """Names of those that guess, in an expression; merge and the like stand before a bracket."""
+    return [part.partition(":")[0].strip() for part in re.split(r"\w+\(|[,)]", proposer) if part.strip()]
 
 
 def _document(file: str) -> dict[str, Any]:

@@ -143,7 +143,12 @@ def _acceptance(asked: ProjectOptions, alpha: Sequence[float]) -> tuple[Acceptan
     if asked.source:
         measured = read_bench(asked.source, category=asked.category)
         found = replace(measured.acceptance, nodes=asked.nodes or measured.acceptance.nodes)
-        return found, {"source": measured.says, "measured_tau": measured.tau, "exact": measured.exact}
+        return found, {
+            "source": measured.says,
+            "measured_tau": measured.tau,
+            "exact": measured.exact,
+            "other": measured.other(asked.proposer),
+        }
     if asked.category:
         raise OutriderError("--category names a part of a benchmark; give its output as well, with --from")
     nodes = 1.0 if asked.nodes is None else asked.nodes

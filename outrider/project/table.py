@@ -8,6 +8,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from outrider.console import counted
 from outrider.project.machines import MIDDLE
 
 _NONE = "–"
@@ -43,6 +44,8 @@ def _assumed(document: dict[str, Any]) -> list[str]:
     ]
     if kept.get("exact") is False:
         lines.append("[red]The benchmark's verifier was not exact[/red], and so is not what is projected here.")
+    if kept.get("other"):
+        lines.append(f"[red]Another proposer[/red]: {kept['other']}.")
     return [*lines, *(_case(document, each) for each in document["efficiency"])]
 
 
@@ -105,8 +108,8 @@ def _memory(document: dict[str, Any]) -> list[str]:
         users = (
             "how many users fit is not known: give --memory in GB"
             if each["users"] is None
-            else f"{each['users']} users fit in {_bytes(each['usable_bytes'])}, and {each['users_without_draft']}"
-            " without a draft"
+            else f"{counted(each['users'], 'user')} fit in {_bytes(each['usable_bytes'])}, and"
+            f" {each['users_without_draft']} without a draft"
         )
         lines.append(f"Memory with {each['context']} tokens cached: {', '.join(parts)}; {users}.")
     return lines

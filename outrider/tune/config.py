@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 
 from outrider.embedded import model_folder
 from outrider.errors import OutriderError
+from outrider.names import absolute
 from outrider.params import AUTO
 from outrider.plan_file import model_folders, model_print
-from outrider.tune.names import absolute
 from outrider.tune.settings import Settings
 
 BENCHMARK, VERSION = "outrider tune", 1

@@ -8,7 +8,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from outrider.tune.names import short
+from outrider.names import short
 
 _NONE = "–"
 _LOOK: dict[str, Any] = {

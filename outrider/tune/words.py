@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from shlex import quote
 
 from outrider.bench.memory import Footprint
+from outrider.names import pasted, short
 from outrider.params import AUTO
 from outrider.tune.advice import WORTHWHILE, Advice
 from outrider.tune.engines import elsewhere
 from outrider.tune.figures import Case, Estimate
-from outrider.tune.names import short
 
 _LITTLE = 0.5  # rows: a draft that takes less is not worth a word on users
 
@@ -48,6 +49,7 @@ def _answer(advice: Advice) -> str:
     way, overall = advice.best.way, advice.best.overall
     fastest = f"{short(way.proposer)} with k {way.k}"
     if advice.worth:
+        fastest = f"{quote(pasted(way.proposer))} with k {way.k}"
         why = (
             " k auto was a little slower than a fixed one, and stops by itself where guesses stop paying."
             if advice.adaptive

@@ -5,17 +5,28 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from outrider.embedded import embedded
 from outrider.proposers import COMBINATIONS, Expression, parse
 
 
 def short(proposer: str) -> str:
     """With the last part of each folder alone, for people who know theirs."""
-    return _spelled(parse(proposer), lambda argument: Path(argument).name if "/" in argument else argument)
+    return _spelled(parse(proposer), lambda argument: Path(argument).name if "/" in _own(argument) else _own(argument))
+
+
+def pasted(proposer: str) -> str:
+    """As a user would write it: @NAME for a model that comes with Outrider."""
+    return _spelled(parse(proposer), _own)
 
 
 def absolute(proposer: str) -> str:
     """With folders from the root, so that it means the same wherever it is read."""
     return _spelled(parse(proposer), _from_root)
+
+
+def _own(argument: str) -> str:
+    path = Path(argument)
+    return f"@{path.name}" if path.parent == embedded("mini").parent else argument
 
 
 def _from_root(argument: str) -> str:
