@@ -249,6 +249,9 @@ def test_shapes_by_name():
     for wrong in ("9", "9x3", "9x1x4", "0x3x4", "9x3x0", "axbxc", "9x3x4x5"):
         with pytest.raises(OutriderError, match="write lookahead:"):
             find_proposer(f"lookahead:{wrong}", setup)
+    for large in ("257x3x4", "9x33x4", "9x3x65", "9" * 5000 + "x3x4"):
+        with pytest.raises(OutriderError, match="256x32x64 at most"):
+            find_proposer(f"lookahead:{large}", setup)
 
 
 def test_shapes_differ_in_what_they_ride():

@@ -429,6 +429,7 @@ def test_nonsense_in_a_datastore_does_no_harm(corpus, tmp_path, setup):
         ("retrieval:nowhere", "nowhere holds no datastore; make one with outrider index"),
         ("retrieval:{place}:0", "use 1 to 16"),
         ("retrieval:{place}:17", "use 1 to 16"),
+        ("retrieval:{place}:" + "9" * 5000, "use 1 to 16"),
     ],
 )
 def test_how_it_is_named(spec, reason, corpus, tmp_path, setup):

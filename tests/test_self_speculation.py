@@ -382,6 +382,8 @@ def test_sampled_guesses_leave_the_law_alone(spec, verifier, settled):
         ("exit:5", "exit:5 names no layers to stop after"),
         ("exit:-1", "names no layers to stop after"),
         ("skip", "names no layers to leave out; this target's layers are 0 to 3"),
+        ("exit:" + "9" * 5000, "names no layers to stop after"),
+        ("skip:" + "9" * 5000, "names no layers to leave out"),
         ("skip:a", "skip:a names no layers to leave out"),
         ("skip:1+1", "names a layer twice"),
         ("skip:1+4", "names layer 4; this target's layers are 0 to 3"),

@@ -371,7 +371,7 @@ def test_by_name(kernels):
     assert guessed(find_proposer("suffix", setup(kernels)), STORY[:3], "") == []
 
 
-@pytest.mark.parametrize("argument", ["many", "0", "-5", "1e5"])
+@pytest.mark.parametrize("argument", ["many", "0", "-5", "1e5", "100000001", "9" * 5000])
 def test_a_wrong_number_is_refused(argument):
     with pytest.raises(OutriderError, match="suffix:100000"):
         find_proposer(f"suffix:{argument}", setup())

@@ -67,6 +67,11 @@ def check_budget(batch: Batch, draft: Draft) -> None:
         )
 
 
+def whole(text: str) -> int | None:
+    """A whole number in an expression; None where it is none, or has more digits than anything here could count."""
+    return int(text) if text.isdecimal() and len(text) < 19 else None
+
+
 class NoProposer:
     """Plain decoding."""
 

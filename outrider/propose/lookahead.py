@@ -15,7 +15,7 @@ from itertools import islice
 import torch
 
 from outrider.errors import OutriderError
-from outrider.propose.base import Setup
+from outrider.propose.base import Setup, whole
 from outrider.propose.chances import Chances
 from outrider.propose.sketch import Sketch, picked
 from outrider.types import Batch, Draft, Needs, Request, Round, Row
@@ -25,6 +25,7 @@ _ROOM = 1 << 15  # tokens for which the pool has n-grams
 _WORTH = 0.2  # what a rider is believed to earn, before any did
 _TRUST = 64.0  # that counts as so many riders
 _MEMORY = 0.995  # weight of a round one round later
+_MOST = (256, 32, 64)  # of W, N and G: a round's work on the host grows with each of them
 
 Column = tuple[int, ...]
 
@@ -96,11 +97,11 @@ def lookahead_proposer(argument: str, setup: Setup) -> LookaheadProposer:
     """
     if not argument:
         return LookaheadProposer(setup)
-    sizes = [int(size) if size.isdecimal() else 0 for size in argument.split("x")]
-    if len(sizes) != 3 or min(sizes) < 1 or sizes[1] < 2:
+    sizes = [whole(size) or 0 for size in argument.split("x")]
+    if len(sizes) != 3 or min(sizes) < 1 or sizes[1] < 2 or any(s > m for s, m in zip(sizes, _MOST, strict=True)):
         raise OutriderError(
             f"lookahead:{argument} is no shape; write lookahead:10x3x8 for 10 columns of riders, n-grams of 3 tokens"
-            " (2 at least), and 8 of them kept for a token"
+            f" (2 at least), and 8 of them kept for a token; {'x'.join(map(str, _MOST))} at most"
         )
     return LookaheadProposer(setup, Shape(window=sizes[0], size=sizes[1], guesses=sizes[2]))
 

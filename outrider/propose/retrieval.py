@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from outrider.datastore import LONGEST, SORTED, Datastore, fingerprint, vocabulary
 from outrider.errors import OutriderError
-from outrider.propose.base import Setup
+from outrider.propose.base import Setup, whole
 from outrider.propose.chances import Chances
 from outrider.propose.sketch import Sketch, picked
 from outrider.types import Batch, Draft, Needs, Request, Round
@@ -130,7 +130,7 @@ def retrieval_proposer(argument: str, setup: Setup) -> RetrievalProposer:
             f"the datastore in {folder} was made with another tokenizer than the target's ({store.header.vocab} and"
             f" {vocabulary(setup.tokenizer)} ids); build it again with outrider index, and name this target there"
         )
-    return RetrievalProposer(setup, store, shortest=int(number) if number else SHORTEST)
+    return RetrievalProposer(setup, store, shortest=(whole(number) or 0) if number else SHORTEST)
 
 
 def _frequency(group: tuple[tuple[int, int], int]) -> int:

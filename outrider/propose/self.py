@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from outrider.errors import OutriderError
-from outrider.propose.base import Setup
+from outrider.propose.base import Setup, whole
 from outrider.propose.model import ModelProposer
 from outrider.target import Divisible, Target
 from outrider.types import Batch, Draft, Row
@@ -33,23 +33,24 @@ class ExitProposer(ModelProposer):
 def exit_proposer(argument: str, setup: Setup) -> ModelProposer:
     """`exit:N`: the first N layers, then the final norm and the head."""
     target = _divisible(setup)
-    if not argument.isdecimal() or not 1 <= int(argument) <= target.layers:
+    count = whole(argument)
+    if count is None or not 1 <= count <= target.layers:
         raise OutriderError(
             f"exit:{argument} names no layers to stop after; this target has {target.layers}: write for example"
             f" exit:{max(target.layers // 4, 1)}"
         )
-    return ExitProposer(setup, _tried(target.excerpt(range(int(argument))), setup))
+    return ExitProposer(setup, _tried(target.excerpt(range(count)), setup))
 
 
 def skip_proposer(argument: str, setup: Setup) -> ModelProposer:
     """`skip:A+B+C`: without the layers A, B and C, counted from 0."""
     target = _divisible(setup)
     form = f"this target's layers are 0 to {target.layers - 1}: write for example skip:{target.layers // 2}"
-    words = argument.split("+")
-    if not all(word.isdecimal() for word in words):
+    named = [whole(word) for word in argument.split("+")]
+    skipped = {layer for layer in named if layer is not None}
+    if None in named:
         raise OutriderError(f"skip:{argument} names no layers to leave out; {form}, and join several by +")
-    skipped = set(map(int, words))
-    if len(skipped) < len(words):
+    if len(skipped) < len(named):
         raise OutriderError(f"skip:{argument} names a layer twice; name each once")
     if max(skipped) >= target.layers:
         raise OutriderError(f"skip:{argument} names layer {max(skipped)}; {form}")

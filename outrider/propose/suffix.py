@@ -6,12 +6,14 @@ After SuffixDecoding (Oliaro et al. 2024) and SAM-Decoding (Hu et al. 2024).
 from __future__ import annotations
 
 from outrider.errors import OutriderError
-from outrider.propose.base import Proposer, Setup
+from outrider.propose.base import Proposer, Setup, whole
 from outrider.propose.sketch import picked
 from outrider.propose.suffix_history import History
 from outrider.propose.suffix_text import Text, text_maker
 from outrider.propose.suffix_tree import Grown, Worth
 from outrider.types import Batch, Draft, Needs, Request, Round, Row
+
+_MOST = 10**8  # tokens of finished outputs; each takes about 120 bytes
 
 
 class SuffixProposer:
@@ -75,8 +77,10 @@ def suffix_proposer(argument: str, setup: Setup) -> Proposer:
     Raises:
         OutriderError: it is no such number.
     """
-    if argument and not (argument.isdecimal() and int(argument)):
+    history = whole(argument or "0")
+    if argument and not (history and history <= _MOST):
         raise OutriderError(
-            f"suffix:{argument} is no number of tokens; write suffix:100000 to keep so many tokens of finished outputs"
+            f"suffix:{argument} is no number of tokens; write suffix:100000 to keep so many tokens of finished outputs,"
+            f" {_MOST} at most"
         )
-    return SuffixProposer(setup, history=int(argument or 0))
+    return SuffixProposer(setup, history=history or 0)
