@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from outrider.check import check_target
 from outrider.embedded import embedded, model_folder
 from outrider.engine import Engine
 from outrider.errors import OutriderError
-from outrider.load import Checkpoint, load_checkpoint
+from outrider.load import Checkpoint, is_recurrent, load_checkpoint
 from outrider.lossy import LOSSY
 from outrider.machine import free_memory
 from outrider.native.laws import fastest_shape
@@ -29,13 +30,17 @@ from outrider.propose.guard import Guarded, guarded
 from outrider.propose.one_way import OneWay
 from outrider.proposers import (
     CHAINS,
+    COMBINATIONS,
     DRAWN,
+    NAMED,
     Maker,
     alternatives,
+    check_proposer,
     draft_model,
     draft_models,
     find_proposer,
     guessers,
+    own_proposer,
     parse,
 )
 from outrider.schedule import Scheduler
@@ -118,8 +123,11 @@ def build(
 ) -> House:
     """Load and connect; see `LLM` for the arguments."""
     _check_k(k)
-    spec = proposer or default_proposer(target)
-    find_verifier(verifier, spec)
+    if not isinstance(chunk, Tempo):
+        _check_count("chunk", chunk, 1)
+    _check_caching(caching)
+    spec = default_proposer(target) if proposer is None else proposer
+    find_verifier(verifier, spec, chains=is_recurrent(model_folder(target)))
     loaded = load_target(
         target, dtype=dtype, kernels=kernels, quantize=quantize, device=device, rows=rows, context=context
     )
@@ -137,9 +145,13 @@ def load_target(
     context: int | None,
 ) -> Loaded:
     """A target by its folder, which has been checked to say what its model says; see `LLM` for the arguments."""
+    for name, value in {"dtype": dtype, "kernels": kernels, "device": device}.items():
+        if not isinstance(value, str):
+            raise OutriderError(f"{name} is {value!r}; use a name, such as auto")
     bits = weight_bits(quantize)
-    if rows < 1:
-        raise OutriderError(f"rows is {rows}; it must be at least 1")
+    _check_count("rows", rows, 1)
+    if context is not None:
+        _check_count("context", context, 1)
     checkpoint = load_checkpoint(model_folder(target), dtype=full_dtype(dtype, bits), device=device)
     model = make_target(checkpoint, slots=rows, context=_context(context, checkpoint), kernels=kernels, bits=bits)
     check_target(model, checkpoint)
@@ -163,11 +175,12 @@ def furnish(
     An engine that is to share the target with others has `slots` of its own; None: all that the target has. None of
     them may be running while another is made.
     """
-    checkpoint, model, rule = loaded.checkpoint, loaded.model, find_verifier(verifier, spec)
+    checkpoint, model = loaded.checkpoint, loaded.model
+    rule = find_verifier(verifier, spec, chains=checkpoint.recurrent)
     mine = slots or range(model.slots)
     scheduler = Scheduler(slots=len(mine), first=mine.start, chunk=chunk, context=model.context)
     setup = _setup(checkpoint, model, rule.draw, loaded.kernels)
-    guesser = find_proposer(spec, setup) if isinstance(spec, str) else spec(setup)
+    guesser = find_proposer(spec, setup) if isinstance(spec, str) else own_proposer(spec, setup)
     share_out([each.cache for each in (model, *draft_models(guesser))], model.context, caching)
     model.export(guesser.needs.layers)
     replay, names = rule.draw is Draw.SAMPLE, _names(spec, guesser)
@@ -261,7 +274,7 @@ def auto_planner(target: Target, proposer: Proposer, *, replay: bool = False) ->
 
 def weight_bits(quantize: str | None) -> int:
     """Of the linear layers' weights: 16 where they are not quantised."""
-    if quantize not in _BITS:
+    if not isinstance(quantize, str | None) or quantize not in _BITS:
         raise OutriderError(f"quantize {quantize!r} is unknown; use {', '.join(filter(None, _BITS))}")
     return _BITS[quantize]
 
@@ -276,14 +289,37 @@ def default_proposer(target: str | Path | None) -> str:
     return f"draft:{embedded('nano')}" if model_folder(target) == embedded("mini") else "ngram"
 
 
-def find_verifier(name: str | None, proposer: str | Maker) -> Verifier:
-    """A verifier by its name, or the one that fits how the proposer guesses."""
+def find_verifier(name: str | None, proposer: str | Maker, *, chains: bool = False) -> Verifier:
+    """A verifier by its name, or the one that fits how the proposer guesses.
+
+    Args:
+        name: of an exact rule or a lossy one; None is the fitting one.
+        proposer: who guesses.
+        chains: whether the target makes chains of all guesses, as a recurrent one does.
+
+    Raises:
+        OutriderError: one of the two is not known, or the rule takes no trees, which this proposer makes.
+    """
+    check_proposer(proposer)
     known = {**EXACT, **LOSSY}
     if name is None:
         return known[_fitting(proposer)]
-    if name not in known:
+    if not isinstance(name, str) or name not in known:
         raise OutriderError(f"verifier {name!r} is unknown; use one of {', '.join(known)}")
-    return known[name]
+    rule = known[name]
+    if not rule.trees and not chains and (growers := tree_makers(proposer)):
+        fit = ", ".join(other for other, each in EXACT.items() if each.trees)
+        raise OutriderError(
+            f"verifier {name} takes chains of guesses only, and there are trees from {' and '.join(growers)}; use one"
+            f" of {fit}"
+        )
+    return rule
+
+
+def tree_makers(proposer: str | Maker) -> list[str]:
+    """Names in an expression that make trees; of a proposer of the user's own that shows when it guesses."""
+    names = parse(proposer).names() if isinstance(proposer, str) else ()
+    return sorted({name for name in names if name in {*NAMED, *COMBINATIONS} - CHAINS})
 
 
 def fitting_verifiers(proposer: str | Maker, draw: Draw, *, chains: bool) -> tuple[str, ...]:
@@ -311,8 +347,21 @@ def _fitting(proposer: str | Maker) -> str:
 
 
 def _check_k(k: int | str) -> None:
-    if isinstance(k, str) and k != AUTO:
-        raise OutriderError(f"k is {k!r}; use a number of guesses, or {AUTO}")
+    if k != AUTO and (isinstance(k, bool) or not isinstance(k, int) or k < 0):
+        raise OutriderError(f"k is {k!r}; use a number of guesses, 0 for plain decoding, or {AUTO}")
+
+
+def _check_count(name: str, value: int, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise OutriderError(f"{name} is {value!r}; it must be a whole number, at least {least}")
+
+
+def _check_caching(caching: Caching) -> None:
+    if not isinstance(caching, Caching):
+        raise OutriderError(f"caching is {caching!r}; use Caching(gigabytes=...), or None")
+    size = caching.gigabytes
+    if size is not None and (not isinstance(size, int | float) or not 0 < size < math.inf):
+        raise OutriderError(f"gigabytes of cache is {size!r}; use a number above 0, or none for what memory allows")
 
 
 def _context(asked: int | None, checkpoint: Checkpoint) -> int:

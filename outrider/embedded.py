@@ -26,8 +26,10 @@ def model_folder(name: str | Path | None) -> Path:
     """What a user calls a model: a folder, or `@NAME`, one of these; None is the target among them.
 
     Raises:
-        OutriderError: `@NAME` is none of these.
+        OutriderError: `@NAME` is none of these, or it is no name at all.
     """
     if name is None:
         return embedded("mini")
+    if not isinstance(name, str | Path) or not str(name):
+        raise OutriderError(f"target is {name!r}; give the folder of a model, or nothing for the one that comes along")
     return embedded(text[1:]) if (text := str(name)).startswith("@") else Path(text).expanduser()

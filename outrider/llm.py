@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
+from numbers import Integral, Number
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from outrider.noise import mix_int
 from outrider.params import AUTO, SamplingParams
 from outrider.plan import Planner
 from outrider.plan_file import check_plan, restored
-from outrider.prompts import chat_tokens
+from outrider.prompts import chat_text
 from outrider.proposers import Maker
 from outrider.stats import Stats
 from outrider.tempo import Tempo
@@ -90,6 +91,8 @@ class LLM:
             OutriderError: with the fix in its message.
         """
         check_plan(plan, k=k, planned=planner is not None)
+        if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int)):
+            raise OutriderError(f"threads is {threads!r}; use a whole number, or None for one on each core")
         use_threads(threads)
         models = partial(build, target, proposer=proposer, k=k, verifier=verifier, planner=planner, guard=guard)
         self._house: House = models(
@@ -128,10 +131,22 @@ class LLM:
         return self._house.engine.stats
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
-        """A prompt's tokens."""
-        if not isinstance(prompt, str):
-            return tuple(int(token) for token in prompt)
-        return tuple(self._house.tokenizer.encode(prompt))
+        """A prompt's tokens, with those that the tokenizer puts around a text of its own accord.
+
+        Raises:
+            OutriderError: it is neither a text nor a list of token ids.
+        """
+        if isinstance(prompt, str):
+            return text_tokens(self._house.tokenizer, prompt)
+        if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray | memoryview):
+            raise OutriderError(
+                f"a prompt is a {type(prompt).__name__}; give a string, or a list of token ids (of an array its"
+                " tolist())"
+            )
+        for token in prompt:
+            if not isinstance(token, Integral) or isinstance(token, bool):
+                raise OutriderError(f"a prompt holds {token!r} among its token ids; give whole numbers")
+        return tuple(map(int, prompt))
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of tokens, special tokens left out."""
@@ -149,7 +164,10 @@ class LLM:
         """
         if getattr(self._house.tokenizer, "chat_template", None) is None:
             raise OutriderError("this model has no chat template; give the prompt as plain text")
-        return chat_tokens(self._house.tokenizer, messages, tools=tools)
+        if not isinstance(messages, Sequence) or not all(isinstance(message, Mapping) for message in messages):
+            raise OutriderError('a conversation is a list of messages, such as [{"role": "user", "content": "..."}]')
+        tokenizer = self._house.tokenizer
+        return text_tokens(tokenizer, chat_text(tokenizer, messages, asks=True, tools=tools), special=False)
 
     def generate(
         self,
@@ -166,7 +184,7 @@ class LLM:
             `n` completions per prompt, in the order of the prompts.
         """
         many = _as_list(prompts)
-        wanted = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(many)
+        wanted = list(params) if isinstance(params, Sequence) else [params] * len(many)
         if len(wanted) != len(many):
             raise OutriderError(f"{len(many)} prompts came with {len(wanted)} parameters; give one, or one per prompt")
         requests = [r for prompt, want in zip(many, wanted, strict=True) for r in self.requests(prompt, want)]
@@ -183,9 +201,9 @@ class LLM:
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Chunk]:
         """Complete one prompt, chunk by chunk as rounds commit; leaving the loop early aborts."""
-        params = params or SamplingParams()
+        params = _checked(params)
         if params.n != 1:
-            raise OutriderError(f"n is {params.n}; a stream carries one completion")
+            raise OutriderError(f"n is {params.n}; a stream carries one completion, so use 1, or generate for several")
         (request,) = self.requests(prompt, params)
         return self._chunks(self.add(request))
 
@@ -199,7 +217,7 @@ class LLM:
 
     def submit(self, prompt: Prompt, params: SamplingParams | None = None) -> list[int]:
         """Queue a prompt for those who step the engine themselves; returns the ids of its `n` requests."""
-        requests = self.requests(prompt, params or SamplingParams())
+        requests = self.requests(prompt, params)
         for request in requests:
             self.add(request)
         return [request.id for request in requests]
@@ -249,13 +267,13 @@ class LLM:
         except OutriderError as error:
             _log.warning("what the planner has learned is not kept: %s", error)
 
-    def requests(self, prompt: Prompt, params: SamplingParams) -> list[Request]:
+    def requests(self, prompt: Prompt, params: SamplingParams | None) -> list[Request]:
         """What a prompt asks the engine for: `n` requests with ids of their own, which `add` takes.
 
         Raises:
             OutriderError: the prompt or a parameter does not fit the model.
         """
-        tokens = self.encode(prompt)
+        tokens, params = self.encode(prompt), _checked(params)
         house = self._house
         if not tokens:
             raise OutriderError("the prompt is empty; give at least one token")
@@ -314,9 +332,31 @@ def _grammars(house: House) -> Grammars:
     return Grammars(house.tokenizer, vocab=house.vocab, end_ids=sorted(house.end_ids))
 
 
+def text_tokens(tokenizer: Any, text: str, *, special: bool = True) -> tuple[int, ...]:
+    """A text's tokens; with `special` those too that the tokenizer puts around it of its own accord.
+
+    Raises:
+        OutriderError: it holds half of a surrogate pair, which no text does.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise OutriderError(
+            f"the text holds half of a surrogate pair, {text[error.start]!a} at character {error.start}; leave it out"
+        ) from None
+    return tuple(tokenizer.encode(text, add_special_tokens=special))
+
+
+def _checked(params: SamplingParams | None) -> SamplingParams:
+    if params is not None and not isinstance(params, SamplingParams):
+        raise OutriderError(f"params is {params!r}; give SamplingParams(...)")
+    return params or SamplingParams()
+
+
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
+    """Several prompts; one, which is a text or numbers alone, as a list of itself."""
+    if not isinstance(prompts, Sequence) or isinstance(prompts, str | bytes | bytearray | memoryview):
         return [prompts]
-    if prompts and all(isinstance(token, int) for token in prompts):
+    if prompts and all(isinstance(token, Number) for token in prompts):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]

@@ -26,6 +26,7 @@ from transformers.utils import logging as transformers_logging
 
 from outrider.attention import NAME, attend, look
 from outrider.errors import OutriderError, UnsupportedModel
+from outrider.heads.store import is_head
 
 _RECURRENT = frozenset({"mamba2"})  # families whose state cannot be trimmed; shown to be exact by the tests
 _FORGETFUL = frozenset({"moshi"})  # what transformers generates from is not what its forward pass says
@@ -82,11 +83,23 @@ def load_checkpoint(folder: str | Path, *, dtype: str = "auto", device: str = "a
     )
 
 
+def is_recurrent(folder: str | Path) -> bool:
+    """Whether a model keeps a state that cannot be trimmed, by its config alone.
+
+    Raises:
+        OutriderError: there is no config of a causal language model.
+        UnsupportedModel: the architecture cannot be run exactly here.
+    """
+    return _check_family(_read_config(Path(folder).expanduser()))
+
+
 def _read_config(path: Path) -> Any:
     if not path.is_dir():
         raise OutriderError(f"{path} is not a folder; give the folder that holds the model's config.json")
     if not (path / "config.json").is_file():
         raise OutriderError(f"{path} holds no config.json; give the folder of a Hugging Face model")
+    if is_head(path):
+        raise OutriderError(f"{path} holds a trained draft, no model that runs alone; use it as draft:DIR or tree:DIR")
     try:
         kind = json.loads((path / "config.json").read_text("utf-8")).get("model_type")
         if kind in CONFIG_MAPPING:

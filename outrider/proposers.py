@@ -6,12 +6,13 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from types import MappingProxyType
 
 from outrider.embedded import embedded
 from outrider.errors import OutriderError
-from outrider.propose.base import NoProposer, Proposer, Setup
+from outrider.propose.base import NoProposer, Proposer, Setup, whole
 from outrider.propose.combine import Combination, First, Merge, Switch
 from outrider.propose.draft import (
     cascade_proposer,
@@ -29,8 +30,10 @@ from outrider.propose.self import exit_proposer, quantised_proposer, skip_propos
 from outrider.propose.suffix import suffix_proposer
 from outrider.propose.text_draft import TextProposer
 from outrider.target import Target
+from outrider.types import Needs
 
 Maker = Callable[[Setup], Proposer]
+_LONGEST = 32  # tokens of an ending that ngram looks up; each length costs time and memory at every token
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +52,44 @@ def find_proposer(spec: str, setup: Setup) -> Proposer:
         OutriderError: the expression cannot be read, or what it names cannot be had.
     """
     return _make(parse(spec), setup)
+
+
+def check_proposer(spec: str | Maker) -> None:
+    """See that somebody has the names of an expression, before anything is loaded for it.
+
+    Raises:
+        OutriderError: it cannot be read, or names nobody; the message has the name that is nearest.
+    """
+    if isinstance(spec, str):
+        for leaf in parse(spec).leaves():
+            if leaf.name not in NAMED:
+                _own(leaf)
+    elif not callable(spec):
+        raise OutriderError(f"proposer is {spec!r}; use {forms()}, or what makes one from a Setup")
+
+
+def own_proposer(maker: Maker, setup: Setup) -> Proposer:
+    """What a user's own maker, a class or a function, makes of a setup.
+
+    Raises:
+        OutriderError: it takes none, or what it makes is no proposer.
+    """
+    name = getattr(maker, "__qualname__", repr(maker))
+    try:
+        made = maker(setup)
+    except TypeError as error:
+        raise OutriderError(
+            f"{name} makes no proposer from a Setup ({error}); it must take one, and nothing else that it needs"
+        ) from error
+    lacks = [part for part in ("admit", "propose", "commit", "release") if not callable(getattr(made, part, None))]
+    if not isinstance(getattr(made, "needs", None), Needs):
+        lacks.insert(0, "needs = Needs()")
+    if lacks:
+        raise OutriderError(
+            f"{name} makes no proposer: what it makes lacks {', '.join(lacks)}; outrider.propose.base.Proposer says"
+            " what they do, and outrider.testing.check_proposer tests them"
+        )
+    return made
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +144,11 @@ def parse(spec: str) -> Expression:
             raise OutriderError(f"proposer {spec!r} lacks its closing bracket; write for example merge(ngram,recycle)")
         parts = _split(text[len(head) + 1 : -1], spec)
         return Expression(head.strip(), parts=tuple(parse(part) for part in parts))
+    if bracket and ":" not in head:
+        raise OutriderError(f"proposer {head!r} is unknown;{_nearest(head)} use {forms()}")
     name, _, argument = text.partition(":")
     if not name:
-        raise OutriderError(f"proposer {spec!r} names nobody; use {forms()}")
+        raise OutriderError(f"proposer {spec!r} names nobody; use none for plain decoding, or one of {forms()}")
     argument = argument.strip().strip('"')
     return Expression(name, str(embedded(argument[1:])) if argument.startswith("@") else argument)
 
@@ -165,9 +208,7 @@ def _make(expression: Expression, setup: Setup) -> Proposer:
         return COMBINATIONS[name](setup, [_make(part, setup) for part in expression.parts])
     if name in NAMED:
         return NAMED[name].make(argument, setup)
-    if not argument:
-        raise OutriderError(f"proposer {name!r} is unknown; use {forms()}")
-    return _import(name, argument, setup)
+    return own_proposer(_own(expression), setup)
 
 
 def _none(argument: str, setup: Setup) -> Proposer:
@@ -178,10 +219,13 @@ def _none(argument: str, setup: Setup) -> Proposer:
 def _ngram(argument: str, setup: Setup) -> Proposer:
     if not argument:
         return NgramProposer(setup)
-    ends = argument.split("-")
-    if len(ends) != 2 or not all(end.isdecimal() for end in ends) or not 1 <= int(ends[0]) <= int(ends[1]):
-        raise OutriderError(f"ngram:{argument} is no range; write ngram:1-5 for endings of 1 to 5 tokens")
-    return NgramProposer(setup, shortest=int(ends[0]), longest=int(ends[1]))
+    ends = [whole(end) for end in argument.split("-")]
+    match ends:
+        case [int(shortest), int(longest)] if 1 <= shortest <= longest <= _LONGEST:
+            return NgramProposer(setup, shortest=shortest, longest=longest)
+    raise OutriderError(
+        f"ngram:{argument} is no range; write ngram:1-5 for endings of 1 to 5 tokens, of {_LONGEST} at most"
+    )
 
 
 def _recycle(argument: str, setup: Setup) -> Proposer:
@@ -189,16 +233,38 @@ def _recycle(argument: str, setup: Setup) -> Proposer:
     return RecycleProposer(setup)
 
 
-def _import(module: str, name: str, setup: Setup) -> Proposer:
+def _own(expression: Expression) -> Maker:
+    """What a dotted path names; or the reason why nobody goes by that name."""
+    module, name = expression.name, expression.argument
+    if module in COMBINATIONS:
+        raise OutriderError(f"{module} combines others; write for example {module}(ngram,recycle)")
+    if not name:
+        raise OutriderError(f"proposer {module!r} is unknown;{_nearest(module)} use {forms()}")
+    if not all(part.isidentifier() for part in module.split(".")):
+        stem = Path(module.lstrip(".")).name.removesuffix(".py")
+        raise OutriderError(
+            f"proposer {module}:{name} names no module: a dotted path does, found from the folder you are in, so for a"
+            f" file of yours go there and write {stem}:{name}"
+        )
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))  # a module beside the user, as `python -m` would find it
     try:
-        maker = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
+        found: Maker = getattr(importlib.import_module(module), name)
+    except Exception as error:  # whatever a module's own lines raise
+        reason = str(error) if isinstance(error, ImportError | AttributeError) else f"{type(error).__name__}: {error}"
         raise OutriderError(
-            f"proposer {module}:{name} cannot be imported ({error}); check the dotted path, or use {forms()}"
+            f"proposer {module}:{name} cannot be imported ({reason});{_nearest(module)} check the dotted path, or use"
+            f" {forms()}"
         ) from error
-    return maker(setup)  # type: ignore[no-any-return]
+    if not callable(found):
+        raise OutriderError(f"{module}:{name} makes nothing; name a class, or a function of a Setup")
+    return found
+
+
+def _nearest(name: str) -> str:
+    """The question whether another name was meant; "" where none is near."""
+    near = get_close_matches(name.strip().lower(), [*NAMED, *COMBINATIONS], n=1)
+    return f" did you mean {near[0]}? Else" if near else ""
 
 
 def _no_argument(name: str, argument: str) -> None:
@@ -231,7 +297,7 @@ NAMED: Mapping[str, Named] = MappingProxyType(
 DRAWN = frozenset(  # those that may draw their guesses from a law
     {"draft", "draft-tokens", "tree", "cascade", "exit", "skip", "quantized"}
 )
-CHAINS = (DRAWN - {"tree"}) | {"none", "first", "switch"}  # and those that never make a tree of chains
+CHAINS = (DRAWN - {"tree"}) | {"draft-text", "none", "first", "switch"}  # and those that make no tree of chains
 COMBINATIONS: Mapping[str, Callable[[Setup, Sequence[Proposer]], Proposer]] = MappingProxyType(
     {"first": First, "merge": Merge, "switch": Switch}
 )

@@ -301,6 +301,9 @@ def test_prompts_are_texts_or_messages(tmp_path, pair):
     assert read_prompts(None) == DEFAULT
     tokenizer = load_checkpoint(embedded("mini")).tokenizer
     assert len(encode(tokenizer, turns)) > len(encode(tokenizer, "hi"))
+    for torn in ("\ud800", [{"role": "user", "content": "\ud800"}]):
+        with pytest.raises(OutriderError, match="half of a surrogate pair"):
+            encode(tokenizer, torn)
 
 
 @pytest.mark.parametrize(
@@ -324,6 +327,10 @@ def test_what_is_no_prompt_is_refused(tmp_path, content, message):
     ("change", "message"),
     [
         ({"k": 0}, "k is 0"),
+        ({"k": 2.5}, "k is 2.5"),
+        ({"proposer": ""}, "use none for plain decoding"),
+        ({"proposer": "sufix"}, "did you mean suffix?"),
+        ({"proposer": "ngram", "verifier": "block"}, "trees from ngram; use one of walk"),
         ({"samples": 10}, "samples is 10"),
         ({"tokens": 1}, "tokens is 1"),
         ({"threads": 0}, "threads is 0"),
@@ -336,4 +343,4 @@ def test_what_is_no_prompt_is_refused(tmp_path, content, message):
 )
 def test_mistakes_are_named(change, message):
     with pytest.raises(OutriderError, match=message):
-        run_audit(None, None, **{"prompts": None, "console": None, **QUICK, **change})
+        run_audit(None, **{"proposer": None, "prompts": None, "console": None, **QUICK, **change})

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 import random
 
+import numpy as np
 import pytest
 import torch
 
-from outrider import LLM, OutriderError, SamplingParams
+from outrider import LLM, OutriderError, SamplingParams, load
+from outrider.cache.base import Caching
 from outrider.embedded import embedded
 from outrider.load import load_checkpoint
 from outrider.types import Finish
@@ -216,6 +218,14 @@ def test_64_rows_at_once():
         ([], SamplingParams(), "empty"),
         ([5] * 256, SamplingParams(), "shorten the prompt"),
         ([12288], SamplingParams(), "vocabulary of 12288"),
+        ("a\ud800", SamplingParams(), "half of a surrogate pair.*character 1; leave it out"),
+        (b"abc", SamplingParams(), "a prompt is a bytes; give a string"),
+        (None, SamplingParams(), "a prompt is a NoneType; give a string"),
+        (torch.tensor([1, 2]), SamplingParams(), "of an array its tolist"),
+        ([5, 2.7], SamplingParams(), "2.7 among its token ids"),
+        ([True], SamplingParams(), "True among its token ids"),
+        (["a", "b"], SamplingParams(), "'a' among its token ids"),
+        ("a", {"temperature": 1}, r"give SamplingParams\(...\)"),
         ("a", SamplingParams(stop_token_ids=(99999,)), "99999"),
         ("a", SamplingParams(logit_bias={99999: 1.0}), "99999"),
     ],
@@ -223,26 +233,94 @@ def test_64_rows_at_once():
 def test_bad_prompts(llm, prompt, params, fix):
     with pytest.raises(OutriderError, match=fix):
         llm.generate([prompt], params)
+    with pytest.raises(OutriderError, match=fix):
+        llm.stream(prompt, params)
     assert not llm.engine.busy()
+
+
+@pytest.mark.parametrize(
+    ("messages", "fix"),
+    [
+        ("hello", "a conversation is a list of messages"),
+        (["hello"], "a conversation is a list of messages"),
+        ([{"role": "user", "content": "\udfff"}], "half of a surrogate pair"),
+    ],
+)
+def test_bad_conversations(llm, messages, fix):
+    with pytest.raises(OutriderError, match=fix):
+        llm.chat(messages)
+
+
+def test_prompts_of_other_numbers_than_pythons_own(llm):
+    want = SamplingParams(max_tokens=4)
+    ids = llm.encode(CODE)
+    assert llm.generate(list(np.array(ids)), want)[0].tokens == llm.generate(ids, want)[0].tokens
 
 
 @pytest.mark.parametrize(
     ("arguments", "fix"),
     [
         ({"k": -1}, "k is -1"),
+        ({"k": 2.5}, "k is 2.5; use a number of guesses"),
+        ({"k": True}, "k is True; use a number of guesses"),
+        ({"k": None}, "k is None; use a number of guesses"),
+        ({"target": b"here"}, "target is b'here'; give the folder"),
+        ({"target": ""}, "target is ''; give the folder"),
+        ({"target": embedded("medusa")}, "a trained draft, no model that runs alone; use it as draft:DIR or tree:DIR"),
         ({"proposer": "oracle"}, "none, ngram.*draft:DIR"),
+        ({"proposer": ""}, "use none for plain decoding"),
+        ({"proposer": 5}, "proposer is 5; use none, ngram"),
+        ({"proposer": "Ngam"}, "did you mean ngram?"),
+        ({"proposer": "daft:@nano"}, "did you mean draft?"),
+        ({"proposer": "merg(ngram,draft:@nano)"}, "did you mean merge?"),
+        ({"proposer": "merge(ngram,sufix)"}, "did you mean suffix?"),
+        ({"proposer": "merge"}, r"merge combines others; write for example merge\(ngram,recycle\)"),
         ({"proposer": "no.such.module:Thing"}, "dotted path"),
+        ({"proposer": "./own.py:Echo"}, "go there and write own:Echo"),
+        ({"proposer": ".own:Echo"}, "go there and write own:Echo"),
+        ({"proposer": "math:pi"}, "name a class, or a function of a Setup"),
         ({"verifier": "magic"}, "walk, coupled"),
+        ({"verifier": 3}, "walk, coupled"),
+        ({"verifier": "block", "proposer": "ngram"}, "trees from ngram; use one of walk, coupled, siblings, traversal"),
+        ({"verifier": "rejection", "proposer": "first(ngram,draft:@nano)"}, "trees from ngram; use one of walk"),
+        ({"verifier": "block", "proposer": "merge(draft:@nano,exit:1)"}, "trees from merge; use one of walk"),
+        ({"verifier": "lenient", "proposer": "tree:@nano"}, "trees from tree; use one of walk"),
         ({"threads": 0}, "at least 1"),
+        ({"threads": "2"}, "threads is '2'; use a whole number"),
         ({"rows": 0}, "at least 1"),
+        ({"rows": "4"}, "rows is '4'; it must be a whole number"),
+        ({"chunk": 2.5}, "chunk is 2.5; it must be a whole number"),
+        ({"context": "64"}, "context is '64'; it must be a whole number"),
+        ({"caching": Caching(gigabytes=math.nan)}, "gigabytes of cache is nan; use a number above 0"),
+        ({"caching": Caching(gigabytes=math.inf)}, "gigabytes of cache is inf; use a number above 0"),
+        ({"caching": 4}, r"use Caching\(gigabytes=...\)"),
+        ({"dtype": ["float32"]}, "dtype is .*; use a name"),
+        ({"quantize": ["int8"]}, "use int8, int4"),
+    ],
+)
+def test_bad_arguments_are_told_before_anything_is_loaded(arguments, fix, monkeypatch):
+    monkeypatch.setattr(load, "_read_model", lambda *args: pytest.fail("it was loaded"))
+    with pytest.raises(OutriderError, match=fix):
+        LLM(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fix"),
+    [
         ({"context": 4096}, "from 2 to 2048"),
         ({"dtype": "int3"}, "float32"),
         ({"device": "abacus"}, "auto or cpu"),
+        ({"proposer": "cascade:@mtp"}, "use it as draft:DIR or tree:DIR"),
+        ({"proposer": "draft-text:@mtp"}, "use it as draft:DIR or tree:DIR"),
+        ({"proposer": "json:loads"}, "loads makes no proposer from a Setup"),
+        ({"proposer": lambda setup: setup}, r"lacks needs = Needs\(\), admit, propose, commit, release"),
+        ({"proposer": "ngram:1-99999999"}, "write ngram:1-5 .* of 32 at most"),
+        ({"proposer": "ngram:5-1"}, "write ngram:1-5"),
     ],
 )
 def test_bad_arguments(arguments, fix):
     with pytest.raises(OutriderError, match=fix):
-        LLM(**arguments)
+        LLM(**{"context": 64, "rows": 1, **arguments})
 
 
 def test_context_full_ends_the_completion(llm):

@@ -9,7 +9,7 @@ import torch
 
 from outrider import tree
 from outrider.audit.prompts import Prompt, encode
-from outrider.build import full_dtype
+from outrider.build import full_dtype, tree_makers
 from outrider.check import check_target
 from outrider.engine import Engine
 from outrider.errors import OutriderError
@@ -77,7 +77,7 @@ class Pair:
         if wide:
             checkpoint, bits = widen(checkpoint, bits), 16
         self.dtype, self.device = checkpoint.dtype, checkpoint.device
-        self.trees = False  # whether the proposer has ever made a tree that is no chain
+        self.trees = bool(tree_makers(proposer))  # whether it makes them, by its name or as it has been seen to
         self.on_done: Callable[[], None] = lambda: None  # called at the end of every completion
         self._spec, self._context = proposer, max(map(len, self.prompts)) + room
         if self._context > checkpoint.context:

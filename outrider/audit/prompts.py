@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from outrider.errors import OutriderError
-from outrider.prompts import Line, chat_tokens, is_turn, read_lines
+from outrider.llm import text_tokens
+from outrider.prompts import Line, chat_text, is_turn, read_lines
 
 Prompt = str | Sequence[Mapping[str, str]]
 _FORM = '{"prompt": "..."} or {"messages": [...]}'
@@ -37,14 +38,14 @@ def read_prompts(path: str | None) -> tuple[Prompt, ...]:
 def encode(tokenizer: Any, prompt: Prompt) -> tuple[int, ...]:
     """A prompt's tokens: plain text as it is, messages under the model's chat template."""
     if isinstance(prompt, str):
-        tokens = tokenizer.encode(prompt)
+        tokens = text_tokens(tokenizer, prompt)
     elif getattr(tokenizer, "chat_template", None) is None:
         raise OutriderError("this model has no chat template; give prompts as plain text, in the field prompt")
     else:
-        tokens = chat_tokens(tokenizer, prompt)
+        tokens = text_tokens(tokenizer, chat_text(tokenizer, prompt, asks=True), special=False)
     if not tokens:
         raise OutriderError("a prompt is empty; give at least one token")
-    return tuple(tokens)
+    return tokens
 
 
 def _parse(line: Line) -> Prompt:

@@ -68,7 +68,7 @@ def run_audit(
     """
     _check(k=k, samples=samples, tokens=tokens)
     use_threads(threads)
-    began, spec = perf_counter(), proposer or default_proposer(target)
+    began, spec = perf_counter(), default_proposer(target) if proposer is None else proposer
     task = _Task(
         target=str(model_folder(target)),
         proposer=spec,
@@ -154,5 +154,5 @@ class _Task:
 
 def _check(*, k: int, samples: int, tokens: int) -> None:
     for name, value, least in (("k", k, 1), ("samples", samples, _FEWEST), ("tokens", tokens, 2)):
-        if value < least:
-            raise OutriderError(f"{name} is {value}; an audit needs at least {least}")
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise OutriderError(f"{name} is {value!r}; an audit needs a whole number, at least {least}")
