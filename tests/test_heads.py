@@ -18,11 +18,12 @@ from outrider.heads.follow_target import FollowTarget, NativeFollowTarget
 from outrider.heads.mask_target import MaskTarget, NativeMaskTarget
 from outrider.heads.runners import make_head_target
 from outrider.heads.store import make_module, read_head, write_head
-from outrider.heads.taps import normed
+from outrider.heads.taps import NoCache, normed
 from outrider.llm import LLM
 from outrider.load import load_checkpoint
 from outrider.noise import inverse_cdf
 from outrider.params import SamplingParams
+from outrider.plan import FixedPlanner
 from outrider.propose.heads import HeadProposer, HeadTreeProposer
 from outrider.proposers import draft_model
 from outrider.target import Drawer, grow_by_scores, make_target
@@ -71,6 +72,34 @@ def test_the_text_is_the_targets_own(kind, temperature, make, tmp_path):
     torch.manual_seed(1)
     write_head(tmp_path / "head", make_module(described(kind, MINI)), dtype=torch.float32)
     check_text(tmp_path / "head", make, temperature=temperature, k=3)
+
+
+@pytest.mark.parametrize("make", [HeadProposer, HeadTreeProposer])
+@pytest.mark.parametrize("kind", EVERY)
+def test_states_do_not_pile_up_while_nobody_drafts(kind, make, tmp_path, monkeypatch):
+    """And what is guessed when somebody does is the same."""
+    torch.manual_seed(1)
+    write_head(tmp_path / "head", make_module(described(kind, MINI)), dtype=torch.float32)
+    spec, lives = f"{'draft' if make is HeadProposer else 'tree'}:{tmp_path / 'head'}", []
+    for pile in (10**6, 16):
+        monkeypatch.setattr("outrider.propose.heads._PILE", pile)
+        monkeypatch.setattr("outrider.propose.heads._PIECE", 24)
+        llm, guesses = LLM(proposer=spec, dtype="float32", rows=2, context=256, chunk=32, k=0), []
+        for prompt in (list(range(100, 190)), list(range(300, 305))):
+            llm.submit(prompt, SamplingParams(max_tokens=28, ignore_eos=True))
+        for _ in range(20):
+            llm.engine.step()
+        held = max(sum(len(states) for _, states in each) for each in llm.house.proposer.model._taps._kept.values())
+        llm.engine._planner = FixedPlanner(3)
+        llm.engine.watch = lambda round, guesses=guesses: guesses.append(round.draft.listed())
+        while llm.engine.busy():
+            llm.engine.step()
+        lives.append((guesses, held))
+    (free, most), (bounded, least) = lives
+    assert bounded == free
+    assert max(map(len, free[0])) > 0
+    assert most == 1 if isinstance(llm.house.proposer.model.cache, NoCache) else most > 90
+    assert least <= 16
 
 
 @pytest.mark.parametrize("kind", EVERY)

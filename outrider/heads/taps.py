@@ -18,11 +18,13 @@ _PILE = 64  # rounds that may pass before their states are made one piece
 class Taps:
     """What was tapped of the target's pass, by slot and place in the text, until it is read.
 
-    While nobody drafts, states only pile up; so to keep a round's costs next to nothing.
+    While nobody drafts, states only pile up; so to keep a round's costs next to nothing. How high they are is told by
+    `piled`, for those who read them before they are too many.
     """
 
     def __init__(self, description: Description, tables: Tables) -> None:
         self._description, self._tables = description, tables
+        self.brief = False  # whether the states of the last round are all that will be asked for
         self._kept: dict[int, list[tuple[int, torch.Tensor]]] = {}  # by slot: places, states [n, taps, H] from there
 
     def admit(self, slot: int) -> None:
@@ -33,6 +35,8 @@ class Taps:
         layers = self._description.taps.layers
         for b, (row, path) in enumerate(zip(round.batch.rows, round.path, strict=True)):
             kept = self._kept[row.slot]
+            if self.brief:
+                kept.clear()
             kept.append((round.batch.start[b], round.scores.states(layers, b, path)))
             if len(kept) >= _PILE:  # what is kept may be a view, and hold on to other rows' states
                 kept[:] = [(kept[0][0], torch.cat([states for _, states in kept]))]
@@ -63,6 +67,13 @@ class Taps:
         kept = self._kept[slot]
         while len(kept) > 1 and kept[0][0] + len(kept[0][1]) <= before:
             del kept[0]
+        if kept and (gone := min(before - kept[0][0], len(kept[0][1]))) >= _PILE:  # of what was made one piece
+            place, states = kept[0]
+            kept[0] = place + gone, states[gone:].clone()
+
+    def piled(self, slot: int) -> int:
+        """Places whose states wait to be read; none where only the last ever is."""
+        return 0 if self.brief else sum(len(states) for _, states in self._kept.get(slot, ()))
 
     def bytes(self) -> int:
         return sum(states.nbytes for kept in self._kept.values() for _, states in kept)
@@ -116,7 +127,7 @@ class NoCache(Roomy):
     """Where nothing is kept of a text but the state before its end."""
 
     def __init__(self, taps: Taps) -> None:
-        self._taps = taps
+        self._taps, taps.brief = taps, True
         self._length: dict[int, int] = {}
 
     def admit(self, slot: int, tokens: Sequence[int], scope: str | None = None) -> int:

@@ -31,6 +31,9 @@ class HeadTarget(Target, Protocol):
     def note(self, round: Round) -> None:
         """Take the states of what was fed and kept, before the round is committed."""
 
+    def piled(self, slot: int) -> int:
+        """Places of a row's text whose states were taken and have not been read."""
+
     def pretend(self, slot: int, start: int, count: int) -> None:
         """Take zeros for the states at `count` places from `start` on, so that passes can be timed without a target."""
 
@@ -52,6 +55,9 @@ class HeadRunner:
 
     def note(self, round: Round) -> None:
         self._taps.note(round)
+
+    def piled(self, slot: int) -> int:
+        return self._taps.piled(slot)
 
     def pretend(self, slot: int, start: int, count: int) -> None:
         self._taps.pretend(slot, start, count)

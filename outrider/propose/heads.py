@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from outrider import tree
+from outrider.cache.base import fitting
 from outrider.heads.target import HeadTarget
 from outrider.propose.base import Setup
 from outrider.propose.model import ModelProposer
 from outrider.propose.model_tree import TreeProposer
-from outrider.types import Batch, Needs, Round
+from outrider.types import Batch, Draft, Needs, Round
+
+_PILE = 1024  # states of a text that wait for the draft before it reads them although nobody asks for guesses
+_PIECE = 512  # of them are read in one round at most
 
 
 class HeadProposer(ModelProposer):
@@ -18,6 +23,10 @@ class HeadProposer(ModelProposer):
         super().__init__(setup, head)
         self._head = head
         self.needs = Needs(layers=head.description.taps.layers)
+
+    def propose(self, batch: Batch) -> Draft:
+        relieve(self._head, batch)
+        return super().propose(batch)
 
     def commit(self, round: Round) -> None:
         self._head.note(round)
@@ -35,12 +44,42 @@ class HeadTreeProposer(TreeProposer):
         self._head = head
         self.needs = Needs(layers=head.description.taps.layers)
 
+    def propose(self, batch: Batch) -> Draft:
+        relieve(self._head, batch)
+        return super().propose(batch)
+
     def commit(self, round: Round) -> None:
         self._head.note(round)
         super().commit(round)
 
     def _catch_up(self, batch: Batch) -> tuple[Batch | None, list[int]]:
         return super()._catch_up(within(batch, self._head, max(batch.budget)))
+
+
+def relieve(head: HeadTarget, batch: Batch) -> None:
+    """Let the draft read what has piled up of texts that it is not asked to go on with.
+
+    A state takes as much memory as the target's own cache for a token or two, and the caches' share of memory does not
+    count it. What is made of it does have its place there.
+    """
+    left, due = _PIECE, list[tuple[int, int, int]]()
+    for b, row in enumerate(batch.rows):
+        start = head.cache.length(row.slot)
+        stop = min(batch.start[b], start + left)  # the target has read as far, and the next feed is left to guess from
+        if start < stop <= head.context and not batch.budget[b] and head.piled(row.slot) >= _PILE:
+            due.append((b, start, stop))
+            left -= stop - start
+    able = fitting(head.cache, {}, {batch.rows[b].slot: stop for b, _, stop in due})
+    due = [each for each in due if batch.rows[each[0]].slot in able]
+    if due:
+        ours = Batch(
+            rows=tuple(batch.rows[b] for b, _, _ in due),
+            start=tuple(start for _, start, _ in due),
+            feed=tuple(tuple(batch.rows[b].text[start:stop]) for b, start, stop in due),
+            budget=(0,) * len(due),
+        )
+        none = tree.empty(len(due), head.device)
+        head.cache.commit(tree.kept(ours, none, head.score(ours, none)))
 
 
 def within(batch: Batch, head: HeadTarget, reach: int) -> Batch:
