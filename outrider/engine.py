@@ -231,7 +231,9 @@ class Engine:
     def _check(self, batch: Batch, draft: Draft) -> None:
         check_budget(batch, draft)
         if not draft.chain and not self._verifier.trees:
-            raise OutriderError(f"verifier {self._verifier.name} takes chains only; use siblings, traversal or walk")
+            raise OutriderError(
+                f"verifier {self._verifier.name} takes chains only; use walk, coupled, siblings or traversal"
+            )
 
     def _knobs_of(self, batch: Batch) -> Knobs:
         if self._knobs is None or self._knobs.rows != batch.rows:

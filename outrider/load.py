@@ -123,20 +123,22 @@ def _check_family(config: Any) -> bool:
     text = config.get_text_config(decoder=True)
     types = set(getattr(text, "layer_types", None) or ())
     if odd := sorted(types - _MEMORIES):
-        raise UnsupportedModel(f"{kind}: layers of type {', '.join(odd)} are not handled yet")
+        raise _unsupported(kind, f"layers of type {', '.join(odd)} are not handled yet")
     classes = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     family = classes[0] if isinstance(classes, tuple) else classes
     if not getattr(family, "_supports_attention_backend", False):
-        raise UnsupportedModel(f"{kind}: its attention cannot be replaced in transformers, so no tree can be scored")
+        raise _unsupported(kind, "its attention cannot be replaced in transformers, so no tree can be scored")
     if kind in _FORGETFUL:
-        raise UnsupportedModel(f"{kind}: its cache in transformers forgets by another window than its mask's")
+        raise _unsupported(kind, "its cache in transformers forgets by another window than its mask's")
     if getattr(text, "attn_temperature_tuning", False):
-        raise UnsupportedModel(
-            f"{kind}: its attention counts positions by itself, and so wrongly where texts are packed"
-        )
+        raise _unsupported(kind, "its attention counts positions by itself, and so wrongly where texts are packed")
     if any("dynamic" in rope.get("rope_type", "") for rope in _ropes(config)):
-        raise UnsupportedModel(f"{kind}: dynamic rotary scaling changes keys that are already cached")
+        raise _unsupported(kind, "dynamic rotary scaling changes keys that are already cached")
     return False
+
+
+def _unsupported(kind: str, reason: str) -> UnsupportedModel:
+    return UnsupportedModel(f"{kind}: {reason}; use another model, or this one with transformers' own generate")
 
 
 def _read_model(path: Path, config: Any, dtype: torch.dtype, recurrent: bool) -> Any:

@@ -311,7 +311,7 @@ def test_prompts_are_texts_or_messages(tmp_path, pair):
     [
         ("", "holds no prompts"),
         ('{"prompt": "a"}\n{broken', ":2: not JSON"),
-        ('{"text": "a"}', ":1: neither"),
+        ('{"text": "a"}', ":1: neither .*; give one of them"),
         ('{"prompt": ""}', ":1: neither"),
         ('{"messages": [{"role": "user"}]}', ":1: neither"),
     ],

@@ -54,4 +54,6 @@ def _parse(line: Line) -> Prompt:
         return prompt
     if isinstance(prompt, list) and prompt and all(map(is_turn, prompt)):
         return tuple(prompt)
-    raise OutriderError(f"{line.where}: neither a prompt (a text) nor messages (objects with role and content)")
+    raise OutriderError(
+        f"{line.where}: neither a prompt (a text) nor messages (objects with role and content); give one of them"
+    )
