@@ -8,7 +8,6 @@ import os
 import sys
 from dataclasses import asdict, replace
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer

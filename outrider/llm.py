@@ -23,7 +23,7 @@ from outrider.noise import mix_int
 from outrider.params import AUTO, SamplingParams
 from outrider.plan import Planner
 from outrider.plan_file import check_plan, restored
-from outrider.prompts import chat_text
+from outrider.prompts import chat_tokens, text_tokens
 from outrider.proposers import Maker
 from outrider.stats import Stats
 from outrider.tempo import Tempo
@@ -167,7 +167,7 @@ class LLM:
         if not isinstance(messages, Sequence) or not all(isinstance(message, Mapping) for message in messages):
             raise OutriderError('a conversation is a list of messages, such as [{"role": "user", "content": "..."}]')
         tokenizer = self._house.tokenizer
-        return text_tokens(tokenizer, chat_text(tokenizer, messages, asks=True, tools=tools), special=False)
+        return chat_tokens(tokenizer, messages, tools=tools)
 
     def generate(
         self,
@@ -330,21 +330,6 @@ def _choice(what: str, name: str | None, known: Sequence[str]) -> int | None:
 
 def _grammars(house: House) -> Grammars:
     return Grammars(house.tokenizer, vocab=house.vocab, end_ids=sorted(house.end_ids))
-
-
-def text_tokens(tokenizer: Any, text: str, *, special: bool = True) -> tuple[int, ...]:
-    """A text's tokens; with `special` those too that the tokenizer puts around it of its own accord.
-
-    Raises:
-        OutriderError: it holds half of a surrogate pair, which no text does.
-    """
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise OutriderError(
-            f"the text holds half of a surrogate pair, {text[error.start]!a} at character {error.start}; leave it out"
-        ) from None
-    return tuple(tokenizer.encode(text, add_special_tokens=special))
 
 
 def _checked(params: SamplingParams | None) -> SamplingParams:

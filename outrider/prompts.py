@@ -133,7 +133,22 @@ def chat_tokens(
     tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> tuple[int, ...]:
     """The tokens of `chat_text`, which has all special ones in it already."""
-    return tuple(tokenizer.encode(chat_text(tokenizer, messages, asks=asks, tools=tools), add_special_tokens=False))
+    return text_tokens(tokenizer, chat_text(tokenizer, messages, asks=asks, tools=tools), special=False)
+
+
+def text_tokens(tokenizer: Any, text: str, *, special: bool = True) -> tuple[int, ...]:
+    """A text's tokens; with `special` those too that the tokenizer puts around it of its own accord.
+
+    Raises:
+        OutriderError: it holds half of a surrogate pair, which no text does.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise OutriderError(
+            f"the text holds half of a surrogate pair, {text[error.start]!a} at character {error.start}; leave it out"
+        ) from None
+    return tuple(tokenizer.encode(text, add_special_tokens=special))
 
 
 def by_category(prompts: Sequence[Prompt]) -> dict[str, list[Prompt]]:

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from outrider.errors import OutriderError
-from outrider.llm import text_tokens
-from outrider.prompts import Line, chat_text, is_turn, read_lines
+from outrider.prompts import Line, chat_tokens, is_turn, read_lines, text_tokens
 
 Prompt = str | Sequence[Mapping[str, str]]
 _FORM = '{"prompt": "..."} or {"messages": [...]}'
@@ -42,7 +41,7 @@ def encode(tokenizer: Any, prompt: Prompt) -> tuple[int, ...]:
     elif getattr(tokenizer, "chat_template", None) is None:
         raise OutriderError("this model has no chat template; give prompts as plain text, in the field prompt")
     else:
-        tokens = text_tokens(tokenizer, chat_text(tokenizer, prompt, asks=True), special=False)
+        tokens = chat_tokens(tokenizer, prompt)
     if not tokens:
         raise OutriderError("a prompt is empty; give at least one token")
     return tokens
