@@ -25,6 +25,7 @@ from outrider.train.kinds import KINDS
 from outrider.train.losses import LOSSES, Laws, parse, shortfall
 from outrider.train.pupil import make_pupil
 from outrider.train.settings import DRAFT, Settings
+from outrider.train.steps import Step
 from outrider.train.trainer import Sums, Trainer, rate
 from tests import houses, lessons, tiny
 from tests.lessons import NANO, Still, cut, make_sample, make_settings, make_setup, make_texts, spread, watched
@@ -125,7 +126,7 @@ def _shortfall_by_hand(alphas):
 def test_shortfall_is_the_expected_number_of_lost_guesses():
     alphas = torch.rand(4, 3, generator=torch.Generator().manual_seed(1)).requires_grad_()
     here = torch.tensor([[1, 1, 0], [1, 1, 0], [1, 0, 0], [1, 0, 0]], dtype=torch.bool)
-    found = shortfall(alphas, here)
+    found = shortfall(alphas, here, [1.0] * 4)
     columns = [alphas[:, c][here[:, c]].tolist() for c in range(3)]
     assert found.tolist() == pytest.approx([_shortfall_by_hand(column) for column in columns], abs=1e-6)
     found.sum().backward()
@@ -134,7 +135,7 @@ def test_shortfall_is_the_expected_number_of_lost_guesses():
 
 def test_shortfall_has_a_slope_where_a_guess_is_sure_to_be_lost():
     alphas = torch.tensor([[1.0], [0.0], [0.5]], requires_grad=True)
-    shortfall(alphas, torch.ones(3, 1, dtype=torch.bool)).sum().backward()
+    shortfall(alphas, torch.ones(3, 1, dtype=torch.bool), [1.0] * 3).sum().backward()
     assert alphas.grad.flatten().tolist() == pytest.approx([-1.0, -1.5, 0.0])
 
 
@@ -236,6 +237,34 @@ def test_parts_and_padding_change_nothing(kind, nano):
     for other_loss, other in others:
         assert other_loss == pytest.approx(loss, rel=1e-3)
         assert torch.nn.functional.cosine_similarity(slope, other, dim=0) > 0.999
+
+
+class _Some(Still):
+    """Of three chains of equal guesses one goes on, for all of them."""
+
+    def __init__(self, going):
+        super().__init__(2, 11)
+        self._going = torch.tensor(going)
+
+    def unroll(self, texts, steps):
+        yield next(super().unroll(texts, 1))
+        count = int(self._going.sum())
+        law = texts.laws[:1].expand(count, -1)
+        logits = self.module.weight[1].expand(count, -1)
+        yield Step(logits=logits, target=law, learn=self._going[None], weight=3 / count)
+
+
+@pytest.mark.parametrize("text", ["ce", "length", "tv:0.5,length:2"])
+def test_chains_that_go_on_stand_for_those_that_do_not(text):
+    texts = make_texts(lengths=(3,), vocab=11)
+    texts = replace(texts, laws=texts.laws[:1].expand(3, -1))
+    found = []
+    for going in ([True, True, True], [False, True, False]):
+        trainer = Trainer(_Some(going), losses=parse(text), steps=2, decay=0.8, lr=1e-3)
+        slopes = watched(trainer)
+        found.append((trainer.train([texts], progress=0.5).loss, slopes[0]))
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-5)
+    assert torch.allclose(found[0][1], found[1][1], atol=1e-6)
 
 
 def test_a_step_without_anything_to_learn_changes_nothing():
@@ -399,6 +428,10 @@ def test_settings_that_cannot_be():
         ({"lr": 0.0}, "use an lr in"),
         ({"decay": 1.5}, "a decay in"),
         ({"cache_gb": 3.0}, "with --cache DIR"),
+        ({"seed": 1 << 64}, "--seed is 18446744073709551616; use a number"),
+        ({"steps": 10**9}, "--steps is 1000000000; use 256 at most"),
+        ({"modules": 10**9}, "--modules is 1000000000; use 256 at most"),
+        ({"ffn": 10**15}, "use 1048576 at most"),
         ({"cache": "x", "cache_gb": 0.0}, "above 0"),
     ):
         with pytest.raises(OutriderError, match=message):

@@ -7,7 +7,7 @@ cannot guess is lost to it: p is not rescaled there, so alpha is what the engine
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
@@ -91,15 +91,17 @@ LOSSES: Mapping[str, Callable[[Laws], torch.Tensor]] = MappingProxyType(
 LENGTH = "length"  # of all steps together
 
 
-def shortfall(alphas: torch.Tensor, here: torch.Tensor) -> torch.Tensor:
+def shortfall(alphas: torch.Tensor, here: torch.Tensor, weights: Sequence[float]) -> torch.Tensor:
     """[*] guesses of each chain that are expected to be lost: S - sum_j prod_(i <= j) alpha_i (Bebop, 2606.12370).
 
     Args:
         alphas: [S, *] of the chain's guesses behind each column.
         here: [S, *] where there is such a guess, and all before it.
+        weights: [S] of such a guess, which may stand for those of columns that do not go on so far.
     """
     chance = torch.where(here, alphas, 1.0).cumprod(0) * here
-    return here.sum(0) - chance.sum(0)
+    lost = here.float() - chance  # and no product of matrices, which would be in bfloat16
+    return torch.stack([weight * each for weight, each in zip(weights, lost, strict=True)]).sum(0)
 
 
 def parse(text: str) -> dict[str, float]:

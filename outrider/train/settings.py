@@ -12,6 +12,7 @@ from outrider.errors import OutriderError
 
 DRAFT = "draft"  # the kind that is no head, but a small model
 _LONGEST, _GUESSER = 256, "suffix:100000"  # tokens of an answer; who guesses meanwhile
+_FAR, _WIDE, _SEEDS = 256, 1 << 20, 1 << 62  # at most: guesses or layers, a width, seeds
 _WHAT, _DATA, _HOW, _OUT = "Draft", "Data", "Training", "Output"
 _APART = frozenset(  # places, whose contents count instead; and what changes nothing of the weights that come out
     {
@@ -205,12 +206,22 @@ class Settings:
             raise OutriderError("train needs prompts; add --data FILE with JSON lines that hold a prompt")
         if (self.lr is not None and not 0 < self.lr < 1) or not 0 < self.decay <= 1:
             raise OutriderError(f"lr is {self.lr} and decay {self.decay}; use an lr in (0, 1) and a decay in (0, 1]")
+        self._check_sizes()
         if not self.later:
             raise OutriderError("later is 0, and no guess after the first would be trained; use --steps 1 for that")
         if self.cache_gb is not None and (self.cache is None or not self.cache_gb > 0):
             raise OutriderError("--cache-gb bounds a cache; use it above 0 and with --cache DIR")
         if self.with_target is not None:
             self._check_given(self.with_target)
+
+    def _check_sizes(self) -> None:
+        """Nothing is begun that no machine could hold or finish."""
+        far = {"steps": self.steps or 0, "depth": self.depth, "guesses": self.guesses, "modules": self.modules}
+        for name, size, most in (*((name, size, _FAR) for name, size in far.items()), ("ffn", self.ffn, _WIDE)):
+            if size > most:
+                raise OutriderError(f"--{name} is {size}; use {most} at most")
+        if not -_SEEDS <= self.seed < _SEEDS:
+            raise OutriderError(f"--seed is {self.seed}; use a number of fewer than 19 digits")
 
     def _check_given(self, weight: float) -> None:
         """Nothing is answered where texts are the data's own."""

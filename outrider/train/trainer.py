@@ -96,6 +96,7 @@ class Trainer:
         lost, beside = torch.zeros((), device=self._device), torch.zeros((), device=self._device)
         alphas: list[torch.Tensor] = []
         heres: list[torch.Tensor] = []
+        shares: list[float] = []
         for position, step in enumerate(self.pupil.unroll(texts, self._steps)):
             learn, weight = step.learn, step.weight * self._decay**position
             losses, alpha = judged(step.logits, step.target, self._losses)
@@ -110,11 +111,12 @@ class Trainer:
             if LENGTH in self._losses:
                 alphas.append(torch.zeros(learn.shape, device=self._device).masked_scatter(learn, alpha))
                 heres.append(learn)
+                shares.append(step.weight)
             if self.step % _WATCH == 0:
                 sums.see(position, alpha.detach())
         weights = sum(self._decay**position for position in range(self._steps))
         lost = lost / weights + beside
-        return lost + self._losses[LENGTH] * _shortfall(alphas, heres) if alphas else lost
+        return lost + self._losses[LENGTH] * _shortfall(alphas, heres, shares) if alphas else lost
 
     def _gather(self, sums: Sums) -> None:
         """Make of sums over columns means over those of all processes."""
@@ -187,9 +189,9 @@ def rate(progress: float) -> float:
     return _LAST + (1 - _LAST) * (1 + math.cos(math.pi * min(fall, 1.0))) / 2
 
 
-def _shortfall(alphas: list[torch.Tensor], learn: list[torch.Tensor]) -> torch.Tensor:
+def _shortfall(alphas: list[torch.Tensor], learn: list[torch.Tensor], weights: list[float]) -> torch.Tensor:
     """Summed over chains, from what is known [B, C] of each guess in a row; later ones reach fewer columns."""
     size = learn[0].shape[1]
     wide = [functional.pad(alpha, (0, size - alpha.shape[1])) for alpha in alphas]
     here = [functional.pad(each, (0, size - each.shape[1])) for each in learn]
-    return shortfall(torch.stack(wide), torch.stack(here).cumprod(0).bool()).sum()
+    return shortfall(torch.stack(wide), torch.stack(here).cumprod(0).bool(), weights).sum()
