@@ -128,6 +128,21 @@ def test_a_training_that_was_stopped_ends_in_the_same_weights(kind, other, data,
     assert [line["loss"] for line in mine] == [line["loss"] for line in theirs]
 
 
+def test_what_is_drawn_follows_from_the_wave_alone(data, tmp_path, monkeypatch):
+    """A saved state holds the luck of one process; each of several must find its own again."""
+    settings = [_settings(data, tmp_path / name, later=0.5) for name in "ab"]
+    Training("dflash", settings[0]).run(QUIET)
+    run = Training._run_wave
+
+    def unlucky(self):
+        torch.rand(self._wave + 5)
+        return run(self)
+
+    monkeypatch.setattr(Training, "_run_wave", unlucky)
+    Training("dflash", settings[1]).run(QUIET)
+    assert _same(tmp_path / "a", tmp_path / "b")
+
+
 @pytest.mark.heavy
 def test_a_training_that_was_killed_ends_in_the_same_weights(data, whole, tmp_path):
     words = "--batch 2 --waves 2 --epochs 2 --answer-tokens 8 --k 2 --check-every 0 --rows 4 --threads 1"

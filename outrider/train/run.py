@@ -17,6 +17,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from outrider import machine
 from outrider.embedded import model_folder
 from outrider.errors import OutriderError
+from outrider.noise import mix_int
 from outrider.plan_file import model_print
 from outrider.prompts import Prompt
 from outrider.train.answers import Author, Manner
@@ -116,6 +117,8 @@ class Training:
     def _run_wave(self) -> tuple[list[Sums], dict[str, float]]:
         """Answers and steps; and the seconds that each took."""
         settings, began = self._settings, perf_counter()
+        # What each process draws follows from the wave, as a saved state holds the luck of one process alone.
+        torch.manual_seed(mix_int(mix_int(settings.seed, self._wave + 1), rank()))
         samples = self._course.samples(self._wave)
         answered = perf_counter()
         out = []
