@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from dataclasses import replace
 
 import pytest
@@ -207,6 +208,14 @@ def _forget(_, tensors):
     tensors["t2d"][:] = False
 
 
+def _scaled(**values):
+    return lambda config, _: config.update(rope_scaling={"rope_type": "yarn", "factor": 4.0, **values})
+
+
+def _reshape(name, shape):
+    return lambda _, tensors: tensors.update({name: tensors[name].flatten()[: math.prod(shape)].reshape(shape)})
+
+
 def _break(_, tensors):
     tensors["fc.weight"][0, 0] = torch.nan
 
@@ -233,6 +242,21 @@ BAD = {
     "window": ("eagle", _set("use_sliding_window", True), "a sliding window"),
     "bare state": ("eagle3", _set("eagle_config", {"use_aux_hidden_state": False}), "reads one state"),
     "quantised": ("eagle", lambda _, t: t.update({"fc.weight": t["fc.weight"].to(torch.float8_e4m3fn)}), "quantised"),
+    "packed": (
+        "eagle",
+        lambda _, t: t.update({"fc.weight": t["fc.weight"].int()}),
+        "project.weight is stored as torch",
+    ),
+    "huge": ("eagle3", _set("intermediate_size", 10**30), "has sizes of 64, 4, 2, 16, 1000"),
+    "tokens": ("legacy medusa", _set("vocab_size", 10**12), "has a vocabulary of 1000000000000 tokens"),
+    "epsilon": ("eagle3", _set("rms_norm_eps", math.nan), "norms with an epsilon of nan"),
+    "theta": ("eagle3", _set("rope_theta", math.nan), "no rotary positions that could be"),
+    "factor": ("eagle3", _scaled(factor=math.nan), "no rotary positions that could be"),
+    "no context": ("eagle3", _scaled(original_max_position_embeddings=0), "no rotary positions that could be"),
+    "point": ("eagle3", _reshape("lm_head.weight", ()), r"lm_head.weight has shape \(\) and so holds no weights"),
+    "nothing": ("medusa", _reshape("0.0.linear.weight", (0, 64)), r"shape \(0, 64\) and so holds no weights"),
+    "rows": ("medusa of some tokens", _reshape("lm_head.weight", (39, 64)), "has 39 rows, for 40 of 96 tokens"),
+    "row": ("dspark with tables", _reshape("markov_head.markov_w1.weight", (96,)), "markov_in.weight has shape"),
     "latent": ("deepseek", _add("model.layers.8.self_attn.kv_a_proj_with_mqa.weight", 2), r"kv_a_proj.*\(MLA\)"),
     "too few modules": ("three modules", _set("num_nextn_predict_layers", 4), "is 4, and 3 modules are there"),
     "other tables": (
@@ -418,9 +442,13 @@ def test_damaged_files_are_refused(tmp_path):
     (tmp_path / "b" / "medusa_lm_head.pt").write_bytes(b"no archive")
     with pytest.raises(OutriderError, match="is damaged, or holds something else than named tensors"):
         checked(tmp_path / "b", None)
-    torch.save({"a": 1}, tmp_path / "b" / "medusa_lm_head.pt")
-    with pytest.raises(OutriderError, match="something else than named tensors"):
-        checked(tmp_path / "b", None)
+    for found in ({"a": 1}, {"a": torch.eye(3).to_sparse()}, {"a": torch.eye(3, device="meta")}):
+        torch.save(found, tmp_path / "b" / "medusa_lm_head.pt")
+        with pytest.raises(OutriderError, match="something else than named tensors"):
+            checked(tmp_path / "b", None)
+    (tmp_path / "a" / "model.safetensors.index.json").write_text('{"weight_map": null}')
+    with pytest.raises(OutriderError, match=r"index.json cannot be read .* copy the checkpoint again"):
+        checked(tmp_path / "a", None)
     with pytest.raises(OutriderError, match="is not a folder"):
         checked(tmp_path / "nowhere", None)
     with pytest.raises(OutriderError, match="holds no trained draft in a known format"):

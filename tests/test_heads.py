@@ -17,7 +17,7 @@ from outrider.heads.description import Description, Kind, Recycle, View
 from outrider.heads.follow_target import FollowTarget, NativeFollowTarget
 from outrider.heads.mask_target import MaskTarget, NativeMaskTarget
 from outrider.heads.runners import make_head_target
-from outrider.heads.store import make_module, read_head, write_head
+from outrider.heads.store import KEY, make_module, read_head, write_head
 from outrider.heads.taps import NoCache, normed
 from outrider.llm import LLM
 from outrider.load import load_checkpoint
@@ -246,11 +246,22 @@ def test_some_places_train_what_all_of_them_would(kind):
             assert torch.allclose(ours[step.learn], theirs[step.learn], atol=1e-5)
 
 
+def _rewrite(folder, name, value):
+    config = json.loads((folder / "config.json").read_text())
+    config[KEY][name] = value
+    (folder / "config.json").write_text(json.dumps(config))
+
+
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
         (lambda folder: (folder / "model.safetensors").write_bytes(b"xx"), "cannot be read"),
         (lambda folder: (folder / "config.json").write_text("{}"), "holds no trained draft"),
+        (lambda folder: (folder / "config.json").write_text("[" * 100_000), "cannot be read"),
+        (lambda folder: _rewrite(folder, "taps", {"layers": ["3"], "final": True}), "layers is '3'"),
+        (lambda folder: _rewrite(folder, "taps", {"layers": [-1, 3]}), "names no layer of the target to read"),
+        (lambda folder: _rewrite(folder, "modules", 10**9), "has 1000000000 guesses"),
+        (lambda folder: _rewrite(folder, "vocab", 10**15), "has a vocabulary of 1000000000000000 tokens"),
     ],
 )
 def test_damaged_files_are_refused(spoil, message, tmp_path):

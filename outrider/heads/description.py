@@ -7,6 +7,7 @@ choices has a field here, and importers translate.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
 from enum import StrEnum
@@ -14,6 +15,8 @@ from types import MappingProxyType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from outrider.errors import OutriderError
+
+_MANY, _WIDE, _TOKENS = 1024, 1 << 20, 1 << 24  # layers or guesses, numbers of a width, and tokens, at most
 
 
 class Kind(StrEnum):
@@ -231,7 +234,7 @@ class Description:
 def _check(it: Description) -> None:
     last = max(it.taps.layers, default=-1)
     problems = {
-        "names no layer of the target to read": last < 0,
+        "names no layer of the target to read": min(it.taps.layers, default=-1) < 0,
         f"reads layer {last} of a target with {it.target_layers}": last >= it.target_layers,
         f"guesses {it.draft_vocab} of {it.vocab} tokens": not 0 <= it.draft_vocab <= it.vocab,
         "has both decoder layers and independent heads, or neither": (it.body is None) == (it.stack is None),
@@ -247,12 +250,37 @@ def _check(it: Description) -> None:
         f"has {it.modules} modules": it.modules < 1,
         f"has {it.modules} modules, and is of a kind with one": it.modules > 1 and it.kind is not Kind.MTP,
         "guesses behind masks and has none": it.kind is Kind.PEAGLE and it.masks is None,
+        f"has a vocabulary of {it.vocab} tokens": not 0 < it.vocab <= _TOKENS,
+        f"belongs to a target {it.target_hidden} wide": not 0 < it.target_hidden <= _WIDE,
+        f"has {it.reach} guesses": it.reach > _MANY,
+        **(_body_problems(it.body) if it.body else {}),
+        **(_stack_problems(it.stack) if it.stack else {}),
         **(_block_problems(it, it.block) if it.block else {}),
         **(_view_problems(it) if it.views else {}),
         **(_mask_problems(it, it.masks) if it.masks else {}),
     }
     if found := [text for text, wrong in problems.items() if wrong]:
         raise OutriderError(f"a draft of kind {it.kind} {found[0]}; its checkpoint is damaged or of another format")
+
+
+def _body_problems(body: Body) -> dict[str, bool]:
+    sizes = body.hidden, body.heads, body.key_heads, body.dim, body.ffn
+    return {
+        f"has {body.layers} decoder layers": not 0 < body.layers <= _MANY,
+        f"has sizes of {', '.join(map(str, sizes))}": not all(0 < size <= _WIDE for size in sizes),
+        f"shares {body.key_heads} key heads unevenly among {body.heads}": body.heads % max(body.key_heads, 1) > 0,
+        f"turns heads of {body.dim} numbers in pairs": body.rotary > 0 and body.dim % 2 > 0,
+        f"norms with an epsilon of {body.epsilon}": not 0 <= body.epsilon < 1,
+        f"turns positions by a theta of {body.theta}": not 0 < body.theta < math.inf,
+    }
+
+
+def _stack_problems(stack: Stack) -> dict[str, bool]:
+    return {
+        f"has {stack.heads} heads with {stack.layers} blocks each": not (
+            0 < stack.heads <= _MANY and 0 < stack.layers <= _MANY
+        )
+    }
 
 
 def _block_problems(it: Description, block: Block) -> dict[str, bool]:
@@ -273,7 +301,7 @@ def _view_problems(it: Description) -> dict[str, bool]:
         or it.join.at is not JoinAt.PROJECTION,
         "has embeddings of its own, where it reads the target's": it.own_embedding,
         f"sees a layer of a target with {it.target_layers}": any(v.layer >= it.target_layers for v in it.views),
-        f"shares its {heads} heads unevenly": any(heads % v.key_heads for v in it.views),
+        f"shares its {heads} heads unevenly": any(v.key_heads < 1 or heads % v.key_heads for v in it.views),
     }
 
 
@@ -305,6 +333,8 @@ def _value(kind: Any, value: Any, where: str) -> Any:
         return _read(kind, value, where)
     if get_origin(kind) is tuple and is_dataclass(get_args(kind)[0]) and isinstance(value, list | tuple):
         return tuple(_read(get_args(kind)[0], each, where) for each in value)
+    if get_origin(kind) is tuple and isinstance(value, list | tuple):
+        return tuple(_value(get_args(kind)[0], each, where) for each in value)
     kind = get_origin(kind) or kind
     if not isinstance(value, _JSON.get(kind, (str,))) or (isinstance(value, bool) and kind is not bool):
         raise OutriderError(f"{where} is {value!r}; export the draft again")

@@ -23,7 +23,7 @@ _SCALES = frozenset({"embedding_multiplier", "scale_emb"})  # in configs of mode
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _WHOLE = ("model.safetensors", "medusa_lm_head.safetensors")  # where one of them lies, it is all there is
 _PICKLED = ("pytorch_model.bin", "medusa_lm_head.pt", "hydra_lm_head.pt")
-_BROKEN = (OSError, RuntimeError, EOFError, ValueError, KeyError, TypeError, SafetensorError)
+_BROKEN = (OSError, RuntimeError, EOFError, ValueError, KeyError, TypeError, AttributeError, SafetensorError)
 
 
 class Stored(Mapping[str, torch.Tensor]):
@@ -78,11 +78,16 @@ class Stored(Mapping[str, torch.Tensor]):
         if file not in self._unpickled:
             with _reading(file):
                 found = torch.load(file, map_location="cpu", weights_only=True)
-            if not isinstance(found, dict) or not all(isinstance(value, torch.Tensor) for value in found.values()):
+            if not isinstance(found, dict) or not all(map(_is_plain, found.values())):
                 raise OutriderError(f"{file} holds something else than named tensors; give the draft's weights")
             # Blocks that a training shared between layers lie in one memory here, and will be weights of their own.
             self._unpickled[file] = {str(name): value.clone() for name, value in found.items()}
         return self._unpickled[file]
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether it is a tensor whose numbers are all there."""
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_meta
 
 
 @contextmanager
@@ -106,7 +111,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise OutriderError(f"{folder} is not a folder; give the folder that holds the draft's config.json")
     try:
         found = json.loads(file.read_text("utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise OutriderError(f"{file} cannot be read ({error}); copy the checkpoint again") from error
     if not isinstance(found, dict):
         raise OutriderError(f"{file} is no JSON object; copy the checkpoint again")

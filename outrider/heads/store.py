@@ -51,7 +51,7 @@ def is_head(folder: str | Path, partner: Callable[[], Partner | None] | None = N
     path = Path(folder).expanduser()
     try:
         config = json.loads((path / "config.json").read_text("utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return False
     if not isinstance(config, dict) or KEY in config:
         return isinstance(config, dict)
@@ -119,6 +119,10 @@ def filled(description: Description, weights: Mapping[str, torch.Tensor], *, whe
     for name, shape in wanted.items():
         if given[name] != shape:
             raise OutriderError(f"{where}: {name} has shape {given[name]} where {shape} is expected")
+        if weights[name].is_floating_point() is not (name != "ids"):
+            raise OutriderError(
+                f"{where}: {name} is stored as {weights[name].dtype}, which it cannot be; copy it again"
+            )
         if weights[name].is_floating_point() and not bool(weights[name].isfinite().all()):
             raise OutriderError(f"{where}: {name} holds what is no number; training went wrong, or the file is damaged")
     ids = weights.get("ids")

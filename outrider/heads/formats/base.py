@@ -100,6 +100,8 @@ class Source:
             raise OutriderError(f"there is no tensor {name!r}; copy the draft again")
         self._open.discard(name)
         found = self._tensors[name]
+        if not found.dim() or not found.numel():
+            raise OutriderError(f"{name} has shape {tuple(found.shape)} and so holds no weights; copy the draft again")
         if found.is_floating_point() and found.dtype not in _FLOATS:
             raise OutriderError(f"{name} is stored as {found.dtype}; quantised drafts are not handled, take plain ones")
         return found

@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 from outrider.errors import OutriderError
 from outrider.heads.config import Settings
@@ -88,7 +89,7 @@ class Blocks:
                 weights[ours] = source.take(theirs)
         for i in range(body.layers):
             weights |= take_layer(source, f"layers.{i}.", f"layers.{i}.")
-        rank = weights["markov_in.weight"].shape[1] if "markov_in.weight" in weights else 0
+        rank = weights["markov_in.weight"].shape[-1] if "markov_in.weight" in weights else 0
         weights |= _judge(source, body.hidden + rank)
         block = Block(
             size=here.at("block_size").size("block_size"),
@@ -240,8 +241,10 @@ def _judge(source: Source, width: int) -> Tensors:
     if _JUDGE + "weight" not in source:
         return {}
     weight = source.take(_JUDGE + "weight")
-    wide = weight.new_zeros(1, max(width - weight.shape[1], 0))
-    return {"judge.weight": torch.cat([weight, wide], 1), "judge.bias": source.take(_JUDGE + "bias")}
+    return {
+        "judge.weight": functional.pad(weight, (0, max(width - weight.shape[-1], 0))),
+        "judge.bias": source.take(_JUDGE + "bias"),
+    }
 
 
 def _written_judge(weights: Tensors, width: int) -> tuple[Tensors, bool]:

@@ -48,7 +48,7 @@ def read_body(config: Settings, layers: int, has: Callable[[str], bool]) -> Body
         raise OutriderError(f"config.json asks for {found[0]}")
     hidden, heads = config.size("hidden_size"), config.size("num_attention_heads")
     theta, rope, rotary = read_rope(config)
-    if theta <= 1 or not 0 <= rotary <= 1 or (rope and (rope.factor <= 0 or not 0 < rope.low < rope.high)):
+    if not 1 < theta < math.inf or not 0 <= rotary <= 1 or not (rope is None or _could_be(rope)):
         raise OutriderError("config.json describes no rotary positions that could be; mend rope_theta and rope_scaling")
     return Body(
         layers=layers,
@@ -100,6 +100,14 @@ def rope_of(given: Settings, config: Settings) -> tuple[float, Rope | None, floa
         rounded=given.flag("truncate", True),
     )
     return theta, yarn, rotary
+
+
+def _could_be(rope: Rope) -> bool:
+    """Whether these numbers slow anything down."""
+    begun = 0 < rope.original < 1 << 40 or rope.scaling in (Scaling.LINEAR, Scaling.PROPORTIONAL)
+    return (
+        begun and 0 < rope.factor < math.inf and 0 < rope.low < rope.high < math.inf and abs(rope.amplitude) < math.inf
+    )
 
 
 def _amplitude(given: Settings, factor: float) -> float:

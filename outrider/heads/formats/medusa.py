@@ -105,7 +105,7 @@ class VllmMedusa:
         vocab = config.size("vocab_size")
         ids = self._ids(source, at, vocab)
         for i, table in enumerate(tables):
-            weights[f"heads.{i}.weight"] = table if ids is None else _rows(table, *ids)
+            weights[f"heads.{i}.weight"] = table if ids is None else _rows(table, *ids, vocab)
         if ids is not None:
             weights["ids"] = ids[0]
         target = source.partner
@@ -212,8 +212,10 @@ def _one_head(source: Source, at: str) -> list[str]:
     return names[:1]
 
 
-def _rows(table: torch.Tensor, ids: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+def _rows(table: torch.Tensor, ids: torch.Tensor, order: torch.Tensor, vocab: int) -> torch.Tensor:
     """Rows of what is guessed, out of a table of all tokens or of those of the map in its order."""
+    if len(table) not in (len(ids), vocab):
+        raise OutriderError(f"an output layer has {len(table)} rows, for {len(ids)} of {vocab} tokens; copy it again")
     return table[ids] if len(table) > len(ids) else table[order]
 
 
