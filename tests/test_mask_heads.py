@@ -91,6 +91,8 @@ def test_descriptions_and_weights_survive_the_disk(name, tmp_path):
 def test_what_fits_nothing_is_refused(change, message):
     with pytest.raises(OutriderError, match=message):
         replace(describe("peagle", SMALL), **change)
+    with pytest.raises(OutriderError, match="use --guesses 2 or more"):
+        describe("peagle", replace(SMALL, guesses=1))
 
 
 @pytest.mark.parametrize("name", variants())

@@ -394,6 +394,7 @@ def test_two_processes_learn_as_one_does(tmp_path):
         ("hydra", {"depth": 1}, "use 2 or more"),
         ("mtp", {"guesses": 5}, "mtp has no block; leave --guesses out"),
         ("mtp", {"mask_token": 5}, "mtp has no block; leave --mask-token out"),
+        ("mtp", {"steps": 1, "later": 0.5}, "--steps 1 trains none; leave one of them out"),
         ("dflash", {"mask_token": 12288}, "--mask-token is 12288, and the target has 12288 tokens"),
         ("eagle3", {}, "reads three layers, and this target has 2"),
         (DRAFT, {}, "name its folder with --draft DIR"),

@@ -206,6 +206,8 @@ def test_prompts_are_read(tmp_path):
         ('{"prompt": 3}', ":1: no prompt"),
         ("[1]", ":1: not a JSON object; use"),
         ('{"prompt"', ":1: not JSON"),
+        (r'{"prompt": "\ud800"}', ":1: half of a character"),
+        (r'{"messages": [{"role": "user", "content": "\udc00"}]}', ":1: half of a character"),
         ('{"messages": []}', "messages must be a list"),
         ('{"messages": [{"role": "user"}]}', "messages must be a list"),
         ("", "holds no prompts"),

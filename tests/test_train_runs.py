@@ -143,6 +143,11 @@ def test_what_is_drawn_follows_from_the_wave_alone(data, tmp_path, monkeypatch):
     assert _same(tmp_path / "a", tmp_path / "b")
 
 
+def test_no_more_rows_than_prompts_take_memory(data, tmp_path):
+    training = Training("mtp", _settings(data, tmp_path, rows=10**9))
+    assert training._room.house.target.slots == len(TEXTS)  # and one prompt more, which is kept aside
+
+
 @pytest.mark.heavy
 def test_a_training_that_was_killed_ends_in_the_same_weights(data, whole, tmp_path):
     words = "--batch 2 --waves 2 --epochs 2 --answer-tokens 8 --k 2 --check-every 0 --rows 4 --threads 1"

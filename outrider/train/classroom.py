@@ -31,8 +31,8 @@ class Classroom:
     tables: Tables  # the target's
 
 
-def make_classroom(kind: str, settings: Settings, target: Path) -> Classroom:
-    """Load the target, and make the draft.
+def make_classroom(kind: str, settings: Settings, target: Path, *, most: int) -> Classroom:
+    """Load the target, with memory for `--rows` texts or for as many as there are, `most`; and make the draft.
 
     Raises:
         OutriderError: they cannot be had, or do not fit.
@@ -62,7 +62,7 @@ def make_classroom(kind: str, settings: Settings, target: Path) -> Classroom:
         kernels="auto",
         quantize=None,
         device=device_of(settings.device),
-        rows=settings.rows,
+        rows=min(settings.rows, most),
         context=None,
         chunk=_CHUNK,
         planner=FixedPlanner(0) if settings.proposer == "none" else None,

@@ -96,6 +96,8 @@ def _eagle31(shape: Shape) -> Description:
 
 
 def _peagle(shape: Shape) -> Description:
+    if shape.guesses == 1:
+        raise OutriderError("peagle makes its guesses behind the first one with masks; use --guesses 2 or more")
     # The last token of a vocabulary is padding, kept in reserve, or as rare as any.
     masks = Masks(guesses=shape.guesses or _GUESSES, token=shape.vocab - 1)
     return replace(_eagle3(shape), kind=Kind.PEAGLE, masks=masks)

@@ -209,6 +209,9 @@ def _check(kind: str, settings: Settings, it: Description) -> None:
         and settings.steps not in (None, count),
         f"{kind} trains all guesses at every place; leave --later out": settings.later != 1
         and (heads or it.modules > 1),
+        "--later is of guesses after the first, and --steps 1 trains none; leave one of them out": settings.later != 1
+        and settings.steps == 1
+        and not count,
         f"{kind} has {heads} heads where --depth is {settings.depth}; use 2 or more": heads
         and settings.depth not in (0, heads),
     }

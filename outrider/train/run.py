@@ -64,7 +64,7 @@ class Training:
         machine.use_threads(settings.threads)
         self._heap = Heap()
         torch.manual_seed(settings.seed)
-        self._room = make_classroom(kind, settings, self._target)
+        self._room = make_classroom(kind, settings, self._target, most=max(len(texts), len(held)))
         meet(self._room.house.device)
         self._course, self._reader = self._prepare(texts)
         pupil = self._room.pupil
