@@ -18,7 +18,6 @@ from outrider.embedded import embedded, model_folder
 from outrider.engine import Engine
 from outrider.errors import OutriderError
 from outrider.load import Checkpoint, is_recurrent, load_checkpoint
-from outrider.lossy import LOSSY
 from outrider.machine import free_memory
 from outrider.native.laws import fastest_shape
 from outrider.native.rules import fastest
@@ -29,25 +28,20 @@ from outrider.propose.combine import Switch
 from outrider.propose.guard import Guarded, guarded
 from outrider.propose.one_way import OneWay
 from outrider.proposers import (
-    CHAINS,
-    COMBINATIONS,
-    DRAWN,
-    NAMED,
     Maker,
     alternatives,
-    check_proposer,
     draft_model,
     draft_models,
     find_proposer,
     guessers,
     own_proposer,
-    parse,
 )
 from outrider.schedule import Scheduler
 from outrider.target import Target, make_target
 from outrider.tempo import Tempo
 from outrider.types import Draw
-from outrider.verify import EXACT, Verifier
+from outrider.verifiers import find_verifier, fitting_verifiers
+from outrider.verify import Verifier
 
 _BITS: Mapping[str | None, int] = MappingProxyType({None: 16, "int8": 8, "int4": 4})  # of a quantised weight
 _CONTEXT = 8192  # tokens a row is given at most, unless more is asked for
@@ -287,63 +281,6 @@ def full_dtype(dtype: str, bits: int) -> str:
 def default_proposer(target: str | Path | None) -> str:
     """The embedded draft for the embedded target, and for any other what costs nothing."""
     return f"draft:{embedded('nano')}" if model_folder(target) == embedded("mini") else "ngram"
-
-
-def find_verifier(name: str | None, proposer: str | Maker, *, chains: bool = False) -> Verifier:
-    """A verifier by its name, or the one that fits how the proposer guesses.
-
-    Args:
-        name: of an exact rule or a lossy one; None is the fitting one.
-        proposer: who guesses.
-        chains: whether the target makes chains of all guesses, as a recurrent one does.
-
-    Raises:
-        OutriderError: one of the two is not known, or the rule takes no trees, which this proposer makes.
-    """
-    check_proposer(proposer)
-    known = {**EXACT, **LOSSY}
-    if name is None:
-        return known[_fitting(proposer)]
-    if not isinstance(name, str) or name not in known:
-        raise OutriderError(f"verifier {name!r} is unknown; use one of {', '.join(known)}")
-    rule = known[name]
-    if not rule.trees and not chains and (growers := tree_makers(proposer)):
-        fit = ", ".join(other for other, each in EXACT.items() if each.trees)
-        raise OutriderError(
-            f"verifier {name} takes chains of guesses only, and there are trees from {' and '.join(growers)}; use one"
-            f" of {fit}"
-        )
-    return rule
-
-
-def tree_makers(proposer: str | Maker) -> list[str]:
-    """Names in an expression that make trees; of a proposer of the user's own that shows when it guesses."""
-    names = parse(proposer).names() if isinstance(proposer, str) else ()
-    return sorted({name for name in names if name in {*NAMED, *COMBINATIONS} - CHAINS})
-
-
-def fitting_verifiers(proposer: str | Maker, draw: Draw, *, chains: bool) -> tuple[str, ...]:
-    """Exact rules that may judge what such a proposer makes when its guesses are to be made by `draw`.
-
-    Rules for chains take no trees. What the position's race has drawn may only be judged by who looks at the target's
-    own draw alone: the race is the same in the next round, and any other rule would have let it into what it rejects.
-    """
-    chains |= isinstance(proposer, str) and CHAINS.issuperset(parse(proposer).names())
-    return tuple(
-        name
-        for name, rule in EXACT.items()
-        if (rule.trees or chains) and (draw is not Draw.RACE or rule.draw is not Draw.SAMPLE)
-    )
-
-
-def _fitting(proposer: str | Maker) -> str:
-    """The verifier that keeps most of what such a proposer guesses."""
-    if not isinstance(proposer, str):
-        return "walk"
-    expression = parse(proposer)
-    if DRAWN.isdisjoint(expression.names()):
-        return "walk"
-    return "block" if CHAINS.issuperset(expression.names()) else "traversal"
 
 
 def _check_k(k: int | str) -> None:

@@ -49,6 +49,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "embedded.py",
         "names.py",
         "proposers.py",
+        "verifiers.py",
         "build.py",
         "llm.py",
         "indexing.py",

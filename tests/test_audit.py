@@ -17,7 +17,6 @@ from outrider.audit.pair import Pair, Texts, first_difference
 from outrider.audit.prompts import DEFAULT, encode, read_prompts
 from outrider.audit.replay import cases, replay
 from outrider.audit.run import run_audit
-from outrider.build import find_verifier
 from outrider.embedded import embedded
 from outrider.errors import OutriderError
 from outrider.load import load_checkpoint
@@ -25,6 +24,7 @@ from outrider.params import SamplingParams
 from outrider.proposers import find_proposer
 from outrider.stats import Stats
 from outrider.types import Needs
+from outrider.verifiers import find_verifier
 from outrider.verify import EXACT
 
 PROMPTS = ("In the beginning there was", "def area(width, height):\n    return width * height\n\n\ndef volume(")

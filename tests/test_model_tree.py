@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from outrider import tree
-from outrider.build import find_verifier
 from outrider.drive import append, make_round, make_row
 from outrider.embedded import embedded
 from outrider.load import load_checkpoint
@@ -23,6 +22,7 @@ from outrider.statistics import g_test
 from outrider.target import make_target
 from outrider.testing import ToyTarget, joint_law, toy_setup
 from outrider.types import Batch, Draw, Law, Scores
+from outrider.verifiers import find_verifier
 from tests.houses import make_engine, outputs, run
 
 SAMPLED = SamplingParams(temperature=0.9)

@@ -9,7 +9,7 @@ import torch
 
 from outrider import tree
 from outrider.audit.prompts import Prompt, encode
-from outrider.build import full_dtype, tree_makers
+from outrider.build import full_dtype
 from outrider.check import check_target
 from outrider.engine import Engine
 from outrider.errors import OutriderError
@@ -26,6 +26,7 @@ from outrider.schedule import Scheduler
 from outrider.stats import Stats
 from outrider.target import make_target
 from outrider.types import Batch, Draft, Finish, Request, Round, Row
+from outrider.verifiers import tree_makers
 from outrider.verify import EXACT, Verifier
 
 _ROWS = 16  # completions at once

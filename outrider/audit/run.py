@@ -15,10 +15,11 @@ from outrider.audit.pair import Pair
 from outrider.audit.prompts import Prompt, read_prompts
 from outrider.audit.replay import cases, replay
 from outrider.audit.report import Meter, show
-from outrider.build import default_proposer, find_verifier, weight_bits
+from outrider.build import default_proposer, weight_bits
 from outrider.embedded import model_folder
 from outrider.errors import OutriderError
 from outrider.machine import commit, hardware, use_threads, versions
+from outrider.verifiers import find_verifier
 from outrider.verify import Verifier
 
 _DEPTHS = (1, 4, 8)  # guesses per round that are tried beside the user's k

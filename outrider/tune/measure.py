@@ -15,7 +15,7 @@ from outrider.bench.memory import Footprint, footprint
 from outrider.bench.race import make_heats
 from outrider.bench.settings import Settings as BenchSettings
 from outrider.bench.sweep import Place
-from outrider.build import auto_planner, find_verifier
+from outrider.build import auto_planner
 from outrider.cache.base import Caching
 from outrider.engine import Engine
 from outrider.llm import LLM
@@ -28,6 +28,7 @@ from outrider.proposers import DRAWN, Expression, find_proposer, parse
 from outrider.schedule import Scheduler
 from outrider.tune.settings import Settings
 from outrider.tune.trial import Heat, Trial, Way, run
+from outrider.verifiers import find_verifier
 
 _WARM_TOKENS = 8
 _CHUNK = 512  # tokens of prompts fed a round, as `LLM` has it

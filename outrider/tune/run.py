@@ -14,7 +14,6 @@ from rich.console import Console
 
 from outrider import machine
 from outrider.bench.memory import Footprint
-from outrider.build import find_verifier
 from outrider.tune.advice import Advice, advise
 from outrider.tune.config import BENCHMARK, VERSION, settings_dict
 from outrider.tune.engines import elsewhere
@@ -22,6 +21,7 @@ from outrider.tune.figures import Plain, case_dict, figures
 from outrider.tune.measure import Measured, measure
 from outrider.tune.settings import Settings
 from outrider.tune.words import sentences
+from outrider.verifiers import find_verifier
 from outrider.whole import write_whole
 
 DEFINITIONS: Mapping[str, str] = MappingProxyType(
