@@ -19,6 +19,7 @@ from outrider.console import tell
 from outrider.errors import OutriderError
 from outrider.form_options import FormOptions
 from outrider.project.options import ProjectOptions
+from outrider.ranges import parse_real, parse_whole, several
 from outrider.sampling_options import SamplingOptions
 from outrider.serve.settings import Settings as ServeSettings
 from outrider.stress.settings import Settings as LoadSettings
@@ -150,7 +151,7 @@ def bench(
     Prints tables, and as the last line one JSON document: always into a file or a pipe, with --json on a terminal too.
     """
     from outrider.bench import verb
-    from outrider.bench.settings import Settings, Sweep, parse_real, parse_sweep, parse_whole, several
+    from outrider.bench.settings import Settings, Sweep, parse_sweep
 
     batches, temperatures = parse_whole("--batch", batch), parse_real("--temperature", temperature)
     contexts = parse_whole("--context", context) if context else ()
@@ -271,7 +272,6 @@ def project(*, asked: ProjectOptions, as_json: options.BenchJson = False) -> Non
 
     Prints tables, and as the last line one JSON document: always into a file or a pipe, with --json on a terminal too.
     """
-    from outrider.bench.settings import parse_real, parse_whole
     from outrider.project.run import Lists, run_project
     from outrider.project.table import show
 
@@ -318,7 +318,6 @@ def tune(
     Prints tables and the answer in words, and as the last line one JSON document: always into a file or a pipe, with
     --json on a terminal too. --out writes that document, for --config of `outrider run` and `outrider bench`.
     """
-    from outrider.bench.settings import parse_real, parse_whole
     from outrider.tune.run import run_tune, write
     from outrider.tune.settings import Settings, read_ks, read_proposers
     from outrider.tune.table import show

@@ -69,6 +69,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "console.py",
         "canvas.py",
         "page.py",
+        "ranges.py",
         "tune/",
         "train/",
         "serve/",

@@ -256,7 +256,7 @@ def test_command(prompts):
 
 
 def test_a_benchmark_is_not_lost_with_its_files(prompts, tmp_path, monkeypatch):
-    monkeypatch.setattr("outrider.cli.check_writable", lambda path: None)
+    monkeypatch.setattr("outrider.plan_file.check_writable", lambda path: None)
     monkeypatch.setattr("outrider.bench.verb.check_report", lambda file: None)
     monkeypatch.setattr("outrider.bench.verb.page", lambda document: "")
     words = ["bench", "--prompts", prompts, "--rounds", "1", "--max-tokens", "4", "--limit", "1", "--proposer", "ngram"]

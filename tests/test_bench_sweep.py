@@ -12,11 +12,12 @@ from outrider import LLM, OutriderError
 from outrider.bench.race import make_heats
 from outrider.bench.report import OVERALL
 from outrider.bench.run import run_bench
-from outrider.bench.settings import Settings, Sweep, parse_real, parse_sweep, parse_whole, several
+from outrider.bench.settings import Settings, Sweep, parse_sweep
 from outrider.bench.sweep import Place, guessers, home, places
 from outrider.bench.table import show
 from outrider.cli import app
 from outrider.prompts import read_prompts
+from outrider.ranges import parse_real, parse_whole, several
 
 PROMPTS = [
     {"category": "code", "prompt": "<|endoftext|>def add(a, b):\n"},

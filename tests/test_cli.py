@@ -295,7 +295,7 @@ def test_a_closed_pipe_is_quiet():
 
 
 def test_a_plan_that_cannot_be_written_is_told_at_once(monkeypatch):
-    monkeypatch.setattr("outrider.run.load", lambda *_, **__: pytest.fail("this takes time"))
+    monkeypatch.setattr("outrider.build.load_target", lambda *_, **__: pytest.fail("this takes time"))
     for verb in ("run", "bench"):
         result = invoke(verb, "--k", "auto", "--plan", "/nowhere/plan.json")
         assert result.exit_code == 2

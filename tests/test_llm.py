@@ -187,7 +187,9 @@ def test_leaving_a_stream_frees_its_row(llm):
 def test_texts_are_not_lost_with_a_plan_that_cannot_be_written(tmp_path, monkeypatch, caplog, streamed):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     plan = tmp_path / "gone" / "plan.json"
+    plan.parent.mkdir()
     llm = LLM(target=embedded("nano"), proposer="ngram", dtype="float32", rows=2, context=256, plan=plan)
+    plan.parent.rmdir()
     want = SamplingParams(max_tokens=8, ignore_eos=True)
     done = list(llm.stream(CODE, want))[-1].completion if streamed else llm.generate(CODE, want)[0]
     assert len(done.tokens) == 8

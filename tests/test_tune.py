@@ -242,7 +242,7 @@ def test_the_price_of_a_draft():
     said = words(advice, heavy)
     assert "50 MB" in said
     assert "the room of 5.0 users of 64 tokens each" in said
-    assert "Use draft:small with k 4" in said
+    assert "Use draft:/some/where/small with k 4" in said
     assert "no user is left out" in words(answer({way("ngram", 4): 2.0}))
 
 
@@ -416,7 +416,7 @@ def test_end_to_end(advised):
 
 def test_a_measurement_is_not_lost_with_its_file(prompts, tmp_path, monkeypatch):
     (tmp_path / "folder").mkdir()
-    for name, message in (("folder", "is a folder"), ("none/a.json", "cannot be written")):
+    for name, message in (("folder", "Is a directory"), ("none/a.json", "cannot be written")):
         result = invoke("tune", "--out", tmp_path / name)  # before anything is measured
         assert result.exit_code == 2
         assert message in result.stderr

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 from outrider.errors import OutriderError
 from outrider.params import AUTO, SamplingParams
 from outrider.plan_file import check_plan
+from outrider.ranges import parse_whole
 
 PEERS = ("transformers",)
-_MOST_VALUES = 64  # of one axis: beyond it a range was surely mistyped
-
-_Number = TypeVar("_Number", int, float)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,24 +84,6 @@ class Settings:
         return max((self.context or 0, *self.sweep.context)) or None
 
 
-def parse_whole(option: str, text: str) -> tuple[int, ...]:
-    """Whole numbers and ranges: "0..2,8" is (0, 1, 2, 8).
-
-    Raises:
-        OutriderError: the text is nothing of the kind.
-    """
-    return _parse(option, text, _range, "whole numbers such as 1,2,4 or 0..8")
-
-
-def parse_real(option: str, text: str) -> tuple[float, ...]:
-    """Numbers: "0,0.7" is (0.0, 0.7).
-
-    Raises:
-        OutriderError: the text is nothing of the kind.
-    """
-    return _parse(option, text, lambda part: (float(part),), "numbers such as 0,0.7,1")
-
-
 def parse_sweep(option: str, text: str) -> tuple[int, ...]:
     """The values of k in "k=0..12".
 
@@ -119,28 +97,3 @@ def parse_sweep(option: str, text: str) -> tuple[int, ...]:
             " temperature take lists themselves: --batch 1,4"
         )
     return parse_whole(f"{option} k", values)
-
-
-def several(values: tuple[_Number, ...]) -> tuple[_Number, ...]:
-    """What a list sweeps: a single value is no sweep."""
-    return values if len(values) > 1 else ()
-
-
-def _parse(option: str, text: str, read: Callable[[str], tuple[_Number, ...]], form: str) -> tuple[_Number, ...]:
-    try:
-        values = tuple(dict.fromkeys(value for part in text.split(",") for value in read(part)))
-    except ValueError:
-        values = ()
-    if not 0 < len(values) <= _MOST_VALUES:
-        raise OutriderError(f"{option} is {text!r}; use up to {_MOST_VALUES} {form}")
-    return values
-
-
-def _range(part: str) -> tuple[int, ...]:
-    first, dots, last = part.partition("..")
-    if not dots:
-        return (int(first),)
-    values = range(int(first), int(last) + 1)
-    if not values or len(values) > _MOST_VALUES:
-        raise ValueError(part)
-    return tuple(values)

@@ -66,20 +66,9 @@ def _content(prompt: Prompt) -> str:
     return json.dumps([prompt.prompt, prompt.messages])
 
 
-def _is_text(values: list[Any]) -> bool:
-    """Whether all letters in them are such as a tokenizer takes."""
-    try:
-        json.dumps(values, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 def _prompt(line: Line) -> Prompt:
     where, fields = line.where, line.fields
     prompt, messages, category = fields.get("prompt"), fields.get("messages"), str(fields.get("category", ""))
-    if not _is_text([prompt, messages]):
-        raise OutriderError(f"{where}: half of a character that takes two (a lone surrogate); write it whole")
     if messages is not None:
         return Prompt(id=where, category=category, prompt=None, messages=turns(messages, where))
     if not isinstance(prompt, str) or not prompt:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from outrider.bench.settings import parse_whole
 from outrider.build import default_proposer, weight_bits
 from outrider.errors import OutriderError
 from outrider.params import AUTO, SamplingParams
 from outrider.proposers import parse
+from outrider.ranges import parse_whole
 from outrider.verifiers import find_verifier
 
 PHASES = ("first", "middle", "last")  # thirds of an output
