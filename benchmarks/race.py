@@ -233,8 +233,8 @@ def _figures(names: list[str], scores: dict[tuple[str, str], Score], name: str, 
 
 
 def _print(names: list[str], categories: list[str], scores: dict[tuple[str, str], Score]) -> None:
-    width = max(34, *(len(_short(name)) + 2 for name in names))
-    print(" " * 20 + "".join(f"{_short(name):>{width}}" for name in names))
+    width = max(34, *(len(short(name)) + 2 for name in names))
+    print(" " * 20 + "".join(f"{short(name):>{width}}" for name in names))
     for category in categories:
         cells = [_figures(names, scores, name, category) for name in names]
         text = (
@@ -256,7 +256,7 @@ def _spread(middle: float, ratios: list[float]) -> str:
     return f"{middle:5.2f}x ({min(ratios):.2f}-{max(ratios):.2f})"
 
 
-def _short(name: str) -> str:
+def short(name: str) -> str:
     """Without the folders before a model's own."""
     return re.sub(r"[^(:,]*/", "", name)
 
