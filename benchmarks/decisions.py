@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -162,6 +162,7 @@ def main(
     limit: Annotated[int, typer.Option(help="Prompts of each category.")] = 4,
     max_tokens: Annotated[int, typer.Option(help="Of a text.")] = 128,
     fresh: Annotated[bool, typer.Option("--fresh", help="A new engine for each text, or each batch of them.")] = False,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="All texts get as long as they may.")] = False,
     costs: Annotated[Path | None, typer.Option(help="File of what passes cost.")] = None,
 ) -> None:
     """Compare decisions, and print what came out."""
@@ -171,6 +172,7 @@ def main(
         known = {name: CostModel.loads(text) for name, text in json.loads(costs.read_text("utf-8")).items()}
     settings: dict[str, Any] = {"dtype": "auto", "kernels": "auto", "quantize": None, "device": "cpu"}
     runner = Runner(load_target(target, **settings, rows=batch, context=2048), known)
+    asks = SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=ignore_eos)
     lines = [json.loads(line) for line in prompts.read_text("utf-8").splitlines()]
     lines.sort(key=lambda line: str(line["category"]))
     texts = {
@@ -184,9 +186,7 @@ def main(
             into = sums[name][category] = Sum()
             size = 1 if batch == 1 else len(some)
             for i in range(0, len(some), size):
-                params = [
-                    SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=i + j) for j in range(size)
-                ]
+                params = [replace(asks, seed=i + j) for j in range(size)]
                 llm = runner.engine(entry) if fresh else llm
                 runner.write(llm, some[i : i + size], params[: len(some) - i], into)
     if costs is not None and not costs.exists():
@@ -201,6 +201,7 @@ def main(
         "limit": limit,
         "max_tokens": max_tokens,
         "fresh": fresh,
+        "ignore_eos": ignore_eos,
         "hardware": hardware("cpu"),
         "versions": versions(),
         "costs": {short(name): json.loads(each.dumps()) for name, each in known.items()},

@@ -10,7 +10,10 @@ from typing import Any
 from outrider.passcost import Clock, CostModel
 from outrider.types import Batch
 
-_TRUST, _HOPE = 4.0, 0.8  # the first estimate: so many guesses seen, of which so many were kept
+# The first estimate: so many guesses seen, of which so many were kept. Of the first guess there is soon a better one;
+# how guesses after it fare is seen only by trying.
+_FIRST_TRUST, _FIRST_HOPE = 1.0, 0.6
+_TRUST, _HOPE = 4.0, 0.8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,12 +64,13 @@ class Arm:
         """Of a proposer whose rounds cost `costs`, where a row has up to `most` guesses."""
         self.costs, self.most = costs, most
         self.says = False  # whether its last draft came with chances
-        # Rounds unused, and rounds left of a trial; the first is due at once.
+        # Rounds unused, and passes left of a trial; the first is due at once.
         self.idle, self.trial = PATIENCE, 0
         self.few = FEW  # rows of the trial
         self.brought = 0.0  # seconds that its rounds have saved in all
-        self._met = [_TRUST] * min(most, _BLIND)  # decayed counts: guesses whose ancestors were all kept, by position
-        self._kept = [_TRUST * _HOPE] * min(most, _BLIND)
+        # Decayed counts: guesses whose ancestors were all kept, by position.
+        self._met = [_FIRST_TRUST, *[_TRUST] * (min(most, _BLIND) - 1)]
+        self._kept = [_FIRST_TRUST * _FIRST_HOPE, *[_TRUST * _HOPE] * (min(most, _BLIND) - 1)]
         self._means = _Means()
         self._late = _Means()  # since the last trial began
         self._pace = 1.0  # the same for each guess that was allowed
@@ -90,13 +94,15 @@ class Arm:
         """Expected tokens a second over those of plain decoding; `clock` knows what the target's passes take.
 
         A few good passes by chance, or a text before that was easier, are each not enough: the means of all passes and
-        those since the last trial must agree.
+        those since the last trial must agree. While these are few, the best k by position counts as well.
         """
         if self.says and self.known:
             plain, unit = clock.verify(rows, 0, cached=cached), self._unit(rows, cached)
             both = [means for means in (self._means, self._late) if means.seen >= _ENOUGH]
             spent = (clock.verify(rows, means.nodes, cached=cached) + means.drafted * unit for means in both)
-            return min(means.tau * plain / seconds for means, seconds in zip(both, spent, strict=True))
+            found = min(means.tau * plain / seconds for means, seconds in zip(both, spent, strict=True))
+            # The first guesses go as far as a confidence that has learned little lets them; fewer might pay.
+            return found if self._means.seen > _LEARNED_BY else max(found, self.best(rows, cached, clock)[1])
         return self.best(rows, cached, clock)[1]
 
     def best(self, rows: int, cached: float, clock: Clock) -> tuple[int, float]:
@@ -153,7 +159,8 @@ class Arm:
         """Go on with a trial that went well, if far more rows than had a part in it would have to be read."""
         if self.costs.draft is None or rows <= _WIDER * self.few:
             return False
-        self.trial, self.few = TRIAL, _WIDER * self.few
+        self.few *= _WIDER
+        self.trial = _ROUNDS * self.few
         return True
 
     def state(self) -> dict[str, Any]:
@@ -209,7 +216,9 @@ _SLIGHT = 0.01  # chance of a guess that is not worth a thought
 _BLIND = 16  # guesses at most where nobody says how good they are
 _MEMORY = 0.98  # weight of a guess seen one guess earlier
 _FADE, _ENOUGH = 0.97, 3.0  # weight of a pass seen one pass earlier; passes that make a mean
+_LEARNED_BY = 30.0  # the same as faded weights: some 75 passes
 _PRIOR = 8.0  # passes that what was known before a trial counts as
 _PACE = 0.05  # of the drafting time of a guess
 PATIENCE = 32  # rounds unused before a trial
-FEW, TRIAL, _WIDER = 2, 4, 4  # rows and rounds of a trial, and how many times the rows have a part in the next
+FEW, TRIAL = 2, 8  # rows and passes of a trial
+_WIDER, _ROUNDS = 4, 4  # how many times the rows have a part in the next, and its rounds

@@ -10,6 +10,7 @@ from typing import Any, Protocol, cast
 from outrider import tree
 from outrider.arms import FEW, PATIENCE, TRIAL, Arm, Load
 from outrider.cost import expected_tau
+from outrider.credit import Credit
 from outrider.errors import OutriderError
 from outrider.passcost import Clock, CostModel
 from outrider.span import FIXED, Span, repeats
@@ -76,8 +77,7 @@ class CostPlanner:
         # Requests whose texts the arm in use has read, and those whose texts it had better not read.
         self._read, self._shut = frozenset[int](), frozenset[int]()
         self._usual = 0.0  # tokens of a completion, lately; 0: none has ended yet
-        # Seconds that may go into the next trial, and what the arm in use has brought since it was taken up.
-        self._credit, self._earned = inf, 0.0
+        self._credit = Credit()
         self._unseen = inf  # rounds since one in which nobody guessed
         # Seconds of the rounds that it planned, and what plain decoding would have taken for the same tokens.
         self.spent_seconds = self.plain_seconds = 0.0
@@ -129,7 +129,7 @@ class CostPlanner:
         self._rows = batch.rows
         arm = self._choose(batch, load) if load.rows else -1
         if arm != self._span.arm:
-            self._credit, self._earned = self._credit + min(self._earned, 0.0), 0.0
+            self._credit.change()
         if arm >= 0 and not self.arms[arm].trial and self._unread(batch, arm, load):
             self.arms[arm].try_again()
         few = self.arms[arm].few if arm >= 0 and self.arms[arm].trial else 0
@@ -138,7 +138,7 @@ class CostPlanner:
         self._k = self._ask(arm, load) if arm >= 0 else 0
         self._keep, self._worth = self._thresholds(arm, load) if arm >= 0 else (0.0, ())
         self._span = Span.of(load, arm, few, self._told.rounds)
-        if arm >= 0 and not (few or load.feed) and self._unseen * _LOOKING > self._gain(arm, load) - 1:
+        if arm >= 0 and not (few or load.feed) and self._unseen * _LOOKING > max(self._gain(arm, load) - 1, _SELDOM):
             self._span.look()  # the more guesses gain, the dearer that is, and the less depends on it
 
     def _unread(self, batch: Batch, arm: int, load: Load) -> bool:
@@ -214,7 +214,7 @@ class CostPlanner:
         """The arm that is in the middle of a trial, or one that is due for its first round; `gain` is what it costs."""
         for arm, record in enumerate(self.arms):
             if arm != self._span.arm or self._span.guessing or not self._span.unread:  # to be read shows nothing
-                record.trial = max(record.trial - 1, 0)
+                record.trial = max(record.trial - min(record.few, load.rows), 0)
         running = [arm for arm, record in enumerate(self.arms) if record.trial]
         due = running or [arm for arm in range(len(self.arms)) if self._due(arm, load, gain)]
         if not due:
@@ -222,35 +222,36 @@ class CostPlanner:
         arm = max(due, key=lambda arm: self.arms[arm].idle)
         if not running:
             self.arms[arm].try_again()
+            self._credit.begin()
             self._heard = frozenset(row.request.id for row in self._rows)
         return arm
 
     def _due(self, arm: int, load: Load, gain: float) -> bool:
         """Whether there is hope, and trials take no more than a small share of the time if this one fails, too."""
-        record = self.arms[arm]
-        if record.idle < PATIENCE:
+        if (record := self.arms[arm]).idle < PATIENCE:
             return False
         hope = record.hope(load.soon, load.cached, self._clock)
         few = replace(load, rows=min(load.rows, FEW))
         if hope < self._bar(arm, on=False) or not self._repays(arm, hope, few):
             return False
         plain = self._clock.at(load.rows, rows=load.rows, cached=load.cached)
-        cost = self._trial_seconds(record, load, plain) + TRIAL * plain * max(gain - 1, 0.0)
-        # Credit is never further below a trial's cost than `_PATIENCE_MOST` rounds earn, nor above that of two trials;
-        # and a second trial on the same texts takes the credit of two.
-        self._credit = min(max(self._credit, cost - self._share() * _PATIENCE_MOST * plain), 2 * cost)
-        return self._credit + min(self._earned, 0.0) >= (cost if self._strange(self._heard) else 2 * cost)
+        cost = self._trial_seconds(record, load, plain, gain)
+        return self._credit.allows(cost, plain=plain, strange=self._strange(self._heard), paid=self._paid)
 
-    def _share(self) -> float:
-        """Of the time, for trials that come to nothing."""
-        return _SPENT if any(record.brought > 0 for record in self.arms) else _WASTED
+    @property
+    def _paid(self) -> bool:
+        """Whether guesses have brought something yet."""
+        return any(record.brought > 0 for record in self.arms)
 
-    def _trial_seconds(self, record: Arm, load: Load, plain: float) -> float:
-        """What a trial takes that comes to nothing, where a round without guesses takes `plain`."""
+    def _trial_seconds(self, record: Arm, load: Load, plain: float, gain: float) -> float:
+        """What a trial takes that comes to nothing, where a round takes `plain` without guesses, and is to gain so."""
         few = min(load.rows, FEW)
         wide = self._clock.verify(load.rows, few * _TRIED / load.rows, cached=load.cached)
-        reading, guess = record.reading(few, load.cached), record.guess_seconds(few, load.cached)
-        return reading + TRIAL * (wide - plain + _TRIED * guess * few)
+        text = load.cached + load.feed / load.soon  # of which a draft has read what came before its last trial
+        unread = text if self._strange(self._heard) else min(text, record.idle)
+        guess = few * record.guess_seconds(few, load.cached)
+        rounds = TRIAL / few * (wide - plain + _TRIED * guess + plain * max(gain - 1, 0.0))
+        return record.reading(few, unread) + rounds
 
     def _bar(self, arm: int, *, on: bool) -> float:
         """The gain from which an arm is used: one whose guesses are free may as well stay on and be trimmed."""
@@ -295,7 +296,7 @@ class CostPlanner:
         """Guesses that each row may have."""
         record = self.arms[arm]
         if record.says:
-            return record.most
+            return record.most if record.known else min(record.most, 2 * _TRIED)
         if record.trial:
             return min(max(self._best(arm, load.rows, load.cached)[0], 2), _TRIED)
         k = min(self._best(arm, rows, load.cached)[0] for rows in {load.rows, load.soon})
@@ -377,9 +378,9 @@ class CostPlanner:
                 wide = self._clock.verify(rows, span.guesses / span.rounds / rows, cached=cached, feed=span.load.feed)
                 # By what passes should have taken: they differ from that by more than a few guesses cost.
                 brought = each * extra / rows - (wide - fed) * span.rounds - propose
-                self._earned += brought
+                self._credit.earn(brought)
                 self.arms[span.arm].brought += brought
-        self._credit += self._share() * spent
+        self._credit.grow(spent, paid=self._paid)
         self.spent_seconds += spent
         self.plain_seconds += plain
 
@@ -388,12 +389,10 @@ def _at_most(k: int, batch: Batch) -> tuple[int, ...]:
     return tuple(min(k, most) for most in batch.budget)
 
 
-_GRAIN = 128  # cached tokens that make a difference
+_GRAIN, _LENGTH = 128, 0.1  # cached tokens that make a difference; weight of the last completion's length
 _WORTHWHILE = 1.05  # expected speedup below which plain decoding is kept
 _STAYING, _GUESSING = 0.95, 1.02  # of a draft model in use: by what it brings, which varies, or by its best k
 _FREE = 0.99  # the same of what costs next to nothing, and may begin to pay with the next token
 _TRIED = 4  # guesses of a row in a trial where nobody says how good they are
-_LENGTH = 0.1  # weight of the last completion's length
-_SPENT, _WASTED = 0.01, 0.004  # of the time, on trials that come to nothing, and where nothing has ever paid
-_LOOKING = 0.006  # of the time, on rounds without guesses to see what they take
-_PATIENCE_MOST = 512  # rounds without speculation before it is tried again
+_LOOKING = 0.006  # of the time, on rounds without guesses to see what they take; at the least gain that is thought of,
+_SELDOM = 0.05  # or where guesses gain nothing such rounds would be all there is

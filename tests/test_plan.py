@@ -342,3 +342,23 @@ def test_calibration_leaves_an_empty_cache():
     before = llm.generate("def add(a, b):", SamplingParams(max_tokens=8))[0].tokens
     calibrate(llm.house.target, None)
     assert llm.generate("def add(a, b):", SamplingParams(max_tokens=8))[0].tokens == before
+
+
+def test_guesses_that_just_fail_to_pay_are_not_followed_by_rounds_to_look_at_for_ever():
+    """Where the gain is about 1, rounds without guesses cost nothing; but who makes only those never learns better."""
+    tenth = PassCost(columns=(1, 2), seconds=(0.1, 0.1), entry=0, pair=0)
+    planner = CostPlanner(costs(FLAT, tenth), most=12)
+    poor = live(planner, 1, [0.08] * 12, 12, took=lambda k: (1.0, 0.1 * k))
+    assert any(poor)
+    planner.arms[0].says = True
+    good = live(planner, 1, [0.9] * 12, 300, took=lambda k: (1.0, 0.1 * k))
+    assert sum(map(bool, good[100:])) > 150
+
+
+def test_a_text_that_begins_badly_is_guessed_later_on():
+    """What fails in a text's first rounds is tried again within the text, and not only after a thousand tokens."""
+    fifth = PassCost(columns=(1, 2), seconds=(0.2, 0.2), entry=0, pair=0)
+    planner = CostPlanner(costs(FLAT, fifth), most=12)
+    took = lambda k: (1.0, 0.2 * k)  # noqa: E731
+    live(planner, 1, [0.0] * 12, 30, took=took)
+    assert sum(map(bool, live(planner, 1, [0.9] * 12, 150, took=took))) > 75

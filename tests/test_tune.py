@@ -580,7 +580,7 @@ def test_a_restored_planner_goes_on_where_it_was():
     again.restore(state)
     taken = {"took": lambda k: (1.0, 0.2 * k)}
     assert again.arms[0].acceptance == disappointed().arms[0].acceptance
-    hopeful, wary = (live(planner, 1, [0.0] * 12, 40, **taken) for planner in (fresh, again))
+    hopeful, wary = (live(planner, 1, [0.0] * 12, 30, **taken) for planner in (fresh, again))
     assert hopeful[0] > wary[0] == 0
     assert sum(hopeful) > 2 * sum(wary)
 
