@@ -20,13 +20,12 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import groupby
 from pathlib import Path
 from statistics import harmonic_mean
 from typing import Annotated, Any
 
 import typer
-from race import PLAIN, Entry, Hopeless, short
+from race import PLAIN, Entry, Hopeless, read_entries, read_texts, short
 
 import outrider.engine
 from outrider.build import House, Loaded, auto_planner, furnish, load_target
@@ -166,19 +165,14 @@ def main(
     costs: Annotated[Path | None, typer.Option(help="File of what passes cost.")] = None,
 ) -> None:
     """Compare decisions, and print what came out."""
-    asked = [Entry(entry.rpartition("@")[0], k) for entry in entries for k in entry.rpartition("@")[2].split(",")]
+    asked = read_entries(entries)
     known: dict[str, CostModel] = {}
     if costs is not None and costs.exists():
         known = {name: CostModel.loads(text) for name, text in json.loads(costs.read_text("utf-8")).items()}
     settings: dict[str, Any] = {"dtype": "auto", "kernels": "auto", "quantize": None, "device": "cpu"}
     runner = Runner(load_target(target, **settings, rows=batch, context=2048), known)
     asks = SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=ignore_eos)
-    lines = [json.loads(line) for line in prompts.read_text("utf-8").splitlines()]
-    lines.sort(key=lambda line: str(line["category"]))
-    texts = {
-        category: [line["prompt"] for line in some][:limit]
-        for category, some in groupby(lines, key=lambda line: str(line["category"]))
-    }
+    texts = {category: some[:limit] for category, some in read_texts(prompts).items()}
     sums: dict[str, dict[str, Sum]] = {}
     for name, entry in {PLAIN: Entry("none", "0"), **{str(entry): entry for entry in asked}}.items():
         sums[name], llm = {}, runner.engine(entry)

@@ -75,6 +75,19 @@ class Entry:
         return f"{self.proposer}@{self.k}"
 
 
+def read_entries(words: list[str]) -> list[Entry]:
+    """Of PROPOSER@K,K,...; the last @ parts them."""
+    return [Entry(word.rpartition("@")[0], k) for word in words for k in word.rpartition("@")[2].split(",")]
+
+
+def read_texts(file: Path) -> dict[str, list[str]]:
+    """Prompts by category, of JSON lines."""
+    lines = [json.loads(line) for line in file.read_text("utf-8").splitlines()]
+    lines.sort(key=lambda line: str(line["category"]))
+    groups = groupby(lines, key=lambda line: str(line["category"]))
+    return {category: [line["prompt"] for line in some] for category, some in groups}
+
+
 @dataclass(frozen=True, slots=True)
 class Turn:
     """A round of the race."""
@@ -139,15 +152,10 @@ def main(
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="All texts get as long as they may.")] = False,
 ) -> None:
     """Race them, and print what came out."""
-    asked = [Entry(entry.rpartition("@")[0], k) for entry in entries for k in entry.rpartition("@")[2].split(",")]
+    asked = read_entries(entries)
     ways = [Entry("none", "0"), *asked]
     names = [PLAIN, *map(str, asked)]
-    lines = [json.loads(line) for line in prompts.read_text("utf-8").splitlines()]
-    lines.sort(key=lambda line: str(line["category"]))
-    texts = {
-        category: list(islice(cycle([line["prompt"] for line in some]), limit))
-        for category, some in groupby(lines, key=lambda line: str(line["category"]))
-    }
+    texts = {category: list(islice(cycle(some), limit)) for category, some in read_texts(prompts).items()}
     params = SamplingParams(temperature=temperature, top_p=top_p, max_tokens=128, ignore_eos=ignore_eos)
     scores = {(name, category): Score() for name in names for category in texts}
     settings: dict[str, Any] = {"dtype": "auto", "kernels": "auto", "quantize": None, "device": "cpu"}

@@ -34,9 +34,8 @@ _AuditGuesses = Annotated[
     ),
 ]
 _UNWRITTEN = (errno.EPIPE, errno.ENOSPC, errno.EIO, errno.EDQUOT)
-_OF_RACES = (  # options of `outrider bench` that say nothing of single passes
-    ("k", "plan", "prompts", "limit", "rounds", "sweep", "peer", "temperature", "max_tokens", "seed", "report")
-)
+# Options of `outrider bench` that say nothing of single passes.
+_OF_RACES = ("k", "plan", "prompts", "limit", "rounds", "sweep", "peer", "temperature", "max_tokens", "seed", "report")
 _Models = TypeVar("_Models", bound=options.LoadOptions)
 
 

@@ -166,8 +166,7 @@ class LLM:
             raise OutriderError("this model has no chat template; give the prompt as plain text")
         if not isinstance(messages, Sequence) or not all(isinstance(message, Mapping) for message in messages):
             raise OutriderError('a conversation is a list of messages, such as [{"role": "user", "content": "..."}]')
-        tokenizer = self._house.tokenizer
-        return chat_tokens(tokenizer, messages, tools=tools)
+        return chat_tokens(self._house.tokenizer, messages, tools=tools)
 
     def generate(
         self,
@@ -196,7 +195,7 @@ class LLM:
             for row in rows:
                 if not row.finish:
                     self.abort(row.request.id)
-        self._keep_plan()
+        self.keep_plan()
         return [self.completion(row) for row in rows]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Chunk]:
@@ -258,10 +257,10 @@ class LLM:
         finally:
             if not finished:
                 self.abort(row.request.id)
-            self._keep_plan()
+            self.keep_plan()
 
-    def _keep_plan(self) -> None:
-        """`save_plan`, where texts would be lost with it."""
+    def keep_plan(self) -> None:
+        """`save_plan`, where more would be lost with it than what was learned: what cannot be written is logged."""
         try:
             self.save_plan()
         except OutriderError as error:

@@ -24,17 +24,23 @@ def absolute(proposer: str) -> str:
     return _spelled(parse(proposer), _from_root)
 
 
+def folder_of(argument: str) -> tuple[Path, str] | None:
+    """The folder that an argument names, if it does, and what stands behind it: a datastore's may end in a number."""
+    head, colon, tail = argument.rpartition(":")
+    for text, rest in ((argument, ""), (head, colon + tail)):
+        if text and (path := Path(text).expanduser()).is_dir():
+            return path, rest
+    return None
+
+
 def _own(argument: str) -> str:
     path = Path(argument)
     return f"@{path.name}" if path.parent == embedded("mini").parent else argument
 
 
 def _from_root(argument: str) -> str:
-    head, colon, tail = argument.rpartition(":")
-    if colon and Path(head).expanduser().is_dir():  # a datastore's may end in a number
-        return f"{Path(head).expanduser().resolve()}:{tail}"
-    path = Path(argument).expanduser()
-    return str(path.resolve()) if argument and path.is_dir() else argument
+    folder = folder_of(argument)
+    return f"{folder[0].resolve()}{folder[1]}" if folder else argument
 
 
 def _spelled(expression: Expression, change: Callable[[str], str]) -> str:

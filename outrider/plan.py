@@ -394,5 +394,6 @@ _WORTHWHILE = 1.05  # expected speedup below which plain decoding is kept
 _STAYING, _GUESSING = 0.95, 1.02  # of a draft model in use: by what it brings, which varies, or by its best k
 _FREE = 0.99  # the same of what costs next to nothing, and may begin to pay with the next token
 _TRIED = 4  # guesses of a row in a trial where nobody says how good they are
-_LOOKING = 0.006  # of the time, on rounds without guesses to see what they take; at the least gain that is thought of,
-_SELDOM = 0.05  # or where guesses gain nothing such rounds would be all there is
+# Of the time, on rounds without guesses to see what they take; and the least gain that is thought of there, or such
+# rounds would be all there is where guesses gain nothing.
+_LOOKING, _SELDOM = 0.006, 0.05

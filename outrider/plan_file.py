@@ -11,6 +11,7 @@ from typing import Any
 from outrider.build import default_proposer
 from outrider.embedded import model_folder
 from outrider.errors import OutriderError
+from outrider.names import folder_of
 from outrider.params import AUTO
 from outrider.plan import CostPlanner, Planner
 from outrider.proposers import Expression, Maker, parse
@@ -143,7 +144,7 @@ def proposer_name(proposer: str | Maker) -> str:
 def model_folders(proposer: str) -> Iterator[Path]:
     """Folders that a proposer's expression names: of draft models, and of datastores."""
     for argument in _arguments(parse(proposer)):
-        if folder := _folder(argument):
+        if folder := folder_of(argument):
             yield folder[0]
 
 
@@ -162,20 +163,11 @@ def model_print(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def _folder(argument: str) -> tuple[Path, str] | None:
-    """The folder that an argument names, if it does, and what stands behind it: a datastore's may end in a number."""
-    head, colon, tail = argument.rpartition(":")
-    for text, rest in ((argument, ""), (head, colon + tail)):
-        if text and (path := Path(text).expanduser()).is_dir():
-            return path, rest
-    return None
-
-
 def _name(expression: Expression) -> str:
     if expression.parts:
         return f"{expression.name}({','.join(map(_name, expression.parts))})"
     argument = expression.argument
-    if folder := _folder(argument):
+    if folder := folder_of(argument):
         argument = folder[0].resolve().name + folder[1]
     return f"{expression.name}:{argument}" if argument else expression.name
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 
 _PARTIAL = "�"  # what a decoder shows for bytes that are not a whole character yet
 _TAIL = 4  # tokens that may still become one: a character has at most as many bytes
+_HALF = re.compile("[\ud800-\udfff]")  # of a surrogate pair
 _HELD = 2 * _TAIL  # tokens held back, beyond which some are broken for good, or spell nothing
 
 
@@ -107,4 +109,4 @@ class TextStream:
 
 def sound(text: str) -> bool:
     """Whether all of it is characters: JSON can spell halves of them, and bytes that are not UTF-8 turn into some."""
-    return not any("\ud800" <= letter <= "\udfff" for letter in text)
+    return text.isascii() or not _HALF.search(text)

@@ -110,10 +110,7 @@ class Driver:
         """End what runs, and the thread; what the planner has learned is written, if it is to be and can be."""
         self._stopping = True
         self._thread.join()
-        try:
-            self._llm.save_plan()
-        except OutriderError as error:
-            _log.warning("what the planner has learned is not kept: %s", error)
+        self._llm.keep_plan()
 
     def submit(self, prompt: Prompt, params: SamplingParams, watch: Watch) -> list[Ticket]:
         """Take in a prompt; its `n` completions come through tickets, in pieces as `watch` has them.

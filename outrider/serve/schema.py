@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
@@ -13,6 +12,7 @@ from pydantic_core import PydanticCustomError
 from outrider.constraint import Constraint
 from outrider.params import BadParam, SamplingParams
 from outrider.serve.ticket import Watch
+from outrider.text import sound
 
 _Token = Annotated[int, Field(ge=0)]
 
@@ -344,7 +344,7 @@ class TokenizeRequest(_Asked):
 
 def _check_text(given: Any, *path: str) -> None:
     if isinstance(given, str):
-        if not given.isascii() and _HALF.search(given):
+        if not sound(given):
             said = "a string holds half of a surrogate pair, which is no text"
             raise PydanticCustomError("no_text", said, {"path": path})
     elif isinstance(given, dict):
@@ -375,7 +375,6 @@ def field_of(error: Mapping[str, Any]) -> str | None:
 
 
 _SPELLED: Mapping[str, str] = MappingProxyType({"guesses": "k", "scope": "user", "constraint": "structured_outputs"})
-_HALF = re.compile("[\ud800-\udfff]")
 _STOPS, _STOP_LENGTH = 16, 1000
 _DIGITS = 18  # of a token id, and far more than any has
 Message.model_rebuild()
