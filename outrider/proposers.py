@@ -7,27 +7,36 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
 from outrider.embedded import embedded
 from outrider.errors import OutriderError
 from outrider.propose.base import NoProposer, Proposer, Setup, whole
-from outrider.propose.combine import Combination, First, Merge, Switch
+from outrider.propose.combine import Combination, First, Merge, Switch, check_parts
 from outrider.propose.draft import (
     cascade_proposer,
+    check_draft,
     draft_proposer,
     draft_text_proposer,
     draft_tokens_proposer,
     tree_proposer,
 )
-from outrider.propose.lookahead import lookahead_proposer
+from outrider.propose.lookahead import lookahead_proposer, read_shape
 from outrider.propose.model import ModelProposer
 from outrider.propose.ngram import NgramProposer
 from outrider.propose.recycle import RecycleProposer
-from outrider.propose.retrieval import retrieval_proposer
-from outrider.propose.self import exit_proposer, quantised_proposer, skip_proposer
-from outrider.propose.suffix import suffix_proposer
+from outrider.propose.retrieval import open_store, retrieval_proposer
+from outrider.propose.self import (
+    exit_layers,
+    exit_proposer,
+    quantised_bits,
+    quantised_proposer,
+    skip_layers,
+    skip_proposer,
+)
+from outrider.propose.suffix import suffix_history, suffix_proposer
 from outrider.propose.text_draft import TextProposer
 from outrider.target import Target
 from outrider.types import Needs
@@ -41,6 +50,7 @@ class Named:
     """A proposer that the command line knows."""
 
     make: Callable[[str, Setup], Proposer]  # from what stands behind the colon, "" without one
+    check: Callable[[str], object]  # of the same, as far as it can be told without the target; raises what is wrong
     form: str  # how it is written
     says: str  # what it does
 
@@ -55,15 +65,14 @@ def find_proposer(spec: str, setup: Setup) -> Proposer:
 
 
 def check_proposer(spec: str | Maker) -> None:
-    """See that somebody has the names of an expression, before anything is loaded for it.
+    """See that an expression can be had as far as its names, numbers and folders tell, before anything is loaded.
 
     Raises:
-        OutriderError: it cannot be read, or names nobody; the message has the name that is nearest.
+        OutriderError: it cannot be read, or names nobody, and the message has the name that is nearest; or what stands
+            behind a name is none of what it takes.
     """
     if isinstance(spec, str):
-        for leaf in parse(spec).leaves():
-            if leaf.name not in NAMED:
-                _own(leaf)
+        _check(parse(spec))
     elif not callable(spec):
         raise OutriderError(f"proposer is {spec!r}; use {forms()}, or what makes one from a Setup")
 
@@ -202,6 +211,17 @@ def _split(text: str, spec: str) -> list[str]:
     return parts
 
 
+def _check(expression: Expression) -> None:
+    if expression.parts:
+        check_parts(len(expression.parts), switches="switch" in (part.name for part in expression.parts))
+    elif expression.name in NAMED:
+        NAMED[expression.name].check(expression.argument)
+    else:
+        _own(expression)
+    for part in expression.parts:
+        _check(part)
+
+
 def _make(expression: Expression, setup: Setup) -> Proposer:
     name, argument = expression.name, expression.argument
     if name in COMBINATIONS and expression.parts:
@@ -212,24 +232,34 @@ def _make(expression: Expression, setup: Setup) -> Proposer:
 
 
 def _none(argument: str, setup: Setup) -> Proposer:
-    _no_argument("none", argument)
+    _alone("none", argument)
     return NoProposer(setup)
 
 
 def _ngram(argument: str, setup: Setup) -> Proposer:
     if not argument:
         return NgramProposer(setup)
+    shortest, longest = _ngram_range(argument)
+    return NgramProposer(setup, shortest=shortest, longest=longest)
+
+
+def _check_ngram(argument: str) -> None:
+    if argument:
+        _ngram_range(argument)
+
+
+def _ngram_range(argument: str) -> tuple[int, int]:
     ends = [whole(end) for end in argument.split("-")]
     match ends:
         case [int(shortest), int(longest)] if 1 <= shortest <= longest <= _LONGEST:
-            return NgramProposer(setup, shortest=shortest, longest=longest)
+            return shortest, longest
     raise OutriderError(
         f"ngram:{argument} is no range; write ngram:1-5 for endings of 1 to 5 tokens, of {_LONGEST} at most"
     )
 
 
 def _recycle(argument: str, setup: Setup) -> Proposer:
-    _no_argument("recycle", argument)
+    _alone("recycle", argument)
     return RecycleProposer(setup)
 
 
@@ -267,31 +297,67 @@ def _nearest(name: str) -> str:
     return f" did you mean {near[0]}? Else" if near else ""
 
 
-def _no_argument(name: str, argument: str) -> None:
+def _alone(name: str, argument: str) -> None:
     if argument:
         raise OutriderError(f"{name} takes no argument, and {argument!r} was given; write {name}")
 
 
 NAMED: Mapping[str, Named] = MappingProxyType(
     {
-        "none": Named(_none, "none", "plain decoding"),
-        "ngram": Named(_ngram, "ngram[:MIN-MAX]", "what followed the last time that the text ended like this"),
+        "none": Named(_none, partial(_alone, "none"), "none", "plain decoding"),
+        "ngram": Named(
+            _ngram, _check_ngram, "ngram[:MIN-MAX]", "what followed the last time that the text ended like this"
+        ),
         "suffix": Named(
-            suffix_proposer, "suffix[:TOKENS]", "wherever it ended like this, here and in so many tokens of outputs"
+            suffix_proposer,
+            suffix_history,
+            "suffix[:TOKENS]",
+            "wherever it ended like this, here and in so many tokens of outputs",
         ),
-        "recycle": Named(_recycle, "recycle", "what the target's own scores showed of endings like this"),
-        "lookahead": Named(lookahead_proposer, "lookahead[:WxNxG]", "n-grams that the target writes beside the text"),
-        "draft": Named(draft_proposer, "draft:DIR", "a small model"),
-        "draft-tokens": Named(draft_tokens_proposer, "draft-tokens:DIR", "one of another vocabulary, token by token"),
-        "draft-text": Named(draft_text_proposer, "draft-text:DIR", "one of another vocabulary, by the text it writes"),
-        "tree": Named(tree_proposer, "tree:DIR", "a small model that guesses several ways to go on"),
-        "cascade": Named(cascade_proposer, "cascade:DIR", "a small model that looks up what it is about to say"),
+        "recycle": Named(
+            _recycle, partial(_alone, "recycle"), "recycle", "what the target's own scores showed of endings like this"
+        ),
+        "lookahead": Named(
+            lookahead_proposer, read_shape, "lookahead[:WxNxG]", "n-grams that the target writes beside the text"
+        ),
+        "draft": Named(draft_proposer, partial(check_draft, name="draft", heads=True), "draft:DIR", "a small model"),
+        "draft-tokens": Named(
+            draft_tokens_proposer,
+            partial(check_draft, name="draft-tokens", heads=False),
+            "draft-tokens:DIR",
+            "one of another vocabulary, token by token",
+        ),
+        "draft-text": Named(
+            draft_text_proposer,
+            partial(check_draft, name="draft-text", heads=False),
+            "draft-text:DIR",
+            "one of another vocabulary, by the text it writes",
+        ),
+        "tree": Named(
+            tree_proposer,
+            partial(check_draft, name="tree", heads=True),
+            "tree:DIR",
+            "a small model that guesses several ways to go on",
+        ),
+        "cascade": Named(
+            cascade_proposer,
+            partial(check_draft, name="cascade", heads=False),
+            "cascade:DIR",
+            "a small model that looks up what it is about to say",
+        ),
         "retrieval": Named(
-            retrieval_proposer, "retrieval:DIR[:MIN]", "what followed this ending in a datastore; see `outrider index`"
+            retrieval_proposer,
+            open_store,
+            "retrieval:DIR[:MIN]",
+            "what followed this ending in a datastore; see `outrider index`",
         ),
-        "exit": Named(exit_proposer, "exit:LAYERS", "the target's own first layers"),
-        "skip": Named(skip_proposer, "skip:A+B+C", "the target without some of its layers; see `outrider layers`"),
-        "quantized": Named(quantised_proposer, "quantized:int4", "the target with 4 or 8 bits a weight"),
+        "exit": Named(exit_proposer, exit_layers, "exit:LAYERS", "the target's own first layers"),
+        "skip": Named(
+            skip_proposer, skip_layers, "skip:A+B+C", "the target without some of its layers; see `outrider layers`"
+        ),
+        "quantized": Named(
+            quantised_proposer, quantised_bits, "quantized:int4", "the target with 4 or 8 bits a weight"
+        ),
     }
 )
 DRAWN = frozenset(  # those that may draw their guesses from a law

@@ -273,11 +273,11 @@ def test_a_full_draft_makes_room_for_no_more(params):
 
 
 def test_by_name():
-    assert find_verifier(None, "tree:DIR").name == "traversal"
-    assert find_verifier(None, "draft:DIR").name == "block"
-    assert find_verifier(None, "switch(exit:2,draft:DIR)").name == "block"
-    assert find_verifier(None, "switch(suffix,draft:DIR)").name == "traversal"
-    assert find_verifier(None, "first(recycle,draft:DIR)").name == "traversal"
+    assert find_verifier(None, "tree:@nano").name == "traversal"
+    assert find_verifier(None, "draft:@nano").name == "block"
+    assert find_verifier(None, "switch(exit:2,draft:@nano)").name == "block"
+    assert find_verifier(None, "switch(suffix,draft:@nano)").name == "traversal"
+    assert find_verifier(None, "first(recycle,draft:@nano)").name == "traversal"
     checkpoint = load_checkpoint(embedded("mini"), dtype="float32", device="cpu")
     target = make_target(checkpoint, slots=2, context=64)
     setup = replace(toy_setup(target), tokenizer=checkpoint.tokenizer, context=64)

@@ -377,11 +377,11 @@ def test_sampled_guesses_leave_the_law_alone(spec, verifier, settled):
 @pytest.mark.parametrize(
     ("spec", "reason"),
     [
-        ("exit", "this target has 4: write for example exit:1"),
+        ("exit", "names no layers to stop after; write for example exit:2"),
         ("exit:0", "exit:0 names no layers to stop after"),
-        ("exit:5", "exit:5 names no layers to stop after"),
+        ("exit:5", "exit:5 names no layers to stop after; this target has 4: write for example exit:1"),
         ("exit:-1", "names no layers to stop after"),
-        ("skip", "names no layers to leave out; this target's layers are 0 to 3"),
+        ("skip", "names no layers to leave out; write for example skip:2, and join several by"),
         ("exit:" + "9" * 5000, "names no layers to stop after"),
         ("skip:" + "9" * 5000, "names no layers to leave out"),
         ("skip:a", "skip:a names no layers to leave out"),

@@ -355,6 +355,16 @@ def test_a_training_that_cannot_be(kind, other, message, data, tmp_path):
         Training(kind, _settings(data, tmp_path, **other)).run(QUIET)
 
 
+@pytest.mark.parametrize(
+    ("proposer", "message"),
+    [("draft:nowhere", "nowhere is not a folder"), ("ngram:5-1", "ngram:5-1 is no range")],
+)
+def test_who_cannot_guess_is_told_before_anything_is_loaded(proposer, message, data, tmp_path, monkeypatch):
+    monkeypatch.setattr("outrider.load._read_model", lambda *args: pytest.fail("it was loaded"))
+    with pytest.raises(OutriderError, match=message):
+        Training("mtp", _settings(data, tmp_path, proposer=proposer))
+
+
 # The verb
 
 

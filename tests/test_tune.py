@@ -354,6 +354,8 @@ def test_lists():
         ({"temperatures": (-1.0,)}, "temperature is -1"),
         ({"verifier": "nobody"}, "verifier 'nobody' is unknown"),
         ({"quantize": "int3"}, "quantize 'int3' is unknown"),
+        ({"proposers": ("ngram", "draft:nowhere")}, "nowhere is not a folder"),
+        ({"proposers": ("ngram:5-1",)}, "ngram:5-1 is no range"),
     ],
 )
 def test_settings_are_checked_before_anything_is_loaded(wrong, message):

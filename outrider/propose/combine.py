@@ -22,15 +22,20 @@ _LEVELS = 8  # of a chance that a part gives a guess
 _HOPE = 0.6  # that a guess is kept of which its proposer says nothing
 
 
+def check_parts(count: int, *, switches: bool) -> None:
+    """See that so many parts can be combined, and that none `switches` between its own."""
+    if count < 2:
+        raise OutriderError("one proposer alone cannot be combined; name two or more, as in merge(ngram,recycle)")
+    if switches:
+        raise OutriderError("the planner switches between whole proposers; make switch(...) the outermost one")
+
+
 class Combination:
     """What all combinations share: every part lives through everything."""
 
     def __init__(self, setup: Setup, parts: Sequence[Proposer]) -> None:
         """Combine `parts`, the first of which has precedence where it matters."""
-        if len(parts) < 2:
-            raise OutriderError("one proposer alone cannot be combined; name two or more, as in merge(ngram,recycle)")
-        if any(part.needs.arms > 1 for part in parts):
-            raise OutriderError("the planner switches between whole proposers; make switch(...) the outermost one")
+        check_parts(len(parts), switches=any(part.needs.arms > 1 for part in parts))
         self.parts = tuple(parts)
         layers = sorted({layer for part in parts for layer in part.needs.layers})
         self.needs = Needs(layers=tuple(layers))

@@ -9,11 +9,12 @@ import torch
 
 from outrider.check import check_target
 from outrider.errors import OutriderError
+from outrider.heads.files import read_partner
 from outrider.heads.formats.base import Partner
 from outrider.heads.runners import make_head_target
 from outrider.heads.store import is_head, read_head
 from outrider.heads.target import HeadTarget
-from outrider.load import Checkpoint, load_checkpoint
+from outrider.load import Checkpoint, is_recurrent, load_checkpoint
 from outrider.propose.base import Proposer, Setup
 from outrider.propose.cascade import Cascade
 from outrider.propose.heads import HeadProposer, HeadTreeProposer
@@ -154,11 +155,34 @@ def _partner(tables: Tables, layers: int) -> Partner:
     )
 
 
-def _find(name: str, folder: str, setup: Setup) -> _Found:
+def check_draft(folder: str, *, name: str, heads: bool) -> None:
+    """See by its files that a folder holds a draft, before anything is loaded beside which it would guess.
+
+    Args:
+        folder: of the draft.
+        name: what it is asked for as, for messages.
+        heads: whether it may be one that was trained on its target's states.
+
+    Raises:
+        OutriderError: it does not, or one that cannot be had as this; the message says why.
+    """
     if not folder:
         raise OutriderError(f"{name} needs the folder of a small model; write {name}:DIR")
+    # Whether a whole model is a head to its target is known once there is one.
+    if not (heads and is_head(folder, lambda: _itself(folder))) and is_recurrent(folder):
+        raise OutriderError(f"{folder} is recurrent, and a recurrent draft is not handled yet; use an attention model")
+
+
+def _itself(folder: str) -> Partner | None:
+    """A whole model as the target of what came with it; None where its sizes are not known."""
+    try:
+        return read_partner(folder)
+    except OutriderError:
+        return None
+
+
+def _find(name: str, folder: str, setup: Setup) -> _Found:
+    check_draft(folder, name=name, heads=False)
     dtype = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}[setup.dtype]
     checkpoint = load_checkpoint(folder, dtype=dtype, device=str(setup.device))
-    if checkpoint.recurrent:
-        raise OutriderError(f"{folder} is recurrent, and a recurrent draft is not handled yet; use an attention model")
     return _Found(setup=setup, folder=folder, checkpoint=checkpoint)

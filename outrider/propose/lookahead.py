@@ -90,20 +90,25 @@ class _State:
 
 
 def lookahead_proposer(argument: str, setup: Setup) -> LookaheadProposer:
-    """Of the shape that is written WxNxG.
+    """Of the shape that is written WxNxG."""
+    return LookaheadProposer(setup, read_shape(argument))
+
+
+def read_shape(argument: str) -> Shape:
+    """The shape that is written WxNxG; the usual one of nothing.
 
     Raises:
         OutriderError: it is no such shape.
     """
     if not argument:
-        return LookaheadProposer(setup)
+        return Shape()
     sizes = [whole(size) or 0 for size in argument.split("x")]
     if len(sizes) != 3 or min(sizes) < 1 or sizes[1] < 2 or any(s > m for s, m in zip(sizes, _MOST, strict=True)):
         raise OutriderError(
             f"lookahead:{argument} is no shape; write lookahead:10x3x8 for 10 columns of riders, n-grams of 3 tokens"
             f" (2 at least), and 8 of them kept for a token; {'x'.join(map(str, _MOST))} at most"
         )
-    return LookaheadProposer(setup, Shape(window=sizes[0], size=sizes[1], guesses=sizes[2]))
+    return Shape(window=sizes[0], size=sizes[1], guesses=sizes[2])
 
 
 class LookaheadProposer:

@@ -47,13 +47,8 @@ class RetrievalProposer:
     needs = Needs()
 
     def __init__(self, setup: Setup, store: Datastore, *, shortest: int = SHORTEST) -> None:
-        """Look up endings of `LONGEST` down to `shortest` tokens.
-
-        Raises:
-            OutriderError: `shortest` is out of range.
-        """
-        if not 1 <= shortest <= LONGEST:
-            raise OutriderError(f"retrieval of endings of {shortest} tokens is out of range; use 1 to {LONGEST}")
+        """Look up endings of `LONGEST` down to `shortest` tokens."""
+        assert 1 <= shortest <= LONGEST
         self._device = setup.device
         self._store, self._shortest = store, shortest
         self._end = min(setup.vocab, store.separator)  # from this number on there are no tokens
@@ -119,18 +114,30 @@ def retrieval_proposer(argument: str, setup: Setup) -> RetrievalProposer:
     Raises:
         OutriderError: there is no datastore of the target's tokens.
     """
-    folder, _, number = argument.rpartition(":")
-    if not folder or not number.isdecimal():
-        folder, number = argument, ""
-    if not folder:
-        raise OutriderError("retrieval needs the folder of a datastore; write retrieval:DIR")
-    store = Datastore.open(folder)
+    store, folder, shortest = open_store(argument)
     if store.header.tokenizer != fingerprint(setup.tokenizer):
         raise OutriderError(
             f"the datastore in {folder} was made with another tokenizer than the target's ({store.header.vocab} and"
             f" {vocabulary(setup.tokenizer)} ids); build it again with outrider index, and name this target there"
         )
-    return RetrievalProposer(setup, store, shortest=(whole(number) or 0) if number else SHORTEST)
+    return RetrievalProposer(setup, store, shortest=shortest)
+
+
+def open_store(argument: str) -> tuple[Datastore, str, int]:
+    """A datastore, its folder, and the tokens of the shortest ending to look up.
+
+    Raises:
+        OutriderError: no folder with a datastore is named, or endings that are out of range.
+    """
+    folder, _, number = argument.rpartition(":")
+    if not folder or not number.isdecimal():
+        folder, number = argument, ""
+    if not folder:
+        raise OutriderError("retrieval needs the folder of a datastore; write retrieval:DIR")
+    shortest = (whole(number) or 0) if number else SHORTEST
+    if not 1 <= shortest <= LONGEST:
+        raise OutriderError(f"retrieval of endings of {shortest} tokens is out of range; use 1 to {LONGEST}")
+    return Datastore.open(folder), folder, shortest
 
 
 def _frequency(group: tuple[tuple[int, int], int]) -> int:

@@ -32,9 +32,8 @@ class ExitProposer(ModelProposer):
 
 def exit_proposer(argument: str, setup: Setup) -> ModelProposer:
     """`exit:N`: the first N layers, then the final norm and the head."""
-    target = _divisible(setup)
-    count = whole(argument)
-    if count is None or not 1 <= count <= target.layers:
+    target, count = _divisible(setup), exit_layers(argument)
+    if count > target.layers:
         raise OutriderError(
             f"exit:{argument} names no layers to stop after; this target has {target.layers}: write for example"
             f" exit:{max(target.layers // 4, 1)}"
@@ -42,16 +41,17 @@ def exit_proposer(argument: str, setup: Setup) -> ModelProposer:
     return ExitProposer(setup, _tried(target.excerpt(range(count)), setup))
 
 
+def exit_layers(argument: str) -> int:
+    """How many layers an `exit:N` names, whatever the target has."""
+    if not (count := whole(argument)):
+        raise OutriderError(f"exit:{argument} names no layers to stop after; write for example exit:2")
+    return count
+
+
 def skip_proposer(argument: str, setup: Setup) -> ModelProposer:
     """`skip:A+B+C`: without the layers A, B and C, counted from 0."""
-    target = _divisible(setup)
+    target, skipped = _divisible(setup), skip_layers(argument)
     form = f"this target's layers are 0 to {target.layers - 1}: write for example skip:{target.layers // 2}"
-    named = [whole(word) for word in argument.split("+")]
-    skipped = {layer for layer in named if layer is not None}
-    if None in named:
-        raise OutriderError(f"skip:{argument} names no layers to leave out; {form}, and join several by +")
-    if len(skipped) < len(named):
-        raise OutriderError(f"skip:{argument} names a layer twice; name each once")
     if max(skipped) >= target.layers:
         raise OutriderError(f"skip:{argument} names layer {max(skipped)}; {form}")
     if len(skipped) == target.layers:
@@ -60,11 +60,29 @@ def skip_proposer(argument: str, setup: Setup) -> ModelProposer:
     return ModelProposer(setup, _tried(target.excerpt(kept), setup))
 
 
+def skip_layers(argument: str) -> set[int]:
+    """The layers that a `skip:A+B+C` names, whatever the target has."""
+    named = [whole(word) for word in argument.split("+")]
+    skipped = {layer for layer in named if layer is not None}
+    if None in named:
+        raise OutriderError(
+            f"skip:{argument} names no layers to leave out; write for example skip:2, and join several by +"
+        )
+    if len(skipped) < len(named):
+        raise OutriderError(f"skip:{argument} names a layer twice; name each once")
+    return skipped
+
+
 def quantised_proposer(argument: str, setup: Setup) -> ModelProposer:
     """`quantized:int4` or `quantized:int8`: a copy of the target with fewer bits."""
+    return ModelProposer(setup, _divisible(setup).requantised(quantised_bits(argument)))
+
+
+def quantised_bits(argument: str) -> int:
+    """Of a weight."""
     if argument not in _BITS:
         raise OutriderError(f"quantized:{argument} is unknown; write {' or '.join(f'quantized:{n}' for n in _BITS)}")
-    return ModelProposer(setup, _divisible(setup).requantised(_BITS[argument]))
+    return _BITS[argument]
 
 
 def _divisible(setup: Setup) -> Divisible:

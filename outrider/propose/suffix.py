@@ -72,7 +72,12 @@ class SuffixProposer:
 
 
 def suffix_proposer(argument: str, setup: Setup) -> Proposer:
-    """From what stands behind the colon: how many tokens of finished outputs to keep.
+    """From what stands behind the colon: how many tokens of finished outputs to keep."""
+    return SuffixProposer(setup, history=suffix_history(argument))
+
+
+def suffix_history(argument: str) -> int:
+    """How many tokens of finished outputs to keep, 0 where nobody says.
 
     Raises:
         OutriderError: it is no such number.
@@ -83,4 +88,4 @@ def suffix_proposer(argument: str, setup: Setup) -> Proposer:
             f"suffix:{argument} is no number of tokens; write suffix:100000 to keep so many tokens of finished outputs,"
             f" {_MOST} at most"
         )
-    return SuffixProposer(setup, history=history or 0)
+    return history or 0

@@ -20,6 +20,7 @@ from outrider.errors import OutriderError
 from outrider.noise import mix_int
 from outrider.plan_file import model_print
 from outrider.prompts import Prompt
+from outrider.proposers import check_proposer
 from outrider.train.answers import Author, Manner
 from outrider.train.archive import Archive, origin_of
 from outrider.train.batches import Reader
@@ -55,6 +56,7 @@ class Training:
         if kind not in KINDS and kind != DRAFT:
             raise OutriderError(f"kind {kind!r} is unknown; use {', '.join([*KINDS, DRAFT])}")
         losses = parse(settings.loss)
+        check_proposer(settings.proposer)
         found = read_prompts(settings.data, limit=settings.limit)
         texts, held = split(found, settings.held_out, seed=settings.seed)
         self._out = Path(settings.out).expanduser()
