@@ -48,10 +48,10 @@ def converse(llm: LLM, params: SamplingParams, *, prompt: str | None, chat: bool
         asked = llm.chat(said) if chat else text
         # A seed that is reported must bring the text back, and so be one that the planner sees was asked for.
         want = params if params.seed is not None else replace(params, seed=secrets.randbits(63))
-        one = params.n == 1  # several are completed together, and not round by round
-        watch: AbstractContextManager[list[int]] = _interrupts() if talk and one else nullcontext([])
+        complete = _one if params.n == 1 else _several
+        watch: AbstractContextManager[list[int]] = _interrupts() if talk else nullcontext([])
         with watch as seen:
-            told = _one(llm, asked, want, teller, seen) if one else _several(llm, asked, want, teller)
+            told = complete(llm, asked, want, teller, seen)
         if isinstance(told, Told):
             well &= teller.sum_up(told)
         said.append({"role": "assistant", "content": told if isinstance(told, str) else told.completions[0].text})
@@ -98,15 +98,26 @@ def _one(llm: LLM, prompt: Prompt, params: SamplingParams, teller: Teller, seen:
     )
 
 
-def _several(llm: LLM, prompt: Prompt, params: SamplingParams, teller: Teller) -> Told:
-    """Complete together, show one after another."""
+def _several(llm: LLM, prompt: Prompt, params: SamplingParams, teller: Teller, seen: list[int]) -> Told | str:
+    """Complete together, show one after another; once an interrupt was seen, the texts so far are all."""
     before, began = llm.stats, perf_counter()
-    completions = tuple(llm.generate(prompt, params))
+    rows = [llm.add(request) for request in llm.requests(prompt, params)]
+    try:
+        while not seen and not all(row.finish for row in rows):
+            llm.engine.step()
+    finally:
+        stopped = [row for row in rows if not row.finish]
+        for row in stopped:
+            llm.abort(row.request.id)
+        llm.keep_plan()
     seconds = perf_counter() - began
+    completions = tuple(llm.completion(row) for row in rows)
     for i, completion in enumerate(completions, 1):
         teller.head(f"{i} of {len(completions)}")
         teller.write(completion.text, completion.tokens, completion.guessed)
         teller.end()
+    if stopped:
+        return completions[0].text
     return Told(
         completions=completions,
         sampled=params.temperature > 0,

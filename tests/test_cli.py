@@ -7,6 +7,7 @@ import json
 import os
 import pty
 import re
+import signal
 import subprocess
 import sys
 from contextlib import redirect_stdout, suppress
@@ -21,7 +22,10 @@ from outrider.cli import app
 from outrider.console import tell
 from outrider.embedded import embedded
 from outrider.form_options import FormOptions
+from outrider.llm import LLM
+from outrider.run import converse
 from outrider.sampling_options import SamplingOptions
+from outrider.show import Teller
 
 CODE = "<|endoftext|>import os\nimport sys\n"
 QUESTION = "What is 17 + 25?"
@@ -380,6 +384,29 @@ def test_an_interrupt_ends_an_answer_and_then_the_conversation():
     assert "Traceback" not in heard(ours, None)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     os.close(ours)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_an_interrupt_ends_the_answers_and_not_the_program(n, monkeypatch, capsys):
+    llm = LLM(embedded("nano"), proposer="none", k=0, rows=2, context=256, threads=1)
+    asked, step, rounds = iter([CODE, CODE]), llm.engine.step, []
+
+    def interrupted():
+        step()
+        rounds.append(1)
+        if len(rounds) == 5:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(llm.engine, "step", interrupted, raising=False)
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+    monkeypatch.setattr("outrider.run._ask", lambda: next(asked, ""))
+    params = SamplingParams(n=n, max_tokens=8, ignore_eos=True, temperature=1.0, seed=1)
+    assert converse(llm, params, prompt=None, chat=False, teller=Teller(llm, show=False, as_json=False))
+    said = capsys.readouterr()
+    assert said.err.count("tokens in") == 1  # the second answer was whole
+    assert said.err.count(f"1 of {n}") == 2 * (n > 1)
+    assert len(rounds) == 5 + 8
+    assert not llm.engine.busy()
 
 
 def test_a_conversation_on_a_terminal():
