@@ -196,8 +196,8 @@ def serve(
     models = _configured(ctx, models, config)
     caching = Caching(gigabytes=settings.cache_gb, share=settings.share)
     tempo = Tempo(settings.chunk, seconds=settings.round_ms / 1000 or None)
-    llm = load(models, rows=settings.rows, chunk=tempo, caching=caching, guard=True)
-    serve(llm, settings, target=models.target)
+    loaded = partial(load, models, rows=settings.rows, chunk=tempo, caching=caching, guard=True)
+    serve(loaded, settings, target=models.target)
 
 
 @app.command()

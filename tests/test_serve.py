@@ -21,7 +21,9 @@ import httpx
 import openai
 import pytest
 import uvicorn
+from typer.testing import CliRunner
 
+from outrider.cli import app as cli
 from outrider.embedded import embedded
 from outrider.errors import OutriderError
 from outrider.llm import LLM
@@ -31,7 +33,7 @@ from outrider.serve.app import make_app
 from outrider.serve.driver import Driver
 from outrider.serve.settings import Settings
 from outrider.serve.ticket import TOGETHER
-from outrider.serve.verb import listen
+from outrider.serve.verb import bind, listen
 from outrider.stress.client import put_load
 from outrider.stress.settings import Settings as LoadSettings
 from outrider.stress.verb import points
@@ -541,25 +543,32 @@ def test_a_signal_lets_open_requests_end():
 
 
 def test_a_place_where_nobody_can_listen_names_the_way_out(monkeypatch):
-    (first,) = listen("127.0.0.1", 0)
-    with first:
-        port = first.getsockname()[1]
-        with pytest.raises(OutriderError, match=rf"port {port} of 127.0.0.1 is in use; give another --port \(0 takes"):
-            listen("127.0.0.1", port)
+    (first,) = bind("127.0.0.1", 0)
+    port = first.getsockname()[1]
+    used = rf"port {port} of 127.0.0.1 is in use; give another --port \(0 takes"
+    with first, bind("127.0.0.1", port)[0] as second:  # which may be as long as nobody listens
+        listen([first], "127.0.0.1")
+        with pytest.raises(OutriderError, match=used):
+            listen([second], "127.0.0.1")
+        with pytest.raises(OutriderError, match=used):
+            bind("127.0.0.1", port)
+        started = CliRunner().invoke(cli, ["serve", "--port", str(port), "--target", "nowhere"])
+        assert started.exit_code == 2
+        assert "is in use" in started.stderr  # rather than after loading
     for host in ("192.0.2.1", "a" * 70):
         with pytest.raises(OutriderError, match=r"is no address of this machine \(.+\); use 127.0.0.1, or 0.0.0.0"):
-            listen(host, 0)
+            bind(host, 0)
 
     def refused(*_, **__):
         raise PermissionError(EACCES, "Permission denied")
 
-    monkeypatch.setattr(socket, "create_server", refused)
+    monkeypatch.setattr(socket.socket, "bind", refused)
     with pytest.raises(OutriderError, match=r"port 80 of 127.0.0.1 .* give a --port of at least 1024"):
-        listen("127.0.0.1", 80)
+        bind("127.0.0.1", 80)
 
 
 def test_all_addresses_of_a_name_have_one_port():
-    found = listen("localhost", 0)
+    found = bind("localhost", 0)
     assert len({each.getsockname()[1] for each in found}) == 1
     for each in found:
         each.close()

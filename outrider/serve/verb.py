@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import gc
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from errno import EACCES, EADDRINUSE
 from signal import SIGTERM, signal
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 _BACKLOG = 2048  # connections that wait to be taken
 
 
-def serve(llm: LLM, settings: Settings, *, target: str | None) -> None:
-    """Say where, and answer until a signal comes.
+def serve(load: Callable[[], LLM], settings: Settings, *, target: str | None) -> None:
+    """Take the port, load, say where, and answer until a signal comes.
 
     Raises:
         OutriderError: what the server is made of is not installed, or it cannot listen there.
@@ -42,7 +42,8 @@ def serve(llm: LLM, settings: Settings, *, target: str | None) -> None:
     log_as(settings.log_format)
     name = settings.name or model_folder(target).resolve().name
     with ExitStack() as held:
-        listening = [held.enter_context(closing(each)) for each in listen(settings.host, settings.port)]
+        taken = [held.enter_context(closing(each)) for each in bind(settings.host, settings.port)]
+        llm = load()
         typer.echo(_memory(llm), err=True)
         driver = Driver(llm, queue=settings.queue, rows=settings.rows)
         gc.collect()
@@ -54,40 +55,70 @@ def serve(llm: LLM, settings: Settings, *, target: str | None) -> None:
             timeout_graceful_shutdown=settings.drain,
         )
         server = uvicorn.Server(config)
-        typer.echo(f"{name} at {_url(settings.host, listening[0])}, {settings.rows} rows at once", err=True)
+        listen(taken, settings.host)
+        typer.echo(f"{name} at {_url(settings.host, taken[0])}, {settings.rows} rows at once", err=True)
         with _ends_well(server):
-            server.run(sockets=listening)
+            server.run(sockets=taken)
     if not server.started:
         raise typer.Exit(1)
 
 
-def listen(host: str, port: int) -> list[socket.socket]:
-    """Sockets that listen at each address of a name, all at one port; port 0 takes a free one.
+def bind(host: str, port: int) -> list[socket.socket]:
+    """Sockets at each address of a name, all at one port; port 0 takes a free one.
+
+    They do not listen yet: while a model is loaded, who knocks is refused at once rather than kept waiting.
 
     Raises:
         OutriderError: it is no address of this machine, or the port cannot be had.
     """
-    where = f"port {port} of {host or 'all addresses'}"
     found: list[socket.socket] = []
     try:
         places = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         for family, address in dict.fromkeys((place[0], place[4]) for place in places):
             free = found[0].getsockname()[1] if found else port
-            found.append(socket.create_server((address[0], free, *address[2:]), family=family, backlog=_BACKLOG))
+            found.append(_bound((address[0], free, *address[2:]), family))
     except (OSError, UnicodeError) as error:
         if found and not _taken(error):  # such as an address of IPv6 where the machine has none
             return found
         for each in found:
             each.close()
-        raise OutriderError(_unheard(host, where, error)) from None
+        raise OutriderError(_unheard(host, port, error)) from None
     return found
+
+
+def listen(taken: Sequence[socket.socket], host: str) -> None:
+    """Let people in.
+
+    Raises:
+        OutriderError: another has come to listen there first, which can be as long as nobody does.
+    """
+    for each in taken:
+        try:
+            each.listen(_BACKLOG)
+        except OSError as error:
+            raise OutriderError(_unheard(host, each.getsockname()[1], error)) from None
+
+
+def _bound(address: tuple[Any, ...], family: int) -> socket.socket:
+    """As `socket.create_server` would have it before it listens."""
+    made = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        made.bind(address)
+    except BaseException:
+        made.close()
+        raise
+    return made
 
 
 def _taken(error: Exception) -> bool:
     return isinstance(error, OSError) and error.errno == EADDRINUSE
 
 
-def _unheard(host: str, where: str, error: Exception) -> str:
+def _unheard(host: str, port: int, error: Exception) -> str:
+    where = f"port {port} of {host or 'all addresses'}"
     if _taken(error):
         return f"{where} is in use; give another --port (0 takes a free one), or end what listens there"
     if isinstance(error, OSError) and error.errno == EACCES:
