@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from outrider.errors import OutriderError
 from outrider.heads.block import BlockDraft
 from outrider.heads.description import Description
-from outrider.heads.files import read_config, write_folder
+from outrider.heads.files import read_config, text_config, write_folder
 from outrider.heads.follower import Follower
 from outrider.heads.formats.base import Partner, Trained
 from outrider.heads.formats.known import find
@@ -81,6 +81,8 @@ def read_trained(folder: str | Path, partner: Partner | None = None) -> Trained:
     found = find(path)
     if found is None:
         raise OutriderError(f"{path} holds no trained draft in a known format; see docs/formats.md")
+    if text_config(config).get("quantization_config") or config.get("quantization_config"):
+        _log.warning("%s: config.json speaks of quantised weights, and the draft's are read as plain numbers", path)
     try:
         return found.read(partner)
     except OutriderError as error:
