@@ -120,6 +120,9 @@ def build(
     if not isinstance(chunk, Tempo):
         _check_count("chunk", chunk, 1)
     _check_caching(caching)
+    decides = not isinstance(planner, type) and all(callable(getattr(planner, part, None)) for part in ("plan", "trim"))
+    if planner is not None and not decides:
+        raise OutriderError(f"planner is {planner!r}; use what has plan and trim, or None and a k")
     spec = default_proposer(target) if proposer is None else proposer
     find_verifier(verifier, spec, chains=is_recurrent(model_folder(target)))
     loaded = load_target(

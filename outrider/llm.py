@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -20,7 +20,7 @@ from outrider.errors import OutriderError
 from outrider.grammar import Grammars
 from outrider.machine import use_threads
 from outrider.noise import mix_int
-from outrider.params import AUTO, SamplingParams
+from outrider.params import AUTO, BadParam, SamplingParams
 from outrider.plan import Planner
 from outrider.plan_file import check_plan, restored
 from outrider.prompts import chat_tokens, text_tokens
@@ -103,7 +103,7 @@ class LLM:
             rows=rows,
             context=context,
             chunk=chunk,
-            caching=caching or Caching(),
+            caching=Caching() if caching is None else caching,
         )
         self._grammars, self._ids = _grammars(self._house), count()
         self._plan = restored(plan, self._house.planner, target=target, proposer=proposer, quantize=quantize)
@@ -143,14 +143,19 @@ class LLM:
                 f"a prompt is a {type(prompt).__name__}; give a string, or a list of token ids (of an array its"
                 " tolist())"
             )
-        for token in prompt:
-            if not isinstance(token, Integral) or isinstance(token, bool):
-                raise OutriderError(f"a prompt holds {token!r} among its token ids; give whole numbers")
-        return tuple(map(int, prompt))
+        return _whole_ids("a prompt", prompt)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of tokens, special tokens left out."""
-        return str(self._house.tokenizer.decode(list(tokens), skip_special_tokens=True))
+        """The text of tokens, special tokens left out.
+
+        Raises:
+            OutriderError: they are no token ids, or not all in the vocabulary.
+        """
+        if isinstance(tokens, str | bytes | bytearray) or not isinstance(tokens, Iterable):
+            raise OutriderError(f"{tokens!r} is no list of token ids; give whole numbers")
+        ids = _whole_ids("what is to be decoded", tokens)
+        _check_ids(ids, self._house.vocab)
+        return self._text(ids)
 
     def chat(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
@@ -212,6 +217,8 @@ class LLM:
         Raises:
             OutriderError: it is wrong or too large.
         """
+        if not isinstance(constraint, Constraint):
+            raise OutriderError(f"constraint is {constraint!r}; use one of Constraint's, such as Constraint.regex(...)")
         self._grammars.compile(constraint)
 
     def submit(self, prompt: Prompt, params: SamplingParams | None = None) -> list[int]:
@@ -223,7 +230,7 @@ class LLM:
 
     def add(self, request: Request) -> Row:
         """Queue a request that `requests` made, and return its row."""
-        return self.engine.add(request, TextStream(self.decode, request.params.stop))
+        return self.engine.add(request, TextStream(self._text, request.params.stop))
 
     def abort(self, id: int) -> None:
         """Take back what was submitted under this id, wherever it is."""
@@ -239,6 +246,10 @@ class LLM:
         """
         if self._plan is not None:
             self._plan.save(self._house.planner)
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        """`decode`, of what the engine itself has made."""
+        return str(self._house.tokenizer.decode(list(tokens), skip_special_tokens=True))
 
     def _chunks(self, row: Row) -> Iterator[Chunk]:
         shown, given, finished = 0, 0, False
@@ -281,14 +292,15 @@ class LLM:
                 f"the prompt is {len(tokens)} tokens long and the context holds {house.context}; shorten the prompt"
                 " or raise context"
             )
-        if bad := [t for t in (*tokens, *params.stop_token_ids, *params.logit_bias) if not 0 <= t < house.vocab]:
-            raise OutriderError(f"token id {bad[0]} is not in the vocabulary of {house.vocab}; use smaller ids")
+        _check_ids((*tokens, *params.stop_token_ids, *params.logit_bias), house.vocab)
+        if params.min_tokens > (room := house.context - len(tokens)):
+            said = f"min_tokens is {params.min_tokens}, and beside the prompt the context holds {room}; ask for fewer"
+            raise BadParam("min_tokens", said)
         arm = _choice("proposer", params.proposer, house.proposers)
         _choice("verifier", params.verifier, house.verifiers)
         grammar = None if params.constraint is None else self._grammars.compile(params.constraint)
         seed = params.seed if params.seed is not None else secrets.randbits(63)
         ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else house.end_ids)
-        room = house.context - len(tokens)
         return [
             Request(
                 id=next(self._ids),
@@ -319,6 +331,20 @@ class LLM:
             stats=Stats.of_passes(row.passes, drafted=row.drafted, prompt=split, exact=self.stats.exact),
             error=row.error,
         )
+
+
+def _whole_ids(what: str, tokens: Iterable[Any]) -> tuple[int, ...]:
+    found = tuple(tokens)
+    for token in found:
+        if not isinstance(token, Integral) or isinstance(token, bool):
+            raise OutriderError(f"{what} holds {token!r} among its token ids; give whole numbers")
+    return tuple(map(int, found))
+
+
+def _check_ids(ids: Iterable[int], vocab: int) -> None:
+    if bad := [token for token in ids if not 0 <= token < vocab]:
+        way = "use smaller ids" if bad[0] > 0 else "ids begin at 0"
+        raise OutriderError(f"token id {bad[0]} is not in the vocabulary of {vocab}; {way}")
 
 
 def _choice(what: str, name: str | None, known: Sequence[str]) -> int | None:

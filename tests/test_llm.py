@@ -13,6 +13,7 @@ from outrider import LLM, OutriderError, SamplingParams, load
 from outrider.cache.base import Caching
 from outrider.embedded import embedded
 from outrider.load import load_checkpoint
+from outrider.plan import FixedPlanner
 from outrider.types import Finish
 
 CODE = "<|endoftext|>import os\nimport sys\n\n\ndef main():\n    parser ="
@@ -219,7 +220,9 @@ def test_64_rows_at_once():
         ("", SamplingParams(), "empty"),
         ([], SamplingParams(), "empty"),
         ([5] * 256, SamplingParams(), "shorten the prompt"),
-        ([12288], SamplingParams(), "vocabulary of 12288"),
+        ([12288], SamplingParams(), "vocabulary of 12288; use smaller ids"),
+        ([-1], SamplingParams(), "vocabulary of 12288; ids begin at 0"),
+        ("a", SamplingParams(max_tokens=None, min_tokens=256), "min_tokens is 256, and beside the prompt the context"),
         ("a\ud800", SamplingParams(), "half of a surrogate pair.*character 1; leave it out"),
         (b"abc", SamplingParams(), "a prompt is a bytes; give a string"),
         (None, SamplingParams(), "a prompt is a NoneType; give a string"),
@@ -257,6 +260,26 @@ def test_prompts_of_other_numbers_than_pythons_own(llm):
     want = SamplingParams(max_tokens=4)
     ids = llm.encode(CODE)
     assert llm.generate(list(np.array(ids)), want)[0].tokens == llm.generate(ids, want)[0].tokens
+
+
+@pytest.mark.parametrize(
+    ("tokens", "fix"),
+    [
+        ([-1], "token id -1 is not in the vocabulary of 12288; ids begin at 0"),
+        ([5, 12288], "token id 12288 is not in the vocabulary of 12288; use smaller ids"),
+        ([1.5], "1.5 among its token ids"),
+        ("abc", "'abc' is no list of token ids"),
+        (7, "7 is no list of token ids"),
+    ],
+)
+def test_what_cannot_be_decoded(llm, tokens, fix):
+    with pytest.raises(OutriderError, match=fix):
+        llm.decode(tokens)
+
+
+def test_what_is_no_constraint_cannot_be_prepared(llm):
+    with pytest.raises(OutriderError, match="constraint is 'a'; use one of Constraint's"):
+        llm.prepare("a")
 
 
 @pytest.mark.parametrize(
@@ -313,6 +336,9 @@ def test_prompts_of_other_numbers_than_pythons_own(llm):
         ({"context": "64"}, "context is '64'; it must be a whole number"),
         ({"caching": Caching(gigabytes=math.nan)}, "gigabytes of cache is nan; use a number above 0"),
         ({"caching": Caching(gigabytes=math.inf)}, "gigabytes of cache is inf; use a number above 0"),
+        ({"planner": 3}, "planner is 3; use what has plan and trim"),
+        ({"planner": FixedPlanner}, "use what has plan and trim"),
+        ({"caching": 0}, r"use Caching\(gigabytes=...\)"),
         ({"caching": 4}, r"use Caching\(gigabytes=...\)"),
         ({"dtype": ["float32"]}, "dtype is .*; use a name"),
         ({"quantize": ["int8"]}, "use int8, int4"),

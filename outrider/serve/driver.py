@@ -126,14 +126,13 @@ class Driver:
         tokens = self.front.encode(prompt)
         try:
             requests = self.front.requests(tokens, params)
+        except BadParam:
+            raise
         except OutriderError as error:
             raise BadParam(_blamed(self.front.house, tokens, params), str(error)) from error
         if (params.max_tokens or 0) > (context := self.front.house.context):
             said = f"max_tokens is {params.max_tokens}, and the context holds {context}; ask for fewer"
             raise BadParam("max_tokens", said)
-        if params.min_tokens > (room := context - len(tokens)):
-            said = f"min_tokens is {params.min_tokens}, and beside the prompt the context holds {room}; ask for fewer"
-            raise BadParam("min_tokens", said)
         self._bell = self._bell or Bell(asyncio.get_running_loop())
         tickets = [Ticket(each, Wording(self.front.decode, self.spell, params.stop), watch) for each in requests]
         self._taken += len(tickets)
