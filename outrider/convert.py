@@ -15,6 +15,7 @@ from outrider.heads.files import read_partner, write_folder
 from outrider.heads.formats.base import Config, Partner, Tensors, Trained
 from outrider.heads.formats.known import format_of
 from outrider.heads.store import KEY, OWN, WEIGHTS, filled, read_trained
+from outrider.whole import check_folder
 
 
 def run_convert(folder: str, *, to: str, out: str, target: str | None, console: Console) -> dict[str, Any]:
@@ -35,7 +36,8 @@ def run_convert(folder: str, *, to: str, out: str, target: str | None, console: 
     """
     format = None if to == OWN else format_of(to)
     path = Path(out).expanduser()
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+    check_folder(out, "--out")
+    if path.exists() and any(path.iterdir()):
         raise OutriderError(f"{out} is there already; give a folder that is empty or new")
     partner = read_partner(model_folder(target)) if target else None
     found = checked(model_folder(folder), partner)

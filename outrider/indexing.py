@@ -38,6 +38,7 @@ from outrider.datastore import (
 from outrider.embedded import model_folder
 from outrider.errors import OutriderError
 from outrider.prompts import chat_text, read_json
+from outrider.whole import check_folder
 
 FIELDS = ("text", "prompt", "messages")  # of a line of JSON, the first that it has
 _LINES = (".jsonl", ".ndjson")  # names of files of JSON lines end so
@@ -122,9 +123,10 @@ def check_place(place: Path, *, force: bool) -> None:
     Raises:
         OutriderError: what is there is no datastore, or only `force` would replace it.
     """
+    check_folder(place, "--out")
     if not place.exists():
         return
-    if not place.is_dir() or (any(place.iterdir()) and not (place / HEADER).is_file()):
+    if any(place.iterdir()) and not (place / HEADER).is_file():
         raise OutriderError(f"{place} exists and is no datastore; choose another folder")
     if not force:
         raise OutriderError(f"{place} exists; choose another folder, or replace it with --force")

@@ -25,6 +25,21 @@ def check_writable(path: str | Path) -> None:
         whole.touch()
 
 
+def check_folder(path: str | Path, option: str) -> None:
+    """Whether files could be written into this folder, which need not be there yet; a leading ~ is the home.
+
+    Raises:
+        OutriderError: they could not; the message begins with the `option` that named it.
+    """
+    folder = Path(path).expanduser()
+    there = next(place for place in (folder, *folder.parents) if os.path.exists(place))
+    if not there.is_dir():
+        what = "is a file" if there == folder else f"is to be in {there}, which is a file"
+        raise OutriderError(f"{option} {path} {what}; name a folder, which is made where there is none")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise OutriderError(f"{option} {path} cannot be written, as {there} does not let you; name another folder")
+
+
 def write_whole(path: Path, text: str) -> None:
     """Write a file whole or not at all, whoever else reads or writes it at the same time.
 

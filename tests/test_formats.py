@@ -623,6 +623,29 @@ def test_converting_asks_for_what_it_needs(tmp_path):
     assert "is there already" in told.output
 
 
+@pytest.mark.parametrize("inner", [False, True])
+def test_plain_weights_under_a_config_of_quantised_ones_are_spoken_of(inner, tmp_path, caplog):
+    written(tmp_path, "eagle3")
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text())
+    said = {"quantization_config": {"quant_method": "fp8"}}
+    read_trained(tmp_path)
+    assert not caplog.records
+    file.write_text(json.dumps({**config, "text_config": {**config, **said}} if inner else {**config, **said}))
+    read_trained(tmp_path)
+    assert "config.json speaks of quantised weights, and the draft's are read as plain numbers" in caplog.text
+
+
+def test_converting_needs_a_folder(tmp_path):
+    written(tmp_path / "a", "legacy medusa", of=MINI)
+    (tmp_path / "file").write_text("mine")
+    for out, message in (("file", "is a file; name a folder"), ("file/b", "which is a file; name a folder")):
+        told = invoke("convert", str(tmp_path / "a"), "--to", "outrider", "--out", str(tmp_path / out))
+        assert told.exit_code == 2
+        assert message in told.output
+    assert (tmp_path / "file").read_text() == "mine"
+
+
 def test_inspecting_says_what_a_draft_is(tmp_path):
     written(tmp_path / "a", "mimo")
     told = invoke("inspect", str(tmp_path / "a"))

@@ -310,8 +310,8 @@ def test_arguments_that_cannot_be_honoured(corpus, tmp_path):
         ([code], "store", {"target": "nowhere"}, "nowhere is not a folder"),
         ([code], "store", {"target": str(tmp_path)}, "holds no tokenizer"),
         ([code], "mine", {"force": True}, "mine exists and is no datastore"),
-        ([code], "mine/letter.txt", {}, "exists and is no datastore"),
-        ([code], "mine/letter.txt/store", {}, "cannot be written"),
+        ([code], "mine/letter.txt", {}, "is a file; name a folder"),
+        ([code], "mine/letter.txt/store", {}, "is to be in .*letter.txt, which is a file"),
     ]:
         with pytest.raises(OutriderError, match=reason):
             build(files, tmp_path / out, **rest)

@@ -45,6 +45,12 @@ def split(prompts: Sequence[Prompt], held_out: str | None, *, seed: int) -> tupl
     return shuffled[held:], shuffled[:held]
 
 
+def repeated(prompts: Sequence[Prompt], held: Sequence[Prompt]) -> int:
+    """How many of those to measure on are trained on, too."""
+    learned = set(map(_content, prompts))
+    return sum(_content(prompt) in learned for prompt in held)
+
+
 def encoded(tokenizer: Any, prompt: Prompt, *, whole: bool = False) -> tuple[int, ...]:
     """A prompt's tokens, at least one; `whole` where nothing is to follow.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -33,14 +34,16 @@ from outrider.train.log import Log, write
 from outrider.train.losses import parse
 from outrider.train.measure import Gauge
 from outrider.train.processes import meet, part, rank, world
-from outrider.train.prompts import encoded, read_prompts, split
+from outrider.train.prompts import encoded, read_prompts, repeated, split
 from outrider.train.settings import DRAFT, Settings
 from outrider.train.trainer import STATE, Sums, Trainer, read_state
+from outrider.whole import check_folder
 
 FACTS = "training.json"
 _LOOKED_AT = 256  # tokens of a prompt on which the target is compared with what is taken from it
 _MEASURED = 128  # tokens of an answer where tau is measured
 _GIGABYTES = 10.0  # of the cache, where nobody says
+_log = logging.getLogger("outrider")
 
 
 class Training:
@@ -56,9 +59,18 @@ class Training:
         if kind not in KINDS and kind != DRAFT:
             raise OutriderError(f"kind {kind!r} is unknown; use {', '.join([*KINDS, DRAFT])}")
         losses = parse(settings.loss)
+        check_folder(settings.out, "--out")
         check_proposer(settings.proposer)
         found = read_prompts(settings.data, limit=settings.limit)
         texts, held = split(found, settings.held_out, seed=settings.seed)
+        self._twice = repeated(texts, held)
+        if self._twice and not rank():
+            _log.warning(
+                "%d of the %d prompts to measure on are trained on, too, and tau will be better than that of others;"
+                " name others with --held-out",
+                self._twice,
+                len(held),
+            )
         self._out = Path(settings.out).expanduser()
         self._target = model_folder(settings.target)
         self._identity = _identity(kind, settings, self._target)
@@ -178,6 +190,7 @@ class Training:
             "parameters": sum(weight.numel() for weight in self._room.pupil.module.parameters()),
             "k": self._settings.k,
             "held_out": dict(figures),
+            "held_out_in_data": self._twice,
             "seconds": round(perf_counter() - self._began, 1),
             "hardware": machine.hardware(str(self._room.house.device)),
             "versions": machine.versions(),
