@@ -8,8 +8,10 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,6 +28,7 @@ from outrider.params import SamplingParams
 from outrider.train.batches import frequent
 from outrider.train.html import page
 from outrider.train.log import FILE, read_log
+from outrider.train.processes import meet
 from outrider.train.run import FACTS, Training
 from outrider.train.settings import Settings
 from outrider.train.trainer import STATE
@@ -365,7 +368,46 @@ def test_who_cannot_guess_is_told_before_anything_is_loaded(proposer, message, d
         Training("mtp", _settings(data, tmp_path, proposer=proposer))
 
 
+@pytest.mark.parametrize(("place", "message"), [("", "is a file; name a folder"), ("/a/b", "is to be in .* a file")])
+def test_a_training_writes_into_a_folder(place, message, data, monkeypatch):
+    monkeypatch.setattr("outrider.load._read_model", lambda *args: pytest.fail("it was loaded"))
+    with pytest.raises(OutriderError, match=f"^--out {data}{place} {message}"):
+        Training("mtp", _settings(data, data + place))
+
+
+def test_a_training_says_what_it_is_also_measured_on(data, tmp_path, caplog):
+    training = Training("mtp", _settings(data, tmp_path / "a", held_out=data, rows=2))
+    (said,) = (record.getMessage() for record in caplog.records)
+    assert said.startswith("8 of the 8 prompts to measure on are trained on, too")
+    assert training._document({})["held_out_in_data"] == 8
+
+
+def test_processes_wait_for_the_one_that_measures(monkeypatch):
+    given = []
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr("torch.distributed.init_process_group", lambda *args, **named: given.append((args, named)))
+    meet(torch.device("cpu"))
+    (((kind,), named),) = given
+    assert (kind, named.keys()) == ("gloo", {"timeout"})
+    assert named["timeout"] > timedelta(hours=12)
+
+
 # The verb
+
+
+def test_a_page_that_fails_at_last_does_not_take_the_document_along(data, tmp_path, monkeypatch):
+    def fails(text, file):
+        raise OutriderError(f"{file} cannot be written")
+
+    made = SimpleNamespace(run=lambda console: ({"benchmark": "outrider train"}, []))
+    monkeypatch.setattr("outrider.train.verb.Training", lambda kind, settings: made)
+    monkeypatch.setattr("outrider.train.verb.page", lambda document, lines: "")
+    monkeypatch.setattr("outrider.train.verb.write_report", fails)
+    places = ["--data", data, "--out", str(tmp_path / "draft"), "--report", str(tmp_path / "page.html")]
+    result = CliRunner().invoke(app, ["train", "mtp", *places])
+    assert result.exit_code == 2
+    assert json.loads(result.stdout) == {"benchmark": "outrider train"}
+    assert "page.html cannot be written. What was found is not lost" in result.stderr
 
 
 class Reader(HTMLParser):

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from outrider.console import end, standard_output
+from outrider.console import tell
 from outrider.errors import OutriderError
 from outrider.prompts import read_prompts
 from outrider.stress.settings import Settings
@@ -49,9 +50,7 @@ def load(settings: Settings, *, as_json: bool) -> None:
             "whole answer": points([each.whole for each in good]),
         },
     }
-    people = standard_output()
-    _show(document, settings, people)
-    end(people, document, as_json=as_json)
+    tell(document, partial(_show, settings), as_json=as_json)
 
 
 def points(seconds: Sequence[float]) -> dict[str, float]:
@@ -62,7 +61,7 @@ def points(seconds: Sequence[float]) -> dict[str, float]:
     return {f"p{share}": round(1e3 * ordered[-(-len(ordered) * share // 100) - 1], 3) for share in _POINTS}
 
 
-def _show(document: dict[str, Any], settings: Settings, people: Console) -> None:
+def _show(settings: Settings, document: dict[str, Any], people: Console) -> None:
     table = Table(title=_title(settings))
     table.add_column("ms")
     for share in _POINTS:

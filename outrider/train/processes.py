@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import os
+from datetime import timedelta
 
 import torch
 from torch import distributed
+
+# The first process alone measures tau and writes, and the others wait for it in their next sum: as long as that takes,
+# where torch's own 10 to 30 minutes would end the training. Should one die, torchrun ends the others without this.
+_PATIENCE = timedelta(days=1)
 
 
 def rank() -> int:
@@ -31,7 +36,7 @@ def meet(device: torch.device) -> None:
         return
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    distributed.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=_PATIENCE)
 
 
 def part() -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import typer
 from rich.console import Console
 
-from outrider.console import end, standard_output
+from outrider.console import Document, tell
 from outrider.page import check_report, write_report
 from outrider.train.html import page
 from outrider.train.processes import rank
@@ -21,9 +24,10 @@ def train(kind: str, settings: Settings, *, as_json: bool) -> None:
     document, lines = Training(kind, settings).run(Console(stderr=True, quiet=bool(rank())))
     if rank():
         return
-    people = standard_output()
-    show(document, people)
-    if settings.report:
-        write_report(page(document, lines), settings.report)
-        typer.echo(f"the report is in {settings.report}", err=True)
-    end(people, document, as_json=as_json)
+    keep = partial(_write, settings.report, lines) if settings.report else None
+    tell(document, show, as_json=as_json, keep=keep)
+
+
+def _write(report: str, lines: list[dict[str, Any]], document: Document) -> None:
+    write_report(page(document, lines), report)
+    typer.echo(f"the report is in {report}", err=True)
