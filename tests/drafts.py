@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 
 import torch
 
 from outrider import tree
+from outrider.build import Loaded, furnish, load_target
+from outrider.cache.base import Caching
 from outrider.heads.description import (
     Block,
     Body,
@@ -207,17 +210,35 @@ def far(ours, theirs):
     return (ours[known] - theirs[known]).norm() / theirs[known].norm()
 
 
+PROMPTS = ["def add(a, b):", "x", "The cat sat on the mat and the"]
+
+
+@cache
+def _standing() -> Loaded:
+    """The embedded target, loaded, packed and checked once for the drafts of a whole module."""
+    return load_target(None, dtype="float32", kernels="auto", quantize=None, device="cpu", rows=3, context=128)
+
+
+def guessed_by(proposer: str, *, k: int) -> LLM:
+    """The embedded target with another proposer before it; what it was with until then cannot be used any more."""
+    house = furnish(_standing(), proposer, k=k, verifier="walk", chunk=512, planner=None, caching=Caching())
+    return LLM.of(house)
+
+
+@cache
+def plain_text(temperature: float) -> list[tuple[int, ...]]:
+    """What the embedded target says to `PROMPTS` without any guesses."""
+    params = SamplingParams(temperature=temperature, max_tokens=24, seed=5)
+    return [each.tokens for each in guessed_by("none", k=0).generate(PROMPTS, params)]
+
+
 def check_text(folder, make, *, temperature, k):
     """What a draft guesses, as a chain or as a tree, leaves the embedded target's text as it is."""
-    form = "draft" if make is HeadProposer else "tree"
-    params = SamplingParams(temperature=temperature, max_tokens=24, seed=5)
-    prompts = ["def add(a, b):", "x", "The cat sat on the mat and the"]
-    options = {"dtype": "float32", "rows": 3, "context": 128, "verifier": "walk", "k": k}
-    ours = LLM(proposer=f"{form}:{folder}", **options)
-    assert isinstance(ours.house.proposer, make)
-    theirs = LLM(proposer="none", **options)
-    got, wanted = (llm.generate(prompts, params) for llm in (ours, theirs))
-    assert [each.tokens for each in got] == [each.tokens for each in wanted]
+    wanted = plain_text(temperature)
+    llm = guessed_by(f"{'draft' if make is HeadProposer else 'tree'}:{folder}", k=k)
+    assert isinstance(llm.house.proposer, make)
+    got = llm.generate(PROMPTS, SamplingParams(temperature=temperature, max_tokens=24, seed=5))
+    assert [each.tokens for each in got] == wanted
     assert sum(each.stats.drafted for each in got)
 
 

@@ -26,7 +26,7 @@ from outrider.llm import LLM
 from outrider.params import SamplingParams
 from outrider.propose.heads import HeadProposer, HeadTreeProposer
 from outrider.stats import Stats
-from tests.drafts import HEAD, KINDS, MASK, TABLE, cases, random_draft
+from tests.drafts import HEAD, KINDS, MASK, PROMPTS, TABLE, cases, guessed_by, random_draft
 
 SMALL, MINI = cases(), cases(hidden=384, vocab=12288)
 PARTNER = Partner(vocab=96, hidden=64, layers=8, head=lambda: HEAD, embedding=lambda: TABLE, kinds=KINDS)
@@ -38,7 +38,6 @@ BORROWERS = [
     *(case for case, (_, it) in SMALL.items() if it.block and not (it.own_head and it.own_embedding)),
 ]
 OPTIONS = {"dtype": "float32", "rows": 3, "context": 128, "verifier": "walk", "k": 3}
-PROMPTS = ["def add(a, b):", "x", "The cat sat on the mat and the"]
 
 
 def written(folder, case, partner=None, *, of=SMALL):
@@ -106,7 +105,7 @@ def plain():
 @pytest.mark.parametrize("case", [case for case in MINI if case != "assistant"])  # whose target is Gemma 4
 def test_the_text_is_the_targets_own(case, plain, tmp_path):
     written(tmp_path, case, read_partner(embedded("mini")), of=MINI)
-    llm = LLM(proposer=f"draft:{tmp_path}", **OPTIONS)
+    llm = guessed_by(f"draft:{tmp_path}", k=3)
     assert isinstance(llm.house.proposer, HeadProposer)
     found = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=24))
     assert [each.tokens for each in found] == plain

@@ -323,6 +323,7 @@ def test_costs_of_a_busy_moment_are_measured_anew(tmp_path, monkeypatch, who, le
     assert len(passes) < 20
 
 
+@pytest.mark.usefixtures("measured_costs")
 def test_auto_writes_the_same_text(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     params = SamplingParams(max_tokens=24)
