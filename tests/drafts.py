@@ -219,9 +219,9 @@ def _standing() -> Loaded:
     return load_target(None, dtype="float32", kernels="auto", quantize=None, device="cpu", rows=3, context=128)
 
 
-def guessed_by(proposer: str, *, k: int) -> LLM:
+def guessed_by(proposer: str, *, k: int, chunk: int = 512) -> LLM:
     """The embedded target with another proposer before it; what it was with until then cannot be used any more."""
-    house = furnish(_standing(), proposer, k=k, verifier="walk", chunk=512, planner=None, caching=Caching())
+    house = furnish(_standing(), proposer, k=k, verifier="walk", chunk=chunk, planner=None, caching=Caching())
     return LLM.of(house)
 
 

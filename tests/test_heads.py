@@ -33,7 +33,7 @@ from outrider.train.steps import Chains
 from outrider.train.unroll import Texts, unrolled
 from outrider.types import Dice, Want
 from tests import tiny
-from tests.drafts import check_text, far, feed, shown
+from tests.drafts import PROMPTS, check_text, far, feed, guessed_by, plain_text, shown
 from tests.lessons import spread
 
 VIEW = View(layer=3, key_heads=2, dim=64)
@@ -84,7 +84,7 @@ def test_states_do_not_pile_up_while_nobody_drafts(kind, make, tmp_path, monkeyp
     for pile in (10**6, 16):
         monkeypatch.setattr("outrider.propose.heads._PILE", pile)
         monkeypatch.setattr("outrider.propose.heads._PIECE", 24)
-        llm, guesses = LLM(proposer=spec, dtype="float32", rows=2, context=256, chunk=32, k=0), []
+        llm, guesses = guessed_by(spec, k=0, chunk=32), []
         for prompt in (list(range(100, 190)), list(range(300, 305))):
             llm.submit(prompt, SamplingParams(max_tokens=28, ignore_eos=True))
         for _ in range(20):
@@ -278,14 +278,15 @@ def test_a_draft_of_another_target_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("kind", EVERY)
-def test_what_its_passes_cost_can_be_measured(kind, tmp_path):
+def test_what_its_passes_cost_can_be_measured(kind, tmp_path, monkeypatch):
+    """And its text is right afterwards."""
+    monkeypatch.setattr("outrider.calibrate._SWEEPS", 1)  # every shape is read, if not as often as for good figures
+    monkeypatch.setattr("outrider.calibrate._REPEATS", 2)
     torch.manual_seed(1)
     write_head(tmp_path / "head", make_module(described(kind, MINI)), dtype=torch.float32)
-    llm = LLM(proposer=f"draft:{tmp_path / 'head'}", k=2, dtype="float32", rows=2, context=64)
+    wanted = plain_text(0.0)
+    llm = guessed_by(f"draft:{tmp_path / 'head'}", k=2)
     cost = measure_pass(draft_model(llm.house.proposer))
     assert cost(1, rows=1, cached=0) > 0
-    params = SamplingParams(temperature=0.0, max_tokens=4)
-    assert (
-        llm.generate(["x y z"], params)[0].tokens
-        == LLM(proposer="none", dtype="float32").generate(["x y z"], params)[0].tokens
-    )
+    found = llm.generate(PROMPTS, SamplingParams(temperature=0.0, max_tokens=24))
+    assert [each.tokens for each in found] == wanted
