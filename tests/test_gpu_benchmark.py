@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests import tiny
+from tests.scripts import run_script
 
 SCRIPT = Path(__file__).parent.parent / "benchmarks" / "gpu.py"
 PARTS = ("step", "race", "round")
@@ -28,9 +27,8 @@ def run(tmp_path_factory):
 
     def run(*arguments):
         models = [part for name, folder in folders.items() for part in (f"--{name}", folder)]
-        command = [sys.executable, SCRIPT, *arguments, *models, "--prompts", root / "prompts.jsonl"]
-        command += ["--device", "cpu", "--dtype", "float32"]
-        return subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False, timeout=300)
+        prompts = ("--prompts", root / "prompts.jsonl")
+        return run_script(SCRIPT, *arguments, *models, *prompts, "--device", "cpu", "--dtype", "float32")
 
     return run
 

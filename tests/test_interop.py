@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from outrider.embedded import embedded
 from outrider.heads.files import read_partner
 from outrider.heads.store import write_head
 from tests.drafts import cases, random_draft
+from tests.scripts import run_script
 
 COMPARE = Path(__file__).parent.parent / "benchmarks" / "interop" / "compare.py"
 TEXTS = {"code": "<|endoftext|>def add(a, b):\n", "prose": "<|endoftext|>The water"}
@@ -41,8 +41,7 @@ def run(tmp_path):
         fake.chmod(0o755)
         models = ("--target", embedded("mini"), "--draft", draft, "--prompts", tmp_path / "prompts.jsonl")
         more = ("--python", fake, "--k", 2, "--max-tokens", 12, "--threads", 1)
-        command = [sys.executable, COMPARE, *models, *more, *options]
-        return subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False, timeout=300)
+        return run_script(COMPARE, *models, *more, *options)
 
     return run
 

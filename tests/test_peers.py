@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from outrider.embedded import embedded
+from tests.scripts import run_script
 
 PEERS = Path(__file__).parent.parent / "benchmarks" / "peers"
 TEXT = "<|endoftext|>def add(a, b):\n"
@@ -30,13 +31,20 @@ for line in sys.stdin:
 """
 
 
-@pytest.fixture
-def run(tmp_path):
-    (tmp_path / "prompts.jsonl").write_text(json.dumps({"category": "code", "prompt": TEXT}) + "\n")
+INTERLEAVE = PEERS / "interleave.py"
 
+
+@pytest.fixture
+def options(tmp_path):
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"category": "code", "prompt": TEXT}) + "\n")
+    models = ("--target", embedded("mini"), "--draft", embedded("nano"), "--prompts", tmp_path / "prompts.jsonl")
+    return (*models, "--threads", 1, "--patience", 0)
+
+
+@pytest.fixture
+def run(options):
     def run(*arguments):
-        models = ("--target", embedded("mini"), "--draft", embedded("nano"), "--prompts", tmp_path / "prompts.jsonl")
-        command = [sys.executable, PEERS / "interleave.py", *arguments, *models, "--threads", 1, "--patience", 0]
+        command = [sys.executable, INTERLEAVE, *arguments, *options]
         return subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False, timeout=300)
 
     return run
@@ -97,8 +105,8 @@ def test_nobody_runs(run):
 
 
 @pytest.mark.parametrize("contestant", ["outrider", "outrider:fast", "none:plain", "outrider:plain:speed=9"])
-def test_unknown_contestant(run, contestant):
-    done = run(contestant)
+def test_unknown_contestant(options, contestant):
+    done = run_script(INTERLEAVE, contestant, *options)
     assert done.returncode == 2
     assert f"contestant '{contestant}' is unknown" in done.stderr
 
