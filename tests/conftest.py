@@ -1,4 +1,4 @@
-"""One torch thread a process, as the suite runs as many as there are cores; and what a pass costs, without measuring."""
+"""One torch thread a process, as the suite runs as many as there are cores; and what passes cost, without measuring."""
 
 from __future__ import annotations
 

@@ -27,7 +27,10 @@ from tests import biased
 from tests.conformance import LEARNING
 from tests.houses import make_engine, outputs, run
 
-VOCAB, TOKENS, SAMPLES, ROWS = 4, 4, 12000, 500
+# Of 256 texts, in so many samples, a bias is seen nine times in ten at p = 0.001 if chi squared grows by 1 for every 43
+# of them. With the mildest of the biased rules below it does for every 20, and p is under 1e-15. A rule by itself is
+# held to 1e-12 by enumeration (`check_verifier`): here it is the engine around it that might be wrong.
+VOCAB, TOKENS, SAMPLES, ROWS = 4, 4, 5000, 500
 PROMPT = [1, 2]
 PARAMS = SamplingParams(temperature=0.8, seed=12345)
 
@@ -47,15 +50,16 @@ def p_value(verifier, make=None, samples=SAMPLES) -> float:
     return g_test(observed.flatten().int().tolist(), law.flatten().tolist()).p_value
 
 
+@pytest.mark.parametrize("samples", [SAMPLES, pytest.param(12 * SAMPLES, marks=pytest.mark.heavy)])
 @pytest.mark.parametrize("name", EXACT)
-def test_exact(name):
-    assert p_value(name) > 1e-3
+def test_exact(name, samples):
+    assert p_value(name, samples=samples) > 1e-3
 
 
 @pytest.mark.parametrize("verifier", ["siblings", "traversal"])  # under `walk` tests of replay say more
 @pytest.mark.parametrize("name", LEARNING)
 def test_exact_whatever_is_learned(name, verifier):
-    assert p_value(verifier, LEARNING[name], samples=4000) > 1e-3
+    assert p_value(verifier, LEARNING[name], samples=3000) > 1e-3  # the mildest bias has p under 1e-11
 
 
 class Twins(NoProposer):
@@ -135,11 +139,12 @@ def filtered_law(target, prompt) -> dict[tuple[int, ...], float]:
     return law
 
 
+@pytest.mark.parametrize("samples", [750, pytest.param(9000, marks=pytest.mark.heavy)])  # 1 for every 10, or 120
 @pytest.mark.parametrize("name", ["block", "traversal"])
-def test_embedded_pair(name, pair):
+def test_embedded_pair(name, samples, pair):
     target, draft, prompt, law = pair
     engine = make_engine(target, lambda setup: ModelProposer(setup, draft), verifier=name, k=3, rows=64)
-    rows = run(engine, [prompt] * 1500, FILTERED, limit=TOKENS, ends=frozenset())
+    rows = run(engine, [prompt] * samples, FILTERED, limit=TOKENS, ends=frozenset())
     counts = Counter(tuple(text) for text in outputs(rows))
     assert set(counts) <= set(law)
     assert len(law) == 3**TOKENS
