@@ -148,8 +148,7 @@ def test_stream_adds_up(llm, plain):
 
 
 @pytest.mark.parametrize("k", [4, "auto"])
-def test_streams_and_others_carry_each_other_on(tmp_path, monkeypatch, k):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def test_streams_and_others_carry_each_other_on(k):
     llm = LLM(target=embedded("nano"), proposer="ngram", dtype="float32", rows=2, context=256, k=k)
     want = SamplingParams(max_tokens=20, ignore_eos=True)
     wanted = llm.generate(CODE, want)[0]
@@ -185,8 +184,7 @@ def test_leaving_a_stream_frees_its_row(llm):
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_texts_are_not_lost_with_a_plan_that_cannot_be_written(tmp_path, monkeypatch, caplog, streamed):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def test_texts_are_not_lost_with_a_plan_that_cannot_be_written(tmp_path, caplog, streamed):
     plan = tmp_path / "gone" / "plan.json"
     plan.parent.mkdir()
     llm = LLM(target=embedded("nano"), proposer="ngram", dtype="float32", rows=2, context=256, plan=plan)

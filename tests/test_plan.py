@@ -325,7 +325,8 @@ def test_costs_of_a_busy_moment_are_measured_anew(tmp_path, monkeypatch, who, le
 
 @pytest.mark.usefixtures("measured_costs")
 def test_auto_writes_the_same_text(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("outrider.calibrate.cache_folder", lambda: tmp_path)  # that of the kernels stays
+    monkeypatch.setattr("outrider.calibrate._SWEEPS", 1)
     params = SamplingParams(max_tokens=24)
     prompts = ["def add(a, b):\n    return", "Once upon a time"]
     texts = [
