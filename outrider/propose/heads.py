@@ -16,11 +16,12 @@ _PILE = 1024  # states of a text that wait for the draft before it reads them al
 _PIECE = 512  # of them are read in one round at most
 
 
-class HeadProposer(ModelProposer):
-    """A chain of guesses from the target's states."""
+class _Informed(ModelProposer):
+    """A draft model's proposer whose model reads the target's states, and so is told of every round."""
 
-    def __init__(self, setup: Setup, head: HeadTarget) -> None:
-        super().__init__(setup, head)
+    _head: HeadTarget
+
+    def _read_states_for(self, head: HeadTarget) -> None:
         self._head = head
         self.needs = Needs(layers=head.description.taps.layers)
 
@@ -31,26 +32,25 @@ class HeadProposer(ModelProposer):
     def commit(self, round: Round) -> None:
         self._head.note(round)
         super().commit(round)
+
+
+class HeadProposer(_Informed):
+    """A chain of guesses from the target's states."""
+
+    def __init__(self, setup: Setup, head: HeadTarget) -> None:
+        super().__init__(setup, head)
+        self._read_states_for(head)
 
     def _catch_up(self, batch: Batch) -> tuple[Batch | None, list[int]]:
         return super()._catch_up(within(batch, self._head, self._head.reach))
 
 
-class HeadTreeProposer(TreeProposer):
-    """A tree of guesses from the target's states."""
+class HeadTreeProposer(_Informed, TreeProposer):
+    """A tree of guesses from the target's states, as deep as the draft reaches."""
 
     def __init__(self, setup: Setup, head: HeadTarget) -> None:
         super().__init__(setup, head, reach=head.reach)
-        self._head = head
-        self.needs = Needs(layers=head.description.taps.layers)
-
-    def propose(self, batch: Batch) -> Draft:
-        relieve(self._head, batch)
-        return super().propose(batch)
-
-    def commit(self, round: Round) -> None:
-        self._head.note(round)
-        super().commit(round)
+        self._read_states_for(head)
 
     def _catch_up(self, batch: Batch) -> tuple[Batch | None, list[int]]:
         return super()._catch_up(within(batch, self._head, max(batch.budget)))
