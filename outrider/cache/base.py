@@ -139,6 +139,43 @@ class Roomy:
         return CacheUse()
 
 
+class WrappedCache:
+    """A cache around a cache: everything is the inner one's, until a subclass says otherwise."""
+
+    def __init__(self, inner: Cache) -> None:
+        self._inner = inner
+
+    def admit(self, slot: int, tokens: Sequence[int], scope: str | None = None) -> int:
+        return self._inner.admit(slot, tokens, scope)
+
+    def share(self, on: bool) -> None:
+        self._inner.share(on)
+
+    def allot(self, blocks: int) -> None:
+        self._inner.allot(blocks)
+
+    def fits(self, ends: Mapping[int, int]) -> bool:
+        return self._inner.fits(ends)
+
+    def use(self) -> CacheUse:
+        return self._inner.use()
+
+    def stage(self, batch: Batch, draft: Draft, first: int = -1) -> Layout:
+        return self._inner.stage(batch, draft, first)
+
+    def commit(self, round: Round) -> None:
+        self._inner.commit(round)
+
+    def release(self, slot: int) -> None:
+        self._inner.release(slot)
+
+    def length(self, slot: int) -> int:
+        return self._inner.length(slot)
+
+    def bytes(self) -> int:
+        return self._inner.bytes()
+
+
 def fitting(cache: Cache, ends: Mapping[int, int], wanted: Mapping[int, int]) -> frozenset[int]:
     """The slots that may grow from `ends` to what they have `wanted`, those named first before the others."""
     if cache.fits({**ends, **wanted}):

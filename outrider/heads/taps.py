@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 from torch.nn import functional
 
-from outrider.cache.base import Cache, CacheUse, Layout, Roomy
+from outrider.cache.base import Cache, Layout, Roomy, WrappedCache
 from outrider.heads.description import Description
 from outrider.types import Batch, Draft, Round, Tables
 
@@ -79,15 +79,16 @@ class Taps:
         return sum(states.nbytes for kept in self._kept.values() for _, states in kept)
 
 
-class StateCache:
+class StateCache(WrappedCache):
     """Entries that were made with the target's own states, and these states until they are read."""
 
     def __init__(self, inner: Cache, taps: Taps, *, read: Callable[[Batch], Batch], before: int = 0) -> None:
         """Keep entries in `inner` of what `read` leaves of a batch; `before` tokens of a text have none."""
-        self._inner, self._taps, self._read, self._before = inner, taps, read, before
+        super().__init__(inner)
+        self._taps, self._read, self._before = taps, read, before
 
     def admit(self, slot: int, tokens: Sequence[int], scope: str | None = None) -> int:
-        self._taps.admit(slot)  # nothing is shared: the states of what is cached elsewhere are not known
+        self._taps.admit(slot)
         return self._inner.admit(slot, tokens)
 
     def stage(self, batch: Batch, draft: Draft, first: int = -1) -> Layout:
@@ -108,16 +109,7 @@ class StateCache:
         return held + self._before if held else 0
 
     def share(self, on: bool) -> None:
-        pass
-
-    def allot(self, blocks: int) -> None:
-        self._inner.allot(blocks)
-
-    def fits(self, ends: Mapping[int, int]) -> bool:
-        return self._inner.fits(ends)
-
-    def use(self) -> CacheUse:
-        return self._inner.use()
+        pass  # the states of what is cached elsewhere are not known
 
     def bytes(self) -> int:
         return self._inner.bytes() + self._taps.bytes()

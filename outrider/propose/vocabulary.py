@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
-from outrider.cache.base import Cache, CacheUse, Layout
+from outrider.cache.base import Cache, Layout, WrappedCache
 from outrider.propose.spelling import Spelling, counterparts
 from outrider.propose.wrapped import Wrapped
 from outrider.target import Target, grow_by_scores
@@ -108,26 +108,15 @@ class SharedVocabulary(Wrapped):
         return tuple(self.dictionary.fed[id] for id in ids)
 
 
-class _SharedCache:
-    """The inner model's cache, which holds the draft's ids."""
+class _SharedCache(WrappedCache):
+    """The inner model's cache, which holds the draft's ids.
+
+    Which texts begin alike is told by rows, in the target's ids, and so `admit` takes them as they are.
+    """
 
     def __init__(self, owner: SharedVocabulary) -> None:
-        self._owner, self._inner = owner, owner.inner.cache
-
-    def admit(self, slot: int, tokens: Sequence[int], scope: str | None = None) -> int:
-        return self._inner.admit(slot, tokens, scope)  # texts are compared as rows show them: in the target's ids
-
-    def share(self, on: bool) -> None:
-        self._inner.share(on)
-
-    def allot(self, blocks: int) -> None:
-        self._inner.allot(blocks)
-
-    def fits(self, ends: Mapping[int, int]) -> bool:
-        return self._inner.fits(ends)
-
-    def use(self) -> CacheUse:
-        return self._inner.use()
+        super().__init__(owner.inner.cache)
+        self._owner = owner
 
     def stage(self, batch: Batch, draft: Draft, first: int = -1) -> Layout:
         return self._inner.stage(self._owner.read(batch), self._owner.read_draft(draft), first)
@@ -135,15 +124,6 @@ class _SharedCache:
     def commit(self, round: Round) -> None:
         batch, draft = self._owner.read(round.batch), self._owner.read_draft(round.draft)
         self._inner.commit(replace(round, batch=batch, draft=draft))
-
-    def release(self, slot: int) -> None:
-        self._inner.release(slot)
-
-    def length(self, slot: int) -> int:
-        return self._inner.length(slot)
-
-    def bytes(self) -> int:
-        return self._inner.bytes()
 
 
 def _stand_ins(found: Sequence[int], target: Spelling, draft: Spelling) -> list[int]:
