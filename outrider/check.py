@@ -7,16 +7,14 @@ from typing import Any
 import torch
 
 from outrider import tree
-from outrider.errors import UnsupportedModel
+from outrider.errors import MODEL_ERRORS, UnsupportedModel
 from outrider.load import Checkpoint
+from outrider.rounding import TOLERANCE, TRIALS
 from outrider.target import Target
 from outrider.types import Batch, Row
 
 _PROMPT = 9  # tokens, fed as 5 and then 4, so that the cache is read back
 _PARENTS = (-1, 0, -1, 1, 2)  # a tree of two branches
-_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.06, torch.float16: 0.02}  # of the logits' norm
-_TRIALS = 4  # rounding may send a token to another expert now and then; what is built wrong is wrong every time
-_STRANGE = (TypeError, ValueError, AttributeError, LookupError, RuntimeError, NotImplementedError)  # raised by a model
 
 
 def check_target(target: Target, checkpoint: Checkpoint) -> None:
@@ -28,13 +26,13 @@ def check_target(target: Target, checkpoint: Checkpoint) -> None:
     kind = checkpoint.model.config.model_type
     best = torch.full((1 + len(_PARENTS),), torch.inf)
     try:
-        for trial in range(_TRIALS):
+        for trial in range(TRIALS):
             best = best.fmin(_errors(target, checkpoint, trial).cpu())
-            if best.max() < _TOLERANCE[checkpoint.dtype]:
+            if best.max() < TOLERANCE[checkpoint.dtype]:
                 return
     except torch.OutOfMemoryError:
         raise
-    except _STRANGE as reason:
+    except MODEL_ERRORS as reason:
         raise UnsupportedModel(f"{kind}: its forward pass does not run here ({reason})") from reason
     raise UnsupportedModel(
         f"{kind}: a tree scored here differs from the model's own forward pass by {best.max():.1%} of the logits' norm;"
@@ -46,7 +44,7 @@ def check_target(target: Target, checkpoint: Checkpoint) -> None:
 def _errors(target: Target, checkpoint: Checkpoint, seed: int) -> torch.Tensor:
     """[1 + N]: how far each node's logits are from the model's own, relative to their norm."""
     ours, text, guesses = _score(target, checkpoint, seed)
-    branches = [text + [guesses[i] for i in _branch(node)] for node in range(-1, len(_PARENTS))]
+    branches = [text + [guesses[i] for i in tree.path(_PARENTS, node)] for node in range(-1, len(_PARENTS))]
     theirs = torch.stack([_reference(checkpoint, branch) for branch in branches])
     return (ours[0] - theirs).norm(dim=-1) / theirs.norm(dim=-1)  # type: ignore[no-any-return]
 
@@ -80,8 +78,3 @@ def _reference(checkpoint: Checkpoint, text: list[int]) -> torch.Tensor:
     finally:
         if not checkpoint.recurrent:
             model.set_attn_implementation(ours)
-
-
-def _branch(node: int) -> list[int]:
-    """Nodes from the root to `node`."""
-    return [] if node < 0 else [*_branch(_PARENTS[node]), node]

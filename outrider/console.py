@@ -7,10 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 import typer
+from rich import box
 from rich.console import Console
+from rich.table import Table
 
 from outrider.errors import OutriderError
 
+NONE = "–"  # where there is no figure
 _FILE_WIDTH = 120  # columns of tables where no terminal sets them
 
 Document = dict[str, Any]
@@ -22,6 +25,11 @@ def standard_output() -> Console:
     if not console.is_terminal:
         console.width = _FILE_WIDTH
     return console
+
+
+def titled(title: str) -> Table:
+    """An empty table with the look that all reports of figures have."""
+    return Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold", padding=(0, 1, 0, 0))
 
 
 def counted(count: int, noun: str) -> str:

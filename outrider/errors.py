@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+# What a model's code raises where it is run in a way that its architecture does not allow.
+MODEL_ERRORS = (TypeError, ValueError, AttributeError, LookupError, RuntimeError, NotImplementedError)
+
 
 class OutriderError(ValueError):
     """A mistake that the caller can mend; the message says how."""

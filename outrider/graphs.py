@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 
 from outrider.errors import UnsupportedModel
+from outrider.rounding import TOLERANCE, TRIALS
 from outrider.static_pass import Bucket, StaticModel, StaticPass
 from outrider.tree import empty
 from outrider.types import Batch, Draft, Scores
@@ -28,8 +29,6 @@ _COLUMNS = 64  # of a row at most
 _ALL_COLUMNS = 512
 _LENGTH = 128  # entries: the shortest bucket, and the finest step between two
 _MEETINGS = 2  # of a bucket, by the last of which it is recorded
-_TRIALS = 4  # rounding may send a token to another expert now and then; what is built wrong is wrong every time
-_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.06, torch.float16: 0.02}  # of the logits' norm
 _RECOMPILATIONS = 256  # one for each shape and kind of layer
 
 
@@ -86,7 +85,7 @@ class CudaRecorder:
 class _Recorded:
     buffers: StaticPass
     replay: Callable[[], Any]
-    trials: int = _TRIALS  # rounds left to agree with the eager pass in
+    trials: int = TRIALS  # rounds left to agree with the eager pass in
 
 
 def _fed(values: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, ...]:
@@ -230,7 +229,7 @@ class Graphs:
     def _try(self, recorded: _Recorded, ours: Scores, eager: Scores) -> Scores:
         """Compare a recording with the eager pass, which has also put right what the recording may have written."""
         sound = eager.logits.amax(-1).isfinite()
-        far = (ours.logits - eager.logits).norm(dim=-1) > _TOLERANCE[self._model.dtype] * eager.logits.norm(dim=-1)
+        far = (ours.logits - eager.logits).norm(dim=-1) > TOLERANCE[self._model.dtype] * eager.logits.norm(dim=-1)
         agree = not ((far | ~ours.logits.amax(-1).isfinite()) & sound).any()
         recorded.trials = 0 if agree else recorded.trials - 1
         if not agree and not recorded.trials:

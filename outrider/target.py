@@ -16,7 +16,7 @@ from transformers import DynamicCache
 
 from outrider import tree
 from outrider.attention import Reader
-from outrider.cache.base import Cache, Layout
+from outrider.cache.base import LEAST_ROOM, Cache, Layout
 from outrider.cache.borrowed import BorrowedCache
 from outrider.cache.recurrent import RecurrentCache
 from outrider.cache.static import StaticCache
@@ -33,7 +33,6 @@ from outrider.watch import Watch
 
 KERNELS = ("auto", "native", "torch")
 _log = logging.getLogger("outrider")
-_LEAST = 16  # tokens that a slot has room for at least: what the check before first use takes
 
 
 class Target(Protocol):
@@ -220,7 +219,7 @@ class AttentionTarget:
     def _remember(self) -> None:
         """Take a cache."""
         kind = SpareCache if self._recorder else StaticCache
-        self._memory: StaticCache = kind(slots=self.slots, capacity=max(self.context, _LEAST), device=self.device)
+        self._memory: StaticCache = kind(slots=self.slots, capacity=max(self.context, LEAST_ROOM), device=self.device)
         self._memories.add(self._memory)
         self.cache: Cache = self._memory
 
@@ -309,7 +308,7 @@ class RecurrentTarget:
         parents = draft.parent[b, : draft.width[b]].tolist()
         out: torch.Tensor | None = None
         for leaf in sorted(set(range(len(parents))) - set(parents)) or [-1]:
-            path = _path(parents, leaf)
+            path = tree.path(parents, leaf)
             guesses = draft.tokens[b, path].clamp(0, self.vocab - 1)
             chain = len(path) if path == list(range(len(parents))) else -1  # only a whole chain's state can be kept
             logits = self.cache.read(slot, torch.cat([feed, guesses]), chain)[len(feed) - 1 :]
@@ -383,12 +382,3 @@ def grow_by_scores(target: Target, batch: Batch, vocab: int, trust: Trust | None
         watch.look(logits, tokens[:, -1], None if scores.sure is None else scores.sure[:, -1])
         draft = tree.chain(tokens, tuple(min(most, watch.depth) for most in watch.count))
     return Grown(tokens=draft.tokens, count=tuple(watch.count), margin=watch.margins, chance=watch.chances)
-
-
-def _path(parents: Sequence[int], leaf: int) -> list[int]:
-    """Nodes from the root's child down to `leaf`; -1 is the root itself."""
-    path = []
-    while leaf >= 0:
-        path.append(leaf)
-        leaf = parents[leaf]
-    return path[::-1]

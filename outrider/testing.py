@@ -187,10 +187,7 @@ def _advance(target: Target, rows: Sequence[Row], chance: random.Random, trees: 
     paths, emitted = [], []
     for b, emits in enumerate(batch.emits):
         leaf = chance.randint(-1, widths[b] - 1)
-        path: list[int] = []
-        while leaf >= 0:
-            path.insert(0, leaf)
-            leaf = int(draft.parent[b, leaf])
+        path = tree.path(draft.parent[b].tolist(), leaf)
         bonus = chance.randrange(target.vocab)
         paths.append(tuple(path))
         emitted.append((*(int(draft.tokens[b, node]) for node in path), bonus) if emits else ())

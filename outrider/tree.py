@@ -140,6 +140,15 @@ def ancestors(parent: torch.Tensor) -> torch.Tensor:
     return reach
 
 
+def path(parents: Sequence[int], node: int) -> list[int]:
+    """Nodes of one row from the root's child down to `node`, by their parents; none for -1, the root itself."""
+    out = []
+    while node >= 0:
+        out.append(node)
+        node = parents[node]
+    return out[::-1]
+
+
 def depths(draft: Draft) -> torch.Tensor:
     """[B, N] int64: guesses on the path from the root, the node itself counted; 1 for a child of the root."""
     if draft.chain:

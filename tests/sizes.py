@@ -32,6 +32,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "excerpt.py",
         "load.py",
         "native/",
+        "rounding.py",
         "static_pass.py",
         "graphs.py",
         "target.py",

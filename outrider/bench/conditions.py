@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from outrider.console import NONE, Document
 
-Document = dict[str, Any]
-NONE = "–"  # where nothing was measured
 _PARTS = {
     "target weights": "target_weight_bytes",
     "target cache": "target_cache_bytes",

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from outrider.bench.conditions import NONE, Document, conditions, latency_text, median_text, memory
+from outrider.bench.conditions import conditions, latency_text, median_text, memory
 from outrider.bench.report import OVERALL, PLAIN, SPECULATIVE, summary
+from outrider.console import NONE, Document
 from outrider.page import framed, opening, pairs, section
 
 

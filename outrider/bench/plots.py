@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -11,8 +10,8 @@ from matplotlib.ticker import LogLocator, NullFormatter, NullLocator, PercentFor
 
 from outrider import canvas
 from outrider.bench.report import OVERALL, PLAIN, SPECULATIVE
+from outrider.console import Document
 
-Document = dict[str, Any]
 _BAR = 0.29  # inches for a bar
 _LINES = 2.7  # inches for a plot with lines
 _DASHED = (0, (4, 2))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from outrider.bench.conditions import NONE, latency_text, median_text, memory, rates
+from outrider.bench.conditions import latency_text, median_text, memory, rates
 from outrider.bench.report import OVERALL, PLAIN, SPECULATIVE, summary
+from outrider.console import NONE, titled
 
 
 def show(document: dict[str, Any], console: Console) -> None:
@@ -27,7 +27,7 @@ def show(document: dict[str, Any], console: Console) -> None:
 
 def _speed(results: dict[str, Any]) -> Table:
     peers = [name for name in results[OVERALL] if name not in (PLAIN, SPECULATIVE)]
-    table = Table(title="Decoding, tokens/s, and the share of guesses accepted at each position", **_LOOK)
+    table = titled("Decoding, tokens/s, and the share of guesses accepted at each position")
     table.add_column("category", no_wrap=True)
     for name in (PLAIN, SPECULATIVE, *peers):
         table.add_column(name.replace("_", " "), justify="right")
@@ -44,7 +44,7 @@ def _speed(results: dict[str, Any]) -> Table:
 
 
 def _time(results: dict[str, Any]) -> Table:
-    table = Table(title="Milliseconds: between tokens (p50 p95 p99), and in the parts of a round", **_LOOK)
+    table = titled("Milliseconds: between tokens (p50 p95 p99), and in the parts of a round")
     table.add_column("category", no_wrap=True)
     for name in ("plain", "speculative", "plain round", "draft", "target", "host"):
         table.add_column(name, justify="right", no_wrap=name != "plain round")
@@ -60,9 +60,8 @@ def _time(results: dict[str, Any]) -> Table:
 
 
 def _sweep(axis: str, entries: list[dict[str, Any]]) -> Table:
-    table = Table(
-        title=f"Against {axis}, over all categories; tokens/s, and the shares of the limits, plain and speculative",
-        **_LOOK,
+    table = titled(
+        f"Against {axis}, over all categories; tokens/s, and the shares of the limits, plain and speculative"
     )
     for name in (axis, "plain", "speculative", "speedup", "tau", "p50 p95 p99, ms", "% of limit"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -125,11 +124,3 @@ def _spread(values: dict[str, float] | None, form: str) -> str:
 
 def _share(share: float | None) -> str:
     return NONE if share is None else f"{100 * share:.0f}"
-
-
-_LOOK: dict[str, Any] = {
-    "box": box.SIMPLE_HEAD,
-    "title_justify": "left",
-    "title_style": "bold",
-    "padding": (0, 1, 0, 0),
-}

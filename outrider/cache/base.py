@@ -12,6 +12,8 @@ import torch
 from outrider import tree
 from outrider.types import Batch, Draft, Round
 
+LEAST_ROOM = 16  # tokens that a slot has room for at least: what the check before first use takes
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:

@@ -36,7 +36,7 @@ class IndependentTarget(HeadRunner):
 
     def _after(self, draft: Draft, node: int) -> torch.Tensor:
         """Logits [B, Vd] behind a node, or anything where its row has no such node."""
-        paths = [_path(parents, node) for parents in draft.parent.tolist()]
+        paths = [tree.path(parents, node) for parents in draft.parent.tolist()]
         depth = min(max(map(len, paths)), self.reach - 1)
         if any(len(path) != len(paths[0]) for path in paths):
             return torch.stack([self._row(draft, b, path) for b, path in enumerate(paths)])
@@ -47,10 +47,3 @@ class IndependentTarget(HeadRunner):
         depth = min(len(path), self.reach - 1)
         tokens = torch.cat([self._last[b], draft.tokens[b, list(path[:depth])]])
         return self.module(self._state[b], tokens, depth)  # type: ignore[no-any-return]
-
-
-def _path(parents: Sequence[int], node: int) -> list[int]:
-    path = [node]
-    while parents[path[-1]] >= 0:
-        path.append(parents[path[-1]])
-    return path[::-1]

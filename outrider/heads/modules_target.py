@@ -75,7 +75,7 @@ class ModulesTarget(HeadRunner):
         one_by_one = [list(range(-1, draft.size - 1))] * len(batch.rows)
         parents = one_by_one if draft.chain else draft.parent.tolist()
         nodes = [(b, node) for b, width in enumerate(draft.width) for node in range(first, width)]
-        depths = [min(_depth(parents[b], node), self.reach - 1) for b, node in nodes]
+        depths = [min(len(tree.path(parents[b], node)), self.reach - 1) for b, node in nodes]
         depth, logits = tree.upload(depths, self.device), torch.empty(0)
         for b, node in nodes:
             self._made[b][node] = self._nothing.clone()
@@ -125,14 +125,6 @@ class _Caches(Roomy):
 
     def bytes(self) -> int:
         return sum(each.bytes() for each in self._inner)
-
-
-def _depth(parents: Sequence[int], node: int) -> int:
-    """Guesses on the path to a node."""
-    depth = 0
-    while node >= 0:
-        node, depth = parents[node], depth + 1
-    return depth
 
 
 def _less(places: Sequence[int]) -> list[int]:

@@ -14,13 +14,11 @@ from outrider.heads.description import JoinAt, Recycle
 from outrider.heads.follower import Follower
 from outrider.heads.layers import Gated, Layer
 from outrider.heads.rotary import frequencies
-from outrider.native.abi import MOST_SHARING, CEntry, CLayer, CLinear, CModel
+from outrider.native.abi import MOST_DIM, MOST_SHARING, CEntry, CLayer, CLinear, CModel
 from outrider.native.library import Library
 from outrider.native.pack import Arena, PackedWeight, interleave, pack
 from outrider.native.passes import Passes
 from outrider.types import Tables
-
-_MOST_DIM = 256  # of a head
 
 
 class HeadDecoder(Passes):
@@ -39,8 +37,8 @@ class HeadDecoder(Passes):
             UnsupportedModel: the kernels cannot run it.
         """
         body = module.body
-        if body.hidden % 16 or body.dim % 16 or body.ffn % 16 or body.dim > _MOST_DIM:
-            raise UnsupportedModel(f"the kernels need sizes that are multiples of 16 and heads of at most {_MOST_DIM}")
+        if body.hidden % 16 or body.dim % 16 or body.ffn % 16 or body.dim > MOST_DIM:
+            raise UnsupportedModel(f"the kernels need sizes that are multiples of 16 and heads of at most {MOST_DIM}")
         if body.heads > MOST_SHARING * body.key_heads:
             raise UnsupportedModel(
                 f"the kernels take at most {MOST_SHARING} query heads for a key head, not {body.heads}"

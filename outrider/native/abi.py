@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+MOST_DIM = 256  # of a head
 MOST_SHARING = 48  # query heads of a key head: kQueries of attention.h, what a thread has room for
 
 

@@ -15,14 +15,13 @@ import torch
 from outrider.cache.paged import PagedCache
 from outrider.errors import OutriderError, UnsupportedModel
 from outrider.excerpt import refuse_to_swap
-from outrider.native.abi import MOST_SHARING, CLayer, CModel
+from outrider.native.abi import MOST_DIM, MOST_SHARING, CLayer, CModel
 from outrider.native.library import Library
 from outrider.native.pack import WHOLE, Arena, PackedWeight, interleave, pack, separate, unpack
 from outrider.native.passes import Passes
 from outrider.types import Tables
 
 FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})  # one block: norm, rotary attention, norm, gated SiLU
-_MOST_DIM = 256  # of a head
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head"
 _TOGETHER: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -73,9 +72,9 @@ class Shape:
             windows=_windows(config),
         )
         odd = [name for name in ("hidden", "dim", "ffn") if getattr(shape, name) % 16]
-        if odd or shape.dim > _MOST_DIM or config.hidden_act != "silu" or getattr(config, "mlp_bias", False):
+        if odd or shape.dim > MOST_DIM or config.hidden_act != "silu" or getattr(config, "mlp_bias", False):
             raise UnsupportedModel(
-                f"{config.model_type}: the kernels need sizes that are multiples of 16, heads of at most {_MOST_DIM}"
+                f"{config.model_type}: the kernels need sizes that are multiples of 16, heads of at most {MOST_DIM}"
                 " and a SiLU without bias"
             )
         if shape.heads > MOST_SHARING * shape.key_heads:

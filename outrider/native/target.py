@@ -11,7 +11,7 @@ from itertools import accumulate
 import torch
 
 from outrider import tree
-from outrider.cache.base import Cache
+from outrider.cache.base import LEAST_ROOM, Cache
 from outrider.cache.borrowed import BorrowedCache
 from outrider.cache.paged import PagedCache
 from outrider.errors import OutriderError
@@ -22,8 +22,6 @@ from outrider.native.decoder import Decoder
 from outrider.native.library import load_library
 from outrider.native.scores import Exported, NativeScores
 from outrider.types import Batch, Dice, Draft, Grown, Memory, Packed, Scores, Tables, Trust
-
-_LEAST = 16  # tokens that a slot has room for at least: what the check before first use takes
 
 
 class NativeTarget:
@@ -129,7 +127,7 @@ class NativeTarget:
 
     def _remember(self, layers: int) -> None:
         """Take a cache for so many layers."""
-        shape, capacity = self._decoder.shape, max(self.context, _LEAST)
+        shape, capacity = self._decoder.shape, max(self.context, LEAST_ROOM)
         sizes = {"layers": layers, "heads": shape.key_heads, "dim": shape.dim}
         self._memory = PagedCache(slots=self.slots, capacity=capacity, dtype=self._decoder.dtype, **sizes)
         self.cache: Cache = self._memory

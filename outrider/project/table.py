@@ -4,20 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from outrider.console import counted
+from outrider.console import NONE, counted, titled
 from outrider.project.machines import MIDDLE
-
-_NONE = "–"
-_LOOK: dict[str, Any] = {
-    "box": box.SIMPLE_HEAD,
-    "title_justify": "left",
-    "title_style": "bold",
-    "padding": (0, 1, 0, 0),
-}
 
 
 def show(document: dict[str, Any], console: Console) -> None:
@@ -33,7 +24,7 @@ def show(document: dict[str, Any], console: Console) -> None:
 
 def _assumed(document: dict[str, Any]) -> list[str]:
     place, target, draft, kept = (document[name] for name in ("machine", "target", "draft", "acceptance"))
-    memory = _NONE if place["memory_bytes"] is None else f"{place['memory_bytes'] / 1e9:.0f} GB"
+    memory = NONE if place["memory_bytes"] is None else f"{place['memory_bytes'] / 1e9:.0f} GB"
     note = f" ({place['note']})" if place["note"] else ""
     lines = [
         f"[bold]Projection[/bold], not a measurement: {target['name']} on {place['name']}{note}.",
@@ -53,7 +44,7 @@ def _places(memory: dict[str, Any], places: list[dict[str, Any]]) -> Table:
     title = (
         f"Projection, {memory['context']} tokens cached a user; tokens/s of one user, plain and guessing, and of all"
     )
-    table = Table(title=title, **_LOOK)
+    table = titled(title)
     for name in ("batch", "case", "k", "tau", "plain", "guessing", "in all", "speedup", "draft, verify ms", "GB"):
         table.add_column(name, justify="left" if name == "case" else "right", no_wrap=True)
     table.add_column("bound by", no_wrap=True)
@@ -157,7 +148,7 @@ def _case(document: dict[str, Any], each: dict[str, Any]) -> str:
 
 def _fits(memory: dict[str, Any], batch: int) -> str:
     if memory["users"] is None:
-        return _NONE
+        return NONE
     return "yes" if batch <= memory["users"] else "[red]no[/red]"
 
 

@@ -6,6 +6,7 @@ from collections.abc import Hashable, Sequence
 
 from outrider.propose.sketch import Sketch
 
+LEAST = 0.02  # the chance below which a guess by counts is not worth its place in a pass
 _TRUST = 4.0  # what is expected beforehand counts as so many guesses seen
 _MEMORY = 0.99  # weight of a guess seen one guess of its kind earlier
 

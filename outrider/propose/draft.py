@@ -27,7 +27,7 @@ from outrider.target import Lender, Target, make_target
 from outrider.types import Tables
 
 _ENOUGH = 0.9  # share of the target's tokens from which on guessing by tokens keeps as much as guessing by text
-_LEAST = 0.1  # below it a draft would misread most of what it is fed
+_LEAST_SHARE = 0.1  # below it a draft would misread most of what it is fed
 _log = logging.getLogger("outrider")
 
 
@@ -101,7 +101,7 @@ class _Found:
         if self.akin:
             return self.model()
         words = self.dictionary()
-        if words.share < _LEAST:
+        if words.share < _LEAST_SHARE:
             raise OutriderError(
                 f"the draft in {self.folder} has {words.share:.1%} of the target's {words.tokens} tokens, too few"
                 f" to guess by tokens; use draft-text:{self.folder}"

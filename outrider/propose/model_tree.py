@@ -30,7 +30,7 @@ from outrider.types import Batch, Draft, Draw, Law, Packed, Round, Row, Trust
 
 _BREADTH = 8  # children of a node at most
 _READ = 8  # nodes that the draft may read for each guess that is wanted, gaps included
-_LEAST = 1e-4  # of a law's mass: what is drawn from less is drawn from rounding errors
+_LEAST_MASS = 1e-4  # of a law's mass: what is drawn from less is drawn from rounding errors
 _LEVELS = 5  # of odds above even, and as many below
 _RANKS = 4  # told apart; from the last on they fare alike
 _AHEAD = 32  # nodes below a node that are planned with
@@ -327,7 +327,7 @@ class _Plan:
         """Which places in the level get a child of this rank, and which guesses of the row these are."""
         for at, hope in enumerate(self._hopes):
             chance = min(hope * self._expected(rank, at), self._chance[at])
-            self._chance[at] = chance if chance >= self._least and self._mass[at] > _LEAST else 0.0
+            self._chance[at] = chance if chance >= self._least and self._mass[at] > _LEAST_MASS else 0.0
         places = sorted(range(len(self._hopes)), key=lambda at: -self._chance[at])
         places = [at for at in places if self._chance[at] > 0]
         for at in places[self._growth.left() :]:

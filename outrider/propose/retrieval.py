@@ -11,13 +11,12 @@ from typing import NamedTuple
 from outrider.datastore import LONGEST, SORTED, Datastore, fingerprint, vocabulary
 from outrider.errors import OutriderError
 from outrider.propose.base import Setup, whole
-from outrider.propose.chances import Chances
+from outrider.propose.chances import LEAST, Chances
 from outrider.propose.sketch import Sketch, picked
 from outrider.types import Batch, Draft, Needs, Request, Round
 
 SHORTEST = 2  # tokens of an ending: one alone says too little of what comes next
 _DOUBT = 40  # occurrences that speak against a guess beforehand, by the square of the matched length
-_LEAST = 0.02  # a guess that is less likely is not worth its place in a pass
 _SAMPLES = 128  # occurrences looked at
 _DEEPEST = SORTED - LONGEST  # guesses: so far those that continue alike stand side by side
 _MANY = 4  # binary digits of a number of occurrences; from there on they prove alike
@@ -103,7 +102,7 @@ class RetrievalProposer:
             if token < self._end:
                 kind = length, digits, often * _STEPS // whole
                 chance = self._chances.of(kind, often / (whole + _DOUBT / length**2))
-                if bud.fall * chance <= -_LEAST:
+                if bud.fall * chance <= -LEAST:
                     serial = next(self._serial)
                     yield _Bud(bud.fall * chance, serial, token, node, depth, range(start, start + often), kind)
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from outrider.errors import OutriderError
+from outrider.errors import MODEL_ERRORS, OutriderError
 from outrider.propose.base import Setup, whole
 from outrider.propose.model import ModelProposer
 from outrider.target import Divisible, Target
@@ -15,7 +15,6 @@ from outrider.types import Batch, Draft, Row
 
 _BITS = {"int8": 8, "int4": 4}
 _LONG = 16  # tokens of a feed from which on reading it twice costs more than the guesses behind it save
-_STRANGE = (TypeError, ValueError, AttributeError, LookupError, RuntimeError, NotImplementedError)  # raised by a model
 
 
 class ExitProposer(ModelProposer):
@@ -100,7 +99,7 @@ def _tried(model: Target, setup: Setup) -> Target:
         model.grow(Batch(rows=(Row.of((0, 0)),), start=(0,), feed=((0, 0),), budget=(2,)), setup.vocab)
     except torch.OutOfMemoryError:
         raise
-    except _STRANGE as reason:
+    except MODEL_ERRORS as reason:
         raise OutriderError(
             f"this target's layers cannot run without each other ({reason}); use quantized:int4, draft:DIR or ngram"
         ) from reason

@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
-from outrider.propose.chances import Chances
+from outrider.propose.chances import LEAST, Chances
 from outrider.propose.sketch import Sketch
 from outrider.propose.suffix_automaton import Automaton
 from outrider.propose.suffix_history import Way
 
 _BRANCHES = 16  # tokens looked at that may follow a guess; one that is rarer than one in so many is left out
-_LEAST = 0.02  # a guess that is less likely is not worth its place in a pass
 _LONG = 6  # matches of so many binary digits fare as well as longer ones
 _GRADES = 4  # of a token's share in what followed, besides all of it
 _KINDS = (_LONG + 1) * (_GRADES + 1)  # of guesses that the text makes; and as many of those that outputs make
@@ -72,13 +71,13 @@ def grow(text: Automaton, said: Sequence[Way], agreed: int, worth: Sequence[floa
     (state, matched), ways = text.longest(), (1 << len(said)) - 1
     node, depth, chance = -1, 0, 1.0
     while len(grown.kinds) < budget:
-        steps = _in_text(text, state, matched, worth) if matched and chance >= _LEAST else {}
-        if ways and chance >= _LEAST:
+        steps = _in_text(text, state, matched, worth) if matched and chance >= LEAST else {}
+        if ways and chance >= LEAST:
             _join(steps, _in_outputs(said, ways, depth, agreed + depth, worth))
         age = len(grown.kinds) * 2 * _BRANCHES
         for step in steps.values():
             likely = chance * step[1]
-            if likely >= _LEAST:
+            if likely >= LEAST:
                 heappush(buds, (-likely, age, node, depth + 1, step))
                 age += 1
         if not buds:

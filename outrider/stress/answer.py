@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-_TOLD = 300  # characters of an answer that is no answer
+TOLD = 300  # characters of an answer that is no answer
 
 
 @dataclass(slots=True, kw_only=True)
@@ -70,7 +70,7 @@ class Tape:
         parts = []
         for at, event in self._events():
             if "error" in event:
-                asked.error = str(event["error"])[:_TOLD]
+                asked.error = str(event["error"])[:TOLD]
             for choice in event.get("choices", ()):
                 text = choice.get("text") or (choice.get("delta") or {}).get("content")
                 if text:

@@ -12,11 +12,9 @@ from aiohttp import ClientError, ClientSession, ClientTimeout, TCPConnector
 
 from outrider.errors import OutriderError
 from outrider.prompts import Prompt
-from outrider.stress.answer import Asked, Tape
+from outrider.stress.answer import TOLD, Asked, Tape
 from outrider.stress.asking import Wanted, wanted
 from outrider.stress.settings import Settings
-
-_TOLD = 300  # characters of an answer that is no answer
 
 
 class Client:
@@ -37,7 +35,7 @@ class Client:
         try:
             async with self._http.post(f"{self._url}/{want.path}", json=want.body) as answer:
                 if not answer.ok:
-                    asked.error = f"{answer.status}: {(await answer.text(errors='replace'))[:_TOLD]}"
+                    asked.error = f"{answer.status}: {(await answer.text(errors='replace'))[:TOLD]}"
                     return asked
                 async for chunk in answer.content.iter_any():
                     tape.add(self.seconds, chunk)

@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from outrider.console import NONE, Document, titled
 from outrider.names import short
 
-_NONE = "–"
-_LOOK: dict[str, Any] = {
-    "box": box.SIMPLE_HEAD,
-    "title_justify": "left",
-    "title_style": "bold",
-    "padding": (0, 1, 0, 0),
-}
-
-Document = dict[str, Any]
+_SHOWN = 6  # positions
 
 
 def show(document: Document, console: Console) -> None:
@@ -30,21 +20,18 @@ def show(document: Document, console: Console) -> None:
 
 
 def _cases(document: Document) -> Table:
-    table = Table(
-        title="Tokens/s over plain decoding: overall with its 95% interval, and of decoding alone; ms of a round",
-        **_LOOK,
-    )
+    table = titled("Tokens/s over plain decoding: overall with its 95% interval, and of decoding alone; ms of a round")
     for name in ("batch", "T", "proposer", "k", "overall", "decoding", "tau", "kept, %", "draft", "target", "host"):
         table.add_column(name, justify="left" if name in ("proposer", "kept, %") else "right", no_wrap=True)
     for plain in document["plain"]:
         table.add_section()
         place = (str(plain["batch"]), f"{plain['temperature']:g}")
-        rate = _NONE if plain["rate"] is None else f"{plain['rate']:.0f} t/s"
+        rate = NONE if plain["rate"] is None else f"{plain['rate']:.0f} t/s"
         table.add_row(*place, "plain", "0", f"prefill {plain['prefill']:.0%}", rate, "1.00", "", *_parts(plain))
         for case in document["cases"]:
             if (case["batch"], case["temperature"]) != (plain["batch"], plain["temperature"]):
                 continue
-            decoding = f"{case['speedup']['value']:.2f}" if case["speedup"] else _NONE
+            decoding = f"{case['speedup']['value']:.2f}" if case["speedup"] else NONE
             kept = case["kept"]
             shares = " ".join(f"{100 * share:.0f}" for share in kept["acceptance"][:_SHOWN])
             numbers = (_estimate(case["overall"]), decoding, f"{kept['tau']:.2f}", shares, *_parts(case))
@@ -62,7 +49,7 @@ def _texts(document: Document) -> Table:
             if case["overall"]["value"] > known["overall"]["value"]:
                 best[case["proposer"]] = case
     title = f"Tokens a pass at batch {home['batch']}, T {home['temperature']:g}, by kind of text and third of output"
-    table = Table(title=title, **_LOOK)
+    table = titled(title)
     table.add_column("", no_wrap=True)
     for proposer, case in best.items():
         table.add_column(f"{short(proposer)}, k {case['k']}", justify="right")
@@ -81,6 +68,3 @@ def _estimate(estimate: dict[str, float | None]) -> str:
     if estimate["low"] is None:
         return f"{estimate['value']:.2f}"
     return f"{estimate['value']:.2f} [dim]{estimate['low']:.2f}–{estimate['high']:.2f}[/dim]"
-
-
-_SHOWN = 6  # positions
