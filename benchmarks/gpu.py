@@ -253,7 +253,7 @@ def _text(model: Target, cached: int, budget: int) -> Batch:
     model.cache.admit(0, text)
     none = tree.empty(1, model.device)
     feed = Batch(rows=(row,), start=(0,), feed=(tuple(text[:-1]),), budget=(0,))
-    model.cache.commit(tree.kept(feed, none, model.score(feed, none)))
+    model.cache.commit(tree.fed_round(feed, none, model.score(feed, none)))
     return Batch(rows=(row,), start=(cached,), feed=(tuple(text[-1:]),), budget=(budget,))
 
 

@@ -58,7 +58,7 @@ def _score(target: Target, checkpoint: Checkpoint, seed: int) -> tuple[torch.Ten
     target.cache.admit(0, text)
     draft, half = tree.empty(1, target.device), Batch(rows=(row,), start=(0,), feed=(tuple(text[:5]),), budget=(0,))
     scores = target.score(half, draft)
-    target.cache.commit(tree.kept(half, draft, scores))
+    target.cache.commit(tree.fed_round(half, draft, scores))
     rest = Batch(rows=(row,), start=(5,), feed=(tuple(text[5:]),), budget=(len(guesses),))
     nodes, parents = (torch.tensor([row], device=target.device) for row in (guesses, _PARENTS))
     logits = target.score(rest, tree.chosen(nodes, parents, (len(guesses),))).logits

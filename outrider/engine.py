@@ -18,13 +18,13 @@ from outrider.native.rules import fastest
 from outrider.noise import PositionNoise
 from outrider.plan import Planner
 from outrider.propose.base import Proposer, check_budget
-from outrider.sampling import Knobs, Shape, shape, sound, warp, warp_packed
+from outrider.sampling import Knobs, Shaper, shape, sound, warp, warp_packed
 from outrider.schedule import Scheduler
 from outrider.stats import Stats, Tally
 from outrider.target import Target
 from outrider.text import TextStream
 from outrider.types import Batch, Draft, Finish, Request, Round, Row, Scores, TokenLogprobs, Verdict
-from outrider.verdict import chosen
+from outrider.verdict import rowwise
 from outrider.verify import EXACT, Verifier, follow
 
 
@@ -39,7 +39,7 @@ class Engine:
         verifier: Verifier,
         planner: Planner,
         scheduler: Scheduler,
-        shape: Shape = shape,
+        shape: Shaper = shape,
     ) -> None:
         exact = verifier.exact
         # Of all rounds; of the same without what grammars forced, which is what the planner is told; and of passes with
@@ -221,7 +221,7 @@ class Engine:
             packed = packed if masks is None else masks.apply_packed(packed)
             laws = warp_packed(packed, knobs, draft, shape=self._shape)
             verdicts = {name: self._rule(name).judge(draft, laws, noise) for name in set(names)}
-        return guided.told(_settle(batch, draft, scores, chosen(verdicts, names))), scored - began
+        return guided.told(_settle(batch, draft, scores, rowwise(verdicts, names))), scored - began
 
     def _rule(self, name: str) -> Verifier:
         if name not in self._rules:

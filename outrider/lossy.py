@@ -10,7 +10,7 @@ import torch
 
 from outrider.noise import Noise
 from outrider.types import Draft, Draw, Verdict
-from outrider.verdict import alive_nodes, at_token, keep_path
+from outrider.verdict import accept_path, alive_nodes, at_token
 from outrider.verify import Rule, Verifier, rejection
 
 
@@ -34,7 +34,7 @@ def typical(epsilon: float = 0.09, delta: float = 0.3) -> Rule:
             )
             depth[:, j + 1] = torch.where(passes, depth[each, above] + 1, -1)
         at = depth.argmax(1)
-        return keep_path(draft, p, at - 1, p[each, at], noise)
+        return accept_path(draft, p, at - 1, p[each, at], noise)
 
     return rule
 

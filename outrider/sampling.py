@@ -105,10 +105,12 @@ def shape(logits: torch.Tensor, knobs: Knobs, of: torch.Tensor | slice) -> torch
     return torch.where(knobs.greedy[of], _one_hot(logits), law) if not all(knobs.sampled) else law
 
 
-Shape = Callable[[torch.Tensor, Knobs, torch.Tensor | slice], torch.Tensor]  # what `shape` does, whoever does it
+Shaper = Callable[[torch.Tensor, Knobs, torch.Tensor | slice], torch.Tensor]  # what `shape` does, whoever does it
 
 
-def warp(logits: torch.Tensor, knobs: Knobs, draft: Draft, *, last: bool = False, shape: Shape = shape) -> torch.Tensor:
+def warp(
+    logits: torch.Tensor, knobs: Knobs, draft: Draft, *, last: bool = False, shape: Shaper = shape
+) -> torch.Tensor:
     """The law of the next token at each node of `draft`, the root first.
 
     Args:
@@ -134,7 +136,7 @@ def warp(logits: torch.Tensor, knobs: Knobs, draft: Draft, *, last: bool = False
     return shape(logits, knobs, _EACH)
 
 
-def warp_packed(logits: Packed, knobs: Knobs, draft: Draft, *, shape: Shape = shape) -> Packed:
+def warp_packed(logits: Packed, knobs: Knobs, draft: Draft, *, shape: Shaper = shape) -> Packed:
     """`warp` for the nodes that exist: the same numbers, and none for padding."""
     values, of = logits.values[:, None], _owners(logits)  # as if they were so many rows of one node
     if knobs.bias is not None:

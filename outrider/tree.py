@@ -156,7 +156,7 @@ def depths(draft: Draft) -> torch.Tensor:
     return ancestors(draft.parent).sum(-1)
 
 
-def kept(batch: Batch, draft: Draft, scores: Scores) -> Round:
+def fed_round(batch: Batch, draft: Draft, scores: Scores) -> Round:
     """The round of rows that only feed: nothing accepted, nothing emitted."""
     none = ((),) * len(batch.rows)
     return Round(

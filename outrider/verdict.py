@@ -11,33 +11,35 @@ from outrider.noise import Noise
 from outrider.types import Draft, Law, Verdict
 
 
-def keep_prefix(draft: Draft, p: torch.Tensor, kept: torch.Tensor, law: torch.Tensor, noise: Noise) -> Verdict:
-    """Verdict that keeps the first `kept` [B] guesses and draws the bonus from `law` [B, V]."""
-    return judge(draft, p, prefix_of(draft, kept), kept, noise.token(law, kept))
+def accept_prefix(draft: Draft, p: torch.Tensor, accepted: torch.Tensor, law: torch.Tensor, noise: Noise) -> Verdict:
+    """Verdict that accepts the first `accepted` [B] guesses and draws the bonus from `law` [B, V]."""
+    return verdict_of(draft, p, prefix_of(draft, accepted), accepted, noise.token(law, accepted))
 
 
-def keep_path(draft: Draft, p: torch.Tensor, at: torch.Tensor, law: torch.Tensor, noise: Noise) -> Verdict:
-    """Verdict that keeps the path to node `at` [B], -1 for none, and draws the bonus from `law` [B, V]."""
-    path, kept = path_to(draft, at)
-    return judge(draft, p, path, kept, noise.token(law, kept))
+def accept_path(draft: Draft, p: torch.Tensor, at: torch.Tensor, law: torch.Tensor, noise: Noise) -> Verdict:
+    """Verdict that accepts the path to node `at` [B], -1 for none, and draws the bonus from `law` [B, V]."""
+    path, accepted = path_to(draft, at)
+    return verdict_of(draft, p, path, accepted, noise.token(law, accepted))
 
 
-def judge(draft: Draft, p: torch.Tensor, path: torch.Tensor, kept: torch.Tensor, bonus: torch.Tensor) -> Verdict:
-    """Verdict of nodes `path` [B, N], the first `kept` [B] of which stand, and of the token `bonus` [B] behind them.
+def verdict_of(
+    draft: Draft, p: torch.Tensor, path: torch.Tensor, accepted: torch.Tensor, bonus: torch.Tensor
+) -> Verdict:
+    """Verdict of the first `accepted` [B] nodes of `path` [B, N], and of the token `bonus` [B] behind them.
 
     It holds the log-probability that p [B, 1 + N, V] gives each token emitted.
     """
     rows, size = path.shape
     at = torch.cat([torch.zeros_like(bonus)[:, None], path + 1], 1)  # the node that each emitted token follows
     tokens = torch.cat([draft.tokens.gather(1, path.clamp(min=0)), bonus[:, None]], 1)
-    tokens = tokens.scatter(1, kept[:, None], bonus[:, None])
+    tokens = tokens.scatter(1, accepted[:, None], bonus[:, None])
     each = torch.arange(rows, device=p.device)[:, None]
-    emitted = torch.arange(size + 1, device=p.device) <= kept[:, None]
+    emitted = torch.arange(size + 1, device=p.device) <= accepted[:, None]
     chance = p[each, at, tokens.clamp(0, p.shape[-1] - 1)]
-    return Verdict(path=path, accepted=kept, bonus=bonus, logprob=torch.where(emitted, chance.log(), 0.0))
+    return Verdict(path=path, accepted=accepted, bonus=bonus, logprob=torch.where(emitted, chance.log(), 0.0))
 
 
-def chosen(verdicts: Mapping[str, Verdict], names: Sequence[str]) -> Verdict:
+def rowwise(verdicts: Mapping[str, Verdict], names: Sequence[str]) -> Verdict:
     """For each row b the verdict of rule `names[b]`, where every rule has judged all rows."""
     if len(verdicts) == 1:
         return next(iter(verdicts.values()))
@@ -57,10 +59,10 @@ def chosen(verdicts: Mapping[str, Verdict], names: Sequence[str]) -> Verdict:
     return out
 
 
-def prefix_of(draft: Draft, kept: torch.Tensor) -> torch.Tensor:
-    """Nodes [B, N] of the first `kept` [B] guesses of chains, padded with -1."""
-    order = torch.arange(draft.size, device=kept.device)
-    return torch.where(order < kept[:, None], order, -1)
+def prefix_of(draft: Draft, accepted: torch.Tensor) -> torch.Tensor:
+    """Nodes [B, N] of the first `accepted` [B] guesses of chains, padded with -1."""
+    order = torch.arange(draft.size, device=accepted.device)
+    return torch.where(order < accepted[:, None], order, -1)
 
 
 def path_to(draft: Draft, at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Exact verification: which guesses to keep, and which token follows them, so that the text is the target's own.
+"""Exact verification: which guesses to accept, and which token follows them, so that the text is the target's own.
 
 Every rule is a pure function (draft, p, noise) -> Verdict. p [B, 1 + N, V] is the target's law at the root and after
 each node; what is emitted, path and bonus together, has exactly the law that sampling p token by token has. That is
@@ -17,19 +17,19 @@ from outrider import tree
 from outrider.noise import Noise
 from outrider.types import Draft, Draw, Law, Packed, Verdict
 from outrider.verdict import (
+    accept_path,
+    accept_prefix,
     ahead,
     alive_nodes,
     at_token,
     gate,
-    judge,
-    keep_path,
-    keep_prefix,
     normalised,
     path_to,
     prefix_of,
     proposals,
     share_of,
     taken,
+    verdict_of,
     without,
 )
 
@@ -78,16 +78,16 @@ def rejection(draft: Draft, p: torch.Tensor, noise: Noise, *, lenience: float = 
     and is not exact (appendix A.5 of the former); `outrider.lossy` names it.
     """
     q, alive = proposals(draft, p), alive_nodes(draft, p)
-    kept, law = torch.zeros_like(draft.count), p[:, 0]
+    accepted, law = torch.zeros_like(draft.count), p[:, 0]
     going = torch.ones_like(draft.count, dtype=torch.bool)
     for i in range(draft.size):
         met = going & alive[:, i]
         chance = at_token(p[:, i], draft.tokens[:, i]) / (lenience * at_token(q[:, i], draft.tokens[:, i]))
-        keep = noise.flip(gate(chance, met), torch.full_like(kept, i)) & met
-        law = torch.where(keep[:, None], p[:, i + 1], law)
-        law = torch.where((met & ~keep)[:, None], normalised((p[:, i] - q[:, i]).clamp(min=0), p[:, i]), law)
-        kept, going = kept + keep, keep
-    return keep_prefix(draft, p, kept, law, noise)
+        accept = noise.flip(gate(chance, met), torch.full_like(accepted, i)) & met
+        law = torch.where(accept[:, None], p[:, i + 1], law)
+        law = torch.where((met & ~accept)[:, None], normalised((p[:, i] - q[:, i]).clamp(min=0), p[:, i]), law)
+        accepted, going = accepted + accept, accept
+    return accept_prefix(draft, p, accepted, law, noise)
 
 
 def block(draft: Draft, p: torch.Tensor, noise: Noise) -> Verdict:
@@ -100,19 +100,19 @@ def block(draft: Draft, p: torch.Tensor, noise: Noise) -> Verdict:
     q, alive = proposals(draft, p), alive_nodes(draft, p).cumprod(1).bool()
     length, guess = alive.sum(1), draft.tokens.clamp(0, p.shape[-1] - 1)[..., None]
     if not draft.size:
-        return keep_prefix(draft, p, length, p[:, 0], noise)
+        return accept_prefix(draft, p, length, p[:, 0], noise)
     ratio = (p[:, :-1].gather(-1, guess) / q.gather(-1, guess))[..., 0]
     share = _running_share(torch.where(alive, ratio.nan_to_num(nan=0.0), 0.0))
     excess = (share[:, :-1, None] * p[:, 1:-1] - q[:, 1:]).clamp(min=0).sum(-1)
     partial = torch.cat([share_of(excess, share[:, :-1]), share[:, -1:]], 1)
     order = torch.arange(1, draft.size + 1, device=p.device)
     chance = gate(torch.where(order == length[:, None], share, partial), alive)
-    kept = (noise.flip(chance, (order - 1).expand_as(chance)) & alive).long().mul(order).amax(1)
-    each = torch.arange(len(kept), device=p.device)
-    stands = torch.where(kept > 0, share[each, kept - 1], 1.0)
-    rest = (stands[:, None] * p[each, kept] - q[each, kept.clamp(max=draft.size - 1)]).clamp(min=0)
-    law = torch.where((kept < length)[:, None], normalised(rest, p[each, kept]), p[each, kept])
-    return keep_prefix(draft, p, kept, law, noise)
+    accepted = (noise.flip(chance, (order - 1).expand_as(chance)) & alive).long().mul(order).amax(1)
+    each = torch.arange(len(accepted), device=p.device)
+    stands = torch.where(accepted > 0, share[each, accepted - 1], 1.0)
+    rest = (stands[:, None] * p[each, accepted] - q[each, accepted.clamp(max=draft.size - 1)]).clamp(min=0)
+    law = torch.where((accepted < length)[:, None], normalised(rest, p[each, accepted]), p[each, accepted])
+    return accept_prefix(draft, p, accepted, law, noise)
 
 
 def _running_share(ratio: torch.Tensor) -> torch.Tensor:
@@ -134,13 +134,13 @@ def siblings(draft: Draft, p: torch.Tensor, noise: Noise) -> Verdict:
         met = alive[:, j] & (draft.parent[:, j] == at)
         offer = without(q[:, j], gone, draft.law[:, j])
         chance = at_token(law, draft.tokens[:, j]) / at_token(offer, draft.tokens[:, j])
-        keep = noise.flip(gate(chance, met), torch.full_like(at, j)) & met
-        lost = met & ~keep
+        accept = noise.flip(gate(chance, met), torch.full_like(at, j)) & met
+        lost = met & ~accept
         law = torch.where(lost[:, None], normalised((law - offer).clamp(min=0), law), law)
-        law = torch.where(keep[:, None], p[:, j + 1], law)
-        gone = (gone | taken(draft, j, lost, p)) & ~keep[:, None]
-        at = torch.where(keep, j, at)
-    return keep_path(draft, p, at, law, noise)
+        law = torch.where(accept[:, None], p[:, j + 1], law)
+        gone = (gone | taken(draft, j, lost, p)) & ~accept[:, None]
+        at = torch.where(accept, j, at)
+    return accept_path(draft, p, at, law, noise)
 
 
 def traversal(draft: Draft, p: torch.Tensor, noise: Noise) -> Verdict:
@@ -154,7 +154,7 @@ def traversal(draft: Draft, p: torch.Tensor, noise: Noise) -> Verdict:
     for _ in range(2 * draft.size + 1):
         walker.step()
     law = walker.law[walker.each, walker.at + 1]
-    return keep_path(draft, p, walker.at, law, noise)
+    return accept_path(draft, p, walker.at, law, noise)
 
 
 class _Traversal:
@@ -203,9 +203,9 @@ class _Traversal:
         excess = rest.sum(-1)
         self.law[self.each, above + 1] = torch.where(lost[:, None], normalised(rest, law), law)
         self.share[self.each, above + 1] = torch.where(lost, share_of(excess, share), share)
-        taken = lost & (self.draft.law[self.each, node] == Law.WITHOUT_REPLACEMENT)
+        drawn = lost & (self.draft.law[self.each, node] == Law.WITHOUT_REPLACEMENT)
         token = self.draft.tokens[self.each, node].clamp(0, law.shape[-1] - 1)  # of rows that leave nothing, too
-        self.gone[self.each, above + 1, token] |= taken
+        self.gone[self.each, above + 1, token] |= drawn
         self.at = above
         self.done = self.done | root | accept
 
@@ -246,8 +246,8 @@ def _read(
 
 
 def _descend(draft: Draft, p: torch.Tensor, sample: torch.Tensor) -> Verdict:
-    path, kept, bonus = _down(draft, sample)
-    return judge(draft, p, path, kept, bonus)
+    path, accepted, bonus = _down(draft, sample)
+    return verdict_of(draft, p, path, accepted, bonus)
 
 
 def _down(draft: Draft, sample: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -255,15 +255,15 @@ def _down(draft: Draft, sample: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
     # A sample is one of the target's own ids, so a guess that is not one of them cannot be met.
     alive = tree.live(draft)
     if draft.chain:
-        kept = (alive & (draft.tokens == sample[:, :-1])).long().cumprod(1).sum(1)
-        return prefix_of(draft, kept), kept, sample.gather(1, kept[:, None])[:, 0]
+        accepted = (alive & (draft.tokens == sample[:, :-1])).long().cumprod(1).sum(1)
+        return prefix_of(draft, accepted), accepted, sample.gather(1, accepted[:, None])[:, 0]
     at = torch.full_like(draft.count, -1)
     for _ in range(draft.size):
         wanted = sample.gather(1, at[:, None] + 1)
         hit = alive & (draft.parent == at[:, None]) & (draft.tokens == wanted)
         at = torch.where(hit.any(1), hit.to(torch.uint8).argmax(1), at)
-    path, kept = path_to(draft, at)
-    return path, kept, sample.gather(1, at[:, None] + 1)[:, 0]
+    path, accepted = path_to(draft, at)
+    return path, accepted, sample.gather(1, at[:, None] + 1)[:, 0]
 
 
 EXACT: Mapping[str, Verifier] = MappingProxyType(

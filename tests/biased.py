@@ -7,7 +7,7 @@ import torch
 
 from outrider.noise import Noise
 from outrider.types import Draft, Law, Packed, Verdict
-from outrider.verdict import at_token, gate, keep_prefix, normalised, proposals, share_of
+from outrider.verdict import accept_prefix, at_token, gate, normalised, proposals, share_of
 from outrider.verify import Rule
 
 
@@ -128,4 +128,4 @@ def _block(
     law = p[each, kept]
     scale = torch.ones_like(stands) if token_residual else stands
     rest = normalised((scale[:, None] * law - q[each, kept.clamp(max=size - 1)]).clamp(min=0), law)
-    return keep_prefix(draft, p, kept, torch.where((kept < size)[:, None], rest, law), noise)
+    return accept_prefix(draft, p, kept, torch.where((kept < size)[:, None], rest, law), noise)

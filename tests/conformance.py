@@ -11,7 +11,7 @@ from outrider.load import load_checkpoint
 from outrider.propose.base import NoProposer, Proposer, Setup
 from outrider.propose.cascade import Cascade
 from outrider.propose.combine import First, Merge, Switch
-from outrider.propose.lookahead import LookaheadProposer, Shape
+from outrider.propose.lookahead import LookaheadProposer, Sizes
 from outrider.propose.model import ModelProposer
 from outrider.propose.model_tree import TreeProposer
 from outrider.propose.ngram import NgramProposer
@@ -48,7 +48,7 @@ LEARNING: Mapping[str, Callable[[Setup], Proposer]] = {
     "suffix": SuffixProposer,
     "suffix with history": lambda setup: SuffixProposer(setup, history=90),
     "recycle": RecycleProposer,
-    "lookahead": lambda setup: LookaheadProposer(setup, Shape(window=2, size=3, guesses=2)),
+    "lookahead": lambda setup: LookaheadProposer(setup, Sizes(window=2, size=3, guesses=2)),
     "first": lambda setup: First(setup, [NgramProposer(setup, shortest=3), _toy_model(setup)]),
     "switch": lambda setup: Switch(setup, [NgramProposer(setup), _toy_model(setup)]),
     "retrieval": lambda setup: RetrievalProposer(setup, _toy_store(setup.vocab)),

@@ -176,7 +176,7 @@ def test_replays_write_where_the_pass_belongs_and_nowhere_else(shelf):
     with torch.inference_mode():
         rows = [tiny.admit(target, slot, TEXT[: 9 + slot]) for slot in range(4)]
         batch = tiny.everything(rows)
-        target.cache.commit(tree.kept(batch, tree.empty(4, CPU), target.score(batch, tree.empty(4, CPU))))
+        target.cache.commit(tree.fed_round(batch, tree.empty(4, CPU), target.score(batch, tree.empty(4, CPU))))
         some = [rows[3], rows[1]]  # not in the order of their slots
         for row in some:
             row.cached = len(row.text)
@@ -206,7 +206,7 @@ def test_growing_is_scoring_step_by_step(budget, shelf):
         for target in (ours, theirs):
             rows = [tiny.admit(target, slot, text) for slot, text in enumerate(texts)]
             batch = tiny.everything(rows)
-            target.cache.commit(tree.kept(batch, tree.empty(3, CPU), target.score(batch, tree.empty(3, CPU))))
+            target.cache.commit(tree.fed_round(batch, tree.empty(3, CPU), target.score(batch, tree.empty(3, CPU))))
             for row, new in zip(rows, ([1], [2, 3], [4]), strict=True):
                 row.cached, row.text = len(row.text), row.text + new
             feeds = tuple(tuple(row.text[row.cached :]) for row in rows)
@@ -225,7 +225,7 @@ def test_growing_stops_where_the_slot_ends(shelf):
     with torch.inference_mode():
         rows = [tiny.admit(target, 0, [3] * (CONTEXT - 2)), tiny.admit(target, 1, [4] * 5)]
         batch = tiny.everything(rows)
-        target.cache.commit(tree.kept(batch, tree.empty(2, CPU), target.score(batch, tree.empty(2, CPU))))
+        target.cache.commit(tree.fed_round(batch, tree.empty(2, CPU), target.score(batch, tree.empty(2, CPU))))
         batch = Batch(rows=tuple(rows), start=(CONTEXT - 2, 5), feed=((1,), (2,)), budget=(1, 6))
         grown = seen_often(target, lambda: target.grow(batch, tiny.VOCAB).tokens)
         wanted = grow_by_scores(read_like(target, shelf, batch), batch, tiny.VOCAB).tokens

@@ -15,14 +15,14 @@ from outrider.errors import OutriderError
 from outrider.llm import LLM
 from outrider.params import SamplingParams
 from outrider.propose import lookahead
-from outrider.propose.lookahead import LookaheadProposer, Shape
+from outrider.propose.lookahead import LookaheadProposer, Sizes
 from outrider.proposers import find_proposer
 from outrider.testing import ToyTarget, toy_setup
 from outrider.types import Batch, Scores
 from outrider.verify import follow
 from tests.houses import make_engine, outputs, run
 
-SHAPE = Shape(window=3, size=4, guesses=2)
+SHAPE = Sizes(window=3, size=4, guesses=2)
 RIDERS = 3 * 3
 
 
@@ -244,8 +244,8 @@ def test_guesses_come_true_on_a_toy():
 
 def test_shapes_by_name():
     setup = toy_setup(ToyTarget())
-    assert find_proposer("lookahead", setup)._shape == Shape()
-    assert find_proposer("lookahead:9x3x4", setup)._shape == Shape(window=9, size=3, guesses=4)
+    assert find_proposer("lookahead", setup)._shape == Sizes()
+    assert find_proposer("lookahead:9x3x4", setup)._shape == Sizes(window=9, size=3, guesses=4)
     for wrong in ("9", "9x3", "9x1x4", "0x3x4", "9x3x0", "axbxc", "9x3x4x5"):
         with pytest.raises(OutriderError, match="write lookahead:"):
             find_proposer(f"lookahead:{wrong}", setup)

@@ -341,7 +341,7 @@ def test_nothing_is_read_twice_behind_a_long_prompt(folders):
     with torch.inference_mode():
         assert proposer.propose(batch).size == 0
         draft = tree.empty(1, CPU)
-        target.cache.commit(tree.kept(batch, draft, target.score(batch, draft)))
+        target.cache.commit(tree.fed_round(batch, draft, target.score(batch, draft)))
         row.cached = len(row.text)
         row.text.append(7)
         assert proposer.propose(tiny.everything([row])).width == (6,)

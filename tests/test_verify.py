@@ -9,7 +9,7 @@ from outrider import lossy, verify
 from outrider.errors import OutriderError
 from outrider.proof import Instance, Proof, prove, race_joint
 from outrider.types import Law, Verdict
-from outrider.verdict import ahead, judge, prefix_of
+from outrider.verdict import ahead, prefix_of, verdict_of
 from tests import biased
 
 H, S, W = Law.ONE_HOT, Law.SAMPLED, Law.WITHOUT_REPLACEMENT
@@ -285,7 +285,7 @@ def test_the_bonus_must_be_drawn(verifier):
 def test_accepting_padding_or_a_foreign_id_is_an_error():
     def trusting(draft, p, noise):
         kept = torch.full_like(draft.count, draft.size)
-        return judge(draft, p, prefix_of(draft, kept), kept, noise.token(p[:, -1], kept))
+        return verdict_of(draft, p, prefix_of(draft, kept), kept, noise.token(p[:, -1], kept))
 
     greedy = draw(3, line(1), (S,), same=True)
     assert_exact(prove(trusting, greedy))
@@ -298,7 +298,7 @@ def test_a_path_that_jumps_is_an_error():
     def jumping(draft, p, noise):
         at = torch.ones_like(draft.count)
         path = torch.stack([at, -at], 1)
-        return judge(draft, p, path, at, noise.token(p[:, 2], at))
+        return verdict_of(draft, p, path, at, noise.token(p[:, 2], at))
 
     assert prove(jumping, draw(3, line(2), (S, S), same=True)).error > 0.01
 

@@ -16,7 +16,7 @@ LEAST_ROOM = 16  # tokens that a slot has room for at least: what the check befo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
+class RowSpan:
     """The columns of one row in a pass whose rows are packed one after another."""
 
     slot: int
@@ -34,7 +34,7 @@ class Layout:
 
     tokens: torch.Tensor  # [T] int64
     positions: torch.Tensor  # [T] int64; guesses at equal depth share one
-    spans: tuple[Span, ...]  # [B]
+    spans: tuple[RowSpan, ...]  # [B]
     keep: torch.Tensor  # [K] int64: the columns whose logits are wanted
     nodes: torch.Tensor | None  # [B, M] int64 into `keep`, per node asked for; None where it is `keep`'s own order
     ancestors: torch.Tensor | None  # [B, N, N] bool; None where every row is a chain
@@ -205,7 +205,7 @@ def lay_out(batch: Batch, draft: Draft, first: int, device: torch.device) -> Lay
         base = batch.start[b] + feeds[b]
         start = batch.start[b] if fed else base + skip
         end = column + length
-        spans.append(Span(slot=row.slot, begin=column, end=end, start=start, nodes=guesses, first=skip, base=base))
+        spans.append(RowSpan(slot=row.slot, begin=column, end=end, start=start, nodes=guesses, first=skip, base=base))
         if fed:
             pool += range(lead[b], lead[b + 1])
         pool += range(lead[-1] + b * draft.size + skip, lead[-1] + b * draft.size + skip + guesses)

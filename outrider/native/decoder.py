@@ -34,7 +34,7 @@ _TOGETHER: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
+class Dimensions:
     """What the kernels must know of a model besides its weights."""
 
     layers: int
@@ -49,7 +49,7 @@ class Shape:
     windows: tuple[int, ...]  # [layers]; 0 sees everything
 
     @classmethod
-    def of(cls, model: Any) -> Shape:
+    def of(cls, model: Any) -> Dimensions:
         """Read it off a transformers model.
 
         Raises:
@@ -108,7 +108,7 @@ class Decoder(Passes):
         Raises:
             UnsupportedModel: the kernels cannot run this model.
         """
-        self.shape = Shape.of(model)
+        self.shape = Dimensions.of(model)
         super().__init__(library.code, hidden=self.shape.hidden)
         self._bits, self._arena = bits, Arena()
         state = {name: value.detach() for name, value in model.state_dict().items()}

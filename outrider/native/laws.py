@@ -10,10 +10,10 @@ import torch
 from outrider.errors import UnsupportedModel
 from outrider.native.abi import CLaws
 from outrider.native.library import Library, load_library
-from outrider.sampling import Knobs, Shape, shape
+from outrider.sampling import Knobs, Shaper, shape
 
 
-def fastest_shape(device: torch.device) -> Shape:
+def fastest_shape(device: torch.device) -> Shaper:
     """`sampling.shape`; on a CPU with kernels, made by them."""
     if device.type != "cpu":
         return shape

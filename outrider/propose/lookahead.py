@@ -31,7 +31,7 @@ Column = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
+class Sizes:
     """W, N and G of the paper."""
 
     window: int = 10  # columns of riders
@@ -94,21 +94,21 @@ def lookahead_proposer(argument: str, setup: Setup) -> LookaheadProposer:
     return LookaheadProposer(setup, read_shape(argument))
 
 
-def read_shape(argument: str) -> Shape:
+def read_shape(argument: str) -> Sizes:
     """The shape that is written WxNxG; the usual one of nothing.
 
     Raises:
         OutriderError: it is no such shape.
     """
     if not argument:
-        return Shape()
+        return Sizes()
     sizes = [whole(size) or 0 for size in argument.split("x")]
     if len(sizes) != 3 or min(sizes) < 1 or sizes[1] < 2 or any(s > m for s, m in zip(sizes, _MOST, strict=True)):
         raise OutriderError(
             f"lookahead:{argument} is no shape; write lookahead:10x3x8 for 10 columns of riders, n-grams of 3 tokens"
             f" (2 at least), and 8 of them kept for a token; {'x'.join(map(str, _MOST))} at most"
         )
-    return Shape(window=sizes[0], size=sizes[1], guesses=sizes[2])
+    return Sizes(window=sizes[0], size=sizes[1], guesses=sizes[2])
 
 
 class LookaheadProposer:
@@ -121,9 +121,9 @@ class LookaheadProposer:
 
     needs = Needs()
 
-    def __init__(self, setup: Setup, shape: Shape | None = None) -> None:
+    def __init__(self, setup: Setup, shape: Sizes | None = None) -> None:
         """Ride as `shape` says, or in fewer columns where the budget is smaller: half of it is the riders' own."""
-        self._device, self._shape = setup.device, shape or Shape()
+        self._device, self._shape = setup.device, shape or Sizes()
         self._states: dict[int, _State] = {}
         self._chances = Chances()
         self._earned, self._ridden = 0.0, 0.0  # decayed counts: guesses that came true, and riders that were scored

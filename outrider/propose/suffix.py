@@ -10,7 +10,7 @@ from outrider.propose.base import Proposer, Setup, whole
 from outrider.propose.sketch import picked
 from outrider.propose.suffix_history import History
 from outrider.propose.suffix_text import Text, text_maker
-from outrider.propose.suffix_tree import Grown, Worth
+from outrider.propose.suffix_tree import Guessed, Worth
 from outrider.types import Batch, Draft, Needs, Request, Round, Row
 
 _MOST = 10**8  # tokens of finished outputs; each takes about 120 bytes
@@ -32,7 +32,7 @@ class SuffixProposer:
         self._texts: dict[int, Text] = {}
         self._rows: dict[int, Row] = {}
         self._worth = Worth()
-        self._open: dict[int, Grown] = {}  # by slot: this round's guesses
+        self._open: dict[int, Guessed] = {}  # by slot: this round's guesses
 
     def admit(self, slot: int, request: Request) -> None:
         self._texts[slot] = self._make()
@@ -44,7 +44,7 @@ class SuffixProposer:
             self._rows[row.slot] = row
             text = self._texts[row.slot]
             text.extend(row.text[len(text) : end])
-            self._open[row.slot] = self._grow(row, text, budget) if budget else Grown()
+            self._open[row.slot] = self._grow(row, text, budget) if budget else Guessed()
         return picked([self._open[row.slot].sketch for row in batch.rows], self._device)
 
     def commit(self, round: Round) -> None:
@@ -66,7 +66,7 @@ class SuffixProposer:
         texts = sum(text.bytes() for text in self._texts.values())
         return texts + (self._history.bytes() if self._history else 0)
 
-    def _grow(self, row: Row, text: Text, budget: int) -> Grown:
+    def _grow(self, row: Row, text: Text, budget: int) -> Guessed:
         ways, agreed = self._history.ways(row.request.params.scope, row.text, budget) if self._history else ([], 0)
         return text.grow(ways, agreed, self._worth.of, budget)
 

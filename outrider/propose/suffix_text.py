@@ -13,7 +13,7 @@ from outrider.native.suffix import SuffixText
 from outrider.propose.sketch import Sketch
 from outrider.propose.suffix_automaton import Automaton
 from outrider.propose.suffix_history import Way
-from outrider.propose.suffix_tree import Grown, grow
+from outrider.propose.suffix_tree import Guessed, grow
 
 
 class Text(Protocol):
@@ -25,7 +25,7 @@ class Text(Protocol):
     def extend(self, text: Sequence[int]) -> None:
         """The text goes on with these tokens."""
 
-    def grow(self, said: Sequence[Way], agreed: int, worth: array[float], budget: int) -> Grown:
+    def grow(self, said: Sequence[Way], agreed: int, worth: array[float], budget: int) -> Guessed:
         """See `grow` of `suffix_tree`."""
 
     def bytes(self) -> int:
@@ -35,16 +35,16 @@ class Text(Protocol):
 class PlainText(Automaton):
     """In Python."""
 
-    def grow(self, said: Sequence[Way], agreed: int, worth: array[float], budget: int) -> Grown:
+    def grow(self, said: Sequence[Way], agreed: int, worth: array[float], budget: int) -> Guessed:
         return grow(self, said, agreed, worth, budget)
 
 
 class NativeText(SuffixText):
     """In one call of the kernels."""
 
-    def grow(self, said: Sequence[Way], agreed: int, worth: array[float], budget: int) -> Grown:
+    def grow(self, said: Sequence[Way], agreed: int, worth: array[float], budget: int) -> Guessed:
         tokens, parents, chances, kinds, ways = self.guess(said, agreed, worth, budget)
-        return Grown(Sketch(tokens, parents, chances), kinds, ways, said)
+        return Guessed(Sketch(tokens, parents, chances), kinds, ways, said)
 
 
 def text_maker(kernels: str) -> Callable[[], Text]:

@@ -24,7 +24,7 @@ _Step = tuple[int, float, int, int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Grown:
+class Guessed:
     """One row's guesses, with their kinds and the ways that say so, a bit each."""
 
     sketch: Sketch = field(default_factory=Sketch)
@@ -48,7 +48,7 @@ class Worth:
         self._chances = Chances()
         self.of = array("d", [_worth_first(kind) for kind in range(2 * _KINDS)])
 
-    def learn(self, grown: Grown, emitted: Sequence[int]) -> None:
+    def learn(self, grown: Guessed, emitted: Sequence[int]) -> None:
         """From what became of a row's guesses."""
         self._chances.learn(grown.sketch, grown.kinds, emitted)
         for kind in set(grown.kinds):
@@ -56,7 +56,7 @@ class Worth:
             self.of[kind] = self._chances.of(kind, share * _worth_first(kind)) / share
 
 
-def grow(text: Automaton, said: Sequence[Way], agreed: int, worth: Sequence[float], budget: int) -> Grown:
+def grow(text: Automaton, said: Sequence[Way], agreed: int, worth: Sequence[float], budget: int) -> Guessed:
     """The likeliest guesses.
 
     Args:
@@ -66,7 +66,7 @@ def grow(text: Automaton, said: Sequence[Way], agreed: int, worth: Sequence[floa
         worth: by kind, see `Worth`.
         budget: guesses at most.
     """
-    grown = Grown(said=said)
+    grown = Guessed(said=said)
     buds: list[tuple[float, int, int, int, _Step]] = []  # minus a chance, age, parent, depth, and the guess
     (state, matched), ways = text.longest(), (1 << len(said)) - 1
     node, depth, chance = -1, 0, 1.0
