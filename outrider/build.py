@@ -66,10 +66,12 @@ class House:
 
     @property
     def target(self) -> Target:
+        """Who has the last word."""
         return self.setup.target
 
     @property
     def tokenizer(self) -> Any:
+        """Of transformers; the target's."""
         return self.setup.tokenizer
 
     @property
@@ -78,14 +80,17 @@ class House:
 
     @property
     def context(self) -> int:
+        """Tokens that a row can hold, prompt and completion together."""
         return self.setup.context
 
     @property
     def dtype(self) -> torch.dtype:
+        """Of the target's weights."""
         return self.setup.dtype
 
     @property
     def device(self) -> torch.device:
+        """Where the target runs."""
         return self.setup.device
 
 

@@ -21,6 +21,11 @@ class ConformanceError(AssertionError):
 
 
 def expect(good: bool, law: str) -> None:
+    """Hold an implementation to a law of its protocol.
+
+    Raises:
+        ConformanceError: it is broken; the message is `law`.
+    """
     if not good:
         raise ConformanceError(law)
 
@@ -45,6 +50,7 @@ class Life:
 
     @classmethod
     def fresh(cls, target: ToyTarget, proposer: Proposer, chance: random.Random) -> Life:
+        """A life of which no text is committed yet."""
         return cls(target, proposer, chance)
 
     def propose_after(
@@ -122,6 +128,11 @@ class Life:
 
 
 def check_draft(draft: Draft, batch: Batch, vocab: int) -> None:
+    """What every proposer owes to `batch`: shapes, order of nodes, budget, ids, falling chances, and q [B, N, V].
+
+    Raises:
+        ConformanceError: one of them is broken; the message names it.
+    """
     rows, size = len(batch.rows), draft.size
     expect(draft.tokens.shape == draft.parent.shape == draft.law.shape == (rows, size), "its tensors must be [B, N]")
     expect(all(w <= b for w, b in zip(draft.width, batch.budget, strict=True)), "it overspends batch.budget")
@@ -154,6 +165,7 @@ def random_text(target: ToyTarget, length: int, chance: random.Random) -> list[i
 
 
 def make_row(text: list[int], slot: int, params: SamplingParams | None = None) -> Row:
+    """A row in `slot` whose prompt is `text`, without an end; greedy unless `params` say otherwise."""
     request = Request(
         id=slot, prompt=tuple(text), params=params or SamplingParams(), seed=7, end_ids=frozenset(), limit=10**6
     )
@@ -163,6 +175,7 @@ def make_row(text: list[int], slot: int, params: SamplingParams | None = None) -
 def make_round(
     batch: Batch, draft: Draft, scores: Scores, paths: Sequence[tuple[int, ...]], emitted: Sequence[tuple[int, ...]]
 ) -> Round:
+    """The round that accepted the nodes `paths` [B] and emitted these tokens [B]."""
     zeros = tuple((0.0,) * len(tokens) for tokens in emitted)
     failed = (False,) * len(batch.rows)
     return Round(
@@ -177,6 +190,7 @@ def make_round(
 
 
 def append(round: Round) -> None:
+    """Commit to the rows what the round emitted, as the engine does."""
     for b, row in enumerate(round.batch.rows):
         row.cached = round.batch.start[b] + len(round.batch.feed[b]) + len(round.path[b])
         row.text += round.emitted[b]

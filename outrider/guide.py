@@ -39,6 +39,7 @@ class Masks:
         return flat.index_copy(0, at, flat.index_select(0, at) + self.bars).view_as(logits)
 
     def apply_packed(self, logits: Packed) -> Packed:
+        """The same of packed logits; a copy."""
         values, at = logits.values, logits.at[self.row, self.node]
         return replace(logits, values=values.index_copy(0, at, values.index_select(0, at) + self.bars))
 

@@ -63,6 +63,7 @@ class Timing:
     verify: float  # and with k of them
 
     def speedup(self, figures: Figures) -> float:
+        """tau plain / (k guess + verify): see `outrider.cost.speedup`, the host left out."""
         return figures.tau * self.plain / (figures.k * self.guess + self.verify)
 
 

@@ -56,6 +56,7 @@ class Knobs:
 
     @classmethod
     def of(cls, rows: Sequence[Row], vocab: int, device: torch.device) -> Knobs:
+        """Of rows [B] whose logits have `vocab` ids."""
         wants = [row.request.params for row in rows]
 
         def column(values: Sequence[float], dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -87,6 +88,7 @@ class Knobs:
 
 
 def want_of(row: Row, vocab: int) -> Want:
+    """What the kernels draw the row's tokens by; `vocab` stands for a top_k that is off or larger."""
     params = row.request.params
     return Want(
         temperature=params.temperature,

@@ -86,6 +86,7 @@ class Stats:
 
     @property
     def seconds(self) -> float:
+        """Of all rounds, everything included."""
         return self.propose_seconds + self.target_seconds + self.host_seconds
 
     def as_dict(self) -> dict[str, Any]:

@@ -89,6 +89,7 @@ class Row:
 
     @property
     def emitted(self) -> int:
+        """Tokens of the completion so far."""
         return len(self.text) - len(self.request.prompt)
 
 
@@ -177,6 +178,7 @@ class Draft:
 
     @property
     def size(self) -> int:
+        """N, padding included."""
         return self.tokens.shape[1]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import re
 import subprocess
@@ -70,6 +71,13 @@ def test_public_names(name):
     for public in module.__all__:
         assert getattr(module, public) is not None
         assert public.startswith("__") or getattr(module, public).__doc__
+
+
+def test_what_is_public_says_what_it_is():
+    kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for path in FILES:
+        public = [n for n in ast.parse(path.read_text()).body if isinstance(n, kinds) and not n.name.startswith("_")]
+        assert not [node.name for node in public if not ast.get_docstring(node)], path
 
 
 def test_unknown_name():

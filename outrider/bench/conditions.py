@@ -14,6 +14,7 @@ _PARTS = {
 
 
 def median_text(values: dict[str, float] | None) -> str:
+    """The median, rounded; a dash where nothing was measured."""
     return f"{values['median']:.0f}" if values else NONE
 
 

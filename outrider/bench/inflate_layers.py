@@ -41,6 +41,7 @@ class Maker:
         ]
 
     def embedding(self) -> Tensor:
+        """[vocabulary, width], in the model's precision."""
         weight = self._read("model.embed_tokens.weight")
         out = self._stream.write(weight.t(), self._dtype).t().contiguous()[self._tokens()]
         if self._stream.constant is not None:
@@ -56,6 +57,7 @@ class Maker:
         return out
 
     def last_norm(self) -> Tensor:
+        """[width]: the weight of the norm before the head."""
         if self._large.tie_word_embeddings:
             return self._stream.norm_tied(self._read("model.norm.weight") * self._factor, self._dtype)
         return self._norm("model.norm.weight", _LOUD)

@@ -35,9 +35,11 @@ class Roofline:
     gemm_flops_per_s: float
 
     def bytes_per_pass(self, *, rows: int, cached: float) -> float:
+        """W + rows x cached x C: the weights, and the cache of `rows` with `cached` tokens each."""
         return self.weight_bytes_per_pass + rows * cached * self.cache_bytes_per_token
 
     def passes_per_s(self, *, rows: int, cached: float, columns: float) -> float:
+        """At most, where each row of a pass has so many columns (see `outrider.cost.roof`)."""
         return roof(
             bytes_per_pass=self.bytes_per_pass(rows=rows, cached=cached),
             flops_per_pass=self.flops_per_column * rows * columns,

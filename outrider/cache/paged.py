@@ -81,6 +81,7 @@ class PagedCache:
 
     @property
     def block_bytes(self) -> int:
+        """Memory of one block: keys and values of all layers."""
         return self._entries[0].nbytes
 
     def address(self) -> int:

@@ -18,6 +18,7 @@ class Settings:
         return self._data.get(name) is not None
 
     def whole(self, name: str, default: int | None = None) -> int:
+        """An integer."""
         return int(self._get(name, default, (int,)))
 
     def size(self, name: str, default: int | None = None) -> int:
@@ -28,15 +29,19 @@ class Settings:
         return found
 
     def real(self, name: str, default: float | None = None) -> float:
+        """A number."""
         return float(self._get(name, default, (int, float)))
 
     def flag(self, name: str, default: bool | None = None) -> bool:
+        """A boolean."""
         return bool(self._get(name, default, (bool,)))
 
     def text(self, name: str, default: str | None = None) -> str:
+        """A string."""
         return str(self._get(name, default, (str,)))
 
     def texts(self, name: str) -> tuple[str, ...]:
+        """Strings; none where there is no list."""
         return tuple(str(each) for each in self._get(name, [], (list, tuple)))
 
     def wholes(self, name: str) -> tuple[int, ...] | None:

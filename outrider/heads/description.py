@@ -219,6 +219,7 @@ class Description:
         return self.block.guesses if self.block else self.masks.guesses if self.masks else 0
 
     def to_json(self) -> dict[str, Any]:
+        """As numbers, strings, lists and tables; `from_json` reads it."""
         return asdict(self)
 
     @classmethod

@@ -65,6 +65,7 @@ class Stage(nn.Module):
         return x  # type: ignore[no-any-return]
 
     def normed(self, out: torch.Tensor) -> torch.Tensor:
+        """Its outputs [.., H] as the output layer reads them."""
         return self.norm(out) if hasattr(self, "norm") else out
 
 

@@ -25,6 +25,8 @@ class CLinear(ctypes.Structure):
 
 
 class CLayer(ctypes.Structure):
+    """`Layer` of decoder.cpp: where the weights of one decoder layer lie."""
+
     _fields_ = (
         *((name, CLinear) for name in ("qkv", "out", "gate_up", "down")),
         *((name, ctypes.c_void_p) for name in ("attention_norm", "mlp_norm", "query_norm", "key_norm")),
@@ -33,6 +35,8 @@ class CLayer(ctypes.Structure):
 
 
 class CEntry(ctypes.Structure):
+    """`Entry` of decoder.cpp: how a trained draft joins embeddings and states."""
+
     _fields_ = (
         ("project", CLinear),
         *((name, ctypes.c_void_p) for name in ("embedding_norm", "state_norm")),
@@ -41,6 +45,8 @@ class CEntry(ctypes.Structure):
 
 
 class CModel(ctypes.Structure):
+    """`Model` of decoder.cpp: sizes, tables and layers, which must outlive every pass."""
+
     _fields_ = (
         ("layer", ctypes.POINTER(CLayer)),
         *((name, ctypes.c_void_p) for name in ("embedding", "norm", "frequency", "entry", "id", "pool")),
@@ -52,6 +58,8 @@ class CModel(ctypes.Structure):
 
 
 class CPass(ctypes.Structure):
+    """`Pass` of decoder.cpp: addresses of the columns of one pass, and of what it writes."""
+
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("token", "position", "slot", "place", "seen", "tail_begin", "tail")),
         *((name, ctypes.c_void_p) for name in ("keep", "logits", "best", "exported", "features", "state")),
@@ -60,6 +68,8 @@ class CPass(ctypes.Structure):
 
 
 class CChain(ctypes.Structure):
+    """`Chain` of decoder.cpp: rows that go on by themselves, and how each token is chosen."""
+
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("slot", "position", "place", "budget", "weight", "bias", "end")),
         *((name, ctypes.c_void_p) for name in ("token", "count", "looked", "margin", "chance")),
@@ -112,6 +122,7 @@ class Columns:
         self.tail_begin.extend([len(self.tail)] * count)
 
     def add(self, token: int, position: int, *, slot: int, place: int, seen: int, tail: Sequence[int] = ()) -> None:
+        """Append one column, which sees the slot's first `seen` entries and those in `tail`."""
         self.token.append(token)
         self.position.append(position)
         self.slot.append(slot)

@@ -54,6 +54,7 @@ class PackedWeight:
         return sum(part.nbytes for part in (self.words, self.scale, self.bias) if part is not None)
 
     def c(self) -> CLinear:
+        """As the kernels take it; this must outlive the structure, which holds addresses alone."""
         scale, bias = (0 if part is None else part.data_ptr() for part in (self.scale, self.bias))
         inputs = self.words.shape[1] * 32 // self.bits
         return CLinear(self.words.data_ptr(), scale, bias, inputs, self.shape[0], self.bits)

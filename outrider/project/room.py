@@ -20,6 +20,7 @@ class Room:
 
     @classmethod
     def of(cls, target: Model, draft: Model | None, *, memory: float | None, context: int) -> Room:
+        """With `context` tokens cached a user, and `memory` bytes."""
         return cls(
             memory=memory,
             target_weights=target.held_bytes(),

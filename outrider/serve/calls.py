@@ -20,6 +20,7 @@ class Call:
     arguments: str = ""
 
     def whole(self) -> dict[str, Any]:
+        """As OpenAI's replies have it."""
         return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 

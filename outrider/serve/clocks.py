@@ -39,6 +39,7 @@ class Clocks:
         self._open: dict[int, _Times] = {}
 
     def begin(self, id: int) -> None:
+        """A request is there."""
         now = perf_counter()
         self._open[id] = _Times(now, now)
 
@@ -55,6 +56,7 @@ class Clocks:
         times.last, times.tokens = now, tokens
 
     def end(self, id: int, how: str) -> None:
+        """It is over, for the reason `how`."""
         times = self._open.pop(id)
         self._whole.observe(perf_counter() - times.began)
         self._ended.labels(how).inc()

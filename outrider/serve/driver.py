@@ -76,6 +76,7 @@ class Driver:
 
     @property
     def waiting(self) -> int:
+        """Requests that hold none yet."""
         return self._taken - self._ended - self.running
 
     @property
@@ -103,6 +104,7 @@ class Driver:
         return self._llm.engine
 
     def start(self) -> None:
+        """Let the engine's thread run."""
         self._llm.engine.watch = self._watch
         self._thread.start()
 

@@ -248,6 +248,7 @@ class Message(_Strict):
         return self
 
     def text(self) -> str:
+        """Its parts as one text; empty where it only calls functions."""
         if self.content is None or isinstance(self.content, str):
             return self.content or ""
         return "".join(part.text for part in self.content)

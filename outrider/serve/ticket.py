@@ -43,6 +43,7 @@ class Piece:
 
     @property
     def last(self) -> bool:
+        """Whether nothing comes after it."""
         return bool(self.completion or self.error)
 
     def then(self, later: Piece) -> Piece:

@@ -36,6 +36,7 @@ class Asked:
 
     @property
     def whole(self) -> float:
+        """Seconds to the last piece."""
         return self.times[-1] - self.began
 
     @property
@@ -62,6 +63,7 @@ class Tape:
         self.pieces = 0  # at least so many have come
 
     def add(self, at: float, chunk: bytes) -> None:
+        """Keep a chunk that came at second `at`."""
         self._chunks.append((at, chunk))
         self.pieces += chunk.count(b"data:")
 

@@ -52,10 +52,12 @@ class Advice:
 
     @property
     def proposer(self) -> str:
+        """What to run; none where nothing pays."""
         return self.best.way.proposer if self.worth else "none"
 
     @property
     def k(self) -> int | str:
+        """Guesses a round, or auto; 0 where nothing pays."""
         return self.best.way.k if self.worth else 0
 
 

@@ -43,6 +43,7 @@ class Kept:
 
     @classmethod
     def of(cls, stats: Stats, speedup: float | None = None) -> Kept:
+        """Of what was counted there."""
         return cls(tau=stats.tau, acceptance=stats.acceptance, speedup=speedup)
 
 
@@ -56,10 +57,12 @@ class Parts:
 
     @property
     def whole(self) -> float:
+        """Of the round."""
         return self.draft + self.target + self.host
 
     @classmethod
     def of(cls, stats: Stats) -> Parts:
+        """The mean of the rounds that were counted."""
         unit = 1e3 / max(stats.rounds, 1)
         return cls(
             draft=stats.propose_seconds * unit, target=stats.target_seconds * unit, host=stats.host_seconds * unit

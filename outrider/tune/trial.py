@@ -29,6 +29,7 @@ class Way:
 
     @property
     def plain(self) -> bool:
+        """Whether nobody guesses."""
         return not self.proposer
 
 
