@@ -15,10 +15,9 @@ from time import monotonic, sleep
 from typing import Any
 
 import worker
-from worker import Arguments, Mode, PeerError, Run
+from worker import NGRAM_SIZE, Arguments, Mode, PeerError, Run
 
 _PROGRAM = "llama-server"
-_NGRAM = 3  # tokens that prompt lookup matches
 _PATIENCE = 120.0  # seconds for loading
 
 
@@ -105,7 +104,7 @@ def _options(args: Arguments) -> list[str]:
         options += ["--spec-type", "draft-simple", "--spec-draft-model", draft, "--spec-draft-threads", threads]
         options += ["--spec-draft-n-max", str(args.k)]
     elif args.mode is Mode.NGRAM:
-        options += ["--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", str(_NGRAM)]
+        options += ["--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", str(NGRAM_SIZE)]
         options += ["--spec-ngram-simple-size-m", str(args.k), "--spec-draft-n-max", str(args.k)]
     return options
 

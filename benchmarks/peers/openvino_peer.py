@@ -7,9 +7,8 @@ from time import perf_counter
 from typing import Any
 
 import worker
-from worker import Arguments, Mode, Run, end_ids
+from worker import NGRAM_SIZE, Arguments, Mode, Run, end_ids
 
-_NGRAM = 3  # tokens that prompt lookup matches at most
 _DEVICE = "CPU"
 
 
@@ -36,7 +35,7 @@ class OpenVino:
         elif args.mode is Mode.NGRAM:
             options["prompt_lookup"] = True
             self._config.num_assistant_tokens = args.k
-            self._config.max_ngram_size = _NGRAM
+            self._config.max_ngram_size = NGRAM_SIZE
         self._pipeline = genai.LLMPipeline(str(args.converted_model(args.target)), _DEVICE, **properties, **options)
         self.settings: Mapping[str, Any] = properties
         self._genai = genai

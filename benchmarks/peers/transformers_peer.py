@@ -7,9 +7,7 @@ from time import perf_counter
 from typing import Any
 
 import worker
-from worker import Arguments, Mode, PeerError, Precision, Run
-
-_NGRAM = 3  # tokens that prompt lookup matches at most
+from worker import NGRAM_SIZE, Arguments, Mode, PeerError, Precision, Run
 
 
 class Transformers:
@@ -35,7 +33,7 @@ class Transformers:
             assistant.generation_config.num_assistant_tokens_schedule = "constant"
             self._options = {"assistant_model": assistant}
         elif args.mode is Mode.NGRAM:
-            self._options = {"prompt_lookup_num_tokens": args.k, "max_matching_ngram_size": _NGRAM}
+            self._options = {"prompt_lookup_num_tokens": args.k, "max_matching_ngram_size": NGRAM_SIZE}
         shown = {name: value for name, value in self._options.items() if name != "assistant_model"}
         self.settings: Mapping[str, Any] = {"device": device, "dtype": "bfloat16"} | shown
 

@@ -11,9 +11,8 @@ from time import perf_counter
 from typing import Any
 
 import worker
-from worker import Arguments, Mode, PeerError, Precision, Run
+from worker import NGRAM_SIZE, Arguments, Mode, PeerError, Precision, Run
 
-_NGRAM = 3  # tokens that prompt lookup matches at most
 _CACHE_GIB = 1
 
 
@@ -64,7 +63,7 @@ def _speculation(args: Arguments) -> dict[str, Any] | None:
         return None
     if args.mode is Mode.DRAFT:
         return {"method": "draft_model", "model": str(args.draft_folder()), "num_speculative_tokens": args.k}
-    lookup = {"prompt_lookup_min": 1, "prompt_lookup_max": _NGRAM}
+    lookup = {"prompt_lookup_min": 1, "prompt_lookup_max": NGRAM_SIZE}
     return {"method": "ngram", "num_speculative_tokens": args.k} | lookup
 
 

@@ -27,6 +27,8 @@ from platform import python_version
 from time import perf_counter
 from typing import Any, Protocol, TextIO
 
+NGRAM_SIZE = 3  # tokens that prompt lookup matches at most
+
 _CONTEXT = 4096  # tokens of prompt and completion that an engine makes room for, where the model allows as many
 _REPOSITORY = Path(__file__).resolve().parents[2]
 

@@ -55,11 +55,8 @@ class ModelProposer:
         unread = unread_of(batch, ours)
         if ours is None:
             return replace(tree.empty(len(batch.rows), self._setup.device), unread=unread)
-        self._draft = self._grow(ours)
-        whole = len(where) == len(batch.rows)
-        proposed = self._draft if whole else _spread(self._draft, where, len(batch.rows))
-        self._proposed = replace(proposed, unread=unread) if unread else proposed
-        return self._proposed
+        draft = self._guess(ours, where, len(batch.rows))
+        return replace(draft, unread=unread) if unread else draft  # a copy forgets what was listed
 
     def commit(self, round: Round) -> None:
         if self._batch is None:
@@ -69,6 +66,12 @@ class ModelProposer:
         fed = zip(self._batch.rows, self._draft.width, strict=True)
         path = tuple(tuple(range(min(kept[row.slot], max(width - 1, 0)))) for row, width in fed)
         self._model.cache.commit(replace(round, batch=self._batch, draft=self._draft, path=path))
+
+    def _guess(self, batch: Batch, where: Sequence[int], rows: int) -> Draft:
+        """Guesses for `rows` rows, of which the draft runs those of `batch`; `where` says which they are."""
+        self._draft = self._grow(batch)
+        self._proposed = self._draft if len(where) == rows else _spread(self._draft, where, rows)
+        return self._proposed
 
     def _kept(self, round: Round) -> dict[int, int]:
         """By slot, how many of this round's guesses have become text; and learn from it where margins are known."""
@@ -266,7 +269,7 @@ def _fit(logits: torch.Tensor, vocab: int) -> torch.Tensor:
     return functional.pad(logits, (0, missing), value=-torch.inf) if missing > 0 else logits[..., :vocab]
 
 
-def _spread(draft: Draft, where: list[int], rows: int) -> Draft:
+def _spread(draft: Draft, where: Sequence[int], rows: int) -> Draft:
     """The same draft among `rows` rows, of which it knows those at `where`; the others have no guesses."""
     index = tree.upload(where, draft.tokens.device)
     tokens = draft.tokens.new_zeros(rows, draft.size).index_copy_(0, index, draft.tokens)

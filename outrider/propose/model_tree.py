@@ -21,7 +21,7 @@ from outrider import tree
 from outrider.noise import inverse_cdf
 from outrider.propose.base import Setup
 from outrider.propose.chances import Chances
-from outrider.propose.model import ModelProposer, unread_of
+from outrider.propose.model import ModelProposer
 from outrider.propose.sketch import Sketch, picked
 from outrider.sampling import Knobs, warp
 from outrider.shapes import bar, best_first
@@ -159,23 +159,6 @@ class TreeProposer(ModelProposer):
         self._growths: list[_Growth] = []  # of the rows that the draft runs
         self._read = tree.empty(1, setup.device)  # what it has read beyond their texts
 
-    def propose(self, batch: Batch) -> Draft:
-        ours, where = self._catch_up(batch)
-        self._batch = ours
-        unread = unread_of(batch, ours)
-        if ours is None:
-            return replace(tree.empty(len(batch.rows), self._setup.device), unread=unread)
-        self._growths = [
-            _Growth(
-                row=row,
-                budget=budget,
-                room=min(self._model.context - len(row.text), self._reads(budget)),
-                drawn=self._setup.draw is Draw.SAMPLE and row.request.params.temperature > 0,
-            )
-            for row, budget in zip(ours.rows, ours.budget, strict=True)
-        ]
-        return replace(self._proposal(self._grow_trees(ours), where, len(batch.rows)), unread=unread)
-
     def commit(self, round: Round) -> None:
         if self._batch is None:
             return
@@ -189,6 +172,18 @@ class TreeProposer(ModelProposer):
             if round.draft.size or not growth.drawn:
                 self._odds.learn(growth, tokens)
         self._model.cache.commit(replace(round, batch=self._batch, draft=self._read, path=tuple(paths)))
+
+    def _guess(self, batch: Batch, where: Sequence[int], rows: int) -> Draft:
+        self._growths = [
+            _Growth(
+                row=row,
+                budget=budget,
+                room=min(self._model.context - len(row.text), self._reads(budget)),
+                drawn=self._setup.draw is Draw.SAMPLE and row.request.params.temperature > 0,
+            )
+            for row, budget in zip(batch.rows, batch.budget, strict=True)
+        ]
+        return self._proposal(self._grow_trees(batch), where, rows)
 
     def _reads(self, budget: int) -> int:
         return _READ * budget
