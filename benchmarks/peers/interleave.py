@@ -80,11 +80,8 @@ def _race(
     console = Console(stderr=True)
     for round in range(args.rounds + 1):
         for p, prompt in enumerate(prompts if round else warm):
-            names = list(workers)
-            turn = (round + p) % len(names) if names else 0
-            for name in names[turn:] + names[:turn]:
-                if name in failed:
-                    continue
+            names = [name for name in _rotated(list(workers), round + p) if name not in failed]
+            for name in names:
                 try:
                     sample = _turn(name, workers, prompt, round, args)
                 except PeerError as error:
@@ -95,6 +92,11 @@ def _race(
                         yield sample
         if console.is_terminal:
             console.print(f"round {round} of {args.rounds}")
+
+
+def _rotated(names: list[str], by: int) -> list[str]:
+    turn = by % len(names) if names else 0
+    return names[turn:] + names[:turn]
 
 
 def _turn(name: str, workers: Mapping[str, Worker], prompt: Prompt, round: int, args: argparse.Namespace) -> Sample:

@@ -10,7 +10,7 @@ import torch
 
 from outrider.cache.paged import PagedCache
 from outrider.errors import UnsupportedModel
-from outrider.heads.description import JoinAt, Recycle
+from outrider.heads.description import Body, JoinAt, Recycle
 from outrider.heads.follower import Follower
 from outrider.heads.layers import Gated, Layer
 from outrider.heads.rotary import frequencies
@@ -24,30 +24,14 @@ from outrider.types import Tables
 class HeadDecoder(Passes):
     """Packed weights, and one pass over them; the target's tables are not copied."""
 
-    def __init__(
-        self,
-        module: Follower,
-        tables: Tables,
-        library: Library,
-        memory: PagedCache,
-    ) -> None:
+    def __init__(self, module: Follower, tables: Tables, library: Library, memory: PagedCache) -> None:
         """Pack a module that was lent `tables`; its entries are in `memory`. All are of one type.
 
         Raises:
             UnsupportedModel: the kernels cannot run it.
         """
         body = module.body
-        if body.hidden % 16 or body.dim % 16 or body.ffn % 16 or body.dim > MOST_DIM:
-            raise UnsupportedModel(f"the kernels need sizes that are multiples of 16 and heads of at most {MOST_DIM}")
-        if body.heads > MOST_SHARING * body.key_heads:
-            raise UnsupportedModel(
-                f"the kernels take at most {MOST_SHARING} query heads for a key head, not {body.heads}"
-                f" for {body.key_heads}"
-            )
-        if body.attention_gate or not body.gated or body.rotary != 1:
-            raise UnsupportedModel(
-                "the kernels know whole rotary heads, attention without a gate and a gated perceptron"
-            )
+        _refuse(body)
         super().__init__(library.code, hidden=body.hidden)
         self._module, self._keep, self._arena = module, list[Any](), Arena()
         it, dtype = module.description, tables.embedding.dtype
@@ -138,3 +122,15 @@ class HeadDecoder(Passes):
     def _kept(self, tensor: torch.Tensor) -> torch.Tensor:
         self._keep.append(tensor.contiguous())
         return self._keep[-1]  # type: ignore[no-any-return]
+
+
+def _refuse(body: Body) -> None:
+    """Refuse decoder layers that the kernels do not know."""
+    if body.hidden % 16 or body.dim % 16 or body.ffn % 16 or body.dim > MOST_DIM:
+        raise UnsupportedModel(f"the kernels need sizes that are multiples of 16 and heads of at most {MOST_DIM}")
+    if body.heads > MOST_SHARING * body.key_heads:
+        raise UnsupportedModel(
+            f"the kernels take at most {MOST_SHARING} query heads for a key head, not {body.heads} for {body.key_heads}"
+        )
+    if body.attention_gate or not body.gated or body.rotary != 1:
+        raise UnsupportedModel("the kernels know whole rotary heads, attention without a gate and a gated perceptron")

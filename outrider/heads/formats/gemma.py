@@ -87,47 +87,10 @@ class Gemma4Assistant:
         it, body = description, description.body
         refuse(self.name, {f"is of kind {it.kind}": not it.views})
         assert body is not None
-        kinds = tuple(_SLIDING if view.window else _FULL for view in it.views)
-        held = dict(zip(kinds, it.views, strict=True))
-        scaled = [view.rope is None or view.rope.scaling is Scaling.PROPORTIONAL for view in it.views]
-        plain = it.join == Join(at=JoinAt.PROJECTION, norms=False) and it.own_head and it.final_norm
-        reasons = {
-            "has other layers than Gemma 4's": not (body.gemma and body.head_norms),
-            "joins with norms or another order, or shares the target's output layer": not plain,
-            "guesses a part of the vocabulary": bool(it.draft_vocab),
-            "sees layers of one kind in more than one way": len(set(it.views)) > len(held),
-            "has rotary positions that Gemma 4 has not": not all(scaled),
-            "looks at other layers than the target's last ones": any(
-                view.layer != _last(partner, kind) for kind, view in held.items()
-            ),
-        }
-        refuse(self.name, reasons)
+        refuse(self.name, _unfit(it, body, partner))
         tensors = {theirs: weights[ours] for ours, theirs in _NAMES.items()} | {_TABLE: weights["head.weight"]}
         for i in range(body.layers):
             tensors |= layer_tensors(weights, i, f"model.layers.{i}.")
-        full, near = held.get(_FULL, it.views[0]), held.get(_SLIDING, it.views[0])
-        text = {
-            "model_type": "gemma4_text",
-            "vocab_size": it.vocab,
-            "hidden_size": body.hidden,
-            "intermediate_size": body.ffn,
-            "num_hidden_layers": body.layers,
-            "num_kv_shared_layers": body.layers,
-            "num_attention_heads": body.heads,
-            "num_key_value_heads": near.key_heads,
-            "num_global_key_value_heads": full.key_heads,
-            "attention_k_eq_v": full.key_heads != near.key_heads,
-            "head_dim": near.dim,
-            "global_head_dim": full.dim,
-            "hidden_activation": _ACT,
-            "rms_norm_eps": body.epsilon,
-            "layer_types": list(kinds),
-            "sliding_window": max(near.window - 1, 1),
-            "rope_parameters": {kind: _written(view) for kind, view in ((_SLIDING, near), (_FULL, full))},
-            "hidden_size_per_layer_input": 0,
-            "vocab_size_per_layer_input": 0,
-            "max_position_embeddings": (partner.context if partner else None) or _POSITIONS,
-        }
         config = {
             "architectures": ["Gemma4AssistantForCausalLM"],
             "model_type": "gemma4_assistant",
@@ -136,7 +99,57 @@ class Gemma4Assistant:
             "use_ordered_embeddings": False,
             "tie_word_embeddings": True,
         }
-        return {**config, "text_config": text}, tensors
+        return {**config, "text_config": _written_text(it, body, partner)}, tensors
+
+
+def _kinds(it: Description) -> tuple[str, ...]:
+    """What Gemma 4 calls each layer."""
+    return tuple(_SLIDING if view.window else _FULL for view in it.views)
+
+
+def _unfit(it: Description, body: Body, partner: Partner | None) -> dict[str, bool]:
+    """Why Gemma 4's assistants cannot be what this is."""
+    held = dict(zip(_kinds(it), it.views, strict=True))
+    scaled = [view.rope is None or view.rope.scaling is Scaling.PROPORTIONAL for view in it.views]
+    plain = it.join == Join(at=JoinAt.PROJECTION, norms=False) and it.own_head and it.final_norm
+    return {
+        "has other layers than Gemma 4's": not (body.gemma and body.head_norms),
+        "joins with norms or another order, or shares the target's output layer": not plain,
+        "guesses a part of the vocabulary": bool(it.draft_vocab),
+        "sees layers of one kind in more than one way": len(set(it.views)) > len(held),
+        "has rotary positions that Gemma 4 has not": not all(scaled),
+        "looks at other layers than the target's last ones": any(
+            view.layer != _last(partner, kind) for kind, view in held.items()
+        ),
+    }
+
+
+def _written_text(it: Description, body: Body, partner: Partner | None) -> Config:
+    """The table of the config that describes its layers."""
+    held = dict(zip(_kinds(it), it.views, strict=True))
+    full, near = held.get(_FULL, it.views[0]), held.get(_SLIDING, it.views[0])
+    return {
+        "model_type": "gemma4_text",
+        "vocab_size": it.vocab,
+        "hidden_size": body.hidden,
+        "intermediate_size": body.ffn,
+        "num_hidden_layers": body.layers,
+        "num_kv_shared_layers": body.layers,
+        "num_attention_heads": body.heads,
+        "num_key_value_heads": near.key_heads,
+        "num_global_key_value_heads": full.key_heads,
+        "attention_k_eq_v": full.key_heads != near.key_heads,
+        "head_dim": near.dim,
+        "global_head_dim": full.dim,
+        "hidden_activation": _ACT,
+        "rms_norm_eps": body.epsilon,
+        "layer_types": list(_kinds(it)),
+        "sliding_window": max(near.window - 1, 1),
+        "rope_parameters": {kind: _written(view) for kind, view in ((_SLIDING, near), (_FULL, full))},
+        "hidden_size_per_layer_input": 0,
+        "vocab_size_per_layer_input": 0,
+        "max_position_embeddings": (partner.context if partner else None) or _POSITIONS,
+    }
 
 
 def _view(text: Settings, i: int, kind: str, dim: int, partner: Partner | None) -> View:
