@@ -10,6 +10,7 @@ those that are new to a place included. Prints a table and, as its last line, a 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median
 from time import perf_counter, thread_time
@@ -21,7 +22,7 @@ from outrider import engine
 from outrider.constraint import Constraint
 from outrider.embedded import embedded
 from outrider.guide import Guided, guide
-from outrider.llm import LLM
+from outrider.llm import LLM, Prompt
 from outrider.machine import hardware, versions
 from outrider.params import SamplingParams
 from outrider.types import Batch, Draft
@@ -104,16 +105,11 @@ def main(
             params = SamplingParams(constraint=Constraint.json_schema(schema), max_tokens=max_tokens)
             texts = set()
             for name, llm in houses.items():
-                timed.seconds, timed.rounds, timed.force = 0.0, 0, ways[name][2]
-                before, began = llm.stats, perf_counter()
-                done = llm.generate([prompt] * rows, params)
-                took = perf_counter() - began
-                texts.add(tuple(each.tokens for each in done))
-                emitted = llm.stats.emitted - before.emitted
-                tau = emitted / (llm.stats.passes - before.passes)
-                host = (llm.stats.host_seconds - before.host_seconds) / timed.rounds
+                timed.force = ways[name][2]
+                text, figures = _measured(llm, timed, [prompt] * rows, params)
+                texts.add(text)
                 if turn:  # the first one warms up
-                    found[name].append((tau, emitted / took, 1e3 * timed.seconds / timed.rounds, 1e3 * host))
+                    found[name].append(figures)
             assert len(texts) == 1, "guesses changed a text"
     document = {
         "rows": rows,
@@ -124,9 +120,24 @@ def main(
         "hardware": hardware(str(houses["plain"].house.device)),
         "versions": versions(),
     }
-    for name, figures in document["ways"].items():
-        print(f"{name:18}", *(f"{figure} {value:8.2f}" for figure, value in figures.items()))
+    for name, shown in document["ways"].items():
+        print(f"{name:18}", *(f"{figure} {value:8.2f}" for figure, value in shown.items()))
     print(json.dumps(document, default=str))
+
+
+def _measured(
+    llm: LLM, timed: _Timed, prompts: Sequence[Prompt], params: SamplingParams
+) -> tuple[tuple[tuple[int, ...], ...], tuple[float, float, float, float]]:
+    """What was written, and the `FIGURES` of it."""
+    timed.seconds, timed.rounds = 0.0, 0
+    before, began = llm.stats, perf_counter()
+    done = llm.generate(prompts, params)
+    took = perf_counter() - began
+    emitted = llm.stats.emitted - before.emitted
+    tau = emitted / (llm.stats.passes - before.passes)
+    host = (llm.stats.host_seconds - before.host_seconds) / timed.rounds
+    text = tuple(each.tokens for each in done)
+    return text, (tau, emitted / took, 1e3 * timed.seconds / timed.rounds, 1e3 * host)
 
 
 if __name__ == "__main__":

@@ -181,7 +181,7 @@ def main(
         "ignore_eos": ignore_eos,
         "hardware": hardware("cpu"),
         "versions": versions(),
-        "scores": [{"entry": name, "category": c, **_figures(names, scores, name, c)} for name, c in scores],
+        "scores": [{"entry": name, "category": c, **_figures(scores, name, c)} for name, c in scores],
     }
     print(json.dumps(report, default=str))
 
@@ -227,7 +227,7 @@ def _together(
         running = [runner for runner in running if runner.advance(goal)]
 
 
-def _figures(names: list[str], scores: dict[tuple[str, str], Score], name: str, category: str) -> dict[str, Any]:
+def _figures(scores: dict[tuple[str, str], Score], name: str, category: str) -> dict[str, Any]:
     score, plain = scores[name, category], scores[PLAIN, category]
     ratios = [a / b for a, b in zip(score.rates, plain.rates, strict=True)]
     return {
@@ -244,7 +244,7 @@ def _print(names: list[str], categories: list[str], scores: dict[tuple[str, str]
     width = max(34, *(len(short(name)) + 2 for name in names))
     print(" " * 20 + "".join(f"{short(name):>{width}}" for name in names))
     for category in categories:
-        cells = [_figures(names, scores, name, category) for name in names]
+        cells = [_figures(scores, name, category) for name in names]
         text = (
             f"{c['tokens_per_second']:.0f} {_spread(c['speedup'], c['speedup_range'])} tau {c['tau']:5.2f}"
             for c in cells

@@ -21,6 +21,7 @@ class Pair:
 
     @property
     def same(self) -> bool:
+        """Whether both came to the same tokens."""
         return self.ours.tokens == self.theirs.tokens
 
 

@@ -23,6 +23,7 @@ class Asked:
     prompts: Sequence[Sequence[int]]
 
     def to_json(self) -> dict[str, Any]:
+        """For the other side's `Asked(**...)`."""
         return asdict(self)
 
 
@@ -35,6 +36,7 @@ class Counts:
 
     @classmethod
     def of_json(cls, data: Mapping[str, Any]) -> Counts:
+        """The inverse of `to_json`."""
         return cls(rounds=data["rounds"], accepted=tuple(data["accepted"]))
 
     @property
@@ -43,6 +45,7 @@ class Counts:
         return 1 + sum(self.accepted) / self.rounds if self.rounds else 1.0
 
     def to_json(self) -> dict[str, Any]:
+        """With the mean length, for people."""
         return {"rounds": self.rounds, "accepted": list(self.accepted), "length": self.length}
 
 
@@ -55,13 +58,16 @@ class Completed:
 
     @classmethod
     def of_json(cls, data: Mapping[str, Any]) -> Completed:
+        """The inverse of `to_json`."""
         return cls(tokens=tuple(data["tokens"]), counts=Counts.of_json(data["counts"]))
 
     def to_json(self) -> dict[str, Any]:
+        """As lists and tables."""
         return {"tokens": list(self.tokens), "counts": self.counts.to_json()}
 
 
 def total(counts: Sequence[Counts]) -> Counts:
+    """The sums of several, of different depths perhaps."""
     depth = max((len(each.accepted) for each in counts), default=0)
     columns = [sum(each.accepted[i] for each in counts if i < len(each.accepted)) for i in range(depth)]
     return Counts(rounds=sum(each.rounds for each in counts), accepted=tuple(columns))

@@ -53,6 +53,7 @@ def _counts(llm: Any) -> Counts:
 
 
 def main() -> None:
+    """Answer what standard input asks, in one line of JSON."""
     pipe = claim_stdout()
     answer: dict[str, Any]
     try:

@@ -26,6 +26,7 @@ class Usage:
 
     @classmethod
     def now(cls) -> Usage:
+        """As /proc says at this moment."""
         if not _PROC.is_dir():
             return cls(all=0.0, sessions={}, own=0.0)
         tick = os.sysconf("SC_CLK_TCK")
@@ -40,6 +41,7 @@ class Usage:
         return cls(all=whole, sessions=sessions, own=process_time())
 
     def since(self, before: Usage) -> Usage:
+        """What was spent after `before`."""
         spent = {id: seconds - before.sessions.get(id, 0.0) for id, seconds in self.sessions.items()}
         return Usage(all=self.all - before.all, sessions=spent, own=self.own - before.own)
 
