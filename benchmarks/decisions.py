@@ -87,8 +87,8 @@ def time_draft(model: Any, cost: PassCost, clock: Clock) -> None:
     score, cached = model.score, lambda batch: sum(batch.start) / len(batch.rows)
 
     def timed(batch: Batch, draft: Draft, first: int | None = None, **how: Any) -> Scores:
-        seen = () if first is None else (max(width - first, 0) for width in draft.width)
-        columns = sum(seen) if first else sum(map(len, batch.feed)) + sum(draft.width)
+        fed = sum(map(len, batch.feed)) if first is None else 0
+        columns = fed + sum(max(width - (first or 0), 0) for width in draft.width)
         clock.let_pass(cost(max(columns, 1), rows=len(batch.rows), cached=cached(batch)))
         return score(batch, draft, **({} if first is None else {"first": first}), **how)
 
