@@ -73,9 +73,9 @@ def time_target(target: Target, costs: CostModel, clock: Clock) -> None:
     score = target.score
 
     def timed(batch: Batch, draft: Draft, **how: Any) -> Scores:
-        columns = sum(map(len, batch.feed)) + sum(draft.width)
         rows = len(batch.rows)
-        seconds = costs.host + costs.target(columns, rows=rows, cached=sum(batch.start) / rows)
+        feed, cached = sum(map(len, batch.feed)) - rows, sum(batch.start) / rows
+        seconds = costs.host + costs.target(rows + sum(draft.width), rows=rows, cached=cached, feed=feed)
         clock.let_pass(seconds + (_GUESSING if any(draft.width) else 0.0))
         return score(batch, draft, **how)
 
@@ -86,17 +86,23 @@ def time_draft(model: Any, cost: PassCost, clock: Clock) -> None:
     """The same of a draft model's passes, of which a chain that it grows by itself takes one for each guess."""
     score, cached = model.score, lambda batch: sum(batch.start) / len(batch.rows)
 
+    def read(batch: Batch, guesses: int) -> None:
+        rows, feed = len(batch.rows), sum(map(len, batch.feed))
+        clock.let_pass(cost(rows + guesses, rows=rows, cached=cached(batch), feed=feed - rows))
+
     def timed(batch: Batch, draft: Draft, first: int | None = None, **how: Any) -> Scores:
-        fed = sum(map(len, batch.feed)) if first is None else 0
-        columns = fed + sum(max(width - (first or 0), 0) for width in draft.width)
-        clock.let_pass(cost(max(columns, 1), rows=len(batch.rows), cached=cached(batch)))
+        if first is None:
+            read(batch, sum(draft.width))
+        else:
+            columns = sum(max(width - first, 0) for width in draft.width)
+            clock.let_pass(cost(max(columns, 1), rows=len(batch.rows), cached=cached(batch)))
         return score(batch, draft, **({} if first is None else {"first": first}), **how)
 
     def chained(grow: Callable[..., Grown | None], batch: Batch, *how: Any) -> Grown | None:
         grown = grow(batch, *how)
         if grown is not None:
             looked: Sequence[int] = grown.count if grown.margin is None else [*map(len, grown.margin)]
-            clock.let_pass(cost(sum(map(len, batch.feed)), rows=len(batch.rows), cached=cached(batch)))
+            read(batch, 0)
             for depth in range(1, max(looked)):
                 rows = sum(length > depth for length in looked)
                 clock.let_pass(cost(rows, rows=rows, cached=cached(batch)))

@@ -90,11 +90,16 @@ class Arm:
         """Whether enough rounds stand behind its means."""
         return self._means.seen >= _ENOUGH
 
+    @property
+    def young(self) -> bool:
+        """Whether few guesses have been seen."""
+        return self._met[0] < _LEARNED_BY
+
     def gain(self, rows: int, cached: float, clock: Clock) -> float:
         """Expected tokens a second over those of plain decoding; `clock` knows what the target's passes take.
 
         A few good passes by chance, or a text before that was easier, are each not enough: the means of all passes and
-        those since the last trial must agree. While these are few, the best k by position counts as well.
+        those since the last trial must agree. While few guesses have been seen, the best k by position counts as well.
         """
         if self.says and self.known:
             plain, unit = clock.verify(rows, 0, cached=cached), self._unit(rows, cached)
@@ -102,7 +107,7 @@ class Arm:
             spent = (clock.verify(rows, means.nodes, cached=cached) + means.drafted * unit for means in both)
             found = min(means.tau * plain / seconds for means, seconds in zip(both, spent, strict=True))
             # The first guesses go as far as a confidence that has learned little lets them; fewer might pay.
-            return found if self._means.seen > _LEARNED_BY else max(found, self.best(rows, cached, clock)[1])
+            return max(found, self.best(rows, cached, clock)[1]) if self.young else found
         return self.best(rows, cached, clock)[1]
 
     def best(self, rows: int, cached: float, clock: Clock) -> tuple[int, float]:
@@ -133,7 +138,8 @@ class Arm:
 
     def reading(self, rows: int, cached: float) -> float:
         """Seconds in which a draft model reads the texts of so many rows, of so many tokens each."""
-        return 0.0 if self.costs.draft is None else self.costs.draft(rows * cached, rows=rows, cached=cached / 2)
+        draft, feed = self.costs.draft, rows * max(cached - 1, 0.0)
+        return 0.0 if draft is None else draft(rows, rows=rows, cached=cached / 2, feed=feed)
 
     def learn(self, seen: Outcome, cached: float) -> None:
         """From rounds of its own."""
@@ -150,10 +156,10 @@ class Arm:
             means.learn(seen, drafted)
         self._pace += seen.rounds * _PACE * (drafted / max(depth, 1.0) - self._pace)
 
-    def try_again(self) -> None:
-        """Judge anew by a few rows."""
+    def try_again(self, *, strange: bool = False) -> None:
+        """Judge anew by a few rows; what was seen before says less where it was seen of other, `strange` texts."""
         self.trial, self.few, self._late = TRIAL, FEW, _Means()
-        self._means.seen = min(self._means.seen, _PRIOR)
+        self._means.seen = min(self._means.seen, _PRIOR_STRANGE if strange else _PRIOR)
 
     def widen(self, rows: int) -> bool:
         """Go on with a trial that went well, if far more rows than had a part in it would have to be read."""
@@ -216,8 +222,8 @@ _SLIGHT = 0.01  # chance of a guess that is not worth a thought
 _BLIND = 16  # guesses at most where nobody says how good they are
 _MEMORY = 0.98  # weight of a guess seen one guess earlier
 _FADE, _ENOUGH = 0.97, 3.0  # weight of a pass seen one pass earlier; passes that make a mean
-_LEARNED_BY = 30.0  # the same as faded weights: some 75 passes
-_PRIOR = 8.0  # passes that what was known before a trial counts as
+_LEARNED_BY = 39.0  # first guesses, by their faded weights: some 75
+_PRIOR, _PRIOR_STRANGE = 8.0, 2.0  # passes that what was known before a trial counts as
 _PACE = 0.05  # of the drafting time of a guess
 PATIENCE = 32  # rounds unused before a trial
 FEW, TRIAL = 2, 8  # rows and passes of a trial

@@ -25,9 +25,10 @@ _COLUMNS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 16, 20, 24, 32, 48, 64, 9
 _GUESSES = 16  # of a row at most; wider passes are made of more rows
 _SWEEPS, _REPEATS = 3, 3  # the first repeat of each warms up
 _SLOW = 0.4  # seconds: passes that take longer are not widened further
-_METHOD = 3  # of measuring; what was measured otherwise is measured anew
+_METHOD = 4  # of measuring; what was measured otherwise is measured anew
 _ASKED, _DRIFT = (1, 8), 1.4  # columns by which a file is checked, and how far apart it may be from them
 _FILES = 32  # kept
+_READ = 256  # columns of a text that is read
 _DEEP = 1024  # cached tokens that the cost of reading them is measured at
 
 
@@ -64,6 +65,10 @@ def _samples(target: Target) -> Iterator[Sample]:
     # Disturbances only ever add time, and on a shared machine they can fall on most of a shape's passes.
     for (columns, rows, cached), seconds in took.items():
         yield Sample(columns=columns, rows=rows, cached=cached, seconds=min(seconds))
+    if not isinstance(target, HeadTarget):  # which scores the last column of a row alone, in the passes above, too
+        columns = min(widest, _READ, target.context - 1)
+        read = [_read(target, columns) for _ in range(_SWEEPS * _REPEATS)][1:]
+        yield Sample(columns=columns, rows=1, cached=0, seconds=min(read), scored=False)
 
 
 def _shapes(target: Target) -> Iterator[tuple[int, int]]:
@@ -88,6 +93,12 @@ def _once(target: Target, rows: int, columns: int, cached: int) -> float:
     )
     draft = _guesses(shares, target.device)
     return _timed(target, batch, draft)
+
+
+def _read(target: Target, columns: int) -> float:
+    """Seconds of a pass that reads so many columns of a text."""
+    batch = Batch(rows=(_row(target, 0),), start=(0,), feed=((0,) * columns,), budget=(0,))
+    return _timed(target, batch, tree.empty(1, target.device))
 
 
 def _head_once(target: HeadTarget, shares: list[int], cached: int) -> float:

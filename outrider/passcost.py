@@ -20,6 +20,7 @@ class Sample:
     rows: int
     cached: int  # tokens that each row had cached
     seconds: float
+    scored: bool = True  # all columns; else the last of each row alone, as where a prompt is read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,17 +28,27 @@ class PassCost:
     """t(columns, entries, pairs) = base(columns) + entry * entries + pair * pairs.
 
     `base` reads the weights and multiplies, interpolated between what was measured; `entries` are cached tokens, read
-    once for each row; `pairs` are (column, cached token) pairs, whose products attention takes.
+    once for each row; `pairs` are (column, cached token) pairs, whose products attention takes. Columns that are read
+    and not scored take `fed` seconds each: a small model spends most of its time on its output layer.
     """
 
     columns: tuple[int, ...]  # ascending
     seconds: tuple[float, ...]  # of a pass over so many columns with nothing cached, never descending
     entry: float  # seconds
     pair: float  # seconds
+    fed: float | None = None  # None: what the same columns take that are scored
 
-    def __call__(self, columns: float, *, rows: int, cached: float) -> float:
-        """Seconds of a pass over `columns` in all, of `rows` rows with `cached` tokens each on average."""
-        return self.base(columns) + self.deep(columns, rows=rows, cached=cached)
+    def __call__(self, columns: float, *, rows: int, cached: float, feed: float = 0.0) -> float:
+        """Seconds of a pass over `columns`, of `rows` rows with `cached` tokens each on average.
+
+        Args:
+            columns: that are scored, in all.
+            rows: that share them.
+            cached: tokens.
+            feed: columns besides, of texts that are read.
+        """
+        least = self.base(columns + feed) if self.fed is None else self.base(columns) + self.fed * feed
+        return least + self.deep(columns + feed, rows=rows, cached=cached)
 
     def deep(self, columns: float, *, rows: int, cached: float) -> float:
         """Seconds of them for what is cached."""
@@ -55,7 +66,7 @@ class PassCost:
     @classmethod
     def fit(cls, samples: Sequence[Sample]) -> PassCost:
         """From samples without a cached text, and some with one of each kind: one column, and many."""
-        plain = sorted((s.columns, s.seconds) for s in samples if not s.cached)
+        plain = sorted((s.columns, s.seconds) for s in samples if s.scored and not s.cached)
         # More columns never take less time; where they seem to, the machine was disturbed.
         seconds = tuple(accumulate((s for _, s in reversed(plain)), min))[::-1]
         base = cls(columns=tuple(c for c, _ in plain), seconds=seconds, entry=0.0, pair=0.0)
@@ -63,7 +74,8 @@ class PassCost:
             (s.rows * s.cached, s.columns * s.cached, s.seconds - base.base(s.columns)) for s in samples if s.cached
         ]
         entry, pair = _least_squares(deep)
-        return cls(columns=base.columns, seconds=seconds, entry=entry, pair=pair)
+        fed = min((s.seconds / s.columns for s in samples if not s.scored), default=None)
+        return cls(columns=base.columns, seconds=seconds, entry=entry, pair=pair, fed=fed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

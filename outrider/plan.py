@@ -71,8 +71,7 @@ class CostPlanner:
         self._span = Span(Load(rows=0, soon=0, feed=0, cached=0, left=0))
         self._k, self._keep, self._worth = 0, 0.0, cast(tuple[float, ...], ())  # what stands for the span
         self._price = 0.0  # seconds that a token is worth: what it takes at the present gain, without prompts
-        self._tried: set[int] = set()  # requests of the last trial, and all that were there when it began:
-        self._heard = frozenset[int]()
+        self._tried, self._heard = set[int](), frozenset[int]()  # requests of the last trial; all of the last guesses
         self._rows: tuple[Row, ...] = ()  # of the last decision
         # Requests whose texts the arm in use has read, and those whose texts it had better not read.
         self._read, self._shut = frozenset[int](), frozenset[int]()
@@ -127,13 +126,15 @@ class CostPlanner:
             if row.finish:
                 self._usual += (row.emitted - self._usual) * (_LENGTH if self._usual else 1.0)
         self._rows = batch.rows
+        known = self._read | self._shut
         arm = self._choose(batch, load) if load.rows else -1
         if arm != self._span.arm:
             self._credit.change()
-        if arm >= 0 and not self.arms[arm].trial and self._unread(batch, arm, load):
-            self.arms[arm].try_again()
+        if arm >= 0 and not self.arms[arm].trial and self._unread(arm, load, known):
+            self.arms[arm].try_again(strange=True)
         few = self.arms[arm].few if arm >= 0 and self.arms[arm].trial else 0
-        here = {row.request.id for row in batch.rows}
+        here = frozenset(row.request.id for row in batch.rows)
+        self._heard = here if arm >= 0 else self._heard
         self._read = self._read & here if arm == self._span.arm else frozenset()
         self._k = self._ask(arm, load) if arm >= 0 else 0
         self._keep, self._worth = self._thresholds(arm, load) if arm >= 0 else (0.0, ())
@@ -141,11 +142,10 @@ class CostPlanner:
         if arm >= 0 and not (few or load.feed) and self._unseen * _LOOKING > max(self._gain(arm, load) - 1, _SELDOM):
             self._span.look()  # the more guesses gain, the dearer that is, and the less depends on it
 
-    def _unread(self, batch: Batch, arm: int, load: Load) -> bool:
+    def _unread(self, arm: int, load: Load, known: frozenset[int]) -> bool:
         """Whether most texts are new to a draft model that has gone on with others: they may be of another kind."""
-        if self.arms[arm].costs.draft is None or load.rows <= FEW or arm != self._span.arm or self._span.few:
-            return False
-        return self._strange(self._read)
+        reads = self.arms[arm].costs.draft is not None and load.rows > FEW
+        return reads and arm == self._span.arm and not self._span.few and self._strange(known)
 
     def _strange(self, known: frozenset[int]) -> bool:
         """Whether most rows are other requests than these, and so perhaps texts of another kind."""
@@ -186,9 +186,8 @@ class CostPlanner:
             chosen = trial
         else:
             pays = gains[best] >= self._bar(best, on=best == on)
-            pays &= best == on or self._repays(best, gains[best], load)
             if pays:
-                self._shut = self._dear(best, gains[best], load, batch)
+                self._shut = self._dear(best, gains[best], batch, load, on=best == on)
                 able = (row.request.id for row, most in zip(batch.rows, batch.budget, strict=True) if most)
                 pays = not self._shut.issuperset(able)
             chosen = best if pays else -1
@@ -221,14 +220,13 @@ class CostPlanner:
             return None
         arm = max(due, key=lambda arm: self.arms[arm].idle)
         if not running:
-            self.arms[arm].try_again()
+            self.arms[arm].try_again(strange=self._strange(self._heard))
             self._credit.begin()
-            self._heard = frozenset(row.request.id for row in self._rows)
         return arm
 
     def _due(self, arm: int, load: Load, gain: float) -> bool:
         """Whether there is hope, and trials take no more than a small share of the time if this one fails, too."""
-        if (record := self.arms[arm]).idle < PATIENCE:
+        if (record := self.arms[arm]).idle < PATIENCE and not self._strange(self._heard):
             return False
         hope = record.hope(load.soon, load.cached, self._clock)
         few = replace(load, rows=min(load.rows, FEW))
@@ -273,24 +271,26 @@ class CostPlanner:
 
         What is left of a text is guessed as if it could end with any token.
         """
-        reading = self.arms[arm].reading(load.rows, load.cached)
-        return not reading or self._wins(gain, load.left, load) * load.rows > 2 * reading
+        reading = self.arms[arm].reading(1, load.cached)
+        return not reading or self._wins(gain, load.left, load) > 2 * reading
 
     def _wins(self, gain: float, left: float, load: Load) -> float:
         """Seconds that guesses save until a row ends that may emit so many tokens."""
         plain = self._clock.verify(load.rows, 0, cached=load.cached) / load.rows
         return min(left, self._usual or left / 4) * plain * (1 - 1 / max(gain, 1.0))
 
-    def _dear(self, arm: int, gain: float, load: Load, batch: Batch) -> frozenset[int]:
-        """Requests whose texts a draft model has not read, and which win less by guesses than that takes."""
+    def _dear(self, arm: int, gain: float, batch: Batch, load: Load, *, on: bool) -> frozenset[int]:
+        """Requests whose texts a draft model has not read, and which win less by guesses than that takes.
+
+        Unless guesses of many rows stand behind the gain, it must pay even if half of it is luck.
+        """
         record, read = self.arms[arm], self._read if arm == self._span.arm else ()
         if record.costs.draft is None:
             return frozenset()
-        return frozenset(
-            row.request.id
-            for row, most, cached in zip(batch.rows, batch.budget, batch.start, strict=True)
-            if most and row.request.id not in read and self._wins(gain, 1 + most, load) < record.reading(1, cached)
-        )
+        luck, texts = 1 if on else 2, zip(batch.rows, batch.budget, batch.start, strict=True)
+        new = ((row.request.id, most, cached) for row, most, cached in texts if most and row.request.id not in read)
+        dear = (id for id, most, cached in new if self._wins(gain, 1 + most, load) < luck * record.reading(1, cached))
+        return frozenset(dear)
 
     def _ask(self, arm: int, load: Load) -> int:
         """Guesses that each row may have."""
@@ -308,7 +308,8 @@ class CostPlanner:
         if not record.says:
             return 0.0, ()
         keep = self._column(load.rows * (1 + record.nodes) + load.feed, load) / price
-        steps = (record.guess_seconds(rows, load.cached) / price for rows in range(1, load.rows + 1))
+        each = (load.rows if record.trial else rows for rows in range(1, load.rows + 1))  # as if all had a part in it
+        steps = (record.guess_seconds(rows, load.cached) / price for rows in each)
         return min(keep, 1.0), tuple(keep + step for step in steps)
 
     def _column(self, columns: float, load: Load) -> float:

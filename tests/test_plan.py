@@ -37,20 +37,21 @@ def costs(target, draft=FREE):
     return CostModel(target=target, draft=draft, host=0.0)
 
 
-def batch(rows, start=10):
-    request = Request(id=0, prompt=(0,), params=SamplingParams(), seed=0, end_ids=frozenset(), limit=99)
-    some = tuple(Row(request=request, slot=b, text=[0] * (start + 1)) for b in range(rows))
+def batch(rows, start=10, first=0):
+    """Rows of requests that are numbered from `first` on."""
+    asked = {"prompt": (0,), "params": SamplingParams(), "seed": 0, "end_ids": frozenset(), "limit": 99}
+    some = tuple(Row(request=Request(id=first + b, **asked), slot=b, text=[0] * (start + 1)) for b in range(rows))
     return Batch(rows=some, start=(start,) * rows, feed=((0,),) * rows, budget=(20,) * rows)
 
 
-def live(planner, rows, chances, rounds, *, took=lambda k: (1.0, 0.0), seed=0, waits=0):
+def live(planner, rows, chances, rounds, *, took=lambda k: (1.0, 0.0), seed=0, waits=0, first=0):
     """Rounds in which the guess at position i is kept with chances[i]; the k of each.
 
     Texts must be read for so many rounds (`waits`) before there are guesses, whenever there were none before.
     """
     chance, stats, chosen, read = random.Random(seed), Stats(), [], 0
     for _ in range(rounds):
-        planned = planner.plan(batch(rows), stats)
+        planned = planner.plan(batch(rows, first=first), stats)
         read = read + 1 if any(planned.budget) else 0
         if 0 < read <= waits:
             draft = replace(tree.empty(rows, torch.device("cpu")), unread=sum(map(bool, planned.budget)))
@@ -94,6 +95,14 @@ def test_reading_the_cache_and_multiplying_by_it_are_told_apart():
     cost = PassCost.fit([sample(c, true(c, r, s), r, s) for c, r, s in shapes])
     assert cost(5, rows=2, cached=700) == pytest.approx(true(5, 2, 700))
     assert PassCost.fit([sample(1, 1.0), sample(8, 1.0), sample(1, 0.5, 1, 100)]).entry == 0
+
+
+def test_what_is_read_takes_less_than_what_is_scored():
+    """As in a small model, which spends most of its time on its output layer."""
+    read = Sample(columns=200, rows=1, cached=0, seconds=10.0, scored=False)
+    cost = PassCost.fit([sample(1, 1.0), sample(101, 51.0), read])
+    assert cost(1, rows=1, cached=0, feed=100) == pytest.approx(1.0 + 100 * 0.05)
+    assert replace(cost, fed=None)(1, rows=1, cached=0, feed=100) == pytest.approx(51.0)
 
 
 def test_costs_are_written_and_read():
@@ -311,6 +320,7 @@ def test_costs_of_a_busy_moment_are_measured_anew(tmp_path, monkeypatch, who, le
         return columns * 1e-3 * scale[0] * (scale[1] if target is slow and columns >= least else 1.0)
 
     monkeypatch.setattr("outrider.calibrate._once", took)
+    monkeypatch.setattr("outrider.calibrate._read", lambda target, columns: columns * 5e-4)
     known_costs(target, draft)
     scale[1] = 1.0
     mended = known_costs(target, draft)
@@ -364,3 +374,24 @@ def test_a_text_that_begins_badly_is_guessed_later_on():
     took = lambda k: (1.0, 0.2 * k)  # noqa: E731
     live(planner, 1, [0.0] * 12, 30, took=took)
     assert sum(map(bool, live(planner, 1, [0.9] * 12, 150, took=took))) > 75
+
+
+def test_other_texts_are_tried_at_once():
+    """What failed of the texts before says little of them."""
+    fifth = PassCost(columns=(1, 2), seconds=(0.2, 0.2), entry=0, pair=0)
+    took = lambda k: (1.0, 0.2 * k)  # noqa: E731
+    begun = []
+    for first in (0, 1):
+        planner = CostPlanner(costs(FLAT, fifth), most=12)
+        assert live(planner, 1, [0.0] * 12, 20, took=took)[-1] == 0
+        begun.append(any(live(planner, 1, [0.9] * 12, 3, took=took, first=first)))
+    assert begun == [False, True]
+
+
+def test_rows_of_a_trial_go_on_where_the_others_texts_are_too_dear_to_read():
+    dear = PassCost(columns=(1, 64), seconds=(0.01, 0.01), entry=0, pair=0, fed=0.08)
+    planner = CostPlanner(costs(FLAT, dear), most=12)
+    live(planner, 8, [0.9] * 12, 9, took=lambda k: (1.0, 0.01 * k))
+    assert not planner.arms[0].trial
+    told = Stats(rounds=planner._told.rounds + planner._span.rounds)
+    assert sum(map(bool, planner.plan(batch(8), told).budget)) == 2
