@@ -82,13 +82,16 @@ def time_target(target: Target, costs: CostModel, clock: Clock) -> None:
     target.score = timed  # type: ignore[method-assign]
 
 
-def time_draft(model: Any, cost: PassCost, clock: Clock) -> None:
-    """The same of a draft model's passes, of which a chain that it grows by itself takes one for each guess."""
+def time_draft(model: Any, cost: PassCost, clock: Clock, cold: float) -> None:
+    """The same of a draft model's passes, of which a chain that it grows by itself takes one for each guess.
+
+    The first of a round takes `cold` seconds more, since a pass of the target has come between.
+    """
     score, cached = model.score, lambda batch: sum(batch.start) / len(batch.rows)
 
     def read(batch: Batch, guesses: int) -> None:
         rows, feed = len(batch.rows), sum(map(len, batch.feed))
-        clock.let_pass(cost(rows + guesses, rows=rows, cached=cached(batch), feed=feed - rows))
+        clock.let_pass(cold + cost(rows + guesses, rows=rows, cached=cached(batch), feed=feed - rows))
 
     def timed(batch: Batch, draft: Draft, first: int | None = None, **how: Any) -> Scores:
         if first is None:
@@ -130,7 +133,10 @@ class Runner:
         house = self._house(entry.proposer, planner)
         if costs.draft is not None:
             for model in draft_models(house.proposer):
-                time_draft(model, costs.draft, self.clock)
+                # Costs are those of one pass after another. In a round its weights come from memory again, as fast as
+                # the target's do.
+                cold = model.bytes() / house.target.bytes() * costs.target.base(1)
+                time_draft(model, costs.draft, self.clock, cold)
         return LLM.of(house)
 
     def write(self, llm: LLM, prompts: list[str], params: list[SamplingParams], into: Sum) -> None:
