@@ -226,7 +226,7 @@ class CostPlanner:
 
     def _due(self, arm: int, load: Load, gain: float) -> bool:
         """Whether there is hope, and trials take no more than a small share of the time if this one fails, too."""
-        if (record := self.arms[arm]).idle < PATIENCE and not self._strange(self._heard):
+        if (record := self.arms[arm]).idle < PATIENCE and not (self._heard and self._strange(self._heard)):
             return False
         hope = record.hope(load.soon, load.cached, self._clock)
         few = replace(load, rows=min(load.rows, FEW))
