@@ -302,6 +302,11 @@ def _alone(name: str, argument: str) -> None:
         raise OutriderError(f"{name} takes no argument, and {argument!r} was given; write {name}")
 
 
+def _small(name: str, make: Callable[[str, Setup], Proposer], says: str, *, heads: bool) -> Named:
+    """One that takes the folder of a small model; `heads`: or of a trained draft."""
+    return Named(make, partial(check_draft, name=name, heads=heads), f"{name}:DIR", says)
+
+
 NAMED: Mapping[str, Named] = MappingProxyType(
     {
         "none": Named(_none, partial(_alone, "none"), "none", "plain decoding"),
@@ -320,30 +325,16 @@ NAMED: Mapping[str, Named] = MappingProxyType(
         "lookahead": Named(
             lookahead_proposer, read_shape, "lookahead[:WxNxG]", "n-grams that the target writes beside the text"
         ),
-        "draft": Named(draft_proposer, partial(check_draft, name="draft", heads=True), "draft:DIR", "a small model"),
-        "draft-tokens": Named(
-            draft_tokens_proposer,
-            partial(check_draft, name="draft-tokens", heads=False),
-            "draft-tokens:DIR",
-            "one of another vocabulary, token by token",
+        "draft": _small("draft", draft_proposer, "a small model", heads=True),
+        "draft-tokens": _small(
+            "draft-tokens", draft_tokens_proposer, "one of another vocabulary, token by token", heads=False
         ),
-        "draft-text": Named(
-            draft_text_proposer,
-            partial(check_draft, name="draft-text", heads=False),
-            "draft-text:DIR",
-            "one of another vocabulary, by the text it writes",
+        "draft-text": _small(
+            "draft-text", draft_text_proposer, "one of another vocabulary, by the text it writes", heads=False
         ),
-        "tree": Named(
-            tree_proposer,
-            partial(check_draft, name="tree", heads=True),
-            "tree:DIR",
-            "a small model that guesses several ways to go on",
-        ),
-        "cascade": Named(
-            cascade_proposer,
-            partial(check_draft, name="cascade", heads=False),
-            "cascade:DIR",
-            "a small model that looks up what it is about to say",
+        "tree": _small("tree", tree_proposer, "a small model that guesses several ways to go on", heads=True),
+        "cascade": _small(
+            "cascade", cascade_proposer, "a small model that looks up what it is about to say", heads=False
         ),
         "retrieval": Named(
             retrieval_proposer,
