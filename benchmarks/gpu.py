@@ -206,7 +206,7 @@ def _race(stand: Stand) -> dict[str, Any]:
     for turn in range(stand.rounds):
         for each in contestants[:: 1 if turn % 2 == 0 else -1]:
             trials = [each.run([job]) for job in stand.jobs]
-            rates[each.name].append(sum(t.span.tokens for t in trials) / sum(t.span.seconds for t in trials))
+            rates[each.name].append(sum(t.pace.tokens for t in trials) / sum(t.pace.seconds for t in trials))
             if each.name == "speculative":
                 taus += [trial.stats.tau for trial in trials if trial.stats]
     found: dict[str, Any] = {name: {"tokens_per_s": median(all), "all": all} for name, all in rates.items()}
@@ -223,7 +223,7 @@ def _round(stand: Stand) -> dict[str, Any]:
     for _ in range(stand.rounds):
         trials = [own.run([job]) for job in stand.jobs]
         count = sum(trial.stats.rounds for trial in trials if trial.stats)
-        took["round"].append(sum(trial.span.seconds for trial in trials) / max(count, 1))
+        took["round"].append(sum(trial.pace.seconds for trial in trials) / max(count, 1))
         steps = partial(draft.grow, _text(draft, stand.cached, stand.k), house.vocab)
         took["target"].append(_seconds(_pass(target, stand.cached, 1 + stand.k), house.device))
         took["draft"].append(_seconds(steps, house.device))

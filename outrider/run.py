@@ -16,7 +16,7 @@ from typing import Any
 
 from rich.console import Console
 
-from outrider.bench.clock import Mark, Span, decode_span, opening, timed
+from outrider.bench.clock import Mark, Pace, decode_pace, opening, timed
 from outrider.errors import OutriderError
 from outrider.llm import LLM, Prompt
 from outrider.options import ModelOptions
@@ -93,7 +93,7 @@ def _one(llm: LLM, prompt: Prompt, params: SamplingParams, teller: Teller, seen:
         sampled=params.temperature > 0,
         seconds=marks[-1].at - marks[0].at,
         first=marks[opening(marks)].at - marks[0].at,
-        span=decode_span(marks),
+        pace=decode_pace(marks),
         stats=timed(chunk.completion.stats, looks[opening(marks)], looks[-1]),
     )
 
@@ -123,7 +123,7 @@ def _several(llm: LLM, prompt: Prompt, params: SamplingParams, teller: Teller, s
         sampled=params.temperature > 0,
         seconds=seconds,
         first=None,
-        span=Span(tokens=sum(len(completion.tokens) for completion in completions), seconds=seconds),
+        pace=Pace(tokens=sum(len(completion.tokens) for completion in completions), seconds=seconds),
         stats=timed(reduce(add, (completion.stats for completion in completions)), before, llm.stats),
     )
 

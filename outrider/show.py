@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from outrider import machine
-from outrider.bench.clock import Span
+from outrider.bench.clock import Pace
 from outrider.console import counted
 from outrider.llm import LLM
 from outrider.stats import Stats
@@ -33,8 +33,8 @@ class Told:
     sampled: bool
     seconds: float  # from the prompt to the last token
     first: float | None  # seconds from the prompt to the first token; None where nobody looked
-    span: Span  # what speed is counted over
-    stats: Stats  # passes of all, rounds and seconds of the span
+    pace: Pace  # what speed is counted over
+    stats: Stats  # passes of all, rounds and seconds of decoding
 
 
 class Painter:
@@ -126,7 +126,7 @@ def _legend() -> Text:
 def _summary(told: Told) -> list[str]:
     """Four short lines at most."""
     tokens, stats = sum(len(completion.tokens) for completion in told.completions), told.stats
-    speed = f"{told.span.rate:.0f} tokens/s" if told.span.rate else "too short to time"
+    speed = f"{told.pace.rate:.0f} tokens/s" if told.pace.rate else "too short to time"
     first = "" if told.first is None else f"the first after {1e3 * told.first:.0f} ms, then "
     shares = " ".join(f"{share:.0%}" for share in stats.acceptance)
     lines = [
@@ -170,7 +170,7 @@ def _document(told: Told, llm: LLM) -> dict[str, Any]:
         "stats": told.stats.as_dict(),
         "seconds": told.seconds,
         "first_token_seconds": told.first,
-        "tokens_per_s": told.span.rate,
+        "tokens_per_s": told.pace.rate,
         "dtype": str(llm.house.dtype).removeprefix("torch."),
         "kernels": llm.house.target.kernels,
         "versions": machine.versions(),

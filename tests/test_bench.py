@@ -9,7 +9,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from outrider import LLM, OutriderError, SamplingParams, Stats
-from outrider.bench.clock import Mark, Span, decode_span, opening, timed, token_gaps
+from outrider.bench.clock import Mark, Pace, decode_pace, opening, timed, token_gaps
 from outrider.bench.conditions import conditions
 from outrider.bench.contest import Job, Own, SwitchPlanner, Trial
 from outrider.bench.memory import bytes_per_pass, flops_per_column
@@ -131,20 +131,20 @@ def marks(*rows):
 def test_clock_of_one_row():
     run = marks((0,), (0,), (2,), (5,), (6,))  # two rounds read the prompt; the second of them emits
     assert opening(run) == 2
-    assert decode_span(run) == Span(tokens=4, seconds=2.0)
-    assert decode_span(run).rate == 2.0
+    assert decode_pace(run) == Pace(tokens=4, seconds=2.0)
+    assert decode_pace(run).rate == 2.0
     assert token_gaps(run) == [1.0, 0.0, 0.0, 1.0]
 
 
 def test_clock_begins_when_all_rows_decode():
     run = marks((0, 0), (1, 0), (2, 0), (4, 3), (4, 4))
     assert opening(run) == 3
-    assert decode_span(run) == Span(tokens=1, seconds=1.0)
+    assert decode_pace(run) == Pace(tokens=1, seconds=1.0)
     assert token_gaps(run) == [1.0, 1.0, 0.0, 1.0]
 
 
 def test_clock_of_a_single_round():
-    assert decode_span(marks((0,), (3,))).rate is None
+    assert decode_pace(marks((0,), (3,))).rate is None
     assert token_gaps(marks((0,), (3,))) == []
 
 
@@ -155,7 +155,7 @@ def test_timed():
 
 
 def trial(tokens, seconds, stats):
-    return Trial(span=Span(tokens=tokens, seconds=seconds), gaps=(seconds,), stats=stats)
+    return Trial(pace=Pace(tokens=tokens, seconds=seconds), gaps=(seconds,), stats=stats)
 
 
 def test_report():
@@ -180,7 +180,7 @@ def test_report():
 def test_report_of_completions_that_end_at_once():
     stats = Stats(passes=1, emitted=1)
     ways = ("plain", "speculative")
-    empty = Trial(span=Span(tokens=0, seconds=0.0), gaps=(), stats=stats)
+    empty = Trial(pace=Pace(tokens=0, seconds=0.0), gaps=(), stats=stats)
     figures = report([Sample(category="c", name=name, round=0, trial=empty) for name in ways])["overall"]
     for name in ways:
         assert figures[name]["tokens_per_s"] is None
@@ -207,7 +207,7 @@ def test_switch_planner_makes_both_with_one_llm():
     assert guessing.stats.tau > 1
     assert guessing.stats.emitted == plain.stats.emitted == 24
     assert plain.stats.rounds == 11  # all but the one that read the prompts
-    assert plain.span.tokens == 22
+    assert plain.pace.tokens == 22
     assert not llm.engine.busy()
 
 

@@ -29,7 +29,7 @@ from outrider.target import make_target
 from outrider.testing import ToyTarget, toy_setup
 from outrider.train import blocks
 from outrider.train.batches import Reader
-from outrider.train.kinds import Shape, describe
+from outrider.train.kinds import Sizes, describe
 from outrider.train.losses import parse
 from outrider.train.sample import Sample
 from outrider.train.steps import Texts
@@ -41,9 +41,9 @@ from tests.houses import make_engine, outputs, run
 from tests.lessons import spread
 
 CPU = torch.device("cpu")
-SMALL = Shape(hidden=64, layers=8, vocab=40, epsilon=1e-5, depth=2, guesses=4)
-MINI = Shape(hidden=384, layers=8, vocab=12288, epsilon=1e-5, depth=2, guesses=4)
-NANO = Shape(hidden=128, layers=2, vocab=12288, epsilon=1e-5, depth=1, guesses=4)
+SMALL = Sizes(hidden=64, layers=8, vocab=40, epsilon=1e-5, depth=2, guesses=4)
+MINI = Sizes(hidden=384, layers=8, vocab=12288, epsilon=1e-5, depth=2, guesses=4)
+NANO = Sizes(hidden=128, layers=2, vocab=12288, epsilon=1e-5, depth=1, guesses=4)
 KINDS = ["dflash", "dspark"]
 TABLES = Tables(
     embedding=torch.randn(40, 64, generator=torch.Generator().manual_seed(1)),
@@ -122,7 +122,7 @@ def test_what_fits_nothing_is_refused(change, message):
 
 
 def test_kinds_follow_the_papers_where_targets_are_large():
-    shape = Shape(hidden=4096, layers=36, vocab=151936, epsilon=1e-6, guesses=15)
+    shape = Sizes(hidden=4096, layers=36, vocab=151936, epsilon=1e-6, guesses=15)
     flash, spark = (describe(kind, shape) for kind in KINDS)
     assert flash.taps.layers == spark.taps.layers == (1, 9, 17, 25, 33)
     assert flash.block == Block(size=16)

@@ -28,7 +28,7 @@ from outrider.propose.heads import HeadProposer, HeadTreeProposer
 from outrider.proposers import draft_model
 from outrider.target import Drawer, grow_by_scores, make_target
 from outrider.testing import random_tree
-from outrider.train.kinds import KINDS, Shape, describe
+from outrider.train.kinds import KINDS, Sizes, describe
 from outrider.train.steps import Chains
 from outrider.train.unroll import Texts, unrolled
 from outrider.types import Dice, Want
@@ -37,15 +37,15 @@ from tests.drafts import PROMPTS, check_text, far, feed, guessed_by, plain_text,
 from tests.lessons import spread
 
 VIEW = View(layer=3, key_heads=2, dim=64)
-MINI = Shape(hidden=384, layers=8, vocab=12288, epsilon=1e-5, depth=1, view=VIEW)
+MINI = Sizes(hidden=384, layers=8, vocab=12288, epsilon=1e-5, depth=1, view=VIEW)
 CPU = torch.device("cpu")
-SMALL = Shape(hidden=64, layers=4, vocab=40, epsilon=1e-5, view=replace(VIEW, dim=16))
+SMALL = Sizes(hidden=64, layers=4, vocab=40, epsilon=1e-5, view=replace(VIEW, dim=16))
 SEVERAL = "several modules"
 EVERY = [*sorted(KINDS), SEVERAL]
 
 
-def described(kind, shape):
-    return describe("mtp", replace(shape, modules=3)) if kind == SEVERAL else describe(kind, shape)
+def described(kind, sizes):
+    return describe("mtp", replace(sizes, modules=3)) if kind == SEVERAL else describe(kind, sizes)
 
 
 @pytest.mark.parametrize("kind", EVERY)
@@ -110,8 +110,8 @@ def test_training_sees_what_the_engine_will(kind):
     target = make_target(checkpoint, slots=1, context=64)
     tables = target.lend()
     depth = 3 if kind in ("medusa", "hydra") else 2 if kind == "onlooker" else 1
-    shape = Shape(hidden=128, layers=8, vocab=12288, epsilon=1e-5, depth=depth, view=replace(VIEW, dim=32))
-    description = described(kind, shape)
+    sizes = Sizes(hidden=128, layers=8, vocab=12288, epsilon=1e-5, depth=depth, view=replace(VIEW, dim=32))
+    description = described(kind, sizes)
     module = make_module(description).eval().requires_grad_(False)
     size, count = 9, len(description.taps.layers)
     tokens, taps = torch.randint(0, 12288, (1, size + 1)), torch.randn(1, size, count, 128)

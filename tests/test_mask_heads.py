@@ -19,7 +19,7 @@ from outrider.heads.runners import make_head_target
 from outrider.heads.store import make_module, read_head, write_head
 from outrider.train import masks
 from outrider.train.batches import Reader
-from outrider.train.kinds import Shape, describe
+from outrider.train.kinds import Sizes, describe
 from outrider.train.losses import parse
 from outrider.train.steps import Chains, Texts
 from outrider.train.trainer import Trainer
@@ -38,7 +38,7 @@ from tests.test_block_heads import (  # noqa: F401 - the fixture
     tell,
 )
 
-SMALL = Shape(hidden=64, layers=8, vocab=40, epsilon=1e-5, depth=2, guesses=4)
+SMALL = Sizes(hidden=64, layers=8, vocab=40, epsilon=1e-5, depth=2, guesses=4)
 
 
 def make_draft(description: Description, seed: int = 0):
@@ -212,7 +212,7 @@ def test_a_share_of_nothing_is_nothing():
 def test_training_lowers_the_loss_and_raises_what_is_kept(nano):  # noqa: F811
     target, prompts, samples = nano
     torch.manual_seed(0)
-    plain = describe("eagle3", Shape(hidden=128, layers=4, vocab=12288, epsilon=1e-5, own_head=False))
+    plain = describe("eagle3", Sizes(hidden=128, layers=4, vocab=12288, epsilon=1e-5, own_head=False))
     description = replace(
         plain,
         kind=Kind.PEAGLE,

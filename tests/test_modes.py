@@ -18,7 +18,7 @@ from outrider.heads.files import write_folder
 from outrider.heads.store import make_module, write_head
 from outrider.indexing import write as write_index
 from outrider.train.archive import Archive
-from outrider.train.kinds import Shape, describe
+from outrider.train.kinds import Sizes, describe
 from outrider.train.log import write as write_log
 from outrider.train.pupil import make_pupil
 from outrider.train.settings import DRAFT
@@ -29,7 +29,7 @@ from tests import lessons, tiny
 
 
 def head(folder):
-    module = make_module(describe("mtp", Shape(hidden=64, layers=2, vocab=40, epsilon=1e-5)))
+    module = make_module(describe("mtp", Sizes(hidden=64, layers=2, vocab=40, epsilon=1e-5)))
     write_head(folder, module, dtype=torch.bfloat16)
 
 

@@ -18,7 +18,7 @@ from outrider.heads.runners import make_head_target
 from outrider.heads.store import make_module
 from outrider.heads.taps import normed
 from outrider.train.batches import Reader
-from outrider.train.kinds import Shape, describe
+from outrider.train.kinds import Sizes, describe
 from outrider.train.losses import parse
 from outrider.train.pupil import make_pupil
 from outrider.train.steps import Texts
@@ -37,7 +37,7 @@ from tests.test_block_heads import (  # noqa: F401 - the fixture
     tell,
 )
 
-SMALL = Shape(hidden=64, layers=8, vocab=40, epsilon=1e-5, modules=3)
+SMALL = Sizes(hidden=64, layers=8, vocab=40, epsilon=1e-5, modules=3)
 
 
 def make_draft(description: Description, seed: int = 0):
@@ -168,7 +168,7 @@ def test_training_lowers_the_loss_and_raises_what_is_kept(nano):  # noqa: F811
     target, prompts, samples = nano
     torch.manual_seed(0)
     description, tables = (
-        describe("mtp", Shape(hidden=128, layers=2, vocab=12288, epsilon=1e-5, modules=3)),
+        describe("mtp", Sizes(hidden=128, layers=2, vocab=12288, epsilon=1e-5, modules=3)),
         target.lend(),
     )
     module = make_module(description)

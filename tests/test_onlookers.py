@@ -28,7 +28,7 @@ from outrider.propose.heads import HeadProposer
 from outrider.target import make_target
 from outrider.train.answers import Recorder
 from outrider.train.batches import Reader
-from outrider.train.kinds import Shape, describe
+from outrider.train.kinds import Sizes, describe
 from outrider.train.losses import parse
 from outrider.train.pupil import make_pupil
 from outrider.train.sample import Sample
@@ -75,7 +75,7 @@ def test_keys_that_lie_or_turn_otherwise_are_refused(name, shelf):
 
 def onlooker(window=0, seed=0):
     view = View(layer=5, key_heads=2, dim=16, window=window)
-    description = describe("onlooker", Shape(hidden=64, layers=8, vocab=40, epsilon=1e-5, depth=2, view=view))
+    description = describe("onlooker", Sizes(hidden=64, layers=8, vocab=40, epsilon=1e-5, depth=2, view=view))
     torch.manual_seed(seed)
     module = make_module(description).eval().requires_grad_(False)
     for name, weight in module.named_parameters():
@@ -169,7 +169,7 @@ def test_what_is_learned_from_is_what_the_target_has_cached(nano):
 
     torch.manual_seed(2)
     view = find_view(target, tabled)
-    module = make_module(describe("onlooker", Shape(hidden=128, layers=2, vocab=12288, epsilon=1e-5, view=view)))
+    module = make_module(describe("onlooker", Sizes(hidden=128, layers=2, vocab=12288, epsilon=1e-5, view=view)))
     draft = make_head_target(module.eval().requires_grad_(False), tabled, slots=2, context=64)
     engine = make_engine(target, make, k=3, rows=2)
     rows = run(engine, [(1, 2, 3, 4), (5, 6), (7, 8, 9)], SamplingParams(temperature=1.0), limit=20, ends=frozenset())
@@ -241,7 +241,7 @@ def test_the_native_kernels_show_their_memory_too(tmp_path):
         target.score(Batch(rows=(row,), start=(0,), feed=(tuple(row.text),), budget=(0,)), tree.empty(1, CPU))
     ours, theirs = (target.lend().memory.entries(7, [0], 0, 16)[0].float() for target in targets)
     assert (ours - theirs).norm() < 0.03 * theirs.norm()
-    module = make_module(describe("onlooker", Shape(hidden=384, layers=8, vocab=12288, epsilon=1e-5, view=views[0])))
+    module = make_module(describe("onlooker", Sizes(hidden=384, layers=8, vocab=12288, epsilon=1e-5, view=views[0])))
     write_head(tmp_path / "head", module, dtype=torch.bfloat16)
     options = {"dtype": "bfloat16", "kernels": "native", "rows": 2, "context": 96, "verifier": "walk", "k": 3}
     llms = [LLM(proposer=proposer, **options) for proposer in (f"draft:{tmp_path / 'head'}", "none")]

@@ -358,8 +358,9 @@ def test_other_models_are_not_found(client):
     assert client.models.retrieve("nano").id == "nano"
 
 
-def test_tokens_health_and_metrics(server, alone):
+def test_tokens_health_and_metrics(server, client, alone):
     url, driver = server
+    client.completions.create(model="nano", prompt=PROMPT, max_tokens=4)
     assert httpx.post(url + "/tokenize", json={"prompt": PROMPT}).json()["tokens"] == list(alone.encode(PROMPT))
     assert httpx.get(url + "/health").json() == {"status": "ok"}
     settled(driver)

@@ -53,6 +53,7 @@ class Worker:
                 plan.command(), stdin=pipe, stdout=pipe, stderr=self._errors, text=True, start_new_session=True
             )
         except OSError as error:
+            self._errors.close()
             raise PeerError(f"{plan.python} cannot be run: {error.strerror}") from error
         try:
             self.ready = self._read(_LOAD_SECONDS)
@@ -76,15 +77,14 @@ class Worker:
 
     def close(self) -> None:
         """End it and all that it started."""
-        if self._process.stdin is not None:
-            with suppress(OSError):
-                self._process.stdin.close()
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(_END_SECONDS)
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        self._errors.close()
+        with self._errors, self._process:  # whose pipes close behind it
+            if self._process.stdin is not None:
+                with suppress(OSError):
+                    self._process.stdin.close()
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(_END_SECONDS)
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
 
     def _read(self, seconds: float) -> dict[str, Any]:
         assert self._process.stdout is not None

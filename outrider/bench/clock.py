@@ -17,7 +17,7 @@ class Mark:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
+class Pace:
     """Decoding alone: from the first round by whose end every row had a token, to the last round."""
 
     tokens: int  # emitted by all rows after that first round
@@ -28,8 +28,8 @@ class Span:
         """Tokens a second; None when the first round was the last."""
         return self.tokens / self.seconds if self.tokens and self.seconds > 0 else None
 
-    def __add__(self, other: Span) -> Span:
-        return Span(tokens=self.tokens + other.tokens, seconds=self.seconds + other.seconds)
+    def __add__(self, other: Pace) -> Pace:
+        return Pace(tokens=self.tokens + other.tokens, seconds=self.seconds + other.seconds)
 
 
 def opening(marks: Sequence[Mark]) -> int:
@@ -37,10 +37,10 @@ def opening(marks: Sequence[Mark]) -> int:
     return next((i for i, mark in enumerate(marks) if all(mark.emitted)), len(marks) - 1)
 
 
-def decode_span(marks: Sequence[Mark]) -> Span:
+def decode_pace(marks: Sequence[Mark]) -> Pace:
     """The part of a run in which nothing but decoding happened."""
     first, last = marks[opening(marks)], marks[-1]
-    return Span(tokens=sum(last.emitted) - sum(first.emitted), seconds=last.at - first.at)
+    return Pace(tokens=sum(last.emitted) - sum(first.emitted), seconds=last.at - first.at)
 
 
 def token_gaps(marks: Sequence[Mark]) -> list[float]:

@@ -9,7 +9,7 @@ from operator import add
 from time import perf_counter
 from typing import Protocol
 
-from outrider.bench.clock import Mark, Span, decode_span, opening, timed, token_gaps
+from outrider.bench.clock import Mark, Pace, decode_pace, opening, timed, token_gaps
 from outrider.errors import OutriderError
 from outrider.llm import LLM
 from outrider.params import SamplingParams
@@ -30,9 +30,9 @@ class Job:
 class Trial:
     """One contestant's run over one batch of prompts."""
 
-    span: Span
+    pace: Pace
     gaps: tuple[float, ...]  # seconds between tokens
-    stats: Stats | None = None  # passes of the whole run, rounds and seconds of its span; None of a peer
+    stats: Stats | None = None  # passes of the whole run, rounds and seconds of decoding; None of a peer
 
 
 class Contestant(Protocol):
@@ -81,7 +81,7 @@ class Own:
             looks.append(engine.stats)
         counts = [_counts(row, exact=engine.stats.exact) for row in rows.values() if row]
         stats = timed(reduce(add, counts), looks[opening(marks)], looks[-1])
-        return Trial(span=decode_span(marks), gaps=tuple(token_gaps(marks)), stats=stats)
+        return Trial(pace=decode_pace(marks), gaps=tuple(token_gaps(marks)), stats=stats)
 
 
 def _counts(row: Row, *, exact: bool) -> Stats:

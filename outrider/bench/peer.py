@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
 from transformers.utils import logging as transformers_logging
 
-from outrider.bench.clock import Mark, decode_span, token_gaps
+from outrider.bench.clock import Mark, decode_pace, token_gaps
 from outrider.bench.contest import Job, Trial
 from outrider.llm import LLM
 
@@ -55,7 +55,7 @@ class Peer:
                 assistant_model=self._assistant,
                 **law,
             )
-        return Trial(span=decode_span(watch.marks), gaps=tuple(token_gaps(watch.marks)))
+        return Trial(pace=decode_pace(watch.marks), gaps=tuple(token_gaps(watch.marks)))
 
 
 def load_peers(llm: LLM, target: Path, draft: Path | None) -> list[Peer]:

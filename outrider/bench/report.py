@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from outrider import cost
-from outrider.bench.clock import Span
+from outrider.bench.clock import Pace
 from outrider.bench.contest import Trial
 from outrider.console import counted
 from outrider.stats import Stats
@@ -101,10 +101,10 @@ def _contestant(samples: Sequence[Sample], rates: Sequence[float | None], plain:
 
 def _rates(samples: Sequence[Sample]) -> list[float | None]:
     """Tokens a second, round by round."""
-    spans: dict[int, Span] = {}
+    paces: dict[int, Pace] = {}
     for sample in samples:
-        spans[sample.round] = spans.get(sample.round, Span(tokens=0, seconds=0.0)) + sample.trial.span
-    return [spans[round].rate for round in sorted(spans)]
+        paces[sample.round] = paces.get(sample.round, Pace(tokens=0, seconds=0.0)) + sample.trial.pace
+    return [paces[round].rate for round in sorted(paces)]
 
 
 def _stats(samples: Sequence[Sample]) -> Stats:

@@ -16,7 +16,7 @@ from outrider.params import BadParam, SamplingParams
 from outrider.serve.driver import Driver
 from outrider.serve.journal import Entry, entry_of
 from outrider.serve.problems import UnknownModel, about, spelled_as
-from outrider.serve.replies import Reply, problem
+from outrider.serve.replies import Parts, Reply, problem
 from outrider.serve.schema import ChatRequest, CompletionRequest, Sampling
 from outrider.serve.settings import Settings
 from outrider.serve.smooth import smoothed
@@ -184,22 +184,18 @@ class Answers:
         try:
             async with asyncio.timeout(self._settings.timeout or None):
                 async for index, pieces in _merged(tickets):
-                    events = list[str]()
-                    for piece in pieces:
-                        entry.see(len(piece.tokens))
-                        if piece.text or not piece.error:
-                            events.append(_event(parts[index].next(piece)))
-                        if piece.error:
-                            entry.finish = "cancelled" if gone.done() else "error"
-                            yield "".join(events) + _event(problem(piece.error, kind="server_error"))
-                            return
-                        if piece.completion:
-                            ends[index] = piece.completion
+                    events, end = _told(parts[index], pieces, entry), pieces[-1]
+                    if end.error:
+                        entry.finish = "cancelled" if gone.done() else "error"
+                        yield events
+                        return
+                    if end.completion:
+                        ends[index] = end.completion
                     if len(ends) == len(tickets):
                         entry.end([ends[i] for i in sorted(ends)])
-                        events += [_event(reply.last(entry.completions, prompts))] if tell else []
-                        events.append("data: [DONE]\n\n")
-                    yield "".join(events)  # in one call to the system
+                        events += _event(reply.last(entry.completions, prompts)) if tell else ""
+                        events += "data: [DONE]\n\n"
+                    yield events  # in one call to the system
         except TimeoutError:
             entry.finish = "timeout"
             yield _event(problem(self._late(), kind="timeout_error"))
@@ -245,6 +241,18 @@ async def _merged(tickets: Sequence[Ticket]) -> AsyncIterator[tuple[int, list[Pi
     finally:
         for reader in readers:
             reader.cancel()
+
+
+def _told(parts: Parts, pieces: Sequence[Piece], entry: Entry) -> str:
+    """The events of some pieces of a completion, of which the last one may be an error."""
+    events = []
+    for piece in pieces:
+        entry.see(len(piece.tokens))
+        if piece.text or not piece.error:
+            events.append(_event(parts.next(piece)))
+        if piece.error:
+            events.append(_event(problem(piece.error, kind="server_error")))
+    return "".join(events)
 
 
 def _completion(end: Piece) -> Completion:

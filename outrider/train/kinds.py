@@ -28,7 +28,7 @@ _RANK, _TAPS = 256, 5  # at most: of the correction by the token before; layers 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
+class Sizes:
     """What the target is, and how much of a draft is wanted."""
 
     hidden: int
@@ -44,7 +44,7 @@ class Shape:
     own_head: bool | None = None  # an output layer of its own, or the target's; None = as the kind is published
 
 
-def describe(kind: str, shape: Shape) -> Description:
+def describe(kind: str, sizes: Sizes) -> Description:
     """The description of a draft of this kind.
 
     Raises:
@@ -52,130 +52,130 @@ def describe(kind: str, shape: Shape) -> Description:
     """
     if kind not in KINDS:
         raise OutriderError(f"kind {kind!r} is unknown; use {', '.join(KINDS)}")
-    if shape.layers < 4 and kind in ("eagle3", "eagle31", "peagle"):
-        raise OutriderError(f"{kind} reads three layers, and this target has {shape.layers}; use mtp or medusa")
-    return KINDS[kind](shape)
+    if sizes.layers < 4 and kind in ("eagle3", "eagle31", "peagle"):
+        raise OutriderError(f"{kind} reads three layers, and this target has {sizes.layers}; use mtp or medusa")
+    return KINDS[kind](sizes)
 
 
-def body(shape: Shape) -> Body:
+def body(sizes: Sizes) -> Body:
     """Decoder layers of the target's width."""
-    dim = next((size for size in (128, 64, 32, 16) if shape.hidden % size == 0 and shape.hidden // size >= 4), 0)
+    dim = next((size for size in (128, 64, 32, 16) if sizes.hidden % size == 0 and sizes.hidden // size >= 4), 0)
     if not dim:
-        raise OutriderError(f"the target's width {shape.hidden} does not part into heads; no draft is known for it")
-    heads = shape.hidden // dim
+        raise OutriderError(f"the target's width {sizes.hidden} does not part into heads; no draft is known for it")
+    heads = sizes.hidden // dim
     return Body(
-        layers=shape.depth,
-        hidden=shape.hidden,
+        layers=sizes.depth,
+        hidden=sizes.hidden,
         heads=heads,
         key_heads=next(size for size in (heads // 3, heads // 4, heads // 2, heads) if size and heads % size == 0),
         dim=dim,
-        ffn=shape.ffn or (shape.hidden * 8 // 3 + 63) // 64 * 64,
-        epsilon=shape.epsilon,
+        ffn=sizes.ffn or (sizes.hidden * 8 // 3 + 63) // 64 * 64,
+        epsilon=sizes.epsilon,
     )
 
 
-def _eagle3(shape: Shape) -> Description:
+def _eagle3(sizes: Sizes) -> Description:
     # Small targets say little four layers before their end, where large ones are tapped.
-    high = shape.layers - (4 if shape.layers >= 16 else 2)
+    high = sizes.layers - (4 if sizes.layers >= 16 else 2)
     return Description(
         kind=Kind.EAGLE3,
-        target_hidden=shape.hidden,
-        target_layers=shape.layers,
-        vocab=shape.vocab,
-        draft_vocab=shape.draft_vocab,
-        taps=Taps(layers=(1, shape.layers // 2 - 1, high), fused=True),
+        target_hidden=sizes.hidden,
+        target_layers=sizes.layers,
+        vocab=sizes.vocab,
+        draft_vocab=sizes.draft_vocab,
+        taps=Taps(layers=(1, sizes.layers // 2 - 1, high), fused=True),
         join=Join(at=JoinAt.ATTENTION),
-        body=body(shape),
-        own_head=shape.own_head is not False,
+        body=body(sizes),
+        own_head=sizes.own_head is not False,
     )
 
 
-def _eagle31(shape: Shape) -> Description:
-    plain = _eagle3(shape)
+def _eagle31(sizes: Sizes) -> Description:
+    plain = _eagle3(sizes)
     return replace(plain, taps=replace(plain.taps, norm=FuseNorm.EACH), recycle=Recycle.NORMED)
 
 
-def _peagle(shape: Shape) -> Description:
-    if shape.guesses == 1:
+def _peagle(sizes: Sizes) -> Description:
+    if sizes.guesses == 1:
         raise OutriderError("peagle makes its guesses behind the first one with masks; use --guesses 2 or more")
     # The last token of a vocabulary is padding, kept in reserve, or as rare as any.
-    masks = Masks(guesses=shape.guesses or _GUESSES, token=shape.vocab - 1)
-    return replace(_eagle3(shape), kind=Kind.PEAGLE, masks=masks)
+    masks = Masks(guesses=sizes.guesses or _GUESSES, token=sizes.vocab - 1)
+    return replace(_eagle3(sizes), kind=Kind.PEAGLE, masks=masks)
 
 
-def _mtp(shape: Shape) -> Description:
-    several = shape.modules > 1  # as DeepSeek has them: theirs is the one naming that holds several
+def _mtp(sizes: Sizes) -> Description:
+    several = sizes.modules > 1  # as DeepSeek has them: theirs is the one naming that holds several
     return Description(
         kind=Kind.MTP,
-        target_hidden=shape.hidden,
-        target_layers=shape.layers,
-        vocab=shape.vocab,
-        draft_vocab=shape.draft_vocab,
-        taps=Taps(layers=(shape.layers - 1,), final=True),
+        target_hidden=sizes.hidden,
+        target_layers=sizes.layers,
+        vocab=sizes.vocab,
+        draft_vocab=sizes.draft_vocab,
+        taps=Taps(layers=(sizes.layers - 1,), final=True),
         join=Join(at=JoinAt.PROJECTION, zero_first=several),
-        body=body(shape),
-        modules=shape.modules,
+        body=body(sizes),
+        modules=sizes.modules,
         recycle=Recycle.RAW if several else Recycle.NORMED,
-        own_head=bool(shape.own_head),
+        own_head=bool(sizes.own_head),
     )
 
 
-def _onlooker(shape: Shape) -> Description:
-    view = shape.view
+def _onlooker(sizes: Sizes) -> Description:
+    view = sizes.view
     if view is None:
         raise OutriderError("onlooker looks at keys and values, and this target shows none; use mtp")
     # As many heads as fit into the width, and each key head has as many of them.
-    heads = max(shape.hidden // view.dim // view.key_heads, 1) * view.key_heads
+    heads = max(sizes.hidden // view.dim // view.key_heads, 1) * view.key_heads
     return Description(
         kind=Kind.ONLOOKER,
-        target_hidden=shape.hidden,
-        target_layers=shape.layers,
-        vocab=shape.vocab,
-        draft_vocab=shape.draft_vocab,
-        taps=Taps(layers=(shape.layers - 1,), final=True),
+        target_hidden=sizes.hidden,
+        target_layers=sizes.layers,
+        vocab=sizes.vocab,
+        draft_vocab=sizes.draft_vocab,
+        taps=Taps(layers=(sizes.layers - 1,), final=True),
         join=Join(at=JoinAt.PROJECTION),
-        body=replace(body(shape), heads=heads, key_heads=view.key_heads, dim=view.dim, head_norms=True),
-        views=(view,) * shape.depth,
-        own_head=bool(shape.own_head),
+        body=replace(body(sizes), heads=heads, key_heads=view.key_heads, dim=view.dim, head_norms=True),
+        views=(view,) * sizes.depth,
+        own_head=bool(sizes.own_head),
     )
 
 
-def _stack(kind: Kind) -> Callable[[Shape], Description]:
-    def make(shape: Shape) -> Description:
-        own = bool(shape.own_head)
+def _stack(kind: Kind) -> Callable[[Sizes], Description]:
+    def make(sizes: Sizes) -> Description:
+        own = bool(sizes.own_head)
         return Description(
             kind=kind,
-            target_hidden=shape.hidden,
-            target_layers=shape.layers,
-            vocab=shape.vocab,
-            draft_vocab=shape.draft_vocab,
-            taps=Taps(layers=(shape.layers - 1,), final=True),
-            stack=Stack(heads=shape.depth if shape.depth > 1 else 4, shared_head=not own, one_head=own),
+            target_hidden=sizes.hidden,
+            target_layers=sizes.layers,
+            vocab=sizes.vocab,
+            draft_vocab=sizes.draft_vocab,
+            taps=Taps(layers=(sizes.layers - 1,), final=True),
+            stack=Stack(heads=sizes.depth if sizes.depth > 1 else 4, shared_head=not own, one_head=own),
             own_head=own,
         )
 
     return make
 
 
-def _block(kind: Kind) -> Callable[[Shape], Description]:
-    def make(shape: Shape) -> Description:
-        corrected, guesses = kind is Kind.DSPARK, shape.guesses or _GUESSES
+def _block(kind: Kind) -> Callable[[Sizes], Description]:
+    def make(sizes: Sizes) -> Description:
+        corrected, guesses = kind is Kind.DSPARK, sizes.guesses or _GUESSES
         return Description(
             kind=kind,
-            target_hidden=shape.hidden,
-            target_layers=shape.layers,
-            vocab=shape.vocab,
-            draft_vocab=shape.draft_vocab,
-            taps=Taps(layers=_evenly(shape.layers), fused=True),
-            body=replace(body(shape), head_norms=True),
+            target_hidden=sizes.hidden,
+            target_layers=sizes.layers,
+            vocab=sizes.vocab,
+            draft_vocab=sizes.draft_vocab,
+            taps=Taps(layers=_evenly(sizes.layers), fused=True),
+            body=replace(body(sizes), head_norms=True),
             block=Block(
                 size=guesses if corrected else guesses + 1,
                 sample_from_anchor=corrected,
                 # At most a quarter of the width: two tables of all tokens would outweigh a small draft.
-                markov_rank=min(_RANK, shape.hidden // 4) if corrected else 0,
+                markov_rank=min(_RANK, sizes.hidden // 4) if corrected else 0,
                 confidence=corrected,
             ),
-            own_head=bool(shape.own_head),
+            own_head=bool(sizes.own_head),
         )
 
     return make
@@ -189,7 +189,7 @@ def _evenly(layers: int) -> tuple[int, ...]:
     return tuple(first + (last - first) * i // max(count - 1, 1) for i in range(count))
 
 
-KINDS: Mapping[str, Callable[[Shape], Description]] = MappingProxyType(
+KINDS: Mapping[str, Callable[[Sizes], Description]] = MappingProxyType(
     {
         "eagle3": _eagle3,
         "eagle31": _eagle31,

@@ -19,7 +19,7 @@ from outrider.propose.base import Proposer, Setup
 from outrider.propose.heads import HeadProposer
 from outrider.target import Lender
 from outrider.train.batches import frequent
-from outrider.train.kinds import ONLOOKER, Shape, describe
+from outrider.train.kinds import ONLOOKER, Sizes, describe
 from outrider.train.model import ModelPupil
 from outrider.train.sample import Sample
 from outrider.train.settings import DRAFT, Settings
@@ -72,10 +72,10 @@ class HeadPupil:
             OutriderError: the options and the kind, or the target, do not fit.
         """
         self._tables, self._later = tables, settings.later
-        shape = _shape(settings, setup, tables)
+        sizes = _sizes(settings, setup, tables)
         if kind == ONLOOKER:
-            shape = replace(shape, view=find_view(setup.target, tables))
-        wanted = describe(kind, shape)
+            sizes = replace(sizes, view=find_view(setup.target, tables))
+        wanted = describe(kind, sizes)
         self._fresh = settings.draft is None
         self._module = make_module(wanted).to(setup.device) if self._fresh else _begun(settings, wanted, setup)
         self._description = it = self._module.description
@@ -150,13 +150,13 @@ def lent(setup: Setup) -> Tables:
     return setup.target.lend()
 
 
-def _shape(settings: Settings, setup: Setup, tables: Tables) -> Shape:
+def _sizes(settings: Settings, setup: Setup, tables: Tables) -> Sizes:
     assert isinstance(setup.target, Lender)
     if settings.draft_vocab > setup.vocab:
         raise OutriderError(
             f"--draft-vocab is {settings.draft_vocab}, and the target has {setup.vocab} tokens; use fewer, or 0 for all"
         )
-    return Shape(
+    return Sizes(
         hidden=tables.head.shape[1],
         layers=setup.target.layers,
         vocab=setup.vocab,

@@ -160,7 +160,7 @@ def typical(trials: Sequence[Trial]) -> list[Trial]:
 
 
 def _decoding(trial: Trial) -> Amounts:
-    return float(trial.span.tokens), trial.span.seconds
+    return float(trial.pace.tokens), trial.pace.seconds
 
 
 def _whole(trial: Trial) -> Amounts:
@@ -177,7 +177,7 @@ def _compared(
 
 
 def _rate(trials: Sequence[Trial]) -> float | None:
-    return sum((trial.span for trial in trials[1:]), trials[0].span).rate
+    return sum((trial.pace for trial in trials[1:]), trials[0].pace).rate
 
 
 def _plain(trials: Sequence[Trial]) -> Plain:

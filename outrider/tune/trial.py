@@ -9,7 +9,7 @@ from itertools import accumulate
 from operator import add
 from time import perf_counter
 
-from outrider.bench.clock import Mark, Span, decode_span, opening, timed
+from outrider.bench.clock import Mark, Pace, decode_pace, opening, timed
 from outrider.bench.contest import Job
 from outrider.errors import OutriderError
 from outrider.llm import LLM
@@ -51,8 +51,8 @@ class Trial:
     tokens: int  # emitted by all rows, in all
     seconds: float  # from the prompts to the last token
     prefill: float  # seconds of them until every row had a token
-    span: Span  # the rest: decoding alone
-    stats: Stats  # passes of the whole run, rounds and seconds of its span
+    pace: Pace  # the rest: decoding alone
+    stats: Stats  # passes of the whole run, rounds and seconds of decoding
     categories: Mapping[str, Stats]  # passes alone
     phases: tuple[Stats, ...]  # passes that began in each third of their output
     exact: bool
@@ -78,7 +78,7 @@ def run(llm: LLM, way: Way, heat: Heat) -> Trial:
         tokens=sum(marks[-1].emitted),
         seconds=marks[-1].at - marks[0].at,
         prefill=marks[first].at - marks[0].at,
-        span=decode_span(marks),
+        pace=decode_pace(marks),
         stats=timed(reduce(add, passes), looks[first], looks[-1]),
         categories={
             category: reduce(
