@@ -130,7 +130,7 @@ PromptFile = Annotated[
     str | None,
     typer.Option(
         metavar="FILE",
-        help="JSON lines with category, and prompt or messages. Default: an embedded set.",
+        help="JSON lines with prompt or messages, and a category if you like. Default: an embedded set.",
         rich_help_panel=_MEASURE,
     ),
 ]

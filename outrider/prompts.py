@@ -16,6 +16,7 @@ from outrider.text import sound
 
 EMBEDDED = Path(__file__).parent / "prompts.jsonl"
 _FORM = '{"category": "...", "prompt": "..."} or "messages" in place of "prompt"'
+_NAMELESS = "prompts"  # the category of those that name none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +41,7 @@ class Prompt:
 def read_prompts(file: str | Path | None = None, *, limit: int | None = None) -> list[Prompt]:
     """Prompts to measure on, of a file of JSON lines: the first `limit` of each category.
 
-    A line holds `category`, and either `prompt` or `messages`; `id` is optional, and other fields are left alone.
+    A line holds either `prompt` or `messages`; `category` and `id` are optional, and other fields are left alone.
 
     Raises:
         OutriderError: the file cannot be read, or a line is not as it should be; the message has its number.
@@ -168,9 +169,9 @@ def _fields(line: str, where: str, form: str) -> dict[str, Any]:
 
 def _parse(line: Line) -> Prompt:
     where, fields = line.where, line.fields
-    category, prompt, messages = fields.get("category"), fields.get("prompt"), fields.get("messages")
+    category, prompt, messages = fields.get("category", _NAMELESS), fields.get("prompt"), fields.get("messages")
     if not isinstance(category, str) or not category:
-        raise OutriderError(f"{where}: no category; use {_FORM}")
+        raise OutriderError(f"{where}: category must be a string of at least one character; change it, or leave it out")
     if (prompt is None) == (messages is None):
         raise OutriderError(f"{where}: give one of prompt and messages; use {_FORM}")
     if prompt is not None and (not isinstance(prompt, str) or not prompt):

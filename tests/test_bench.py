@@ -49,6 +49,19 @@ def test_prompt_file(prompts):
     assert [prompt.id for prompt in read_prompts(prompts, limit=1)] == ["line-1", "line-2"]
 
 
+def test_a_category_may_be_left_out(tmp_path):
+    file = tmp_path / "plain.jsonl"
+    file.write_text('{"prompt": "x"}\n{"prompt": "y"}\n{"category": "c", "prompt": "z"}\n')
+    assert [prompt.category for prompt in read_prompts(file)] == ["prompts", "prompts", "c"]
+
+
+def test_no_category_is_called_as_all_of_them_are(tmp_path):
+    file = tmp_path / "overall.jsonl"
+    file.write_text('{"category": "overall", "prompt": "x"}\n')
+    with pytest.raises(OutriderError, match="a category is called overall"):
+        run_bench(Settings(prompts=str(file)), progress=Console(quiet=True))
+
+
 def test_only_newlines_end_a_line(tmp_path):
     """The others that Unicode knows may stand within a text."""
     odd = {"category": "talk", "prompt": "one\u2028two\x85three"}
@@ -62,7 +75,8 @@ def test_only_newlines_end_a_line(tmp_path):
     [
         ("{", "2: not JSON"),
         ("[]", "2: not a JSON object"),
-        ('{"prompt": "x"}', "2: no category"),
+        ('{"category": 3, "prompt": "x"}', "2: category must be a string"),
+        ('{"category": "", "prompt": "x"}', "2: category must be a string"),
         ('{"category": "c"}', "2: give one of prompt and messages"),
         ('{"category": "c", "prompt": "x", "messages": []}', "2: give one of prompt and messages"),
         ('{"category": "c", "prompt": ""}', "2: prompt must be"),

@@ -47,6 +47,8 @@ def run_bench(settings: Settings, *, progress: Console) -> dict[str, Any]:
         OutriderError: what was asked for cannot be measured; the message says why.
     """
     prompts = read_prompts(settings.prompts, limit=settings.limit)
+    if any(prompt.category == OVERALL for prompt in prompts):
+        raise OutriderError(f"a category is called {OVERALL}, which is all of them in reports; name it otherwise")
     planner = SwitchPlanner()
     with progress.status("loading models"):
         llm = load(settings, planner)
