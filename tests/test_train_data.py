@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from outrider import tree
 from outrider.errors import OutriderError
 from outrider.heads.description import Taps
+from outrider.heads.files import save_tensors
 from outrider.load import load_checkpoint
 from outrider.params import SamplingParams
 from outrider.prompts import Prompt
@@ -323,6 +324,12 @@ def test_a_full_disk_ends_the_keeping_alone(tmp_path, monkeypatch, caplog):
     kept.write(make_request(seed=2), make_sample([1, 2, 3], prompt=2))
     assert caplog.text.count("no more states are kept") == 1
     assert not [file for file in tmp_path.rglob("*") if file.is_file()]
+
+
+def test_a_full_disk_is_called_that():
+    """torch says where its writer stood."""
+    with pytest.raises(OSError, match="No space left on device"):
+        save_tensors({"a": torch.zeros(100_000)}, Path("/dev/full"))
 
 
 def test_a_cache_that_cannot_be(tmp_path):

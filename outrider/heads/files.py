@@ -177,6 +177,15 @@ def _spare(path: Path, vocab: int) -> int | None:
     return first if first < vocab else None
 
 
+def save_tensors(state: Mapping[str, Any], file: Path) -> None:
+    """What `torch.load` reads; raises OSError where the disk is full, of which torch says how far it got instead."""
+    try:
+        with file.open("wb") as out:
+            torch.save(state, out)
+    except RuntimeError as error:
+        raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
+
+
 def write_folder(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], file: str) -> None:
     """Write a checkpoint. What lay there survives a failure.
 
@@ -190,7 +199,7 @@ def write_folder(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, 
         if file.endswith(".safetensors"):
             save_file(whole, fresh[0], metadata={"format": "pt"})
         else:
-            torch.save(whole, fresh[0])
+            save_tensors(whole, fresh[0])
         fresh[1].write_text(json.dumps(config, indent=2) + "\n", "utf-8")
         shutil.copymode(fresh[1], fresh[0])  # safetensors lets nobody but the owner read what it writes
         for each in fresh:

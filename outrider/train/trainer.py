@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional
 
 from outrider.errors import OutriderError
+from outrider.heads.files import save_tensors
 from outrider.train.losses import LENGTH, shortfall
 from outrider.train.optimiser import Optimiser
 from outrider.train.processes import total, world
@@ -145,7 +146,7 @@ class Trainer:
         fresh = folder / f"{STATE}.new"
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            torch.save(state, fresh)
+            save_tensors(state, fresh)
             fresh.replace(folder / STATE)
         except (OSError, RuntimeError) as error:
             fresh.unlink(missing_ok=True)
