@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from outrider import LLM, OutriderError, SamplingParams
-from outrider.bench.clock import Span
+from outrider.bench.clock import Pace
 from outrider.bench.memory import Footprint
 from outrider.build import default_proposer
 from outrider.cli import app
@@ -96,7 +96,7 @@ def trial(way, heat=0, *, seconds=1.0, prefill=0.1, tokens=10, category="code", 
         tokens=tokens,
         seconds=seconds,
         prefill=prefill,
-        span=Span(tokens=tokens - 1, seconds=seconds - prefill),
+        pace=Pace(tokens=tokens - 1, seconds=seconds - prefill),
         stats=stats,
         categories={category: stats},
         phases=(stats, stats, stats),
