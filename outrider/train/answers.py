@@ -38,14 +38,12 @@ class Recorder:
         return self.inner.propose(batch)
 
     def commit(self, round: Round) -> None:
-        scores = round.scores
         for b, (row, path) in enumerate(zip(round.batch.rows, round.path, strict=True)):
-            nodes = [node + 1 for node in path]
-            states = [torch.cat([scores.fed[at][b], scores.features[at][b, nodes]]) for at in self.layers]
             _, seen, shown = self._open[row.slot]
             begin = round.batch.start[b]
             assert seen or not begin, "a text's first states come from no cache"
-            seen.append(torch.stack(states, 1).to(torch.bfloat16))
+            states = round.scores.states(self.layers, b, path)  # perhaps a view, which would hold on to all rows'
+            seen.append(states.to(torch.bfloat16, copy=True))
             if self.looked:
                 shown.append(self._shown(row.slot, begin, begin + len(seen[-1])))
         self.inner.commit(round)
