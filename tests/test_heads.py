@@ -13,7 +13,7 @@ from outrider import tree
 from outrider.calibrate import measure_pass
 from outrider.embedded import embedded
 from outrider.errors import OutriderError
-from outrider.heads.description import Description, Kind, Recycle, View
+from outrider.heads.description import Description, FuseNorm, Kind, Recycle, Taps, View
 from outrider.heads.follow_target import FollowTarget, NativeFollowTarget
 from outrider.heads.mask_target import MaskTarget, NativeMaskTarget
 from outrider.heads.runners import make_head_target
@@ -151,16 +151,27 @@ def _eagle1():
     )
 
 
+def _whole():
+    """All that may become of what is tapped: the target's last norm, one norm over all, a bias."""
+    plain = describe("eagle3", MINI)
+    taps = Taps(layers=(1, 7), final=True, norm=FuseNorm.WHOLE, fused=True, bias=True)
+    return replace(plain, taps=taps)
+
+
 @pytest.mark.skipif(not tiny.compiles(), reason="no C++ compiler here")
 @pytest.mark.parametrize(("dtype", "near"), [(torch.bfloat16, 0.03), (torch.float32, 1e-5)])
 @pytest.mark.parametrize("vocab", [0, 512])
-@pytest.mark.parametrize("kind", ["eagle3", "eagle31", "peagle", "mtp", "eagle1"])
+@pytest.mark.parametrize("kind", ["eagle3", "eagle31", "peagle", "mtp", "eagle1", "whole"])
 def test_native_kernels_say_the_same(kind, vocab, dtype, near):
     torch.manual_seed(4)
     checkpoint = load_checkpoint(embedded("mini"), dtype=str(dtype).removeprefix("torch."), device="cpu")
     tables = make_target(checkpoint, slots=1, context=32, kernels="native").lend()
-    description = replace(_eagle1() if kind == "eagle1" else describe(kind, MINI), draft_vocab=vocab)
+    made = {"eagle1": _eagle1, "whole": _whole}
+    description = replace(made[kind]() if kind in made else describe(kind, MINI), draft_vocab=vocab)
     module = make_module(description).to(dtype).eval().requires_grad_(False)
+    for weight in module.parameters():
+        if weight.dim() == 1:  # norms, which are made as ones
+            weight.uniform_(0.5, 1.5)
     if description.draft_vocab:
         module.ids.copy_(torch.randperm(12288)[:512].sort().values)
     runners = (MaskTarget, NativeMaskTarget) if description.masks else (FollowTarget, NativeFollowTarget)

@@ -51,12 +51,15 @@ class FollowTarget(HeadRunner):
         slot, end = batch.rows[b].slot, batch.start[b] + len(batch.feed[b])
         if first < 0:
             assert not draft.width[b], "the text is read before guesses are"
-            begin = max(batch.start[b], 1)
-            return self.module.fused(self._taps.read(slot, begin - 1, end - 1).to(self._dtype))
+            return self._behind_text(slot, max(batch.start[b], 1) - 1, end - 1)
         known = self._states[b]
         nodes = range(first, draft.width[b])
         above = [node - 1 for node in nodes] if draft.chain else draft.parent[b].tolist()[first : draft.width[b]]
         return torch.stack([known[parent] for parent in above]) if above else known[-1].new_empty(0, len(known[-1]))
+
+    def _behind_text(self, slot: int, begin: int, end: int) -> torch.Tensor:
+        """States [end - begin, H] of the target, as the module reads them."""
+        return self.module.fused(self._taps.read(slot, begin, end).to(self._dtype))
 
     def _remember(self, states: torch.Tensor, batch: Batch, draft: Draft, first: int) -> None:
         """Keep what stands behind the text's end, or behind each new node, for the nodes below."""
@@ -94,13 +97,21 @@ class NativeFollower(FollowTarget):
     def _run(self, batch: Batch, draft: Draft, first: int, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         self._blocks.reserve(batch, draft.width)
         columns, order = columns_of(batch, draft, first, self.vocab)
-        logits, _, out = self._decoder.run(columns, (self.module.body.layers - 1,), states.float().contiguous())
+        given = self._given(states.float().contiguous(), first)
+        logits, _, out = self._decoder.run(columns, (self.module.body.layers - 1,), **given)
         logits = logits if order is None else logits[order]
         return out[0].to(self._dtype), logits.view(len(batch.rows), -1, logits.shape[-1])
 
+    def _given(self, states: torch.Tensor, first: int) -> dict[str, torch.Tensor]:
+        """What stands before the columns of `_run`, under the name by which the kernels take it."""
+        return {"state": states}
+
 
 class NativeFollowTarget(NativeFollower):
-    """The same, with a chain in one call: each guess goes on from the one before and from what was recycled."""
+    """The same, with a chain in one call: each guess goes on from the one before and from what was recycled.
+
+    The kernels make states of what was tapped, too; for a few columns, calls of torch take longer than the guesses.
+    """
 
     def grow(self, batch: Batch, vocab: int, trust: Trust | None = None) -> Grown:
         return self._grow(batch, vocab, trust, None)
@@ -109,11 +120,17 @@ class NativeFollowTarget(NativeFollower):
         return self._grow(batch, vocab, trust, dice)
 
     def _grow(self, batch: Batch, vocab: int, trust: Trust | None, dice: Dice | None) -> Grown:
-        none = tree.empty(len(batch.rows), self.device)
-        states = torch.cat([self._before(batch, none, -1, b) for b in range(len(batch.rows))])
-        self._blocks.reserve(behind(batch), batch.budget)
-        columns, _ = columns_of(behind(batch), none, -1, self.vocab)
-        return self._decoder.grow(columns, batch.budget, vocab, trust, dice=dice, state=states.float())
+        ours, none = behind(batch), tree.empty(len(batch.rows), self.device)
+        taps = torch.cat([self._before(batch, none, -1, b) for b in range(len(batch.rows))])
+        self._blocks.reserve(ours, batch.budget)
+        columns, _ = columns_of(ours, none, -1, self.vocab)
+        return self._decoder.grow(columns, batch.budget, vocab, trust, dice=dice, taps=taps.float().contiguous())
+
+    def _behind_text(self, slot: int, begin: int, end: int) -> torch.Tensor:
+        return self._taps.tapped(slot, begin, end)
+
+    def _given(self, states: torch.Tensor, first: int) -> dict[str, torch.Tensor]:
+        return {"taps": states} if first < 0 else {"state": states}
 
 
 def behind(batch: Batch, tokens: int = 1) -> Batch:

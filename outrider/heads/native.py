@@ -30,11 +30,11 @@ class HeadDecoder(Passes):
         Raises:
             UnsupportedModel: the kernels cannot run it.
         """
-        body = module.body
-        _refuse(body)
+        body, it = module.body, module.description
+        _refuse(body, it.target_hidden)
         super().__init__(library.code, hidden=body.hidden)
         self._module, self._keep, self._arena = module, list[Any](), Arena()
-        it, dtype = module.description, tables.embedding.dtype
+        dtype = tables.embedding.dtype
         self._bits = 8 * dtype.itemsize
         shared = not it.own_head and not it.draft_vocab  # the target's whole table, which lies packed already
         self._head = tables.packed if shared else self._pack(module.output_table())
@@ -42,7 +42,7 @@ class HeadDecoder(Passes):
         speeds, amplitude = frequencies(body)
         frequency, ids = self._kept(speeds), self._kept(module.ids.to(torch.int32))
         layers = (CLayer * body.layers)(*map(self._layer, range(body.layers)))
-        entry = self._entry()
+        entry = self._entry(tables)
         model = CModel(
             layers,
             embedding.data_ptr(),
@@ -71,12 +71,22 @@ class HeadDecoder(Passes):
     def vocab(self) -> int:
         return self._head.shape[0]
 
-    def _entry(self) -> CEntry:
-        module, join = self._module, self._module.join
-        project = CLinear()
+    def _entry(self, tables: Tables) -> CEntry:
+        module, join, it = self._module, self._module.join, self._module.description
+        fuse, project, size = CLinear(), CLinear(), it.target_hidden
+        if it.taps.fused:
+            fuse = self._pack(module.fuse.weight, module.fuse.bias).c()
         if join.at is JoinAt.PROJECTION:
             project = self._pack(module.project.weight, module.project.bias).c()
+        norms = [norm.weight.detach().float() for norm in getattr(module, "fuse_norm", ())]
         return CEntry(
+            fuse,
+            self._kept(tables.norm.float()).data_ptr() if it.taps.final else 0,
+            self._kept(torch.cat(norms)).data_ptr() if norms else 0,
+            size * len(it.taps.layers),
+            size,
+            len(norms[0]) if norms else 0,
+            tables.epsilon,
             project,
             self._norm(module, "embedding_norm"),
             self._norm(module, "state_norm"),
@@ -124,9 +134,9 @@ class HeadDecoder(Passes):
         return self._keep[-1]  # type: ignore[no-any-return]
 
 
-def _refuse(body: Body) -> None:
-    """Refuse decoder layers that the kernels do not know."""
-    if body.hidden % 16 or body.dim % 16 or body.ffn % 16 or body.dim > MOST_DIM:
+def _refuse(body: Body, tapped: int) -> None:
+    """Refuse decoder layers that the kernels do not know, on states of a width that they do not."""
+    if tapped % 16 or body.hidden % 16 or body.dim % 16 or body.ffn % 16 or body.dim > MOST_DIM:
         raise UnsupportedModel(f"the kernels need sizes that are multiples of 16 and heads of at most {MOST_DIM}")
     if body.heads > MOST_SHARING * body.key_heads:
         raise UnsupportedModel(

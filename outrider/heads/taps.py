@@ -48,6 +48,14 @@ class Taps:
 
     def read(self, slot: int, begin: int, end: int) -> torch.Tensor:
         """States [end - begin, taps, H] of these places, none of which was forgotten."""
+        found = self.tapped(slot, begin, end)
+        if not self._description.taps.final or not len(found):
+            return found
+        last = normed(found[:, -1:], self._tables)
+        return last if found.shape[1] == 1 else torch.cat([found[:, :-1], last], 1)
+
+    def tapped(self, slot: int, begin: int, end: int) -> torch.Tensor:
+        """The same as the layers left them, before any norm."""
         parts = [
             states[max(begin - place, 0) : end - place]
             for place, states in self._kept[slot]
@@ -56,11 +64,7 @@ class Taps:
         if not parts:
             it = self._description
             return self._tables.embedding.new_zeros(0, len(it.taps.layers), it.target_hidden)
-        found = parts[0] if len(parts) == 1 else torch.cat(parts)
-        if not self._description.taps.final:
-            return found
-        last = normed(found[:, -1:], self._tables)
-        return last if found.shape[1] == 1 else torch.cat([found[:, :-1], last], 1)
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def forget(self, slot: int, before: int) -> None:
         """States before this place will not be asked for any more."""

@@ -31,6 +31,11 @@ struct Pool {
 
 // How a token's embedding meets the state before it, in a draft that was trained on another model's states.
 struct Entry {
+  Linear fuse;                // [hidden][tapped]; no outputs: what is tapped is the state
+  const float* last_norm;     // [tap] or null: of the last of what is tapped, the other model's own
+  const float* tap_norm;      // [tapped] or null: of `normed` numbers at a time
+  int32_t tapped, tap, normed;
+  float last_epsilon;
   Linear project;             // [hidden][2 hidden]; no outputs: they meet at the first attention's input
   const float *embedding_norm, *state_norm;  // [hidden] or null
   int32_t embedding_first, zero_first, residual_normed, recycle_normed;
@@ -58,6 +63,7 @@ struct Pass {
   const int32_t* exported;   // [exports]: layers, counted from 0, whose output is wanted
   float* features;           // [exports][columns][hidden]
   const float* state;        // [columns][hidden]: what stood before each column, where the model has an entry
+  const float* taps;         // [columns][tapped]: the same as it was tapped; null where it is given as a state
   int32_t columns, kept, exports;
 };
 
@@ -100,6 +106,7 @@ class Decoder final : public Runner {
 #pragma omp parallel num_threads(m_.threads)
     {
       const Team team{barrier_, omp_get_thread_num(), omp_get_num_threads()};
+      if (pass.taps) fuse(team, pass);
       begin(team, pass);
       if (m_.entry && m_.entry->project.out) {
         pack(team, pass.columns, pair_.data(), 2 * m_.hidden, m_.entry->project.bits);
@@ -151,7 +158,7 @@ class Decoder final : public Runner {
       none_.assign(count + 1, 0);
       if (m_.entry) recycle(pass, kept);
       pass = {fields[0].data(), fields[1].data(), fields[2].data(), fields[3].data(), fields[4].data(), none_.data(),
-              nullptr, fields[5].data(), logits_.data(), best_.data(), nullptr, nullptr, states_.data(), count, count, 0};
+              nullptr, fields[5].data(), logits_.data(), best_.data(), nullptr, nullptr, states_.data(), nullptr, count, count, 0};
     }
     choice_ = m_.head.out;
   }
@@ -259,13 +266,31 @@ class Decoder final : public Runner {
     });
   }
 
+  // States of what was tapped.
+  void fuse(const Team& team, const Pass& pass) {
+    const Entry& entry = *m_.entry;
+    const int size = entry.tapped, last = size - entry.tap;
+    team.share(pass.columns, [&](int c) {
+      float* x = &tapped_[size_t(c) * size];
+      std::memcpy(x, pass.taps + size_t(c) * size, 4 * size_t(size));
+      if (entry.last_norm) root_mean_square(x + last, entry.last_norm, entry.tap, x + last, entry.last_epsilon);
+      for (int i = 0; entry.tap_norm && i < size; i += entry.normed)
+        root_mean_square(x + i, entry.tap_norm + i, entry.normed, x + i);
+      if (entry.fuse.out)
+        pack_row(rows_, c, x, size, entry.fuse.bits);
+      else
+        std::memcpy(&fused_[size_t(c) * size], x, 4 * size_t(size));
+    });
+    if (entry.fuse.out) apply<Then::kStore>(team, entry.fuse, rows_, pass.columns, fused_.data(), m_.hidden);
+  }
+
   // Put a column's embedding, which lies in the stream, beside the state before it; what goes on is the stream.
   void join(const Pass& pass, int c) {
     const Entry& entry = *m_.entry;
     const int size = m_.hidden;
     float *stream = &stream_[size_t(c) * size], *pair = &pair_[size_t(c) * 2 * size];
     float *embedding = pair + (entry.embedding_first ? 0 : size), *state = pair + (entry.embedding_first ? size : 0);
-    const float* given = pass.state + size_t(c) * size;
+    const float* given = (pass.taps ? fused_.data() : pass.state) + size_t(c) * size;
     if (entry.zero_first && !pass.position[c])
       std::memset(embedding, 0, 4 * size_t(size));
     else if (entry.embedding_norm)
@@ -342,9 +367,13 @@ class Decoder final : public Runner {
   }
 
   void root_mean_square(const float* x, const float* weight, int size, float* out) const {
+    root_mean_square(x, weight, size, out, m_.epsilon);
+  }
+
+  static void root_mean_square(const float* x, const float* weight, int size, float* out, float epsilon) {
     Floats squares = {};
     for (int i = 0; i < size; i += kLanes) squares += load(x + i) * load(x + i);
-    const float scale = 1 / std::sqrt(sum(squares) / size + m_.epsilon);
+    const float scale = 1 / std::sqrt(sum(squares) / size + epsilon);
     for (int i = 0; i < size; i += kLanes) store(out + i, load(x + i) * scale * load(weight + i));
   }
 
@@ -396,11 +425,14 @@ class Decoder final : public Runner {
   void reserve(int columns) {
     if (columns <= room_) return;
     room_ = columns;
-    const int heads = (m_.heads + 2 * m_.key_heads) * m_.dim, entering = m_.entry ? 2 * m_.hidden : m_.hidden;
-    const int widest = padded(std::max({entering, heads, m_.ffn}));
+    const int heads = (m_.heads + 2 * m_.key_heads) * m_.dim, tapped = m_.entry ? m_.entry->tapped : 0;
+    const int entering = m_.entry ? 2 * m_.hidden : m_.hidden;
+    const int widest = padded(std::max({entering, heads, m_.ffn, tapped}));
     const size_t many = columns;
     stream_.resize(many * m_.hidden);
     if (m_.entry) pair_.resize(many * 2 * m_.hidden);
+    if (m_.entry) fused_.resize(many * m_.hidden);
+    tapped_.resize(many * tapped);
     normed_.resize(size_t(m_.threads) * m_.hidden);
     wide_.resize(many * widest);
     query_.resize(many * m_.heads * m_.dim);
@@ -419,7 +451,7 @@ class Decoder final : public Runner {
   int room_ = 0;
   std::vector<Tile> tiles_;
   std::vector<Scratch<Element>> scratch_;  // one a thread
-  std::vector<float> pair_, states_, stream_, normed_, wide_, cosine_, sine_, scale_, logits_;
+  std::vector<float> tapped_, fused_, pair_, states_, stream_, normed_, wide_, cosine_, sine_, scale_, logits_;
   std::vector<Element> query_;
   std::vector<int32_t> words_, total_, none_, best_;
   Rows rows_{};

@@ -27,7 +27,12 @@ class Passes:
         raise NotImplementedError
 
     def run(
-        self, columns: Columns, layers: Sequence[int] = (), state: torch.Tensor | None = None
+        self,
+        columns: Columns,
+        layers: Sequence[int] = (),
+        *,
+        state: torch.Tensor | None = None,
+        taps: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, array[int], torch.Tensor]:
         """One pass.
 
@@ -35,6 +40,7 @@ class Passes:
             columns: what is read, and of what logits are wanted.
             layers: whose outputs are wanted.
             state: [T, H] float32 before each column, for a draft that reads states.
+            taps: [T, taps, target H] float32, of which such a draft makes the states itself.
 
         Returns:
             logits [K, V] float32 of the columns to keep, their likeliest ids [K] (-1 where the logits are not
@@ -44,7 +50,8 @@ class Passes:
         logits = torch.empty(kept, self.vocab)
         features = torch.empty(len(layers), read, self._hidden) if layers else self._nothing
         best, exported = array("i", bytes(4 * kept)), array("i", layers)
-        once = columns.c(logits.data_ptr(), best.buffer_info()[0], exported, features.data_ptr(), _address(state))
+        wrote = logits.data_ptr(), best.buffer_info()[0], exported, features.data_ptr()
+        once = columns.c(*wrote, _address(state), _address(taps))
         self._code.outrider_run(self._handle, ctypes.byref(once))
         return logits, best, features
 
@@ -56,7 +63,7 @@ class Passes:
         trust: Trust | None = None,
         *,
         dice: Dice | None = None,
-        state: torch.Tensor | None = None,
+        taps: torch.Tensor | None = None,
     ) -> Grown:
         """One pass, and guesses after it.
 
@@ -66,7 +73,7 @@ class Passes:
             vocab: ids below it are guessed.
             trust: when a row stops earlier; None: never.
             dice: how guesses are drawn; None: greedily.
-            state: as in `run`; behind a guess stands what came out of the column before it.
+            taps: as in `run`; behind a guess stands what came out of the column before it.
         """
         ends, rows, depth = list(columns.keep), len(budget), max(budget)
         weight, bias = (array("f", trust.weight), array("f", trust.bias)) if trust else (array("f", [0]),) * 2
@@ -89,7 +96,7 @@ class Passes:
         fields += [0 if found.law is None else found.law.data_ptr(), found.law_at.buffer_info()[0]]
         keep, kinds = trust.keep if trust else 0.0, len(weight)
         chain = CChain(*fields, keep, rows, depth, vocab, kinds, len(end))
-        once = columns.c(0, 0, array("i"), 0, _address(state))
+        once = columns.c(0, 0, array("i"), 0, taps=_address(taps))
         self._code.outrider_grow(self._handle, ctypes.byref(once), ctypes.byref(chain))
         return found.grown(watched=trust is not None)
 
