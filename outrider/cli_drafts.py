@@ -40,7 +40,7 @@ def train(
     kind: Annotated[
         str,
         typer.Argument(
-            metavar="KIND", help="eagle3, eagle31, peagle, mtp, medusa, hydra, dflash, dspark, onlooker or draft."
+            metavar="KIND", help="eagle3, eagle31, slim, peagle, mtp, medusa, hydra, dflash, dspark, onlooker or draft."
         ),
     ],
     *,

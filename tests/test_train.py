@@ -17,16 +17,19 @@ from transformers import AutoModelForCausalLM
 from outrider.errors import OutriderError
 from outrider.heads.formats.base import Partner
 from outrider.heads.formats.known import format_of
-from outrider.heads.store import read_trained
+from outrider.heads.store import make_module, read_trained
+from outrider.heads.taps import normed
 from outrider.load import load_checkpoint
 from outrider.params import SamplingParams
 from outrider.train import slopes
-from outrider.train.kinds import KINDS
+from outrider.train.kinds import KINDS, Sizes, describe
 from outrider.train.losses import LOSSES, Laws, parse, shortfall
+from outrider.train.prime import directions, prime
 from outrider.train.pupil import make_pupil
 from outrider.train.settings import DRAFT, Settings
 from outrider.train.steps import Step
 from outrider.train.trainer import Sums, Trainer, rate
+from outrider.types import Tables
 from tests import houses, lessons, tiny
 from tests.lessons import NANO, Still, cut, make_sample, make_settings, make_setup, make_texts, spread, watched
 
@@ -397,8 +400,11 @@ def test_two_processes_learn_as_one_does(tmp_path):
         ("mtp", {"steps": 1, "later": 0.5}, "--steps 1 trains none; leave one of them out"),
         ("dflash", {"mask_token": 12288}, "--mask-token is 12288, and the target has 12288 tokens"),
         ("eagle3", {}, "reads three layers, and this target has 2"),
+        ("slim", {}, "reads three layers, and this target has 2"),
+        ("mtp", {"width": 64}, "mtp is as wide as its target; leave --width out"),
         (DRAFT, {}, "name its folder with --draft DIR"),
         (DRAFT, {"draft": NANO, "depth": 2}, "--depth shapes a new draft"),
+        (DRAFT, {"draft": NANO, "width": 64}, "--width shapes a new draft"),
         (DRAFT, {"draft": NANO, "own_head": True}, "--own-head shapes a new draft"),
         (DRAFT, {"draft": NANO, "later": 0.5}, "a draft model trains all guesses at every place; leave --later out"),
         ("hydra", {"later": 0.5}, "hydra trains all guesses at every place; leave --later out"),
@@ -410,6 +416,36 @@ def test_two_processes_learn_as_one_does(tmp_path):
 def test_options_that_a_kind_does_not_have(kind, options, message, nano):
     with pytest.raises(OutriderError, match=message):
         make_pupil(kind, make_settings(**options), make_setup(nano), nano.tables)
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "eagle31", "slim", "peagle"])
+def test_a_narrow_draft_has_tables_of_its_own(kind):
+    sizes = Sizes(hidden=384, layers=8, vocab=40, epsilon=1e-5)
+    narrow = describe(kind, replace(sizes, width=128))
+    assert (narrow.width, narrow.own_head, narrow.own_embedding) == (128, True, True)
+    assert describe("slim", sizes).width == 192
+    with pytest.raises(OutriderError, match="leave --shared-head out, or --width"):
+        describe(kind, replace(sizes, width=128, own_head=False))
+    with pytest.raises(OutriderError, match="--width is 512, and the target is 384 wide"):
+        describe(kind, replace(sizes, width=512))
+    with pytest.raises(OutriderError, match="does not part into heads"):
+        describe(kind, replace(sizes, width=100))
+
+
+def test_a_narrow_draft_begins_with_the_main_directions_of_the_tables():
+    torch.manual_seed(1)
+    few, norm = torch.randn(64, 128), torch.rand(128) + 0.5
+    tables = Tables(embedding=torch.randn(90, 128), head=torch.randn(90, 64) @ few / norm, norm=norm, epsilon=1e-6)
+    sizes = Sizes(hidden=128, layers=4, vocab=90, epsilon=1e-6, width=64, draft_vocab=9)
+    module = make_module(describe("slim", sizes))
+    module.ids.copy_(torch.arange(3, 12))
+    torch.nn.init.zeros_(module.fuse.weight)
+    prime(module, tables)
+    state = torch.randn(5, 64) @ torch.linalg.qr(few.T).Q.T  # of which these tables see everything
+    through = module.fuse.weight[:, -128:].detach()
+    law = (normed(state, tables) @ tables.head.T).float()[:, 3:12].softmax(-1)
+    assert torch.allclose(module.logits(state @ through.T).softmax(-1), law, atol=1e-4)
+    assert torch.allclose(directions(few, 9).T @ directions(few, 9), torch.eye(9), atol=1e-5)
 
 
 def test_a_draft_of_another_vocabulary_is_refused(nano):

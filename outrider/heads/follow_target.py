@@ -97,14 +97,9 @@ class NativeFollower(FollowTarget):
     def _run(self, batch: Batch, draft: Draft, first: int, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         self._blocks.reserve(batch, draft.width)
         columns, order = columns_of(batch, draft, first, self.vocab)
-        given = self._given(states.float().contiguous(), first)
-        logits, _, out = self._decoder.run(columns, (self.module.body.layers - 1,), **given)
+        logits, _, out = self._decoder.run(columns, (self.module.body.layers - 1,), states.float().contiguous())
         logits = logits if order is None else logits[order]
         return out[0].to(self._dtype), logits.view(len(batch.rows), -1, logits.shape[-1])
-
-    def _given(self, states: torch.Tensor, first: int) -> dict[str, torch.Tensor]:
-        """What stands before the columns of `_run`, under the name by which the kernels take it."""
-        return {"state": states}
 
 
 class NativeFollowTarget(NativeFollower):
@@ -124,13 +119,10 @@ class NativeFollowTarget(NativeFollower):
         taps = torch.cat([self._before(batch, none, -1, b) for b in range(len(batch.rows))])
         self._blocks.reserve(ours, batch.budget)
         columns, _ = columns_of(ours, none, -1, self.vocab)
-        return self._decoder.grow(columns, batch.budget, vocab, trust, dice=dice, taps=taps.float().contiguous())
+        return self._decoder.grow(columns, batch.budget, vocab, trust, dice=dice, state=taps.float().contiguous())
 
     def _behind_text(self, slot: int, begin: int, end: int) -> torch.Tensor:
         return self._taps.tapped(slot, begin, end)
-
-    def _given(self, states: torch.Tensor, first: int) -> dict[str, torch.Tensor]:
-        return {"taps": states} if first < 0 else {"state": states}
 
 
 def behind(batch: Batch, tokens: int = 1) -> Batch:

@@ -81,15 +81,14 @@ class HeadDecoder(Passes):
         norms = [norm.weight.detach().float() for norm in getattr(module, "fuse_norm", ())]
         return CEntry(
             fuse,
+            project,
             self._kept(tables.norm.float()).data_ptr() if it.taps.final else 0,
             self._kept(torch.cat(norms)).data_ptr() if norms else 0,
+            self._norm(module, "embedding_norm"),
+            self._norm(module, "state_norm"),
             size * len(it.taps.layers),
             size,
             len(norms[0]) if norms else 0,
-            tables.epsilon,
-            project,
-            self._norm(module, "embedding_norm"),
-            self._norm(module, "state_norm"),
             join.embedding_first,
             join.zero_first,
             join.residual_normed,

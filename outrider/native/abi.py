@@ -38,12 +38,9 @@ class CEntry(ctypes.Structure):
     """`Entry` of decoder.cpp: how a trained draft joins embeddings and states."""
 
     _fields_ = (
-        ("fuse", CLinear),
-        *((name, ctypes.c_void_p) for name in ("last_norm", "tap_norm")),
+        *((name, CLinear) for name in ("fuse", "project")),
+        *((name, ctypes.c_void_p) for name in ("last_norm", "tap_norm", "embedding_norm", "state_norm")),
         *((name, ctypes.c_int32) for name in ("tapped", "tap", "normed")),
-        ("last_epsilon", ctypes.c_float),
-        ("project", CLinear),
-        *((name, ctypes.c_void_p) for name in ("embedding_norm", "state_norm")),
         *((name, ctypes.c_int32) for name in ("embedding_first", "zero_first", "residual_normed", "recycle_normed")),
     )
 
@@ -66,8 +63,8 @@ class CPass(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("token", "position", "slot", "place", "seen", "tail_begin", "tail")),
-        *((name, ctypes.c_void_p) for name in ("keep", "logits", "best", "exported", "features", "state", "taps")),
-        *((name, ctypes.c_int32) for name in ("columns", "kept", "exports")),
+        *((name, ctypes.c_void_p) for name in ("keep", "logits", "best", "exported", "features", "state")),
+        *((name, ctypes.c_int32) for name in ("tapped", "columns", "kept", "exports")),
     )
 
 
@@ -135,9 +132,9 @@ class Columns:
         self.tail.extend(tail)
         self.tail_begin.append(len(self.tail))
 
-    def c(self, logits: int, best: int, exported: array[int], features: int, state: int = 0, taps: int = 0) -> CPass:
-        """With the addresses of what the pass writes, and of states or what was tapped; the arrays must outlive it."""
+    def c(self, logits: int, best: int, exported: array[int], features: int, *state: int) -> CPass:
+        """With the addresses of what the pass writes and of states, and whether those are as they were tapped."""
         fields = (self.token, self.position, self.slot, self.place, self.seen, self.tail_begin, self.tail, self.keep)
         addresses = (part.buffer_info()[0] for part in fields)
         counts = (len(self.token), len(self.keep), len(exported))
-        return CPass(*addresses, logits, best, exported.buffer_info()[0], features, state, taps, *counts)
+        return CPass(*addresses, logits, best, exported.buffer_info()[0], features, *(state or (0, 0)), *counts)

@@ -32,12 +32,10 @@ struct Pool {
 // How a token's embedding meets the state before it, in a draft that was trained on another model's states.
 struct Entry {
   Linear fuse;                // [hidden][tapped]; no outputs: what is tapped is the state
-  const float* last_norm;     // [tap] or null: of the last of what is tapped, the other model's own
-  const float* tap_norm;      // [tapped] or null: of `normed` numbers at a time
-  int32_t tapped, tap, normed;
-  float last_epsilon;
   Linear project;             // [hidden][2 hidden]; no outputs: they meet at the first attention's input
+  const float *last_norm, *tap_norm;         // [tap]: of the last tap; [tapped]: of `normed` numbers at a time; or null
   const float *embedding_norm, *state_norm;  // [hidden] or null
+  int32_t tapped, tap, normed;
   int32_t embedding_first, zero_first, residual_normed, recycle_normed;
 };
 
@@ -63,7 +61,7 @@ struct Pass {
   const int32_t* exported;   // [exports]: layers, counted from 0, whose output is wanted
   float* features;           // [exports][columns][hidden]
   const float* state;        // [columns][hidden]: what stood before each column, where the model has an entry
-  const float* taps;         // [columns][tapped]: the same as it was tapped; null where it is given as a state
+  int32_t tapped;            // whether it is [columns][Entry::tapped], as it was tapped
   int32_t columns, kept, exports;
 };
 
@@ -106,7 +104,7 @@ class Decoder final : public Runner {
 #pragma omp parallel num_threads(m_.threads)
     {
       const Team team{barrier_, omp_get_thread_num(), omp_get_num_threads()};
-      if (pass.taps) fuse(team, pass);
+      if (pass.tapped) fuse(team, pass);
       begin(team, pass);
       if (m_.entry && m_.entry->project.out) {
         pack(team, pass.columns, pair_.data(), 2 * m_.hidden, m_.entry->project.bits);
@@ -158,7 +156,7 @@ class Decoder final : public Runner {
       none_.assign(count + 1, 0);
       if (m_.entry) recycle(pass, kept);
       pass = {fields[0].data(), fields[1].data(), fields[2].data(), fields[3].data(), fields[4].data(), none_.data(),
-              nullptr, fields[5].data(), logits_.data(), best_.data(), nullptr, nullptr, states_.data(), nullptr, count, count, 0};
+              nullptr, fields[5].data(), logits_.data(), best_.data(), nullptr, nullptr, states_.data(), 0, count, count, 0};
     }
     choice_ = m_.head.out;
   }
@@ -167,14 +165,9 @@ class Decoder final : public Runner {
   // The states behind some columns of a pass, for the pass after it.
   void recycle(const Pass& pass, const std::vector<int32_t>& kept) {
     states_.resize(kept.size() * m_.hidden);
-    for (size_t i = 0; i < kept.size(); i++) {
-      const float* from = &stream_[size_t(kept[i]) * m_.hidden];
-      float* to = &states_[i * m_.hidden];
-      if (m_.entry->recycle_normed && m_.norm)
-        root_mean_square(from, m_.norm, m_.hidden, to);
-      else
-        std::memcpy(to, from, 4 * size_t(m_.hidden));
-    }
+    for (size_t i = 0; i < kept.size(); i++)
+      hand_on(&stream_[size_t(kept[i]) * m_.hidden], m_.entry->recycle_normed ? m_.norm : nullptr, m_.hidden,
+              &states_[i * m_.hidden]);
   }
 
   // Write down one guess, and whether it is worth its place; returns whether its row stops.
@@ -272,8 +265,8 @@ class Decoder final : public Runner {
     const int size = entry.tapped, last = size - entry.tap;
     team.share(pass.columns, [&](int c) {
       float* x = &tapped_[size_t(c) * size];
-      std::memcpy(x, pass.taps + size_t(c) * size, 4 * size_t(size));
-      if (entry.last_norm) root_mean_square(x + last, entry.last_norm, entry.tap, x + last, entry.last_epsilon);
+      std::memcpy(x, pass.state + size_t(c) * size, 4 * size_t(size));
+      if (entry.last_norm) root_mean_square(x + last, entry.last_norm, entry.tap, x + last);
       for (int i = 0; entry.tap_norm && i < size; i += entry.normed)
         root_mean_square(x + i, entry.tap_norm + i, entry.normed, x + i);
       if (entry.fuse.out)
@@ -290,17 +283,12 @@ class Decoder final : public Runner {
     const int size = m_.hidden;
     float *stream = &stream_[size_t(c) * size], *pair = &pair_[size_t(c) * 2 * size];
     float *embedding = pair + (entry.embedding_first ? 0 : size), *state = pair + (entry.embedding_first ? size : 0);
-    const float* given = (pass.taps ? fused_.data() : pass.state) + size_t(c) * size;
+    const float* given = (pass.tapped ? fused_.data() : pass.state) + size_t(c) * size;
     if (entry.zero_first && !pass.position[c])
       std::memset(embedding, 0, 4 * size_t(size));
-    else if (entry.embedding_norm)
-      root_mean_square(stream, entry.embedding_norm, size, embedding);
     else
-      std::memcpy(embedding, stream, 4 * size_t(size));
-    if (entry.state_norm)
-      root_mean_square(given, entry.state_norm, size, state);
-    else
-      std::memcpy(state, given, 4 * size_t(size));
+      hand_on(stream, entry.embedding_norm, size, embedding);
+    hand_on(given, entry.state_norm, size, state);
     std::memcpy(stream, entry.residual_normed ? state : given, 4 * size_t(size));
   }
 
@@ -366,14 +354,16 @@ class Decoder final : public Runner {
     });
   }
 
-  void root_mean_square(const float* x, const float* weight, int size, float* out) const {
-    root_mean_square(x, weight, size, out, m_.epsilon);
+  // The same of one row; without weights, the row as it is.
+  void hand_on(const float* x, const float* weight, int size, float* out) const {
+    if (weight) return root_mean_square(x, weight, size, out);
+    std::memcpy(out, x, 4 * size_t(size));
   }
 
-  static void root_mean_square(const float* x, const float* weight, int size, float* out, float epsilon) {
+  void root_mean_square(const float* x, const float* weight, int size, float* out) const {
     Floats squares = {};
     for (int i = 0; i < size; i += kLanes) squares += load(x + i) * load(x + i);
-    const float scale = 1 / std::sqrt(sum(squares) / size + epsilon);
+    const float scale = 1 / std::sqrt(sum(squares) / size + m_.epsilon);
     for (int i = 0; i < size; i += kLanes) store(out + i, load(x + i) * scale * load(weight + i));
   }
 
@@ -430,8 +420,8 @@ class Decoder final : public Runner {
     const int widest = padded(std::max({entering, heads, m_.ffn, tapped}));
     const size_t many = columns;
     stream_.resize(many * m_.hidden);
-    if (m_.entry) pair_.resize(many * 2 * m_.hidden);
-    if (m_.entry) fused_.resize(many * m_.hidden);
+    pair_.resize(many * (m_.entry ? entering : 0));
+    fused_.resize(many * (m_.entry ? m_.hidden : 0));
     tapped_.resize(many * tapped);
     normed_.resize(size_t(m_.threads) * m_.hidden);
     wide_.resize(many * widest);

@@ -27,31 +27,24 @@ class Passes:
         raise NotImplementedError
 
     def run(
-        self,
-        columns: Columns,
-        layers: Sequence[int] = (),
-        *,
-        state: torch.Tensor | None = None,
-        taps: torch.Tensor | None = None,
+        self, columns: Columns, layers: Sequence[int] = (), state: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, array[int], torch.Tensor]:
         """One pass.
 
         Args:
             columns: what is read, and of what logits are wanted.
             layers: whose outputs are wanted.
-            state: [T, H] float32 before each column, for a draft that reads states.
-            taps: [T, taps, target H] float32, of which such a draft makes the states itself.
+            state: [T, H] float32 before each column, for a draft that reads states; or [T, taps, target H], not fused.
 
         Returns:
             logits [K, V] float32 of the columns to keep, their likeliest ids [K] (-1 where the logits are not
             numbers), and the outputs [layers, T, H] of the layers asked for, of all columns.
         """
-        kept, read = len(columns.keep), len(columns.token)
+        kept = len(columns.keep)
         logits = torch.empty(kept, self.vocab)
-        features = torch.empty(len(layers), read, self._hidden) if layers else self._nothing
+        features = torch.empty(len(layers), len(columns.token), self._hidden) if layers else self._nothing
         best, exported = array("i", bytes(4 * kept)), array("i", layers)
-        wrote = logits.data_ptr(), best.buffer_info()[0], exported, features.data_ptr()
-        once = columns.c(*wrote, _address(state), _address(taps))
+        once = columns.c(logits.data_ptr(), best.buffer_info()[0], exported, features.data_ptr(), *_given(state))
         self._code.outrider_run(self._handle, ctypes.byref(once))
         return logits, best, features
 
@@ -63,7 +56,7 @@ class Passes:
         trust: Trust | None = None,
         *,
         dice: Dice | None = None,
-        taps: torch.Tensor | None = None,
+        state: torch.Tensor | None = None,
     ) -> Grown:
         """One pass, and guesses after it.
 
@@ -73,7 +66,7 @@ class Passes:
             vocab: ids below it are guessed.
             trust: when a row stops earlier; None: never.
             dice: how guesses are drawn; None: greedily.
-            taps: as in `run`; behind a guess stands what came out of the column before it.
+            state: as in `run`; behind a guess stands what came out of the column before it.
         """
         ends, rows, depth = list(columns.keep), len(budget), max(budget)
         weight, bias = (array("f", trust.weight), array("f", trust.bias)) if trust else (array("f", [0]),) * 2
@@ -94,9 +87,8 @@ class Passes:
         uniform = dice.uniform.contiguous() if dice else None
         fields += [0, 0] if uniform is None else [wants.buffer_info()[0], uniform.data_ptr()]
         fields += [0 if found.law is None else found.law.data_ptr(), found.law_at.buffer_info()[0]]
-        keep, kinds = trust.keep if trust else 0.0, len(weight)
-        chain = CChain(*fields, keep, rows, depth, vocab, kinds, len(end))
-        once = columns.c(0, 0, array("i"), 0, taps=_address(taps))
+        chain = CChain(*fields, trust.keep if trust else 0.0, rows, depth, vocab, len(weight), len(end))
+        once = columns.c(0, 0, array("i"), 0, *_given(state))
         self._code.outrider_grow(self._handle, ctypes.byref(once), ctypes.byref(chain))
         return found.grown(watched=trust is not None)
 
@@ -118,9 +110,7 @@ class _Found:
         return self._token, self._count, self._looked, self._margin, self._chance
 
     def grown(self, *, watched: bool) -> Grown:
-        rows, depth = self._shape
-        q, listed = None, self._token.tolist()
-        tokens = torch.tensor([listed[b * depth : (b + 1) * depth] for b in range(rows)])
+        q, tokens = None, torch.tensor(self._token.tolist()).view(self._shape)
         if self.law is not None:
             at = torch.tensor(self.law_at.tolist()).view(self._shape)
             q = Packed(values=self.law[: max(self.law_at) + 1], at=at)
@@ -134,9 +124,10 @@ class _Found:
         return tuple(tuple(part[b * depth : b * depth + n]) for b, n in enumerate(self._looked))
 
 
-def _address(state: torch.Tensor | None) -> int:
+def _given(state: torch.Tensor | None) -> tuple[int, ...]:
+    """The address of states, and whether they are as they were tapped."""
     if state is None:
-        return 0
+        return ()
     assert state.dtype is torch.float32
     assert state.is_contiguous()
-    return state.data_ptr()
+    return state.data_ptr(), state.dim() == 3

@@ -23,6 +23,7 @@ from outrider.heads.description import (
 )
 
 ONLOOKER = "onlooker"
+_THREE = frozenset({"eagle3", "eagle31", "peagle", "slim"})  # kinds that read three layers, and fuse them
 _GUESSES = 7  # of a pass that makes them all
 _RANK, _TAPS = 256, 5  # at most: of the correction by the token before; layers that a block reads
 
@@ -38,6 +39,7 @@ class Sizes:
     draft_vocab: int = 0  # 0 = all
     depth: int = 1  # decoder layers, or independent heads
     ffn: int = 0  # 0 = as Llama has it
+    width: int = 0  # of decoder layers; 0 = the target's, for slim half of it
     guesses: int = 0  # of a pass that makes them all; 0 = 7
     modules: int = 1  # for multi-token prediction
     view: View | None = None  # what can be seen of the target's memory
@@ -52,24 +54,29 @@ def describe(kind: str, sizes: Sizes) -> Description:
     """
     if kind not in KINDS:
         raise OutriderError(f"kind {kind!r} is unknown; use {', '.join(KINDS)}")
-    if sizes.layers < 4 and kind in ("eagle3", "eagle31", "peagle"):
+    if sizes.layers < 4 and kind in _THREE:
         raise OutriderError(f"{kind} reads three layers, and this target has {sizes.layers}; use mtp or medusa")
+    if sizes.width and kind not in _THREE:
+        raise OutriderError(f"{kind} is as wide as its target; leave --width out, or train slim or eagle31")
+    if sizes.width > sizes.hidden:
+        raise OutriderError(f"--width is {sizes.width}, and the target is {sizes.hidden} wide; use that at most")
     return KINDS[kind](sizes)
 
 
 def body(sizes: Sizes) -> Body:
-    """Decoder layers of the target's width."""
-    dim = next((size for size in (128, 64, 32, 16) if sizes.hidden % size == 0 and sizes.hidden // size >= 4), 0)
+    """Decoder layers of the target's width, or of the one that is asked for."""
+    width = sizes.width or sizes.hidden
+    dim = next((size for size in (128, 64, 32, 16) if width % size == 0 and width // size >= 4), 0)
     if not dim:
-        raise OutriderError(f"the target's width {sizes.hidden} does not part into heads; no draft is known for it")
-    heads = sizes.hidden // dim
+        raise OutriderError(f"a width of {width} does not part into heads; use --width with a multiple of 64")
+    heads = width // dim
     return Body(
         layers=sizes.depth,
-        hidden=sizes.hidden,
+        hidden=width,
         heads=heads,
         key_heads=next(size for size in (heads // 3, heads // 4, heads // 2, heads) if size and heads % size == 0),
         dim=dim,
-        ffn=sizes.ffn or (sizes.hidden * 8 // 3 + 63) // 64 * 64,
+        ffn=sizes.ffn or (width * 8 // 3 + 63) // 64 * 64,
         epsilon=sizes.epsilon,
     )
 
@@ -77,6 +84,12 @@ def body(sizes: Sizes) -> Body:
 def _eagle3(sizes: Sizes) -> Description:
     # Small targets say little four layers before their end, where large ones are tapped.
     high = sizes.layers - (4 if sizes.layers >= 16 else 2)
+    own = sizes.width not in (0, sizes.hidden)  # the target's tables have another width
+    if own and sizes.own_head is False:
+        raise OutriderError(
+            f"a draft {sizes.width} wide cannot use the output layer of a target {sizes.hidden} wide; leave"
+            " --shared-head out, or --width"
+        )
     return Description(
         kind=Kind.EAGLE3,
         target_hidden=sizes.hidden,
@@ -87,12 +100,19 @@ def _eagle3(sizes: Sizes) -> Description:
         join=Join(at=JoinAt.ATTENTION),
         body=body(sizes),
         own_head=sizes.own_head is not False,
+        own_embedding=own,
     )
 
 
 def _eagle31(sizes: Sizes) -> Description:
     plain = _eagle3(sizes)
     return replace(plain, taps=replace(plain.taps, norm=FuseNorm.EACH), recycle=Recycle.NORMED)
+
+
+def _slim(sizes: Sizes) -> Description:
+    half = (sizes.hidden // 2 + 63) // 64 * 64
+    wide = _eagle31(replace(sizes, width=sizes.width or half))
+    return replace(wide, join=Join(at=JoinAt.PROJECTION))
 
 
 def _peagle(sizes: Sizes) -> Description:
@@ -194,6 +214,7 @@ KINDS: Mapping[str, Callable[[Sizes], Description]] = MappingProxyType(
         "eagle3": _eagle3,
         "eagle31": _eagle31,
         "peagle": _peagle,
+        "slim": _slim,
         "mtp": _mtp,
         "medusa": _stack(Kind.MEDUSA),
         "hydra": _stack(Kind.HYDRA),

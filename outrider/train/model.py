@@ -131,6 +131,7 @@ def _folder(settings: Settings) -> Path:
     shaping = {
         "--depth": settings.depth,
         "--ffn": settings.ffn,
+        "--width": settings.width,
         "--draft-vocab": settings.draft_vocab,
         "--guesses": settings.guesses,
         "--mask-token": settings.mask_token is not None,

@@ -21,6 +21,7 @@ from outrider.target import Lender
 from outrider.train.batches import frequent
 from outrider.train.kinds import ONLOOKER, Sizes, describe
 from outrider.train.model import ModelPupil
+from outrider.train.prime import prime
 from outrider.train.sample import Sample
 from outrider.train.settings import DRAFT, Settings
 from outrider.train.sight import find_view
@@ -96,16 +97,7 @@ class HeadPupil:
         if it.draft_vocab:
             module.ids.copy_(frequent(samples(), it.vocab, it.draft_vocab, module.ids.device))
             self._lend()
-        if it.width != it.target_hidden:
-            return
-        with torch.no_grad():  # what the target's last norm and output layer do is the best start for the draft's own
-            if it.own_head:
-                module.output_table().copy_(self._tables.head[module.ids])
-            norm, fuse = getattr(module, "norm", None), getattr(module, "fuse", None)
-            if norm is not None:
-                norm.weight.copy_(self._tables.norm)
-            if fuse is not None:  # the highest tap, which says most, and a little of the others
-                fuse.weight.mul_(0.1)[:, -it.width :] += torch.eye(it.width, device=module.ids.device)
+        prime(module, self._tables)
 
     def unroll(self, texts: Texts, steps: int) -> Iterator[Step]:
         return unrolled(self._module, texts, steps, self._later)
@@ -164,6 +156,7 @@ def _sizes(settings: Settings, setup: Setup, tables: Tables) -> Sizes:
         draft_vocab=settings.draft_vocab % setup.vocab,
         depth=settings.depth or 1,
         ffn=settings.ffn,
+        width=settings.width or 0,
         guesses=settings.guesses,
         modules=settings.modules,
         own_head=settings.own_head,
@@ -175,11 +168,12 @@ def _begun(settings: Settings, wanted: Description, setup: Setup) -> HeadModule:
     assert settings.draft is not None
     module = read_head(model_folder(settings.draft), dtype=torch.float32, device=setup.device).requires_grad_(True)
     it = module.description
-    shaping = (settings.depth, settings.ffn, settings.draft_vocab, settings.guesses, settings.own_head)
-    if any(option not in (0, None) for option in shaping) or settings.modules > 1 or settings.mask_token is not None:
+    shaping = (settings.depth, settings.ffn, settings.width, settings.draft_vocab, settings.guesses)
+    chosen = settings.own_head, settings.mask_token
+    if any(shaping) or settings.modules > 1 or chosen != (None, None):
         raise OutriderError(
-            f"{settings.draft} has its shape; leave --depth, --ffn, --draft-vocab, --own-head, --guesses, --modules and"
-            " --mask-token out"
+            f"{settings.draft} has its shape; leave --depth, --ffn, --width, --draft-vocab, --own-head, --guesses,"
+            " --modules and --mask-token out"
         )
     ours, theirs = ((each.kind, each.vocab, each.target_hidden, each.target_layers) for each in (wanted, it))
     if ours != theirs:

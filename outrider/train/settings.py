@@ -36,7 +36,9 @@ _APART = frozenset(  # places, whose contents count instead; and what changes no
         "cache_gb",
     }
 )
-_LATER = frozenset({"mask_token", "with_target"})  # which trainings that are still going on may have begun without
+_LATER = frozenset(
+    {"mask_token", "with_target", "width"}
+)  # which trainings that are still going on may have begun without
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +92,14 @@ class Settings:
     ffn: Annotated[
         int, typer.Option(min=0, help="Width of the perceptrons; 0 = as Llama's.", rich_help_panel=_WHAT)
     ] = 0
+    width: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Of a draft that reads three layers of the target. Default: the target's, and half of it for slim.",
+            rich_help_panel=_WHAT,
+        ),
+    ] = None
     draft_vocab: Annotated[
         int, typer.Option(min=0, help="Tokens that can be guessed, the likeliest; 0 = all.", rich_help_panel=_WHAT)
     ] = 0
@@ -97,7 +107,7 @@ class Settings:
         bool | None,
         typer.Option(
             "--own-head/--shared-head",
-            help="An output layer of the draft's own, or the target's. Default: own for eagle3, eagle31 and peagle.",
+            help="An output layer of the draft's own, or the target's. Default: own where three layers are read.",
             rich_help_panel=_WHAT,
         ),
     ] = None
@@ -217,7 +227,11 @@ class Settings:
     def _check_sizes(self) -> None:
         """Nothing is begun that no machine could hold or finish."""
         far = {"steps": self.steps or 0, "depth": self.depth, "guesses": self.guesses, "modules": self.modules}
-        for name, size, most in (*((name, size, _FAR) for name, size in far.items()), ("ffn", self.ffn, _WIDE)):
+        for name, size, most in (
+            *((name, size, _FAR) for name, size in far.items()),
+            ("ffn", self.ffn, _WIDE),
+            ("width", self.width or 0, _WIDE),
+        ):
             if size > most:
                 raise OutriderError(f"--{name} is {size}; use {most} at most")
         if not -_SEEDS <= self.seed < _SEEDS:
