@@ -149,7 +149,8 @@ def text_tokens(tokenizer: Any, text: str, *, special: bool = True) -> tuple[int
         raise OutriderError(
             f"the text holds half of a surrogate pair, {text[error.start]!a} at character {error.start}; leave it out"
         ) from None
-    return tuple(tokenizer.encode(text, add_special_tokens=special))
+    # Whether it is too long is ours to say; the tokenizer's own warning speaks of errors that do not follow.
+    return tuple(tokenizer.encode(text, add_special_tokens=special, verbose=False))
 
 
 def by_category(prompts: Sequence[Prompt]) -> dict[str, list[Prompt]]:

@@ -253,6 +253,8 @@ def test_messages_need_a_template():
     with pytest.raises(OutriderError, match="f:1 holds messages, and this target has no chat template"):
         prompts.encoded(Tokens(), talk)
     assert prompts.encoded(Tokens(), _prompt("ab")) == (97, 98)
+    with pytest.raises(OutriderError, match="f:2: the text holds half of a surrogate pair"):
+        prompts.encoded(Tokens(), Prompt(id="f:2", category="", prompt="a\ud800", messages=None))
 
 
 # On disk

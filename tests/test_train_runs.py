@@ -382,6 +382,16 @@ def test_a_training_says_what_it_is_also_measured_on(data, tmp_path, caplog):
     assert training._document({})["held_out_in_data"] == 8
 
 
+def test_a_training_says_what_it_cuts(tmp_path, caplog):
+    lines = [json.dumps({"prompt": text}) for text in ("x " * 3000, "one", "two")]
+    (tmp_path / "long.jsonl").write_text("\n".join(lines), "utf-8")
+    (tmp_path / "held.jsonl").write_text(lines[1], "utf-8")
+    held = str(tmp_path / "held.jsonl")
+    Training("mtp", _settings(str(tmp_path / "long.jsonl"), tmp_path / "out", held_out=held))
+    said = [record.getMessage() for record in caplog.records]
+    assert "1 of 3 prompts are longer than half of the context and are cut at 1024" in said
+
+
 def test_processes_wait_for_the_one_that_measures(monkeypatch):
     given = []
     monkeypatch.setenv("WORLD_SIZE", "2")

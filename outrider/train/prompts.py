@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from outrider.errors import OutriderError
-from outrider.prompts import Line, Prompt, by_category, chat_tokens, read_lines, turns
+from outrider.prompts import Line, Prompt, by_category, chat_tokens, read_lines, text_tokens, turns
 
 _HELD, _MOST = 0.05, 64  # of the data, where no prompts to measure on are named; and at most
 _FORM = '{"prompt": "..."} or {"messages": [...]}'
@@ -57,15 +57,18 @@ def encoded(tokenizer: Any, prompt: Prompt, *, whole: bool = False) -> tuple[int
     Raises:
         OutriderError: there are none, or the model has no template that takes its messages.
     """
-    if prompt.messages is None:
-        tokens = tokenizer.encode(prompt.prompt)
-    elif getattr(tokenizer, "chat_template", None) is None:
+    if prompt.messages is not None and getattr(tokenizer, "chat_template", None) is None:
         raise OutriderError(f"{prompt.id} holds messages, and this target has no chat template; give prompt instead")
-    else:
-        tokens = chat_tokens(tokenizer, prompt.messages, asks=not whole)
+    try:
+        if prompt.messages is None:
+            tokens = text_tokens(tokenizer, prompt.prompt or "")
+        else:
+            tokens = chat_tokens(tokenizer, prompt.messages, asks=not whole)
+    except OutriderError as error:
+        raise OutriderError(f"{prompt.id}: {error}") from error
     if not tokens:
         raise OutriderError(f"{prompt.id} has no tokens; give a prompt of at least one")
-    return tuple(tokens)
+    return tokens
 
 
 def _content(prompt: Prompt) -> str:

@@ -155,7 +155,11 @@ class Training:
         if settings.with_target is not None:
             given = {i: encoded(room.house.tokenizer, texts[i], whole=True)[: room.house.context] for i in mine}
             return Course(Given(given), mine, settings, most=most), GivenReader(pupil.ids, room.house.vocab)
-        prompts = {i: self._read(texts[i]) for i in mine}
+        half = room.house.context // 2  # and as much is left for the answer
+        whole = {i: encoded(room.house.tokenizer, texts[i]) for i in mine}
+        prompts = {i: tokens[:half] for i, tokens in whole.items()}
+        if (cut := sum(len(tokens) > half for tokens in whole.values())) and not rank():
+            _log.warning("%d of %d prompts are longer than half of the context and are cut at %d", cut, len(mine), half)
         archive = None
         if settings.cache is not None:
             origin, layers = origin_of(room.house, self._target, room.recorder.looked), room.recorder.layers
