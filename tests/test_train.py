@@ -14,6 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from outrider.embedded import embedded
 from outrider.errors import OutriderError
 from outrider.heads.formats.base import Partner
 from outrider.heads.formats.known import format_of
@@ -446,6 +447,20 @@ def test_a_narrow_draft_begins_with_the_main_directions_of_the_tables():
     law = (normed(state, tables) @ tables.head.T).float()[:, 3:12].softmax(-1)
     assert torch.allclose(module.logits(state @ through.T).softmax(-1), law, atol=1e-4)
     assert torch.allclose(directions(few, 9).T @ directions(few, 9), torch.eye(9), atol=1e-5)
+
+
+def test_a_narrow_draft_goes_on_as_what_it_is(tmp_path):
+    mini = lessons.house(str(embedded("mini")))
+    setup = make_setup(mini)
+    made = make_pupil("slim", make_settings(width=64, draft_vocab=50), setup, mini.tables)
+    made.save(tmp_path / "slim")
+    with pytest.raises(
+        OutriderError, match="at its projection, and what is trained here would at its attention; train"
+    ):
+        make_pupil("eagle31", make_settings(draft=str(tmp_path / "slim")), setup, mini.tables)
+    again = make_pupil("slim", make_settings(draft=str(tmp_path / "slim")), setup, mini.tables)
+    assert again.ids.tolist() == made.ids.tolist()
+    assert again._description.width == 64
 
 
 def test_a_draft_of_another_vocabulary_is_refused(nano):

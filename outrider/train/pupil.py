@@ -12,7 +12,7 @@ from torch import nn
 
 from outrider.embedded import model_folder
 from outrider.errors import OutriderError
-from outrider.heads.description import Description, Taps, View
+from outrider.heads.description import Description, JoinAt, Taps, View
 from outrider.heads.runners import make_head_target
 from outrider.heads.store import HeadModule, filled, make_module, read_head, write_head
 from outrider.propose.base import Proposer, Setup
@@ -181,6 +181,11 @@ def _begun(settings: Settings, wanted: Description, setup: Setup) -> HeadModule:
             f"{settings.draft} is of kind {it.kind}, for a target with vocabulary {it.vocab}, width {it.target_hidden}"
             f" and {it.target_layers} layers; what is trained here is {wanted.kind}, for one with {ours[1]}, {ours[2]}"
             f" and {ours[3]}"
+        )
+    if it.join and wanted.join and it.join.at is not wanted.join.at:
+        raise OutriderError(
+            f"{settings.draft} joins embeddings and states at its {it.join.at}, and what is trained here would at its"
+            f" {wanted.join.at}; train {'slim' if it.join.at is JoinAt.PROJECTION else 'eagle31'} instead"
         )
     if set(it.views) != set(wanted.views):
         raise OutriderError(
