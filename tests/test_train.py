@@ -460,7 +460,7 @@ def test_a_narrow_draft_goes_on_as_what_it_is(tmp_path):
         make_pupil("eagle31", make_settings(draft=str(tmp_path / "slim")), setup, mini.tables)
     again = make_pupil("slim", make_settings(draft=str(tmp_path / "slim")), setup, mini.tables)
     assert again.ids.tolist() == made.ids.tolist()
-    assert again._description.width == 64
+    assert again.module.description.width == 64
 
 
 def test_a_draft_of_another_vocabulary_is_refused(nano):
