@@ -362,12 +362,17 @@ def talking(*words):
     return child, ours
 
 
-def heard(ours, wanted):
-    """What the other side says, until it says this or ends."""
+def heard(ours, wanted, nudge=b""):
+    """What the other side says, until it says this or ends; while it is silent it is given the nudge."""
     text = b""
     with suppress(OSError):  # which is how a terminal ends
         while wanted is None or wanted.encode() not in text:
-            assert select.select([ours], [], [], 60)[0], f"silent since {text!r}"
+            for _ in range(12):
+                if select.select([ours], [], [], 5)[0]:
+                    break
+                os.write(ours, nudge)
+            else:
+                pytest.fail(f"silent since {text!r}")
             if not (piece := os.read(ours, 1 << 16)):
                 break
             text += piece
@@ -383,7 +388,8 @@ def test_an_interrupt_ends_an_answer_and_then_the_conversation():
     os.write(ours, b"\x03")
     assert "tokens in" not in heard(ours, "\r\n> ")  # not what the answer may quote
     os.write(ours, b"\x03")
-    assert "Traceback" not in heard(ours, None)
+    # Python's input() sees a signal that comes between its prompt and its reading with the next key alone.
+    assert "Traceback" not in heard(ours, None, nudge=b"\x03")
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     os.close(ours)
 
