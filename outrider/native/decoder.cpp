@@ -186,21 +186,28 @@ class Decoder final : public Runner {
 
   // The likeliest id, or one drawn from the law of all.
   int32_t choose(const Chain& chain, int b, size_t at, int best, const float* logits) const {
-    const int32_t likeliest = m_.id ? m_.id[std::max(0, best)] : std::max(0, best);
-    if (!chain.want || chain.law_at[at] < 0) return likeliest;
+    const int32_t sure = m_.id ? m_.id[std::max(0, best)] : std::max(0, best);
+    if (!chain.want || chain.law_at[at] < 0) return sure;
     float* law = chain.law + size_t(chain.law_at[at]) * chain.vocab;
     if (best < 0) {  // not numbers: then this is what is guessed for certain
       std::fill(law, law + chain.vocab, 0.0f);
-      law[likeliest] = 1;
-      return likeliest;
+      law[sure] = 1;
+      return sure;
     }
-    std::fill(law, law + chain.vocab, -INFINITY);
-    for (int i = 0, said = std::min(chain.vocab, m_.head.out); i < said; i++) {
-      const int id = m_.id ? m_.id[i] : i;
-      if (id < chain.vocab) law[id] = logits[i];
+    const int said = std::min(chain.vocab, m_.head.out);
+    if (!m_.id) {
+      std::copy(logits, logits + said, law);
+      std::fill(law + said, law + chain.vocab, -INFINITY);
+      shape(law, chain.vocab, chain.want[b]);
+      return int32_t(draw(law, chain.vocab, chain.uniform[at]));
     }
-    shape(law, chain.vocab, chain.want[b]);
-    return int32_t(draw(law, chain.vocab, chain.uniform[at]));
+    thread_local std::vector<float> few;  // what cannot be guessed needs no shaping
+    const auto* end = std::lower_bound(m_.id, m_.id + said, chain.vocab);
+    few.assign(logits, logits + (end - m_.id));
+    shape(few.data(), int(few.size()), chain.want[b]);
+    std::fill(law, law + chain.vocab, 0.0f);
+    for (size_t i = 0; i < few.size(); i++) law[m_.id[i]] = few[i];
+    return m_.id[draw(few.data(), int(few.size()), chain.uniform[at])];
   }
 
   static float largest_but(const float* logits, int vocab, int best) {
@@ -219,28 +226,6 @@ class Decoder final : public Runner {
     float out = largest(most);
     for (; i < vocab; i++) out = i == best ? out : std::max(out, logits[i]);
     return out;
-  }
-
-  // The first of the largest; -1 if something is not a number, or none is finite.
-  static int32_t likeliest(const float* logits, int vocab) {
-    Floats most = fill(-INFINITY);
-    Ints odd = {};
-    int i = 0;
-    for (; i + kLanes <= vocab; i += kLanes) {
-      const Floats x = load(logits + i);
-      odd |= x != x;
-      most = maximum(most, x);
-    }
-    float best = largest(most);
-    bool bad = largest(__builtin_convertvector(odd & 1, Floats)) > 0;
-    for (; i < vocab; i++) {
-      bad |= logits[i] != logits[i];
-      best = std::max(best, logits[i]);
-    }
-    if (bad || std::isinf(best)) return -1;
-    for (i = 0; logits[i] != best; i++) {
-    }
-    return i;
   }
 
   // What takes a team is called by all its threads.

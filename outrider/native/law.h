@@ -85,15 +85,36 @@ inline void scale(float* mass, int size) {
   for (int v = 0; v < size; v++) mass[v] /= whole;
 }
 
+// The first of the largest; -1 if something is not a number, or none is finite.
+inline int32_t likeliest(const float* logits, int vocab) {
+  Floats most = fill(-INFINITY);
+  Ints odd = {};
+  int i = 0;
+  for (; i + kLanes <= vocab; i += kLanes) {
+    const Floats x = load(logits + i);
+    odd |= x != x;
+    most = maximum(most, x);
+  }
+  float best = largest(most);
+  bool bad = largest(__builtin_convertvector(odd & 1, Floats)) > 0;
+  for (; i < vocab; i++) {
+    bad |= logits[i] != logits[i];
+    best = std::max(best, logits[i]);
+  }
+  if (bad || std::isinf(best)) return -1;
+  for (i = 0; logits[i] != best; i++) {
+  }
+  return i;
+}
+
 // From logits to the law that is sampled, in place. Where logits are no numbers the law is that of the first id.
 inline void shape(float* x, int size, const Taste& want) {
-  bool odd = false;
-  int best = 0;
-  for (int v = 0; v < size; v++) odd |= x[v] != x[v];
-  if (!odd) best = int(std::max_element(x, x + size) - x);
-  if (odd || std::isinf(x[best]) || want.temperature == 0) {
+  int best = likeliest(x, size);
+  if (best < 0 || want.temperature == 0) {
+    const bool odd = best < 0 && std::any_of(x, x + size, [](float y) { return y != y; });
+    if (best < 0) best = odd ? 0 : int(std::max_element(x, x + size) - x);
     std::fill(x, x + size, 0.0f);
-    x[odd ? 0 : best] = 1;
+    x[best] = 1;
     return;
   }
   if (want.top_k < float(size)) {
