@@ -98,12 +98,15 @@ class Follower(Borrower, Stage):
 
     def fused(self, taps: torch.Tensor) -> torch.Tensor:
         """States [*, H] from what was tapped [*, taps, target H]."""
+        gathered = self.gathered(taps)
+        return self.fuse(gathered) if self.description.taps.fused else gathered
+
+    def gathered(self, taps: torch.Tensor) -> torch.Tensor:
+        """The same, normed and side by side [*, taps x target H], as the fusion reads it."""
         if self.description.taps.norm is FuseNorm.EACH:
             taps = torch.stack([norm(taps[..., i, :]) for i, norm in enumerate(self.fuse_norm)], -2)
         taps = taps.flatten(-2)
-        if self.description.taps.norm is FuseNorm.WHOLE:
-            taps = self.fuse_norm[0](taps)
-        return self.fuse(taps) if self.description.taps.fused else taps
+        return self.fuse_norm[0](taps) if self.description.taps.norm is FuseNorm.WHOLE else taps
 
     def masked(self) -> torch.Tensor:
         """The state [H] that masks have."""

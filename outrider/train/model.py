@@ -140,6 +140,8 @@ def _folder(settings: Settings) -> Path:
     }
     if given := [name for name, value in shaping.items() if value]:
         raise OutriderError(f"{given[0]} shapes a new draft, and a draft model has its shape; leave it out")
+    if settings.draft_target:
+        raise OutriderError("a draft model reads no target's states, and goes with any; leave --draft-target out")
     if settings.later != 1:
         raise OutriderError("a draft model trains all guesses at every place; leave --later out")
     if not settings.draft:

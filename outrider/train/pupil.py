@@ -26,6 +26,7 @@ from outrider.train.sample import Sample
 from outrider.train.settings import DRAFT, Settings
 from outrider.train.sight import find_view
 from outrider.train.steps import Step, Texts
+from outrider.train.transfer import Former
 from outrider.train.unroll import unrolled
 from outrider.types import Tables
 
@@ -77,8 +78,11 @@ class HeadPupil:
         if kind == ONLOOKER:
             sizes = replace(sizes, view=find_view(setup.target, tables))
         wanted = describe(kind, sizes)
-        self._fresh = settings.draft is None
+        self._fresh, self._former = settings.draft is None, None
         self._module = make_module(wanted).to(setup.device) if self._fresh else _begun(settings, wanted, setup)
+        if settings.draft_target is not None:
+            self._former = Former(self._module, model_folder(settings.draft_target), setup)
+            self._module = self._former.heir(wanted)
         self._description = it = self._module.description
         _check(kind, settings, it)
         if settings.mask_token is not None:
@@ -92,6 +96,8 @@ class HeadPupil:
 
     def begin(self, samples: Callable[[], Sequence[Sample]]) -> None:
         it, module = self._description, self._module
+        if self._former:
+            self._former.open_eyes(module, samples)
         if not self._fresh:
             return
         if it.draft_vocab:
@@ -176,7 +182,8 @@ def _begun(settings: Settings, wanted: Description, setup: Setup) -> HeadModule:
             " --modules and --mask-token out"
         )
     ours, theirs = ((each.kind, each.vocab, each.target_hidden, each.target_layers) for each in (wanted, it))
-    if ours != theirs:
+    same = 4 if settings.draft_target is None else 2
+    if ours[:same] != theirs[:same]:
         raise OutriderError(
             f"{settings.draft} is of kind {it.kind}, for a target with vocabulary {it.vocab}, width {it.target_hidden}"
             f" and {it.target_layers} layers; what is trained here is {wanted.kind}, for one with {ours[1]}, {ours[2]}"

@@ -220,6 +220,8 @@ def _identity(kind: str, settings: Settings, target: Path) -> str:
     """What two runs must have in common if one is to go on with the other's weights."""
     draft = model_print(model_folder(settings.draft)) if settings.draft else None
     facts = {"kind": kind, "target": model_print(target), "draft": draft, "processes": world()}
+    if settings.draft_target:
+        facts["draft_target"] = model_print(model_folder(settings.draft_target))
     return json.dumps({**facts, **settings.identity(), "data": _hashes(settings)}, sort_keys=True)
 
 

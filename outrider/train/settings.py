@@ -19,6 +19,7 @@ _APART = frozenset(  # places, whose contents count instead; and what changes no
         "out",
         "target",
         "draft",
+        "draft_target",
         "data",
         "held_out",
         "restart",
@@ -80,6 +81,14 @@ class Settings:
         typer.Option(
             metavar="DIR",
             help="What to go on with: a trained draft of the same kind, or for the kind draft a small model.",
+            rich_help_panel=_WHAT,
+        ),
+    ] = None
+    draft_target: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR",
+            help="What --draft was trained for, if that is another target: how it sees this one is found anew.",
             rich_help_panel=_WHAT,
         ),
     ] = None
@@ -217,6 +226,8 @@ class Settings:
         if (self.lr is not None and not 0 < self.lr < 1) or not 0 < self.decay <= 1:
             raise OutriderError(f"lr is {self.lr} and decay {self.decay}; use an lr in (0, 1) and a decay in (0, 1]")
         self._check_sizes()
+        if self.draft_target is not None and self.draft is None:
+            raise OutriderError("--draft-target says what --draft was trained for; add --draft DIR, or leave it out")
         if not self.later:
             raise OutriderError("later is 0, and no guess after the first would be trained; use --steps 1 for that")
         if self.cache_gb is not None and (self.cache is None or not self.cache_gb > 0):
