@@ -9,13 +9,12 @@ import pytest
 import torch
 from rich.console import Console
 
-from outrider import tree
 from outrider.errors import OutriderError
 from outrider.heads.store import read_head
+from outrider.train.batches import read_alone
 from outrider.train.pupil import make_pupil
 from outrider.train.run import Training
 from outrider.train.sample import Sample
-from outrider.types import Batch, Row
 from tests import lessons, tiny
 from tests.lessons import NANO, make_settings, make_setup
 
@@ -55,12 +54,8 @@ def _samples(house, count=40, length=30):
         tokens = tuple(
             torch.randint(0, tiny.VOCAB, (length + 1,), generator=torch.Generator().manual_seed(id)).tolist()
         )
-        text = tokens[:-1]
-        batch = Batch(rows=(Row.of(text),), start=(0,), feed=(text,), budget=(0,))
-        house.target.cache.admit(0, text)
         with torch.inference_mode():
-            states = house.target.score(batch, tree.empty(1, house.target.device)).states((1, 2, 4, 5), 0, ())
-        house.target.cache.release(0)
+            states = read_alone(house.target, tokens[:-1]).states((1, 2, 4, 5), 0, ())
         found.append(Sample(id=id, tokens=tokens, states=states.to(torch.bfloat16), prompt=1))
     return found
 

@@ -17,7 +17,7 @@ from outrider.target import Target
 from outrider.train.processes import total
 from outrider.train.sample import Sample
 from outrider.train.steps import Texts
-from outrider.types import Batch, Row, Tables
+from outrider.types import Batch, Row, Scores, Tables
 
 _AGREES = 0.9  # share of a law that must be the same; bfloat16 moves less than a hundredth of it
 
@@ -82,10 +82,7 @@ class Reader:
         Raises:
             OutriderError: they do not, so its head does more than multiply by a table.
         """
-        batch = Batch(rows=(Row.of(text),), start=(0,), feed=(text,), budget=(0,))
-        target.cache.admit(0, text)
-        scores = target.score(batch, tree.empty(1, target.device))
-        target.cache.release(0)
+        scores = read_alone(target, text)
         own, ours = scores.logits[0, 0].softmax(-1), self._laws(normed(scores.fed[self._last][0][-1], self._tables))
         shared = float(torch.minimum(own, ours).sum())
         if not shared > _AGREES:
@@ -97,6 +94,15 @@ class Reader:
     def _laws(self, last: torch.Tensor) -> torch.Tensor:
         """The target's probabilities [*, V] from its last states [*, H] after the final norm."""
         return functional.linear(last.to(torch.bfloat16), self._head).float().softmax(-1)
+
+
+def read_alone(target: Target, text: tuple[int, ...]) -> Scores:
+    """What a target that does nothing else says of a text, in one pass."""
+    batch = Batch(rows=(Row.of(text),), start=(0,), feed=(text,), budget=(0,))
+    target.cache.admit(0, text)
+    scores = target.score(batch, tree.empty(1, target.device))
+    target.cache.release(0)
+    return scores
 
 
 def _sizes(samples: Sequence[Sample]) -> tuple[list[int], list[int]]:

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import torch
 
-from outrider import tree
 from outrider.build import load_target
 from outrider.errors import OutriderError
 from outrider.heads.description import Description
@@ -21,9 +20,9 @@ from outrider.heads.follower import Follower
 from outrider.heads.store import HeadModule, make_module
 from outrider.propose.base import Setup
 from outrider.target import Lender, Target
+from outrider.train.batches import read_alone
 from outrider.train.processes import total
 from outrider.train.sample import Sample
-from outrider.types import Batch, Row
 
 _RIDGE = 0.01  # beside the mean square of what is fused: more texts would say more
 
@@ -83,10 +82,7 @@ class Former:
         where = [layers.index(at) for at in it.taps.layers]
         for sample in samples:
             text = sample.tokens[:-1][: target.context]
-            batch = Batch(rows=(Row.of(text),), start=(0,), feed=(text,), budget=(0,))
-            target.cache.admit(0, text)
-            states = target.score(batch, tree.empty(1, target.device)).states(self._head.description.taps.layers, 0, ())
-            target.cache.release(0)
+            states = read_alone(target, text).states(self._head.description.taps.layers, 0, ())
             fused = self._head.fused(states.float())
             if self._head.fuse.bias is not None:
                 fused = fused - self._head.fuse.bias
