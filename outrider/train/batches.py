@@ -14,6 +14,7 @@ from outrider.errors import OutriderError
 from outrider.heads.description import Taps, View
 from outrider.heads.taps import normed
 from outrider.target import Target
+from outrider.train.precision import products
 from outrider.train.processes import total
 from outrider.train.sample import Sample
 from outrider.train.steps import Texts
@@ -41,7 +42,7 @@ class Reader:
         self._views = sorted({view.layer: view for view in views}.items())
         self._taps, self._where = taps, [layers.index(at) for at in taps.layers]
         self._tables, self._ids, self._last = tables, ids, layers[-1]
-        self._head = tables.head.to(torch.bfloat16)
+        self._head = tables.head.to(products(tables.head.device))
 
     def read(self, samples: Sequence[Sample], *, everything: bool) -> Texts:
         """Side by side; only answers are learned from unless `everything` is."""
@@ -93,7 +94,7 @@ class Reader:
 
     def _laws(self, last: torch.Tensor) -> torch.Tensor:
         """The target's probabilities [*, V] from its last states [*, H] after the final norm."""
-        return functional.linear(last.to(torch.bfloat16), self._head).float().softmax(-1)
+        return functional.linear(last.to(self._head), self._head).float().softmax(-1)
 
 
 def read_alone(target: Target, text: tuple[int, ...]) -> Scores:

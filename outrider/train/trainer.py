@@ -17,6 +17,7 @@ from outrider.errors import OutriderError
 from outrider.heads.files import save_tensors
 from outrider.train.losses import LENGTH, shortfall
 from outrider.train.optimiser import Optimiser
+from outrider.train.precision import products
 from outrider.train.processes import total, world
 from outrider.train.pupil import Pupil
 from outrider.train.slopes import judged
@@ -62,6 +63,7 @@ class Trainer:
         self._losses, self._steps, self._decay, self._lr = losses, steps, decay, lr
         self._optimiser = Optimiser(pupil.module, lr=lr, vocab=len(pupil.ids))
         self._device = next(pupil.module.parameters()).device
+        self._mixed = products(self._device) is torch.bfloat16  # with weights in float32
 
     def train(self, parts: Iterable[Texts], *, progress: float) -> Sums:
         """One step over all parts; `progress` says which share of the run lies behind.
@@ -74,7 +76,7 @@ class Trainer:
         for texts in parts:
             if not bool(texts.learn.any()):
                 continue
-            with torch.autocast(self._device.type, torch.bfloat16):
+            with torch.autocast(self._device.type, torch.bfloat16, enabled=self._mixed):
                 loss = self._loss(texts, sums)
             if loss.requires_grad:
                 loss.backward()  # type: ignore[no-untyped-call]
