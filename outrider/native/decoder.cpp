@@ -154,7 +154,7 @@ class Decoder final : public Runner {
       }
       const int count = int(active.size());
       none_.assign(count + 1, 0);
-      if (m_.entry) recycle(pass, kept);
+      if (m_.entry) recycle(kept);
       pass = {fields[0].data(), fields[1].data(), fields[2].data(), fields[3].data(), fields[4].data(), none_.data(),
               nullptr, fields[5].data(), logits_.data(), best_.data(), nullptr, nullptr, states_.data(), 0, count, count, 0};
     }
@@ -163,7 +163,7 @@ class Decoder final : public Runner {
 
  private:
   // The states behind some columns of a pass, for the pass after it.
-  void recycle(const Pass& pass, const std::vector<int32_t>& kept) {
+  void recycle(const std::vector<int32_t>& kept) {
     states_.resize(kept.size() * m_.hidden);
     for (size_t i = 0; i < kept.size(); i++)
       hand_on(&stream_[size_t(kept[i]) * m_.hidden], m_.entry->recycle_normed ? m_.norm : nullptr, m_.hidden,
@@ -413,7 +413,7 @@ class Decoder final : public Runner {
     query_.resize(many * m_.heads * m_.dim);
     cosine_.resize(many * m_.dim / 2);
     sine_.resize(many * m_.dim / 2);
-    const int words = widest / kInWord<Element>;  // which bytes fit into, too
+    const int words = widest * int(sizeof(Facing<Element>)) / 4;  // which bytes fit into, too
     words_.resize(many * words);
     scale_.resize(many * widest / kGroup);
     total_.resize(many * widest / kGroup);

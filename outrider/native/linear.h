@@ -16,8 +16,9 @@ namespace outrider {
 constexpr int kPanel = 2 * kLanes;  // outputs
 constexpr int kGroup = 64;          // inputs that share a scale; every length of input is a multiple of it
 constexpr int kTile = 12;           // rows whose sums fit the registers beside two of weights
-constexpr int kWordTile = kPart == kLanes ? kTile : 3;  // the same of `tile_words`, where registers are narrower
+constexpr int kWordTile = kPart == kLanes ? kTile : 6;  // the same of `tile_words`, where registers are fewer
 constexpr int kAhead = 2048;        // bytes to prefetch ahead
+constexpr int kRun = 64;            // words of inputs whose weights are read again, for other outputs, while they are near
 
 struct Linear {
   const void* weight;      // [out / 32][in * bits / 32][32] of 32 bits
@@ -26,7 +27,8 @@ struct Linear {
   int32_t in, out, bits;   // 32: float; 16: bfloat16 pairs; 8 and 4: unsigned, shifted by 128 and 8
 };
 
-// Rows as a linear layer reads them: float, bfloat16, or bytes with a scale and a sum for every group.
+// Rows as a linear layer reads them: float, bfloat16, or bytes with a scale and a sum for every group. Where no
+// instruction multiplies pairs of bfloat16, rounded floats stand for them, so that no tile takes a row's pairs apart.
 struct Rows {
   int32_t* words;   // [rows][stride]
   float* scale;     // [rows][groups]
@@ -40,14 +42,14 @@ template <class Element>
 inline void copy_row(const Rows& rows, int r, const float* x, int size) {
   auto* out = reinterpret_cast<Element*>(rows.words + size_t(r) * rows.stride);
   for (int i = 0; i < size; i++) set(out[i], x[i]);
-  for (int i = size; i < padded(size); i++) out[i] = 0;
+  for (int i = size; i < padded(size); i++) set(out[i], 0.0f);
 }
 
 // Write x [size] into row r. `bits` is the layer's that will read it.
 inline void pack_row(const Rows& rows, int r, const float* x, int size, int bits) {
   int length = padded(size);
   if (bits == 32) return copy_row<float>(rows, r, x, size);
-  if (bits == 16) return copy_row<uint16_t>(rows, r, x, size);
+  if (bits == 16) return copy_row<Partner>(rows, r, x, size);
   auto* out = reinterpret_cast<int8_t*>(rows.words + size_t(r) * rows.stride);
   for (int g = 0; g < length / kGroup; g++) {
     int begin = g * kGroup, end = std::min(begin + kGroup, size);
@@ -65,24 +67,45 @@ inline void pack_row(const Rows& rows, int r, const float* x, int size, int bits
   }
 }
 
-template <class Element, int M>
-inline void tile_words(const Linear& layer, int panel, const Rows& x, int r, Floats (&acc)[M][2]) {
-  const int steps = layer.in * int(sizeof(Element)) / 4;
-  const int32_t* w = static_cast<const int32_t*>(layer.weight) + size_t(panel) * steps * kPanel;
-  const int32_t* words = x.words + size_t(r) * x.stride;
-  constexpr int parts = kPanel / kPart;
-  FloatPart sums[M][parts] = {};
-  for (int k = 0; k < steps; k++, w += kPanel) {
-    __builtin_prefetch(reinterpret_cast<const char*>(w) + kAhead);
-    __builtin_prefetch(reinterpret_cast<const char*>(w) + kAhead + 64);
-    IntPart weights[parts];
-    for (int p = 0; p < parts; p++) weights[p] = load_part(w + p * kPart);
-    for (int m = 0; m < M; m++) {
-      const IntPart word = IntPart{} + words[size_t(m) * x.stride + k];
-      for (int p = 0; p < parts; p++) sums[m][p] = dot_words<Element>(sums[m][p], weights[p], word);
+// Add to `sums` what some words of inputs give to some parts of a panel, whose weights begin at w.
+template <class Element, int M, int Parts>
+inline void add_words(FloatPart (&sums)[M][Parts], const int32_t* w, const int32_t* x, int stride, int count, bool fetch) {
+  constexpr int halves = sizeof(Facing<Element>) / sizeof(Element);
+  FloatPart own[M][Parts];  // which compilers keep in registers
+  std::memcpy(own, sums, sizeof own);
+  for (int k = 0; k < count; k++, w += kPanel) {
+    if (fetch)
+      for (int i = 0; i < kPanel; i += 16) __builtin_prefetch(reinterpret_cast<const char*>(w + i) + kAhead);
+    for (int half = 0; half < halves; half++) {
+      IntPart weights[Parts];
+      for (int p = 0; p < Parts; p++) {
+        const IntPart word = load_part(w + p * kPart);
+        weights[p] = halves == 1 ? word : half_of(word, half);
+      }
+      for (int m = 0; m < M; m++) {
+        const IntPart word = IntPart{} + x[size_t(m) * stride + halves * k + half];
+        for (int p = 0; p < Parts; p++) own[m][p] = dot_words<Facing<Element>>(own[m][p], weights[p], word);
+      }
     }
   }
-  std::memcpy(acc, sums, sizeof sums);
+  std::memcpy(sums, own, sizeof own);
+}
+
+template <class Element, int M>
+inline void tile_words(const Linear& layer, int panel, const Rows& x, int r, Floats (&acc)[M][2]) {
+  constexpr int parts = kPanel / kPart, halves = sizeof(Facing<Element>) / sizeof(Element);
+  constexpr int wide = std::min(parts, M <= 2 ? 4 : 2);  // parts whose sums fit the registers
+  const int steps = layer.in * int(sizeof(Element)) / 4, run = wide == parts ? steps : kRun;
+  const int32_t* w = static_cast<const int32_t*>(layer.weight) + size_t(panel) * steps * kPanel;
+  const int32_t* words = x.words + size_t(r) * x.stride;
+  FloatPart sums[parts / wide][M][wide] = {};
+  for (int k = 0; k < steps; k += run)
+    for (int i = 0; i < parts / wide; i++)
+      add_words<Element>(sums[i], w + size_t(k) * kPanel + i * wide * kPart, words + halves * k, x.stride,
+                         std::min(run, steps - k), !i);
+  for (int i = 0; i < parts; i++)
+    for (int m = 0; m < M; m++)
+      std::memcpy(reinterpret_cast<float*>(acc[m]) + i * kPart, &sums[i / wide][m][i % wide], sizeof(FloatPart));
 }
 
 template <int M, int Bits>

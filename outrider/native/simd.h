@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #if defined(__AVX512F__)
 #include <immintrin.h>
@@ -75,6 +76,16 @@ inline uint16_t narrow(float value) {
 // As an element holds it: bfloat16, or float itself.
 inline void set(uint16_t& to, float value) { to = narrow(value); }
 inline void set(float& to, float value) { to = value; }
+
+// What meets an element of a matrix: the same, and where no instruction multiplies pairs of bfloat16, a float rounded to it.
+#if defined(__AVX512BF16__)
+typedef uint16_t Partner;
+#else
+struct Partner { float value; };
+inline void set(Partner& to, float value) { to.value = widen(narrow(value)); }
+#endif
+template <class Element>
+using Facing = std::conditional_t<sizeof(Element) == 2, Partner, float>;
 
 inline Floats widen16(const uint16_t* from) {
   typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
@@ -177,6 +188,12 @@ inline F dot_words(F acc, I w, I x) {
     return dot_pairs(acc, w, x);
   else
     return multiply_add(acc, bits<F>(w), bits<F>(x));
+}
+
+// The first or second of the pair of bfloat16 in each lane, as float.
+template <class I>
+inline I half_of(I pair, int second) {
+  return second ? pair & (I{} + int32_t(0xffff0000)) : pair << 16;
 }
 
 // acc + the four products of unsigned bytes w with signed bytes x in each lane.
