@@ -21,7 +21,8 @@ namespace outrider {
 constexpr int kQueries = 48;
 constexpr int kBlock = 64;    // entries of a block, as cache/paged.py has it
 constexpr int kGroups = kBlock / kLanes;
-constexpr int kTogether = kPart == kLanes ? 2 : 1;  // groups whose scores are summed at once: as many as registers hold
+// Parts whose scores are summed at once, and parts of sums to which values are added at once: as many as registers hold.
+constexpr int kTogether = kPart == kLanes ? 2 : 1, kWide = 2 * kTogether;
 
 // What each column of a pass sees.
 struct Columns {
@@ -94,8 +95,8 @@ struct Scratch {
 };
 
 template <class Element>
-inline Ints words(const Element* from) {
-  Ints out;
+inline IntPart words(const Element* from) {
+  IntPart out;
   std::memcpy(&out, from, sizeof out);
   return out;
 }
@@ -108,10 +109,10 @@ inline void foresee(const Element* from) {
 }
 
 template <class Element>
-inline Ints fill_word(const Element* from) {
+inline IntPart fill_word(const Element* from) {
   int32_t word;
   std::memcpy(&word, from, sizeof word);
-  return fill(word);
+  return IntPart{} + word;
 }
 
 // Put the entries seen by a column, `begin` and so many on, where it meets them: first those that lie in order.
@@ -137,22 +138,21 @@ inline void gather(const Entries<Element>& from, int head, const Columns& column
 template <int R, class Element>
 inline void score(const Guest<Element>* guest, const Block<Element>& block, int groups, int dim,
                   Floats (&scores)[R][kGroups]) {
-  constexpr int each = kInWord<Element>;
-  for (int g = 0; g < groups; g += kTogether) {
-    Floats even[R][kTogether], odd[R][kTogether];  // two sums, so that a product need not wait for the one before
-    for (int i = 0; i < R; i++)
-      for (int a = 0; a < kTogether; a++) even[i][a] = odd[i][a] = Floats{};
-    const size_t begin = size_t(g) * dim * kLanes;
-    const Element *from = block.keys + begin, *ahead = block.next_values ? block.next_values + begin : nullptr;
+  constexpr int each = kInWord<Element>, split = kLanes / kPart, whole = std::max(kTogether / split, 1);
+  for (int p = 0; p < groups * split; p += kTogether) {
+    FloatPart even[R][kTogether] = {}, odd[R][kTogether] = {};  // two sums, so that no product waits for the one before
+    const size_t begin = size_t(p / split) * dim * kLanes;
+    const Element *from = block.keys + begin + p % split * kPart * each,
+                  *ahead = block.next_values && p % split == 0 ? block.next_values + begin : nullptr;
     for (int d = 0; d < dim; d += 2 * each) {
-      for (int a = 0; ahead && a < 2 * kTogether; a++) foresee(ahead + (d * kTogether + a * each) * kLanes);
-      Ints key[kTogether], next[kTogether];
+      for (int a = 0; ahead && a < 2 * whole; a++) foresee(ahead + (d * whole + a * each) * kLanes);
+      IntPart key[kTogether], next[kTogether];
       for (int a = 0; a < kTogether; a++) {
         key[a] = words(from + (a * dim + d) * kLanes);
         next[a] = words(from + (a * dim + d + each) * kLanes);
       }
       for (int i = 0; i < R; i++) {
-        const Ints query = fill_word(guest[i].query + d), follows = fill_word(guest[i].query + d + each);
+        const IntPart query = fill_word(guest[i].query + d), follows = fill_word(guest[i].query + d + each);
         for (int a = 0; a < kTogether; a++) {
           even[i][a] = dot_words<Element>(even[i][a], key[a], query);
           odd[i][a] = dot_words<Element>(odd[i][a], next[a], follows);
@@ -160,34 +160,35 @@ inline void score(const Guest<Element>* guest, const Block<Element>& block, int 
       }
     }
     for (int i = 0; i < R; i++)
-      for (int a = 0; a < kTogether; a++) scores[i][g + a] = even[i][a] + odd[i][a];
+      for (int a = 0; a < kTogether; a++)
+        store(reinterpret_cast<float*>(scores[i]) + (p + a) * kPart, even[i][a] + odd[i][a]);
   }
 }
 
-// sums += weights * values of `count` entries, for Width vectors of each of R rows.
+// sums += weights * values of `count` entries, for Width parts of each of R rows.
 template <int R, int Width, class Element>
 inline void mix(const Guest<Element>* guest, const Element (&weight)[R][kBlock], const float (&keep)[R],
                 const Block<Element>& block, int count, int d, int dim, Scratch<Element>& s) {
   constexpr int each = kInWord<Element>;
-  Floats total[R][Width];
+  FloatPart total[R][Width];
   for (int i = 0; i < R; i++)
-    for (int v = 0; v < Width; v++) total[i][v] = load(&s.sums[guest[i].row * dim + d + v * kLanes]) * keep[i];
-  const auto add = [&](int j, Ints mask) {
-    Ints value[Width];
-    for (int v = 0; v < Width; v++) value[v] = words(block.values + j * dim + (d + v * kLanes) * each) & mask;
+    for (int v = 0; v < Width; v++) total[i][v] = load_part(&s.sums[guest[i].row * dim + d + v * kPart]) * keep[i];
+  const auto add = [&](int j, int32_t mask) {
+    IntPart value[Width];
+    for (int v = 0; v < Width; v++) value[v] = words(block.values + j * dim + (d + v * kPart) * each) & mask;
     for (int i = 0; i < R; i++) {
-      const Ints weights = fill_word(weight[i] + j);
+      const IntPart weights = fill_word(weight[i] + j);
       for (int v = 0; v < Width; v++) total[i][v] = dot_words<Element>(total[i][v], value[v], weights);
     }
   };
   int j = 0;
   for (; j + each <= count; j += each) {
-    for (int v = 0; block.next_keys && v < Width; v++) foresee(block.next_keys + j * dim + (d + v * kLanes) * each);
-    add(j, fill(-1));
+    for (int v = 0; block.next_keys && v < Width; v++) foresee(block.next_keys + j * dim + (d + v * kPart) * each);
+    add(j, -1);
   }
-  if (j < count) add(j, fill(0xffff));  // its neighbour is nobody's, and need not be a number
+  if (j < count) add(j, 0xffff);  // its neighbour is nobody's, and need not be a number
   for (int i = 0; i < R; i++)
-    for (int v = 0; v < Width; v++) store(&s.sums[guest[i].row * dim + d + v * kLanes], total[i][v]);
+    for (int v = 0; v < Width; v++) store(&s.sums[guest[i].row * dim + d + v * kPart], total[i][v]);
 }
 
 // Online softmax (Milakov and Gimelshein 2018, algorithm 3). What a row must not see has weight 0, exactly. Weights are
@@ -220,8 +221,8 @@ inline void meet(const Guest<Element>* guest, const Heads& heads, const Block<El
     store(mass, sum);
   }
   int d = 0;
-  for (; d + 4 * kLanes <= dim; d += 4 * kLanes) mix<R, 4>(guest, weight, keep, block, count, d, dim, s);
-  for (; d < dim; d += kLanes) mix<R, 1>(guest, weight, keep, block, count, d, dim, s);
+  for (; d + kWide * kPart <= dim; d += kWide * kPart) mix<R, kWide>(guest, weight, keep, block, count, d, dim, s);
+  for (; d < dim; d += kPart) mix<R, 1>(guest, weight, keep, block, count, d, dim, s);
 }
 
 template <class Element>

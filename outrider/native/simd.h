@@ -48,7 +48,14 @@ inline IntPart load_part(const int32_t* from) {
   return out;
 }
 
-inline void store(float* to, Floats value) { std::memcpy(to, &value, sizeof value); }
+inline FloatPart load_part(const float* from) {
+  FloatPart out;
+  std::memcpy(&out, from, sizeof out);
+  return out;
+}
+
+template <class F>
+inline void store(float* to, F value) { std::memcpy(to, &value, sizeof value); }
 
 inline Floats fill(float value) { return Floats{} + value; }
 inline Ints fill(int32_t value) { return Ints{} + value; }
