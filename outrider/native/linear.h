@@ -15,8 +15,7 @@ namespace outrider {
 
 constexpr int kPanel = 2 * kLanes;  // outputs
 constexpr int kGroup = 64;          // inputs that share a scale; every length of input is a multiple of it
-constexpr int kTile = 12;           // rows whose sums fit the registers beside two of weights
-constexpr int kWordTile = kPart == kLanes ? kTile : 6;  // the same of `tile_words`, where registers are fewer
+constexpr int kTile = kPart == kLanes ? 12 : 6;  // rows whose sums fit the registers, for two parts of a panel
 constexpr int kAhead = 2048;        // bytes to prefetch ahead
 constexpr int kRun = 64;            // words of inputs whose weights are read again, for other outputs, while they are near
 
@@ -45,12 +44,20 @@ inline void copy_row(const Rows& rows, int r, const float* x, int size) {
   for (int i = size; i < padded(size); i++) set(out[i], 0.0f);
 }
 
+// Put number i of a row where tiles look for it.
+inline void set_byte(int32_t* row, int i, int32_t value) {
+  if (kByteWords == 1)
+    reinterpret_cast<int8_t*>(row)[i] = int8_t(value);
+  else
+    reinterpret_cast<int16_t*>(row)[i / 4 * 4 + i % 2 * 2 + i / 2 % 2] = int16_t(value);
+}
+
 // Write x [size] into row r. `bits` is the layer's that will read it.
 inline void pack_row(const Rows& rows, int r, const float* x, int size, int bits) {
   int length = padded(size);
   if (bits == 32) return copy_row<float>(rows, r, x, size);
   if (bits == 16) return copy_row<Partner>(rows, r, x, size);
-  auto* out = reinterpret_cast<int8_t*>(rows.words + size_t(r) * rows.stride);
+  int32_t* out = rows.words + size_t(r) * rows.stride;
   for (int g = 0; g < length / kGroup; g++) {
     int begin = g * kGroup, end = std::min(begin + kGroup, size);
     float most = 0;
@@ -59,12 +66,20 @@ inline void pack_row(const Rows& rows, int r, const float* x, int size, int bits
     int32_t total = 0;
     for (int i = begin; i < begin + kGroup; i++) {
       int32_t value = i < end ? int32_t(std::nearbyint(x[i] * inverse)) : 0;
-      out[i] = int8_t(value);
+      set_byte(out, i, value);
       total += value;
     }
     rows.scale[size_t(r) * rows.groups + g] = scale;
     rows.total[size_t(r) * rows.groups + g] = total;
   }
+}
+
+// A panel's sums from those of some of its parts at a time.
+template <int Times, int M, int Parts>
+inline void side_by_side(const FloatPart (&sums)[Times][M][Parts], Floats (&acc)[M][2]) {
+  for (int i = 0; i < Times; i++)
+    for (int m = 0; m < M; m++)
+      std::memcpy(reinterpret_cast<float*>(acc[m]) + i * Parts * kPart, sums[i][m], sizeof sums[i][m]);
 }
 
 // Add to `sums` what some words of inputs give to some parts of a panel, whose weights begin at w.
@@ -103,43 +118,44 @@ inline void tile_words(const Linear& layer, int panel, const Rows& x, int r, Flo
     for (int i = 0; i < parts / wide; i++)
       add_words<Element>(sums[i], w + size_t(k) * kPanel + i * wide * kPart, words + halves * k, x.stride,
                          std::min(run, steps - k), !i);
-  for (int i = 0; i < parts; i++)
-    for (int m = 0; m < M; m++)
-      std::memcpy(reinterpret_cast<float*>(acc[m]) + i * kPart, &sums[i / wide][m][i % wide], sizeof(FloatPart));
+  side_by_side(sums, acc);
 }
 
 template <int M, int Bits>
-inline void tile8(const Linear& layer, int panel, const Rows& x, int r, Floats (&acc)[M][2]) {
-  constexpr int kSteps = kGroup / 4, kOffset = 1 << (Bits - 1);
-  const int groups = layer.in / kGroup;
-  const int32_t* w = static_cast<const int32_t*>(layer.weight) + size_t(panel) * layer.in * Bits / 32 * kPanel;
+inline void tile_bytes(const Linear& layer, int panel, const Rows& x, int r, Floats (&acc)[M][2]) {
+  constexpr int parts = kPanel / kPart, wide = 2, kSteps = kGroup / 4, kOffset = 1 << (Bits - 1);
+  const int groups = layer.in / kGroup, words = kSteps * Bits / 8 * kPanel;  // words of weights in a group
+  const int32_t* w = static_cast<const int32_t*>(layer.weight) + size_t(panel) * groups * words;
   const uint16_t* scale = layer.scale + size_t(panel) * groups * kPanel;
-  for (int g = 0; g < groups; g++, scale += kPanel) {
-    Ints whole[M][2];
-    for (int m = 0; m < M; m++)
-      whole[m][0] = whole[m][1] = fill(int32_t(-kOffset * x.total[size_t(r + m) * x.groups + g]));
-    const int32_t* words = x.words + size_t(r) * x.stride + g * kSteps;
-    for (int k = 0; k < kSteps; k += 8 / Bits, w += kPanel) {
-      __builtin_prefetch(reinterpret_cast<const char*>(w) + kAhead);
-      __builtin_prefetch(reinterpret_cast<const char*>(w) + kAhead + 64);
-      Ints first = load(w), second = load(w + kLanes);
-      for (int half = 0; half < 8 / Bits; half++) {
-        const Ints a = Bits == 8 ? first : (first >> (4 * half)) & 0x0f0f0f0f;
-        const Ints b = Bits == 8 ? second : (second >> (4 * half)) & 0x0f0f0f0f;
-        for (int m = 0; m < M; m++) {
-          const Ints quad = fill(words[size_t(m) * x.stride + k + half]);
-          whole[m][0] = dot_bytes(whole[m][0], a, quad);
-          whole[m][1] = dot_bytes(whole[m][1], b, quad);
+  FloatPart sums[parts / wide][M][wide] = {};
+  for (int g = 0; g < groups; g++, scale += kPanel, w += words)
+    for (int i = 0; i < parts / wide; i++) {
+      IntPart whole[M][wide];
+      for (int m = 0; m < M; m++)
+        for (int p = 0; p < wide; p++) whole[m][p] = IntPart{} - kOffset * x.total[size_t(r + m) * x.groups + g];
+      const int32_t *from = w + i * wide * kPart, *row = x.words + size_t(r) * x.stride + g * kSteps * kByteWords;
+      for (int k = 0; k < kSteps; k += 8 / Bits, from += kPanel) {
+        for (int a = 0; !i && a < kPanel; a += 16) __builtin_prefetch(reinterpret_cast<const char*>(from + a) + kAhead);
+        for (int j = 0; j < 8 / Bits * kByteWords; j++) {
+          IntPart weights[wide];
+          for (int p = 0; p < wide; p++) {
+            const IntPart word = load_part(from + p * kPart);
+            const IntPart four = Bits == 8 ? word : (word >> (4 * (j / kByteWords))) & 0x0f0f0f0f;
+            weights[p] = bytes_for(four, j % kByteWords);
+          }
+          for (int m = 0; m < M; m++) {
+            const IntPart bytes = IntPart{} + row[size_t(m) * x.stride + k * kByteWords + j];
+            for (int p = 0; p < wide; p++) whole[m][p] = dot_bytes(whole[m][p], weights[p], bytes);
+          }
         }
       }
+      for (int p = 0; p < wide; p++) {
+        const FloatPart each = widen_part(scale + (i * wide + p) * kPart);
+        for (int m = 0; m < M; m++)
+          sums[i][m][p] += __builtin_convertvector(whole[m][p], FloatPart) * (each * x.scale[size_t(r + m) * x.groups + g]);
+      }
     }
-    const Floats first = widen16(scale), second = widen16(scale + kLanes);
-    for (int m = 0; m < M; m++) {
-      const float own = x.scale[size_t(r + m) * x.groups + g];
-      acc[m][0] += __builtin_convertvector(whole[m][0], Floats) * (first * own);
-      acc[m][1] += __builtin_convertvector(whole[m][1], Floats) * (second * own);
-    }
-  }
+  side_by_side(sums, acc);
 }
 
 // What becomes of a panel's sums.
@@ -174,9 +190,9 @@ void tile(const Linear& layer, int panel, const Rows& x, int r, float* out, int 
   else if (layer.bits == 16)
     tile_words<uint16_t>(layer, panel, x, r, acc);
   else if (layer.bits == 8)
-    tile8<M, 8>(layer, panel, x, r, acc);
+    tile_bytes<M, 8>(layer, panel, x, r, acc);
   else
-    tile8<M, 4>(layer, panel, x, r, acc);
+    tile_bytes<M, 4>(layer, panel, x, r, acc);
   for (int m = 0; m < M; m++) put<then>(layer, panel, acc[m][0], acc[m][1], out + size_t(r + m) * stride);
 }
 
@@ -191,9 +207,8 @@ constexpr auto tiles(std::integer_sequence<int, I...>) {
 template <Then then>
 void apply(const Team& team, const Linear& layer, const Rows& x, int rows, float* out, int stride) {
   static constexpr auto table = tiles<then>(std::make_integer_sequence<int, kTile>());
-  const int most = layer.bits < 16 ? kTile : kWordTile;
   team.share((layer.out + kPanel - 1) / kPanel, [&](int panel) {
-    for (int r = 0; r < rows; r += most) table.of[std::min(most, rows - r) - 1](layer, panel, x, r, out, stride);
+    for (int r = 0; r < rows; r += kTile) table.of[std::min(kTile, rows - r) - 1](layer, panel, x, r, out, stride);
   });
 }
 

@@ -8,7 +8,7 @@
 #include <cstring>
 #include <type_traits>
 
-#if defined(__AVX512F__)
+#if defined(__SSE2__)
 #include <immintrin.h>
 #endif
 
@@ -94,11 +94,11 @@ inline void set(Partner& to, float value) { to.value = widen(narrow(value)); }
 template <class Element>
 using Facing = std::conditional_t<sizeof(Element) == 2, Partner, float>;
 
-inline Floats widen16(const uint16_t* from) {
-  typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
+inline FloatPart widen_part(const uint16_t* from) {
+  typedef uint16_t Halves __attribute__((vector_size(2 * kPart)));
   Halves raw;
   std::memcpy(&raw, from, sizeof raw);
-  return bits<Floats>(__builtin_convertvector(raw, Ints) << 16);
+  return bits<FloatPart>(__builtin_convertvector(raw, IntPart) << 16);
 }
 
 // Round to sixteen elements, a NaN staying one; returns what they stand for.
@@ -203,13 +203,33 @@ inline I half_of(I pair, int second) {
   return second ? pair & (I{} + int32_t(0xffff0000)) : pair << 16;
 }
 
-// acc + the four products of unsigned bytes w with signed bytes x in each lane.
-inline Ints dot_bytes(Ints acc, Ints w, Ints x) {
+// Words in which four neighbouring bytes of a row lie: one where an instruction multiplies four of them with four of a
+// matrix, else two, of the first and third and of the second and fourth, as 16 bits each.
 #if defined(__AVX512VNNI__)
-  return bits<Ints>(_mm512_dpbusd_epi32(bits<__m512i>(acc), bits<__m512i>(w), bits<__m512i>(x)));
+constexpr int kByteWords = 1;
 #else
-  for (int shift = 0; shift < 32; shift += 8) acc += ((w >> shift) & 0xff) * ((x << (24 - shift)) >> 24);
-  return acc;
+constexpr int kByteWords = 2;
+#endif
+
+// Of four unsigned bytes in each lane those that meet such a word.
+template <class I>
+inline I bytes_for(I four, int word) {
+  return kByteWords == 1 ? four : (word ? four >> 8 : four) & 0x00ff00ff;
+}
+
+// acc + the products of what `bytes_for` left with such words.
+template <class I>
+inline I dot_bytes(I acc, I w, I x) {
+#if defined(__AVX512VNNI__)
+  return bits<I>(_mm512_dpbusd_epi32(bits<__m512i>(acc), bits<__m512i>(w), bits<__m512i>(x)));
+#elif defined(__AVX512BW__)
+  return acc + bits<I>(_mm512_madd_epi16(bits<__m512i>(w), bits<__m512i>(x)));
+#elif defined(__AVX2__)
+  return acc + bits<I>(_mm256_madd_epi16(bits<__m256i>(w), bits<__m256i>(x)));
+#elif defined(__SSE2__) && !defined(__AVX__)
+  return acc + bits<I>(_mm_madd_epi16(bits<__m128i>(w), bits<__m128i>(x)));
+#else
+  return acc + (w & 0xffff) * ((x << 16) >> 16) + (w >> 16) * (x >> 16);
 #endif
 }
 
