@@ -205,6 +205,11 @@ def causal(of, query, key, value):
     return functional.scaled_dot_product_attention(query, key, value, is_causal=True)
 
 
+def agree(ours, theirs):
+    """Up to rounding, which is as large as the largest numbers make it: logits of EAGLE-1's bare states reach 900."""
+    torch.testing.assert_close(ours, theirs, atol=max(2e-4, 2e-5 * float(theirs.abs().max())), rtol=2e-4)
+
+
 @pytest.mark.parametrize("case", READINGS)
 @torch.no_grad()
 def test_a_follower_computes_what_its_checkpoint_says(case):
@@ -215,10 +220,10 @@ def test_a_follower_computes_what_its_checkpoint_says(case):
     taps = torch.randn(7, len(module.description.taps.layers), 64)
     theirs, state = reading(tokens[0], taps if module.description.taps.fused else taps[:, 0])
     out = module(tokens[0], module.fused(taps), positions, causal)
-    torch.testing.assert_close(module.logits(out), theirs, atol=2e-4, rtol=2e-4)
+    agree(module.logits(out), theirs)
     theirs, _ = reading(tokens[1], state)
     out = module(tokens[1], module.recycled(out), positions, causal)
-    torch.testing.assert_close(module.logits(out), theirs, atol=2e-4, rtol=2e-4)
+    agree(module.logits(out), theirs)
     if module.description.draft_vocab:
         assert torch.equal(tensors["d2t"] + torch.arange(40), module.ids)
 
