@@ -36,12 +36,6 @@ inline Floats load(const float* from) {
   return out;
 }
 
-inline Ints load(const int32_t* from) {
-  Ints out;
-  std::memcpy(&out, from, sizeof out);
-  return out;
-}
-
 inline IntPart load_part(const int32_t* from) {
   IntPart out;
   std::memcpy(&out, from, sizeof out);
