@@ -5,9 +5,10 @@ From the folder that holds this file:  outrider run --proposer own_proposer:Echo
 
 import torch
 
-from outrider import LLM, tree
-from outrider.testing import check_proposer
-from outrider.types import Needs
+from outrider import LLM
+from outrider.core import tree
+from outrider.core.types import Needs
+from outrider.testing.suite import check_proposer
 
 
 class Echo:

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from outrider._version import __version__
 from outrider.errors import OutriderError, UnsupportedModel
 
 if TYPE_CHECKING:
     from outrider.cache.base import Caching
-    from outrider.constraint import Constraint
+    from outrider.core.constraint import Constraint
+    from outrider.core.params import SamplingParams
+    from outrider.core.stats import Stats
+    from outrider.core.types import Completion, Finish, TokenLogprobs
     from outrider.llm import LLM, Chunk
-    from outrider.params import SamplingParams
-    from outrider.stats import Stats
-    from outrider.types import Completion, Finish, TokenLogprobs
 
 __all__ = [
     "Caching",
@@ -32,18 +33,16 @@ __all__ = [
     "__version__",
 ]
 
-__version__ = "0.1.0"
-
 _HOMES = {
     "LLM": "outrider.llm",
     "Chunk": "outrider.llm",
-    "Completion": "outrider.types",
-    "Constraint": "outrider.constraint",
-    "Finish": "outrider.types",
+    "Completion": "outrider.core.types",
+    "Constraint": "outrider.core.constraint",
+    "Finish": "outrider.core.types",
     "Caching": "outrider.cache.base",
-    "SamplingParams": "outrider.params",
-    "Stats": "outrider.stats",
-    "TokenLogprobs": "outrider.types",
+    "SamplingParams": "outrider.core.params",
+    "Stats": "outrider.core.stats",
+    "TokenLogprobs": "outrider.core.types",
 }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from outrider.cli import main
+from outrider.cli.app import main
 
 if __name__ == "__main__":
     main()

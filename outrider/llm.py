@@ -12,23 +12,23 @@ from numbers import Integral, Number
 from pathlib import Path
 from typing import Any
 
-from outrider.build import House, build
 from outrider.cache.base import Caching
-from outrider.constraint import Constraint
-from outrider.engine import Engine
+from outrider.core.constraint import Constraint
+from outrider.core.grammar import Grammars
+from outrider.core.noise import mix_int
+from outrider.core.params import AUTO, BadParam, SamplingParams
+from outrider.core.stats import Stats
+from outrider.core.text import TextStream
+from outrider.core.types import Completion, Finish, Request, Row
+from outrider.engine.build import House, build
+from outrider.engine.engine import Engine
+from outrider.engine.prefill_budget import Tempo
 from outrider.errors import OutriderError
-from outrider.grammar import Grammars
-from outrider.machine import use_threads
-from outrider.noise import mix_int
-from outrider.params import AUTO, BadParam, SamplingParams
-from outrider.plan import Planner
-from outrider.plan_file import check_plan, restored
-from outrider.prompts import chat_tokens, text_tokens
-from outrider.proposers import Maker
-from outrider.stats import Stats
-from outrider.tempo import Tempo
-from outrider.text import TextStream
-from outrider.types import Completion, Finish, Request, Row
+from outrider.measure.prompts import chat_tokens, text_tokens
+from outrider.plan.planner import Planner
+from outrider.plan.store import check_plan, restored
+from outrider.propose.registry import Maker
+from outrider.system.machine import use_threads
 
 Prompt = str | Sequence[int]
 _log = logging.getLogger("outrider")

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from outrider import LLM, OutriderError, SamplingParams, load
+from outrider import LLM, OutriderError, SamplingParams
 from outrider.cache.base import Caching
-from outrider.embedded import embedded
-from outrider.load import load_checkpoint
-from outrider.plan import FixedPlanner
-from outrider.types import Finish
+from outrider.core.types import Finish
+from outrider.loader.checkpoint import load_checkpoint
+from outrider.loader.embedded import embedded
+from outrider.plan.planner import FixedPlanner
 
 CODE = "<|endoftext|>import os\nimport sys\n\n\ndef main():\n    parser ="
 TASK = [{"role": "user", "content": "What is 17 + 25?"}]
@@ -343,7 +343,7 @@ def test_what_is_no_constraint_cannot_be_prepared(llm):
     ],
 )
 def test_bad_arguments_are_told_before_anything_is_loaded(arguments, fix, monkeypatch):
-    monkeypatch.setattr(load, "_read_model", lambda *args: pytest.fail("it was loaded"))
+    monkeypatch.setattr("outrider.loader.checkpoint._read_model", lambda *args: pytest.fail("it was loaded"))
     with pytest.raises(OutriderError, match=fix):
         LLM(**arguments)
 

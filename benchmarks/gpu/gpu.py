@@ -1,14 +1,14 @@
 """How close a GPU's decoding comes to the machine's limit, with models of real dimensions.
 
-python benchmarks/gpu.py step     # ms of the target's pass at 1, 4, 16, 64 nodes, beside bytes over bandwidth
-python benchmarks/gpu.py race     # tokens/s: speculation, plain decoding, transformers' assisted generation
-python benchmarks/gpu.py round    # what a round takes beyond the target's pass and the draft's steps
-python benchmarks/gpu.py all      # the three, models loaded once
+python benchmarks/gpu/gpu.py step     # ms of the target's pass at 1, 4, 16, 64 nodes, beside bytes over bandwidth
+python benchmarks/gpu/gpu.py race     # tokens/s: speculation, plain decoding, transformers' assisted generation
+python benchmarks/gpu/gpu.py round    # what a round takes beyond the target's pass and the draft's steps
+python benchmarks/gpu/gpu.py all      # the three, models loaded once
 
 The models are a small trained pair (the embedded one, unless --target and --draft say otherwise), written in the
 dimensions of Llama 3 8B and 1B with the same text and the large ones' cost; --inflated-target and --inflated-draft
-take what an earlier run, or benchmarks/inflate.py, has written. Batch 1, greedy, medians of interleaved rounds after a
-warm-up that compiles and records. --device cpu --like tiny tries it out anywhere. The last line is one JSON document.
+take what an earlier run, or benchmarks/gpu/inflate_model.py, has written. Batch 1, greedy, medians of interleaved
+rounds after a warm-up that compiles and records. --device cpu --like tiny tries it out anywhere. The last line is one JSON document.
 """
 
 from __future__ import annotations
@@ -25,21 +25,23 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from inflate.files import inflate_folder
+from inflate.model import PRESETS, Dims
 from rich.console import Console
 
-from outrider import LLM, OutriderError, SamplingParams, machine, tree
-from outrider.bench.contest import Contestant, Job, Own, SwitchPlanner
-from outrider.bench.inflate import PRESETS, Dims
-from outrider.bench.inflate_files import inflate_folder
+from outrider import LLM, OutriderError, SamplingParams
+from outrider.bench.contestants import Contestant, Job, Own, SwitchPlanner
 from outrider.bench.memory import bytes_per_pass, cache_bytes_per_token
 from outrider.bench.peer import load_peers
 from outrider.bench.rates import read_bandwidth
 from outrider.cache.base import Caching
-from outrider.embedded import embedded
-from outrider.prompts import read_prompts
-from outrider.propose.model import ModelProposer
-from outrider.target import Target
-from outrider.types import Batch, Request, Row
+from outrider.core import tree
+from outrider.core.types import Batch, Request, Row
+from outrider.loader.embedded import embedded
+from outrider.measure.prompts import read_prompts
+from outrider.models.base import Target
+from outrider.propose.draft_model.chain import ModelProposer
+from outrider.system import machine
 
 _LIKE = {  # Llama 3, with its vocabulary
     "8b": tuple(replace(PRESETS[name], vocab=128256, untie=True) for name in ("8b", "1b")),

@@ -1,7 +1,7 @@
 """Write a small trained Llama in the dimensions of a large one: the large one's cost, the small one's text.
 
-python benchmarks/inflate.py --model DIR --out DIR --like 8b
-python benchmarks/inflate.py --model DIR --out DIR --hidden 1024 --layers 8 --heads 16 --kv-heads 4 --ffn 4096
+python benchmarks/gpu/inflate_model.py --model DIR --out DIR --like 8b
+python benchmarks/gpu/inflate_model.py --model DIR --out DIR --hidden 1024 --layers 8 --heads 16 --kv-heads 4 --ffn 4096
 
 Of a pair inflate both, each to the dimensions it stands for, and give both the same --vocab. A dimension that is not
 given is the preset's, and without one the small model's. With --check, the greedy texts of the small model are scored
@@ -18,14 +18,15 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from inflate.check import Agreement, compare, greedy, load
+from inflate.files import Inflated, inflate_folder
+from inflate.model import PRESETS, Dims
 from rich.console import Console
 from rich.table import Table
 
-from outrider import OutriderError, machine
-from outrider.bench.inflate import PRESETS, Dims
-from outrider.bench.inflate_check import Agreement, compare, greedy, load
-from outrider.bench.inflate_files import Inflated, inflate_folder
-from outrider.prompts import read_prompts
+from outrider import OutriderError
+from outrider.measure.prompts import read_prompts
+from outrider.system import machine
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

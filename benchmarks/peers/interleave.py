@@ -23,8 +23,8 @@ from remote import Plan, Worker, start
 from rich.console import Console
 from worker import Mode, PeerError, add_common_arguments, encode, read_texts, read_tokenizer, reason
 
-from outrider import machine
 from outrider.errors import OutriderError
+from outrider.system import machine
 
 ENGINES = ("outrider", "transformers", "openvino", "vllm", "llamacpp")
 _OPTIONS = ("k", "dtype")  # that one contestant can have for itself

@@ -200,7 +200,7 @@ def _answer(run: Run, tokenizer: Any) -> dict[str, Any]:
 def read_texts(file: Path | None, target: Path, *, limit: int | None) -> list[tuple[str, str]]:
     """Category and text of each prompt; a conversation is written out by the target's chat template."""
     sys.path.append(str(_REPOSITORY))  # its reader of prompts needs the standard library alone
-    from outrider.prompts import read_prompts
+    from outrider.measure.prompts import read_prompts
 
     prompts = read_prompts(file, limit=limit)
     if all(prompt.prompt for prompt in prompts):

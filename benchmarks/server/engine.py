@@ -1,4 +1,4 @@
-"""`outrider serve`, whose engine also runs without the server around it: asked by `house.Server.bare`.
+"""`outrider serve`, whose engine also runs without the server around it: asked by `launch.Server.bare`.
 
 What stands on the command line goes to `outrider`. Lists of requests come in as JSON lines, [tokens, seconds] of each
 list go out; nothing may be asked of the server meanwhile. Two processes would differ by more than a server costs.
@@ -13,12 +13,12 @@ from threading import Thread
 from time import perf_counter
 from typing import Any
 
-import outrider.serve.driver
-from outrider.cli import app
-from outrider.params import SamplingParams
+import outrider.serve.async_llm
+from outrider.cli.app import app
+from outrider.core.params import SamplingParams
 
 
-class Driver(outrider.serve.driver.Driver):
+class Driver(outrider.serve.async_llm.Driver):
     """One that takes lists of requests from standard input, too."""
 
     def start(self) -> None:
@@ -55,5 +55,5 @@ def _params(body: dict[str, Any]) -> SamplingParams:
 
 
 if __name__ == "__main__":
-    outrider.serve.driver.Driver = Driver  # type: ignore[misc]
+    outrider.serve.async_llm.Driver = Driver  # type: ignore[misc]
     app()

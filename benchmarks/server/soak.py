@@ -1,7 +1,7 @@
 """Many streams for minutes on end: no error, no leak, and every text as it is alone.
 
-python benchmarks/serving/soak.py -- --rows 64 --dtype float32
-python benchmarks/serving/soak.py --minutes 60 -- --target DIR --proposer draft:DIR2 --rows 64 --dtype float32
+python benchmarks/server/soak.py -- --rows 64 --dtype float32
+python benchmarks/server/soak.py --minutes 60 -- --target DIR --proposer draft:DIR2 --rows 64 --dtype float32
 
 What stands behind -- goes to `outrider serve`. A number of requests is drawn, of mixed lengths, temperatures, penalties
 and seeds. Each is first answered alone. Then many streams ask them in random order, some of which hang up midway, and
@@ -27,15 +27,15 @@ from rich.console import Console
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parent))
-from house import Server, served
+from launch import Server, served
 
-from outrider.machine import commit, hardware, versions
-from outrider.prompts import read_prompts
-from outrider.stress.answer import Asked
-from outrider.stress.asking import Wanted, wanted
-from outrider.stress.client import connected
-from outrider.stress.settings import Settings
-from outrider.stress.verb import points
+from outrider.loadgen.client import connected
+from outrider.loadgen.command import points
+from outrider.loadgen.response import Asked
+from outrider.loadgen.settings import Settings
+from outrider.loadgen.workload import Wanted, wanted
+from outrider.measure.prompts import read_prompts
+from outrider.system.machine import commit, hardware, versions
 
 _LOOK = 2.0  # seconds between two looks at the server's memory
 _HELD = ("outrider_running", "outrider_waiting", "outrider_slots", 'outrider_cache_blocks{state="held"}')

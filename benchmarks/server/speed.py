@@ -1,8 +1,8 @@
 """Tokens a second of a server with its own planner against the same server without guesses, and the bare engine.
 
-python benchmarks/serving/speed.py -- --rows 64
-python benchmarks/serving/speed.py --prompts FILE --rounds 7 -- --target DIR --proposer draft:DIR2 --rows 64
-python benchmarks/serving/speed.py --beside other=http://127.0.0.1:8001/v1 -- --target DIR     # one that runs already
+python benchmarks/server/speed.py -- --rows 64
+python benchmarks/server/speed.py --prompts FILE --rounds 7 -- --target DIR --proposer draft:DIR2 --rows 64
+python benchmarks/server/speed.py --beside other=http://127.0.0.1:8001/v1 -- --target DIR     # one that runs already
 
 What stands behind -- goes to `outrider serve`. In each round and at each concurrency the ways take turns, in an order
 that alternates: `auto`, `plain` (the same requests with k = 0, to the same server), at one request at a time the same
@@ -31,14 +31,14 @@ from rich.console import Console
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parent))
-from house import Server, served
+from launch import Server, served
 
-from outrider.machine import commit, hardware, versions
-from outrider.prompts import Prompt, read_prompts
-from outrider.stress.asking import wanted
-from outrider.stress.client import put_load
-from outrider.stress.settings import Settings
-from outrider.stress.verb import points
+from outrider.loadgen.client import put_load
+from outrider.loadgen.command import points
+from outrider.loadgen.settings import Settings
+from outrider.loadgen.workload import wanted
+from outrider.measure.prompts import Prompt, read_prompts
+from outrider.system.machine import commit, hardware, versions
 
 AUTO, PLAIN, BARE, BARE_PLAIN = "auto", "plain", "bare", "bare plain"
 _ENGINE = {AUTO: BARE, PLAIN: BARE_PLAIN}  # what of the bare engine a way stands beside

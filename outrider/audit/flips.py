@@ -11,11 +11,11 @@ import torch
 
 from outrider.audit.pair import Pair, Texts, first_difference
 from outrider.audit.replay import LOGITS
-from outrider.params import SamplingParams
-from outrider.statistics import wilson
-from outrider.stats import Stats
-from outrider.types import Request
-from outrider.verify import Verifier
+from outrider.audit.statistics import wilson
+from outrider.core.params import SamplingParams
+from outrider.core.stats import Stats
+from outrider.core.types import Request
+from outrider.verify.rules import Verifier
 
 # One token and several are scored by different kernels, whose results are rounded at every layer. A flip needs both
 # runs to be wrong about the same two tokens, so where a computed logit is off by at most e, the two differ by at most

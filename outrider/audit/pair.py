@@ -7,27 +7,27 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from outrider import tree
 from outrider.audit.prompts import Prompt, encode
-from outrider.build import full_dtype
-from outrider.check import check_target
-from outrider.engine import Engine
+from outrider.core import tree
+from outrider.core.noise import PositionNoise, mix_int
+from outrider.core.params import SamplingParams
+from outrider.core.stats import Stats
+from outrider.core.types import Batch, Draft, Finish, Request, Round, Row
+from outrider.engine.build import full_dtype
+from outrider.engine.engine import Engine
+from outrider.engine.scheduler import Scheduler
+from outrider.engine.verifiers import tree_makers
 from outrider.errors import OutriderError
-from outrider.load import Checkpoint, load_checkpoint
+from outrider.loader.check import check_target
+from outrider.loader.checkpoint import Checkpoint, load_checkpoint
+from outrider.models.base import make_target
+from outrider.models.quantize import QuantisedLinear, quantise
 from outrider.native.target import NativeTarget
-from outrider.noise import PositionNoise, mix_int
-from outrider.params import SamplingParams
-from outrider.plan import FixedPlanner
+from outrider.plan.planner import FixedPlanner
 from outrider.propose.base import NoProposer, Proposer, Setup
-from outrider.proposers import find_proposer
-from outrider.quantize import QuantisedLinear, quantise
-from outrider.sampling import Knobs, warp
-from outrider.schedule import Scheduler
-from outrider.stats import Stats
-from outrider.target import make_target
-from outrider.types import Batch, Draft, Finish, Request, Round, Row
-from outrider.verifiers import tree_makers
-from outrider.verify import EXACT, Verifier
+from outrider.propose.registry import find_proposer
+from outrider.verify.rules import EXACT, Verifier
+from outrider.verify.sampling import Knobs, warp
 
 _ROWS = 16  # completions at once
 _CHUNK = 512  # tokens of prompts fed per round

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from outrider.errors import OutriderError
-from outrider.prompts import Line, chat_tokens, is_turn, read_lines, text_tokens
+from outrider.measure.prompts import Line, chat_tokens, is_turn, read_lines, text_tokens
 
 Prompt = str | Sequence[Mapping[str, str]]
 _FORM = '{"prompt": "..."} or {"messages": [...]}'

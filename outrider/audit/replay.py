@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from outrider.audit.pair import Pair, first_difference
-from outrider.params import SamplingParams
-from outrider.types import Request
-from outrider.verify import EXACT, Verifier
+from outrider.core.params import SamplingParams
+from outrider.core.types import Request
+from outrider.verify.rules import EXACT, Verifier
 
 # A pass over several tokens, or over several rows, adds up in another order than a pass over one, and so rounds
 # otherwise, by up to about 1e-4 logits in deep models in float32. A text may part from the plain one where two tokens

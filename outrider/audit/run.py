@@ -9,18 +9,18 @@ from typing import Any
 
 from rich.console import Console
 
+from outrider.audit.distribution import check_law, plan_tests
 from outrider.audit.flips import Observed, find_flips, judge_flips
-from outrider.audit.law import check_law, plan_tests
 from outrider.audit.pair import Pair
 from outrider.audit.prompts import Prompt, read_prompts
 from outrider.audit.replay import cases, replay
 from outrider.audit.report import Meter, show
-from outrider.build import default_proposer, weight_bits
-from outrider.embedded import model_folder
+from outrider.engine.build import default_proposer, weight_bits
+from outrider.engine.verifiers import find_verifier
 from outrider.errors import OutriderError
-from outrider.machine import commit, hardware, use_threads, versions
-from outrider.verifiers import find_verifier
-from outrider.verify import Verifier
+from outrider.loader.embedded import model_folder
+from outrider.system.machine import commit, hardware, use_threads, versions
+from outrider.verify.rules import Verifier
 
 _DEPTHS = (1, 4, 8)  # guesses per round that are tried beside the user's k
 _TOKENS = 32  # of each text, unless told

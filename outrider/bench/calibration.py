@@ -9,12 +9,12 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from outrider import machine
 from outrider.bench.rates import measure_rates
-from outrider.calibrate import cost_file, known_costs
 from outrider.llm import LLM
-from outrider.passcost import PassCost
-from outrider.proposers import draft_model
+from outrider.plan.calibrate import cost_file, known_costs
+from outrider.plan.pass_cost import PassCost
+from outrider.propose.registry import draft_model
+from outrider.system import machine
 
 
 def run_calibration(llm: LLM, *, progress: Console) -> dict[str, Any]:

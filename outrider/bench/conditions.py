@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from outrider.console import NONE, Document
+from outrider.report.console import NONE, Document
 
 _PARTS = {
     "target weights": "target_weight_bytes",

@@ -7,8 +7,8 @@ from html import escape
 
 from outrider.bench.conditions import conditions, latency_text, median_text, memory
 from outrider.bench.report import OVERALL, PLAIN, SPECULATIVE, summary
-from outrider.console import NONE, Document
-from outrider.page import framed, opening, pairs, section
+from outrider.report.console import NONE, Document
+from outrider.report.page import framed, opening, pairs, section
 
 
 def page(document: Document) -> str:

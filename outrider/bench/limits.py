@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from outrider.bench.report import PLAIN, SPECULATIVE
-from outrider.cost import roof
+from outrider.plan.speedup import roof
 
 DEFINITIONS: Mapping[str, str] = {
     "read_bytes_per_s": "summing up a buffer larger than the caches, the median of several times: before and after the"
@@ -39,7 +39,7 @@ class Roofline:
         return self.weight_bytes_per_pass + rows * cached * self.cache_bytes_per_token
 
     def passes_per_s(self, *, rows: int, cached: float, columns: float) -> float:
-        """At most, where each row of a pass has so many columns (see `outrider.cost.roof`)."""
+        """At most, where each row of a pass has so many columns (see `outrider.plan.speedup.roof`)."""
         return roof(
             bytes_per_pass=self.bytes_per_pass(rows=rows, cached=cached),
             flops_per_pass=self.flops_per_column * rows * columns,

@@ -12,12 +12,12 @@ import torch
 from safetensors import safe_open
 from transformers import AutoConfig
 
-from outrider.bench.contest import Job
-from outrider.cost import rows_instead
+from outrider.bench.contestants import Job
 from outrider.llm import LLM
-from outrider.prepack import can_prepack
+from outrider.models.prepack import can_prepack
+from outrider.plan.speedup import rows_instead
 from outrider.propose.base import Proposer
-from outrider.proposers import draft_model
+from outrider.propose.registry import draft_model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,9 +12,9 @@ import torch
 from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
 from transformers.utils import logging as transformers_logging
 
-from outrider.bench.clock import Mark, decode_pace, token_gaps
-from outrider.bench.contest import Job, Trial
+from outrider.bench.contestants import Job, Trial
 from outrider.llm import LLM
+from outrider.measure.clock import Mark, decode_pace, token_gaps
 
 
 class _Watch(StoppingCriteria):  # type: ignore[misc]

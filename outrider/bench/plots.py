@@ -8,18 +8,18 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter, NullLocator, PercentFormatter, StrMethodFormatter
 
-from outrider import canvas
 from outrider.bench.report import OVERALL, PLAIN, SPECULATIVE
-from outrider.console import Document
+from outrider.report import svg
+from outrider.report.console import Document
 
 _BAR = 0.29  # inches for a bar
 _LINES = 2.7  # inches for a plot with lines
 _DASHED = (0, (4, 2))
 
 
-def draw(document: Document) -> list[canvas.Plot]:
+def draw(document: Document) -> list[svg.Plot]:
     """All plots for which the document has data."""
-    return canvas.drawn(_PLOTS, document)
+    return svg.drawn(_PLOTS, document)
 
 
 def _spoken(name: str) -> str:
@@ -31,14 +31,14 @@ def _limit(document: Document) -> Figure | None:
     rows = {name: each for name, each in document["results"][OVERALL].items() if each["tokens_per_s"]}
     if not rows:
         return None
-    figure, axes = canvas.canvas(0.5 + 0.55 * len(rows), grid="")
+    figure, axes = svg.canvas(0.5 + 0.55 * len(rows), grid="")
     for y, (name, each) in enumerate(rows.items()):
         rate, limit = each["tokens_per_s"], document["limits"].get(name)
         note = f"{_spoken(name)}: {rate['median']:.0f}"
         if limit:
             most = limit["limit_tokens_per_s"]
-            axes.barh(y, most, height=0.4, color=canvas.TRACK)
-            axes.vlines(most, y - 0.28, y + 0.28, color=canvas.LIMIT)
+            axes.barh(y, most, height=0.4, color=svg.TRACK)
+            axes.vlines(most, y - 0.28, y + 0.28, color=svg.LIMIT)
             note += f", {100 * limit['share_of_limit']:.0f}% of at most {most:.0f}"
         axes.barh(y, rate["median"], height=0.4, color=_colour(name, list(rows)))
         axes.text(0, y - 0.27, note, va="bottom")
@@ -53,13 +53,13 @@ def _speedup(document: Document) -> Figure | None:
     known = {name: spread for name, spread in spreads.items() if spread}
     if not known:
         return None
-    figure, axes = canvas.canvas(0.5 + _BAR * len(known), grid="x")
+    figure, axes = svg.canvas(0.5 + _BAR * len(known), grid="x")
     most = max(spread["max"] for spread in known.values())
     for y, (name, spread) in enumerate(known.items()):
-        axes.barh(y, spread["median"], height=0.62, color=canvas.FAST, alpha=1 if name == OVERALL else 0.6)
-        axes.hlines(y, spread["min"], spread["max"], color=canvas.INK, linewidth=1.2)
+        axes.barh(y, spread["median"], height=0.62, color=svg.FAST, alpha=1 if name == OVERALL else 0.6)
+        axes.hlines(y, spread["min"], spread["max"], color=svg.INK, linewidth=1.2)
         axes.text(spread["max"] + 0.02 * most, y, f"{spread['median']:.2f}", va="center")
-    axes.axvline(1, color=canvas.PLAIN, linewidth=1.6, linestyle=_DASHED)
+    axes.axvline(1, color=svg.PLAIN, linewidth=1.6, linestyle=_DASHED)
     axes.set_xlim(0, 1.12 * most)
     _label_rows(axes, map(_spoken, known))
     axes.set_xlabel("times plain decoding, which is the dashed line")
@@ -71,13 +71,13 @@ def _acceptance(document: Document) -> Figure | None:
     overall = shares.pop(OVERALL)
     if not overall:
         return None
-    figure, axes = canvas.canvas(_LINES)
+    figure, axes = svg.canvas(_LINES)
     met = [[each[i] for each in shares.values() if i < len(each)] for i in range(len(overall))]
     positions = range(1, len(overall) + 1)
     axes.fill_between(
-        positions, list(map(min, met)), list(map(max, met)), color=canvas.FAST, alpha=0.16, label="categories", lw=0
+        positions, list(map(min, met)), list(map(max, met)), color=svg.FAST, alpha=0.16, label="categories", lw=0
     )
-    axes.plot(positions, overall, color=canvas.FAST, marker="o", label="overall")
+    axes.plot(positions, overall, color=svg.FAST, marker="o", label="overall")
     _accepted_axes(axes, len(overall))
     return figure
 
@@ -87,9 +87,9 @@ def _acceptance_by_temperature(document: Document) -> Figure | None:
     lines = {entry["value"]: entry[SPECULATIVE]["acceptance_by_position"] for entry in entries}
     if not any(lines.values()):
         return None
-    figure, axes = canvas.canvas(_LINES)
+    figure, axes = svg.canvas(_LINES)
     for i, (temperature, shares) in enumerate(lines.items()):
-        colour = canvas.SERIES[i % len(canvas.SERIES)]
+        colour = svg.SERIES[i % len(svg.SERIES)]
         axes.plot(range(1, len(shares) + 1), shares, color=colour, marker="o", label=f"T = {temperature:g}")
     _accepted_axes(axes, max(map(len, lines.values())))
     return figure
@@ -100,7 +100,7 @@ def _latency(document: Document) -> Figure | None:
     rows = {name: each["latency_ms"] for name, each in overall.items() if each["latency_ms"]}
     if not rows:
         return None
-    figure, axes = canvas.canvas(_LINES)
+    figure, axes = svg.canvas(_LINES)
     width = 0.8 / len(rows)
     for i, (name, marks) in enumerate(rows.items()):
         places = [p + (i - (len(rows) - 1) / 2) * width for p in range(len(marks))]
@@ -111,7 +111,7 @@ def _latency(document: Document) -> Figure | None:
     axes.set_xticks(range(3), ["p50", "p95", "p99"])
     axes.set_ylabel("ms between tokens")
     axes.margins(y=0.12)
-    canvas.legend(axes, columns=2)
+    svg.legend(axes, columns=2)
     return figure
 
 
@@ -123,10 +123,10 @@ def _round(document: Document) -> Figure | None:
     rows = {name: stats for name, stats in rows.items() if stats.get("rounds")}
     if not rows:
         return None
-    figure, axes = canvas.canvas(0.8 + _BAR * len(rows), grid="x")
+    figure, axes = svg.canvas(0.8 + _BAR * len(rows), grid="x")
     left = [0.0] * len(rows)
-    parts = {"propose_ms": ("draft", canvas.DRAFT), "target_ms": ("target", canvas.TARGET)}
-    for part, (name, colour) in {**parts, "host_ms": ("host", canvas.HOST)}.items():
+    parts = {"propose_ms": ("draft", svg.DRAFT), "target_ms": ("target", svg.TARGET)}
+    for part, (name, colour) in {**parts, "host_ms": ("host", svg.HOST)}.items():
         widths = [stats[part] for stats in rows.values()]
         axes.barh(range(len(rows)), widths, left=left, height=0.62, color=colour, label=name)
         left = [a + b for a, b in zip(left, widths, strict=True)]
@@ -135,7 +135,7 @@ def _round(document: Document) -> Figure | None:
     _label_rows(axes, rows)
     axes.set_xlabel("ms a round")
     axes.margins(x=0.1)
-    canvas.legend(axes)
+    svg.legend(axes)
     return figure
 
 
@@ -156,16 +156,16 @@ def _rates(entries: Sequence[Document], label: str, *, doubling: bool = False) -
     known = [entry for entry in entries if entry[PLAIN]["tokens_per_s"] and entry[SPECULATIVE]["tokens_per_s"]]
     if not known:
         return None
-    figure, axes = canvas.canvas(_LINES + 0.2)
+    figure, axes = svg.canvas(_LINES + 0.2)
     values = [entry["value"] for entry in known]
-    for name, colour in ((SPECULATIVE, canvas.FAST), (PLAIN, canvas.PLAIN)):
+    for name, colour in ((SPECULATIVE, svg.FAST), (PLAIN, svg.PLAIN)):
         spread = [entry[name]["tokens_per_s"] for entry in known]
         low, high = ([each[end] for each in spread] for end in ("min", "max"))
         axes.fill_between(values, low, high, color=colour, alpha=0.16, lw=0)
         axes.plot(values, [each["median"] for each in spread], color=colour, marker="o", label=name)
         limit = [entry["limits"][name]["limit_tokens_per_s"] for entry in known]
         note = "limit" if name == PLAIN else "limit × tau"
-        axes.plot(values, limit, color=canvas.LIMIT if name == PLAIN else colour, linestyle=_DASHED, lw=1.5, label=note)
+        axes.plot(values, limit, color=svg.LIMIT if name == PLAIN else colour, linestyle=_DASHED, lw=1.5, label=note)
     axes.set_yscale("log")
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
@@ -176,7 +176,7 @@ def _rates(entries: Sequence[Document], label: str, *, doubling: bool = False) -
     axes.set_xticks(values, [f"{value:g}" for value in values])
     axes.set_xlabel(label)
     axes.set_ylabel("tokens/s")
-    canvas.legend(axes, columns=2)
+    svg.legend(axes, columns=2)
     return figure
 
 
@@ -185,7 +185,7 @@ def _accepted_axes(axes: Axes, positions: int) -> None:
     axes.yaxis.set_major_formatter(PercentFormatter(1))
     axes.set_xticks(range(1, positions + 1))
     axes.set_xlabel("position of the guess in its round")
-    canvas.legend(axes, columns=5)
+    svg.legend(axes, columns=5)
 
 
 def _label_rows(axes: Axes, names: Iterable[str]) -> None:
@@ -195,11 +195,11 @@ def _label_rows(axes: Axes, names: Iterable[str]) -> None:
 
 
 def _colour(name: str, names: Sequence[str]) -> str:
-    own = {PLAIN: canvas.PLAIN, SPECULATIVE: canvas.FAST}
-    return own.get(name) or canvas.SERIES[(names.index(name) - len(own) + 1) % len(canvas.SERIES)]
+    own = {PLAIN: svg.PLAIN, SPECULATIVE: svg.FAST}
+    return own.get(name) or svg.SERIES[(names.index(name) - len(own) + 1) % len(svg.SERIES)]
 
 
-_PLOTS: tuple[canvas.Drawing[Document], ...] = (
+_PLOTS: tuple[svg.Drawing[Document], ...] = (
     (
         _limit,
         "Tokens/s and the limit",

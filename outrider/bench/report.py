@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from outrider import cost
-from outrider.bench.clock import Pace
-from outrider.bench.contest import Trial
-from outrider.console import counted
-from outrider.stats import Stats
+from outrider.bench.contestants import Trial
+from outrider.core.stats import Stats
+from outrider.measure.clock import Pace
+from outrider.plan import speedup
+from outrider.report.console import counted
 
 PLAIN, SPECULATIVE = "plain", "speculative"
 OVERALL = "overall"
@@ -135,8 +135,8 @@ def expected_speedup(plain: Stats, guessing: Stats) -> float | None:
     met = (guessing.passes, *guessing.accepted[:-1])
     acceptance = [kept / all if all else 0.0 for kept, all in zip(guessing.accepted, met, strict=False)]
     unit = plain.seconds / plain.rounds * guessing.rounds  # as many plain rounds as there were guessing ones
-    return cost.speedup(
-        cost.expected_tau(acceptance),
+    return speedup.speedup(
+        speedup.expected_tau(acceptance),
         k=1,  # all guesses of a round are one item here
         draft=guessing.propose_seconds / unit,
         verify=guessing.target_seconds / unit,

@@ -10,27 +10,27 @@ from typing import Any
 
 from rich.console import Console
 
-from outrider import machine
 from outrider.bench import limits
-from outrider.bench.contest import Contestant, Own, SwitchPlanner
+from outrider.bench.contestants import Contestant, Own, SwitchPlanner
+from outrider.bench.interleave import Stage, make_heats, race
 from outrider.bench.memory import Footprint, bytes_per_pass, cache_bytes_per_token, flops_per_column, footprint
-from outrider.bench.race import Stage, make_heats, race
 from outrider.bench.rates import Rates, best_rates, measure_rates
 from outrider.bench.report import DEFINITIONS, OVERALL, PLAIN, SPECULATIVE, Sample, mean_cached, report
 from outrider.bench.settings import Settings
 from outrider.bench.sweep import Place, guessers, home, places, sweeps
-from outrider.build import auto_planner, default_proposer, weight_bits
 from outrider.cache.base import Caching
-from outrider.embedded import model_folder
+from outrider.core.params import AUTO
+from outrider.engine.build import auto_planner, default_proposer, weight_bits
 from outrider.errors import OutriderError
 from outrider.llm import LLM
-from outrider.names import pasted
+from outrider.loader.embedded import model_folder
+from outrider.measure.prompts import read_prompts
 from outrider.native.target import NativeTarget
-from outrider.params import AUTO
-from outrider.plan import Planner
-from outrider.plan_file import PlanFile, restored
-from outrider.prompts import read_prompts
-from outrider.proposers import draft_model, parse
+from outrider.plan.planner import Planner
+from outrider.plan.store import PlanFile, restored
+from outrider.propose.expression import pasted
+from outrider.propose.registry import draft_model, parse
+from outrider.system import machine
 
 
 def run_bench(settings: Settings, *, progress: Console) -> dict[str, Any]:

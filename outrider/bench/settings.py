@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from outrider.core.params import AUTO, SamplingParams
 from outrider.errors import OutriderError
-from outrider.params import AUTO, SamplingParams
-from outrider.plan_file import check_plan
-from outrider.ranges import parse_whole
+from outrider.measure.number_lists import parse_whole
+from outrider.plan.store import check_plan
 
 PEERS = ("transformers",)
 

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from outrider.bench.conditions import latency_text, median_text, memory, rates
 from outrider.bench.report import OVERALL, PLAIN, SPECULATIVE, summary
-from outrider.console import NONE, titled
+from outrider.report.console import NONE, titled
 
 
 def show(document: dict[str, Any], console: Console) -> None:

@@ -9,8 +9,8 @@ from typing import Protocol
 
 import torch
 
-from outrider import tree
-from outrider.types import Batch, Draft, Round
+from outrider.core import tree
+from outrider.core.types import Batch, Draft, Round
 
 LEAST_ROOM = 16  # tokens that a slot has room for at least: what the check before first use takes
 

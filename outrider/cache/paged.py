@@ -11,9 +11,9 @@ from heapq import heappop, heappush
 import torch
 
 from outrider.cache.base import CacheUse, Layout, lay_out
-from outrider.cache.huge import zeros
-from outrider.cache.pages import BLOCK, Page, Pages
-from outrider.types import Batch, Draft, Round, Row
+from outrider.cache.huge_pages import zeros
+from outrider.cache.prefix_tree import BLOCK, Page, Pages
+from outrider.core.types import Batch, Draft, Round, Row
 
 
 class CPool(ctypes.Structure):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from outrider.cache.base import Layout, Roomy, lay_out
-from outrider.types import Batch, Draft, Round
+from outrider.core.types import Batch, Draft, Round
 
 State = Any  # the model library's own cache object of one row
 

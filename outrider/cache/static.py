@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from outrider import tree
 from outrider.cache.base import CacheUse, Layout, lay_out
-from outrider.cache.pages import shared
-from outrider.types import Batch, Draft, Round, Row
+from outrider.cache.prefix_tree import shared
+from outrider.core import tree
+from outrider.core.types import Batch, Draft, Round, Row
 
 
 class StaticCache:

@@ -13,14 +13,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from outrider.errors import OutriderError
-from outrider.heads.block import BlockDraft
 from outrider.heads.description import Description
 from outrider.heads.files import read_config, text_config, write_folder
-from outrider.heads.follower import Follower
 from outrider.heads.formats.base import Partner, Trained
-from outrider.heads.formats.known import find
-from outrider.heads.independent import Independent
-from outrider.heads.onlooker import Onlooker
+from outrider.heads.formats.registry import find
+from outrider.heads.modules.autoregressive import Follower
+from outrider.heads.modules.block import BlockDraft
+from outrider.heads.modules.kv_sharing import Onlooker
+from outrider.heads.modules.parallel import Independent
 
 KEY = "outrider_draft"  # in config.json
 WEIGHTS = "model.safetensors"

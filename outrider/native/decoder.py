@@ -13,13 +13,13 @@ from typing import Any
 import torch
 
 from outrider.cache.paged import PagedCache
+from outrider.core.types import Tables
 from outrider.errors import OutriderError, UnsupportedModel
-from outrider.excerpt import refuse_to_swap
+from outrider.models.submodel import refuse_to_swap
 from outrider.native.abi import MOST_DIM, MOST_SHARING, CLayer, CModel
+from outrider.native.calls import Passes
 from outrider.native.library import Library
 from outrider.native.pack import WHOLE, Arena, PackedWeight, interleave, pack, separate, unpack
-from outrider.native.passes import Passes
-from outrider.types import Tables
 
 FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})  # one block: norm, rotary attention, norm, gated SiLU
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head"

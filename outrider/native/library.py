@@ -21,9 +21,9 @@ import torch
 from outrider.errors import UnsupportedModel
 
 _log = logging.getLogger("outrider")
-_HERE = Path(__file__).parent
+_SOURCE_FOLDER = Path(__file__).parent / "csrc"
 _UNITS = ("decoder.cpp", "rules.cpp", "suffix.cpp")
-_SOURCES = (*_UNITS, "simd.h", "law.h", "team.h", "linear.h", "attention.h")
+_SOURCES = (*_UNITS, "simd.h", "sampling.h", "threads.h", "linear.h", "attention.h")
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-fopenmp")
 _PATIENCE = 600  # seconds
 
@@ -95,7 +95,7 @@ def _compile(compiler: str, path: Path) -> float:
         _log.warning("compiling the CPU kernels: once on a machine, some ten seconds")
         objects = [str(Path(folder) / f"{unit}.o") for unit in _UNITS]
         for unit, made in zip(_UNITS, objects, strict=True):
-            _call(compiler, *_FLAGS, "-c", str(_HERE / unit), "-o", made)
+            _call(compiler, *_FLAGS, "-c", str(_SOURCE_FOLDER / unit), "-o", made)
         whole = Path(folder) / "kernels.so"
         _call(compiler, "-shared", *link, *objects, "-o", str(whole))
         os.replace(whole, path)  # whole or not at all, whoever else compiles at the same time
@@ -119,7 +119,7 @@ def _fingerprint(compiler: str) -> str:
     if (info := Path("/proc/cpuinfo")).is_file():
         digest.update(next((line for line in info.read_text().splitlines() if "flags" in line.lower()), "").encode())
     for name in _SOURCES:
-        digest.update((_HERE / name).read_bytes())
+        digest.update((_SOURCE_FOLDER / name).read_bytes())
     return digest.hexdigest()[:16]
 
 

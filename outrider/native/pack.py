@@ -10,7 +10,7 @@ from types import MappingProxyType
 import torch
 from torch.nn import functional
 
-from outrider.cache.huge import reserve
+from outrider.cache.huge_pages import reserve
 from outrider.native.abi import CLinear
 
 PANEL = 32  # outputs that are computed together

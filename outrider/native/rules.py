@@ -1,4 +1,4 @@
-"""Verifiers in the kernels' hands: what `outrider.verify` says, in one call instead of some dozens."""
+"""Verifiers in the kernels' hands: what `outrider.verify.rules` says, in one call instead of some dozens."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from types import MappingProxyType
 
 import torch
 
+from outrider.core.noise import Noise, PositionNoise
+from outrider.core.types import Draft, Packed, Verdict
 from outrider.errors import UnsupportedModel
 from outrider.native.abi import CTrial
 from outrider.native.library import Library, load_library
-from outrider.noise import Noise, PositionNoise
-from outrider.types import Draft, Packed, Verdict
-from outrider.verify import PackedRule, Verifier
+from outrider.verify.rules import PackedRule, Verifier
 
 # As rules.cpp numbers them.
 _RULES: Mapping[str, int] = MappingProxyType({"walk": 0, "block": 1, "traversal": 2, "coupled": 3})

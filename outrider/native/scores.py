@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from outrider.types import Packed, Scores
+from outrider.core.types import Packed, Scores
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -10,18 +10,18 @@ from itertools import accumulate
 
 import torch
 
-from outrider import tree
 from outrider.cache.base import LEAST_ROOM, Cache
-from outrider.cache.borrowed import BorrowedCache
 from outrider.cache.paged import PagedCache
+from outrider.cache.shared import BorrowedCache
+from outrider.core import tree
+from outrider.core.types import Batch, Dice, Draft, Grown, Memory, Packed, Scores, Tables, Trust
 from outrider.errors import OutriderError
-from outrider.excerpt import refuse_wider
-from outrider.load import Checkpoint
+from outrider.loader.checkpoint import Checkpoint
+from outrider.models.submodel import refuse_wider
 from outrider.native.abi import Columns
 from outrider.native.decoder import Decoder
 from outrider.native.library import load_library
 from outrider.native.scores import Exported, NativeScores
-from outrider.types import Batch, Dice, Draft, Grown, Memory, Packed, Scores, Tables, Trust
 
 
 class NativeTarget:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from outrider.errors import OutriderError
-from outrider.projection import Efficiency, Machine
+from outrider.project.equations import Efficiency, Machine
 
 PESSIMISTIC, MIDDLE, OPTIMISTIC = "pessimistic", "middle", "optimistic"
 _MOST = 1e9  # of any figure: what is mistyped is still a number then

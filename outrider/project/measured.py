@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from outrider.cost import expected_tau
 from outrider.errors import OutriderError
-from outrider.projection import Acceptance
+from outrider.plan.speedup import expected_tau
+from outrider.project.equations import Acceptance
 
 _BENCH, OVERALL = "outrider bench", "overall"
 _HOST = ("ngram", "suffix", "recycle", "lookahead", "retrieval")  # whose guesses cost the host's time alone

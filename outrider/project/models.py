@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from outrider.embedded import model_folder
 from outrider.errors import OutriderError
-from outrider.projection import Attention, Experts, Model
+from outrider.loader.embedded import model_folder
+from outrider.project.equations import Attention, Experts, Model
 
 TYPES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3")
 _LEAST, _MOST = 1e6, 1e14  # weights of what is given by its size

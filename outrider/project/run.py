@@ -7,14 +7,15 @@ from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-from outrider import __version__, machine
+from outrider._version import __version__
 from outrider.errors import OutriderError
+from outrider.project.equations import Acceptance, Drafting, Efficiency, Machine, Model, Pair, free_columns, head
 from outrider.project.machines import Own, Sheet, efficiencies, find_machine
 from outrider.project.measured import read_bench
+from outrider.project.memory import Room
 from outrider.project.models import Bits, find_model
 from outrider.project.options import ProjectOptions
-from outrider.project.room import Room
-from outrider.projection import Acceptance, Drafting, Efficiency, Machine, Model, Pair, free_columns, head
+from outrider.system import machine
 
 USABLE = 0.9  # of the memory; the rest is for buffers
 _MOST, _DEEPEST = 10**9, 1024  # users or tokens of each, and guesses a round

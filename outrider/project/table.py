@@ -7,8 +7,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from outrider.console import NONE, counted, titled
 from outrider.project.machines import MIDDLE
+from outrider.report.console import NONE, counted, titled
 
 
 def show(document: dict[str, Any], console: Console) -> None:

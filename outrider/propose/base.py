@@ -7,10 +7,10 @@ from typing import Any, Protocol
 
 import torch
 
-from outrider import tree
+from outrider.core import tree
+from outrider.core.types import Batch, Draft, Draw, Needs, Request, Round
 from outrider.errors import OutriderError
-from outrider.target import Target
-from outrider.types import Batch, Draft, Draw, Needs, Request, Round
+from outrider.models.base import Target
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,13 +10,13 @@ from itertools import accumulate
 import torch
 from torch.nn import functional
 
-from outrider import tree
+from outrider.core import tree
+from outrider.core.types import Batch, Draft, Draw, Law, Needs, Packed, Request, Round
 from outrider.errors import OutriderError
+from outrider.propose.acceptance import Chances
 from outrider.propose.base import Proposer, Setup
-from outrider.propose.chances import Chances
-from outrider.propose.sketch import Sketch, depths
-from outrider.types import Batch, Draft, Draw, Law, Needs, Packed, Request, Round
-from outrider.verdict import normalised
+from outrider.propose.tree_builder import Sketch, depths
+from outrider.verify.verdict import normalised
 
 _LEVELS = 8  # of a chance that a part gives a guess
 _HOPE = 0.6  # that a guess is kept of which its proposer says nothing

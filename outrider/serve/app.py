@@ -11,15 +11,15 @@ from fastapi import FastAPI, Request
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response
 
-from outrider import __version__
-from outrider.serve.answers import Answers
-from outrider.serve.driver import Driver
-from outrider.serve.guards import BodyLimit, Keys
-from outrider.serve.journal import Journal
-from outrider.serve.metrics import EngineCounts, exposition
-from outrider.serve.problems import RESPONSES, STREAMED, add_handlers
-from outrider.serve.replies import problem
-from outrider.serve.schema import ChatRequest, CompletionRequest, TokenizeRequest
+from outrider._version import __version__
+from outrider.serve.async_llm import Driver
+from outrider.serve.handler import Answers
+from outrider.serve.middleware import BodyLimit, Keys
+from outrider.serve.monitoring.metrics import EngineCounts, exposition
+from outrider.serve.monitoring.request_log import Journal
+from outrider.serve.openai.errors import RESPONSES, STREAMED, add_handlers
+from outrider.serve.openai.responses import problem
+from outrider.serve.openai.schema import ChatRequest, CompletionRequest, TokenizeRequest
 from outrider.serve.settings import Settings
 
 _PAGE = Path(__file__).parent / "page.html"

@@ -15,29 +15,29 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from outrider import machine
-from outrider.embedded import model_folder
+from outrider.core.noise import mix_int
 from outrider.errors import OutriderError
-from outrider.noise import mix_int
-from outrider.plan_file import model_print
-from outrider.prompts import Prompt
-from outrider.proposers import check_proposer
-from outrider.train.answers import Author, Manner
-from outrider.train.archive import Archive, origin_of
-from outrider.train.batches import Reader
-from outrider.train.classroom import make_classroom
-from outrider.train.course import Course
-from outrider.train.heap import Heap
-from outrider.train.joint import TARGET, Given, GivenReader
-from outrider.train.kinds import KINDS
-from outrider.train.log import Log, write
-from outrider.train.losses import parse
-from outrider.train.measure import Gauge
-from outrider.train.processes import meet, part, rank, world
-from outrider.train.prompts import encoded, read_prompts, repeated, split
+from outrider.loader.embedded import model_folder
+from outrider.measure.prompts import Prompt
+from outrider.plan.store import model_print
+from outrider.propose.registry import check_proposer
+from outrider.system import machine
+from outrider.system.atomic_files import check_folder
+from outrider.system.heap import Heap
+from outrider.train.data.answers import Author, Manner
+from outrider.train.data.batches import Reader
+from outrider.train.data.feature_cache import Archive, origin_of
+from outrider.train.data.prompts import encoded, read_prompts, repeated, split
+from outrider.train.data.schedule import Course
+from outrider.train.distributed import meet, part, rank, world
+from outrider.train.evaluate import Gauge
+from outrider.train.loss.losses import parse
+from outrider.train.model.joint import TARGET, Given, GivenReader
+from outrider.train.model.presets import KINDS
+from outrider.train.report.log import Log, write
 from outrider.train.settings import DRAFT, Settings
+from outrider.train.setup import make_classroom
 from outrider.train.trainer import STATE, Sums, Trainer, read_state
-from outrider.whole import check_folder
 
 FACTS = "training.json"
 _LOOKED_AT = 256  # tokens of a prompt on which the target is compared with what is taken from it

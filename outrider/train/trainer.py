@@ -15,13 +15,13 @@ from torch.nn import functional
 
 from outrider.errors import OutriderError
 from outrider.heads.files import save_tensors
-from outrider.train.losses import LENGTH, shortfall
-from outrider.train.optimiser import Optimiser
+from outrider.train.distributed import total, world
+from outrider.train.loss.chunked import judged
+from outrider.train.loss.losses import LENGTH, shortfall
+from outrider.train.loss.steps import Texts
+from outrider.train.model.trainee import Pupil
+from outrider.train.optimizer import Optimiser
 from outrider.train.precision import products
-from outrider.train.processes import total, world
-from outrider.train.pupil import Pupil
-from outrider.train.slopes import judged
-from outrider.train.steps import Texts
 
 STATE = "state.pt"
 _WATCH = 4  # steps between looks at what is kept, which takes as long as the loss itself

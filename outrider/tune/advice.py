@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import ceil
 
-from outrider.params import AUTO
+from outrider.core.params import AUTO
 from outrider.tune.figures import Case, Plain
 
 WORTHWHILE = 1.02  # overall speedup below which plain decoding is advised

@@ -8,11 +8,11 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from outrider.embedded import model_folder
+from outrider.core.params import AUTO
 from outrider.errors import OutriderError
-from outrider.names import absolute
-from outrider.params import AUTO
-from outrider.plan_file import model_folders, model_print
+from outrider.loader.embedded import model_folder
+from outrider.plan.store import model_folders, model_print
+from outrider.propose.expression import absolute
 from outrider.tune.settings import Settings
 
 BENCHMARK, VERSION = "outrider tune", 1

@@ -9,7 +9,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from outrider.proposers import Expression, parse
+from outrider.propose.registry import Expression, parse
 
 _WIDEST = 512  # rows: the last batch of vLLM's table, whose k is 0
 _DRAFTS = ("draft", "draft-tokens")

@@ -9,7 +9,7 @@ from functools import reduce
 from operator import add
 from typing import Any
 
-from outrider.stats import Stats
+from outrider.core.stats import Stats
 from outrider.tune.settings import PHASES
 from outrider.tune.trial import Trial, Way
 

@@ -10,25 +10,25 @@ from itertools import cycle, islice
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from outrider.bench.contest import Job
+from outrider.bench.contestants import Job
+from outrider.bench.interleave import make_heats
 from outrider.bench.memory import Footprint, footprint
-from outrider.bench.race import make_heats
 from outrider.bench.settings import Settings as BenchSettings
 from outrider.bench.sweep import Place
-from outrider.build import auto_planner
 from outrider.cache.base import Caching
-from outrider.engine import Engine
+from outrider.core.noise import mix_int
+from outrider.engine.build import auto_planner
+from outrider.engine.engine import Engine
+from outrider.engine.scheduler import Scheduler
+from outrider.engine.verifiers import find_verifier
 from outrider.llm import LLM
+from outrider.measure.prompts import read_prompts
 from outrider.native.rules import fastest
-from outrider.noise import mix_int
-from outrider.plan import CostPlanner, FixedPlanner, Planner
-from outrider.prompts import read_prompts
+from outrider.plan.planner import CostPlanner, FixedPlanner, Planner
 from outrider.propose.base import Proposer
-from outrider.proposers import DRAWN, Expression, find_proposer, parse
-from outrider.schedule import Scheduler
+from outrider.propose.registry import DRAWN, Expression, find_proposer, parse
 from outrider.tune.settings import Settings
 from outrider.tune.trial import Heat, Trial, Way, run
-from outrider.verifiers import find_verifier
 
 _WARM_TOKENS = 8
 _CHUNK = 512  # tokens of prompts fed a round, as `LLM` has it

@@ -12,17 +12,17 @@ from typing import Any
 import typer
 from rich.console import Console
 
-from outrider import machine
 from outrider.bench.memory import Footprint
+from outrider.engine.verifiers import find_verifier
+from outrider.system import machine
+from outrider.system.atomic_files import write_whole
 from outrider.tune.advice import Advice, advise
 from outrider.tune.config import BENCHMARK, VERSION, settings_dict
 from outrider.tune.engines import elsewhere
 from outrider.tune.figures import Plain, case_dict, figures
 from outrider.tune.measure import Measured, measure
 from outrider.tune.settings import Settings
-from outrider.tune.words import sentences
-from outrider.verifiers import find_verifier
-from outrider.whole import write_whole
+from outrider.tune.wording import sentences
 
 DEFINITIONS: Mapping[str, str] = MappingProxyType(
     {

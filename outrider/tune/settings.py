@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from outrider.build import default_proposer, weight_bits
+from outrider.core.params import AUTO, SamplingParams
+from outrider.engine.build import default_proposer, weight_bits
+from outrider.engine.verifiers import find_verifier
 from outrider.errors import OutriderError
-from outrider.params import AUTO, SamplingParams
-from outrider.proposers import parse
-from outrider.ranges import parse_whole
-from outrider.verifiers import find_verifier
+from outrider.measure.number_lists import parse_whole
+from outrider.propose.registry import parse
 
 PHASES = ("first", "middle", "last")  # thirds of an output
 _PLAIN = "none"

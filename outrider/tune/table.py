@@ -5,8 +5,8 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
-from outrider.console import NONE, Document, titled
-from outrider.names import short
+from outrider.propose.expression import short
+from outrider.report.console import NONE, Document, titled
 
 _SHOWN = 6  # positions
 

@@ -9,13 +9,13 @@ from itertools import accumulate
 from operator import add
 from time import perf_counter
 
-from outrider.bench.clock import Mark, Pace, decode_pace, opening, timed
-from outrider.bench.contest import Job
+from outrider.bench.contestants import Job
+from outrider.core.stats import Stats
+from outrider.core.types import Finish, Row
 from outrider.errors import OutriderError
 from outrider.llm import LLM
-from outrider.stats import Stats
+from outrider.measure.clock import Mark, Pace, decode_pace, opening, timed
 from outrider.tune.settings import PHASES
-from outrider.types import Finish, Row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import LlamaConfig
 
-from outrider.bench.inflate import Dims, inflate_config, inflate_tensors
+from inflate.model import Dims, inflate_config, inflate_tensors
 from outrider.errors import OutriderError
 
 _SHARD = 2 << 30  # bytes

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.bench.inflate_wiring import Stream, divide, make_stream, spread
+from inflate.wiring import Stream, divide, make_stream, spread
 
 _ROWS = 2048  # of a random matrix at a time
 _LOW, _LOUD = -(2.0**14), 8.0  # what added tokens read from the constant channel, and the last norm's weight there

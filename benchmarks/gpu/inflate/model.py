@@ -37,8 +37,8 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
-from outrider.bench.inflate_layers import Maker, Read, constant
-from outrider.bench.inflate_wiring import make_stream
+from inflate.layers import Maker, Read, constant
+from inflate.wiring import make_stream
 from outrider.errors import OutriderError
 
 _PER_FREQUENCY = frozenset({"default", "linear", "llama3"})  # rotary types that treat each frequency by itself

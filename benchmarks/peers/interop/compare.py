@@ -1,6 +1,6 @@
 """Show that a draft does in vLLM what it does here: the same prompts through both, and what each keeps of the guesses.
 
-    python benchmarks/interop/compare.py --target DIR --draft DIR --k 3 --limit 3 --python VENV/bin/python
+    python benchmarks/peers/interop/compare.py --target DIR --draft DIR --k 3 --limit 3 --python VENV/bin/python
 
 A draft that `outrider train` made runs here as it is, and in vLLM as `outrider convert` writes it. Prints a table for
 people and, as the last line of stdout, one JSON document. The exit code is 1 where the mean acceptance lengths differ
@@ -25,14 +25,15 @@ from results import Pair, figures, show
 from rich.console import Console
 from shared import Asked, Completed
 
-from outrider import LLM, machine
-from outrider.console import standard_output
-from outrider.convert import run_convert
+from outrider import LLM
 from outrider.errors import OutriderError
 from outrider.heads.description import Kind
 from outrider.heads.files import read_config, read_partner
 from outrider.heads.store import KEY, is_head, read_trained
-from outrider.prompts import Prompt, read_prompts
+from outrider.measure.prompts import Prompt, read_prompts
+from outrider.report.console import standard_output
+from outrider.system import machine
+from outrider.tools.convert import run_convert
 
 _SIDE = Path(__file__).resolve().parent / "vllm_side.py"
 _FORMATS: Mapping[Kind, str] = MappingProxyType(  # that vLLM reads

@@ -8,9 +8,9 @@ from itertools import zip_longest
 from shared import Asked, Completed, Counts, cut
 
 from outrider import LLM, SamplingParams
-from outrider.plan import FixedPlanner
-from outrider.stats import Stats, Tally
-from outrider.types import Batch
+from outrider.core.stats import Stats, Tally
+from outrider.core.types import Batch
+from outrider.plan.planner import FixedPlanner
 
 
 class AfterFirst(FixedPlanner):

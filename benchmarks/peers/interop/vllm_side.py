@@ -10,7 +10,7 @@ from typing import Any
 
 from shared import Asked, Completed, Counts, cut
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "peers"))
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 from vllm_peer import environment, preload
 from worker import claim_stdout, installed
 

@@ -1,0 +1,155 @@
+"""Sampled speculation has the target's own law: counts of its first tokens against their exact joint law."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from outrider.audit.pair import Pair
+from outrider.audit.statistics import g_test
+from outrider.core.params import SamplingParams
+from outrider.verify.rules import EXACT, Verifier
+
+LEVEL = 1e-4  # chance that an exact pair fails, over all tests of one audit together
+
+_DEPTH = 3  # tokens whose joint law is tested
+_WIDTH = 4  # likeliest tokens that are told apart at each position
+_CANDIDATES = 6  # prompts looked at
+_EDGE = 1e-3  # logits between the last token that top-k keeps and the first that it drops
+_OTHER = -1
+
+Cell = tuple[int, ...]  # the first tokens, up to the first that is none of the likeliest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Branches:
+    """What the target says after a prompt and after each likely beginning."""
+
+    prompt: int  # which one
+    logits: Mapping[Cell, torch.Tensor]  # [V] by beginning, from no token to _DEPTH - 1
+    likely: Mapping[Cell, tuple[int, ...]]  # the _WIDTH likeliest tokens there, best first
+    edge: float  # smallest distance in logits between one of them and the next
+
+
+def check_law(pair: Pair, verifier: Verifier, *, k: int, samples: int, seed: int) -> dict[str, Any]:
+    """Test `verifier`, `walk`, and a rule that takes the proposer's q at its word.
+
+    At a temperature of 1 with the whole vocabulary, where all but the likeliest tokens are one outcome; and, for
+    `verifier`, on another prompt with top-k, where target and draft each have tokens that the other lacks.
+
+    Args:
+        pair: in float32 or steady, and run before, so that it is known whether its proposer makes trees.
+        verifier: the one that users will run.
+        k: guesses per round; at least 2 are used, so that the tokens tested are guesses and bonus alike.
+        samples: per test.
+        seed: of the samples.
+    """
+    k, tests = max(k, 2), []
+    spread = _most_telling(pair, verifier, k=k)
+    for rule, top_k in plan_tests(pair, verifier):
+        branches = spread[bool(top_k) % len(spread)]
+        params = SamplingParams(temperature=1.0, top_k=top_k, max_tokens=k + _DEPTH, seed=seed)
+        tests.append(_test(pair, branches, rule, params, k=k, samples=samples))
+    level = LEVEL / len(tests)
+    for test in tests:
+        test["passed"] = test["p_value"] >= level
+    return {"passed": all(t["passed"] for t in tests), "level": level, "samples": samples, "tests": tests}
+
+
+def plan_tests(pair: Pair, verifier: Verifier) -> list[tuple[Verifier, int]]:
+    """Verifier and top-k of each test, in an order that loads a draft once for each way to guess."""
+    others = {"walk", "traversal" if pair.trees else "block"} - {verifier.name}
+    tests = [(verifier, 0), (verifier, _WIDTH), *((EXACT[name], 0) for name in sorted(others))]
+    return sorted(tests, key=lambda test: test[0].draw)
+
+
+def joint_law(pair: Pair, branches: Branches, params: SamplingParams) -> dict[Cell, float]:
+    """The probability of every cell, by the chain rule in float64."""
+    cells: dict[Cell, float] = {}
+    reach: dict[Cell, float] = {(): 1.0}
+    for beginning, logits in branches.logits.items():
+        p = pair.law(logits, params).double()
+        p = p / p.sum()
+        likely = torch.tensor(branches.likely[beginning], device=p.device)
+        onwards = reach if len(beginning) < _DEPTH - 1 else cells
+        for token, chance in zip(likely.tolist(), p[likely].tolist(), strict=True):
+            onwards[*beginning, token] = reach[beginning] * chance
+        cells[*beginning, _OTHER] = reach[beginning] * float(p.index_fill(0, likely, 0.0).sum())
+    return cells
+
+
+def cell_of(text: Sequence[int], branches: Branches) -> Cell:
+    """The cell that a text begins with."""
+    cell: Cell = ()
+    for token in text[:_DEPTH]:
+        if token not in branches.likely[cell]:
+            return (*cell, _OTHER)
+        cell = (*cell, token)
+    return cell
+
+
+def _test(
+    pair: Pair, branches: Branches, rule: Verifier, params: SamplingParams, *, k: int, samples: int
+) -> dict[str, Any]:
+    requests = pair.requests(params, [pair.prompts[branches.prompt]] * samples)
+    texts = pair.speculative(requests, rule, k=k, enough=_DEPTH)
+    law = joint_law(pair, branches, params)
+    counts = Counter(cell_of(text, branches) for text in texts.tokens)
+    result = g_test([counts[cell] for cell in law], list(law.values()))
+    stats = texts.stats
+    return {
+        "verifier": rule.name,
+        "prompt": branches.prompt,
+        "top_k": params.top_k,
+        "k": k,
+        "outcomes": sum(chance > 0 for chance in law.values()),
+        "entropy": _entropy(law),
+        "statistic": result.statistic if math.isfinite(result.statistic) else None,
+        "dof": result.dof,
+        "p_value": result.p_value,
+        "drafted_tokens": stats.drafted,
+        "acceptance": sum(stats.accepted) / sum(stats.reached) if sum(stats.reached) else 0.0,
+        "tau": stats.tau,
+    }
+
+
+def _most_telling(pair: Pair, verifier: Verifier, *, k: int) -> list[Branches]:
+    """The best prompts for a test come first: those where guesses are made, then those that leave the most open.
+
+    Prompts where top-k is a near-tie come last: rounding would decide which token is possible.
+    """
+    params = SamplingParams(temperature=1.0, max_tokens=k + 1, seed=0)
+
+    def merit(branches: Branches) -> tuple[bool, bool, float]:
+        requests = pair.requests(params, [pair.prompts[branches.prompt]])
+        guessed = pair.speculative(requests, verifier, k=k, enough=1).stats.drafted > 0
+        return branches.edge > _EDGE, guessed, _entropy(joint_law(pair, branches, params))
+
+    return sorted((grow(pair, i) for i in range(min(len(pair.prompts), _CANDIDATES))), key=merit, reverse=True)
+
+
+def grow(pair: Pair, prompt: int) -> Branches:
+    """Read the prompt with every likely beginning, each afresh and without any speculation."""
+    logits: dict[Cell, torch.Tensor] = {}
+    likely: dict[Cell, tuple[int, ...]] = {}
+    waiting: list[Cell] = [()]
+    edge = math.inf
+    while waiting:
+        beginning = waiting.pop(0)
+        here = pair.logits((*pair.prompts[prompt], *beginning))
+        best = here.topk(min(_WIDTH + 1, len(here)))
+        logits[beginning], likely[beginning] = here, tuple(best.indices[:_WIDTH].tolist())
+        edge = min(edge, float(best.values[_WIDTH - 1] - best.values[-1])) if len(here) > _WIDTH else edge
+        if len(beginning) < _DEPTH - 1:
+            waiting += [(*beginning, token) for token in likely[beginning]]
+    return Branches(prompt=prompt, logits=logits, likely=likely, edge=edge)
+
+
+def _entropy(law: Mapping[Cell, float]) -> float:
+    """In nats."""
+    return -sum(chance * math.log(chance) for chance in law.values() if chance > 0)

@@ -1,0 +1,121 @@
+"""Everybody over every prompt, in turns, so that what drifts in a machine drifts for all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, cycle, islice
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from outrider.bench.contestants import Contestant, Job
+from outrider.bench.report import Sample
+from outrider.bench.settings import Settings
+from outrider.bench.sweep import Place
+from outrider.core.noise import mix_int
+from outrider.core.params import SamplingParams
+from outrider.errors import OutriderError
+from outrider.llm import LLM
+from outrider.measure.prompts import Prompt
+
+_WARM_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heat:
+    """Prompts that run together."""
+
+    category: str
+    jobs: tuple[Job, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """Who runs over what at one place of the sweep."""
+
+    place: Place
+    contestants: tuple[Contestant, ...]
+    heats: tuple[Heat, ...]
+
+
+def make_heats(llm: LLM, prompts: Sequence[Prompt], settings: Settings, place: Place) -> tuple[Heat, ...]:
+    """Batches within each category; its prompts are repeated until they fill the last one.
+
+    Raises:
+        OutriderError: a prompt does not fit.
+    """
+    texts = [_tokens(llm, prompt) for prompt in prompts]
+    if place.context is not None:
+        texts = _lengthen(texts, place.context - settings.max_tokens)
+    for prompt, text in zip(prompts, texts, strict=True):
+        _check_room(prompt, len(text), settings.max_tokens, llm.house.context)
+    heats, number = [], 0
+    for category in dict.fromkeys(prompt.category for prompt in prompts):
+        group = [text for prompt, text in zip(prompts, texts, strict=True) if prompt.category == category]
+        padded = [*group, *islice(cycle(group), -len(group) % place.batch)]
+        for start in range(0, len(padded), place.batch):
+            some = padded[start : start + place.batch]
+            jobs = tuple(_job(text, settings, place, number + i) for i, text in enumerate(some))
+            heats.append(Heat(category=category, jobs=jobs))
+            number += len(jobs)
+    return tuple(heats)
+
+
+def race(stages: Sequence[Stage], rounds: int, console: Console) -> dict[Place, list[Sample]]:
+    """Run all, round by round; who begins changes from heat to heat."""
+    for stage in stages:
+        for contestant in stage.contestants:
+            contestant.run([_short(job) for job in stage.heats[0].jobs])  # to warm up
+    samples: dict[Place, list[Sample]] = {stage.place: [] for stage in stages}
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=rounds * sum(len(stage.heats) * len(stage.contestants) for stage in stages))
+        for round in range(rounds):
+            for stage in stages:
+                bar.update(task, description=f"round {round + 1} of {rounds}  {stage.place}")
+                for sample in _lap(stage, round):
+                    samples[stage.place].append(sample)
+                    bar.advance(task)
+    return samples
+
+
+def _lap(stage: Stage, round: int) -> Iterator[Sample]:
+    for h, heat in enumerate(stage.heats):
+        for contestant in stage.contestants[:: 1 if (round + h) % 2 == 0 else -1]:
+            trial = contestant.run([_seeded(job, round) for job in heat.jobs])
+            yield Sample(category=heat.category, name=contestant.name, round=round, trial=trial)
+
+
+def _tokens(llm: LLM, prompt: Prompt) -> tuple[int, ...]:
+    return llm.chat(prompt.messages) if prompt.messages else llm.encode(prompt.prompt or "")
+
+
+def _lengthen(texts: Sequence[tuple[int, ...]], size: int) -> list[tuple[int, ...]]:
+    """Each text with the others in front of it, as often as it takes, cut to its last `size` tokens."""
+    repeats = 1 + size // sum(map(len, texts))
+    turned = ([*texts[i + 1 :], *texts[: i + 1]] for i in range(len(texts)))
+    return [tuple(chain.from_iterable(order * repeats))[-size:] for order in turned]
+
+
+def _check_room(prompt: Prompt, length: int, max_tokens: int, context: int) -> None:
+    if length + max_tokens > context:
+        raise OutriderError(
+            f"prompt {prompt.id} is {length} tokens long, and with max_tokens {max_tokens} the context of {context} is"
+            " too small; leave it out, lower max_tokens or raise context"
+        )
+
+
+def _job(tokens: tuple[int, ...], settings: Settings, place: Place, number: int) -> Job:
+    seed = mix_int(settings.seed, number)
+    params = SamplingParams(temperature=place.temperature, max_tokens=settings.max_tokens, seed=seed)
+    return Job(prompt=tokens, params=params)
+
+
+def _short(job: Job) -> Job:
+    limit = min(_WARM_TOKENS, job.params.max_tokens or _WARM_TOKENS)
+    return replace(job, params=replace(job.params, max_tokens=limit))
+
+
+def _seeded(job: Job, round: int) -> Job:
+    return replace(job, params=replace(job.params, seed=mix_int(job.params.seed or 0, round)))

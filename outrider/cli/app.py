@@ -1,0 +1,351 @@
+"""The command line: its verbs and nothing else. What a verb needs is imported when it runs."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import sys
+from dataclasses import asdict, replace
+from functools import partial
+from typing import Annotated, Any, TypeVar
+
+import typer
+from rich.console import Console
+from typer.core import TyperGroup
+
+from outrider._version import __version__
+from outrider.cli import drafts, options
+from outrider.cli.constraint_options import FormOptions
+from outrider.cli.sampling_options import SamplingOptions
+from outrider.errors import OutriderError
+from outrider.loadgen.settings import Settings as LoadSettings
+from outrider.measure.number_lists import parse_real, parse_whole, several
+from outrider.project.options import ProjectOptions
+from outrider.report.console import tell
+from outrider.serve.settings import Settings as ServeSettings
+from outrider.system.atomic_files import check_writable
+from outrider.tune.options import TuneOptions
+
+# Not `options.Guesses`: each test is made of rounds of the same size, so there is nothing for auto to decide.
+_AuditGuesses = Annotated[
+    int,
+    typer.Option(
+        "--k", metavar="N", help="Guesses a round, at least 1; 1, 4 and 8 are tried as well.", rich_help_panel="Models"
+    ),
+]
+_UNWRITTEN = (errno.EPIPE, errno.ENOSPC, errno.EIO, errno.EDQUOT)
+# Options of `outrider bench` that say nothing of single passes.
+_OF_RACES = ("k", "plan", "prompts", "limit", "rounds", "sweep", "peer", "temperature", "max_tokens", "seed", "report")
+_Models = TypeVar("_Models", bound=options.LoadOptions)
+
+
+class _Verbs(TyperGroup):
+    """Turns a user's mistake into one line."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except OutriderError as error:
+            _say(str(error))
+            raise typer.Exit(2) from None
+
+
+app = typer.Typer(
+    cls=_Verbs,
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def main() -> None:
+    """The program `outrider`."""
+    try:
+        try:
+            app()
+        finally:
+            sys.stdout.flush()
+    except OSError as error:
+        if error.filename is not None or error.errno not in _UNWRITTEN:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or what is still held back would fail once more on the way out
+        if error.errno != errno.EPIPE:  # who closes a pipe has read enough
+            _say(f"the output cannot be written ({error.strerror}); make room, or send it elsewhere")
+        raise SystemExit(1) from None
+
+
+def _say(mistake: str) -> None:
+    # Paths and names go out as they are: no wrapping, no markup.
+    Console(stderr=True).print("[red]error:[/red]", end=" ")
+    typer.echo(mistake, err=True)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"outrider {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def outrider(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Exact speculative decoding: a model's own text, faster."""
+
+
+@app.command()
+@options.spread
+def run(
+    ctx: typer.Context,
+    prompt: options.PromptText = None,
+    *,
+    chat: options.Chat = False,
+    models: options.ModelOptions,
+    config: options.Config = None,
+    sampling: SamplingOptions,
+    form: FormOptions,
+    show: options.Show = False,
+    as_json: options.Json = False,
+) -> None:
+    """Complete a prompt, and say what speculation did.
+
+    The text goes to standard output and all else to standard error. With --json the text goes to standard error too,
+    and standard output holds the document alone.
+    """
+    params = replace(sampling.params(), constraint=form.constraint())
+    from outrider.cli.output import Teller
+    from outrider.cli.run import ROWS, converse, load
+
+    llm = load(_configured(ctx, models, config), rows=min(params.n, ROWS))
+    if not converse(llm, params, prompt=prompt, chat=chat, teller=Teller(llm, show=show, as_json=as_json)):
+        raise typer.Exit(1)
+
+
+@app.command()
+@options.spread
+def bench(
+    ctx: typer.Context,
+    *,
+    models: options.LoadOptions,
+    config: options.Config = None,
+    context: options.Contexts = None,
+    prompts: options.PromptFile = None,
+    limit: options.Limit = None,
+    rounds: options.Rounds = 3,
+    batch: options.Batches = "1",
+    sweep: options.Sweep = None,
+    peer: options.Peer = None,
+    temperature: options.Temperatures = "0",
+    max_tokens: options.BenchTokens = 128,
+    seed: options.BenchSeed = 0,
+    report: options.Report = None,
+    calibrate: options.Calibrate = False,
+    as_json: options.BenchJson = False,
+) -> None:
+    """Measure speculation against plain decoding, the two in turns, beside what this machine can do at most.
+
+    Prints tables, and as the last line one JSON document: always into a file or a pipe, with --json on a terminal too.
+    """
+    from outrider.bench import command
+    from outrider.bench.settings import Settings, Sweep, parse_sweep
+
+    batches, temperatures = parse_whole("--batch", batch), parse_real("--temperature", temperature)
+    contexts = parse_whole("--context", context) if context else ()
+    settings = Settings(
+        **asdict(_configured(ctx, models, config, least=1)),
+        prompts=prompts,
+        limit=limit,
+        rounds=rounds,
+        batch=batches[0],
+        peer=peer,
+        temperature=temperatures[0],
+        max_tokens=max_tokens,
+        seed=seed,
+        context=contexts[0] if len(contexts) == 1 else None,
+        sweep=Sweep(
+            k=parse_sweep("--sweep", sweep) if sweep else (),
+            batch=several(batches),
+            context=several(contexts),
+            temperature=several(temperatures),
+        ),
+    )
+    if calibrate:
+        if useless := [name for name in _OF_RACES if name in _given(ctx)]:
+            raise OutriderError(
+                f"--calibrate measures passes alone; leave --{useless[0].replace('_', '-')} or --calibrate out"
+            )
+        command.calibrate(settings, as_json=as_json)
+    else:
+        command.measure(settings, report=report, as_json=as_json)
+
+
+@app.command()
+@options.spread
+def serve(
+    ctx: typer.Context, *, models: options.ModelOptions, config: options.Config = None, settings: ServeSettings
+) -> None:
+    """Answer requests of OpenAI's interface over HTTP, many at once."""
+    from outrider.cache.base import Caching
+    from outrider.cli.run import load
+    from outrider.engine.prefill_budget import Tempo
+    from outrider.serve.command import serve
+
+    models = _configured(ctx, models, config)
+    caching = Caching(gigabytes=settings.cache_gb, share=settings.share)
+    tempo = Tempo(settings.chunk, seconds=settings.round_ms / 1000 or None)
+    loaded = partial(load, models, rows=settings.rows, chunk=tempo, caching=caching, guard=True)
+    serve(loaded, settings, target=models.target)
+
+
+@app.command()
+@options.spread
+def load(*, settings: LoadSettings, as_json: options.BenchJson = False) -> None:
+    """Put load on a server of OpenAI's interface, and measure how long it lets people wait."""
+    from outrider.loadgen import command
+
+    command.load(settings, as_json=as_json)
+
+
+def _configured(ctx: typer.Context, models: _Models, config: str | None, *, least: int = 0) -> _Models:
+    if config is None:
+        return models
+    from outrider.tune.config import configured
+
+    return configured(models, config, given=_given(ctx), least=least)
+
+
+def _given(ctx: typer.Context) -> set[str]:
+    """The options that the user has set, rather than left at their defaults."""
+    sources = {name: ctx.get_parameter_source(name) for name in ctx.params}
+    return {name for name, source in sources.items() if source and not source.name.startswith("DEFAULT")}
+
+
+@app.command()
+def audit(
+    *,
+    target: options.Target = None,
+    proposer: options.Proposer = None,
+    k: _AuditGuesses = 4,
+    verifier: options.Verifier = None,
+    prompts: options.PromptFile = None,
+    samples: options.Samples = 2000,
+    device: options.Device = "auto",
+    kernels: options.Kernels = "auto",
+    quantize: options.Quantize = None,
+    threads: options.Threads = None,
+    as_json: options.Json = False,
+) -> None:
+    """Test that speculation leaves the text of this target and proposer unchanged.
+
+    Ends with exit code 1 when a test fails.
+    """
+    from outrider.audit.run import run_audit
+
+    people = Console(stderr=as_json)
+    report = run_audit(
+        target,
+        proposer,
+        k=k,
+        verifier=verifier,
+        prompts=prompts,
+        samples=samples,
+        device=device,
+        kernels=kernels,
+        quantize=quantize,
+        threads=threads,
+        console=people,
+    )
+    if as_json:
+        typer.echo(json.dumps(report))
+    if not report["passed"]:
+        raise typer.Exit(1)
+
+
+@app.command()
+@options.spread
+def project(*, asked: ProjectOptions, as_json: options.BenchJson = False) -> None:
+    """Project what speculation should gain on a machine and for a model that are not here: reckoned, not measured.
+
+    Prints tables, and as the last line one JSON document: always into a file or a pipe, with --json on a terminal too.
+    """
+    from outrider.project.run import Lists, run_project
+    from outrider.project.table import show
+
+    shares = ("bandwidth_share", "arithmetic_share", "exposed", "round_ms", "layer_us", "exchange_us")
+    given = {name: getattr(asked, name) for name in shares}
+    document = run_project(
+        asked,
+        Lists(
+            batch=parse_whole("--batch", asked.batch),
+            context=parse_whole("--context", asked.context),
+            k=parse_whole("--k", asked.k) if asked.k else (),
+            alpha=parse_real("--alpha", asked.alpha) if asked.alpha else (),
+            shares={
+                name.removesuffix("_share"): parse_real(f"--{name.replace('_', '-')}", text)
+                for name, text in given.items()
+                if text
+            },
+        ),
+    )
+    tell(document, show, as_json=as_json)
+
+
+@app.command()
+@options.spread
+def tune(
+    *,
+    target: options.Target = None,
+    asked: TuneOptions,
+    verifier: options.Verifier = None,
+    prompts: options.PromptFile = None,
+    limit: options.Limit = None,
+    max_tokens: options.BenchTokens = 128,
+    seed: options.BenchSeed = 0,
+    context: options.Context = None,
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
+    kernels: options.Kernels = "auto",
+    quantize: options.Quantize = None,
+    threads: options.Threads = None,
+    as_json: options.BenchJson = False,
+) -> None:
+    """Measure your prompts, and say whether to speculate, with whom and how far.
+
+    Prints tables and the answer in words, and as the last line one JSON document: always into a file or a pipe, with
+    --json on a terminal too. --out writes that document, for --config of `outrider run` and `outrider bench`.
+    """
+    from outrider.tune.run import run_tune, write
+    from outrider.tune.settings import Settings, read_ks, read_proposers
+    from outrider.tune.table import show
+
+    settings = Settings(
+        target=target,
+        proposers=read_proposers(asked.proposers, target),
+        ks=read_ks(asked.k),
+        batches=parse_whole("--batch", asked.batch),
+        temperatures=parse_real("--temperature", asked.temperature),
+        verifier=verifier,
+        prompts=prompts,
+        limit=limit,
+        rounds=asked.rounds,
+        max_tokens=max_tokens,
+        seed=seed,
+        dtype=dtype,
+        device=device,
+        kernels=kernels,
+        quantize=quantize,
+        threads=threads,
+        context=context,
+    )
+    if asked.out:
+        check_writable(asked.out)  # before the measurement rather than after it
+    document = run_tune(settings, progress=Console(stderr=True))
+    tell(document, show, as_json=as_json, keep=partial(write, file=asked.out) if asked.out else None)
+
+
+for verb in (drafts.train, drafts.inspect, drafts.convert, drafts.index, drafts.layers):
+    app.command()(verb)

@@ -1,0 +1,60 @@
+"""The options that say what form a completion must have."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from outrider.core.constraint import Constraint
+from outrider.core.text import sound
+from outrider.errors import OutriderError
+
+_FORM = "Form"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FormOptions:
+    """At most one of them."""
+
+    json_schema: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="JSON that the schema in this file allows.", rich_help_panel=_FORM),
+    ] = None
+    regex: Annotated[
+        str | None, typer.Option(metavar="PATTERN", help="Text that the whole pattern matches.", rich_help_panel=_FORM)
+    ] = None
+    grammar: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Text of the grammar in this file: Lark's or GBNF.", rich_help_panel=_FORM),
+    ] = None
+
+    def constraint(self) -> Constraint | None:
+        """The same, read.
+
+        Raises:
+            OutriderError: a file cannot be read or holds something else, or several are given.
+        """
+        given = [value for value in (self.json_schema, self.regex, self.grammar) if value is not None]
+        if len(given) > 1:
+            raise OutriderError(
+                "--json-schema, --regex and --grammar each say what form the text has; give one of them"
+            )
+        if self.regex is not None and not sound(self.regex):
+            raise OutriderError(f"--regex {self.regex!r} is not UTF-8 text, and nothing matches it; give text")
+        if self.json_schema is not None:
+            return Constraint.json_schema(_read(self.json_schema))
+        if self.grammar is not None:
+            return Constraint.grammar(_read(self.grammar))
+        return None if self.regex is None else Constraint.regex(self.regex)
+
+
+def _read(file: str) -> str:
+    try:
+        return Path(file).expanduser().read_text(encoding="utf-8")
+    except OSError as error:
+        raise OutriderError(f"{file} cannot be read ({error.strerror}); give a file of text") from error
+    except UnicodeDecodeError as error:
+        raise OutriderError(f"{file} is not UTF-8 text; give a file of text") from error

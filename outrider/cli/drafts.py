@@ -1,0 +1,118 @@
+"""The verbs that make, read and choose what guesses: `train`, `inspect`, `convert`, `index` and `layers`."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from outrider.cli import options
+from outrider.report.console import tell
+from outrider.train.settings import Settings as TrainSettings
+
+
+@options.spread
+def index(
+    files: options.Files,
+    *,
+    target: options.Target = None,
+    out: options.Out,
+    field: options.Field = None,
+    force: options.Force = False,
+    as_json: options.Json = False,
+) -> None:
+    """Make a datastore of files, from which `--proposer retrieval:DIR` guesses.
+
+    Texts are kept as the target's tokens. With --json the document is the last line of standard output.
+    """
+    from outrider.tools.index import run_index
+
+    people = Console(stderr=as_json)
+    summary = run_index(files, target=target, out=out, field=field, force=force, console=people)
+    if as_json:
+        typer.echo(json.dumps(summary))
+
+
+@options.spread
+def train(
+    kind: Annotated[
+        str,
+        typer.Argument(
+            metavar="KIND", help="eagle3, eagle31, slim, peagle, mtp, medusa, hydra, dflash, dspark, onlooker or draft."
+        ),
+    ],
+    *,
+    settings: TrainSettings,
+    as_json: options.BenchJson = False,
+) -> None:
+    """Train a draft on what a target says as it answers prompts, and on the states that it was in.
+
+    Run again with the same options, it goes on from where it was stopped. Prints what came of it, and as the last line
+    one JSON document: always into a file or a pipe, with --json on a terminal too.
+    """
+    from outrider.train import command
+
+    command.train(kind, settings, as_json=as_json)
+
+
+def inspect(folder: options.DraftFolder, *, target: options.Owner = None, as_json: options.Json = False) -> None:
+    """Say what a trained draft is, and with --target how often its first guess is right."""
+    from outrider.tools.inspect_draft import run_inspect
+
+    run_inspect(folder, target=target, as_json=as_json)
+
+
+def convert(folder: options.DraftFolder, *, to: options.Form, out: options.Out, target: options.Owner = None) -> None:
+    """Write a trained draft in another format, and read it again."""
+    from outrider.tools.convert import run_convert
+
+    run_convert(folder, to=to, out=out, target=target, console=Console())
+
+
+def layers(
+    *,
+    target: options.Target = None,
+    prompts: options.PromptFile = None,
+    limit: options.SearchLimit = 4,
+    budget: options.SearchBudget = 100,
+    max_tokens: options.BenchTokens = 64,
+    seed: options.BenchSeed = 0,
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
+    kernels: options.Kernels = "auto",
+    quantize: options.Quantize = None,
+    threads: options.Threads = None,
+    as_json: options.BenchJson = False,
+) -> None:
+    """Find the layers that a target can leave out when it drafts for itself: --proposer exit:N or skip:A+B+C.
+
+    Half of the prompts are searched on, and the figures are of the other half. Prints a table, and as the last line one
+    JSON document: always into a file or a pipe, with --json on a terminal too.
+    """
+    from outrider.cache.base import Caching
+    from outrider.llm import LLM
+    from outrider.tools.layers import run_layers, show_layers
+
+    llm = LLM(
+        target,
+        proposer="none",
+        k=0,
+        dtype=dtype,
+        device=device,
+        kernels=kernels,
+        quantize=quantize,
+        threads=threads,
+        caching=Caching(share=False),
+    )
+    document = run_layers(
+        llm,
+        prompts=prompts,
+        limit=limit,
+        budget=budget,
+        max_tokens=max_tokens,
+        seed=seed,
+        progress=Console(stderr=True),
+    )
+    tell(document, show_layers, as_json=as_json)

@@ -1,0 +1,195 @@
+"""What a person sees of a completion, and the document that a program gets."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.style import Style
+from rich.table import Table
+from rich.text import Text
+
+from outrider.core.stats import Stats
+from outrider.core.text import TextStream
+from outrider.core.types import Completion, Finish
+from outrider.llm import LLM
+from outrider.measure.clock import Pace
+from outrider.report.console import counted
+from outrider.system import machine
+
+_GUESS, _OWN = Style(color="cyan"), Style(color="yellow", bold=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """The completions of one prompt and what they took."""
+
+    completions: tuple[Completion, ...]
+    sampled: bool
+    seconds: float  # from the prompt to the last token
+    first: float | None  # seconds from the prompt to the first token; None where nobody looked
+    pace: Pace  # what speed is counted over
+    stats: Stats  # passes of all, rounds and seconds of decoding
+
+
+class Painter:
+    """Writes text as it comes, each token's in the colour of who wrote it."""
+
+    def __init__(self, llm: LLM, console: Console, *, colour: bool) -> None:
+        self._llm, self._console, self._colour = llm, console, colour
+        self._pieces: deque[tuple[int, bool]] = deque()  # characters a token spells, and whether it was a guess
+        self._stream = TextStream(llm.decode)
+        self._last = ""
+
+    def write(self, text: str, tokens: Sequence[int], guessed: Sequence[bool]) -> None:
+        """Write `text`, the next characters of the completion; `tokens` are what was committed with it."""
+        # Straight to the file: a console would wrap lines, widen tabs and drop control characters.
+        self._last = text[-1:] or self._last
+        self._console.file.write(self._painted(text, tokens, guessed) if self._colour else text)
+        self._console.file.flush()
+
+    def end(self) -> None:
+        """Finish the line, and be ready for another completion."""
+        if self._last != "\n":
+            self._console.file.write("\n")
+        self._pieces.clear()
+        self._stream, self._last = TextStream(self._llm.decode), ""
+
+    def _painted(self, text: str, tokens: Sequence[int], guessed: Sequence[bool]) -> str:
+        for token, guess in zip(tokens, guessed, strict=True):
+            before = len(self._stream.text)
+            self._stream.push(token)
+            self._pieces.append((len(self._stream.text) - before, guess))
+        out, at, guess = [], 0, False
+        while at < len(text):
+            length, guess = self._pieces.popleft() if self._pieces else (len(text) - at, guess)
+            piece = text[at : at + length]
+            out.append((_GUESS if guess else _OWN).render(piece))
+            at += len(piece)
+            if length > len(piece):  # the rest is held back until no stop string can take it
+                self._pieces.appendleft((length - len(piece), guess))
+        return "".join(out)
+
+
+class Teller:
+    """Text to standard output, all else to standard error; a document takes standard output for itself."""
+
+    def __init__(self, llm: LLM, *, show: bool, as_json: bool) -> None:
+        self._llm, self._show, self._as_json = llm, show, as_json
+        self._people = Console(stderr=True, highlight=False)
+        out = self._people if as_json else Console()
+        colour = show and out.is_terminal and not out.no_color
+        self._painter = Painter(llm, out, colour=colour)
+        if show:
+            self._people.print(_legend() if colour else "--show needs a terminal with colours")
+
+    def head(self, text: str) -> None:
+        """Announce one of several completions."""
+        self._people.rule(text, align="left", style="dim")
+
+    def write(self, text: str, tokens: Sequence[int], guessed: Sequence[bool]) -> None:
+        """Show the next characters of a completion and the tokens committed with them."""
+        self._painter.write(text, tokens, guessed)
+
+    def end(self) -> None:
+        """Finish a completion."""
+        self._painter.end()
+
+    def sum_up(self, told: Told) -> bool:
+        """Say what it took; returns whether all completions went well."""
+        for completion in told.completions:
+            if completion.logprobs:
+                self._people.print(_logprobs(completion, self._llm))
+        self._people.print()
+        house, lines = self._llm.house, _summary(told)
+        if self._show:
+            lines[-1] += f"; {str(house.dtype).removeprefix('torch.')}, {house.target.kernels} kernels"
+        for line in lines:
+            self._people.print(line, style="dim")
+        failed = [completion.error for completion in told.completions if completion.finish is Finish.ERROR]
+        for error in failed:
+            self._people.print(f"[red]error:[/red] {error}; try another dtype", soft_wrap=True)
+        if self._as_json:
+            print(json.dumps(_document(told, self._llm)), flush=True)
+        return not failed
+
+
+def _legend() -> Text:
+    return Text.assemble(("accepted guess", _GUESS), "  ", ("the target's own token", _OWN), "\n")
+
+
+def _summary(told: Told) -> list[str]:
+    """Four short lines at most."""
+    tokens, stats = sum(len(completion.tokens) for completion in told.completions), told.stats
+    speed = f"{told.pace.rate:.0f} tokens/s" if told.pace.rate else "too short to time"
+    first = "" if told.first is None else f"the first after {1e3 * told.first:.0f} ms, then "
+    shares = " ".join(f"{share:.0%}" for share in stats.acceptance)
+    lines = [
+        f"{counted(tokens, 'token')} in {told.seconds:.2f} s: {first}{speed}",
+        f"tau {stats.tau:.2f} tokens a pass" + (f"; accepted by position {shares}" if shares else ""),
+    ]
+    if stats.rounds:
+        ms = stats.as_dict()
+        parts = (f"{name} {ms[key]:.2f} ms" for name, key in _PARTS.items())
+        lines.append(f"a round: {', '.join(parts)}")
+    ends = [f"finish {' '.join(completion.finish for completion in told.completions)}"]
+    if told.sampled:
+        ends.append(f"seed {told.completions[0].seed}")
+    ends.append("exact" if stats.exact else "not exact: this verifier changes the text")
+    return [*lines, "; ".join(ends)]
+
+
+def _logprobs(completion: Completion, llm: LLM) -> Table:
+    table = Table(box=box.SIMPLE_HEAD)
+    for name in ("token", "log p", "as sampled", "likeliest"):
+        table.add_column(name, justify="left" if name in ("token", "likeliest") else "right")
+    for entry in completion.logprobs:
+        top = "  ".join(f"{_spelled(llm, token)} {value:.2f}" for token, value in entry.top)
+        numbers = (f"{entry.logprob:.3f}", f"{entry.sampled_logprob:.3f}")
+        table.add_row(Text(_spelled(llm, entry.token)), *numbers, Text(top))
+    return table
+
+
+def _spelled(llm: LLM, token: int) -> str:
+    return repr(llm.house.tokenizer.decode([token]))
+
+
+def _document(told: Told, llm: LLM) -> dict[str, Any]:
+    first = told.completions[0]
+    return {
+        **_completion(first),
+        "completions": [_completion(completion) for completion in told.completions],
+        "prompt_tokens": list(first.prompt_tokens),
+        "seed": first.seed if told.sampled else None,  # of the request; each completion has its own
+        "exact": told.stats.exact,
+        "stats": told.stats.as_dict(),
+        "seconds": told.seconds,
+        "first_token_seconds": told.first,
+        "tokens_per_s": told.pace.rate,
+        "dtype": str(llm.house.dtype).removeprefix("torch."),
+        "kernels": llm.house.target.kernels,
+        "versions": machine.versions(),
+    }
+
+
+def _completion(completion: Completion) -> dict[str, Any]:
+    document = {
+        "text": completion.text,
+        "tokens": list(completion.tokens),
+        "guessed": list(completion.guessed),
+        "finish": str(completion.finish),
+        "seed": completion.seed,
+    }
+    if completion.logprobs:
+        document["logprobs"] = [asdict(entry) for entry in completion.logprobs]
+    if completion.error:
+        document["error"] = completion.error
+    return document
+
+
+_PARTS = {"draft": "propose_ms", "target": "target_ms", "host": "host_ms"}

@@ -1,0 +1,1 @@
+"""The records of a round, sampling parameters, noise, trees and statistics."""

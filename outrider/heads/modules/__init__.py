@@ -1,0 +1,1 @@
+"""The torch modules of trained draft heads."""

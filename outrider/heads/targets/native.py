@@ -1,0 +1,145 @@
+"""A draft that follows the target's states, in the native kernels' hands."""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from typing import Any
+
+import torch
+
+from outrider.cache.paged import PagedCache
+from outrider.core.types import Tables
+from outrider.errors import UnsupportedModel
+from outrider.heads.description import Body, JoinAt, Recycle
+from outrider.heads.modules.autoregressive import Follower
+from outrider.heads.modules.layers import Gated, Layer
+from outrider.heads.rotary import frequencies
+from outrider.native.abi import MOST_DIM, MOST_SHARING, CEntry, CLayer, CLinear, CModel
+from outrider.native.calls import Passes
+from outrider.native.library import Library
+from outrider.native.pack import Arena, PackedWeight, interleave, pack
+
+
+class HeadDecoder(Passes):
+    """Packed weights, and one pass over them; the target's tables are not copied."""
+
+    def __init__(self, module: Follower, tables: Tables, library: Library, memory: PagedCache) -> None:
+        """Pack a module that was lent `tables`; its entries are in `memory`. All are of one type.
+
+        Raises:
+            UnsupportedModel: the kernels cannot run it.
+        """
+        body, it = module.body, module.description
+        _refuse(body, it.target_hidden)
+        super().__init__(library.code, hidden=body.hidden)
+        self._module, self._keep, self._arena = module, list[Any](), Arena()
+        dtype = tables.embedding.dtype
+        self._bits = 8 * dtype.itemsize
+        shared = not it.own_head and not it.draft_vocab  # the target's whole table, which lies packed already
+        self._head = tables.packed if shared else self._pack(module.output_table())
+        embedding = self._kept(module.embedding.weight.to(dtype) if it.own_embedding else tables.embedding)
+        speeds, amplitude = frequencies(body)
+        frequency, ids = self._kept(speeds), self._kept(module.ids.to(torch.int32))
+        layers = (CLayer * body.layers)(*map(self._layer, range(body.layers)))
+        entry = self._entry(tables)
+        model = CModel(
+            layers,
+            embedding.data_ptr(),
+            self._norm(module, "norm"),
+            frequency.data_ptr(),
+            ctypes.addressof(entry),
+            ids.data_ptr() if it.draft_vocab else 0,
+            memory.address(),
+            self._head.c(),
+            body.layers,
+            body.hidden,
+            body.heads,
+            body.key_heads,
+            body.dim,
+            body.ffn,
+            torch.get_num_threads(),
+            body.epsilon,
+            body.dim**-0.5,
+            amplitude,
+        )
+        self._keep += [layers, entry, memory]
+        self._handle = self._code.outrider_open(ctypes.byref(model))
+        weakref.finalize(self, self._code.outrider_close, self._handle)
+
+    @property
+    def vocab(self) -> int:
+        return self._head.shape[0]
+
+    def _entry(self, tables: Tables) -> CEntry:
+        module, join, it = self._module, self._module.join, self._module.description
+        fuse, project, size = CLinear(), CLinear(), it.target_hidden
+        if it.taps.fused:
+            fuse = self._pack(module.fuse.weight, module.fuse.bias).c()
+        if join.at is JoinAt.PROJECTION:
+            project = self._pack(module.project.weight, module.project.bias).c()
+        norms = [norm.weight.detach().float() for norm in getattr(module, "fuse_norm", ())]
+        return CEntry(
+            fuse,
+            project,
+            self._kept(tables.norm.float()).data_ptr() if it.taps.final else 0,
+            self._kept(torch.cat(norms)).data_ptr() if norms else 0,
+            self._norm(module, "embedding_norm"),
+            self._norm(module, "state_norm"),
+            size * len(it.taps.layers),
+            size,
+            len(norms[0]) if norms else 0,
+            join.embedding_first,
+            join.zero_first,
+            join.residual_normed,
+            module.description.recycle is Recycle.NORMED,
+        )
+
+    def _layer(self, i: int) -> CLayer:
+        layer = self._module.layers[i]
+        assert isinstance(layer, Layer)
+        attention, mlp = layer.self_attn, layer.mlp
+        assert isinstance(mlp, Gated)
+        parts = attention.q_proj, attention.k_proj, attention.v_proj
+        biases = [part.bias for part in parts if part.bias is not None]
+        packed = (
+            self._pack(torch.cat([*(part.weight for part in parts)]), torch.cat([*biases]) if biases else None),
+            self._pack(attention.o_proj.weight, attention.o_proj.bias),
+            self._pack(interleave(mlp.gate_proj.weight, mlp.up_proj.weight)),
+            self._pack(mlp.down_proj.weight),
+        )
+        return CLayer(
+            *(each.c() for each in packed),
+            self._norm(layer, "input_layernorm"),
+            self._norm(layer, "post_attention_layernorm"),
+            self._norm(attention, "q_norm"),
+            self._norm(attention, "k_norm"),
+            0,
+        )
+
+    def _pack(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedWeight:
+        given = None if bias is None else bias.detach()
+        packed = pack(weight.detach(), given, bits=self._bits, arena=self._arena)
+        self._keep.append(packed)
+        return packed
+
+    def _norm(self, of: torch.nn.Module, name: str) -> int:
+        """The address of a norm's weights; 0 where there is none."""
+        norm = getattr(of, name, None)
+        return 0 if norm is None else self._kept(norm.weight.detach().float()).data_ptr()
+
+    def _kept(self, tensor: torch.Tensor) -> torch.Tensor:
+        self._keep.append(tensor.contiguous())
+        return self._keep[-1]  # type: ignore[no-any-return]
+
+
+def _refuse(body: Body, tapped: int) -> None:
+    """Refuse decoder layers that the kernels do not know, on states of a width that they do not."""
+    if tapped % 16 or body.hidden % 16 or body.dim % 16 or body.ffn % 16 or body.dim > MOST_DIM:
+        raise UnsupportedModel(f"the kernels need sizes that are multiples of 16 and heads of at most {MOST_DIM}")
+    if body.heads > MOST_SHARING * body.key_heads:
+        raise UnsupportedModel(
+            f"the kernels take at most {MOST_SHARING} query heads for a key head, not {body.heads} for {body.key_heads}"
+        )
+    if body.attention_gate or not body.gated or body.rotary != 1:
+        raise UnsupportedModel("the kernels know whole rotary heads, attention without a gate and a gated perceptron")

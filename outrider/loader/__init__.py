@@ -1,0 +1,1 @@
+"""From a folder to a checked model."""

@@ -1,0 +1,234 @@
+"""From a folder to a model that runs exactly here, or to the reason why it does not."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING,
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+)
+from transformers.utils import logging as transformers_logging
+
+from outrider.errors import OutriderError, UnsupportedModel
+from outrider.heads.store import is_head
+from outrider.models.attention import NAME, attend, look
+
+_RECURRENT = frozenset({"mamba2"})  # families whose state cannot be trimmed; shown to be exact by the tests
+_FORGETFUL = frozenset({"moshi"})  # what transformers generates from is not what its forward pass says
+_MEMORIES = frozenset({"full_attention", "sliding_attention", "chunked_attention"})  # layers of keys and values
+_ENDLESS = 1 << 20  # context of a model that names none
+_BROKEN = (OSError, ValueError, TypeError, KeyError, AttributeError, ImportError, RuntimeError, StrictDataclassError)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """A loaded model with what its folder says about it."""
+
+    model: Any
+    tokenizer: Any
+    context: int  # tokens
+    vocab: int
+    end_ids: frozenset[int]
+    recurrent: bool
+    dtype: torch.dtype
+    device: torch.device
+
+
+def load_checkpoint(folder: str | Path, *, dtype: str = "auto", device: str = "auto") -> Checkpoint:
+    """Load a decoder-only model from a local folder of safetensors.
+
+    Args:
+        folder: holds config.json, the weights and the tokenizer.
+        dtype: auto, float32, bfloat16 or float16. auto is the checkpoint's own where the machine is fast at it.
+        device: auto, cpu, cuda, cuda:1, ... auto is the first GPU, or else the CPU.
+
+    Raises:
+        OutriderError: the folder is missing, broken, or no causal language model.
+        UnsupportedModel: the architecture cannot be run exactly here.
+    """
+    path = Path(folder).expanduser()
+    config = _read_config(path)
+    recurrent = _check_family(config)
+    where = _device(device)
+    kind = _dtype(dtype, config, where)
+    AttentionInterface.register(NAME, attend)
+    AttentionMaskInterface.register(NAME, look)
+    model = _read_model(path, config, kind, recurrent).to(where)
+    for weights in model.parameters():
+        weights.requires_grad_(False)
+    return Checkpoint(
+        model=model,
+        tokenizer=_read_tokenizer(path),
+        context=_context(config),
+        vocab=model.get_output_embeddings().weight.shape[0],
+        end_ids=_end_ids(path, config),
+        recurrent=recurrent,
+        dtype=kind,
+        device=where,
+    )
+
+
+def is_recurrent(folder: str | Path) -> bool:
+    """Whether a model keeps a state that cannot be trimmed, by its config alone.
+
+    Raises:
+        OutriderError: there is no config of a causal language model.
+        UnsupportedModel: the architecture cannot be run exactly here.
+    """
+    return _check_family(_read_config(Path(folder).expanduser()))
+
+
+def _read_config(path: Path) -> Any:
+    if not path.is_dir():
+        raise OutriderError(f"{path} is not a folder; give the folder that holds the model's config.json")
+    if not (path / "config.json").is_file():
+        raise OutriderError(f"{path} holds no config.json; give the folder of a Hugging Face model")
+    if is_head(path):
+        raise OutriderError(f"{path} holds a trained draft, no model that runs alone; use it as draft:DIR or tree:DIR")
+    try:
+        kind = json.loads((path / "config.json").read_text("utf-8")).get("model_type")
+        if kind in CONFIG_MAPPING:
+            return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except _BROKEN as error:
+        raise OutriderError(f"{path / 'config.json'} cannot be read ({error}); copy the checkpoint again") from error
+    raise UnsupportedModel(
+        f"{path / 'config.json'} has model_type {kind!r}, which transformers {transformers.__version__} does not know,"
+        " and a checkpoint's own code is never run; update transformers"
+    )
+
+
+def _check_family(config: Any) -> bool:
+    """Refuse what cannot be run exactly; return whether the state is recurrent."""
+    kind = config.model_type
+    encoder = type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False)
+    if encoder or getattr(config, "is_encoder_decoder", False) or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise OutriderError(f"{kind} is not a causal language model; give a decoder-only text model")
+    if kind in _RECURRENT:
+        return True
+    text = config.get_text_config(decoder=True)
+    types = set(getattr(text, "layer_types", None) or ())
+    if odd := sorted(types - _MEMORIES):
+        raise _unsupported(kind, f"layers of type {', '.join(odd)} are not handled yet")
+    classes = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    family = classes[0] if isinstance(classes, tuple) else classes
+    if not getattr(family, "_supports_attention_backend", False):
+        raise _unsupported(kind, "its attention cannot be replaced in transformers, so no tree can be scored")
+    if kind in _FORGETFUL:
+        raise _unsupported(kind, "its cache in transformers forgets by another window than its mask's")
+    if getattr(text, "attn_temperature_tuning", False):
+        raise _unsupported(kind, "its attention counts positions by itself, and so wrongly where texts are packed")
+    if any("dynamic" in rope.get("rope_type", "") for rope in _ropes(config)):
+        raise _unsupported(kind, "dynamic rotary scaling changes keys that are already cached")
+    return False
+
+
+def _unsupported(kind: str, reason: str) -> UnsupportedModel:
+    return UnsupportedModel(f"{kind}: {reason}; use another model, or this one with transformers' own generate")
+
+
+def _read_model(path: Path, config: Any, dtype: torch.dtype, recurrent: bool) -> Any:
+    if not any(path.glob("*.safetensors")):
+        raise OutriderError(f"{path} holds no .safetensors; write the weights there with save_pretrained")
+    level, shown = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            path,
+            config=config,
+            dtype=dtype,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+            **({} if recurrent else {"attn_implementation": NAME}),
+        )
+    except (*_BROKEN, SafetensorError) as error:
+        raise OutriderError(f"the model in {path} cannot be read ({error}); copy the checkpoint again") from error
+    finally:
+        transformers_logging.set_verbosity(level)
+        if shown:
+            transformers_logging.enable_progress_bar()
+    if missing := sorted(report["missing_keys"]):
+        raise OutriderError(f"the weights in {path} lack {', '.join(missing[:3])}; copy the checkpoint again")
+    if odd := sorted(report["mismatched_keys"]):
+        name, found, wanted = odd[0]
+        raise OutriderError(
+            f"the weights in {path} do not fit its config.json: {name} is {tuple(found)} and should be {tuple(wanted)};"
+            " copy both from one checkpoint"
+        )
+    return model.eval()
+
+
+def _read_tokenizer(path: Path) -> Any:
+    try:
+        return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # what the tokenizers' own library raises is no narrower
+        raise OutriderError(f"{path} holds no tokenizer that works ({error}); copy its tokenizer.json there") from error
+
+
+def _end_ids(path: Path, config: Any) -> frozenset[int]:
+    ends = getattr(config.get_text_config(decoder=True), "eos_token_id", None)
+    if (path / "generation_config.json").is_file():
+        try:
+            own = GenerationConfig.from_pretrained(path, local_files_only=True).eos_token_id
+        except _BROKEN as error:
+            raise OutriderError(
+                f"{path / 'generation_config.json'} cannot be read ({error}); copy the checkpoint again"
+            ) from error
+        ends = ends if own is None else own
+    return frozenset([ends] if isinstance(ends, int) else ends or ())
+
+
+def _context(config: Any) -> int:
+    context = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) or _ENDLESS
+    for rope in _ropes(config):
+        if rope.get("rope_type") == "longrope":
+            # Beyond the original length every key would have to be rotated anew by other factors.
+            context = min(context, int(rope.get("original_max_position_embeddings") or context))
+    return int(context)
+
+
+def _ropes(config: Any) -> list[dict[str, Any]]:
+    """Rotary parameters: one set, or one per type of layer."""
+    rope = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    return [rope, *(each for each in rope.values() if isinstance(each, dict))]
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device).item()
+    except (RuntimeError, AssertionError) as error:
+        raise OutriderError(f"device {name!r} cannot be used here; try auto or cpu") from error
+    return device
+
+
+def _dtype(name: str, config: Any, device: torch.device) -> torch.dtype:
+    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if name != "auto":
+        if name not in known:
+            raise OutriderError(f"dtype {name!r} is unknown; use auto, {', '.join(known)}")
+        return known[name]
+    own = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+    if device.type == "cpu" and (own == torch.float16 or not torch.ops.mkldnn._is_mkldnn_bf16_supported()):
+        return torch.float32
+    return own

@@ -1,0 +1,1 @@
+"""What all measuring programs share: prompts, clocks, lists of numbers."""

@@ -1,0 +1,266 @@
+"""Passes of fixed shapes, recorded as CUDA graphs: a pass, or a draft's whole chain, is one launch.
+
+A bucket is recorded when it is met for the second time, with the layers as they are (a few passes' time), or ahead of
+time by `warm`, with compiled layers (which takes minutes). Until then, and for what no bucket fits, such as long
+prompts, the eager pass runs. The first real round of a recorded bucket that scores runs both ways, and where they
+differ by more than rounding, or a model's pass cannot be recorded, the eager pass is all there is from then on.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from time import perf_counter
+from typing import Any, Protocol
+
+import torch
+
+from outrider.core.tree import empty
+from outrider.core.types import Batch, Draft, Scores
+from outrider.errors import UnsupportedModel
+from outrider.models.rounding import TOLERANCE, TRIALS
+from outrider.models.static_pass import Bucket, StaticModel, StaticPass
+
+_log = logging.getLogger("outrider")
+_COLUMNS = 64  # of a row at most
+_ALL_COLUMNS = 512
+_LENGTH = 128  # entries: the shortest bucket, and the finest step between two
+_MEETINGS = 2  # of a bucket, by the last of which it is recorded
+_RECOMPILATIONS = 256  # one for each shape and kind of layer
+
+
+class Recorder(Protocol):
+    """Turns a function without arguments into one that does the same over again, into the same memory."""
+
+    def __call__(self, run: Callable[[], Any]) -> Callable[[], Any]:
+        """Record `run`, which is called several times."""
+
+    def bytes(self) -> int:
+        """Memory that all recordings hold, in bytes."""
+
+
+class CudaRecorder:
+    """CUDA graphs that share one pool of memory, since no two of them run at a time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._pool, self._bytes = device, torch.cuda.graph_pool_handle(), 0
+
+    def bytes(self) -> int:
+        return self._bytes
+
+    def __call__(self, run: Callable[[], Any]) -> Callable[[], Any]:
+        with torch.cuda.device(self._device):
+            return self._capture(run)
+
+    def _capture(self, run: Callable[[], Any]) -> Callable[[], Any]:
+        torch.cuda.empty_cache()
+        before, main = torch.cuda.memory_reserved(self._device), torch.cuda.current_stream()
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            run()  # whatever is made at the first call, libraries' handles and compiled layers
+            mode = torch.cuda.get_sync_debug_mode()
+            torch.cuda.set_sync_debug_mode("error")  # better here than in the middle of a capture
+            try:
+                run()
+            finally:
+                torch.cuda.set_sync_debug_mode(mode)
+        main.wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            out = run()
+        self._bytes += max(torch.cuda.memory_reserved(self._device) - before, 0)
+
+        def replay() -> Any:
+            graph.replay()
+            return out
+
+        return replay
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Recorded:
+    buffers: StaticPass
+    replay: Callable[[], Any]
+    trials: int = TRIALS  # rounds left to agree with the eager pass in
+
+
+def _fed(values: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, ...]:
+    """Each row's feed out of the columns [slots, L, H] of a pass; the next one writes to the same memory."""
+    return tuple(values[row.slot, : len(feed)].clone() for row, feed in zip(batch.rows, batch.feed, strict=True))
+
+
+class Graphs:
+    """The recorded passes of one model."""
+
+    def __init__(self, model: StaticModel, *, slots: int, record: Recorder) -> None:
+        self.seconds = 0.0  # that recording took, compilation included
+        self.compiled: bool | None = None  # whether compiling the layers worked; None = not tried
+        self._model, self._slots, self._record = model, slots, record
+        self._recorded: dict[Bucket, _Recorded] = {}
+        self._met: Counter[Bucket] = Counter()
+        self._works = True
+
+    def bytes(self) -> int:
+        """Memory of recordings and buffers."""
+        return self._record.bytes() + sum(each.buffers.bytes() for each in self._recorded.values())
+
+    def buckets(self) -> tuple[Bucket, ...]:
+        """What has been recorded."""
+        return tuple(self._recorded)
+
+    def score(self, batch: Batch, draft: Draft, first: int, eager: Callable[[], Scores]) -> Scores | None:
+        """As `Target.score`; None where nothing is recorded that fits. `eager` does the same without a recording."""
+        skip, fed = max(first, 0), first < 0
+        nodes = draft.size - skip + fed
+        lengths = zip(batch.feed, draft.width, strict=True)
+        sizes = [len(feed) * fed + max(width - skip, 0) for feed, width in lengths]
+        if not (draft.chain or fed):
+            return None
+        bucket = self._bucket(batch, max(*sizes, nodes), draft.width, trees=not draft.chain)
+        if bucket is None or (recorded := self._find(bucket)) is None:
+            return None
+        recorded.buffers.fill(batch, draft, first)
+        self._model.cache.reserve(batch, draft.width, first)
+        logits, best, outputs, whole = recorded.replay()
+        rows = len(batch.rows)
+        scores = Scores(  # copies: the next pass writes to the same memory
+            logits=logits[:rows, :nodes].to(torch.float32, copy=True),
+            features={layer: out[:rows, :nodes].clone() for layer, out in outputs.items()},
+            best=best[:rows, :nodes].clone(),
+            fed={layer: _fed(out, batch) for layer, out in whole.items()} if fed else {},
+        )
+        return scores if not recorded.trials else self._try(recorded, scores, eager())
+
+    def grow(self, batch: Batch, vocab: int) -> torch.Tensor | None:
+        """As `Target.grow`; None where nothing is recorded that fits."""
+        steps, columns = max(batch.budget), max(2, *(len(feed) for feed in batch.feed))
+        written = [budget - 1 for budget in batch.budget]
+        bucket = self._bucket(batch, columns, written, steps=steps, vocab=vocab)
+        if bucket is None or (recorded := self._find(bucket)) is None:
+            return None
+        recorded.buffers.fill(batch, empty(len(batch.rows), self._model.cache.device), -1)
+        self._model.cache.reserve(batch, written)
+        return recorded.replay()[: len(batch.rows), :steps].clone()  # type: ignore[no-any-return]
+
+    @torch.inference_mode()
+    def warm(
+        self,
+        *,
+        rows: int,
+        length: int,
+        columns: Iterable[int] = (),
+        steps: Iterable[int] = (),
+        vocab: int = 0,
+        compiled: bool = True,
+    ) -> float:
+        """Record what decoding `rows` rows of up to `length` tokens takes; returns the seconds spent.
+
+        `columns` are those of a row in passes that score, `steps` the guesses that a draft grows, of ids below `vocab`
+        (0 = all). Until the cache has been written, by the check at load or by a prompt, nothing can be recorded.
+        """
+        spent, wanted = self.seconds, []
+        for reach in _lengths(min(length, self._model.cache.spare), self._model.cache.spare):
+            plain = Bucket(rows=_power(rows, self._slots), columns=2, length=reach)
+            wanted += [replace(plain, columns=_power(count, _COLUMNS)) for count in columns]
+            wanted += [replace(plain, steps=count, vocab=vocab) for count in steps]
+        for bucket in dict.fromkeys(wanted):
+            if self._works and self._model.ready() and bucket not in self._recorded:
+                self._make(bucket, compiled=compiled)
+        return self.seconds - spent
+
+    def _bucket(
+        self,
+        batch: Batch,
+        columns: int,
+        guesses: Sequence[int],
+        *,
+        trees: bool = False,
+        steps: int = 0,
+        vocab: int = 0,
+    ) -> Bucket | None:
+        rows = _power(1 + max(row.slot for row in batch.rows), self._slots)
+        ends = zip(batch.start, batch.feed, guesses, strict=True)
+        stop = max(start + len(feed) + count for start, feed, count in ends)
+        size = _power(columns, _COLUMNS)
+        if columns > size or rows * size > _ALL_COLUMNS:
+            return None
+        length = _round_up(stop, self._model.cache.spare)
+        return Bucket(rows=rows, columns=size, length=length, trees=trees, steps=steps, vocab=vocab)
+
+    def _find(self, bucket: Bucket) -> _Recorded | None:
+        """The bucket's recording, or one that grows further; one is made when it has been missed often enough."""
+        if not self._works or not self._model.ready():
+            return None
+        if bucket in self._recorded:
+            return self._recorded[bucket]
+        longer = [other for other in self._recorded if _serves(other, bucket)]
+        if longer:
+            return self._recorded[min(longer, key=lambda other: other.steps)]
+        self._met[bucket] += 1
+        return self._make(bucket, compiled=False) if self._met[bucket] >= _MEETINGS else None
+
+    def _make(self, bucket: Bucket, *, compiled: bool) -> _Recorded | None:
+        began = perf_counter()
+        buffers = StaticPass(self._model, bucket)
+        compiled &= self.compiled is not False
+        self._model.compiled = compiled
+        try:
+            run = buffers.grow if bucket.steps else buffers.score
+            with torch._dynamo.config.patch(recompile_limit=_RECOMPILATIONS) if compiled else nullcontext():
+                replay = self._record(run)
+            self.compiled = compiled or self.compiled
+        except (RuntimeError, UnsupportedModel) as reason:
+            if compiled:
+                _log.warning("layers are not compiled: %s", reason)
+                self.compiled = False
+                return self._make(bucket, compiled=False)
+            self._refuse(f"its pass cannot be recorded ({reason})")
+            return None
+        finally:
+            self._model.compiled = False
+            self.seconds += perf_counter() - began
+        self._recorded[bucket] = _Recorded(buffers=buffers, replay=replay)
+        return self._recorded[bucket]
+
+    def _try(self, recorded: _Recorded, ours: Scores, eager: Scores) -> Scores:
+        """Compare a recording with the eager pass, which has also put right what the recording may have written."""
+        sound = eager.logits.amax(-1).isfinite()
+        far = (ours.logits - eager.logits).norm(dim=-1) > TOLERANCE[self._model.dtype] * eager.logits.norm(dim=-1)
+        agree = not ((far | ~ours.logits.amax(-1).isfinite()) & sound).any()
+        recorded.trials = 0 if agree else recorded.trials - 1
+        if not agree and not recorded.trials:
+            self._refuse("what was recorded differs from the eager pass")
+        return eager
+
+    def _refuse(self, reason: str) -> None:
+        _log.warning("going on without CUDA graphs: %s", reason)
+        self._works = False
+        self._recorded.clear()
+
+
+def _serves(longer: Bucket, bucket: Bucket) -> bool:
+    same = all(getattr(longer, key) == getattr(bucket, key) for key in ("rows", "columns", "length", "trees", "vocab"))
+    return same and longer.steps >= bucket.steps > 0
+
+
+def _power(count: int, most: int) -> int:
+    """The least power of two that is not below `count`, and `most` at most."""
+    return min(1 << (count - 1).bit_length(), most)
+
+
+def _round_up(length: int, most: int) -> int:
+    """Up by a quarter at most, from 512 on."""
+    step = max(_LENGTH, 1 << max((length - 1).bit_length() - 3, 0))
+    return min(-(-length // step) * step, most)
+
+
+def _lengths(length: int, most: int) -> list[int]:
+    """All that rounding up a length of up to `length` comes to."""
+    found = [_round_up(1, most)]
+    while found[-1] < min(length, most):
+        found.append(_round_up(found[-1] + 1, most))
+    return found

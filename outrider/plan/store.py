@@ -1,0 +1,178 @@
+"""What a planner has learned, kept in a file from one process to the next."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from outrider.core.params import AUTO
+from outrider.engine.build import default_proposer
+from outrider.errors import OutriderError
+from outrider.loader.embedded import model_folder
+from outrider.plan.planner import CostPlanner, Planner
+from outrider.propose.expression import folder_of
+from outrider.propose.registry import Expression, Maker, parse
+from outrider.system.atomic_files import check_writable, write_whole
+
+_FORMAT, _VERSION = "outrider plan", 1
+_BLOCKS, _BLOCK = 16, 4096  # so many pieces of a file of weights, and bytes of each, stand for all of it
+
+
+class PlanFile:
+    """One file, bound to a target and a proposer.
+
+    Rates of acceptance belong to a pair of models. Times belong to a machine, but a planner corrects them by what
+    rounds take; so a file may move to another machine, and not to another model.
+    """
+
+    def __init__(
+        self, path: str | Path, *, target: str | Path, proposer: str | Maker, quantize: str | None = None
+    ) -> None:
+        """Keep the plan of this pair in `path`; `quantize` as in `LLM`."""
+        self._path = Path(path).expanduser()
+        self._proposer = proposer_name(proposer)
+        folders = [Path(target), *(model_folders(proposer) if isinstance(proposer, str) else ())]
+        self._models = hashlib.sha256(json.dumps([*map(model_print, folders), quantize]).encode()).hexdigest()
+
+    def restore(self, planner: Planner) -> None:
+        """Let a planner go on where the file left off; where there is no file yet it starts afresh.
+
+        Raises:
+            OutriderError: the file cannot be read, or belongs to another proposer or other models.
+        """
+        assert isinstance(planner, CostPlanner)
+        try:
+            text = self._path.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            return
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is no text"
+            raise OutriderError(f"plan {self._path} cannot be read ({reason}); name another file") from None
+        document = self._checked(text)
+        try:
+            planner.restore(document["planner"])
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
+            raise OutriderError(f"plan {self._path} is damaged; delete it, and it is learned anew") from None
+
+    def save(self, planner: Planner) -> None:
+        """Write what a planner knows by now: whole or not at all, whoever else writes at the same time.
+
+        Raises:
+            OutriderError: the file cannot be written.
+        """
+        assert isinstance(planner, CostPlanner)
+        document = {
+            "format": _FORMAT,
+            "version": _VERSION,
+            "proposer": self._proposer,
+            "models": self._models,
+            "planner": planner.state(),
+        }
+        write_whole(self._path, json.dumps(document) + "\n")
+
+    def _checked(self, text: str) -> dict[str, Any]:
+        try:
+            document = json.loads(text)
+        except (ValueError, RecursionError):
+            document = None
+        if not isinstance(document, dict) or document.get("format") != _FORMAT:
+            raise OutriderError(f"{self._path} is no plan; name another file, and it is written at the end")
+        if document.get("version") != _VERSION:
+            raise OutriderError(
+                f"plan {self._path} is of version {document.get('version')}, and this program reads version {_VERSION};"
+                " delete it, and it is learned anew"
+            )
+        if document.get("proposer") != self._proposer:
+            raise OutriderError(
+                f"plan {self._path} is of proposer {document.get('proposer')}, not {self._proposer}; use that one, or a"
+                " plan file of its own for this one"
+            )
+        if document.get("models") != self._models:
+            raise OutriderError(
+                f"plan {self._path} is of other models than these; use those, or a plan file of its own for these"
+            )
+        return document
+
+
+def check_plan(plan: str | Path | None, *, k: int | str, planned: bool = False) -> None:
+    """A file of what k auto has learned is of use where that decides alone, and where it can be written at the end.
+
+    `planned` says that another planner decides.
+
+    Raises:
+        OutriderError: it is of no use.
+    """
+    if plan is not None and k != AUTO:
+        raise OutriderError(f"plan {plan} is what k auto has learned, and k is {k}; use k auto, or no plan")
+    if plan is not None and planned:
+        raise OutriderError(f"plan {plan} is for the planner behind k auto, and another was given; give one of the two")
+    if plan is not None:
+        check_writable(plan)
+
+
+def restored(
+    path: str | Path | None,
+    planner: Planner,
+    *,
+    target: str | Path | None,
+    proposer: str | Maker | None,
+    quantize: str | None,
+) -> PlanFile | None:
+    """A planner's file, which it then goes on from; None where there is to be none. For the rest, see `LLM`."""
+    if path is None:
+        return None
+    guesser = proposer or default_proposer(target)
+    file = PlanFile(path, target=model_folder(target), proposer=guesser, quantize=quantize)
+    file.restore(planner)
+    return file
+
+
+def proposer_name(proposer: str | Maker) -> str:
+    """How a proposer is told from others: its expression with folders by their last names, or its maker's own name.
+
+    A folder may lie elsewhere the next time, or be named by another path; what is in it is `PlanFile`'s to compare.
+    """
+    if isinstance(proposer, str):
+        return _name(parse(proposer))
+    kind = proposer if hasattr(proposer, "__qualname__") else type(proposer)
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def model_folders(proposer: str) -> Iterator[Path]:
+    """Folders that a proposer's expression names: of draft models, and of datastores."""
+    for argument in _arguments(parse(proposer)):
+        if folder := folder_of(argument):
+            yield folder[0]
+
+
+def model_print(folder: Path) -> str:
+    """A hash that tells models apart without reading all of their weights."""
+    digest = hashlib.sha256()
+    for file in sorted(folder.expanduser().glob("*")):
+        if file.suffix not in (".json", ".safetensors", ".bin") or not file.is_file():
+            continue
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size}\n".encode())
+        with file.open("rb") as content:
+            for i in range(_BLOCKS):
+                content.seek(i * max(size - _BLOCK, 0) // (_BLOCKS - 1))
+                digest.update(content.read(_BLOCK))
+    return digest.hexdigest()
+
+
+def _name(expression: Expression) -> str:
+    if expression.parts:
+        return f"{expression.name}({','.join(map(_name, expression.parts))})"
+    argument = expression.argument
+    if folder := folder_of(argument):
+        argument = folder[0].resolve().name + folder[1]
+    return f"{expression.name}:{argument}" if argument else expression.name
+
+
+def _arguments(expression: Expression) -> Iterator[str]:
+    yield expression.argument
+    for part in expression.parts:
+        yield from _arguments(part)

@@ -1,0 +1,1 @@
+"""Proposers that run a draft model or a trained head."""

@@ -1,0 +1,119 @@
+"""A draft model that looks up what it is about to say, and reads several such words in one pass (Chen et al. 2024)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import takewhile
+from operator import eq
+from types import MappingProxyType
+
+import torch
+
+from outrider.core import tree
+from outrider.core.types import Batch, Grown, Row, Trust
+from outrider.models.base import Target
+from outrider.models.draft_chains import Watch
+from outrider.propose.vocabulary.wrapped_target import Wrapped
+
+_SIZES = (4, 3, 2, 1)  # tokens of an ending that is looked up, the longest first
+_REACH: Mapping[int, int] = MappingProxyType({1: 2, 2: 3, 3: 6})  # guesses that a match of so few tokens is good for
+
+
+class Cascade(Wrapped):
+    """A draft model as a `Target` whose greedy chains take fewer passes.
+
+    While a chain grows, what followed the last time that text and chain ended like this is read along with it, and
+    kept as far as it is what the model says itself. So the chain is the one that the model grows alone, token by
+    token; only the number of passes is another. Each pass waits for the host, so it is meant for the CPU.
+    """
+
+    def __init__(self, inner: Target) -> None:
+        super().__init__(inner)
+        self._lookups: dict[int, _Lookup] = {}  # by slot
+
+    def grow(self, batch: Batch, vocab: int, trust: Trust | None = None) -> Grown:
+        lookups = [self._lookup(row) for row in batch.rows]
+        watch = Watch(batch.budget, trust if tree.near(self.device) else None)
+        chains: list[list[int]] = [[] for _ in batch.rows]
+        laws: list[list[torch.Tensor]] = [[] for _ in batch.rows]  # logits [V] that each token is the likeliest of
+        while going := [b for b, most in enumerate(watch.count) if len(chains[b]) < most]:
+            # The last token of a chain has come out of a pass and been in none; those before it have been read.
+            first = min(len(chains[b]) for b in going) - 1
+            guesses = {b: lookups[b].guess(chains[b], watch.count[b] - len(chains[b]) - 1) for b in going}
+            nodes = [chain + guesses[b] if b in guesses else [] for b, chain in enumerate(chains)]
+            best, logits = self._say(batch, nodes, first, min(vocab, self.vocab))
+            for b, guess in guesses.items():
+                begin = len(chains[b]) - 1 - first
+                said = best[b][begin : begin + len(guess) + 1]
+                kept = 1 + sum(takewhile(bool, map(eq, guess, said)))
+                chains[b] += said[:kept]
+                laws[b] += logits[b, begin : begin + kept]
+            _look(watch, chains, laws)
+        size = max(map(len, chains))
+        tokens = tree.upload([chain + [0] * (size - len(chain)) for chain in chains], self.device)
+        return Grown(tokens=tokens, count=tuple(watch.count), margin=watch.margins, chance=watch.chances)
+
+    def _say(
+        self, batch: Batch, rows: Sequence[list[int]], first: int, vocab: int
+    ) -> tuple[list[list[int]], torch.Tensor]:
+        """The likeliest ids [B][M] after the nodes from `first` on, and the logits [B, M, V] that they come from.
+
+        Each of `rows` is a chain whose nodes before `first` have been read.
+        """
+        size = max(map(len, rows))
+        tokens = tree.upload([row + [0] * (size - len(row)) for row in rows], self.device)
+        draft = tree.chain(tokens, tuple(map(len, rows))) if size else tree.empty(len(rows), self.device)
+        scores = self.inner.score(batch, draft, first)
+        logits = scores.logits[..., :vocab]
+        known = scores.best is not None and self.inner.vocab <= vocab
+        best = scores.best if known else logits.argmax(-1)
+        assert best is not None
+        return best.tolist(), logits
+
+    def _lookup(self, row: Row) -> _Lookup:
+        lookup = self._lookups.get(row.slot)
+        if lookup is None or lookup.row is not row:
+            lookup = self._lookups[row.slot] = _Lookup(row)
+        lookup.read()
+        return lookup
+
+
+class _Lookup:
+    """Where in a row's text each short run of tokens was last followed by another."""
+
+    def __init__(self, row: Row) -> None:
+        self.row = row
+        self._read = 0
+        self._after: dict[tuple[int, ...], int] = {}
+
+    def read(self) -> None:
+        """Catch up with the row's text."""
+        text = self.row.text
+        for at in range(max(self._read, 1), len(text)):
+            for size in _SIZES:
+                if size <= at:
+                    self._after[tuple(text[at - size : at])] = at
+        self._read = len(text)
+
+    def guess(self, chain: Sequence[int], count: int) -> list[int]:
+        """What followed the longest ending of text and chain that the text has seen before, up to `count` tokens."""
+        text = self.row.text
+        ending = [*text[-max(_SIZES) :], *chain]
+        for size in _SIZES if count > 0 else ():
+            at = self._after.get(tuple(ending[-size:])) if size <= len(ending) else None
+            if at is not None:
+                return text[at : at + min(count, _REACH.get(size, count))]
+        return []
+
+
+def _look(watch: Watch, chains: Sequence[list[int]], laws: Sequence[list[torch.Tensor]]) -> None:
+    """Let `watch` see what all rows that go on have come to: it looks at one guess of each at a time."""
+    while watch.margins is not None and watch.depth < max(watch.count):
+        at = watch.depth
+        if any(len(chain) <= at < most for chain, most in zip(chains, watch.count, strict=True)):
+            return
+        # Rows that have ended earlier show their first guess, at which nobody looks any more.
+        shown = [at if at < len(chain) else 0 for chain in chains]
+        seen = [law[i] for law, i in zip(laws, shown, strict=True)]
+        logits = torch.stack(seen) if len(seen) > 1 else seen[0][None]
+        watch.look(logits, torch.tensor([chain[i] for chain, i in zip(chains, shown, strict=True)]))

@@ -1,0 +1,188 @@
+"""Draft models by their folders: of the target's vocabulary or of another one, alone or with lookup of their own."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import torch
+
+from outrider.core.types import Tables
+from outrider.errors import OutriderError
+from outrider.heads.files import read_partner
+from outrider.heads.formats.base import Partner
+from outrider.heads.store import is_head, read_head
+from outrider.heads.targets.base import HeadTarget
+from outrider.heads.targets.registry import make_head_target
+from outrider.loader.check import check_target
+from outrider.loader.checkpoint import Checkpoint, is_recurrent, load_checkpoint
+from outrider.models.base import Lender, Target, make_target
+from outrider.propose.base import Proposer, Setup
+from outrider.propose.draft_model.cascade import Cascade
+from outrider.propose.draft_model.chain import ModelProposer
+from outrider.propose.draft_model.trained_head import HeadProposer, HeadTreeProposer
+from outrider.propose.draft_model.tree import TreeProposer
+from outrider.propose.vocabulary.intersection import Dictionary, SharedVocabulary
+from outrider.propose.vocabulary.text_draft import TextProposer
+from outrider.propose.vocabulary.token_text import Spelling, spelling
+
+_ENOUGH = 0.9  # share of the target's tokens from which on guessing by tokens keeps as much as guessing by text
+_LEAST_SHARE = 0.1  # below it a draft would misread most of what it is fed
+_log = logging.getLogger("outrider")
+
+
+def draft_proposer(folder: str, setup: Setup) -> Proposer:
+    """`draft:DIR`: by tokens where the draft has most of the target's, else by text; or from the target's states."""
+    if is_head(folder, lambda: _owner(setup)):
+        return HeadProposer(setup, _head(folder, setup))
+    found = _find("draft", folder, setup)
+    if found.akin:
+        return ModelProposer(setup, found.model())
+    words = found.dictionary()
+    by_tokens = words.share >= _ENOUGH
+    _log.warning(
+        "the draft in %s has another vocabulary: of the target's %d tokens it has %.0f%%, and it guesses by %s",
+        folder,
+        words.tokens,
+        100 * words.share,
+        "tokens" if by_tokens else "text",
+    )
+    return ModelProposer(setup, SharedVocabulary(found.model(), words)) if by_tokens else found.text_proposer()
+
+
+def draft_tokens_proposer(folder: str, setup: Setup) -> Proposer:
+    """`draft-tokens:DIR`: by tokens."""
+    return ModelProposer(setup, _find("draft-tokens", folder, setup).speaking())
+
+
+def draft_text_proposer(folder: str, setup: Setup) -> Proposer:
+    """`draft-text:DIR`: by text."""
+    return _find("draft-text", folder, setup).text_proposer()
+
+
+def cascade_proposer(folder: str, setup: Setup) -> Proposer:
+    """`cascade:DIR`: by tokens, greedy chains in fewer passes."""
+    return ModelProposer(setup, Cascade(_find("cascade", folder, setup).speaking()))
+
+
+def tree_proposer(folder: str, setup: Setup) -> Proposer:
+    """`tree:DIR`: by tokens, or from the target's states, several ways to go on."""
+    if is_head(folder, lambda: _owner(setup)):
+        return HeadTreeProposer(setup, _head(folder, setup))
+    return TreeProposer(setup, _find("tree", folder, setup).speaking())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Found:
+    """A draft's checkpoint, and the house that it is to guess in."""
+
+    setup: Setup
+    folder: str
+    checkpoint: Checkpoint
+
+    @property
+    def akin(self) -> bool:
+        """Whether the same text is the same ids; how far the vocabularies are padded does not matter."""
+        return bool(self.setup.tokenizer.get_vocab() == self.checkpoint.tokenizer.get_vocab())
+
+    def model(self, room: int = 1) -> Target:
+        """What runs it; with `room` tokens of its own for each token of the target, as far as its context goes."""
+        size = min(self.checkpoint.context, room * self.setup.context)
+        model = make_target(self.checkpoint, slots=self.setup.slots, context=size, kernels=self.setup.kernels)
+        check_target(model, self.checkpoint)
+        return model
+
+    def dictionary(self) -> Dictionary:
+        """From the target's ids to the draft's."""
+        return Dictionary.of(*self._spellings(), (self.setup.vocab, self.checkpoint.vocab))
+
+    def speaking(self) -> Target:
+        """The model, or what makes it speak the target's ids."""
+        if self.akin:
+            return self.model()
+        words = self.dictionary()
+        if words.share < _LEAST_SHARE:
+            raise OutriderError(
+                f"the draft in {self.folder} has {words.share:.1%} of the target's {words.tokens} tokens, too few"
+                f" to guess by tokens; use draft-text:{self.folder}"
+            )
+        return SharedVocabulary(self.model(), words)
+
+    def text_proposer(self) -> Proposer:
+        """It goes on with the text; what it cuts finer needs more room."""
+        target, draft = self._spellings()
+        return TextProposer(self.setup, self.model(room=2), target=target, draft=draft)
+
+    def _spellings(self) -> tuple[Spelling, Spelling]:
+        return spelling(self.setup.tokenizer, "the target"), spelling(self.checkpoint.tokenizer, self.folder)
+
+
+def _head(folder: str, setup: Setup) -> HeadTarget:
+    """A draft that was trained on the target's states."""
+    if not isinstance(setup.target, Lender):
+        raise OutriderError(f"{folder} reads states that this target does not show; use draft:DIR of a draft model")
+    tables = setup.target.lend()
+    module = read_head(folder, dtype=setup.dtype, device=setup.device, partner=_partner(tables, setup.target.layers))
+    it = module.description
+    ours = (*tables.head.shape, setup.target.layers)
+    if (it.vocab, it.target_hidden, it.target_layers) != ours:
+        raise OutriderError(
+            f"{folder} was trained on a target with vocabulary {it.vocab}, width {it.target_hidden} and"
+            f" {it.target_layers} layers; this one has {ours[0]}, {ours[1]} and {ours[2]}, so use the one it belongs to"
+        )
+    return make_head_target(module, tables, slots=setup.slots, context=setup.context)
+
+
+def _owner(setup: Setup) -> Partner | None:
+    """The target as whom a folder may belong to; None where no draft can be trained on its states."""
+    if not isinstance(setup.target, Lender):
+        return None
+    try:
+        return _partner(setup.target.lend(), setup.target.layers)
+    except OutriderError:
+        return None
+
+
+def _partner(tables: Tables, layers: int) -> Partner:
+    vocab, hidden = tables.head.shape
+    return Partner(
+        vocab=vocab,
+        hidden=hidden,
+        layers=layers,
+        head=lambda: tables.head,
+        embedding=lambda: tables.embedding,
+        kinds=tuple(tables.memory.config.get("layer_types") or ()) if tables.memory else (),
+    )
+
+
+def check_draft(folder: str, *, name: str, heads: bool) -> None:
+    """See by its files that a folder holds a draft, before anything is loaded beside which it would guess.
+
+    Args:
+        folder: of the draft.
+        name: what it is asked for as, for messages.
+        heads: whether it may be one that was trained on its target's states.
+
+    Raises:
+        OutriderError: it does not, or one that cannot be had as this; the message says why.
+    """
+    if not folder:
+        raise OutriderError(f"{name} needs the folder of a small model; write {name}:DIR")
+    # Whether a whole model is a head to its target is known once there is one.
+    if not (heads and is_head(folder, lambda: _itself(folder))) and is_recurrent(folder):
+        raise OutriderError(f"{folder} is recurrent, and a recurrent draft is not handled yet; use an attention model")
+
+
+def _itself(folder: str) -> Partner | None:
+    """A whole model as the target of what came with it; None where its sizes are not known."""
+    try:
+        return read_partner(folder)
+    except OutriderError:
+        return None
+
+
+def _find(name: str, folder: str, setup: Setup) -> _Found:
+    check_draft(folder, name=name, heads=False)
+    dtype = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}[setup.dtype]
+    checkpoint = load_checkpoint(folder, dtype=dtype, device=str(setup.device))
+    return _Found(setup=setup, folder=folder, checkpoint=checkpoint)

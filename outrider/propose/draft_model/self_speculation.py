@@ -1,0 +1,106 @@
+"""The target drafts for itself: with its first layers (Elhoushi et al. 2024), without some of its layers (Zhang et al.
+2023), or with its weights in fewer bits (Tiwari et al. 2025)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from outrider.core.types import Batch, Draft, Row
+from outrider.errors import MODEL_ERRORS, OutriderError
+from outrider.models.base import Divisible, Target
+from outrider.propose.base import Setup, whole
+from outrider.propose.draft_model.chain import ModelProposer
+
+_BITS = {"int8": 8, "int4": 4}
+_LONG = 16  # tokens of a feed from which on reading it twice costs more than the guesses behind it save
+
+
+class ExitProposer(ModelProposer):
+    """The target's first layers guess, over the target's own cache.
+
+    The target reads a feed right after them, and with it what they would have to read: so behind a long feed, the end
+    of a prompt, there are no guesses, and the round after it there is nothing left to read.
+    """
+
+    def propose(self, batch: Batch) -> Draft:
+        feeds = zip(batch.budget, batch.feed, strict=True)
+        return super().propose(replace(batch, budget=tuple(b if len(feed) < _LONG else 0 for b, feed in feeds)))
+
+
+def exit_proposer(argument: str, setup: Setup) -> ModelProposer:
+    """`exit:N`: the first N layers, then the final norm and the head."""
+    target, count = _divisible(setup), exit_layers(argument)
+    if count > target.layers:
+        raise OutriderError(
+            f"exit:{argument} names no layers to stop after; this target has {target.layers}: write for example"
+            f" exit:{max(target.layers // 4, 1)}"
+        )
+    return ExitProposer(setup, _tried(target.excerpt(range(count)), setup))
+
+
+def exit_layers(argument: str) -> int:
+    """How many layers an `exit:N` names, whatever the target has."""
+    if not (count := whole(argument)):
+        raise OutriderError(f"exit:{argument} names no layers to stop after; write for example exit:2")
+    return count
+
+
+def skip_proposer(argument: str, setup: Setup) -> ModelProposer:
+    """`skip:A+B+C`: without the layers A, B and C, counted from 0."""
+    target, skipped = _divisible(setup), skip_layers(argument)
+    form = f"this target's layers are 0 to {target.layers - 1}: write for example skip:{target.layers // 2}"
+    if max(skipped) >= target.layers:
+        raise OutriderError(f"skip:{argument} names layer {max(skipped)}; {form}")
+    if len(skipped) == target.layers:
+        raise OutriderError(f"skip:{argument} leaves no layer to guess with; {form}")
+    kept = [layer for layer in range(target.layers) if layer not in skipped]
+    return ModelProposer(setup, _tried(target.excerpt(kept), setup))
+
+
+def skip_layers(argument: str) -> set[int]:
+    """The layers that a `skip:A+B+C` names, whatever the target has."""
+    named = [whole(word) for word in argument.split("+")]
+    skipped = {layer for layer in named if layer is not None}
+    if None in named:
+        raise OutriderError(
+            f"skip:{argument} names no layers to leave out; write for example skip:2, and join several by +"
+        )
+    if len(skipped) < len(named):
+        raise OutriderError(f"skip:{argument} names a layer twice; name each once")
+    return skipped
+
+
+def quantised_proposer(argument: str, setup: Setup) -> ModelProposer:
+    """`quantized:int4` or `quantized:int8`: a copy of the target with fewer bits."""
+    return ModelProposer(setup, _divisible(setup).requantised(quantised_bits(argument)))
+
+
+def quantised_bits(argument: str) -> int:
+    """Of a weight."""
+    if argument not in _BITS:
+        raise OutriderError(f"quantized:{argument} is unknown; write {' or '.join(f'quantized:{n}' for n in _BITS)}")
+    return _BITS[argument]
+
+
+def _divisible(setup: Setup) -> Divisible:
+    if not isinstance(setup.target, Divisible):
+        raise OutriderError(
+            "this target cannot draft for itself: its state is recurrent, or it has no layers; use draft:DIR or ngram"
+        )
+    return setup.target
+
+
+@torch.inference_mode()
+def _tried(model: Target, setup: Setup) -> Target:
+    """The same, once it has been seen to run: some families' layers rely on each other."""
+    try:
+        model.grow(Batch(rows=(Row.of((0, 0)),), start=(0,), feed=((0, 0),), budget=(2,)), setup.vocab)
+    except torch.OutOfMemoryError:
+        raise
+    except MODEL_ERRORS as reason:
+        raise OutriderError(
+            f"this target's layers cannot run without each other ({reason}); use quantized:int4, draft:DIR or ngram"
+        ) from reason
+    return model

@@ -1,0 +1,1 @@
+"""Proposers that look tokens up: n-grams, suffixes, datastores, recycled predictions."""

@@ -1,0 +1,1 @@
+"""Drafts whose vocabulary differs from the target's."""

@@ -1,0 +1,331 @@
+"""The one thread that steps the engine, and what it is told from outside."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
+from queue import Empty, SimpleQueue
+from threading import Thread
+from time import perf_counter
+
+from outrider.core.params import BadParam, SamplingParams
+from outrider.core.stats import Stats
+from outrider.core.types import Round, Row
+from outrider.engine.build import House
+from outrider.engine.engine import Engine
+from outrider.errors import OutriderError
+from outrider.llm import LLM, Prompt
+from outrider.serve.monitoring.drift import Drift
+from outrider.serve.monitoring.latency import Clocks
+from outrider.serve.prompt_encoder import Reader, with_own_tokenizer
+from outrider.serve.stream.drafts import guesses_of
+from outrider.serve.stream.text import Wording
+from outrider.serve.stream.ticket import TOGETHER, Bell, Piece, Ticket, Watch
+
+_log = logging.getLogger("outrider.serve")
+_IDLE = 0.05  # seconds between two looks at whether the server stops
+_ILL = 8  # rounds that failed, one after another, until the server calls itself ill
+_LATELY, _LAME = 64, 8  # rounds that are looked back over, and failed ones of them until the server says so
+
+
+class QueueFull(OutriderError):
+    """As many wait as may."""
+
+
+class Driver:
+    """Steps the engine while there is anything to do.
+
+    Only its thread touches the engine; everybody else leaves a note. What clients call is safe from an event loop, and
+    never waits.
+    """
+
+    def __init__(self, llm: LLM, *, queue: int, rows: int) -> None:
+        """Carry at most `rows` + `queue` requests."""
+        self.front = with_own_tokenizer(llm)  # the engine's thread decodes
+        self.reader = Reader(self.front)
+        self.spell = cache(lambda token: self.front.decode([token]))  # what a token is alone, for the event loop
+        self.clocks = Clocks()
+        self._llm, self._most, self.slots = llm, rows + queue, rows
+        self._notes: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._open: dict[int, Ticket] = {}
+        self._news: dict[Ticket, Row] = {}  # who has something to hear of
+        self._told = 0.0  # when they last did
+        self._bell: Bell | None = None  # of the event loop that asks
+        self._taken = self._ended = 0  # requests; the one is the event loop's to change, the other the thread's
+        self._stopping = False
+        self._over = False  # whether the thread does nothing more
+        self.failed_rounds = 0
+        self._failing = 0  # those of them since the last good one
+        self._lately: deque[bool] = deque(maxlen=_LATELY)  # whether a round has failed
+        self._error, self._alike = "", 0  # what the last one died of, and how many in a row have
+        self.drifts = tuple(Drift() for _ in llm.house.proposers)
+        self._thread = Thread(target=self._run, name="engine", daemon=True)
+
+    @property
+    def stats(self) -> Stats:
+        """Sums over all rounds so far."""
+        return self._llm.stats
+
+    @property
+    def running(self) -> int:
+        """Requests that hold a slot, as far as can be told from outside."""
+        return min(self._taken - self._ended, self.slots)
+
+    @property
+    def waiting(self) -> int:
+        """Requests that hold none yet."""
+        return self._taken - self._ended - self.running
+
+    @property
+    def ill(self) -> str:
+        """Why this server had better be started anew; empty while all is well."""
+        if self._failing >= _ILL:
+            return f"the last {self._failing} rounds of the engine have failed"
+        return "" if self._stopping or (self._thread.is_alive() and not self._over) else "the engine does not run"
+
+    @property
+    def degraded(self) -> tuple[str, ...]:
+        """Why guesses are being lost: texts are right, and come no faster than without any. Empty while all is well."""
+        off = tuple(
+            f"proposer {guard.name} is switched off for now: it has failed {guard.failures} times"
+            for guard in self.front.house.guards
+            if guard.off
+        )
+        if (failed := sum(tuple(self._lately))) < _LAME:
+            return off
+        return (*off, f"{failed} of the last {_LATELY} rounds failed, and ran again without guesses: {self._error}")
+
+    @property
+    def engine(self) -> Engine:
+        """To read what it counts; its thread alone may do more."""
+        return self._llm.engine
+
+    def start(self) -> None:
+        """Let the engine's thread run."""
+        self._llm.engine.watch = self._watch
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End what runs, and the thread; what the planner has learned is written, if it is to be and can be."""
+        self._stopping = True
+        self._thread.join()
+        self._llm.keep_plan()
+
+    def submit(self, prompt: Prompt, params: SamplingParams, watch: Watch) -> list[Ticket]:
+        """Take in a prompt; its `n` completions come through tickets, in pieces as `watch` has them.
+
+        Raises:
+            QueueFull: too many wait.
+            BadParam: the prompt or a parameter does not fit.
+        """
+        if self._stopping:
+            raise QueueFull("the server is stopping; ask another one")
+        if (open := self._taken - self._ended) + params.n > self._most:
+            raise QueueFull(f"{open} completions run or wait, and {self._most} may; try again later")
+        tokens = self.front.encode(prompt)
+        try:
+            requests = self.front.requests(tokens, params)
+        except BadParam:
+            raise
+        except OutriderError as error:
+            raise BadParam(_blamed(self.front.house, tokens, params), str(error)) from error
+        if (params.max_tokens or 0) > (context := self.front.house.context):
+            said = f"max_tokens is {params.max_tokens}, and the context holds {context}; ask for fewer"
+            raise BadParam("max_tokens", said)
+        self._bell = self._bell or Bell(asyncio.get_running_loop())
+        tickets = [Ticket(each, Wording(self.front.decode, self.spell, params.stop), watch) for each in requests]
+        self._taken += len(tickets)
+        self._notes.put(lambda: self._add(tickets))
+        if self._over:  # after the note, which may have come too late for the thread to read it
+            raise QueueFull("the engine does not run any more; ask another server")
+        return tickets
+
+    def cancel(self, tickets: Sequence[Ticket]) -> None:
+        """Nobody waits for these any more; those that are done are left alone."""
+        self._notes.put(lambda: self._drop(tickets))
+
+    def _add(self, tickets: Sequence[Ticket]) -> None:
+        for ticket in tickets:
+            self._open[ticket.request.id] = ticket
+            self.clocks.begin(ticket.request.id)
+        for ticket in tickets:
+            self._llm.add(ticket.request)
+
+    def _drop(self, tickets: Sequence[Ticket]) -> None:
+        for ticket in tickets:
+            if self._open.pop(ticket.request.id, None):
+                self._llm.abort(ticket.request.id)
+                ticket.put(Piece(error="nobody waits for this any more"))
+                self._done(ticket, "cancelled")
+        self._wake(tickets)
+
+    def _run(self) -> None:
+        reason = "the server was stopped before this was done"
+        try:
+            while not self._stopping:
+                self._turn()
+        except Exception as error:
+            _log.exception("the engine's thread has failed")
+            reason = f"the engine failed: {error}"
+        finally:
+            self._over = True
+            self._close(reason)
+
+    def _close(self, reason: str) -> None:
+        """Let nobody wait for a thread that has ended, nor those whose notes it has not read."""
+        while not self._notes.empty():
+            try:
+                self._notes.get_nowait()()
+            except Exception:
+                _log.exception("a note was left undone")
+        try:
+            self._fail(reason)
+        except Exception:
+            _log.exception("what ran could not be taken back")
+
+    def _turn(self) -> None:
+        """Listen, and run a round if there is anything to do."""
+        engine = self._llm.engine
+        self._listen(wait=not engine.busy())
+        if engine.busy():
+            if self._news and engine.reads() and perf_counter() - self._told >= TOGETHER / 2:
+                self._tell_all()  # a round that reads takes a while
+            self._step()
+
+    def _listen(self, *, wait: bool) -> None:
+        """Do what the notes say; where there is nothing else to do, wait for one a while."""
+        if not wait and self._notes.empty():
+            return
+        try:
+            self._notes.get(timeout=_IDLE)() if wait else self._notes.get_nowait()()
+            while True:
+                self._notes.get_nowait()()
+        except Empty:
+            pass
+
+    def _step(self) -> None:
+        rows = self._round()
+        now, edges = perf_counter(), dict[Ticket, Row]()
+        for row in rows:
+            ticket = self._open.get(row.request.id)
+            if ticket and (row.emitted > ticket.written or row.finish):
+                edge = bool(row.finish) or not ticket.written
+                ticket.written = row.emitted
+                self.clocks.see(row.request.id, now, row.emitted)
+                if ticket.watch >= Watch.ROUNDS:
+                    self._tell(row, ticket)
+                    edge |= row.request.id not in self._open  # it could not be told, and no round may follow
+                if edge:
+                    edges[ticket] = row
+                elif ticket.watch is not Watch.END:
+                    self._news[ticket] = row
+        if now - self._told >= TOGETHER:
+            self._tell_all()
+        self._tell_these(edges)
+
+    def _tell_all(self) -> None:
+        """Let readers hear of all rounds since the last time: to wake one costs more than its few tokens do."""
+        self._told, news, self._news = perf_counter(), self._news, {}
+        for drift, stats in zip(self.drifts, self._llm.engine.arms, strict=True):
+            drift.see(stats)
+        self._tell_these(news)
+
+    def _tell_these(self, news: Mapping[Ticket, Row]) -> None:
+        for ticket, row in news.items():
+            if ticket.request.id in self._open and (row.emitted > ticket.given or row.finish):
+                self._tell(row, ticket)
+        self._wake(list(news))
+
+    def _round(self) -> Sequence[Row]:
+        engine = self._llm.engine
+        try:
+            rows = engine.step()
+            self._failing = 0
+            self._lately.append(False)
+            return rows
+        except Exception as error:  # whatever a model may raise: the server goes on
+            self._failed(error)
+            try:
+                return engine.recover(error)
+            except Exception as last:
+                self._fail(f"the engine failed: {last}")
+                return ()
+
+    def _failed(self, error: Exception) -> None:
+        """Count a round that failed, and log it: what fails in each round would otherwise be all that a log holds."""
+        self.failed_rounds += 1
+        self._failing += 1
+        self._lately.append(True)
+        said = f"{type(error).__name__}: {error}"
+        self._error, self._alike = said, self._alike + 1 if said == self._error else 1
+        if self._alike == 1:
+            _log.error("a round failed; its rows take it again, each alone and without guesses", exc_info=error)
+        elif self._alike.bit_count() == 1:  # 2, 4, 8, ...
+            _log.error("%d rounds have failed alike, and ran again without guesses: %s", self._alike, said)
+
+    def _tell(self, row: Row, ticket: Ticket) -> None:
+        try:
+            piece = self._piece(row, ticket)
+        except Exception as error:  # of its text, which is nobody else's
+            _log.exception("a completion could not be told")
+            self._llm.abort(row.request.id)
+            piece = Piece(error=f"the text cannot be written: {error}")
+        ticket.put(piece)
+        if row.finish or piece.error:
+            del self._open[row.request.id]
+            self._done(ticket, "error" if piece.error else str(row.finish))
+
+    def _piece(self, row: Row, ticket: Ticket) -> Piece:
+        completion = self._llm.completion(row) if row.finish else None
+        return Piece(
+            tokens=tuple(row.text[len(row.request.prompt) + ticket.given :]),
+            guessed=tuple(row.authors[ticket.given :]),
+            logprobs=tuple(row.logprobs[ticket.given : row.emitted]),
+            guesses=ticket.guesses,
+            completion=None if row.error else completion,
+            error=row.error,
+        )
+
+    def _watch(self, round: Round) -> None:
+        for b, row in enumerate(round.batch.rows):
+            ticket = self._open.get(row.request.id)
+            if ticket and ticket.watch is Watch.GUESSES:
+                ticket.guesses = guesses_of(round, b, self._llm.house.guessers)
+
+    def _wake(self, tickets: Sequence[Ticket]) -> None:
+        if tickets and self._bell:
+            self._bell.ring(tickets)
+
+    def _fail(self, reason: str) -> None:
+        """End all that is open."""
+        tickets = list(self._open.values())
+        self._open.clear()
+        for ticket in tickets:
+            ticket.put(Piece(error=reason))
+            self._done(ticket, "error")
+        self._wake(tickets)
+        for ticket in tickets:  # last, since a broken engine may refuse
+            self._llm.abort(ticket.request.id)
+
+    def _done(self, ticket: Ticket, how: str) -> None:
+        self._ended += 1
+        self.clocks.end(ticket.request.id, how)
+
+
+def _blamed(house: House, tokens: Sequence[int], params: SamplingParams) -> str:
+    """Which parameter it is that `LLM.requests` has refused: the first of these, in its order."""
+
+    def strange(ids: Iterable[int]) -> bool:
+        return any(not 0 <= token < house.vocab for token in ids)
+
+    wrong = {
+        "prompt": not tokens or len(tokens) >= house.context or strange(tokens),
+        "stop_token_ids": strange(params.stop_token_ids),
+        "logit_bias": strange(params.logit_bias),
+        "proposer": params.proposer not in (None, *house.proposers),
+        "verifier": params.verifier not in (None, *house.verifiers),
+    }
+    return next(filter(wrong.get, wrong), "constraint")

@@ -1,0 +1,160 @@
+"""The verb `serve`, as a terminal sees it."""
+
+from __future__ import annotations
+
+import gc
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from errno import EACCES, EADDRINUSE
+from signal import SIGTERM, signal
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from outrider.errors import OutriderError
+from outrider.llm import LLM
+from outrider.loader.embedded import model_folder
+from outrider.propose.registry import draft_models
+from outrider.serve.settings import Settings
+
+if TYPE_CHECKING:
+    import uvicorn
+
+_BACKLOG = 2048  # connections that wait to be taken
+
+
+def serve(load: Callable[[], LLM], settings: Settings, *, target: str | None) -> None:
+    """Take the port, load, say where, and answer until a signal comes.
+
+    Raises:
+        OutriderError: what the server is made of is not installed, or it cannot listen there.
+    """
+    try:
+        import uvicorn
+
+        from outrider.serve.app import make_app
+        from outrider.serve.async_llm import Driver
+        from outrider.serve.monitoring.request_log import log_as
+    except ImportError as error:
+        raise OutriderError(f'the server needs {error.name}; run pip install "outrider[serve]"') from error
+    log_as(settings.log_format)
+    name = settings.name or model_folder(target).resolve().name
+    with ExitStack() as held:
+        taken = [held.enter_context(closing(each)) for each in bind(settings.host, settings.port)]
+        llm = load()
+        typer.echo(_memory(llm), err=True)
+        driver = Driver(llm, queue=settings.queue, rows=settings.rows)
+        gc.collect()
+        gc.freeze()  # what has been loaded stays, and need not be looked through while others wait
+        config = uvicorn.Config(
+            make_app(driver, settings, name=name),
+            log_level="warning",
+            log_config=None,  # its lines are to look like ours
+            timeout_graceful_shutdown=settings.drain,
+        )
+        server = uvicorn.Server(config)
+        listen(taken, settings.host)
+        typer.echo(f"{name} at {_url(settings.host, taken[0])}, {settings.rows} rows at once", err=True)
+        with _ends_well(server):
+            server.run(sockets=taken)
+    if not server.started:
+        raise typer.Exit(1)
+
+
+def bind(host: str, port: int) -> list[socket.socket]:
+    """Sockets at each address of a name, all at one port; port 0 takes a free one.
+
+    They do not listen yet: while a model is loaded, who knocks is refused at once rather than kept waiting.
+
+    Raises:
+        OutriderError: it is no address of this machine, or the port cannot be had.
+    """
+    found: list[socket.socket] = []
+    try:
+        places = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, address in dict.fromkeys((place[0], place[4]) for place in places):
+            free = found[0].getsockname()[1] if found else port
+            found.append(_bound((address[0], free, *address[2:]), family))
+    except (OSError, UnicodeError) as error:
+        if found and not _taken(error):  # such as an address of IPv6 where the machine has none
+            return found
+        for each in found:
+            each.close()
+        raise OutriderError(_unheard(host, port, error)) from None
+    return found
+
+
+def listen(taken: Sequence[socket.socket], host: str) -> None:
+    """Let people in.
+
+    Raises:
+        OutriderError: another has come to listen there first, which can be as long as nobody does.
+    """
+    for each in taken:
+        try:
+            each.listen(_BACKLOG)
+        except OSError as error:
+            raise OutriderError(_unheard(host, each.getsockname()[1], error)) from None
+
+
+def _bound(address: tuple[Any, ...], family: int) -> socket.socket:
+    """As `socket.create_server` would have it before it listens."""
+    made = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        made.bind(address)
+    except BaseException:
+        made.close()
+        raise
+    return made
+
+
+def _taken(error: Exception) -> bool:
+    return isinstance(error, OSError) and error.errno == EADDRINUSE
+
+
+def _unheard(host: str, port: int, error: Exception) -> str:
+    where = f"port {port} of {host or 'all addresses'}"
+    if _taken(error):
+        return f"{where} is in use; give another --port (0 takes a free one), or end what listens there"
+    if isinstance(error, OSError) and error.errno == EACCES:
+        return f"{where} is not for every user; give a --port of at least 1024 (0 takes a free one)"
+    reason = error.strerror if isinstance(error, OSError) else "it is no name"
+    return f"--host {host!r} is no address of this machine ({reason}); use 127.0.0.1, or 0.0.0.0 for all that it has"
+
+
+def _url(host: str, listening: socket.socket) -> str:
+    port = listening.getsockname()[1]
+    return f"http://{f'[{host}]' if ':' in host else host or '0.0.0.0'}:{port}/v1"
+
+
+@contextmanager
+def _ends_well(server: uvicorn.Server) -> Iterator[None]:
+    """Let SIGTERM end the process with 0 once all is done: uvicorn raises it again then, and would die of it."""
+
+    def take(number: int, _: FrameType | None) -> None:
+        if not server.should_exit:  # before it listens to signals itself
+            raise SystemExit(128 + number)
+
+    before = signal(SIGTERM, take)
+    try:
+        yield
+    except KeyboardInterrupt:  # likewise, from a terminal
+        if not server.should_exit:
+            raise
+    finally:
+        signal(SIGTERM, before)
+
+
+def _memory(llm: LLM) -> str:
+    """What the caches take, and which part of it is the drafts'."""
+    use, target = llm.engine.cache_use(), llm.house.target
+    drafts = sum(model.cache.bytes() for model in draft_models(llm.house.proposer))
+    whole = f"{(target.cache.bytes() + drafts) / 1e9:.2f} GB of caches, {drafts / 1e9:.2f} of them the draft's"
+    if not use.block_tokens:
+        return f"{whole}, so far: each row has room for {llm.house.context} tokens"
+    return f"{whole}: room for {use.blocks * use.block_tokens} tokens, {llm.house.context} of one row at most"

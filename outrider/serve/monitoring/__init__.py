@@ -1,0 +1,1 @@
+"""Metrics, latencies and the request log."""

@@ -1,0 +1,141 @@
+"""One line for each request: what it asked of the server, and how it went."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from time import perf_counter
+from typing import Any
+from uuid import uuid4
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from outrider.core.types import Completion
+
+_log = logging.getLogger("outrider.serve.requests")
+_QUIET = frozenset({"/health", "/metrics"})  # asked for every few seconds, by machines
+_HEADER, _LONGEST = b"x-request-id", 128
+_ENTRY = "outrider.entry"  # in an ASGI scope
+
+
+@dataclass(slots=True, kw_only=True)
+class Entry:
+    """What is told of one request, as far as it is known."""
+
+    id: str
+    began: float = field(default_factory=perf_counter)
+    first: float | None = None  # when its first token was there
+    tokens: int = 0  # written, of all its completions
+    finish: str = ""  # of its completions, or how else it ended
+    completions: list[Completion] = field(default_factory=list)
+
+    def see(self, tokens: int) -> None:
+        """So many tokens more."""
+        if tokens and self.first is None:
+            self.first = perf_counter()
+        self.tokens += tokens
+
+    def end(self, completions: Sequence[Completion]) -> None:
+        """All is done."""
+        self.completions = list(completions)
+        self.tokens = sum(len(each.tokens) for each in completions)
+        self.finish = "+".join(sorted({str(each.finish) for each in completions}))
+
+    def fields(self, scope: Scope, status: int) -> dict[str, Any]:
+        """For the log."""
+        told: dict[str, Any] = {
+            "id": self.id,
+            "route": f"{scope['method']} {scope['path']}",
+            "status": status,
+            "seconds": round(perf_counter() - self.began, 6),
+        }
+        if not self.finish:
+            return told
+        passes = sum(each.stats.passes for each in self.completions)
+        written = sum(each.stats.emitted for each in self.completions)
+        return told | {
+            "finish": self.finish,
+            "first_seconds": None if self.first is None else round(self.first - self.began, 6),
+            "prompt_tokens": sum(len(each.prompt_tokens) for each in self.completions),
+            "tokens": self.tokens,
+            "tau": round(written / passes, 4) if passes else None,
+            "drafted": sum(each.stats.drafted for each in self.completions),
+            "accepted": sum(sum(each.stats.accepted) for each in self.completions),
+        }
+
+
+class Journal:
+    """Gives each request a name, which its answer carries, and writes its line when it is over."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        entry = scope[_ENTRY] = Entry(id=_name(dict(scope["headers"]).get(_HEADER, b"")))
+        status = 500
+
+        async def tell(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message.get("headers", ()), (_HEADER, entry.id.encode())]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, tell)
+        finally:
+            if scope["path"] not in _QUIET:
+                _log.info("request", extra={"fields": entry.fields(scope, status)})
+
+
+def entry_of(scope: Scope) -> Entry:
+    """The entry of a request that came through the journal."""
+    found = scope[_ENTRY]
+    assert isinstance(found, Entry)
+    return found
+
+
+class JsonLines(logging.Formatter):
+    """A record as one JSON object in one line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        told = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **getattr(record, "fields", {}),
+        }
+        if record.exc_info:
+            told["exception"] = self.formatException(record.exc_info)
+        return json.dumps(told, default=str)
+
+
+class Lines(logging.Formatter):
+    """A record as people read it."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields = getattr(record, "fields", {})
+        return super().format(record) + "".join(f" {name}={value}" for name, value in fields.items())
+
+
+def log_as(form: str) -> None:
+    """Write logs to standard error, as text or json."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(JsonLines() if form == "json" else Lines())
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
+
+
+def _name(asked: bytes) -> str:
+    """The client's own, if it is one that may stand in a header and a log."""
+    name = asked.decode("latin-1")
+    return name if 0 < len(name) <= _LONGEST and name.isascii() and name.isprintable() else uuid4().hex

@@ -1,0 +1,1 @@
+"""The OpenAI schema: requests, responses, tools and errors."""

@@ -1,0 +1,161 @@
+"""What clients get: OpenAI's objects, from completions and pieces of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
+from uuid import uuid4
+
+from outrider.core.types import Completion, Finish, TokenLogprobs
+from outrider.serve.openai.tool_calls import Calls
+from outrider.serve.stream.ticket import Piece
+
+Decode = Callable[[Sequence[int]], str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """One answer's heading, the same in all of its parts."""
+
+    chat: bool
+    model: str
+    decode: Decode
+    logprobs: bool = False  # whether they were asked for
+    tokens: bool = False  # whether each part tells who wrote them
+    spell: Callable[[int], str] = str  # what a token is alone
+    calls: bool = False  # whether the text may hold calls of functions
+    id: str = field(default_factory=lambda: uuid4().hex)
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def whole(self, completions: Sequence[Completion], prompts: int) -> dict[str, Any]:
+        """All completions of `prompts` prompts at once."""
+        choices = [self._choice(i, each) for i, each in enumerate(completions)]
+        return self._head(part=False) | {"choices": choices, "usage": usage(completions, prompts)}
+
+    def parts(self, index: int) -> Parts:
+        """What makes the pieces of one completion into parts of a stream."""
+        return Parts(self, index)
+
+    def part(
+        self, index: int, piece: Piece, *, delta: dict[str, Any], finish: str | None, offset: int = 0
+    ) -> dict[str, Any]:
+        """One piece of one completion, which adds `delta` to a chat; `offset` characters of its tokens came before."""
+        choice: dict[str, Any] = {"index": index, "finish_reason": finish, "logprobs": None}
+        choice |= {"delta": delta} if self.chat else {"text": piece.text}
+        if self.logprobs:
+            choice["logprobs"] = self._logprobs(piece.logprobs, offset)
+        if self.tokens:
+            choice["speculation"] = self._speculation(piece)
+        return self._head(part=True) | {"choices": [choice]}
+
+    def _speculation(self, piece: Piece) -> dict[str, Any]:
+        told: dict[str, Any] = {"tokens": piece.words, "guessed": piece.guessed}
+        if guesses := piece.guesses:
+            words = [self.spell(token) for token in guesses.tokens]
+            told["guesses"] = {"tokens": words, "parents": guesses.parents, "kept": guesses.kept, "by": guesses.by}
+        return told
+
+    def last(self, completions: Sequence[Completion], prompts: int) -> dict[str, Any]:
+        """What comes behind all pieces where usage was asked for."""
+        return self._head(part=True) | {"choices": [], "usage": usage(completions, prompts)}
+
+    def _head(self, *, part: bool) -> dict[str, Any]:
+        kind = ("chat.completion.chunk" if part else "chat.completion") if self.chat else "text_completion"
+        return {
+            "id": ("chatcmpl-" if self.chat else "cmpl-") + self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+        }
+
+    def _choice(self, index: int, completion: Completion) -> dict[str, Any]:
+        logprobs = self._logprobs(completion.logprobs) if self.logprobs else None
+        choice: dict[str, Any] = {"index": index, "finish_reason": str(completion.finish), "logprobs": logprobs}
+        if not self.chat:
+            return choice | {"text": completion.text}
+        message: dict[str, Any] = {"role": "assistant", "content": completion.text, "refusal": None}
+        if self.calls:
+            calls = Calls()
+            message["content"] = calls.read(completion.text, last=True).get("content")
+            choice["finish_reason"] = _finish(completion, calls)
+            if calls.made:
+                message["tool_calls"] = [call.whole() for call in calls.made]
+        return choice | {"message": message}
+
+    def _logprobs(self, entries: Sequence[TokenLogprobs], offset: int = 0) -> dict[str, Any]:
+        if self.chat:
+            return {"content": [self._entry(each) for each in entries], "refusal": None}
+        words = [self.decode([each.token]) for each in entries]
+        return {
+            "tokens": words,
+            "token_logprobs": [each.logprob for each in entries],
+            "top_logprobs": [{self.decode([id]): value for id, value in each.top} for each in entries],
+            "text_offset": list(accumulate(map(len, words), initial=offset))[:-1],
+        }
+
+    def _entry(self, entry: TokenLogprobs) -> dict[str, Any]:
+        return self._word(entry.token, entry.logprob) | {"top_logprobs": [self._word(*each) for each in entry.top]}
+
+    def _word(self, token: int, logprob: float) -> dict[str, Any]:
+        word = self.decode([token])
+        return {"token": word, "logprob": logprob, "bytes": list(word.encode())}
+
+
+class Parts:
+    """The stream of one completion."""
+
+    def __init__(self, reply: Reply, index: int) -> None:
+        self._reply, self._index = reply, index
+        self._calls = Calls() if reply.calls else None
+        self._begun = False
+        self._offset = 0  # characters of all tokens so far, each spelled alone
+
+    def next(self, piece: Piece) -> dict[str, Any]:
+        """The part that a piece becomes."""
+        finish = str(piece.completion.finish) if piece.completion else None
+        delta: dict[str, Any] = {"content": piece.text}
+        if self._calls:
+            delta = self._calls.read(piece.text, last=piece.completion is not None)
+            finish = _finish(piece.completion, self._calls) if piece.completion else None
+        if not self._begun:
+            delta = {"role": "assistant", "content": None if self._calls else ""} | delta
+            self._begun = True
+        part = self._reply.part(self._index, piece, delta=delta, finish=finish, offset=self._offset)
+        if self._reply.logprobs and not self._reply.chat:
+            self._offset += sum(map(len, part["choices"][0]["logprobs"]["tokens"]))
+        return part
+
+
+def _finish(completion: Completion, calls: Calls) -> str:
+    """Why it ended, as OpenAI's clients are told."""
+    return "tool_calls" if calls.made and completion.finish is Finish.STOP else str(completion.finish)
+
+
+def usage(completions: Sequence[Completion], prompts: int) -> dict[str, Any]:
+    """Tokens, and what speculation did; a prompt counts once, however many completions it has."""
+    each = len(completions) // prompts
+    read = sum(len(completion.prompt_tokens) for completion in completions[::each])
+    made = sum(len(completion.tokens) for completion in completions)
+    passes = sum(completion.stats.passes for completion in completions)
+    return {
+        "prompt_tokens": read,
+        "completion_tokens": made,
+        "total_tokens": read + made,
+        "speculation": {
+            "target_passes": passes,
+            "tokens_per_pass": made / passes if passes else 0.0,
+            "drafted_tokens": sum(completion.stats.drafted for completion in completions),
+            "accepted_tokens": sum(sum(completion.stats.accepted) for completion in completions),
+            "exact": all(completion.stats.exact for completion in completions),
+        },
+    }
+
+
+def problem(message: str, *, kind: str = "invalid_request_error", field: str | None = None) -> dict[str, Any]:
+    """An error, as OpenAI's clients read it."""
+    said = message.encode(errors="replace").decode()  # whatever it quotes can then be sent
+    named = field and field.encode(errors="replace").decode()
+    return {"error": {"message": said, "type": kind, "param": named, "code": None}}

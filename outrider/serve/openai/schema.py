@@ -1,0 +1,381 @@
+"""What clients send: OpenAI's requests, and a few fields more. A field that is not known is refused, never ignored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from outrider.core.constraint import Constraint
+from outrider.core.params import BadParam, SamplingParams
+from outrider.core.text import sound
+from outrider.serve.stream.ticket import Watch
+
+_Token = Annotated[int, Field(ge=0)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class StreamOptions(_Strict):
+    """How a stream ends."""
+
+    include_usage: bool = False
+    include_tokens: bool = Field(
+        False, description="Extension. Tell of each token whether it was a guess that was kept."
+    )
+    include_guesses: bool = Field(
+        False, description="Extension. The same, and all guesses of each round with those who made them."
+    )
+
+
+class TextFormat(_Strict):
+    """Text of any form."""
+
+    type: Literal["text"]
+
+
+class ObjectFormat(_Strict):
+    """Any JSON object."""
+
+    type: Literal["json_object"]
+
+
+class NamedSchema(_Strict):
+    """A JSON schema with a name, which nobody reads."""
+
+    name: str
+    description: str | None = None
+    form: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = Field(None, description="A schema always holds.")
+
+
+class SchemaFormat(_Strict):
+    """JSON of a schema."""
+
+    type: Literal["json_schema"]
+    json_schema: NamedSchema
+
+
+ResponseFormat = Annotated[TextFormat | ObjectFormat | SchemaFormat, Field(discriminator="type")]
+
+
+class StructuredOutputs(_Strict):
+    """What form the text has, in one of these ways; as vLLM names them."""
+
+    form: dict[str, Any] | str | None = Field(None, alias="json", description="A JSON schema.")
+    json_object: Literal[True] | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = Field(None, description="In Lark's syntax or GBNF.")
+
+    def constraint(self) -> Constraint:
+        """The same for the engine.
+
+        Raises:
+            OutriderError: it is none, or several.
+        """
+        makers: dict[str, Callable[[Any], Constraint]] = {
+            "form": Constraint.json_schema,
+            "json_object": lambda _: Constraint.json_object(),
+            "regex": Constraint.regex,
+            "choice": Constraint.choice,
+            "grammar": Constraint.grammar,
+        }
+        given = [name for name in makers if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise BadParam(
+                "structured_outputs", "structured_outputs takes one of json, json_object, regex, choice and grammar"
+            )
+        return makers[given[0]](getattr(self, given[0]))
+
+
+class _Asked(_Strict):
+    """A request: all of its strings are text, which JSON does not promise."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_text(cls, given: Any) -> Any:
+        _check_text(given)
+        return given
+
+
+class Sampling(_Asked):
+    """What both kinds of completion take."""
+
+    model: str | None = Field(None, description="The model's name, as /v1/models tells it; left out, there is but one.")
+    temperature: float = Field(1.0, ge=0, description="0 is greedy.")
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=0, description="Extension. 0 keeps every token.")
+    min_p: float = Field(0.0, ge=0, le=1, description="Extension. 0 keeps every token.")
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    repetition_penalty: float = Field(1.0, gt=0, description="Extension. 1 is off.")
+    logit_bias: dict[str, float] | None = Field(None, max_length=1024, description="By token id; -100 forbids.")
+    stop: str | list[str] | None = Field(None, description="Strings that end the completion; at most 16.")
+    stop_token_ids: list[_Token] = Field([], max_length=256, description="Extension. Tokens that end the completion.")
+    ignore_eos: bool = Field(False, description="Extension. Go on past end-of-text.")
+    min_tokens: int = Field(0, ge=0, description="Extension.")
+    seed: int | None = Field(None, ge=0, lt=2**63)
+    priority: int = Field(0, ge=-100, le=100, description="Extension. Lower ones are served first.")
+    k: int | None = Field(None, ge=0, le=256, description="Extension. Guesses a round at most; 0 is plain decoding.")
+    off: bool = Field(False, description="Extension. No speculation for this request, as k 0.")
+    proposer: str | None = Field(
+        None, description="Extension. Who guesses: one of those that /v1/models names. Left out: the planner decides."
+    )
+    verifier: str | None = Field(
+        None, description="Extension. The exact rule that judges: one of those that /v1/models names."
+    )
+    n: int = Field(1, ge=1)
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    user: str | None = Field(None, description="Whose request it is: what speculation learned serves its own user.")
+    metadata: dict[str, str] | None = Field(None, description="Kept by nobody.")
+    store: Literal[False] | None = Field(None, description="Nothing is stored.")
+    structured_outputs: StructuredOutputs | None = Field(None, description="Extension. What form the text has.")
+
+    def watch(self) -> Watch:
+        """What of the completion is to be told, and when."""
+        if self.stream_options and self.stream_options.include_guesses:
+            return Watch.GUESSES
+        if self.stream_options and self.stream_options.include_tokens:
+            return Watch.ROUNDS
+        return Watch.TEXT if self.stream else Watch.END
+
+    def spelled(self, param: str) -> str:
+        """What a client calls a parameter of `SamplingParams`."""
+        return _SPELLED.get(param, param)
+
+    def constraint(self) -> Constraint | None:
+        """What form the text must have."""
+        return None if self.structured_outputs is None else self.structured_outputs.constraint()
+
+    def params(
+        self, *, most: int | None, logprobs: int | None, scope: str, constraint: Constraint | None
+    ) -> SamplingParams:
+        """The same for the engine.
+
+        Raises:
+            OutriderError: a value is out of range.
+        """
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        if len(stops) > _STOPS:
+            raise BadParam("stop", f"stop holds {len(stops)} strings; use at most {_STOPS}")
+        if any(len(stop) > _STOP_LENGTH for stop in stops):
+            raise BadParam("stop", f"stop holds a string of more than {_STOP_LENGTH} characters; use shorter ones")
+        if self.off and (self.k or self.proposer):
+            raise BadParam("off", "off says not to speculate, and k or proposer how to; leave out one of them")
+        return SamplingParams(
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            logit_bias=_biases(self.logit_bias),
+            max_tokens=most,
+            min_tokens=self.min_tokens,
+            stop=tuple(stops),
+            stop_token_ids=tuple(self.stop_token_ids),
+            ignore_eos=self.ignore_eos,
+            seed=self.seed,
+            n=self.n,
+            logprobs=logprobs,
+            guesses=0 if self.off else self.k,
+            proposer=self.proposer,
+            verifier=self.verifier,
+            constraint=constraint,
+            scope=scope,
+            priority=self.priority,
+        )
+
+
+class CompletionRequest(Sampling):
+    """`/v1/completions`."""
+
+    prompt: str | list[str] | list[_Token] | list[list[_Token]] = Field(description="Text or tokens, one or several.")
+    max_tokens: int | None = Field(16, ge=1)
+    logprobs: int | None = Field(None, ge=0, le=20)
+    echo: Literal[False] = False
+    best_of: Literal[1] | None = None
+    suffix: None = None
+
+    def prompts(self) -> list[str | list[int]]:
+        """One for each completion, before `n`."""
+        one = isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int))
+        many: list[Any] = [self.prompt] if one else list(self.prompt)
+        return many
+
+
+class FunctionCall(_Strict):
+    """What was called, and with what."""
+
+    name: str
+    arguments: str = Field(description="A JSON object.")
+
+
+class ToolCall(_Strict):
+    """A call that the model made."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class Message(_Strict):
+    """One turn."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    refusal: None = None
+    tool_calls: list[ToolCall] | None = Field(None, description="Of the assistant.")
+    tool_call_id: str | None = Field(None, description="Which call a tool answers.")
+
+    @model_validator(mode="after")
+    def _check(self) -> Message:
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError("tool_calls are the assistant's")
+        if (self.tool_call_id is None) == (self.role == "tool"):
+            raise ValueError("a tool's turn, and no other, has a tool_call_id")
+        if self.content is None and not self.tool_calls:
+            raise ValueError("content is missing")
+        return self
+
+    def text(self) -> str:
+        """Its parts as one text; empty where it only calls functions."""
+        if self.content is None or isinstance(self.content, str):
+            return self.content or ""
+        return "".join(part.text for part in self.content)
+
+
+class TextPart(_Strict):
+    """A part of a turn."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Function(_Strict):
+    """A function that the model may call."""
+
+    name: str = Field(pattern="^[a-zA-Z0-9_-]{1,64}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = Field(None, description="A JSON schema. Left out: no arguments.")
+    strict: bool | None = Field(None, description="A schema always holds.")
+
+
+class Tool(_Strict):
+    """A tool, which is a function."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(_Strict):
+    """A function by its name."""
+
+    name: str
+
+
+class NamedTool(_Strict):
+    """The one tool to call."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class ChatRequest(Sampling):
+    """`/v1/chat/completions`."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_tokens: int | None = Field(None, ge=1, description="The older name of max_completion_tokens.")
+    max_completion_tokens: int | None = Field(None, ge=1, description="Left out: as far as the context goes.")
+    logprobs: bool = False
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    response_format: ResponseFormat | None = None
+    tools: list[Tool] | None = Field(None, max_length=128)
+    tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
+    parallel_tool_calls: bool | None = Field(None, description="Whether several calls may follow each other: true.")
+
+    def spelled(self, param: str) -> str:
+        names = {"prompt": "messages", "logprobs": "top_logprobs"}
+        if self.max_completion_tokens is not None:
+            names["max_tokens"] = "max_completion_tokens"
+        if self.structured_outputs is None:
+            names["constraint"] = "tools" if self.tools else "response_format"
+        return names.get(param) or super().spelled(param)
+
+    def constraint(self) -> Constraint | None:
+        """What form the text must have, tools aside."""
+        asked, other = self.response_format, super().constraint()
+        if asked is None or isinstance(asked, TextFormat):
+            return other
+        if other:
+            said = "response_format and structured_outputs both say what form the text has; give one"
+            raise BadParam("response_format", said)
+        if isinstance(asked, ObjectFormat) or asked.json_schema.form is None:
+            return Constraint.json_object()
+        return Constraint.json_schema(asked.json_schema.form)
+
+    def most(self) -> int | None:
+        """Tokens of the answer."""
+        if self.max_tokens and self.max_completion_tokens and self.max_tokens != self.max_completion_tokens:
+            raise BadParam("max_completion_tokens", "max_tokens and max_completion_tokens differ; give one of them")
+        return self.max_completion_tokens or self.max_tokens
+
+    def wanted(self) -> int | None:
+        """Likeliest tokens whose log-probabilities are reported; None: none at all."""
+        if self.top_logprobs is not None and not self.logprobs:
+            raise BadParam("top_logprobs", "top_logprobs needs logprobs true; set it, or leave top_logprobs out")
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class TokenizeRequest(_Asked):
+    """`/tokenize`."""
+
+    model: str | None = None
+    prompt: str
+
+
+def _check_text(given: Any, *path: str) -> None:
+    if isinstance(given, str):
+        if not sound(given):
+            said = "a string holds half of a surrogate pair, which is no text"
+            raise PydanticCustomError("no_text", said, {"path": path})
+    elif isinstance(given, dict):
+        for name, each in given.items():
+            _check_text(name, *path)
+            _check_text(each, *path, name)
+    elif isinstance(given, list):
+        for i, each in enumerate(given):
+            if not isinstance(each, int):
+                _check_text(each, *path, str(i))
+
+
+def _biases(given: dict[str, float] | None) -> dict[int, float]:
+    out: dict[int, float] = {}
+    for token, bias in (given or {}).items():
+        if not token.isdecimal() or len(token) > _DIGITS:
+            raise BadParam("logit_bias", f"logit_bias has the key {token[:_DIGITS]!r}; use token ids")
+        out[int(token)] = float("-inf") if bias == -100 else bias
+    return out
+
+
+def field_of(error: Mapping[str, Any]) -> str | None:
+    """The field that a validation error is about, as a client spells it."""
+    location = (*error["loc"], *error.get("ctx", {}).get("path", ()))
+    names = [str(part) for part in location if part not in ("body", "query", "path")]
+    # Which of several forms of a field a value came near to is no name that a client knows.
+    return ".".join(name for name in names if name not in ("str", "int", "float") and "[" not in name) or None
+
+
+_SPELLED: Mapping[str, str] = MappingProxyType({"guesses": "k", "scope": "user", "constraint": "structured_outputs"})
+_STOPS, _STOP_LENGTH = 16, 1000
+_DIGITS = 18  # of a token id, and far more than any has
+Message.model_rebuild()

@@ -1,0 +1,141 @@
+"""Functions that a model may call: how they are told to it, and the grammar that holds its calls to their schemas.
+
+A call is written as Hermes and Qwen models write it, whatever the model: {"name": ..., "arguments": ...} on a line of
+its own between <tool_call> and </tool_call>.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from outrider.core.constraint import STYLE, Constraint
+from outrider.core.params import BadParam
+from outrider.errors import OutriderError
+from outrider.serve.openai.schema import ChatRequest, Function, FunctionCall, Message, NamedTool
+
+_NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}  # arguments of who takes none
+_TELL = """You may call functions. Each line between <tools> and </tools> describes one:
+<tools>
+{tools}
+</tools>
+To call one, write its name and arguments as JSON between <tool_call> and </tool_call>:
+<tool_call>
+{{"name": NAME, "arguments": ARGUMENTS}}
+</tool_call>"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tools:
+    """What a request lets the model call."""
+
+    functions: tuple[Function, ...]
+    must: bool  # a call is wanted, and no other text
+    many: bool  # several calls may follow each other
+
+    @classmethod
+    def of(cls, asked: ChatRequest) -> Tools | None:
+        """Those of a request; None where it has none, or wants none used.
+
+        Raises:
+            OutriderError: the choice is of none that there are.
+        """
+        choice, functions = asked.tool_choice, tuple(tool.function for tool in asked.tools or ())
+        if isinstance(choice, NamedTool):
+            functions = tuple(each for each in functions if each.name == choice.function.name)
+            if not functions:
+                raise BadParam(
+                    "tool_choice", f"tool_choice names {choice.function.name!r}, and tools have none of that name"
+                )
+        elif choice == "required" and not functions:
+            raise BadParam("tool_choice", "tool_choice is required, and there are no tools; give some")
+        if len({each.name for each in functions}) < len(functions):
+            raise BadParam("tools", "two tools have the same name; rename one")
+        if not functions or choice == "none":
+            return None
+        named = isinstance(choice, NamedTool)
+        return cls(
+            functions=functions,
+            must=named or choice == "required",
+            many=asked.parallel_tool_calls is not False and not named,
+        )
+
+    def constraint(self) -> Constraint:
+        """Any text, or calls; or calls alone where one must be made."""
+        rules = ["%llguidance {}"]
+        more = ' ("\\n<tool_call>" call)*' if self.many else ""
+        if self.must:
+            rules.append(f'start: "<tool_call>" call{more}')
+        else:
+            rules += [f"start: TEXT | head call{more}", 'head[lazy]: TEXT "<tool_call>"', r"TEXT: /(.|\n)*/"]
+        rules.append('call: "\\n" body "\\n</tool_call>"')
+        rules.append("body: " + " | ".join(f"body_{i}" for i in range(len(self.functions))))
+        for i, each in enumerate(self.functions):
+            opening = json.dumps(f'{{"name": "{each.name}", "arguments": ')
+            schema = {"x-guidance": dict(STYLE)} | (each.parameters if each.parameters is not None else _NOTHING)
+            rules.append(f'body_{i}: {opening} arguments_{i} "}}"')
+            rules.append(f"arguments_{i}: %json {json.dumps(schema)}")
+        return Constraint.grammar("\n".join(rules))
+
+    def described(self) -> list[dict[str, Any]]:
+        """As chat templates take them."""
+        return [
+            {"type": "function", "function": each.model_dump(exclude={"strict"}, exclude_none=True)}
+            for each in self.functions
+        ]
+
+
+def knows_calls(template: str) -> bool:
+    """Whether a chat template writes tools and calls as they are written here."""
+    return all(part in template for part in ("tools", "<tool_call>", '"name"', '"arguments"'))
+
+
+def conversation(messages: Sequence[Message], tools: Tools | None, *, known: bool) -> list[dict[str, Any]]:
+    """Turns for a chat template; one that is not `known` to have words for tools gets them as text."""
+    if known:
+        return [_turn(message) for message in messages]
+    turns: list[dict[str, Any]] = []
+    for message in messages:
+        text = _as_text(message)
+        if message.role == "tool" and turns and turns[-1]["role"] == "user":
+            turns[-1]["content"] += "\n" + text  # many templates take no two turns of one role
+        else:
+            turns.append({"role": "user" if message.role == "tool" else message.role, "content": text})
+    if tools is None:
+        return turns
+    told = _TELL.format(tools="\n".join(map(json.dumps, tools.described())))
+    if turns[0]["role"] not in ("system", "developer"):
+        return [{"role": "system", "content": told}, *turns]
+    return [turns[0] | {"content": f"{turns[0]['content']}\n\n{told}"}, *turns[1:]]
+
+
+def _turn(message: Message) -> dict[str, Any]:
+    turn: dict[str, Any] = {"role": message.role, "content": message.text()}
+    if message.tool_calls:
+        turn["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": _called(call.function)} for call in message.tool_calls
+        ]
+    if message.tool_call_id:
+        turn["tool_call_id"] = message.tool_call_id
+    return turn
+
+
+def _as_text(message: Message) -> str:
+    if message.role == "tool":
+        return f"<tool_response>\n{message.text()}\n</tool_response>"
+    calls = [json.dumps(_called(call.function)) for call in message.tool_calls or ()]
+    written = [f"<tool_call>\n{call}\n</tool_call>" for call in calls]
+    return "\n".join([*([message.text()] if message.text() else []), *written])
+
+
+def _called(call: FunctionCall) -> dict[str, Any]:
+    """A call with its arguments as an object, which is how templates want them."""
+    try:
+        arguments = json.loads(call.arguments or "{}")
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise OutriderError(f"arguments of a tool call are not JSON ({error}); give them back as they came") from error
+    if not isinstance(arguments, dict):
+        raise OutriderError("arguments of a tool call are no JSON object; give them back as they came")
+    return {"name": call.name, "arguments": arguments}

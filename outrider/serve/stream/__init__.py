@@ -1,0 +1,1 @@
+"""From committed tokens to the text of a stream."""

@@ -1,0 +1,38 @@
+"""What a round guessed, for those who want to see it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from outrider.core.types import Round
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Guesses:
+    """One row's guesses of one round, parents before children."""
+
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...]  # -1 = the last token before the round
+    kept: tuple[bool, ...]
+    by: tuple[str, ...]  # who made them
+
+
+def guesses_of(round: Round, b: int, names: Sequence[str]) -> Guesses:
+    """Row b's; `names` are of those that `Draft.by` numbers."""
+    draft = round.draft
+    count = int(draft.count[b])
+    bits = [1] * count if draft.by is None else draft.by[b][:count]
+    kept = frozenset(round.path[b])
+    return Guesses(
+        tokens=tuple(draft.tokens[b, :count].tolist()),
+        parents=tuple(draft.parent[b, :count].tolist()),
+        kept=tuple(node in kept for node in range(count)),
+        by=tuple(_named(each, names) for each in bits),
+    )
+
+
+def _named(bits: int, names: Sequence[str]) -> str:
+    if not bits:
+        return "grammar"  # which forces it
+    return "+".join(name for i, name in enumerate(names) if bits >> i & 1) or names[0]

@@ -1,0 +1,67 @@
+"""Tokens of a round, handed out over the time that rounds take."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+from outrider.serve.stream.ticket import Piece
+
+_WEIGHT = 0.3  # of the last round, in what the next one is expected to take
+
+
+async def smoothed(pieces: AsyncIterator[list[Piece]], times: asyncio.AbstractEventLoop) -> AsyncIterator[list[Piece]]:
+    """The same tokens one by one, spread until the next round's are expected.
+
+    What a round brings sets out at once and ends before the next; where that comes early, all that is left goes out
+    with it, so that nothing is ever later than one round, nor out of order. The end waits for nothing.
+    """
+    left, due, step = deque[Piece](), 0.0, 0.0
+    expected, last = 0.0, 0.0
+    coming = asyncio.ensure_future(anext(pieces))
+    try:
+        while True:
+            wait = max(due - times.time(), 0.0) if left else None
+            if not (await asyncio.wait([coming], timeout=wait))[0]:
+                yield [left.popleft()]
+                due += step
+                continue
+            new, now = coming.result(), times.time()
+            if new[-1].last:
+                yield [*left, *new]
+                return
+            coming = asyncio.ensure_future(anext(pieces))
+            if last:
+                expected += (now - last - expected) * (_WEIGHT if expected else 1.0)
+            last = now
+            single = [part for piece in new for part in _parted(piece)]
+            out = single if not expected else single[:1]
+            yield [*left, *out]
+            left = deque(single[len(out) :])
+            step = expected / len(single)
+            due = now + step
+    finally:
+        coming.cancel()
+
+
+def _parted(piece: Piece) -> list[Piece]:
+    """A piece for each token, as far as each has something to show."""
+    if len(piece.tokens) < 2:
+        return [piece]
+    parts, at = list[Piece](), 0
+    for i, word in enumerate(piece.words):
+        end = len(piece.text) if i == len(piece.words) - 1 else min(at + len(word), len(piece.text))
+        parts.append(
+            replace(
+                piece,
+                text=piece.text[at:end],
+                tokens=piece.tokens[i : i + 1],
+                guessed=piece.guessed[i : i + 1],
+                logprobs=piece.logprobs[i : i + 1],
+                words=(word,),
+            )
+        )
+        at = end
+    return parts

@@ -1,0 +1,139 @@
+"""What a waiting client holds: the pieces of one completion as rounds commit."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from enum import IntEnum
+
+from outrider.core.types import Completion, Request, TokenLogprobs
+from outrider.serve.stream.drafts import Guesses
+from outrider.serve.stream.text import Wording
+
+_log = logging.getLogger("outrider.serve")
+TOGETHER = 0.04  # seconds of rounds that readers hear of at once
+
+
+class Watch(IntEnum):
+    """What a reader wants to hear of."""
+
+    END = 0  # the last piece alone
+    TEXT = 1  # what is new, of however many rounds
+    WORDS = 2  # and what each token added to the text
+    ROUNDS = 3  # each round by itself
+    GUESSES = 4  # and all that was guessed in it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """What one round added, or several."""
+
+    text: str = ""  # characters that no later token can change
+    tokens: tuple[int, ...] = ()
+    guessed: tuple[bool, ...] = ()  # per token: an accepted guess, or the target's own
+    logprobs: tuple[TokenLogprobs, ...] = ()  # per token, where they were asked for
+    words: tuple[str, ...] = ()  # per token, what it added to the text, where that is watched
+    guesses: Guesses | None = None  # where they are watched
+    completion: Completion | None = None  # in the last piece
+    error: str = ""  # likewise, where something broke
+
+    @property
+    def last(self) -> bool:
+        """Whether nothing comes after it."""
+        return bool(self.completion or self.error)
+
+    def then(self, later: Piece) -> Piece:
+        """The two as one."""
+        return replace(
+            later,
+            tokens=self.tokens + later.tokens,
+            guessed=self.guessed + later.guessed,
+            logprobs=self.logprobs + later.logprobs,
+        )
+
+
+class Ticket:
+    """One request on its way.
+
+    The engine's thread puts pieces in without their text, and one reader takes them out in its own time. What waits for
+    who is slow is one piece, never longer than the completion, unless rounds are watched one by one.
+    """
+
+    def __init__(self, request: Request, wording: Wording, watch: Watch) -> None:
+        self.request, self.watch = request, watch
+        self.written = 0  # tokens so far
+        self.given = 0  # those of them that pieces hold
+        self.guesses: Guesses | None = None  # of the round that is being committed
+        self._wording = wording
+        self._pieces: deque[Piece] = deque()
+        self._more = asyncio.Event()
+
+    def put(self, piece: Piece) -> None:
+        """From the engine's thread; `wake` tells the reader."""
+        self.given += len(piece.tokens)
+        if self.watch < Watch.ROUNDS:
+            with suppress(IndexError):  # taken, perhaps just now
+                piece = self._pieces.pop().then(piece)
+        self._pieces.append(piece)
+
+    def wake(self) -> None:
+        """From the reader's loop."""
+        self._more.set()
+
+    async def pieces(self) -> AsyncIterator[list[Piece]]:
+        """What is new each time, to the last: one piece, or where rounds are watched one of each."""
+        while True:
+            await self._more.wait()
+            self._more.clear()
+            new = self._taken()
+            if new:
+                yield new
+                if new[-1].last:
+                    return
+
+    def _taken(self) -> list[Piece]:
+        """All that waits, worded."""
+        out = list[Piece]()
+        with suppress(IndexError):  # `put` may just be making two pieces one
+            while True:
+                out.append(self._worded(self._pieces.popleft()))
+                if out[-1].last:
+                    break
+        return out
+
+    def _worded(self, piece: Piece) -> Piece:
+        if self.watch is Watch.END:
+            return piece
+        try:
+            text = self._wording.grow(piece.tokens, piece.completion)
+            words = self._wording.words(piece.tokens) if self.watch >= Watch.WORDS else ()
+        except Exception as error:  # of its text, which is nobody else's
+            _log.exception("a completion could not be told")
+            return Piece(error=f"the text cannot be written: {error}")
+        return replace(piece, text=text, words=words)
+
+
+class Bell:
+    """Wakes readers, those who are told of something together in one call to their loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._told: deque[Ticket] = deque()
+        self._called = False
+
+    def ring(self, tickets: Sequence[Ticket]) -> None:
+        """From the engine's thread."""
+        self._told.extend(tickets)
+        if not self._called:
+            self._called = True
+            with suppress(RuntimeError):  # the loop is closed, and nobody reads
+                self._loop.call_soon_threadsafe(self._wake)
+
+    def _wake(self) -> None:
+        self._called = False  # before looking, so that whoever is told after the look rings again
+        while self._told:
+            self._told.popleft().wake()

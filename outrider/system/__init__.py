@@ -1,0 +1,1 @@
+"""The machine: threads, hardware, files."""

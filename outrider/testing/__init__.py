@@ -1,0 +1,21 @@
+"""The public conformance suite for proposers, caches and verifiers."""
+
+from __future__ import annotations
+
+from outrider.testing.drive import ConformanceError, random_tree
+from outrider.testing.enumeration import Instance, prove
+from outrider.testing.suite import check_cache, check_proposer, check_verifier, toy_setup
+from outrider.testing.toy_target import ToyTarget, joint_law
+
+__all__ = [
+    "ConformanceError",
+    "Instance",
+    "ToyTarget",
+    "check_cache",
+    "check_proposer",
+    "check_verifier",
+    "joint_law",
+    "prove",
+    "random_tree",
+    "toy_setup",
+]

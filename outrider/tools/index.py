@@ -1,0 +1,299 @@
+"""The verb `index`: files become a datastore of the target's tokens, for the proposer `retrieval`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from shutil import rmtree
+from tempfile import mkdtemp
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.progress import Progress
+from transformers import AutoTokenizer
+
+from outrider.errors import OutriderError
+from outrider.loader.embedded import model_folder
+from outrider.measure.prompts import chat_text, read_json
+from outrider.propose.lookup.datastore import (
+    HEADER,
+    MOST_TOKENS,
+    SUFFIXES,
+    TOKENS,
+    Header,
+    Numbers,
+    Source,
+    describe,
+    fingerprint,
+    join,
+    sort_suffixes,
+    vocabulary,
+)
+from outrider.system.atomic_files import check_folder
+
+FIELDS = ("text", "prompt", "messages")  # of a line of JSON, the first that it has
+_LINES = (".jsonl", ".ndjson")  # names of files of JSON lines end so
+_PIECE = 1 << 20  # characters that the tokenizer is given at once
+
+Tokens = NDArray[np.uint32]  # of one document
+
+
+def run_index(
+    files: Sequence[str], *, target: str | None, out: str, field: str | None, force: bool, console: Console
+) -> dict[str, Any]:
+    """Make a datastore of files, and say what it holds.
+
+    A file whose name ends in .jsonl or .ndjson holds a document in each line, any other file is one document.
+
+    Args:
+        files: to read.
+        target: folder of the model whose tokenizer to use; None is the embedded one.
+        out: folder to write.
+        field: of each JSON line, which holds the text or the messages; None is the first of `FIELDS` that it has.
+        force: whether a datastore that is there already may be replaced.
+        console: where progress and summary are shown.
+
+    Returns:
+        The summary, fit for JSON.
+
+    Raises:
+        OutriderError: a file cannot be read or holds no text, or the folder cannot be written.
+    """
+    began = perf_counter()
+    place, paths = Path(out).expanduser(), [Path(file).expanduser() for file in files]
+    check_place(place, force=force)
+    _check_files(paths, field)
+    tokenizer = _load_tokenizer(model_folder(target))
+    vocab, documents = vocabulary(tokenizer), list[Tokens]()
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        reading = progress.add_task("reading", total=sum(path.stat().st_size for path in paths))
+        sorting = progress.add_task("sorting", total=1.0)
+        tell = partial(progress.advance, reading)
+        sources = [_read(path, field, tokenizer, documents, tell) for path in paths]
+        progress.update(reading, completed=progress.tasks[0].total)  # a character may take several bytes
+        tokens = _join(documents, vocab)
+        suffixes = sort_suffixes(tokens, len(documents), lambda share: progress.update(sorting, completed=share))
+    name = fingerprint(tokenizer)
+    header = describe(tokens, documents=len(documents), vocab=vocab, tokenizer=name, files=sources)
+    summary = {
+        "datastore": str(place),
+        "bytes": write(place, header, tokens, suffixes, force=force),
+        "files": len(sources),
+        "empty": sum(not source.tokens for source in sources),
+        "documents": len(documents),
+        "tokens": len(tokens) - len(documents),
+        "seconds": perf_counter() - began,
+    }
+    _show(summary, console)
+    return summary
+
+
+def write(place: Path, header: Header, tokens: Numbers, suffixes: NDArray[np.uint32], *, force: bool) -> int:
+    """Write a datastore beside its place first, and then have it there all at once.
+
+    Returns:
+        Bytes written.
+
+    Raises:
+        OutriderError: see `check_place`; or the disk does not take it.
+    """
+    check_place(place, force=force)
+    try:
+        with _beside(place) as folder:
+            _save(folder / TOKENS, tokens.tobytes())
+            _save(folder / SUFFIXES, suffixes.astype("<u4").tobytes())
+            _save(folder / HEADER, json.dumps(asdict(header), indent=1).encode())
+            return sum(file.stat().st_size for file in folder.iterdir())
+    except OSError as error:
+        raise OutriderError(f"{place} cannot be written ({error.strerror}); choose another folder") from error
+
+
+def check_place(place: Path, *, force: bool) -> None:
+    """See whether a datastore may be written there.
+
+    Raises:
+        OutriderError: what is there is no datastore, or only `force` would replace it.
+    """
+    check_folder(place, "--out")
+    if not place.exists():
+        return
+    if any(place.iterdir()) and not (place / HEADER).is_file():
+        raise OutriderError(f"{place} exists and is no datastore; choose another folder")
+    if not force:
+        raise OutriderError(f"{place} exists; choose another folder, or replace it with --force")
+
+
+@contextmanager
+def _beside(place: Path) -> Iterator[Path]:
+    """A new folder, which takes its place when all went well, and leaves nothing behind when not."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    shelter = Path(mkdtemp(prefix=f".{place.name}.", dir=place.parent))
+    new, old = shelter / "new", shelter / "old"
+    try:
+        new.mkdir()
+        yield new
+        if place.exists():
+            place.rename(old)
+        new.rename(place)
+    finally:
+        if old.exists() and not place.exists():
+            old.rename(place)
+        rmtree(shelter)
+
+
+def _save(path: Path, content: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _check_files(paths: Sequence[Path], field: str | None) -> None:
+    """Before any is read."""
+    for path in paths:
+        if path.is_dir():
+            raise OutriderError(f"{path} is a folder; name its files, as in {path / '*.txt'}")
+        if not path.is_file():
+            raise OutriderError(f"{path} is not there; name files of text or of JSON lines")
+    if field is not None and not any(map(_is_lines, paths)):
+        raise OutriderError(f"--field {field} is for JSON lines, in files named *.jsonl or *.ndjson; leave it out")
+
+
+def _is_lines(path: Path) -> bool:
+    return path.suffix.lower() in _LINES
+
+
+def _load_tokenizer(folder: Path) -> Any:
+    if not folder.is_dir():
+        raise OutriderError(f"{folder} is not a folder; give the target's, which holds its tokenizer")
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # what the tokenizers' own library raises is no narrower
+        raise OutriderError(f"{folder} holds no tokenizer that works ({error}); give the target's folder") from error
+
+
+def _read(
+    path: Path, field: str | None, tokenizer: Any, documents: list[Tokens], tell: Callable[[int], None]
+) -> Source:
+    """Append a file's documents; `tell` is told the characters done."""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise OutriderError(f"{path} cannot be read ({error.strerror}); see who may read it") from error
+    texts = _lines(path, content, field, tokenizer) if _is_lines(path) else [_decode(path, content)]
+    before = len(documents)
+    documents += (document for document in encode(tokenizer, texts, tell) if len(document))
+    return Source(
+        name=str(path),
+        sha256=hashlib.sha256(content).hexdigest(),
+        documents=len(documents) - before,
+        tokens=sum(map(len, documents[before:])),
+    )
+
+
+def _decode(path: Path, content: bytes) -> str:
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise OutriderError(f"{path} is not UTF-8 text (byte {error.start}); leave it out, or convert it") from error
+    if "\0" in text:
+        raise OutriderError(f"{path} is not text (it holds a zero byte); leave it out")
+    return text
+
+
+def _lines(path: Path, content: bytes, field: str | None, tokenizer: Any) -> Iterator[str]:
+    """The text of each line; other separators than this one may stand within a string."""
+    for number, line in enumerate(_decode(path, content).split("\n"), 1):
+        if line.strip():
+            yield _text_of(line, f"{path}:{number}", field, tokenizer)
+
+
+def _text_of(line: str, where: str, field: str | None, tokenizer: Any) -> str:
+    entry = read_json(line, where)
+    names = FIELDS if field is None else (field,)
+    held = entry if isinstance(entry, dict) else {}
+    value = next((held[name] for name in names if name in held), None)
+    if isinstance(value, str):
+        return value
+    if not (isinstance(value, list) and value and all(map(_is_turn, value))):
+        wanted = " or ".join(names)
+        raise OutriderError(f"{where}: no {wanted} that is a text or a list of messages; name the field with --field")
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise OutriderError(f"{where}: these are messages, and the target has no chat template; give texts")
+    try:
+        return chat_text(tokenizer, value, asks=False)
+    except OutriderError as error:
+        raise OutriderError(f"{where}: {error}") from error
+
+
+def _is_turn(turn: Any) -> bool:
+    return isinstance(turn, dict) and all(isinstance(turn.get(name), str) for name in ("role", "content"))
+
+
+def encode(tokenizer: Any, texts: Iterable[str], tell: Callable[[int], None]) -> Iterator[Tokens]:
+    """The tokens of each text, without any that the tokenizer would put around it; `tell` is told characters done."""
+    parts: list[Tokens] = []
+    for batch in _batches(texts):
+        ids = tokenizer([piece for piece, _ in batch], add_special_tokens=False, verbose=False)["input_ids"]
+        for tokens, (piece, last) in zip(ids, batch, strict=True):
+            parts.append(np.array(tokens, np.uint32))
+            tell(len(piece))
+            if last:
+                yield np.concatenate(parts)
+                parts = []
+
+
+def _batches(texts: Iterable[str]) -> Iterator[list[tuple[str, bool]]]:
+    """Pieces of texts, many short ones together."""
+    batch: list[tuple[str, bool]] = []
+    size = 0
+    for text in texts:
+        for piece in _pieces(text):
+            batch.append(piece)
+            size += len(piece[0])
+            if size >= _PIECE:
+                yield batch
+                batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _pieces(text: str) -> Iterator[tuple[str, bool]]:
+    """Pieces of a text, each up to the last end of a line that fits, and whether each is the last."""
+    at = 0
+    while len(text) - at > _PIECE:
+        end = text.rfind("\n", at, at + _PIECE) + 1 or at + _PIECE
+        yield text[at:end], False
+        at = end
+    yield text[at:], True
+
+
+def _join(documents: Sequence[Tokens], vocab: int) -> Numbers:
+    size = sum(map(len, documents)) + len(documents)
+    if not documents:
+        raise OutriderError("the files are empty; give files that hold text")
+    if size > MOST_TOKENS:
+        raise OutriderError(f"the files make {size} tokens, and a datastore holds {MOST_TOKENS}; give fewer files")
+    return join(documents, vocab)
+
+
+def _show(summary: Mapping[str, Any], console: Console) -> None:
+    """Paths go out as they are: no wrapping, no markup."""
+    left = f", {summary['empty']} of them empty" if summary["empty"] else ""
+    told = (
+        f"{summary['files']:,} files{left}: {summary['documents']:,} documents, {summary['tokens']:,} tokens in"
+        f" {summary['seconds']:.1f} s; {summary['bytes'] / 1e6:.1f} MB in {summary['datastore']}"
+    )
+    console.print(told, markup=False, highlight=False, soft_wrap=True)
+    console.print(
+        f"use it with --proposer retrieval:{summary['datastore']}", markup=False, highlight=False, soft_wrap=True
+    )

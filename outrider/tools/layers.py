@@ -1,0 +1,115 @@
+"""The verb `layers`: find what a target can leave out when it drafts for itself, and say how to use it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from outrider.errors import OutriderError
+from outrider.llm import LLM
+from outrider.measure.prompts import read_prompts
+from outrider.report.console import counted
+from outrider.system import machine
+from outrider.tools.layer_search import Figures, LayerSearch, Timing, halves, measure, write
+
+_ROWS = 4  # texts that the target writes at once
+
+
+def run_layers(
+    llm: LLM, *, prompts: str | None, limit: int | None, budget: int, max_tokens: int, seed: int, progress: Console
+) -> dict[str, Any]:
+    """Search, and report on prompts that were held out.
+
+    Args:
+        llm: around the target, with no proposer.
+        prompts: a file of JSON lines; None takes the embedded set.
+        limit: prompts of each category.
+        budget: sets of layers to try at most.
+        max_tokens: of each text that the target writes.
+        seed: of the choice of prompts to hold out.
+        progress: where to show how far it is.
+
+    Returns:
+        The document to report, fit for JSON.
+
+    Raises:
+        OutriderError: there is nothing to search on, or the target has no layers to choose from.
+    """
+    target = llm.house.target
+    with progress.status("writing texts") as status:
+        parts = halves(read_prompts(prompts, limit=limit), seed)
+        ours, held = (write(llm, part, max_tokens) for part in parts)
+        if not ours or not held:
+            raise OutriderError("the target ends its texts at once; give prompts that it goes on with")
+        search = LayerSearch(target, ours, budget=budget, told=status.update)
+        found = {each.expression: each for each in (search.best_exit(), search.best_skip()) if each}
+        reported = [search.report(each, held) for each in found.values()]
+        timed = [measure(target, each, held[0]) for each in reported]
+    return {
+        "benchmark": "outrider layers",
+        "layers": search.layers,
+        "tried": search.tried,
+        "budget": budget,
+        "prompts": {"searched": len(ours), "held_out": len(held)},
+        "seed": seed,
+        "kernels": target.kernels,
+        "dtype": str(llm.house.dtype).removeprefix("torch."),
+        "hardware": machine.hardware(str(llm.house.device)),
+        "versions": machine.versions(),
+        "commit": machine.commit(),
+        "found": [_entry(*each) for each in zip(found.values(), reported, timed, strict=True)],
+    }
+
+
+def _entry(searched: Figures, held: Figures, timing: Timing) -> dict[str, Any]:
+    return {
+        **asdict(held),
+        "speedup": held.speedup,
+        "speedup_searched": searched.speedup,
+        "guess_ms": timing.guess,
+        "plain_ms": timing.plain,
+        "verify_ms": timing.verify,
+        "speedup_by_time": timing.speedup(held),
+    }
+
+
+def show_layers(document: dict[str, Any], console: Console) -> None:
+    """A table for people, and the expression to use."""
+    table = Table(title="The target as its own draft, on held-out prompts", box=box.SIMPLE_HEAD, title_justify="left")
+    table.add_column("proposer", no_wrap=True)
+    for name in ("k", "layers", "agrees, %", "tau", "guess, passes", "speedup", "guess, ms", "pass, ms", "by time"):
+        table.add_column(name, justify="right")
+    for each in document["found"]:
+        table.add_row(
+            each["expression"],
+            str(each["k"]),
+            f"{len(each['kept'])} of {document['layers']}",
+            f"{100 * each['agreement']:.0f}",
+            f"{each['tau']:.2f}",
+            f"{each['cost']:.2f}",
+            f"{each['speedup']:.2f}",
+            f"{each['guess_ms']:.2f}",
+            f"{each['plain_ms']:.2f}",
+            f"{each['speedup_by_time']:.2f}",
+        )
+    console.print(table)
+    counts = document["prompts"]
+    console.print(
+        f"{counted(document['tried'], 'set')} of layers tried on {counted(counts['searched'], 'prompt')}; the figures"
+        f" are of {counted(counts['held_out'], 'other')}, greedy. speedup: expected where a pass takes as long as its"
+        " weights take to read; by time: from the passes' times here, which the search does not look at.",
+        highlight=False,
+    )
+    best = max(document["found"], key=lambda each: each["speedup"])
+    if max(best["speedup"], best["speedup_by_time"]) > 1:
+        use = f"--proposer {best['expression']} --k {best['k']}"
+        console.print(f"Use it as: {use}. What it is worth in the end, `outrider bench` measures.", highlight=False)
+    else:
+        console.print(
+            "No part of this target is expected to pay as its draft; a trained draft or ngram will do better.",
+            highlight=False,
+        )

@@ -1,0 +1,1 @@
+"""Training data: answers, hidden states, batches."""

@@ -1,0 +1,1 @@
+"""Training steps and their losses."""

@@ -1,0 +1,1 @@
+"""What is trained, and its initial weights."""

@@ -1,0 +1,225 @@
+"""What is trained: a draft that reads the target's states, or a draft model that reads the text alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from outrider.core.types import Tables
+from outrider.errors import OutriderError
+from outrider.heads.description import Description, JoinAt, Taps, View
+from outrider.heads.store import HeadModule, filled, make_module, read_head, write_head
+from outrider.heads.targets.registry import make_head_target
+from outrider.loader.embedded import model_folder
+from outrider.models.base import Lender
+from outrider.propose.base import Proposer, Setup
+from outrider.propose.draft_model.trained_head import HeadProposer
+from outrider.train.data.batches import frequent
+from outrider.train.data.sample import Sample
+from outrider.train.loss.steps import Step, Texts
+from outrider.train.loss.unroll import unrolled
+from outrider.train.model.draft_model import ModelPupil
+from outrider.train.model.init_weights import prime
+from outrider.train.model.kv_probe import find_view
+from outrider.train.model.presets import ONLOOKER, Sizes, describe
+from outrider.train.model.transfer import Former
+from outrider.train.settings import DRAFT, Settings
+
+
+class Pupil(Protocol):
+    """A draft in training.
+
+    Law: step s of `unroll` guesses, at each column, what `proposer` would guess there after s guesses that came true.
+    What `proposer` and `save` hand out is a copy: later training does not change it.
+    """
+
+    module: nn.Module  # whose parameters are trained, in float32
+    taps: Taps  # what it reads of the target's pass, besides what the target says
+    views: tuple[View, ...]  # what it looks at in the target's memory
+    ids: torch.Tensor  # [Vd] the target's ids of what it guesses
+    steps: int  # guesses in a row that are trained where nobody says how many
+    lr: float  # learning rate at its height, likewise
+
+    def begin(self, samples: Callable[[], Sequence[Sample]]) -> None:
+        """Settle what follows from texts; called once, before training, unless that goes on from a saved state."""
+
+    def unroll(self, texts: Texts, steps: int) -> Iterator[Step]:
+        """The guesses of steps 0, 1, ..., as far as texts reach."""
+
+    def proposer(self, setup: Setup) -> Proposer:
+        """It guesses, with the weights of now."""
+
+    def save(self, folder: Path) -> None:
+        """Write it as the engine loads it; what lay there survives a failure.
+
+        Raises:
+            OutriderError: the disk is full, or the folder cannot be written.
+        """
+
+
+class HeadPupil:
+    """A draft on the target's states."""
+
+    lr = 1e-3
+
+    def __init__(self, kind: str, settings: Settings, setup: Setup, tables: Tables) -> None:
+        """Fresh weights or those of `settings.draft`, for the target of this house, which lends its tables.
+
+        Raises:
+            OutriderError: the options and the kind, or the target, do not fit.
+        """
+        self._tables, self._later = tables, settings.later
+        sizes = _sizes(settings, setup, tables)
+        if kind == ONLOOKER:
+            sizes = replace(sizes, view=find_view(setup.target, tables))
+        wanted = describe(kind, sizes)
+        self._fresh, self._former = settings.draft is None, None
+        self._module = make_module(wanted).to(setup.device) if self._fresh else _begun(settings, wanted, setup)
+        if settings.draft_target is not None:
+            self._former = Former(self._module, model_folder(settings.draft_target), setup)
+            self._module = self._former.heir(wanted)
+        self._description = it = self._module.description
+        _check(kind, settings, it)
+        if settings.mask_token is not None:
+            self._module.get_parameter("mask").requires_grad_(False).copy_(tables.embedding[settings.mask_token])
+        self._lend()
+        # Which tokens are guessed is loaded too.
+        self._module.register_load_state_dict_post_hook(lambda *_: self._lend())  # type: ignore[no-untyped-call]
+        self.module: nn.Module = self._module
+        self.taps, self.views, self.ids = it.taps, it.views, self._module.ids
+        self.steps = it.reach or 4
+
+    def begin(self, samples: Callable[[], Sequence[Sample]]) -> None:
+        it, module = self._description, self._module
+        if self._former:
+            self._former.open_eyes(module, samples)
+        if not self._fresh:
+            return
+        if it.draft_vocab:
+            module.ids.copy_(frequent(samples(), it.vocab, it.draft_vocab, module.ids.device))
+            self._lend()
+        prime(module, self._tables)
+
+    def unroll(self, texts: Texts, steps: int) -> Iterator[Step]:
+        return unrolled(self._module, texts, steps, self._later)
+
+    def proposer(self, setup: Setup) -> Proposer:
+        still = self._still(setup.dtype)
+        return HeadProposer(setup, make_head_target(still, self._tables, slots=setup.slots, context=setup.context))
+
+    def save(self, folder: Path) -> None:
+        write_head(folder, self._module, dtype=torch.bfloat16)
+
+    def _lend(self) -> None:
+        self._module.lend(self._tables.embedding, self._tables.head.float())
+
+    def _still(self, dtype: torch.dtype) -> HeadModule:
+        """A copy that is not trained."""
+        weights = {
+            name: weight.detach().to(dtype, copy=True) if weight.is_floating_point() else weight.clone()
+            for name, weight in self._module.state_dict().items()
+        }
+        still = filled(self._description, weights, where="the draft in training")
+        return still.to(self.ids.device).requires_grad_(False).eval()
+
+
+def make_pupil(kind: str, settings: Settings, setup: Setup, tables: Tables) -> Pupil:
+    """What is trained for this house, whose target lends its tables.
+
+    Raises:
+        OutriderError: the options, the kind and the target do not fit.
+    """
+    return ModelPupil(settings, setup) if kind == DRAFT else HeadPupil(kind, settings, setup, tables)
+
+
+def lent(setup: Setup) -> Tables:
+    """The target's tables.
+
+    Raises:
+        OutriderError: it has none to lend.
+    """
+    if not isinstance(setup.target, Lender):
+        raise OutriderError("this target shows no states; drafts are trained on attention models")
+    return setup.target.lend()
+
+
+def _sizes(settings: Settings, setup: Setup, tables: Tables) -> Sizes:
+    assert isinstance(setup.target, Lender)
+    if settings.draft_vocab > setup.vocab:
+        raise OutriderError(
+            f"--draft-vocab is {settings.draft_vocab}, and the target has {setup.vocab} tokens; use fewer, or 0 for all"
+        )
+    return Sizes(
+        hidden=tables.head.shape[1],
+        layers=setup.target.layers,
+        vocab=setup.vocab,
+        epsilon=tables.epsilon,
+        draft_vocab=settings.draft_vocab % setup.vocab,
+        depth=settings.depth or 1,
+        ffn=settings.ffn,
+        width=settings.width or 0,
+        guesses=settings.guesses,
+        modules=settings.modules,
+        own_head=settings.own_head,
+    )
+
+
+def _begun(settings: Settings, wanted: Description, setup: Setup) -> HeadModule:
+    """A draft that was trained before, to go on with."""
+    assert settings.draft is not None
+    module = read_head(model_folder(settings.draft), dtype=torch.float32, device=setup.device).requires_grad_(True)
+    it = module.description
+    shaping = (settings.depth, settings.ffn, settings.width, settings.draft_vocab, settings.guesses)
+    chosen = settings.own_head, settings.mask_token
+    if any(shaping) or settings.modules > 1 or chosen != (None, None):
+        raise OutriderError(
+            f"{settings.draft} has its shape; leave --depth, --ffn, --width, --draft-vocab, --own-head, --guesses,"
+            " --modules and --mask-token out"
+        )
+    ours, theirs = ((each.kind, each.vocab, each.target_hidden, each.target_layers) for each in (wanted, it))
+    same = 4 if settings.draft_target is None else 2
+    if ours[:same] != theirs[:same]:
+        raise OutriderError(
+            f"{settings.draft} is of kind {it.kind}, for a target with vocabulary {it.vocab}, width {it.target_hidden}"
+            f" and {it.target_layers} layers; what is trained here is {wanted.kind}, for one with {ours[1]}, {ours[2]}"
+            f" and {ours[3]}"
+        )
+    if it.join and wanted.join and it.join.at is not wanted.join.at:
+        raise OutriderError(
+            f"{settings.draft} joins embeddings and states at its {it.join.at}, and what is trained here would at its"
+            f" {wanted.join.at}; train {'slim' if it.join.at is JoinAt.PROJECTION else 'eagle31'} instead"
+        )
+    if set(it.views) != set(wanted.views):
+        raise OutriderError(
+            f"{settings.draft} looks at other keys and values than this target shows; leave --draft out"
+        )
+    return module
+
+
+def _check(kind: str, settings: Settings, it: Description) -> None:
+    """No option is ignored."""
+    count, heads = it.reach, it.stack.heads if it.stack else 0
+    problems = {
+        f"{kind} has no perceptrons of a width to choose; leave --ffn out": settings.ffn and it.body is None,
+        f"{kind} has no block; leave --guesses out": settings.guesses and not it.at_once,
+        f"{kind} has no block; leave --mask-token out": settings.mask_token is not None and it.block is None,
+        f"--mask-token is {settings.mask_token}, and the target has {it.vocab} tokens": (settings.mask_token or 0)
+        >= it.vocab,
+        f"{kind} has no modules; leave --modules out": settings.modules > it.modules,
+        f"{kind} makes {count} guesses and trains them all; leave --steps out": count
+        and settings.steps not in (None, count),
+        f"{kind} trains all guesses at every place; leave --later out": settings.later != 1
+        and (heads or it.modules > 1),
+        "--later is of guesses after the first, and --steps 1 trains none; leave one of them out": settings.later != 1
+        and settings.steps == 1
+        and not count,
+        f"{kind} has {heads} heads where --depth is {settings.depth}; use 2 or more": heads
+        and settings.depth not in (0, heads),
+    }
+    if found := [text for text, wrong in problems.items() if wrong]:
+        raise OutriderError(found[0])

@@ -1,0 +1,1 @@
+"""The log, tables and plots of a training run."""

@@ -1,0 +1,1 @@
+"""From logits to accepted tokens: sampling distributions and verification rules."""

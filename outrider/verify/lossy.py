@@ -1,0 +1,52 @@
+"""Rules that trade the target's law for speed. Nothing uses them unless they are asked for by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from types import MappingProxyType
+
+import torch
+
+from outrider.core.noise import Noise
+from outrider.core.types import Draft, Draw, Verdict
+from outrider.verify.rules import Rule, Verifier, rejection
+from outrider.verify.verdict import accept_path, alive_nodes, at_token
+
+
+def typical(epsilon: float = 0.09, delta: float = 0.3) -> Rule:
+    """Accept a guess with p(x) > min(epsilon, delta exp(-H(p))): Cai et al. 2024 (Medusa), sec. 2.3.1.
+
+    The deepest node all of whose path passes is kept; the bonus is drawn from p.
+    """
+
+    def rule(draft: Draft, p: torch.Tensor, noise: Noise) -> Verdict:
+        entropy = -(p * p.clamp(min=torch.finfo(p.dtype).tiny).log()).sum(-1)  # [B, 1 + N]
+        bar = (delta * (-entropy).exp()).clamp(max=epsilon)
+        each, alive = torch.arange(len(p), device=p.device), alive_nodes(draft, p)
+        depth = torch.zeros_like(p[..., 0], dtype=torch.int64)  # [B, 1 + N] accepted depth; -1 where rejected
+        for j in range(draft.size):
+            above = draft.parent[:, j] + 1
+            passes = (
+                alive[:, j]
+                & (at_token(p[each, above], draft.tokens[:, j]) > bar[each, above])
+                & (depth[each, above] >= 0)
+            )
+            depth[:, j + 1] = torch.where(passes, depth[each, above] + 1, -1)
+        at = depth.argmax(1)
+        return accept_path(draft, p, at - 1, p[each, at], noise)
+
+    return rule
+
+
+def lenient(lenience: float = 0.5) -> Rule:
+    """Keep guess x with probability min(1, p(x) / (l q(x))), l in (0, 1): Leviathan et al. 2023, appendix A.5."""
+    return partial(rejection, lenience=lenience)
+
+
+LOSSY: Mapping[str, Verifier] = MappingProxyType(
+    {
+        "typical": Verifier(name="typical", rule=typical(), draw=Draw.ARGMAX, trees=True, exact=False),
+        "lenient": Verifier(name="lenient", rule=lenient(), draw=Draw.SAMPLE, trees=False, exact=False),
+    }
+)

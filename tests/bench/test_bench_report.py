@@ -1,0 +1,160 @@
+"""The report as a page: whole, alone, and honest about what is not there."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from html.parser import HTMLParser
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from outrider import OutriderError
+from outrider.bench.html import page
+from outrider.bench.run import run_bench
+from outrider.bench.settings import Settings, Sweep
+from outrider.cli.app import app
+from outrider.report.page import check_report, write_report
+
+TITLES = [
+    "Tokens/s and the limit",
+    "Speedup by category",
+    "Acceptance by position",
+    "Acceptance by temperature",
+    "Time between tokens",
+    "Where a round's time goes",
+    "Tokens/s against k",
+    "Tokens/s against batch",
+    "Tokens/s against context",
+]
+SWEPT = {"Acceptance by temperature", "Tokens/s against k", "Tokens/s against batch", "Tokens/s against context"}
+
+
+@pytest.fixture(scope="module")
+def document(tmp_path_factory):
+    file = tmp_path_factory.mktemp("bench") / "prompts.jsonl"
+    lines = [{"category": "a<b>&c", "prompt": "<|endoftext|>import os\n"}, {"category": "talk", "prompt": "One two"}]
+    file.write_text("\n".join(map(json.dumps, lines)))
+    sweep = Sweep(k=(0, 2), batch=(1, 2), context=(32, 64), temperature=(0.0, 1.0))
+    settings = Settings(prompts=str(file), rounds=1, max_tokens=6, dtype="float32", sweep=sweep)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("outrider.bench.rates._BUFFER", 1 << 20)
+        patch.setattr("outrider.bench.rates._MATRIX", (64, 64))
+        return json.loads(json.dumps(run_bench(settings, progress=Console(quiet=True))))
+
+
+class Reader(HTMLParser):
+    """Checks that elements nest, and gathers ids and headings."""
+
+    VOID = frozenset({"meta", "path", "use", "rect", "circle", "br"})
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.ids: list[str] = []
+        self.texts: dict[str, list[str]] = {}
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        self.ids += [value for name, value in attrs if name == "id"]
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.ids += [value for name, value in attrs if name == "id"]
+
+    def handle_endtag(self, tag):
+        if tag not in self.VOID:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open:
+            self.texts.setdefault(self.open[-1], []).append(data)
+
+
+def test_page(document):
+    text = page(document)
+    reader = Reader(text)
+    assert not reader.open
+    assert reader.texts["h3"] == TITLES
+    assert len(reader.ids) == len(set(reader.ids))
+    assert set(re.findall(r'(?:href="|url\()#([^")]+)', text)) <= set(reader.ids)
+    headings = ["By category", "Against k", "Against batch", "Against context", "Against temperature"]
+    assert reader.texts["h2"] == [*headings, "Memory", "Conditions"]
+    cells = " ".join(reader.texts["td"])
+    for part in (document["hardware"]["cpu"], document["versions"]["torch"], "GB/s", "GFLOP/s", "float32"):
+        assert part in cells
+
+
+def test_page_stands_alone(document):
+    """Nothing is fetched, nothing runs, and every colour is one of the page's own."""
+    text = page(document)
+    assert not re.search(r"https?:|//|<script|<link|@import|src=", text)
+    assert "prefers-color-scheme: dark" in text
+    assert 'name="viewport"' in text
+    body = text.split("</style>", 1)[1]
+    assert set(re.findall(r"(?:fill|stroke): (#\w+)", body)) == set()
+    assert set(re.findall(r"var\((--[\w-]+)\)", text)) <= set(re.findall(r"(--[\w-]+):", text))
+
+
+def test_names_are_escaped(document):
+    text = page(document)
+    assert "a&lt;b&gt;&amp;c" in text
+    assert "a<b>" not in text
+
+
+def test_only_plots_for_which_there_is_data(document):
+    text = page(document | {"sweeps": {}})
+    assert Reader(text).texts["h3"] == [title for title in TITLES if title not in SWEPT]
+
+
+def test_page_of_completions_that_end_at_once(document):
+    """No speed, no latency, no guess: the page says so."""
+    nothing = {"tokens_per_s": None, "speedup": None, "latency_ms": None, "acceptance_by_position": [], "rounds": 0}
+    figures = {name: each | nothing for name, each in document["results"]["overall"].items()}
+    limits = {name: document["limits"][name] | {"share_of_limit": None} for name in ("plain", "speculative")}
+    changed = {"results": {"overall": figures}, "sweeps": {}, "limits": document["limits"] | limits}
+    reader = Reader(page(document | changed))
+    assert "h3" not in reader.texts
+    assert reader.texts["h1"] == ["Too little was decoded to tell a speed"]
+
+
+def test_inexact_is_said(document):
+    assert "not exact" not in page(document)
+    assert "not exact" in page(document | {"exact": False})
+
+
+def test_matplotlib_is_missed_before_anything_is_measured(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    result = CliRunner().invoke(app, ["bench", "--report", str(tmp_path / "r.html"), "--prompts", "nothing.jsonl"])
+    assert result.exit_code == 2
+    assert 'pip install "outrider[report]"' in result.stderr
+
+
+@pytest.mark.parametrize("file", [".", "nowhere/report.html"])
+def test_no_place_for_the_file(monkeypatch, tmp_path, file):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(OutriderError, match="is no file in a folder that exists"):
+        check_report(file)
+
+
+def test_write(document, tmp_path):
+    file = tmp_path / "report.html"
+    check_report(file)
+    write_report(page(document), file)
+    assert file.read_text(encoding="utf-8") == page(document)
+    with pytest.raises(OutriderError, match="cannot be written"):
+        write_report(page(document), tmp_path / "nowhere" / "report.html")
+
+
+def test_command(monkeypatch, document, tmp_path):
+    monkeypatch.setattr("outrider.bench.command.run_bench", lambda settings, **_: document)
+    file = tmp_path / "report.html"
+    result = CliRunner().invoke(app, ["bench", "--report", str(file)])
+    assert result.exit_code == 0, result.output
+    assert file.is_file()
+    assert json.loads(result.stdout.splitlines()[-1]) == document
+    assert f"the report is in {file}" in result.stderr

@@ -1,0 +1,172 @@
+"""Sweeps: lists as they are typed, the places they lead to, and one short run along every axis."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from outrider import LLM, OutriderError
+from outrider.bench.interleave import make_heats
+from outrider.bench.report import OVERALL
+from outrider.bench.run import run_bench
+from outrider.bench.settings import Settings, Sweep, parse_sweep
+from outrider.bench.sweep import Place, guessers, home, places
+from outrider.bench.table import show
+from outrider.cli.app import app
+from outrider.measure.number_lists import parse_real, parse_whole, several
+from outrider.measure.prompts import read_prompts
+
+PROMPTS = [
+    {"category": "code", "prompt": "<|endoftext|>def add(a, b):\n"},
+    {"category": "talk", "messages": [{"role": "user", "content": "What is 17 + 25?"}]},
+]
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("\n".join(map(json.dumps, PROMPTS)))
+    return str(file)
+
+
+@pytest.fixture(autouse=True)
+def quick_rates(monkeypatch):
+    monkeypatch.setattr("outrider.bench.rates._BUFFER", 1 << 20)
+    monkeypatch.setattr("outrider.bench.rates._MATRIX", (64, 64))
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [("4", (4,)), ("1,2,4", (1, 2, 4)), ("0..3", (0, 1, 2, 3)), ("0..2, 8,2", (0, 1, 2, 8)), ("5..5", (5,))],
+)
+def test_whole_numbers(text, values):
+    assert parse_whole("--batch", text) == values
+    assert parse_sweep("--sweep", f"k={text}") == values
+
+
+def test_numbers():
+    assert parse_real("--temperature", "0,0.7,1") == (0.0, 0.7, 1.0)
+    assert several((1,)) == ()
+    assert several((1, 2)) == (1, 2)
+
+
+@pytest.mark.parametrize("text", ["", "x", "1,", "1.5", "3..1", "1..", "0..1000000", "1..2..3"])
+def test_bad_whole_numbers(text):
+    with pytest.raises(OutriderError, match=r"--batch is .*whole numbers such as"):
+        parse_whole("--batch", text)
+
+
+@pytest.mark.parametrize("text", ["", "hot", "0;1"])
+def test_bad_numbers(text):
+    with pytest.raises(OutriderError, match=r"--temperature is .*numbers such as"):
+        parse_real("--temperature", text)
+
+
+@pytest.mark.parametrize("text", ["0..4", "batch=1,2", "=1"])
+def test_bad_sweep(text):
+    with pytest.raises(OutriderError, match=r"use for example --sweep k=0\.\.8"):
+        parse_sweep("--sweep", text)
+
+
+@pytest.mark.parametrize(
+    ("sweep", "message"),
+    [
+        (Sweep(k=(-1, 2)), "k of the sweep is -1"),
+        (Sweep(batch=(2, 0)), "batch of the sweep is 0"),
+        (Sweep(context=(128, 512)), "leave no prompt"),
+        (Sweep(temperature=(0.0, -0.5)), "temperature is -0.5"),
+    ],
+)
+def test_bad_values(sweep, message):
+    with pytest.raises(OutriderError, match=message):
+        Settings(sweep=sweep)
+
+
+def test_one_axis_at_a_time():
+    sweep = Sweep(k=(0, 2, 4), batch=(1, 4), context=(256, 512), temperature=(0.0, 1.0))
+    settings = Settings(sweep=sweep)
+    assert home(settings) == Place(batch=1, temperature=0.0)
+    assert places(settings) == [
+        Place(batch=1, temperature=0.0),
+        Place(batch=4, temperature=0.0),
+        Place(batch=1, temperature=0.0, context=256),
+        Place(batch=1, temperature=0.0, context=512),
+        Place(batch=1, temperature=1.0),
+    ]
+    assert guessers(settings) == {0: "plain", 4: "speculative", 2: "k=2"}
+    assert (settings.rows, settings.capacity) == (4, 512)
+    assert (Settings().rows, Settings().capacity, Settings(context=99).capacity) == (1, None, 99)
+
+
+def test_a_context_is_filled_with_other_prompts(prompts):
+    llm = LLM(dtype="float32", proposer="none", rows=1, context=256)
+    read, settings = read_prompts(prompts), Settings(max_tokens=8)
+    short = [heat.jobs[0].prompt for heat in make_heats(llm, read, settings, home(settings))]
+    filled = Place(batch=1, temperature=0.0, context=200)
+    long = [heat.jobs[0].prompt for heat in make_heats(llm, read, settings, filled)]
+    assert [len(text) for text in long] == [192, 192]
+    assert [text[-len(own) :] for text, own in zip(long, short, strict=True)] == short
+    assert long[0][-len(short[0]) - len(short[1]) : -len(short[0])] == short[1]
+    cut = Place(batch=1, temperature=0.0, context=11)
+    assert [heat.jobs[0].prompt for heat in make_heats(llm, read, settings, cut)] == [text[-3:] for text in short]
+
+
+def test_run(prompts):
+    sweep = Sweep(k=(0, 1, 4), batch=(1, 2), context=(32, 64), temperature=(0.0, 1.0))
+    settings = Settings(prompts=prompts, rounds=1, max_tokens=6, dtype="float32", sweep=sweep)
+    document = run_bench(settings, progress=Console(quiet=True))
+    json.dumps(document, allow_nan=False)
+    assert list(document["results"][OVERALL]) == ["plain", "speculative"]
+    swept = document["sweeps"]
+    assert {axis: [entry["value"] for entry in entries] for axis, entries in swept.items()} == {
+        "k": [0, 1, 4],
+        "batch": [1, 2],
+        "context": [32, 64],
+        "temperature": [0.0, 1.0],
+    }
+    for entries in swept.values():
+        for entry in entries:
+            assert entry["plain"]["tau"] == 1.0
+            assert set(entry["speedup_by_category"]) == {"code", "talk", OVERALL}
+            assert entry["limits"]["speculative"]["share_of_limit"] > 0
+    assert swept["k"][0]["speculative"]["speedup"]["median"] == 1.0
+    assert [len(entry["speculative"]["acceptance_by_position"]) for entry in swept["k"]] == [0, 1, 4]
+    assert swept["k"][2]["speculative"] == document["results"][OVERALL]["speculative"]
+    assert swept["batch"][0]["plain"] == document["results"][OVERALL]["plain"]
+    assert [entry["plain"]["prompt_tokens"] for entry in swept["context"]] == [2 * 26, 2 * 58]
+    assert 58 < swept["context"][1]["limits"]["cached_tokens"] <= 64
+    assert (document["memory"]["rows"], document["memory"]["context"]) == (2, 64)
+    out = Console(width=120, record=True, quiet=True)
+    show(document, out)
+
+
+def test_command(prompts):
+    words = ["bench", "--prompts", prompts, "--rounds", "1", "--max-tokens", "4", "--dtype", "float32"]
+    result = CliRunner().invoke(app, [*words, "--proposer", "ngram", "--sweep", "k=1,2", "--temperature", "0,1"])
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.stdout.splitlines()[-1])
+    assert document["arguments"]["temperature"] == 0.0
+    assert document["arguments"]["sweep"] == {"k": [1, 2], "batch": [], "context": [], "temperature": [0.0, 1.0]}
+    assert document["memory"]["draft_in_rows"] == 0
+    for words in ("Against k", "Against temperature", "This machine, before and after", "Memory: target weights"):
+        assert words in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--batch", "1;2"], "--batch is '1;2'"),
+        (["--sweep", "k=a"], "--sweep k is 'a'"),
+        (["--sweep", "batch=1,2"], "--sweep 'batch=1,2' names no axis"),
+        (["--context", "64,128"], "context of the sweep is 64"),
+        (["--batch", "2,4", "--peer", "transformers"], "so use batch 1"),
+    ],
+)
+def test_command_mistakes(words, message):
+    result = CliRunner().invoke(app, ["bench", *words])
+    assert result.exit_code == 2
+    (line,) = result.stderr.splitlines()
+    assert message in line

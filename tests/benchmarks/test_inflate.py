@@ -1,0 +1,328 @@
+"""An inflated model says what the small one says; in exact arithmetic, in float32, and as far as bfloat16 can."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+import typer
+from inflate.check import Text, compare, greedy, load
+from inflate.files import inflate_folder
+from inflate.model import PRESETS, Dims, inflate, inflate_config, inflate_tensors
+from inflate.wiring import make_stream, shares
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from typer.testing import CliRunner
+
+from outrider import LLM, OutriderError, SamplingParams
+from outrider.measure.prompts import read_prompts
+from tests.helpers.tiny import VOCAB, make_config, save
+
+MODELS = Path(__file__).parents[2] / "outrider" / "assets"
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu" / "inflate_model.py"
+PROMPTS = [prompt for prompt in read_prompts() if prompt.prompt]
+
+# A tiny model has hidden 32, 4 layers, 4 heads, 2 key-value heads, heads of 8, ffn 48, 256 tokens.
+SIZES = {
+    "same": Dims(),
+    "hidden": Dims(hidden=64),
+    "hidden, a share of it spare": Dims(hidden=76),
+    "hidden, more than it copies": Dims(hidden=36),
+    "layers": Dims(layers=9),
+    "ffn": Dims(ffn=101),
+    "ffn and layers, odd": Dims(ffn=49, layers=5),
+    "heads": Dims(hidden=96, heads=12),
+    "kv heads": Dims(hidden=96, heads=12, kv_heads=6),
+    "kv heads, not as many of each": Dims(hidden=100, heads=10, kv_heads=5),
+    "a group each": Dims(kv_heads=4),
+    "larger heads": Dims(head_dim=16),
+    "four times larger heads": Dims(head_dim=32, hidden=40),
+    "untied": Dims(untie=True, hidden=64),
+    "tokens, with room": Dims(hidden=72, vocab=600, untie=True),
+    "tokens, four copies made one": Dims(hidden=128, vocab=257, untie=True),
+    "tokens, one copy less": Dims(hidden=64, vocab=300, untie=True),
+    "everything": Dims(hidden=200, layers=7, heads=20, kv_heads=10, head_dim=16, ffn=333, vocab=777, untie=True),
+}
+
+
+def tiny(**settings):
+    """Logits spread enough for tokens to differ, and no two norms alike."""
+    torch.manual_seed(1)
+    model = LlamaForCausalLM(make_config("LlamaConfig", **settings)).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() == 1:
+                weight += 0.2 * torch.randn(weight.shape)
+    return model
+
+
+def grow(model, dims, **settings):
+    config, weights = inflate(model, dims, **settings)
+    large = AutoModelForCausalLM.from_config(config, dtype=config.dtype).eval()
+    large.load_state_dict(weights, strict=not config.tie_word_embeddings)
+    return large
+
+
+def texts(vocab=VOCAB):
+    chance = torch.Generator().manual_seed(2)
+    return [Text(tokens=torch.randint(vocab, (length,), generator=chance), prompt=1) for length in (40, 7)]
+
+
+def written(model, count=24):
+    prompt = torch.tensor([[5, 6, 7]])
+    out = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=count, do_sample=False)
+    return out.tolist()
+
+
+@pytest.fixture
+def exact_norm(monkeypatch):
+    """transformers computes norms in float32 whatever the model is in."""
+
+    def norm(self, x):
+        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
+
+    monkeypatch.setattr(LlamaRMSNorm, "forward", norm)
+
+
+@pytest.mark.usefixtures("exact_norm")
+@pytest.mark.parametrize("dims", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("tied", [False, True], ids=["own head", "tied"])
+def test_exact(dims, tied):
+    small = tiny(tie_word_embeddings=tied, rms_norm_eps=1e-3).double()
+    found = compare(small, grow(small, dims, dtype=torch.float64), texts())
+    assert found.worst_logit < 1e-10
+    assert found.same == found.positions
+    assert abs(found.kl) < 1e-9
+
+
+@pytest.mark.parametrize("dims", SIZES.values(), ids=SIZES)
+def test_float32(dims):
+    small = tiny()
+    large = grow(small, dims)
+    found = compare(small, large, texts())
+    assert large.dtype == torch.float32
+    assert found.worst_logit < 1e-3
+    assert found.same == found.positions
+    assert written(large) == written(small)
+
+
+@pytest.mark.usefixtures("exact_norm")
+@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (4, 1), (4, 4), (6, 2), (6, 3)])
+@pytest.mark.parametrize("large", [(12, 12), (12, 6), (24, 6)], ids=str)
+def test_groups(heads, kv_heads, large):
+    small = tiny(num_attention_heads=heads, num_key_value_heads=kv_heads, hidden_size=48, head_dim=8).double()
+    dims = Dims(heads=large[0], kv_heads=large[1], hidden=120, head_dim=16)
+    if heads // kv_heads > large[1] // kv_heads * (large[0] // large[1]):
+        with pytest.raises(OutriderError, match="kv_heads"):
+            inflate(small, dims)
+        return
+    assert compare(small, grow(small, dims, dtype=torch.float64), texts()).worst_logit < 1e-10
+
+
+@pytest.mark.usefixtures("exact_norm")
+@pytest.mark.parametrize("kind", ["linear", "llama3"])
+def test_scaled_rotary(kind):
+    more = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+    rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0} | (more if kind == "llama3" else {})
+    small = tiny(rope_parameters=rope).double()
+    assert compare(small, grow(small, Dims(head_dim=16), dtype=torch.float64), texts()).worst_logit < 1e-10
+
+
+@pytest.mark.parametrize(
+    ("settings", "dims", "message"),
+    [
+        ({}, Dims(hidden=31), "hidden 31 .* give 32 or more"),
+        ({}, Dims(layers=3), "layers 3 .* give 4 or more"),
+        ({}, Dims(ffn=0), "ffn 0 .* give 48 or more"),
+        ({}, Dims(head_dim=12), "rotary frequencies .* give a multiple of 8"),
+        ({}, Dims(hidden=34), "must divide"),
+        ({}, Dims(kv_heads=3), "must divide"),
+        ({"num_attention_heads": 8}, Dims(heads=8, kv_heads=8), None),
+        ({"num_attention_heads": 8, "num_key_value_heads": 2}, Dims(heads=12, kv_heads=3, hidden=96), None),
+        ({"num_attention_heads": 8, "num_key_value_heads": 2}, Dims(heads=9, kv_heads=3, hidden=90), "give 2 kv_heads"),
+        ({"tie_word_embeddings": True}, Dims(hidden=64, vocab=300), "--untie"),
+        ({}, Dims(vocab=300), "hidden 32 is too small"),
+        ({"attention_bias": True}, Dims(), "without biases"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}, Dims(head_dim=16), "yarn"),
+    ],
+)
+def test_dimensions_that_do_not_fit(settings, dims, message):
+    config = make_config("LlamaConfig", **settings)
+    if message is None:
+        inflate_config(config, dims)
+        return
+    with pytest.raises(OutriderError, match=message):
+        inflate_config(config, dims)
+
+
+def test_other_architecture():
+    with pytest.raises(OutriderError, match="model_type llama"):
+        inflate_config(make_config("Qwen3Config"), Dims())
+
+
+@pytest.mark.parametrize("copies", [*range(1, 20), 37, 64])
+def test_shares(copies):
+    found = shares([0] * copies)
+    assert sum(found) == 1
+    assert found == sorted(found, reverse=True)
+    assert found[0] <= 2 * found[-1]
+    assert all(share == 2.0 ** round(torch.tensor(share).log2().item()) for share in found)
+
+
+@pytest.mark.parametrize("small", [1, 2, 5, 32, 768])
+@pytest.mark.parametrize("large", [3, 32, 33, 63, 64, 128, 161, 4096])
+@pytest.mark.parametrize("constant", [False, True])
+def test_stream(small, large, constant):
+    if large < small + constant:
+        with pytest.raises(OutriderError, match="too small"):
+            make_stream(small, large, constant=constant)
+        return
+    stream = make_stream(small, large, constant=constant)
+    squares = torch.zeros(small, dtype=torch.float64).index_add_(0, stream.source, stream.scale.square())
+    assert squares.eq(stream.energy).all()
+    assert int(stream.scale.eq(0).sum()) <= 3
+    assert stream.constant is None or stream.scale[stream.constant] == 0
+    assert len(stream.source) == len(stream.scale) == len(stream.share) == large
+    weight = torch.randn(7, small, generator=torch.Generator().manual_seed(0)).bfloat16().float()
+    there, back = stream.write(torch.eye(small), torch.bfloat16), stream.read(weight, torch.bfloat16)
+    assert torch.equal(back.float() @ there.float(), weight)  # exact: shares are powers of two
+
+
+def test_read_is_finer_than_its_precision():
+    stream = make_stream(64, 512, constant=False)
+    weight = torch.randn(50, 64, generator=torch.Generator().manual_seed(0))
+    got = stream.read(weight, torch.bfloat16).float() @ stream.write(torch.eye(64), torch.bfloat16).float()
+    assert (got - weight).abs().max() < 0.2 * (weight.bfloat16().float() - weight).abs().max()
+
+
+def test_seed():
+    small = tiny()
+    dims = Dims(layers=6, head_dim=16)
+    (_, one), (_, again), (_, other) = (inflate(small, dims, seed=seed) for seed in (1, 1, 2))
+    assert all(torch.equal(one[name], again[name]) for name in one)
+    assert any(not torch.equal(one[name], other[name]) for name in one)
+
+
+def test_few_zeros():
+    small = tiny()
+    for dims in SIZES.values():
+        config, weights = inflate(small, dims)
+        keys = config.num_key_value_heads * config.head_dim * (1 - 8 / config.head_dim) * config.hidden_size * 4
+        spare = 3 * sum(max(weight.shape) for weight in weights.values() if weight.dim() > 1)
+        odd = config.hidden_size * config.num_hidden_layers * (config.intermediate_size % 2)
+        assert sum(int(weight.eq(0).sum()) for weight in weights.values()) <= keys + spare + odd
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_hold_the_embedded_pair(name):
+    for folder in ("mini", "nano"):
+        small = transformers.LlamaConfig.from_pretrained(MODELS / folder)
+        large = inflate_config(small, PRESETS[name], dtype=torch.bfloat16)
+        assert large.dtype == torch.bfloat16
+        assert large.max_position_embeddings == small.max_position_embeddings
+        assert large.eos_token_id == small.eos_token_id
+
+
+@pytest.mark.parametrize(
+    ("name", "dims"),
+    [
+        ("nano", Dims(hidden=512, layers=4, heads=8, kv_heads=4, head_dim=128, ffn=900, vocab=13000, untie=True)),
+        ("nano", Dims(hidden=300, layers=3, heads=4, kv_heads=2, ffn=500)),
+        ("mini", Dims(hidden=500, layers=10, heads=10, head_dim=128, ffn=1200)),
+    ],
+)
+def test_embedded(name, dims):
+    small = load(MODELS / name, torch.float32)
+    large = grow(small, dims)
+    ours, theirs = (greedy(model, MODELS / name, PROMPTS[:3], 24) for model in (small, large))
+    assert [text.tokens.tolist() for text in theirs] == [text.tokens.tolist() for text in ours]
+    assert compare(small, large, ours).worst_logit < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("dims", "share"),  # of the difference that bfloat16 makes to the small model itself
+    [
+        (Dims(layers=6, ffn=1000), 0.2),  # mute layers, and shares that are powers of two
+        (Dims(hidden=512, heads=8, kv_heads=4, head_dim=256), 0.5),  # factors that are powers of two
+        (Dims(hidden=640, layers=4, heads=8, kv_heads=2, head_dim=128, ffn=1000), 1.5),
+        (Dims(hidden=700, layers=4, heads=10, kv_heads=5, head_dim=128, vocab=12345, untie=True), 1.5),
+    ],
+)
+def test_bfloat16(dims, share):
+    exact, rounded = (load(MODELS / "nano", dtype) for dtype in (torch.float32, torch.bfloat16))
+    large = grow(rounded, dims)
+    assert large.dtype == torch.bfloat16
+    ours = greedy(rounded, MODELS / "nano", PROMPTS[:4], 24)
+    floor, found = compare(exact, rounded, ours), compare(rounded, large, ours)
+    assert found.mean_logit < share * floor.mean_logit
+    assert found.same >= 0.95 * found.positions
+
+
+def test_folder(tmp_path):
+    small = save(tmp_path / "small", make_config("LlamaConfig"))
+    out = tmp_path / "deep" / "large"
+    dims = Dims(hidden=96, layers=6, heads=12, kv_heads=6, head_dim=16, ffn=200, vocab=400, untie=True)
+    made = inflate_folder(small, out, dims, shard=300_000)
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    files = sorted(path.name for path in out.glob("*.safetensors"))
+    assert made.files == len(files) > 2
+    assert set(index["weight_map"].values()) == set(files)
+    assert not list(out.glob("*.part"))
+    model = load(small, torch.float32)
+    weights = dict(inflate_tensors(model.config, made.config, model.state_dict().__getitem__))
+    for file in files:
+        with safe_open(out / file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118
+                assert torch.equal(opened.get_tensor(name), weights.pop(name))
+    assert not weights
+    params = SamplingParams(temperature=0, max_tokens=24)
+    (ours,), (theirs,) = (
+        LLM(folder, proposer="ngram", dtype="float32").generate(["abcabc"], params) for folder in (small, out)
+    )
+    assert theirs.text == ours.text
+    with pytest.raises(OutriderError, match="not empty"):
+        inflate_folder(small, out, dims)
+
+
+def test_bad_folders(tmp_path):
+    with pytest.raises(OutriderError, match=r"no config\.json"):
+        inflate_folder(tmp_path, tmp_path / "out", Dims())
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(OutriderError, match=r"no config\.json"):
+        inflate_folder(tmp_path, tmp_path / "out", Dims())
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    with pytest.raises(OutriderError, match="type gpt2"):
+        inflate_folder(tmp_path, tmp_path / "out", Dims())
+    make_config("LlamaConfig").save_pretrained(tmp_path)
+    with pytest.raises(OutriderError, match=r"no \.safetensors"):
+        inflate_folder(tmp_path, tmp_path / "out", Dims())
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "model.safetensors").write_bytes(b"nothing")
+    with pytest.raises(OutriderError, match="copy the checkpoint again"):
+        inflate_folder(tmp_path, tmp_path / "out", Dims())
+
+
+def test_script(tmp_path):
+    spec = importlib.util.spec_from_file_location("inflate_script", SCRIPT)
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    app = typer.Typer()
+    app.command()(script.main)
+    command = ["--model", str(MODELS / "nano"), "--out", str(tmp_path / "out"), "--check", "4"]
+    sizes = ["--hidden", "256", "--layers", "3", "--vocab", "12300", "--untie", "--threads", "1"]
+    result = CliRunner().invoke(app, [*command, *sizes])
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.stdout.splitlines()[-1])
+    assert document["dims"]["hidden_size"] == 256
+    assert document["dims"]["vocab_size"] == 12300
+    assert document["zero_share"] < 0.01
+    assert document["agreement"]["inflated, from small"]["texts"] == 16
+    for wrong in (["--like", "9b"], ["--dtype", "int8"], ["--hidden", "100"]):
+        result = CliRunner().invoke(app, [*command, *wrong])
+        assert result.exit_code == 1
+        assert "error:" in result.output

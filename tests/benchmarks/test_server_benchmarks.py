@@ -1,0 +1,55 @@
+"""The benchmarks of servers run from end to end in the smallest size: their tables, and their documents."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from outrider.loader.embedded import embedded
+
+FOLDER = Path(__file__).parents[2] / "benchmarks" / "server"
+OPTIONS = ["--target", embedded("nano"), "--rows", "3", "--dtype", "float32", "--context", "256", "--proposer", "ngram"]
+
+
+def run(script, *arguments):
+    command = [sys.executable, FOLDER / script, *arguments, "--", *OPTIONS]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:] + done.stdout[-2000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    texts = ("a = 1\nb = 1\n", "def add(a, b):", "The river")
+    file.write_text("".join(json.dumps({"category": "any", "prompt": text}) + "\n" for text in texts))
+    return file
+
+
+def test_a_race_of_servers(prompts, monkeypatch):
+    monkeypatch.syspath_prepend(FOLDER)
+    served = importlib.import_module("launch").served
+    short = ("--rounds", 2, "--requests", 2, "--max-tokens", 8, "--concurrency", "1,2")
+    with served(list(map(str, OPTIONS))) as other:
+        document = run("speed.py", "--prompts", prompts, *short, "--beside", f"other={other.url}")
+    found = {(each["concurrency"], each["way"]): each for each in document["results"]}
+    ways = {"auto", "plain", "other"}
+    assert set(found) == {(1, "bare"), (1, "bare plain")} | {(level, way) for level in (1, 2) for way in ways}
+    assert all(len(each["tokens_per_s"]) == 2 for each in found.values())
+    assert all(len(found[level, way]["against_plain"]) == 2 for level in (1, 2) for way in ("auto", "other"))
+    assert all(len(found[1, way]["of_bare_engine"]) == 2 for way in ("auto", "plain"))
+
+
+@pytest.mark.heavy
+def test_a_soak(prompts):
+    document = run("soak.py", "--prompts", prompts, "--minutes", 0.05, "--streams", 4, "--pool", 6, "--max-tokens", 24)
+    assert document["passed"]
+    assert document["answers"] > 0
+    assert not document["errors"]
+    assert not document["different"]
+    assert document["at_rest"]["outrider_running"] == 0

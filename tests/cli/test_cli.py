@@ -1,0 +1,435 @@
+"""The command line, as a user at a terminal and a program in a pipe meet it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+from contextlib import redirect_stdout, suppress
+from io import StringIO
+
+import pytest
+from typer.testing import CliRunner
+
+import outrider
+from outrider import Constraint, OutriderError, SamplingParams
+from outrider.cli import options
+from outrider.cli.app import app
+from outrider.cli.constraint_options import FormOptions
+from outrider.cli.output import Teller
+from outrider.cli.run import converse
+from outrider.cli.sampling_options import SamplingOptions
+from outrider.llm import LLM
+from outrider.loader.embedded import embedded
+from outrider.report.console import tell
+
+CODE = "<|endoftext|>import os\nimport sys\n"
+QUESTION = "What is 17 + 25?"
+
+
+def invoke(*words, text=None, env=None):
+    return CliRunner().invoke(app, list(words), input=text, env=env)
+
+
+def run(*words, text=None, env=None):
+    result = invoke("run", "--max-tokens", "8", "--dtype", "float32", "--threads", "1", *words, text=text, env=env)
+    assert result.exit_code == 0, result.output
+    return result
+
+
+def document(*words, text=None):
+    # The planner goes by the clock, and which tokens were guesses is part of the document.
+    return json.loads(run("--json", "--k", "4", *words, text=text).stdout)
+
+
+@pytest.fixture(scope="module")
+def greedy():
+    return document(CODE)
+
+
+def test_help_is_instant():
+    code = "import sys; from outrider.cli.app import main; sys.argv[1:] = sys.argv[1:]\n"
+    code += "try: main()\nfinally: assert not {'torch', 'transformers'} & set(sys.modules)"
+    for words in (["--help"], ["run", "--help"], ["bench", "--help"], ["--version"], ["run", "--top-p", "3", "x"]):
+        done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True)
+        assert "Assertion" not in done.stderr
+
+
+def test_module():
+    done = subprocess.run([sys.executable, "-m", "outrider", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"outrider {outrider.__version__}\n"
+
+
+def test_every_sampling_parameter_is_an_option():
+    flags = {field.name.removesuffix("s") for field in dataclasses.fields(SamplingOptions)}
+    flags.add("constraint")  # several options, of which one may be given
+    flags |= {"proposer", "verifier"}  # which choose the engine's own, and no other is there to be asked
+    assert flags == {field.name.removesuffix("s") for field in dataclasses.fields(SamplingParams)}
+    assert SamplingOptions().params() == SamplingParams()
+
+
+def test_a_form_is_read_from_a_file_or_given(tmp_path):
+    schema, grammar = tmp_path / "schema.json", tmp_path / "grammar.lark"
+    schema.write_text('{"type": "object"}')
+    grammar.write_text('start: "a"')
+    assert FormOptions().constraint() is None
+    assert FormOptions(json_schema=str(schema)).constraint() == Constraint.json_object()
+    assert FormOptions(grammar=str(grammar)).constraint() == Constraint.grammar('start: "a"')
+    assert FormOptions(regex="a+").constraint() == Constraint.regex("a+")
+    with pytest.raises(OutriderError, match="give one of them"):
+        FormOptions(regex="a", grammar=str(grammar)).constraint()
+    with pytest.raises(OutriderError, match="cannot be read"):
+        FormOptions(json_schema=str(tmp_path / "none")).constraint()
+    result = invoke("run", "x", "--target", str(embedded("nano")), "--proposer", "ngram", "--regex", "[0-9]{4}")
+    assert result.exit_code == 0, result.output
+    assert len(result.stdout.strip()) == 4
+
+
+def test_options_arrive():
+    words = "--temperature .5 --top-k 9 --top-p .8 --min-p .1 --repetition-penalty 1.2 --presence-penalty .3"
+    words += " --frequency-penalty .4 --logit-bias 5=-inf --logit-bias 6=1.5 --max-tokens 0 --min-tokens 2 --stop A"
+    words += " --stop B --stop-token-id 7 --ignore-eos --seed 11 --n 2 --logprobs 3"
+    seen = []
+    patch = pytest.MonkeyPatch()
+    with patch.context() as changed:
+        changed.setattr("outrider.cli.run.load", lambda models, **_: seen.append(models))
+        changed.setattr("outrider.cli.run.converse", lambda llm, params, **how: seen.append(params) or True)
+        changed.setattr("outrider.cli.output.Teller", lambda llm, **how: None)
+        models = "--k 6 --verifier walk --context 99 --kernels torch --quantize int8"
+        result = invoke("run", "x", *models.split(), *words.split())
+    assert result.exit_code == 0, result.output
+    assert seen == [
+        options.ModelOptions(k=6, verifier="walk", context=99, kernels="torch", quantize="int8"),
+        SamplingParams(
+            temperature=0.5,
+            top_k=9,
+            top_p=0.8,
+            min_p=0.1,
+            repetition_penalty=1.2,
+            presence_penalty=0.3,
+            frequency_penalty=0.4,
+            logit_bias={5: -float("inf"), 6: 1.5},
+            max_tokens=None,
+            min_tokens=2,
+            stop=("A", "B"),
+            stop_token_ids=(7,),
+            ignore_eos=True,
+            seed=11,
+            n=2,
+            logprobs=3,
+        ),
+    ]
+
+
+def test_run_separates_text_from_talk(greedy):
+    result = run(CODE)
+    assert result.stdout.removesuffix("\n") == greedy["completions"][0]["text"].removesuffix("\n")
+    for word in ("8 tokens", "tau", "a round: draft", "finish length; exact"):
+        assert word in result.stderr
+    assert "seed" not in result.stderr
+    assert "\x1b" not in result.output
+
+
+def test_document(greedy):
+    (completion,) = greedy["completions"]
+    assert len(completion["tokens"]) == len(completion["guessed"]) == 8
+    assert completion["finish"] == "length"
+    assert greedy["seed"] is None
+    assert greedy["exact"] is True
+    assert greedy["stats"]["tau"] > 1
+    assert greedy["versions"]["outrider"] == outrider.__version__
+    assert greedy["dtype"] == "float32"
+    assert greedy["kernels"] in ("native", "torch", "graphs")
+
+
+def test_plain_decoding_gives_the_same_text(greedy):
+    plain = document(CODE, "--proposer", "none")
+    assert plain["completions"][0]["tokens"] == greedy["completions"][0]["tokens"]
+    assert plain["stats"]["tau"] == 1.0
+    assert not any(plain["completions"][0]["guessed"])
+
+
+@pytest.mark.parametrize("bits", ["int8", "int4"])
+def test_quantised(bits):
+    words = ["--max-tokens", "8", "--device", "cpu", "--quantize", bits, "--kernels", "torch"]
+    result = invoke("run", "--json", *words, CODE)
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.stdout)
+    assert (document["dtype"], document["kernels"]) == ("bfloat16", f"torch {bits}")
+    assert len(document["completions"][0]["tokens"]) == 8
+
+
+def test_standard_input(greedy):
+    assert document(text=CODE + "\n")["completions"] == [
+        greedy["completions"][0] | {"seed": pytest.approx(0, abs=2**63)}
+    ]
+
+
+def test_chat():
+    assert document("--chat", QUESTION)["prompt_tokens"][:2] == [0, 1]
+
+
+def test_seed_replays():
+    sampled = document("--temperature", "1", CODE)
+    assert document("--temperature", "1", "--seed", str(sampled["seed"]), CODE)["completions"] == sampled["completions"]
+    assert f"seed {sampled['seed']}" in run("--temperature", "1", "--seed", str(sampled["seed"]), CODE).stderr
+
+
+def test_several_and_logprobs():
+    result = run("--temperature", "1", "--n", "3", "--logprobs", "2", "--seed", "3", CODE)
+    for word in ("1 of 3", "3 of 3", "likeliest", "finish length length length; seed 3; exact"):
+        assert word in result.stderr
+    both = document("--temperature", "1", "--n", "2", "--logprobs", "2", "--seed", "3", CODE)["completions"]
+    assert all(len(completion["logprobs"]) == 8 for completion in both)
+    assert both[0]["tokens"] != both[1]["tokens"]
+
+
+def bare(text):
+    return re.sub(r"\x1b\[[0-9;]*m", "", text)
+
+
+def test_show_colours_every_character_on_a_terminal_only(greedy):
+    plain = run("--show", CODE)
+    assert "\x1b" not in plain.output
+    assert "--show needs a terminal" in plain.stderr
+    coloured = run("--show", CODE, env={"FORCE_COLOR": "1"})
+    assert "\x1b[36m" in coloured.stdout
+    assert "\x1b[1;33m" in coloured.stdout
+    assert bare(coloured.stdout) == plain.stdout
+    assert "accepted guess" in coloured.stderr
+    assert re.search("exact; float32, (native|torch|graphs) kernels", bare(coloured.stderr))
+
+
+def test_show_with_a_stop_string_that_is_held_back():
+    for stop in ("sys", "nothing like it"):
+        plain = run("--stop", stop, CODE)
+        coloured = run("--stop", stop, "--show", CODE, env={"FORCE_COLOR": "1"})
+        assert "\x1b[36m" in coloured.stdout
+        assert bare(coloured.stdout) == plain.stdout
+
+
+def test_inexact_is_said():
+    result = run("--verifier", "typical", CODE)
+    assert "not exact" in result.stderr
+    assert document("--verifier", "typical", CODE)["exact"] is False
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--top-p", "0", "x"], "top_p is 0"),
+        (["a\udcff"], "the prompt is not UTF-8 text"),
+        (["--stop", "\udcff", "x"], "--stop '\\udcff' is not UTF-8 text"),
+        (["--scope", "\udcff", "x"], "--scope '\\udcff' is not UTF-8 text"),
+        (["--regex", "\udcff", "x"], "--regex '\\udcff' is not UTF-8 text"),
+        (["--logit-bias", "5=1", "--logit-bias", "5=2", "x"], "--logit-bias is given twice for token 5"),
+        (["--logit-bias", "5:1", "x"], "--logit-bias '5:1' is not ID=VALUE"),
+        (["--target", "nowhere", "x"], "nowhere is not a folder"),
+        (["--proposer", "draft:nowhere", "x"], "nowhere is not a folder"),
+        (["--verifier", "nobody", "x"], "verifier 'nobody' is unknown"),
+        (["--dtype", "int8", "x"], "dtype 'int8' is unknown"),
+        (["--kernels", "quick", "x"], "kernels 'quick' is unknown; use auto, native, torch"),
+        (["--kernels", "native", "--dtype", "float16", "x"], "the native kernels need a CPU, and bfloat16 or float32"),
+        (["--quantize", "int3", "x"], "quantize 'int3' is unknown; use int8, int4"),
+        (["--quantize", "int4", "--dtype", "float32", "x"], "quantize needs a CPU and bfloat16; use device cpu"),
+        (["--threads", "0", "x"], "threads is 0"),
+        ([""], "the prompt is empty"),
+        ([], "the prompt is empty"),
+        (["--context", "8", "--chat", QUESTION], "shorten the prompt"),
+    ],
+)
+def test_a_mistake_is_one_line(words, message):
+    result = invoke("run", *words)
+    assert result.exit_code == 2
+    assert not result.stdout
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("error: ")
+    assert message in line
+
+
+@pytest.mark.parametrize("verb", ["bench", "tune", "layers"])
+def test_a_seed_is_a_whole_number(verb):
+    result = invoke(verb, "--seed", "-1")
+    assert result.exit_code == 2
+    assert "Invalid value for '--seed'" in result.stderr
+
+
+def test_binary_input_is_a_mistake():
+    result = CliRunner().invoke(app, ["run"], input=b"\xff\xfe")
+    assert result.exit_code == 2
+    assert "UTF-8" in result.stderr
+
+
+def test_interrupt_is_quiet(monkeypatch):
+    """Also in the middle of a completion, which is then taken back."""
+    from outrider.cli.output import Teller
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Teller, "write", interrupt)
+    result = invoke("run", CODE)
+    assert result.exit_code == 130
+    assert not result.output
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a file that is always full")
+def test_a_full_disk_is_one_line():
+    projection = ["project", "--target", "8B", "--machine", "H100", "--alpha", "0.8"]
+    for words in (["--version"], ["--help"], projection):
+        command = [sys.executable, "-m", "outrider", *words]
+        with open("/dev/full", "w") as full:
+            done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+        assert done.returncode == 1
+        (line,) = done.stderr.splitlines()
+        assert line.startswith("error: the output cannot be written (No space left on device)")
+
+
+def test_a_closed_pipe_is_quiet():
+    command = [sys.executable, "-m", "outrider", "project", "--help"]
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_a_plan_that_cannot_be_written_is_told_at_once(monkeypatch):
+    monkeypatch.setattr("outrider.engine.build.load_target", lambda *_, **__: pytest.fail("this takes time"))
+    for verb in ("run", "bench"):
+        result = invoke(verb, "--k", "auto", "--plan", "/nowhere/plan.json")
+        assert result.exit_code == 2
+        assert "/nowhere/plan.json cannot be written" in result.stderr
+
+
+def failing(*_):
+    raise OutriderError("the disk is gone")
+
+
+def test_what_was_found_is_not_lost():
+    """Files go first; where one cannot be written, or what is found not shown, the document is printed all the same."""
+    steps = []
+    tell({"a": 1}, lambda document, console: steps.append("shown"), as_json=True, keep=steps.append)
+    assert steps == [{"a": 1}, "shown"]
+    for how in ({"show": failing}, {"show": lambda *_: None, "keep": failing}):
+        out = StringIO()
+        with redirect_stdout(out), pytest.raises(OutriderError, match=r"the disk is gone\. What was found is not lost"):
+            tell({"a": 1}, how.pop("show"), as_json=False, **how)
+        assert json.loads(out.getvalue().splitlines()[-1]) == {"a": 1}
+
+
+def test_failed_logits_are_an_exit_code(monkeypatch):
+    monkeypatch.setattr("outrider.cli.output.Teller.sum_up", lambda *_: False)
+    assert invoke("run", "--max-tokens", "2", CODE).exit_code == 1
+
+
+@pytest.mark.parametrize(("passed", "code"), [(True, 0), (False, 1)])
+def test_audit(monkeypatch, passed, code):
+    seen = {}
+
+    def stub(target, proposer, *, console, **rest):
+        console.print("findings")
+        seen.update(rest, target=target, proposer=proposer)
+        return {"passed": passed}
+
+    monkeypatch.setattr("outrider.audit.run.run_audit", stub)
+    words = ["--k", "3", "--samples", "200", "--proposer", "ngram", "--kernels", "torch", "--quantize", "int4"]
+    result = invoke("audit", "--json", *words)
+    assert result.exit_code == code
+    assert json.loads(result.stdout) == {"passed": passed}
+    assert "findings" in result.stderr
+    assert (seen["k"], seen["samples"], seen["proposer"], seen["target"]) == (3, 200, "ngram", None)
+    assert (seen["kernels"], seen["quantize"]) == ("torch", "int4")
+
+
+@pytest.mark.parametrize(("k", "message"), [("auto", "Invalid value for '--k'"), ("0", "k is 0; an audit needs")])
+def test_an_audit_is_of_a_number_of_guesses(k, message):
+    result = invoke("audit", "--k", k)
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+def talking(*words):
+    """A conversation on a terminal of its own, where Ctrl-C reaches it as it does a user's."""
+    child, ours = pty.fork()
+    if not child:
+        os.execv(sys.executable, [sys.executable, "-m", "outrider", "run", "--chat", "--threads", "1", *words])
+    return child, ours
+
+
+def heard(ours, wanted, nudge=b""):
+    """What the other side says, until it says this or ends; while it is silent it is given the nudge."""
+    text = b""
+    with suppress(OSError):  # which is how a terminal ends
+        while wanted is None or wanted.encode() not in text:
+            for _ in range(12):
+                if select.select([ours], [], [], 5)[0]:
+                    break
+                os.write(ours, nudge)
+            else:
+                pytest.fail(f"silent since {text!r}")
+            if not (piece := os.read(ours, 1 << 16)):
+                break
+            text += piece
+    return text.decode()
+
+
+def test_an_interrupt_ends_an_answer_and_then_the_conversation():
+    child, ours = talking("--max-tokens", "1900", "--ignore-eos", "--k", "0")
+    heard(ours, "> ")
+    os.write(ours, f"{QUESTION}\n".encode())
+    heard(ours, f"{QUESTION}\r\n")
+    os.read(ours, 1)  # the answer has begun
+    os.write(ours, b"\x03")
+    assert "tokens in" not in heard(ours, "\r\n> ")  # not what the answer may quote
+    os.write(ours, b"\x03")
+    # Python's input() sees a signal that comes between its prompt and its reading with the next key alone.
+    assert "Traceback" not in heard(ours, None, nudge=b"\x03")
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    os.close(ours)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_an_interrupt_ends_the_answers_and_not_the_program(n, monkeypatch, capsys):
+    llm = LLM(embedded("nano"), proposer="none", k=0, rows=2, context=256, threads=1)
+    asked, step, rounds = iter([CODE, CODE]), llm.engine.step, []
+
+    def interrupted():
+        step()
+        rounds.append(1)
+        if len(rounds) == 5:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(llm.engine, "step", interrupted, raising=False)
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+    monkeypatch.setattr("outrider.cli.run._ask", lambda: next(asked, ""))
+    params = SamplingParams(n=n, max_tokens=8, ignore_eos=True, temperature=1.0, seed=1)
+    assert converse(llm, params, prompt=None, chat=False, teller=Teller(llm, show=False, as_json=False))
+    said = capsys.readouterr()
+    assert said.err.count("tokens in") == 1  # the second answer was whole
+    assert said.err.count(f"1 of {n}") == 2 * (n > 1)
+    assert len(rounds) == 5 + 8
+    assert not llm.engine.busy()
+
+
+def test_a_conversation_on_a_terminal():
+    """Two turns and an empty line: the second turn is told what the first said."""
+    ours, theirs = pty.openpty()
+    words = ["run", "--chat", "--show", "--json", "--max-tokens", "4", "--threads", "1"]
+    command = [sys.executable, "-m", "outrider", *words]
+    with subprocess.Popen(command, stdin=theirs, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+        os.write(ours, f"{QUESTION}\nAnd 3 more?\n\n".encode())
+        out, err = child.communicate(timeout=60)
+    os.close(ours)
+    os.close(theirs)
+    assert child.returncode == 0, err
+    first, second = (json.loads(line) for line in out.splitlines())
+    before = first["prompt_tokens"]
+    assert second["prompt_tokens"][: len(before)] == before
+    assert len(second["prompt_tokens"]) > len(before) + 4

@@ -1,0 +1,131 @@
+"""Rules that look right and are not. A proof that lets one of them pass proves nothing."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from outrider.core.noise import Noise
+from outrider.core.types import Draft, Law, Packed, Verdict
+from outrider.verify.rules import Rule
+from outrider.verify.verdict import accept_prefix, at_token, gate, normalised, proposals, share_of
+
+
+def drops_unlikely(rule: Rule, bar: float = 0.35) -> Rule:
+    """Ends the draft before the first sampled guess of little q: the guess decides whether it is looked at."""
+
+    def biased(draft: Draft, p: torch.Tensor, noise: Noise) -> Verdict:
+        likely = _own_q(draft) >= bar
+        return rule(replace(draft, count=torch.minimum(draft.count, likely.long().cumprod(1).sum(1))), p, noise)
+
+    return biased
+
+
+def stops_after_unlikely(rule: Rule, bar: float = 0.35) -> Rule:
+    """The exact cousin of `drops_unlikely`: ends the draft behind that guess."""
+
+    def exact(draft: Draft, p: torch.Tensor, noise: Noise) -> Verdict:
+        likely = _own_q(draft) >= bar
+        return rule(replace(draft, count=torch.minimum(draft.count, likely.long().cumprod(1).sum(1) + 1)), p, noise)
+
+    return exact
+
+
+def looks_ahead(rule: Rule, bar: float = 0.35) -> Rule:
+    """A budget that depends on the last sampled guess, and is applied to the first."""
+
+    def biased(draft: Draft, p: torch.Tensor, noise: Noise) -> Verdict:
+        return rule(replace(draft, count=draft.count * (_own_q(draft)[:, -1] >= bar)), p, noise)
+
+    return biased
+
+
+def scores_softmax(rule: Rule, q: torch.Tensor) -> Rule:
+    """Chosen guesses, judged as if they had been sampled from q [V]."""
+
+    def biased(draft: Draft, p: torch.Tensor, noise: Noise) -> Verdict:
+        law = torch.full_like(draft.law, int(Law.SAMPLED))
+        return rule(replace(draft, law=law, q=Packed.of(q.expand(*draft.tokens.shape, -1))), p, noise)
+
+    return biased
+
+
+def recomputes_q(rule: Rule) -> Rule:
+    """q in another precision than it was drawn in."""
+
+    def biased(draft: Draft, p: torch.Tensor, noise: Noise) -> Verdict:
+        assert draft.q is not None
+        fine = draft.q.values
+        coarse = normalised(fine.bfloat16().double(), fine)
+        return rule(replace(draft, q=replace(draft.q, values=coarse)), p, noise)
+
+    return biased
+
+
+def accepts_at_zero(rule: Rule) -> Rule:
+    """u <= ratio instead of u < ratio, and a u that is 0."""
+
+    class Weak:
+        def __init__(self, noise: Noise) -> None:
+            self.noise = noise
+            self.token, self.race = noise.token, noise.race
+
+        def flip(self, chance: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+            return self.noise.flip(chance, index) | (chance == 0)
+
+    return lambda draft, p, noise: rule(draft, p, Weak(noise))
+
+
+def block_with_token_residual(draft: Draft, p: torch.Tensor, noise: Noise) -> Verdict:
+    """The thresholds of block verification, and norm((p - q)+) after them."""
+    return _block(draft, p, noise, share_step=lambda share, ratio: (share * ratio).clamp(max=1), token_residual=True)
+
+
+def block_uncapped(draft: Draft, p: torch.Tensor, noise: Noise) -> Verdict:
+    """min(P, Q) / Q with P and Q the products along the whole prefix, without a cap at every step."""
+    return _block(draft, p, noise, share_step=lambda share, ratio: share * ratio, token_residual=False)
+
+
+def greedy_bonus(rule: Rule) -> Rule:
+    """The likeliest token in place of a drawn one."""
+
+    def biased(draft: Draft, p: torch.Tensor, noise: Noise) -> Verdict:
+        verdict = rule(draft, p, noise)
+        each = torch.arange(len(p))
+        deepest = verdict.path.gather(1, (verdict.accepted - 1).clamp(min=0)[:, None])[:, 0]
+        at = torch.where(verdict.accepted > 0, deepest + 1, 0)
+        return replace(verdict, bonus=p[each, at].argmax(-1))
+
+    return biased
+
+
+def _own_q(draft: Draft) -> torch.Tensor:
+    assert draft.q is not None
+    return draft.q.padded().gather(-1, draft.tokens[..., None])[..., 0]
+
+
+def _block(
+    draft: Draft,
+    p: torch.Tensor,
+    noise: Noise,
+    *,
+    share_step: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    token_residual: bool,
+) -> Verdict:
+    q, size = proposals(draft, p), draft.size
+    product = [torch.ones_like(p[:, 0, 0])]
+    for i in range(size):
+        product.append(share_step(product[-1], at_token(p[:, i], draft.tokens[:, i]) / _own_q(draft)[:, i]))
+    share = [each.clamp(max=1) for each in product]
+    kept, stands = torch.zeros_like(draft.count), share[0]
+    for i in range(1, size + 1):
+        chance = share[i]
+        if i < size:
+            chance = share_of((share[i][:, None] * p[:, i] - q[:, i]).clamp(min=0).sum(-1), share[i])
+        keep = noise.flip(gate(chance, torch.ones_like(chance, dtype=torch.bool)), torch.full_like(kept, i))
+        kept, stands = torch.where(keep, i, kept), torch.where(keep, share[i], stands)
+    each = torch.arange(len(p))
+    law = p[each, kept]
+    scale = torch.ones_like(stands) if token_residual else stands
+    rest = normalised((scale[:, None] * law - q[each, kept.clamp(max=size - 1)]).clamp(min=0), law)
+    return accept_prefix(draft, p, kept, torch.where((kept < size)[:, None], rest, law), noise)

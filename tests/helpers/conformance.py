@@ -1,0 +1,120 @@
+"""Every implementation of a protocol, once. A new one is tested by adding its name here."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+
+from outrider.loader.checkpoint import load_checkpoint
+from outrider.loader.embedded import embedded
+from outrider.models.base import Target, make_target
+from outrider.propose.base import NoProposer, Proposer, Setup
+from outrider.propose.combine import First, Merge, Switch
+from outrider.propose.draft_model.cascade import Cascade
+from outrider.propose.draft_model.chain import ModelProposer
+from outrider.propose.draft_model.tree import TreeProposer
+from outrider.propose.linearize import OneWay
+from outrider.propose.lookup.datastore import Datastore
+from outrider.propose.lookup.lookahead import LookaheadProposer, Sizes
+from outrider.propose.lookup.ngram import NgramProposer
+from outrider.propose.lookup.recycle import RecycleProposer
+from outrider.propose.lookup.retrieval import RetrievalProposer
+from outrider.propose.lookup.suffix import SuffixProposer
+from outrider.propose.vocabulary.intersection import Dictionary, SharedVocabulary
+from outrider.propose.vocabulary.text_draft import TextProposer
+from outrider.propose.vocabulary.token_text import Spelling
+from outrider.testing.toy_target import ToyTarget
+
+PROPOSERS: Mapping[str, Callable[[Setup], Proposer]] = {
+    "none": NoProposer,
+    "model": lambda setup: ModelProposer(setup, ToyTarget(vocab=setup.vocab, slots=setup.slots, seed=99)),
+    "padded model": lambda setup: ModelProposer(setup, ToyTarget(vocab=setup.vocab + 2, slots=setup.slots, seed=98)),
+    "foreign model": lambda setup: ModelProposer(setup, _foreign(setup)),
+    "cascade": lambda setup: ModelProposer(setup, Cascade(_foreign(setup))),
+    "text draft": lambda setup: TextProposer(
+        setup,
+        ToyTarget(vocab=setup.vocab + 3, slots=setup.slots, seed=97),
+        target=letters(setup.vocab),
+        draft=letters(setup.vocab, "bc", " c", "ccb"),
+    ),
+    "short model": lambda setup: ModelProposer(
+        setup, ToyTarget(vocab=setup.vocab, slots=setup.slots, seed=99, context=24)
+    ),
+}
+
+# Those who learn from rounds how good their guesses are.
+LEARNING: Mapping[str, Callable[[Setup], Proposer]] = {
+    "ngram": NgramProposer,
+    "suffix": SuffixProposer,
+    "suffix with history": lambda setup: SuffixProposer(setup, history=90),
+    "recycle": RecycleProposer,
+    "lookahead": lambda setup: LookaheadProposer(setup, Sizes(window=2, size=3, guesses=2)),
+    "first": lambda setup: First(setup, [NgramProposer(setup, shortest=3), _toy_model(setup)]),
+    "switch": lambda setup: Switch(setup, [NgramProposer(setup), _toy_model(setup)]),
+    "retrieval": lambda setup: RetrievalProposer(setup, _toy_store(setup.vocab)),
+    "merge": lambda setup: Merge(setup, [NgramProposer(setup), _toy_model(setup)]),
+    "merge of two that draw": lambda setup: Merge(setup, [_toy_model(setup), _toy_model(setup)]),
+    "tree": lambda setup: TreeProposer(setup, ToyTarget(vocab=setup.vocab, slots=setup.slots, seed=99)),
+    "one way of a tree": lambda setup: OneWay(
+        TreeProposer(setup, ToyTarget(vocab=setup.vocab, slots=setup.slots, seed=99))
+    ),
+    "one way of a merge": lambda setup: OneWay(Merge(setup, [SuffixProposer(setup), _toy_model(setup)])),
+    "foreign tree": lambda setup: TreeProposer(setup, _foreign(setup)),
+}
+EVERY = {**PROPOSERS, **LEARNING}
+
+
+def _toy_store(vocab: int) -> Datastore:
+    chance = random.Random(6)
+    return Datastore.of([[chance.randrange(vocab) for _ in range(80)] for _ in range(8)], vocab)
+
+
+def _foreign(setup: Setup) -> Target:
+    """A draft that lacks the target's last token, has more of its own, and counts the others backwards."""
+    others = [*range(setup.vocab, 1, -1)]
+    draft = ToyTarget(vocab=setup.vocab + 2, slots=setup.slots, seed=97)
+    return SharedVocabulary(draft, Dictionary([*others, -1], [*others, 1]))
+
+
+def letters(vocab: int, *words: str) -> Spelling:
+    """The spelling of a space, of `vocab` - 1 letters, and of some words of them; texts are cut into the longest."""
+    pieces = [" ", *(chr(ord("b") + i) for i in range(vocab - 1)), *words]
+    longest = sorted(pieces, key=len, reverse=True)
+
+    def cut(text: str) -> list[int]:
+        ids = []
+        while text:
+            piece = next(piece for piece in longest if text.startswith(piece))
+            ids.append(pieces.index(piece))
+            text = text[len(piece) :]
+        return ids
+
+    spelled = {piece.encode(): id for id, piece in enumerate(pieces)}
+    return Spelling(
+        pieces=tuple(spelled), ids=spelled, special={}, begin=(), roles={}, cut=lambda texts: [*map(cut, texts)]
+    )
+
+
+def _toy_model(setup: Setup) -> Proposer:
+    return ModelProposer(setup, ToyTarget(vocab=setup.vocab, slots=setup.slots, seed=99))
+
+
+def nano(dtype: str = "float32", kernels: str = "auto") -> Target:
+    checkpoint = load_checkpoint(embedded("nano"), dtype=dtype, device="cpu")
+    return make_target(checkpoint, slots=4, context=128, kernels=kernels)
+
+
+def tight() -> Target:
+    """With hardly more memory than its rows need."""
+    target = nano("bfloat16")
+    target.cache.allot(10)
+    return target
+
+
+CACHES: Mapping[str, Callable[[], Target]] = {
+    "toy": ToyTarget,
+    "static": lambda: nano(kernels="torch"),
+    "paged": nano,
+    "paged in bfloat16": lambda: nano("bfloat16"),
+    "paged and tight": tight,
+}

@@ -1,0 +1,79 @@
+"""Small houses: an engine around a given target, and requests run through it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from outrider.core.noise import mix_int
+from outrider.core.params import SamplingParams
+from outrider.core.types import Request, Row
+from outrider.engine.engine import Engine
+from outrider.engine.scheduler import Scheduler
+from outrider.models.base import Target
+from outrider.plan.planner import FixedPlanner
+from outrider.propose.base import Proposer, Setup
+from outrider.testing.toy_target import ToyTarget
+from outrider.verify.rules import EXACT, Verifier
+
+
+def make_engine(
+    target: Target,
+    make: Callable[[Setup], Proposer],
+    *,
+    verifier: str | Verifier = "walk",
+    k: int = 4,
+    rows: int = 16,
+    chunk: int = 512,
+) -> Engine:
+    rule = EXACT[verifier] if isinstance(verifier, str) else verifier
+    setup = Setup(
+        target=target,
+        vocab=target.vocab,
+        slots=rows,
+        context=target.context,
+        device=target.device,
+        dtype=None,
+        draw=rule.draw,
+        tokenizer=None,
+    )
+    return Engine(
+        target=target,
+        proposer=make(setup),
+        verifier=rule,
+        planner=FixedPlanner(k),
+        scheduler=Scheduler(slots=rows, chunk=chunk, context=target.context),
+    )
+
+
+def tightened(target: ToyTarget, room: int) -> ToyTarget:
+    """The toy with memory for so many tokens in all."""
+    text = target.cache.text
+
+    def fits(ends: Mapping[int, int]) -> bool:
+        return sum(max(len(held), ends.get(slot, 0)) for slot, held in enumerate(text)) <= room
+
+    target.cache.fits = fits  # type: ignore[method-assign]
+    return target
+
+
+def run(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams | Sequence[SamplingParams],
+    *,
+    limit: int,
+    ends: frozenset[int] = frozenset({0}),
+) -> list[Row]:
+    """Run all prompts together, each with a seed of its own; the finished rows in the order of the prompts."""
+    wanted = [params] * len(prompts) if isinstance(params, SamplingParams) else params
+    for i, (prompt, want) in enumerate(zip(prompts, wanted, strict=True)):
+        seed = mix_int(want.seed or 0, i)
+        engine.add(Request(id=i, prompt=tuple(prompt), params=want, seed=seed, end_ids=ends, limit=limit))
+    done: dict[int, Row] = {}
+    while engine.busy():
+        done |= {row.request.id: row for row in engine.step() if row.finish}
+    return [done[i] for i in range(len(prompts))]
+
+
+def outputs(rows: Sequence[Row]) -> list[list[int]]:
+    return [row.text[len(row.request.prompt) :] for row in rows]

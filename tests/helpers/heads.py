@@ -1,0 +1,252 @@
+"""Trained drafts of every kind that some format can hold, small and random; and what is asked of any draft."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+
+import torch
+
+from outrider.cache.base import Caching
+from outrider.core import tree
+from outrider.core.params import SamplingParams
+from outrider.core.types import Batch, Memory, Request, Round, Row, Scores
+from outrider.engine.build import Loaded, furnish, load_target
+from outrider.heads.description import (
+    Block,
+    Body,
+    Description,
+    FuseNorm,
+    Join,
+    JoinAt,
+    Kind,
+    Masks,
+    Recycle,
+    Rope,
+    Scaling,
+    Stack,
+    Taps,
+    View,
+)
+from outrider.heads.store import HeadModule, make_module
+from outrider.llm import LLM
+from outrider.propose.draft_model.trained_head import HeadProposer
+
+LLAMA3 = Rope(scaling=Scaling.LLAMA3, factor=8.0, original=64, low=1.0, high=4.0)
+YARN = Rope(scaling=Scaling.YARN, factor=4.0, original=64, low=1.0, high=32.0, amplitude=1.14)
+CPU = torch.device("cpu")
+TABLE, HEAD = (torch.randn(96, 64, generator=torch.Generator().manual_seed(i)) for i in (1, 2))  # a target's
+FULL, SLIDING = "full_attention", "sliding_attention"
+KINDS = (SLIDING, SLIDING, SLIDING, FULL) * 2  # of that target's layers
+MASK = 7  # whose row of a table of embeddings is the mask of a draft that fills in blocks
+_LAST = Taps(layers=(7,), final=True)
+
+
+def cases(hidden: int = 64, vocab: int = 96) -> Mapping[str, tuple[str, Description]]:
+    """By a name: a format, and a draft that it can hold, for a target with 8 layers."""
+    body = Body(layers=1, hidden=hidden, heads=4, key_heads=2, dim=16, ffn=2 * hidden, epsilon=1e-5)
+    common = {"target_hidden": hidden, "target_layers": 8, "vocab": vocab}
+
+    def eagle3(**more):
+        taps = Taps(layers=(1, 3, 4), fused=True, norm=more.pop("norm", FuseNorm.NONE))
+        given = {"taps": taps, "join": Join(at=JoinAt.ATTENTION), "body": body, "own_head": True, **more}
+        return Description(kind=Kind.EAGLE3, **common, **given)
+
+    def peagle(guesses=5, **more):
+        return replace(eagle3(**more), kind=Kind.PEAGLE, masks=Masks(guesses=guesses, token=vocab - 3))
+
+    def mtp(**more):
+        join = Join(at=JoinAt.PROJECTION, **more.pop("join", {}))
+        given = {"body": body, "recycle": Recycle.NORMED, "taps": _LAST, **more}
+        return Description(kind=Kind.MTP, **common, join=join, **given)
+
+    def stack(kind=Kind.MEDUSA, taps=_LAST, **more):
+        own = {"own_head": not more["stack"].shared_head}
+        return Description(kind=kind, **common, taps=taps, **own, **more)
+
+    eagle = Description(
+        kind=Kind.EAGLE,
+        **common,
+        taps=_LAST,
+        join=Join(at=JoinAt.PROJECTION, norms=False, bias=True),
+        body=replace(body, layers=2, first_norm=False, attention_bias=True),
+        final_norm=False,
+        own_embedding=True,
+    )
+    five = Taps(layers=(0, 1, 3, 5, 7), fused=True, norm=FuseNorm.WHOLE)
+    wide = replace(body, layers=2, head_norms=True, attention_bias=True, output_bias=True, rope=YARN)
+    deep = replace(body, layers=2)
+    three = replace(body, layers=3, head_norms=True)
+
+    def block(kind=Kind.DFLASH, **more):
+        given = {"taps": Taps(layers=(1, 3, 5), fused=True), "body": three, "block": Block(size=5), **more}
+        return Description(kind=kind, **common, **given)
+
+    spark = Block(size=4, sample_from_anchor=True, markov_rank=8, confidence=True)
+    biased = replace(three, attention_bias=True, output_bias=True, rope=YARN)
+    slim = replace(three, layers=1, hidden=48)
+    tables = {"own_head": True, "own_embedding": True}
+    near = View(layer=6, key_heads=2, dim=16, window=9)
+    turned = Rope(scaling=Scaling.PROPORTIONAL, factor=1.0)
+    far = View(layer=7, key_heads=1, dim=32, theta=1e6, rope=turned, rotary=0.25)
+    gemma = Description(
+        kind=Kind.ONLOOKER,
+        **common,
+        taps=_LAST,
+        join=Join(at=JoinAt.PROJECTION, norms=False),
+        body=replace(body, layers=3, hidden=48, key_heads=1, dim=32, head_norms=True, gemma=True),
+        views=(near, near, far),
+        own_head=True,
+    )
+    nemotron = replace(body, rotary=0.0, gated=False)
+    gated = replace(body, head_norms=True, attention_gate=True, rotary=0.5, theta=1e6)
+    zeroed, raw = {"zero_first": True}, Taps(layers=(7,))
+    return {
+        "eagle3": ("eagle3", eagle3()),
+        "eagle3 of some tokens": ("eagle3", eagle3(draft_vocab=40, norm=FuseNorm.EACH, own_embedding=True)),
+        "eagle3 without a norm": ("eagle3", eagle3(final_norm=False, body=replace(body, rope=LLAMA3, theta=5e5))),
+        "speculators": ("eagle3-speculators", eagle3()),
+        "eagle3.1": ("eagle3-speculators", eagle3(draft_vocab=40, norm=FuseNorm.EACH, recycle=Recycle.NORMED)),
+        "five taps": (
+            "eagle3-speculators",
+            eagle3(taps=five, join=Join(at=JoinAt.ATTENTION, residual_normed=True), body=wide, own_embedding=True),
+        ),
+        "peagle": ("peagle", peagle(draft_vocab=40, norm=FuseNorm.EACH, body=deep, own_embedding=True)),
+        "plain peagle": ("peagle", peagle(norm=FuseNorm.WHOLE)),
+        "peagle of speculators": ("peagle-speculators", peagle(taps=five, body=deep, guesses=3)),
+        "eagle": ("eagle", eagle),
+        "medusa": ("medusa", stack(stack=Stack(heads=3, layers=2))),
+        "legacy medusa": ("medusa", stack(stack=Stack(heads=3, shared_head=True))),
+        "medusa safe": ("medusa-safetensors", stack(stack=Stack(heads=2))),
+        "medusa of vllm": ("medusa-vllm", stack(stack=Stack(heads=2, layers=2))),
+        "medusa of some tokens": (
+            "medusa-vllm",
+            stack(stack=Stack(heads=2, bias=False, one_head=True), draft_vocab=40),
+        ),
+        "medusa with the target's head": ("medusa-vllm", stack(stack=Stack(heads=2, shared_head=True))),
+        "hydra": ("hydra", stack(kind=Kind.HYDRA, stack=Stack(heads=3, layers=2, head_bias=True))),
+        "ungrounded hydra": ("hydra", stack(taps=Taps(layers=(5,)), stack=Stack(heads=2))),
+        "deepseek": ("mtp-deepseek", mtp(join=zeroed, recycle=Recycle.RAW)),
+        "deepseek with tables": (
+            "mtp-deepseek",
+            mtp(
+                join=zeroed, recycle=Recycle.RAW, own_head=True, own_embedding=True, body=replace(body, head_norms=True)
+            ),
+        ),
+        "three modules": ("mtp-deepseek", mtp(join=zeroed, recycle=Recycle.RAW, modules=3)),
+        "modules with tables": (
+            "mtp-deepseek",
+            mtp(join=zeroed, recycle=Recycle.RAW, modules=2, own_head=True, own_embedding=True),
+        ),
+        "qwen": ("mtp-qwen", mtp(body=replace(body, head_norms=True))),
+        "gated qwen": ("mtp-qwen", mtp(body=gated)),
+        "mimo": (
+            "mtp-mimo",
+            mtp(taps=raw, join={**zeroed, "embedding_first": False}, body=replace(body, attention_bias=True)),
+        ),
+        "mtp of speculators": ("mtp-speculators", mtp()),
+        "nemotron": ("mtp-nemotron", mtp(body=nemotron)),
+        "assistant": ("gemma4-assistant", gemma),
+        "dflash": ("dflash", block()),
+        "biased dflash": ("dflash", block(body=biased, taps=Taps(layers=(0, 7), fused=True))),
+        "dflash of speculators": ("dflash-speculators", block()),
+        "narrow dflash": ("dflash-speculators", block(body=slim, draft_vocab=40, **tables)),
+        "dspark": ("dspark", block(Kind.DSPARK, block=spark)),
+        "dspark with tables": ("dspark", block(Kind.DSPARK, block=replace(spark, confidence=False), **tables)),
+        "anchored dflash": ("dspark", block(block=Block(size=4, sample_from_anchor=True))),
+        "dspark of speculators": (
+            "dspark-speculators",
+            block(Kind.DSPARK, block=replace(spark, sample_from_anchor=False), draft_vocab=40),
+        ),
+    }
+
+
+def random_draft(description: Description, *, seed: int = 0, table: torch.Tensor = TABLE) -> HeadModule:
+    """A module in which every weight says something; `table` is its target's."""
+    torch.manual_seed(seed)
+    module = make_module(description).eval().requires_grad_(False)
+    for name, weight in module.named_parameters():
+        if name.endswith("norm.weight") or name.startswith("fuse_norm."):
+            weight.uniform_(0.5, 1.5)
+        else:
+            weight.normal_(std=0.2)
+    if description.block:
+        module.mask.copy_((module.embedding.weight if description.own_embedding else table)[MASK])
+    if description.draft_vocab:
+        module.ids.copy_(torch.randperm(description.vocab)[: description.draft_vocab].sort().values)
+    return module
+
+
+def feed(head, description, text, taps):
+    """Let a head know of a text: the states [n, taps, H] before each of its tokens but the first."""
+    request = Request(id=0, prompt=tuple(text), params=SamplingParams(), seed=0, end_ids=frozenset(), limit=9)
+    row = Row(request=request, slot=0, text=list(text))
+    head.cache.admit(0, request.prompt)
+    batch = Batch(rows=(row,), start=(0,), feed=(tuple(text[:-1]),), budget=(0,))
+    width = taps.shape[-1]
+    head.note(
+        Round(
+            batch=batch,
+            draft=tree.empty(1, CPU),
+            scores=Scores(
+                logits=torch.zeros(1, 1, 1),
+                features={at: torch.zeros(1, 1, width) for at in description.taps.layers},
+                fed={at: (taps[:, i],) for i, at in enumerate(description.taps.layers)},
+            ),
+            path=((),),
+            emitted=((),),
+            sampled_logprob=((),),
+            failed=(False,),
+        )
+    )
+    return Batch(rows=(row,), start=(0,), feed=(tuple(text),), budget=(4,))
+
+
+def far(ours, theirs):
+    """How far logits are from others, of their size; what cannot be guessed is the same in both."""
+    known = ours.isfinite()
+    assert torch.equal(known, theirs.isfinite())
+    return (ours[known] - theirs[known]).norm() / theirs[known].norm()
+
+
+PROMPTS = ["def add(a, b):", "x", "The cat sat on the mat and the"]
+
+
+@cache
+def _standing() -> Loaded:
+    """The embedded target, loaded, packed and checked once for the drafts of a whole module."""
+    return load_target(None, dtype="float32", kernels="auto", quantize=None, device="cpu", rows=3, context=128)
+
+
+def guessed_by(proposer: str, *, k: int, chunk: int = 512) -> LLM:
+    """The embedded target with another proposer before it; what it was with until then cannot be used any more."""
+    house = furnish(_standing(), proposer, k=k, verifier="walk", chunk=chunk, planner=None, caching=Caching())
+    return LLM.of(house)
+
+
+@cache
+def plain_text(temperature: float) -> list[tuple[int, ...]]:
+    """What the embedded target says to `PROMPTS` without any guesses."""
+    params = SamplingParams(temperature=temperature, max_tokens=24, seed=5)
+    return [each.tokens for each in guessed_by("none", k=0).generate(PROMPTS, params)]
+
+
+def check_text(folder, make, *, temperature, k):
+    """What a draft guesses, as a chain or as a tree, leaves the embedded target's text as it is."""
+    wanted = plain_text(temperature)
+    llm = guessed_by(f"{'draft' if make is HeadProposer else 'tree'}:{folder}", k=k)
+    assert isinstance(llm.house.proposer, make)
+    got = llm.generate(PROMPTS, SamplingParams(temperature=temperature, max_tokens=24, seed=5))
+    assert [each.tokens for each in got] == wanted
+    assert sum(each.stats.drafted for each in got)
+
+
+def shown(layer, pair):
+    """A memory of keys and values [2, slots, key heads, entries, D] of one layer."""
+
+    def entries(wanted, slots, begin, end):
+        assert wanted == layer
+        return tuple(pair[:, slots, :, begin:end])
+
+    return Memory(entries=entries, config={})

@@ -1,0 +1,333 @@
+"""Models of every architecture, small and random, and a tokenizer of single bytes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+
+from outrider.core.params import SamplingParams
+from outrider.core.types import Batch, Draft, Request, Round, Row
+from outrider.errors import UnsupportedModel
+from outrider.loader.checkpoint import load_checkpoint
+from outrider.models.base import Target, make_target
+from outrider.native.library import load_library
+from outrider.testing.suite import random_tree
+
+VOCAB = 256
+WINDOW = 8  # of every layer that has one, so that it bites
+LAYERS = 4
+
+
+def make_config(name: str, **settings: Any) -> PreTrainedConfig:
+    """A small configuration of transformers' class `name`; a setting of ... is left out."""
+    common = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "initializer_range": 0.3,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
+    wanted = {key: value for key, value in (common | settings).items() if value is not ...}
+    return getattr(transformers, name)(**wanted)
+
+
+def _config(name: str, **settings: Any) -> Callable[[], PreTrainedConfig]:
+    return lambda: make_config(name, **settings)
+
+
+def _gpt(name: str, **settings: Any) -> Callable[[], PreTrainedConfig]:
+    """The same as `_config` for a class that still speaks as GPT-2 did."""
+    sizes = {"n_embd": 32, "n_head": 4, "n_layer": LAYERS, "n_positions": 128, "vocab_size": VOCAB}
+    rest = {"initializer_range": 0.3, "bos_token_id": None, "eos_token_id": None, "tie_word_embeddings": False}
+    return lambda: getattr(transformers, name)(**sizes | rest | settings)
+
+
+def _gemma3() -> PreTrainedConfig:
+    """A text model inside a larger one; its tower for images has as many layers."""
+    text = make_config("Gemma3TextConfig", head_dim=8, query_pre_attn_scalar=8, sliding_window=WINDOW).to_dict()
+    tower = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": LAYERS, "num_attention_heads": 2}
+    return transformers.Gemma3Config(
+        text_config=text,
+        vision_config=tower | {"image_size": 28, "patch_size": 14},
+        image_token_index=VOCAB - 1,
+        boi_token_index=VOCAB - 2,
+        eoi_token_index=VOCAB - 3,
+        mm_tokens_per_image=4,
+        tie_word_embeddings=False,
+    )
+
+
+_MIXED = ["sliding_attention", "full_attention"] * (LAYERS // 2)
+_SHARED = {  # the last two layers read the keys of the first two
+    "head_dim": 8,
+    "sliding_window": WINDOW,
+    "layer_types": _MIXED,
+    "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": VOCAB,
+}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12}
+
+ARCHITECTURES: Mapping[str, Callable[[], PreTrainedConfig]] = {
+    "llama": _config("LlamaConfig", attention_bias=True),
+    "qwen2": _config("Qwen2Config", use_sliding_window=True, sliding_window=WINDOW, layer_types=_MIXED),
+    "qwen3": _config("Qwen3Config", head_dim=16),
+    "mistral": _config("MistralConfig", sliding_window=WINDOW),
+    "gemma": _config("GemmaConfig", head_dim=8, num_key_value_heads=1),
+    "gemma2": _config("Gemma2Config", head_dim=8, sliding_window=WINDOW, attn_logit_softcapping=3.0),
+    "gemma3_text": _config(
+        "Gemma3TextConfig", head_dim=8, query_pre_attn_scalar=8, sliding_window=WINDOW, layer_types=_MIXED
+    ),
+    "gemma3": _gemma3,
+    "gemma3n_text": _config("Gemma3nTextConfig", altup_num_inputs=2, laurel_rank=4, **_SHARED),
+    "gemma4_text": _config("Gemma4TextConfig", global_head_dim=16, **_SHARED),
+    "phi": _config("PhiConfig"),
+    "phi3": _config("Phi3Config", sliding_window=WINDOW),
+    "phimoe": _config("PhimoeConfig", num_local_experts=4, num_experts_per_tok=2, sliding_window=WINDOW),
+    "gpt_neox": _config("GPTNeoXConfig"),
+    "gpt2": _gpt("GPT2Config", scale_attn_by_inverse_layer_idx=True),
+    "gpt_bigcode": _gpt("GPTBigCodeConfig"),
+    "opt": _config("OPTConfig", ffn_dim=48, word_embed_proj_dim=32, init_std=0.3, pad_token_id=0),
+    "mixtral": _config("MixtralConfig", num_local_experts=4, num_experts_per_tok=2, sliding_window=WINDOW),
+    "qwen2_moe": _config(
+        "Qwen2MoeConfig",
+        shared_expert_intermediate_size=24,
+        use_sliding_window=True,
+        sliding_window=WINDOW,
+        layer_types=_MIXED,
+        **_EXPERTS,
+    ),
+    "qwen3_moe": _config("Qwen3MoeConfig", **_EXPERTS),
+    "cohere": _config("CohereConfig", use_qk_norm=True),
+    "cohere2": _config("Cohere2Config", head_dim=8, sliding_window=WINDOW, layer_types=_MIXED),
+    "granite": _config("GraniteConfig", attention_multiplier=0.2, logits_scaling=2.0),
+    "granitemoe": _config("GraniteMoeConfig", num_local_experts=4, num_experts_per_tok=2, attention_multiplier=0.2),
+    "granitemoehybrid": _config(  # without its recurrent layers
+        "GraniteMoeHybridConfig",
+        num_local_experts=0,
+        shared_intermediate_size=48,
+        layer_types=["full_attention"] * LAYERS,
+        mamba_n_heads=4,
+        mamba_d_head=16,
+    ),
+    "olmo2": _config("Olmo2Config"),
+    "olmo3": _config("Olmo3Config", sliding_window=WINDOW, layer_types=_MIXED),
+    "olmoe": _config("OlmoeConfig", num_experts=4, num_experts_per_tok=2),
+    "starcoder2": _config("Starcoder2Config", sliding_window=WINDOW),
+    "smollm3": _config("SmolLM3Config", no_rope_layer_interval=2),
+    "exaone4": _config("Exaone4Config", sliding_window=WINDOW, sliding_window_pattern=2),
+    "glm4": _config("Glm4Config", head_dim=8),
+    "gpt_oss": _config(
+        "GptOssConfig",
+        head_dim=8,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=WINDOW,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+    ),
+    "deepseek_v3": _config(
+        "DeepseekV3Config",
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=1,
+        num_key_value_heads=4,
+        **_LATENT,
+    ),
+    "llama4_text": _config(
+        "Llama4TextConfig",
+        head_dim=8,
+        intermediate_size_mlp=48,
+        num_local_experts=4,
+        num_experts_per_tok=1,
+        attention_chunk_size=WINDOW,
+        no_rope_layers=[1, 1, 0, 1],
+        attn_temperature_tuning=False,
+    ),
+    "mamba2": _config(
+        "Mamba2Config",
+        num_heads=8,
+        head_dim=8,
+        state_size=16,
+        n_groups=2,
+        chunk_size=WINDOW,
+        num_attention_heads=...,
+        num_key_value_heads=...,
+        max_position_embeddings=...,
+        intermediate_size=...,
+    ),
+}
+
+_UNREPLACED, _LAYERS = "attention cannot be replaced", "layers of type .* are not handled yet"
+REFUSED: Mapping[str, tuple[Mapping[str, Any], str]] = {  # a config.json, and the reason
+    "bloom": ({}, _UNREPLACED),
+    "mpt": ({}, _UNREPLACED),
+    "falcon": ({"alibi": True}, _UNREPLACED),
+    "gptj": ({}, _UNREPLACED),
+    "stablelm": ({}, _UNREPLACED),
+    "rwkv": ({}, _UNREPLACED),
+    "mamba": ({}, _LAYERS),
+    "jamba": ({}, _LAYERS),
+    "bamba": ({}, _LAYERS),
+    "falcon_h1": ({}, _LAYERS),
+    "nemotron_h": ({}, _LAYERS),
+    "zamba2": ({}, _LAYERS),
+    "qwen3_next": ({}, _LAYERS),
+    "minimax": ({}, _LAYERS),
+    "granitemoehybrid": ({}, _LAYERS),
+    "lfm2": ({"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}, _LAYERS),
+    "llama": ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "dynamic rotary"),
+    "gemma3_text": ({"rope_parameters": {"full_attention": {"rope_type": "dynamic", "factor": 2.0}}}, "dynamic rotary"),
+    "llama4_text": ({"attn_temperature_tuning": True}, "counts positions by itself"),
+    "moshi": ({}, "forgets by another window than its mask's"),
+    "t5": ({}, "not a causal language model"),
+    "bert": ({}, "not a causal language model"),
+    "whisper": ({}, "not a causal language model"),
+}
+REFUSED_BY_CHECK: Mapping[str, tuple[Callable[[], PreTrainedConfig], str]] = {
+    "bert-generation": (_config("BertGenerationConfig", is_decoder=False), "differs from the model's own"),
+    "diffllama": (_config("DiffLlamaConfig"), "differs from the model's own"),
+    "doge": (_config("DogeConfig", pad_token_id=0), "does not run here"),
+    "nemotron": (_config("NemotronConfig"), "do not hand keyword arguments on"),
+}
+
+
+def save(folder: Path, config: PreTrainedConfig, *, seed: int = 0, size: int = VOCAB) -> Path:
+    """Write a random model of a configuration, and a tokenizer of `size` tokens; every weight says something."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() == 1:  # norms, biases and sinks, which start as ones and zeros
+                weight += 0.2 * torch.randn(weight.shape)
+    return save_model(folder, model, size=size)
+
+
+def save_model(folder: Path, model: PreTrainedModel, *, size: int = VOCAB) -> Path:
+    transformers.utils.logging.disable_progress_bar()
+    model.save_pretrained(folder)
+    tokenizer(size).save_pretrained(folder)
+    return folder
+
+
+def tokenizer(size: int = VOCAB) -> PreTrainedTokenizerFast:
+    """One token per byte, and special ones up to `size`."""
+    letters = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    bytewise = Tokenizer(models.BPE(vocab=letters, merges=[]))
+    bytewise.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bytewise.decoder = decoders.ByteLevel()
+    bytewise.add_special_tokens([f"<{i}>" for i in range(len(letters), size)])
+    return PreTrainedTokenizerFast(tokenizer_object=bytewise)
+
+
+class Shelf:
+    """Folders of models by name, each made once, and transformers' own models read from them."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._models: dict[str, Any] = {}
+
+    def folder(self, name: str) -> Path:
+        path = self._root / name
+        return path if path.exists() else save(path, ARCHITECTURES[name]())
+
+    def model(self, name: str) -> Any:
+        """transformers' own, whose attention is the plain one."""
+        if name not in self._models:
+            kind = {} if name == "mamba2" else {"attn_implementation": "eager"}
+            folder = self.folder(name)
+            self._models[name] = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **kind).eval()
+        return self._models[name]
+
+    def target(self, name: str, layers: Sequence[int] = (), dtype: str = "float32") -> Target:
+        checkpoint = load_checkpoint(self.folder(name), dtype=dtype, device="cpu")
+        target = make_target(checkpoint, slots=4, context=128)
+        target.export(layers)
+        return target
+
+
+def greedy(model: Any, prompt: Sequence[int], count: int) -> list[int]:
+    """transformers' own greedy completion."""
+    ids = torch.tensor([prompt])
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, eos_token_id=None
+    )
+    return out[0, len(prompt) :].tolist()
+
+
+def text(chance: random.Random, length: int) -> list[int]:
+    """Random tokens, of which some repeat."""
+    fresh = [chance.randrange(VOCAB) for _ in range(length)]
+    return [fresh[i % 5] if chance.random() < 0.7 else token for i, token in enumerate(fresh)]
+
+
+def admit(target: Target, slot: int, tokens: Sequence[int]) -> Row:
+    request = Request(id=slot, prompt=tuple(tokens), params=SamplingParams(), seed=0, end_ids=frozenset(), limit=10**6)
+    row = Row(request=request, slot=slot, text=list(tokens))
+    row.cached = target.cache.admit(slot, tokens)
+    return row
+
+
+def everything(rows: Sequence[Row]) -> Batch:
+    """A batch in which each row feeds all that is missing."""
+    feeds = tuple(tuple(row.text[row.cached :]) for row in rows)
+    return Batch(rows=tuple(rows), start=tuple(row.cached for row in rows), feed=feeds, budget=(6,) * len(rows))
+
+
+def branch(draft: Draft, b: int, node: int) -> list[int]:
+    """Nodes of row b from the root's child to `node`."""
+    path: list[int] = []
+    while node >= 0:
+        path.insert(0, node)
+        node = int(draft.parent[b, node])
+    return path
+
+
+def grow(target: Target, rows: Sequence[Row], chance: random.Random) -> None:
+    """One round: random trees, of which the branch of a random node is kept, and a random bonus."""
+    batch = everything(rows)
+    draft = random_tree([chance.randint(1, 6), *(chance.randint(0, 6) for _ in rows[1:])], VOCAB, chance)
+    scores = target.score(batch, draft)
+    paths = [branch(draft, b, chance.randint(-1, width - 1)) for b, width in enumerate(draft.width)]
+    emitted = [
+        (*(int(draft.tokens[b, node]) for node in path), chance.randrange(VOCAB)) for b, path in enumerate(paths)
+    ]
+    target.cache.commit(
+        Round(
+            batch=batch,
+            draft=draft,
+            scores=scores,
+            path=tuple(tuple(path) for path in paths),
+            emitted=tuple(emitted),
+            sampled_logprob=tuple((0.0,) * len(tokens) for tokens in emitted),
+            failed=(False,) * len(rows),
+        )
+    )
+    for row, path, tokens in zip(rows, paths, emitted, strict=True):
+        row.cached = len(row.text) + len(path)
+        row.text += tokens
+
+
+def compiles() -> bool:
+    """Whether the native kernels can be had here."""
+    try:
+        return bool(load_library())
+    except UnsupportedModel:
+        return False

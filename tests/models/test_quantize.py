@@ -1,0 +1,193 @@
+"""Weights of 8 and 4 bits through torch's operators: what they are, and that they are the model."""
+
+from __future__ import annotations
+
+import logging
+import random
+
+import pytest
+import torch
+from torch.nn import functional
+
+from outrider.audit.pair import widen
+from outrider.core import tree
+from outrider.core.params import SamplingParams
+from outrider.errors import OutriderError, UnsupportedModel
+from outrider.llm import LLM
+from outrider.loader.check import check_target
+from outrider.loader.checkpoint import load_checkpoint
+from outrider.models import quantize
+from outrider.models.base import make_target
+from outrider.models.quantize import QuantisedLinear, quantise
+from tests.helpers import tiny
+
+CPU = torch.device("cpu")
+BITS = [8, 4]
+MODELS = {
+    "gemma2": tiny.ARCHITECTURES["gemma2"](),
+    "gpt_neox": tiny.ARCHITECTURES["gpt_neox"](),
+    "phi": tiny.make_config("PhiConfig", hidden_size=64, intermediate_size=128),
+    "olmo2": tiny.make_config("Olmo2Config", hidden_size=128, intermediate_size=192),
+    "tied": tiny.make_config("LlamaConfig", attention_bias=True, tie_word_embeddings=True),
+    "mixtral": tiny.ARCHITECTURES["mixtral"](),
+    "mamba2": tiny.ARCHITECTURES["mamba2"](),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("quantize")
+    return {name: tiny.save(root / name, config) for name, config in MODELS.items()}
+
+
+def load(folder):
+    return load_checkpoint(folder, dtype="bfloat16", device="cpu")
+
+
+def read(folder, bits):
+    checkpoint = load(folder)
+    return make_target(checkpoint, slots=4, context=128, kernels="torch", bits=bits), checkpoint
+
+
+def normal(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def score(target, text):
+    row = tiny.admit(target, 0, text)
+    with torch.inference_mode():
+        logits = target.score(tiny.everything([row]), tree.empty(1, CPU)).logits
+    target.cache.release(0)
+    return logits
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("inputs", [32, 96, 192])
+def test_a_layer_multiplies_by_its_values(bits, bias, inputs):
+    weight, added = normal(80, inputs), normal(80, seed=1) if bias else None
+    layer = QuantisedLinear(weight, added, bits=bits)
+    values = layer.values()
+    for rows in (0, 1, 3, 4, 5, 8, 9, 20):
+        x = normal(1, rows, inputs, seed=rows)
+        for given in (x, normal(rows * inputs + 1)[1:].view(1, rows, inputs), normal(inputs, rows).T[None]):
+            out = layer(given)
+            wanted = functional.linear(given.double(), values.double(), None if added is None else added.double())
+            assert out.shape == (1, rows, 80)
+            assert torch.allclose(
+                out.double(), wanted, rtol=2**-7, atol=2**-6 * float(wanted.abs().max() if rows else 0)
+            )
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_values_are_the_weight_but_for_half_a_step(bits):
+    weight = normal(64, 128) * torch.logspace(-6, 3, 64)[:, None].bfloat16()
+    layer = QuantisedLinear(weight, None, bits=bits)
+    values, most = layer.values(), (1 << (bits - 1)) - 1
+    groups = 128 if bits == 8 else 64
+    step = weight.float().view(64, -1, groups).abs().amax(-1).repeat_interleave(groups, 1) / most
+    assert ((values - weight.float()).abs() <= 0.6 * step).all()  # a step's own rounding is the tenth above a half
+    assert torch.equal(layer.weight, values.bfloat16())
+    again = QuantisedLinear(layer.weight, None, bits=bits)
+    if bits == 4:  # bfloat16 holds the values themselves
+        assert torch.equal(layer.weight.float(), values)
+        assert torch.equal(again.values(), values)
+    assert layer.nbytes == 64 * 128 * bits // 8 + 2 * 64 * (1 if bits == 8 else 2 * 2)
+    layer.load(torch.zeros(64, 128))
+    assert not layer.values().any()
+
+
+@pytest.mark.parametrize(
+    ("shape", "taken"), [((48, 64), BITS), ((50, 64), [8]), ((48, 48), [8]), ((48, 40), []), ((1, 32), [8])]
+)
+def test_shapes_that_the_operators_take(shape, taken):
+    assert [bits for bits in BITS if QuantisedLinear.takes(normal(*shape), bits)] == taken
+    assert not QuantisedLinear.takes(normal(*shape).float(), 8)
+    for bits in taken:
+        layer = QuantisedLinear(normal(*shape), None, bits=bits)
+        x = normal(3, shape[1], seed=1)
+        assert torch.allclose(layer(x).float(), functional.linear(x.float(), layer.values()), rtol=0.02, atol=0.2)
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_tree_is_its_branches_read_by_the_quantised_model(name, bits, folders):
+    target, checkpoint = read(folders[name], bits)
+    assert target.kernels == f"torch int{bits}"
+    check_target(target, checkpoint)
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("name", ["gpt_neox", "olmo2", "tied", "mamba2"])
+def test_the_quantised_model_is_a_model_of_its_own(name, bits, folders):
+    text = tiny.text(random.Random(0), 30)
+    wide = widen(load(folders[name]), bits)
+    assert all(weight.dtype == torch.float32 for weight in wide.model.parameters())
+    own = score(make_target(wide, slots=1, context=64), text)
+    logits, plain = (score(read(folders[name], b)[0], text) for b in (bits, 16))
+    assert (logits - own).norm() < 0.08 * own.norm()  # what is left is the rounding of activations
+    if bits == 4:
+        assert (plain - own).norm() > 2 * (logits - own).norm()
+
+
+def test_fewer_bits_are_fewer_bytes(folders):
+    sizes = [read(folders["olmo2"], bits)[0].bytes() for bits in (4, 8, 16)]
+    table = tiny.VOCAB * 128 * 2
+    whole = sizes[2] - table
+    assert sizes[0] < sizes[1] < sizes[2]
+    assert sizes[1] - table == pytest.approx(whole / 2, rel=0.05)
+    head = read(folders["olmo2"], 4)[1].model.get_output_embeddings()
+    assert head.nbytes == tiny.VOCAB * (128 + 2), "the head keeps 8 bits"
+
+
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("tied", [False, True])
+def test_swap_quantises_anew(bits, tied, tmp_path):
+    config = tiny.make_config("LlamaConfig", attention_bias=True, tie_word_embeddings=tied)
+    old, new = (tiny.save(tmp_path / str(seed), config, seed=seed) for seed in (0, 1))
+    text = tiny.text(random.Random(1), 20)
+    (target, _), (other, _) = read(old, bits), read(new, bits)
+    before, wanted = score(target, text), score(other, text)
+    target.swap(load(new).model.state_dict(), 1)
+    assert torch.equal(score(target, text), wanted)
+    target.swap(load(old).model.state_dict(), 2)
+    assert torch.equal(score(target, text), before)
+    with pytest.raises(OutriderError, match="has shape"):
+        target.swap({"lm_head.weight": torch.zeros(1)}, 3)
+
+
+def test_what_stays_as_it_is_is_said(folders, caplog, tmp_path):
+    with caplog.at_level(logging.WARNING, "outrider"):
+        read(folders["olmo2"], 8)
+        assert not caplog.messages
+        read(folders["tied"], 4)
+    (message,) = caplog.messages
+    assert message.startswith("llama: 4 weights cannot be quantised and stay as they are: model.layers.0.mlp.down_proj")
+    assert message.endswith(", ...")
+
+
+def test_what_cannot_be_quantised_is_refused(folders, monkeypatch, tmp_path):
+    with pytest.raises(OutriderError, match="quantize needs a CPU and bfloat16; use device cpu and dtype auto"):
+        LLM(folders["olmo2"], quantize="int8", dtype="float32", device="cpu")
+    sizes = {
+        "hidden_size": 24,
+        "intermediate_size": 40,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+    }
+    model = load(tiny.save(tmp_path, tiny.make_config("LlamaConfig", **sizes))).model
+    with pytest.raises(UnsupportedModel, match="llama: it has no linear layer that can be quantised"):
+        quantise(model, 8)
+    monkeypatch.setattr(quantize, "_OPERATORS", ("_no_such_operator",))
+    with pytest.raises(UnsupportedModel, match="this torch has no _no_such_operator, which quantize needs"):
+        LLM(folders["olmo2"], quantize="int4", device="cpu")
+
+
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+def test_speculation_with_a_quantised_model(quantize, folders):
+    llm = LLM(folders["gemma2"], proposer="ngram", quantize=quantize, device="cpu", rows=2, context=64)
+    assert llm.house.dtype == torch.bfloat16
+    assert llm.house.target.kernels == f"torch {quantize}"
+    done = llm.generate([[5, 6, 5, 6, 5], [9, 9, 9]], SamplingParams(max_tokens=12, ignore_eos=True))
+    assert [len(completion.tokens) for completion in done] == [12, 12]

@@ -1,0 +1,112 @@
+"""Recipes run from end to end, in the smallest size."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+from typer import Typer
+from typer.testing import CliRunner
+
+from outrider.core.params import SamplingParams
+from outrider.llm import LLM
+from outrider.train.data.prompts import read_prompts
+from recipes.family import prompts, train
+from recipes.family.corpus import is_aside, read_texts
+
+WORDS = ["the", "cat", "and", "a", "dog", "sat", "on", "one", "red", "mat", "while", "two", "men", "went", "home"]
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("texts")
+    (folder / "deep").mkdir()
+    chance = random.Random(3)
+    for i in range(40):
+        lines = [" ".join(chance.choices(WORDS, k=9)) + f" {i}" for _ in range(8)]
+        (folder / "deep" / f"{i}.txt").write_text("\n".join(lines))
+    (folder / "talk.md").write_text("<|user|>the cat<|end|><|assistant|>sat on the mat<|end|>" * 9)
+    (folder / "picture").write_bytes(bytes(range(256)))
+    (folder / "empty.txt").write_text("\n")
+    return folder
+
+
+def _run(command, *words):
+    app = Typer(pretty_exceptions_enable=False)
+    app.command()(command)
+    return CliRunner().invoke(app, list(map(str, words)))
+
+
+def test_texts_are_those_that_can_be_read(texts):
+    found = dict(read_texts(texts))
+    assert len(found) == 41
+    assert 0 < sum(map(is_aside, found)) < 10
+    assert [path.name for path, _ in read_texts(texts, [".md"])] == ["talk.md"]
+
+
+@pytest.fixture(scope="module")
+def family(texts, tmp_path_factory):
+    out = tmp_path_factory.mktemp("family")
+    sizes = "--vocab 320 --target 2x64 --draft 1x32 --tokens 80000 --batch 8 --sequence 64 --context 128 --lr 3e-3"
+    result = _run(train.main, texts, "--out", out, "--device", "cpu", *sizes.split())
+    assert result.exit_code == 0, result.output
+    return out, json.loads(result.stdout.splitlines()[-1])
+
+
+def test_a_family_learns(family):
+    _, report = family
+    assert report["vocab"] == 320
+    assert report["target"]["parameters"] > report["draft"]["parameters"]
+    for role in ("target", "draft"):
+        assert report[role]["validation_nats"] < 3.5  # 5.8 is what knowing nothing costs
+    assert 0.2 < report["agreement"] <= 1
+
+
+def test_a_family_speculates(family):
+    out, _ = family
+    llm = LLM(out / "target", proposer=f"draft:{out / 'draft'}", dtype="float32", k=2, rows=1)
+    plain = LLM(out / "target", proposer="none", dtype="float32", rows=1)
+    params = SamplingParams(max_tokens=24, ignore_eos=True)
+    ours, theirs = (each.generate("<|endoftext|>the cat", params)[0] for each in (llm, plain))
+    assert ours.tokens == theirs.tokens
+    assert ours.stats.tau > 1
+    assert llm.house.tokenizer.encode("<|user|>") == [1]
+    assert len(llm.house.end_ids) == 2
+    talk = llm.chat([{"role": "user", "content": "cat"}])
+    assert llm.house.tokenizer.decode(talk) == "<|endoftext|><|user|>cat<|end|><|assistant|>"
+
+
+def test_texts_become_prompts(texts, tmp_path):
+    out, held = tmp_path / "prompts.jsonl", tmp_path / "held.jsonl"
+    words = ["--each", 3, "--times", 5, "--special", "<|user|>", "--special", "", "--longest", 200]
+    result = _run(prompts.main, texts, "--out", out, "--held-out", held, *words)
+    assert result.exit_code == 0, result.output
+    found, aside = read_prompts([str(out)]), read_prompts([str(held)])
+    said = {path: "<|endoftext|>" + text for path, text in read_texts(texts)}
+    assert sum(each.prompt == "<|endoftext|><|user|>" for each in found) == 5
+    assert sum(each.prompt == "<|endoftext|>" for each in found) == 5
+    for some, is_held in ((found, False), (aside, True)):
+        cut = [each for each in some if each.category != "dialogue"]
+        assert len(cut) > 2
+        homes = [text for path, text in said.items() if is_aside(path) is is_held]
+        assert all(any(each.prompt in text and not text.endswith(each.prompt) for text in homes) for each in cut)
+        assert {each.category for each in cut} <= {"txt", "md"}
+        assert all(40 <= len(each.prompt.removeprefix("<|endoftext|>")) <= 200 for each in cut)
+
+
+def test_recipes_say_what_is_wrong(texts, tmp_path):
+    (tmp_path / "none").mkdir()
+    for command in (train.main, prompts.main):
+        result = _run(command, tmp_path / "none", "--out", tmp_path / "out")
+        assert result.exit_code == 2
+        assert "holds no text" in " ".join(result.output.replace("│", " ").split())
+    (tmp_path / "few").mkdir()
+    (tmp_path / "few" / "one.txt").write_text("the cat sat on the mat\n" * 9)
+    few = [tmp_path / "few", "--out", tmp_path / "x"]
+    assert _run(prompts.main, *few).exit_code == 0
+    result = _run(prompts.main, *few, "--held-out", tmp_path / "y")
+    assert result.exit_code == 2
+    assert "leave --held-out out" in " ".join(result.output.replace("│", " ").split())
+    assert not (tmp_path / "y").exists()
+    assert _run(prompts.main, texts, "--out", tmp_path / "x", "--shortest", 9, "--longest", 8).exit_code == 2
