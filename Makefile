@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint size bench clean
+.PHONY: demo test lint bench clean
 
 demo: .venv/ready
 	$(BIN)/outrider run --chat --show --temperature 0 "Lena has 5 boxes with 12 pencils each. She gives away 17 pencils. How many are left?"
@@ -12,9 +12,6 @@ test: .venv/ready
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -n 2 --dist worksteal
-
-size:
-	@$(PYTHON) tests/sizes.py
 
 bench: .venv/ready
 	$(BIN)/outrider bench

@@ -8,7 +8,7 @@ import torch
 from outrider import LLM
 from outrider.core import tree
 from outrider.core.types import Needs
-from outrider.testing.suite import check_proposer
+from outrider.testing import check_proposer
 
 
 class Echo:

@@ -8,7 +8,8 @@ python benchmarks/gpu/gpu.py all      # the three, models loaded once
 The models are a small trained pair (the embedded one, unless --target and --draft say otherwise), written in the
 dimensions of Llama 3 8B and 1B with the same text and the large ones' cost; --inflated-target and --inflated-draft
 take what an earlier run, or benchmarks/gpu/inflate_model.py, has written. Batch 1, greedy, medians of interleaved
-rounds after a warm-up that compiles and records. --device cpu --like tiny tries it out anywhere. The last line is one JSON document.
+rounds after a warm-up that compiles and records. --device cpu --like tiny tries it out anywhere. The last line is one
+JSON document.
 """
 
 from __future__ import annotations

@@ -19,8 +19,9 @@ from outrider.engine.scheduler import Scheduler
 from outrider.engine.verifiers import tree_makers
 from outrider.errors import OutriderError
 from outrider.loader.check import check_target
-from outrider.loader.checkpoint import Checkpoint, load_checkpoint
-from outrider.models.base import make_target
+from outrider.loader.checkpoint import load_checkpoint
+from outrider.loader.make import make_target
+from outrider.models.checkpoint import Checkpoint
 from outrider.models.quantize import QuantisedLinear, quantise
 from outrider.native.target import NativeTarget
 from outrider.plan.planner import FixedPlanner

@@ -15,10 +15,11 @@ from outrider.audit.pair import Pair
 from outrider.audit.prompts import Prompt, read_prompts
 from outrider.audit.replay import cases, replay
 from outrider.audit.report import Meter, show
-from outrider.engine.build import default_proposer, weight_bits
+from outrider.engine.build import weight_bits
 from outrider.engine.verifiers import find_verifier
 from outrider.errors import OutriderError
 from outrider.loader.embedded import model_folder
+from outrider.propose.registry import default_proposer
 from outrider.system.machine import commit, hardware, use_threads, versions
 from outrider.verify.rules import Verifier
 

@@ -20,7 +20,7 @@ from outrider.bench.settings import Settings
 from outrider.bench.sweep import Place, guessers, home, places, sweeps
 from outrider.cache.base import Caching
 from outrider.core.params import AUTO
-from outrider.engine.build import auto_planner, default_proposer, weight_bits
+from outrider.engine.build import auto_planner, weight_bits
 from outrider.errors import OutriderError
 from outrider.llm import LLM
 from outrider.loader.embedded import model_folder
@@ -29,7 +29,7 @@ from outrider.native.target import NativeTarget
 from outrider.plan.planner import Planner
 from outrider.plan.store import PlanFile, restored
 from outrider.propose.expression import pasted
-from outrider.propose.registry import draft_model, parse
+from outrider.propose.registry import default_proposer, draft_model, parse
 from outrider.system import machine
 
 

@@ -20,9 +20,11 @@ from outrider.engine.scheduler import Scheduler
 from outrider.engine.verifiers import find_verifier, fitting_verifiers
 from outrider.errors import OutriderError
 from outrider.loader.check import check_target
-from outrider.loader.checkpoint import Checkpoint, is_recurrent, load_checkpoint
-from outrider.loader.embedded import embedded, model_folder
-from outrider.models.base import Target, make_target
+from outrider.loader.checkpoint import is_recurrent, load_checkpoint
+from outrider.loader.embedded import model_folder
+from outrider.loader.make import make_target
+from outrider.models.base import Target
+from outrider.models.checkpoint import Checkpoint
 from outrider.native.rules import fastest
 from outrider.native.sampling import fastest_shape
 from outrider.plan.calibrate import known_costs
@@ -34,6 +36,7 @@ from outrider.propose.linearize import OneWay
 from outrider.propose.registry import (
     Maker,
     alternatives,
+    default_proposer,
     draft_model,
     draft_models,
     find_proposer,
@@ -284,11 +287,6 @@ def weight_bits(quantize: str | None) -> int:
 def full_dtype(dtype: str, bits: int) -> str:
     """What a model is loaded in whose weights are to have so many bits: auto is then what quantising starts from."""
     return "bfloat16" if bits < 16 and dtype == "auto" else dtype
-
-
-def default_proposer(target: str | Path | None) -> str:
-    """The embedded draft for the embedded target, and for any other what costs nothing."""
-    return f"draft:{embedded('nano')}" if model_folder(target) == embedded("mini") else "ngram"
 
 
 def _check_k(k: int | str) -> None:

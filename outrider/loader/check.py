@@ -9,8 +9,8 @@ import torch
 from outrider.core import tree
 from outrider.core.types import Batch, Row
 from outrider.errors import MODEL_ERRORS, UnsupportedModel
-from outrider.loader.checkpoint import Checkpoint
 from outrider.models.base import Target
+from outrider.models.checkpoint import Checkpoint
 from outrider.models.rounding import TOLERANCE, TRIALS
 
 _PROMPT = 9  # tokens, fed as 5 and then 4, so that the cache is read back

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,26 +26,13 @@ from transformers.utils import logging as transformers_logging
 from outrider.errors import OutriderError, UnsupportedModel
 from outrider.heads.store import is_head
 from outrider.models.attention import NAME, attend, look
+from outrider.models.checkpoint import Checkpoint
 
 _RECURRENT = frozenset({"mamba2"})  # families whose state cannot be trimmed; shown to be exact by the tests
 _FORGETFUL = frozenset({"moshi"})  # what transformers generates from is not what its forward pass says
 _MEMORIES = frozenset({"full_attention", "sliding_attention", "chunked_attention"})  # layers of keys and values
 _ENDLESS = 1 << 20  # context of a model that names none
 _BROKEN = (OSError, ValueError, TypeError, KeyError, AttributeError, ImportError, RuntimeError, StrictDataclassError)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Checkpoint:
-    """A loaded model with what its folder says about it."""
-
-    model: Any
-    tokenizer: Any
-    context: int  # tokens
-    vocab: int
-    end_ids: frozenset[int]
-    recurrent: bool
-    dtype: torch.dtype
-    device: torch.device
 
 
 def load_checkpoint(folder: str | Path, *, dtype: str = "auto", device: str = "auto") -> Checkpoint:

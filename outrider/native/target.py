@@ -16,7 +16,7 @@ from outrider.cache.shared import BorrowedCache
 from outrider.core import tree
 from outrider.core.types import Batch, Dice, Draft, Grown, Memory, Packed, Scores, Tables, Trust
 from outrider.errors import OutriderError
-from outrider.loader.checkpoint import Checkpoint
+from outrider.models.checkpoint import Checkpoint
 from outrider.models.submodel import refuse_wider
 from outrider.native.abi import Columns
 from outrider.native.decoder import Decoder

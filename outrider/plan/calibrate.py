@@ -15,7 +15,8 @@ from outrider.core import tree
 from outrider.core.types import Batch, Draft, Row
 from outrider.errors import OutriderError
 from outrider.heads.targets.base import HeadTarget
-from outrider.models.base import RecurrentTarget, Target
+from outrider.models.base import Target
+from outrider.models.recurrent_target import RecurrentTarget
 from outrider.native.library import cache_folder
 from outrider.plan.pass_cost import CostModel, PassCost, Sample
 from outrider.system.atomic_files import write_whole

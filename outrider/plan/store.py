@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from outrider.core.params import AUTO
-from outrider.engine.build import default_proposer
 from outrider.errors import OutriderError
 from outrider.loader.embedded import model_folder
 from outrider.plan.planner import CostPlanner, Planner
 from outrider.propose.expression import folder_of
-from outrider.propose.registry import Expression, Maker, parse
+from outrider.propose.registry import Expression, Maker, default_proposer, parse
 from outrider.system.atomic_files import check_writable, write_whole
 
 _FORMAT, _VERSION = "outrider plan", 1

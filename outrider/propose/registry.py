@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 from outrider.core.types import Needs
 from outrider.errors import OutriderError
-from outrider.loader.embedded import embedded
+from outrider.loader.embedded import embedded, model_folder
 from outrider.models.base import Target
 from outrider.propose.base import NoProposer, Proposer, Setup, whole
 from outrider.propose.combine import Combination, First, Merge, Switch, check_parts
@@ -96,7 +96,7 @@ def own_proposer(maker: Maker, setup: Setup) -> Proposer:
     if lacks:
         raise OutriderError(
             f"{name} makes no proposer: what it makes lacks {', '.join(lacks)}; outrider.propose.base.Proposer says"
-            " what they do, and outrider.testing.suite.check_proposer tests them"
+            " what they do, and outrider.testing.check_proposer tests them"
         )
     return made
 
@@ -358,3 +358,8 @@ CHAINS = (DRAWN - {"tree"}) | {"draft-text", "none", "first", "switch"}  # and t
 COMBINATIONS: Mapping[str, Callable[[Setup, Sequence[Proposer]], Proposer]] = MappingProxyType(
     {"first": First, "merge": Merge, "switch": Switch}
 )
+
+
+def default_proposer(target: str | Path | None) -> str:
+    """The embedded draft for the embedded target, and for any other what costs nothing."""
+    return f"draft:{embedded('nano')}" if model_folder(target) == embedded("mini") else "ngram"

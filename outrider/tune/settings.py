@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outrider.core.params import AUTO, SamplingParams
-from outrider.engine.build import default_proposer, weight_bits
+from outrider.engine.build import weight_bits
 from outrider.engine.verifiers import find_verifier
 from outrider.errors import OutriderError
 from outrider.measure.number_lists import parse_whole
-from outrider.propose.registry import parse
+from outrider.propose.registry import default_proposer, parse
 
 PHASES = ("first", "middle", "last")  # thirds of an output
 _PLAIN = "none"

@@ -2,7 +2,7 @@
 
 Every rule is a pure function (draft, p, noise) -> Verdict. p [B, 1 + N, V] is the target's law at the root and after
 each node; what is emitted, path and bonus together, has exactly the law that sampling p token by token has. That is
-proven by enumeration in `outrider.testing.suite`.
+proven by enumeration in `outrider.testing`.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from outrider.errors import OutriderError
 from outrider.llm import LLM
 from outrider.loader.checkpoint import load_checkpoint
 from outrider.loader.embedded import embedded
-from outrider.models.base import make_target
+from outrider.loader.make import make_target
 from outrider.propose.draft_model.chain import ModelProposer
 from outrider.testing.drive import make_row
 from outrider.testing.toy_target import ToyTarget

@@ -11,11 +11,11 @@ import torch
 from outrider.core.params import SamplingParams
 from outrider.loader.checkpoint import load_checkpoint
 from outrider.loader.embedded import embedded
-from outrider.models.base import make_target
+from outrider.loader.make import make_target
 from outrider.propose.base import NoProposer
 from outrider.propose.draft_model.chain import ModelProposer
 from outrider.propose.lookup.ngram import NgramProposer
-from outrider.testing.suite import ToyTarget
+from outrider.testing import ToyTarget
 from outrider.verify.rules import EXACT
 from tests.helpers.conformance import EVERY, LEARNING, PROPOSERS
 from tests.helpers.engines import make_engine, outputs, run

@@ -22,14 +22,14 @@ from outrider.engine.constraints import guide
 from outrider.errors import OutriderError
 from outrider.loader.checkpoint import load_checkpoint
 from outrider.loader.embedded import embedded
-from outrider.models.base import make_target
+from outrider.loader.make import make_target
 from outrider.plan.planner import FixedPlanner
 from outrider.propose.base import NoProposer
 from outrider.propose.combine import Merge
 from outrider.propose.draft_model.chain import ModelProposer
 from outrider.propose.draft_model.tree import TreeProposer
 from outrider.propose.lookup.ngram import NgramProposer
-from outrider.testing.suite import ToyTarget
+from outrider.testing import ToyTarget
 from outrider.verify.rules import EXACT
 from tests.helpers import grammar_cases, tiny
 from tests.helpers.engines import make_engine, tightened

@@ -14,7 +14,7 @@ from outrider.core.params import SamplingParams
 from outrider.core.types import Draft, Law, Packed, Request, Row, Scores
 from outrider.engine.build import embedded
 from outrider.loader.checkpoint import load_checkpoint
-from outrider.models.base import make_target
+from outrider.loader.make import make_target
 from outrider.native.rules import fastest
 from outrider.propose.combine import First, Merge
 from outrider.propose.draft_model.chain import ModelProposer

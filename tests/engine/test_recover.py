@@ -9,7 +9,7 @@ import pytest
 from outrider.core.params import SamplingParams
 from outrider.core.types import Finish, Request
 from outrider.propose.lookup.ngram import NgramProposer
-from outrider.testing.suite import ToyTarget
+from outrider.testing import ToyTarget
 from outrider.testing.toy_target import ToyCache
 from outrider.verify.rules import EXACT
 from tests.cache.test_replay import toy_prompts

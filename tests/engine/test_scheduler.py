@@ -11,7 +11,7 @@ from outrider.core.types import Finish, Request
 from outrider.engine.prefill_budget import Tempo
 from outrider.engine.scheduler import Scheduler
 from outrider.errors import OutriderError
-from outrider.testing.suite import ToyTarget
+from outrider.testing import ToyTarget
 from tests.helpers.conformance import EVERY, PROPOSERS
 from tests.helpers.engines import make_engine, run
 

@@ -21,13 +21,13 @@ from outrider.heads.targets.block import BlockTarget
 from outrider.heads.targets.registry import make_head_target
 from outrider.loader.checkpoint import load_checkpoint
 from outrider.loader.embedded import embedded
-from outrider.models.base import make_target
+from outrider.loader.make import make_target
 from outrider.propose.base import NoProposer
 from outrider.propose.draft_model import chain as model_of_proposing
 from outrider.propose.draft_model.confidence import Confidence
 from outrider.propose.draft_model.trained_head import HeadProposer, HeadTreeProposer
+from outrider.testing import ToyTarget, toy_setup
 from outrider.testing.drive import make_round, make_row, random_tree
-from outrider.testing.suite import ToyTarget, toy_setup
 from outrider.train.data.batches import Reader
 from outrider.train.data.sample import Sample
 from outrider.train.loss import blocks

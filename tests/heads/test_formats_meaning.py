@@ -23,7 +23,7 @@ from outrider.heads.store import filled
 from outrider.heads.targets.autoregressive import FollowTarget, NativeFollowTarget
 from outrider.loader.checkpoint import load_checkpoint
 from outrider.loader.embedded import embedded
-from outrider.models.base import make_target
+from outrider.loader.make import make_target
 from tests.helpers import tiny
 from tests.helpers.heads import HEAD, LLAMA3, MASK, TABLE, YARN, cases, far, feed, random_draft
 

@@ -23,12 +23,13 @@ from outrider.heads.targets.registry import make_head_target
 from outrider.llm import LLM
 from outrider.loader.checkpoint import load_checkpoint
 from outrider.loader.embedded import embedded
-from outrider.models.base import Drawer, grow_by_scores, make_target
+from outrider.loader.make import make_target
+from outrider.models.base import Drawer, grow_by_scores
 from outrider.plan.calibrate import measure_pass
 from outrider.plan.planner import FixedPlanner
 from outrider.propose.draft_model.trained_head import HeadProposer, HeadTreeProposer
 from outrider.propose.registry import draft_model
-from outrider.testing.suite import random_tree
+from outrider.testing import random_tree
 from outrider.train.loss.steps import Chains
 from outrider.train.loss.unroll import Texts, unrolled
 from outrider.train.model.presets import KINDS, Sizes, describe

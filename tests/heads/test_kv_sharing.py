@@ -23,7 +23,7 @@ from outrider.heads.targets.registry import make_head_target
 from outrider.llm import LLM
 from outrider.loader.checkpoint import load_checkpoint
 from outrider.loader.embedded import embedded
-from outrider.models.base import make_target
+from outrider.loader.make import make_target
 from outrider.propose.base import NoProposer
 from outrider.propose.draft_model.trained_head import HeadProposer
 from outrider.testing.drive import make_row

@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 
 from outrider.loader.checkpoint import load_checkpoint
 from outrider.loader.embedded import embedded
-from outrider.models.base import Target, make_target
+from outrider.loader.make import make_target
+from outrider.models.base import Target
 from outrider.propose.base import NoProposer, Proposer, Setup
 from outrider.propose.combine import First, Merge, Switch
 from outrider.propose.draft_model.cascade import Cascade

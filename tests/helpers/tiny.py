@@ -16,9 +16,10 @@ from outrider.core.params import SamplingParams
 from outrider.core.types import Batch, Draft, Request, Round, Row
 from outrider.errors import UnsupportedModel
 from outrider.loader.checkpoint import load_checkpoint
-from outrider.models.base import Target, make_target
+from outrider.loader.make import make_target
+from outrider.models.base import Target
 from outrider.native.library import load_library
-from outrider.testing.suite import random_tree
+from outrider.testing import random_tree
 
 VOCAB = 256
 WINDOW = 8  # of every layer that has one, so that it bites

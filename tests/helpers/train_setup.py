@@ -10,7 +10,7 @@ from outrider.core.params import SamplingParams
 from outrider.core.types import Draw, Request
 from outrider.loader.checkpoint import load_checkpoint
 from outrider.loader.embedded import embedded
-from outrider.models.base import make_target
+from outrider.loader.make import make_target
 from outrider.propose.base import Setup
 from outrider.train.data.sample import Sample
 from outrider.train.loss.steps import Step, Texts

@@ -7,11 +7,10 @@ from typer.testing import CliRunner
 
 from outrider.cli.app import app
 from outrider.core.params import SamplingParams
-from outrider.engine.build import default_proposer
 from outrider.errors import OutriderError
 from outrider.llm import LLM
 from outrider.loader.embedded import embedded, model_folder
-from outrider.propose.registry import parse
+from outrider.propose.registry import default_proposer, parse
 
 
 def test_they_are_named_in_expressions():

@@ -111,9 +111,9 @@ def answering(status, content):
 )
 def test_what_goes_wrong_is_noted(status, content, says):
     async def ask(url):
-        async with client.connected(Settings(url=url, requests=1)) as (client, model):
+        async with client.connected(Settings(url=url, requests=1)) as (connection, model):
             (want,) = wanted(Settings(requests=1), read_prompts(), model)
-            return await client.ask(want, 0)
+            return await connection.ask(want, 0)
 
     with answering(status, content) as url:
         asked = asyncio.run(ask(url))

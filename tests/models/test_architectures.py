@@ -13,7 +13,7 @@ from outrider.core.params import SamplingParams
 from outrider.errors import OutriderError, UnsupportedModel
 from outrider.llm import LLM
 from outrider.loader.checkpoint import load_checkpoint
-from outrider.testing.suite import random_tree
+from outrider.testing import random_tree
 from tests.helpers import tiny
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # GPTBigCode

@@ -20,7 +20,8 @@ from outrider.errors import UnsupportedModel
 from outrider.loader.checkpoint import load_checkpoint
 from outrider.models import cuda_graphs
 from outrider.models.attention import NAME
-from outrider.models.base import AttentionTarget, grow_by_scores
+from outrider.models.attention_target import AttentionTarget
+from outrider.models.base import grow_by_scores
 from outrider.models.cuda_graphs import CudaRecorder
 from outrider.models.static_pass import Bucket, SpareCache, StaticModel, StaticPass
 from outrider.propose.base import NoProposer

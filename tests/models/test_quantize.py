@@ -16,8 +16,8 @@ from outrider.errors import OutriderError, UnsupportedModel
 from outrider.llm import LLM
 from outrider.loader.check import check_target
 from outrider.loader.checkpoint import load_checkpoint
+from outrider.loader.make import make_target
 from outrider.models import quantize
-from outrider.models.base import make_target
 from outrider.models.quantize import QuantisedLinear, quantise
 from tests.helpers import tiny
 

@@ -14,7 +14,7 @@ from outrider.core.types import Finish
 from outrider.errors import OutriderError, UnsupportedModel
 from outrider.llm import LLM
 from outrider.loader.checkpoint import load_checkpoint
-from outrider.models.base import make_target
+from outrider.loader.make import make_target
 from outrider.models.prepack import PackedLinear, can_prepack
 from outrider.propose.lookup.ngram import NgramProposer
 from tests.helpers import tiny

@@ -18,7 +18,8 @@ from outrider.errors import OutriderError, UnsupportedModel
 from outrider.llm import LLM
 from outrider.loader.checkpoint import load_checkpoint
 from outrider.loader.embedded import embedded
-from outrider.models.base import grow_by_scores, make_target
+from outrider.loader.make import make_target
+from outrider.models.base import grow_by_scores
 from outrider.native import library
 from outrider.native.pack import Arena, interleave, pack, separate, unpack
 from outrider.native.target import NativeTarget

@@ -15,10 +15,10 @@ from outrider.native import library
 SAYS = """
 import sys, torch
 from outrider import tree
-from outrider.build import load_target
-from outrider.embedded import embedded
+from outrider.engine.build import load_target
+from outrider.loader.embedded import embedded
 from outrider.native import library
-from outrider.types import Batch, Row
+from outrider.core.types import Batch, Row
 
 level, out = sys.argv[1:]
 library._FLAGS = tuple(f"-march={level}" if flag.startswith("-march") else flag for flag in library._FLAGS)

@@ -11,13 +11,13 @@ from outrider.core.params import SamplingParams
 from outrider.core.types import Batch, Trust
 from outrider.loader.checkpoint import load_checkpoint
 from outrider.loader.embedded import embedded
-from outrider.models.base import make_target
+from outrider.loader.make import make_target
 from outrider.propose.draft_model.cascade import Cascade
 from outrider.propose.draft_model.chain import ModelProposer
 from outrider.propose.registry import find_proposer
 from outrider.propose.vocabulary.wrapped_target import Wrapped
+from outrider.testing import ToyTarget, toy_setup
 from outrider.testing.drive import make_row
-from outrider.testing.suite import ToyTarget, toy_setup
 from tests.helpers.engines import make_engine, outputs, run
 
 PROMPTS = (

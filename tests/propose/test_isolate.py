@@ -14,7 +14,7 @@ from outrider.errors import OutriderError
 from outrider.propose.combine import Switch
 from outrider.propose.isolate import Guarded, guarded
 from outrider.propose.lookup.ngram import NgramProposer
-from outrider.testing.suite import ToyTarget
+from outrider.testing import ToyTarget
 from tests.cache.test_replay import toy_prompts
 from tests.engine.test_recover import SOME
 from tests.helpers.conformance import EVERY

@@ -17,8 +17,8 @@ from outrider.llm import LLM
 from outrider.propose.lookup import lookahead
 from outrider.propose.lookup.lookahead import LookaheadProposer, Sizes
 from outrider.propose.registry import find_proposer
+from outrider.testing import ToyTarget, toy_setup
 from outrider.testing.drive import make_round, make_row
-from outrider.testing.suite import ToyTarget, toy_setup
 from outrider.verify.rules import follow
 from tests.helpers.engines import make_engine, outputs, run
 

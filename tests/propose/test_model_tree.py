@@ -15,13 +15,13 @@ from outrider.core.types import Batch, Draw, Law, Scores
 from outrider.engine.verifiers import find_verifier
 from outrider.loader.checkpoint import load_checkpoint
 from outrider.loader.embedded import embedded
-from outrider.models.base import make_target
+from outrider.loader.make import make_target
 from outrider.propose.base import NoProposer
 from outrider.propose.draft_model.chain import ModelProposer
 from outrider.propose.draft_model.tree import TreeProposer
 from outrider.propose.registry import draft_model, find_proposer
+from outrider.testing import ToyTarget, joint_law, toy_setup
 from outrider.testing.drive import append, make_round, make_row
-from outrider.testing.suite import ToyTarget, joint_law, toy_setup
 from outrider.verify.sampling import Knobs, warp
 from tests.helpers.engines import make_engine, outputs, run
 

@@ -21,8 +21,8 @@ from outrider.loader.embedded import embedded
 from outrider.propose.lookup.datastore import LONGEST, SORTED, Datastore, join, sort_suffixes, vocabulary
 from outrider.propose.lookup.retrieval import RetrievalProposer
 from outrider.propose.registry import find_proposer
+from outrider.testing import ToyTarget, toy_setup
 from outrider.testing.drive import make_round, make_row
-from outrider.testing.suite import ToyTarget, toy_setup
 from outrider.tools import index
 
 CODE = "def add(a, b):\n    return a + b\n\n\ndef subtract(a, b):\n    return a - b\n"

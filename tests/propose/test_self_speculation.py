@@ -17,15 +17,17 @@ from outrider.errors import OutriderError, UnsupportedModel
 from outrider.llm import LLM
 from outrider.loader.checkpoint import load_checkpoint
 from outrider.loader.embedded import embedded
-from outrider.models.base import AttentionTarget, Divisible, make_target
+from outrider.loader.make import make_target
+from outrider.models.attention_target import AttentionTarget
+from outrider.models.base import Divisible
 from outrider.models.submodel import requantised_model
 from outrider.propose.base import NoProposer, Setup
 from outrider.propose.combine import Merge, Switch
 from outrider.propose.draft_model.self_speculation import exit_proposer, quantised_proposer, skip_proposer
 from outrider.propose.lookup.ngram import NgramProposer
 from outrider.propose.registry import find_proposer
+from outrider.testing import ToyTarget, check_cache, toy_setup
 from outrider.testing.drive import Life
-from outrider.testing.suite import ToyTarget, check_cache, toy_setup
 from tests.helpers import tiny
 from tests.helpers.engines import make_engine, outputs, run
 from tests.models.test_graphs import Replays

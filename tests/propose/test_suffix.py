@@ -21,8 +21,8 @@ from outrider.propose.lookup.suffix_history import DEEP, History
 from outrider.propose.lookup.suffix_text import NativeText, PlainText, text_maker
 from outrider.propose.lookup.suffix_tree import Worth
 from outrider.propose.registry import find_proposer
+from outrider.testing import ToyTarget, toy_setup
 from outrider.testing.drive import append, make_round, make_row
-from outrider.testing.suite import ToyTarget, toy_setup
 
 
 def compiles() -> bool:

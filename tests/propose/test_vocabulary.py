@@ -16,15 +16,16 @@ from outrider.core.types import Batch, Scores
 from outrider.errors import OutriderError
 from outrider.loader.checkpoint import load_checkpoint
 from outrider.loader.embedded import embedded
+from outrider.loader.make import make_target
 from outrider.measure.prompts import read_prompts
-from outrider.models.base import grow_by_scores, make_target
+from outrider.models.base import grow_by_scores
 from outrider.propose.vocabulary.intersection import Dictionary, SharedVocabulary
 from outrider.propose.vocabulary.retokenize import Reading
 from outrider.propose.vocabulary.text_draft import TextProposer
 from outrider.propose.vocabulary.token_text import counterparts, spelling
 from outrider.propose.vocabulary.wrapped_target import Wrapped
+from outrider.testing import ToyTarget, check_cache
 from outrider.testing.drive import make_row
-from outrider.testing.suite import ToyTarget, check_cache
 from tests.helpers import tiny
 from tests.helpers.conformance import PROPOSERS, letters
 from tests.helpers.engines import make_engine, run

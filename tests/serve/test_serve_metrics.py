@@ -24,7 +24,7 @@ from outrider.propose.registry import alternatives
 from outrider.serve.monitoring.drift import Drift
 from outrider.serve.monitoring.latency import Clocks
 from outrider.serve.monitoring.metrics import exposition
-from outrider.testing.suite import ToyTarget
+from outrider.testing import ToyTarget
 from tests.cache.test_replay import toy_prompts
 from tests.helpers.engines import make_engine
 from tests.serve.test_serve import PROMPT, serving, settled

@@ -11,7 +11,7 @@ from outrider.core import tree
 from outrider.propose.acceptance import Chances
 from outrider.propose.draft_model.chain import ModelProposer
 from outrider.propose.lookup.ngram import NgramProposer
-from outrider.testing.suite import ConformanceError, ToyTarget, check_cache, check_proposer, check_verifier
+from outrider.testing import ConformanceError, ToyTarget, check_cache, check_proposer, check_verifier
 from outrider.verify.lossy import LOSSY
 from outrider.verify.rules import EXACT
 from tests.helpers.conformance import CACHES, LEARNING, PROPOSERS
@@ -128,7 +128,7 @@ def test_broken_cache_is_noticed():
 
 def test_toy_law_is_its_table():
     from outrider.core.params import SamplingParams
-    from outrider.testing.suite import joint_law
+    from outrider.testing import joint_law
 
     target = ToyTarget(vocab=4)
     law = joint_law(target, [1, 2], SamplingParams(temperature=1.0), 3)

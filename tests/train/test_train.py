@@ -354,9 +354,9 @@ def test_kept_guesses_are_seen_by_position():
 _TWO = """
 import sys, torch
 from torch import distributed
-from outrider.train.losses import parse
-from outrider.train.processes import meet, part, rank
-from outrider.train.batches import frequent
+from outrider.train.loss.losses import parse
+from outrider.train.distributed import meet, part, rank
+from outrider.train.data.batches import frequent
 from outrider.train.trainer import Trainer
 from tests.lessons import CPU, Still, cut, make_sample, make_texts, watched
 torch.set_num_threads(1)

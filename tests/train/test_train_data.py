@@ -21,8 +21,8 @@ from outrider.errors import OutriderError
 from outrider.heads.description import Taps
 from outrider.heads.files import save_tensors
 from outrider.loader.checkpoint import load_checkpoint
+from outrider.loader.make import make_target
 from outrider.measure.prompts import Prompt
-from outrider.models.base import make_target
 from outrider.propose.lookup.ngram import NgramProposer
 from outrider.propose.lookup.suffix import SuffixProposer
 from outrider.train.data import prompts

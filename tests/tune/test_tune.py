@@ -16,14 +16,13 @@ from outrider.cli.app import app
 from outrider.cli.options import LoadOptions, ModelOptions
 from outrider.core.params import AUTO
 from outrider.core.stats import Stats
-from outrider.engine.build import default_proposer
 from outrider.loader.embedded import embedded
 from outrider.measure.clock import Pace
 from outrider.plan.pass_cost import PassCost
 from outrider.plan.planner import CostPlanner, FixedPlanner
 from outrider.plan.store import PlanFile, model_print, proposer_name, restored
 from outrider.propose.expression import pasted, short
-from outrider.propose.registry import parse
+from outrider.propose.registry import default_proposer, parse
 from outrider.system.atomic_files import check_writable, write_whole
 from outrider.tune.advice import advise
 from outrider.tune.config import configured, settings_dict

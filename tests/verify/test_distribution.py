@@ -15,11 +15,11 @@ from outrider.core.params import SamplingParams
 from outrider.core.types import Batch, Draft, Draw, Law, Packed, Request, Row
 from outrider.loader.checkpoint import load_checkpoint
 from outrider.loader.embedded import embedded
-from outrider.models.base import make_target
+from outrider.loader.make import make_target
 from outrider.propose.base import NoProposer, Setup
 from outrider.propose.combine import Merge
 from outrider.propose.draft_model.chain import ModelProposer
-from outrider.testing.suite import ToyTarget, joint_law, toy_setup
+from outrider.testing import ToyTarget, joint_law, toy_setup
 from outrider.verify.lossy import LOSSY
 from outrider.verify.rules import EXACT, Verifier, block, rejection
 from outrider.verify.sampling import Knobs, warp

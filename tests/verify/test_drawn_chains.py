@@ -12,7 +12,8 @@ from outrider.core.noise import inverse_cdf
 from outrider.core.params import SamplingParams
 from outrider.core.types import Batch, Dice, Draw, Law, Scores, Trust, Want
 from outrider.loader.checkpoint import load_checkpoint
-from outrider.models.base import Drawer, make_target
+from outrider.loader.make import make_target
+from outrider.models.base import Drawer
 from outrider.propose.base import Setup
 from outrider.propose.draft_model import chain as model
 from outrider.propose.draft_model.chain import ModelProposer

@@ -15,8 +15,10 @@ from outrider.heads.store import is_head, read_head
 from outrider.heads.targets.base import HeadTarget
 from outrider.heads.targets.registry import make_head_target
 from outrider.loader.check import check_target
-from outrider.loader.checkpoint import Checkpoint, is_recurrent, load_checkpoint
-from outrider.models.base import Lender, Target, make_target
+from outrider.loader.checkpoint import is_recurrent, load_checkpoint
+from outrider.loader.make import make_target
+from outrider.models.base import Lender, Target
+from outrider.models.checkpoint import Checkpoint
 from outrider.propose.base import Proposer, Setup
 from outrider.propose.draft_model.cascade import Cascade
 from outrider.propose.draft_model.chain import ModelProposer

@@ -16,10 +16,12 @@ from transformers.utils import logging as transformers_logging
 
 from outrider.errors import OutriderError
 from outrider.heads.description import Taps, View
-from outrider.loader.checkpoint import Checkpoint, load_checkpoint
+from outrider.loader.checkpoint import load_checkpoint
 from outrider.loader.embedded import model_folder
+from outrider.loader.make import make_target
 from outrider.models.attention import NAME
-from outrider.models.base import Lender, make_target
+from outrider.models.base import Lender
+from outrider.models.checkpoint import Checkpoint
 from outrider.propose.base import Proposer, Setup
 from outrider.propose.draft_model.chain import ModelProposer
 from outrider.train.data.sample import Sample

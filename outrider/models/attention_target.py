@@ -1,0 +1,175 @@
+"""Decoder-only models of attention layers, run by transformers over Outrider's own cache."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from copy import copy
+from dataclasses import replace
+from functools import partial
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from outrider.cache.base import LEAST_ROOM, Cache, Layout
+from outrider.cache.shared import BorrowedCache
+from outrider.cache.static import StaticCache
+from outrider.core.types import Batch, Draft, Grown, Memory, Scores, Tables, Trust
+from outrider.errors import OutriderError, UnsupportedModel
+from outrider.models.attention import Reader
+from outrider.models.base import grow_by_scores
+from outrider.models.checkpoint import Checkpoint
+from outrider.models.cuda_graphs import Graphs, Recorder
+from outrider.models.prepack import can_prepack, load_weights, prepack, weight_bytes
+from outrider.models.static_pass import SpareCache, StaticModel
+from outrider.models.submodel import excerpt_model, layer_stack, lend, refuse_to_swap, requantised_model
+
+_log = logging.getLogger("outrider")
+
+
+class AttentionTarget:
+    """Any decoder-only model whose layers all attend, through transformers."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        *,
+        slots: int,
+        context: int,
+        record: Recorder | None = None,
+    ) -> None:
+        """Prepare for `slots` rows of up to `context` tokens.
+
+        With `record`, passes of fixed shapes are recorded where the model allows it (see `Graphs`).
+        """
+        self.vocab, self.device = checkpoint.vocab, checkpoint.device
+        self.slots, self.context, self.version = slots, context, 0
+        self._model, self._recorder = checkpoint.model, record
+        self.layers = len(layer_stack(self._model)[1])
+        self._embeddings = checkpoint.model.get_input_embeddings().num_embeddings
+        self._copies: WeakSet[AttentionTarget] = WeakSet()  # with quantised weights
+        self._memories: WeakSet[StaticCache] = WeakSet()  # of what was made from this one, too
+        self._remember()
+        self._begin()
+        if not record and can_prepack(checkpoint.device, checkpoint.dtype):
+            prepack(self._model)
+        self._source: Any = None  # the model whose weights these are, or are made from
+
+    def score(self, batch: Batch, draft: Draft, first: int = -1) -> Scores:
+        eager = partial(self._score, batch, draft, first)
+        return (self.graphs and self.graphs.score(batch, draft, first, eager)) or eager()
+
+    def graph_bytes(self) -> int:
+        """Memory of recorded passes, which is neither weights nor cache, in bytes."""
+        return self.graphs.bytes() if self.graphs else 0
+
+    def _score(self, batch: Batch, draft: Draft, first: int) -> Scores:
+        layout = self._memory.stage(batch, draft, first)
+        logits = self._forward(layout, Reader(self._memory, layout))
+        features = {layer: layout.per_node(out[0, layout.keep]) for layer, out in self._outputs.items()}
+        fed = {layer: layout.per_feed(out[0]) for layer, out in self._outputs.items()} if first < 0 else {}
+        return Scores(logits=layout.per_node(logits), features=features, fed=fed)
+
+    def grow(self, batch: Batch, vocab: int, trust: Trust | None = None) -> Grown:
+        tokens = self.graphs.grow(batch, vocab if vocab < self.vocab else 0) if self.graphs else None
+        if tokens is None:
+            return grow_by_scores(self, batch, vocab, trust)
+        return Grown(tokens=tokens, count=batch.budget)
+
+    def swap(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
+        refuse_to_swap(self._source)
+        for model in (self, *self._copies):
+            load_weights(model._model, weights)
+        for memory in self._memories:
+            memory.forget()
+        self.version = version
+
+    def bytes(self) -> int:
+        return weight_bytes(self._model, beside=self._source)
+
+    def read_bytes(self) -> tuple[tuple[int, ...], int]:
+        head = torch.nn.ModuleList([self._model.get_output_embeddings()])
+        return tuple(weight_bytes(layer) for layer in layer_stack(self._model)[1]), weight_bytes(head)
+
+    def lend(self) -> Tables:
+        config = self._model.config.get_text_config(decoder=True).to_dict()
+        return replace(lend(self._model), memory=Memory(entries=self._memory.entries, config=config))
+
+    def excerpt(self, layers: Sequence[int]) -> AttentionTarget:
+        other = copy(self)
+        other._model, other._source = excerpt_model(self._model, layers), self._model
+        if tuple(layers) == tuple(range(len(layers))):
+            other.cache = BorrowedCache(self.cache)
+        else:
+            other._remember()
+        other._begin()
+        other.kernels += f", {len(layers)} layers"
+        return other
+
+    def requantised(self, bits: int) -> AttentionTarget:
+        other = copy(self)
+        other._model, other._source = requantised_model(self._model, bits), self._model
+        other._remember()
+        other._begin()
+        other.kernels += f" int{bits}"
+        self._copies.add(other)
+        return other
+
+    def _remember(self) -> None:
+        """Take a cache."""
+        kind = SpareCache if self._recorder else StaticCache
+        self._memory: StaticCache = kind(slots=self.slots, capacity=max(self.context, LEAST_ROOM), device=self.device)
+        self._memories.add(self._memory)
+        self.cache: Cache = self._memory
+
+    def _begin(self) -> None:
+        """What a copy does not have in common with the target that it was made from."""
+        self.kernels, self._outputs = "torch", dict[int, torch.Tensor]()
+        self._hooks: dict[int, RemovableHandle] = {}  # by the layer exported
+        self.graphs = self._record(self._recorder) if self._recorder else None
+
+    def _forward(self, layout: Layout, reader: Reader) -> torch.Tensor:
+        """Logits [K, V] float32 of the columns that the layout keeps."""
+        out = self._model(
+            input_ids=layout.tokens.clamp(0, self._embeddings - 1)[None],
+            position_ids=layout.positions[None],
+            attention_mask=torch.ones_like(layout.tokens)[None],  # or transformers finds packed texts by itself
+            use_cache=False,
+            logits_to_keep=layout.keep,
+            kv=reader,
+        )
+        logits = out.logits[0] if out.logits.shape[1] == len(layout.keep) else out.logits[0, layout.keep]
+        return logits.float()  # type: ignore[no-any-return]
+
+    def _record(self, record: Recorder) -> Graphs | None:
+        assert isinstance(self._memory, SpareCache)
+        try:
+            self._static = StaticModel(self._model, list(layer_stack(self._model)[1]), self._memory, self._outputs)
+        except UnsupportedModel as reason:
+            _log.info("no passes are recorded: %s", reason)
+            return None
+        self.kernels = "graphs"
+        return Graphs(self._static, slots=self.slots, record=record)
+
+    def export(self, layers: Sequence[int]) -> None:
+        if layers:
+            self.cache.share(False)  # or the outputs at tokens that are cached already would be missing
+        if set(layers) == self._hooks.keys():
+            return
+        stack = layer_stack(self._model)[1]
+        if odd := [layer for layer in layers if not 0 <= layer < len(stack)]:
+            raise OutriderError(f"layer {odd[0]} was asked for; this target's layers are 0 to {len(stack) - 1}")
+        for hook in self._hooks.values():
+            hook.remove()
+        self._outputs.clear()
+        self._hooks = {layer: stack[layer].register_forward_hook(partial(self._keep, layer)) for layer in set(layers)}
+        if self.graphs and self._recorder:  # a recording puts out the layers of its time
+            self.graphs = Graphs(self._static, slots=self.slots, record=self._recorder)
+
+    def _keep(self, layer: int, _module: torch.nn.Module, _inputs: object, output: Any) -> None:
+        out = output[0] if isinstance(output, tuple) else output
+        if out.dim() != 3:  # [1, T, H]
+            raise UnsupportedModel("its layers put out several streams at once, and a proposer asked for one")
+        self._outputs[layer] = out

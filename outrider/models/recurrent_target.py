@@ -1,0 +1,68 @@
+"""Decoder-only models with a recurrent state, run by transformers one sequence at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+
+from outrider.cache.recurrent import RecurrentCache
+from outrider.core import tree
+from outrider.core.types import Batch, Draft, Grown, Scores, Trust
+from outrider.errors import OutriderError
+from outrider.models.base import grow_by_scores
+from outrider.models.checkpoint import Checkpoint
+from outrider.models.prepack import load_weights, weight_bytes
+
+
+class RecurrentTarget:
+    """A decoder-only model whose state is recurrent: rows are read one by one, a tree branch by branch."""
+
+    def __init__(self, checkpoint: Checkpoint, *, slots: int, context: int) -> None:
+        self.vocab, self.device = checkpoint.vocab, checkpoint.device
+        self.slots, self.context, self.version, self.kernels = slots, context, 0, "torch"
+        self.cache = RecurrentCache(slots=slots, device=self.device, fresh=self._fresh, advance=self._advance)
+        self._model = checkpoint.model
+
+    def score(self, batch: Batch, draft: Draft, first: int = -1) -> Scores:
+        self.cache.stage(batch, draft, first)
+        rows = [self._score_row(batch, draft, b) for b in range(len(batch.rows))]
+        return Scores(logits=torch.stack(rows))
+
+    def grow(self, batch: Batch, vocab: int, trust: Trust | None = None) -> Grown:
+        return grow_by_scores(self, batch, vocab, trust)
+
+    def export(self, layers: Sequence[int]) -> None:
+        if layers:
+            raise OutriderError("a recurrent target exports no layers; use a proposer that needs none, such as ngram")
+
+    def swap(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
+        load_weights(self._model, weights)
+        self.version = version
+
+    def bytes(self) -> int:
+        return weight_bytes(self._model)
+
+    def _score_row(self, batch: Batch, draft: Draft, b: int) -> torch.Tensor:
+        """Logits [1 + N, V] of row b; padding repeats the root's."""
+        slot, feed = batch.rows[b].slot, torch.tensor(batch.feed[b], device=self.device)
+        parents = draft.parent[b, : draft.width[b]].tolist()
+        out: torch.Tensor | None = None
+        for leaf in sorted(set(range(len(parents))) - set(parents)) or [-1]:
+            path = tree.path(parents, leaf)
+            guesses = draft.tokens[b, path].clamp(0, self.vocab - 1)
+            chain = len(path) if path == list(range(len(parents))) else -1  # only a whole chain's state can be kept
+            logits = self.cache.read(slot, torch.cat([feed, guesses]), chain)[len(feed) - 1 :]
+            out = logits[0].expand(1 + draft.size, -1).clone() if out is None else out
+            out[[node + 1 for node in path]] = logits[1:]
+        assert out is not None
+        return out
+
+    def _fresh(self) -> Any:
+        return DynamicCache(config=self._model.config)
+
+    def _advance(self, state: Any, tokens: torch.Tensor) -> torch.Tensor:
+        logits = self._model(input_ids=tokens[None], cache_params=state, use_cache=True).logits
+        return logits[0].float()  # type: ignore[no-any-return]
