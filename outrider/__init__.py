@@ -11,7 +11,7 @@ from outrider._version import __version__
 from outrider.errors import OutriderError, UnsupportedModel
 
 if TYPE_CHECKING:
-    from outrider.cache.base import Caching
+    from outrider.core.config import EngineConfig
     from outrider.core.constraint import Constraint
     from outrider.core.params import SamplingParams
     from outrider.core.stats import Stats
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from outrider.llm import LLM, Chunk
 
 __all__ = [
-    "Caching",
     "Chunk",
     "Completion",
     "Constraint",
+    "EngineConfig",
     "Finish",
     "LLM",
     "OutriderError",
@@ -39,7 +39,7 @@ _HOMES = {
     "Completion": "outrider.core.types",
     "Constraint": "outrider.core.constraint",
     "Finish": "outrider.core.types",
-    "Caching": "outrider.cache.base",
+    "EngineConfig": "outrider.core.config",
     "SamplingParams": "outrider.core.params",
     "Stats": "outrider.core.stats",
     "TokenLogprobs": "outrider.core.types",

@@ -6,28 +6,25 @@ import logging
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import count
 from numbers import Integral, Number
 from pathlib import Path
 from typing import Any
 
-from outrider.cache.base import Caching
+from outrider.core.config import EngineConfig
 from outrider.core.constraint import Constraint
 from outrider.core.grammar import Grammars
 from outrider.core.noise import mix_int
-from outrider.core.params import AUTO, BadParam, SamplingParams
+from outrider.core.params import BadParam, SamplingParams
 from outrider.core.stats import Stats
 from outrider.core.text import TextStream
 from outrider.core.types import Completion, Finish, Request, Row
-from outrider.engine.build import House, build
+from outrider.engine.build import EngineParts, build
 from outrider.engine.engine import Engine
-from outrider.engine.prefill_budget import Tempo
 from outrider.errors import OutriderError
 from outrider.measure.prompts import chat_tokens, text_tokens
 from outrider.plan.planner import Planner
-from outrider.plan.store import check_plan, restored
-from outrider.propose.registry import Maker
+from outrider.plan.store import PlanFile, check_plan, restored
 from outrider.system.machine import use_threads
 
 Prompt = str | Sequence[int]
@@ -47,88 +44,67 @@ class Chunk:
 class LLM:
     """A target, a proposer, and the engine between them."""
 
+    _plan: PlanFile | None
+
     def __init__(
         self,
         target: str | Path | None = None,
         *,
-        proposer: str | Maker | None = None,
-        k: int | str = AUTO,
-        verifier: str | None = None,
-        dtype: str = "auto",
-        device: str = "auto",
-        kernels: str = "auto",
-        quantize: str | None = None,
-        threads: int | None = None,
-        rows: int = 16,
-        context: int | None = None,
-        chunk: int | Tempo = 512,
-        caching: Caching | None = None,
+        config: EngineConfig | None = None,
         planner: Planner | None = None,
-        plan: str | Path | None = None,
-        guard: bool = False,
+        **options: Any,
     ) -> None:
-        """Load models and make ready.
+        """Load the models and build the engine.
 
         Args:
-            target: folder of a decoder-only model; None is the embedded one.
-            proposer: an expression, as ngram or draft:DIR, or what makes one from a `Setup`; None: the fitting one.
-            k: guesses per round; auto decides round by round, by measured costs; 4 where they and a seed make the text.
-            verifier: walk, coupled, rejection, block, siblings, traversal, typical or lenient; None is the fitting one.
-            dtype: auto, float32, bfloat16 or float16.
-            device: auto, cpu, cuda, ...
-            kernels: native, torch, or auto: on a CPU Outrider's own where they know the model and its type, else torch.
-            quantize: int8 or int4 weights for the target, which is then the quantised model, exactly; None keeps them.
-            threads: of the CPU; None is OMP_NUM_THREADS, or else the physical cores of one NUMA node.
-            rows: completions that run at once.
-            context: tokens of prompt and completion together; None is the model's own, 8192 at most.
-            chunk: tokens of prompts fed per round, or a `Tempo` that bounds its time.
-            caching: memory for caches; where rows need more than there is, the last ones wait. None is `Caching()`.
-            planner: decides the number of guesses in place of `k`.
-            guard: what a proposer raises costs its guesses alone: it is logged and counted, and decoding goes on.
-            plan: with k "auto", a file of what it has learned: read now if it is there, written by `save_plan`.
+            target: folder of a decoder-only model. None: the embedded model.
+            config: all settings in one record, in place of `target` and `options`.
+            planner: sets the number of draft tokens in place of `k`.
+            options: the fields of `EngineConfig`, such as proposer="draft:DIR", k=4 or quantize="int8".
 
         Raises:
-            OutriderError: with the fix in its message.
+            OutriderError: an option is unknown, or the models cannot be loaded; the message names the fix.
         """
-        check_plan(plan, k=k, planned=planner is not None)
-        if threads is not None and (isinstance(threads, bool) or not isinstance(threads, int)):
-            raise OutriderError(f"threads is {threads!r}; use a whole number, or None for one on each core")
-        use_threads(threads)
-        models = partial(build, target, proposer=proposer, k=k, verifier=verifier, planner=planner, guard=guard)
-        self._house: House = models(
-            dtype=dtype,
-            kernels=kernels,
-            quantize=quantize,
-            device=device,
-            rows=rows,
-            context=context,
-            chunk=chunk,
-            caching=Caching() if caching is None else caching,
+        if config is not None and (target is not None or options):
+            raise OutriderError("config holds all settings; give config alone, or target and options without it")
+        if config is None:
+            config = EngineConfig.from_options(target, **options)
+        check_plan(config.plan, k=config.k, planned=planner is not None)
+        use_threads(config.threads)
+        self._set(build(config, planner=planner))
+        self._plan = restored(
+            config.plan,
+            self._parts.planner,
+            target=config.target,
+            proposer=config.proposer,
+            quantize=config.quantize,
         )
-        self._grammars, self._ids = _grammars(self._house), count()
-        self._plan = restored(plan, self._house.planner, target=target, proposer=proposer, quantize=quantize)
 
     @classmethod
-    def of(cls, house: House) -> LLM:
-        """A front door to a house that stands already."""
+    def from_parts(cls, parts: EngineParts) -> LLM:
+        """Wrap an engine that is built already."""
         llm = cls.__new__(cls)
-        llm._house, llm._grammars, llm._ids, llm._plan = house, _grammars(house), count(), None
+        llm._set(parts)
         return llm
+
+    def _set(self, parts: EngineParts) -> None:
+        self._parts, self._grammars, self._ids = parts, _grammars(parts), count()
+        self._plan = None
 
     @property
     def engine(self) -> Engine:
         """The engine, for those who add requests and step themselves."""
-        return self._house.engine
+        return self._parts.engine
 
     @property
-    def house(self) -> House:
+    def parts(self) -> EngineParts:
         """What runs in here: target, proposer, verifier, tokenizer, dtype, device."""
-        return self._house
+        return self._parts
 
     @property
     def stats(self) -> Stats:
         """Sums over all rounds so far."""
-        return self._house.engine.stats
+        return self._parts.engine.stats
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
         """A prompt's tokens, with those that the tokenizer puts around a text of its own accord.
@@ -137,7 +113,7 @@ class LLM:
             OutriderError: it is neither a text nor a list of token ids.
         """
         if isinstance(prompt, str):
-            return text_tokens(self._house.tokenizer, prompt)
+            return text_tokens(self._parts.tokenizer, prompt)
         if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray | memoryview):
             raise OutriderError(
                 f"a prompt is a {type(prompt).__name__}; give a string, or a list of token ids (of an array its"
@@ -154,7 +130,7 @@ class LLM:
         if isinstance(tokens, str | bytes | bytearray) or not isinstance(tokens, Iterable):
             raise OutriderError(f"{tokens!r} is no list of token ids; give whole numbers")
         ids = _whole_ids("what is to be decoded", tokens)
-        _check_ids(ids, self._house.vocab)
+        _check_ids(ids, self._parts.vocab)
         return self._text(ids)
 
     def chat(
@@ -167,11 +143,11 @@ class LLM:
         Raises:
             OutriderError: the model has no template, or it does not take this conversation.
         """
-        if getattr(self._house.tokenizer, "chat_template", None) is None:
+        if getattr(self._parts.tokenizer, "chat_template", None) is None:
             raise OutriderError("this model has no chat template; give the prompt as plain text")
         if not isinstance(messages, Sequence) or not all(isinstance(message, Mapping) for message in messages):
             raise OutriderError('a conversation is a list of messages, such as [{"role": "user", "content": "..."}]')
-        return chat_tokens(self._house.tokenizer, messages, tools=tools)
+        return chat_tokens(self._parts.tokenizer, messages, tools=tools)
 
     def generate(
         self,
@@ -245,11 +221,11 @@ class LLM:
             OutriderError: it cannot be written.
         """
         if self._plan is not None:
-            self._plan.save(self._house.planner)
+            self._plan.save(self._parts.planner)
 
     def _text(self, tokens: Sequence[int]) -> str:
         """`decode`, of what the engine itself has made."""
-        return str(self._house.tokenizer.decode(list(tokens), skip_special_tokens=True))
+        return str(self._parts.tokenizer.decode(list(tokens), skip_special_tokens=True))
 
     def _chunks(self, row: Row) -> Iterator[Chunk]:
         shown, given, finished = 0, 0, False
@@ -284,23 +260,23 @@ class LLM:
             OutriderError: the prompt or a parameter does not fit the model.
         """
         tokens, params = self.encode(prompt), _checked(params)
-        house = self._house
+        parts = self._parts
         if not tokens:
             raise OutriderError("the prompt is empty; give at least one token")
-        if len(tokens) >= house.context:
+        if len(tokens) >= parts.context:
             raise OutriderError(
-                f"the prompt is {len(tokens)} tokens long and the context holds {house.context}; shorten the prompt"
+                f"the prompt is {len(tokens)} tokens long and the context holds {parts.context}; shorten the prompt"
                 " or raise context"
             )
-        _check_ids((*tokens, *params.stop_token_ids, *params.logit_bias), house.vocab)
-        if params.min_tokens > (room := house.context - len(tokens)):
+        _check_ids((*tokens, *params.stop_token_ids, *params.logit_bias), parts.vocab)
+        if params.min_tokens > (room := parts.context - len(tokens)):
             said = f"min_tokens is {params.min_tokens}, and beside the prompt the context holds {room}; ask for fewer"
             raise BadParam("min_tokens", said)
-        arm = _choice("proposer", params.proposer, house.proposers)
-        _choice("verifier", params.verifier, house.verifiers)
+        arm = _choice("proposer", params.proposer, parts.proposers)
+        _choice("verifier", params.verifier, parts.verifiers)
         grammar = None if params.constraint is None else self._grammars.compile(params.constraint)
         seed = params.seed if params.seed is not None else secrets.randbits(63)
-        ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else house.end_ids)
+        ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else parts.end_ids)
         return [
             Request(
                 id=next(self._ids),
@@ -353,8 +329,8 @@ def _choice(what: str, name: str | None, known: Sequence[str]) -> int | None:
     return None if name is None else known.index(name)
 
 
-def _grammars(house: House) -> Grammars:
-    return Grammars(house.tokenizer, vocab=house.vocab, end_ids=sorted(house.end_ids))
+def _grammars(parts: EngineParts) -> Grammars:
+    return Grammars(parts.tokenizer, vocab=parts.vocab, end_ids=sorted(parts.end_ids))
 
 
 def _checked(params: SamplingParams | None) -> SamplingParams:

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from outrider import LLM, OutriderError, SamplingParams
-from outrider.cache.base import Caching
 from outrider.core.types import Finish
 from outrider.loader.checkpoint import load_checkpoint
 from outrider.loader.embedded import embedded
@@ -22,12 +21,12 @@ TASK = [{"role": "user", "content": "What is 17 + 25?"}]
 
 @pytest.fixture(scope="module")
 def llm():
-    return LLM(dtype="float32", k=4, rows=4, context=256, chunk=32)
+    return LLM(dtype="float32", k=4, max_num_seqs=4, max_model_len=256, max_num_batched_tokens=32)
 
 
 @pytest.fixture(scope="module")
 def plain():
-    return LLM(dtype="float32", proposer="none", rows=4, context=256)
+    return LLM(dtype="float32", proposer="none", max_num_seqs=4, max_model_len=256)
 
 
 def test_equals_transformers(llm):
@@ -44,7 +43,7 @@ def test_equals_transformers(llm):
 
 
 def test_a_seed_gives_the_same_text_whatever_the_planner_has_learned():
-    llm = LLM(dtype="float32", rows=4, context=256)
+    llm = LLM(dtype="float32", max_num_seqs=4, max_model_len=256)
     want = SamplingParams(temperature=1.0, max_tokens=24, seed=5)
     (first,) = llm.generate(CODE, want)
     llm.generate([CODE] * 4, SamplingParams(temperature=1.0, max_tokens=48))
@@ -55,7 +54,7 @@ def test_a_seed_gives_the_same_text_whatever_the_planner_has_learned():
 
 def test_a_seed_gives_the_same_text_whoever_is_beside_and_whatever_was_read_before():
     """Also of a prompt that the draft would read in several rounds."""
-    llm, chance = LLM(dtype="float32", rows=4, context=1024), random.Random(2)
+    llm, chance = LLM(dtype="float32", max_num_seqs=4, max_model_len=1024), random.Random(2)
     long, other = ([chance.randrange(5, 12000) for _ in range(700)] for _ in range(2))
     for seed in range(2):
         want = SamplingParams(temperature=1.0, max_tokens=12, seed=seed, ignore_eos=True)
@@ -90,7 +89,7 @@ def test_stop_string_inside_an_accepted_run(llm):
     whole = llm.generate(CODE, SamplingParams(max_tokens=40))[0]
     middle = len(whole.text) // 2
     stop = whole.text[middle : middle + 5]
-    for k_text in (llm, LLM(dtype="float32", k=8, rows=1, context=256)):
+    for k_text in (llm, LLM(dtype="float32", k=8, max_num_seqs=1, max_model_len=256)):
         cut = k_text.generate(CODE, SamplingParams(max_tokens=40, stop=stop))[0]
         assert cut.finish is Finish.STOP
         assert cut.text == whole.text[: whole.text.index(stop)]
@@ -149,7 +148,7 @@ def test_stream_adds_up(llm, plain):
 
 @pytest.mark.parametrize("k", [4, "auto"])
 def test_streams_and_others_carry_each_other_on(k):
-    llm = LLM(target=embedded("nano"), proposer="ngram", dtype="float32", rows=2, context=256, k=k)
+    llm = LLM(target=embedded("nano"), proposer="ngram", dtype="float32", max_num_seqs=2, max_model_len=256, k=k)
     want = SamplingParams(max_tokens=20, ignore_eos=True)
     wanted = llm.generate(CODE, want)[0]
     first, second, third = (llm.stream(CODE, want) for _ in range(3))
@@ -187,7 +186,7 @@ def test_leaving_a_stream_frees_its_row(llm):
 def test_texts_are_not_lost_with_a_plan_that_cannot_be_written(tmp_path, caplog, streamed):
     plan = tmp_path / "gone" / "plan.json"
     plan.parent.mkdir()
-    llm = LLM(target=embedded("nano"), proposer="ngram", dtype="float32", rows=2, context=256, plan=plan)
+    llm = LLM(target=embedded("nano"), proposer="ngram", dtype="float32", max_num_seqs=2, max_model_len=256, plan=plan)
     plan.parent.rmdir()
     want = SamplingParams(max_tokens=8, ignore_eos=True)
     done = list(llm.stream(CODE, want))[-1].completion if streamed else llm.generate(CODE, want)[0]
@@ -199,14 +198,14 @@ def test_texts_are_not_lost_with_a_plan_that_cannot_be_written(tmp_path, caplog,
 
 
 def test_64_rows_at_once():
-    many = LLM(dtype="float32", rows=64, context=64, chunk=256)
+    many = LLM(dtype="float32", max_num_seqs=64, max_model_len=64, max_num_batched_tokens=256)
     ids = many.encode(CODE)
     prompts = [ids[: 1 + i % len(ids)] for i in range(70)]
     wants = [SamplingParams(max_tokens=2 + i % 9, temperature=(i % 3) / 2, seed=i) for i in range(70)]
     together = many.generate(prompts, wants)
     assert [len(c.tokens) for c in together if c.finish is Finish.LENGTH] != []
-    walk = LLM(dtype="float32", rows=64, context=64, verifier="walk", k=4)
-    alone = LLM(dtype="float32", rows=1, context=64, verifier="walk", k=2)
+    walk = LLM(dtype="float32", max_num_seqs=64, max_model_len=64, verifier="walk", k=4)
+    alone = LLM(dtype="float32", max_num_seqs=1, max_model_len=64, verifier="walk", k=2)
     for i in (0, 7, 33, 69):
         assert walk.generate(prompts[i], wants[i])[0].tokens == alone.generate(prompts[i], wants[i])[0].tokens
     assert together[3].tokens == many.generate(prompts[3], wants[3])[0].tokens
@@ -328,16 +327,16 @@ def test_what_is_no_constraint_cannot_be_prepared(llm):
         ({"proposer": "first(switch(ngram,suffix),recycle)"}, "make switch.* the outermost one"),
         ({"threads": 0}, "at least 1"),
         ({"threads": "2"}, "threads is '2'; use a whole number"),
-        ({"rows": 0}, "at least 1"),
-        ({"rows": "4"}, "rows is '4'; it must be a whole number"),
-        ({"chunk": 2.5}, "chunk is 2.5; it must be a whole number"),
-        ({"context": "64"}, "context is '64'; it must be a whole number"),
-        ({"caching": Caching(gigabytes=math.nan)}, "gigabytes of cache is nan; use a number above 0"),
-        ({"caching": Caching(gigabytes=math.inf)}, "gigabytes of cache is inf; use a number above 0"),
+        ({"max_num_seqs": 0}, "at least 1"),
+        ({"max_num_seqs": "4"}, "max_num_seqs is '4'; it must be a whole number"),
+        ({"max_num_batched_tokens": 2.5}, "max_num_batched_tokens is 2.5; it must be a whole number"),
+        ({"max_model_len": "64"}, "max_model_len is '64'; it must be a whole number"),
+        ({"cache_gb": math.nan}, "cache_gb is nan; use a number above 0"),
+        ({"cache_gb": math.inf}, "cache_gb is inf; use a number above 0"),
         ({"planner": 3}, "planner is 3; use what has plan and trim"),
         ({"planner": FixedPlanner}, "use what has plan and trim"),
-        ({"caching": 0}, r"use Caching\(gigabytes=...\)"),
-        ({"caching": 4}, r"use Caching\(gigabytes=...\)"),
+        ({"cache_gb": 0}, "cache_gb is 0; use a number above 0"),
+        ({"max_seqs": 4}, "did you mean max_num_seqs"),
         ({"dtype": ["float32"]}, "dtype is .*; use a name"),
         ({"quantize": ["int8"]}, "use int8, int4"),
     ],
@@ -351,7 +350,7 @@ def test_bad_arguments_are_told_before_anything_is_loaded(arguments, fix, monkey
 @pytest.mark.parametrize(
     ("arguments", "fix"),
     [
-        ({"context": 4096}, "from 2 to 2048"),
+        ({"max_model_len": 4096}, "from 2 to 2048"),
         ({"dtype": "int3"}, "float32"),
         ({"device": "abacus"}, "auto or cpu"),
         ({"proposer": "json:loads"}, "loads makes no proposer from a Setup"),
@@ -360,7 +359,7 @@ def test_bad_arguments_are_told_before_anything_is_loaded(arguments, fix, monkey
 )
 def test_bad_arguments(arguments, fix):
     with pytest.raises(OutriderError, match=fix):
-        LLM(**{"context": 64, "rows": 1, **arguments})
+        LLM(**{"max_model_len": 64, "max_num_seqs": 1, **arguments})
 
 
 def test_context_full_ends_the_completion(llm):
@@ -372,7 +371,7 @@ def test_context_full_ends_the_completion(llm):
 
 def test_draft_in_a_crowded_context():
     """Rows of different room: some have spent theirs while others still guess."""
-    small = LLM(dtype="float32", rows=2, context=40, k=8)
+    small = LLM(dtype="float32", max_num_seqs=2, max_model_len=40, k=8)
     ids = small.encode(CODE) * 4
     wants = [SamplingParams(max_tokens=n, temperature=1.0, seed=1, ignore_eos=True) for n in (10, 35)]
     done = small.generate([ids[:30], ids[:5]], wants)
@@ -380,5 +379,5 @@ def test_draft_in_a_crowded_context():
 
 
 def test_lossy_says_so():
-    loose = LLM(dtype="float32", verifier="typical", rows=1, context=128)
+    loose = LLM(dtype="float32", verifier="typical", max_num_seqs=1, max_model_len=128)
     assert loose.generate(CODE, SamplingParams(max_tokens=4))[0].stats.exact is False

@@ -35,7 +35,6 @@ from outrider.bench.contestants import Contestant, Job, Own, SwitchPlanner
 from outrider.bench.memory import bytes_per_pass, cache_bytes_per_token
 from outrider.bench.peer import load_peers
 from outrider.bench.rates import read_bandwidth
-from outrider.cache.base import Caching
 from outrider.core import tree
 from outrider.core.types import Batch, Request, Row
 from outrider.loader.embedded import embedded
@@ -69,9 +68,9 @@ class Stand:
     @property
     def models(self) -> tuple[Target, Target]:
         """The target and the draft."""
-        proposer = self.llm.house.proposer
+        proposer = self.llm.parts.proposer
         assert isinstance(proposer, ModelProposer)
-        return self.llm.house.target, proposer.model
+        return self.llm.parts.target, proposer.model
 
 
 def main(
@@ -136,9 +135,9 @@ def _load(folders: Sequence[Path], device: str, dtype: str, planner: SwitchPlann
         dtype=dtype,
         device=device,
         kernels=kernels,
-        rows=1,
+        max_num_seqs=1,
         planner=planner,
-        caching=Caching(share=False),
+        prefix_caching=False,
     )
 
 
@@ -146,12 +145,12 @@ def _jobs(llm: LLM, file: Path | None, max_tokens: int) -> tuple[Job, ...]:
     prompts = read_prompts(file, limit=None if file else 1)
     texts = [llm.chat(p.messages) if p.messages else llm.encode(p.prompt or "") for p in prompts]
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-    return tuple(Job(prompt=text[max_tokens - llm.house.context :], params=params) for text in texts)
+    return tuple(Job(prompt=text[max_tokens - llm.parts.context :], params=params) for text in texts)
 
 
 def _warm(stand: Stand, compiled: bool) -> dict[str, Any]:
     """Compile and record all that will be measured; and, before and after it, the time to the first token."""
-    house, seconds = stand.llm.house, {}
+    house, seconds = stand.llm.parts, {}
     first = _first_token(stand)
     reach = max(*(len(job.prompt) + (job.params.max_tokens or 0) for job in stand.jobs), stand.cached + 80)
     for name, model in zip(("target", "draft"), stand.models, strict=True):
@@ -179,7 +178,7 @@ def _first_token(stand: Stand) -> float:
 
 def _step(stand: Stand) -> dict[str, Any]:
     """Passes of the target over one row; its bytes are the weights' and those of the cached text."""
-    target, house = stand.models[0], stand.llm.house
+    target, house = stand.models[0], stand.llm.parts
     before = max(read_bandwidth(house.device).values())
     passes = {count: _pass(target, stand.cached, count) for count in stand.nodes}
     took: dict[int, list[float]] = {count: [] for count in stand.nodes}
@@ -220,7 +219,7 @@ def _race(stand: Stand) -> dict[str, Any]:
 
 def _round(stand: Stand) -> dict[str, Any]:
     """A whole round of speculation, and of it the target's pass and the draft's steps as they take by themselves."""
-    (target, draft), house = stand.models, stand.llm.house
+    (target, draft), house = stand.models, stand.llm.parts
     own = Own("speculative", stand.llm, stand.planner, k=stand.k)
     took: dict[str, list[float]] = {"round": [], "target": [], "draft": []}
     for _ in range(stand.rounds):
@@ -287,8 +286,8 @@ def _about(stand: Stand) -> dict[str, Any]:
     return {
         "models": models,
         "prompts": len(stand.jobs),
-        "dtype": str(stand.llm.house.dtype).removeprefix("torch."),
-        "hardware": machine.hardware(str(stand.llm.house.device)),
+        "dtype": str(stand.llm.parts.dtype).removeprefix("torch."),
+        "hardware": machine.hardware(str(stand.llm.parts.device)),
         "versions": machine.versions(),
         "commit": machine.commit(),
     }

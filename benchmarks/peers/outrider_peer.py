@@ -16,7 +16,7 @@ class Outrider:
     packages: Sequence[str] = ("outrider", "torch", "transformers")
 
     def __init__(self, args: Arguments) -> None:
-        from outrider import LLM, Caching, SamplingParams
+        from outrider import LLM, SamplingParams
 
         args.refuse_converted()
         proposers = {Mode.PLAIN: lambda: "none", Mode.NGRAM: lambda: "ngram", Mode.DRAFT: args.draft_folder}
@@ -31,12 +31,12 @@ class Outrider:
             proposer=f"draft:{proposer}" if args.mode is Mode.DRAFT else str(proposer),
             k=args.k,
             threads=args.threads,
-            rows=1,
-            context=args.context(),
-            caching=Caching(share=False),
+            max_num_seqs=1,
+            max_model_len=args.context(),
+            prefix_caching=False,
             **precision,
         )
-        self.settings: Mapping[str, Any] = precision | {"verifier": self._llm.house.verifier.name}
+        self.settings: Mapping[str, Any] = precision | {"verifier": self._llm.parts.verifier.name}
 
     def complete(self, prompt: Sequence[int], max_tokens: int) -> Run:
         asked = perf_counter()

@@ -1,7 +1,7 @@
 """Many streams for minutes on end: no error, no leak, and every text as it is alone.
 
-python benchmarks/server/soak.py -- --rows 64 --dtype float32
-python benchmarks/server/soak.py --minutes 60 -- --target DIR --proposer draft:DIR2 --rows 64 --dtype float32
+python benchmarks/server/soak.py -- --max-num-seqs 64 --dtype float32
+python benchmarks/server/soak.py --minutes 60 -- --target DIR --proposer draft:DIR2 --max-num-seqs 64 --dtype float32
 
 What stands behind -- goes to `outrider serve`. A number of requests is drawn, of mixed lengths, temperatures, penalties
 and seeds. Each is first answered alone. Then many streams ask them in random order, some of which hang up midway, and

@@ -1,7 +1,7 @@
 """Tokens a second of a server with its own planner against the same server without guesses, and the bare engine.
 
-python benchmarks/server/speed.py -- --rows 64
-python benchmarks/server/speed.py --prompts FILE --rounds 7 -- --target DIR --proposer draft:DIR2 --rows 64
+python benchmarks/server/speed.py -- --max-num-seqs 64
+python benchmarks/server/speed.py --prompts FILE --rounds 7 -- --target DIR --proposer draft:DIR2 --max-num-seqs 64
 python benchmarks/server/speed.py --beside other=http://127.0.0.1:8001/v1 -- --target DIR     # one that runs already
 
 What stands behind -- goes to `outrider serve`. In each round and at each concurrency the ways take turns, in an order

@@ -9,29 +9,25 @@ import torch
 
 from outrider.audit.prompts import Prompt, encode
 from outrider.core import tree
+from outrider.core.config import EngineConfig, weight_bits
 from outrider.core.noise import PositionNoise, mix_int
 from outrider.core.params import SamplingParams
 from outrider.core.stats import Stats
 from outrider.core.types import Batch, Draft, Finish, Request, Round, Row
-from outrider.engine.build import full_dtype
+from outrider.engine.build import assemble, full_dtype, make_proposer, make_setup, prepare_target
 from outrider.engine.engine import Engine
-from outrider.engine.scheduler import Scheduler
 from outrider.engine.verifiers import tree_makers
 from outrider.errors import OutriderError
-from outrider.loader.check import check_target
 from outrider.loader.checkpoint import load_checkpoint
-from outrider.loader.make import make_target
 from outrider.models.checkpoint import Checkpoint
 from outrider.models.quantize import QuantisedLinear, quantise
 from outrider.native.target import NativeTarget
 from outrider.plan.planner import FixedPlanner
-from outrider.propose.base import NoProposer, Proposer, Setup
-from outrider.propose.registry import find_proposer
+from outrider.propose.base import NoProposer, Proposer
 from outrider.verify.rules import EXACT, Verifier
 from outrider.verify.sampling import Knobs, warp
 
 _ROWS = 16  # completions at once
-_CHUNK = 512  # tokens of prompts fed per round
 _GRID = 1 << 20  # cells by which a uniform number is read
 
 
@@ -56,7 +52,7 @@ class Pair:
         device: str,
         room: int,
         kernels: str = "auto",
-        bits: int = 16,
+        quantize: str | None = None,
     ) -> None:
         """Load both.
 
@@ -68,16 +64,17 @@ class Pair:
             device: as `LLM` takes it.
             room: tokens behind a prompt, guesses included.
             kernels: as `LLM` takes them.
-            bits: of the linear layers' weights; in float32 they are as torch's kernels would have them.
+            quantize: as `LLM` takes it; in float32 the weights are as torch's kernels would have them.
 
         Raises:
             OutriderError: with the fix in its message.
         """
+        bits = weight_bits(quantize)
         wide = bits < 16 and dtype == "float32"
         checkpoint = load_checkpoint(target, dtype="bfloat16" if wide else full_dtype(dtype, bits), device=device)
         self.prompts = tuple(encode(checkpoint.tokenizer, prompt) for prompt in prompts)
         if wide:
-            checkpoint, bits = widen(checkpoint, bits), 16
+            checkpoint, quantize = widen(checkpoint, bits), None
         self.dtype, self.device = checkpoint.dtype, checkpoint.device
         self.trees = bool(tree_makers(proposer))  # whether it makes them, by its name or as it has been seen to
         self.on_done: Callable[[], None] = lambda: None  # called at the end of every completion
@@ -87,20 +84,13 @@ class Pair:
                 f"the longest prompt and {room} tokens behind it take {self._context} tokens, and the model holds"
                 f" {checkpoint.context}; shorten the prompts"
             )
-        self._target = make_target(checkpoint, slots=_ROWS, context=self._context, kernels=kernels, bits=bits)
-        check_target(self._target, checkpoint)
-        self._setup = Setup(
-            target=self._target,
-            vocab=checkpoint.vocab,
-            slots=_ROWS,
-            context=self._context,
-            device=checkpoint.device,
-            dtype=checkpoint.dtype,
-            draw=EXACT["walk"].draw,
-            tokenizer=checkpoint.tokenizer,
-            kernels=kernels,
+        config = EngineConfig(
+            kernels=kernels, quantize=quantize, max_num_seqs=_ROWS, max_model_len=self._context, prefix_caching=False
         )
-        self._proposer = find_proposer(proposer, self._setup)
+        self._loaded = prepare_target(checkpoint, config)
+        self._target = self._loaded.model
+        self._setup = make_setup(self._loaded, EXACT["walk"].draw)
+        self._proposer = make_proposer(proposer, self._setup)
         self._target.export(self._proposer.needs.layers)
         self.kernels = self._target.kernels
         self.steady = isinstance(self._target, NativeTarget)  # a token's logits are the same bits in any company
@@ -146,7 +136,7 @@ class Pair:
         """
         if self._setup.draw is not verifier.draw:
             self._setup = replace(self._setup, draw=verifier.draw)
-            self._proposer = find_proposer(self._spec, self._setup)
+            self._proposer = make_proposer(self._spec, self._setup)
         watched = _Watched(self._proposer)
         texts = self._run(self._engine(watched, verifier, k), requests, alone=alone, enough=enough)
         self.trees |= watched.trees
@@ -173,14 +163,7 @@ class Pair:
         return (int(cell) + 0.5) / _GRID
 
     def _engine(self, proposer: Proposer, verifier: Verifier, k: int) -> Engine:
-        scheduler = Scheduler(slots=_ROWS, chunk=_CHUNK, context=self._context)
-        return Engine(
-            target=self._target,
-            proposer=proposer,
-            verifier=verifier,
-            planner=FixedPlanner(k),
-            scheduler=scheduler,
-        )
+        return assemble(self._loaded, proposer=proposer, verifier=verifier, planner=FixedPlanner(k))
 
     @torch.inference_mode()
     def _run(self, engine: Engine, requests: Sequence[Request], *, alone: bool, enough: int | None = None) -> Texts:

@@ -15,7 +15,7 @@ from outrider.audit.pair import Pair
 from outrider.audit.prompts import Prompt, read_prompts
 from outrider.audit.replay import cases, replay
 from outrider.audit.report import Meter, show
-from outrider.engine.build import weight_bits
+from outrider.core.config import weight_bits
 from outrider.engine.verifiers import find_verifier
 from outrider.errors import OutriderError
 from outrider.loader.embedded import model_folder
@@ -81,7 +81,7 @@ def run_audit(
         tokens=tokens,
         device=device,
         kernels=kernels,
-        bits=weight_bits(quantize),
+        quantize=quantize,
     )
     with Meter(console) as meter:
         report = task.run(meter)
@@ -105,7 +105,7 @@ class _Task:
     tokens: int
     device: str
     kernels: str
-    bits: int
+    quantize: str | None
 
     def run(self, meter: Meter) -> dict[str, Any]:
         """The report, but for the names and the time."""
@@ -123,7 +123,7 @@ class _Task:
             "verifier": self.rule.name,
             "exact": self.rule.exact,
             "k": self.k,
-            "weight_bits": self.bits,
+            "weight_bits": weight_bits(self.quantize),
             "seed": _SEED,
             **sections,
             "versions": versions(),
@@ -147,7 +147,7 @@ class _Task:
             dtype=dtype,
             device=self.device,
             kernels=self.kernels,
-            bits=self.bits,
+            quantize=self.quantize,
             room=room,
         )
         pair.on_done = meter.step

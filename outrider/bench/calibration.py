@@ -19,21 +19,21 @@ from outrider.system import machine
 
 def run_calibration(llm: LLM, *, progress: Console) -> dict[str, Any]:
     """Measure the costs anew, keep them for `--k auto`, and return them, fit for JSON."""
-    house = llm.house
-    draft = draft_model(house.proposer)
+    parts = llm.parts
+    draft = draft_model(parts.proposer)
     with progress.status("measuring passes"):
-        rates = measure_rates(house.device, house.dtype)
-        costs = known_costs(house.target, draft, fresh=True)
+        rates = measure_rates(parts.device, parts.dtype)
+        costs = known_costs(parts.target, draft, fresh=True)
     return {
         "benchmark": "outrider bench --calibrate",
-        "kernels": house.target.kernels,
-        "dtype": str(house.dtype).removeprefix("torch."),
-        "hardware": machine.hardware(str(house.device)),
+        "kernels": parts.target.kernels,
+        "dtype": str(parts.dtype).removeprefix("torch."),
+        "hardware": machine.hardware(str(parts.device)),
         "versions": machine.versions(),
         "commit": machine.commit(),
         "rates": rates.as_dict(),
-        "weight_bytes": house.target.bytes(),
-        "file": cost_file(house.target, draft).name,
+        "weight_bytes": parts.target.bytes(),
+        "file": cost_file(parts.target, draft).name,
         "costs": asdict(costs),
     }
 

@@ -49,7 +49,7 @@ def make_heats(llm: LLM, prompts: Sequence[Prompt], settings: Settings, place: P
     if place.context is not None:
         texts = _lengthen(texts, place.context - settings.max_tokens)
     for prompt, text in zip(prompts, texts, strict=True):
-        _check_room(prompt, len(text), settings.max_tokens, llm.house.context)
+        _check_room(prompt, len(text), settings.max_tokens, llm.parts.context)
     heats, number = [], 0
     for category in dict.fromkeys(prompt.category for prompt in prompts):
         group = [text for prompt, text in zip(prompts, texts, strict=True) if prompt.category == category]

@@ -53,7 +53,7 @@ class Footprint:
 
 def footprint(llm: LLM, jobs: Sequence[Job]) -> Footprint:
     """Weigh what is held while `jobs` run, as many as there are rows."""
-    house = llm.house
+    parts = llm.parts
     endless = [replace(job.params, ignore_eos=True, max_tokens=None) for job in jobs]  # or the first would leave early
     ids = [id for job, params in zip(jobs, endless, strict=True) for id in llm.submit(job.prompt, params)]
     emitting: set[int] = set()
@@ -61,14 +61,14 @@ def footprint(llm: LLM, jobs: Sequence[Job]) -> Footprint:
         ids
     ):  # a recurrent cache holds a state for each row that runs, and for no other
         emitting |= {row.request.id for row in llm.engine.step() if row.emitted}
-    cache, (weights, stripes) = house.target.cache.bytes(), _draft_bytes(house.proposer)
-    other = _held(house.device, house.target.bytes() + cache + weights + stripes)
+    cache, (weights, stripes) = parts.target.cache.bytes(), _draft_bytes(parts.proposer)
+    other = _held(parts.device, parts.target.bytes() + cache + weights + stripes)
     for id in ids:
         llm.abort(id)
     return Footprint(
         rows=len(jobs),
-        context=house.context,
-        target_weights=house.target.bytes(),
+        context=parts.context,
+        target_weights=parts.target.bytes(),
         target_cache=cache,
         draft_weights=weights,
         draft_cache=stripes,
@@ -93,10 +93,10 @@ def _draft_bytes(proposer: Proposer) -> tuple[int, int]:
 def bytes_per_pass(llm: LLM, folder: Path) -> int:
     """Bytes of weights that one pass reads: all but an embedding table that serves for looking up alone."""
     table, tied = _embedding(folder)
-    house = llm.house
+    parts = llm.parts
     # A head that is packed or quantised is a copy of its own.
-    copied = can_prepack(house.device, house.dtype) or house.target.kernels not in ("torch", "graphs")
-    return house.target.bytes() - (table * house.dtype.itemsize if copied or not tied else 0)
+    copied = can_prepack(parts.device, parts.dtype) or parts.target.kernels not in ("torch", "graphs")
+    return parts.target.bytes() - (table * parts.dtype.itemsize if copied or not tied else 0)
 
 
 def flops_per_column(folder: Path) -> float:
@@ -121,4 +121,4 @@ def cache_bytes_per_token(llm: LLM) -> float:
 
     A recurrent state grows with no text, and is small beside the weights: it counts as nothing.
     """
-    return float(llm.house.target.cache.use().token_bytes)
+    return float(llm.parts.target.cache.use().token_bytes)

@@ -83,5 +83,5 @@ def _quiet() -> Iterator[None]:
 
 
 def _load(folder: Path, llm: LLM) -> Any:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=llm.house.dtype, local_files_only=True)
-    return model.to(llm.house.device).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=llm.parts.dtype, local_files_only=True)
+    return model.to(llm.parts.device).eval()

@@ -18,9 +18,9 @@ from outrider.bench.rates import Rates, best_rates, measure_rates
 from outrider.bench.report import DEFINITIONS, OVERALL, PLAIN, SPECULATIVE, Sample, mean_cached, report
 from outrider.bench.settings import Settings
 from outrider.bench.sweep import Place, guessers, home, places, sweeps
-from outrider.cache.base import Caching
+from outrider.core.config import weight_bits
 from outrider.core.params import AUTO
-from outrider.engine.build import auto_planner, weight_bits
+from outrider.engine.build import auto_planner
 from outrider.errors import OutriderError
 from outrider.llm import LLM
 from outrider.loader.embedded import model_folder
@@ -53,7 +53,7 @@ def run_bench(settings: Settings, *, progress: Console) -> dict[str, Any]:
     with progress.status("loading models"):
         llm = load(settings, planner)
         if AUTO in guessers(settings):
-            planner.auto = auto_planner(llm.house.target, llm.house.proposer)
+            planner.auto = auto_planner(llm.parts.target, llm.parts.proposer)
         models = {"target": settings.target, "proposer": settings.proposer, "quantize": settings.quantize}
         plan = restored(settings.plan, planner.auto, **models) if planner.auto else None
         heats = {place: make_heats(llm, prompts, settings, place) for place in places(settings)}
@@ -62,14 +62,14 @@ def run_bench(settings: Settings, *, progress: Console) -> dict[str, Any]:
             for place, some in heats.items()
         ]
     with progress.status("measuring the machine"):
-        before = measure_rates(llm.house.device, llm.house.dtype)
+        before = measure_rates(llm.parts.device, llm.parts.dtype)
         first = stages[0].heats[0].jobs
         held = footprint(llm, list(islice(cycle(first), settings.rows)))
     samples = race(stages, settings.rounds, progress)
     if plan and planner.auto:
         _keep(plan, planner.auto, progress)
     with progress.status("measuring the machine"):
-        after = measure_rates(llm.house.device, llm.house.dtype)
+        after = measure_rates(llm.parts.device, llm.parts.dtype)
     return _document(llm, settings, samples, rates=(before, after), held=held)
 
 
@@ -93,9 +93,9 @@ def load(settings: Settings, planner: SwitchPlanner) -> LLM:
         kernels=settings.kernels,
         quantize=settings.quantize,
         threads=settings.threads,
-        rows=settings.rows,
-        context=settings.capacity,
-        caching=Caching(share=False),  # a prompt is to cost the same each time
+        max_num_seqs=settings.rows,
+        max_model_len=settings.capacity,
+        prefix_caching=False,  # a prompt is to cost the same each time
         planner=planner,
     )
 
@@ -120,7 +120,7 @@ def _document(
     rates: tuple[Rates, Rates],
     held: Footprint,
 ) -> dict[str, Any]:
-    house, start = llm.house, home(settings)
+    parts, start = llm.parts, home(settings)
     swept = {f"k={k}" for k in settings.sweep.k}
     figures = report([sample for sample in samples[start] if sample.name not in swept])
     roofline = _roofline(llm, settings, rates)
@@ -129,13 +129,13 @@ def _document(
         "benchmark": "outrider bench",
         "arguments": asdict(settings),
         "proposer": pasted(settings.proposer or default_proposer(settings.target)),
-        "verifier": house.verifier.name,
-        "exact": house.verifier.exact,
-        "kernels": house.target.kernels,
-        "weight_bits": weight_bits(settings.quantize) if settings.quantize else 8 * house.dtype.itemsize,
+        "verifier": parts.verifier.name,
+        "exact": parts.verifier.exact,
+        "kernels": parts.target.kernels,
+        "weight_bits": weight_bits(settings.quantize) if settings.quantize else 8 * parts.dtype.itemsize,
         "compile_seconds": _compile_seconds(llm),
-        "dtype": str(house.dtype).removeprefix("torch."),
-        "hardware": machine.hardware(str(house.device)),
+        "dtype": str(parts.dtype).removeprefix("torch."),
+        "hardware": machine.hardware(str(parts.device)),
         "versions": machine.versions(),
         "commit": machine.commit(),
         "rates": dict(zip(("before", "after"), (each.as_dict() for each in rates), strict=True)),
@@ -161,7 +161,7 @@ def _roofline(llm: LLM, settings: Settings, rates: tuple[Rates, Rates]) -> limit
 
 def _compile_seconds(llm: LLM) -> float:
     """What the native kernels took to compile; 0 where none run, or an earlier run left them."""
-    models = (llm.house.target, draft_model(llm.house.proposer))
+    models = (llm.parts.target, draft_model(llm.parts.proposer))
     return max((model.compile_seconds for model in models if isinstance(model, NativeTarget)), default=0.0)
 
 

@@ -120,7 +120,7 @@ def run(
     from outrider.cli.output import Teller
     from outrider.cli.run import ROWS, converse, load
 
-    llm = load(_configured(ctx, models, config), rows=min(params.n, ROWS))
+    llm = load(_configured(ctx, models, config), max_num_seqs=min(params.n, ROWS))
     if not converse(llm, params, prompt=prompt, chat=chat, teller=Teller(llm, show=show, as_json=as_json)):
         raise typer.Exit(1)
 
@@ -189,15 +189,20 @@ def serve(
     ctx: typer.Context, *, models: options.ModelOptions, config: options.Config = None, settings: ServeSettings
 ) -> None:
     """Answer requests of OpenAI's interface over HTTP, many at once."""
-    from outrider.cache.base import Caching
     from outrider.cli.run import load
-    from outrider.engine.prefill_budget import Tempo
     from outrider.serve.command import serve
 
     models = _configured(ctx, models, config)
-    caching = Caching(gigabytes=settings.cache_gb, share=settings.share)
-    tempo = Tempo(settings.chunk, seconds=settings.round_ms / 1000 or None)
-    loaded = partial(load, models, rows=settings.rows, chunk=tempo, caching=caching, guard=True)
+    loaded = partial(
+        load,
+        models,
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        max_round_ms=settings.max_round_ms or None,
+        cache_gb=settings.cache_gb,
+        prefix_caching=settings.prefix_caching,
+        isolate_faults=True,
+    )
     serve(loaded, settings, target=models.target)
 
 
@@ -305,7 +310,7 @@ def tune(
     limit: options.Limit = None,
     max_tokens: options.BenchTokens = 128,
     seed: options.BenchSeed = 0,
-    context: options.Context = None,
+    max_model_len: options.MaxModelLen = None,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     kernels: options.Kernels = "auto",
@@ -339,7 +344,7 @@ def tune(
         kernels=kernels,
         quantize=quantize,
         threads=threads,
-        context=context,
+        max_model_len=max_model_len,
     )
     if asked.out:
         check_writable(asked.out)  # before the measurement rather than after it

@@ -91,7 +91,6 @@ def layers(
     Half of the prompts are searched on, and the figures are of the other half. Prints a table, and as the last line one
     JSON document: always into a file or a pipe, with --json on a terminal too.
     """
-    from outrider.cache.base import Caching
     from outrider.llm import LLM
     from outrider.tools.layers import run_layers, show_layers
 
@@ -104,7 +103,7 @@ def layers(
         kernels=kernels,
         quantize=quantize,
         threads=threads,
-        caching=Caching(share=False),
+        prefix_caching=False,
     )
     document = run_layers(
         llm,

@@ -109,7 +109,7 @@ Threads = Annotated[
         rich_help_panel=_MODEL,
     ),
 ]
-Context = Annotated[
+MaxModelLen = Annotated[
     int | None,
     typer.Option(
         help="Tokens of prompt and completion together. Default: the model's own, 8192 at most.", rich_help_panel=_MODEL
@@ -253,7 +253,7 @@ class ModelOptions(LoadOptions):
     """What to load, and how much a row holds."""
 
     k: Guesses = AUTO
-    context: Context = None
+    max_model_len: MaxModelLen = None
 
 
 def spread(verb: Callable[..., None]) -> Callable[..., None]:

@@ -106,9 +106,9 @@ class Teller:
             if completion.logprobs:
                 self._people.print(_logprobs(completion, self._llm))
         self._people.print()
-        house, lines = self._llm.house, _summary(told)
+        parts, lines = self._llm.parts, _summary(told)
         if self._show:
-            lines[-1] += f"; {str(house.dtype).removeprefix('torch.')}, {house.target.kernels} kernels"
+            lines[-1] += f"; {str(parts.dtype).removeprefix('torch.')}, {parts.target.kernels} kernels"
         for line in lines:
             self._people.print(line, style="dim")
         failed = [completion.error for completion in told.completions if completion.finish is Finish.ERROR]
@@ -156,7 +156,7 @@ def _logprobs(completion: Completion, llm: LLM) -> Table:
 
 
 def _spelled(llm: LLM, token: int) -> str:
-    return repr(llm.house.tokenizer.decode([token]))
+    return repr(llm.parts.tokenizer.decode([token]))
 
 
 def _document(told: Told, llm: LLM) -> dict[str, Any]:
@@ -171,8 +171,8 @@ def _document(told: Told, llm: LLM) -> dict[str, Any]:
         "seconds": told.seconds,
         "first_token_seconds": told.first,
         "tokens_per_s": told.pace.rate,
-        "dtype": str(llm.house.dtype).removeprefix("torch."),
-        "kernels": llm.house.target.kernels,
+        "dtype": str(llm.parts.dtype).removeprefix("torch."),
+        "kernels": llm.parts.target.kernels,
         "versions": machine.versions(),
     }
 

@@ -18,6 +18,7 @@ from rich.console import Console
 
 from outrider.cli.options import ModelOptions
 from outrider.cli.output import Teller, Told
+from outrider.core.config import EngineConfig
 from outrider.core.params import SamplingParams
 from outrider.core.text import sound
 from outrider.errors import OutriderError
@@ -27,10 +28,10 @@ from outrider.measure.clock import Mark, Pace, decode_pace, opening, timed
 ROWS = 16  # completions at once
 
 
-def load(models: ModelOptions, *, rows: int, **others: Any) -> LLM:
-    """The models that the options ask for, as `LLM` takes them."""
+def load(models: ModelOptions, **others: Any) -> LLM:
+    """Load the models of the options; `others` are more fields of `EngineConfig`."""
     with Console(stderr=True).status("loading models"):
-        return LLM(**asdict(models), rows=rows, **others)
+        return LLM(config=EngineConfig(**asdict(models), **others))
 
 
 def converse(llm: LLM, params: SamplingParams, *, prompt: str | None, chat: bool, teller: Teller) -> bool:

@@ -1,18 +1,18 @@
-"""From names to a running house: target, proposer, verifier, planner, scheduler, engine."""
+"""Build an engine from a configuration: target, proposer, verifier, planner, scheduler.
+
+Every engine of the package is made here, by `assemble`.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from outrider.cache.base import Cache, Caching
-from outrider.core.params import AUTO
+from outrider.core.config import EngineConfig
 from outrider.core.types import Draw
 from outrider.engine.engine import Engine
 from outrider.engine.prefill_budget import Tempo
@@ -46,16 +46,16 @@ from outrider.propose.registry import (
 from outrider.system.machine import free_memory
 from outrider.verify.rules import Verifier
 
-_BITS: Mapping[str | None, int] = MappingProxyType({None: 16, "int8": 8, "int4": 4})  # of a quantised weight
 _CONTEXT = 8192  # tokens a row is given at most, unless more is asked for
 _SHARE = 0.8  # of free memory, for caches
-_ROOMY = Caching(share=False)
+_BATCHED_TOKENS = 512  # prompt tokens of a round
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class House:
-    """Everything that runs, made to fit together."""
+class EngineParts:
+    """An engine and the parts that it was made from."""
 
+    loaded: LoadedTarget
     engine: Engine
     setup: Setup  # that its proposer was made with
     proposer: Proposer
@@ -98,112 +98,97 @@ class House:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Loaded:
-    """A target that stands ready for an engine, or for several that step by turns."""
+class LoadedTarget:
+    """A target that is loaded and checked. Several engines that step in turns may use it."""
 
     checkpoint: Checkpoint
     model: Target
-    kernels: str
+    kernels: str  # as configured; drafts of the same engine use the same
 
 
-def build(
-    target: str | Path | None,
-    *,
-    proposer: str | Maker | None,
-    k: int | str,
-    verifier: str | None,
-    dtype: str,
-    kernels: str,
-    quantize: str | None,
-    device: str,
-    rows: int,
-    context: int | None,
-    chunk: int | Tempo,
-    planner: Planner | None,
-    caching: Caching = _ROOMY,
-    guard: bool = False,
-) -> House:
-    """Load and connect; see `LLM` for the arguments."""
-    _check_k(k)
-    if not isinstance(chunk, Tempo):
-        _check_count("chunk", chunk, 1)
-    _check_caching(caching)
-    decides = not isinstance(planner, type) and all(callable(getattr(planner, part, None)) for part in ("plan", "trim"))
-    if planner is not None and not decides:
+def build(config: EngineConfig, *, planner: Planner | None = None) -> EngineParts:
+    """Load the models of a configuration and connect them.
+
+    Args:
+        config: what to load and how to run it.
+        planner: sets the number of draft tokens in place of `config.k`.
+
+    Raises:
+        OutriderError: a model cannot be loaded, or the parts do not fit together; the message names the fix.
+    """
+    if planner is not None and not _is_planner(planner):
         raise OutriderError(f"planner is {planner!r}; use what has plan and trim, or None and a k")
-    spec = default_proposer(target) if proposer is None else proposer
-    find_verifier(verifier, spec, chains=is_recurrent(model_folder(target)))
-    loaded = load_target(
-        target, dtype=dtype, kernels=kernels, quantize=quantize, device=device, rows=rows, context=context
+    proposer = _proposer_of(config)
+    find_verifier(config.verifier, proposer, chains=is_recurrent(model_folder(config.target)))
+    return build_engine(load_target(config), config, planner=planner)
+
+
+def load_target(config: EngineConfig) -> LoadedTarget:
+    """Load the target of a configuration."""
+    dtype = full_dtype(config.dtype, config.bits)
+    checkpoint = load_checkpoint(model_folder(config.target), dtype=dtype, device=config.device)
+    return prepare_target(checkpoint, config)
+
+
+def prepare_target(checkpoint: Checkpoint, config: EngineConfig) -> LoadedTarget:
+    """Choose the backend of a loaded checkpoint, allocate its cache, and check its logits against the model's own."""
+    model = make_target(
+        checkpoint,
+        slots=config.max_num_seqs,
+        context=_context(config.max_model_len, checkpoint),
+        kernels=config.kernels,
+        bits=config.bits,
     )
-    return furnish(loaded, spec, k=k, verifier=verifier, chunk=chunk, planner=planner, caching=caching, guard=guard)
-
-
-def load_target(
-    target: str | Path | None,
-    *,
-    dtype: str,
-    kernels: str,
-    quantize: str | None,
-    device: str,
-    rows: int,
-    context: int | None,
-) -> Loaded:
-    """A target by its folder, which has been checked to say what its model says; see `LLM` for the arguments."""
-    for name, value in {"dtype": dtype, "kernels": kernels, "device": device}.items():
-        if not isinstance(value, str):
-            raise OutriderError(f"{name} is {value!r}; use a name, such as auto")
-    bits = weight_bits(quantize)
-    _check_count("rows", rows, 1)
-    if context is not None:
-        _check_count("context", context, 1)
-    checkpoint = load_checkpoint(model_folder(target), dtype=full_dtype(dtype, bits), device=device)
-    model = make_target(checkpoint, slots=rows, context=_context(context, checkpoint), kernels=kernels, bits=bits)
     check_target(model, checkpoint)
-    return Loaded(checkpoint=checkpoint, model=model, kernels=kernels)
+    return LoadedTarget(checkpoint=checkpoint, model=model, kernels=config.kernels)
 
 
-def furnish(
-    loaded: Loaded,
-    spec: str | Maker,
+def build_engine(
+    loaded: LoadedTarget,
+    config: EngineConfig,
     *,
-    k: int | str,
-    verifier: str | None,
-    chunk: int | Tempo,
-    planner: Planner | None,
-    caching: Caching = _ROOMY,
-    guard: bool = False,
+    planner: Planner | None = None,
     slots: range | None = None,
-) -> House:
-    """A proposer and an engine for a target.
+) -> EngineParts:
+    """Make a proposer and an engine for a loaded target.
 
-    An engine that is to share the target with others has `slots` of its own; None: all that the target has. None of
-    them may be running while another is made.
+    Args:
+        loaded: the target.
+        config: the fields about models are not read again.
+        planner: sets the number of draft tokens in place of `config.k`.
+        slots: the engine's own part of the target's slots, if engines share the target. None of them may run while
+            another one is made.
     """
     checkpoint, model = loaded.checkpoint, loaded.model
-    rule = find_verifier(verifier, spec, chains=checkpoint.recurrent)
-    mine = slots or range(model.slots)
-    scheduler = Scheduler(slots=len(mine), first=mine.start, chunk=chunk, context=model.context)
-    setup = _setup(checkpoint, model, rule.draw, loaded.kernels)
-    guesser = find_proposer(spec, setup) if isinstance(spec, str) else own_proposer(spec, setup)
-    share_out([each.cache for each in (model, *draft_models(guesser))], model.context, caching)
-    model.export(guesser.needs.layers)
-    replay, names = rule.draw is Draw.SAMPLE, _names(spec, guesser)
-    running, guards = guarded(guesser, setup, names=names) if guard else (guesser, ())
-    decides = planner or (FixedPlanner(k) if isinstance(k, int) else auto_planner(model, guesser, replay=replay))
-    return House(
-        engine=Engine(
-            target=model,
-            proposer=OneWay(running) if checkpoint.recurrent else running,
-            verifier=fastest(rule, checkpoint.device),
-            planner=decides,
-            scheduler=scheduler,
-            shape=fastest_shape(checkpoint.device),
-        ),
-        setup=setup,
-        proposer=guesser,
+    spec = _proposer_of(config)
+    rule = find_verifier(config.verifier, spec, chains=checkpoint.recurrent)
+    setup = make_setup(loaded, rule.draw)
+    proposer = make_proposer(spec, setup)
+    caching = Caching(gigabytes=config.cache_gb, share=config.prefix_caching)
+    share_out([each.cache for each in (model, *draft_models(proposer))], model.context, caching)
+    model.export(proposer.needs.layers)
+    names = _names(spec, proposer)
+    guards: tuple[Guarded, ...] = ()
+    running = proposer
+    if config.isolate_faults:
+        running, guards = guarded(proposer, setup, names=names)
+    planner = planner or make_planner(config.k, model, proposer, replay=rule.draw is Draw.SAMPLE)
+    engine = assemble(
+        loaded,
+        proposer=running,
         verifier=rule,
-        planner=decides,
+        planner=planner,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_round_ms=config.max_round_ms,
+        slots=slots,
+    )
+    return EngineParts(
+        loaded=loaded,
+        engine=engine,
+        setup=setup,
+        proposer=proposer,
+        verifier=rule,
+        planner=planner,
         end_ids=checkpoint.end_ids,
         guessers=guessers(spec),
         proposers=names,
@@ -212,8 +197,37 @@ def furnish(
     )
 
 
-def _setup(checkpoint: Checkpoint, target: Target, draw: Draw, kernels: str) -> Setup:
+def assemble(
+    loaded: LoadedTarget,
+    *,
+    proposer: Proposer,
+    verifier: Verifier,
+    planner: Planner,
+    max_num_batched_tokens: int = _BATCHED_TOKENS,
+    max_round_ms: float | None = None,
+    slots: range | None = None,
+) -> Engine:
+    """Connect the parts of an engine. Every engine of the package is made here.
+
+    The verification rule and the sampler run on the fastest kernels of the device, and a recurrent target gets chains
+    only. So what is audited, tuned or benchmarked is what users run.
+    """
+    model, checkpoint = loaded.model, loaded.checkpoint
+    own = slots or range(model.slots)
+    budget = Tempo(max_num_batched_tokens, seconds=max_round_ms / 1000 if max_round_ms else None)
+    return Engine(
+        target=model,
+        proposer=OneWay(proposer) if checkpoint.recurrent else proposer,
+        verifier=fastest(verifier, checkpoint.device),
+        planner=planner,
+        scheduler=Scheduler(slots=len(own), first=own.start, chunk=budget, context=model.context),
+        shape=fastest_shape(checkpoint.device),
+    )
+
+
+def make_setup(loaded: LoadedTarget, draw: Draw) -> Setup:
     """What a proposer for this target is told."""
+    checkpoint, target = loaded.checkpoint, loaded.model
     return Setup(
         target=target,
         vocab=checkpoint.vocab,
@@ -223,8 +237,30 @@ def _setup(checkpoint: Checkpoint, target: Target, draw: Draw, kernels: str) -> 
         dtype=checkpoint.dtype,
         draw=draw,
         tokenizer=checkpoint.tokenizer,
-        kernels=kernels,
+        kernels=loaded.kernels,
     )
+
+
+def make_proposer(spec: str | Maker, setup: Setup) -> Proposer:
+    """The proposer of an expression, or of a callable of the user's."""
+    return find_proposer(spec, setup) if isinstance(spec, str) else own_proposer(spec, setup)
+
+
+def make_planner(k: int | str, target: Target, proposer: Proposer, *, replay: bool = False) -> Planner:
+    """A fixed number of draft tokens, or for "auto" a planner that uses measured costs."""
+    if isinstance(k, int):
+        return FixedPlanner(k)
+    return auto_planner(target, proposer, replay=replay)
+
+
+def _proposer_of(config: EngineConfig) -> str | Maker:
+    return default_proposer(config.target) if config.proposer is None else config.proposer
+
+
+def _is_planner(planner: object) -> bool:
+    if isinstance(planner, type):
+        return False
+    return all(callable(getattr(planner, name, None)) for name in ("plan", "trim"))
 
 
 def share_out(caches: Sequence[Cache], context: int, caching: Caching) -> None:
@@ -241,8 +277,8 @@ def share_out(caches: Sequence[Cache], context: int, caching: Caching) -> None:
     uses = [(cache, use) for cache in caches if (use := cache.use()).block_tokens]
     if gigabytes is not None and (not uses or uses[0][0] is not caches[0]):
         raise OutriderError(
-            "gigabytes of cache can be set for the native kernels on a CPU; here each row has room for a whole context,"
-            " so set rows and context"
+            "cache_gb can be set for the native kernels on a CPU; here each sequence has memory for a whole context,"
+            " so set max_num_seqs and max_model_len"
         )
     if not uses:
         return
@@ -257,7 +293,7 @@ def share_out(caches: Sequence[Cache], context: int, caching: Caching) -> None:
     if wanted < least:
         raise OutriderError(
             f"the caches have {wanted * size / 1e9:.3g} GB, and one row of {context} tokens takes"
-            f" {least * size / 1e9:.3g}, {size // tokens} bytes a token; give more, or lower context"
+            f" {least * size / 1e9:.3g}, {size // tokens} bytes a token; give more, or lower max_model_len"
         )
     for cache, _ in uses:
         cache.allot(wanted)
@@ -277,39 +313,14 @@ def auto_planner(target: Target, proposer: Proposer, *, replay: bool = False) ->
     return CostPlanner(*(known_costs(target, draft_model(arm)) for arm in arms), replay=replay)
 
 
-def weight_bits(quantize: str | None) -> int:
-    """Of the linear layers' weights: 16 where they are not quantised."""
-    if not isinstance(quantize, str | None) or quantize not in _BITS:
-        raise OutriderError(f"quantize {quantize!r} is unknown; use {', '.join(filter(None, _BITS))}")
-    return _BITS[quantize]
-
-
 def full_dtype(dtype: str, bits: int) -> str:
     """What a model is loaded in whose weights are to have so many bits: auto is then what quantising starts from."""
     return "bfloat16" if bits < 16 and dtype == "auto" else dtype
-
-
-def _check_k(k: int | str) -> None:
-    if k != AUTO and (isinstance(k, bool) or not isinstance(k, int) or k < 0):
-        raise OutriderError(f"k is {k!r}; use a number of guesses, 0 for plain decoding, or {AUTO}")
-
-
-def _check_count(name: str, value: int, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise OutriderError(f"{name} is {value!r}; it must be a whole number, at least {least}")
-
-
-def _check_caching(caching: Caching) -> None:
-    if not isinstance(caching, Caching):
-        raise OutriderError(f"caching is {caching!r}; use Caching(gigabytes=...), or None")
-    size = caching.gigabytes
-    if size is not None and (not isinstance(size, int | float) or not 0 < size < math.inf):
-        raise OutriderError(f"gigabytes of cache is {size!r}; use a number above 0, or none for what memory allows")
 
 
 def _context(asked: int | None, checkpoint: Checkpoint) -> int:
     if asked is None:
         return min(checkpoint.context, _CONTEXT)
     if not 2 <= asked <= checkpoint.context:
-        raise OutriderError(f"context is {asked}; this model takes from 2 to {checkpoint.context} tokens")
+        raise OutriderError(f"max_model_len is {asked}; this model takes from 2 to {checkpoint.context} tokens")
     return asked

@@ -76,7 +76,7 @@ def _add_routes(app: FastAPI, answers: Answers, driver: Driver, name: str) -> No
     async def tokenize(asked: TokenizeRequest) -> dict[str, Any]:
         answers.check_model(asked.model)
         tokens = await driver.reader.encode(asked.prompt)
-        return {"tokens": list(tokens), "count": len(tokens), "max_model_len": driver.front.house.context}
+        return {"tokens": list(tokens), "count": len(tokens), "max_model_len": driver.front.parts.context}
 
     @app.get("/", include_in_schema=False)
     async def page() -> FileResponse:
@@ -96,6 +96,6 @@ def _add_routes(app: FastAPI, answers: Answers, driver: Driver, name: str) -> No
 
 
 def _model(name: str, driver: Driver) -> dict[str, Any]:
-    house = driver.front.house
-    own = {"max_model_len": house.context, "proposers": list(house.proposers), "verifiers": list(house.verifiers)}
+    parts = driver.front.parts
+    own = {"max_model_len": parts.context, "proposers": list(parts.proposers), "verifiers": list(parts.verifiers)}
     return {"id": name, "object": "model", "created": 0, "owned_by": "outrider"} | own

@@ -14,7 +14,7 @@ from time import perf_counter
 from outrider.core.params import BadParam, SamplingParams
 from outrider.core.stats import Stats
 from outrider.core.types import Round, Row
-from outrider.engine.build import House
+from outrider.engine.build import EngineParts
 from outrider.engine.engine import Engine
 from outrider.errors import OutriderError
 from outrider.llm import LLM, Prompt
@@ -61,7 +61,7 @@ class Driver:
         self._failing = 0  # those of them since the last good one
         self._lately: deque[bool] = deque(maxlen=_LATELY)  # whether a round has failed
         self._error, self._alike = "", 0  # what the last one died of, and how many in a row have
-        self.drifts = tuple(Drift() for _ in llm.house.proposers)
+        self.drifts = tuple(Drift() for _ in llm.parts.proposers)
         self._thread = Thread(target=self._run, name="engine", daemon=True)
 
     @property
@@ -91,7 +91,7 @@ class Driver:
         """Why guesses are being lost: texts are right, and come no faster than without any. Empty while all is well."""
         off = tuple(
             f"proposer {guard.name} is switched off for now: it has failed {guard.failures} times"
-            for guard in self.front.house.guards
+            for guard in self.front.parts.guards
             if guard.off
         )
         if (failed := sum(tuple(self._lately))) < _LAME:
@@ -131,8 +131,8 @@ class Driver:
         except BadParam:
             raise
         except OutriderError as error:
-            raise BadParam(_blamed(self.front.house, tokens, params), str(error)) from error
-        if (params.max_tokens or 0) > (context := self.front.house.context):
+            raise BadParam(_blamed(self.front.parts, tokens, params), str(error)) from error
+        if (params.max_tokens or 0) > (context := self.front.parts.context):
             said = f"max_tokens is {params.max_tokens}, and the context holds {context}; ask for fewer"
             raise BadParam("max_tokens", said)
         self._bell = self._bell or Bell(asyncio.get_running_loop())
@@ -293,7 +293,7 @@ class Driver:
         for b, row in enumerate(round.batch.rows):
             ticket = self._open.get(row.request.id)
             if ticket and ticket.watch is Watch.GUESSES:
-                ticket.guesses = guesses_of(round, b, self._llm.house.guessers)
+                ticket.guesses = guesses_of(round, b, self._llm.parts.guessers)
 
     def _wake(self, tickets: Sequence[Ticket]) -> None:
         if tickets and self._bell:
@@ -315,17 +315,17 @@ class Driver:
         self.clocks.end(ticket.request.id, how)
 
 
-def _blamed(house: House, tokens: Sequence[int], params: SamplingParams) -> str:
+def _blamed(parts: EngineParts, tokens: Sequence[int], params: SamplingParams) -> str:
     """Which parameter it is that `LLM.requests` has refused: the first of these, in its order."""
 
     def strange(ids: Iterable[int]) -> bool:
-        return any(not 0 <= token < house.vocab for token in ids)
+        return any(not 0 <= token < parts.vocab for token in ids)
 
     wrong = {
-        "prompt": not tokens or len(tokens) >= house.context or strange(tokens),
+        "prompt": not tokens or len(tokens) >= parts.context or strange(tokens),
         "stop_token_ids": strange(params.stop_token_ids),
         "logit_bias": strange(params.logit_bias),
-        "proposer": params.proposer not in (None, *house.proposers),
-        "verifier": params.verifier not in (None, *house.verifiers),
+        "proposer": params.proposer not in (None, *parts.proposers),
+        "verifier": params.verifier not in (None, *parts.verifiers),
     }
     return next(filter(wrong.get, wrong), "constraint")

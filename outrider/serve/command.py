@@ -45,7 +45,7 @@ def serve(load: Callable[[], LLM], settings: Settings, *, target: str | None) ->
         taken = [held.enter_context(closing(each)) for each in bind(settings.host, settings.port)]
         llm = load()
         typer.echo(_memory(llm), err=True)
-        driver = Driver(llm, queue=settings.queue, rows=settings.rows)
+        driver = Driver(llm, queue=settings.queue, rows=settings.max_num_seqs)
         gc.collect()
         gc.freeze()  # what has been loaded stays, and need not be looked through while others wait
         config = uvicorn.Config(
@@ -56,7 +56,7 @@ def serve(load: Callable[[], LLM], settings: Settings, *, target: str | None) ->
         )
         server = uvicorn.Server(config)
         listen(taken, settings.host)
-        typer.echo(f"{name} at {_url(settings.host, taken[0])}, {settings.rows} rows at once", err=True)
+        typer.echo(f"{name} at {_url(settings.host, taken[0])}, {settings.max_num_seqs} sequences at once", err=True)
         with _ends_well(server):
             server.run(sockets=taken)
     if not server.started:
@@ -152,9 +152,9 @@ def _ends_well(server: uvicorn.Server) -> Iterator[None]:
 
 def _memory(llm: LLM) -> str:
     """What the caches take, and which part of it is the drafts'."""
-    use, target = llm.engine.cache_use(), llm.house.target
-    drafts = sum(model.cache.bytes() for model in draft_models(llm.house.proposer))
+    use, target = llm.engine.cache_use(), llm.parts.target
+    drafts = sum(model.cache.bytes() for model in draft_models(llm.parts.proposer))
     whole = f"{(target.cache.bytes() + drafts) / 1e9:.2f} GB of caches, {drafts / 1e9:.2f} of them the draft's"
     if not use.block_tokens:
-        return f"{whole}, so far: each row has room for {llm.house.context} tokens"
-    return f"{whole}: room for {use.blocks * use.block_tokens} tokens, {llm.house.context} of one row at most"
+        return f"{whole}, so far: each row has room for {llm.parts.context} tokens"
+    return f"{whole}: room for {use.blocks * use.block_tokens} tokens, {llm.parts.context} of one row at most"

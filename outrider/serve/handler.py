@@ -65,7 +65,7 @@ class Answers:
         if tools and constraint:
             said = "tools say what form calls have; leave response_format and structured_outputs out"
             raise BadParam("structured_outputs" if asked.structured_outputs else "response_format", said)
-        known = knows_calls(str(front.house.tokenizer.chat_template or ""))
+        known = knows_calls(str(front.parts.tokenizer.chat_template or ""))
         with about("messages"):
             turns = conversation(asked.messages, tools, known=known)
         with about("tools"):

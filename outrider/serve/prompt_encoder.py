@@ -16,8 +16,8 @@ _Tokens = tuple[int, ...]
 
 def with_own_tokenizer(llm: LLM) -> LLM:
     """The same models; a tokenizer must not be used by two threads at once."""
-    house = llm.house
-    return LLM.of(replace(house, setup=replace(house.setup, tokenizer=deepcopy(house.tokenizer))))
+    parts = llm.parts
+    return LLM.from_parts(replace(parts, setup=replace(parts.setup, tokenizer=deepcopy(parts.tokenizer))))
 
 
 class Reader:

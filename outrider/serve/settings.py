@@ -37,7 +37,7 @@ class Settings:
             rich_help_panel=_WHERE,
         ),
     ] = None
-    rows: Annotated[int, typer.Option(min=1, help="Completions that run at once.", rich_help_panel=_LIMITS)] = 16
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="Sequences that run at once.", rich_help_panel=_LIMITS)] = 16
     cache_gb: Annotated[
         float | None,
         typer.Option(
@@ -47,18 +47,18 @@ class Settings:
             rich_help_panel=_LIMITS,
         ),
     ] = None
-    share: Annotated[
-        bool, typer.Option(help="Read what a user's prompts begin with in common once.", rich_help_panel=_LIMITS)
+    prefix_caching: Annotated[
+        bool, typer.Option(help="Reuse the KV cache of equal prompt prefixes of one user.", rich_help_panel=_LIMITS)
     ] = True
-    chunk: Annotated[
-        int, typer.Option(min=1, help="Tokens of prompts read in one round at most.", rich_help_panel=_LIMITS)
+    max_num_batched_tokens: Annotated[
+        int, typer.Option(min=1, help="Prompt tokens that one round may process.", rich_help_panel=_LIMITS)
     ] = 512
-    round_ms: Annotated[
+    max_round_ms: Annotated[
         float,
         typer.Option(
             min=0.0,
-            help="Read fewer of them where a round that others decode in would take longer than so many milliseconds;"
-            " 0 = any.",
+            help="Milliseconds that a round may take while other sequences decode. Longer prompts are split over"
+            " rounds. 0: no limit.",
             rich_help_panel=_LIMITS,
         ),
     ] = 60.0

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from outrider.cache.base import Caching
 from outrider.core.params import SamplingParams
 from outrider.errors import OutriderError
 from outrider.heads.description import Block, Body, Description, FuseNorm, JoinAt, Kind, Recycle
@@ -66,8 +65,8 @@ def probe(folder: str | Path, target: str, *, dtype: str = "auto") -> Probe:
         k=1,
         verifier="walk",
         dtype=dtype,
-        rows=len(_PROMPTS),
-        caching=Caching(share=False),
+        max_num_seqs=len(_PROMPTS),
+        prefix_caching=False,
     )
     llm.generate(list(_PROMPTS), SamplingParams(temperature=0, max_tokens=_TOKENS, ignore_eos=True))
     stats = llm.stats

@@ -39,7 +39,7 @@ def run_layers(
     Raises:
         OutriderError: there is nothing to search on, or the target has no layers to choose from.
     """
-    target = llm.house.target
+    target = llm.parts.target
     with progress.status("writing texts") as status:
         parts = halves(read_prompts(prompts, limit=limit), seed)
         ours, held = (write(llm, part, max_tokens) for part in parts)
@@ -57,8 +57,8 @@ def run_layers(
         "prompts": {"searched": len(ours), "held_out": len(held)},
         "seed": seed,
         "kernels": target.kernels,
-        "dtype": str(llm.house.dtype).removeprefix("torch."),
-        "hardware": machine.hardware(str(llm.house.device)),
+        "dtype": str(llm.parts.dtype).removeprefix("torch."),
+        "hardware": machine.hardware(str(llm.parts.device)),
         "versions": machine.versions(),
         "commit": machine.commit(),
         "found": [_entry(*each) for each in zip(found.values(), reported, timed, strict=True)],

@@ -10,9 +10,7 @@ from outrider.core.noise import mix_int
 from outrider.core.params import SamplingParams
 from outrider.core.stats import Stats
 from outrider.core.types import Request
-from outrider.engine.build import House
-from outrider.engine.engine import Engine
-from outrider.engine.scheduler import Scheduler
+from outrider.engine.build import EngineParts, assemble
 from outrider.plan.planner import FixedPlanner
 from outrider.propose.base import Proposer
 from outrider.train.model.trainee import Pupil
@@ -24,28 +22,24 @@ _RULE = EXACT["block"]  # the one that a draft's chains are verified by where no
 class Gauge:
     """Runs a target with whatever draft is handed to it."""
 
-    def __init__(self, house: House, prompts: Sequence[tuple[int, ...]], *, k: int, tokens: int, seed: int) -> None:
-        self._house, self._prompts, self._k, self._tokens, self._seed = house, prompts, k, tokens, seed
+    def __init__(
+        self, parts: EngineParts, prompts: Sequence[tuple[int, ...]], *, k: int, tokens: int, seed: int
+    ) -> None:
+        self._parts, self._prompts, self._k, self._tokens, self._seed = parts, prompts, k, tokens, seed
 
     def measure(self, pupil: Pupil) -> dict[str, Any]:
         """tau and the acceptance by position, greedy and at temperature 1."""
-        proposer = pupil.proposer(replace(self._house.setup, draw=_RULE.draw))
+        proposer = pupil.proposer(replace(self._parts.setup, draw=_RULE.draw))
         return {f"temperature {t:g}": _figures(self._run(proposer, t)) for t in (0.0, 1.0)}
 
     def _run(self, proposer: Proposer, temperature: float) -> Stats:
-        house = self._house
+        parts = self._parts
         params = SamplingParams(temperature=temperature, max_tokens=self._tokens)
-        engine = Engine(
-            target=house.target,
-            proposer=proposer,
-            verifier=_RULE,
-            planner=FixedPlanner(self._k),
-            scheduler=Scheduler(slots=house.target.slots, chunk=512, context=house.context),
-        )
+        engine = assemble(parts.loaded, proposer=proposer, verifier=_RULE, planner=FixedPlanner(self._k))
         for i, prompt in enumerate(self._prompts):
-            limit = min(self._tokens, house.context - len(prompt))
+            limit = min(self._tokens, parts.context - len(prompt))
             seed = mix_int(self._seed, i + 1)
-            engine.add(Request(id=i, prompt=prompt, params=params, seed=seed, end_ids=house.end_ids, limit=limit))
+            engine.add(Request(id=i, prompt=prompt, params=params, seed=seed, end_ids=parts.end_ids, limit=limit))
         while engine.busy():
             engine.step()
         return engine.stats

@@ -79,7 +79,7 @@ class Training:
         self._heap = Heap()
         torch.manual_seed(settings.seed)
         self._room = make_classroom(kind, settings, self._target, most=max(len(texts), len(held)))
-        meet(self._room.house.device)
+        meet(self._room.parts.device)
         self._course, self._reader = self._prepare(texts)
         pupil = self._room.pupil
         if state is None:
@@ -90,7 +90,7 @@ class Training:
             self._trainer.load(state)
         self._wave = state["wave"] if state else 0
         measured = [self._read(prompt) for prompt in held]
-        self._gauge = Gauge(self._room.house, measured, k=settings.k, tokens=_MEASURED, seed=settings.seed)
+        self._gauge = Gauge(self._room.parts, measured, k=settings.k, tokens=_MEASURED, seed=settings.seed)
 
     def run(self, progress: Console) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """Train to the end.
@@ -151,29 +151,29 @@ class Training:
             raise OutriderError(f"{len(texts)} prompts are too few for {world()} processes; give more, or begin fewer")
         pupil = room.pupil
         reader = Reader(pupil.taps, room.recorder.layers, room.tables, pupil.ids, views=pupil.views)
-        reader.check(room.house.target, self._read(texts[rank()])[:_LOOKED_AT])
+        reader.check(room.parts.target, self._read(texts[rank()])[:_LOOKED_AT])
         if settings.with_target is not None:
-            given = {i: encoded(room.house.tokenizer, texts[i], whole=True)[: room.house.context] for i in mine}
-            return Course(Given(given), mine, settings, most=most), GivenReader(pupil.ids, room.house.vocab)
-        half = room.house.context // 2  # and as much is left for the answer
-        whole = {i: encoded(room.house.tokenizer, texts[i]) for i in mine}
+            given = {i: encoded(room.parts.tokenizer, texts[i], whole=True)[: room.parts.context] for i in mine}
+            return Course(Given(given), mine, settings, most=most), GivenReader(pupil.ids, room.parts.vocab)
+        half = room.parts.context // 2  # and as much is left for the answer
+        whole = {i: encoded(room.parts.tokenizer, texts[i]) for i in mine}
         prompts = {i: tokens[:half] for i, tokens in whole.items()}
         if (cut := sum(len(tokens) > half for tokens in whole.values())) and not rank():
             _log.warning("%d of %d prompts are longer than half of the context and are cut at %d", cut, len(mine), half)
         archive = None
         if settings.cache is not None:
-            origin, layers = origin_of(room.house, self._target, room.recorder.looked), room.recorder.layers
+            origin, layers = origin_of(room.parts, self._target, room.recorder.looked), room.recorder.layers
             archive = Archive(settings.cache, gigabytes=settings.cache_gb or _GIGABYTES, origin=origin, layers=layers)
         manner = Manner(
             temperature=settings.temperature, tokens=settings.answer_tokens, go_on=settings.go_on, seed=settings.seed
         )
-        author = Author(room.house, room.recorder, prompts, manner, archive=archive)
+        author = Author(room.parts, room.recorder, prompts, manner, archive=archive)
         return Course(author, mine, settings, most=most), reader
 
     def _read(self, prompt: Prompt) -> tuple[int, ...]:
         """What is to be gone on with: a prompt, or the first half of a text."""
-        house, whole = self._room.house, self._settings.with_target is not None
-        tokens = encoded(house.tokenizer, prompt, whole=whole)[: house.context // 2]
+        parts, whole = self._room.parts, self._settings.with_target is not None
+        tokens = encoded(parts.tokenizer, prompt, whole=whole)[: parts.context // 2]
         return tokens[: max(len(tokens) // 2, 1)] if whole else tokens
 
     def _write(self, figures: Mapping[str, Any]) -> None:
@@ -196,7 +196,7 @@ class Training:
             "held_out": dict(figures),
             "held_out_in_data": self._twice,
             "seconds": round(perf_counter() - self._began, 1),
-            "hardware": machine.hardware(str(self._room.house.device)),
+            "hardware": machine.hardware(str(self._room.parts.device)),
             "versions": machine.versions(),
             "commit": machine.commit(),
         }

@@ -1,13 +1,13 @@
-"""The house in which a target answers, and a draft learns from it."""
+"""Load the target and the draft of a training run."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from outrider.core.params import AUTO
+from outrider.core.config import EngineConfig
 from outrider.core.types import Tables
-from outrider.engine.build import House, build
+from outrider.engine.build import EngineParts, build
 from outrider.models.base import Lender
 from outrider.plan.planner import FixedPlanner
 from outrider.propose.base import Setup
@@ -18,14 +18,14 @@ from outrider.train.model.joint import JointPupil
 from outrider.train.model.trainee import Pupil, lent, make_pupil
 from outrider.train.settings import Settings
 
-_CHUNK = 1024  # tokens of prompts read in a round
+_BATCHED_TOKENS = 1024  # prompt tokens of a round
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Classroom:
     """Who takes part."""
 
-    house: House
+    parts: EngineParts
     pupil: Pupil
     recorder: Recorder
     tables: Tables  # the target's
@@ -53,19 +53,15 @@ def make_classroom(kind: str, settings: Settings, target: Path, *, most: int) ->
         made.append((pupil, recorder, tables))
         return recorder
 
-    house = build(
-        target,
+    config = EngineConfig(
+        target=target,
         proposer=maker,
-        k=AUTO,
         verifier="walk",
-        dtype="auto",
-        kernels="auto",
-        quantize=None,
         device=device_of(settings.device),
-        rows=min(settings.rows, most),
-        context=None,
-        chunk=_CHUNK,
-        planner=FixedPlanner(0) if settings.proposer == "none" else None,
+        max_num_seqs=min(settings.rows, most),
+        max_num_batched_tokens=_BATCHED_TOKENS,
+        prefix_caching=False,
     )
+    parts = build(config, planner=FixedPlanner(0) if settings.proposer == "none" else None)
     pupil, recorder, tables = made[0]
-    return Classroom(house=house, pupil=pupil, recorder=recorder, tables=tables)
+    return Classroom(parts=parts, pupil=pupil, recorder=recorder, tables=tables)

@@ -15,23 +15,18 @@ from outrider.bench.interleave import make_heats
 from outrider.bench.memory import Footprint, footprint
 from outrider.bench.settings import Settings as BenchSettings
 from outrider.bench.sweep import Place
-from outrider.cache.base import Caching
 from outrider.core.noise import mix_int
-from outrider.engine.build import auto_planner
-from outrider.engine.engine import Engine
-from outrider.engine.scheduler import Scheduler
+from outrider.engine.build import assemble, auto_planner, make_proposer
 from outrider.engine.verifiers import find_verifier
 from outrider.llm import LLM
 from outrider.measure.prompts import read_prompts
-from outrider.native.rules import fastest
 from outrider.plan.planner import CostPlanner, FixedPlanner, Planner
 from outrider.propose.base import Proposer
-from outrider.propose.registry import DRAWN, Expression, find_proposer, parse
+from outrider.propose.registry import DRAWN, Expression, parse
 from outrider.tune.settings import Settings
 from outrider.tune.trial import Heat, Trial, Way, run
 
 _WARM_TOKENS = 8
-_CHUNK = 512  # tokens of prompts fed a round, as `LLM` has it
 # Those that know nothing of a finished text. Any other one is made anew before it meets the same prompt again, or it
 # would remember the answer.
 _FORGETFUL = DRAWN | {"draft-text", "ngram", "suffix", "retrieval", "first", "merge", "switch"}
@@ -82,9 +77,9 @@ class Crew:
             kernels=settings.kernels,
             quantize=settings.quantize,
             threads=settings.threads,
-            rows=settings.rows,
-            context=settings.context,
-            caching=Caching(share=False),  # a prompt is to cost the same each time
+            max_num_seqs=settings.rows,
+            max_model_len=settings.max_model_len,
+            prefix_caching=False,  # a prompt is to cost the same each time
         )
         self._settings = settings
         self._exported: set[int] = set()  # what all of them need: they take their turns too often to ask each time
@@ -95,33 +90,27 @@ class Crew:
         """Who decodes this way."""
         if way.plain:
             return self.base
-        house = self.base.house
+        parts = self.base.parts
         rule = find_verifier(self._settings.verifier, way.proposer)
         proposer = self.known[way.proposer] if forgetful(parse(way.proposer)) else self._proposer(way.proposer)
         planner = self._planner(way)
-        engine = Engine(
-            target=house.target,
-            proposer=proposer,
-            verifier=fastest(rule, house.device),
-            planner=planner,
-            scheduler=Scheduler(slots=self._settings.rows, chunk=_CHUNK, context=house.context),
-        )
-        return LLM.of(replace(house, engine=engine, proposer=proposer, verifier=rule, planner=planner))
+        engine = assemble(parts.loaded, proposer=proposer, verifier=rule, planner=planner)
+        return LLM.from_parts(replace(parts, engine=engine, proposer=proposer, verifier=rule, planner=planner))
 
     def _planner(self, way: Way) -> Planner:
         """With k auto one for all of a place's rounds: what it learns is acceptance, not texts."""
         if not isinstance(way.k, str):
             return FixedPlanner(way.k)
         if way not in self._planners:
-            self._planners[way] = auto_planner(self.base.house.target, self.known[way.proposer])
+            self._planners[way] = auto_planner(self.base.parts.target, self.known[way.proposer])
         return self._planners[way]
 
     def _proposer(self, spec: str) -> Proposer:
-        house = self.base.house
-        made = find_proposer(spec, replace(house.setup, draw=find_verifier(self._settings.verifier, spec).draw))
+        parts = self.base.parts
+        made = make_proposer(spec, replace(parts.setup, draw=find_verifier(self._settings.verifier, spec).draw))
         if not self._exported.issuperset(made.needs.layers):
             self._exported.update(made.needs.layers)
-            house.target.export(sorted(self._exported))
+            parts.target.export(sorted(self._exported))
         return made
 
 

@@ -119,11 +119,11 @@ def _plain(plain: Plain) -> dict[str, Any]:
 
 
 def _conditions(measured: Measured) -> dict[str, Any]:
-    house = measured.llm.house
+    parts = measured.llm.parts
     return {
-        "kernels": house.target.kernels,
-        "dtype": str(house.dtype).removeprefix("torch."),
-        "hardware": machine.hardware(str(house.device)),
+        "kernels": parts.target.kernels,
+        "dtype": str(parts.dtype).removeprefix("torch."),
+        "hardware": machine.hardware(str(parts.device)),
         "versions": machine.versions(),
         "commit": machine.commit(),
     }

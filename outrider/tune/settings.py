@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from outrider.core.config import weight_bits
 from outrider.core.params import AUTO, SamplingParams
-from outrider.engine.build import weight_bits
 from outrider.engine.verifiers import find_verifier
 from outrider.errors import OutriderError
 from outrider.measure.number_lists import parse_whole
@@ -36,7 +36,7 @@ class Settings:
     kernels: str = "auto"
     quantize: str | None = None
     threads: int | None = None
-    context: int | None = None
+    max_model_len: int | None = None
 
     def __post_init__(self) -> None:
         for name, values in {"proposers": self.proposers, "k": self.ks, "batch": self.batches}.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -24,8 +25,10 @@ from outrider.engine.verifiers import find_verifier
 from outrider.errors import OutriderError
 from outrider.loader.checkpoint import load_checkpoint
 from outrider.loader.embedded import embedded
+from outrider.native import rules
 from outrider.propose.registry import find_proposer
 from outrider.verify.rules import EXACT
+from tests.helpers import source, tiny
 
 PROMPTS = ("In the beginning there was", "def area(width, height):\n    return width * height\n\n\ndef volume(")
 QUICK = {"k": 2, "samples": 100, "device": "cpu", "threads": 1, "tokens": 6}
@@ -344,3 +347,24 @@ def test_what_is_no_prompt_is_refused(tmp_path, content, message):
 def test_mistakes_are_named(change, message):
     with pytest.raises(OutriderError, match=message):
         run_audit(None, **{"proposer": None, "prompts": None, "console": None, **QUICK, **change})
+
+
+@pytest.mark.skipif(not tiny.compiles(), reason="no C++ compiler here")
+def test_a_broken_native_rule_fails(monkeypatch):
+    """The audit runs the native rules, as `run` and `serve` do, and finds a fault in them."""
+    judge = rules._judge
+
+    def broken(library, rule, draft, p, noise):
+        verdict = judge(library, rule, draft, p, noise)
+        return replace(verdict, bonus=verdict.bonus ^ 1) if draft.size else verdict
+
+    monkeypatch.setattr(rules, "_judge", broken)
+    report = run_audit(None, "ngram", k=3, samples=100, device="cpu", threads=1, tokens=8, console=None)
+    assert not report["passed"]
+
+
+def test_only_the_builder_makes_engines():
+    """So that what is audited and tuned is what runs."""
+    pattern = re.compile(r"(?<![\w.])Engine\(")
+    makers = {path.name for path in source.files() if pattern.search(path.read_text())}
+    assert makers == {"build.py"}

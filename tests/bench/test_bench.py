@@ -211,7 +211,7 @@ def test_expected_speedup_counts_a_pass_without_a_guess_as_a_rejection():
 
 def test_switch_planner_makes_both_with_one_llm():
     planner = SwitchPlanner()
-    llm = LLM(dtype="float32", rows=2, context=64, planner=planner)
+    llm = LLM(dtype="float32", max_num_seqs=2, max_model_len=64, planner=planner)
     jobs = [Job(prompt=llm.encode("import os\n"), params=SamplingParams(max_tokens=12, seed=0))] * 2
     plain = Own("plain", llm, planner, k=0).run(jobs)
     guessing = Own("speculative", llm, planner, k=4).run(jobs)
@@ -228,7 +228,7 @@ def test_switch_planner_makes_both_with_one_llm():
 def test_bytes_of_a_pass():
     """Twice the parameters in bfloat16, however the machine lays them out; the tied table is read once."""
     for dtype, size in (("float32", 4), ("bfloat16", 2)):
-        llm = LLM(dtype=dtype, proposer="none", rows=1, context=64)
+        llm = LLM(dtype=dtype, proposer="none", max_num_seqs=1, max_model_len=64)
         assert bytes_per_pass(llm, embedded("mini")) == pytest.approx(17.3e6 * size, rel=0.01)
     assert flops_per_column(embedded("mini")) == pytest.approx(2 * 17.3e6, rel=0.01)
 

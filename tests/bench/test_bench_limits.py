@@ -96,15 +96,17 @@ def test_footprint_of_a_draft():
 
 @pytest.mark.parametrize("proposer", [None, "ngram"])
 def test_footprint(proposer):
-    llm = LLM(dtype="float32", kernels="torch", proposer=proposer, rows=2, context=64)  # where a row has a stripe
+    llm = LLM(
+        dtype="float32", kernels="torch", proposer=proposer, max_num_seqs=2, max_model_len=64
+    )  # where a row has a stripe
     jobs = [Job(prompt=llm.encode("import os\n"), params=SamplingParams(max_tokens=4))] * 2
     held = footprint(llm, jobs)
     assert not llm.engine.busy()
     assert (held.rows, held.context, held.other) == (2, 64, None)
-    assert held.target_weights == llm.house.target.bytes() > held.target_cache == llm.house.target.cache.bytes() > 0
+    assert held.target_weights == llm.parts.target.bytes() > held.target_cache == llm.parts.target.cache.bytes() > 0
     assert cache_bytes_per_token(llm) == held.target_cache / 2 / 64
     if proposer is None:
-        assert held.draft_weights + held.draft_cache == llm.house.proposer.bytes()
+        assert held.draft_weights + held.draft_cache == llm.parts.proposer.bytes()
         assert held.draft_weights > held.draft_cache > 0
     else:
         assert held.draft_in_rows == 0
@@ -112,9 +114,9 @@ def test_footprint(proposer):
 
 def test_footprint_of_a_recurrent_target(tmp_path):
     """Its states are weighed while all rows run, and count as nothing that a pass reads."""
-    llm = LLM(Shelf(tmp_path).folder("mamba2"), proposer="ngram", dtype="float32", rows=2, context=64)
+    llm = LLM(Shelf(tmp_path).folder("mamba2"), proposer="ngram", dtype="float32", max_num_seqs=2, max_model_len=64)
     jobs = [Job(prompt=(3, 4, 5), params=SamplingParams(max_tokens=2))] * 2
     held = footprint(llm, jobs)
-    assert held.target_cache > 0 == llm.house.target.cache.bytes()
+    assert held.target_cache > 0 == llm.parts.target.cache.bytes()
     assert cache_bytes_per_token(llm) == 0
     assert held.draft_in_rows == 0

@@ -102,7 +102,7 @@ def test_one_axis_at_a_time():
 
 
 def test_a_context_is_filled_with_other_prompts(prompts):
-    llm = LLM(dtype="float32", proposer="none", rows=1, context=256)
+    llm = LLM(dtype="float32", proposer="none", max_num_seqs=1, max_model_len=256)
     read, settings = read_prompts(prompts), Settings(max_tokens=8)
     short = [heat.jobs[0].prompt for heat in make_heats(llm, read, settings, home(settings))]
     filled = Place(batch=1, temperature=0.0, context=200)

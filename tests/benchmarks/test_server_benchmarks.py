@@ -13,7 +13,18 @@ import pytest
 from outrider.loader.embedded import embedded
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "server"
-OPTIONS = ["--target", embedded("nano"), "--rows", "3", "--dtype", "float32", "--context", "256", "--proposer", "ngram"]
+OPTIONS = [
+    "--target",
+    embedded("nano"),
+    "--max-num-seqs",
+    "3",
+    "--dtype",
+    "float32",
+    "--max-model-len",
+    "256",
+    "--proposer",
+    "ngram",
+]
 
 
 def run(script, *arguments):

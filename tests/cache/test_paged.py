@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from outrider.cache.base import CacheUse, Caching
+from outrider.cache.base import CacheUse
 from outrider.cache.paged import CacheFull
 from outrider.cache.prefix_tree import BLOCK, Pages, shared
 from outrider.cache.static import StaticCache
@@ -262,16 +262,16 @@ def test_caches_are_given_what_was_asked_for():
         k=3,
         dtype="bfloat16",
         kernels="native",
-        rows=4,
-        context=256,
-        caching=Caching(gigabytes=0.02),
+        max_num_seqs=4,
+        max_model_len=256,
+        cache_gb=0.02,
     )
-    use, model = llm.engine.cache_use(), llm.house.proposer.model
-    both = llm.house.target.cache.bytes() + model.cache.bytes()
+    use, model = llm.engine.cache_use(), llm.parts.proposer.model
+    both = llm.parts.target.cache.bytes() + model.cache.bytes()
     assert 0.015e9 < both <= 0.02e9
     assert use.blocks == model.cache.use().blocks
     texts = ["Once upon a time there was a", "Once upon a time there was another"] * 2
-    with_room = LLM(None, proposer=draft, k=3, dtype="bfloat16", kernels="native", rows=4, context=256)
+    with_room = LLM(None, proposer=draft, k=3, dtype="bfloat16", kernels="native", max_num_seqs=4, max_model_len=256)
     params = SamplingParams(max_tokens=30)
     assert [c.tokens for c in llm.generate(texts, params)] == [c.tokens for c in with_room.generate(texts, params)]
     llm.generate(texts, params)
@@ -283,22 +283,22 @@ def test_caches_are_given_what_was_asked_for():
             k=3,
             dtype="bfloat16",
             kernels="native",
-            rows=4,
-            context=256,
-            caching=Caching(gigabytes=0.0001),
+            max_num_seqs=4,
+            max_model_len=256,
+            cache_gb=0.0001,
         )
     with pytest.raises(OutriderError, match="set rows and context"):
-        LLM(None, proposer="none", k=0, kernels="torch", rows=4, context=256, caching=Caching(gigabytes=0.02))
+        LLM(None, proposer="none", k=0, kernels="torch", max_num_seqs=4, max_model_len=256, cache_gb=0.02)
 
 
 @compiled
 def test_a_draft_that_goes_on_with_the_text_has_no_more_memory_than_it_is_given():
     """Rows that begin alike take little of the target's memory, and each one all that it has of the draft's."""
     texts = ["".join(f"def f{i}(x):\n    return x + {i}\n\n" for i in range(25)) + end for end in "abcd"]
-    params, settings = SamplingParams(max_tokens=24), {"dtype": "bfloat16", "kernels": "native", "rows": 4}
-    plain = LLM(None, proposer="none", k=0, context=512, **settings)
+    params, settings = SamplingParams(max_tokens=24), {"dtype": "bfloat16", "kernels": "native", "max_num_seqs": 4}
+    plain = LLM(None, proposer="none", k=0, max_model_len=512, **settings)
     spec = f"draft-text:{embedded('nano')}"
-    llm = LLM(None, proposer=spec, k=3, context=512, caching=Caching(gigabytes=0.0045), **settings)
+    llm = LLM(None, proposer=spec, k=3, max_model_len=512, cache_gb=0.0045, **settings)
     assert [c.tokens for c in llm.generate(texts, params)] == [c.tokens for c in plain.generate(texts, params)]
     assert llm.stats.drafted > 0
 
@@ -311,7 +311,7 @@ def test_a_full_cache_says_so(folder):
 
 
 def test_a_stripe_keeps_its_text_for_the_next_one():
-    llm = LLM(None, proposer="ngram", k=3, dtype="float32", kernels="torch", rows=3, context=128)
+    llm = LLM(None, proposer="ngram", k=3, dtype="float32", kernels="torch", max_num_seqs=3, max_model_len=128)
     params = SamplingParams(max_tokens=12)
     first = llm.generate("Once upon a time there was a king", params)[0]
     asked = llm.engine.cache_use().asked
@@ -363,10 +363,10 @@ def test_a_draft_that_reads_states_sees_every_token():
     """What is cached has no states: with such a draft nothing is shared, and rows that come back are read again."""
     params = SamplingParams(max_tokens=150, ignore_eos=True)
     texts = ["Once upon a time there was a king", "Once upon a time there was a queen", "def add(a, b):", "1, 2, 3"]
-    house = {"dtype": "bfloat16", "kernels": "native", "rows": 4, "context": 256}
+    house = {"dtype": "bfloat16", "kernels": "native", "max_num_seqs": 4, "max_model_len": 256}
     plain = LLM(None, proposer="none", k=0, **house).generate(texts, params)
     llm = LLM(None, proposer=f"draft:{embedded('eagle31')}", k=3, **house)
-    for cache in (llm.house.target.cache, llm.house.proposer.model.cache):
+    for cache in (llm.parts.target.cache, llm.parts.proposer.model.cache):
         cache.allot(6)
     for _ in range(2):
         assert [c.tokens for c in llm.generate(texts, params)] == [c.tokens for c in plain]

@@ -101,11 +101,11 @@ def test_options_arrive():
         changed.setattr("outrider.cli.run.load", lambda models, **_: seen.append(models))
         changed.setattr("outrider.cli.run.converse", lambda llm, params, **how: seen.append(params) or True)
         changed.setattr("outrider.cli.output.Teller", lambda llm, **how: None)
-        models = "--k 6 --verifier walk --context 99 --kernels torch --quantize int8"
+        models = "--k 6 --verifier walk --max-model-len 99 --kernels torch --quantize int8"
         result = invoke("run", "x", *models.split(), *words.split())
     assert result.exit_code == 0, result.output
     assert seen == [
-        options.ModelOptions(k=6, verifier="walk", context=99, kernels="torch", quantize="int8"),
+        options.ModelOptions(k=6, verifier="walk", max_model_len=99, kernels="torch", quantize="int8"),
         SamplingParams(
             temperature=0.5,
             top_k=9,
@@ -241,7 +241,7 @@ def test_inexact_is_said():
         (["--threads", "0", "x"], "threads is 0"),
         ([""], "the prompt is empty"),
         ([], "the prompt is empty"),
-        (["--context", "8", "--chat", QUESTION], "shorten the prompt"),
+        (["--max-model-len", "8", "--chat", QUESTION], "shorten the prompt"),
     ],
 )
 def test_a_mistake_is_one_line(words, message):
@@ -397,7 +397,7 @@ def test_an_interrupt_ends_an_answer_and_then_the_conversation():
 
 @pytest.mark.parametrize("n", [1, 2])
 def test_an_interrupt_ends_the_answers_and_not_the_program(n, monkeypatch, capsys):
-    llm = LLM(embedded("nano"), proposer="none", k=0, rows=2, context=256, threads=1)
+    llm = LLM(embedded("nano"), proposer="none", k=0, max_num_seqs=2, max_model_len=256, threads=1)
     asked, step, rounds = iter([CODE, CODE]), llm.engine.step, []
 
     def interrupted():

@@ -462,7 +462,9 @@ def test_embedded_pair(dtype):
     """On the native kernels as well, whose logits stay packed and whose likeliest ids come with them."""
     told = []
     for k in (0, 4):
-        llm = LLM(embedded("nano"), proposer="suffix", verifier="walk", dtype=dtype, k=k, rows=8, context=256)
+        llm = LLM(
+            embedded("nano"), proposer="suffix", verifier="walk", dtype=dtype, k=k, max_num_seqs=8, max_model_len=256
+        )
         for temperature in (0.0, 1.0):
             params = [
                 SamplingParams(temperature=temperature, seed=2, max_tokens=60, logprobs=1, constraint=form)
@@ -478,7 +480,7 @@ def test_embedded_pair(dtype):
 
 
 def test_auto_takes_what_is_forced():
-    llm = LLM(embedded("nano"), proposer="none", dtype="float32", rows=2, context=256)
+    llm = LLM(embedded("nano"), proposer="none", dtype="float32", max_num_seqs=2, max_model_len=256)
     (done,) = llm.generate("x", SamplingParams(constraint=Constraint.json_schema(PERSON), max_tokens=80))
     assert done.stats.tau > 1.5
     assert llm.stats == llm.engine.stats

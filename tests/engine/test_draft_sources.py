@@ -39,12 +39,12 @@ def test_those_who_guess_have_names(spec, names):
 )
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_each_guess_is_told_with_who_made_it(spec, seen, temperature):
-    llm = LLM(embedded("nano"), proposer=spec, dtype="float32", context=256, rows=2, k=6)
+    llm = LLM(embedded("nano"), proposer=spec, dtype="float32", max_model_len=256, max_num_seqs=2, k=6)
     rounds, told = [], []
 
     def look(round):
         rounds.append(round)
-        told.extend(guesses_of(round, b, llm.house.guessers) for b in range(len(round.batch.rows)))
+        told.extend(guesses_of(round, b, llm.parts.guessers) for b in range(len(round.batch.rows)))
 
     llm.engine.watch = look
     llm.generate([PROMPT, "x = 2\ny = 2\nz = 2\n"], SamplingParams(max_tokens=40, temperature=temperature, seed=1))
@@ -61,10 +61,12 @@ def test_each_guess_is_told_with_who_made_it(spec, seen, temperature):
 
 def test_what_a_grammar_forces_was_nobodys_guess():
     pytest.importorskip("llguidance")
-    llm = LLM(embedded("nano"), proposer="merge(ngram,recycle)", dtype="float32", context=256, rows=2, k=6)
+    llm = LLM(
+        embedded("nano"), proposer="merge(ngram,recycle)", dtype="float32", max_model_len=256, max_num_seqs=2, k=6
+    )
     told = []
     llm.engine.watch = lambda round: told.extend(
-        guesses_of(round, b, llm.house.guessers) for b in range(len(round.batch.rows))
+        guesses_of(round, b, llm.parts.guessers) for b in range(len(round.batch.rows))
     )
     form = Constraint.regex('"name": "[a-z]{1,9}", "surname": "[a-z]{1,9}", "telephone number"')
     llm.generate([PROMPT, PROMPT], [SamplingParams(max_tokens=60, constraint=form), SamplingParams(max_tokens=60)])
@@ -76,9 +78,11 @@ def test_what_a_grammar_forces_was_nobodys_guess():
 
 @pytest.mark.parametrize("spec", ["switch(merge(ngram,recycle),suffix)", "merge(ngram,recycle)"])
 def test_guards_let_names_through(spec):
-    llm = LLM(embedded("nano"), proposer=spec, dtype="float32", context=256, rows=2, k=6, guard=True)
+    llm = LLM(
+        embedded("nano"), proposer=spec, dtype="float32", max_model_len=256, max_num_seqs=2, k=6, isolate_faults=True
+    )
     told = []
-    llm.engine.watch = lambda round: told.extend(guesses_of(round, 0, llm.house.guessers).by)
+    llm.engine.watch = lambda round: told.extend(guesses_of(round, 0, llm.parts.guessers).by)
     arms = ("suffix", "merge") if spec.startswith("switch") else (None,)
     for arm in arms:
         llm.generate([PROMPT], SamplingParams(max_tokens=30, proposer=arm))

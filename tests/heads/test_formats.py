@@ -37,7 +37,7 @@ BORROWERS = [
     "medusa with the target's head",
     *(case for case, (_, it) in SMALL.items() if it.block and not (it.own_head and it.own_embedding)),
 ]
-OPTIONS = {"dtype": "float32", "rows": 3, "context": 128, "verifier": "walk", "k": 3}
+OPTIONS = {"dtype": "float32", "max_num_seqs": 3, "max_model_len": 128, "verifier": "walk", "k": 3}
 
 
 def written(folder, case, partner=None, *, of=SMALL):
@@ -106,7 +106,7 @@ def plain():
 def test_the_text_is_the_targets_own(case, plain, tmp_path):
     written(tmp_path, case, read_partner(embedded("mini")), of=MINI)
     llm = guessed_by(f"draft:{tmp_path}", k=3)
-    assert isinstance(llm.house.proposer, HeadProposer)
+    assert isinstance(llm.parts.proposer, HeadProposer)
     found = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=24))
     assert [each.tokens for each in found] == plain
     assert sum(each.stats.drafted for each in found)
@@ -116,7 +116,7 @@ def test_the_text_is_the_targets_own(case, plain, tmp_path):
 def test_trees_grow_from_other_formats_too(case, plain, tmp_path):
     written(tmp_path, case, read_partner(embedded("mini")), of=MINI)
     llm = LLM(proposer=f"tree:{tmp_path}", **OPTIONS)
-    assert isinstance(llm.house.proposer, HeadTreeProposer)
+    assert isinstance(llm.parts.proposer, HeadTreeProposer)
     found = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=24))
     assert [each.tokens for each in found] == plain
 
@@ -562,7 +562,7 @@ def test_a_whole_model_is_a_draft_to_its_own_target_alone(plain, tmp_path):
     assert not is_head(tmp_path, lambda: replace(PARTNER, vocab=12288))
     assert is_head(tmp_path, lambda: read_partner(embedded("mini")))
     llm = LLM(proposer=f"draft:{tmp_path}", **OPTIONS)
-    assert isinstance(llm.house.proposer, HeadProposer)
+    assert isinstance(llm.parts.proposer, HeadProposer)
     texts = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=24))
     assert [each.tokens for each in texts] == plain
 

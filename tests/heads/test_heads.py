@@ -90,7 +90,7 @@ def test_states_do_not_pile_up_while_nobody_drafts(kind, make, tmp_path, monkeyp
             llm.submit(prompt, SamplingParams(max_tokens=28, ignore_eos=True))
         for _ in range(20):
             llm.engine.step()
-        held = max(sum(len(states) for _, states in each) for each in llm.house.proposer.model._taps._kept.values())
+        held = max(sum(len(states) for _, states in each) for each in llm.parts.proposer.model._taps._kept.values())
         llm.engine._planner = FixedPlanner(3)
         llm.engine.watch = lambda round, guesses=guesses: guesses.append(round.draft.listed())
         while llm.engine.busy():
@@ -99,7 +99,7 @@ def test_states_do_not_pile_up_while_nobody_drafts(kind, make, tmp_path, monkeyp
     (free, most), (bounded, least) = lives
     assert bounded == free
     assert max(map(len, free[0])) > 0
-    assert most == 1 if isinstance(llm.house.proposer.model.cache, NoCache) else most > 90
+    assert most == 1 if isinstance(llm.parts.proposer.model.cache, NoCache) else most > 90
     assert least <= 16
 
 
@@ -300,7 +300,7 @@ def test_what_its_passes_cost_can_be_measured(kind, tmp_path, monkeypatch):
     write_head(tmp_path / "head", make_module(described(kind, MINI)), dtype=torch.float32)
     wanted = plain_text(0.0)
     llm = guessed_by(f"draft:{tmp_path / 'head'}", k=2)
-    cost = measure_pass(draft_model(llm.house.proposer))
+    cost = measure_pass(draft_model(llm.parts.proposer))
     assert cost(1, rows=1, cached=0) > 0
     found = llm.generate(PROMPTS, SamplingParams(temperature=0.0, max_tokens=24))
     assert [each.tokens for each in found] == wanted

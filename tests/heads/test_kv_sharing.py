@@ -243,7 +243,14 @@ def test_the_native_kernels_show_their_memory_too(tmp_path):
     assert (ours - theirs).norm() < 0.03 * theirs.norm()
     module = make_module(describe("onlooker", Sizes(hidden=384, layers=8, vocab=12288, epsilon=1e-5, view=views[0])))
     write_head(tmp_path / "head", module, dtype=torch.bfloat16)
-    options = {"dtype": "bfloat16", "kernels": "native", "rows": 2, "context": 96, "verifier": "walk", "k": 3}
+    options = {
+        "dtype": "bfloat16",
+        "kernels": "native",
+        "max_num_seqs": 2,
+        "max_model_len": 96,
+        "verifier": "walk",
+        "k": 3,
+    }
     llms = [LLM(proposer=proposer, **options) for proposer in (f"draft:{tmp_path / 'head'}", "none")]
     params = SamplingParams(temperature=1.0, max_tokens=24, seed=4)
     got, wanted = (llm.generate(["def add(a, b):", "The cat"], params) for llm in llms)
@@ -314,7 +321,7 @@ def test_an_assistant_is_transformers_own(assistant, shelf):
 
 def test_an_assistant_guesses_for_its_target(assistant):
     _, folder, target = assistant
-    options = {"dtype": "float32", "device": "cpu", "rows": 2, "context": 64, "verifier": "walk", "k": 3}
+    options = {"dtype": "float32", "device": "cpu", "max_num_seqs": 2, "max_model_len": 64, "verifier": "walk", "k": 3}
     llms = [LLM(target, proposer=proposer, **options) for proposer in (f"draft:{folder}", f"tree:{folder}", "none")]
     chance = random.Random(7)
     prompts = [tiny.text(chance, length) for length in (19, 4, 30)]

@@ -8,11 +8,11 @@ from functools import cache
 
 import torch
 
-from outrider.cache.base import Caching
 from outrider.core import tree
+from outrider.core.config import EngineConfig
 from outrider.core.params import SamplingParams
 from outrider.core.types import Batch, Memory, Request, Round, Row, Scores
-from outrider.engine.build import Loaded, furnish, load_target
+from outrider.engine.build import LoadedTarget, build_engine, load_target
 from outrider.heads.description import (
     Block,
     Body,
@@ -214,15 +214,15 @@ PROMPTS = ["def add(a, b):", "x", "The cat sat on the mat and the"]
 
 
 @cache
-def _standing() -> Loaded:
+def _standing() -> LoadedTarget:
     """The embedded target, loaded, packed and checked once for the drafts of a whole module."""
-    return load_target(None, dtype="float32", kernels="auto", quantize=None, device="cpu", rows=3, context=128)
+    return load_target(EngineConfig(dtype="float32", device="cpu", max_num_seqs=3, max_model_len=128))
 
 
 def guessed_by(proposer: str, *, k: int, chunk: int = 512) -> LLM:
     """The embedded target with another proposer before it; what it was with until then cannot be used any more."""
-    house = furnish(_standing(), proposer, k=k, verifier="walk", chunk=chunk, planner=None, caching=Caching())
-    return LLM.of(house)
+    config = EngineConfig(proposer=proposer, k=k, verifier="walk", max_num_batched_tokens=chunk)
+    return LLM.from_parts(build_engine(_standing(), config))
 
 
 @cache
@@ -236,7 +236,7 @@ def check_text(folder, make, *, temperature, k):
     """What a draft guesses, as a chain or as a tree, leaves the embedded target's text as it is."""
     wanted = plain_text(temperature)
     llm = guessed_by(f"{'draft' if make is HeadProposer else 'tree'}:{folder}", k=k)
-    assert isinstance(llm.house.proposer, make)
+    assert isinstance(llm.parts.proposer, make)
     got = llm.generate(PROMPTS, SamplingParams(temperature=temperature, max_tokens=24, seed=5))
     assert [each.tokens for each in got] == wanted
     assert sum(each.stats.drafted for each in got)

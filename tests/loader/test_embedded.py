@@ -63,7 +63,7 @@ def test_training_goes_on_from_one_of_them(tmp_path):
 
 def test_the_draft_by_its_name_is_the_default():
     params = SamplingParams(temperature=0.0, max_tokens=12)
-    named, usual = (LLM(proposer=name, rows=1, context=64, k=4) for name in ("draft:@nano", None))
+    named, usual = (LLM(proposer=name, max_num_seqs=1, max_model_len=64, k=4) for name in ("draft:@nano", None))
     (one,), (two,) = (llm.generate(["def add(a, b):"], params) for llm in (named, usual))
     assert (one.tokens, one.stats.drafted) == (two.tokens, two.stats.drafted)
 

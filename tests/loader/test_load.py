@@ -174,7 +174,9 @@ def test_a_draft_of_a_shorter_context_stops_there(tmp_path, caplog):
     target = tiny.save(tmp_path / "target", llama())
     draft = tiny.save(tmp_path / "draft", llama(max_position_embeddings=32))
     plain = LLM(target, proposer="none", dtype="float32", device="cpu").generate(PROMPTS, GREEDY)
-    llm = LLM(target, proposer=f"draft:{draft}", k=4, dtype="float32", device="cpu", rows=2, chunk=5)
+    llm = LLM(
+        target, proposer=f"draft:{draft}", k=4, dtype="float32", device="cpu", max_num_seqs=2, max_num_batched_tokens=5
+    )
     with caplog.at_level(logging.WARNING, logger="outrider"):
         ours = llm.generate(PROMPTS, GREEDY)
     assert [c.tokens for c in ours] == [c.tokens for c in plain]

@@ -29,7 +29,7 @@ PLACES = {
 
 @pytest.fixture(scope="module")
 def llm():
-    return LLM(target=embedded("nano"), proposer="none", dtype="float32", context=64, k=0)
+    return LLM(target=embedded("nano"), proposer="none", dtype="float32", max_model_len=64, k=0)
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -43,13 +43,13 @@ def llm():
     ],
 )
 def test_a_template_that_refuses_is_a_mistake_with_its_words(llm, monkeypatch, place, template, said):
-    monkeypatch.setattr(llm.house.tokenizer, "chat_template", template)
+    monkeypatch.setattr(llm.parts.tokenizer, "chat_template", template)
     with pytest.raises(OutriderError, match=said):
-        PLACES[place](llm, llm.house.tokenizer)
+        PLACES[place](llm, llm.parts.tokenizer)
 
 
 def test_a_template_asks_for_an_answer_or_not(llm):
-    tokenizer = deepcopy(llm.house.tokenizer)
+    tokenizer = deepcopy(llm.parts.tokenizer)
     asks, whole = (chat_text(tokenizer, TURNS, asks=asks) for asks in (True, False))
     assert asks.startswith(whole)
     assert asks != whole

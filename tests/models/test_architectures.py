@@ -38,7 +38,13 @@ def test_greedy_is_transformers_greedy(name, shelf):
     prompts = [tiny.text(chance, length) for length in LENGTHS]
     theirs = [tiny.greedy(shelf.model(name), prompt, 24) for prompt in prompts]
     for proposer in ("none", "ngram"):
-        options = {"dtype": "float32", "device": "cpu", "rows": 3, "context": 64, "chunk": 7}
+        options = {
+            "dtype": "float32",
+            "device": "cpu",
+            "max_num_seqs": 3,
+            "max_model_len": 64,
+            "max_num_batched_tokens": 7,
+        }
         llm = LLM(shelf.folder(name), proposer=proposer, k=4, **options)
         ours = llm.generate(prompts, SamplingParams(max_tokens=24))
         assert [list(completion.tokens) for completion in ours] == theirs, proposer

@@ -186,8 +186,8 @@ def test_what_cannot_be_quantised_is_refused(folders, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
 def test_speculation_with_a_quantised_model(quantize, folders):
-    llm = LLM(folders["gemma2"], proposer="ngram", quantize=quantize, device="cpu", rows=2, context=64)
-    assert llm.house.dtype == torch.bfloat16
-    assert llm.house.target.kernels == f"torch {quantize}"
+    llm = LLM(folders["gemma2"], proposer="ngram", quantize=quantize, device="cpu", max_num_seqs=2, max_model_len=64)
+    assert llm.parts.dtype == torch.bfloat16
+    assert llm.parts.target.kernels == f"torch {quantize}"
     done = llm.generate([[5, 6, 5, 6, 5], [9, 9, 9]], SamplingParams(max_tokens=12, ignore_eos=True))
     assert [len(completion.tokens) for completion in done] == [12, 12]

@@ -131,7 +131,13 @@ def test_logits_that_are_not_numbers_end_their_own_request_alone(name, proposer,
     model.get_input_embeddings().weight.data[POISON] = torch.nan
     poisoned = tiny.save_model(tmp_path / name, model)
     good = [TEXT * 2, [5, 6, 7], TEXT[3:], TEXT[::-1]]
-    settings = {"proposer": proposer, "dtype": "float32", "device": "cpu", "rows": 2, "chunk": 50}
+    settings = {
+        "proposer": proposer,
+        "dtype": "float32",
+        "device": "cpu",
+        "max_num_seqs": 2,
+        "max_num_batched_tokens": 50,
+    }
     plain = [c.tokens for c in LLM(shelf.folder(name), **settings).generate(good, SHORT)]
     assert all(POISON not in tokens for tokens in plain)
     bad = [*TEXT[:5], POISON, *TEXT]
@@ -159,7 +165,7 @@ def test_a_guess_that_is_rejected_may_poison_nothing(name, shelf, tmp_path):
             return tree.chain(tokens, width)
 
     prompts = [TEXT * 2, [5, 6, 7], TEXT[3:]]
-    settings = {"dtype": "float32", "device": "cpu", "rows": 3, "chunk": 50}
+    settings = {"dtype": "float32", "device": "cpu", "max_num_seqs": 3, "max_num_batched_tokens": 50}
     plain = LLM(shelf.folder(name), proposer="none", **settings).generate(prompts, SHORT)
     done = LLM(poisoned, proposer=Poisoner, **settings).generate(prompts, SHORT)
     assert [(c.tokens, c.finish) for c in done] == [(c.tokens, c.finish) for c in plain]
@@ -177,14 +183,14 @@ def test_a_guess_that_is_rejected_may_poison_nothing(name, shelf, tmp_path):
     ],
 )
 def test_prompts_that_cannot_be_run_are_named(prompt, message, shelf):
-    llm = LLM(shelf.folder("llama"), dtype="float32", device="cpu", context=64)
+    llm = LLM(shelf.folder("llama"), dtype="float32", device="cpu", max_model_len=64)
     with pytest.raises(OutriderError, match=message):
         llm.generate([prompt])
 
 
 @pytest.mark.parametrize("context", [2, 5, 30])
 def test_a_small_context_is_filled_to_the_end(context, shelf):
-    llm = LLM(shelf.folder("llama"), dtype="float32", device="cpu", context=context)
+    llm = LLM(shelf.folder("llama"), dtype="float32", device="cpu", max_model_len=context)
     (completion,) = llm.generate([[7]], SamplingParams(max_tokens=None))
     assert list(completion.tokens) == tiny.greedy(shelf.model("llama"), [7], context - 1)
     assert completion.finish == Finish.LENGTH

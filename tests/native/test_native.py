@@ -365,7 +365,16 @@ def test_text_does_not_depend_on_speculation(temperature, dtype):
     draft = f"draft:{embedded('nano')}"
 
     def texts(proposer, k, together):
-        llm = LLM(None, proposer=proposer, k=k, verifier="walk", dtype=dtype, kernels="native", rows=4, context=128)
+        llm = LLM(
+            None,
+            proposer=proposer,
+            k=k,
+            verifier="walk",
+            dtype=dtype,
+            kernels="native",
+            max_num_seqs=4,
+            max_model_len=128,
+        )
         if together:
             return [c.tokens for c in llm.generate(prompts, params)]
         return [llm.generate(prompt, params)[0].tokens for prompt in prompts]
@@ -378,7 +387,7 @@ def test_text_does_not_depend_on_speculation(temperature, dtype):
 def test_sampled_texts_of_a_batch_are_those_alone(dtype):
     """Many of them: one draw in some thousands lies so close to where the token changes that a last bit decides."""
     options = {"proposer": "none", "k": 0, "dtype": dtype, "kernels": "native", "context": 96}
-    many, alone = LLM(embedded("nano"), rows=64, **options), LLM(embedded("nano"), rows=1, **options)
+    many, alone = LLM(embedded("nano"), max_num_seqs=64, **options), LLM(embedded("nano"), max_num_seqs=1, **options)
     texts = ("def add(a, b):", "Once upon a time", "SELECT name", "The")
     prompts = [f"{texts[i % 4]} {'x' * (i // 4)}" for i in range(64)]
     params = SamplingParams(max_tokens=32, temperature=1.0, seed=11, ignore_eos=True)
@@ -428,7 +437,9 @@ def test_without_a_folder_for_them_torch_takes_over(folders, monkeypatch, tmp_pa
         with pytest.raises(UnsupportedModel, match=r"file/outrider, cannot be written .*; set XDG_CACHE_HOME"):
             make_target(checkpoint, slots=1, context=32, kernels="native")
         assert make_target(checkpoint, slots=1, context=32).kernels == "torch"
-        llm = LLM(embedded("nano"), proposer="ngram", context=64)  # whose rules and laws have kernels of their own
+        llm = LLM(
+            embedded("nano"), proposer="ngram", max_model_len=64
+        )  # whose rules and laws have kernels of their own
         assert len(llm.generate("def", SamplingParams(max_tokens=4, ignore_eos=True))[0].tokens) == 4
     finally:
         library.load_library.cache_clear()

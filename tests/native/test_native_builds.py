@@ -14,7 +14,8 @@ from outrider.native import library
 # What a process says whose kernels were compiled for the processor in its first argument; a process takes one library.
 SAYS = """
 import sys, torch
-from outrider import tree
+from outrider.core import tree
+from outrider.core.config import EngineConfig
 from outrider.engine.build import load_target
 from outrider.loader.embedded import embedded
 from outrider.native import library
@@ -26,7 +27,8 @@ text = tuple(torch.randint(5, 12000, (45,), generator=torch.Generator().manual_s
 said = {}
 for kind in ("float32", "bfloat16", "int8", "int4"):
     how = {"dtype": "auto", "quantize": kind} if kind.startswith("int") else {"dtype": kind, "quantize": None}
-    target = load_target(embedded("nano"), kernels="native", device="cpu", rows=1, context=64, **how).model
+    where = {"target": embedded("nano"), "kernels": "native", "device": "cpu", "max_num_seqs": 1, "max_model_len": 64}
+    target = load_target(EngineConfig(**where, **how)).model
     laws = []
     for size in (1, 2, 3, 5, 11, 13, 45):  # tiles of many heights
         target.cache.admit(0, text[:size])

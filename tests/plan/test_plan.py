@@ -340,7 +340,7 @@ def test_auto_writes_the_same_text(tmp_path, monkeypatch):
     params = SamplingParams(max_tokens=24)
     prompts = ["def add(a, b):\n    return", "Once upon a time"]
     texts = [
-        [c.tokens for c in LLM(None, k=k, rows=2, context=96, dtype="float32").generate(prompts, params)]
+        [c.tokens for c in LLM(None, k=k, max_num_seqs=2, max_model_len=96, dtype="float32").generate(prompts, params)]
         for k in ("auto", 0)
     ]
     assert texts[0] == texts[1]
@@ -350,9 +350,9 @@ def test_auto_writes_the_same_text(tmp_path, monkeypatch):
 
 @torch.inference_mode()
 def test_calibration_leaves_an_empty_cache():
-    llm = LLM(None, proposer="none", rows=2, context=96, dtype="float32")
+    llm = LLM(None, proposer="none", max_num_seqs=2, max_model_len=96, dtype="float32")
     before = llm.generate("def add(a, b):", SamplingParams(max_tokens=8))[0].tokens
-    calibrate(llm.house.target, None)
+    calibrate(llm.parts.target, None)
     assert llm.generate("def add(a, b):", SamplingParams(max_tokens=8))[0].tokens == before
 
 

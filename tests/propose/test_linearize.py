@@ -53,7 +53,14 @@ class _Seen(FixedPlanner):
 @pytest.mark.parametrize(("name", "chains"), [("mamba2", True), ("llama", False)])
 def test_a_recurrent_target_gets_chains_alone(tmp_path, name, chains):
     seen = _Seen()
-    llm = LLM(Shelf(tmp_path).folder(name), proposer="recycle", planner=seen, dtype="float32", rows=1, context=64)
+    llm = LLM(
+        Shelf(tmp_path).folder(name),
+        proposer="recycle",
+        planner=seen,
+        dtype="float32",
+        max_num_seqs=1,
+        max_model_len=64,
+    )
     llm.generate(["a b a b a b"], SamplingParams(temperature=0.0, max_tokens=40))
     assert seen.guesses
     assert bool(seen.branched) is not chains

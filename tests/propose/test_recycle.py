@@ -253,7 +253,7 @@ def test_text_is_the_targets_and_comes_sooner(temperature):
     prompt = "<|endoftext|>def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n"
     texts, taus = [], []
     for proposer in ("none", "recycle"):
-        llm = LLM(proposer=proposer, k=12, dtype="float32", verifier="walk", rows=2, context=128)
+        llm = LLM(proposer=proposer, k=12, dtype="float32", verifier="walk", max_num_seqs=2, max_model_len=128)
         (completion,) = llm.generate([prompt], params)
         texts.append(completion.tokens)
         taus.append(completion.stats.tau)

@@ -459,9 +459,9 @@ def test_layers_that_cannot_be_parted_are_said(folders, monkeypatch):
 
 def test_the_front_door(folders):
     """By name, in whatever precision and with whatever kernels this machine takes; sampled guesses by default."""
-    llm = LLM(embedded("mini"), proposer="exit:2", rows=2, context=64)
-    assert llm.house.verifier.name == "block"
-    plain = LLM(embedded("mini"), proposer="none", rows=2, context=64)
+    llm = LLM(embedded("mini"), proposer="exit:2", max_num_seqs=2, max_model_len=64)
+    assert llm.parts.verifier.name == "block"
+    plain = LLM(embedded("mini"), proposer="none", max_num_seqs=2, max_model_len=64)
     params = SamplingParams(max_tokens=12)
     assert llm.generate("def f(", params)[0].tokens == plain.generate("def f(", params)[0].tokens
     assert llm.stats.drafted > 0

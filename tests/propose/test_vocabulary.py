@@ -260,7 +260,7 @@ def smaller(tmp_path_factory):
 
 def spoken(proposer, params=GREEDY, **settings):
     """What the embedded target says to the embedded prompts with a proposer, and the numbers."""
-    llm = LLM(None, proposer=proposer, device="cpu", k=4, rows=4, context=768, **settings)
+    llm = LLM(None, proposer=proposer, device="cpu", k=4, max_num_seqs=4, max_model_len=768, **settings)
     return [completion.tokens for completion in llm.generate(corpus()[::3], params)], llm.stats
 
 
@@ -377,7 +377,14 @@ def test_tokenizers_that_have_little_in_common(temperature, tmp_path):
     plain = LLM(target, proposer="none", verifier="walk", dtype="float32", device="cpu").generate(prompts, params)
     for name in ("draft", "draft-tokens", "draft-text", "cascade"):
         llm = LLM(
-            target, proposer=f"{name}:{draft}", verifier="walk", k=4, dtype="float32", device="cpu", rows=2, chunk=5
+            target,
+            proposer=f"{name}:{draft}",
+            verifier="walk",
+            k=4,
+            dtype="float32",
+            device="cpu",
+            max_num_seqs=2,
+            max_num_batched_tokens=5,
         )
         assert [c.tokens for c in llm.generate(prompts, params)] == [c.tokens for c in plain], name
         assert llm.stats.drafted > 0, name

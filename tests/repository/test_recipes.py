@@ -65,16 +65,16 @@ def test_a_family_learns(family):
 
 def test_a_family_speculates(family):
     out, _ = family
-    llm = LLM(out / "target", proposer=f"draft:{out / 'draft'}", dtype="float32", k=2, rows=1)
-    plain = LLM(out / "target", proposer="none", dtype="float32", rows=1)
+    llm = LLM(out / "target", proposer=f"draft:{out / 'draft'}", dtype="float32", k=2, max_num_seqs=1)
+    plain = LLM(out / "target", proposer="none", dtype="float32", max_num_seqs=1)
     params = SamplingParams(max_tokens=24, ignore_eos=True)
     ours, theirs = (each.generate("<|endoftext|>the cat", params)[0] for each in (llm, plain))
     assert ours.tokens == theirs.tokens
     assert ours.stats.tau > 1
-    assert llm.house.tokenizer.encode("<|user|>") == [1]
-    assert len(llm.house.end_ids) == 2
+    assert llm.parts.tokenizer.encode("<|user|>") == [1]
+    assert len(llm.parts.end_ids) == 2
     talk = llm.chat([{"role": "user", "content": "cat"}])
-    assert llm.house.tokenizer.decode(talk) == "<|endoftext|><|user|>cat<|end|><|assistant|>"
+    assert llm.parts.tokenizer.decode(talk) == "<|endoftext|><|user|>cat<|end|><|assistant|>"
 
 
 def test_texts_become_prompts(texts, tmp_path):

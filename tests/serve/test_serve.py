@@ -40,14 +40,14 @@ from outrider.serve.stream.ticket import TOGETHER
 
 PROMPT = "def add(a, b):"
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome") or ""
-OPTIONS = {"target": embedded("nano"), "proposer": "ngram", "dtype": "float32", "context": 256, "k": 4}
+OPTIONS = {"target": embedded("nano"), "proposer": "ngram", "dtype": "float32", "max_model_len": 256, "k": 4}
 
 
 @contextmanager
 def serving(options=None, **settings):
-    asked = Settings(port=0, **{"rows": 4, "queue": 8, **settings})
-    llm = LLM(**{**OPTIONS, **(options or {})}, rows=asked.rows)
-    driver = Driver(llm, queue=asked.queue, rows=asked.rows)
+    asked = Settings(port=0, **{"max_num_seqs": 4, "queue": 8, **settings})
+    llm = LLM(**{**OPTIONS, **(options or {})}, max_num_seqs=asked.max_num_seqs)
+    driver = Driver(llm, queue=asked.queue, rows=asked.max_num_seqs)
     app = make_app(driver, asked, name="nano")
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", timeout_graceful_shutdown=2))
     thread = threading.Thread(target=server.run)
@@ -76,7 +76,7 @@ def client(server):
 
 @pytest.fixture(scope="module")
 def alone():
-    return LLM(**OPTIONS, rows=4)
+    return LLM(**OPTIONS, max_num_seqs=4)
 
 
 def settled(driver):
@@ -335,7 +335,7 @@ def test_mistakes_are_named(server, path, body, field):
 def test_what_a_chat_template_refuses_is_a_mistake(server, monkeypatch):
     url, driver = server
     template = "{{ raise_exception('System role not supported') }}"
-    monkeypatch.setattr(driver.front.house.tokenizer, "chat_template", template)
+    monkeypatch.setattr(driver.front.parts.tokenizer, "chat_template", template)
     body = {"messages": [{"role": "system", "content": "Be brief."}]}
     answer = httpx.post(url + "/v1/chat/completions", json=body)
     assert answer.status_code == 400
@@ -385,7 +385,7 @@ def test_who_hangs_up_gives_the_slot_back(server):
 
 
 def test_more_than_may_wait_are_turned_away(monkeypatch):
-    with serving(rows=1, queue=1) as (url, driver):
+    with serving(max_num_seqs=1, queue=1) as (url, driver):
         body = {"prompt": PROMPT, "max_tokens": 50, "n": 2, "stream": True}
         gate, step = threading.Event(), driver._llm.engine.step
         monkeypatch.setattr(driver._llm.engine, "step", lambda: gate.wait(20) and step())
@@ -525,7 +525,7 @@ def test_the_page_in_a_browser(server):
 
 def test_a_signal_lets_open_requests_end():
     command = [sys.executable, "-m", "outrider", "serve", "--target", OPTIONS["target"], "--proposer", "ngram"]
-    command += ["--port", "0", "--rows", "2", "--dtype", "float32", "--k", "2"]
+    command += ["--port", "0", "--max-num-seqs", "2", "--dtype", "float32", "--k", "2"]
     server = subprocess.Popen([str(part) for part in command], stderr=subprocess.PIPE, text=True)
     try:
         said = next(line for line in server.stderr if " at http" in line)  # the port is taken by then

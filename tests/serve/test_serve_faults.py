@@ -36,7 +36,7 @@ from outrider.serve.stream.ticket import Watch
 from tests.serve.test_serve import OPTIONS, PROMPT, serving, settled
 
 load_all_checks()
-SWITCH = {"proposer": "switch(ngram,recycle)", "guard": True}
+SWITCH = {"proposer": "switch(ngram,recycle)", "isolate_faults": True}
 BODY = {"prompt": PROMPT, "max_tokens": 40, "temperature": 0, "ignore_eos": True}
 OTHERS = ["import os", "a = 1\nb = 1\n", "class A:"]
 
@@ -49,7 +49,7 @@ def server():
 
 @pytest.fixture(scope="module")
 def alone():
-    return LLM(**OPTIONS, rows=4)
+    return LLM(**OPTIONS, max_num_seqs=4)
 
 
 def together(url, bodies):
@@ -144,8 +144,8 @@ def ask_in_process(app, body, send):
 
 
 def test_what_waits_for_a_slow_reader_is_one_piece(alone):
-    asked = Settings(rows=2, queue=2)
-    driver = Driver(LLM(**OPTIONS, rows=2), queue=2, rows=2)
+    asked = Settings(max_num_seqs=2, queue=2)
+    driver = Driver(LLM(**OPTIONS, max_num_seqs=2), queue=2, rows=2)
     sent = []
 
     async def read_slowly():
@@ -175,8 +175,8 @@ def test_what_waits_for_a_slow_reader_is_one_piece(alone):
 
 
 def test_who_never_reads_is_let_go_when_time_is_up():
-    asked = Settings(rows=2, queue=2, timeout=0.2)
-    driver = Driver(LLM(**OPTIONS, rows=2), queue=2, rows=2)
+    asked = Settings(max_num_seqs=2, queue=2, timeout=0.2)
+    driver = Driver(LLM(**OPTIONS, max_num_seqs=2), queue=2, rows=2)
 
     async def never_read():
         async def send(message):
@@ -324,7 +324,7 @@ def fuzz(url, path, mode, examples, *, derandomize):
 
 @pytest.fixture(scope="module")
 def small():
-    with serving({**SWITCH, "context": 48}, most_n=3) as (url, driver):
+    with serving({**SWITCH, "max_model_len": 48}, most_n=3) as (url, driver):
         yield url, driver
 
 
@@ -449,7 +449,7 @@ def test_nobody_waits_for_a_thread_that_has_ended(monkeypatch, where):
 
 
 def test_a_note_that_comes_too_late_is_answered():
-    driver = Driver(LLM(**OPTIONS, rows=2), queue=2, rows=2)
+    driver = Driver(LLM(**OPTIONS, max_num_seqs=2), queue=2, rows=2)
 
     async def ask():
         (ticket,) = driver.submit(PROMPT, SamplingParams(max_tokens=5), Watch.END)
@@ -493,10 +493,10 @@ class Failing(NgramProposer):
 
 
 def test_a_proposer_that_raises_costs_its_guesses_alone(alone):
-    with serving({"proposer": Failing, "guard": True}) as (url, driver):
+    with serving({"proposer": Failing, "isolate_faults": True}) as (url, driver):
         answers = together(url + "/v1/completions", [{**BODY, "prompt": prompt} for prompt in OTHERS])
         assert [text_of(each) for each in answers] == plain_texts(alone, OTHERS)
-        assert driver.front.house.guards[0].failures
+        assert driver.front.parts.guards[0].failures
         assert not driver.failed_rounds
         assert 'outrider_proposer_failures_total{proposer="own#1"}' in httpx.get(url + "/metrics").text
 
@@ -514,7 +514,7 @@ def metric(url, name):
 
 
 def test_a_proposer_that_is_off_is_told():
-    with serving({"proposer": Hopeless, "guard": True}) as (url, driver):
+    with serving({"proposer": Hopeless, "isolate_faults": True}) as (url, driver):
         assert metric(url, "outrider_degraded ") == [0]
         assert httpx.post(url + "/v1/completions", json=BODY).status_code == 200
         settled(driver)
@@ -589,7 +589,7 @@ def test_a_request_may_be_off(server, alone):
 def test_a_request_chooses_who_judges(verifier):
     asked = {**BODY, "temperature": 1, "seed": 8, "proposer": "ngram"}
     params = SamplingParams(temperature=1, seed=8, max_tokens=40, ignore_eos=True, proposer="ngram")
-    own, walk = (LLM(**{**OPTIONS, **SWITCH}, rows=4, verifier=each) for each in (verifier, "walk"))
+    own, walk = (LLM(**{**OPTIONS, **SWITCH}, max_num_seqs=4, verifier=each) for each in (verifier, "walk"))
     with serving(SWITCH) as (url, _):
         # By itself and first: under some of them the text depends on what is guessed, and that on what was learned.
         one = httpx.post(url + "/v1/completions", json={**asked, "verifier": verifier})
@@ -677,7 +677,7 @@ def test_options_that_are_none(wrong):
 def process(port, *options):
     """A server of its own; what it logs is in the list that comes with it once it has ended."""
     command = [sys.executable, "-m", "outrider", "serve", "--target", embedded("nano"), "--proposer", "ngram"]
-    command += ["--port", port, "--rows", "2", "--dtype", "float32", "--log-format", "json", *options]
+    command += ["--port", port, "--max-num-seqs", "2", "--dtype", "float32", "--log-format", "json", *options]
     server = subprocess.Popen([str(part) for part in command], stderr=subprocess.PIPE, text=True)
     logged = []
     try:

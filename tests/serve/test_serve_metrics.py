@@ -35,7 +35,12 @@ COSTS = CostModel(target=PassCost(columns=(1, 64), seconds=(1e-3, 2e-3), entry=0
 
 @pytest.fixture(scope="module")
 def counted():
-    options = {"proposer": "switch(ngram,recycle)", "guard": True, "k": "auto", "planner": CostPlanner(COSTS, COSTS)}
+    options = {
+        "proposer": "switch(ngram,recycle)",
+        "isolate_faults": True,
+        "k": "auto",
+        "planner": CostPlanner(COSTS, COSTS),
+    }
     with serving(options) as (url, driver):
         for temperature in (0, 1):
             body = {"prompt": PROMPT, "max_tokens": 60, "temperature": temperature, "ignore_eos": True, "n": 2}
@@ -90,7 +95,7 @@ def test_the_histogram_of_guesses_adds_up(counted):
 
 def test_the_speedup_is_the_planners(counted):
     driver, samples = counted
-    planner = driver.front.house.planner
+    planner = driver.front.parts.planner
     assert value(samples, "outrider_planned_seconds_total") == planner.spent_seconds > 0
     assert value(samples, "outrider_estimated_speedup") == planner.plain_seconds / planner.spent_seconds > 0
 

@@ -140,7 +140,7 @@ def test_text_that_is_held_back_stays_in_order():
 )
 def test_quick_rounds_are_told_together_and_edges_at_once(watch, together, told, monkeypatch):
     monkeypatch.setattr("outrider.serve.async_llm.TOGETHER", together)
-    driver, given = Driver(LLM(**{**OPTIONS, "proposer": "none"}, rows=1), queue=1, rows=1), []
+    driver, given = Driver(LLM(**{**OPTIONS, "proposer": "none"}, max_num_seqs=1), queue=1, rows=1), []
     wake = driver._wake
 
     def noted(tickets):
@@ -160,7 +160,7 @@ def test_quick_rounds_are_told_together_and_edges_at_once(watch, together, told,
 
 def test_readers_hear_of_what_is_there_before_a_round_that_reads_prompts(monkeypatch):
     monkeypatch.setattr("outrider.serve.async_llm.TOGETHER", 1e9)
-    driver = Driver(LLM(**{**OPTIONS, "proposer": "none"}, rows=2), queue=2, rows=2)  # its thread does not run
+    driver = Driver(LLM(**{**OPTIONS, "proposer": "none"}, max_num_seqs=2), queue=2, rows=2)  # its thread does not run
     params = SamplingParams(max_tokens=64, ignore_eos=True)
 
     async def run():
@@ -182,7 +182,7 @@ def test_readers_hear_of_what_is_there_before_a_round_that_reads_prompts(monkeyp
 @pytest.mark.parametrize("watch", [Watch.TEXT, Watch.ROUNDS])
 def test_what_cannot_be_told_ends_its_reader_although_no_round_follows(watch, monkeypatch):
     monkeypatch.setattr("outrider.serve.async_llm.TOGETHER", 1e9)
-    driver = Driver(LLM(**{**OPTIONS, "proposer": "none"}, rows=1), queue=1, rows=1)
+    driver = Driver(LLM(**{**OPTIONS, "proposer": "none"}, max_num_seqs=1), queue=1, rows=1)
     whole = driver._piece
 
     def broken(row, ticket):
@@ -197,7 +197,7 @@ def test_what_cannot_be_told_ends_its_reader_although_no_round_follows(watch, mo
 
 
 def test_words_add_up_to_the_text():
-    llm = LLM(**OPTIONS, rows=1)
+    llm = LLM(**OPTIONS, max_num_seqs=1)
     tokens = llm.encode("naïve “quotes” – 日本語 🙂🙃 done")
     wording = Wording(llm.decode, lambda token: llm.decode([token]), ())
     told = [(wording.grow(some, None), wording.words(some)) for some in (tokens[i : i + 3] for i in range(0, 99, 3))]

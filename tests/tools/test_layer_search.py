@@ -41,7 +41,7 @@ def llm(folder):
 
 
 def load(folder, proposer="none", k=0):
-    return LLM(folder, proposer=proposer, k=k, dtype="float32", device="cpu", rows=2, context=96)
+    return LLM(folder, proposer=proposer, k=k, dtype="float32", device="cpu", max_num_seqs=2, max_model_len=96)
 
 
 def asked(count):
@@ -55,7 +55,7 @@ def asked(count):
 
 
 def searching(llm, texts, budget=100):
-    return LayerSearch(llm.house.target, texts, budget=budget, told=lambda _: None)
+    return LayerSearch(llm.parts.target, texts, budget=budget, told=lambda _: None)
 
 
 @pytest.mark.parametrize("k", [0, 1, 2, 3, 8])
@@ -72,7 +72,7 @@ def test_rounds_are_what_walking_through_them_gives(k):
 @pytest.mark.parametrize("kept", [(0,), (0, 1, 2), (0, 3), (1, 3)])
 def test_what_is_foretold_is_what_rounds_come_to(kept, k, folder, llm):
     texts = write(llm, asked(5), 24)
-    part = llm.house.target.excerpt(kept)
+    part = llm.parts.target.excerpt(kept)
     foretold = sum(rounds(agreement(part, text), k) for text in texts)
     run = load(folder, expression(kept, tiny.LAYERS), k)
     done = run.generate([text.prompt for text in texts], SamplingParams(max_tokens=24))
@@ -95,7 +95,7 @@ def test_layers_that_do_nothing_are_left_out(llm):
     assert search.tried <= tiny.LAYERS**2
     idle = search.report(found, texts)
     assert idle.agreement == found.agreement
-    everything = agreement(llm.house.target.excerpt(tuple(set(range(tiny.LAYERS)) - set(IDLE))), texts[0])
+    everything = agreement(llm.parts.target.excerpt(tuple(set(range(tiny.LAYERS)) - set(IDLE))), texts[0])
     assert all(everything)
 
 
@@ -134,7 +134,7 @@ def test_costs_are_shares_of_a_pass(llm):
 def test_passes_are_timed(llm):
     text = write(llm, asked(1), 8)[0]
     found = searching(llm, [text]).best_exit()
-    timing = measure(llm.house.target, found, text)
+    timing = measure(llm.parts.target, found, text)
     assert min(timing.guess, timing.plain, timing.verify) > 0
     wanted = found.tau * timing.plain / (found.k * timing.guess + timing.verify)
     assert timing.speedup(found) == pytest.approx(wanted)

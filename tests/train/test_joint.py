@@ -242,7 +242,7 @@ def test_a_training_writes_both_and_goes_on_where_it_was_stopped(data, tmp_path,
 def check_pair(folder):
     """transformers loads the target, and the engine says with the draft what it says without, and what that says."""
     target = folder / TARGET
-    options = {"dtype": "float32", "rows": 2, "context": 96, "verifier": "walk"}
+    options = {"dtype": "float32", "max_num_seqs": 2, "max_model_len": 96, "verifier": "walk"}
     llm = LLM(target, proposer=f"draft:{folder}", k=2, **options)
     plain = LLM(target, proposer="none", **options)
     for temperature in (0.0, 1.0):
@@ -260,7 +260,7 @@ def check_pair(folder):
 
 def test_texts_are_whole_and_half_of_one_is_measured_on(data, tmp_path):
     training = Training("mtp", settings_of(data, tmp_path, held_out=data))
-    tokenizer = training._room.house.tokenizer
+    tokenizer = training._room.parts.tokenizer
     samples = [sample for wave in range(training._course.waves // 3) for sample in training._course.samples(wave)]
     assert sorted(sample.id for sample in samples) == list(range(6))
     by_number = {sample.id: tokenizer.decode(list(sample.tokens)) for sample in samples}

@@ -148,7 +148,7 @@ def test_what_is_drawn_follows_from_the_wave_alone(data, tmp_path, monkeypatch):
 
 def test_no_more_rows_than_prompts_take_memory(data, tmp_path):
     training = Training("mtp", _settings(data, tmp_path, rows=10**9))
-    assert training._room.house.target.slots == len(TEXTS)  # and one prompt more, which is kept aside
+    assert training._room.parts.target.slots == len(TEXTS)  # and one prompt more, which is kept aside
 
 
 @pytest.mark.heavy
@@ -272,7 +272,7 @@ def test_a_training_that_is_done_mends_its_files(data, whole, tmp_path):
 
 
 def _rounds(training):
-    return training._room.house.engine.stats.rounds
+    return training._room.parts.engine.stats.rounds
 
 
 def test_a_cache_spares_passes_and_changes_nothing(data, tmp_path):
@@ -327,7 +327,7 @@ def test_the_first_step_learns_from_what_the_target_wrote(data, tmp_path, monkey
     for go_on in (False, True):
         training = Training("mtp", _settings(data, tmp_path / str(go_on), go_on=go_on, answer_tokens=64))
         samples = [sample for wave in range(2) for sample in training._course.samples(wave)]
-        ends = training._room.house.end_ids
+        ends = training._room.parts.end_ids
         found[go_on] = [any(token in ends for token in sample.tokens[sample.prompt : -1]) for sample in samples]
         lengths = {len(sample.tokens) - sample.prompt for sample in samples}
     assert not any(found[False])
@@ -484,7 +484,7 @@ def test_the_page_has_what_was_measured(verb):
 def test_the_draft_guesses_and_changes_no_text(verb):
     folder, _ = verb
     params = SamplingParams(temperature=1.0, max_tokens=16, seed=3)
-    options = {"dtype": "float32", "rows": 2, "context": 128, "verifier": "walk", "k": 2}
+    options = {"dtype": "float32", "max_num_seqs": 2, "max_model_len": 128, "verifier": "walk", "k": 2}
     ours = LLM(NANO, proposer=f"draft:{folder / 'draft'}", **options).generate(TEXTS[:3], params)
     theirs = LLM(NANO, proposer="none", **options).generate(TEXTS[:3], params)
     assert [each.tokens for each in ours] == [each.tokens for each in theirs]
@@ -494,10 +494,10 @@ def test_the_draft_guesses_and_changes_no_text(verb):
 def test_a_trained_model_is_a_draft(data, whole):
     folder = whole("draft", **KINDS[2][1])
     assert not _same(folder, NANO)
-    llm = LLM(NANO, proposer=f"draft:{folder}", k=3, rows=1, context=128)
+    llm = LLM(NANO, proposer=f"draft:{folder}", k=3, max_num_seqs=1, max_model_len=128)
     (completion,) = llm.generate(TEXTS[0], SamplingParams(max_tokens=24, ignore_eos=True))
     assert completion.stats.tau > 1.5  # two waves leave a copy of the target much like it
-    assert LLM(str(folder), proposer="none", rows=1, context=64).generate("a")[0].tokens
+    assert LLM(str(folder), proposer="none", max_num_seqs=1, max_model_len=64).generate("a")[0].tokens
 
 
 def test_a_report_that_cannot_be(data, tmp_path):

@@ -66,7 +66,7 @@ def invoke(*words):
 
 
 def tune(*words):
-    result = invoke("tune", "--max-tokens", 6, "--context", 96, "--rounds", 1, *words)
+    result = invoke("tune", "--max-tokens", 6, "--max-model-len", 96, "--rounds", 1, *words)
     assert result.exit_code == 0, result.output
     return result
 
@@ -423,7 +423,7 @@ def test_a_measurement_is_not_lost_with_its_file(prompts, tmp_path, monkeypatch)
         assert message in result.stderr
     monkeypatch.setattr("outrider.cli.app.check_writable", lambda path: None)
     words = ["--proposers", "ngram", "--k", 2, "--batch", 1, "--limit", 1, "--out", tmp_path / "folder"]
-    result = invoke("tune", "--prompts", prompts, "--max-tokens", 6, "--context", 96, "--rounds", 1, *words)
+    result = invoke("tune", "--prompts", prompts, "--max-tokens", 6, "--max-model-len", 96, "--rounds", 1, *words)
     assert result.exit_code == 2
     assert "cannot be written" in result.stderr
     assert document(result)["settings"]["target"] is None
@@ -722,7 +722,7 @@ def test_a_plan_that_could_not_be_written_is_refused_before_there_is_one(tmp_pat
 
 
 def llm(**how):
-    return LLM(None, rows=2, context=96, dtype="float32", threads=1, **{"k": AUTO, **how})
+    return LLM(None, max_num_seqs=2, max_model_len=96, dtype="float32", threads=1, **{"k": AUTO, **how})
 
 
 def test_the_text_is_the_same_with_a_plan(tmp_path):
@@ -735,7 +735,7 @@ def test_the_text_is_the_same_with_a_plan(tmp_path):
     assert written[0] == written[1] == written[2] == written[3]
     before = json.loads(plan.read_text())
     again = llm(plan=plan)
-    assert again.house.planner.state() == before["planner"]
+    assert again.parts.planner.state() == before["planner"]
     for _ in again.stream(PROMPTS[0]["prompt"], params):
         pass
     assert json.loads(plan.read_text()) != before

@@ -85,7 +85,7 @@ def compare(args: argparse.Namespace, exported: Exported) -> dict[str, Any]:
     """Run both, one after the other; what came of it, fit for JSON."""
     prompts = read_prompts(args.prompts, limit=args.limit)
     ours = {"proposer": f"draft:{args.draft}", "planner": outrider_side.AfterFirst(args.k)}
-    llm = LLM(args.target, dtype=args.dtype, threads=args.threads, rows=1, **ours)
+    llm = LLM(args.target, dtype=args.dtype, threads=args.threads, max_num_seqs=1, **ours)
     encoded = [_encode(llm, prompt) for prompt in prompts]
     asked = Asked(
         target=args.target,
@@ -96,7 +96,7 @@ def compare(args: argparse.Namespace, exported: Exported) -> dict[str, Any]:
         threads=args.threads,
         max_tokens=args.max_tokens,
         context=max(map(len, encoded)) + args.max_tokens + args.k + 1,
-        ends=sorted(llm.house.end_ids),
+        ends=sorted(llm.parts.end_ids),
         prompts=encoded,
     )
     completed = outrider_side.run(llm, asked)

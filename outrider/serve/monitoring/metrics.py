@@ -21,7 +21,7 @@ class EngineCounts:
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
-        self._house = driver.front.house
+        self._parts = driver.front.parts
 
     def collect(self) -> Iterator[Metric]:
         stats = self._driver.stats
@@ -34,12 +34,12 @@ class EngineCounts:
         yield from _cache(self._driver.engine.cache_use())
         yield GaugeMetricFamily("outrider_tokens_per_pass", "tau: tokens that a row emits in a pass", value=stats.tau)
         info = GaugeMetricFamily("outrider_build_info", "1; what runs is in the labels", labels=["version", "verifier"])
-        info.add_metric([__version__, self._house.verifier.name], 1)
+        info.add_metric([__version__, self._parts.verifier.name], 1)
         yield info
 
     def _proposers(self) -> Iterator[Metric]:
         """What each alternative guessed, in the passes in which it did, and how it fares."""
-        names, arms = self._house.proposers, self._driver.engine.arms
+        names, arms = self._parts.proposers, self._driver.engine.arms
         for name, says, values in (
             ("drafts", "Passes with guesses", [_first(each.offered) for each in arms]),
             ("drafted_tokens", "Guesses verified", [each.drafted for each in arms]),
@@ -47,9 +47,9 @@ class EngineCounts:
             ("emitted_tokens", "Tokens written in passes with guesses", [each.emitted for each in arms]),
         ):
             yield _by_proposer(CounterMetricFamily, f"outrider_proposer_{name}", says, names, values)
-        failures = [guard.failures for guard in self._house.guards] or [0] * len(names)
+        failures = [guard.failures for guard in self._parts.guards] or [0] * len(names)
         yield _by_proposer(CounterMetricFamily, "outrider_proposer_failures", "Times that it raised", names, failures)
-        off = [guard.off for guard in self._house.guards] or [False] * len(names)
+        off = [guard.off for guard in self._parts.guards] or [False] * len(names)
         drifts = self._driver.drifts
         for name, says, gauges in (
             ("off", "1 while it is not asked, for it has failed", off),
@@ -61,7 +61,7 @@ class EngineCounts:
 
     def _planned(self) -> Iterator[Metric]:
         """What k auto reckons with; without it nobody knows what plain decoding would take."""
-        planner = self._house.planner
+        planner = self._parts.planner
         spent, plain = (
             (planner.spent_seconds, planner.plain_seconds) if isinstance(planner, CostPlanner) else (0.0, 0.0)
         )

@@ -10,7 +10,7 @@ import torch
 from outrider.core.noise import mix_int
 from outrider.core.params import SamplingParams
 from outrider.core.types import Batch, Draft, Finish, Memory, Request, Round
-from outrider.engine.build import House
+from outrider.engine.build import EngineParts
 from outrider.engine.engine import Engine
 from outrider.propose.base import Proposer
 from outrider.train.data.feature_cache import Archive
@@ -109,14 +109,14 @@ class Author:
 
     def __init__(
         self,
-        house: House,
+        parts: EngineParts,
         recorder: Recorder,
         prompts: Mapping[int, tuple[int, ...]],
         manner: Manner,
         *,
         archive: Archive | None,
     ) -> None:
-        self._house, self._recorder, self._prompts = house, recorder, prompts
+        self._parts, self._recorder, self._prompts = parts, recorder, prompts
         self._manner, self._archive = manner, archive
 
     def write(self, numbers: Sequence[int], *, turn: int) -> list[Sample]:
@@ -128,20 +128,20 @@ class Author:
             done = {number: sample for number, sample in found.items() if sample}
         missing = [request for number, request in requests.items() if number not in done]
         with torch.inference_mode():
-            for sample in written(self._house.engine, self._recorder, missing):
+            for sample in written(self._parts.engine, self._recorder, missing):
                 done[sample.id] = sample
                 if self._archive:
                     self._archive.write(requests[sample.id], sample)
         return [done[number] for number in sorted(done)]
 
     def _request(self, number: int, turn: int) -> Request:
-        manner, house = self._manner, self._house
+        manner, parts = self._manner, self._parts
         prompt = self._prompts[number]
         return Request(
             id=number,
             prompt=prompt,
             params=SamplingParams(temperature=manner.temperature, max_tokens=manner.tokens, ignore_eos=manner.go_on),
             seed=mix_int(mix_int(manner.seed, turn), number),
-            end_ids=frozenset() if manner.go_on else house.end_ids,
-            limit=min(manner.tokens, house.context - len(prompt)),
+            end_ids=frozenset() if manner.go_on else parts.end_ids,
+            limit=min(manner.tokens, parts.context - len(prompt)),
         )

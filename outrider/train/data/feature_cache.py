@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 
 from outrider.core.types import Request
-from outrider.engine.build import House
+from outrider.engine.build import EngineParts
 from outrider.errors import OutriderError
 from outrider.plan.store import model_print
 from outrider.train.data.sample import Sample
@@ -101,7 +101,7 @@ class Archive:
         return self._folder / name[:2] / f"{name}.safetensors"
 
 
-def origin_of(house: House, folder: str | Path, looked: Sequence[int] = ()) -> str:
+def origin_of(parts: EngineParts, folder: str | Path, looked: Sequence[int] = ()) -> str:
     """Whose states these are: the target's weights, what they run on, and the layers that are looked at, if any are."""
     seen = [list(looked)] if looked else []
-    return json.dumps([model_print(Path(folder)), str(house.dtype), house.target.kernels, *seen])
+    return json.dumps([model_print(Path(folder)), str(parts.dtype), parts.target.kernels, *seen])

@@ -34,7 +34,7 @@ TARGET = "target"  # the folder beside the draft's files
 
 
 class JointPupil(HeadPupil):
-    """Both of them; `proposer` gives the house's target the weights of now as well."""
+    """Both of them; `proposer` gives the engine's target the weights of now as well."""
 
     lr = 1e-4
 

@@ -68,7 +68,7 @@ class HeadPupil:
     lr = 1e-3
 
     def __init__(self, kind: str, settings: Settings, setup: Setup, tables: Tables) -> None:
-        """Fresh weights or those of `settings.draft`, for the target of this house, which lends its tables.
+        """Fresh weights or those of `settings.draft`, for the target of this engine, which lends its tables.
 
         Raises:
             OutriderError: the options and the kind, or the target, do not fit.
@@ -129,7 +129,7 @@ class HeadPupil:
 
 
 def make_pupil(kind: str, settings: Settings, setup: Setup, tables: Tables) -> Pupil:
-    """What is trained for this house, whose target lends its tables.
+    """What is trained for this engine, whose target lends its tables.
 
     Raises:
         OutriderError: the options, the kind and the target do not fit.

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from outrider.core.config import EngineConfig
 from outrider.engine.build import load_target
 from outrider.errors import OutriderError
 from outrider.heads.description import Description
@@ -31,7 +32,7 @@ class Former:
     """A head, and the target that it was trained for."""
 
     def __init__(self, head: HeadModule, folder: Path, setup: Setup) -> None:
-        """`folder` is the target's; it is loaded when texts are there to be read, and with the house's tokenizer.
+        """`folder` is the target's; it is loaded when texts are there to be read, and with the engine's tokenizer.
 
         Raises:
             OutriderError: the head shares tables with its target, or it holds what that target alone would show.
@@ -91,15 +92,7 @@ class Former:
 
     def _load(self) -> Target:
         it = self._head.description
-        found = load_target(
-            self._folder,
-            dtype="auto",
-            kernels="auto",
-            quantize=None,
-            device=str(self._setup.device),
-            rows=1,
-            context=None,
-        )
+        found = load_target(EngineConfig(target=self._folder, device=str(self._setup.device), max_num_seqs=1))
         target = found.model
         if found.checkpoint.tokenizer.get_vocab() != self._setup.tokenizer.get_vocab():
             raise OutriderError(

@@ -1,0 +1,136 @@
+"""The configuration of an engine: one record that Python, the command line, config files and the server share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from outrider.core.params import AUTO
+from outrider.errors import OutriderError
+
+QUANTIZE_BITS = {"int8": 8, "int4": 4}
+FULL_BITS = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """What to load and how to run it. All values are checked when the record is made."""
+
+    target: str | Path | None = None
+    """Folder of a decoder-only model. None: the embedded model."""
+    proposer: str | Callable[..., Any] | None = None
+    """An expression such as "ngram" or "draft:DIR", or a callable that takes a setup and returns a proposer.
+    None: the embedded draft for the embedded target, "ngram" for any other."""
+    k: int | str = AUTO
+    """Draft tokens per round. 0: plain decoding. "auto": chosen in each round from measured costs, and 4 for a request
+    with a seed whose text depends on the draft."""
+    verifier: str | None = None
+    """walk, coupled, rejection, block, siblings, traversal, typical or lenient. None: what fits the proposer."""
+    dtype: str = "auto"
+    """auto, float32, bfloat16 or float16."""
+    device: str = "auto"
+    """auto, cpu, cuda, cuda:1, ..."""
+    kernels: str = "auto"
+    """native, torch or auto. auto: the native kernels on a CPU where they support the model, torch elsewhere."""
+    quantize: str | None = None
+    """int8 or int4 for the target's weights. The quantized model is then the target. None: the weights as stored."""
+    threads: int | None = None
+    """CPU threads. None: OMP_NUM_THREADS, or the physical cores of one NUMA node."""
+    max_num_seqs: int = 16
+    """Sequences that run at once."""
+    max_model_len: int | None = None
+    """Tokens of prompt and completion together. None: the model's own limit, at most 8192."""
+    max_num_batched_tokens: int = 512
+    """Prompt tokens that one round may process."""
+    max_round_ms: float | None = None
+    """Milliseconds that a round may take while sequences decode; longer prompts are split. None: no limit."""
+    cache_gb: float | None = None
+    """Memory of all KV caches in 10^9 bytes, with the native kernels. None: a full context for every sequence, as far
+    as memory is free."""
+    prefix_caching: bool = True
+    """Reuse the KV cache of equal prompt prefixes."""
+    plan: str | Path | None = None
+    """With k="auto", a file of what the planner has learned. It is read if it exists."""
+    isolate_faults: bool = False
+    """An exception in a proposer costs its draft only. It is logged and counted, and decoding goes on."""
+
+    def __post_init__(self) -> None:
+        for name in ("dtype", "kernels", "device"):
+            value = getattr(self, name)
+            if not isinstance(value, str):
+                raise OutriderError(f"{name} is {value!r}; use a name, such as auto")
+        self._check_k()
+        weight_bits(self.quantize)
+        _check_count("max_num_seqs", self.max_num_seqs)
+        _check_count("max_num_batched_tokens", self.max_num_batched_tokens)
+        if self.max_model_len is not None:
+            _check_count("max_model_len", self.max_model_len)
+        if self.threads is not None and not _is_whole(self.threads):
+            raise OutriderError(f"threads is {self.threads!r}; use a whole number, or None for one on each core")
+        _check_positive("max_round_ms", self.max_round_ms, "none for no limit")
+        _check_positive("cache_gb", self.cache_gb, "none for what memory allows")
+        for name in ("prefix_caching", "isolate_faults"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise OutriderError(f"{name} is {value!r}; use True or False")
+        if self.plan is not None and self.k != AUTO:
+            raise OutriderError(
+                f"plan {self.plan} is what k auto has learned, and k is {self.k}; use k auto, or no plan"
+            )
+
+    @classmethod
+    def from_options(cls, target: str | Path | None = None, **options: Any) -> EngineConfig:
+        """Make a configuration from keywords.
+
+        Raises:
+            OutriderError: a keyword is unknown; the message names the closest one.
+        """
+        known = [field.name for field in fields(cls)]
+        for name in options:
+            if name not in known:
+                close = get_close_matches(name, known, n=1)
+                hint = f"did you mean {close[0]}?" if close else f"use {', '.join(known)}"
+                raise OutriderError(f"{name} is no option of an engine; {hint}")
+        return cls(target=target, **options)
+
+    @property
+    def bits(self) -> int:
+        """Bits of a weight of the linear layers; 16 if they are not quantized."""
+        return weight_bits(self.quantize)
+
+    def _check_k(self) -> None:
+        if self.k != AUTO and (not _is_whole(self.k) or int(self.k) < 0):
+            raise OutriderError(f"k is {self.k!r}; use a number of draft tokens, 0 for plain decoding, or {AUTO}")
+
+
+def weight_bits(quantize: str | None) -> int:
+    """Bits of a weight of the linear layers.
+
+    Raises:
+        OutriderError: the name is unknown.
+    """
+    if quantize is None:
+        return FULL_BITS
+    if not isinstance(quantize, str) or quantize not in QUANTIZE_BITS:
+        raise OutriderError(f"quantize {quantize!r} is unknown; use {', '.join(QUANTIZE_BITS)}")
+    return QUANTIZE_BITS[quantize]
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_count(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise OutriderError(f"{name} is {value!r}; it must be a whole number, at least 1")
+
+
+def _check_positive(name: str, value: object, otherwise: str) -> None:
+    if value is None:
+        return
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+        raise OutriderError(f"{name} is {value!r}; use a number above 0, or {otherwise}")
