@@ -1,27 +1,36 @@
 # Two commands from a fresh machine: `make demo` and `make test`. Both make their own .venv.
 PYTHON ?= python3
 BIN := .venv/bin
+PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: demo test lint bench clean
+.PHONY: help demo test test-all check bench clean
 
-demo: .venv/ready
+help: ## List the targets.
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+demo: .venv/ready ## Answer a prompt with the embedded models and show what speculation did.
 	$(BIN)/outrider run --chat --show --temperature 0 "Lena has 5 boxes with 12 pencils each. She gives away 17 pencils. How many are left?"
 
-test: .venv/ready
+test: check ## Lint, type-check and run the fast tests.
+	$(PYTEST)
+
+test-all: check ## Lint, type-check and run all tests but the heavy ones.
+	$(PYTEST) -m "not heavy"
+
+check: .venv/ready ## Lint and type-check.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -n 2 --dist worksteal
 
-bench: .venv/ready
+bench: .venv/ready ## Benchmark the embedded models against plain decoding.
 	$(BIN)/outrider bench
 
-# A CPU build of torch is taken first where the package index has one; a looser request may pull gigabytes of CUDA.
+# The CPU build of torch comes first. A looser request may pull gigabytes of CUDA packages.
 .venv/ready: pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check torch==2.13.0
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[dev]"
 	touch .venv/ready
 
-clean:
+clean: ## Remove the virtual environment and build files.
 	rm -rf .venv build dist *.egg-info

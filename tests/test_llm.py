@@ -283,9 +283,9 @@ def test_what_is_no_constraint_cannot_be_prepared(llm):
     ("arguments", "fix"),
     [
         ({"k": -1}, "k is -1"),
-        ({"k": 2.5}, "k is 2.5; use a number of guesses"),
-        ({"k": True}, "k is True; use a number of guesses"),
-        ({"k": None}, "k is None; use a number of guesses"),
+        ({"k": 2.5}, "k is 2.5; use a number of draft tokens"),
+        ({"k": True}, "k is True; use a number of draft tokens"),
+        ({"k": None}, "k is None; use a number of draft tokens"),
         ({"target": b"here"}, "target is b'here'; give the folder"),
         ({"target": ""}, "target is ''; give the folder"),
         ({"target": embedded("medusa")}, "a trained draft, no model that runs alone; use it as draft:DIR or tree:DIR"),

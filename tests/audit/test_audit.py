@@ -160,7 +160,9 @@ def test_what_runs_is_what_is_certified(kernels, quantize, prompts_file):
 
 def test_the_quantised_law_in_float32_is_the_quantised_models(pair):
     wide, served = (
-        Pair(str(embedded("mini")), "none", PROMPTS, dtype=dtype, device="cpu", room=24, kernels="torch", bits=4)
+        Pair(
+            str(embedded("mini")), "none", PROMPTS, dtype=dtype, device="cpu", room=24, kernels="torch", quantize="int4"
+        )
         for dtype in ("float32", "auto")
     )
     assert (wide.dtype, served.dtype) == (torch.float32, torch.bfloat16)
@@ -359,7 +361,7 @@ def test_a_broken_native_rule_fails(monkeypatch):
         return replace(verdict, bonus=verdict.bonus ^ 1) if draft.size else verdict
 
     monkeypatch.setattr(rules, "_judge", broken)
-    report = run_audit(None, "ngram", k=3, samples=100, device="cpu", threads=1, tokens=8, console=None)
+    report = run_audit(None, "ngram", k=3, prompts=None, samples=100, device="cpu", threads=1, tokens=8, console=None)
     assert not report["passed"]
 
 

@@ -228,6 +228,7 @@ def test_presets_hold_the_embedded_pair(name):
         assert large.eos_token_id == small.eos_token_id
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "dims"),
     [

@@ -61,6 +61,7 @@ def fake(tmp_path):
     return fake
 
 
+@pytest.mark.slow
 def test_worker_and_failures(run, fake):
     contestants = (
         "outrider:draft:k=2",

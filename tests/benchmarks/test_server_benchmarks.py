@@ -42,6 +42,7 @@ def prompts(tmp_path):
     return file
 
 
+@pytest.mark.slow
 def test_a_race_of_servers(prompts, monkeypatch):
     monkeypatch.syspath_prepend(FOLDER)
     served = importlib.import_module("launch").served

@@ -276,7 +276,7 @@ def test_caches_are_given_what_was_asked_for():
     assert [c.tokens for c in llm.generate(texts, params)] == [c.tokens for c in with_room.generate(texts, params)]
     llm.generate(texts, params)
     assert llm.engine.cache_use().spared > 0
-    with pytest.raises(OutriderError, match="give more, or lower context"):
+    with pytest.raises(OutriderError, match="give more, or lower max_model_len"):
         LLM(
             None,
             proposer=draft,
@@ -287,7 +287,7 @@ def test_caches_are_given_what_was_asked_for():
             max_model_len=256,
             cache_gb=0.0001,
         )
-    with pytest.raises(OutriderError, match="set rows and context"):
+    with pytest.raises(OutriderError, match="set max_num_seqs and max_model_len"):
         LLM(None, proposer="none", k=0, kernels="torch", max_num_seqs=4, max_model_len=256, cache_gb=0.02)
 
 

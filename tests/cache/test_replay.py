@@ -111,6 +111,7 @@ def pair_plain(pair):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("verifier", SEEDED)
 @pytest.mark.parametrize("name", MAKERS)
@@ -121,6 +122,7 @@ def test_pair(name, verifier, temperature, pair, pair_plain):
         assert got == pair_plain[verifier, temperature][: len(got)], (rows, k, chunk)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verifier", sorted(set(EXACT) - set(SEEDED)))
 def test_pair_greedy_under_every_verifier(verifier, pair, pair_plain):
     for rows, k in itertools.product(BATCHES, KS):

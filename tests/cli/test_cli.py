@@ -380,6 +380,7 @@ def heard(ours, wanted, nudge=b""):
     return text.decode()
 
 
+@pytest.mark.slow
 def test_an_interrupt_ends_an_answer_and_then_the_conversation():
     child, ours = talking("--max-tokens", "1900", "--ignore-eos", "--k", "0")
     heard(ours, "> ")
@@ -418,6 +419,7 @@ def test_an_interrupt_ends_the_answers_and_not_the_program(n, monkeypatch, capsy
     assert not llm.engine.busy()
 
 
+@pytest.mark.slow
 def test_a_conversation_on_a_terminal():
     """Two turns and an empty line: the second turn is told what the first said."""
     ours, theirs = pty.openpty()

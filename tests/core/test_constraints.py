@@ -121,6 +121,7 @@ def test_schemas_hold_and_greedy_text_is_that_of_plain_decoding(grammars, schema
     assert stats.tau > 1.3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("proposer", "verifier"), SAMPLED)
 def test_schemas_hold_and_a_seed_draws_what_it_draws_plainly(grammars, schemas, plain, proposer, verifier):
     rows, stats = texts(grammars, schemas, proposer, verifier=verifier, temperature=1.0)
@@ -165,6 +166,7 @@ def test_rows_that_give_way_come_back_to_their_forms(grammars, schemas, proposer
     assert wide.cache_use().preempted == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_recurrent_targets_keep_forms(grammars, schemas, temperature, tmp_path):
     config = tiny.ARCHITECTURES["mamba2"]()

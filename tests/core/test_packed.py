@@ -12,8 +12,8 @@ from outrider.core import tree
 from outrider.core.noise import PositionNoise
 from outrider.core.params import SamplingParams
 from outrider.core.types import Draft, Law, Packed, Request, Row, Scores
-from outrider.engine.build import embedded
 from outrider.loader.checkpoint import load_checkpoint
+from outrider.loader.embedded import embedded
 from outrider.loader.make import make_target
 from outrider.native.rules import fastest
 from outrider.propose.combine import First, Merge

@@ -19,24 +19,19 @@ from outrider.heads.description import Block, Description, FuseNorm, Taps
 from outrider.heads.store import make_module, read_head, write_head
 from outrider.heads.targets.block import BlockTarget
 from outrider.heads.targets.registry import make_head_target
-from outrider.loader.checkpoint import load_checkpoint
-from outrider.loader.embedded import embedded
-from outrider.loader.make import make_target
-from outrider.propose.base import NoProposer
 from outrider.propose.draft_model import chain as model_of_proposing
 from outrider.propose.draft_model.confidence import Confidence
 from outrider.propose.draft_model.trained_head import HeadProposer, HeadTreeProposer
 from outrider.testing import ToyTarget, toy_setup
 from outrider.testing.drive import make_round, make_row, random_tree
 from outrider.train.data.batches import Reader
-from outrider.train.data.sample import Sample
 from outrider.train.loss import blocks
 from outrider.train.loss.losses import parse
 from outrider.train.loss.steps import Texts
 from outrider.train.loss.unroll import unrolled
 from outrider.train.model.presets import Sizes, describe
 from outrider.train.trainer import Trainer
-from tests.helpers.engines import make_engine, outputs, run
+from tests.helpers.engines import make_engine, run
 from tests.helpers.heads import check_text
 from tests.helpers.train_setup import spread
 
@@ -385,27 +380,7 @@ def test_no_guess_is_left_out_for_the_pass_that_it_would_take(kind, least, make,
     assert depth == 1 if least == 1 else depth >= least
 
 
-@pytest.fixture(scope="module")
-def nano():
-    """A target and what it says, with the states that it was in."""
-    checkpoint = load_checkpoint(embedded("nano"), dtype="float32", device="cpu")
-    target = make_target(checkpoint, slots=2, context=96)
-    prompts = [checkpoint.tokenizer.encode(text) for text in ("def add(a, b):", "The old man")]
-    greedy = SamplingParams(temperature=0.0)
-    said = outputs(run(make_engine(target, NoProposer, k=0, rows=2), prompts, greedy, limit=40, ends=frozenset()))
-    target.export(range(2))
-    samples = []
-    for prompt, answer in zip(prompts, said, strict=True):
-        row = make_row([*prompt, *answer], 0)
-        target.cache.admit(0, row.text)
-        batch = Batch(rows=(row,), start=(0,), feed=(tuple(row.text[:-1]),), budget=(0,))
-        with torch.inference_mode():
-            scores = target.score(batch, tree.empty(1, CPU))
-            states = torch.stack([scores.fed[layer][0] for layer in range(2)], 1)
-        samples.append(Sample(id=0, tokens=tuple(row.text), states=states.clone(), prompt=len(prompt)))
-    return target, prompts, samples
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_lowers_the_loss_and_raises_what_is_kept(kind, nano):
     target, prompts, samples = nano

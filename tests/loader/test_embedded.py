@@ -72,7 +72,7 @@ def test_the_draft_by_its_name_is_the_default():
 def test_heads_of_the_embedded_target_guess_for_it(name, least):
     prompts = ["def add(a, b):\n    return", "<|endoftext|><|user|>Count to ten.<|end|><|assistant|>"]
     params = SamplingParams(temperature=0.0, max_tokens=40)
-    options = {"rows": 2, "context": 128, "dtype": "float32", "verifier": "walk", "k": 4}
+    options = {"max_num_seqs": 2, "max_model_len": 128, "dtype": "float32", "verifier": "walk", "k": 4}
     ours = LLM(proposer=f"draft:@{name}", **options).generate(prompts, params)
     plain = LLM(proposer="none", **options).generate(prompts, params)
     assert [each.tokens for each in ours] == [each.tokens for each in plain]

@@ -96,8 +96,8 @@ def test_what_is_wrong_is_named(case, folder):
         ({"device": "zork"}, "device 'zork' cannot be used here; try auto or cpu"),
         ({"device": "cuda:99"}, "device 'cuda:99' cannot be used here"),
         ({"device": "meta"}, "device 'meta' cannot be used here"),
-        ({"context": 4096}, "context is 4096; this model takes from 2 to 128 tokens"),
-        ({"context": 1}, "context is 1; this model takes"),
+        ({"max_model_len": 4096}, "max_model_len is 4096; this model takes from 2 to 128 tokens"),
+        ({"max_model_len": 1}, "max_model_len is 1; this model takes"),
     ],
 )
 def test_wrong_settings_are_named(settings, message, shelf):

@@ -168,7 +168,7 @@ def test_a_pass_ends_with_fewer_threads_than_it_asks_for(folders, tmp_path):
     """OpenMP says how many there are; a pass that waits for more waits for ever."""
     script = f"""if True:
         import torch
-        from tests import test_native
+        from tests.native import test_native
         torch.set_num_threads(2)
         target, _ = test_native.read({str(folders["wide"])!r})
         text = test_native.ids(40)
@@ -386,7 +386,7 @@ def test_text_does_not_depend_on_speculation(temperature, dtype):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_sampled_texts_of_a_batch_are_those_alone(dtype):
     """Many of them: one draw in some thousands lies so close to where the token changes that a last bit decides."""
-    options = {"proposer": "none", "k": 0, "dtype": dtype, "kernels": "native", "context": 96}
+    options = {"proposer": "none", "k": 0, "dtype": dtype, "kernels": "native", "max_model_len": 96}
     many, alone = LLM(embedded("nano"), max_num_seqs=64, **options), LLM(embedded("nano"), max_num_seqs=1, **options)
     texts = ("def add(a, b):", "Once upon a time", "SELECT name", "The")
     prompts = [f"{texts[i % 4]} {'x' * (i // 4)}" for i in range(64)]

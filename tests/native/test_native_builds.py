@@ -49,6 +49,7 @@ def _says(level, folder):
     return torch.load(out)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     platform.machine() != "x86_64" or torch.backends.cpu.get_cpu_capability() == "DEFAULT",
     reason="this processor does not run what is compiled for AVX2",

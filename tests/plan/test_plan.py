@@ -344,7 +344,7 @@ def test_auto_writes_the_same_text(tmp_path, monkeypatch):
         for k in ("auto", 0)
     ]
     assert texts[0] == texts[1]
-    with pytest.raises(OutriderError, match="k is 'many'; use a number of guesses"):
+    with pytest.raises(OutriderError, match="k is 'many'; use a number of draft tokens"):
         LLM(embedded("nano"), k="many")
 
 

@@ -171,6 +171,7 @@ def test_nothing_is_guessed_after_an_end(params):
     assert draft.width[0] > 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verifier", ["siblings", "traversal"])
 @pytest.mark.parametrize("params", [SamplingParams(temperature=0.8, top_k=2, seed=3), RICH], ids=["top-k", "rich"])
 def test_exact_under_filters_and_penalties(params, verifier):

@@ -281,6 +281,7 @@ def texts(target, maker, *, k, rows, temperature, verifier="walk", chunk=512):
     return outputs(run(engine, prompts(6), params, limit=12, ends=frozenset())), engine.stats
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", PROPOSERS)
 @pytest.mark.parametrize(("temperature", "verifier"), [(0.0, "walk"), (0.0, "block"), (0.8, "walk"), (0.8, "coupled")])

@@ -218,6 +218,7 @@ def test_history_by_brute_force(seed):
             expect_ways(history, texts, source[begin : begin + chance.randint(1, 30)])
 
 
+@pytest.mark.slow
 def test_history_of_many_blocks():
     chance = random.Random(3)
     history = History(6000)

@@ -199,6 +199,7 @@ def test_the_cache_keeps_its_law_where_tokens_are_missing():
     check_cache(lambda: Shared(SharedVocabulary(ToyTarget(), words)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "verifier"),
     [("foreign model", rule) for rule in ("rejection", "block", "traversal")] + [("text draft", "block")],
@@ -282,6 +283,7 @@ def test_by_text_a_shuffled_draft_guesses_about_as_well(shuffled):
     assert others.tau == pytest.approx(stats.tau, rel=0.03)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("name", ["draft", "draft-tokens", "draft-text", "cascade"])
 def test_a_draft_that_lacks_half_the_tokens(name, temperature, smaller, caplog):
@@ -369,6 +371,7 @@ def random_pair(folder):
     return target, draft
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_tokenizers_that_have_little_in_common(temperature, tmp_path):
     target, draft = random_pair(tmp_path)

@@ -523,6 +523,7 @@ def test_the_page_in_a_browser(server):
     assert not wrong
 
 
+@pytest.mark.slow
 def test_a_signal_lets_open_requests_end():
     command = [sys.executable, "-m", "outrider", "serve", "--target", OPTIONS["target"], "--proposer", "ngram"]
     command += ["--port", "0", "--max-num-seqs", "2", "--dtype", "float32", "--k", "2"]

@@ -38,7 +38,7 @@ ASK = [{"role": "user", "content": "What is the weather in Oslo?"}]
 @pytest.fixture(scope="module")
 def server():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(OPTIONS, "context", 512)
+        patch.setitem(OPTIONS, "max_model_len", 512)
         with serving() as (url, driver):
             yield url, driver
 
@@ -248,12 +248,12 @@ def test_what_only_looks_like_a_call_is_text():
 
 def allowed(client_tools, text, alone):
     """How many tokens of a text the grammar of tools takes, of how many."""
-    house = alone.house
-    grammars = Grammars(house.tokenizer, vocab=house.vocab, end_ids=sorted(house.end_ids))
+    parts = alone.parts
+    grammars = Grammars(parts.tokenizer, vocab=parts.vocab, end_ids=sorted(parts.end_ids))
     asked = ChatRequest.model_validate({"messages": ASK, "tools": TOOLS, **client_tools})
     tools = Tools.of(asked)
-    matcher = grammars.compile(tools.constraint()).start(house.end_ids)
-    tokens = house.tokenizer.encode(text, add_special_tokens=False)
+    matcher = grammars.compile(tools.constraint()).start(parts.end_ids)
+    tokens = parts.tokenizer.encode(text, add_special_tokens=False)
     for i, token in enumerate(tokens):
         bits = matcher.allowed()
         if not bits[token >> 3] >> (token & 7) & 1:

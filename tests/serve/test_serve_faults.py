@@ -696,6 +696,7 @@ def process(port, *options):
         logged += server.communicate()[1].splitlines()
 
 
+@pytest.mark.slow
 def test_killed_it_starts_clean_and_told_to_stop_it_ends_what_runs(tmp_path):
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))

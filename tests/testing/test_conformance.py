@@ -22,6 +22,7 @@ def test_proposer(name):
     check_proposer(PROPOSERS[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LEARNING)
 def test_proposer_that_learns(name):
     check_proposer(LEARNING[name], learns=True)

@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from outrider.core import tree
 from outrider.core.params import SamplingParams
 from outrider.core.types import Batch
-from outrider.engine.build import embedded
 from outrider.errors import OutriderError
 from outrider.heads.hidden_states import normed
 from outrider.llm import LLM
+from outrider.loader.embedded import embedded
 from outrider.testing.drive import make_row
 from outrider.train.loss.losses import parse
 from outrider.train.loss.unroll import unrolled

@@ -111,7 +111,7 @@ def test_cross_entropy_and_divergence_have_one_slope():
     for name in ("ce", "kl"):
         logits = torch.randn(5, 7, generator=torch.Generator().manual_seed(4)).requires_grad_()
         LOSSES[name](Laws(_laws().p, logits.log_softmax(-1))).sum().backward()
-        chunked.append(logits.grad)
+        slopes.append(logits.grad)
     assert torch.allclose(*slopes, atol=1e-6)
 
 
@@ -358,7 +358,7 @@ from outrider.train.loss.losses import parse
 from outrider.train.distributed import meet, part, rank
 from outrider.train.data.batches import frequent
 from outrider.train.trainer import Trainer
-from tests.lessons import CPU, Still, cut, make_sample, make_texts, watched
+from tests.helpers.train_setup import CPU, Still, cut, make_sample, make_texts, watched
 torch.set_num_threads(1)
 meet(CPU)
 texts, pupil = make_texts(vocab=11), Still(3, 11)
@@ -372,6 +372,7 @@ part()
 """
 
 
+@pytest.mark.slow
 def test_two_processes_learn_as_one_does(tmp_path):
     (tmp_path / "two.py").write_text(_TWO)
     root = Path(__file__).parents[2]

@@ -114,6 +114,7 @@ def _stopped(patch, waves):
     patch.setattr(Training, "_run_wave", stopping)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "other"), KINDS, ids=[kind for kind, _ in KINDS])
 def test_a_training_that_was_stopped_ends_in_the_same_weights(kind, other, data, whole, tmp_path, monkeypatch):
     settings = _settings(data, tmp_path, **other)
@@ -275,6 +276,7 @@ def _rounds(training):
     return training._room.parts.engine.stats.rounds
 
 
+@pytest.mark.slow
 def test_a_cache_spares_passes_and_changes_nothing(data, tmp_path):
     other = {"answers": 1, "epochs": 3}
     plain = Training("mtp", _settings(data, tmp_path / "plain", **other))

@@ -14,6 +14,7 @@ from outrider import LLM, OutriderError, SamplingParams
 from outrider.bench.memory import Footprint
 from outrider.cli.app import app
 from outrider.cli.options import LoadOptions, ModelOptions
+from outrider.core.config import EngineConfig
 from outrider.core.params import AUTO
 from outrider.core.stats import Stats
 from outrider.loader.embedded import embedded
@@ -437,6 +438,7 @@ def test_histories_do_not_remember_the_answers(prompts):
     assert by_way["suffix:5000", 4] < 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernels", ["auto", "torch"])
 @pytest.mark.parametrize("names", [("eagle31", "medusa"), ("medusa", "eagle31")])
 def test_drafts_that_look_at_different_layers(names, kernels, prompts):
@@ -479,7 +481,7 @@ def test_config_on_the_command_line(tmp_path, prompts):
     seen = []
     patch = pytest.MonkeyPatch()
     with patch.context() as changed:
-        changed.setattr("outrider.cli.run.load", lambda models, *, rows: seen.append(models))
+        changed.setattr("outrider.cli.run.load", lambda models, **_: seen.append(models))
         changed.setattr("outrider.cli.run.converse", lambda llm, params, **how: True)
         changed.setattr("outrider.cli.output.Teller", lambda llm, **how: None)
         for words in ([], ["--k", str(default)], ["--proposer", "suffix"]):  # a default that is given stays
@@ -777,4 +779,4 @@ def test_every_learned_field_is_kept():
 
 def test_options_of_loading_are_those_of_the_front_door():
     names = {field.name for field in dataclasses.fields(ModelOptions)}
-    assert names <= set(LLM.__init__.__annotations__)
+    assert names <= {field.name for field in dataclasses.fields(EngineConfig)}

@@ -56,6 +56,7 @@ def test_exact(name, samples):
     assert p_value(name, samples=samples) > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verifier", ["siblings", "traversal"])  # under `walk` tests of replay say more
 @pytest.mark.parametrize("name", LEARNING)
 def test_exact_whatever_is_learned(name, verifier):
@@ -90,6 +91,7 @@ class Twins(NoProposer):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verifier", ["siblings", "traversal"])
 def test_exact_where_several_parts_draw_without_replacement(verifier):
     """What one part was refused says nothing of what another may draw."""

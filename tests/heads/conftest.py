@@ -1,0 +1,40 @@
+"""A small target and texts that it wrote, for tests that train heads."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from outrider.core import tree
+from outrider.core.params import SamplingParams
+from outrider.core.types import Batch
+from outrider.loader.checkpoint import load_checkpoint
+from outrider.loader.embedded import embedded
+from outrider.loader.make import make_target
+from outrider.propose.base import NoProposer
+from outrider.testing.drive import make_row
+from outrider.train.data.sample import Sample
+from tests.helpers.engines import make_engine, outputs, run
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def nano():
+    """A target and what it says, with the states that it was in."""
+    checkpoint = load_checkpoint(embedded("nano"), dtype="float32", device="cpu")
+    target = make_target(checkpoint, slots=2, context=96)
+    prompts = [checkpoint.tokenizer.encode(text) for text in ("def add(a, b):", "The old man")]
+    greedy = SamplingParams(temperature=0.0)
+    said = outputs(run(make_engine(target, NoProposer, k=0, rows=2), prompts, greedy, limit=40, ends=frozenset()))
+    target.export(range(2))
+    samples = []
+    for prompt, answer in zip(prompts, said, strict=True):
+        row = make_row([*prompt, *answer], 0)
+        target.cache.admit(0, row.text)
+        batch = Batch(rows=(row,), start=(0,), feed=(tuple(row.text[:-1]),), budget=(0,))
+        with torch.inference_mode():
+            scores = target.score(batch, tree.empty(1, CPU))
+            states = torch.stack([scores.fed[layer][0] for layer in range(2)], 1)
+        samples.append(Sample(id=0, tokens=tuple(row.text), states=states.clone(), prompt=len(prompt)))
+    return target, prompts, samples
