@@ -9,7 +9,7 @@ help: ## List the targets.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 demo: .venv/ready ## Answer a prompt with the embedded models and show what speculation did.
-	$(BIN)/outrider run --chat --show --temperature 0 "Lena has 5 boxes with 12 pencils each. She gives away 17 pencils. How many are left?"
+	$(BIN)/outrider run --chat --show --temperature 0 "Mia reads 8 pages every day. How many pages does Mia read in 5 days?"
 
 test: check ## Lint, type-check and run the fast tests.
 	$(PYTEST)

@@ -85,8 +85,8 @@ class Teller:
         out = self._people if as_json else Console()
         colour = show and out.is_terminal and not out.no_color
         self._painter = Painter(llm, out, colour=colour)
-        if show:
-            self._people.print(_legend() if colour else "--show needs a terminal with colours")
+        if colour:
+            self._people.print(_legend())
 
     def head(self, text: str) -> None:
         """Announce one of several completions."""
