@@ -22,10 +22,10 @@ class Echo:
     def admit(self, slot, request): ...
 
     def propose(self, batch):
-        texts = [row.text for row in batch.rows]
+        texts = [row.token_ids for row in batch.seqs]
         # Distance back to the last token's previous occurrence; 0 where there is none, and then nothing is guessed.
         gaps = [next((i for i in range(1, len(t)) if t[-1 - i] == t[-1]), 0) for t in texts]
-        width = tuple(budget if gap else 0 for budget, gap in zip(batch.budget, gaps, strict=True))
+        width = tuple(budget if gap else 0 for budget, gap in zip(batch.draft_budget, gaps, strict=True))
         most = max(width)
         guesses = [[t[i % (g or 1) - g] for i in range(most)] for t, g in zip(texts, gaps, strict=True)]
         return tree.chain(torch.tensor(guesses, dtype=torch.int64, device=self.device).view(len(texts), most), width)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from outrider.core.constraint import Constraint
     from outrider.core.params import SamplingParams
     from outrider.core.stats import Stats
-    from outrider.core.types import Completion, Finish, TokenLogprobs
+    from outrider.core.types import Completion, FinishReason, TokenLogprobs
     from outrider.llm import LLM, Chunk
 
 __all__ = [
@@ -23,7 +23,7 @@ __all__ = [
     "Completion",
     "Constraint",
     "EngineConfig",
-    "Finish",
+    "FinishReason",
     "LLM",
     "OutriderError",
     "SamplingParams",
@@ -38,7 +38,7 @@ _HOMES = {
     "Chunk": "outrider.llm",
     "Completion": "outrider.core.types",
     "Constraint": "outrider.core.constraint",
-    "Finish": "outrider.core.types",
+    "FinishReason": "outrider.core.types",
     "EngineConfig": "outrider.core.config",
     "SamplingParams": "outrider.core.params",
     "Stats": "outrider.core.stats",

@@ -15,10 +15,10 @@ from outrider.core.config import EngineConfig
 from outrider.core.constraint import Constraint
 from outrider.core.grammar import Grammars
 from outrider.core.noise import mix_int
-from outrider.core.params import BadParam, SamplingParams
+from outrider.core.params import InvalidParam, SamplingParams
 from outrider.core.stats import Stats
 from outrider.core.text import TextStream
-from outrider.core.types import Completion, Finish, Request, Row
+from outrider.core.types import Completion, FinishReason, Request, SequenceState
 from outrider.engine.build import EngineParts, build
 from outrider.engine.engine import Engine
 from outrider.errors import OutriderError
@@ -36,8 +36,8 @@ class Chunk:
     """What one round added to a streamed completion."""
 
     text: str  # characters that no later token can change
-    tokens: tuple[int, ...]
-    guessed: tuple[bool, ...]  # per token: an accepted guess, or the target's own
+    token_ids: tuple[int, ...]
+    from_draft: tuple[bool, ...]  # per token: an accepted guess, or the target's own
     completion: Completion | None  # in the last chunk
 
 
@@ -133,7 +133,7 @@ class LLM:
         _check_ids(ids, self._parts.vocab)
         return self._text(ids)
 
-    def chat(
+    def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
     ) -> tuple[int, ...]:
         """The tokens of a conversation under the model's chat template, ready for the assistant's turn.
@@ -170,13 +170,13 @@ class LLM:
         requests = [r for prompt, want in zip(many, wanted, strict=True) for r in self.requests(prompt, want)]
         rows = [self.add(request) for request in requests]
         try:
-            while not all(row.finish for row in rows):
+            while not all(row.finish_reason for row in rows):
                 self.engine.step()
         finally:
             for row in rows:
-                if not row.finish:
+                if not row.finish_reason:
                     self.abort(row.request.id)
-        self.keep_plan()
+        self.try_save_plan()
         return [self.completion(row) for row in rows]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Chunk]:
@@ -204,7 +204,7 @@ class LLM:
             self.add(request)
         return [request.id for request in requests]
 
-    def add(self, request: Request) -> Row:
+    def add(self, request: Request) -> SequenceState:
         """Queue a request that `requests` made, and return its row."""
         return self.engine.add(request, TextStream(self._text, request.params.stop))
 
@@ -227,26 +227,28 @@ class LLM:
         """`decode`, of what the engine itself has made."""
         return str(self._parts.tokenizer.decode(list(tokens), skip_special_tokens=True))
 
-    def _chunks(self, row: Row) -> Iterator[Chunk]:
+    def _chunks(self, row: SequenceState) -> Iterator[Chunk]:
         shown, given, finished = 0, 0, False
         try:
             while not finished:
-                if row.emitted == given and not row.finish:  # else another loop has stepped the engine
+                if row.num_output_tokens == given and not row.finish_reason:  # else another loop has stepped the engine
                     self.engine.step()
                     continue
-                finished = row.finish is not None
+                finished = row.finish_reason is not None
                 completion = self.completion(row) if finished else None
                 assert row.stream is not None
                 text = completion.text if completion else row.stream.text[: row.stream.safe_length()]
-                tokens = tuple(row.text[len(row.request.prompt) + given :])
-                yield Chunk(text=text[shown:], tokens=tokens, guessed=tuple(row.authors[given:]), completion=completion)
+                tokens = tuple(row.token_ids[len(row.request.prompt_token_ids) + given :])
+                yield Chunk(
+                    text=text[shown:], token_ids=tokens, from_draft=tuple(row.from_draft[given:]), completion=completion
+                )
                 shown, given = max(shown, len(text)), given + len(tokens)
         finally:
             if not finished:
                 self.abort(row.request.id)
-            self.keep_plan()
+            self.try_save_plan()
 
-    def keep_plan(self) -> None:
+    def try_save_plan(self) -> None:
         """`save_plan`, where more would be lost with it than what was learned: what cannot be written is logged."""
         try:
             self.save_plan()
@@ -271,7 +273,7 @@ class LLM:
         _check_ids((*tokens, *params.stop_token_ids, *params.logit_bias), parts.vocab)
         if params.min_tokens > (room := parts.context - len(tokens)):
             said = f"min_tokens is {params.min_tokens}, and beside the prompt the context holds {room}; ask for fewer"
-            raise BadParam("min_tokens", said)
+            raise InvalidParam("min_tokens", said)
         arm = _choice("proposer", params.proposer, parts.proposers)
         _choice("verifier", params.verifier, parts.verifiers)
         grammar = None if params.constraint is None else self._grammars.compile(params.constraint)
@@ -280,31 +282,31 @@ class LLM:
         return [
             Request(
                 id=next(self._ids),
-                prompt=tokens,
+                prompt_token_ids=tokens,
                 params=params,
                 seed=mix_int(seed, i),
                 end_ids=ends,
-                limit=min(params.max_tokens or room, room),
-                arm=arm,
+                max_tokens=min(params.max_tokens or room, room),
+                alternative=arm,
                 grammar=grammar,
             )
             for i in range(params.n)
         ]
 
-    def completion(self, row: Row) -> Completion:
+    def completion(self, row: SequenceState) -> Completion:
         """What a row that is done amounts to."""
-        assert row.finish is not None
+        assert row.finish_reason is not None
         assert row.stream is not None
-        split = len(row.request.prompt)
+        split = len(row.request.prompt_token_ids)
         return Completion(
-            prompt_tokens=row.request.prompt,
-            tokens=tuple(row.text[split:]),
+            prompt_token_ids=row.request.prompt_token_ids,
+            token_ids=tuple(row.token_ids[split:]),
             text=row.stream.finish(),
-            finish=Finish(row.finish),
+            finish_reason=FinishReason(row.finish_reason),
             seed=row.request.seed,
-            guessed=tuple(row.authors),
-            logprobs=tuple(row.logprobs[: row.emitted]),
-            stats=Stats.of_passes(row.passes, drafted=row.drafted, prompt=split, exact=self.stats.exact),
+            from_draft=tuple(row.from_draft),
+            logprobs=tuple(row.logprobs[: row.num_output_tokens]),
+            stats=Stats.of_passes(row.rounds, drafted=row.num_draft_tokens, prompt=split, exact=self.stats.exact),
             error=row.error,
         )
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from outrider import LLM, OutriderError, SamplingParams
-from outrider.core.types import Finish
+from outrider.core.types import FinishReason
 from outrider.loader.checkpoint import load_checkpoint
 from outrider.loader.embedded import embedded
 from outrider.plan.planner import FixedPlanner
@@ -38,7 +38,7 @@ def test_equals_transformers(llm):
             torch.tensor([ids]), attention_mask=torch.ones(1, len(ids)), max_new_tokens=40, do_sample=False
         )
     (ours,) = llm.generate(CODE, SamplingParams(max_tokens=40))
-    assert list(ours.tokens) == theirs[0, len(ids) :].tolist()
+    assert list(ours.token_ids) == theirs[0, len(ids) :].tolist()
     assert ours.stats.tau > 1.3
 
 
@@ -48,7 +48,7 @@ def test_a_seed_gives_the_same_text_whatever_the_planner_has_learned():
     (first,) = llm.generate(CODE, want)
     llm.generate([CODE] * 4, SamplingParams(temperature=1.0, max_tokens=48))
     (again,) = llm.generate(CODE, want)
-    assert again.tokens == first.tokens
+    assert again.token_ids == first.token_ids
     assert max(first.stats.offered, default=0) > 0
 
 
@@ -61,26 +61,26 @@ def test_a_seed_gives_the_same_text_whoever_is_beside_and_whatever_was_read_befo
         (first,) = llm.generate([long[seed:]], want)
         (again,) = llm.generate([long[seed:]], want)
         beside = llm.generate([other, long[seed:]], [SamplingParams(temperature=1.0, max_tokens=16), want])[1]
-        assert again.tokens == beside.tokens == first.tokens
+        assert again.token_ids == beside.token_ids == first.token_ids
 
 
 def test_order_n_and_seeds(llm):
     want = SamplingParams(temperature=1.0, max_tokens=8, n=3, seed=5)
-    both = llm.generate([CODE, llm.chat(TASK)], want)
-    assert [c.prompt_tokens for c in both] == [llm.encode(CODE)] * 3 + [llm.chat(TASK)] * 3
-    assert len({c.tokens for c in both[:3]}) == 3
+    both = llm.generate([CODE, llm.encode_chat(TASK)], want)
+    assert [c.prompt_token_ids for c in both] == [llm.encode(CODE)] * 3 + [llm.encode_chat(TASK)] * 3
+    assert len({c.token_ids for c in both[:3]}) == 3
     again = llm.generate(CODE, SamplingParams(temperature=1.0, max_tokens=8, seed=5))
-    assert again[0].tokens == both[0].tokens
+    assert again[0].token_ids == both[0].token_ids
     unseeded = llm.generate(CODE, SamplingParams(temperature=1.0, max_tokens=8))[0]
     replay = llm.generate(CODE, SamplingParams(temperature=1.0, max_tokens=8, seed=unseeded.seed))[0]
-    assert replay.tokens == unseeded.tokens
+    assert replay.token_ids == unseeded.token_ids
 
 
 def test_parameters_per_prompt(llm):
     short, long = llm.generate([CODE, CODE], [SamplingParams(max_tokens=3), SamplingParams(max_tokens=9)])
-    assert (len(short.tokens), len(long.tokens)) == (3, 9)
-    assert short.finish is Finish.LENGTH
-    assert long.tokens[:3] == short.tokens
+    assert (len(short.token_ids), len(long.token_ids)) == (3, 9)
+    assert short.finish_reason is FinishReason.LENGTH
+    assert long.token_ids[:3] == short.token_ids
     with pytest.raises(OutriderError, match="one per prompt"):
         llm.generate([CODE, CODE], [SamplingParams()])
 
@@ -91,27 +91,27 @@ def test_stop_string_inside_an_accepted_run(llm):
     stop = whole.text[middle : middle + 5]
     for k_text in (llm, LLM(dtype="float32", k=8, max_num_seqs=1, max_model_len=256)):
         cut = k_text.generate(CODE, SamplingParams(max_tokens=40, stop=stop))[0]
-        assert cut.finish is Finish.STOP
+        assert cut.finish_reason is FinishReason.STOP
         assert cut.text == whole.text[: whole.text.index(stop)]
-        assert len(cut.tokens) == len(cut.guessed) <= len(whole.tokens)
-        assert cut.tokens == whole.tokens[: len(cut.tokens)]
+        assert len(cut.token_ids) == len(cut.from_draft) <= len(whole.token_ids)
+        assert cut.token_ids == whole.token_ids[: len(cut.token_ids)]
 
 
 def test_stop_tokens_and_end_of_text(llm):
     whole = llm.generate(CODE, SamplingParams(max_tokens=30))[0]
-    stop = whole.tokens[11]
-    first = whole.tokens.index(stop)
+    stop = whole.token_ids[11]
+    first = whole.token_ids.index(stop)
     cut = llm.generate(CODE, SamplingParams(max_tokens=30, stop_token_ids=(stop,)))[0]
-    assert cut.tokens == whole.tokens[: first + 1]
-    assert cut.finish is Finish.STOP
+    assert cut.token_ids == whole.token_ids[: first + 1]
+    assert cut.finish_reason is FinishReason.STOP
     late = llm.generate(CODE, SamplingParams(max_tokens=30, stop_token_ids=(stop,), min_tokens=25))[0]
-    assert len(late.tokens) >= 25
-    answer = llm.generate([llm.chat(TASK)], SamplingParams(max_tokens=200))[0]
-    assert answer.finish is Finish.STOP
-    assert answer.tokens[-1] in (0, 3)
+    assert len(late.token_ids) >= 25
+    answer = llm.generate([llm.encode_chat(TASK)], SamplingParams(max_tokens=200))[0]
+    assert answer.finish_reason is FinishReason.STOP
+    assert answer.token_ids[-1] in (0, 3)
     assert "<|" not in answer.text
-    on = llm.generate([llm.chat(TASK)], SamplingParams(max_tokens=len(answer.tokens) + 5, ignore_eos=True))[0]
-    assert len(on.tokens) == len(answer.tokens) + 5
+    on = llm.generate([llm.encode_chat(TASK)], SamplingParams(max_tokens=len(answer.token_ids) + 5, ignore_eos=True))[0]
+    assert len(on.token_ids) == len(answer.token_ids) + 5
 
 
 def test_logprobs_are_the_models_own(llm):
@@ -119,14 +119,14 @@ def test_logprobs_are_the_models_own(llm):
     got = llm.generate(CODE, want)[0]
     checkpoint = load_checkpoint(embedded("mini"), dtype="float32", device="cpu")
     checkpoint.model.set_attn_implementation("eager")
-    text = [*got.prompt_tokens, *got.tokens]
+    text = [*got.prompt_token_ids, *got.token_ids]
     with torch.inference_mode():
-        logits = checkpoint.model(torch.tensor([text])).logits[0, len(got.prompt_tokens) - 1 : -1]
+        logits = checkpoint.model(torch.tensor([text])).logits[0, len(got.prompt_token_ids) - 1 : -1]
     law = logits.log_softmax(-1)
     drawn = (logits / 0.7).masked_fill(logits < logits.topk(20).values[:, -1:], -torch.inf).log_softmax(-1)
-    assert len(got.logprobs) == len(got.tokens) == 12
+    assert len(got.logprobs) == len(got.token_ids) == 12
     for i, entry in enumerate(got.logprobs):
-        assert entry.token == got.tokens[i]
+        assert entry.token == got.token_ids[i]
         assert math.isclose(entry.logprob, law[i, entry.token], abs_tol=1e-4)
         assert math.isclose(entry.sampled_logprob, drawn[i, entry.token], abs_tol=1e-4)
         assert [token for token, _ in entry.top] == law[i].topk(3).indices.tolist()
@@ -139,9 +139,9 @@ def test_stream_adds_up(llm, plain):
     chunks = list(llm.stream(CODE, want))
     whole = llm.generate(CODE, want)[0]
     assert "".join(chunk.text for chunk in chunks) == whole.text
-    assert tuple(t for chunk in chunks for t in chunk.tokens) == whole.tokens
+    assert tuple(t for chunk in chunks for t in chunk.token_ids) == whole.token_ids
     assert [chunk.completion is None for chunk in chunks] == [True] * (len(chunks) - 1) + [False]
-    assert len(chunks) < len(whole.tokens)
+    assert len(chunks) < len(whole.token_ids)
     stopped = list(plain.stream(CODE, SamplingParams(max_tokens=40, stop="parse")))
     assert "parse" not in "".join(chunk.text for chunk in stopped)
 
@@ -157,7 +157,7 @@ def test_streams_and_others_carry_each_other_on(k):
     for found, stream in zip(chunks, (first, second, third), strict=True):
         found += stream
         assert "".join(chunk.text for chunk in found) == found[-1].completion.text == wanted.text
-        assert tuple(token for chunk in found for token in chunk.tokens) == wanted.tokens
+        assert tuple(token for chunk in found for token in chunk.token_ids) == wanted.token_ids
     assert llm.engine.step() == ()
 
 
@@ -168,7 +168,7 @@ def test_a_stream_that_is_aborted_from_outside_ends(plain, waits):
     if not waits:
         next(streams[-1])
     plain.abort(row.request.id)
-    assert [chunk.completion.finish for chunk in streams[-1]] == [Finish.ABORT]
+    assert [chunk.completion.finish_reason for chunk in streams[-1]] == [FinishReason.ABORT]
     for stream in streams[:-1]:
         next(stream)
         stream.close()
@@ -190,7 +190,7 @@ def test_texts_are_not_lost_with_a_plan_that_cannot_be_written(tmp_path, caplog,
     plan.parent.rmdir()
     want = SamplingParams(max_tokens=8, ignore_eos=True)
     done = list(llm.stream(CODE, want))[-1].completion if streamed else llm.generate(CODE, want)[0]
-    assert len(done.tokens) == 8
+    assert len(done.token_ids) == 8
     (said,) = [record.getMessage() for record in caplog.records if "plan" in record.getMessage()]
     assert "cannot be written" in said
     with pytest.raises(OutriderError, match="cannot be written"):
@@ -203,12 +203,12 @@ def test_64_rows_at_once():
     prompts = [ids[: 1 + i % len(ids)] for i in range(70)]
     wants = [SamplingParams(max_tokens=2 + i % 9, temperature=(i % 3) / 2, seed=i) for i in range(70)]
     together = many.generate(prompts, wants)
-    assert [len(c.tokens) for c in together if c.finish is Finish.LENGTH] != []
+    assert [len(c.token_ids) for c in together if c.finish_reason is FinishReason.LENGTH] != []
     walk = LLM(dtype="float32", max_num_seqs=64, max_model_len=64, verifier="walk", k=4)
     alone = LLM(dtype="float32", max_num_seqs=1, max_model_len=64, verifier="walk", k=2)
     for i in (0, 7, 33, 69):
-        assert walk.generate(prompts[i], wants[i])[0].tokens == alone.generate(prompts[i], wants[i])[0].tokens
-    assert together[3].tokens == many.generate(prompts[3], wants[3])[0].tokens
+        assert walk.generate(prompts[i], wants[i])[0].token_ids == alone.generate(prompts[i], wants[i])[0].token_ids
+    assert together[3].token_ids == many.generate(prompts[3], wants[3])[0].token_ids
 
 
 @pytest.mark.parametrize(
@@ -250,13 +250,13 @@ def test_bad_prompts(llm, prompt, params, fix):
 )
 def test_bad_conversations(llm, messages, fix):
     with pytest.raises(OutriderError, match=fix):
-        llm.chat(messages)
+        llm.encode_chat(messages)
 
 
 def test_prompts_of_other_numbers_than_pythons_own(llm):
     want = SamplingParams(max_tokens=4)
     ids = llm.encode(CODE)
-    assert llm.generate(list(np.array(ids)), want)[0].tokens == llm.generate(ids, want)[0].tokens
+    assert llm.generate(list(np.array(ids)), want)[0].token_ids == llm.generate(ids, want)[0].token_ids
 
 
 @pytest.mark.parametrize(
@@ -300,7 +300,7 @@ def test_what_is_no_constraint_cannot_be_prepared(llm):
         ({"proposer": "no.such.module:Thing"}, "dotted path"),
         ({"proposer": "./own.py:Echo"}, "go there and write own:Echo"),
         ({"proposer": ".own:Echo"}, "go there and write own:Echo"),
-        ({"proposer": "math:pi"}, "name a class, or a function of a Setup"),
+        ({"proposer": "math:pi"}, "name a class, or a function of a ProposerSetup"),
         ({"verifier": "magic"}, "walk, coupled"),
         ({"verifier": 3}, "walk, coupled"),
         ({"verifier": "block", "proposer": "ngram"}, "trees from ngram; use one of walk, coupled, siblings, traversal"),
@@ -353,7 +353,7 @@ def test_bad_arguments_are_told_before_anything_is_loaded(arguments, fix, monkey
         ({"max_model_len": 4096}, "from 2 to 2048"),
         ({"dtype": "int3"}, "float32"),
         ({"device": "abacus"}, "auto or cpu"),
-        ({"proposer": "json:loads"}, "loads makes no proposer from a Setup"),
+        ({"proposer": "json:loads"}, "loads makes no proposer from a ProposerSetup"),
         ({"proposer": lambda setup: setup}, r"lacks needs = Needs\(\), admit, propose, commit, release"),
     ],
 )
@@ -365,8 +365,8 @@ def test_bad_arguments(arguments, fix):
 def test_context_full_ends_the_completion(llm):
     ids = llm.encode(CODE)
     full = llm.generate([(ids * 20)[:250]], SamplingParams(max_tokens=None, ignore_eos=True))[0]
-    assert len(full.tokens) == 6
-    assert full.finish is Finish.LENGTH
+    assert len(full.token_ids) == 6
+    assert full.finish_reason is FinishReason.LENGTH
 
 
 def test_draft_in_a_crowded_context():
@@ -375,7 +375,7 @@ def test_draft_in_a_crowded_context():
     ids = small.encode(CODE) * 4
     wants = [SamplingParams(max_tokens=n, temperature=1.0, seed=1, ignore_eos=True) for n in (10, 35)]
     done = small.generate([ids[:30], ids[:5]], wants)
-    assert [len(c.tokens) for c in done] == [10, 35]
+    assert [len(c.token_ids) for c in done] == [10, 35]
 
 
 def test_lossy_says_so():

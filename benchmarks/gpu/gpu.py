@@ -31,16 +31,16 @@ from inflate.model import PRESETS, Dims
 from rich.console import Console
 
 from outrider import LLM, OutriderError, SamplingParams
-from outrider.bench.contestants import Contestant, Job, Own, SwitchPlanner
+from outrider.bench.contestants import Contestant, Job, OutriderRunner, SwitchPlanner
 from outrider.bench.memory import bytes_per_pass, cache_bytes_per_token
 from outrider.bench.peer import load_peers
 from outrider.bench.rates import read_bandwidth
 from outrider.core import tree
-from outrider.core.types import Batch, Request, Row
+from outrider.core.types import Batch, Request, SequenceState
 from outrider.loader.embedded import embedded
 from outrider.measure.prompts import read_prompts
 from outrider.models.base import Target
-from outrider.propose.draft_model.chain import ModelProposer
+from outrider.propose.draft_model.chain import DraftModelProposer
 from outrider.system import machine
 
 _LIKE = {  # Llama 3, with its vocabulary
@@ -69,7 +69,7 @@ class Stand:
     def models(self) -> tuple[Target, Target]:
         """The target and the draft."""
         proposer = self.llm.parts.proposer
-        assert isinstance(proposer, ModelProposer)
+        assert isinstance(proposer, DraftModelProposer)
         return self.llm.parts.target, proposer.model
 
 
@@ -143,7 +143,7 @@ def _load(folders: Sequence[Path], device: str, dtype: str, planner: SwitchPlann
 
 def _jobs(llm: LLM, file: Path | None, max_tokens: int) -> tuple[Job, ...]:
     prompts = read_prompts(file, limit=None if file else 1)
-    texts = [llm.chat(p.messages) if p.messages else llm.encode(p.prompt or "") for p in prompts]
+    texts = [llm.encode_chat(p.messages) if p.messages else llm.encode(p.prompt or "") for p in prompts]
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
     return tuple(Job(prompt=text[max_tokens - llm.parts.context :], params=params) for text in texts)
 
@@ -162,7 +162,7 @@ def _warm(stand: Stand, compiled: bool) -> dict[str, Any]:
             seconds[name] = {"seconds": graphs.seconds, "recorded": len(graphs.buckets()), "compiled": graphs.compiled}
     for k in (0, stand.k):
         for job in stand.jobs:
-            Own("warm up", stand.llm, stand.planner, k=k).run([job])
+            OutriderRunner("warm up", stand.llm, stand.planner, k=k).run([job])
     return {"models": seconds, "first_token_ms_cold": first, "first_token_ms": _first_token(stand)}
 
 
@@ -200,7 +200,7 @@ def _step(stand: Stand) -> dict[str, Any]:
 
 
 def _race(stand: Stand) -> dict[str, Any]:
-    own = [Own(name, stand.llm, stand.planner, k=k) for name, k in (("plain", 0), ("speculative", stand.k))]
+    own = [OutriderRunner(name, stand.llm, stand.planner, k=k) for name, k in (("plain", 0), ("speculative", stand.k))]
     contestants: list[Contestant] = [*own, *stand.peers]
     for peer in stand.peers:
         peer.run(stand.jobs[:1])
@@ -220,13 +220,13 @@ def _race(stand: Stand) -> dict[str, Any]:
 def _round(stand: Stand) -> dict[str, Any]:
     """A whole round of speculation, and of it the target's pass and the draft's steps as they take by themselves."""
     (target, draft), house = stand.models, stand.llm.parts
-    own = Own("speculative", stand.llm, stand.planner, k=stand.k)
+    own = OutriderRunner("speculative", stand.llm, stand.planner, k=stand.k)
     took: dict[str, list[float]] = {"round": [], "target": [], "draft": []}
     for _ in range(stand.rounds):
         trials = [own.run([job]) for job in stand.jobs]
         count = sum(trial.stats.rounds for trial in trials if trial.stats)
         took["round"].append(sum(trial.pace.seconds for trial in trials) / max(count, 1))
-        steps = partial(draft.grow, _text(draft, stand.cached, stand.k), house.vocab)
+        steps = partial(draft.draft_greedy, _text(draft, stand.cached, stand.k), house.vocab)
         took["target"].append(_seconds(_pass(target, stand.cached, 1 + stand.k), house.device))
         took["draft"].append(_seconds(steps, house.device))
     parts = {name: median(all) for name, all in took.items()}
@@ -250,13 +250,15 @@ def _pass(target: Target, cached: int, columns: int) -> Callable[[], object]:
 def _text(model: Target, cached: int, budget: int) -> Batch:
     """A row in slot 0 with `cached` tokens in the cache and one more to feed."""
     text = [3 + i % 100 for i in range(cached + 1)]
-    request = Request(id=0, prompt=tuple(text), params=SamplingParams(), seed=0, end_ids=frozenset(), limit=1)
-    row = Row(request=request, slot=0, text=text)
+    request = Request(
+        id=0, prompt_token_ids=tuple(text), params=SamplingParams(), seed=0, end_ids=frozenset(), max_tokens=1
+    )
+    row = SequenceState(request=request, slot=0, token_ids=text)
     model.cache.admit(0, text)
     none = tree.empty(1, model.device)
-    feed = Batch(rows=(row,), start=(0,), feed=(tuple(text[:-1]),), budget=(0,))
+    feed = Batch(seqs=(row,), start=(0,), feed=(tuple(text[:-1]),), draft_budget=(0,))
     model.cache.commit(tree.fed_round(feed, none, model.score(feed, none)))
-    return Batch(rows=(row,), start=(cached,), feed=(tuple(text[-1:]),), budget=(budget,))
+    return Batch(seqs=(row,), start=(cached,), feed=(tuple(text[-1:]),), draft_budget=(budget,))
 
 
 @torch.inference_mode()

@@ -42,8 +42,8 @@ class Outrider:
         asked = perf_counter()
         marks = []
         for chunk in self._llm.stream(prompt, self._params(max_tokens=max_tokens, temperature=0.0)):
-            if chunk.tokens:
-                marks.append((perf_counter(), chunk.tokens))
+            if chunk.token_ids:
+                marks.append((perf_counter(), chunk.token_ids))
         return Run.of_marks(prompt, marks, asked)
 
 

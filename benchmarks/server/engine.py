@@ -18,7 +18,7 @@ from outrider.cli.app import app
 from outrider.core.params import SamplingParams
 
 
-class Driver(outrider.serve.async_llm.Driver):
+class Driver(outrider.serve.async_llm.AsyncLLM):
     """One that takes lists of requests from standard input, too."""
 
     def start(self) -> None:
@@ -34,13 +34,13 @@ class Driver(outrider.serve.async_llm.Driver):
 
     def _bare(self, bodies: list[dict[str, Any]]) -> tuple[int, float]:
         """Tokens and seconds of such requests, one after another, with nobody told of them."""
-        llm, watch, tokens, began = self._llm, self._llm.engine.watch, 0, perf_counter()
-        llm.engine.watch = None
+        llm, watch, tokens, began = self._llm, self._llm.engine.on_round, 0, perf_counter()
+        llm.engine.on_round = None
         for body in bodies:
-            prompt = llm.chat(body["messages"]) if "messages" in body else body["prompt"]
+            prompt = llm.encode_chat(body["messages"]) if "messages" in body else body["prompt"]
             (completion,) = llm.generate([prompt], _params(body))
-            tokens += len(completion.tokens)
-        llm.engine.watch = watch
+            tokens += len(completion.token_ids)
+        llm.engine.on_round = watch
         return tokens, perf_counter() - began
 
 
@@ -55,5 +55,5 @@ def _params(body: dict[str, Any]) -> SamplingParams:
 
 
 if __name__ == "__main__":
-    outrider.serve.async_llm.Driver = Driver  # type: ignore[misc]
+    outrider.serve.async_llm.AsyncLLM = Driver  # type: ignore[misc]
     app()

@@ -31,9 +31,9 @@ from launch import Server, served
 
 from outrider.loadgen.client import connected
 from outrider.loadgen.command import points
-from outrider.loadgen.response import Asked
+from outrider.loadgen.response import RequestResult
 from outrider.loadgen.settings import Settings
-from outrider.loadgen.workload import Wanted, wanted
+from outrider.loadgen.workload import PlannedRequest, plan_requests
 from outrider.measure.prompts import read_prompts
 from outrider.system.machine import commit, hardware, versions
 
@@ -54,7 +54,7 @@ class Soak:
     gaps: list[float] = field(default_factory=list)
     memory: list[tuple[float, int]] = field(default_factory=list)  # seconds, kilobytes
 
-    def note(self, asked: Asked, alone: str) -> None:
+    def note(self, asked: RequestResult, alone: str) -> None:
         self.answers += asked.done
         self.cancelled += asked.cancelled
         self.tokens += asked.tokens
@@ -125,8 +125,8 @@ async def _soak(
 ) -> tuple[Soak, dict[str, float], dict[str, float], int]:
     """What came of it, what the server held before and after, and how many were answered alone."""
     async with connected(load) as (client, model):
-        wants = wanted(load, read_prompts(load.prompts), model)
-        patient = [Wanted(path=want.path, body=want.body) for want in wants]
+        wants = plan_requests(load, read_prompts(load.prompts), model)
+        patient = [PlannedRequest(path=want.path, body=want.body) for want in wants]
         first = [await client.ask(want, i) for i, want in enumerate(patient)]
         if wrong := [each.error for each in first if each.error]:
             raise RuntimeError(f"{len(wrong)} requests went wrong alone, the first: {wrong[0]}")

@@ -36,7 +36,7 @@ from launch import Server, served
 from outrider.loadgen.client import put_load
 from outrider.loadgen.command import points
 from outrider.loadgen.settings import Settings
-from outrider.loadgen.workload import wanted
+from outrider.loadgen.workload import plan_requests
 from outrider.measure.prompts import Prompt, read_prompts
 from outrider.system.machine import commit, hardware, versions
 
@@ -100,7 +100,7 @@ def main(
 
 def _measure(load: Settings, texts: Sequence[Prompt], record: Record, bare: Server | None) -> None:
     if bare:
-        tokens, seconds = bare.bare([want.body for want in wanted(load, texts, "")])
+        tokens, seconds = bare.bare([want.body for want in plan_requests(load, texts, "")])
         record.rates.append(tokens / seconds)
         return
     asked, seconds = asyncio.run(put_load(load, texts))

@@ -36,7 +36,7 @@ class Branches:
     edge: float  # smallest distance in logits between one of them and the next
 
 
-def check_law(pair: Pair, verifier: Verifier, *, k: int, samples: int, seed: int) -> dict[str, Any]:
+def check_distribution(pair: Pair, verifier: Verifier, *, k: int, samples: int, seed: int) -> dict[str, Any]:
     """Test `verifier`, `walk`, and a rule that takes the proposer's q at its word.
 
     At a temperature of 1 with the whole vocabulary, where all but the likeliest tokens are one outcome; and, for
@@ -68,12 +68,12 @@ def plan_tests(pair: Pair, verifier: Verifier) -> list[tuple[Verifier, int]]:
     return sorted(tests, key=lambda test: test[0].draw)
 
 
-def joint_law(pair: Pair, branches: Branches, params: SamplingParams) -> dict[Cell, float]:
+def joint_distribution(pair: Pair, branches: Branches, params: SamplingParams) -> dict[Cell, float]:
     """The probability of every cell, by the chain rule in float64."""
     cells: dict[Cell, float] = {}
     reach: dict[Cell, float] = {(): 1.0}
     for beginning, logits in branches.logits.items():
-        p = pair.law(logits, params).double()
+        p = pair.target_distribution(logits, params).double()
         p = p / p.sum()
         likely = torch.tensor(branches.likely[beginning], device=p.device)
         onwards = reach if len(beginning) < _DEPTH - 1 else cells
@@ -98,7 +98,7 @@ def _test(
 ) -> dict[str, Any]:
     requests = pair.requests(params, [pair.prompts[branches.prompt]] * samples)
     texts = pair.speculative(requests, rule, k=k, enough=_DEPTH)
-    law = joint_law(pair, branches, params)
+    law = joint_distribution(pair, branches, params)
     counts = Counter(cell_of(text, branches) for text in texts.tokens)
     result = g_test([counts[cell] for cell in law], list(law.values()))
     stats = texts.stats
@@ -128,7 +128,7 @@ def _most_telling(pair: Pair, verifier: Verifier, *, k: int) -> list[Branches]:
     def merit(branches: Branches) -> tuple[bool, bool, float]:
         requests = pair.requests(params, [pair.prompts[branches.prompt]])
         guessed = pair.speculative(requests, verifier, k=k, enough=1).stats.drafted > 0
-        return branches.edge > _EDGE, guessed, _entropy(joint_law(pair, branches, params))
+        return branches.edge > _EDGE, guessed, _entropy(joint_distribution(pair, branches, params))
 
     return sorted((grow(pair, i) for i in range(min(len(pair.prompts), _CANDIDATES))), key=merit, reverse=True)
 

@@ -103,8 +103,10 @@ def _follow(
     stats = Stats()
     begin = dict.fromkeys(range(len(plain)), 0)  # by prompt, the token from which to compare
     while begin:
-        read = {i: (*requests[i].prompt, *plain[i][:at]) for i, at in begin.items()}
-        rest = [replace(requests[i], prompt=read[i], limit=len(plain[i]) - at) for i, at in begin.items()]
+        read = {i: (*requests[i].prompt_token_ids, *plain[i][:at]) for i, at in begin.items()}
+        rest = [
+            replace(requests[i], prompt_token_ids=read[i], max_tokens=len(plain[i]) - at) for i, at in begin.items()
+        ]
         answers = answer(rest)
         stats += answers.stats
         found = [

@@ -13,19 +13,19 @@ from outrider.core.config import EngineConfig, weight_bits
 from outrider.core.noise import PositionNoise, mix_int
 from outrider.core.params import SamplingParams
 from outrider.core.stats import Stats
-from outrider.core.types import Batch, Draft, Finish, Request, Round, Row
+from outrider.core.types import Batch, Draft, FinishReason, Request, Round, SequenceState
 from outrider.engine.build import assemble, full_dtype, make_proposer, make_setup, prepare_target
 from outrider.engine.engine import Engine
 from outrider.engine.verifiers import tree_makers
 from outrider.errors import OutriderError
 from outrider.loader.checkpoint import load_checkpoint
 from outrider.models.checkpoint import Checkpoint
-from outrider.models.quantize import QuantisedLinear, quantise
+from outrider.models.quantize import QuantizedLinear, quantize_model
 from outrider.native.target import NativeTarget
 from outrider.plan.planner import FixedPlanner
 from outrider.propose.base import NoProposer, Proposer
 from outrider.verify.rules import EXACT, Verifier
-from outrider.verify.sampling import Knobs, warp
+from outrider.verify.sampling import SamplingTensors, apply_sampling
 
 _ROWS = 16  # completions at once
 _GRID = 1 << 20  # cells by which a uniform number is read
@@ -91,7 +91,7 @@ class Pair:
         self._target = self._loaded.model
         self._setup = make_setup(self._loaded, EXACT["walk"].draw)
         self._proposer = make_proposer(proposer, self._setup)
-        self._target.export(self._proposer.needs.layers)
+        self._target.export_hidden_states(self._proposer.needs.layers)
         self.kernels = self._target.kernels
         self.steady = isinstance(self._target, NativeTarget)  # a token's logits are the same bits in any company
 
@@ -102,11 +102,11 @@ class Pair:
         return [
             Request(
                 id=i,
-                prompt=tuple(prompt),
+                prompt_token_ids=tuple(prompt),
                 params=params,
                 seed=mix_int(params.seed, i),
                 end_ids=frozenset(),
-                limit=params.max_tokens,
+                max_tokens=params.max_tokens,
             )
             for i, prompt in enumerate(self.prompts if prompts is None else prompts)
         ]
@@ -146,15 +146,15 @@ class Pair:
     def logits(self, text: Sequence[int]) -> torch.Tensor:
         """[V] float32: what the target says after `text`, read afresh and whole."""
         self._target.cache.admit(0, text)
-        batch = Batch(rows=(Row.of(text),), start=(0,), feed=(tuple(text),), budget=(0,))
+        batch = Batch(seqs=(SequenceState.of(text),), start=(0,), feed=(tuple(text),), draft_budget=(0,))
         logits = self._target.score(batch, tree.empty(1, self.device)).logits[0, 0]
         self._target.cache.release(0)
         return logits
 
-    def law(self, logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    def target_distribution(self, logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
         """[V]: what is sampled from after `logits` [V]; for parameters that do not look at the text."""
-        knobs = Knobs.of((Row.of((0,), params=params),), self._setup.vocab, self.device)
-        return warp(logits[None, None], knobs, tree.empty(1, self.device))[0, 0]
+        knobs = SamplingTensors.of((SequenceState.of((0,), params=params),), self._setup.vocab, self.device)
+        return apply_sampling(logits[None, None], knobs, tree.empty(1, self.device))[0, 0]
 
     def uniform(self, seed: int, position: int) -> float:
         """The number in [0, 1) that picks the token at `position` of a text, to one part in a million."""
@@ -173,14 +173,14 @@ class Pair:
                 engine.add(request)
             while engine.busy():
                 for row in engine.step():
-                    if not row.finish and enough and row.emitted >= enough:
+                    if not row.finish_reason and enough and row.num_output_tokens >= enough:
                         engine.abort(row.request.id)
-                    if row.finish is Finish.ERROR:
+                    if row.finish_reason is FinishReason.ERROR:
                         raise OutriderError(
                             f"{row.error}; the audit cannot go on; try dtype float32, or mend the model"
                         )
-                    if row.finish:
-                        texts[row.request.id] = tuple(row.text[len(row.request.prompt) :])
+                    if row.finish_reason:
+                        texts[row.request.id] = tuple(row.token_ids[len(row.request.prompt_token_ids) :])
                         self.on_done()
         return Texts(tokens=tuple(texts[request.id] for request in requests), stats=engine.stats)
 
@@ -209,10 +209,10 @@ class _Watched:
 
 def widen(checkpoint: Checkpoint, bits: int) -> Checkpoint:
     """The model that torch's kernels make of `checkpoint` at so many bits, its weights held in float32."""
-    quantise(checkpoint.model, bits)
+    quantize_model(checkpoint.model, bits)
     for module in list(checkpoint.model.modules()):
         for name, child in list(module.named_children()):
-            if isinstance(child, QuantisedLinear):
+            if isinstance(child, QuantizedLinear):
                 plain = torch.nn.Linear(child.shape[1], child.shape[0], bias=child.bias is not None, device="meta")
                 plain.weight = torch.nn.Parameter(child.values(), requires_grad=False)
                 if child.bias is not None:

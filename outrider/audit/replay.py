@@ -136,11 +136,11 @@ def _compare(
 
 def _gap(pair: Pair, request: Request, emitted: Sequence[int], tokens: tuple[int, int]) -> float:
     """Logits between two tokens, or how far from the draw the interval of the further one begins."""
-    text = (*request.prompt, *emitted)
+    text = (*request.prompt_token_ids, *emitted)
     logits = pair.logits(text)
     if not request.params.temperature:
         return abs(float(logits[tokens[0]] - logits[tokens[1]]))
-    law = pair.law(logits, request.params).double()
+    law = pair.target_distribution(logits, request.params).double()
     end = law.cumsum(-1)
     drawn = pair.uniform(request.seed, len(text)) * float(end[-1])
     return max(max(float(end[t] - law[t]) - drawn, drawn - float(end[t]), 0.0) for t in tokens)

@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
-from outrider.audit.distribution import check_law, plan_tests
+from outrider.audit.distribution import check_distribution, plan_tests
 from outrider.audit.flips import Observed, find_flips, judge_flips
 from outrider.audit.pair import Pair
 from outrider.audit.prompts import Prompt, read_prompts
@@ -116,7 +116,7 @@ class _Task:
         meter.start("replay", (ways + 2) * len(self.prompts))
         replayed = replay(pair, self.rule, k=self.k, depths=_DEPTHS, tokens=self.tokens, seed=_SEED)
         meter.start("law", len(plan_tests(pair, self.rule)) * self.samples)
-        law = check_law(pair, self.rule, k=self.k, samples=self.samples, seed=_SEED)
+        law = check_distribution(pair, self.rule, k=self.k, samples=self.samples, seed=_SEED)
         sections = {"replay": replayed, "law": law, "flips": judge_flips(pair, observed)}
         return {
             "passed": self.rule.exact and all(section["passed"] for section in sections.values()),

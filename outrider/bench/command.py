@@ -13,14 +13,14 @@ from outrider.bench.html import page
 from outrider.bench.run import load, run_bench
 from outrider.bench.settings import Settings
 from outrider.bench.table import show
-from outrider.report.console import Document, tell
+from outrider.report.console import Document, print_document
 from outrider.report.page import check_report, write_report
 
 
 def calibrate(settings: Settings, *, as_json: bool) -> None:
     """Measure what passes cost, and print it."""
     document = run_calibration(load(settings, SwitchPlanner()), progress=Console(stderr=True))
-    tell(document, show_calibration, as_json=as_json)
+    print_document(document, show_calibration, as_json=as_json)
 
 
 def measure(settings: Settings, *, report: str | None, as_json: bool) -> None:
@@ -28,7 +28,7 @@ def measure(settings: Settings, *, report: str | None, as_json: bool) -> None:
     if report:
         check_report(report)  # before the measurement rather than after it
     document = run_bench(settings, progress=Console(stderr=True))
-    tell(document, show, as_json=as_json, keep=partial(_write, report) if report else None)
+    print_document(document, show, as_json=as_json, keep=partial(_write, report) if report else None)
 
 
 def _write(report: str, document: Document) -> None:

@@ -10,8 +10,8 @@ from time import perf_counter
 from typing import Protocol
 
 from outrider.core.params import SamplingParams
-from outrider.core.stats import Stats, Tally
-from outrider.core.types import Batch, Draft, Finish, Row
+from outrider.core.stats import Stats, StatsAccumulator
+from outrider.core.types import Batch, Draft, FinishReason, SequenceState
 from outrider.errors import OutriderError
 from outrider.llm import LLM
 from outrider.measure.clock import Mark, Pace, decode_pace, opening, timed, token_gaps
@@ -51,7 +51,7 @@ class SwitchPlanner:
         self.k: int | str = 0
         self.auto: Planner | None = None  # who decides where k is auto
 
-    def plan(self, batch: Batch, stats: Stats | Tally) -> Batch:
+    def plan(self, batch: Batch, stats: Stats | StatsAccumulator) -> Batch:
         if isinstance(self.k, str):
             assert self.auto is not None
             return self.auto.plan(batch, stats)
@@ -61,7 +61,7 @@ class SwitchPlanner:
         return self.auto.trim(batch, draft) if isinstance(self.k, str) and self.auto else draft
 
 
-class Own:
+class OutriderRunner:
     """Outrider's engine with k guesses a round; 0 is plain decoding."""
 
     def __init__(self, name: str, llm: LLM, planner: SwitchPlanner, *, k: int | str) -> None:
@@ -71,20 +71,26 @@ class Own:
     def run(self, jobs: Sequence[Job]) -> Trial:
         engine = self._llm.engine
         self._planner.k = self._k
-        rows: dict[int, Row | None] = {id: None for job in jobs for id in self._llm.submit(job.prompt, job.params)}
+        rows: dict[int, SequenceState | None] = {
+            id: None for job in jobs for id in self._llm.submit(job.prompt, job.params)
+        }
         marks = [Mark(at=perf_counter(), emitted=(0,) * len(rows))]
         looks = [engine.stats]
         while engine.busy():
             for row in engine.step():
                 rows[row.request.id] = row
-            marks.append(Mark(at=perf_counter(), emitted=tuple(row.emitted if row else 0 for row in rows.values())))
+            marks.append(
+                Mark(at=perf_counter(), emitted=tuple(row.num_output_tokens if row else 0 for row in rows.values()))
+            )
             looks.append(engine.stats)
         counts = [_counts(row, exact=engine.stats.exact) for row in rows.values() if row]
         stats = timed(reduce(add, counts), looks[opening(marks)], looks[-1])
         return Trial(pace=decode_pace(marks), gaps=tuple(token_gaps(marks)), stats=stats)
 
 
-def _counts(row: Row, *, exact: bool) -> Stats:
-    if row.finish is Finish.ERROR:
+def _counts(row: SequenceState, *, exact: bool) -> Stats:
+    if row.finish_reason is FinishReason.ERROR:
         raise OutriderError(f"a prompt could not be completed: {row.error}; try another dtype")
-    return Stats.of_passes(row.passes, drafted=row.drafted, prompt=len(row.request.prompt), exact=exact)
+    return Stats.of_passes(
+        row.rounds, drafted=row.num_draft_tokens, prompt=len(row.request.prompt_token_ids), exact=exact
+    )

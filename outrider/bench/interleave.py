@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from outrider.bench.contestants import Contestant, Job
 from outrider.bench.report import Sample
 from outrider.bench.settings import Settings
-from outrider.bench.sweep import Place
+from outrider.bench.sweep import Condition
 from outrider.core.noise import mix_int
 from outrider.core.params import SamplingParams
 from outrider.errors import OutriderError
@@ -23,7 +23,7 @@ _WARM_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Heat:
+class PromptBatch:
     """Prompts that run together."""
 
     category: str
@@ -31,15 +31,15 @@ class Heat:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stage:
+class Workload:
     """Who runs over what at one place of the sweep."""
 
-    place: Place
+    place: Condition
     contestants: tuple[Contestant, ...]
-    heats: tuple[Heat, ...]
+    heats: tuple[PromptBatch, ...]
 
 
-def make_heats(llm: LLM, prompts: Sequence[Prompt], settings: Settings, place: Place) -> tuple[Heat, ...]:
+def make_batches(llm: LLM, prompts: Sequence[Prompt], settings: Settings, place: Condition) -> tuple[PromptBatch, ...]:
     """Batches within each category; its prompts are repeated until they fill the last one.
 
     Raises:
@@ -57,17 +57,17 @@ def make_heats(llm: LLM, prompts: Sequence[Prompt], settings: Settings, place: P
         for start in range(0, len(padded), place.batch):
             some = padded[start : start + place.batch]
             jobs = tuple(_job(text, settings, place, number + i) for i, text in enumerate(some))
-            heats.append(Heat(category=category, jobs=jobs))
+            heats.append(PromptBatch(category=category, jobs=jobs))
             number += len(jobs)
     return tuple(heats)
 
 
-def race(stages: Sequence[Stage], rounds: int, console: Console) -> dict[Place, list[Sample]]:
+def race(stages: Sequence[Workload], rounds: int, console: Console) -> dict[Condition, list[Sample]]:
     """Run all, round by round; who begins changes from heat to heat."""
     for stage in stages:
         for contestant in stage.contestants:
             contestant.run([_short(job) for job in stage.heats[0].jobs])  # to warm up
-    samples: dict[Place, list[Sample]] = {stage.place: [] for stage in stages}
+    samples: dict[Condition, list[Sample]] = {stage.place: [] for stage in stages}
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=rounds * sum(len(stage.heats) * len(stage.contestants) for stage in stages))
@@ -80,7 +80,7 @@ def race(stages: Sequence[Stage], rounds: int, console: Console) -> dict[Place, 
     return samples
 
 
-def _lap(stage: Stage, round: int) -> Iterator[Sample]:
+def _lap(stage: Workload, round: int) -> Iterator[Sample]:
     for h, heat in enumerate(stage.heats):
         for contestant in stage.contestants[:: 1 if (round + h) % 2 == 0 else -1]:
             trial = contestant.run([_seeded(job, round) for job in heat.jobs])
@@ -88,7 +88,7 @@ def _lap(stage: Stage, round: int) -> Iterator[Sample]:
 
 
 def _tokens(llm: LLM, prompt: Prompt) -> tuple[int, ...]:
-    return llm.chat(prompt.messages) if prompt.messages else llm.encode(prompt.prompt or "")
+    return llm.encode_chat(prompt.messages) if prompt.messages else llm.encode(prompt.prompt or "")
 
 
 def _lengthen(texts: Sequence[tuple[int, ...]], size: int) -> list[tuple[int, ...]]:
@@ -106,7 +106,7 @@ def _check_room(prompt: Prompt, length: int, max_tokens: int, context: int) -> N
         )
 
 
-def _job(tokens: tuple[int, ...], settings: Settings, place: Place, number: int) -> Job:
+def _job(tokens: tuple[int, ...], settings: Settings, place: Condition, number: int) -> Job:
     seed = mix_int(settings.seed, number)
     params = SamplingParams(temperature=place.temperature, max_tokens=settings.max_tokens, seed=seed)
     return Job(prompt=tokens, params=params)

@@ -60,7 +60,7 @@ def footprint(llm: LLM, jobs: Sequence[Job]) -> Footprint:
     while llm.engine.busy() and len(emitting) < len(
         ids
     ):  # a recurrent cache holds a state for each row that runs, and for no other
-        emitting |= {row.request.id for row in llm.engine.step() if row.emitted}
+        emitting |= {row.request.id for row in llm.engine.step() if row.num_output_tokens}
     cache, (weights, stripes) = parts.target.cache.bytes(), _draft_bytes(parts.proposer)
     other = _held(parts.device, parts.target.bytes() + cache + weights + stripes)
     for id in ids:
@@ -121,4 +121,4 @@ def cache_bytes_per_token(llm: LLM) -> float:
 
     A recurrent state grows with no text, and is small beside the weights: it counts as nothing.
     """
-    return float(llm.parts.target.cache.use().token_bytes)
+    return float(llm.parts.target.cache.usage().token_bytes)

@@ -11,13 +11,13 @@ from typing import Any
 from rich.console import Console
 
 from outrider.bench import limits
-from outrider.bench.contestants import Contestant, Own, SwitchPlanner
-from outrider.bench.interleave import Stage, make_heats, race
+from outrider.bench.contestants import Contestant, OutriderRunner, SwitchPlanner
+from outrider.bench.interleave import Workload, make_batches, race
 from outrider.bench.memory import Footprint, bytes_per_pass, cache_bytes_per_token, flops_per_column, footprint
 from outrider.bench.rates import Rates, best_rates, measure_rates
 from outrider.bench.report import DEFINITIONS, OVERALL, PLAIN, SPECULATIVE, Sample, mean_cached, report
 from outrider.bench.settings import Settings
-from outrider.bench.sweep import Place, guessers, home, places, sweeps
+from outrider.bench.sweep import Condition, guessers, home, places, sweeps
 from outrider.core.config import weight_bits
 from outrider.core.params import AUTO
 from outrider.engine.build import auto_planner
@@ -56,9 +56,9 @@ def run_bench(settings: Settings, *, progress: Console) -> dict[str, Any]:
             planner.auto = auto_planner(llm.parts.target, llm.parts.proposer)
         models = {"target": settings.target, "proposer": settings.proposer, "quantize": settings.quantize}
         plan = restored(settings.plan, planner.auto, **models) if planner.auto else None
-        heats = {place: make_heats(llm, prompts, settings, place) for place in places(settings)}
+        heats = {place: make_batches(llm, prompts, settings, place) for place in places(settings)}
         stages = [
-            Stage(place=place, contestants=_contestants(llm, planner, settings, place), heats=some)
+            Workload(place=place, contestants=_contestants(llm, planner, settings, place), heats=some)
             for place, some in heats.items()
         ]
     with progress.status("measuring the machine"):
@@ -100,11 +100,11 @@ def load(settings: Settings, planner: SwitchPlanner) -> LLM:
     )
 
 
-def _contestants(llm: LLM, planner: SwitchPlanner, settings: Settings, place: Place) -> tuple[Contestant, ...]:
+def _contestants(llm: LLM, planner: SwitchPlanner, settings: Settings, place: Condition) -> tuple[Contestant, ...]:
     """Plain and speculative everywhere; every k of the sweep and the peers at home."""
     at_home = place == home(settings)
     names = guessers(settings) if at_home else {0: PLAIN, settings.k: SPECULATIVE}
-    own = tuple(Own(name, llm, planner, k=k) for k, name in names.items())
+    own = tuple(OutriderRunner(name, llm, planner, k=k) for k, name in names.items())
     if settings.peer is None or not at_home:
         return own
     from outrider.bench.peer import load_peers
@@ -115,7 +115,7 @@ def _contestants(llm: LLM, planner: SwitchPlanner, settings: Settings, place: Pl
 def _document(
     llm: LLM,
     settings: Settings,
-    samples: Mapping[Place, Sequence[Sample]],
+    samples: Mapping[Condition, Sequence[Sample]],
     *,
     rates: tuple[Rates, Rates],
     held: Footprint,

@@ -12,7 +12,7 @@ from outrider.bench.settings import Settings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class Condition:
     """What all contestants that are compared with each other have in common."""
 
     batch: int  # rows at once
@@ -24,15 +24,15 @@ class Place:
         return f"batch {self.batch}, temperature {self.temperature:g}{filled}"
 
 
-def home(settings: Settings) -> Place:
+def home(settings: Settings) -> Condition:
     """Where all axes meet."""
-    return Place(batch=settings.batch, temperature=settings.temperature)
+    return Condition(batch=settings.batch, temperature=settings.temperature)
 
 
-def axes(settings: Settings) -> dict[str, dict[float, Place]]:
+def axes(settings: Settings) -> dict[str, dict[float, Condition]]:
     """The places along each axis, by its values. k has none: all its values are measured at home."""
     start, sweep = home(settings), settings.sweep
-    found: dict[str, dict[float, Place]] = {
+    found: dict[str, dict[float, Condition]] = {
         "batch": {value: replace(start, batch=value) for value in sweep.batch},
         "context": {value: replace(start, context=value) for value in sweep.context},
         "temperature": {value: replace(start, temperature=value) for value in sweep.temperature},
@@ -40,7 +40,7 @@ def axes(settings: Settings) -> dict[str, dict[float, Place]]:
     return {axis: places for axis, places in found.items() if places}
 
 
-def places(settings: Settings) -> list[Place]:
+def places(settings: Settings) -> list[Condition]:
     """All of them, home first, each once."""
     along = (place for places in axes(settings).values() for place in places.values())
     return list(dict.fromkeys([home(settings), *along]))
@@ -53,7 +53,7 @@ def guessers(settings: Settings) -> dict[int | str, str]:
 
 
 def sweeps(
-    settings: Settings, samples: Mapping[Place, Sequence[Sample]], roofline: Roofline
+    settings: Settings, samples: Mapping[Condition, Sequence[Sample]], roofline: Roofline
 ) -> dict[str, list[dict[str, Any]]]:
     """The figures along each axis, in the order of its values."""
     start, names = home(settings), guessers(settings)
@@ -70,7 +70,7 @@ def sweeps(
 
 
 def _entry(
-    value: float, figures: Mapping[str, Any], place: Place, samples: Sequence[Sample], roofline: Roofline
+    value: float, figures: Mapping[str, Any], place: Condition, samples: Sequence[Sample], roofline: Roofline
 ) -> dict[str, Any]:
     overall = figures[OVERALL]
     return {

@@ -1,4 +1,4 @@
-"""What every cache promises, and the layout of one pass over it."""
+"""The `Cache` protocol, and the layout of one forward pass over a cache."""
 
 from __future__ import annotations
 
@@ -12,137 +12,137 @@ import torch
 from outrider.core import tree
 from outrider.core.types import Batch, Draft, Round
 
-LEAST_ROOM = 16  # tokens that a slot has room for at least: what the check before first use takes
+LEAST_ROOM = 16  # smallest capacity of a slot in tokens: the check at load needs it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowSpan:
-    """The columns of one row in a pass whose rows are packed one after another."""
+    """The columns of one sequence in a packed pass."""
 
     slot: int
     begin: int  # first column
     end: int  # one past the last column
     start: int  # where in the slot the first column is written
-    nodes: int  # how many of its last columns are guesses
-    first: int  # which node the first of them is
+    nodes: int  # how many of its last columns are draft tokens
+    first: int  # node number of the first of them
     base: int  # where in the slot node 0 is written
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """One pass: T columns, packed without padding, each a committed token or a guess."""
+    """One pass of T columns without padding. Each column is a committed token or a draft token."""
 
     tokens: torch.Tensor  # [T] int64
-    positions: torch.Tensor  # [T] int64; guesses at equal depth share one
+    positions: torch.Tensor  # [T] int64; draft tokens at equal depth have equal positions
     spans: tuple[RowSpan, ...]  # [B]
-    keep: torch.Tensor  # [K] int64: the columns whose logits are wanted
-    nodes: torch.Tensor | None  # [B, M] int64 into `keep`, per node asked for; None where it is `keep`'s own order
-    ancestors: torch.Tensor | None  # [B, N, N] bool; None where every row is a chain
+    keep: torch.Tensor  # [K] int64: the columns whose logits are needed
+    nodes: torch.Tensor | None  # [B, M] int64 indices into `keep`, by node; None: in the order of `keep`
+    ancestors: torch.Tensor | None  # [B, N, N] bool; None: every draft is a chain
 
     def per_node(self, values: torch.Tensor) -> torch.Tensor:
-        """[K, ...] of the kept columns as [B, M, ...] of the nodes asked for."""
+        """Rearrange [K, ...] of the kept columns to [B, M, ...] of the nodes."""
         if self.nodes is not None:
             return values[self.nodes]
         return values.view(len(self.spans), -1, *values.shape[1:])
 
     def per_feed(self, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """[T, ...] of all columns as [B][F, ...] of each row's feed."""
+        """Cut [T, ...] of all columns to [B][F, ...] of each sequence's feed."""
         return tuple(values[span.begin : span.end - span.nodes] for span in self.spans)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Caching:
-    """What caches may take, and whether texts share it."""
+class CacheConfig:
+    """Memory of the KV caches, and whether prompts share it."""
 
-    gigabytes: float | None = None  # of all models, on the native kernels; None: whole contexts, as far as it is free
-    share: bool = True  # prompts that begin alike, within a scope, are read once
+    gigabytes: float | None = None  # 10^9 bytes for all models, native kernels; None: full contexts if memory allows
+    share: bool = True  # reuse the cache of equal prompt prefixes within a scope
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CacheUse:
-    """How full a cache is, and what it has spared. The last four only ever grow."""
+class CacheUsage:
+    """How full a cache is, and its hits. The last four fields are counters."""
 
-    token_bytes: int = 0  # that a cached token takes; 0 where memory does not grow with texts
-    block_tokens: int = 0  # tokens of a block; 0 where every slot has room for a whole context
+    token_bytes: int = 0  # bytes of a cached token; 0: memory does not grow with the sequences
+    block_tokens: int = 0  # tokens of a block; 0: every slot has memory for a full context
     blocks: int = 0
-    held: int = 0  # blocks of rows that run
-    kept: int = 0  # blocks of texts that have ended, which go when others need them
-    asked: int = 0  # tokens of texts that were taken in
-    spared: int = 0  # those of them that were cached already
+    held: int = 0  # blocks of running sequences
+    kept: int = 0  # blocks of finished sequences, evicted when needed
+    query_tokens: int = 0  # tokens of admitted prompts
+    hit_tokens: int = 0  # of these, tokens that were cached already
     evicted: int = 0  # blocks
-    preempted: int = 0  # rows, as the engine counts them
+    preempted: int = 0  # sequences, counted by the engine
 
     @property
     def free(self) -> int:
-        """Blocks that hold nothing."""
+        """Empty blocks."""
         return self.blocks - self.held - self.kept
 
 
 class Cache(Protocol):
-    """Holds what the model has read, per slot.
+    """The KV cache or recurrent state of each slot.
 
-    Law: after `commit`, scoring equals scoring a fresh prefill of the committed text, whatever of it was cached before
-    it was admitted. A cache is told what was kept and never what to undo, so that states which cannot be trimmed can
-    keep the same promise.
+    Contract: after `commit`, scoring equals scoring after a fresh prefill of the committed tokens, whatever was cached
+    before. A cache is told what to keep and never what to undo. Recurrent states that cannot be trimmed satisfy the
+    same contract.
     """
 
     def admit(self, slot: int, tokens: Sequence[int], scope: str | None = None) -> int:
-        """Take `slot` for a text that begins with `tokens`; return how many of them are cached already.
+        """Begin a sequence in `slot`. Return how many leading `tokens` are cached already.
 
-        The last one never is. Where `share` is on, what texts begin with is shared within a `scope` and never beyond;
-        None shares nothing. What is fed must then be what `Batch.rows` say.
+        The result is always less than `len(tokens)`: the last token must be fed to get its logits. With prefix caching,
+        prefixes are shared within a `scope` only; None shares nothing.
         """
 
-    def share(self, on: bool) -> None:
-        """From now on let texts share what they begin with, where this cache can, or not. At first they do not."""
+    def set_prefix_caching(self, on: bool) -> None:
+        """Turn prefix caching on or off, if this cache supports it. It is off at first."""
 
-    def allot(self, blocks: int) -> None:
-        """Have memory for so many blocks (see `CacheUse`) from now on, while no row runs."""
+    def resize(self, blocks: int) -> None:
+        """Change the number of blocks (see `CacheUsage`). No sequence may run."""
 
     def fits(self, ends: Mapping[int, int]) -> bool:
-        """Whether there is memory for these slots to hold so many tokens each, guesses included, at the same time."""
+        """Whether memory suffices for these slots to hold so many tokens each, draft tokens included."""
 
-    def use(self) -> CacheUse:
-        """How full it is."""
+    def usage(self) -> CacheUsage:
+        """Memory use and counters."""
 
     def stage(self, batch: Batch, draft: Draft, first: int = -1) -> Layout:
-        """Make room behind the committed text for the feed and the guesses of each row.
+        """Reserve entries behind the committed tokens for the feed and the draft tokens of each sequence.
 
-        With `first` >= 0 the feed and the nodes before `first` have been staged in this round, and only nodes from
-        `first` on are added; a draft model grows its own chain so. What is staged is lost unless committed.
+        With `first` >= 0 the feed and the nodes before `first` are staged already, and only the nodes from `first` on
+        are added: a draft model drafts its own chain this way. Staged entries are lost unless they are committed.
         """
 
     def commit(self, round: Round) -> None:
-        """Keep each row's feed and its accepted path."""
+        """Keep the feed and the accepted path of each sequence."""
 
     def release(self, slot: int) -> None:
-        """Forget a slot."""
+        """End the sequence of a slot."""
 
     def length(self, slot: int) -> int:
-        """Committed tokens that the slot holds."""
+        """Committed tokens in the slot."""
 
     def bytes(self) -> int:
-        """Memory in use, in bytes."""
+        """Bytes in use."""
 
 
-class Roomy:
-    """A cache whose slots have room for a whole context each, and which shares nothing."""
+class UnboundedCache:
+    """Base of caches whose slots have memory for a full context each, without prefix caching."""
 
-    def share(self, on: bool) -> None:
+    def set_prefix_caching(self, on: bool) -> None:
         pass
 
-    def allot(self, blocks: int) -> None:
+    def resize(self, blocks: int) -> None:
         raise NotImplementedError("it has no blocks")
 
     def fits(self, ends: Mapping[int, int]) -> bool:
         return True
 
-    def use(self) -> CacheUse:
-        return CacheUse()
+    def usage(self) -> CacheUsage:
+        return CacheUsage()
 
 
 class WrappedCache:
-    """A cache around a cache: everything is the inner one's, until a subclass says otherwise."""
+    """Delegates to another cache. Subclasses override what differs."""
 
     def __init__(self, inner: Cache) -> None:
         self._inner = inner
@@ -150,17 +150,17 @@ class WrappedCache:
     def admit(self, slot: int, tokens: Sequence[int], scope: str | None = None) -> int:
         return self._inner.admit(slot, tokens, scope)
 
-    def share(self, on: bool) -> None:
-        self._inner.share(on)
+    def set_prefix_caching(self, on: bool) -> None:
+        self._inner.set_prefix_caching(on)
 
-    def allot(self, blocks: int) -> None:
-        self._inner.allot(blocks)
+    def resize(self, blocks: int) -> None:
+        self._inner.resize(blocks)
 
     def fits(self, ends: Mapping[int, int]) -> bool:
         return self._inner.fits(ends)
 
-    def use(self) -> CacheUse:
-        return self._inner.use()
+    def usage(self) -> CacheUsage:
+        return self._inner.usage()
 
     def stage(self, batch: Batch, draft: Draft, first: int = -1) -> Layout:
         return self._inner.stage(batch, draft, first)
@@ -199,7 +199,7 @@ def lay_out(batch: Batch, draft: Draft, first: int, device: torch.device) -> Lay
     spans, nodes, column = [], [], 0
     pool: list[int] = []
     keep: list[int] = []
-    for b, row in enumerate(batch.rows):
+    for b, row in enumerate(batch.seqs):
         guesses = max(draft.width[b] - skip, 0)
         length = (feeds[b] if fed else 0) + guesses
         base = batch.start[b] + feeds[b]

@@ -10,10 +10,10 @@ from heapq import heappop, heappush
 
 import torch
 
-from outrider.cache.base import CacheUse, Layout, lay_out
+from outrider.cache.base import CacheUsage, Layout, lay_out
 from outrider.cache.huge_pages import zeros
-from outrider.cache.prefix_tree import BLOCK, Page, Pages
-from outrider.core.types import Batch, Draft, Round, Row
+from outrider.cache.prefix_tree import BLOCK, Page, PrefixTree
+from outrider.core.types import Batch, Draft, Round, SequenceState
 
 
 class CPool(ctypes.Structure):
@@ -42,7 +42,7 @@ class _Lease:
     pages: list[Page] = field(default_factory=list)
     own: list[int] = field(default_factory=list)
     part: Page | None = None  # whose first entries are to be the first of its own
-    row: Row | None = None  # whose text it holds, once that has been fed
+    row: SequenceState | None = None  # whose text it holds, once that has been fed
 
     @property
     def blocks(self) -> int:
@@ -64,20 +64,20 @@ class PagedCache:
         self._shape, self._dtype = (layers, heads, 2, BLOCK, dim), dtype
         self._table = array("i", bytes(4 * slots * self._reach))
         self._leases = [_Lease() for _ in range(slots)]
-        self._pages = Pages()
+        self._pages = PrefixTree()
         self._shares = False
         self._asked = self._spared = 0
         self._pool = CPool(0, self._table.buffer_info()[0], layers, self._reach, 8 * dtype.itemsize)
         # One more for each slot: who goes on from within a page holds that and the copy for a while.
-        self.allot(slots * (self._reach + 1))
+        self.resize(slots * (self._reach + 1))
 
-    def allot(self, blocks: int) -> None:
+    def resize(self, blocks: int) -> None:
         """Have so many blocks from now on, and forget all texts; no row may run."""
         self._leases = [_Lease() for _ in self._leases]
         self._entries = zeros(blocks, *self._shape, dtype=self._dtype)
         self._keys, self._values = self._apart(self._entries)
         self._pool.entries = self._entries.data_ptr()
-        self._pages, self._free = Pages(), list(range(blocks))
+        self._pages, self._free = PrefixTree(), list(range(blocks))
 
     @property
     def block_bytes(self) -> int:
@@ -88,7 +88,7 @@ class PagedCache:
         """Where kernels find the `Pool`."""
         return ctypes.addressof(self._pool)
 
-    def share(self, on: bool) -> None:
+    def set_prefix_caching(self, on: bool) -> None:
         self._shares = on
 
     def forget(self) -> None:
@@ -115,7 +115,7 @@ class PagedCache:
 
     def reserve(self, batch: Batch, guesses: Sequence[int]) -> None:
         """Make room behind the committed text for each row's feed and so many guesses."""
-        for row, start, feed, count in zip(batch.rows, batch.start, batch.feed, guesses, strict=True):
+        for row, start, feed, count in zip(batch.seqs, batch.start, batch.feed, guesses, strict=True):
             lease, stop = self._leases[row.slot], start + len(feed) + count
             assert stop <= self._capacity, "slot overflow"
             if lease.row is None and lease.scope is not None:
@@ -126,7 +126,7 @@ class PagedCache:
 
     def commit(self, round: Round) -> None:
         batch = round.batch
-        for row, start, feed, path in zip(batch.rows, batch.start, batch.feed, round.path, strict=True):
+        for row, start, feed, path in zip(batch.seqs, batch.start, batch.feed, round.path, strict=True):
             base = start + len(feed)
             self._leases[row.slot].length = base + len(path)
             if path != tuple(range(len(path))):
@@ -137,7 +137,7 @@ class PagedCache:
         lease = self._leases[slot]
         if lease.row is not None:
             # Of a run that a stop string cut short the text has less than the cache.
-            self._publish(slot, min(lease.length, len(lease.row.text)), ended=True)
+            self._publish(slot, min(lease.length, len(lease.row.token_ids)), ended=True)
         if lease.part:
             self._pages.leave(lease.part)
         for page in reversed(lease.pages):
@@ -153,15 +153,15 @@ class PagedCache:
         missing = sum(max(-(-end // BLOCK) - self._leases[slot].blocks, 0) for slot, end in ends.items())
         return missing <= len(self._free) + self._pages.idle
 
-    def use(self) -> CacheUse:
-        return CacheUse(
+    def usage(self) -> CacheUsage:
+        return CacheUsage(
             token_bytes=self.block_bytes // BLOCK,
             block_tokens=BLOCK,
             blocks=len(self._entries),
             held=len(self._entries) - len(self._free) - self._pages.idle,
             kept=self._pages.idle,
-            asked=self._asked,
-            spared=self._spared,
+            query_tokens=self._asked,
+            hit_tokens=self._spared,
             evicted=self._pages.evicted,
         )
 
@@ -205,7 +205,7 @@ class PagedCache:
         if lease.scope is None or lease.row is None or not lease.own:
             return
         for begin in range(BLOCK * len(lease.pages), length if ended else length - BLOCK + 1, BLOCK):
-            tokens = tuple(lease.row.text[begin : min(begin + BLOCK, length)])
+            tokens = tuple(lease.row.token_ids[begin : min(begin + BLOCK, length)])
             block = lease.own.pop(0)
             page = self._pages.put(lease.scope, lease.pages[-1] if lease.pages else None, tokens, block)
             if page.block != block:

@@ -36,7 +36,7 @@ class Page:
         return (self.below[found], most) if most else (None, 0)
 
 
-class Pages:
+class PrefixTree:
     """The trees of all scopes. Pages that nobody reads stay until their blocks are needed, leaves and oldest first."""
 
     def __init__(self) -> None:

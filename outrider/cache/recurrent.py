@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
-from outrider.cache.base import Layout, Roomy, lay_out
+from outrider.cache.base import Layout, UnboundedCache, lay_out
 from outrider.core.types import Batch, Draft, Round
 
 State = Any  # the model library's own cache object of one row
 
 
-class RecurrentCache(Roomy):
+class RecurrentCache(UnboundedCache):
     """One state per slot."""
 
     def __init__(
@@ -55,7 +55,7 @@ class RecurrentCache(Roomy):
         return logits
 
     def commit(self, round: Round) -> None:
-        for b, (row, feed, path) in enumerate(zip(round.batch.rows, round.batch.feed, round.path, strict=True)):
+        for b, (row, feed, path) in enumerate(zip(round.batch.seqs, round.batch.feed, round.path, strict=True)):
             state, guesses = self._read[row.slot]
             if guesses == len(path) and path == tuple(range(guesses)):
                 self._states[row.slot] = state

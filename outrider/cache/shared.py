@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from outrider.cache.base import Cache, CacheUse, Layout
+from outrider.cache.base import Cache, CacheUsage, Layout
 from outrider.core.types import Batch, Draft, Round
 
 
-class BorrowedCache:
+class SharedCache:
     """Reads the owner's committed text, and stages behind it.
 
     Of committed text the two have the same keys and values, so there is nothing to catch up on and nothing to keep.
@@ -34,17 +34,17 @@ class BorrowedCache:
     def length(self, slot: int) -> int:
         return self._owner.length(slot)
 
-    def share(self, on: bool) -> None:
+    def set_prefix_caching(self, on: bool) -> None:
         pass
 
-    def allot(self, blocks: int) -> None:
+    def resize(self, blocks: int) -> None:
         raise NotImplementedError("the owner has the blocks")
 
     def fits(self, ends: Mapping[int, int]) -> bool:
         return self._owner.fits(ends)
 
-    def use(self) -> CacheUse:
-        return CacheUse()
+    def usage(self) -> CacheUsage:
+        return CacheUsage()
 
     def bytes(self) -> int:
         return 0

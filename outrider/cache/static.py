@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from outrider.cache.base import CacheUse, Layout, lay_out
+from outrider.cache.base import CacheUsage, Layout, lay_out
 from outrider.cache.prefix_tree import shared
 from outrider.core import tree
-from outrider.core.types import Batch, Draft, Round, Row
+from outrider.core.types import Batch, Draft, Round, SequenceState
 
 
 class StaticCache:
@@ -39,9 +39,9 @@ class StaticCache:
         """What has been read belongs to other weights: no later text may begin with it."""
         self._scopes: list[str | None] = [None] * self._slots
         self._texts: list[list[int]] = [[] for _ in range(self._slots)]  # as far as no row says it
-        self._rows: list[Row | None] = [None] * self._slots  # whose texts the stripes hold
+        self._rows: list[SequenceState | None] = [None] * self._slots  # whose texts the stripes hold
 
-    def share(self, on: bool) -> None:
+    def set_prefix_caching(self, on: bool) -> None:
         self._shares = on
 
     def admit(self, slot: int, tokens: Sequence[int], scope: str | None = None) -> int:
@@ -73,7 +73,7 @@ class StaticCache:
 
     def commit(self, round: Round) -> None:
         batch = round.batch
-        for row, start, feed, path in zip(batch.rows, batch.start, batch.feed, round.path, strict=True):
+        for row, start, feed, path in zip(batch.seqs, batch.start, batch.feed, round.path, strict=True):
             base = start + len(feed)
             self._length[row.slot] = base + len(path)
             if path != tuple(range(len(path))):
@@ -86,12 +86,12 @@ class StaticCache:
     def fits(self, ends: Mapping[int, int]) -> bool:
         return True
 
-    def allot(self, blocks: int) -> None:
+    def resize(self, blocks: int) -> None:
         raise NotImplementedError("a stripe holds a whole context")
 
-    def use(self) -> CacheUse:
-        return CacheUse(
-            token_bytes=self.bytes() // self._slots // self._capacity, asked=self._asked, spared=self._spared
+    def usage(self) -> CacheUsage:
+        return CacheUsage(
+            token_bytes=self.bytes() // self._slots // self._capacity, query_tokens=self._asked, hit_tokens=self._spared
         )
 
     def length(self, slot: int) -> int:
@@ -131,13 +131,13 @@ class StaticCache:
 
     def _read(self, batch: Batch) -> None:
         """From now on the rows say what their stripes hold."""
-        for row in batch.rows:
+        for row in batch.seqs:
             self._rows[row.slot] = row
 
     def _said(self, slot: int) -> list[int]:
         """The text that a stripe holds."""
         row = self._rows[slot]
-        return self._texts[slot] if row is None else row.text[: self._length[slot]]
+        return self._texts[slot] if row is None else row.token_ids[: self._length[slot]]
 
     def _clear(self, slot: int, stop: int) -> None:
         """Leave nothing behind `stop`, where this pass ends and another row of it may read on under its mask."""

@@ -16,13 +16,13 @@ from typer.core import TyperGroup
 
 from outrider._version import __version__
 from outrider.cli import drafts, options
-from outrider.cli.constraint_options import FormOptions
+from outrider.cli.constraint_options import ConstraintOptions
 from outrider.cli.sampling_options import SamplingOptions
 from outrider.errors import OutriderError
 from outrider.loadgen.settings import Settings as LoadSettings
 from outrider.measure.number_lists import parse_real, parse_whole, several
 from outrider.project.options import ProjectOptions
-from outrider.report.console import tell
+from outrider.report.console import print_document
 from outrider.serve.settings import Settings as ServeSettings
 from outrider.system.atomic_files import check_writable
 from outrider.tune.options import TuneOptions
@@ -37,7 +37,7 @@ _AuditGuesses = Annotated[
 _UNWRITTEN = (errno.EPIPE, errno.ENOSPC, errno.EIO, errno.EDQUOT)
 # Options of `outrider bench` that say nothing of single passes.
 _OF_RACES = ("k", "plan", "prompts", "limit", "rounds", "sweep", "peer", "temperature", "max_tokens", "seed", "report")
-_Models = TypeVar("_Models", bound=options.LoadOptions)
+_Models = TypeVar("_Models", bound=options.EngineOptions)
 
 
 class _Verbs(TyperGroup):
@@ -107,7 +107,7 @@ def run(
     models: options.ModelOptions,
     config: options.Config = None,
     sampling: SamplingOptions,
-    form: FormOptions,
+    form: ConstraintOptions,
     show: options.Show = False,
     as_json: options.Json = False,
 ) -> None:
@@ -117,11 +117,11 @@ def run(
     and standard output holds the document alone.
     """
     params = replace(sampling.params(), constraint=form.constraint())
-    from outrider.cli.output import Teller
+    from outrider.cli.output import Output
     from outrider.cli.run import ROWS, converse, load
 
     llm = load(_configured(ctx, models, config), max_num_seqs=min(params.n, ROWS))
-    if not converse(llm, params, prompt=prompt, chat=chat, teller=Teller(llm, show=show, as_json=as_json)):
+    if not converse(llm, params, prompt=prompt, chat=chat, teller=Output(llm, show=show, as_json=as_json)):
         raise typer.Exit(1)
 
 
@@ -130,7 +130,7 @@ def run(
 def bench(
     ctx: typer.Context,
     *,
-    models: options.LoadOptions,
+    models: options.EngineOptions,
     config: options.Config = None,
     context: options.Contexts = None,
     prompts: options.PromptFile = None,
@@ -296,7 +296,7 @@ def project(*, asked: ProjectOptions, as_json: options.BenchJson = False) -> Non
             },
         ),
     )
-    tell(document, show, as_json=as_json)
+    print_document(document, show, as_json=as_json)
 
 
 @app.command()
@@ -349,7 +349,7 @@ def tune(
     if asked.out:
         check_writable(asked.out)  # before the measurement rather than after it
     document = run_tune(settings, progress=Console(stderr=True))
-    tell(document, show, as_json=as_json, keep=partial(write, file=asked.out) if asked.out else None)
+    print_document(document, show, as_json=as_json, keep=partial(write, file=asked.out) if asked.out else None)
 
 
 for verb in (drafts.train, drafts.inspect, drafts.convert, drafts.index, drafts.layers):

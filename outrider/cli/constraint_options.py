@@ -16,7 +16,7 @@ _FORM = "Form"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FormOptions:
+class ConstraintOptions:
     """At most one of them."""
 
     json_schema: Annotated[

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from outrider.cli import options
-from outrider.report.console import tell
+from outrider.report.console import print_document
 from outrider.train.settings import Settings as TrainSettings
 
 
@@ -114,4 +114,4 @@ def layers(
         seed=seed,
         progress=Console(stderr=True),
     )
-    tell(document, show_layers, as_json=as_json)
+    print_document(document, show_layers, as_json=as_json)

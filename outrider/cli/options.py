@@ -233,7 +233,7 @@ Config = Annotated[
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoadOptions:
+class EngineOptions:
     """What to load."""
 
     target: Target = None
@@ -249,7 +249,7 @@ class LoadOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelOptions(LoadOptions):
+class ModelOptions(EngineOptions):
     """What to load, and how much a row holds."""
 
     k: Guesses = AUTO

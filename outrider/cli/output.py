@@ -16,7 +16,7 @@ from rich.text import Text
 
 from outrider.core.stats import Stats
 from outrider.core.text import TextStream
-from outrider.core.types import Completion, Finish
+from outrider.core.types import Completion, FinishReason
 from outrider.llm import LLM
 from outrider.measure.clock import Pace
 from outrider.report.console import counted
@@ -26,7 +26,7 @@ _GUESS, _OWN = Style(color="cyan"), Style(color="yellow", bold=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
+class Outcome:
     """The completions of one prompt and what they took."""
 
     completions: tuple[Completion, ...]
@@ -76,7 +76,7 @@ class Painter:
         return "".join(out)
 
 
-class Teller:
+class Output:
     """Text to standard output, all else to standard error; a document takes standard output for itself."""
 
     def __init__(self, llm: LLM, *, show: bool, as_json: bool) -> None:
@@ -100,7 +100,7 @@ class Teller:
         """Finish a completion."""
         self._painter.end()
 
-    def sum_up(self, told: Told) -> bool:
+    def sum_up(self, told: Outcome) -> bool:
         """Say what it took; returns whether all completions went well."""
         for completion in told.completions:
             if completion.logprobs:
@@ -111,7 +111,7 @@ class Teller:
             lines[-1] += f"; {str(parts.dtype).removeprefix('torch.')}, {parts.target.kernels} kernels"
         for line in lines:
             self._people.print(line, style="dim")
-        failed = [completion.error for completion in told.completions if completion.finish is Finish.ERROR]
+        failed = [completion.error for completion in told.completions if completion.finish_reason is FinishReason.ERROR]
         for error in failed:
             self._people.print(f"[red]error:[/red] {error}; try another dtype", soft_wrap=True)
         if self._as_json:
@@ -123,9 +123,9 @@ def _legend() -> Text:
     return Text.assemble(("accepted guess", _GUESS), "  ", ("the target's own token", _OWN), "\n")
 
 
-def _summary(told: Told) -> list[str]:
+def _summary(told: Outcome) -> list[str]:
     """Four short lines at most."""
-    tokens, stats = sum(len(completion.tokens) for completion in told.completions), told.stats
+    tokens, stats = sum(len(completion.token_ids) for completion in told.completions), told.stats
     speed = f"{told.pace.rate:.0f} tokens/s" if told.pace.rate else "too short to time"
     first = "" if told.first is None else f"the first after {1e3 * told.first:.0f} ms, then "
     shares = " ".join(f"{share:.0%}" for share in stats.acceptance)
@@ -137,7 +137,7 @@ def _summary(told: Told) -> list[str]:
         ms = stats.as_dict()
         parts = (f"{name} {ms[key]:.2f} ms" for name, key in _PARTS.items())
         lines.append(f"a round: {', '.join(parts)}")
-    ends = [f"finish {' '.join(completion.finish for completion in told.completions)}"]
+    ends = [f"finish {' '.join(completion.finish_reason for completion in told.completions)}"]
     if told.sampled:
         ends.append(f"seed {told.completions[0].seed}")
     ends.append("exact" if stats.exact else "not exact: this verifier changes the text")
@@ -159,12 +159,12 @@ def _spelled(llm: LLM, token: int) -> str:
     return repr(llm.parts.tokenizer.decode([token]))
 
 
-def _document(told: Told, llm: LLM) -> dict[str, Any]:
+def _document(told: Outcome, llm: LLM) -> dict[str, Any]:
     first = told.completions[0]
     return {
         **_completion(first),
         "completions": [_completion(completion) for completion in told.completions],
-        "prompt_tokens": list(first.prompt_tokens),
+        "prompt_tokens": list(first.prompt_token_ids),
         "seed": first.seed if told.sampled else None,  # of the request; each completion has its own
         "exact": told.stats.exact,
         "stats": told.stats.as_dict(),
@@ -180,9 +180,9 @@ def _document(told: Told, llm: LLM) -> dict[str, Any]:
 def _completion(completion: Completion) -> dict[str, Any]:
     document = {
         "text": completion.text,
-        "tokens": list(completion.tokens),
-        "guessed": list(completion.guessed),
-        "finish": str(completion.finish),
+        "tokens": list(completion.token_ids),
+        "guessed": list(completion.from_draft),
+        "finish": str(completion.finish_reason),
         "seed": completion.seed,
     }
     if completion.logprobs:

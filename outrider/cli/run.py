@@ -17,7 +17,7 @@ from typing import Any
 from rich.console import Console
 
 from outrider.cli.options import ModelOptions
-from outrider.cli.output import Teller, Told
+from outrider.cli.output import Outcome, Output
 from outrider.core.config import EngineConfig
 from outrider.core.params import SamplingParams
 from outrider.core.text import sound
@@ -34,7 +34,7 @@ def load(models: ModelOptions, **others: Any) -> LLM:
         return LLM(config=EngineConfig(**asdict(models), **others))
 
 
-def converse(llm: LLM, params: SamplingParams, *, prompt: str | None, chat: bool, teller: Teller) -> bool:
+def converse(llm: LLM, params: SamplingParams, *, prompt: str | None, chat: bool, teller: Output) -> bool:
     """Complete one prompt, or on a terminal one after another; a chat goes on from what was said before.
 
     Returns:
@@ -46,14 +46,14 @@ def converse(llm: LLM, params: SamplingParams, *, prompt: str | None, chat: bool
         if not sound(text):
             raise OutriderError("the prompt is not UTF-8 text; give one that is")
         said.append({"role": "user", "content": text})
-        asked = llm.chat(said) if chat else text
+        asked = llm.encode_chat(said) if chat else text
         # A seed that is reported must bring the text back, and so be one that the planner sees was asked for.
         want = params if params.seed is not None else replace(params, seed=secrets.randbits(63))
         complete = _one if params.n == 1 else _several
         watch: AbstractContextManager[list[int]] = _interrupts() if talk else nullcontext([])
         with watch as seen:
             told = complete(llm, asked, want, teller, seen)
-        if isinstance(told, Told):
+        if isinstance(told, Outcome):
             well &= teller.sum_up(told)
         said.append({"role": "assistant", "content": told if isinstance(told, str) else told.completions[0].text})
     return well
@@ -75,21 +75,21 @@ def _interrupts() -> Iterator[list[int]]:
         signal(SIGINT, before)
 
 
-def _one(llm: LLM, prompt: Prompt, params: SamplingParams, teller: Teller, seen: list[int]) -> Told | str:
+def _one(llm: LLM, prompt: Prompt, params: SamplingParams, teller: Output, seen: list[int]) -> Outcome | str:
     """Complete and show as rounds commit; once an interrupt was seen, the text so far is all."""
     marks, looks = [Mark(at=perf_counter(), emitted=(0,))], [llm.stats]
     text = ""
     for chunk in llm.stream(prompt, params):
         text += chunk.text
-        teller.write(chunk.text, chunk.tokens, chunk.guessed)
-        marks.append(Mark(at=perf_counter(), emitted=(marks[-1].emitted[0] + len(chunk.tokens),)))
+        teller.write(chunk.text, chunk.token_ids, chunk.from_draft)
+        marks.append(Mark(at=perf_counter(), emitted=(marks[-1].emitted[0] + len(chunk.token_ids),)))
         looks.append(llm.stats)
         if chunk.completion is None and seen:
             teller.end()
             return text
     teller.end()
     assert chunk.completion is not None
-    return Told(
+    return Outcome(
         completions=(chunk.completion,),
         sampled=params.temperature > 0,
         seconds=marks[-1].at - marks[0].at,
@@ -99,32 +99,32 @@ def _one(llm: LLM, prompt: Prompt, params: SamplingParams, teller: Teller, seen:
     )
 
 
-def _several(llm: LLM, prompt: Prompt, params: SamplingParams, teller: Teller, seen: list[int]) -> Told | str:
+def _several(llm: LLM, prompt: Prompt, params: SamplingParams, teller: Output, seen: list[int]) -> Outcome | str:
     """Complete together, show one after another; once an interrupt was seen, the texts so far are all."""
     before, began = llm.stats, perf_counter()
     rows = [llm.add(request) for request in llm.requests(prompt, params)]
     try:
-        while not seen and not all(row.finish for row in rows):
+        while not seen and not all(row.finish_reason for row in rows):
             llm.engine.step()
     finally:
-        stopped = [row for row in rows if not row.finish]
+        stopped = [row for row in rows if not row.finish_reason]
         for row in stopped:
             llm.abort(row.request.id)
-        llm.keep_plan()
+        llm.try_save_plan()
     seconds = perf_counter() - began
     completions = tuple(llm.completion(row) for row in rows)
     for i, completion in enumerate(completions, 1):
         teller.head(f"{i} of {len(completions)}")
-        teller.write(completion.text, completion.tokens, completion.guessed)
+        teller.write(completion.text, completion.token_ids, completion.from_draft)
         teller.end()
     if stopped:
         return completions[0].text
-    return Told(
+    return Outcome(
         completions=completions,
         sampled=params.temperature > 0,
         seconds=seconds,
         first=None,
-        pace=Pace(tokens=sum(len(completion.tokens) for completion in completions), seconds=seconds),
+        pace=Pace(tokens=sum(len(completion.token_ids) for completion in completions), seconds=seconds),
         stats=timed(reduce(add, (completion.stats for completion in completions)), before, llm.stats),
     )
 

@@ -1,4 +1,4 @@
-"""What a request asks for: the sampling parameters, checked once, at the door."""
+"""Sampling parameters of a request. They are checked when they are made."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 from outrider.core.constraint import Constraint
 from outrider.errors import OutriderError
 
-AUTO = "auto"  # as k: decide round by round
-_FAR = 100  # of a priority, so that nobody waits for ever
-# What logits are divided and multiplied by. They are float32: beyond this their rounding tells tokens apart rather than
-# the model, and further on they overflow, or the divisor is 0, and what is left is no law.
+AUTO = "auto"  # k: the planner decides in each round
+_FAR = 100  # largest priority in absolute value, so that no request waits forever
+# Limits of temperature and repetition penalty. Logits are float32: beyond these limits rounding decides between tokens,
+# and further on they overflow.
 _LEAST, _MOST = 1e-6, 1e4
 
 
-class BadParam(OutriderError):
+class InvalidParam(OutriderError):
     """A mistake in one parameter of a request, which `param` names."""
 
     def __init__(self, param: str, message: str) -> None:
@@ -26,10 +26,10 @@ class BadParam(OutriderError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How a completion is drawn from the target; every field holds exactly, with and without speculation.
+    """How to sample a completion. Every field holds exactly, with and without speculation.
 
-    The law at a position is made in this order: constraint, logit_bias, repetition_penalty (over prompt and output),
-    presence and frequency penalty (over the output), min_tokens, temperature, top_k, top_p, min_p.
+    The target distribution is computed in this order: constraint, logit_bias, repetition_penalty (prompt and output),
+    presence and frequency penalty (output), min_tokens, temperature, top_k, top_p, min_p.
 
     Attributes:
         temperature: 0 is greedy; otherwise in [0.0001, 10000].
@@ -41,24 +41,24 @@ class SamplingParams:
         presence_penalty: subtracted once from the logit of a token in the output; in [-2, 2].
         frequency_penalty: subtracted once per occurrence in the output; in [-2, 2].
         logit_bias: added to the logits, by token id; in [-100, 100] or -inf to forbid.
-        max_tokens: emitted at most; None fills the context.
-        min_tokens: no end-of-text, stop id or stop string before this many tokens. A constraint wins: where its form
-            is complete and nothing can follow, the text ends.
+        max_tokens: most output tokens; None: until the context is full.
+        min_tokens: no end-of-text, stop token or stop string before this many tokens. A constraint takes precedence:
+            if nothing can follow, the text ends.
         stop: strings that end the completion; they are not part of the text.
-        stop_token_ids: tokens that end the completion; like end-of-text they are not part of the text.
-        ignore_eos: go on past end-of-text.
-        seed: the same seed gives the same completion, alone or in a batch; None draws one, and reports it. Where the
-            text depends on the guesses, only a seed that was given fixes their number under k auto.
+        stop_token_ids: tokens that end the completion; they are not part of the text.
+        ignore_eos: continue after end-of-text.
+        seed: the same seed gives the same completion, alone or in a batch. None: a random seed, which is reported. If
+            the text depends on the draft, k="auto" uses a fixed draft length for a request with its own seed.
         n: independent completions of the prompt.
-        logprobs: report the log-probability of each emitted token and of the likeliest N; None reports none.
-        guesses: verified a round at most; 0 is plain decoding, None leaves it to the planner. The law is the same.
-        proposer: who guesses for this request alone, one of those that the engine runs (`House.proposers`), 4 guesses a
-            round where `guesses` is None; None leaves both to the planner. The law is the same.
-        verifier: an exact rule for this request alone, one of `House.verifiers`; None is the engine's own.
-        constraint: the form that the text must have; None leaves it free.
-        scope: whose request it is. What a proposer learned from finished outputs is used for requests of the same scope
-            only, so that nobody's text shows in how fast another's is made. What has been read of a text likewise.
-        priority: who has a lower one is served first; whoever waits comes nearer, round by round.
+        logprobs: report the log-probabilities of each output token and of the N likeliest; None: none.
+        guesses: most draft tokens per round; 0: plain decoding; None: the planner decides.
+        proposer: the proposer of this request, one of `EngineParts.proposers`, with 4 draft tokens per round unless
+            `guesses` is given. None: the planner decides.
+        verifier: the exact rule of this request, one of `EngineParts.verifiers`. None: the engine's own.
+        constraint: the form that the text must have.
+        scope: the tenant of the request. Prefix caching and proposers that learn from finished outputs work within one
+            scope only, so that the speed of a request does not reveal the text of another tenant.
+        priority: lower values are scheduled first. Waiting requests rise with every round.
     """
 
     temperature: float = 0.0
@@ -101,11 +101,11 @@ class SamplingParams:
             ("logit_bias", Mapping, "a mapping from token id to bias; {} is none"),
             ("ignore_eos", bool, "True or False"),
             ("scope", str, "a string, such as a tenant's name"),
-            ("proposer", str | None, "a name, as House.proposers has it; None leaves it to the planner"),
-            ("verifier", str | None, "a name, as House.verifiers has it; None is the engine's own"),
+            ("proposer", str | None, "a name, as EngineParts.proposers has it; None leaves it to the planner"),
+            ("verifier", str | None, "a name, as EngineParts.verifiers has it; None is the engine's own"),
         ):
             if not isinstance(getattr(self, name), kind):
-                raise BadParam(name, f"{name} is {getattr(self, name)!r}; use {hint}")
+                raise InvalidParam(name, f"{name} is {getattr(self, name)!r}; use {hint}")
 
     def _check_numbers(self) -> None:
         least = 0.0 if self.temperature == 0 else _LEAST
@@ -113,7 +113,7 @@ class SamplingParams:
         _whole("top_k", self.top_k, 0, "0 keeps every token")
         _real("top_p", self.top_p, 0.0, 1.0, "1 keeps every token")
         if self.top_p == 0:
-            raise BadParam(
+            raise InvalidParam(
                 "top_p", "top_p is 0, which keeps no token; use temperature=0 for greedy, or top_p in (0, 1]"
             )
         _real("min_p", self.min_p, 0.0, 1.0, "0 keeps every token")
@@ -125,7 +125,7 @@ class SamplingParams:
         _whole("min_tokens", self.min_tokens, 0, "0 is off")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             said = f"min_tokens is {self.min_tokens} and max_tokens {self.max_tokens}; lower the former"
-            raise BadParam("min_tokens", said)
+            raise InvalidParam("min_tokens", said)
         _whole("n", self.n, 1, "1 gives one completion")
         if self.logprobs is not None:
             _whole("logprobs", self.logprobs, 0, "0 reports the emitted token alone")
@@ -134,7 +134,7 @@ class SamplingParams:
         if self.seed is not None:
             _whole("seed", self.seed, 0, "any whole number below 2**63")
         if not isinstance(self.priority, int) or isinstance(self.priority, bool) or abs(self.priority) > _FAR:
-            raise BadParam("priority", f"priority is {self.priority!r}; use a whole number from {-_FAR} to {_FAR}")
+            raise InvalidParam("priority", f"priority is {self.priority!r}; use a whole number from {-_FAR} to {_FAR}")
         for token, bias in self.logit_bias.items():
             _whole("logit_bias key", token, 0, "a token id")
             if bias != -math.inf:
@@ -143,7 +143,7 @@ class SamplingParams:
     def _check_stops(self) -> None:
         for stop in self.stop:
             if not isinstance(stop, str) or not stop:
-                raise BadParam("stop", f"stop holds {stop!r}; each stop must be a string of at least one character")
+                raise InvalidParam("stop", f"stop holds {stop!r}; each stop must be a string of at least one character")
         for token in self.stop_token_ids:
             _whole("stop_token_ids", token, 0, "token ids")
 
@@ -152,24 +152,24 @@ class SamplingParams:
             return
         if not isinstance(self.constraint, Constraint):
             said = f"constraint is {self.constraint!r}; use for example Constraint.json_schema({{...}})"
-            raise BadParam("constraint", said)
+            raise InvalidParam("constraint", said)
         if -math.inf in self.logit_bias.values():
             said = "logit_bias forbids tokens that the constraint may need; use -99 in place of -inf"
-            raise BadParam("logit_bias", said)
+            raise InvalidParam("logit_bias", said)
         if self.min_tokens and self.stop_token_ids:
             said = "min_tokens forbids stop_token_ids that the constraint may need; leave one of them out"
-            raise BadParam("min_tokens", said)
+            raise InvalidParam("min_tokens", said)
 
 
 def _real(name: str, value: float, low: float, high: float, hint: str) -> None:
     good = isinstance(value, int | float) and not isinstance(value, bool)
     if not good or not low <= value <= high:
-        raise BadParam(_param(name), f"{name} is {value!r}; use a number from {low:g} to {high:g} ({hint})")
+        raise InvalidParam(_param(name), f"{name} is {value!r}; use a number from {low:g} to {high:g} ({hint})")
 
 
 def _whole(name: str, value: int, low: int, hint: str) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value < 2**63:
-        raise BadParam(_param(name), f"{name} is {value!r}; use a whole number of at least {low} ({hint})")
+        raise InvalidParam(_param(name), f"{name} is {value!r}; use a whole number of at least {low} ({hint})")
 
 
 def _param(name: str) -> str:

@@ -71,7 +71,7 @@ class Stats:
 
     @property
     def total(self) -> Stats:
-        """As they stand: what a `Tally` has, too."""
+        """As they stand: what a `StatsAccumulator` has, too."""
         return self
 
     @property
@@ -108,7 +108,7 @@ class Stats:
         }
 
 
-class Tally:
+class StatsAccumulator:
     """`Stats` that grow in place: a round costs the host microseconds, and most sums are looked at by nobody."""
 
     def __init__(self, *, exact: bool = True) -> None:

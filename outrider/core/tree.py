@@ -9,7 +9,7 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from outrider.core.types import Batch, Draft, Law, Packed, Round, Scores
+from outrider.core.types import Batch, Draft, DraftKind, Packed, Round, Scores
 
 
 def near(device: torch.device) -> bool:
@@ -35,7 +35,7 @@ def empty(rows: int, device: torch.device) -> Draft:
     none = torch.zeros(rows, 0, dtype=torch.int64, device=device)
     count = torch.zeros(rows, dtype=torch.int64, device=device)
     zero = (0,) * rows
-    return Draft(tokens=none, parent=none, count=count, law=none, q=None, width=zero, depth=zero, chain=True)
+    return Draft(tokens=none, parent=none, count=count, kind=none, q=None, width=zero, depth=zero, chain=True)
 
 
 def chain(
@@ -52,12 +52,12 @@ def chain(
         tokens=tokens,
         parent=_row_after_row(rows, size, tokens.device),
         count=upload(width, tokens.device),
-        law=_picked(rows, size, tokens.device) if law is None else law,
+        kind=_picked(rows, size, tokens.device) if law is None else law,
         q=q,
         width=width,
         depth=width,
         chain=True,
-        chance=chance,
+        accept_prob=chance,
     )
 
 
@@ -74,12 +74,12 @@ def chosen(
         tokens=tokens,
         parent=parent,
         count=upload(width, tokens.device),
-        law=_picked(*tokens.shape, tokens.device),
+        kind=_picked(*tokens.shape, tokens.device),
         q=None,
         width=width,
         depth=depth or width,
         chain=False,
-        chance=chance,
+        accept_prob=chance,
     )
 
 
@@ -94,7 +94,7 @@ def _row_after_row(rows: int, size: int, device: torch.device) -> torch.Tensor:
 @torch.inference_mode(False)
 def _picked(rows: int, size: int, device: torch.device) -> torch.Tensor:
     """Laws of guesses that were chosen."""
-    return torch.full((rows, size), int(Law.ONE_HOT), device=device)
+    return torch.full((rows, size), int(DraftKind.ONE_HOT), device=device)
 
 
 def cut(draft: Draft, width: tuple[int, ...]) -> Draft:
@@ -103,18 +103,18 @@ def cut(draft: Draft, width: tuple[int, ...]) -> Draft:
     if width == draft.width:
         return draft
     size, count = max(width), torch.minimum(draft.count, upload(width, draft.count.device))
-    chance = draft.chance
+    chance = draft.accept_prob
     return replace(
         draft,
         tokens=draft.tokens[:, :size],
         parent=draft.parent[:, :size],
         count=count,
-        law=draft.law[:, :size],
+        kind=draft.kind[:, :size],
         q=None if draft.q is None else replace(draft.q, at=draft.q.at[:, :size]),
         width=width,
         depth=tuple(map(min, width, draft.depth)),
-        chance=None if chance is None else tuple(row[:w] for row, w in zip(chance, width, strict=True)),
-        by=None if draft.by is None else tuple(row[:w] for row, w in zip(draft.by, width, strict=True)),
+        accept_prob=None if chance is None else tuple(row[:w] for row, w in zip(chance, width, strict=True)),
+        source=None if draft.source is None else tuple(row[:w] for row, w in zip(draft.source, width, strict=True)),
     )
 
 
@@ -158,7 +158,7 @@ def depths(draft: Draft) -> torch.Tensor:
 
 def fed_round(batch: Batch, draft: Draft, scores: Scores) -> Round:
     """The round of rows that only feed: nothing accepted, nothing emitted."""
-    none = ((),) * len(batch.rows)
+    none = ((),) * len(batch.seqs)
     return Round(
         batch=batch,
         draft=draft,
@@ -166,5 +166,5 @@ def fed_round(batch: Batch, draft: Draft, scores: Scores) -> Round:
         path=none,
         emitted=none,
         sampled_logprob=none,
-        failed=(False,) * len(batch.rows),
+        failed=(False,) * len(batch.seqs),
     )

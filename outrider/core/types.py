@@ -1,11 +1,12 @@
-"""The nouns of one round, and the letters they are measured in.
+"""The records of one round.
 
-B rows, N draft nodes, V vocabulary, H hidden size, S cached length. p is the target's law at a node, after
-temperature, filters, penalties and bias; q is the law that a sampled guess was drawn from (Leviathan et al. 2023).
-`accepted` excludes the bonus token; `emitted = accepted + 1`, or 0 while a row is still feeding its prompt.
+Shapes use these letters: B sequences, N draft nodes, V vocabulary size, H hidden size. p is the target distribution at
+a node, after bias, penalties, temperature and filters. q is the distribution that a draft token was sampled from
+(Leviathan et al. 2023). `accepted` does not count the bonus token: `emitted = accepted + 1`, or 0 while a sequence is
+still prefilling.
 
-Tensors stay on the target's device. Tuples are on the host: what the host needs to know to shape a round is known
-before the round begins, so nothing between propose and commit waits for the device.
+Tensors stay on the target's device. Tuples are on the host. The host knows all shapes of a round before it begins, so
+nothing between propose and commit waits for the device.
 """
 
 from __future__ import annotations
@@ -23,154 +24,154 @@ from outrider.core.stats import Stats
 from outrider.core.text import TextStream
 
 
-class Law(IntEnum):
-    """How a guess was made. A verifier is exact only if this is true, so it is data."""
+class DraftKind(IntEnum):
+    """How a draft token was chosen. Verifiers rely on it to be exact."""
 
-    ONE_HOT = 0  # chosen, without randomness of its own
-    SAMPLED = 1  # drawn from q, independently of its siblings
-    WITHOUT_REPLACEMENT = 2  # drawn from q without its earlier siblings, renormalised
+    ONE_HOT = 0  # chosen without randomness
+    SAMPLED = 1  # sampled from q, independently of its siblings
+    WITHOUT_REPLACEMENT = 2  # sampled from q after its earlier siblings are removed and q is renormalized
 
 
 class Draw(StrEnum):
-    """How a proposer that has a distribution should make its guesses, so that the verifier accepts most of them."""
+    """How a proposer with a distribution should choose draft tokens, so that the verifier accepts most of them."""
 
     ARGMAX = "argmax"
     SAMPLE = "sample"
-    RACE = "race"  # shares the position's exponential race with the target
+    RACE = "race"  # uses the same exponential noise at a position as the target
 
 
-class Finish(StrEnum):
+class FinishReason(StrEnum):
     """Why a completion ended."""
 
     STOP = "stop"  # end-of-text, a stop token, a stop string, or the end of what the constraint allows
     LENGTH = "length"  # max_tokens, or the context is full
-    ABORT = "abort"  # the caller took it back
-    ERROR = "error"  # the model's logits were not numbers, or the grammar grew too complex
+    ABORT = "abort"  # the caller cancelled the request
+    ERROR = "error"  # the logits were NaN or infinite, or the grammar grew too complex
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One completion to make."""
+    """One completion to generate."""
 
     id: int
-    prompt: tuple[int, ...]
+    prompt_token_ids: tuple[int, ...]
     params: SamplingParams
     seed: int
     end_ids: frozenset[int]  # tokens that end the completion: end-of-text and the user's
-    limit: int  # tokens to emit at most
-    arm: int | None = None  # which of the proposer's alternatives guesses for it; None: whichever the planner chooses
-    grammar: Grammar | None = None  # of its constraint
+    max_tokens: int
+    alternative: int | None = None  # which alternative of the proposer drafts; None: the planner chooses
+    grammar: Grammar | None = None  # compiled from its constraint
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Row:
-    """A request that holds a slot. The engine and its scheduler change it; everybody else reads."""
+class SequenceState:
+    """The state of a request. Only the engine and its scheduler change it."""
 
     request: Request
-    slot: int  # -1 while it waits for one
-    text: list[int]  # committed: the prompt and what was emitted
+    slot: int  # -1 while it waits for a slot
+    token_ids: list[int]  # committed tokens: the prompt and the output
     stream: TextStream | None = None
-    matcher: Matcher | None = None  # where the text stands in its grammar
-    cached: int = 0  # committed tokens that the target's cache holds
-    passes: list[tuple[int, int, int]] = field(default_factory=list)  # (deepest guess, accepted, emitted) a pass
-    drafted: int = 0  # nodes of all passes
-    authors: list[bool] = field(default_factory=list)  # per emitted token: was it an accepted guess?
+    matcher: Matcher | None = None  # the state of its grammar
+    num_cached_tokens: int = 0  # committed tokens in the target's KV cache
+    rounds: list[tuple[int, int, int]] = field(default_factory=list)  # by round: (draft depth, accepted, emitted)
+    num_draft_tokens: int = 0  # of all rounds
+    from_draft: list[bool] = field(default_factory=list)  # by output token: whether it is an accepted draft token
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    finish: Finish | None = None
+    finish_reason: FinishReason | None = None
     error: str = ""
-    rank: tuple[int, int] = (0, 0)  # who has the lower one comes first
+    rank: tuple[int, int] = (0, 0)  # the lowest rank is scheduled first
 
     @classmethod
-    def of(cls, text: Sequence[int], slot: int = 0, params: SamplingParams | None = None) -> Row:
-        """A row that no user asked for: a text to be read, in checks and measurements."""
+    def of(cls, text: Sequence[int], slot: int = 0, params: SamplingParams | None = None) -> SequenceState:
+        """A sequence without a user's request, for checks and measurements."""
         prompt, params = tuple(text), params or SamplingParams()
-        request = Request(id=-1, prompt=prompt, params=params, seed=0, end_ids=frozenset(), limit=1)
-        return cls(request=request, slot=slot, text=list(text))
+        request = Request(id=-1, prompt_token_ids=prompt, params=params, seed=0, end_ids=frozenset(), max_tokens=1)
+        return cls(request=request, slot=slot, token_ids=list(text))
 
     @property
-    def emitted(self) -> int:
-        """Tokens of the completion so far."""
-        return len(self.text) - len(self.request.prompt)
+    def num_output_tokens(self) -> int:
+        """Output tokens so far."""
+        return len(self.token_ids) - len(self.request.prompt_token_ids)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """The rows that run now, and what each has to feed: committed tokens that the cache does not hold yet."""
+    """The sequences of one round, and the feed of each: committed tokens that the KV cache does not hold yet."""
 
-    rows: tuple[Row, ...]  # [B]
+    seqs: tuple[SequenceState, ...]  # [B]
     start: tuple[int, ...]  # [B] cached length before this round
-    feed: tuple[tuple[int, ...], ...]  # [B] tokens, at least one a row
-    budget: tuple[int, ...]  # [B] guesses the row may spend; 0 = do not speculate
-    room: tuple[int, ...] = ()  # [B] the same with those that its grammar forces; none: it may add none
-    waiting: int = 0  # rows that hold a slot and take no part in this round
-    keep: float = 0.0  # the chance from which a guess pays for its place in the target's pass
-    worth: tuple[float, ...] = ()  # the chance from which it pays to draft another after it, where 1, 2, ... rows do
-    arm: int = 0  # which of the proposer's alternatives is to guess, where it has some (see `Needs`)
-    voice: int = 0  # of proposers whose draws meet in one tree each has another, and so noise of its own
+    feed: tuple[tuple[int, ...], ...]  # [B] token ids, at least one for each sequence
+    draft_budget: tuple[int, ...]  # [B] draft tokens the proposer may return; 0: do not speculate
+    forced_budget: tuple[int, ...] = ()  # [B] the same including tokens that a grammar forces; (): none may be added
+    waiting: int = 0  # sequences that hold a slot and take no part in this round
+    keep: float = 0.0  # lowest acceptance probability at which a draft token pays for its place in the target's pass
+    worth: tuple[float, ...] = ()  # lowest probability at which drafting one more pays, if 1, 2, ... sequences draft
+    alternative: int = 0  # which alternative of the proposer drafts (see `Needs`)
+    voice: int = 0  # noise stream; proposers whose samples meet in one tree use different ones
 
     @property
     def emits(self) -> tuple[bool, ...]:
-        """[B] whether the feed reaches the end of the committed text, so that the row emits this round."""
-        ends = zip(self.rows, self.start, self.feed, strict=True)
-        return tuple(start + len(feed) == len(row.text) for row, start, feed in ends)
+        """[B] whether the feed reaches the end of the committed tokens, so that the sequence emits in this round."""
+        ends = zip(self.seqs, self.start, self.feed, strict=True)
+        return tuple(start + len(feed) == len(row.token_ids) for row, start, feed in ends)
 
     @property
-    def arms(self) -> tuple[int, ...]:
-        """[B] which of the proposer's alternatives each row has its guesses from."""
-        asked = (row.request.arm for row in self.rows)
-        return tuple(self.arm if arm is None else arm for arm in asked)
+    def alternatives(self) -> tuple[int, ...]:
+        """[B] which alternative of the proposer drafts for each sequence."""
+        requested = (row.request.alternative for row in self.seqs)
+        return tuple(self.alternative if one is None else one for one in requested)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Packed:
-    """Numbers over the vocabulary for nodes that have them, and for no others.
+    """Logits or probabilities over the vocabulary, stored only for the nodes that have them.
 
-    In a large batch one row may have thirty guesses and the others none: padded to one width, as [B, M, V], most of
-    what is written and read would be padding.
+    In a large batch one sequence may have thirty draft tokens and the others none. A padded [B, M, V] tensor would be
+    mostly padding.
     """
 
     values: torch.Tensor  # [T, V]
-    at: torch.Tensor  # [B, M] int64: where in them a node's lie; below 0 where it has none
+    at: torch.Tensor  # [B, M] int64: the index of each node in `values`; negative: the node has none
 
     @classmethod
     def of(cls, padded: torch.Tensor) -> Packed:
-        """Of [B, M, V], as they lie there."""
+        """Wrap a padded tensor [B, M, V] without a copy."""
         rows, nodes, _ = padded.shape
         return cls(values=padded.flatten(0, 1), at=torch.arange(rows * nodes, device=padded.device).view(rows, nodes))
 
     def padded(self) -> torch.Tensor:
-        """[B, M, V], zero where a node has none; a copy."""
+        """Copy to a padded tensor [B, M, V]. Nodes without values are 0."""
         return self.values[self.at.clamp(min=0)].masked_fill_(self.at[..., None] < 0, 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draft:
-    """A tree of guesses for each row; a chain is a tree whose parents are -1, 0, 1, ...
+    """A tree of draft tokens for each sequence. A chain is a tree whose parents are -1, 0, 1, ...
 
-    Parents precede children, and siblings stand in the order in which they were drawn. Nodes from `count` on are
-    padding. A sampled node carries in `q` the law it was drawn from, before earlier siblings were taken out of it.
+    Parents come before children. Siblings are in the order in which they were sampled. Nodes from `count` on are
+    padding. `q` holds the distribution that a sampled node was drawn from, before earlier siblings are removed.
 
-    A proposer that knows how good its guesses are says so in `chance`, which never rises from one node to the next: so
-    whoever wants fewer guesses takes the first ones (`tree.cut`). It may come from the committed text, from how guesses
-    like it have fared, and for a node that was drawn from the laws it and its ancestors were drawn from; never from a
-    token drawn at or below the node, or cutting would bias the output.
+    A proposer may estimate the acceptance probability of its nodes in `accept_prob`. The values never rise from one
+    node to the next, so a planner shortens a draft by keeping its first nodes (`tree.cut`). An estimate may use the
+    committed text, past acceptance, and the distributions that a node and its ancestors were drawn from. It must not
+    use a token sampled at or below the node, or cutting would bias the output.
     """
 
-    tokens: torch.Tensor  # [B, N] int64, target ids
-    parent: torch.Tensor  # [B, N] int64; -1 = the last committed token
+    tokens: torch.Tensor  # [B, N] int64, ids of the target
+    parent: torch.Tensor  # [B, N] int64; -1: the last committed token
     count: torch.Tensor  # [B] int64; 0 is always legal
-    law: torch.Tensor  # [B, N] int64, of Law
-    q: Packed | None  # of SAMPLED and WITHOUT_REPLACEMENT nodes alone; None when nothing was sampled
-    width: tuple[int, ...]  # [B] what the host knows of count: an upper bound, and how many nodes are fed
-    depth: tuple[int, ...]  # [B] guesses on the longest path; the width of a chain
-    chain: bool  # every row is a chain
-    chance: tuple[tuple[float, ...], ...] | None = None  # [B][width] that the node is kept; None: not said
-    by: tuple[tuple[int, ...], ...] | None = None  # [B][width] who made it, bits for the parts of a combination
-    unread: int = 0  # rows that have no guesses because a draft model still reads their texts
+    kind: torch.Tensor  # [B, N] int64, values of DraftKind
+    q: Packed | None  # only of sampled nodes; None if nothing was sampled
+    width: tuple[int, ...]  # [B] upper bound of count, known on the host; this many nodes are scored
+    depth: tuple[int, ...]  # [B] length of the longest path
+    chain: bool  # whether every sequence has a chain
+    accept_prob: tuple[tuple[float, ...], ...] | None = None  # [B][width]; None: not estimated
+    source: tuple[tuple[int, ...], ...] | None = None  # [B][width] bit mask of the proposers in a combination
+    unread: int = 0  # sequences without a draft because a draft model is still prefilling
     _listed: list[list[int]] | None = field(default=None, init=False, repr=False, compare=False)
 
     def listed(self) -> list[list[int]]:
-        """`tokens` on the host, padding included; who asks first waits for the device."""
+        """`tokens` on the host, with padding. The first call waits for the device."""
         if self._listed is None:
             object.__setattr__(self, "_listed", self.tokens.tolist() if self.size else [[]] * len(self.width))
         assert self._listed is not None
@@ -178,158 +179,161 @@ class Draft:
 
     @property
     def size(self) -> int:
-        """N, padding included."""
+        """N, with padding."""
         return self.tokens.shape[1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trust:
-    """When a draft model should stop: a guess's chance, if its parent is kept, is sigmoid(weight x margin + bias).
+class StopRule:
+    """When a draft model stops drafting.
 
-    The margin is the distance of the two largest logits. A guess whose path's chance is below `keep` is left out, and
-    after one below `worth`, or one that ends a text, its row stops.
+    The acceptance probability of a draft token, given that its parent is accepted, is sigmoid(weight * margin + bias).
+    The margin is the difference of the two largest logits. A draft token whose path has a probability below `keep` is
+    dropped. A sequence stops after a token below `worth`, or after a token that ends the text.
     """
 
-    weight: tuple[float, ...]  # by position; the last one goes on
+    weight: tuple[float, ...]  # by position; the last value holds for all later positions
     bias: tuple[float, ...]
     keep: float = 0.0
-    worth: tuple[float, ...] = ()  # where 1, 2, ... rows are still guessing; none: never
-    ends: tuple[int, ...] = ()  # tokens after which nothing comes
+    worth: tuple[float, ...] = ()  # if 1, 2, ... sequences still draft; (): never stop
+    ends: tuple[int, ...] = ()  # tokens that end the text
 
     def until(self, rows: int) -> float:
-        """The chance below which a row stops where so many rows are guessing."""
+        """The probability below which a sequence stops while this many sequences draft."""
         return self.worth[min(rows, len(self.worth)) - 1] if self.worth else 0.0
 
 
-class Want(NamedTuple):
-    """How a request wants its tokens drawn, once bias and penalties have changed the logits."""
+class DrawParams(NamedTuple):
+    """How to sample a token, after bias and penalties have changed the logits."""
 
-    temperature: float  # 0 takes the likeliest id
-    top_k: int  # the size of the vocabulary is off
+    temperature: float  # 0: take the likeliest token
+    top_k: int  # the vocabulary size: off
     top_p: float
     min_p: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Dice:
-    """How the guesses of a chain are drawn: each is the first id whose cumulative chance exceeds a given number."""
+class UniformDraws:
+    """Uniform numbers that sample the tokens of a chain: the first id whose cumulative probability exceeds a number."""
 
-    wants: tuple[Want, ...]  # [B]
+    wants: tuple[DrawParams, ...]  # [B]
     uniform: torch.Tensor  # [B, K] float64 in [0, 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Grown:
-    """Chains of a draft model."""
+class DraftChains:
+    """Chains that a draft model has drafted."""
 
-    tokens: torch.Tensor  # [B, K] int64; row b begins with count[b] guesses, perhaps one more, and padding
+    tokens: torch.Tensor  # [B, K] int64; the first count[b] are the draft; one more token and padding may follow
     count: tuple[int, ...]  # [B]
-    margin: Sequence[Sequence[float]] | None = None  # [B][count, or one more]; None: nobody looked
-    chance: Sequence[Sequence[float]] | None = None  # of the path up to there, shaped alike
-    q: Packed | None = None  # [B, K] of guesses that were drawn
+    margin: Sequence[Sequence[float]] | None = None  # [B][count or count + 1]; None: not computed
+    chance: Sequence[Sequence[float]] | None = None  # acceptance probability of the path, same shape
+    q: Packed | None = None  # [B, K] if tokens were sampled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scores:
-    """What one pass of the target says of the last committed token (node 0) and of each guess (node 1 + j)."""
+    """The output of one forward pass: at the last committed token (node 0) and at each draft token (node 1 + j)."""
 
     logits: torch.Tensor  # [B, 1 + N, V] float32
-    features: Mapping[int, torch.Tensor] = field(default_factory=dict)  # output of layer k: [B, 1 + N, H]
-    fed: Mapping[int, tuple[torch.Tensor, ...]] = field(default_factory=dict)  # and at each row's whole feed: [B][F, H]
-    # [B, 1 + N] the likeliest ids, -1 where logits are no numbers; None: not looked for
-    best: torch.Tensor | None = None
-    sure: torch.Tensor | None = None  # [B, 1 + N] a draft's own word, in log-odds, that a guess drawn there is kept
+    # Outputs of exported layers, by layer: at the nodes [B, 1 + N, H], and at the whole feed [B][F, H].
+    hidden_states: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    feed_hidden_states: Mapping[int, tuple[torch.Tensor, ...]] = field(default_factory=dict)
+    best: torch.Tensor | None = None  # [B, 1 + N] likeliest ids, -1 if logits are not finite; None: not computed
+    sure: torch.Tensor | None = None  # [B, 1 + N] log-odds of acceptance, from a confidence head
 
     @property
     def packed(self) -> Packed | None:
-        """The logits without their padding, at least one for each row, where a pass has left them so."""
+        """The logits without padding, if the pass has produced them so."""
         return None
 
     @property
     def host(self) -> Sequence[Sequence[int]] | None:
-        """`best` [B, 1 + N], where a pass has left it on the host."""
+        """`best` [B, 1 + N] on the host, if the pass has left it there."""
         return None
 
     def states(self, layers: Sequence[int], b: int, path: Sequence[int]) -> torch.Tensor:
-        """[n, layers, H] of row b's feed and of the guesses on `path`; it may be a view into the whole pass."""
+        """[n, layers, H] at the feed of sequence b and at the nodes of `path`. The result may be a view."""
         nodes = [node + 1 for node in path]
-        return torch.stack([torch.cat([self.fed[at][b], self.features[at][b, nodes]]) for at in layers], 1)
+        return torch.stack(
+            [torch.cat([self.feed_hidden_states[at][b], self.hidden_states[at][b, nodes]]) for at in layers], 1
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Memory:
-    """A target's keys and values for those who look at them, entry by place in the text, however they lie."""
+class KVView:
+    """Read access to a target's keys and values by token position, whatever their memory layout."""
 
-    # Of a layer and some slots, from one entry up to another: keys and values [rows, key heads, entries, D], which may
-    # be views. Behind what a slot holds stands anything that is a number. None before the first pass.
+    # entries(layer, slots, begin, end) returns keys and values [slots, key heads, end - begin, D], possibly as views.
+    # Entries beyond what a slot holds are arbitrary finite numbers. None before the first pass.
     entries: Callable[[int, Sequence[int], int, int], tuple[torch.Tensor, torch.Tensor] | None]
-    config: Mapping[str, Any]  # the model's own words for its layers
+    config: Mapping[str, Any]  # the model's configuration of its layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Tables:
-    """What drafts trained on a target's states share with it; tensors may be copies."""
+class SharedWeights:
+    """The weights that trained draft heads share with a target. Tensors may be copies."""
 
-    embedding: torch.Tensor  # [V, H], as tokens enter the first layer
+    embedding: torch.Tensor  # [V, H], input of the first layer
     head: torch.Tensor  # [V, H]
     norm: torch.Tensor  # [H], before the head
     epsilon: float
-    packed: Any = None  # the head as native kernels read it, for drafts that run on them too
-    memory: Memory | None = None
+    packed: Any = None  # the output layer in the layout of the native kernels, for drafts that run on them
+    memory: KVView | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """The accepted path, one more token, and their log-probabilities under p."""
+    """The accepted path, the bonus token, and their log-probabilities under p."""
 
-    path: torch.Tensor  # [B, N] int64: draft nodes in order, padded with -1
-    accepted: torch.Tensor  # [B] int64
-    bonus: torch.Tensor  # [B] int64
-    logprob: torch.Tensor  # [B, N + 1] float, of the accepted tokens and then the bonus; 0 beyond
+    path: torch.Tensor  # [B, N] int64: accepted nodes in order, padded with -1
+    accepted: torch.Tensor  # [B] int64: length of the path
+    bonus: torch.Tensor  # [B] int64: the token after the path
+    logprob: torch.Tensor  # [B, N + 1] float: of the accepted tokens, then of the bonus token; 0 beyond
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogprobs:
-    """Natural log-probabilities at one emitted token."""
+    """Natural log-probabilities at one output token."""
 
     token: int
     logprob: float  # under the model's own softmax, before temperature, penalties and filters
-    sampled_logprob: float  # under p, the law that the token was drawn from
-    top: tuple[tuple[int, float], ...]  # the likeliest tokens of the model's own softmax, best first
+    sampled_logprob: float  # under p, the distribution that the token was sampled from
+    top: tuple[tuple[int, float], ...]  # the likeliest tokens under the model's own softmax, best first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
-    """One finished round as every part is told of it: what ran, and what was kept."""
+    """One finished round, as passed to `commit`: what ran and what was accepted."""
 
     batch: Batch
     draft: Draft
     scores: Scores
     path: tuple[tuple[int, ...], ...]  # [B] accepted draft nodes, in order
-    emitted: tuple[tuple[int, ...], ...]  # [B] their tokens and the bonus; empty for a row that only fed
-    sampled_logprob: tuple[tuple[float, ...], ...]  # [B] under p, per emitted token
-    failed: tuple[bool, ...]  # [B] the target's logits were not numbers, or as `reasons` says
-    reasons: Mapping[int, str] = field(default_factory=dict)  # by row
+    emitted: tuple[tuple[int, ...], ...]  # [B] their tokens and the bonus token; () during prefill
+    sampled_logprob: tuple[tuple[float, ...], ...]  # [B] under p, for each emitted token
+    failed: tuple[bool, ...]  # [B] the logits were not finite, or see `reasons`
+    reasons: Mapping[int, str] = field(default_factory=dict)  # by index in the batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Needs:
-    """What a proposer wants from the target's pass, so that nothing else is exported."""
+    """What a proposer needs from the target's pass. Nothing else is exported."""
 
-    layers: tuple[int, ...] = ()  # decoder layers, counted from 0, whose outputs are wanted
-    arms: int = 1  # alternatives that a planner chooses from, round by round
+    layers: tuple[int, ...] = ()  # decoder layers, from 0, whose hidden states are needed
+    alternatives: int = 1  # proposers that the planner chooses from in each round
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """What a caller gets: one finished completion."""
+    """One finished completion."""
 
-    prompt_tokens: tuple[int, ...]
-    tokens: tuple[int, ...]
+    prompt_token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
     text: str
-    finish: Finish
+    finish_reason: FinishReason
     seed: int
-    guessed: tuple[bool, ...]  # per token: an accepted guess, or the target's own
+    from_draft: tuple[bool, ...]  # by token: whether it is an accepted draft token
     logprobs: tuple[TokenLogprobs, ...]
     stats: Stats
     error: str = ""

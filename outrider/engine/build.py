@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from outrider.cache.base import Cache, Caching
+from outrider.cache.base import Cache, CacheConfig
 from outrider.core.config import EngineConfig
 from outrider.core.types import Draw
 from outrider.engine.engine import Engine
-from outrider.engine.prefill_budget import Tempo
+from outrider.engine.prefill_budget import PrefillBudget
 from outrider.engine.scheduler import Scheduler
 from outrider.engine.verifiers import find_verifier, fitting_verifiers
 from outrider.errors import OutriderError
@@ -25,22 +25,22 @@ from outrider.loader.embedded import model_folder
 from outrider.loader.make import make_target
 from outrider.models.base import Target
 from outrider.models.checkpoint import Checkpoint
-from outrider.native.rules import fastest
-from outrider.native.sampling import fastest_shape
+from outrider.native.rules import fastest_verifier
+from outrider.native.sampling import fastest_sampling
 from outrider.plan.calibrate import known_costs
 from outrider.plan.planner import CostPlanner, FixedPlanner, Planner
-from outrider.propose.base import Proposer, Setup
+from outrider.propose.base import Proposer, ProposerSetup
 from outrider.propose.combine import Switch
-from outrider.propose.isolate import Guarded, guarded
-from outrider.propose.linearize import OneWay
+from outrider.propose.isolate import IsolatedProposer, isolate
+from outrider.propose.linearize import Linearized
 from outrider.propose.registry import (
     Maker,
     alternatives,
     default_proposer,
     draft_model,
     draft_models,
+    draft_sources,
     find_proposer,
-    guessers,
     own_proposer,
 )
 from outrider.system.machine import free_memory
@@ -57,15 +57,15 @@ class EngineParts:
 
     loaded: LoadedTarget
     engine: Engine
-    setup: Setup  # that its proposer was made with
+    setup: ProposerSetup  # that its proposer was made with
     proposer: Proposer
     verifier: Verifier
     planner: Planner
     end_ids: frozenset[int]
-    guessers: tuple[str, ...]  # what to call who guesses, in the order of `Draft.by`
+    draft_sources: tuple[str, ...]  # what to call who guesses, in the order of `Draft.source`
     proposers: tuple[str, ...]  # names of the proposer's alternatives, one of which a request may choose
     verifiers: tuple[str, ...]  # exact rules, one of which a request may choose
-    guards: tuple[Guarded, ...] = ()  # around each alternative, where there are to be some
+    isolated: tuple[IsolatedProposer, ...] = ()  # around each alternative, where there are to be some
 
     @property
     def target(self) -> Target:
@@ -164,14 +164,14 @@ def build_engine(
     rule = find_verifier(config.verifier, spec, chains=checkpoint.recurrent)
     setup = make_setup(loaded, rule.draw)
     proposer = make_proposer(spec, setup)
-    caching = Caching(gigabytes=config.cache_gb, share=config.prefix_caching)
+    caching = CacheConfig(gigabytes=config.cache_gb, share=config.prefix_caching)
     share_out([each.cache for each in (model, *draft_models(proposer))], model.context, caching)
-    model.export(proposer.needs.layers)
+    model.export_hidden_states(proposer.needs.layers)
     names = _names(spec, proposer)
-    guards: tuple[Guarded, ...] = ()
+    guards: tuple[IsolatedProposer, ...] = ()
     running = proposer
     if config.isolate_faults:
-        running, guards = guarded(proposer, setup, names=names)
+        running, guards = isolate(proposer, setup, names=names)
     planner = planner or make_planner(config.k, model, proposer, replay=rule.draw is Draw.SAMPLE)
     engine = assemble(
         loaded,
@@ -190,10 +190,10 @@ def build_engine(
         verifier=rule,
         planner=planner,
         end_ids=checkpoint.end_ids,
-        guessers=guessers(spec),
+        draft_sources=draft_sources(spec),
         proposers=names,
         verifiers=fitting_verifiers(spec, rule.draw, chains=checkpoint.recurrent),
-        guards=guards,
+        isolated=guards,
     )
 
 
@@ -214,21 +214,21 @@ def assemble(
     """
     model, checkpoint = loaded.model, loaded.checkpoint
     own = slots or range(model.slots)
-    budget = Tempo(max_num_batched_tokens, seconds=max_round_ms / 1000 if max_round_ms else None)
+    budget = PrefillBudget(max_num_batched_tokens, seconds=max_round_ms / 1000 if max_round_ms else None)
     return Engine(
         target=model,
-        proposer=OneWay(proposer) if checkpoint.recurrent else proposer,
-        verifier=fastest(verifier, checkpoint.device),
+        proposer=Linearized(proposer) if checkpoint.recurrent else proposer,
+        verifier=fastest_verifier(verifier, checkpoint.device),
         planner=planner,
         scheduler=Scheduler(slots=len(own), first=own.start, chunk=budget, context=model.context),
-        shape=fastest_shape(checkpoint.device),
+        shape=fastest_sampling(checkpoint.device),
     )
 
 
-def make_setup(loaded: LoadedTarget, draw: Draw) -> Setup:
+def make_setup(loaded: LoadedTarget, draw: Draw) -> ProposerSetup:
     """What a proposer for this target is told."""
     checkpoint, target = loaded.checkpoint, loaded.model
-    return Setup(
+    return ProposerSetup(
         target=target,
         vocab=checkpoint.vocab,
         slots=target.slots,
@@ -241,7 +241,7 @@ def make_setup(loaded: LoadedTarget, draw: Draw) -> Setup:
     )
 
 
-def make_proposer(spec: str | Maker, setup: Setup) -> Proposer:
+def make_proposer(spec: str | Maker, setup: ProposerSetup) -> Proposer:
     """The proposer of an expression, or of a callable of the user's."""
     return find_proposer(spec, setup) if isinstance(spec, str) else own_proposer(spec, setup)
 
@@ -263,7 +263,7 @@ def _is_planner(planner: object) -> bool:
     return all(callable(getattr(planner, name, None)) for name in ("plan", "trim"))
 
 
-def share_out(caches: Sequence[Cache], context: int, caching: Caching) -> None:
+def share_out(caches: Sequence[Cache], context: int, caching: CacheConfig) -> None:
     """Give the target's cache, which is the first, and those of its drafts as many blocks each as memory allows.
 
     None: for a whole context in every row, and never more than most of the memory that is free.
@@ -272,9 +272,9 @@ def share_out(caches: Sequence[Cache], context: int, caching: Caching) -> None:
         OutriderError: a cache of another kind cannot be given so much, or it is not enough for one row.
     """
     for cache in caches:
-        cache.share(caching.share)
+        cache.set_prefix_caching(caching.share)
     gigabytes = caching.gigabytes
-    uses = [(cache, use) for cache in caches if (use := cache.use()).block_tokens]
+    uses = [(cache, use) for cache in caches if (use := cache.usage()).block_tokens]
     if gigabytes is not None and (not uses or uses[0][0] is not caches[0]):
         raise OutriderError(
             "cache_gb can be set for the native kernels on a CPU; here each sequence has memory for a whole context,"
@@ -296,12 +296,16 @@ def share_out(caches: Sequence[Cache], context: int, caching: Caching) -> None:
             f" {least * size / 1e9:.3g}, {size // tokens} bytes a token; give more, or lower max_model_len"
         )
     for cache, _ in uses:
-        cache.allot(wanted)
+        cache.resize(wanted)
 
 
 def _names(spec: str | Maker, proposer: Proposer) -> tuple[str, ...]:
     """What requests call the proposer's alternatives."""
-    return alternatives(spec) if isinstance(spec, str) else tuple(f"own#{i + 1}" for i in range(proposer.needs.arms))
+    return (
+        alternatives(spec)
+        if isinstance(spec, str)
+        else tuple(f"own#{i + 1}" for i in range(proposer.needs.alternatives))
+    )
 
 
 def auto_planner(target: Target, proposer: Proposer, *, replay: bool = False) -> CostPlanner:

@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from torch.nn import functional
 
 from outrider.core import tree
-from outrider.core.types import Batch, Draft, Law, Packed, Round, Row, Scores
+from outrider.core.types import Batch, Draft, DraftKind, Packed, Round, Scores, SequenceState
 from outrider.errors import OutriderError
-from outrider.propose.tree_builder import Sketch, depths
+from outrider.propose.tree_builder import TreeBuilder, depths
 from outrider.verify.sampling import sound
 
 FORCED = 32  # tokens that a grammar adds to a row's guesses at most
@@ -54,12 +54,12 @@ class Masks:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Guided:
+class ConstrainedDraft:
     """A round's guesses, as grammars have changed them."""
 
     draft: Draft
     masks: Masks | None = None  # None: no row has a grammar
-    own: Mapping[int, Sketch] = field(default_factory=dict)  # by row: what the proposer had guessed
+    own: Mapping[int, TreeBuilder] = field(default_factory=dict)  # by row: what the proposer had guessed
     broken: Mapping[int, str] = field(default_factory=dict)  # rows whose grammar failed at one of their nodes, and why
 
     def told(self, round: Round) -> Round:
@@ -80,8 +80,8 @@ class Guided:
         )
 
     def own_pass(self, round: Round, b: int) -> tuple[tuple[int, int, int], int]:
-        """What the proposer's own guesses for row b come to, and how many they were; see `Row.passes`."""
-        last, own = round.batch.rows[b].passes[-1], self.own.get(b)
+        """What the proposer's own guesses for row b come to, and how many they were; see `SequenceState.rounds`."""
+        last, own = round.batch.seqs[b].rounds[-1], self.own.get(b)
         if own is None:
             return last, round.draft.width[b]
         kept = min(len(own.path(round.emitted[b])), last[1])
@@ -97,7 +97,7 @@ class Guided:
         return [triple for triple, _ in own], sum(width for _, width in own)
 
 
-def guide(batch: Batch, draft: Draft, vocab: int) -> Guided:
+def apply_constraints(batch: Batch, draft: Draft, vocab: int) -> ConstrainedDraft:
     """What grammars make of a draft: picked guesses that they forbid are gone, and what they force is there.
 
     It changes with the tokens of a guess's ancestors alone, and where it depends on a drawn guess itself, p there is
@@ -108,20 +108,20 @@ def guide(batch: Batch, draft: Draft, vocab: int) -> Guided:
         draft: what was proposed and planned. A chain stays one.
         vocab: ids that there are logits for.
     """
-    if not any(row.matcher for row in batch.rows):
-        return Guided(draft=draft)
-    ours = [b for b, (row, emits) in enumerate(zip(batch.rows, batch.emits, strict=True)) if row.matcher and emits]
+    if not any(row.matcher for row in batch.seqs):
+        return ConstrainedDraft(draft=draft)
+    ours = [b for b, (row, emits) in enumerate(zip(batch.seqs, batch.emits, strict=True)) if row.matcher and emits]
     given = _Guesses.of(draft)
     walks = {}
     for b in ours:
-        spare = min(max(batch.room[b] - given.count[b], 0), FORCED) if batch.room else 0
-        walks[b] = _Walk(batch.rows[b], given, b, vocab=vocab, spare=spare)
+        spare = min(max(batch.forced_budget[b] - given.count[b], 0), FORCED) if batch.forced_budget else 0
+        walks[b] = _Walk(batch.seqs[b], given, b, vocab=vocab, spare=spare)
     whole = {b: walk for b, walk in walks.items() if not walk.error}
     changed = {b: walk for b, walk in whole.items() if walk.source != list(range(given.count[b]))}
-    return Guided(
+    return ConstrainedDraft(
         draft=given.rebuilt(draft, changed) if changed else draft,
         masks=_masks(whole, vocab, draft.tokens.device),
-        own={b: Sketch(given.tokens[b], given.parent[b], []) for b in changed},
+        own={b: TreeBuilder(given.tokens[b], given.parent[b], []) for b in changed},
         broken={b: walk.error for b, walk in walks.items() if walk.error},
     )
 
@@ -139,7 +139,7 @@ class _Guesses:
     @classmethod
     def of(cls, draft: Draft) -> _Guesses:
         laws = torch.full_like(draft.tokens, -1) if draft.q is None else draft.q.at
-        copied = torch.cat([draft.count[:, None], draft.tokens, draft.parent, draft.law, laws], 1).tolist()
+        copied = torch.cat([draft.count[:, None], draft.tokens, draft.parent, draft.kind, laws], 1).tolist()
         count, size = [row[0] for row in copied], draft.size
         begins = [1 + i * size for i in range(4)]
         tokens, parent, law, at = ([row[i : i + row[0]] for row in copied] for i in begins)
@@ -167,25 +167,25 @@ class _Guesses:
             tokens=padded(tokens, 0),
             parent=onward if draft.chain else padded(parent, -1),
             count=tree.upload(width, device),
-            law=padded(law, Law.ONE_HOT),
+            kind=padded(law, DraftKind.ONE_HOT),
             q=q,
             width=width,
             depth=tuple(max(depths(each), default=0) for each in parent),
             chain=draft.chain,
-            by=tuple(_makers(draft, b, walk, width[b]) for b, walk in enumerate(walks)),
+            source=tuple(_makers(draft, b, walk, width[b]) for b, walk in enumerate(walks)),
         )
 
 
 def _makers(draft: Draft, b: int, walk: _Walk | None, width: int) -> tuple[int, ...]:
     """Who made each guess of a row: the proposer, or nobody where its grammar forces it."""
-    own = (1,) * draft.width[b] if draft.by is None else draft.by[b]
+    own = (1,) * draft.width[b] if draft.source is None else draft.source[b]
     return own[:width] if walk is None else tuple(own[source] if source >= 0 else 0 for source in walk.source)
 
 
 class _Walk:
     """One row's tree, walked with its grammar."""
 
-    def __init__(self, row: Row, given: _Guesses, b: int, *, vocab: int, spare: int) -> None:
+    def __init__(self, row: SequenceState, given: _Guesses, b: int, *, vocab: int, spare: int) -> None:
         """Walk the guesses of row `b`, and add up to `spare` that must follow."""
         assert row.matcher is not None
         self.tokens: list[int] = []
@@ -222,7 +222,7 @@ class _Walk:
         for kid in self._children[old]:
             token = tokens[kid]
             legal = 0 <= token < self._vocab and bool(bits[token >> 3] >> (token & 7) & 1)
-            if legal or law[kid] != Law.ONE_HOT:  # to drop a drawn guess for what it is would bias the output
+            if legal or law[kid] != DraftKind.ONE_HOT:  # to drop a drawn guess for what it is would bias the output
                 node = self._add(token, new, law[kid], at[kid], kid)
                 if legal:
                     self._enter(token, kid, node)
@@ -233,7 +233,7 @@ class _Walk:
             if not self._spare:
                 return
             self._spare -= 1
-        self._enter(token, kid, self._add(token, new, Law.ONE_HOT, -1, max(kid, -1)))
+        self._enter(token, kid, self._add(token, new, DraftKind.ONE_HOT, -1, max(kid, -1)))
 
     def _enter(self, token: int, old: int, new: int) -> None:
         if token not in self._ends:

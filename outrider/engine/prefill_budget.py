@@ -8,7 +8,7 @@ _LEAST, _FIRST = 16, 64  # tokens, whatever the bound; and as long as nobody kno
 _WEIGHT, _SHARE = 0.2, 0.05  # of the last round; of a round's time, at the least, is what its prompts took
 
 
-class Tempo:
+class PrefillBudget:
     """A number of tokens, or as many as the time of a round allows: base + each x tokens.
 
     Rounds without prompts teach the base, those with them the rest, at about as many tokens as are read.

@@ -8,8 +8,8 @@ from operator import attrgetter
 
 from outrider.cache.base import Cache
 from outrider.core.text import TextStream
-from outrider.core.types import Batch, Finish, Request, Round, Row
-from outrider.engine.prefill_budget import Tempo
+from outrider.core.types import Batch, FinishReason, Request, Round, SequenceState
+from outrider.engine.prefill_budget import PrefillBudget
 from outrider.errors import OutriderError
 
 _PATIENCE = 64  # rounds of waiting that count as much as one step of priority
@@ -31,34 +31,37 @@ class Scheduler:
     first one never does, so it ends, and then another is the first.
     """
 
-    def __init__(self, *, slots: int, chunk: int | Tempo, context: int, first: int = 0) -> None:
-        """Run at most `slots` rows at once and feed about `chunk` tokens a round, or what a `Tempo` allows.
+    def __init__(self, *, slots: int, chunk: int | PrefillBudget, context: int, first: int = 0) -> None:
+        """Run at most `slots` rows at once and feed about `chunk` tokens a round, or what a `PrefillBudget` allows.
 
         Where several engines share a target, each has slots of its own, from `first` on.
         """
         if slots < 1:
             raise OutriderError(f"rows is {slots}; it must be at least 1")
         self.preempted = 0  # how often a row has given way
-        self._tempo = chunk if isinstance(chunk, Tempo) else Tempo(chunk)
+        self._tempo = chunk if isinstance(chunk, PrefillBudget) else PrefillBudget(chunk)
         self._context = context
         self._free = list(range(first, first + slots))
-        self._waiting: list[tuple[tuple[int, int], Row]] = []  # a heap
-        self._running: list[Row] = []  # by rank
+        self._waiting: list[tuple[tuple[int, int], SequenceState]] = []  # a heap
+        self._running: list[SequenceState] = []  # by rank
         self._rounds = self._came = 0
 
-    def add(self, request: Request, stream: TextStream | None = None) -> Row:
+    def add(self, request: Request, stream: TextStream | None = None) -> SequenceState:
         """Queue a request, and return its row; `stream` decodes its text and finds its stop strings.
 
         Raises:
             OutriderError: its prompt fills the context, so that nothing could follow.
         """
-        if len(request.prompt) >= self._context:
+        if len(request.prompt_token_ids) >= self._context:
             raise OutriderError(
-                f"the prompt is {len(request.prompt)} tokens long and the context holds {self._context}; shorten it"
+                f"the prompt is {len(request.prompt_token_ids)} tokens long and the context holds {self._context};"
+                " shorten it"
             )
         self._came += 1
         rank = _PATIENCE * request.params.priority + self._rounds, self._came
-        row = Row(request=request, slot=-1, text=list(request.prompt), stream=stream, rank=rank)
+        row = SequenceState(
+            request=request, slot=-1, token_ids=list(request.prompt_token_ids), stream=stream, rank=rank
+        )
         self._wait(row)
         return row
 
@@ -70,7 +73,7 @@ class Scheduler:
         """Whether prompts are to be fed in the next round."""
         return bool(self._waiting and self._free) or self._owed() > 0
 
-    def admit(self, cache: Cache) -> list[Row]:
+    def admit(self, cache: Cache) -> list[SequenceState]:
         """Give free slots to those who come first, while there is memory and room for their prompts in the round.
 
         Rows whose grammar cannot be started are among them, marked with their `finish`: these have no slot.
@@ -82,7 +85,7 @@ class Scheduler:
                 heapq.heappop(self._waiting)
                 admitted.append(row)
                 continue
-            row.cached = cache.admit(slot, row.text, row.request.params.scope)
+            row.num_cached_tokens = cache.admit(slot, row.token_ids, row.request.params.scope)
             ends = {each.slot: self._ahead(each) for each in self._running}
             if self._running and not cache.fits({**ends, slot: self._ahead(row)}):
                 cache.release(slot)
@@ -98,20 +101,22 @@ class Scheduler:
         left = self._left()
         takes: dict[int, int] = {}
         for row in self._running:
-            missing = len(row.text) - row.cached
+            missing = len(row.token_ids) - row.num_cached_tokens
             take = missing if missing == 1 else min(missing, left)
             left -= 0 if missing == 1 else take
             if take:
                 takes[row.slot] = take
         rows = sorted((row for row in self._running if row.slot in takes), key=lambda row: row.slot)
-        feeds = tuple(tuple(row.text[row.cached : row.cached + takes[row.slot]]) for row in rows)
+        feeds = tuple(
+            tuple(row.token_ids[row.num_cached_tokens : row.num_cached_tokens + takes[row.slot]]) for row in rows
+        )
         room = tuple(self._room(row, len(feed)) for row, feed in zip(rows, feeds, strict=True))
         return Batch(
-            rows=tuple(rows),
-            start=tuple(row.cached for row in rows),
+            seqs=tuple(rows),
+            start=tuple(row.num_cached_tokens for row in rows),
             feed=feeds,
-            budget=room,
-            room=room,
+            draft_budget=room,
+            forced_budget=room,
             waiting=len(self._running) - len(rows) + min(len(self._waiting), len(self._free)),
         )
 
@@ -119,7 +124,7 @@ class Scheduler:
         """Let the row that comes last wait again; returns its slot, which is to be released."""
         assert len(self._running) > 1, "a text that fits the context has memory when it is alone"
         row = self._running.pop()
-        slot, row.slot, row.cached = row.slot, -1, 0
+        slot, row.slot, row.num_cached_tokens = row.slot, -1, 0
         heapq.heappush(self._free, slot)
         self._wait(row)
         self.preempted += 1
@@ -129,92 +134,94 @@ class Scheduler:
         """How long the round of a batch was."""
         self._tempo.learn(sum(len(feed) for feed in batch.feed if len(feed) > 1), seconds)
 
-    def commit(self, round: Round) -> list[Row]:
+    def commit(self, round: Round) -> list[SequenceState]:
         """Append what was emitted to the rows' texts; return the rows that are done."""
         self._rounds += 1
-        for b, row in enumerate(round.batch.rows):
-            row.cached = round.batch.start[b] + len(round.batch.feed[b]) + len(round.path[b])
+        for b, row in enumerate(round.batch.seqs):
+            row.num_cached_tokens = round.batch.start[b] + len(round.batch.feed[b]) + len(round.path[b])
             if round.failed[b]:
-                row.finish, row.error = Finish.ERROR, round.reasons.get(b, _NO_NUMBERS)
+                row.finish_reason, row.error = FinishReason.ERROR, round.reasons.get(b, _NO_NUMBERS)
             elif round.emitted[b]:
                 self._extend(row, round, b)
-        return self._retire([row for row in round.batch.rows if row.finish])
+        return self._retire([row for row in round.batch.seqs if row.finish_reason])
 
-    def abort(self, id: int) -> Row | None:
+    def abort(self, id: int) -> SequenceState | None:
         """Take a request back; returns its row if it was running."""
         for _, row in self._waiting:
             if row.request.id == id:
-                row.finish = Finish.ABORT
-        self._waiting = [(rank, row) for rank, row in self._waiting if not row.finish]
+                row.finish_reason = FinishReason.ABORT
+        self._waiting = [(rank, row) for rank, row in self._waiting if not row.finish_reason]
         heapq.heapify(self._waiting)
         for row in self._running:
             if row.request.id == id:
-                row.finish = Finish.ABORT
+                row.finish_reason = FinishReason.ABORT
                 return self._retire([row])[0]
         return None
 
-    def _formed(self, row: Row) -> bool:
+    def _formed(self, row: SequenceState) -> bool:
         """Whether a row stands where its form begins, if it is to have one; else it is done."""
         if row.request.grammar is not None and row.matcher is None:
             try:
                 row.matcher = row.request.grammar.start(row.request.end_ids)
             except OutriderError as error:
-                row.finish, row.error = Finish.ERROR, str(error)
-        return row.finish is None
+                row.finish_reason, row.error = FinishReason.ERROR, str(error)
+        return row.finish_reason is None
 
-    def _wait(self, row: Row) -> None:
+    def _wait(self, row: SequenceState) -> None:
         heapq.heappush(self._waiting, (row.rank, row))
 
     def _owed(self) -> int:
         """Tokens of prompts that wait to be fed."""
-        missing = (len(row.text) - row.cached for row in self._running)
+        missing = (len(row.token_ids) - row.num_cached_tokens for row in self._running)
         return sum(count for count in missing if count > 1)
 
     def _left(self) -> int:
         """Tokens of prompts that a round takes beside the rows that decode."""
-        return self._tempo.chunk(sum(len(row.text) - row.cached == 1 for row in self._running))
+        return self._tempo.chunk(sum(len(row.token_ids) - row.num_cached_tokens == 1 for row in self._running))
 
-    def _ahead(self, row: Row) -> int:
+    def _ahead(self, row: SequenceState) -> int:
         """How long a row's text may be before long."""
-        return min(len(row.text) + _AHEAD, len(row.request.prompt) + row.request.limit, self._context)
+        return min(
+            len(row.token_ids) + _AHEAD, len(row.request.prompt_token_ids) + row.request.max_tokens, self._context
+        )
 
-    def _room(self, row: Row, feed: int) -> int:
+    def _room(self, row: SequenceState, feed: int) -> int:
         """Guesses that could become part of the completion: the bonus token takes the last place."""
-        if row.cached + feed < len(row.text):
+        if row.num_cached_tokens + feed < len(row.token_ids):
             return 0
-        room = max(min(row.request.limit - row.emitted, self._context - len(row.text)) - 1, 0)
+        room = max(min(row.request.max_tokens - row.num_output_tokens, self._context - len(row.token_ids)) - 1, 0)
         most = row.request.params.guesses
         return room if most is None else min(room, most)
 
-    def _extend(self, row: Row, round: Round, b: int) -> None:
-        kept, before = len(round.path[b]), row.emitted
+    def _extend(self, row: SequenceState, round: Round, b: int) -> None:
+        kept, before = len(round.path[b]), row.num_output_tokens
         for i, token in enumerate(round.emitted[b]):
-            row.text.append(token)
-            row.authors.append(i < kept)
+            row.token_ids.append(token)
+            row.from_draft.append(i < kept)
             try:
-                row.finish = self._finish(row, token)
+                row.finish_reason = self._finish(row, token)
             except OutriderError as error:
-                row.finish, row.error = Finish.ERROR, str(error)
-            if row.finish:
+                row.finish_reason, row.error = FinishReason.ERROR, str(error)
+            if row.finish_reason:
                 break
-        emitted = row.emitted - before
-        row.passes.append((round.draft.depth[b], min(kept, emitted), emitted))
-        row.drafted += round.draft.width[b]
+        emitted = row.num_output_tokens - before
+        row.rounds.append((round.draft.depth[b], min(kept, emitted), emitted))
+        row.num_draft_tokens += round.draft.width[b]
 
-    def _finish(self, row: Row, token: int) -> Finish | None:
+    def _finish(self, row: SequenceState, token: int) -> FinishReason | None:
         request = row.request
         if token in request.end_ids:
-            return Finish.STOP
-        if row.stream and row.stream.push(token, stoppable=row.emitted >= request.params.min_tokens):
-            return Finish.STOP
+            return FinishReason.STOP
+        if row.stream and row.stream.push(token, stoppable=row.num_output_tokens >= request.params.min_tokens):
+            return FinishReason.STOP
         if row.matcher:
             row.matcher.push(token)
             if row.matcher.done:
-                return Finish.STOP
-        full = row.emitted >= request.limit or len(row.text) >= self._context
-        return Finish.LENGTH if full else None
+                return FinishReason.STOP
+        full = row.num_output_tokens >= request.max_tokens or len(row.token_ids) >= self._context
+        return FinishReason.LENGTH if full else None
 
-    def _retire(self, rows: list[Row]) -> list[Row]:
+    def _retire(self, rows: list[SequenceState]) -> list[SequenceState]:
         for row in rows:
             self._running.remove(row)
             heapq.heappush(self._free, row.slot)

@@ -8,21 +8,21 @@ from dataclasses import replace
 import torch
 from torch.nn import functional
 
-from outrider.cache.base import Cache, Layout, Roomy, WrappedCache
-from outrider.core.types import Batch, Draft, Round, Tables
+from outrider.cache.base import Cache, Layout, UnboundedCache, WrappedCache
+from outrider.core.types import Batch, Draft, Round, SharedWeights
 from outrider.heads.description import Description
 
 _PILE = 64  # rounds that may pass before their states are made one piece
 
 
-class Taps:
+class HiddenStates:
     """What was tapped of the target's pass, by slot and place in the text, until it is read.
 
     While nobody drafts, states only pile up; so to keep a round's costs next to nothing. How high they are is told by
     `piled`, for those who read them before they are too many.
     """
 
-    def __init__(self, description: Description, tables: Tables) -> None:
+    def __init__(self, description: Description, tables: SharedWeights) -> None:
         self._description, self._tables = description, tables
         self.brief = False  # whether the states of the last round are all that will be asked for
         self._kept: dict[int, list[tuple[int, torch.Tensor]]] = {}  # by slot: places, states [n, taps, H] from there
@@ -33,7 +33,7 @@ class Taps:
     def note(self, round: Round) -> None:
         """Keep the states at each row's feed and accepted path."""
         layers = self._description.taps.layers
-        for b, (row, path) in enumerate(zip(round.batch.rows, round.path, strict=True)):
+        for b, (row, path) in enumerate(zip(round.batch.seqs, round.path, strict=True)):
             kept = self._kept[row.slot]
             if self.brief:
                 kept.clear()
@@ -86,7 +86,7 @@ class Taps:
 class StateCache(WrappedCache):
     """Entries that were made with the target's own states, and these states until they are read."""
 
-    def __init__(self, inner: Cache, taps: Taps, *, read: Callable[[Batch], Batch], before: int = 0) -> None:
+    def __init__(self, inner: Cache, taps: HiddenStates, *, read: Callable[[Batch], Batch], before: int = 0) -> None:
         """Keep entries in `inner` of what `read` leaves of a batch; `before` tokens of a text have none."""
         super().__init__(inner)
         self._taps, self._read, self._before = taps, read, before
@@ -99,9 +99,9 @@ class StateCache(WrappedCache):
         return self._inner.stage(self._read(batch), draft, first)
 
     def commit(self, round: Round) -> None:
-        nothing = ((),) * len(round.batch.rows)  # a guess has no state until the target has read it
+        nothing = ((),) * len(round.batch.seqs)  # a guess has no state until the target has read it
         self._inner.commit(replace(round, batch=self._read(round.batch), path=nothing))
-        for row in round.batch.rows:
+        for row in round.batch.seqs:
             self._taps.forget(row.slot, self._inner.length(row.slot))
 
     def release(self, slot: int) -> None:
@@ -112,17 +112,17 @@ class StateCache(WrappedCache):
         held = self._inner.length(slot)
         return held + self._before if held else 0
 
-    def share(self, on: bool) -> None:
+    def set_prefix_caching(self, on: bool) -> None:
         pass  # the states of what is cached elsewhere are not known
 
     def bytes(self) -> int:
         return self._inner.bytes() + self._taps.bytes()
 
 
-class NoCache(Roomy):
+class NoCache(UnboundedCache):
     """Where nothing is kept of a text but the state before its end."""
 
-    def __init__(self, taps: Taps) -> None:
+    def __init__(self, taps: HiddenStates) -> None:
         self._taps, taps.brief = taps, True
         self._length: dict[int, int] = {}
 
@@ -135,7 +135,7 @@ class NoCache(Roomy):
         raise NotImplementedError("there are no keys and values to stage")
 
     def commit(self, round: Round) -> None:
-        for row, start, feed in zip(round.batch.rows, round.batch.start, round.batch.feed, strict=True):
+        for row, start, feed in zip(round.batch.seqs, round.batch.start, round.batch.feed, strict=True):
             self._length[row.slot] = start + len(feed)
             self._taps.forget(row.slot, start + len(feed) - 1)
 
@@ -149,6 +149,6 @@ class NoCache(Roomy):
         return self._taps.bytes()
 
 
-def normed(states: torch.Tensor, tables: Tables) -> torch.Tensor:
+def normed(states: torch.Tensor, tables: SharedWeights) -> torch.Tensor:
     """The target's final norm."""
     return functional.rms_norm(states.float(), tables.norm.shape, tables.norm.float(), tables.epsilon)

@@ -17,15 +17,15 @@ from outrider.heads.description import Description
 from outrider.heads.files import read_config, text_config, write_folder
 from outrider.heads.formats.base import Partner, Trained
 from outrider.heads.formats.registry import find
-from outrider.heads.modules.autoregressive import Follower
-from outrider.heads.modules.block import BlockDraft
-from outrider.heads.modules.kv_sharing import Onlooker
-from outrider.heads.modules.parallel import Independent
+from outrider.heads.modules.autoregressive import AutoregressiveHead
+from outrider.heads.modules.block import BlockHead
+from outrider.heads.modules.kv_sharing import KVSharingHead
+from outrider.heads.modules.parallel import ParallelHead
 
 KEY = "outrider_draft"  # in config.json
 WEIGHTS = "model.safetensors"
 OWN = "outrider"  # the name of this format
-HeadModule = Follower | Independent | BlockDraft | Onlooker
+HeadModule = AutoregressiveHead | ParallelHead | BlockHead | KVSharingHead
 
 _log = logging.getLogger("outrider")
 
@@ -33,10 +33,10 @@ _log = logging.getLogger("outrider")
 def make_module(description: Description) -> HeadModule:
     """A module with fresh weights."""
     if description.block:
-        return BlockDraft(description)
+        return BlockHead(description)
     if description.views:
-        return Onlooker(description)
-    return Follower(description) if description.body else Independent(description)
+        return KVSharingHead(description)
+    return AutoregressiveHead(description) if description.body else ParallelHead(description)
 
 
 def is_head(folder: str | Path, partner: Callable[[], Partner | None] | None = None) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from outrider.core import tree
-from outrider.core.types import Batch, Row
+from outrider.core.types import Batch, SequenceState
 from outrider.errors import MODEL_ERRORS, UnsupportedModel
 from outrider.models.base import Target
 from outrider.models.checkpoint import Checkpoint
@@ -54,12 +54,15 @@ def _score(target: Target, checkpoint: Checkpoint, seed: int) -> tuple[torch.Ten
     source = torch.Generator().manual_seed(seed)
     tokens = torch.randint(checkpoint.vocab, (_PROMPT + len(_PARENTS),), generator=source).tolist()
     text, guesses = tokens[:_PROMPT], tokens[_PROMPT:]
-    row = Row.of(text)
+    row = SequenceState.of(text)
     target.cache.admit(0, text)
-    draft, half = tree.empty(1, target.device), Batch(rows=(row,), start=(0,), feed=(tuple(text[:5]),), budget=(0,))
+    draft, half = (
+        tree.empty(1, target.device),
+        Batch(seqs=(row,), start=(0,), feed=(tuple(text[:5]),), draft_budget=(0,)),
+    )
     scores = target.score(half, draft)
     target.cache.commit(tree.fed_round(half, draft, scores))
-    rest = Batch(rows=(row,), start=(5,), feed=(tuple(text[5:]),), budget=(len(guesses),))
+    rest = Batch(seqs=(row,), start=(5,), feed=(tuple(text[5:]),), draft_budget=(len(guesses),))
     nodes, parents = (torch.tensor([row], device=target.device) for row in (guesses, _PARENTS))
     logits = target.score(rest, tree.chosen(nodes, parents, (len(guesses),))).logits
     target.cache.release(0)

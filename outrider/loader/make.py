@@ -11,7 +11,7 @@ from outrider.models.attention_target import AttentionTarget
 from outrider.models.base import Target
 from outrider.models.checkpoint import Checkpoint
 from outrider.models.cuda_graphs import CudaRecorder
-from outrider.models.quantize import quantise
+from outrider.models.quantize import quantize_model
 from outrider.models.recurrent_target import RecurrentTarget
 from outrider.native.target import NativeTarget
 
@@ -55,7 +55,7 @@ def make_target(
                 raise
             _log.info("running on torch: %s", reason)
     if bits < 16:
-        quantise(checkpoint.model, bits)
+        quantize_model(checkpoint.model, bits)
     if checkpoint.recurrent:
         target: Target = RecurrentTarget(checkpoint, slots=slots, context=context)
     else:

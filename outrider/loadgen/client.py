@@ -11,9 +11,9 @@ from time import perf_counter
 from aiohttp import ClientError, ClientSession, ClientTimeout, TCPConnector
 
 from outrider.errors import OutriderError
-from outrider.loadgen.response import TOLD, Asked, Tape
+from outrider.loadgen.response import TOLD, RequestResult, Tape
 from outrider.loadgen.settings import Settings
-from outrider.loadgen.workload import Wanted, wanted
+from outrider.loadgen.workload import PlannedRequest, plan_requests
 from outrider.measure.prompts import Prompt
 
 
@@ -29,9 +29,9 @@ class Client:
         """Since the load began."""
         return perf_counter() - self._zero
 
-    async def ask(self, want: Wanted, number: int) -> Asked:
+    async def ask(self, want: PlannedRequest, number: int) -> RequestResult:
         """One answer to the end, or as long as the client stays; what goes wrong is noted."""
-        asked, tape = Asked(number=number, began=self.seconds), Tape()
+        asked, tape = RequestResult(number=number, began=self.seconds), Tape()
         try:
             async with self._http.post(f"{self._url}/{want.path}", json=want.body) as answer:
                 if not answer.ok:
@@ -66,7 +66,7 @@ async def connected(settings: Settings) -> AsyncIterator[tuple[Client, str]]:
         yield Client(http, url), model
 
 
-async def put_load(settings: Settings, prompts: Sequence[Prompt]) -> tuple[list[Asked], float]:
+async def put_load(settings: Settings, prompts: Sequence[Prompt]) -> tuple[list[RequestResult], float]:
     """All requests, in turns over the prompts.
 
     Returns:
@@ -76,7 +76,7 @@ async def put_load(settings: Settings, prompts: Sequence[Prompt]) -> tuple[list[
         OutriderError: there is no such server.
     """
     async with connected(settings) as (client, model):
-        wants = wanted(settings, prompts, model)
+        wants = plan_requests(settings, prompts, model)
         if settings.rate is None:
             asked = await _closed(client, wants, settings.concurrency or 1)
         else:
@@ -84,9 +84,9 @@ async def put_load(settings: Settings, prompts: Sequence[Prompt]) -> tuple[list[
         return asked, client.seconds
 
 
-async def _closed(client: Client, wants: Sequence[Wanted], concurrency: int) -> list[Asked]:
+async def _closed(client: Client, wants: Sequence[PlannedRequest], concurrency: int) -> list[RequestResult]:
     """As many at a time, each followed at once by the next."""
-    left, done = iter(enumerate(wants)), list[Asked]()
+    left, done = iter(enumerate(wants)), list[RequestResult]()
 
     async def one_by_one() -> None:
         for number, want in left:
@@ -96,7 +96,9 @@ async def _closed(client: Client, wants: Sequence[Wanted], concurrency: int) -> 
     return done
 
 
-async def _open(client: Client, wants: Sequence[Wanted], rate: float, chance: random.Random) -> list[Asked]:
+async def _open(
+    client: Client, wants: Sequence[PlannedRequest], rate: float, chance: random.Random
+) -> list[RequestResult]:
     """They come as they come, whether or not the server is done with those before."""
     tasks, at = [], 0.0
     for number, want in enumerate(wants):

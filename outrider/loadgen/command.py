@@ -14,7 +14,7 @@ from rich.table import Table
 from outrider.errors import OutriderError
 from outrider.loadgen.settings import Settings
 from outrider.measure.prompts import read_prompts
-from outrider.report.console import tell
+from outrider.report.console import print_document
 
 _POINTS = (50, 95, 99)
 
@@ -50,7 +50,7 @@ def load(settings: Settings, *, as_json: bool) -> None:
             "whole answer": points([each.whole for each in good]),
         },
     }
-    tell(document, partial(_show, settings), as_json=as_json)
+    print_document(document, partial(_show, settings), as_json=as_json)
 
 
 def points(seconds: Sequence[float]) -> dict[str, float]:

@@ -12,7 +12,7 @@ TOLD = 300  # characters of an answer that is no answer
 
 
 @dataclass(slots=True, kw_only=True)
-class Asked:
+class RequestResult:
     """What became of one request; seconds since the load began."""
 
     number: int  # of the request
@@ -67,7 +67,7 @@ class Tape:
         self._chunks.append((at, chunk))
         self.pieces += chunk.count(b"data:")
 
-    def play(self, asked: Asked) -> None:
+    def play(self, asked: RequestResult) -> None:
         """Note all that it holds."""
         parts = []
         for at, event in self._events():

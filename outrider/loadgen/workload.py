@@ -14,7 +14,7 @@ _SHORTEST = 8  # of --max-tokens, what the shortest mixed answer gets at least
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class PlannedRequest:
     """One request, and whether whoever asks it will have the patience."""
 
     path: str
@@ -22,12 +22,12 @@ class Wanted:
     pieces: int | None = None  # after so many of its answer the client hangs up; None: it stays
 
 
-def wanted(settings: Settings, prompts: Sequence[Prompt], model: str) -> list[Wanted]:
+def plan_requests(settings: Settings, prompts: Sequence[Prompt], model: str) -> list[PlannedRequest]:
     """All requests, in turns over the prompts; each is a function of the seed and its number alone."""
     return [_one(settings, prompts[i % len(prompts)], model, i) for i in range(settings.requests)]
 
 
-def _one(settings: Settings, prompt: Prompt, model: str, number: int) -> Wanted:
+def _one(settings: Settings, prompt: Prompt, model: str, number: int) -> PlannedRequest:
     chance = random.Random(f"{settings.seed}/{number}")
     body = {
         "model": model,
@@ -42,7 +42,7 @@ def _one(settings: Settings, prompt: Prompt, model: str, number: int) -> Wanted:
         **(_mixed(settings, chance) if settings.mixed else {}),
     }
     quits = chance.random() < settings.cancel
-    return Wanted(
+    return PlannedRequest(
         path="chat/completions" if prompt.messages else "completions",
         body=body,
         pieces=chance.randint(1, max(body["max_tokens"] // 2, 1)) if quits else None,

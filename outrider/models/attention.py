@@ -22,7 +22,7 @@ _SETTLED = frozenset({"position_ids", "cache_position"})  # tensors that the lay
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Sight:
+class MaskRule:
     """How far a layer sees, by the model's own rule: a window, a chunk, or everything before."""
 
     rule: Callable[..., torch.Tensor]  # (row, head, position of a column, position of an entry) -> may it be seen
@@ -30,12 +30,12 @@ class Sight:
 
 
 @dataclass(frozen=True, slots=True)
-class Reader:
+class CacheReader:
     """One pass as the attention layers see it: where to write, what to read, and the masks made so far."""
 
     cache: StaticCache
     layout: Layout
-    masks: dict[tuple[Sight | None, int, torch.dtype], list[torch.Tensor | None]] = field(default_factory=dict)
+    masks: dict[tuple[MaskRule | None, int, torch.dtype], list[torch.Tensor | None]] = field(default_factory=dict)
 
     groups: list[tuple[RowSpan, ...]] = field(init=False)  # rows that one kernel call can serve
 
@@ -59,9 +59,9 @@ def look(
     local_size: int | None = None,
     allow_is_causal_skip: bool = True,
     **_: object,  # sizes and offsets of transformers' own caches
-) -> Sight:
+) -> MaskRule:
     """Take a mask as transformers describes it to its mask makers; layers hand it on to `attend`."""
-    return Sight(mask_function, local_size if allow_is_causal_skip else 0)
+    return MaskRule(mask_function, local_size if allow_is_causal_skip else 0)
 
 
 def attend(
@@ -69,9 +69,9 @@ def attend(
     query: torch.Tensor,  # [1, Hq, T, D]
     key: torch.Tensor,  # [1, Hkv, T, D]
     value: torch.Tensor,  # [1, Hkv, T, D]
-    attention_mask: Sight | None,
+    attention_mask: MaskRule | None,
     *,
-    kv: Reader | Fixed | None = None,
+    kv: CacheReader | Fixed | None = None,
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
@@ -140,11 +140,11 @@ def _neighbours(layout: Layout) -> list[tuple[RowSpan, ...]]:
     return runs
 
 
-def _refuse(kv: Reader | Fixed | None, sight: object, others: dict[str, object]) -> None:
+def _refuse(kv: CacheReader | Fixed | None, sight: object, others: dict[str, object]) -> None:
     """Stop at what would silently be left out of the attention."""
     if kv is None:
         raise UnsupportedModel("its layers do not hand keyword arguments on to their attention")
-    if sight is not None and not isinstance(sight, Sight):
+    if sight is not None and not isinstance(sight, MaskRule):
         raise UnsupportedModel("its layers make masks of their own")
     if odd := sorted(k for k, v in others.items() if isinstance(v, torch.Tensor) and k not in _SETTLED):
         raise UnsupportedModel(f"its attention also takes {', '.join(odd)}")
@@ -174,7 +174,7 @@ def _attention(
     return weights.softmax(-1, dtype=torch.float32)[..., :-1].to(value.dtype) @ value
 
 
-def _masks(kv: Reader, sight: Sight | None, sharing: int, dtype: torch.dtype) -> list[torch.Tensor | None]:
+def _masks(kv: CacheReader, sight: MaskRule | None, sharing: int, dtype: torch.dtype) -> list[torch.Tensor | None]:
     """One mask per group, made once a pass for all layers that see as far."""
     wanted = (sight, sharing, dtype)
     if wanted not in kv.masks:
@@ -183,7 +183,7 @@ def _masks(kv: Reader, sight: Sight | None, sharing: int, dtype: torch.dtype) ->
 
 
 def _mask(
-    layout: Layout, group: tuple[RowSpan, ...], sight: Sight | None, sharing: int, dtype: torch.dtype
+    layout: Layout, group: tuple[RowSpan, ...], sight: MaskRule | None, sharing: int, dtype: torch.dtype
 ) -> torch.Tensor | None:
     """[R, 1, G * L, S], 0 where a column may see a cached entry and -inf elsewhere; None where all see all."""
     starts, size, device = [span.start for span in group], group[0].end - group[0].begin, layout.positions.device

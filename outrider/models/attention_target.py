@@ -14,17 +14,17 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from outrider.cache.base import LEAST_ROOM, Cache, Layout
-from outrider.cache.shared import BorrowedCache
+from outrider.cache.shared import SharedCache
 from outrider.cache.static import StaticCache
-from outrider.core.types import Batch, Draft, Grown, Memory, Scores, Tables, Trust
+from outrider.core.types import Batch, Draft, DraftChains, KVView, Scores, SharedWeights, StopRule
 from outrider.errors import OutriderError, UnsupportedModel
-from outrider.models.attention import Reader
-from outrider.models.base import grow_by_scores
+from outrider.models.attention import CacheReader
+from outrider.models.base import draft_by_scores
 from outrider.models.checkpoint import Checkpoint
 from outrider.models.cuda_graphs import Graphs, Recorder
 from outrider.models.prepack import can_prepack, load_weights, prepack, weight_bytes
 from outrider.models.static_pass import SpareCache, StaticModel
-from outrider.models.submodel import excerpt_model, layer_stack, lend, refuse_to_swap, requantised_model
+from outrider.models.submodel import layer_stack, make_submodel, refuse_weight_update, requantized_model, shared_weights
 
 _log = logging.getLogger("outrider")
 
@@ -67,19 +67,19 @@ class AttentionTarget:
 
     def _score(self, batch: Batch, draft: Draft, first: int) -> Scores:
         layout = self._memory.stage(batch, draft, first)
-        logits = self._forward(layout, Reader(self._memory, layout))
+        logits = self._forward(layout, CacheReader(self._memory, layout))
         features = {layer: layout.per_node(out[0, layout.keep]) for layer, out in self._outputs.items()}
         fed = {layer: layout.per_feed(out[0]) for layer, out in self._outputs.items()} if first < 0 else {}
-        return Scores(logits=layout.per_node(logits), features=features, fed=fed)
+        return Scores(logits=layout.per_node(logits), hidden_states=features, feed_hidden_states=fed)
 
-    def grow(self, batch: Batch, vocab: int, trust: Trust | None = None) -> Grown:
-        tokens = self.graphs.grow(batch, vocab if vocab < self.vocab else 0) if self.graphs else None
+    def draft_greedy(self, batch: Batch, vocab: int, trust: StopRule | None = None) -> DraftChains:
+        tokens = self.graphs.draft_greedy(batch, vocab if vocab < self.vocab else 0) if self.graphs else None
         if tokens is None:
-            return grow_by_scores(self, batch, vocab, trust)
-        return Grown(tokens=tokens, count=batch.budget)
+            return draft_by_scores(self, batch, vocab, trust)
+        return DraftChains(tokens=tokens, count=batch.draft_budget)
 
-    def swap(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
-        refuse_to_swap(self._source)
+    def update_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
+        refuse_weight_update(self._source)
         for model in (self, *self._copies):
             load_weights(model._model, weights)
         for memory in self._memories:
@@ -93,24 +93,24 @@ class AttentionTarget:
         head = torch.nn.ModuleList([self._model.get_output_embeddings()])
         return tuple(weight_bytes(layer) for layer in layer_stack(self._model)[1]), weight_bytes(head)
 
-    def lend(self) -> Tables:
+    def share_weights(self) -> SharedWeights:
         config = self._model.config.get_text_config(decoder=True).to_dict()
-        return replace(lend(self._model), memory=Memory(entries=self._memory.entries, config=config))
+        return replace(shared_weights(self._model), memory=KVView(entries=self._memory.entries, config=config))
 
-    def excerpt(self, layers: Sequence[int]) -> AttentionTarget:
+    def make_submodel(self, layers: Sequence[int]) -> AttentionTarget:
         other = copy(self)
-        other._model, other._source = excerpt_model(self._model, layers), self._model
+        other._model, other._source = make_submodel(self._model, layers), self._model
         if tuple(layers) == tuple(range(len(layers))):
-            other.cache = BorrowedCache(self.cache)
+            other.cache = SharedCache(self.cache)
         else:
             other._remember()
         other._begin()
         other.kernels += f", {len(layers)} layers"
         return other
 
-    def requantised(self, bits: int) -> AttentionTarget:
+    def make_requantized(self, bits: int) -> AttentionTarget:
         other = copy(self)
-        other._model, other._source = requantised_model(self._model, bits), self._model
+        other._model, other._source = requantized_model(self._model, bits), self._model
         other._remember()
         other._begin()
         other.kernels += f" int{bits}"
@@ -130,7 +130,7 @@ class AttentionTarget:
         self._hooks: dict[int, RemovableHandle] = {}  # by the layer exported
         self.graphs = self._record(self._recorder) if self._recorder else None
 
-    def _forward(self, layout: Layout, reader: Reader) -> torch.Tensor:
+    def _forward(self, layout: Layout, reader: CacheReader) -> torch.Tensor:
         """Logits [K, V] float32 of the columns that the layout keeps."""
         out = self._model(
             input_ids=layout.tokens.clamp(0, self._embeddings - 1)[None],
@@ -153,9 +153,9 @@ class AttentionTarget:
         self.kernels = "graphs"
         return Graphs(self._static, slots=self.slots, record=record)
 
-    def export(self, layers: Sequence[int]) -> None:
+    def export_hidden_states(self, layers: Sequence[int]) -> None:
         if layers:
-            self.cache.share(False)  # or the outputs at tokens that are cached already would be missing
+            self.cache.set_prefix_caching(False)  # or the outputs at tokens that are cached already would be missing
         if set(layers) == self._hooks.keys():
             return
         stack = layer_stack(self._model)[1]

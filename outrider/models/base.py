@@ -9,111 +9,111 @@ import torch
 
 from outrider.cache.base import Cache
 from outrider.core import tree
-from outrider.core.types import Batch, Dice, Draft, Grown, Scores, Tables, Trust
-from outrider.models.draft_chains import Watch
+from outrider.core.types import Batch, Draft, DraftChains, Scores, SharedWeights, StopRule, UniformDraws
+from outrider.models.draft_chains import ChainBuilder
 
 
 class Target(Protocol):
-    """Scores a batch in one pass.
+    """A model with its KV cache. Scores a batch in one forward pass.
 
-    Law: a node's logits depend on the committed text and the node's ancestors only. `score` changes nothing but what
-    the cache has staged; `swap` replaces weights, and what is cached under the old ones is then stale.
+    Contract: the logits of a node depend only on the committed tokens and the node's ancestors. `score` changes only
+    what the cache has staged. After `update_weights` everything in the cache is stale.
     """
 
     vocab: int
-    slots: int  # rows at once
-    context: int  # tokens a slot can hold, the guesses included
+    slots: int  # sequences at once
+    context: int  # tokens that a slot can hold, draft tokens included
     device: torch.device
-    kernels: str  # what runs the pass, for reports
+    kernels: str  # the backend, for reports
 
     @property
     def cache(self) -> Cache:
-        """What the engine admits to, commits to and releases."""
+        """The KV cache. The engine admits, commits and releases its slots."""
 
     def score(self, batch: Batch, draft: Draft, first: int = -1) -> Scores:
-        """Score the feed's end and every node; with `first` >= 0 nodes from `first` on alone (see `Cache.stage`)."""
+        """Score the last token of the feed and every node. With `first` >= 0, only the nodes from `first` on."""
 
-    def grow(self, batch: Batch, vocab: int, trust: Trust | None = None) -> Grown:
-        """Feed, and let each row go on greedily by itself: a draft model's chain where nothing is left to chance.
+    def draft_greedy(self, batch: Batch, vocab: int, trust: StopRule | None = None) -> DraftChains:
+        """Run the feed and draft a greedy chain for each sequence.
 
-        Guesses are ids below `vocab`. Every row has a budget of at least 1; all guesses but the last one are staged.
-        With `trust` a row may stop earlier, where asking does not hold up the device.
+        Draft tokens are ids below `vocab`. Every sequence has a budget of at least 1. All draft tokens but the last are
+        staged in the cache. `trust` may stop a sequence earlier, if checking it does not stall the device.
         """
 
-    def export(self, layers: Sequence[int]) -> None:
-        """From now on put the outputs of these decoder layers, counted from 0, into `Scores.features` and `Scores.fed`.
+    def export_hidden_states(self, layers: Sequence[int]) -> None:
+        """Return the outputs of these decoder layers, from 0, in `Scores.hidden_states` and `feed_hidden_states`.
 
-        These and no others, whatever was asked for before: who has several drafts at work asks for all of their layers
-        at once. While there are any the cache shares no texts: every token is fed.
+        A call replaces the layers of the call before. Prefix caching is off while layers are exported, because a cached
+        token has no hidden states.
 
         Raises:
-            OutriderError: the target has no such layer, or cannot export any.
+            OutriderError: the target has no such layer, or cannot export layers.
         """
 
-    def swap(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
-        """Load new values for some or all weights, by the names that the model's own `state_dict` gives them."""
+    def update_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
+        """Load new values for some or all weights, by their names in the model's `state_dict`."""
 
     def bytes(self) -> int:
-        """Memory of the weights, in bytes."""
+        """Bytes of the weights."""
 
 
 @runtime_checkable
-class Drawer(Protocol):
-    """A target that can draw the guesses of a chain as it grows, where their laws are softmaxes and nothing more."""
+class ChainSampler(Protocol):
+    """A target that can sample the tokens of a chain, if only temperature and filters shape their distribution."""
 
-    def draw(self, batch: Batch, vocab: int, dice: Dice, trust: Trust | None = None) -> Grown:
-        """`Target.grow`, with guesses as the `dice` fall."""
+    def draft_sampled(self, batch: Batch, vocab: int, dice: UniformDraws, trust: StopRule | None = None) -> DraftChains:
+        """As `Target.draft_greedy`, with tokens sampled by the uniform numbers of `dice`."""
 
 
 @runtime_checkable
-class Divisible(Protocol):
-    """A target that can draft for itself: with some of its layers, or with its weights in fewer bits.
+class SelfDraftTarget(Protocol):
+    """A target that can draft for itself, with some of its layers or with quantized weights.
 
-    Law: what an excerpt or a copy does changes nothing that the target says; both follow when weights are swapped.
+    Contract: a submodel or a copy does not change the target's output. Both follow `update_weights`.
     """
 
-    layers: int  # counted from 0
+    layers: int  # number of decoder layers
 
-    def excerpt(self, layers: Sequence[int]) -> Target:
-        """These layers alone, in rising order, between the target's own embedding and head.
+    def make_submodel(self, layers: Sequence[int]) -> Target:
+        """Make a target of these layers, in rising order, with the target's own embedding and output layer.
 
-        No weight is copied. Where they are the first ones the cache is the target's as well (see `BorrowedCache`), so
-        that an excerpt of all layers says what the target says; any others have a cache of their own.
+        No weight is copied. The first layers also share the target's KV cache (see `SharedCache`). Any other choice
+        has its own cache.
         """
 
-    def requantised(self, bits: int) -> Target:
-        """A copy with linear layers of 8 or 4 bits, and a cache of its own.
+    def make_requantized(self, bits: int) -> Target:
+        """Make a copy with linear layers of 8 or 4 bits and its own cache.
 
         Raises:
-            OutriderError: it would be no smaller than the target, or the machine has no kernels for it.
+            OutriderError: the copy would not be smaller, or the machine has no kernels for it.
         """
 
     def read_bytes(self) -> tuple[tuple[int, ...], int]:
-        """Bytes of weights that a pass reads: in each layer, and in the head."""
+        """Bytes of weights that a pass reads: in each layer, and in the output layer."""
 
 
 @runtime_checkable
-class Lender(Protocol):
-    """A target on whose states drafts can be trained."""
+class WeightSharer(Protocol):
+    """A target on whose hidden states draft heads can be trained."""
 
-    layers: int  # counted from 0
+    layers: int  # number of decoder layers
 
-    def lend(self) -> Tables:
-        """Its embeddings, final norm and output layer.
+    def share_weights(self) -> SharedWeights:
+        """Return the embedding, final norm and output layer.
 
         Raises:
             OutriderError: they are not a table, an RMS norm and a linear layer without bias.
         """
 
 
-def grow_by_scores(target: Target, batch: Batch, vocab: int, trust: Trust | None = None) -> Grown:
-    """`Target.grow`, one pass of `score` after another."""
-    draft = tree.empty(len(batch.rows), target.device)
-    watch = Watch(batch.budget, trust if tree.near(target.device) else None)
+def draft_by_scores(target: Target, batch: Batch, vocab: int, trust: StopRule | None = None) -> DraftChains:
+    """Implement `Target.draft_greedy` by repeated calls of `score`."""
+    draft = tree.empty(len(batch.seqs), target.device)
+    watch = ChainBuilder(batch.draft_budget, trust if tree.near(target.device) else None)
     while watch.depth < max(watch.count):
         scores = target.score(batch, draft, first=watch.depth - 1)
         logits = scores.logits[:, -1, :vocab]
         tokens = torch.cat([draft.tokens, logits.argmax(-1, keepdim=True)], 1)
         watch.look(logits, tokens[:, -1], None if scores.sure is None else scores.sure[:, -1])
         draft = tree.chain(tokens, tuple(min(most, watch.depth) for most in watch.count))
-    return Grown(tokens=draft.tokens, count=tuple(watch.count), margin=watch.margins, chance=watch.chances)
+    return DraftChains(tokens=draft.tokens, count=tuple(watch.count), margin=watch.margins, chance=watch.chances)

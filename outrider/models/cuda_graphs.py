@@ -90,7 +90,7 @@ class _Recorded:
 
 def _fed(values: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, ...]:
     """Each row's feed out of the columns [slots, L, H] of a pass; the next one writes to the same memory."""
-    return tuple(values[row.slot, : len(feed)].clone() for row, feed in zip(batch.rows, batch.feed, strict=True))
+    return tuple(values[row.slot, : len(feed)].clone() for row, feed in zip(batch.seqs, batch.feed, strict=True))
 
 
 class Graphs:
@@ -126,25 +126,25 @@ class Graphs:
         recorded.buffers.fill(batch, draft, first)
         self._model.cache.reserve(batch, draft.width, first)
         logits, best, outputs, whole = recorded.replay()
-        rows = len(batch.rows)
+        rows = len(batch.seqs)
         scores = Scores(  # copies: the next pass writes to the same memory
             logits=logits[:rows, :nodes].to(torch.float32, copy=True),
-            features={layer: out[:rows, :nodes].clone() for layer, out in outputs.items()},
+            hidden_states={layer: out[:rows, :nodes].clone() for layer, out in outputs.items()},
             best=best[:rows, :nodes].clone(),
-            fed={layer: _fed(out, batch) for layer, out in whole.items()} if fed else {},
+            feed_hidden_states={layer: _fed(out, batch) for layer, out in whole.items()} if fed else {},
         )
         return scores if not recorded.trials else self._try(recorded, scores, eager())
 
-    def grow(self, batch: Batch, vocab: int) -> torch.Tensor | None:
-        """As `Target.grow`; None where nothing is recorded that fits."""
-        steps, columns = max(batch.budget), max(2, *(len(feed) for feed in batch.feed))
-        written = [budget - 1 for budget in batch.budget]
+    def draft_greedy(self, batch: Batch, vocab: int) -> torch.Tensor | None:
+        """As `Target.draft_greedy`; None where nothing is recorded that fits."""
+        steps, columns = max(batch.draft_budget), max(2, *(len(feed) for feed in batch.feed))
+        written = [budget - 1 for budget in batch.draft_budget]
         bucket = self._bucket(batch, columns, written, steps=steps, vocab=vocab)
         if bucket is None or (recorded := self._find(bucket)) is None:
             return None
-        recorded.buffers.fill(batch, empty(len(batch.rows), self._model.cache.device), -1)
+        recorded.buffers.fill(batch, empty(len(batch.seqs), self._model.cache.device), -1)
         self._model.cache.reserve(batch, written)
-        return recorded.replay()[: len(batch.rows), :steps].clone()  # type: ignore[no-any-return]
+        return recorded.replay()[: len(batch.seqs), :steps].clone()  # type: ignore[no-any-return]
 
     @torch.inference_mode()
     def warm(
@@ -182,7 +182,7 @@ class Graphs:
         steps: int = 0,
         vocab: int = 0,
     ) -> Bucket | None:
-        rows = _power(1 + max(row.slot for row in batch.rows), self._slots)
+        rows = _power(1 + max(row.slot for row in batch.seqs), self._slots)
         ends = zip(batch.start, batch.feed, guesses, strict=True)
         stop = max(start + len(feed) + count for start, feed, count in ends)
         size = _power(columns, _COLUMNS)

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 import torch
 
-from outrider.core.types import Trust
+from outrider.core.types import StopRule
 
 
-class Watch:
+class ChainBuilder:
     """The margins of chains as they grow, and where each row stops."""
 
-    def __init__(self, budget: Sequence[int], trust: Trust | None) -> None:
+    def __init__(self, budget: Sequence[int], trust: StopRule | None) -> None:
         """Without `trust`, as where a look would wait for the device, nobody stops before the budget."""
         self.count, self.depth = list(budget), 0
         self._trust = trust
@@ -52,7 +52,7 @@ def margins_of(logits: torch.Tensor) -> list[float]:
     return (first - second).nan_to_num(nan=0.0).tolist()
 
 
-def chance_of(trust: Trust, position: int, margin: float) -> float:
+def chance_of(trust: StopRule, position: int, margin: float) -> float:
     """That a guess is kept whose ancestors were, by the margin of the logits that it was drawn from."""
     kind = min(position, len(trust.weight) - 1)
     return 1 / (1 + math.exp(-min(max(trust.weight[kind] * margin + trust.bias[kind], -30.0), 30.0)))

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from outrider.errors import OutriderError
-from outrider.models.quantize import QuantisedLinear
+from outrider.models.quantize import QuantizedLinear
 
 _ROWS = 8  # the batch that the layout is tuned for: one token and its guesses
 _FEWEST = 4  # rows below which oneDNN takes a slower kernel than for these
@@ -142,7 +142,7 @@ def load_weights(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) ->
     """Copy tensors into a model by their names, all or none; packed layers are packed anew."""
     tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", {})
     twins = {**{source: target for target, source in tied.items()}, **tied}
-    kinds = PackedLinear | QuantisedLinear
+    kinds = PackedLinear | QuantizedLinear
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, kinds)}
     packed = {f"{name}.weight": layer for name, layer in layers.items()}
     plain = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
@@ -170,5 +170,5 @@ def weight_bytes(model: nn.Module, *, beside: nn.Module | None = None) -> int:
 def _weights(model: nn.Module) -> dict[int, int]:
     """Bytes of each tensor, and of each packed layer, by what tells one from the other."""
     plain = {tensor.data_ptr(): tensor.nbytes for tensor in (*model.parameters(), *model.buffers())}
-    layers = (module for module in model.modules() if isinstance(module, PackedLinear | QuantisedLinear))
+    layers = (module for module in model.modules() if isinstance(module, PackedLinear | QuantizedLinear))
     return plain | {id(module): module.nbytes for module in layers}

@@ -21,7 +21,7 @@ _ALIGNED = 64  # bytes; the operators' instructions fault on what begins elsewhe
 _log = logging.getLogger("outrider")
 
 
-class QuantisedLinear(nn.Module):
+class QuantizedLinear(nn.Module):
     """A linear layer whose weight is integers, symmetric about zero, times scales.
 
     At 8 bits each output has a scale. At 4 bits each output and 64 inputs have (32 where 64 do not divide them), of 5
@@ -91,7 +91,7 @@ class QuantisedLinear(nn.Module):
         )
 
 
-def quantise(model: Any, bits: int) -> None:
+def quantize_model(model: Any, bits: int) -> None:
     """Replace the linear layers of `model` by quantised ones, which from here on are the model.
 
     The head decides between tokens: it has 8 bits whatever the others have.
@@ -106,8 +106,8 @@ def quantise(model: Any, bits: int) -> None:
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             own = 8 if child is head else bits
-            if type(child) is nn.Linear and QuantisedLinear.takes(child.weight, own):
-                setattr(module, name, QuantisedLinear(child.weight, child.bias, bits=own))
+            if type(child) is nn.Linear and QuantizedLinear.takes(child.weight, own):
+                setattr(module, name, QuantizedLinear(child.weight, child.bias, bits=own))
                 done += 1
     if not done:
         raise UnsupportedModel(f"{kind}: it has no linear layer that can be quantised; leave quantize out")

@@ -10,9 +10,9 @@ from transformers import DynamicCache
 
 from outrider.cache.recurrent import RecurrentCache
 from outrider.core import tree
-from outrider.core.types import Batch, Draft, Grown, Scores, Trust
+from outrider.core.types import Batch, Draft, DraftChains, Scores, StopRule
 from outrider.errors import OutriderError
-from outrider.models.base import grow_by_scores
+from outrider.models.base import draft_by_scores
 from outrider.models.checkpoint import Checkpoint
 from outrider.models.prepack import load_weights, weight_bytes
 
@@ -28,17 +28,17 @@ class RecurrentTarget:
 
     def score(self, batch: Batch, draft: Draft, first: int = -1) -> Scores:
         self.cache.stage(batch, draft, first)
-        rows = [self._score_row(batch, draft, b) for b in range(len(batch.rows))]
+        rows = [self._score_row(batch, draft, b) for b in range(len(batch.seqs))]
         return Scores(logits=torch.stack(rows))
 
-    def grow(self, batch: Batch, vocab: int, trust: Trust | None = None) -> Grown:
-        return grow_by_scores(self, batch, vocab, trust)
+    def draft_greedy(self, batch: Batch, vocab: int, trust: StopRule | None = None) -> DraftChains:
+        return draft_by_scores(self, batch, vocab, trust)
 
-    def export(self, layers: Sequence[int]) -> None:
+    def export_hidden_states(self, layers: Sequence[int]) -> None:
         if layers:
             raise OutriderError("a recurrent target exports no layers; use a proposer that needs none, such as ngram")
 
-    def swap(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
+    def update_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
         load_weights(self._model, weights)
         self.version = version
 
@@ -47,7 +47,7 @@ class RecurrentTarget:
 
     def _score_row(self, batch: Batch, draft: Draft, b: int) -> torch.Tensor:
         """Logits [1 + N, V] of row b; padding repeats the root's."""
-        slot, feed = batch.rows[b].slot, torch.tensor(batch.feed[b], device=self.device)
+        slot, feed = batch.seqs[b].slot, torch.tensor(batch.feed[b], device=self.device)
         parents = draft.parent[b, : draft.width[b]].tolist()
         out: torch.Tensor | None = None
         for leaf in sorted(set(range(len(parents))) - set(parents)) or [-1]:

@@ -18,7 +18,7 @@ from outrider.cache.static import StaticCache
 from outrider.core.tree import ancestors, empty, upload
 from outrider.core.types import Batch, Draft
 from outrider.errors import UnsupportedModel
-from outrider.models.attention import Fixed, Sight
+from outrider.models.attention import Fixed, MaskRule
 
 
 class SpareCache(StaticCache):
@@ -31,7 +31,7 @@ class SpareCache(StaticCache):
     def reserve(self, batch: Batch, guesses: Sequence[int], skip: int = -1) -> None:
         """Make room as `stage` does, for a pass that finds its own places."""
         self._read(batch)
-        for row, start, feed, count in zip(batch.rows, batch.start, batch.feed, guesses, strict=True):
+        for row, start, feed, count in zip(batch.seqs, batch.start, batch.feed, guesses, strict=True):
             if skip < 0 or count > skip:
                 stop = start + len(feed) + count
                 assert stop <= self.spare, "slot overflow"
@@ -64,7 +64,7 @@ def plan(bucket: Bucket, batch: Batch, draft: Draft, first: int, spare: int) -> 
     rows, size, skip, fed = bucket.rows, bucket.columns, max(first, 0), first < 0
     source, place, keep = [0] * (rows * size), [spare] * (rows * size), [0] * (rows * size)
     base, budget, order = [0] * rows, [0] * rows, [0] * rows
-    for b, row in enumerate(batch.rows):
+    for b, row in enumerate(batch.seqs):
         begin, feed = row.slot * size, batch.feed[b] if fed else ()
         guesses = max(draft.width[b] - skip, 0)
         end = begin + len(feed) + guesses
@@ -74,7 +74,7 @@ def plan(bucket: Bucket, batch: Batch, draft: Draft, first: int, spare: int) -> 
         place[begin:end] = range(start, start + end - begin)
         wanted = [*range(end - guesses - fed, end)] or [begin]
         keep[b * size : (b + 1) * size] = wanted + wanted[:1] * (size - len(wanted))  # padding repeats the first
-        budget[row.slot], order[b] = batch.budget[b], row.slot
+        budget[row.slot], order[b] = batch.draft_budget[b], row.slot
     return source + place + base + keep + budget + order
 
 
@@ -88,9 +88,9 @@ class Stage:
     where: torch.Tensor  # [R, S] the position of each entry
     dtype: torch.dtype
     compiled: bool
-    masks: dict[tuple[Sight | None, int], torch.Tensor]
+    masks: dict[tuple[MaskRule | None, int], torch.Tensor]
 
-    def mask(self, sight: Sight | None, sharing: int) -> torch.Tensor:
+    def mask(self, sight: MaskRule | None, sharing: int) -> torch.Tensor:
         """As `Fixed.mask`; made once for all layers that see as far."""
         if (sight, sharing) not in self.masks:
             seen = self.seen
@@ -121,7 +121,7 @@ class _Layer:
         stage = kwargs.get("kv")
         if not isinstance(stage, Stage):
             return self._plain(*args, **kwargs)
-        sights = {arg for arg in (*args, *kwargs.values()) if isinstance(arg, Sight)}
+        sights = {arg for arg in (*args, *kwargs.values()) if isinstance(arg, MaskRule)}
         stripes = self._cache.of(self.index)
         if len(sights) > 1 or stripes is None:
             raise UnsupportedModel("its layers see in several ways at once")
@@ -129,8 +129,8 @@ class _Layer:
         if stage.compiled:
             torch._dynamo.maybe_mark_dynamic(mask, 3)  # one compilation for all lengths
         kv = Fixed(keys=stripes[0], values=stripes[1], place=stage.place, mask=mask)
-        rest = {name: None if isinstance(arg, Sight) else arg for name, arg in kwargs.items()}
-        return self._run(stage)(*(None if isinstance(arg, Sight) else arg for arg in args), **{**rest, "kv": kv})
+        rest = {name: None if isinstance(arg, MaskRule) else arg for name, arg in kwargs.items()}
+        return self._run(stage)(*(None if isinstance(arg, MaskRule) else arg for arg in args), **{**rest, "kv": kv})
 
     def _run(self, stage: Stage) -> Callable[..., Any]:
         if not stage.compiled:
@@ -187,7 +187,7 @@ class StaticPass:
     def __init__(self, model: StaticModel, bucket: Bucket) -> None:
         self.bucket, self._model, self._spare = bucket, model, model.cache.spare
         shape, device = (bucket.rows, bucket.columns), model.cache.device
-        nobody = Batch(rows=(), start=(), feed=(), budget=())
+        nobody = Batch(seqs=(), start=(), feed=(), draft_budget=())
         self._numbers = upload(plan(bucket, nobody, empty(0, device), -1, self._spare), device)
         self._guesses = torch.zeros(shape, dtype=torch.int64, device=device)
         self._parents = torch.full(shape, -1, dtype=torch.int64, device=device)

@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from outrider.core.types import Tables
+from outrider.core.types import SharedWeights
 from outrider.errors import OutriderError, UnsupportedModel
 from outrider.models.prepack import PackedLinear, can_prepack, prepack
-from outrider.models.quantize import QuantisedLinear, quantise
+from outrider.models.quantize import QuantizedLinear, quantize_model
 
 _HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks")
 
 
-def excerpt_model(model: Any, layers: Sequence[int]) -> Any:
+def make_submodel(model: Any, layers: Sequence[int]) -> Any:
     """A transformers model of these decoder layers, in this order, between the embedding and head of `model`.
 
     Whatever holds the layers is copied, and they themselves are, so that a hook or a wrapper around the one model is
@@ -35,7 +35,7 @@ def excerpt_model(model: Any, layers: Sequence[int]) -> Any:
     return root
 
 
-def requantised_model(model: Any, bits: int) -> Any:
+def requantized_model(model: Any, bits: int) -> Any:
     """A copy of a transformers model in bfloat16 whose linear layers have 8 or 4 bits.
 
     What is in bfloat16 already and not quantised is shared.
@@ -47,10 +47,10 @@ def requantised_model(model: Any, bits: int) -> Any:
     table = model.get_input_embeddings().weight
     if table.device.type != "cpu":
         raise OutriderError("a quantised draft needs a CPU; use device cpu, or draft:DIR, exit:N or ngram")
-    held = [module.bits for module in model.modules() if isinstance(module, QuantisedLinear)]
+    held = [module.bits for module in model.modules() if isinstance(module, QuantizedLinear)]
     refuse_wider(bits, min(held, default=16))
     copied = _unpacked(model, table.dtype)
-    quantise(copied, bits)
+    quantize_model(copied, bits)
     if can_prepack(torch.device("cpu"), torch.bfloat16):
         prepack(copied)
     return copied
@@ -64,14 +64,14 @@ def refuse_wider(bits: int, held: int) -> None:
         )
 
 
-def refuse_to_swap(source: object | None) -> None:
+def refuse_weight_update(source: object | None) -> None:
     """Stop where weights are loaded into what is made of `source`."""
     if source is not None:
         raise OutriderError("this draft is made of the target's own weights, and follows them; swap the target's")
 
 
-def lend(model: Any) -> Tables:
-    """The tables of a transformers model (see `Lender`)."""
+def shared_weights(model: Any) -> SharedWeights:
+    """The tables of a transformers model (see `WeightSharer`)."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     stack = layer_stack(model)[0].rpartition(".")[0]
     norm = getattr(model.get_submodule(stack), "norm", None)
@@ -82,7 +82,7 @@ def lend(model: Any) -> Tables:
         kind = model.config.model_type
         raise OutriderError(f"drafts cannot be trained on the states of {kind}: its final norm or head is not Llama's")
     table = embedding.weight * getattr(embedding, "embed_scale", 1.0)
-    return Tables(embedding=table, head=head.weight, norm=norm.weight, epsilon=float(epsilon))
+    return SharedWeights(embedding=table, head=head.weight, norm=norm.weight, epsilon=float(epsilon))
 
 
 def layer_stack(model: Any) -> tuple[str, nn.ModuleList]:
@@ -132,7 +132,7 @@ def _unpacked(module: nn.Module, wide: torch.dtype) -> Any:
 
     Other weights are shared.
     """
-    if isinstance(module, PackedLinear | QuantisedLinear):
+    if isinstance(module, PackedLinear | QuantizedLinear):
         outputs, inputs = module.shape
         plain = nn.Linear(inputs, outputs, bias=module.bias is not None, device="meta")
         plain.weight = nn.Parameter(module.weight, requires_grad=False)

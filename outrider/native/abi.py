@@ -81,7 +81,7 @@ class CChain(ctypes.Structure):
 
 
 class CLaws(ctypes.Structure):
-    """`Laws` of rules.cpp."""
+    """`Distributions` of rules.cpp."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("law", "want")),

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from outrider.core.types import Dice, Grown, Packed, Trust
+from outrider.core.types import DraftChains, Packed, StopRule, UniformDraws
 from outrider.native.abi import CChain, Columns
 
 
@@ -53,11 +53,11 @@ class Passes:
         columns: Columns,
         budget: Sequence[int],
         vocab: int,
-        trust: Trust | None = None,
+        trust: StopRule | None = None,
         *,
-        dice: Dice | None = None,
+        dice: UniformDraws | None = None,
         state: torch.Tensor | None = None,
-    ) -> Grown:
+    ) -> DraftChains:
         """One pass, and guesses after it.
 
         Args:
@@ -109,15 +109,15 @@ class _Found:
     def parts(self) -> tuple[array[Any], ...]:
         return self._token, self._count, self._looked, self._margin, self._chance
 
-    def grown(self, *, watched: bool) -> Grown:
+    def grown(self, *, watched: bool) -> DraftChains:
         q, tokens = None, torch.tensor(self._token.tolist()).view(self._shape)
         if self.law is not None:
             at = torch.tensor(self.law_at.tolist()).view(self._shape)
             q = Packed(values=self.law[: max(self.law_at) + 1], at=at)
         if not watched:
-            return Grown(tokens=tokens, count=self._budget, q=q)
+            return DraftChains(tokens=tokens, count=self._budget, q=q)
         margin, chance = self._looked_at(self._margin), self._looked_at(self._chance)
-        return Grown(tokens=tokens, count=tuple(self._count), margin=margin, chance=chance, q=q)
+        return DraftChains(tokens=tokens, count=tuple(self._count), margin=margin, chance=chance, q=q)
 
     def _looked_at(self, part: array[float]) -> tuple[tuple[float, ...], ...]:
         depth = self._shape[1]

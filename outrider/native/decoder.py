@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from outrider.cache.paged import PagedCache
-from outrider.core.types import Tables
+from outrider.core.types import SharedWeights
 from outrider.errors import OutriderError, UnsupportedModel
-from outrider.models.submodel import refuse_to_swap
+from outrider.models.submodel import refuse_weight_update
 from outrider.native.abi import MOST_DIM, MOST_SHARING, CLayer, CModel
 from outrider.native.calls import Passes
 from outrider.native.library import Library
@@ -129,7 +129,7 @@ class Decoder(Passes):
     def vocab(self) -> int:
         return self._packed[_HEAD].shape[0]
 
-    def excerpt(self, layers: Sequence[int]) -> Decoder:
+    def make_submodel(self, layers: Sequence[int]) -> Decoder:
         """Some of its layers, in this order, between its embedding and its head: the same weights, after `load` too."""
         other = copy(self)
         other._stack, other._source = tuple(layers), self
@@ -137,9 +137,9 @@ class Decoder(Passes):
         self._kin.add(other)
         return other
 
-    def requantised(self, bits: int) -> Decoder:
+    def make_requantized(self, bits: int) -> Decoder:
         """The same model in weights of 8 or 4 bits, which follow those here when they are loaded anew."""
-        other = self.excerpt(self._stack)
+        other = self.make_submodel(self._stack)
         other._bits, other._arena, other._packed = bits, Arena(), {}
         other._follow(self._groups())
         return other
@@ -156,7 +156,7 @@ class Decoder(Passes):
 
     def load(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Replace weights by the names that transformers gives them, all or none."""
-        refuse_to_swap(self._source)
+        refuse_weight_update(self._source)
         for name, value in weights.items():
             if name not in self._shapes:
                 raise OutriderError(f"the model has no weight {name!r}; use the names of its state_dict")
@@ -183,9 +183,9 @@ class Decoder(Passes):
         groups = self._groups().items()
         return {name: value for group, parts in groups for name, value in self._unpacked(group, parts).items()}
 
-    def tables(self) -> Tables:
+    def tables(self) -> SharedWeights:
         """What drafts trained on its states share with it."""
-        return Tables(
+        return SharedWeights(
             embedding=self._embedding,
             head=unpack(self._packed[_HEAD]),
             norm=self._norms["model.norm.weight"],

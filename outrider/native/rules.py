@@ -21,7 +21,7 @@ from outrider.verify.rules import PackedRule, Verifier
 _RULES: Mapping[str, int] = MappingProxyType({"walk": 0, "block": 1, "traversal": 2, "coupled": 3})
 
 
-def fastest(verifier: Verifier, device: torch.device) -> Verifier:
+def fastest_verifier(verifier: Verifier, device: torch.device) -> Verifier:
     """The same verifier; on a CPU with kernels that know it, run by them."""
     if device.type != "cpu" or verifier.name not in _RULES:
         return verifier
@@ -48,7 +48,7 @@ def _judge(library: Library, rule: int, draft: Draft, p: Packed, noise: Noise) -
         logprob=torch.empty(rows, 1 + size),
     )
     q = (None, None) if draft.q is None else (draft.q.values.float(), draft.q.at)
-    given = (draft.tokens, draft.parent, draft.law, draft.count, p.values, p.at, *q, noise.seed, noise.first)
+    given = (draft.tokens, draft.parent, draft.kind, draft.count, p.values, p.at, *q, noise.seed, noise.first)
     read = [None if part is None else part.contiguous() for part in given]  # held until the call is over
     written = (found.path, found.accepted, found.bonus, found.logprob)
     addresses = [0 if part is None else part.data_ptr() for part in (*read, *written)]

@@ -10,20 +10,20 @@ import torch
 from outrider.errors import UnsupportedModel
 from outrider.native.abi import CLaws
 from outrider.native.library import Library, load_library
-from outrider.verify.sampling import Knobs, Shaper, shape
+from outrider.verify.sampling import ProbsFunction, SamplingTensors, target_probs
 
 
-def fastest_shape(device: torch.device) -> Shaper:
+def fastest_sampling(device: torch.device) -> ProbsFunction:
     """`sampling.shape`; on a CPU with kernels, made by them."""
     if device.type != "cpu":
-        return shape
+        return target_probs
     try:
         return partial(_shape, load_library())
     except UnsupportedModel:
-        return shape  # no compiler here, and the reference says the same
+        return target_probs  # no compiler here, and the reference says the same
 
 
-def _shape(library: Library, logits: torch.Tensor, knobs: Knobs, of: torch.Tensor | slice) -> torch.Tensor:
+def _shape(library: Library, logits: torch.Tensor, knobs: SamplingTensors, of: torch.Tensor | slice) -> torch.Tensor:
     law = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     wants, (rows, nodes, vocab) = knobs.wants[of].contiguous(), law.shape
     library.code.outrider_shape(ctypes.byref(CLaws(law.data_ptr(), wants.data_ptr(), rows * nodes, vocab, nodes)))

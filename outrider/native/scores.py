@@ -90,12 +90,12 @@ class NativeScores(Scores):
         return self._padded
 
     @property
-    def features(self) -> Mapping[int, torch.Tensor]:
+    def hidden_states(self) -> Mapping[int, torch.Tensor]:
         it = self._exported
         return {} if it is None else {layer: out[it.nodes] for layer, out in zip(it.layers, it.values, strict=True)}
 
     @property
-    def fed(self) -> Mapping[int, tuple[torch.Tensor, ...]]:
+    def feed_hidden_states(self) -> Mapping[int, tuple[torch.Tensor, ...]]:
         it = self._exported
         if it is None or not any(it.feed):
             return {}

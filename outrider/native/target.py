@@ -12,9 +12,9 @@ import torch
 
 from outrider.cache.base import LEAST_ROOM, Cache
 from outrider.cache.paged import PagedCache
-from outrider.cache.shared import BorrowedCache
+from outrider.cache.shared import SharedCache
 from outrider.core import tree
-from outrider.core.types import Batch, Dice, Draft, Grown, Memory, Packed, Scores, Tables, Trust
+from outrider.core.types import Batch, Draft, DraftChains, KVView, Packed, Scores, SharedWeights, StopRule, UniformDraws
 from outrider.errors import OutriderError
 from outrider.models.checkpoint import Checkpoint
 from outrider.models.submodel import refuse_wider
@@ -59,7 +59,7 @@ class NativeTarget:
         self._memory.reserve(batch, draft.width)
         columns, order = columns_of(batch, draft, first, self.vocab)
         logits, likeliest, features = self._decoder.run(columns, self._layers)
-        rows = len(batch.rows)
+        rows = len(batch.seqs)
         packed = exported = None
         if order is not None:
             likeliest = array("i", [likeliest[at] for at in order])
@@ -75,26 +75,26 @@ class NativeTarget:
         host = [likeliest[at : at + nodes].tolist() for at in range(0, len(likeliest), nodes)]
         return NativeScores(host=host, logits=logits, packed=packed, exported=exported)
 
-    def grow(self, batch: Batch, vocab: int, trust: Trust | None = None) -> Grown:
+    def draft_greedy(self, batch: Batch, vocab: int, trust: StopRule | None = None) -> DraftChains:
         return self._grow(batch, vocab, trust, None)
 
-    def draw(self, batch: Batch, vocab: int, dice: Dice, trust: Trust | None = None) -> Grown:
+    def draft_sampled(self, batch: Batch, vocab: int, dice: UniformDraws, trust: StopRule | None = None) -> DraftChains:
         return self._grow(batch, vocab, trust, dice)
 
-    def _grow(self, batch: Batch, vocab: int, trust: Trust | None, dice: Dice | None) -> Grown:
-        self._memory.reserve(batch, batch.budget)
-        columns, _ = columns_of(batch, tree.empty(len(batch.rows), self.device), -1, self.vocab)
-        return self._decoder.grow(columns, batch.budget, vocab, trust, dice=dice)
+    def _grow(self, batch: Batch, vocab: int, trust: StopRule | None, dice: UniformDraws | None) -> DraftChains:
+        self._memory.reserve(batch, batch.draft_budget)
+        columns, _ = columns_of(batch, tree.empty(len(batch.seqs), self.device), -1, self.vocab)
+        return self._decoder.grow(columns, batch.draft_budget, vocab, trust, dice=dice)
 
-    def export(self, layers: Sequence[int]) -> None:
+    def export_hidden_states(self, layers: Sequence[int]) -> None:
         most = self._decoder.shape.layers - 1
         if odd := [layer for layer in layers if not 0 <= layer <= most]:
             raise OutriderError(f"layer {odd[0]} was asked for; this target's layers are 0 to {most}")
         self._layers = tuple(layers)
         if layers:
-            self.cache.share(False)  # or the outputs at tokens that are cached already would be missing
+            self.cache.set_prefix_caching(False)  # or the outputs at tokens that are cached already would be missing
 
-    def swap(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
+    def update_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
         self._decoder.load(weights)
         self.version = version
 
@@ -104,24 +104,24 @@ class NativeTarget:
     def read_bytes(self) -> tuple[tuple[int, ...], int]:
         return self._decoder.read_bytes()
 
-    def lend(self) -> Tables:
-        return replace(self._decoder.tables(), memory=Memory(entries=self._memory.entries, config=self._config))
+    def share_weights(self) -> SharedWeights:
+        return replace(self._decoder.tables(), memory=KVView(entries=self._memory.entries, config=self._config))
 
-    def excerpt(self, layers: Sequence[int]) -> NativeTarget:
+    def make_submodel(self, layers: Sequence[int]) -> NativeTarget:
         other = copy(self)
-        other._decoder, other._layers, count = self._decoder.excerpt(layers), (), len(layers)
+        other._decoder, other._layers, count = self._decoder.make_submodel(layers), (), len(layers)
         other.kernels = f"{self.kernels}, {count} layers"
         if tuple(layers) == tuple(range(count)):
-            other.cache = BorrowedCache(self.cache)
+            other.cache = SharedCache(self.cache)
             other._decoder.attach(self._memory)
         else:
             other._remember(count)
         return other
 
-    def requantised(self, bits: int) -> NativeTarget:
+    def make_requantized(self, bits: int) -> NativeTarget:
         refuse_wider(bits, self._decoder.bits)
         other = copy(self)
-        other._decoder, other._layers, other.kernels = self._decoder.requantised(bits), (), f"native int{bits}"
+        other._decoder, other._layers, other.kernels = self._decoder.make_requantized(bits), (), f"native int{bits}"
         other._remember(self.layers)
         return other
 
@@ -140,7 +140,7 @@ def columns_of(batch: Batch, draft: Draft, first: int, vocab: int) -> tuple[Colu
     begins = []  # of each row in what is kept
     tokens = draft.listed()
     parents = draft.parent.tolist() if draft.size and not draft.chain else None
-    for b, row in enumerate(batch.rows):
+    for b, row in enumerate(batch.seqs):
         begins.append(len(columns.keep))
         start, feed, width = batch.start[b], batch.feed[b], draft.width[b]
         if first < 0:

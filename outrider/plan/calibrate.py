@@ -12,7 +12,7 @@ from time import perf_counter
 import torch
 
 from outrider.core import tree
-from outrider.core.types import Batch, Draft, Row
+from outrider.core.types import Batch, Draft, SequenceState
 from outrider.errors import OutriderError
 from outrider.heads.targets.base import HeadTarget
 from outrider.models.base import Target
@@ -87,10 +87,10 @@ def _once(target: Target, rows: int, columns: int, cached: int) -> float:
     if isinstance(target, HeadTarget):
         return _head_once(target, shares, cached)
     batch = Batch(
-        rows=tuple(_row(target, slot) for slot in range(rows)),
+        seqs=tuple(_row(target, slot) for slot in range(rows)),
         start=(cached,) * rows,
         feed=((0,),) * rows,
-        budget=tuple(share - 1 for share in shares),
+        draft_budget=tuple(share - 1 for share in shares),
     )
     draft = _guesses(shares, target.device)
     return _timed(target, batch, draft)
@@ -98,17 +98,17 @@ def _once(target: Target, rows: int, columns: int, cached: int) -> float:
 
 def _read(target: Target, columns: int) -> float:
     """Seconds of a pass that reads so many columns of a text."""
-    batch = Batch(rows=(_row(target, 0),), start=(0,), feed=((0,) * columns,), budget=(0,))
+    batch = Batch(seqs=(_row(target, 0),), start=(0,), feed=((0,) * columns,), draft_budget=(0,))
     return _timed(target, batch, tree.empty(1, target.device))
 
 
 def _head_once(target: HeadTarget, shares: list[int], cached: int) -> float:
     """The same of a trained draft, which reads text with states and then guesses one after another."""
     batch = Batch(
-        rows=tuple(_row(target, slot) for slot in range(len(shares))),
+        seqs=tuple(_row(target, slot) for slot in range(len(shares))),
         start=(cached + 1,) * len(shares),  # no state led to the first token
         feed=tuple((0,) * share for share in shares),
-        budget=(1,) * len(shares),
+        draft_budget=(1,) * len(shares),
     )
     for slot, share in enumerate(shares):
         target.pretend(slot, cached, share + 1)
@@ -121,7 +121,7 @@ def _timed(target: Target, batch: Batch, draft: Draft) -> float:
     if target.device.type == "cuda":
         torch.cuda.synchronize(target.device)
     took = perf_counter() - began
-    for row in batch.rows:
+    for row in batch.seqs:
         target.cache.release(row.slot)
     return took
 
@@ -133,9 +133,9 @@ def _guesses(shares: list[int], device: torch.device) -> Draft:
     return tree.chain(tokens, tuple(share - 1 for share in shares))
 
 
-def _row(target: Target, slot: int) -> Row:
+def _row(target: Target, slot: int) -> SequenceState:
     target.cache.admit(slot, (0,))
-    return Row.of((0,), slot)
+    return SequenceState.of((0,), slot)
 
 
 @torch.inference_mode()

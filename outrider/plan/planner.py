@@ -8,25 +8,25 @@ from math import inf
 from typing import Any, Protocol, cast
 
 from outrider.core import tree
-from outrider.core.stats import Stats, Tally
-from outrider.core.types import Batch, Draft, Row
+from outrider.core.stats import Stats, StatsAccumulator
+from outrider.core.types import Batch, Draft, SequenceState
 from outrider.errors import OutriderError
 from outrider.plan.pass_cost import Clock, CostModel
-from outrider.plan.proposer_stats import FEW, PATIENCE, TRIAL, Arm, Load
+from outrider.plan.proposer_stats import FEW, PATIENCE, TRIAL, ProposerStats, RoundLoad
 from outrider.plan.speedup import expected_tau
-from outrider.plan.trial_budget import Credit
-from outrider.plan.window import FIXED, Span, repeats
+from outrider.plan.trial_budget import TrialBudget
+from outrider.plan.window import FIXED, PlanWindow, repeats
 
 
 class Planner(Protocol):
     """Shares out guesses.
 
-    Law: it decides from the committed text, from what rounds before have shown, and from what a draft says of its
+    Contract: it decides from the committed text, from what rounds before have shown, and from what a draft says of its
     chances; never from a token that it might drop. So the output stays exact. It only lowers `batch.budget`, which is
     what each row could use at most.
     """
 
-    def plan(self, batch: Batch, stats: Stats | Tally) -> Batch:
+    def plan(self, batch: Batch, stats: Stats | StatsAccumulator) -> Batch:
         """The batch with a budget for each row (0 = do not speculate), what a guess must be worth, and who guesses."""
 
     def trim(self, batch: Batch, draft: Draft) -> Draft:
@@ -41,21 +41,25 @@ class FixedPlanner:
             raise OutriderError(f"k is {k}; use 0 for plain decoding or a number of guesses above it")
         self._k = k
 
-    def plan(self, batch: Batch, stats: Stats | Tally) -> Batch:
-        return replace(batch, budget=_at_most(self._k, batch), room=batch.room if self._k else ())
+    def plan(self, batch: Batch, stats: Stats | StatsAccumulator) -> Batch:
+        return replace(
+            batch, draft_budget=_at_most(self._k, batch), forced_budget=batch.forced_budget if self._k else ()
+        )
 
     def trim(self, batch: Batch, draft: Draft) -> Draft:
         return draft
 
 
 class CostPlanner:
-    """As many guesses as promise the most tokens a second, by measured costs and observed acceptance.
+    """Chooses the draft length that promises the most tokens per second.
 
-    It knows the costs of a round (`CostModel`) and corrects them by what rounds really take. Each alternative of the
-    proposer has a record (`Arm`). A proposer that says how likely its guesses are is given room and a price, what a
-    guess must be worth, and its draft is trimmed to where one more guess would cost more than it brings, over all rows
-    together; any other gets one k for all rows, from how often the guess at each position is kept. It begins hopeful;
-    when nothing pays it decodes plainly, and tries again as often as a small share of the time pays for.
+    It uses measured costs of a round (`CostModel`), corrected by the times of real rounds, and the observed acceptance
+    of each alternative of the proposer (`ProposerStats`).
+
+    If a proposer estimates acceptance probabilities, its draft is trimmed where one more token would cost more than it
+    brings, over all sequences together. Any other proposer gets one k for all sequences, from the acceptance at each
+    position. The planner starts by speculating. If no draft length pays, it decodes plainly, and tries again as often
+    as a small share of the time allows.
     """
 
     def __init__(self, *costs: CostModel, most: int = 32, replay: bool = False) -> None:
@@ -65,31 +69,31 @@ class CostPlanner:
         guesses: a batch with such a row gets the same number of guesses always.
         """
         self._replay = replay
-        self.arms = tuple(Arm(each, most=most) for each in costs)
+        self.arms = tuple(ProposerStats(each, most=most) for each in costs)
         self._clock = Clock(costs[0])  # the target is the same for all
         self._told = Stats()
-        self._span = Span(Load(rows=0, soon=0, feed=0, cached=0, left=0))
+        self._span = PlanWindow(RoundLoad(rows=0, soon=0, feed=0, cached=0, left=0))
         self._k, self._keep, self._worth = 0, 0.0, cast(tuple[float, ...], ())  # what stands for the span
         self._price = 0.0  # seconds that a token is worth: what it takes at the present gain, without prompts
         self._tried, self._heard = set[int](), frozenset[int]()  # requests of the last trial; all of the last guesses
-        self._rows: tuple[Row, ...] = ()  # of the last decision
+        self._rows: tuple[SequenceState, ...] = ()  # of the last decision
         # Requests whose texts the arm in use has read, and those whose texts it had better not read.
         self._read, self._shut = frozenset[int](), frozenset[int]()
         self._usual = 0.0  # tokens of a completion, lately; 0: none has ended yet
-        self._credit = Credit()
+        self._credit = TrialBudget()
         self._unseen = inf  # rounds since one in which nobody guessed
         # Seconds of the rounds that it planned, and what plain decoding would have taken for the same tokens.
         self.spent_seconds = self.plain_seconds = 0.0
         self._found: dict[tuple[int, int, int], tuple[int, float]] = {}  # best k and gain, for some rounds
 
-    def plan(self, batch: Batch, stats: Stats | Tally) -> Batch:
+    def plan(self, batch: Batch, stats: Stats | StatsAccumulator) -> Batch:
         if self._span.idles(batch, stats.rounds):
             self._span.rounds += 1
-            return replace(batch, budget=(0,) * len(batch.rows))
-        if any(repeats(row, self._replay) for row in batch.rows):
-            self._span = Span(Load.of(batch))
-            return replace(batch, budget=_at_most(FIXED, batch))
-        load, aside = Load.of(batch), any(row.request.arm is not None for row in batch.rows)
+            return replace(batch, draft_budget=(0,) * len(batch.seqs))
+        if any(repeats(row, self._replay) for row in batch.seqs):
+            self._span = PlanWindow(RoundLoad.of(batch))
+            return replace(batch, draft_budget=_at_most(FIXED, batch))
+        load, aside = RoundLoad.of(batch), any(row.request.alternative is not None for row in batch.seqs)
         if not self._span.goes_on(load, stats.rounds) or aside != self._span.mixed:
             self._learn(stats.total)
             for i, arm in enumerate(self.arms):
@@ -98,11 +102,11 @@ class CostPlanner:
                 self._decide(batch, load)
             else:
                 self._span = self._span.after(load)
-            self._span.mixed, self._span.rows = aside, batch.rows
+            self._span.mixed, self._span.rows = aside, batch.seqs
         self._span.rounds += 1
         budget = _at_most(0 if self._span.plain else self._k, batch)
         if self._shut:
-            pairs = zip(batch.rows, budget, strict=True)
+            pairs = zip(batch.seqs, budget, strict=True)
             budget = tuple(0 if row.request.id in self._shut else most for row, most in pairs)
         if self._span.few:
             budget = self._few(batch, budget)
@@ -112,20 +116,22 @@ class CostPlanner:
             budget = self._span.aside(batch, budget)
         else:
             self._span.guessing += sum(map(bool, budget))
-        return replace(batch, budget=budget, keep=self._keep, worth=self._worth, arm=max(self._span.arm, 0))
+        return replace(
+            batch, draft_budget=budget, keep=self._keep, worth=self._worth, alternative=max(self._span.arm, 0)
+        )
 
     def _begin(self, batch: Batch, budget: tuple[int, ...]) -> None:
         """Note whose texts are read now for the first time."""
-        able = {row.request.id: start for row, start, most in zip(batch.rows, batch.start, budget, strict=True) if most}
+        able = {row.request.id: start for row, start, most in zip(batch.seqs, batch.start, budget, strict=True) if most}
         arm = self.arms[self._span.arm]
         self._span.reading = sum(arm.reading(1, start) for id, start in able.items() if id not in self._read)
         self._read |= able.keys()
 
-    def _decide(self, batch: Batch, load: Load) -> None:
+    def _decide(self, batch: Batch, load: RoundLoad) -> None:
         for row in self._rows:
-            if row.finish:
-                self._usual += (row.emitted - self._usual) * (_LENGTH if self._usual else 1.0)
-        self._rows = batch.rows
+            if row.finish_reason:
+                self._usual += (row.num_output_tokens - self._usual) * (_LENGTH if self._usual else 1.0)
+        self._rows = batch.seqs
         known = self._read | self._shut
         arm = self._choose(batch, load) if load.rows else -1
         if arm != self._span.arm:
@@ -133,16 +139,16 @@ class CostPlanner:
         if arm >= 0 and not self.arms[arm].trial and self._unread(arm, load, known):
             self.arms[arm].try_again(strange=True)
         few = self.arms[arm].few if arm >= 0 and self.arms[arm].trial else 0
-        here = frozenset(row.request.id for row in batch.rows)
+        here = frozenset(row.request.id for row in batch.seqs)
         self._heard = here if arm >= 0 else self._heard
         self._read = self._read & here if arm == self._span.arm else frozenset()
         self._k = self._ask(arm, load) if arm >= 0 else 0
         self._keep, self._worth = self._thresholds(arm, load) if arm >= 0 else (0.0, ())
-        self._span = Span.of(load, arm, few, self._told.rounds)
+        self._span = PlanWindow.of(load, arm, few, self._told.rounds)
         if arm >= 0 and not (few or load.feed) and self._unseen * _LOOKING > max(self._gain(arm, load) - 1, _SELDOM):
             self._span.look()  # the more guesses gain, the dearer that is, and the less depends on it
 
-    def _unread(self, arm: int, load: Load, known: frozenset[int]) -> bool:
+    def _unread(self, arm: int, load: RoundLoad, known: frozenset[int]) -> bool:
         """Whether most texts are new to a draft model that has gone on with others: they may be of another kind."""
         reads = self.arms[arm].costs.draft is not None and load.rows > FEW
         return reads and arm == self._span.arm and not self._span.few and self._strange(known)
@@ -157,11 +163,11 @@ class CostPlanner:
         span.guessing -= (unread := 0 if span.mixed else draft.unread)
         span.unread += unread
         if span.arm >= 0 and any(draft.width):
-            self.arms[span.arm].says = draft.chance is not None
+            self.arms[span.arm].says = draft.accept_prob is not None
         # What was drawn is not cut here: how far would depend on guesses further down the same path. It was cut by its
         # worth while it grew.
-        if draft.chance is not None and draft.q is None and any(draft.width):
-            draft = tree.cut(draft, self._widths(draft.chance, span.load))
+        if draft.accept_prob is not None and draft.q is None and any(draft.width):
+            draft = tree.cut(draft, self._widths(draft.accept_prob, span.load))
         span.guesses += sum(draft.width)
         return draft
 
@@ -174,7 +180,7 @@ class CostPlanner:
         for arm, learned in zip(self.arms, state["arms"], strict=True):
             arm.restore(learned)
 
-    def _choose(self, batch: Batch, load: Load) -> int:
+    def _choose(self, batch: Batch, load: RoundLoad) -> int:
         """The arm that promises most, or one that is due for a trial; -1: none pays."""
         few = 0 < self._span.few < load.rows  # the other rows' texts are unread after a trial
         on = -1 if few else self._span.arm
@@ -188,7 +194,7 @@ class CostPlanner:
             pays = gains[best] >= self._bar(best, on=best == on)
             if pays:
                 self._shut = self._dear(best, gains[best], batch, load, on=best == on)
-                able = (row.request.id for row, most in zip(batch.rows, batch.budget, strict=True) if most)
+                able = (row.request.id for row, most in zip(batch.seqs, batch.draft_budget, strict=True) if most)
                 pays = not self._shut.issuperset(able)
             chosen = best if pays else -1
             if pays and few and best == self._span.arm and self.arms[best].widen(load.rows):
@@ -196,7 +202,7 @@ class CostPlanner:
         self._price = self._clock.verify(load.rows, 0, cached=load.cached) / (load.rows * max(gains[chosen], 1.0))
         return chosen
 
-    def _gain(self, arm: int, load: Load) -> float:
+    def _gain(self, arm: int, load: RoundLoad) -> float:
         """Expected; where rows are few only because others still read their prompts, of all of them."""
         return min(self._best(arm, rows, load.cached)[1] for rows in {load.rows, load.soon})
 
@@ -209,7 +215,7 @@ class CostPlanner:
             self._found[place] = record.best(rows, cached, self._clock)
         return self._found[place]
 
-    def _trial(self, load: Load, gain: float) -> int | None:
+    def _trial(self, load: RoundLoad, gain: float) -> int | None:
         """The arm that is in the middle of a trial, or one that is due for its first round; `gain` is what it costs."""
         for arm, record in enumerate(self.arms):
             if arm != self._span.arm or self._span.guessing or not self._span.unread:  # to be read shows nothing
@@ -224,7 +230,7 @@ class CostPlanner:
             self._credit.begin()
         return arm
 
-    def _due(self, arm: int, load: Load, gain: float) -> bool:
+    def _due(self, arm: int, load: RoundLoad, gain: float) -> bool:
         """Whether there is hope, and trials take no more than a small share of the time if this one fails, too."""
         if (record := self.arms[arm]).idle < PATIENCE and not (self._heard and self._strange(self._heard)):
             return False
@@ -241,7 +247,7 @@ class CostPlanner:
         """Whether guesses have brought something yet."""
         return any(record.brought > 0 for record in self.arms)
 
-    def _trial_seconds(self, record: Arm, load: Load, plain: float, gain: float) -> float:
+    def _trial_seconds(self, record: ProposerStats, load: RoundLoad, plain: float, gain: float) -> float:
         """What a trial takes that comes to nothing, where a round takes `plain` without guesses, and is to gain so."""
         few = min(load.rows, FEW)
         wide = self._clock.verify(load.rows, few * _TRIED / load.rows, cached=load.cached)
@@ -261,12 +267,12 @@ class CostPlanner:
     def _few(self, batch: Batch, budget: tuple[int, ...]) -> tuple[int, ...]:
         """A trial takes a few rows alone, and the same ones: a draft model must read their texts first."""
         able = [b for b in range(len(budget)) if budget[b]]
-        able.sort(key=lambda b: (batch.rows[b].request.id not in self._tried, batch.start[b]))
+        able.sort(key=lambda b: (batch.seqs[b].request.id not in self._tried, batch.start[b]))
         chosen = set(able[: self._span.few])
-        self._tried = {batch.rows[b].request.id for b in chosen}
+        self._tried = {batch.seqs[b].request.id for b in chosen}
         return tuple(most if b in chosen else 0 for b, most in enumerate(budget))
 
-    def _repays(self, arm: int, gain: float, load: Load) -> bool:
+    def _repays(self, arm: int, gain: float, load: RoundLoad) -> bool:
         """Whether it pays although a draft model must read the texts first, and if the gain is half of what it seems.
 
         What is left of a text is guessed as if it could end with any token.
@@ -274,12 +280,12 @@ class CostPlanner:
         reading = self.arms[arm].reading(1, load.cached)
         return not reading or self._wins(gain, load.left, load) > 2 * reading
 
-    def _wins(self, gain: float, left: float, load: Load) -> float:
+    def _wins(self, gain: float, left: float, load: RoundLoad) -> float:
         """Seconds that guesses save until a row ends that may emit so many tokens."""
         plain = self._clock.verify(load.rows, 0, cached=load.cached) / load.rows
         return min(left, self._usual or left / 4) * plain * (1 - 1 / max(gain, 1.0))
 
-    def _dear(self, arm: int, gain: float, batch: Batch, load: Load, *, on: bool) -> frozenset[int]:
+    def _dear(self, arm: int, gain: float, batch: Batch, load: RoundLoad, *, on: bool) -> frozenset[int]:
         """Requests whose texts a draft model has not read, and which win less by guesses than that takes.
 
         Unless guesses of many rows stand behind the gain, it must pay even if half of it is luck.
@@ -287,12 +293,12 @@ class CostPlanner:
         record, read = self.arms[arm], self._read if arm == self._span.arm else ()
         if record.costs.draft is None:
             return frozenset()
-        luck, texts = 1 if on else 2, zip(batch.rows, batch.budget, batch.start, strict=True)
+        luck, texts = 1 if on else 2, zip(batch.seqs, batch.draft_budget, batch.start, strict=True)
         new = ((row.request.id, most, cached) for row, most, cached in texts if most and row.request.id not in read)
         dear = (id for id, most, cached in new if self._wins(gain, 1 + most, load) < luck * record.reading(1, cached))
         return frozenset(dear)
 
-    def _ask(self, arm: int, load: Load) -> int:
+    def _ask(self, arm: int, load: RoundLoad) -> int:
         """Guesses that each row may have."""
         record = self.arms[arm]
         if record.says:
@@ -302,7 +308,7 @@ class CostPlanner:
         k = min(self._best(arm, rows, load.cached)[0] for rows in {load.rows, load.soon})
         return self._beside(arm, load, k) if load.feed else k
 
-    def _thresholds(self, arm: int, load: Load) -> tuple[float, tuple[float, ...]]:
+    def _thresholds(self, arm: int, load: RoundLoad) -> tuple[float, tuple[float, ...]]:
         """The chance from which a guess pays for its column, and for a draft pass of 1, 2, ... rows besides."""
         record, price = self.arms[arm], self._price
         if not record.says:
@@ -312,13 +318,13 @@ class CostPlanner:
         steps = (record.guess_seconds(rows, load.cached) / price for rows in each)
         return min(keep, 1.0), tuple(keep + step for step in steps)
 
-    def _column(self, columns: float, load: Load) -> float:
+    def _column(self, columns: float, load: RoundLoad) -> float:
         """Seconds that one more column adds to the target's pass."""
         least = min(load.rows + load.feed, columns)
         wide, narrow = (self._clock.at(c, rows=load.rows, cached=load.cached) for c in (max(columns, least + 1), least))
         return max(wide - narrow, 0.0) / max(columns - least, 1.0)
 
-    def _widths(self, chances: tuple[tuple[float, ...], ...], load: Load) -> tuple[int, ...]:
+    def _widths(self, chances: tuple[tuple[float, ...], ...], load: RoundLoad) -> tuple[int, ...]:
         """How many guesses of each row bring more than their columns cost, the likeliest of all rows first."""
         order = sorted(((-chance, b) for b, row in enumerate(chances) for chance in row))
         price, begin = self._price, load.rows + load.feed
@@ -334,7 +340,7 @@ class CostPlanner:
             widths[b] += 1
         return tuple(widths)
 
-    def _beside(self, arm: int, load: Load, best: int) -> int:
+    def _beside(self, arm: int, load: RoundLoad, best: int) -> int:
         """How many guesses pay beside prompts that are fed in the same pass.
 
         The prompts' time must be spent anyway, so it is left out: a guess pays if what it is expected to emit is worth
@@ -367,7 +373,7 @@ class CostPlanner:
         if span.guessing and span.load.rows:
             self.arms[span.arm].learn(span.outcome(before, stats), span.load.cached)
 
-    def _account(self, span: Span, took: float, propose: float, emitted: int) -> None:
+    def _account(self, span: PlanWindow, took: float, propose: float, emitted: int) -> None:
         """Book rounds that `took` so many seconds besides those of proposing."""
         rows, cached, spent = span.load.rows, span.load.cached, took + propose
         plain = spent  # prompts take their time, with guesses or without
@@ -387,7 +393,7 @@ class CostPlanner:
 
 
 def _at_most(k: int, batch: Batch) -> tuple[int, ...]:
-    return tuple(min(k, most) for most in batch.budget)
+    return tuple(min(k, most) for most in batch.draft_budget)
 
 
 _GRAIN, _LENGTH = 128, 0.1  # cached tokens that make a difference; weight of the last completion's length

@@ -17,7 +17,7 @@ _TRUST, _HOPE = 4.0, 0.8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
+class RoundLoad:
     """What a round carries besides guesses."""
 
     rows: int  # that decode
@@ -27,18 +27,18 @@ class Load:
     left: float  # tokens that a row can still emit
 
     @classmethod
-    def of(cls, batch: Batch) -> Load:
+    def of(cls, batch: Batch) -> RoundLoad:
         emits = batch.emits
         rows = sum(emits)
         return cls(
             rows=rows,
-            soon=len(batch.rows) + batch.waiting,
+            soon=len(batch.seqs) + batch.waiting,
             feed=sum(map(len, batch.feed)) - rows,
             cached=sum(batch.start) / len(batch.start),
-            left=1 + sum(batch.budget) / max(rows, 1),
+            left=1 + sum(batch.draft_budget) / max(rows, 1),
         )
 
-    def like(self, other: Load) -> bool:
+    def like(self, other: RoundLoad) -> bool:
         """Whether as many rows decode and wait."""
         return self.rows == other.rows and self.soon == other.soon
 
@@ -57,7 +57,7 @@ class Outcome:
     propose: float  # seconds, without those in which texts were read for the first time
 
 
-class Arm:
+class ProposerStats:
     """The record of one alternative: acceptance by position, and tokens, guesses and drafting time of recent rounds."""
 
     def __init__(self, costs: CostModel, *, most: int) -> None:

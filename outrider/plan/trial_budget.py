@@ -9,7 +9,7 @@ _PATIENCE_MOST = 512  # rounds without speculation before it is tried again
 _FIRST = 3  # trials of a new engine, before they must be earned
 
 
-class Credit:
+class TrialBudget:
     """Seconds that may go into the next trial."""
 
     def __init__(self) -> None:

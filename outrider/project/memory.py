@@ -9,7 +9,7 @@ from outrider.project.equations import Model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Room:
+class MemoryBudget:
     """Bytes in memory, and how many users share what is left of it."""
 
     memory: float | None  # bytes that may be used; None where nobody knows
@@ -19,7 +19,7 @@ class Room:
     draft_row: float
 
     @classmethod
-    def of(cls, target: Model, draft: Model | None, *, memory: float | None, context: int) -> Room:
+    def of(cls, target: Model, draft: Model | None, *, memory: float | None, context: int) -> MemoryBudget:
         """With `context` tokens cached a user, and `memory` bytes."""
         return cls(
             memory=memory,

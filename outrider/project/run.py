@@ -12,7 +12,7 @@ from outrider.errors import OutriderError
 from outrider.project.equations import Acceptance, Drafting, Efficiency, Machine, Model, Pair, free_columns, head
 from outrider.project.machines import Own, Sheet, efficiencies, find_machine
 from outrider.project.measured import read_bench
-from outrider.project.memory import Room
+from outrider.project.memory import MemoryBudget
 from outrider.project.models import Bits, find_model
 from outrider.project.options import ProjectOptions
 from outrider.system import machine
@@ -190,7 +190,7 @@ def _place(pairs: Sequence[Pair], batch: int, context: int, ks: Sequence[int], d
 
 def _room(target: Model, drafting: Drafting, place: Machine, context: int, batches: Sequence[int]) -> dict[str, Any]:
     usable = None if place.memory is None else USABLE * place.memory
-    room = Room.of(target, drafting.model, memory=usable, context=context)
+    room = MemoryBudget.of(target, drafting.model, memory=usable, context=context)
     return {
         "context": context,
         "usable_bytes": usable,

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
-from outrider.propose.tree_builder import Sketch
+from outrider.propose.tree_builder import TreeBuilder
 
 LEAST = 0.02  # the chance below which a guess by counts is not worth its place in a pass
 _TRUST = 4.0  # what is expected beforehand counts as so many guesses seen
 _MEMORY = 0.99  # weight of a guess seen one guess of its kind earlier
 
 
-class Chances:
+class AcceptanceEstimator:
     """Decayed counts of guesses by kind, of those whose ancestors were all kept.
 
     A kind is whatever tells good guesses from bad ones: how long a text matched, which rank a successor had. There
@@ -28,7 +28,7 @@ class Chances:
         met, kept = self._seen.get(kind, (0.0, 0.0))
         return (kept + self._trust * expected) / (met + self._trust)
 
-    def learn(self, sketch: Sketch, kinds: Sequence[Hashable], emitted: Sequence[int]) -> None:
+    def learn(self, sketch: TreeBuilder, kinds: Sequence[Hashable], emitted: Sequence[int]) -> None:
         """From what became of a row's guesses, `kinds` [N] of them, when these tokens were emitted."""
         if not emitted:
             return

@@ -1,4 +1,4 @@
-"""What every proposer promises, and what it is told when it is made."""
+"""The `Proposer` protocol and the setup that every proposer is made with."""
 
 from __future__ import annotations
 
@@ -14,61 +14,65 @@ from outrider.models.base import Target
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setup:
-    """The house that a proposer will live in."""
+class ProposerSetup:
+    """What a proposer is made with."""
 
-    target: Target  # for proposers that share something with it; what the engine runs, so never to be fed
+    target: Target  # the engine's own target: a proposer may share its weights, and must not run it
     vocab: int  # ids that the target has logits for
-    slots: int  # rows at once, numbered from 0
-    context: int  # tokens a row can hold
-    device: torch.device  # where drafts belong
+    slots: int  # sequences at once, numbered from 0
+    context: int  # tokens that a sequence can hold
+    device: torch.device  # the device of drafts
     dtype: torch.dtype  # of the target
-    draw: Draw  # how the verifier would like guesses to be made
+    draw: Draw  # how the verifier wants draft tokens to be chosen
     tokenizer: Any  # the target's
-    kernels: str = "auto"  # what the user wants models to run on; see `make_target`
+    kernels: str = "auto"  # of draft models; see `make_target`
 
 
 class Proposer(Protocol):
-    """Guesses what the target will say next.
+    """Drafts the tokens that the target may generate next.
 
-    Law: what it proposes for a row is a function of what has been committed and scored (and of the row's noise) alone;
-    every node's `law` is true; row b gets at most `batch.budget[b]` nodes. `propose` may prepare state that `commit`
-    settles; between the two the rows do not change.
+    Contract: the draft of a sequence depends only on what has been committed and scored, and on the sequence's noise.
+    `Draft.kind` and `Draft.q` are true for every node. Sequence b gets at most `batch.draft_budget[b]` nodes. `propose`
+    may prepare state that `commit` uses; the sequences do not change between the two calls.
     """
 
     needs: Needs
 
     def admit(self, slot: int, request: Request) -> None:
-        """Take a slot for a request."""
+        """Begin a request in a slot."""
 
     def propose(self, batch: Batch) -> Draft:
-        """A tree of guesses for each row, none where the budget is 0. Texts are in `batch.rows[b].text`."""
+        """Return a tree of draft tokens for each sequence; none if its budget is 0.
+
+        The committed tokens are in `batch.seqs[b].token_ids`.
+        """
 
     def commit(self, round: Round) -> None:
-        """Learn what was kept; `round.emitted` is not yet part of the rows' texts.
+        """Learn what was accepted. `round.emitted` is not yet part of the sequences' `token_ids`.
 
-        `round.draft` is what was verified: perhaps fewer guesses than were proposed, perhaps with others' among them,
-        in another order. What became of its own a proposer finds by their tokens in `round.emitted` (`Sketch.path`).
+        `round.draft` is what was verified. It may have fewer nodes than were proposed, nodes of other proposers, and
+        another order. A proposer finds its own nodes by their tokens in `round.emitted` (`TreeBuilder.path`).
         """
 
     def release(self, slot: int) -> None:
-        """Forget a slot."""
+        """End the request in a slot."""
 
 
 def check_budget(batch: Batch, draft: Draft) -> None:
-    """Hold a proposer to what the rest of the round relies on.
+    """Check that a draft keeps to the budget.
 
     Raises:
-        OutriderError: it guessed for other rows, or more than it may.
+        OutriderError: the draft is for other sequences, or has too many nodes.
     """
-    if len(draft.width) != len(batch.rows) or any(w > b for w, b in zip(draft.width, batch.budget, strict=True)):
+    if len(draft.width) != len(batch.seqs) or any(w > b for w, b in zip(draft.width, batch.draft_budget, strict=True)):
         raise OutriderError(
-            f"the proposer made {draft.width} guesses where {batch.budget} were allowed; keep to batch.budget"
+            f"the proposer made {draft.width} draft tokens, and {batch.draft_budget} are allowed;"
+            " keep to batch.draft_budget"
         )
 
 
 def whole(text: str) -> int | None:
-    """A whole number in an expression; None where it is none, or has more digits than anything here could count."""
+    """Parse a whole number of at most 18 digits; None if the text is anything else."""
     return int(text) if text.isdecimal() and len(text) < 19 else None
 
 
@@ -77,14 +81,14 @@ class NoProposer:
 
     needs = Needs()
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: ProposerSetup) -> None:
         self._device = setup.device
 
     def admit(self, slot: int, request: Request) -> None:
         pass
 
     def propose(self, batch: Batch) -> Draft:
-        return tree.empty(len(batch.rows), self._device)
+        return tree.empty(len(batch.seqs), self._device)
 
     def commit(self, round: Round) -> None:
         pass

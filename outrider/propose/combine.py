@@ -11,11 +11,11 @@ import torch
 from torch.nn import functional
 
 from outrider.core import tree
-from outrider.core.types import Batch, Draft, Draw, Law, Needs, Packed, Request, Round
+from outrider.core.types import Batch, Draft, DraftKind, Draw, Needs, Packed, Request, Round
 from outrider.errors import OutriderError
-from outrider.propose.acceptance import Chances
-from outrider.propose.base import Proposer, Setup
-from outrider.propose.tree_builder import Sketch, depths
+from outrider.propose.acceptance import AcceptanceEstimator
+from outrider.propose.base import Proposer, ProposerSetup
+from outrider.propose.tree_builder import TreeBuilder, depths
 from outrider.verify.verdict import normalised
 
 _LEVELS = 8  # of a chance that a part gives a guess
@@ -33,9 +33,9 @@ def check_parts(count: int, *, switches: bool) -> None:
 class Combination:
     """What all combinations share: every part lives through everything."""
 
-    def __init__(self, setup: Setup, parts: Sequence[Proposer]) -> None:
+    def __init__(self, setup: ProposerSetup, parts: Sequence[Proposer]) -> None:
         """Combine `parts`, the first of which has precedence where it matters."""
-        check_parts(len(parts), switches=any(part.needs.arms > 1 for part in parts))
+        check_parts(len(parts), switches=any(part.needs.alternatives > 1 for part in parts))
         self.parts = tuple(parts)
         layers = sorted({layer for part in parts for layer in part.needs.layers})
         self.needs = Needs(layers=tuple(layers))
@@ -55,15 +55,15 @@ class Combination:
             part.release(slot)
 
     def _by(self, part: int, draft: Draft) -> tuple[tuple[int, ...], ...]:
-        """Who made each guess of a part: its bits in a `Draft.by` of this combination."""
+        """Who made each guess of a part: its bits in a `Draft.source` of this combination."""
         place = self._places[part]
-        if draft.by is None:
+        if draft.source is None:
             return tuple((1 << place,) * width for width in draft.width)
-        return tuple(tuple(bits << place for bits in row) for row in draft.by)
+        return tuple(tuple(bits << place for bits in row) for row in draft.source)
 
 
 def voices(proposer: Proposer) -> int:
-    """How many guess in it, each of whom has a bit in `Draft.by`; combinations and what stands around them say so."""
+    """How many proposers it combines. Each has a bit in `Draft.source`."""
     return int(getattr(proposer, "voices", 1))
 
 
@@ -74,32 +74,34 @@ class First(Combination):
         left, drafts = batch, []
         for i, part in enumerate(self.parts):
             draft = part.propose(left)
-            drafts.append(replace(draft, by=self._by(i, draft)))
-            spent = zip(left.budget, drafts[-1].width, strict=True)
-            left = replace(left, budget=tuple(0 if width else budget for budget, width in spent))
+            drafts.append(replace(draft, source=self._by(i, draft)))
+            spent = zip(left.draft_budget, drafts[-1].width, strict=True)
+            left = replace(left, draft_budget=tuple(0 if width else budget for budget, width in spent))
         return reduce(_beside, drafts)
 
 
 class Switch(Combination):
     """One part at a time, for all rows but those that asked for another one; the planner says which."""
 
-    def __init__(self, setup: Setup, parts: Sequence[Proposer]) -> None:
+    def __init__(self, setup: ProposerSetup, parts: Sequence[Proposer]) -> None:
         super().__init__(setup, parts)
-        self.needs = replace(self.needs, arms=len(parts))
+        self.needs = replace(self.needs, alternatives=len(parts))
 
     def propose(self, batch: Batch) -> Draft:
-        arms = batch.arms
+        arms = batch.alternatives
         drafts = [part.propose(_only(batch, arms, arm)) for arm, part in enumerate(self.parts)]
         told = [
-            replace(draft, by=self._by(arm, draft)) for arm, draft in enumerate(drafts) if arm in {*arms, batch.arm}
+            replace(draft, source=self._by(arm, draft))
+            for arm, draft in enumerate(drafts)
+            if arm in {*arms, batch.alternative}
         ]
         return reduce(_beside, told)
 
 
 def _only(batch: Batch, arms: Sequence[int], arm: int) -> Batch:
     """The batch with guesses for the rows of one arm alone."""
-    budget = tuple(most if own == arm else 0 for most, own in zip(batch.budget, arms, strict=True))
-    return batch if budget == batch.budget else replace(batch, budget=budget)
+    budget = tuple(most if own == arm else 0 for most, own in zip(batch.draft_budget, arms, strict=True))
+    return batch if budget == batch.draft_budget else replace(batch, draft_budget=budget)
 
 
 class Merge(Combination):
@@ -110,20 +112,24 @@ class Merge(Combination):
     part draws with noise of its own: rules for siblings take what one part drew to say nothing of what another did.
     """
 
-    def __init__(self, setup: Setup, parts: Sequence[Proposer]) -> None:
+    def __init__(self, setup: ProposerSetup, parts: Sequence[Proposer]) -> None:
         super().__init__(setup, parts)
-        self._chances = Chances()  # of guesses by who made them, together or alone, and what they said
-        self._open: list[tuple[int, Sketch, list[Hashable]]] = []  # row of the batch, guesses, kinds
+        self._chances = AcceptanceEstimator()  # of guesses by who made them, together or alone, and what they said
+        self._open: list[tuple[int, TreeBuilder, list[Hashable]]] = []  # row of the batch, guesses, kinds
 
     def propose(self, batch: Batch) -> Draft:
         self._open = []
-        share = tuple(self._share(row.request, budget) for row, budget in zip(batch.rows, batch.budget, strict=True))
+        share = tuple(
+            self._share(row.request, budget) for row, budget in zip(batch.seqs, batch.draft_budget, strict=True)
+        )
         drafts = [
-            part.propose(replace(batch, budget=share, voice=batch.voice + place))
+            part.propose(replace(batch, draft_budget=share, voice=batch.voice + place))
             for part, place in zip(self.parts, self._places, strict=True)
         ]
         read = [self._read(part, draft) for part, draft in enumerate(drafts)]
-        unions = [self._union(b, [each[b] for each in read]).best(batch.budget[b]) for b in range(len(batch.rows))]
+        unions = [
+            self._union(b, [each[b] for each in read]).best(batch.draft_budget[b]) for b in range(len(batch.seqs))
+        ]
         return _draft(unions, drafts, self._setup.device)
 
     def commit(self, round: Round) -> None:
@@ -142,7 +148,7 @@ class Merge(Combination):
             alone = min(said[node] / said[above], 1.0) if above >= 0 and said[above] else said[node]
             kinds.append((union.voices[node], round(alone * _LEVELS)))
             chance.append((chance[above] if above >= 0 else 1.0) * self._chances.of(kinds[-1], alone))
-        sketch = Sketch(union.sketch.tokens, union.sketch.parent, chance)
+        sketch = TreeBuilder(union.sketch.tokens, union.sketch.parent, chance)
         self._open.append((b, sketch, kinds))
         return _Union(sketch, union.law, union.source, union.voices)
 
@@ -153,42 +159,42 @@ class Merge(Combination):
     def _read(self, part: int, draft: Draft) -> list[_Part]:
         """The draft on the host: each row's guesses, their laws and who made them."""
         out = list[_Part]()
-        host = (draft.tokens.tolist(), draft.parent.tolist(), draft.law.tolist(), self._by(part, draft))
+        host = (draft.tokens.tolist(), draft.parent.tolist(), draft.kind.tolist(), self._by(part, draft))
         for b, (count, tokens, parent, law, by) in enumerate(zip(draft.count.tolist(), *host, strict=True)):
             tokens, parent = tokens[:count], parent[:count]
-            if draft.chance is not None:
-                chance = list(draft.chance[b][:count])
+            if draft.accept_prob is not None:
+                chance = list(draft.accept_prob[b][:count])
             else:
                 kinds: list[Hashable] = [(part, depth) for depth in depths(parent)]
                 chance = []
                 for kind, above in zip(kinds, parent, strict=True):
                     chance.append(self._chances.of(kind, _HOPE) * (chance[above] if above >= 0 else 1.0))
-                self._open.append((b, Sketch(tokens, parent, chance), kinds))
-            out.append((Sketch(tokens, parent, chance), law, by))
+                self._open.append((b, TreeBuilder(tokens, parent, chance), kinds))
+            out.append((TreeBuilder(tokens, parent, chance), law, by))
         return out
 
 
-_Part = tuple[Sketch, list[int], Sequence[int]]  # one row's guesses, their laws, who made them
+_Part = tuple[TreeBuilder, list[int], Sequence[int]]  # one row's guesses, their laws, who made them
 
 
 @dataclass(frozen=True, slots=True)
 class _Union:
     """One row's merged tree, and where each node came from."""
 
-    sketch: Sketch
+    sketch: TreeBuilder
     law: list[int]
     source: list[tuple[int, int]]  # part, node
-    voices: list[int]  # who made the guess, as in `Draft.by`
+    voices: list[int]  # who made the guess, as in `Draft.source`
 
     @classmethod
     def of(cls, parts: Sequence[_Part]) -> _Union:
-        union = cls(Sketch(), [], [], [])
+        union = cls(TreeBuilder(), [], [], [])
         drawn_first = sorted(range(len(parts)), key=lambda part: not any(parts[part][1]))
         for part in drawn_first:
             union._add(part, *parts[part])
         return union
 
-    def _add(self, part: int, sketch: Sketch, law: list[int], by: Sequence[int]) -> None:
+    def _add(self, part: int, sketch: TreeBuilder, law: list[int], by: Sequence[int]) -> None:
         home: list[int] = []  # of the part's nodes in here
         known = {pair: node for node, pair in enumerate(zip(self.sketch.parent, self.sketch.tokens, strict=True))}
         for node, (token, parent, chance) in enumerate(zip(sketch.tokens, sketch.parent, sketch.chance, strict=True)):
@@ -207,7 +213,7 @@ class _Union:
     def without_replacement(self) -> list[tuple[int, int]]:
         """The sources of nodes that were drawn so."""
         pairs = zip(self.source, self.law, strict=True)
-        return [source for source, law in pairs if law == Law.WITHOUT_REPLACEMENT]
+        return [source for source, law in pairs if law == DraftKind.WITHOUT_REPLACEMENT]
 
     def drawn_before(self, at: int) -> list[int]:
         """Tokens that a node's own part had drawn without replacement from the same law before it."""
@@ -216,20 +222,25 @@ class _Union:
         return [
             token
             for (whose, node), law, parent, token in nodes
-            if whose == part and node < own and law == Law.WITHOUT_REPLACEMENT and parent == self.sketch.parent[at]
+            if whose == part
+            and node < own
+            and law == DraftKind.WITHOUT_REPLACEMENT
+            and parent == self.sketch.parent[at]
         ]
 
     def best(self, budget: int) -> _Union:
         """The drawn nodes and then the likeliest, parents before children."""
         old = self.sketch
-        order = sorted(range(len(old.tokens)), key=lambda node: (self.law[node] == Law.ONE_HOT, -old.chance[node]))
+        order = sorted(
+            range(len(old.tokens)), key=lambda node: (self.law[node] == DraftKind.ONE_HOT, -old.chance[node])
+        )
         order = order[:budget]
         home = {-1: -1} | {node: at for at, node in enumerate(order)}
         chance, least = [], 1.0
         for node in order:
             least = min(least, old.chance[node])
             chance.append(least)
-        sketch = Sketch([old.tokens[n] for n in order], [home[old.parent[n]] for n in order], chance)
+        sketch = TreeBuilder([old.tokens[n] for n in order], [home[old.parent[n]] for n in order], chance)
         laws, source = [self.law[n] for n in order], [self.source[n] for n in order]
         return _Union(sketch, laws, source, [self.voices[n] for n in order])
 
@@ -251,18 +262,18 @@ def _draft(unions: Sequence[_Union], drafts: Sequence[Draft], device: torch.devi
         tokens=padded([union.sketch.tokens for union in unions], 0),
         parent=padded([union.sketch.parent for union in unions], -1),
         count=tree.upload(width, device),
-        law=padded(laws, Law.ONE_HOT),
+        kind=padded(laws, DraftKind.ONE_HOT),
         q=q,
         width=width,
         depth=tuple(max(depths(union.sketch.parent), default=0) for union in unions),
         chain=False,
-        chance=None if drawn else tuple(tuple(union.sketch.chance) for union in unions),
-        by=tuple(tuple(union.voices) for union in unions),
+        accept_prob=None if drawn else tuple(tuple(union.sketch.chance) for union in unions),
+        source=tuple(tuple(union.voices) for union in unions),
     )
 
 
 def _laws(unions: Sequence[_Union], drafts: Sequence[Draft], size: int) -> tuple[Packed, list[list[int]]]:
-    """[B, N]: what each drawn node was drawn from, and by which `Law`.
+    """[B, N]: what each drawn node was drawn from, and by which `DraftKind`.
 
     Without replacement means without any sibling that was drawn so before, whoever drew it. Where several parts draw
     so, each node is therefore given the law that was left when its own part drew it.
@@ -276,10 +287,10 @@ def _laws(unions: Sequence[_Union], drafts: Sequence[Draft], size: int) -> tuple
         for at, ((part, node), law) in enumerate(zip(union.source, union.law, strict=True)):
             if law:
                 out[b][at] = known[part][b][node]
-            if several and law == Law.WITHOUT_REPLACEMENT:
+            if several and law == DraftKind.WITHOUT_REPLACEMENT:
                 q = both[out[b][at]]
                 rest = q.index_fill(0, tree.upload(union.drawn_before(at), q.device), 0.0)
-                out[b][at], laws[b][at] = len(both) + len(left), Law.SAMPLED
+                out[b][at], laws[b][at] = len(both) + len(left), DraftKind.SAMPLED
                 left.append(normalised(rest, q))
     values = torch.cat([both, torch.stack(left)]) if left else both
     return Packed(values=values, at=tree.upload(out, both.device)), laws
@@ -312,18 +323,23 @@ def _beside(one: Draft, two: Draft) -> Draft:
     if a.q is not None or b.q is not None:
         both, (ours, theirs) = _together((a, b))
         q = Packed(values=both, at=torch.where(pick, ours, theirs))
-    said, told = one.chance is not None and two.chance is not None, one.by is not None and two.by is not None
+    said, told = (
+        one.accept_prob is not None and two.accept_prob is not None,
+        one.source is not None and two.source is not None,
+    )
     return Draft(
         tokens=torch.where(pick, a.tokens, b.tokens),
         parent=torch.where(pick, a.parent, b.parent),
         count=torch.where(first, a.count, b.count),
-        law=torch.where(pick, a.law, b.law),
+        kind=torch.where(pick, a.kind, b.kind),
         q=q,
         width=tuple(x or y for x, y in zip(one.width, two.width, strict=True)),
         depth=tuple(x or y for x, y in zip(one.depth, two.depth, strict=True)),
         chain=one.chain and two.chain,
-        chance=tuple(x or y for x, y in zip(one.chance or (), two.chance or (), strict=True)) if said else None,
-        by=tuple(x or y for x, y in zip(one.by or (), two.by or (), strict=True)) if told else None,
+        accept_prob=tuple(x or y for x, y in zip(one.accept_prob or (), two.accept_prob or (), strict=True))
+        if said
+        else None,
+        source=tuple(x or y for x, y in zip(one.source or (), two.source or (), strict=True)) if told else None,
     )
 
 
@@ -340,4 +356,4 @@ def _widened(draft: Draft, size: int) -> Draft:
         [draft.parent, torch.arange(draft.size - 1, size - 1).to(draft.parent).expand(len(draft.parent), more)], 1
     )
     q = None if draft.q is None else replace(draft.q, at=pad(draft.q.at, -1))
-    return replace(draft, tokens=pad(draft.tokens), parent=parent, law=pad(draft.law), q=q)
+    return replace(draft, tokens=pad(draft.tokens), parent=parent, kind=pad(draft.kind), q=q)

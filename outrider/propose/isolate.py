@@ -8,8 +8,8 @@ from dataclasses import replace
 from functools import partial
 
 from outrider.core import tree
-from outrider.core.types import Batch, Draft, Request, Round, Row
-from outrider.propose.base import Proposer, Setup, check_budget
+from outrider.core.types import Batch, Draft, Request, Round, SequenceState
+from outrider.propose.base import Proposer, ProposerSetup, check_budget
 from outrider.propose.combine import Switch, voices
 
 _log = logging.getLogger("outrider")
@@ -18,7 +18,7 @@ _OFF, _OFF_MOST = 64, 4096  # rounds that it stays off then; twice as many each 
 _SOUND = 16  # rounds without a failure after which those before are forgiven
 
 
-class Guarded:
+class IsolatedProposer:
     """Another proposer; a round for which it raises is decoded without guesses.
 
     Between two calls nobody can know what state it was left in, so before it is asked again every slot is released and
@@ -26,14 +26,14 @@ class Guarded:
     proposer reads layers, rows that were under way have no more guesses.
     """
 
-    def __init__(self, inner: Proposer, setup: Setup, *, name: str) -> None:
+    def __init__(self, inner: Proposer, setup: ProposerSetup, *, name: str) -> None:
         """Guard `inner`, which logs call `name`."""
         self.inner, self.needs, self.name = inner, inner.needs, name
         self.voices = voices(inner)
         self.failures = 0  # in all
         self._device = setup.device
         self._requests: dict[int, Request] = {}  # by slot
-        self._rows: dict[int, Row] = {}  # by slot, of those that have been in a round
+        self._rows: dict[int, SequenceState] = {}  # by slot, of those that have been in a round
         self._held: set[int] = set()  # slots that the inner one has admitted
         self._lost: set[int] = set()  # slots whose rows have no more guesses
         self._broken = False  # it has raised, and was not made sound again
@@ -51,14 +51,14 @@ class Guarded:
             self._admit(slot, request)
 
     def propose(self, batch: Batch) -> Draft:
-        self._rows |= {row.slot: row for row in batch.rows}
-        none = tree.empty(len(batch.rows), self._device)
+        self._rows |= {row.slot: row for row in batch.seqs}
+        none = tree.empty(len(batch.seqs), self._device)
         self._off = max(self._off - 1, 0)
         if self.off or (self._broken and not self._mended()):
             return none
         if self._lost:
-            pairs = zip(batch.rows, batch.budget, strict=True)
-            batch = replace(batch, budget=tuple(0 if row.slot in self._lost else most for row, most in pairs))
+            pairs = zip(batch.seqs, batch.draft_budget, strict=True)
+            batch = replace(batch, draft_budget=tuple(0 if row.slot in self._lost else most for row, most in pairs))
         found: list[Draft] = []
 
         def ask() -> None:
@@ -92,10 +92,10 @@ class Guarded:
             self._try(partial(self.inner.release, self._held.pop()))
         for slot, request in self._requests.items():
             row = self._rows.get(slot)
-            if row is not None and row.cached and self.needs.layers:
+            if row is not None and row.num_cached_tokens and self.needs.layers:
                 self._lost.add(slot)
             if not self._broken:
-                self._admit(slot, request if row is None else replace(request, prompt=tuple(row.text)))
+                self._admit(slot, request if row is None else replace(request, prompt_token_ids=tuple(row.token_ids)))
         return not self._broken
 
     def _admit(self, slot: int, request: Request) -> None:
@@ -121,8 +121,10 @@ class Guarded:
             _log.warning("proposer %s stays off for %d rounds after %d failures", self.name, self._off, self.failures)
 
 
-def guarded(proposer: Proposer, setup: Setup, *, names: tuple[str, ...]) -> tuple[Proposer, tuple[Guarded, ...]]:
+def isolate(
+    proposer: Proposer, setup: ProposerSetup, *, names: tuple[str, ...]
+) -> tuple[Proposer, tuple[IsolatedProposer, ...]]:
     """The proposer in guards, one for each of its alternatives, whose `names` are given; and these guards."""
     parts = proposer.parts if isinstance(proposer, Switch) else (proposer,)
-    guards = tuple(Guarded(part, setup, name=name) for part, name in zip(parts, names, strict=True))
+    guards = tuple(IsolatedProposer(part, setup, name=name) for part, name in zip(parts, names, strict=True))
     return (Switch(setup, guards) if isinstance(proposer, Switch) else guards[0]), guards

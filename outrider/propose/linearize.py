@@ -10,7 +10,7 @@ from outrider.core.types import Batch, Draft, Request, Round
 from outrider.propose.base import Proposer
 
 
-class OneWay:
+class Linearized:
     """Another proposer's guesses, each row's likeliest way alone.
 
     A recurrent target reads a tree branch by branch, each from the end of the text, and must read an accepted branch
@@ -45,15 +45,15 @@ def likeliest(draft: Draft) -> Draft:
     paths = [_first_path(parents[:count]) for parents, count in zip(draft.parent.tolist(), counts, strict=True)]
     size = max(map(len, paths))
     index = tree.upload([path + [0] * (size - len(path)) for path in paths], draft.tokens.device)
-    chance, by = draft.chance, draft.by
+    chance, by = draft.accept_prob, draft.source
     chain = tree.chain(
         draft.tokens.gather(1, index),
         tuple(map(len, paths)),
-        law=draft.law.gather(1, index),
+        law=draft.kind.gather(1, index),
         q=None if draft.q is None else replace(draft.q, at=draft.q.at.gather(1, index)),
         chance=chance and tuple(tuple(said[i] for i in path) for said, path in zip(chance, paths, strict=True)),
     )
-    return replace(chain, by=by and tuple(tuple(who[i] for i in path) for who, path in zip(by, paths, strict=True)))
+    return replace(chain, source=by and tuple(tuple(who[i] for i in path) for who, path in zip(by, paths, strict=True)))
 
 
 def _first_path(parents: Sequence[int]) -> list[int]:

@@ -15,9 +15,9 @@ from outrider.core.types import Needs
 from outrider.errors import OutriderError
 from outrider.loader.embedded import embedded, model_folder
 from outrider.models.base import Target
-from outrider.propose.base import NoProposer, Proposer, Setup, whole
+from outrider.propose.base import NoProposer, Proposer, ProposerSetup, whole
 from outrider.propose.combine import Combination, First, Merge, Switch, check_parts
-from outrider.propose.draft_model.chain import ModelProposer
+from outrider.propose.draft_model.chain import DraftModelProposer
 from outrider.propose.draft_model.open import (
     cascade_proposer,
     check_draft,
@@ -41,21 +41,21 @@ from outrider.propose.lookup.retrieval import open_store, retrieval_proposer
 from outrider.propose.lookup.suffix import suffix_history, suffix_proposer
 from outrider.propose.vocabulary.text_draft import TextProposer
 
-Maker = Callable[[Setup], Proposer]
+Maker = Callable[[ProposerSetup], Proposer]
 _LONGEST = 32  # tokens of an ending that ngram looks up; each length costs time and memory at every token
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
+class ProposerType:
     """A proposer that the command line knows."""
 
-    make: Callable[[str, Setup], Proposer]  # from what stands behind the colon, "" without one
+    make: Callable[[str, ProposerSetup], Proposer]  # from what stands behind the colon, "" without one
     check: Callable[[str], object]  # of the same, as far as it can be told without the target; raises what is wrong
     form: str  # how it is written
     says: str  # what it does
 
 
-def find_proposer(spec: str, setup: Setup) -> Proposer:
+def find_proposer(spec: str, setup: ProposerSetup) -> Proposer:
     """A proposer by its expression.
 
     Raises:
@@ -74,10 +74,10 @@ def check_proposer(spec: str | Maker) -> None:
     if isinstance(spec, str):
         _check(parse(spec))
     elif not callable(spec):
-        raise OutriderError(f"proposer is {spec!r}; use {forms()}, or what makes one from a Setup")
+        raise OutriderError(f"proposer is {spec!r}; use {forms()}, or what makes one from a ProposerSetup")
 
 
-def own_proposer(maker: Maker, setup: Setup) -> Proposer:
+def own_proposer(maker: Maker, setup: ProposerSetup) -> Proposer:
     """What a user's own maker, a class or a function, makes of a setup.
 
     Raises:
@@ -88,7 +88,7 @@ def own_proposer(maker: Maker, setup: Setup) -> Proposer:
         made = maker(setup)
     except TypeError as error:
         raise OutriderError(
-            f"{name} makes no proposer from a Setup ({error}); it must take one, and nothing else that it needs"
+            f"{name} makes no proposer from a ProposerSetup ({error}); it must take one, and nothing else that it needs"
         ) from error
     lacks = [part for part in ("admit", "propose", "commit", "release") if not callable(getattr(made, part, None))]
     if not isinstance(getattr(made, "needs", None), Needs):
@@ -162,8 +162,11 @@ def parse(spec: str) -> Expression:
     return Expression(name, str(embedded(argument[1:])) if argument.startswith("@") else argument)
 
 
-def guessers(spec: str | Maker) -> tuple[str, ...]:
-    """What to call those that guess, in the order of `Draft.by`; a folder's name is added where two are named alike."""
+def draft_sources(spec: str | Maker) -> tuple[str, ...]:
+    """Names of the proposers in an expression, in the order of `Draft.source`.
+
+    A folder's name is added if two have the same name.
+    """
     if not isinstance(spec, str):
         return ("own",)
     leaves = list(parse(spec).leaves())
@@ -184,7 +187,7 @@ def draft_model(proposer: Proposer) -> Target | None:
     """The draft model of a proposer that has one, itself or in a part."""
     if isinstance(proposer, Combination):
         return next(filter(None, map(draft_model, proposer.parts)), None)
-    return proposer.model if isinstance(proposer, ModelProposer | TextProposer) else None
+    return proposer.model if isinstance(proposer, DraftModelProposer | TextProposer) else None
 
 
 def draft_models(proposer: Proposer) -> list[Target]:
@@ -222,7 +225,7 @@ def _check(expression: Expression) -> None:
         _check(part)
 
 
-def _make(expression: Expression, setup: Setup) -> Proposer:
+def _make(expression: Expression, setup: ProposerSetup) -> Proposer:
     name, argument = expression.name, expression.argument
     if name in COMBINATIONS and expression.parts:
         return COMBINATIONS[name](setup, [_make(part, setup) for part in expression.parts])
@@ -231,12 +234,12 @@ def _make(expression: Expression, setup: Setup) -> Proposer:
     return own_proposer(_own(expression), setup)
 
 
-def _none(argument: str, setup: Setup) -> Proposer:
+def _none(argument: str, setup: ProposerSetup) -> Proposer:
     _alone("none", argument)
     return NoProposer(setup)
 
 
-def _ngram(argument: str, setup: Setup) -> Proposer:
+def _ngram(argument: str, setup: ProposerSetup) -> Proposer:
     if not argument:
         return NgramProposer(setup)
     shortest, longest = _ngram_range(argument)
@@ -258,7 +261,7 @@ def _ngram_range(argument: str) -> tuple[int, int]:
     )
 
 
-def _recycle(argument: str, setup: Setup) -> Proposer:
+def _recycle(argument: str, setup: ProposerSetup) -> Proposer:
     _alone("recycle", argument)
     return RecycleProposer(setup)
 
@@ -287,7 +290,7 @@ def _own(expression: Expression) -> Maker:
             f" {forms()}"
         ) from error
     if not callable(found):
-        raise OutriderError(f"{module}:{name} makes nothing; name a class, or a function of a Setup")
+        raise OutriderError(f"{module}:{name} makes nothing; name a class, or a function of a ProposerSetup")
     return found
 
 
@@ -302,27 +305,27 @@ def _alone(name: str, argument: str) -> None:
         raise OutriderError(f"{name} takes no argument, and {argument!r} was given; write {name}")
 
 
-def _small(name: str, make: Callable[[str, Setup], Proposer], says: str, *, heads: bool) -> Named:
+def _small(name: str, make: Callable[[str, ProposerSetup], Proposer], says: str, *, heads: bool) -> ProposerType:
     """One that takes the folder of a small model; `heads`: or of a trained draft."""
-    return Named(make, partial(check_draft, name=name, heads=heads), f"{name}:DIR", says)
+    return ProposerType(make, partial(check_draft, name=name, heads=heads), f"{name}:DIR", says)
 
 
-NAMED: Mapping[str, Named] = MappingProxyType(
+NAMED: Mapping[str, ProposerType] = MappingProxyType(
     {
-        "none": Named(_none, partial(_alone, "none"), "none", "plain decoding"),
-        "ngram": Named(
+        "none": ProposerType(_none, partial(_alone, "none"), "none", "plain decoding"),
+        "ngram": ProposerType(
             _ngram, _check_ngram, "ngram[:MIN-MAX]", "what followed the last time that the text ended like this"
         ),
-        "suffix": Named(
+        "suffix": ProposerType(
             suffix_proposer,
             suffix_history,
             "suffix[:TOKENS]",
             "wherever it ended like this, here and in so many tokens of outputs",
         ),
-        "recycle": Named(
+        "recycle": ProposerType(
             _recycle, partial(_alone, "recycle"), "recycle", "what the target's own scores showed of endings like this"
         ),
-        "lookahead": Named(
+        "lookahead": ProposerType(
             lookahead_proposer, read_shape, "lookahead[:WxNxG]", "n-grams that the target writes beside the text"
         ),
         "draft": _small("draft", draft_proposer, "a small model", heads=True),
@@ -336,17 +339,17 @@ NAMED: Mapping[str, Named] = MappingProxyType(
         "cascade": _small(
             "cascade", cascade_proposer, "a small model that looks up what it is about to say", heads=False
         ),
-        "retrieval": Named(
+        "retrieval": ProposerType(
             retrieval_proposer,
             open_store,
             "retrieval:DIR[:MIN]",
             "what followed this ending in a datastore; see `outrider index`",
         ),
-        "exit": Named(exit_proposer, exit_layers, "exit:LAYERS", "the target's own first layers"),
-        "skip": Named(
+        "exit": ProposerType(exit_proposer, exit_layers, "exit:LAYERS", "the target's own first layers"),
+        "skip": ProposerType(
             skip_proposer, skip_layers, "skip:A+B+C", "the target without some of its layers; see `outrider layers`"
         ),
-        "quantized": Named(
+        "quantized": ProposerType(
             quantised_proposer, quantised_bits, "quantized:int4", "the target with 4 or 8 bits a weight"
         ),
     }
@@ -355,7 +358,7 @@ DRAWN = frozenset(  # those that may draw their guesses from a law
     {"draft", "draft-tokens", "tree", "cascade", "exit", "skip", "quantized"}
 )
 CHAINS = (DRAWN - {"tree"}) | {"draft-text", "none", "first", "switch"}  # and those that make no tree of chains
-COMBINATIONS: Mapping[str, Callable[[Setup, Sequence[Proposer]], Proposer]] = MappingProxyType(
+COMBINATIONS: Mapping[str, Callable[[ProposerSetup, Sequence[Proposer]], Proposer]] = MappingProxyType(
     {"first": First, "merge": Merge, "switch": Switch}
 )
 

@@ -12,8 +12,8 @@ from outrider.core.types import Draft
 
 
 @dataclass(frozen=True, slots=True)
-class Sketch:
-    """One row's guesses: parents before children, likelier ones before others (see `Draft.chance`)."""
+class TreeBuilder:
+    """One row's guesses: parents before children, likelier ones before others (see `Draft.accept_prob`)."""
 
     tokens: list[int] = field(default_factory=list)
     parent: list[int] = field(default_factory=list)  # -1 = the last committed token
@@ -39,7 +39,7 @@ class Sketch:
         return path
 
 
-def picked(sketches: Sequence[Sketch], device: torch.device) -> Draft:
+def picked(sketches: Sequence[TreeBuilder], device: torch.device) -> Draft:
     """The draft of some rows' sketches."""
     width = tuple(len(sketch.tokens) for sketch in sketches)
     size = max(width)

@@ -37,7 +37,7 @@ def counted(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
-def tell(
+def print_document(
     document: Document,
     show: Callable[[Document, Console], None],
     *,

@@ -12,11 +12,11 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, Response
 
 from outrider._version import __version__
-from outrider.serve.async_llm import Driver
-from outrider.serve.handler import Answers
-from outrider.serve.middleware import BodyLimit, Keys
+from outrider.serve.async_llm import AsyncLLM
+from outrider.serve.handler import RequestHandler
+from outrider.serve.middleware import ApiKeyMiddleware, BodyLimitMiddleware
 from outrider.serve.monitoring.metrics import EngineCounts, exposition
-from outrider.serve.monitoring.request_log import Journal
+from outrider.serve.monitoring.request_log import RequestLog
 from outrider.serve.openai.errors import RESPONSES, STREAMED, add_handlers
 from outrider.serve.openai.responses import problem
 from outrider.serve.openai.schema import ChatRequest, CompletionRequest, TokenizeRequest
@@ -26,7 +26,7 @@ _PAGE = Path(__file__).parent / "page.html"
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
 
 
-def make_app(driver: Driver, settings: Settings, *, name: str) -> FastAPI:
+def make_app(driver: AsyncLLM, settings: Settings, *, name: str) -> FastAPI:
     """The application, which starts the driver and stops it."""
 
     @asynccontextmanager
@@ -37,11 +37,11 @@ def make_app(driver: Driver, settings: Settings, *, name: str) -> FastAPI:
 
     app = FastAPI(title="Outrider", version=__version__, lifespan=lifespan)
     driver.clocks.registry.register(EngineCounts(driver))
-    _add_routes(app, Answers(driver, settings, name=name), driver, name)
+    _add_routes(app, RequestHandler(driver, settings, name=name), driver, name)
     add_handlers(app)
-    app.add_middleware(BodyLimit, most=1024 * settings.body_kb)
+    app.add_middleware(BodyLimitMiddleware, most=1024 * settings.body_kb)
     if settings.api_key:
-        app.add_middleware(Keys, keys=settings.api_key)
+        app.add_middleware(ApiKeyMiddleware, keys=settings.api_key)
     if settings.allow_origin:  # before keys: a browser asks without one whether it may ask
         app.add_middleware(
             CORSMiddleware,
@@ -50,11 +50,11 @@ def make_app(driver: Driver, settings: Settings, *, name: str) -> FastAPI:
             allow_headers=["authorization", "content-type", "x-request-id"],
             expose_headers=["x-request-id", "retry-after"],
         )
-    app.add_middleware(Journal)
+    app.add_middleware(RequestLog)
     return app
 
 
-def _add_routes(app: FastAPI, answers: Answers, driver: Driver, name: str) -> None:
+def _add_routes(app: FastAPI, answers: RequestHandler, driver: AsyncLLM, name: str) -> None:
     @app.post("/v1/completions", responses=STREAMED)
     async def completions(asked: CompletionRequest, request: Request) -> Response:
         return await answers.answer(asked, request)
@@ -95,7 +95,7 @@ def _add_routes(app: FastAPI, answers: Answers, driver: Driver, name: str) -> No
         return Response(exposition(driver), media_type="text/plain; version=0.0.4")
 
 
-def _model(name: str, driver: Driver) -> dict[str, Any]:
+def _model(name: str, driver: AsyncLLM) -> dict[str, Any]:
     parts = driver.front.parts
     own = {"max_model_len": parts.context, "proposers": list(parts.proposers), "verifiers": list(parts.verifiers)}
     return {"id": name, "object": "model", "created": 0, "owned_by": "outrider"} | own

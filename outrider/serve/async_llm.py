@@ -11,19 +11,19 @@ from queue import Empty, SimpleQueue
 from threading import Thread
 from time import perf_counter
 
-from outrider.core.params import BadParam, SamplingParams
+from outrider.core.params import InvalidParam, SamplingParams
 from outrider.core.stats import Stats
-from outrider.core.types import Round, Row
+from outrider.core.types import Round, SequenceState
 from outrider.engine.build import EngineParts
 from outrider.engine.engine import Engine
 from outrider.errors import OutriderError
 from outrider.llm import LLM, Prompt
 from outrider.serve.monitoring.drift import Drift
-from outrider.serve.monitoring.latency import Clocks
-from outrider.serve.prompt_encoder import Reader, with_own_tokenizer
-from outrider.serve.stream.drafts import guesses_of
-from outrider.serve.stream.text import Wording
-from outrider.serve.stream.ticket import TOGETHER, Bell, Piece, Ticket, Watch
+from outrider.serve.monitoring.latency import LatencyMetrics
+from outrider.serve.prompt_encoder import PromptEncoder, with_own_tokenizer
+from outrider.serve.stream.drafts import drafts_of
+from outrider.serve.stream.text import StreamText
+from outrider.serve.stream.ticket import TOGETHER, Piece, RequestStream, StreamContent, Wakeup
 
 _log = logging.getLogger("outrider.serve")
 _IDLE = 0.05  # seconds between two looks at whether the server stops
@@ -35,7 +35,7 @@ class QueueFull(OutriderError):
     """As many wait as may."""
 
 
-class Driver:
+class AsyncLLM:
     """Steps the engine while there is anything to do.
 
     Only its thread touches the engine; everybody else leaves a note. What clients call is safe from an event loop, and
@@ -45,15 +45,15 @@ class Driver:
     def __init__(self, llm: LLM, *, queue: int, rows: int) -> None:
         """Carry at most `rows` + `queue` requests."""
         self.front = with_own_tokenizer(llm)  # the engine's thread decodes
-        self.reader = Reader(self.front)
+        self.reader = PromptEncoder(self.front)
         self.spell = cache(lambda token: self.front.decode([token]))  # what a token is alone, for the event loop
-        self.clocks = Clocks()
+        self.clocks = LatencyMetrics()
         self._llm, self._most, self.slots = llm, rows + queue, rows
         self._notes: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._open: dict[int, Ticket] = {}
-        self._news: dict[Ticket, Row] = {}  # who has something to hear of
+        self._open: dict[int, RequestStream] = {}
+        self._news: dict[RequestStream, SequenceState] = {}  # who has something to hear of
         self._told = 0.0  # when they last did
-        self._bell: Bell | None = None  # of the event loop that asks
+        self._bell: Wakeup | None = None  # of the event loop that asks
         self._taken = self._ended = 0  # requests; the one is the event loop's to change, the other the thread's
         self._stopping = False
         self._over = False  # whether the thread does nothing more
@@ -91,7 +91,7 @@ class Driver:
         """Why guesses are being lost: texts are right, and come no faster than without any. Empty while all is well."""
         off = tuple(
             f"proposer {guard.name} is switched off for now: it has failed {guard.failures} times"
-            for guard in self.front.parts.guards
+            for guard in self.front.parts.isolated
             if guard.off
         )
         if (failed := sum(tuple(self._lately))) < _LAME:
@@ -105,16 +105,16 @@ class Driver:
 
     def start(self) -> None:
         """Let the engine's thread run."""
-        self._llm.engine.watch = self._watch
+        self._llm.engine.on_round = self._watch
         self._thread.start()
 
     def stop(self) -> None:
         """End what runs, and the thread; what the planner has learned is written, if it is to be and can be."""
         self._stopping = True
         self._thread.join()
-        self._llm.keep_plan()
+        self._llm.try_save_plan()
 
-    def submit(self, prompt: Prompt, params: SamplingParams, watch: Watch) -> list[Ticket]:
+    def submit(self, prompt: Prompt, params: SamplingParams, watch: StreamContent) -> list[RequestStream]:
         """Take in a prompt; its `n` completions come through tickets, in pieces as `watch` has them.
 
         Raises:
@@ -128,33 +128,35 @@ class Driver:
         tokens = self.front.encode(prompt)
         try:
             requests = self.front.requests(tokens, params)
-        except BadParam:
+        except InvalidParam:
             raise
         except OutriderError as error:
-            raise BadParam(_blamed(self.front.parts, tokens, params), str(error)) from error
+            raise InvalidParam(_blamed(self.front.parts, tokens, params), str(error)) from error
         if (params.max_tokens or 0) > (context := self.front.parts.context):
             said = f"max_tokens is {params.max_tokens}, and the context holds {context}; ask for fewer"
-            raise BadParam("max_tokens", said)
-        self._bell = self._bell or Bell(asyncio.get_running_loop())
-        tickets = [Ticket(each, Wording(self.front.decode, self.spell, params.stop), watch) for each in requests]
+            raise InvalidParam("max_tokens", said)
+        self._bell = self._bell or Wakeup(asyncio.get_running_loop())
+        tickets = [
+            RequestStream(each, StreamText(self.front.decode, self.spell, params.stop), watch) for each in requests
+        ]
         self._taken += len(tickets)
         self._notes.put(lambda: self._add(tickets))
         if self._over:  # after the note, which may have come too late for the thread to read it
             raise QueueFull("the engine does not run any more; ask another server")
         return tickets
 
-    def cancel(self, tickets: Sequence[Ticket]) -> None:
+    def cancel(self, tickets: Sequence[RequestStream]) -> None:
         """Nobody waits for these any more; those that are done are left alone."""
         self._notes.put(lambda: self._drop(tickets))
 
-    def _add(self, tickets: Sequence[Ticket]) -> None:
+    def _add(self, tickets: Sequence[RequestStream]) -> None:
         for ticket in tickets:
             self._open[ticket.request.id] = ticket
             self.clocks.begin(ticket.request.id)
         for ticket in tickets:
             self._llm.add(ticket.request)
 
-    def _drop(self, tickets: Sequence[Ticket]) -> None:
+    def _drop(self, tickets: Sequence[RequestStream]) -> None:
         for ticket in tickets:
             if self._open.pop(ticket.request.id, None):
                 self._llm.abort(ticket.request.id)
@@ -208,19 +210,19 @@ class Driver:
 
     def _step(self) -> None:
         rows = self._round()
-        now, edges = perf_counter(), dict[Ticket, Row]()
+        now, edges = perf_counter(), dict[RequestStream, SequenceState]()
         for row in rows:
             ticket = self._open.get(row.request.id)
-            if ticket and (row.emitted > ticket.written or row.finish):
-                edge = bool(row.finish) or not ticket.written
-                ticket.written = row.emitted
-                self.clocks.see(row.request.id, now, row.emitted)
-                if ticket.watch >= Watch.ROUNDS:
+            if ticket and (row.num_output_tokens > ticket.written or row.finish_reason):
+                edge = bool(row.finish_reason) or not ticket.written
+                ticket.written = row.num_output_tokens
+                self.clocks.see(row.request.id, now, row.num_output_tokens)
+                if ticket.watch >= StreamContent.ROUNDS:
                     self._tell(row, ticket)
                     edge |= row.request.id not in self._open  # it could not be told, and no round may follow
                 if edge:
                     edges[ticket] = row
-                elif ticket.watch is not Watch.END:
+                elif ticket.watch is not StreamContent.END:
                     self._news[ticket] = row
         if now - self._told >= TOGETHER:
             self._tell_all()
@@ -229,17 +231,17 @@ class Driver:
     def _tell_all(self) -> None:
         """Let readers hear of all rounds since the last time: to wake one costs more than its few tokens do."""
         self._told, news, self._news = perf_counter(), self._news, {}
-        for drift, stats in zip(self.drifts, self._llm.engine.arms, strict=True):
+        for drift, stats in zip(self.drifts, self._llm.engine.alternative_stats, strict=True):
             drift.see(stats)
         self._tell_these(news)
 
-    def _tell_these(self, news: Mapping[Ticket, Row]) -> None:
+    def _tell_these(self, news: Mapping[RequestStream, SequenceState]) -> None:
         for ticket, row in news.items():
-            if ticket.request.id in self._open and (row.emitted > ticket.given or row.finish):
+            if ticket.request.id in self._open and (row.num_output_tokens > ticket.given or row.finish_reason):
                 self._tell(row, ticket)
         self._wake(list(news))
 
-    def _round(self) -> Sequence[Row]:
+    def _round(self) -> Sequence[SequenceState]:
         engine = self._llm.engine
         try:
             rows = engine.step()
@@ -266,7 +268,7 @@ class Driver:
         elif self._alike.bit_count() == 1:  # 2, 4, 8, ...
             _log.error("%d rounds have failed alike, and ran again without guesses: %s", self._alike, said)
 
-    def _tell(self, row: Row, ticket: Ticket) -> None:
+    def _tell(self, row: SequenceState, ticket: RequestStream) -> None:
         try:
             piece = self._piece(row, ticket)
         except Exception as error:  # of its text, which is nobody else's
@@ -274,28 +276,28 @@ class Driver:
             self._llm.abort(row.request.id)
             piece = Piece(error=f"the text cannot be written: {error}")
         ticket.put(piece)
-        if row.finish or piece.error:
+        if row.finish_reason or piece.error:
             del self._open[row.request.id]
-            self._done(ticket, "error" if piece.error else str(row.finish))
+            self._done(ticket, "error" if piece.error else str(row.finish_reason))
 
-    def _piece(self, row: Row, ticket: Ticket) -> Piece:
-        completion = self._llm.completion(row) if row.finish else None
+    def _piece(self, row: SequenceState, ticket: RequestStream) -> Piece:
+        completion = self._llm.completion(row) if row.finish_reason else None
         return Piece(
-            tokens=tuple(row.text[len(row.request.prompt) + ticket.given :]),
-            guessed=tuple(row.authors[ticket.given :]),
-            logprobs=tuple(row.logprobs[ticket.given : row.emitted]),
+            tokens=tuple(row.token_ids[len(row.request.prompt_token_ids) + ticket.given :]),
+            guessed=tuple(row.from_draft[ticket.given :]),
+            logprobs=tuple(row.logprobs[ticket.given : row.num_output_tokens]),
             guesses=ticket.guesses,
             completion=None if row.error else completion,
             error=row.error,
         )
 
     def _watch(self, round: Round) -> None:
-        for b, row in enumerate(round.batch.rows):
+        for b, row in enumerate(round.batch.seqs):
             ticket = self._open.get(row.request.id)
-            if ticket and ticket.watch is Watch.GUESSES:
-                ticket.guesses = guesses_of(round, b, self._llm.parts.guessers)
+            if ticket and ticket.watch is StreamContent.GUESSES:
+                ticket.guesses = drafts_of(round, b, self._llm.parts.draft_sources)
 
-    def _wake(self, tickets: Sequence[Ticket]) -> None:
+    def _wake(self, tickets: Sequence[RequestStream]) -> None:
         if tickets and self._bell:
             self._bell.ring(tickets)
 
@@ -310,7 +312,7 @@ class Driver:
         for ticket in tickets:  # last, since a broken engine may refuse
             self._llm.abort(ticket.request.id)
 
-    def _done(self, ticket: Ticket, how: str) -> None:
+    def _done(self, ticket: RequestStream, how: str) -> None:
         self._ended += 1
         self.clocks.end(ticket.request.id, how)
 

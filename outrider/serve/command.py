@@ -35,7 +35,7 @@ def serve(load: Callable[[], LLM], settings: Settings, *, target: str | None) ->
         import uvicorn
 
         from outrider.serve.app import make_app
-        from outrider.serve.async_llm import Driver
+        from outrider.serve.async_llm import AsyncLLM
         from outrider.serve.monitoring.request_log import log_as
     except ImportError as error:
         raise OutriderError(f'the server needs {error.name}; run pip install "outrider[serve]"') from error
@@ -45,7 +45,7 @@ def serve(load: Callable[[], LLM], settings: Settings, *, target: str | None) ->
         taken = [held.enter_context(closing(each)) for each in bind(settings.host, settings.port)]
         llm = load()
         typer.echo(_memory(llm), err=True)
-        driver = Driver(llm, queue=settings.queue, rows=settings.max_num_seqs)
+        driver = AsyncLLM(llm, queue=settings.queue, rows=settings.max_num_seqs)
         gc.collect()
         gc.freeze()  # what has been loaded stays, and need not be looked through while others wait
         config = uvicorn.Config(
@@ -152,7 +152,7 @@ def _ends_well(server: uvicorn.Server) -> Iterator[None]:
 
 def _memory(llm: LLM) -> str:
     """What the caches take, and which part of it is the drafts'."""
-    use, target = llm.engine.cache_use(), llm.parts.target
+    use, target = llm.engine.cache_usage(), llm.parts.target
     drafts = sum(model.cache.bytes() for model in draft_models(llm.parts.proposer))
     whole = f"{(target.cache.bytes() + drafts) / 1e9:.2f} GB of caches, {drafts / 1e9:.2f} of them the draft's"
     if not use.block_tokens:

@@ -10,11 +10,11 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from outrider.core.params import BadParam, SamplingParams
+from outrider.core.params import InvalidParam, SamplingParams
 from outrider.core.types import Completion
 from outrider.errors import OutriderError
 from outrider.llm import Prompt
-from outrider.serve.async_llm import Driver
+from outrider.serve.async_llm import AsyncLLM
 from outrider.serve.monitoring.request_log import Entry, entry_of
 from outrider.serve.openai.errors import UnknownModel, about, spelled_as
 from outrider.serve.openai.responses import Parts, Reply, problem
@@ -22,15 +22,15 @@ from outrider.serve.openai.schema import ChatRequest, CompletionRequest, Samplin
 from outrider.serve.openai.tools import Tools, conversation, knows_calls
 from outrider.serve.settings import Settings
 from outrider.serve.stream.smoothing import smoothed
-from outrider.serve.stream.ticket import Piece, Ticket, Watch
+from outrider.serve.stream.ticket import Piece, RequestStream, StreamContent
 
 _GONE = 499  # who asked has hung up, so nobody reads it
 
 
-class Answers:
+class RequestHandler:
     """Hands requests to the driver, and writes down what comes back."""
 
-    def __init__(self, driver: Driver, settings: Settings, *, name: str) -> None:
+    def __init__(self, driver: AsyncLLM, settings: Settings, *, name: str) -> None:
         self._driver, self._settings, self._name = driver, settings, name
         self._compiling = asyncio.Lock()
 
@@ -50,7 +50,7 @@ class Answers:
     async def _completion(self, asked: CompletionRequest, request: Request) -> Response:
         prompts = asked.prompts()
         if not prompts:
-            raise BadParam("prompt", "prompt is an empty list; give at least one prompt")
+            raise InvalidParam("prompt", "prompt is an empty list; give at least one prompt")
         with about("constraint"):
             constraint = asked.constraint()
         params = asked.params(
@@ -64,7 +64,7 @@ class Answers:
             constraint = asked.constraint()
         if tools and constraint:
             said = "tools say what form calls have; leave response_format and structured_outputs out"
-            raise BadParam("structured_outputs" if asked.structured_outputs else "response_format", said)
+            raise InvalidParam("structured_outputs" if asked.structured_outputs else "response_format", said)
         known = knows_calls(str(front.parts.tokenizer.chat_template or ""))
         with about("messages"):
             turns = conversation(asked.messages, tools, known=known)
@@ -90,9 +90,9 @@ class Answers:
         calls: bool = False,
     ) -> Response:
         if asked.stream_options and not asked.stream:
-            raise BadParam("stream_options", "stream_options are for streams; set stream, or leave them out")
+            raise InvalidParam("stream_options", "stream_options are for streams; set stream, or leave them out")
         if len(prompts) * params.n > self._settings.most_n:
-            raise BadParam(
+            raise InvalidParam(
                 "n" if params.n > 1 else "prompt",
                 f"{len(prompts)} prompts with n = {params.n} are {len(prompts) * params.n} completions; ask for at most"
                 f" {self._settings.most_n} at once",
@@ -102,14 +102,14 @@ class Answers:
                 with about("constraint"):
                     await asyncio.to_thread(self._driver.front.prepare, params.constraint)
         watch = asked.watch()
-        if watch is Watch.TEXT and self._settings.smooth:
-            watch = Watch.WORDS
+        if watch is StreamContent.TEXT and self._settings.smooth:
+            watch = StreamContent.WORDS
         reply = Reply(
             chat=isinstance(asked, ChatRequest),
             model=self._name,
             decode=self._driver.front.decode,
             logprobs=params.logprobs is not None,
-            tokens=watch >= Watch.ROUNDS,
+            tokens=watch >= StreamContent.ROUNDS,
             spell=self._driver.spell,
             calls=calls,
         )
@@ -122,15 +122,15 @@ class Answers:
             return StreamingResponse(stream, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
         return await self._whole(reply, tickets, len(prompts), request=request, gone=gone)
 
-    async def _watch(self, request: Request, tickets: Sequence[Ticket]) -> None:
+    async def _watch(self, request: Request, tickets: Sequence[RequestStream]) -> None:
         """Take tickets back once whoever asked is gone, be it long before the first token."""
         while (await request.receive())["type"] != "http.disconnect":
             pass
         self._driver.cancel(tickets)
 
-    def _submit(self, prompts: Sequence[Prompt], params: SamplingParams, watch: Watch) -> list[Ticket]:
+    def _submit(self, prompts: Sequence[Prompt], params: SamplingParams, watch: StreamContent) -> list[RequestStream]:
         """All of them or none."""
-        tickets: list[Ticket] = []
+        tickets: list[RequestStream] = []
         try:
             for prompt in prompts:
                 tickets += self._driver.submit(prompt, params, watch)
@@ -140,7 +140,13 @@ class Answers:
         return tickets
 
     async def _whole(
-        self, reply: Reply, tickets: Sequence[Ticket], prompts: int, *, request: Request, gone: asyncio.Task[None]
+        self,
+        reply: Reply,
+        tickets: Sequence[RequestStream],
+        prompts: int,
+        *,
+        request: Request,
+        gone: asyncio.Task[None],
     ) -> Response:
         entry = entry_of(request.scope)
         work = asyncio.gather(*(_end(each, entry) for each in tickets))
@@ -170,7 +176,7 @@ class Answers:
     async def _stream(
         self,
         reply: Reply,
-        tickets: Sequence[Ticket],
+        tickets: Sequence[RequestStream],
         prompts: int,
         *,
         tell: bool,
@@ -207,7 +213,7 @@ class Answers:
         return f"the request took longer than {self._settings.timeout:g} seconds"
 
 
-async def _end(ticket: Ticket, entry: Entry) -> Piece:
+async def _end(ticket: RequestStream, entry: Entry) -> Piece:
     """The last piece of a completion."""
     async for pieces in ticket.pieces():
         for piece in pieces:
@@ -215,11 +221,15 @@ async def _end(ticket: Ticket, entry: Entry) -> Piece:
     return piece
 
 
-def _pieces(ticket: Ticket) -> AsyncIterator[list[Piece]]:
-    return smoothed(ticket.pieces(), asyncio.get_running_loop()) if ticket.watch is Watch.WORDS else ticket.pieces()
+def _pieces(ticket: RequestStream) -> AsyncIterator[list[Piece]]:
+    return (
+        smoothed(ticket.pieces(), asyncio.get_running_loop())
+        if ticket.watch is StreamContent.WORDS
+        else ticket.pieces()
+    )
 
 
-async def _merged(tickets: Sequence[Ticket]) -> AsyncIterator[tuple[int, list[Piece]]]:
+async def _merged(tickets: Sequence[RequestStream]) -> AsyncIterator[tuple[int, list[Piece]]]:
     """The pieces of several completions as they come."""
     if len(tickets) == 1:
         async for pieces in _pieces(tickets[0]):
@@ -227,7 +237,7 @@ async def _merged(tickets: Sequence[Ticket]) -> AsyncIterator[tuple[int, list[Pi
         return
     ready: asyncio.Queue[tuple[int, list[Piece]]] = asyncio.Queue(maxsize=len(tickets))
 
-    async def read(index: int, ticket: Ticket) -> None:
+    async def read(index: int, ticket: RequestStream) -> None:
         async for pieces in _pieces(ticket):
             await ready.put((index, pieces))
 

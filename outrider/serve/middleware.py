@@ -14,7 +14,7 @@ from outrider.serve.openai.responses import problem
 _OPEN = frozenset({"/health", "/"})  # paths that need no key
 
 
-class Keys:
+class ApiKeyMiddleware:
     """Lets requests through that carry one of the keys."""
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
@@ -36,7 +36,7 @@ class Keys:
         return kind.lower() == b"bearer" and any(found)
 
 
-class BodyLimit:
+class BodyLimitMiddleware:
     """Turns away requests larger than so many bytes, told or not."""
 
     def __init__(self, app: ASGIApp, most: int) -> None:

@@ -20,7 +20,7 @@ def with_own_tokenizer(llm: LLM) -> LLM:
     return LLM.from_parts(replace(parts, setup=replace(parts.setup, tokenizer=deepcopy(parts.tokenizer))))
 
 
-class Reader:
+class PromptEncoder:
     """Reads for one event loop."""
 
     def __init__(self, front: LLM) -> None:
@@ -34,9 +34,9 @@ class Reader:
         return await self._read(lambda llm: llm.encode(prompt), length)
 
     async def chat(self, turns: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> _Tokens:
-        """Those of a conversation, by the model's template; raises as `LLM.chat` does."""
+        """Those of a conversation, by the model's template; raises as `LLM.encode_chat` does."""
         length = sum(len(str(turn.get("content") or "")) for turn in turns)
-        return await self._read(lambda llm: llm.chat(turns, tools), length)
+        return await self._read(lambda llm: llm.encode_chat(turns, tools), length)
 
     async def _read(self, how: Callable[[LLM], _Tokens], length: int) -> _Tokens:
         if length < _LONG:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from outrider.testing.drive import ConformanceError, random_tree
 from outrider.testing.enumeration import Instance, prove
 from outrider.testing.suite import check_cache, check_proposer, check_verifier, toy_setup
-from outrider.testing.toy_target import ToyTarget, joint_law
+from outrider.testing.toy_target import ToyTarget, joint_distribution
 
 __all__ = [
     "ConformanceError",
@@ -14,7 +14,7 @@ __all__ = [
     "check_cache",
     "check_proposer",
     "check_verifier",
-    "joint_law",
+    "joint_distribution",
     "prove",
     "random_tree",
     "toy_setup",

@@ -11,7 +11,7 @@ import torch
 
 from outrider.core import tree
 from outrider.core.params import SamplingParams
-from outrider.core.types import Batch, Draft, Law, Request, Round, Row, Scores
+from outrider.core.types import Batch, Draft, DraftKind, Request, Round, Scores, SequenceState
 from outrider.propose.base import Proposer
 from outrider.testing.toy_target import ToyTarget
 
@@ -41,7 +41,7 @@ def random_tree(rows: Sequence[int], vocab: int, chance: random.Random, *, chain
 
 
 @dataclass(frozen=True, slots=True)
-class Life:
+class FuzzedRun:
     """A proposer beside a toy target that commits given texts, with fuzzed budgets."""
 
     target: ToyTarget
@@ -49,7 +49,7 @@ class Life:
     chance: random.Random
 
     @classmethod
-    def fresh(cls, target: ToyTarget, proposer: Proposer, chance: random.Random) -> Life:
+    def fresh(cls, target: ToyTarget, proposer: Proposer, chance: random.Random) -> FuzzedRun:
         """A life of which no text is committed yet."""
         return cls(target, proposer, chance)
 
@@ -71,35 +71,40 @@ class Life:
         self._commit_until(rows, text, length)
         self._release(rows)
 
-    def _admit(self, text: Sequence[int], params: SamplingParams, slots: Sequence[int]) -> list[Row]:
+    def _admit(self, text: Sequence[int], params: SamplingParams, slots: Sequence[int]) -> list[SequenceState]:
         rows = [make_row(list(text[:5]), slot, params) for slot in sorted(slots)]
         for row in rows:
-            self.target.cache.admit(row.slot, row.text)
+            self.target.cache.admit(row.slot, row.token_ids)
             self.proposer.admit(row.slot, row.request)
         return rows
 
-    def _release(self, rows: Sequence[Row]) -> None:
+    def _release(self, rows: Sequence[SequenceState]) -> None:
         for row in rows:
             self.target.cache.release(row.slot)
             self.proposer.release(row.slot)
 
-    def _commit_until(self, rows: Sequence[Row], text: Sequence[int], length: int) -> None:
-        while any(len(row.text) < length for row in rows):
-            running = [row for row in rows if len(row.text) < length]
+    def _commit_until(self, rows: Sequence[SequenceState], text: Sequence[int], length: int) -> None:
+        while any(len(row.token_ids) < length for row in rows):
+            running = [row for row in rows if len(row.token_ids) < length]
             running = running if len(running) == 1 or self.chance.random() < 0.5 else running[:-1]
-            spend = [self.chance.randint(0, min(6, length - len(row.text) - 1)) for row in running]
+            spend = [self.chance.randint(0, min(6, length - len(row.token_ids) - 1)) for row in running]
             batch = self._batch(running, spend)
             self._settle(batch, self._checked(batch), text)
 
-    def _batch(self, rows: Sequence[Row], budget: Sequence[int]) -> Batch:
+    def _batch(self, rows: Sequence[SequenceState], budget: Sequence[int]) -> Batch:
         """A prompt is fed in two pieces, everything else at once."""
         feeds = []
         for row in rows:
-            missing = row.text[row.cached :]
+            missing = row.token_ids[row.num_cached_tokens :]
             feeds.append(tuple(missing[:3] if len(missing) == 5 else missing))
-        batch = Batch(rows=tuple(rows), start=tuple(r.cached for r in rows), feed=tuple(feeds), budget=tuple(budget))
+        batch = Batch(
+            seqs=tuple(rows),
+            start=tuple(r.num_cached_tokens for r in rows),
+            feed=tuple(feeds),
+            draft_budget=tuple(budget),
+        )
         spend = tuple(b if emits else 0 for b, emits in zip(budget, batch.emits, strict=True))
-        return replace(batch, budget=spend)
+        return replace(batch, draft_budget=spend)
 
     def _checked(self, batch: Batch) -> Draft:
         draft = self.proposer.propose(batch)
@@ -110,17 +115,17 @@ class Life:
         """Accept what agrees with `text`, and tell everybody."""
         scores = self.target.score(batch, draft)
         paths, emitted = [], []
-        for b, row in enumerate(batch.rows):
+        for b, row in enumerate(batch.seqs):
             path: list[int] = []
             at = -1
             for node in range(draft.width[b]):
-                wanted = text[len(row.text) + len(path)]
+                wanted = text[len(row.token_ids) + len(path)]
                 if int(draft.parent[b, node]) == at and int(draft.tokens[b, node]) == wanted:
                     path.append(node)
                     at = node
             paths.append(tuple(path))
             emits = batch.emits[b]
-            emitted.append(tuple(text[len(row.text) : len(row.text) + len(path) + 1]) if emits else ())
+            emitted.append(tuple(text[len(row.token_ids) : len(row.token_ids) + len(path) + 1]) if emits else ())
         round = make_round(batch, draft, scores, paths, emitted)
         self.target.cache.commit(round)
         self.proposer.commit(round)
@@ -133,27 +138,30 @@ def check_draft(draft: Draft, batch: Batch, vocab: int) -> None:
     Raises:
         ConformanceError: one of them is broken; the message names it.
     """
-    rows, size = len(batch.rows), draft.size
-    expect(draft.tokens.shape == draft.parent.shape == draft.law.shape == (rows, size), "its tensors must be [B, N]")
-    expect(all(w <= b for w, b in zip(draft.width, batch.budget, strict=True)), "it overspends batch.budget")
+    rows, size = len(batch.seqs), draft.size
+    expect(draft.tokens.shape == draft.parent.shape == draft.kind.shape == (rows, size), "its tensors must be [B, N]")
+    expect(all(w <= b for w, b in zip(draft.width, batch.draft_budget, strict=True)), "it overspends batch.budget")
     expect(bool((draft.count <= torch.tensor(draft.width)).all()), "count exceeds width")
     live = tree.live(draft)
     order = torch.arange(size)
     expect(bool(((draft.parent < order) & (draft.parent >= -1) | ~live).all()), "parents must precede children")
     expect(not draft.chain or bool(((draft.parent == order - 1) | ~live).all()), "it says chain and is a tree")
     expect(bool(((draft.tokens >= 0) & (draft.tokens < vocab) | ~live).all()), "tokens must be ids of the target")
-    if draft.chance is not None:
-        expect(tuple(map(len, draft.chance)) == draft.width, "chance must be [B][width]")
-        rising = any(a < b for row in draft.chance for a, b in pairwise(row))
-        expect(not rising and all(0 <= c <= 1 for row in draft.chance for c in row), "chances must fall, within 0 to 1")
-    sampled = live & (draft.law != Law.ONE_HOT)
+    if draft.accept_prob is not None:
+        expect(tuple(map(len, draft.accept_prob)) == draft.width, "chance must be [B][width]")
+        rising = any(a < b for row in draft.accept_prob for a, b in pairwise(row))
+        expect(
+            not rising and all(0 <= c <= 1 for row in draft.accept_prob for c in row),
+            "chances must fall, within 0 to 1",
+        )
+    sampled = live & (draft.kind != DraftKind.ONE_HOT)
     expect(draft.q is not None or not bool(sampled.any()), "sampled nodes need q")
     if draft.q is not None:
         q = draft.q.padded()
         mass = q.gather(-1, draft.tokens[..., None])[..., 0]
         expect(bool((mass[sampled] > 0).all()), "a sampled node's q must give its token some mass")
         expect(bool(((q.sum(-1) - 1).abs()[sampled] < 1e-4).all()), "q must sum to 1")
-        expect(bool((q[live & (draft.law == Law.ONE_HOT)] == 0).all()), "q of a one-hot node must be zero")
+        expect(bool((q[live & (draft.kind == DraftKind.ONE_HOT)] == 0).all()), "q of a one-hot node must be zero")
 
 
 def random_text(target: ToyTarget, length: int, chance: random.Random) -> list[int]:
@@ -164,12 +172,17 @@ def random_text(target: ToyTarget, length: int, chance: random.Random) -> list[i
     return text
 
 
-def make_row(text: list[int], slot: int, params: SamplingParams | None = None) -> Row:
+def make_row(text: list[int], slot: int, params: SamplingParams | None = None) -> SequenceState:
     """A row in `slot` whose prompt is `text`, without an end; greedy unless `params` say otherwise."""
     request = Request(
-        id=slot, prompt=tuple(text), params=params or SamplingParams(), seed=7, end_ids=frozenset(), limit=10**6
+        id=slot,
+        prompt_token_ids=tuple(text),
+        params=params or SamplingParams(),
+        seed=7,
+        end_ids=frozenset(),
+        max_tokens=10**6,
     )
-    return Row(request=request, slot=slot, text=text)
+    return SequenceState(request=request, slot=slot, token_ids=text)
 
 
 def make_round(
@@ -177,7 +190,7 @@ def make_round(
 ) -> Round:
     """The round that accepted the nodes `paths` [B] and emitted these tokens [B]."""
     zeros = tuple((0.0,) * len(tokens) for tokens in emitted)
-    failed = (False,) * len(batch.rows)
+    failed = (False,) * len(batch.seqs)
     return Round(
         batch=batch,
         draft=draft,
@@ -191,14 +204,14 @@ def make_round(
 
 def append(round: Round) -> None:
     """Commit to the rows what the round emitted, as the engine does."""
-    for b, row in enumerate(round.batch.rows):
-        row.cached = round.batch.start[b] + len(round.batch.feed[b]) + len(round.path[b])
-        row.text += round.emitted[b]
+    for b, row in enumerate(round.batch.seqs):
+        row.num_cached_tokens = round.batch.start[b] + len(round.batch.feed[b]) + len(round.path[b])
+        row.token_ids += round.emitted[b]
 
 
 def _nodes(draft: Draft, b: int) -> tuple[list[tuple[int, int, int]], torch.Tensor | None]:
     width = draft.width[b]
-    fields = (draft.tokens[b, :width], draft.parent[b, :width], draft.law[b, :width])
+    fields = (draft.tokens[b, :width], draft.parent[b, :width], draft.kind[b, :width])
     nodes = list(zip(*(field.tolist() for field in fields), strict=True))
-    q = None if draft.q is None else draft.q.padded()[b, :width] * (draft.law[b, :width] != Law.ONE_HOT)[:, None]
+    q = None if draft.q is None else draft.q.padded()[b, :width] * (draft.kind[b, :width] != DraftKind.ONE_HOT)[:, None]
     return nodes, q

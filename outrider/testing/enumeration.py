@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from outrider.core.noise import Noise
-from outrider.core.types import Draft, Law, Packed, Verdict
+from outrider.core.types import Draft, DraftKind, Packed, Verdict
 from outrider.errors import OutriderError
 
 
@@ -26,7 +26,7 @@ class Instance:
 
     vocab: int
     parent: tuple[int, ...]  # [N] of each guess; -1 = the last committed token
-    laws: tuple[Law, ...]  # [N]
+    laws: tuple[DraftKind, ...]  # [N]
     target: tuple[torch.Tensor, ...]  # by depth d, from 0 to the deepest guess's: [V**d, V]
     proposal: tuple[torch.Tensor, ...]  # by guess: [V**(depth - 1), V]; zeros stand for an id the target lacks
     ends: tuple[torch.Tensor, ...]  # by guess: [V**(depth - 1)] the chance that the draft ends just before it
@@ -44,7 +44,7 @@ class Instance:
         cls,
         vocab: int,
         parent: tuple[int, ...],
-        laws: tuple[Law, ...],
+        laws: tuple[DraftKind, ...],
         *,
         generator: torch.Generator,
         zeros: float = 0.0,
@@ -174,13 +174,13 @@ class _Cases:
         p = torch.stack([of.target[d][paths[:, j]] for j, d in enumerate(_depths(of.parent))], 1)
         q = torch.zeros_like(p[:, 1:])
         for node, parent in enumerate(of.parent):
-            if of.laws[node] != Law.ONE_HOT:
+            if of.laws[node] != DraftKind.ONE_HOT:
                 q[:, node] = of.proposal[node][paths[:, parent + 1]]
         draft = Draft(
             tokens=self.tokens,
             parent=torch.tensor(of.parent, dtype=torch.int64).expand(rows, size),
             count=self.count,
-            law=torch.tensor(of.laws, dtype=torch.int64).expand(rows, size),
+            kind=torch.tensor(of.laws, dtype=torch.int64).expand(rows, size),
             q=Packed.of(q) if any(of.laws) else None,
             width=(size,) * rows,
             depth=(size,) * rows,
@@ -212,7 +212,7 @@ class _Tape:
         if law.dim() != 3:
             raise OutriderError("race is asked of some nodes; ask it of all at once, with a law [B, 1 + N, V]")
         law, draft, each = law / law.sum(-1, keepdim=True), self._draft, torch.arange(len(law))
-        raced = [node for node, made in enumerate(self._instance.laws) if made == Law.SAMPLED]
+        raced = [node for node, made in enumerate(self._instance.laws) if made == DraftKind.SAMPLED]
         first = {self._instance.parent[child] + 1: child for child in reversed(raced)}
         for node, child in first.items():
             assert draft.q is not None
@@ -262,7 +262,7 @@ def _offer(instance: Instance, node: int, tokens: torch.Tensor) -> torch.Tensor:
     left = law.clone()
     for other in range(node):
         siblings = instance.parent[other] == instance.parent[node]
-        if siblings and instance.laws[other] == instance.laws[node] == Law.WITHOUT_REPLACEMENT:
+        if siblings and instance.laws[other] == instance.laws[node] == DraftKind.WITHOUT_REPLACEMENT:
             left[torch.arange(instance.vocab) == tokens[:, other, None]] = 0.0
     return _normalised(left, law)
 
@@ -315,17 +315,17 @@ def _fork(weight: torch.Tensor, law: torch.Tensor) -> tuple[torch.Tensor, torch.
     return rows, outcome, mass[rows, outcome]
 
 
-def _share_out(parent: tuple[int, ...], laws: tuple[Law, ...], drawn: list[torch.Tensor]) -> list[torch.Tensor]:
+def _share_out(parent: tuple[int, ...], laws: tuple[DraftKind, ...], drawn: list[torch.Tensor]) -> list[torch.Tensor]:
     """Siblings of one law: the likeliest tokens one-hot and in order, what is sampled after them from the rest."""
     out: list[torch.Tensor] = []
     for node, law in enumerate(drawn):
         rest = law
         for other in range(node):
-            if parent[other] == parent[node] and laws[other] == Law.ONE_HOT and drawn[other] is law:
+            if parent[other] == parent[node] and laws[other] == DraftKind.ONE_HOT and drawn[other] is law:
                 rest = rest * (1 - out[other])
         rest = _normalised(rest, law)
         best = torch.nn.functional.one_hot(rest.argmax(-1), law.shape[-1]).double()
-        out.append(best if laws[node] == Law.ONE_HOT else rest)
+        out.append(best if laws[node] == DraftKind.ONE_HOT else rest)
     return out
 
 

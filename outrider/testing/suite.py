@@ -14,11 +14,11 @@ import torch
 
 from outrider.core import tree
 from outrider.core.params import SamplingParams
-from outrider.core.types import Batch, Draw, Law, Row, Scores
+from outrider.core.types import Batch, DraftKind, Draw, Scores, SequenceState
 from outrider.models.base import Target
-from outrider.propose.base import Proposer, Setup
+from outrider.propose.base import Proposer, ProposerSetup
 from outrider.testing.drive import (
-    Life,
+    FuzzedRun,
     append,
     expect,
     make_round,
@@ -31,9 +31,9 @@ from outrider.testing.toy_target import ToyTarget
 from outrider.verify.rules import Verifier
 
 
-def toy_setup(target: ToyTarget, *, slots: int = 16, draw: Draw = Draw.SAMPLE) -> Setup:
+def toy_setup(target: ToyTarget, *, slots: int = 16, draw: Draw = Draw.SAMPLE) -> ProposerSetup:
     """The setup of a proposer that guesses for `target`."""
-    return Setup(
+    return ProposerSetup(
         target=target,
         vocab=target.vocab,
         slots=slots,
@@ -45,7 +45,9 @@ def toy_setup(target: ToyTarget, *, slots: int = 16, draw: Draw = Draw.SAMPLE) -
     )
 
 
-def check_proposer(make: Callable[[Setup], Proposer], *, learns: bool = False, trials: int = 20, seed: int = 0) -> None:
+def check_proposer(
+    make: Callable[[ProposerSetup], Proposer], *, learns: bool = False, trials: int = 20, seed: int = 0
+) -> None:
     """Hold the proposers that `make` makes to the law of `Proposer`.
 
     Its drafts must be well formed and within budget, every law they claim possible, and what it proposes for a text
@@ -68,7 +70,7 @@ def check_proposer(make: Callable[[Setup], Proposer], *, learns: bool = False, t
         setup = toy_setup(target, draw=chance.choice(list(Draw)))
         same = chance.randrange(2**32)  # of one that learns, the second life is to be the first one's twin
         sources = [random.Random(same), random.Random(same)] if learns else [chance, chance]
-        lives = [Life.fresh(target, make(setup), source) for source in (*sources, chance)]
+        lives = [FuzzedRun.fresh(target, make(setup), source) for source in (*sources, chance)]
         params = SamplingParams(temperature=chance.choice([0.0, 0.8]))
         text = random_text(target, chance.randint(30, 60), chance)
         length = chance.randint(20, len(text) - 8)
@@ -98,13 +100,13 @@ def check_cache(
     chance = random.Random(seed)
     for _ in range(trials):
         target = make()
-        target.cache.share(True)
+        target.cache.set_prefix_caching(True)
         common = [chance.randrange(target.vocab) for _ in range(60)]
         rows = {slot: _admitted(target, common, slot, chance) for slot in (0, 1, 3)}
         for _ in range(chance.randint(4, 7)):
             slot = chance.choice(sorted(rows))
             if chance.random() < 0.4:  # it gives way and comes back, or somebody else comes
-                text = rows[slot].text if chance.random() < 0.5 else common
+                text = rows[slot].token_ids if chance.random() < 0.5 else common
                 target.cache.release(slot)
                 rows[slot] = _admitted(target, text, slot, chance, whole=text is not common)
             running = sorted(chance.sample(sorted(rows), chance.randint(1, 3)))
@@ -112,7 +114,9 @@ def check_cache(
         for row in rows.values():
             _expect_scores(target, make(), row, tolerance)
             target.cache.release(row.slot)
-            expect(not target.cache.admit(row.slot, row.text, "another"), "what was read is shared beyond its scope")
+            expect(
+                not target.cache.admit(row.slot, row.token_ids, "another"), "what was read is shared beyond its scope"
+            )
 
 
 def check_verifier(verifier: Verifier, *, trials: int = 3, seed: int = 0, tolerance: float = 1e-12) -> None:
@@ -125,8 +129,8 @@ def check_verifier(verifier: Verifier, *, trials: int = 3, seed: int = 0, tolera
         ConformanceError: the joint law of what it emits differs from the target's by more than `tolerance`.
     """
     source = torch.Generator().manual_seed(seed)
-    one, drawn = Law.ONE_HOT, Law.SAMPLED
-    shapes: list[tuple[tuple[int, ...], tuple[Law, ...]]] = [
+    one, drawn = DraftKind.ONE_HOT, DraftKind.SAMPLED
+    shapes: list[tuple[tuple[int, ...], tuple[DraftKind, ...]]] = [
         ((), ()),
         ((-1,), (drawn,)),
         ((-1, 0), (one, drawn)),
@@ -135,7 +139,7 @@ def check_verifier(verifier: Verifier, *, trials: int = 3, seed: int = 0, tolera
     if verifier.trees:
         shapes += [
             ((-1, -1), (one, drawn)),
-            ((-1, -1, 0), (Law.WITHOUT_REPLACEMENT,) * 3),
+            ((-1, -1, 0), (DraftKind.WITHOUT_REPLACEMENT,) * 3),
             ((-1, -1, 0, 0), (one,) * 4),
         ]
     for parent, laws in shapes:
@@ -156,24 +160,26 @@ def _expect_equal(
         expect(torch.allclose(one[1], two[1], atol=1e-5), law)
 
 
-def _admitted(target: Target, text: Sequence[int], slot: int, chance: random.Random, *, whole: bool = False) -> Row:
+def _admitted(
+    target: Target, text: Sequence[int], slot: int, chance: random.Random, *, whole: bool = False
+) -> SequenceState:
     """A row that begins as `text` does, and if it is not to be the `whole` of it goes on in its own way."""
     own = [chance.randrange(target.vocab) for _ in range(chance.randint(2, 9))]
     row = make_row(list(text) if whole else [*text[: chance.randint(0, len(text))], *own], slot)
-    row.cached = target.cache.admit(slot, row.text, "one")
-    expect(0 <= row.cached < len(row.text), "a text's last token is cached before it was fed")
+    row.num_cached_tokens = target.cache.admit(slot, row.token_ids, "one")
+    expect(0 <= row.num_cached_tokens < len(row.token_ids), "a text's last token is cached before it was fed")
     return row
 
 
-def _advance(target: Target, rows: Sequence[Row], chance: random.Random, trees: bool) -> None:
+def _advance(target: Target, rows: Sequence[SequenceState], chance: random.Random, trees: bool) -> None:
     """One round of random guesses, of which a random path is kept."""
-    feeds = [row.text[row.cached :] for row in rows]
+    feeds = [row.token_ids[row.num_cached_tokens :] for row in rows]
     feeds = [feed if chance.random() < 0.5 else feed[: chance.randint(1, len(feed))] for feed in feeds]
     batch = Batch(
-        rows=tuple(rows),
-        start=tuple(row.cached for row in rows),
+        seqs=tuple(rows),
+        start=tuple(row.num_cached_tokens for row in rows),
         feed=tuple(tuple(feed) for feed in feeds),
-        budget=(5,) * len(rows),
+        draft_budget=(5,) * len(rows),
     )
     widths = [chance.randint(0, 5) if emits else 0 for emits in batch.emits]
     draft = random_tree(widths, target.vocab, chance, chain=not trees or chance.random() < 0.3)
@@ -191,13 +197,18 @@ def _advance(target: Target, rows: Sequence[Row], chance: random.Random, trees: 
     append(round)
 
 
-def _expect_scores(target: Target, fresh: Target, row: Row, tolerance: float) -> None:
+def _expect_scores(target: Target, fresh: Target, row: SequenceState, tolerance: float) -> None:
     draft = tree.empty(1, target.device)
-    missing = Batch(rows=(row,), start=(row.cached,), feed=(tuple(row.text[row.cached :]),), budget=(0,))
+    missing = Batch(
+        seqs=(row,),
+        start=(row.num_cached_tokens,),
+        feed=(tuple(row.token_ids[row.num_cached_tokens :]),),
+        draft_budget=(0,),
+    )
     ours = target.score(missing, draft).logits[0, 0]
     target.cache.commit(make_round(missing, draft, Scores(logits=ours), [()], [()]))
-    fresh.cache.admit(row.slot, row.text)
-    whole = Batch(rows=(row,), start=(0,), feed=(tuple(row.text),), budget=(0,))
+    fresh.cache.admit(row.slot, row.token_ids)
+    whole = Batch(seqs=(row,), start=(0,), feed=(tuple(row.token_ids),), draft_budget=(0,))
     theirs = fresh.score(whole, draft).logits[0, 0]
     error = float((ours - theirs).norm() / theirs.norm())
     expect(error < tolerance, f"after commit, scoring differs from a fresh prefill by {error:.2g} of the logits' norm")

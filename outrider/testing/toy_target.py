@@ -6,15 +6,15 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from outrider.cache.base import Layout, Roomy, lay_out
+from outrider.cache.base import Layout, UnboundedCache, lay_out
 from outrider.core import tree
 from outrider.core.params import SamplingParams
-from outrider.core.types import Batch, Draft, Grown, Round, Row, Scores, Trust
-from outrider.models.base import Target, grow_by_scores
-from outrider.verify.sampling import Knobs, warp
+from outrider.core.types import Batch, Draft, DraftChains, Round, Scores, SequenceState, StopRule
+from outrider.models.base import Target, draft_by_scores
+from outrider.verify.sampling import SamplingTensors, apply_sampling
 
 
-class ToyCache(Roomy):
+class ToyCache(UnboundedCache):
     """Holds the tokens themselves, and learns them from feeds and commits alone."""
 
     def __init__(self, slots: int) -> None:
@@ -29,7 +29,7 @@ class ToyCache(Roomy):
 
     def commit(self, round: Round) -> None:
         tokens = round.draft.tokens.tolist()
-        for b, (row, feed, path) in enumerate(zip(round.batch.rows, round.batch.feed, round.path, strict=True)):
+        for b, (row, feed, path) in enumerate(zip(round.batch.seqs, round.batch.feed, round.path, strict=True)):
             assert len(self.text[row.slot]) == round.batch.start[b], "the feed does not continue what is cached"
             self.text[row.slot] += [*feed, *(tokens[b][node] for node in path)]
 
@@ -61,7 +61,7 @@ class ToyTarget:
         self.cache.stage(batch, draft, first)
         parents, tokens = draft.parent.tolist(), draft.tokens.clamp(0, self.vocab - 1).tolist()
         states = []
-        for b, (row, feed) in enumerate(zip(batch.rows, batch.feed, strict=True)):
+        for b, (row, feed) in enumerate(zip(batch.seqs, batch.feed, strict=True)):
             ends = [tuple([0, 0, *self.cache.text[row.slot], *feed][-2:])]
             for node in range(draft.size):
                 ends.append((ends[parents[b][node] + 1][1], tokens[b][node]))
@@ -69,30 +69,32 @@ class ToyTarget:
         last = torch.tensor(states)
         return Scores(logits=self.table[last[..., 0], last[..., 1]])
 
-    def grow(self, batch: Batch, vocab: int, trust: Trust | None = None) -> Grown:
-        return grow_by_scores(self, batch, vocab, trust)
+    def draft_greedy(self, batch: Batch, vocab: int, trust: StopRule | None = None) -> DraftChains:
+        return draft_by_scores(self, batch, vocab, trust)
 
-    def export(self, layers: Sequence[int]) -> None:
+    def export_hidden_states(self, layers: Sequence[int]) -> None:
         assert not layers, "a toy has no layers"
 
-    def swap(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
+    def update_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
         self.table, self.version = weights["table"], version
 
     def bytes(self) -> int:
         return self.table.nbytes
 
 
-def joint_law(target: Target, prompt: Sequence[int], params: SamplingParams, length: int) -> torch.Tensor:
+def joint_distribution(target: Target, prompt: Sequence[int], params: SamplingParams, length: int) -> torch.Tensor:
     """The exact law [V, ..., V] of the first `length` tokens after `prompt`: the target's, with nothing speculated.
 
     Scores the tree of all V + V^2 + ... prefixes in one pass, and multiplies.
     """
-    row = Row.of(prompt, params=params)
+    row = SequenceState.of(prompt, params=params)
     draft = _all_prefixes(target.vocab, length - 1, target.device)
     target.cache.admit(0, prompt)
-    logits = target.score(Batch(rows=(row,), start=(0,), feed=(tuple(prompt),), budget=(draft.size,)), draft).logits
+    logits = target.score(
+        Batch(seqs=(row,), start=(0,), feed=(tuple(prompt),), draft_budget=(draft.size,)), draft
+    ).logits
     target.cache.release(0)
-    p = warp(logits, Knobs.of((row,), target.vocab, target.device), draft)[0].double()
+    p = apply_sampling(logits, SamplingTensors.of((row,), target.vocab, target.device), draft)[0].double()
     law, begin = p[:1], 1
     for depth in range(1, length):
         nodes = target.vocab**depth

@@ -17,11 +17,11 @@ import torch
 
 from outrider.core import tree
 from outrider.core.params import SamplingParams
-from outrider.core.types import Batch, Row
+from outrider.core.types import Batch, SequenceState
 from outrider.errors import OutriderError
 from outrider.llm import LLM
 from outrider.measure.prompts import Prompt, by_category
-from outrider.models.base import Divisible, Target
+from outrider.models.base import SelfDraftTarget, Target
 
 _MOST = 8  # guesses a round
 _BREADTH = 4  # layers that each step tries to leave out besides those that are out already
@@ -81,9 +81,9 @@ def rounds(agree: Sequence[bool], k: int) -> int:
 
 def write(llm: LLM, prompts: Iterable[Prompt], max_tokens: int) -> list[Text]:
     """The target's own texts."""
-    encoded = [llm.chat(p.messages) if p.messages else llm.encode(p.prompt or "") for p in prompts]
+    encoded = [llm.encode_chat(p.messages) if p.messages else llm.encode(p.prompt or "") for p in prompts]
     done = llm.generate(encoded, SamplingParams(max_tokens=max_tokens))
-    return [Text(prompt=each.prompt_tokens, tokens=each.tokens) for each in done if each.tokens]
+    return [Text(prompt=each.prompt_token_ids, tokens=each.token_ids) for each in done if each.token_ids]
 
 
 def halves(prompts: Sequence[Prompt], seed: int) -> tuple[list[Prompt], list[Prompt]]:
@@ -111,7 +111,7 @@ class LayerSearch:
         Raises:
             OutriderError: the target's layers cannot be had one by one, or there are no two of them.
         """
-        if not isinstance(target, Divisible) or target.layers < 2:
+        if not isinstance(target, SelfDraftTarget) or target.layers < 2:
             raise OutriderError("this target has no layers to choose from; use draft:DIR or ngram")
         if budget < 1:
             raise OutriderError(f"budget is {budget}; let the search try one set of layers at least")
@@ -167,8 +167,8 @@ class LayerSearch:
         return self._known[kept]
 
     def _figures(self, kept: tuple[int, ...], texts: Sequence[Text], *, ks: Iterable[int]) -> Figures:
-        assert isinstance(self._target, Divisible)
-        part = self._target.excerpt(kept)
+        assert isinstance(self._target, SelfDraftTarget)
+        part = self._target.make_submodel(kept)
         agree = [agreement(part, text) for text in texts]
         emitted = sum(map(len, agree))
         options = (
@@ -198,7 +198,7 @@ def agreement(part: Target, text: Text) -> list[bool]:
     tokens = torch.tensor([text.tokens], device=part.device)
     count = len(text.tokens) - 1
     draft = tree.chain(tokens[:, :-1], (count,)) if count else tree.empty(1, part.device)
-    batch = Batch(rows=(Row.of(text.prompt),), start=(0,), feed=(text.prompt,), budget=(count,))
+    batch = Batch(seqs=(SequenceState.of(text.prompt),), start=(0,), feed=(text.prompt,), draft_budget=(count,))
     scores = part.score(batch, draft)
     best = scores.logits.argmax(-1) if scores.best is None else scores.best
     return (best == tokens)[0].tolist()
@@ -207,17 +207,17 @@ def agreement(part: Target, text: Text) -> list[bool]:
 @torch.inference_mode()
 def measure(target: Target, figures: Figures, text: Text) -> Timing:
     """Time guesses and passes behind `text`, in turns."""
-    assert isinstance(target, Divisible)
-    part = target.excerpt(figures.kept)
-    row, base = Row.of(text.prompt), len(text.prompt)
-    whole = Batch(rows=(row,), start=(0,), feed=(text.prompt,), budget=(0,))
+    assert isinstance(target, SelfDraftTarget)
+    part = target.make_submodel(figures.kept)
+    row, base = SequenceState.of(text.prompt), len(text.prompt)
+    whole = Batch(seqs=(row,), start=(0,), feed=(text.prompt,), draft_budget=(0,))
     for model in (part, target):
         model.score(whole, tree.empty(1, target.device))
-    one = Batch(rows=(row,), start=(base,), feed=(text.tokens[:1],), budget=(figures.k,))
+    one = Batch(seqs=(row,), start=(base,), feed=(text.tokens[:1],), draft_budget=(figures.k,))
     guesses = tree.chain(torch.full((1, figures.k), text.tokens[0], device=target.device), (figures.k,))
     took: list[tuple[float, ...]] = []
     for _ in range(_REPEATS):
-        guess = _milliseconds(target, lambda: part.grow(one, target.vocab)) / figures.k
+        guess = _milliseconds(target, lambda: part.draft_greedy(one, target.vocab)) / figures.k
         plain = _milliseconds(target, lambda: target.score(one, tree.empty(1, target.device)))
         took.append((guess, plain, _milliseconds(target, lambda: target.score(one, guesses))))
     # The best of each: whatever else runs on the machine can only add to it.

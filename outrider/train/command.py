@@ -8,7 +8,7 @@ from typing import Any
 import typer
 from rich.console import Console
 
-from outrider.report.console import Document, tell
+from outrider.report.console import Document, print_document
 from outrider.report.page import check_report, write_report
 from outrider.train.distributed import rank
 from outrider.train.report.html import page
@@ -25,7 +25,7 @@ def train(kind: str, settings: Settings, *, as_json: bool) -> None:
     if rank():
         return
     keep = partial(_write, settings.report, lines) if settings.report else None
-    tell(document, show, as_json=as_json, keep=keep)
+    print_document(document, show, as_json=as_json, keep=keep)
 
 
 def _write(report: str, lines: list[dict[str, Any]], document: Document) -> None:

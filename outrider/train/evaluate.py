@@ -13,13 +13,13 @@ from outrider.core.types import Request
 from outrider.engine.build import EngineParts, assemble
 from outrider.plan.planner import FixedPlanner
 from outrider.propose.base import Proposer
-from outrider.train.model.trainee import Pupil
+from outrider.train.model.trainee import DraftTrainee
 from outrider.verify.rules import EXACT
 
 _RULE = EXACT["block"]  # the one that a draft's chains are verified by where nobody says
 
 
-class Gauge:
+class Evaluator:
     """Runs a target with whatever draft is handed to it."""
 
     def __init__(
@@ -27,7 +27,7 @@ class Gauge:
     ) -> None:
         self._parts, self._prompts, self._k, self._tokens, self._seed = parts, prompts, k, tokens, seed
 
-    def measure(self, pupil: Pupil) -> dict[str, Any]:
+    def measure(self, pupil: DraftTrainee) -> dict[str, Any]:
         """tau and the acceptance by position, greedy and at temperature 1."""
         proposer = pupil.proposer(replace(self._parts.setup, draw=_RULE.draw))
         return {f"temperature {t:g}": _figures(self._run(proposer, t)) for t in (0.0, 1.0)}
@@ -39,7 +39,11 @@ class Gauge:
         for i, prompt in enumerate(self._prompts):
             limit = min(self._tokens, parts.context - len(prompt))
             seed = mix_int(self._seed, i + 1)
-            engine.add(Request(id=i, prompt=prompt, params=params, seed=seed, end_ids=parts.end_ids, limit=limit))
+            engine.add(
+                Request(
+                    id=i, prompt_token_ids=prompt, params=params, seed=seed, end_ids=parts.end_ids, max_tokens=limit
+                )
+            )
         while engine.busy():
             engine.step()
         return engine.stats

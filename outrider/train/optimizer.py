@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 _DECAY = 0.01  # of matrices; vectors keep their size
 
 
-class Optimiser:
+class Optimizer:
     """Two optimisers with one learning rate.
 
     Muon (Jordan et al. 2024) moves a matrix by its slope made orthogonal, here with steps of AdamW's size (Liu et al.

@@ -24,19 +24,19 @@ from outrider.propose.registry import check_proposer
 from outrider.system import machine
 from outrider.system.atomic_files import check_folder
 from outrider.system.heap import Heap
-from outrider.train.data.answers import Author, Manner
+from outrider.train.data.answers import AnswerGenerator, AnswerParams
 from outrider.train.data.batches import Reader
-from outrider.train.data.feature_cache import Archive, origin_of
+from outrider.train.data.feature_cache import FeatureCache, origin_of
 from outrider.train.data.prompts import encoded, read_prompts, repeated, split
-from outrider.train.data.schedule import Course
+from outrider.train.data.schedule import PromptSchedule
 from outrider.train.distributed import meet, part, rank, world
-from outrider.train.evaluate import Gauge
+from outrider.train.evaluate import Evaluator
 from outrider.train.loss.losses import parse
 from outrider.train.model.joint import TARGET, Given, GivenReader
 from outrider.train.model.presets import KINDS
 from outrider.train.report.log import Log, write
 from outrider.train.settings import DRAFT, Settings
-from outrider.train.setup import make_classroom
+from outrider.train.setup import make_train_setup
 from outrider.train.trainer import STATE, Sums, Trainer, read_state
 
 FACTS = "training.json"
@@ -78,7 +78,7 @@ class Training:
         machine.use_threads(settings.threads)
         self._heap = Heap()
         torch.manual_seed(settings.seed)
-        self._room = make_classroom(kind, settings, self._target, most=max(len(texts), len(held)))
+        self._room = make_train_setup(kind, settings, self._target, most=max(len(texts), len(held)))
         meet(self._room.parts.device)
         self._course, self._reader = self._prepare(texts)
         pupil = self._room.pupil
@@ -90,7 +90,7 @@ class Training:
             self._trainer.load(state)
         self._wave = state["wave"] if state else 0
         measured = [self._read(prompt) for prompt in held]
-        self._gauge = Gauge(self._room.parts, measured, k=settings.k, tokens=_MEASURED, seed=settings.seed)
+        self._gauge = Evaluator(self._room.parts, measured, k=settings.k, tokens=_MEASURED, seed=settings.seed)
 
     def run(self, progress: Console) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """Train to the end.
@@ -143,7 +143,7 @@ class Training:
         self._wave += 1
         return out, {"answers": answered - began, "steps": perf_counter() - answered}
 
-    def _prepare(self, texts: Sequence[Prompt]) -> tuple[Course, Reader | GivenReader]:
+    def _prepare(self, texts: Sequence[Prompt]) -> tuple[PromptSchedule, Reader | GivenReader]:
         """What is learned in which order, and how it is read."""
         settings, room = self._settings, self._room
         mine, most = range(rank(), len(texts), world()), -(-len(texts) // world())
@@ -154,7 +154,7 @@ class Training:
         reader.check(room.parts.target, self._read(texts[rank()])[:_LOOKED_AT])
         if settings.with_target is not None:
             given = {i: encoded(room.parts.tokenizer, texts[i], whole=True)[: room.parts.context] for i in mine}
-            return Course(Given(given), mine, settings, most=most), GivenReader(pupil.ids, room.parts.vocab)
+            return PromptSchedule(Given(given), mine, settings, most=most), GivenReader(pupil.ids, room.parts.vocab)
         half = room.parts.context // 2  # and as much is left for the answer
         whole = {i: encoded(room.parts.tokenizer, texts[i]) for i in mine}
         prompts = {i: tokens[:half] for i, tokens in whole.items()}
@@ -163,12 +163,14 @@ class Training:
         archive = None
         if settings.cache is not None:
             origin, layers = origin_of(room.parts, self._target, room.recorder.looked), room.recorder.layers
-            archive = Archive(settings.cache, gigabytes=settings.cache_gb or _GIGABYTES, origin=origin, layers=layers)
-        manner = Manner(
+            archive = FeatureCache(
+                settings.cache, gigabytes=settings.cache_gb or _GIGABYTES, origin=origin, layers=layers
+            )
+        manner = AnswerParams(
             temperature=settings.temperature, tokens=settings.answer_tokens, go_on=settings.go_on, seed=settings.seed
         )
-        author = Author(room.parts, room.recorder, prompts, manner, archive=archive)
-        return Course(author, mine, settings, most=most), reader
+        author = AnswerGenerator(room.parts, room.recorder, prompts, manner, archive=archive)
+        return PromptSchedule(author, mine, settings, most=most), reader
 
     def _read(self, prompt: Prompt) -> tuple[int, ...]:
         """What is to be gone on with: a prompt, or the first half of a text."""

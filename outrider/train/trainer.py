@@ -16,11 +16,11 @@ from torch.nn import functional
 from outrider.errors import OutriderError
 from outrider.heads.files import save_tensors
 from outrider.train.distributed import total, world
-from outrider.train.loss.chunked import judged
+from outrider.train.loss.chunked import chunked_loss
 from outrider.train.loss.losses import LENGTH, shortfall
 from outrider.train.loss.steps import Texts
-from outrider.train.model.trainee import Pupil
-from outrider.train.optimizer import Optimiser
+from outrider.train.model.trainee import DraftTrainee
+from outrider.train.optimizer import Optimizer
 from outrider.train.precision import products
 
 STATE = "state.pt"
@@ -58,10 +58,10 @@ class Trainer:
     are cut into parts, and shared among processes, changes nothing but rounding.
     """
 
-    def __init__(self, pupil: Pupil, *, losses: dict[str, float], steps: int, decay: float, lr: float) -> None:
+    def __init__(self, pupil: DraftTrainee, *, losses: dict[str, float], steps: int, decay: float, lr: float) -> None:
         self.pupil, self.step = pupil, 0
         self._losses, self._steps, self._decay, self._lr = losses, steps, decay, lr
-        self._optimiser = Optimiser(pupil.module, lr=lr, vocab=len(pupil.ids))
+        self._optimiser = Optimizer(pupil.module, lr=lr, vocab=len(pupil.ids))
         self._device = next(pupil.module.parameters()).device
         self._mixed = products(self._device) is torch.bfloat16  # with weights in float32
 
@@ -102,7 +102,7 @@ class Trainer:
         shares: list[float] = []
         for position, step in enumerate(self.pupil.unroll(texts, self._steps)):
             learn, weight = step.learn, step.weight * self._decay**position
-            losses, alpha = judged(step.logits, step.target, self._losses)
+            losses, alpha = chunked_loss(step.logits, step.target, self._losses)
             lost = lost + weight * losses.sum()
             if step.confidence is not None:  # beside what is asked for: it judges, and guesses nothing (DSpark)
                 lost = lost + weight * functional.binary_cross_entropy_with_logits(

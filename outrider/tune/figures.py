@@ -11,7 +11,7 @@ from typing import Any
 
 from outrider.core.stats import Stats
 from outrider.tune.settings import PHASES
-from outrider.tune.trial import Trial, Way
+from outrider.tune.trial import Trial, Variant
 
 _RESAMPLES = 1000
 _TAIL = 0.025  # on each side of an interval
@@ -73,7 +73,7 @@ class Parts:
 class Plain:
     """Plain decoding at one place."""
 
-    way: Way
+    way: Variant
     rate: float | None  # tokens/s of decoding; None where outputs were over in one round
     prefill: float  # share of the time until every row had a token
     parts: Parts
@@ -83,7 +83,7 @@ class Plain:
 class Case:
     """One way to guess at one place, beside plain decoding there."""
 
-    way: Way
+    way: Variant
     rate: float | None  # tokens/s of decoding
     speedup: Estimate | None  # of decoding alone; None where outputs were over in one round
     overall: Estimate  # of the whole, the reading of prompts included
@@ -101,7 +101,7 @@ class Case:
 
 def figures(trials: Sequence[Trial], *, seed: int) -> tuple[list[Plain], list[Case]]:
     """All places' plain decoding, and all cases, in the order of their first trials."""
-    groups: dict[Way, list[Trial]] = {}
+    groups: dict[Variant, list[Trial]] = {}
     for trial in trials:
         groups.setdefault(trial.way, []).append(trial)
     base = {(way.batch, way.temperature): some for way, some in groups.items() if way.plain}

@@ -11,10 +11,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from outrider.bench.contestants import Job
-from outrider.bench.interleave import make_heats
+from outrider.bench.interleave import make_batches
 from outrider.bench.memory import Footprint, footprint
 from outrider.bench.settings import Settings as BenchSettings
-from outrider.bench.sweep import Place
+from outrider.bench.sweep import Condition
 from outrider.core.noise import mix_int
 from outrider.engine.build import assemble, auto_planner, make_proposer
 from outrider.engine.verifiers import find_verifier
@@ -24,7 +24,7 @@ from outrider.plan.planner import CostPlanner, FixedPlanner, Planner
 from outrider.propose.base import Proposer
 from outrider.propose.registry import DRAWN, Expression, parse
 from outrider.tune.settings import Settings
-from outrider.tune.trial import Heat, Trial, Way, run
+from outrider.tune.trial import PromptBatch, Trial, Variant, run
 
 _WARM_TOKENS = 8
 # Those that know nothing of a finished text. Any other one is made anew before it meets the same prompt again, or it
@@ -48,9 +48,9 @@ def measure(settings: Settings, progress: Console) -> Measured:
         OutriderError: what was asked for cannot be measured; the message says why.
     """
     with progress.status("loading models"):
-        crew = Crew(settings)
+        crew = VariantEngines(settings)
         places = [
-            Place(batch=batch, temperature=temperature)
+            Condition(batch=batch, temperature=temperature)
             for temperature in settings.temperatures
             for batch in settings.batches
         ]
@@ -59,12 +59,12 @@ def measure(settings: Settings, progress: Console) -> Measured:
     with progress.status("weighing"):
         widest = next(heats[place][0].jobs for place in places if place.batch == settings.rows)
         memory = {
-            proposer: footprint(crew.seat(_way(proposer, settings, places[0])), widest) for proposer in crew.known
+            proposer: footprint(crew.engine_for(_way(proposer, settings, places[0])), widest) for proposer in crew.known
         }
     return Measured(llm=crew.base, trials=trials, memory=memory)
 
 
-class Crew:
+class VariantEngines:
     """Engines around one target: each way to decode has one of its own, so none learns from another's rounds."""
 
     def __init__(self, settings: Settings) -> None:
@@ -84,9 +84,9 @@ class Crew:
         self._settings = settings
         self._exported: set[int] = set()  # what all of them need: they take their turns too often to ask each time
         self.known: dict[str, Proposer] = {spec: self._proposer(spec) for spec in settings.proposers}
-        self._planners: dict[Way, CostPlanner] = {}
+        self._planners: dict[Variant, CostPlanner] = {}
 
-    def seat(self, way: Way) -> LLM:
+    def engine_for(self, way: Variant) -> LLM:
         """Who decodes this way."""
         if way.plain:
             return self.base
@@ -97,7 +97,7 @@ class Crew:
         engine = assemble(parts.loaded, proposer=proposer, verifier=rule, planner=planner)
         return LLM.from_parts(replace(parts, engine=engine, proposer=proposer, verifier=rule, planner=planner))
 
-    def _planner(self, way: Way) -> Planner:
+    def _planner(self, way: Variant) -> Planner:
         """With k auto one for all of a place's rounds: what it learns is acceptance, not texts."""
         if not isinstance(way.k, str):
             return FixedPlanner(way.k)
@@ -110,7 +110,7 @@ class Crew:
         made = make_proposer(spec, replace(parts.setup, draw=find_verifier(self._settings.verifier, spec).draw))
         if not self._exported.issuperset(made.needs.layers):
             self._exported.update(made.needs.layers)
-            parts.target.export(sorted(self._exported))
+            parts.target.export_hidden_states(sorted(self._exported))
         return made
 
 
@@ -121,32 +121,32 @@ def forgetful(expression: Expression) -> bool:
     return all(map(forgetful, expression.parts))
 
 
-def ways(settings: Settings, place: Place) -> list[Way]:
+def ways(settings: Settings, place: Condition) -> list[Variant]:
     """All ways to decode at one place, plain decoding first."""
-    plain = Way(proposer="", k=0, batch=place.batch, temperature=place.temperature)
+    plain = Variant(proposer="", k=0, batch=place.batch, temperature=place.temperature)
     return [plain, *(replace(plain, proposer=spec, k=k) for spec in settings.proposers for k in settings.ks)]
 
 
-def _way(proposer: str, settings: Settings, place: Place) -> Way:
+def _way(proposer: str, settings: Settings, place: Condition) -> Variant:
     fixed = max((k for k in settings.ks if not isinstance(k, str)), default=4)
-    return Way(proposer=proposer, k=fixed, batch=place.batch, temperature=place.temperature)
+    return Variant(proposer=proposer, k=fixed, batch=place.batch, temperature=place.temperature)
 
 
-def _heats(llm: LLM, settings: Settings, place: Place) -> list[Heat]:
+def _heats(llm: LLM, settings: Settings, place: Condition) -> list[PromptBatch]:
     """Full batches across categories; prompts beyond the last full one are left out, and repeated where none is full.
 
     Whoever remembers outputs would know those of prompts that return in a later batch.
     """
     asked = BenchSettings(max_tokens=settings.max_tokens, seed=settings.seed)
     prompts = read_prompts(settings.prompts, limit=settings.limit)
-    singles = make_heats(llm, prompts, asked, replace(place, batch=1))
+    singles = make_batches(llm, prompts, asked, replace(place, batch=1))
     order = list(singles)
     random.Random(settings.seed).shuffle(order)
     count = max(len(order) // place.batch, 1)
     filled = list(islice(cycle(order), count * place.batch))
     some = [filled[at : at + place.batch] for at in range(0, len(filled), place.batch)]
     return [
-        Heat(
+        PromptBatch(
             number=i,
             jobs=tuple(_own_seed(heat.jobs[0], j) for j, heat in enumerate(group)),
             categories=tuple(heat.category for heat in group),
@@ -159,7 +159,9 @@ def _own_seed(job: Job, salt: int) -> Job:
     return replace(job, params=replace(job.params, seed=mix_int(job.params.seed or 0, salt)))
 
 
-def _race(crew: Crew, settings: Settings, heats: dict[Place, list[Heat]], console: Console) -> Iterator[Trial]:
+def _race(
+    crew: VariantEngines, settings: Settings, heats: dict[Condition, list[PromptBatch]], console: Console
+) -> Iterator[Trial]:
     """Round by round, place by place; who begins changes from heat to heat."""
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
@@ -173,8 +175,10 @@ def _race(crew: Crew, settings: Settings, heats: dict[Place, list[Heat]], consol
                     bar.advance(task)
 
 
-def _lap(crew: Crew, contestants: Sequence[Way], heats: Sequence[Heat], round: int) -> Iterator[Trial]:
-    seats = [(way, crew.seat(way)) for way in contestants]
+def _lap(
+    crew: VariantEngines, contestants: Sequence[Variant], heats: Sequence[PromptBatch], round: int
+) -> Iterator[Trial]:
+    seats = [(way, crew.engine_for(way)) for way in contestants]
     for way, llm in seats:
         run(llm, way, _warm_up(heats[0]))
     for heat in heats:
@@ -183,7 +187,7 @@ def _lap(crew: Crew, contestants: Sequence[Way], heats: Sequence[Heat], round: i
             yield run(llm, way, seeded)
 
 
-def _warm_up(heat: Heat) -> Heat:
+def _warm_up(heat: PromptBatch) -> PromptBatch:
     """The prompts backwards, so that nobody has seen one when it is measured."""
     jobs = tuple(
         replace(

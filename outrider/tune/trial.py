@@ -11,7 +11,7 @@ from time import perf_counter
 
 from outrider.bench.contestants import Job
 from outrider.core.stats import Stats
-from outrider.core.types import Finish, Row
+from outrider.core.types import FinishReason, SequenceState
 from outrider.errors import OutriderError
 from outrider.llm import LLM
 from outrider.measure.clock import Mark, Pace, decode_pace, opening, timed
@@ -19,7 +19,7 @@ from outrider.tune.settings import PHASES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
+class Variant:
     """One way to decode, somewhere."""
 
     proposer: str  # an expression; "" is plain decoding
@@ -34,7 +34,7 @@ class Way:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Heat:
+class PromptBatch:
     """Prompts that run together, and the category of each."""
 
     number: int
@@ -46,7 +46,7 @@ class Heat:
 class Trial:
     """One heat, run one way."""
 
-    way: Way
+    way: Variant
     heat: int
     tokens: int  # emitted by all rows, in all
     seconds: float  # from the prompts to the last token
@@ -58,20 +58,22 @@ class Trial:
     exact: bool
 
 
-def run(llm: LLM, way: Way, heat: Heat) -> Trial:
+def run(llm: LLM, way: Variant, heat: PromptBatch) -> Trial:
     """Complete the prompts of a heat together."""
     engine = llm.engine
-    rows: dict[int, Row | None] = {id: None for job in heat.jobs for id in llm.submit(job.prompt, job.params)}
+    rows: dict[int, SequenceState | None] = {id: None for job in heat.jobs for id in llm.submit(job.prompt, job.params)}
     marks, looks = [Mark(at=perf_counter(), emitted=(0,) * len(rows))], [engine.stats]
     while engine.busy():
         for row in engine.step():
             rows[row.request.id] = row
-        marks.append(Mark(at=perf_counter(), emitted=tuple(row.emitted if row else 0 for row in rows.values())))
+        marks.append(
+            Mark(at=perf_counter(), emitted=tuple(row.num_output_tokens if row else 0 for row in rows.values()))
+        )
         looks.append(engine.stats)
     done = [_whole(row) for row in rows.values()]
     first = opening(marks)
-    passes = [_stats(row.passes, row) for row in done]
-    thirds = [[_stats(part, row) for part in split(row.passes)] for row in done]
+    passes = [_stats(row.rounds, row) for row in done]
+    thirds = [[_stats(part, row) for part in split(row.rounds)] for row in done]
     return Trial(
         way=way,
         heat=heat.number,
@@ -99,14 +101,16 @@ def split(passes: Sequence[tuple[int, int, int]]) -> Iterator[list[tuple[int, in
         yield [each for begin, each in zip(ends, passes, strict=False) if len(PHASES) * begin // ends[-1] == third]
 
 
-def _whole(row: Row | None) -> Row:
+def _whole(row: SequenceState | None) -> SequenceState:
     assert row is not None
-    if row.finish is Finish.ERROR:
+    if row.finish_reason is FinishReason.ERROR:
         raise OutriderError(f"a prompt could not be completed: {row.error}; try another dtype")
     return row
 
 
-def _stats(passes: Sequence[tuple[int, int, int]], row: Row) -> Stats:
+def _stats(passes: Sequence[tuple[int, int, int]], row: SequenceState) -> Stats:
     """Nodes are known of all passes of a row together alone."""
-    whole = len(passes) == len(row.passes)
-    return Stats.of_passes(passes, drafted=row.drafted if whole else 0, prompt=len(row.request.prompt))
+    whole = len(passes) == len(row.rounds)
+    return Stats.of_passes(
+        passes, drafted=row.num_draft_tokens if whole else 0, prompt=len(row.request.prompt_token_ids)
+    )

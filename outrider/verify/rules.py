@@ -15,7 +15,7 @@ import torch
 
 from outrider.core import tree
 from outrider.core.noise import Noise
-from outrider.core.types import Draft, Draw, Law, Packed, Verdict
+from outrider.core.types import Draft, DraftKind, Draw, Packed, Verdict
 from outrider.verify.verdict import (
     accept_path,
     accept_prefix,
@@ -132,7 +132,7 @@ def siblings(draft: Draft, p: torch.Tensor, noise: Noise) -> Verdict:
     law, gone = p[:, 0], torch.zeros_like(p[:, 0], dtype=torch.bool)
     for j in range(draft.size):
         met = alive[:, j] & (draft.parent[:, j] == at)
-        offer = without(q[:, j], gone, draft.law[:, j])
+        offer = without(q[:, j], gone, draft.kind[:, j])
         chance = at_token(law, draft.tokens[:, j]) / at_token(offer, draft.tokens[:, j])
         accept = noise.flip(gate(chance, met), torch.full_like(at, j)) & met
         lost = met & ~accept
@@ -180,7 +180,7 @@ class _Traversal:
         self._enter(enters, child)
 
     def _offer(self, node: torch.Tensor, above: torch.Tensor) -> torch.Tensor:
-        return without(self.q[self.each, node], self.gone[self.each, above + 1], self.draft.law[self.each, node])
+        return without(self.q[self.each, node], self.gone[self.each, above + 1], self.draft.kind[self.each, node])
 
     def _enter(self, enters: torch.Tensor, child: torch.Tensor) -> None:
         above, token = self.at, self.draft.tokens[self.each, child]
@@ -203,7 +203,7 @@ class _Traversal:
         excess = rest.sum(-1)
         self.law[self.each, above + 1] = torch.where(lost[:, None], normalised(rest, law), law)
         self.share[self.each, above + 1] = torch.where(lost, share_of(excess, share), share)
-        drawn = lost & (self.draft.law[self.each, node] == Law.WITHOUT_REPLACEMENT)
+        drawn = lost & (self.draft.kind[self.each, node] == DraftKind.WITHOUT_REPLACEMENT)
         token = self.draft.tokens[self.each, node].clamp(0, law.shape[-1] - 1)  # of rows that leave nothing, too
         self.gone[self.each, above + 1, token] |= drawn
         self.at = above

@@ -12,18 +12,18 @@ import torch
 from torch.nn import functional
 
 from outrider.core import tree
-from outrider.core.types import Draft, Packed, Row, Want
+from outrider.core.types import Draft, DrawParams, Packed, SequenceState
 from outrider.verify.verdict import ahead
 
 _EACH = slice(None)  # of the rows in their order, as logits [B, M, V] are
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Knobs:
+class SamplingTensors:
     """The sampling parameters of a batch as tensors, made when the batch changes and not every round."""
 
-    rows: tuple[Row, ...]
-    wants: torch.Tensor  # [B, 1, 4] float32: the fields of `Want`
+    rows: tuple[SequenceState, ...]
+    wants: torch.Tensor  # [B, 1, 4] float32: the fields of `DrawParams`
     temperature: torch.Tensor  # [B, 1, 1]; 1 where greedy
     greedy: torch.Tensor  # [B, 1, 1] bool
     top_k: torch.Tensor  # [B, 1, 1] int64; V where off
@@ -55,7 +55,7 @@ class Knobs:
         return self.bias is None and not self.any_penalty and not self.any_minimum
 
     @classmethod
-    def of(cls, rows: Sequence[Row], vocab: int, device: torch.device) -> Knobs:
+    def of(cls, rows: Sequence[SequenceState], vocab: int, device: torch.device) -> SamplingTensors:
         """Of rows [B] whose logits have `vocab` ids."""
         wants = [row.request.params for row in rows]
 
@@ -87,10 +87,10 @@ class Knobs:
         )
 
 
-def want_of(row: Row, vocab: int) -> Want:
+def want_of(row: SequenceState, vocab: int) -> DrawParams:
     """What the kernels draw the row's tokens by; `vocab` stands for a top_k that is off or larger."""
     params = row.request.params
-    return Want(
+    return DrawParams(
         temperature=params.temperature,
         top_k=min(params.top_k or vocab, vocab),
         top_p=params.top_p,
@@ -98,7 +98,7 @@ def want_of(row: Row, vocab: int) -> Want:
     )
 
 
-def shape(logits: torch.Tensor, knobs: Knobs, of: torch.Tensor | slice) -> torch.Tensor:
+def target_probs(logits: torch.Tensor, knobs: SamplingTensors, of: torch.Tensor | slice) -> torch.Tensor:
     """Laws from changed logits [T, M, V], of which [t] belongs to row `of[t]`: temperature, then the filters."""
     if knobs.all_greedy:
         return _one_hot(logits)
@@ -107,11 +107,18 @@ def shape(logits: torch.Tensor, knobs: Knobs, of: torch.Tensor | slice) -> torch
     return torch.where(knobs.greedy[of], _one_hot(logits), law) if not all(knobs.sampled) else law
 
 
-Shaper = Callable[[torch.Tensor, Knobs, torch.Tensor | slice], torch.Tensor]  # what `shape` does, whoever does it
+ProbsFunction = Callable[
+    [torch.Tensor, SamplingTensors, torch.Tensor | slice], torch.Tensor
+]  # what `shape` does, whoever does it
 
 
-def warp(
-    logits: torch.Tensor, knobs: Knobs, draft: Draft, *, last: bool = False, shape: Shaper = shape
+def apply_sampling(
+    logits: torch.Tensor,
+    knobs: SamplingTensors,
+    draft: Draft,
+    *,
+    last: bool = False,
+    shape: ProbsFunction = target_probs,
 ) -> torch.Tensor:
     """The law of the next token at each node of `draft`, the root first.
 
@@ -138,7 +145,9 @@ def warp(
     return shape(logits, knobs, _EACH)
 
 
-def warp_packed(logits: Packed, knobs: Knobs, draft: Draft, *, shape: Shaper = shape) -> Packed:
+def apply_sampling_packed(
+    logits: Packed, knobs: SamplingTensors, draft: Draft, *, shape: ProbsFunction = target_probs
+) -> Packed:
     """`warp` for the nodes that exist: the same numbers, and none for padding."""
     values, of = logits.values[:, None], _owners(logits)  # as if they were so many rows of one node
     if knobs.bias is not None:
@@ -175,7 +184,7 @@ def _one_hot(logits: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
 
 
-def _filter(logits: torch.Tensor, knobs: Knobs, of: torch.Tensor | slice) -> torch.Tensor:
+def _filter(logits: torch.Tensor, knobs: SamplingTensors, of: torch.Tensor | slice) -> torch.Tensor:
     """Top-k, then top-p, then min-p, each on what the one before left; equals of the last one kept stay."""
     if knobs.any_top_k:
         best = logits.topk(knobs.widest, -1).values
@@ -196,7 +205,7 @@ def _filter(logits: torch.Tensor, knobs: Knobs, of: torch.Tensor | slice) -> tor
 
 
 def _penalise(
-    logits: torch.Tensor, knobs: Knobs, of: torch.Tensor | slice, output: torch.Tensor, prompt: torch.Tensor
+    logits: torch.Tensor, knobs: SamplingTensors, of: torch.Tensor | slice, output: torch.Tensor, prompt: torch.Tensor
 ) -> torch.Tensor:
     seen, repetition = prompt[of] | (output > 0), knobs.repetition[of]
     scaled = torch.where(logits < 0, logits * repetition, logits / repetition)
@@ -205,15 +214,15 @@ def _penalise(
 
 
 def _histories(
-    rows: Sequence[Row], draft: Draft, at: torch.Tensor, size: tuple[int, int]
+    rows: Sequence[SequenceState], draft: Draft, at: torch.Tensor, size: tuple[int, int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Occurrences in the output up to each node, [T, V] by places [B, 1 + N]; the tokens of each prompt, [B, 1, V]."""
     vocab = size[1]
     output = torch.zeros(size, device=at.device)
     prompt = torch.zeros(len(rows), 1, vocab, dtype=torch.bool, device=at.device)
     for b, row in enumerate(rows):
-        split = len(row.request.prompt)
-        text = torch.tensor(row.text, device=at.device)
+        split = len(row.request.prompt_token_ids)
+        text = torch.tensor(row.token_ids, device=at.device)
         output[at[b, :1]] = text[split:].bincount(minlength=vocab)[:vocab].to(output)
         prompt[b, 0, text[:split]] = True
     each = torch.arange(len(rows), device=at.device)
@@ -224,19 +233,19 @@ def _histories(
     return output, prompt
 
 
-def _forbid_ends(logits: torch.Tensor, knobs: Knobs, depth: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+def _forbid_ends(logits: torch.Tensor, knobs: SamplingTensors, depth: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
     """No ending where fewer than min_tokens would have been emitted before it; logits [T, V] by places [B, M]."""
     logits = functional.pad(logits, (0, 0, 0, 1))
     for b, row in enumerate(knobs.rows):
         ends = sorted(token for token in row.request.end_ids if token < logits.shape[-1])
-        early = row.emitted + depth[b] < row.request.params.min_tokens
+        early = row.num_output_tokens + depth[b] < row.request.params.min_tokens
         if ends:
             nodes = at[b, :, None]
             logits[nodes, ends] = logits[nodes, ends].masked_fill(early[:, None], -torch.inf)
     return logits[:-1]
 
 
-def _bias(rows: Sequence[Row], vocab: int, device: torch.device) -> torch.Tensor | None:
+def _bias(rows: Sequence[SequenceState], vocab: int, device: torch.device) -> torch.Tensor | None:
     if not any(row.request.params.logit_bias for row in rows):
         return None
     bias = torch.zeros(len(rows), vocab, device=device)

@@ -8,7 +8,7 @@ import torch
 
 from outrider.core import tree
 from outrider.core.noise import Noise
-from outrider.core.types import Draft, Law, Verdict
+from outrider.core.types import Draft, DraftKind, Verdict
 
 
 def accept_prefix(draft: Draft, p: torch.Tensor, accepted: torch.Tensor, law: torch.Tensor, noise: Noise) -> Verdict:
@@ -88,20 +88,20 @@ def alive_nodes(draft: Draft, p: torch.Tensor) -> torch.Tensor:
 def proposals(draft: Draft, p: torch.Tensor) -> torch.Tensor:
     """[B, N, V]: the law that each node was drawn from; one-hot where it was chosen."""
     q = torch.zeros_like(p[:, 1:]) if draft.q is None else draft.q.padded().to(p.dtype)
-    chosen = (draft.law == Law.ONE_HOT)[..., None].to(q.dtype)
+    chosen = (draft.kind == DraftKind.ONE_HOT)[..., None].to(q.dtype)
     return q.scatter_add_(-1, draft.tokens.clamp(0, p.shape[-1] - 1)[..., None], chosen)
 
 
 def without(q: torch.Tensor, gone: torch.Tensor, law: torch.Tensor) -> torch.Tensor:
     """q [B, V] as the node was drawn from it: without the siblings that are `gone` where the node's law says so."""
     left = q.masked_fill(gone, 0.0)
-    return torch.where((law == Law.WITHOUT_REPLACEMENT)[:, None], normalised(left, q), q)
+    return torch.where((law == DraftKind.WITHOUT_REPLACEMENT)[:, None], normalised(left, q), q)
 
 
 def taken(draft: Draft, node: int, lost: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
     """[B, V] bool: the token of a rejected node that was drawn without replacement."""
     out = torch.zeros_like(p[:, 0], dtype=torch.bool)
-    drawn = lost & (draft.law[:, node] == Law.WITHOUT_REPLACEMENT)
+    drawn = lost & (draft.kind[:, node] == DraftKind.WITHOUT_REPLACEMENT)
     return out.scatter_(-1, draft.tokens[:, node].clamp(0, p.shape[-1] - 1)[:, None], drawn[:, None])
 
 

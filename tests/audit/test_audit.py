@@ -11,7 +11,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from outrider.audit.distribution import cell_of, check_law, grow, joint_law, plan_tests
+from outrider.audit.distribution import cell_of, check_distribution, grow, joint_distribution, plan_tests
 from outrider.audit.flips import find_flips, judge_flips
 from outrider.audit.pair import Pair, Texts, first_difference
 from outrider.audit.prompts import DEFAULT, encode, read_prompts
@@ -62,7 +62,7 @@ class Forking:
         pass
 
     def propose(self, batch):
-        width = tuple(min(2, budget) for budget in batch.budget)
+        width = tuple(min(2, budget) for budget in batch.draft_budget)
         tokens = torch.tensor([[5, 6]], device=self._device).expand(len(width), 2)
         chain = tree.chain(tokens, width)
         return replace(chain, parent=torch.full_like(tokens, -1), chain=False)
@@ -86,12 +86,12 @@ class Scripted(Pair):
         return (3 * sum(text) + len(text)) % 11
 
     def _answer(self, request, wrong):
-        text = list(request.prompt)
+        text = list(request.prompt_token_ids)
         which = 0 if text[0] == 1 else 1
-        for _ in range(request.limit):
+        for _ in range(request.max_tokens):
             off = (which, len(text) - len(self.prompts[which])) in wrong
             text.append((self._next(text) + off) % 11)
-        return tuple(text[len(request.prompt) :])
+        return tuple(text[len(request.prompt_token_ids) :])
 
     def plain(self, requests, *, alone):
         return Texts(tokens=tuple(self._answer(request, ()) for request in requests), stats=Stats())
@@ -105,7 +105,7 @@ class Scripted(Pair):
         logits[likely], logits[(likely + 1) % 11] = 8.0, 8.0 - self.gap
         return logits
 
-    def law(self, logits, params):
+    def target_distribution(self, logits, params):
         return logits.softmax(-1)
 
     def uniform(self, seed, position):
@@ -186,7 +186,7 @@ def test_a_dishonest_proposer_fails(prompts_file):
 def test_a_lossy_verifier_fails_whatever_it_shows(monkeypatch, prompts_file):
     fine = {"passed": True}
     monkeypatch.setattr("outrider.audit.run.replay", lambda *_, **__: fine)
-    monkeypatch.setattr("outrider.audit.run.check_law", lambda *_, **__: fine)
+    monkeypatch.setattr("outrider.audit.run.check_distribution", lambda *_, **__: fine)
     monkeypatch.setattr("outrider.audit.run.find_flips", lambda *_, **__: None)
     monkeypatch.setattr("outrider.audit.run.judge_flips", lambda *_, **__: fine)
     fate = {
@@ -199,14 +199,14 @@ def test_a_lossy_verifier_fails_whatever_it_shows(monkeypatch, prompts_file):
 def test_the_law_of_a_lossy_verifier_is_not_the_targets():
     spec = f"draft:{embedded('nano')}"
     pair = Pair(str(embedded("mini")), spec, PROMPTS[:1], dtype="float32", device="cpu", room=8)
-    section = check_law(pair, find_verifier("typical", spec), k=2, samples=100, seed=1)
+    section = check_distribution(pair, find_verifier("typical", spec), k=2, samples=100, seed=1)
     assert not section["passed"]
     assert {t["verifier"]: t["passed"] for t in section["tests"] if not t["top_k"]}["walk"]
 
 
 def test_the_joint_law_is_the_models_own(pair):
     branches = grow(pair, 0)
-    law = joint_law(pair, branches, SamplingParams(temperature=1.0))
+    law = joint_distribution(pair, branches, SamplingParams(temperature=1.0))
     assert sum(law.values()) == pytest.approx(1.0, abs=1e-9)
     assert len(law) == 1 + 4 + 16 + 64
     model = load_checkpoint(embedded("mini"), dtype="float32", device="cpu").model
@@ -220,14 +220,14 @@ def test_the_joint_law_is_the_models_own(pair):
 
 
 def test_top_k_leaves_nothing_to_other_tokens(pair):
-    law = joint_law(pair, grow(pair, 0), SamplingParams(temperature=1.0, top_k=4))
+    law = joint_distribution(pair, grow(pair, 0), SamplingParams(temperature=1.0, top_k=4))
     assert all(chance == 0 for cell, chance in law.items() if -1 in cell)
     assert sum(chance > 0 for chance in law.values()) == 64
 
 
 def test_every_text_has_its_cell(pair):
     branches = grow(pair, 0)
-    law = joint_law(pair, branches, SamplingParams(temperature=1.0))
+    law = joint_distribution(pair, branches, SamplingParams(temperature=1.0))
     first = branches.likely[()][1]
     second = branches.likely[first,][0]
     assert cell_of((first, second, 7_000, 1), branches) in {(first, second, -1), (first, second, 7_000)}
@@ -241,8 +241,8 @@ def test_the_draw_lies_where_the_token_was_found(pair):
     (request, _) = pair.requests(params)
     (text, _) = pair.plain(pair.requests(params), alone=False).tokens
     for at, token in enumerate(text):
-        read = (*request.prompt, *text[:at])
-        end = pair.law(pair.logits(read), params).double().cumsum(-1)
+        read = (*request.prompt_token_ids, *text[:at])
+        end = pair.target_distribution(pair.logits(read), params).double().cumsum(-1)
         drawn = pair.uniform(request.seed, len(read)) * float(end[-1])
         assert (float(end[token - 1]) if token else 0.0) - 1e-5 <= drawn <= float(end[token]) + 1e-5
 

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from outrider import LLM, OutriderError, SamplingParams, Stats
 from outrider.bench.conditions import conditions
-from outrider.bench.contestants import Job, Own, SwitchPlanner, Trial
+from outrider.bench.contestants import Job, OutriderRunner, SwitchPlanner, Trial
 from outrider.bench.memory import bytes_per_pass, flops_per_column
 from outrider.bench.report import Sample, expected_speedup, report
 from outrider.bench.run import run_bench
@@ -213,8 +213,8 @@ def test_switch_planner_makes_both_with_one_llm():
     planner = SwitchPlanner()
     llm = LLM(dtype="float32", max_num_seqs=2, max_model_len=64, planner=planner)
     jobs = [Job(prompt=llm.encode("import os\n"), params=SamplingParams(max_tokens=12, seed=0))] * 2
-    plain = Own("plain", llm, planner, k=0).run(jobs)
-    guessing = Own("speculative", llm, planner, k=4).run(jobs)
+    plain = OutriderRunner("plain", llm, planner, k=0).run(jobs)
+    guessing = OutriderRunner("speculative", llm, planner, k=4).run(jobs)
     assert plain.stats is not None
     assert guessing.stats is not None
     assert (plain.stats.drafted, plain.stats.tau) == (0, 1.0)

@@ -9,11 +9,11 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from outrider import LLM, OutriderError
-from outrider.bench.interleave import make_heats
+from outrider.bench.interleave import make_batches
 from outrider.bench.report import OVERALL
 from outrider.bench.run import run_bench
 from outrider.bench.settings import Settings, Sweep, parse_sweep
-from outrider.bench.sweep import Place, guessers, home, places
+from outrider.bench.sweep import Condition, guessers, home, places
 from outrider.bench.table import show
 from outrider.cli.app import app
 from outrider.measure.number_lists import parse_real, parse_whole, several
@@ -88,13 +88,13 @@ def test_bad_values(sweep, message):
 def test_one_axis_at_a_time():
     sweep = Sweep(k=(0, 2, 4), batch=(1, 4), context=(256, 512), temperature=(0.0, 1.0))
     settings = Settings(sweep=sweep)
-    assert home(settings) == Place(batch=1, temperature=0.0)
+    assert home(settings) == Condition(batch=1, temperature=0.0)
     assert places(settings) == [
-        Place(batch=1, temperature=0.0),
-        Place(batch=4, temperature=0.0),
-        Place(batch=1, temperature=0.0, context=256),
-        Place(batch=1, temperature=0.0, context=512),
-        Place(batch=1, temperature=1.0),
+        Condition(batch=1, temperature=0.0),
+        Condition(batch=4, temperature=0.0),
+        Condition(batch=1, temperature=0.0, context=256),
+        Condition(batch=1, temperature=0.0, context=512),
+        Condition(batch=1, temperature=1.0),
     ]
     assert guessers(settings) == {0: "plain", 4: "speculative", 2: "k=2"}
     assert (settings.rows, settings.capacity) == (4, 512)
@@ -104,14 +104,14 @@ def test_one_axis_at_a_time():
 def test_a_context_is_filled_with_other_prompts(prompts):
     llm = LLM(dtype="float32", proposer="none", max_num_seqs=1, max_model_len=256)
     read, settings = read_prompts(prompts), Settings(max_tokens=8)
-    short = [heat.jobs[0].prompt for heat in make_heats(llm, read, settings, home(settings))]
-    filled = Place(batch=1, temperature=0.0, context=200)
-    long = [heat.jobs[0].prompt for heat in make_heats(llm, read, settings, filled)]
+    short = [heat.jobs[0].prompt for heat in make_batches(llm, read, settings, home(settings))]
+    filled = Condition(batch=1, temperature=0.0, context=200)
+    long = [heat.jobs[0].prompt for heat in make_batches(llm, read, settings, filled)]
     assert [len(text) for text in long] == [192, 192]
     assert [text[-len(own) :] for text, own in zip(long, short, strict=True)] == short
     assert long[0][-len(short[0]) - len(short[1]) : -len(short[0])] == short[1]
-    cut = Place(batch=1, temperature=0.0, context=11)
-    assert [heat.jobs[0].prompt for heat in make_heats(llm, read, settings, cut)] == [text[-3:] for text in short]
+    cut = Condition(batch=1, temperature=0.0, context=11)
+    assert [heat.jobs[0].prompt for heat in make_batches(llm, read, settings, cut)] == [text[-3:] for text in short]
 
 
 def test_run(prompts):

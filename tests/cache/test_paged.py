@@ -7,19 +7,19 @@ import random
 import pytest
 import torch
 
-from outrider.cache.base import CacheUse
+from outrider.cache.base import CacheUsage
 from outrider.cache.paged import CacheFull
-from outrider.cache.prefix_tree import BLOCK, Pages, shared
+from outrider.cache.prefix_tree import BLOCK, PrefixTree, shared
 from outrider.cache.static import StaticCache
 from outrider.core import tree
 from outrider.core.params import SamplingParams
-from outrider.core.types import Batch, Finish, Request, Scores
+from outrider.core.types import Batch, FinishReason, Request, Scores
 from outrider.errors import OutriderError
 from outrider.llm import LLM
 from outrider.loader.checkpoint import load_checkpoint
 from outrider.loader.embedded import embedded
 from outrider.loader.make import make_target
-from outrider.propose.draft_model.chain import ModelProposer
+from outrider.propose.draft_model.chain import DraftModelProposer
 from outrider.testing.drive import make_row
 from outrider.testing.toy_target import ToyTarget
 from tests.helpers import tiny
@@ -41,8 +41,8 @@ def read(folder, *, blocks=None, slots=4, context=256, dtype="bfloat16"):
     checkpoint = load_checkpoint(folder, dtype=dtype, device="cpu")
     target = make_target(checkpoint, slots=slots, context=context, kernels="native")
     if blocks:
-        target.cache.allot(blocks)
-    target.cache.share(True)
+        target.cache.resize(blocks)
+    target.cache.set_prefix_caching(True)
     return target
 
 
@@ -54,12 +54,12 @@ def ids(count, seed=0):
 def feed(target, slot, text, scope="one"):
     """Logits at the text's end, and how much of it was cached."""
     row = tiny.admit(target, slot, text)
-    row.cached = target.cache.admit(slot, text, scope)
+    row.num_cached_tokens = target.cache.admit(slot, text, scope)
     batch = tiny.everything([row])
     with torch.inference_mode():
         scores = target.score(batch, tree.empty(1, CPU))
         target.cache.commit(tree.fed_round(batch, tree.empty(1, CPU), scores))
-    return scores.logits[0, 0], row.cached
+    return scores.logits[0, 0], row.num_cached_tokens
 
 
 @compiled
@@ -102,10 +102,10 @@ def test_rows_that_write_the_same_hold_it_once(folder, dtype):
     batch, none = tiny.everything(rows), tree.empty(4, CPU)
     with torch.inference_mode():
         target.cache.commit(tree.fed_round(batch, none, target.score(batch, none)))
-        assert target.cache.use().held == 2 + 4
+        assert target.cache.usage().held == 2 + 4
         for row in rows:
-            row.cached = len(text)
-            row.text.append(7)
+            row.num_cached_tokens = len(text)
+            row.token_ids.append(7)
         on = target.score(tiny.everything(rows), none).logits
     assert all(torch.equal(each, on[0]) for each in on)
 
@@ -115,11 +115,11 @@ def test_swapped_weights_and_exported_layers_share_nothing(folder):
     target, text = read(folder), ids(130)
     feed(target, 0, text)
     target.cache.release(0)
-    target.swap({"model.norm.weight": torch.ones(48)}, 1)
+    target.update_weights({"model.norm.weight": torch.ones(48)}, 1)
     assert feed(target, 0, text)[1] == 0
     target.cache.release(0)
     assert feed(target, 0, text)[1] == len(text) - 1
-    target.export((1,))
+    target.export_hidden_states((1,))
     assert feed(target, 1, text)[1] == 0
 
 
@@ -132,18 +132,18 @@ def test_what_was_left_longest_ago_goes_first_and_leaves_before_stems(folder):
         target.cache.release(0)
     feed(target, 0, texts[0])  # used again
     target.cache.release(0)
-    use = target.cache.use()
+    use = target.cache.usage()
     assert (use.held, use.kept, use.free) == (0, use.kept, 8 - use.kept)
     feed(target, 0, texts[2])
     target.cache.release(0)
-    assert target.cache.use().evicted
+    assert target.cache.usage().evicted
     lengths = [target.cache.admit(1, text, "one") for text in texts]
     assert lengths[0] == lengths[2] == 129
     assert lengths[1] < 129
 
 
 def test_pages_keep_their_counts():
-    pages, chance = Pages(), random.Random(0)
+    pages, chance = PrefixTree(), random.Random(0)
     paths: list[list] = []
     made, gone = 0, 0
     for _ in range(4000):
@@ -188,7 +188,7 @@ def prompts(count, length=70):
 def proposer(name, folder, blocks=None, dtype="bfloat16"):
     if name == "model":
         own = {"blocks": blocks, "dtype": dtype}
-        return lambda setup: ModelProposer(setup, read(folder, slots=setup.slots, context=setup.context, **own))
+        return lambda setup: DraftModelProposer(setup, read(folder, slots=setup.slots, context=setup.context, **own))
     return EVERY[name]
 
 
@@ -209,9 +209,9 @@ def test_memory_that_ends_changes_no_token(folder, name, dtype, temperature):
     tight = make_engine(read(folder, blocks=7, dtype=dtype), proposer(name, folder, 7, dtype), rows=4)
     found = run(tight, prompts(6), params, limit=180, ends=frozenset())
     assert outputs(found) == outputs(wanted)
-    use = tight.cache_use()
+    use = tight.cache_usage()
     assert use.preempted > 0
-    assert wide.cache_use().preempted == 0
+    assert wide.cache_usage().preempted == 0
     assert (use.held, use.blocks) == (0, 7)
 
 
@@ -224,7 +224,14 @@ def test_whoever_is_taken_back_leaves_no_block_behind(folder, rounds):
     )
     for id, prompt in enumerate(prompts(5)):
         engine.add(
-            Request(id=id, prompt=tuple(prompt), params=SamplingParams(), seed=0, end_ids=frozenset(), limit=180)
+            Request(
+                id=id,
+                prompt_token_ids=tuple(prompt),
+                params=SamplingParams(),
+                seed=0,
+                end_ids=frozenset(),
+                max_tokens=180,
+            )
         )
     for _ in range(rounds):
         engine.step()
@@ -232,24 +239,28 @@ def test_whoever_is_taken_back_leaves_no_block_behind(folder, rounds):
         engine.abort(id)
     done = {}
     while engine.busy():
-        done |= {row.request.id: row for row in engine.step() if row.finish}
+        done |= {row.request.id: row for row in engine.step() if row.finish_reason}
     assert set(done) <= {0, 3}
     assert 0 not in done or outputs([done[0]]) == outputs(wanted)
-    assert all(row.finish is Finish.LENGTH for row in done.values())
-    assert engine.cache_use().held == 0
+    assert all(row.finish_reason is FinishReason.LENGTH for row in done.values())
+    assert engine.cache_usage().held == 0
 
 
 @compiled
 def test_a_request_that_never_fits_is_refused(folder):
     engine = make_engine(read(folder), EVERY["none"], rows=4)
     with pytest.raises(OutriderError, match="the context holds 256"):
-        engine.add(Request(id=0, prompt=(1,) * 256, params=SamplingParams(), seed=0, end_ids=frozenset(), limit=1))
+        engine.add(
+            Request(
+                id=0, prompt_token_ids=(1,) * 256, params=SamplingParams(), seed=0, end_ids=frozenset(), max_tokens=1
+            )
+        )
 
 
 @compiled
 def test_entries_are_as_wide_as_the_model(folder):
     narrow, wide = (read(folder, dtype=dtype).cache for dtype in ("bfloat16", "float32"))
-    assert wide.use().token_bytes == 2 * narrow.use().token_bytes == 4 * tiny.LAYERS * 2 * 2 * 16
+    assert wide.usage().token_bytes == 2 * narrow.usage().token_bytes == 4 * tiny.LAYERS * 2 * 2 * 16
     assert wide.bytes() == 2 * narrow.bytes()
 
 
@@ -266,16 +277,18 @@ def test_caches_are_given_what_was_asked_for():
         max_model_len=256,
         cache_gb=0.02,
     )
-    use, model = llm.engine.cache_use(), llm.parts.proposer.model
+    use, model = llm.engine.cache_usage(), llm.parts.proposer.model
     both = llm.parts.target.cache.bytes() + model.cache.bytes()
     assert 0.015e9 < both <= 0.02e9
-    assert use.blocks == model.cache.use().blocks
+    assert use.blocks == model.cache.usage().blocks
     texts = ["Once upon a time there was a", "Once upon a time there was another"] * 2
     with_room = LLM(None, proposer=draft, k=3, dtype="bfloat16", kernels="native", max_num_seqs=4, max_model_len=256)
     params = SamplingParams(max_tokens=30)
-    assert [c.tokens for c in llm.generate(texts, params)] == [c.tokens for c in with_room.generate(texts, params)]
+    assert [c.token_ids for c in llm.generate(texts, params)] == [
+        c.token_ids for c in with_room.generate(texts, params)
+    ]
     llm.generate(texts, params)
-    assert llm.engine.cache_use().spared > 0
+    assert llm.engine.cache_usage().hit_tokens > 0
     with pytest.raises(OutriderError, match="give more, or lower max_model_len"):
         LLM(
             None,
@@ -299,7 +312,7 @@ def test_a_draft_that_goes_on_with_the_text_has_no_more_memory_than_it_is_given(
     plain = LLM(None, proposer="none", k=0, max_model_len=512, **settings)
     spec = f"draft-text:{embedded('nano')}"
     llm = LLM(None, proposer=spec, k=3, max_model_len=512, cache_gb=0.0045, **settings)
-    assert [c.tokens for c in llm.generate(texts, params)] == [c.tokens for c in plain.generate(texts, params)]
+    assert [c.token_ids for c in llm.generate(texts, params)] == [c.token_ids for c in plain.generate(texts, params)]
     assert llm.stats.drafted > 0
 
 
@@ -314,19 +327,19 @@ def test_a_stripe_keeps_its_text_for_the_next_one():
     llm = LLM(None, proposer="ngram", k=3, dtype="float32", kernels="torch", max_num_seqs=3, max_model_len=128)
     params = SamplingParams(max_tokens=12)
     first = llm.generate("Once upon a time there was a king", params)[0]
-    asked = llm.engine.cache_use().asked
+    asked = llm.engine.cache_usage().query_tokens
     again = llm.generate("Once upon a time there was a king", params)[0]
-    use = llm.engine.cache_use()
-    assert first.tokens == again.tokens
-    assert use.spared == asked - 1
+    use = llm.engine.cache_usage()
+    assert first.token_ids == again.token_ids
+    assert use.hit_tokens == asked - 1
     other = llm.generate("Once upon a time there was a king", SamplingParams(max_tokens=12, scope="tenant"))[0]
-    assert other.tokens == first.tokens
-    assert llm.engine.cache_use().spared == use.spared
+    assert other.token_ids == first.token_ids
+    assert llm.engine.cache_usage().hit_tokens == use.hit_tokens
 
 
 def test_of_stripes_that_begin_alike_the_slots_own_is_not_copied():
     cache, none, text = StaticCache(slots=3, capacity=16, device=CPU), tree.empty(1, CPU), ids(9)
-    cache.share(True)
+    cache.set_prefix_caching(True)
     for slot in range(3):
         row = make_row(text, slot)
         cache.admit(slot, text, f"scope {slot}")  # so that each one is read
@@ -341,8 +354,8 @@ def test_of_stripes_that_begin_alike_the_slots_own_is_not_copied():
 
 
 def test_nothing_is_known_of_other_caches():
-    assert CacheUse().free == 0
-    assert Batch(rows=(), start=(), feed=(), budget=()).waiting == 0
+    assert CacheUsage().free == 0
+    assert Batch(seqs=(), start=(), feed=(), draft_budget=()).waiting == 0
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -354,7 +367,7 @@ def test_every_proposer_lives_through_rows_that_give_way(name, temperature):
     for room in (10**6, 150):
         engine = make_engine(tightened(ToyTarget(slots=4), room), EVERY[name], rows=4)
         found.append(outputs(run(engine, texts, params, limit=90, ends=frozenset())))
-    assert engine.cache_use().preempted > 0
+    assert engine.cache_usage().preempted > 0
     assert found[0] == found[1]
 
 
@@ -367,10 +380,10 @@ def test_a_draft_that_reads_states_sees_every_token():
     plain = LLM(None, proposer="none", k=0, **house).generate(texts, params)
     llm = LLM(None, proposer=f"draft:{embedded('eagle31')}", k=3, **house)
     for cache in (llm.parts.target.cache, llm.parts.proposer.model.cache):
-        cache.allot(6)
+        cache.resize(6)
     for _ in range(2):
-        assert [c.tokens for c in llm.generate(texts, params)] == [c.tokens for c in plain]
-    use = llm.engine.cache_use()
-    assert use.spared == 0
+        assert [c.token_ids for c in llm.generate(texts, params)] == [c.token_ids for c in plain]
+    use = llm.engine.cache_usage()
+    assert use.hit_tokens == 0
     assert use.preempted > 0
     assert sum(llm.stats.accepted) > 0

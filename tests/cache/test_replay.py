@@ -13,7 +13,7 @@ from outrider.loader.checkpoint import load_checkpoint
 from outrider.loader.embedded import embedded
 from outrider.loader.make import make_target
 from outrider.propose.base import NoProposer
-from outrider.propose.draft_model.chain import ModelProposer
+from outrider.propose.draft_model.chain import DraftModelProposer
 from outrider.propose.lookup.ngram import NgramProposer
 from outrider.testing import ToyTarget
 from outrider.verify.rules import EXACT
@@ -90,7 +90,7 @@ def pair_prompts(tokenizer) -> list[list[int]]:
 MAKERS = {
     "none": lambda _: NoProposer,
     "ngram": lambda _: NgramProposer,
-    "model": lambda small: lambda setup: ModelProposer(setup, small),
+    "model": lambda small: lambda setup: DraftModelProposer(setup, small),
 }
 
 

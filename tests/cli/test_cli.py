@@ -21,13 +21,13 @@ import outrider
 from outrider import Constraint, OutriderError, SamplingParams
 from outrider.cli import options
 from outrider.cli.app import app
-from outrider.cli.constraint_options import FormOptions
-from outrider.cli.output import Teller
+from outrider.cli.constraint_options import ConstraintOptions
+from outrider.cli.output import Output
 from outrider.cli.run import converse
 from outrider.cli.sampling_options import SamplingOptions
 from outrider.llm import LLM
 from outrider.loader.embedded import embedded
-from outrider.report.console import tell
+from outrider.report.console import print_document
 
 CODE = "<|endoftext|>import os\nimport sys\n"
 QUESTION = "What is 17 + 25?"
@@ -78,14 +78,14 @@ def test_a_form_is_read_from_a_file_or_given(tmp_path):
     schema, grammar = tmp_path / "schema.json", tmp_path / "grammar.lark"
     schema.write_text('{"type": "object"}')
     grammar.write_text('start: "a"')
-    assert FormOptions().constraint() is None
-    assert FormOptions(json_schema=str(schema)).constraint() == Constraint.json_object()
-    assert FormOptions(grammar=str(grammar)).constraint() == Constraint.grammar('start: "a"')
-    assert FormOptions(regex="a+").constraint() == Constraint.regex("a+")
+    assert ConstraintOptions().constraint() is None
+    assert ConstraintOptions(json_schema=str(schema)).constraint() == Constraint.json_object()
+    assert ConstraintOptions(grammar=str(grammar)).constraint() == Constraint.grammar('start: "a"')
+    assert ConstraintOptions(regex="a+").constraint() == Constraint.regex("a+")
     with pytest.raises(OutriderError, match="give one of them"):
-        FormOptions(regex="a", grammar=str(grammar)).constraint()
+        ConstraintOptions(regex="a", grammar=str(grammar)).constraint()
     with pytest.raises(OutriderError, match="cannot be read"):
-        FormOptions(json_schema=str(tmp_path / "none")).constraint()
+        ConstraintOptions(json_schema=str(tmp_path / "none")).constraint()
     result = invoke("run", "x", "--target", str(embedded("nano")), "--proposer", "ngram", "--regex", "[0-9]{4}")
     assert result.exit_code == 0, result.output
     assert len(result.stdout.strip()) == 4
@@ -100,7 +100,7 @@ def test_options_arrive():
     with patch.context() as changed:
         changed.setattr("outrider.cli.run.load", lambda models, **_: seen.append(models))
         changed.setattr("outrider.cli.run.converse", lambda llm, params, **how: seen.append(params) or True)
-        changed.setattr("outrider.cli.output.Teller", lambda llm, **how: None)
+        changed.setattr("outrider.cli.output.Output", lambda llm, **how: None)
         models = "--k 6 --verifier walk --max-model-len 99 --kernels torch --quantize int8"
         result = invoke("run", "x", *models.split(), *words.split())
     assert result.exit_code == 0, result.output
@@ -267,12 +267,12 @@ def test_binary_input_is_a_mistake():
 
 def test_interrupt_is_quiet(monkeypatch):
     """Also in the middle of a completion, which is then taken back."""
-    from outrider.cli.output import Teller
+    from outrider.cli.output import Output
 
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Teller, "write", interrupt)
+    monkeypatch.setattr(Output, "write", interrupt)
     result = invoke("run", CODE)
     assert result.exit_code == 130
     assert not result.output
@@ -314,17 +314,17 @@ def failing(*_):
 def test_what_was_found_is_not_lost():
     """Files go first; where one cannot be written, or what is found not shown, the document is printed all the same."""
     steps = []
-    tell({"a": 1}, lambda document, console: steps.append("shown"), as_json=True, keep=steps.append)
+    print_document({"a": 1}, lambda document, console: steps.append("shown"), as_json=True, keep=steps.append)
     assert steps == [{"a": 1}, "shown"]
     for how in ({"show": failing}, {"show": lambda *_: None, "keep": failing}):
         out = StringIO()
         with redirect_stdout(out), pytest.raises(OutriderError, match=r"the disk is gone\. What was found is not lost"):
-            tell({"a": 1}, how.pop("show"), as_json=False, **how)
+            print_document({"a": 1}, how.pop("show"), as_json=False, **how)
         assert json.loads(out.getvalue().splitlines()[-1]) == {"a": 1}
 
 
 def test_failed_logits_are_an_exit_code(monkeypatch):
-    monkeypatch.setattr("outrider.cli.output.Teller.sum_up", lambda *_: False)
+    monkeypatch.setattr("outrider.cli.output.Output.sum_up", lambda *_: False)
     assert invoke("run", "--max-tokens", "2", CODE).exit_code == 1
 
 
@@ -410,7 +410,7 @@ def test_an_interrupt_ends_the_answers_and_not_the_program(n, monkeypatch, capsy
     monkeypatch.setattr("sys.stdin.isatty", lambda: True)
     monkeypatch.setattr("outrider.cli.run._ask", lambda: next(asked, ""))
     params = SamplingParams(n=n, max_tokens=8, ignore_eos=True, temperature=1.0, seed=1)
-    assert converse(llm, params, prompt=None, chat=False, teller=Teller(llm, show=False, as_json=False))
+    assert converse(llm, params, prompt=None, chat=False, teller=Output(llm, show=False, as_json=False))
     said = capsys.readouterr()
     assert said.err.count("tokens in") == 1  # the second answer was whole
     assert said.err.count(f"1 of {n}") == 2 * (n > 1)

@@ -17,8 +17,8 @@ from outrider.core.constraint import Constraint, Kind
 from outrider.core.grammar import Grammars, Matcher
 from outrider.core.params import SamplingParams
 from outrider.core.stats import Stats
-from outrider.core.types import Finish
-from outrider.engine.constraints import guide
+from outrider.core.types import FinishReason
+from outrider.engine.constraints import apply_constraints
 from outrider.errors import OutriderError
 from outrider.loader.checkpoint import load_checkpoint
 from outrider.loader.embedded import embedded
@@ -26,7 +26,7 @@ from outrider.loader.make import make_target
 from outrider.plan.planner import FixedPlanner
 from outrider.propose.base import NoProposer
 from outrider.propose.combine import Merge
-from outrider.propose.draft_model.chain import ModelProposer
+from outrider.propose.draft_model.chain import DraftModelProposer
 from outrider.propose.draft_model.tree import TreeProposer
 from outrider.propose.lookup.ngram import NgramProposer
 from outrider.testing import ToyTarget
@@ -53,7 +53,7 @@ def grammars():
 
 
 def draft(setup):
-    return ModelProposer(setup, grammar_cases.WordTarget(slots=setup.slots, like=grammar_cases.WordTarget()))
+    return DraftModelProposer(setup, grammar_cases.WordTarget(slots=setup.slots, like=grammar_cases.WordTarget()))
 
 
 def bushy(setup):
@@ -78,16 +78,16 @@ def texts(grammars, constraints, proposer="none", *, verifier="walk", k=4, **sam
 
 
 def words_of(rows):
-    return [tuple(row.text[2:]) for row in rows]
+    return [tuple(row.token_ids[2:]) for row in rows]
 
 
 def check_valid(rows, constraints):
     cut = 0
     for row, constraint in zip(rows, constraints, strict=True):
-        assert row.finish in (Finish.STOP, Finish.LENGTH), row.error
-        cut += row.finish is Finish.LENGTH
-        if row.finish is Finish.STOP:
-            text = grammar_cases.words().decode(row.text[2:], skip_special_tokens=True)
+        assert row.finish_reason in (FinishReason.STOP, FinishReason.LENGTH), row.error
+        cut += row.finish_reason is FinishReason.LENGTH
+        if row.finish_reason is FinishReason.STOP:
+            text = grammar_cases.words().decode(row.token_ids[2:], skip_special_tokens=True)
             jsonschema.validate(json.loads(text), json.loads(constraint.source))
     assert cut < len(rows) / 6  # a greedy toy may write digits for ever
 
@@ -162,8 +162,8 @@ def test_rows_that_give_way_come_back_to_their_forms(grammars, schemas, proposer
     )
     check_valid(rows, long)
     assert words_of(rows) == words_of(others)
-    assert tight.cache_use().preempted > 0
-    assert wide.cache_use().preempted == 0
+    assert tight.cache_usage().preempted > 0
+    assert wide.cache_usage().preempted == 0
 
 
 @pytest.mark.slow
@@ -213,7 +213,7 @@ def test_texts_are_drawn_from_the_constrained_law(name):
     engine = make_engine(target, proposer, verifier=name, k=3, rows=250)
     params = SamplingParams(temperature=1.0, seed=11, constraint=Constraint.regex("|".join(LANGUAGE)))
     rows = grammar_cases.complete(engine, grammars, [[1, 2]] * 1200, [params] * 1200, limit=9)
-    counts = Counter("".join(ALPHABET[t - 1] for t in row.text[2:] if t) for row in rows)
+    counts = Counter("".join(ALPHABET[t - 1] for t in row.token_ids[2:] if t) for row in rows)
     law = constrained_law(target, [1, 2])
     assert sum(law.values()) == pytest.approx(1.0)
     assert set(counts) <= set(LANGUAGE)
@@ -222,7 +222,7 @@ def test_texts_are_drawn_from_the_constrained_law(name):
 
 
 def toy(setup):
-    return ModelProposer(setup, ToyTarget(vocab=6, slots=setup.slots, context=16, seed=1))
+    return DraftModelProposer(setup, ToyTarget(vocab=6, slots=setup.slots, context=16, seed=1))
 
 
 def bushy_toy(setup):
@@ -267,8 +267,8 @@ def test_a_forced_text_takes_few_passes_and_none_where_k_is_0(grammars):
     engine = make_engine(grammar_cases.WordTarget(), NoProposer, k=4)
     (row,) = grammar_cases.complete(engine, grammars, [[5, 6]], [few])
     assert words_of([row]) == words_of(rows)
-    assert max(drafted for drafted, _, _ in row.passes) == 2
-    assert all(row.authors[:2])
+    assert max(drafted for drafted, _, _ in row.rounds) == 2
+    assert all(row.from_draft[:2])
 
 
 def test_the_planner_is_not_told_of_what_was_forced(grammars):
@@ -285,7 +285,7 @@ def test_the_planner_is_not_told_of_what_was_forced(grammars):
     grammar_cases.complete(engine, grammars, [[5, 6]] * 4, [SamplingParams(constraint=constraint)] * 4)
     assert heard[-1].accepted[3:] == () != engine.stats.accepted[3:]
     assert heard[-1].tau < engine.stats.tau
-    assert engine.arms[0].accepted[3:] == ()
+    assert engine.alternative_stats[0].accepted[3:] == ()
     assert heard[-1].rounds == engine.stats.rounds - 1
 
 
@@ -296,32 +296,32 @@ def test_rows_without_a_grammar_are_as_they_were(grammars):
     mixed = grammar_cases.complete(engine, grammars, [[5, 6], [7, 8], [9, 1]], [free, bound, free], limit=30)
     engine = make_engine(grammar_cases.WordTarget(), draft, verifier="walk")
     alone = grammar_cases.complete(engine, grammars, [[5, 6], [7, 8], [9, 1]], [free] * 3, limit=30)
-    assert [row.text for row in mixed[::2]] == [row.text for row in alone[::2]]
+    assert [row.token_ids for row in mixed[::2]] == [row.token_ids for row in alone[::2]]
     engine = make_engine(grammar_cases.WordTarget(), draft, verifier="walk")
     engine.add(alone[0].request)
     engine._scheduler.admit(engine._target.cache)
     batch = engine._scheduler.next()
     none = tree.empty(1, torch.device("cpu"))
-    assert guide(batch, none, grammar_cases.VOCAB).draft is none
-    assert guide(batch, none, grammar_cases.VOCAB).masks is None
+    assert apply_constraints(batch, none, grammar_cases.VOCAB).draft is none
+    assert apply_constraints(batch, none, grammar_cases.VOCAB).masks is None
 
 
 def test_ends_are_where_the_form_may_end(grammars):
     open_ended = Constraint.regex("(ab)+")
     (row,), _ = texts(grammars, [open_ended], "draft")
-    said = grammar_cases.words().decode(row.text[2:], skip_special_tokens=True)
+    said = grammar_cases.words().decode(row.token_ids[2:], skip_special_tokens=True)
     assert said == "ab" * (len(said) // 2) != ""
     (row,), _ = texts(grammars, [open_ended], "draft", ignore_eos=True)
-    assert row.finish is Finish.LENGTH
-    assert 0 not in row.text
+    assert row.finish_reason is FinishReason.LENGTH
+    assert 0 not in row.token_ids
     stop = grammar_cases.words().encode("!")[0]
     (row,), _ = texts(grammars, [open_ended], "draft", ignore_eos=True, stop_token_ids=(stop,), logit_bias={stop: 99.0})
-    assert row.finish is Finish.STOP
-    assert row.text[-1] == stop
-    assert grammar_cases.words().decode(row.text[2:-1]) in ("ab", "abab")
+    assert row.finish_reason is FinishReason.STOP
+    assert row.token_ids[-1] == stop
+    assert grammar_cases.words().decode(row.token_ids[2:-1]) in ("ab", "abab")
     (row,), _ = texts(grammars, [open_ended], "draft", min_tokens=9, logit_bias={0: 99.0})
-    assert len(row.text) - 2 == 11
-    assert row.text[-1] == 0
+    assert len(row.token_ids) - 2 == 11
+    assert row.token_ids[-1] == 0
 
 
 def test_a_grammar_that_fails_on_the_way_ends_its_own_row_alone(grammars, monkeypatch):
@@ -344,10 +344,10 @@ def test_a_grammar_that_fails_on_the_way_ends_its_own_row_alone(grammars, monkey
 
     monkeypatch.setattr(grammar, "start", start_failing)
     rows, _ = texts(grammars, [fine, wrong], "draft")
-    assert rows[0].text == alone.text
-    assert rows[1].finish is Finish.ERROR
+    assert rows[0].token_ids == alone.token_ids
+    assert rows[1].finish_reason is FinishReason.ERROR
     assert rows[1].error == "too complex"
-    assert rows[1].emitted >= 10
+    assert rows[1].num_output_tokens >= 10
 
 
 @pytest.mark.parametrize("raises", [False, True])
@@ -364,13 +364,13 @@ def test_a_grammar_that_cannot_be_started_ends_its_own_row_alone(grammars, monke
         monkeypatch.setattr(engine, "step", lambda step=engine.step: recovering(engine, step))
     params = [SamplingParams(seed=7, constraint=each) for each in (wrong, fine, wrong, wrong)]
     rows = grammar_cases.complete(engine, grammars, [[5, 6]] * 4, params)
-    assert [row.finish for row in rows if row.error] == [Finish.ERROR] * 3
+    assert [row.finish_reason for row in rows if row.error] == [FinishReason.ERROR] * 3
     assert {row.error for row in rows} == {"too complex", ""}
-    assert rows[1].text == alone.text
+    assert rows[1].token_ids == alone.token_ids
     assert not engine.busy()
     assert engine.step() == ()
     (again,) = grammar_cases.complete(engine, grammars, [[5, 6]], params[1:2])
-    assert again.text == alone.text
+    assert again.token_ids == alone.token_ids
 
 
 def recovering(engine, step):
@@ -403,7 +403,7 @@ def test_a_round_that_raises_leaves_grammars_where_they_were(grammars, monkeypat
     monkeypatch.setattr(engine, "step", recovering)
     rows = grammar_cases.complete(engine, grammars, [[5, 6]] * 2, [bound] * 2)
     assert rounds > 10
-    assert [row.text for row in rows] == [row.text for row in wanted]
+    assert [row.token_ids for row in rows] == [row.token_ids for row in wanted]
 
 
 REFUSED = {
@@ -473,10 +473,10 @@ def test_embedded_pair(dtype):
                 for form, _ in KINDS.values()
             ]
             done = llm.generate(["x = 1\n"] * (len(params) + 1), [*params, SamplingParams(max_tokens=40, logprobs=1)])
-            told.append([(each.tokens, each.finish) for each in done])
+            told.append([(each.token_ids, each.finish_reason) for each in done])
             for each, (_, good) in zip(done, KINDS.values(), strict=False):
-                assert each.finish is Finish.LENGTH or good(each.text)
-                assert len(each.logprobs) == len(each.tokens)
+                assert each.finish_reason is FinishReason.LENGTH or good(each.text)
+                assert len(each.logprobs) == len(each.token_ids)
                 assert all(entry.logprob <= entry.top[0][1] for entry in each.logprobs)
     assert told[:2] == told[2:]
 

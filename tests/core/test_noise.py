@@ -5,7 +5,7 @@ import torch
 
 from outrider.core import tree
 from outrider.core.noise import PositionNoise, Stream, inverse_cdf, mix, mix_int, to_uniform
-from outrider.core.types import Law, Packed
+from outrider.core.types import DraftKind, Packed
 from outrider.testing.enumeration import race_joint
 from outrider.verify.rules import block
 
@@ -154,7 +154,7 @@ def several_rounds(kind, p, q, length):
         source = kind(rows, done)
         tokens = torch.stack([guess(source, q.expand(MANY, -1), zeros() + i) for i in range(2)], 1)
         draft = tree.chain(
-            tokens, (2,) * MANY, law=torch.full_like(tokens, Law.SAMPLED), q=Packed.of(q.expand(MANY, 2, -1))
+            tokens, (2,) * MANY, law=torch.full_like(tokens, DraftKind.SAMPLED), q=Packed.of(q.expand(MANY, 2, -1))
         )
         verdict = block(draft, p.expand(MANY, 3, -1), source)
         emitted = torch.cat([tokens, tokens[:, :1]], 1).scatter(1, verdict.accepted[:, None], verdict.bonus[:, None])

@@ -11,19 +11,19 @@ import torch
 from outrider.core import tree
 from outrider.core.noise import PositionNoise
 from outrider.core.params import SamplingParams
-from outrider.core.types import Draft, Law, Packed, Request, Row, Scores
+from outrider.core.types import Draft, DraftKind, Packed, Request, Scores, SequenceState
 from outrider.loader.checkpoint import load_checkpoint
 from outrider.loader.embedded import embedded
 from outrider.loader.make import make_target
-from outrider.native.rules import fastest
+from outrider.native.rules import fastest_verifier
 from outrider.propose.combine import First, Merge
-from outrider.propose.draft_model.chain import ModelProposer
+from outrider.propose.draft_model.chain import DraftModelProposer
 from outrider.propose.draft_model.tree import TreeProposer
 from outrider.propose.lookup.ngram import NgramProposer
 from outrider.testing.drive import random_tree
 from outrider.verify.lossy import LOSSY
 from outrider.verify.rules import EXACT
-from outrider.verify.sampling import Knobs, warp, warp_packed
+from outrider.verify.sampling import SamplingTensors, apply_sampling, apply_sampling_packed
 from tests.helpers import tiny
 from tests.helpers.engines import make_engine, outputs, run
 
@@ -63,8 +63,8 @@ def some_row(b, chance):
         seed=b,
     )
     prompt = tuple(chance.randrange(VOCAB) for _ in range(4))
-    request = Request(id=b, prompt=prompt, params=params, seed=b, end_ids=frozenset({0, 7}), limit=99)
-    return Row(request=request, slot=b, text=[*prompt, *(chance.randrange(VOCAB) for _ in range(b % 4))])
+    request = Request(id=b, prompt_token_ids=prompt, params=params, seed=b, end_ids=frozenset({0, 7}), max_tokens=99)
+    return SequenceState(request=request, slot=b, token_ids=[*prompt, *(chance.randrange(VOCAB) for _ in range(b % 4))])
 
 
 def guesses(seed, *, chain, drawn):
@@ -74,15 +74,17 @@ def guesses(seed, *, chain, drawn):
     parent = torch.arange(-1, SIZE - 1).expand(ROWS, SIZE)
     if not chain:
         parent = random_tree([SIZE] * ROWS, VOCAB, chance).parent
-    kinds = [Law.SAMPLED] if chain else [Law.WITHOUT_REPLACEMENT, Law.SAMPLED]
-    law = torch.tensor([[chance.choice([*kinds, Law.ONE_HOT] if drawn else [Law.ONE_HOT]) for _ in range(SIZE)]] * ROWS)
-    q = (torch.randn(ROWS, SIZE, VOCAB, generator=source) * 2).softmax(-1) * (law != Law.ONE_HOT)[..., None]
+    kinds = [DraftKind.SAMPLED] if chain else [DraftKind.WITHOUT_REPLACEMENT, DraftKind.SAMPLED]
+    law = torch.tensor(
+        [[chance.choice([*kinds, DraftKind.ONE_HOT] if drawn else [DraftKind.ONE_HOT]) for _ in range(SIZE)]] * ROWS
+    )
+    q = (torch.randn(ROWS, SIZE, VOCAB, generator=source) * 2).softmax(-1) * (law != DraftKind.ONE_HOT)[..., None]
     tokens = torch.multinomial(q.flatten(0, 1) + 1e-9, 1, generator=source).view(ROWS, SIZE)
     draft = Draft(
         tokens=tokens,
         parent=parent,
         count=torch.tensor(width),
-        law=law,
+        kind=law,
         q=None,
         width=width,
         depth=width,
@@ -115,8 +117,11 @@ def test_laws(chain, seed):
             row.request = replace(row.request, params=SamplingParams(**kept))
     draft, _ = guesses(seed, chain=chain, drawn=False)
     logits = torch.randn(ROWS, 1 + SIZE, VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
-    knobs = Knobs.of(rows, VOCAB, CPU)
-    want, got = warp(logits, knobs, draft), warp_packed(packed_scores(logits, draft.width), knobs, draft)
+    knobs = SamplingTensors.of(rows, VOCAB, CPU)
+    want, got = (
+        apply_sampling(logits, knobs, draft),
+        apply_sampling_packed(packed_scores(logits, draft.width), knobs, draft),
+    )
     assert len(got.values) == ROWS + sum(draft.width)
     for b, nodes in enumerate(draft.width):
         assert torch.equal(got.padded()[b, : 1 + nodes], want[b, : 1 + nodes])
@@ -139,7 +144,7 @@ def test_verdicts(name, chain, drawn):
         whole = draft if q is None else replace(draft, q=Packed.of(q))
         spare = draft if q is None else replace(draft, q=packed(q, draft.width))
         want = RULES[name].rule(whole, p, noise)
-        for verifier in (RULES[name], fastest(RULES[name], CPU)):
+        for verifier in (RULES[name], fastest_verifier(RULES[name], CPU)):
             got = verifier.judge(spare, packed_scores(p, draft.width), noise)
             assert got.path.tolist() == want.path.tolist()
             assert got.accepted.tolist() == want.accepted.tolist()
@@ -162,13 +167,18 @@ class PlainTarget:
         self._inner = inner
 
     def __getattr__(self, name):
-        if name == "draw":
+        if name == "draft_sampled":
             raise AttributeError(name)
         return getattr(self._inner, name)
 
     def score(self, batch, draft, first=-1):
         scores = self._inner.score(batch, draft, first)
-        return Scores(logits=scores.logits, features=scores.features, fed=scores.fed, best=scores.best)
+        return Scores(
+            logits=scores.logits,
+            hidden_states=scores.hidden_states,
+            feed_hidden_states=scores.feed_hidden_states,
+            best=scores.best,
+        )
 
 
 class Uneven:
@@ -180,15 +190,15 @@ class Uneven:
 
     def propose(self, batch):
         self._round += 1
-        most = [row.request.id % 5 if self._round % 3 else 0 for row in batch.rows]
-        budget = tuple(min(pair) for pair in zip(batch.budget, most, strict=True))
-        return self._inner.propose(replace(batch, budget=budget))
+        most = [row.request.id % 5 if self._round % 3 else 0 for row in batch.seqs]
+        budget = tuple(min(pair) for pair in zip(batch.draft_budget, most, strict=True))
+        return self._inner.propose(replace(batch, draft_budget=budget))
 
 
 PROPOSERS = {
-    "chain": lambda small: lambda setup: ModelProposer(setup, small),
+    "chain": lambda small: lambda setup: DraftModelProposer(setup, small),
     "tree": lambda small: lambda setup: TreeProposer(setup, small),
-    "first": lambda small: lambda setup: First(setup, (NgramProposer(setup), ModelProposer(setup, small))),
+    "first": lambda small: lambda setup: First(setup, (NgramProposer(setup), DraftModelProposer(setup, small))),
     "merge": lambda small: lambda setup: Merge(setup, (NgramProposer(setup), TreeProposer(setup, small))),
 }
 
@@ -222,7 +232,7 @@ def test_texts(name, rule, rich, pair):
     ]
     texts = ("<|endoftext|>def add(a, b):\n    return a + b\n\ndef", "<|endoftext|>The old man and")
     prompts = [tokenizer.encode(texts[b % 2])[: 5 + b] for b in range(10)]
-    ways = (target, small, fastest(EXACT[rule], CPU)), (PlainTarget(target), PlainTarget(small), EXACT[rule])
+    ways = (target, small, fastest_verifier(EXACT[rule], CPU)), (PlainTarget(target), PlainTarget(small), EXACT[rule])
     engines = [
         make_engine(one, lambda setup, two=two: Uneven(PROPOSERS[name](two)(setup)), verifier=verifier, rows=10)
         for one, two, verifier in ways

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
-from outrider.core.stats import Stats, Tally
+from outrider.core.stats import Stats, StatsAccumulator
 
 
 @some.composite
@@ -55,7 +55,7 @@ def test_every_count_is_one_of_the_passes(triples):
 @LAWS
 @given(some.lists(MANY, max_size=4), some.booleans())
 def test_a_tally_says_what_its_rounds_add_up_to(rounds, exact):
-    total, tally = Stats(exact=exact), Tally(exact=exact)
+    total, tally = Stats(exact=exact), StatsAccumulator(exact=exact)
     for triples in rounds:
         tally.add(triples, drafted=7, prompt=2)
         tally.took(propose=0.25, target=0.5, host=0.125)

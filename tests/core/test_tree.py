@@ -27,7 +27,7 @@ def draft_of(rows):
         tokens=torch.zeros_like(parent),
         parent=parent,
         count=torch.full((len(rows),), size),
-        law=torch.zeros_like(parent),
+        kind=torch.zeros_like(parent),
         q=None,
         width=(size,) * len(rows),
         depth=(size,) * len(rows),
@@ -72,8 +72,8 @@ def test_a_chain_is_a_tree(size):
 
 def test_a_chain_keeps_the_law_of_each_guess():
     tokens = torch.zeros(1, 3, dtype=torch.int64)
-    assert tree.chain(tokens, (3,)).law.tolist() == [[0, 0, 0]]
-    assert tree.chain(tokens, (3,), law=torch.tensor([[0, 1, 2]])).law.tolist() == [[0, 1, 2]]
+    assert tree.chain(tokens, (3,)).kind.tolist() == [[0, 0, 0]]
+    assert tree.chain(tokens, (3,), law=torch.tensor([[0, 1, 2]])).kind.tolist() == [[0, 1, 2]]
 
 
 def test_no_guesses():

@@ -8,8 +8,8 @@ from outrider.core.constraint import Constraint
 from outrider.core.params import SamplingParams
 from outrider.llm import LLM
 from outrider.loader.embedded import embedded
-from outrider.propose.registry import guessers
-from outrider.serve.stream.drafts import guesses_of
+from outrider.propose.registry import draft_sources
+from outrider.serve.stream.drafts import drafts_of
 
 PROMPT = "a = 1\nb = 1\nc = 1\nd = 1\n"
 
@@ -24,7 +24,7 @@ PROMPT = "a = 1\nb = 1\nc = 1\nd = 1\n"
     ],
 )
 def test_those_who_guess_have_names(spec, names):
-    assert guessers(spec) == names
+    assert draft_sources(spec) == names
 
 
 @pytest.mark.parametrize(
@@ -44,9 +44,9 @@ def test_each_guess_is_told_with_who_made_it(spec, seen, temperature):
 
     def look(round):
         rounds.append(round)
-        told.extend(guesses_of(round, b, llm.parts.guessers) for b in range(len(round.batch.rows)))
+        told.extend(drafts_of(round, b, llm.parts.draft_sources) for b in range(len(round.batch.seqs)))
 
-    llm.engine.watch = look
+    llm.engine.on_round = look
     llm.generate([PROMPT, "x = 2\ny = 2\nz = 2\n"], SamplingParams(max_tokens=40, temperature=temperature, seed=1))
     names = {name for each in told for name in each.by}
     assert names <= seen
@@ -65,8 +65,8 @@ def test_what_a_grammar_forces_was_nobodys_guess():
         embedded("nano"), proposer="merge(ngram,recycle)", dtype="float32", max_model_len=256, max_num_seqs=2, k=6
     )
     told = []
-    llm.engine.watch = lambda round: told.extend(
-        guesses_of(round, b, llm.parts.guessers) for b in range(len(round.batch.rows))
+    llm.engine.on_round = lambda round: told.extend(
+        drafts_of(round, b, llm.parts.draft_sources) for b in range(len(round.batch.seqs))
     )
     form = Constraint.regex('"name": "[a-z]{1,9}", "surname": "[a-z]{1,9}", "telephone number"')
     llm.generate([PROMPT, PROMPT], [SamplingParams(max_tokens=60, constraint=form), SamplingParams(max_tokens=60)])
@@ -82,7 +82,7 @@ def test_guards_let_names_through(spec):
         embedded("nano"), proposer=spec, dtype="float32", max_model_len=256, max_num_seqs=2, k=6, isolate_faults=True
     )
     told = []
-    llm.engine.watch = lambda round: told.extend(guesses_of(round, 0, llm.parts.guessers).by)
+    llm.engine.on_round = lambda round: told.extend(drafts_of(round, 0, llm.parts.draft_sources).by)
     arms = ("suffix", "merge") if spec.startswith("switch") else (None,)
     for arm in arms:
         llm.generate([PROMPT], SamplingParams(max_tokens=30, proposer=arm))

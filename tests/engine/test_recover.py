@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from outrider.core.params import SamplingParams
-from outrider.core.types import Finish, Request
+from outrider.core.types import FinishReason, Request
 from outrider.propose.lookup.ngram import NgramProposer
 from outrider.testing import ToyTarget
 from outrider.testing.toy_target import ToyCache
@@ -28,7 +28,7 @@ class Cursed(ToyTarget):
         self.calls, self.touchy = itertools.count(1), touchy
 
     def score(self, batch, draft, first=-1):
-        if any(row.request.id == CURSED and row.emitted >= 5 for row in batch.rows) and not self.touchy:
+        if any(row.request.id == CURSED and row.num_output_tokens >= 5 for row in batch.seqs) and not self.touchy:
             raise RuntimeError("cursed")
         if self.touchy and draft.size and next(self.calls) % 3 == 0:
             raise RuntimeError("touched")
@@ -38,7 +38,9 @@ class Cursed(ToyTarget):
 def lives(engine, params, *, rows=COUNT):
     """Run to the end, whatever is raised; the rows by request, and the rounds that raised."""
     for i, prompt in enumerate(toy_prompts(rows)):
-        engine.add(Request(id=i, prompt=tuple(prompt), params=params, seed=i, end_ids=frozenset(), limit=LIMIT))
+        engine.add(
+            Request(id=i, prompt_token_ids=tuple(prompt), params=params, seed=i, end_ids=frozenset(), max_tokens=LIMIT)
+        )
     done, raised = {}, 0
     while engine.busy():
         try:
@@ -46,7 +48,7 @@ def lives(engine, params, *, rows=COUNT):
         except Exception as error:
             raised += 1
             rows = engine.recover(error)
-        done |= {row.request.id: row for row in rows if row.finish}
+        done |= {row.request.id: row for row in rows if row.finish_reason}
     return done, raised
 
 
@@ -62,13 +64,13 @@ def test_the_guilty_row_alone_ends(name, temperature):
     for i, row in done.items():
         wanted, (got,) = outputs([plain[i]])[0], outputs([row])
         if i == CURSED:
-            assert (row.finish, row.error) == (Finish.ERROR, "the engine failed: cursed")
+            assert (row.finish_reason, row.error) == (FinishReason.ERROR, "the engine failed: cursed")
             assert got == wanted[: len(got)]
             assert len(got) < LIMIT
         else:
-            assert row.finish is Finish.LENGTH
+            assert row.finish_reason is FinishReason.LENGTH
             assert got == wanted
-    assert sum(row.emitted for row in done.values()) == engine.stats.emitted
+    assert sum(row.num_output_tokens for row in done.values()) == engine.stats.emitted
 
 
 @pytest.mark.parametrize("name", SOME)
@@ -91,9 +93,9 @@ def test_a_commit_that_raises_ends_the_rows_of_its_round(monkeypatch):
 
     monkeypatch.setattr(ToyCache, "commit", broken)
     done, raised = lives(engine, SamplingParams(max_tokens=LIMIT))
-    ends = [done[i].finish for i in range(COUNT)]
+    ends = [done[i].finish_reason for i in range(COUNT)]
     assert raised == 1
-    assert ends == [Finish.ERROR] * 4 + [Finish.LENGTH] * 2
+    assert ends == [FinishReason.ERROR] * 4 + [FinishReason.LENGTH] * 2
 
 
 def test_where_no_round_had_begun_there_is_nothing_to_recover():

@@ -7,8 +7,8 @@ import random
 import pytest
 
 from outrider.core.params import SamplingParams
-from outrider.core.types import Finish, Request
-from outrider.engine.prefill_budget import Tempo
+from outrider.core.types import FinishReason, Request
+from outrider.engine.prefill_budget import PrefillBudget
 from outrider.engine.scheduler import Scheduler
 from outrider.errors import OutriderError
 from outrider.testing import ToyTarget
@@ -17,7 +17,9 @@ from tests.helpers.engines import make_engine, run
 
 
 def request(id, prompt, limit=5):
-    return Request(id=id, prompt=(1,) * prompt, params=SamplingParams(), seed=0, end_ids=frozenset(), limit=limit)
+    return Request(
+        id=id, prompt_token_ids=(1,) * prompt, params=SamplingParams(), seed=0, end_ids=frozenset(), max_tokens=limit
+    )
 
 
 def test_prompts_are_fed_in_chunks_beside_decoding_rows():
@@ -28,13 +30,13 @@ def test_prompts_are_fed_in_chunks_beside_decoding_rows():
     batch = scheduler.next()
     assert [len(feed) for feed in batch.feed] == [1, 7]
     assert batch.emits == (True, False)
-    assert batch.budget == (4, 0)
+    assert batch.draft_budget == (4, 0)
 
 
 @pytest.mark.parametrize(("base", "each"), [(0.01, 0.001), (0.03, 0.0001), (0.0, 0.01)])
 def test_a_bound_on_the_time_of_a_round(base, each):
     """Prompts get what the bound leaves, once their price is known, and never nothing; alone they get all."""
-    tempo, took = Tempo(512, seconds=0.05), []
+    tempo, took = PrefillBudget(512, seconds=0.05), []
     tempo.learn(0, base)
     for _ in range(40):
         fed = tempo.chunk(decoding=3)
@@ -46,7 +48,7 @@ def test_a_bound_on_the_time_of_a_round(base, each):
 
 
 def test_a_scheduler_learns_how_long_its_rounds_are():
-    scheduler = Scheduler(slots=2, chunk=Tempo(64, seconds=1.0), context=256)
+    scheduler = Scheduler(slots=2, chunk=PrefillBudget(64, seconds=1.0), context=256)
     for id, prompt in enumerate((1, 200)):
         scheduler.add(request(id, prompt))
     scheduler.admit(ToyTarget(slots=2, context=256).cache)
@@ -66,7 +68,7 @@ def test_every_row_is_served(chunk):
     chance = random.Random(0)
     prompts = [[1] * chance.choice([1, 2, 60]) for _ in range(12)]
     rows = run(engine, prompts, SamplingParams(), limit=6, ends=frozenset())
-    assert [row.emitted for row in rows] == [6] * 12
+    assert [row.num_output_tokens for row in rows] == [6] * 12
     assert engine.stats.rounds <= sum(-(-len(prompt) // chunk) + 6 for prompt in prompts)
 
 
@@ -90,9 +92,9 @@ def test_abort_at_any_point_frees_the_slot(rounds):
         engine.abort(id)
     finished = []
     while engine.busy():
-        finished += [row for row in engine.step() if row.finish]
+        finished += [row for row in engine.step() if row.finish_reason]
     assert [row.request.id for row in finished] == [1]
-    assert finished[0].finish is Finish.LENGTH
+    assert finished[0].finish_reason is FinishReason.LENGTH
     assert target.cache.text == [[], []]
 
 
@@ -102,19 +104,19 @@ def test_bad_sizes():
     with pytest.raises(OutriderError, match="at least 1"):
         Scheduler(slots=1, chunk=0, context=8)
     with pytest.raises(OutriderError, match="above 0"):
-        Tempo(64, seconds=0.0)
+        PrefillBudget(64, seconds=0.0)
 
 
 def finished(engine):
     order = []
     while engine.busy():
-        order += [row.request.id for row in engine.step() if row.finish]
+        order += [row.request.id for row in engine.step() if row.finish_reason]
     return order
 
 
 def urgent(id, priority, limit=4):
     params = SamplingParams(priority=priority)
-    return Request(id=id, prompt=(1,), params=params, seed=0, end_ids=frozenset(), limit=limit)
+    return Request(id=id, prompt_token_ids=(1,), params=params, seed=0, end_ids=frozenset(), max_tokens=limit)
 
 
 def test_lower_priorities_come_first_and_equals_in_order():
@@ -134,7 +136,7 @@ def test_nobody_is_overtaken_for_ever():
         engine.add(urgent(came, 0))
         done = []
         while not done:
-            done = [row.request.id for row in engine.step() if row.finish]
+            done = [row.request.id for row in engine.step() if row.finish_reason]
         ended += done
     assert 5 < len(ended) <= 64 // 4 + 2
 

@@ -27,14 +27,14 @@ def nano():
     prompts = [checkpoint.tokenizer.encode(text) for text in ("def add(a, b):", "The old man")]
     greedy = SamplingParams(temperature=0.0)
     said = outputs(run(make_engine(target, NoProposer, k=0, rows=2), prompts, greedy, limit=40, ends=frozenset()))
-    target.export(range(2))
+    target.export_hidden_states(range(2))
     samples = []
     for prompt, answer in zip(prompts, said, strict=True):
         row = make_row([*prompt, *answer], 0)
-        target.cache.admit(0, row.text)
-        batch = Batch(rows=(row,), start=(0,), feed=(tuple(row.text[:-1]),), budget=(0,))
+        target.cache.admit(0, row.token_ids)
+        batch = Batch(seqs=(row,), start=(0,), feed=(tuple(row.token_ids[:-1]),), draft_budget=(0,))
         with torch.inference_mode():
             scores = target.score(batch, tree.empty(1, CPU))
-            states = torch.stack([scores.fed[layer][0] for layer in range(2)], 1)
-        samples.append(Sample(id=0, tokens=tuple(row.text), states=states.clone(), prompt=len(prompt)))
+            states = torch.stack([scores.feed_hidden_states[layer][0] for layer in range(2)], 1)
+        samples.append(Sample(id=0, tokens=tuple(row.token_ids), states=states.clone(), prompt=len(prompt)))
     return target, prompts, samples

@@ -13,7 +13,7 @@ import torch
 
 from outrider.core import tree
 from outrider.core.params import SamplingParams
-from outrider.core.types import Batch, Draw, Scores, Tables
+from outrider.core.types import Batch, Draw, Scores, SharedWeights
 from outrider.errors import OutriderError
 from outrider.heads.description import Block, Description, FuseNorm, Taps
 from outrider.heads.store import make_module, read_head, write_head
@@ -40,7 +40,7 @@ SMALL = Sizes(hidden=64, layers=8, vocab=40, epsilon=1e-5, depth=2, guesses=4)
 MINI = Sizes(hidden=384, layers=8, vocab=12288, epsilon=1e-5, depth=2, guesses=4)
 NANO = Sizes(hidden=128, layers=2, vocab=12288, epsilon=1e-5, depth=1, guesses=4)
 KINDS = ["dflash", "dspark"]
-TABLES = Tables(
+TABLES = SharedWeights(
     embedding=torch.randn(40, 64, generator=torch.Generator().manual_seed(1)),
     head=torch.randn(40, 64, generator=torch.Generator().manual_seed(2)),
     norm=torch.ones(64),
@@ -128,14 +128,14 @@ def test_kinds_follow_the_papers_where_targets_are_large():
 def tell(head, rows, taps, ends):
     """Let a head know of the states [B, L, taps, H] of each row's tokens before `ends[b]`, as far as it lacks them."""
     layers, begins = head.description.taps.layers, [head.known[row.slot] for row in rows]
-    feeds = [tuple(row.text[begin:end]) for row, begin, end in zip(rows, begins, ends, strict=True)]
+    feeds = [tuple(row.token_ids[begin:end]) for row, begin, end in zip(rows, begins, ends, strict=True)]
     fed = {
         layer: tuple(taps[row.slot, begin:end, i] for row, begin, end in zip(rows, begins, ends, strict=True))
         for i, layer in enumerate(layers)
     }
     nodes = {layer: torch.zeros(len(rows), 1, taps.shape[-1]) for layer in layers}
-    batch = Batch(rows=tuple(rows), start=tuple(begins), feed=tuple(feeds), budget=(0,) * len(rows))
-    scores = Scores(logits=torch.zeros(len(rows), 1, 1), features=nodes, fed=fed)
+    batch = Batch(seqs=tuple(rows), start=tuple(begins), feed=tuple(feeds), draft_budget=(0,) * len(rows))
+    scores = Scores(logits=torch.zeros(len(rows), 1, 1), hidden_states=nodes, feed_hidden_states=fed)
     none = [()] * len(rows)
     head.note(make_round(batch, tree.empty(len(rows), CPU), scores, none, none))
     head.known |= {row.slot: end for row, end in zip(rows, ends, strict=True)}
@@ -145,19 +145,19 @@ def admit(head, texts):
     rows = [make_row(list(text), slot) for slot, text in enumerate(texts)]
     head.known = {row.slot: 0 for row in rows}  # by slot, how many states it was told of
     for row in rows:
-        head.cache.admit(row.slot, row.text)
+        head.cache.admit(row.slot, row.token_ids)
     return rows
 
 
 def batch_of(head, rows, most=None):
     """What the head has not read of the rows' texts, or the first `most` tokens of it."""
     start = tuple(head.cache.length(row.slot) for row in rows)
-    feed = tuple(tuple(row.text[begin:][:most]) for row, begin in zip(rows, start, strict=True))
-    return Batch(rows=tuple(rows), start=start, feed=feed, budget=(4,) * len(rows))
+    feed = tuple(tuple(row.token_ids[begin:][:most]) for row, begin in zip(rows, start, strict=True))
+    return Batch(seqs=tuple(rows), start=start, feed=feed, draft_budget=(4,) * len(rows))
 
 
 def commit(head, batch, draft):
-    none = [()] * len(batch.rows)
+    none = [()] * len(batch.seqs)
     head.cache.commit(make_round(batch, draft, Scores(logits=torch.empty(0)), none, none))
 
 
@@ -191,16 +191,16 @@ def test_training_sees_what_the_engine_will(kind, name):
     commit(head, piece, tree.empty(3, CPU))
     compared = 0
     while rows:
-        tell(head, rows, taps, [len(row.text) - 1 for row in rows])
+        tell(head, rows, taps, [len(row.token_ids) - 1 for row in rows])
         batch = batch_of(head, rows)
         chain = tree.empty(len(rows), CPU)
         found = [head.score(batch, chain)]
-        truth = [tokens[row.slot, len(row.text) :].tolist() + [0] * guesses for row in rows]
+        truth = [tokens[row.slot, len(row.token_ids) :].tolist() + [0] * guesses for row in rows]
         for guess in range(1, guesses):
             chain = tree.chain(torch.tensor([each[:guess] for each in truth]), (guess,) * len(rows))
             found.append(head.score(batch, chain, first=guess - 1))
         for b, row in enumerate(rows):
-            place = len(row.text) - 1
+            place = len(row.token_ids) - 1
             for guess, step in enumerate(steps):
                 assert bool(step.learn[row.slot, place - 1]) == (place + guess < lengths[row.slot])
                 if step.learn[row.slot, place - 1]:
@@ -212,8 +212,8 @@ def test_training_sees_what_the_engine_will(kind, name):
                         assert abs(found[guess].sure[b, -1] - sure[guess][row.slot, place - 1]) < 1e-4
         commit(head, batch, chain)
         for row in rows:
-            row.text += tokens[row.slot, len(row.text) :][: chance.randint(1, 3)].tolist()
-        rows = [row for row in rows if len(row.text) <= lengths[row.slot]]
+            row.token_ids += tokens[row.slot, len(row.token_ids) :][: chance.randint(1, 3)].tolist()
+        rows = [row for row in rows if len(row.token_ids) <= lengths[row.slot]]
         rows = rows if len(rows) < 2 or chance.random() < 0.5 else rows[1:]
     assert compared > 20
 
@@ -263,7 +263,7 @@ def test_blocks_begin_at_the_share_of_places_that_is_asked_for():
 
 def test_a_block_is_the_same_whatever_others_are_trained_beside_it(monkeypatch):
     module = make_draft(describe("dspark", SMALL))
-    module.lend(TABLES.embedding, TABLES.head)
+    module.share_weights(TABLES.embedding, TABLES.head)
     tokens, taps = torch.randint(0, 40, (2, 16)), torch.randn(2, 15, 5, 64)
     texts = Texts(tokens=tokens, taps=taps, laws=torch.rand(30, 40), learn=torch.ones(2, 15, dtype=torch.bool))
     whole = list(unrolled(module, texts, 9))
@@ -281,7 +281,7 @@ def test_a_block_is_the_same_whatever_others_are_trained_beside_it(monkeypatch):
 @pytest.mark.parametrize("kind", KINDS)
 def test_texts_of_one_token_teach_nothing_and_stop_nothing(kind):
     module = make_module(describe(kind, SMALL))
-    module.lend(TABLES.embedding, TABLES.head)
+    module.share_weights(TABLES.embedding, TABLES.head)
     texts = Texts(
         tokens=torch.tensor([[3, 1]]),
         taps=torch.randn(1, 1, 5, 64),
@@ -342,13 +342,13 @@ def test_the_planner_hears_how_sure_a_draft_is_of_itself():
     head = make_head_target(module, TABLES, slots=1, context=32)
     rows = admit(head, [[1, 2, 3, 4, 5]])
     tell(head, rows, torch.randn(1, 4, 5, 64), [4])
-    batch = replace(batch_of(head, rows), budget=(4,))
+    batch = replace(batch_of(head, rows), draft_budget=(4,))
     trust = Confidence().trust(0.2, (0.0,), ())
     lengths = []
     torch.nn.init.zeros_(module.judge.weight)
     for log_odds in (-9.0, 9.0):
         torch.nn.init.constant_(module.judge.bias, log_odds)
-        lengths.append(head.grow(batch, 40, trust).count[0])
+        lengths.append(head.draft_greedy(batch, 40, trust).count[0])
     assert lengths == [0, 4]
 
 
@@ -375,7 +375,7 @@ def test_no_guess_is_left_out_for_the_pass_that_it_would_take(kind, least, make,
     proposer.admit(0, row.request)
     head.known = {0: 0}
     tell(head, [row], torch.randn(1, 4, len(head.description.taps.layers), 64), [4])
-    batch = Batch(rows=(row,), start=(4,), feed=((5,),), budget=(4,), worth=(2.0,))
+    batch = Batch(seqs=(row,), start=(4,), feed=((5,),), draft_budget=(4,), worth=(2.0,))
     depth = max(proposer.propose(batch).depth)
     assert depth == 1 if least == 1 else depth >= least
 
@@ -385,9 +385,9 @@ def test_no_guess_is_left_out_for_the_pass_that_it_would_take(kind, least, make,
 def test_training_lowers_the_loss_and_raises_what_is_kept(kind, nano):
     target, prompts, samples = nano
     torch.manual_seed(0)
-    description, tables = describe(kind, NANO), target.lend()
+    description, tables = describe(kind, NANO), target.share_weights()
     module = make_module(description)
-    module.lend(tables.embedding.float(), tables.head.float())
+    module.share_weights(tables.embedding.float(), tables.head.float())
     texts = Reader(description.taps, range(2), tables, module.ids).read(samples, everything=False)
     pupil = SimpleNamespace(module=module, ids=module.ids, unroll=lambda texts, steps: unrolled(module, texts, steps))
     trainer = Trainer(pupil, losses=parse("ce:0.1,tv:1.8"), steps=4, decay=0.8, lr=3e-3)
@@ -403,7 +403,7 @@ def test_training_lowers_the_loss_and_raises_what_is_kept(kind, nano):
 
 def measure(module, target, prompts) -> float:
     """tau of greedy chains."""
-    head = make_head_target(deepcopy(module).eval().requires_grad_(False), target.lend(), slots=2, context=96)
+    head = make_head_target(deepcopy(module).eval().requires_grad_(False), target.share_weights(), slots=2, context=96)
     engine = make_engine(target, lambda setup: HeadProposer(setup, head), k=4, rows=2)
     run(engine, prompts, SamplingParams(temperature=0.0), limit=40, ends=frozenset())
     return engine.stats.tau

@@ -99,7 +99,7 @@ def test_what_is_written_names_everything_that_it_takes(case, tmp_path):
 @pytest.fixture(scope="module")
 def plain():
     params = SamplingParams(temperature=0, max_tokens=24)
-    return [each.tokens for each in LLM(proposer="none", **OPTIONS).generate(PROMPTS, params)]
+    return [each.token_ids for each in LLM(proposer="none", **OPTIONS).generate(PROMPTS, params)]
 
 
 @pytest.mark.parametrize("case", [case for case in MINI if case != "assistant"])  # whose target is Gemma 4
@@ -108,7 +108,7 @@ def test_the_text_is_the_targets_own(case, plain, tmp_path):
     llm = guessed_by(f"draft:{tmp_path}", k=3)
     assert isinstance(llm.parts.proposer, HeadProposer)
     found = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=24))
-    assert [each.tokens for each in found] == plain
+    assert [each.token_ids for each in found] == plain
     assert sum(each.stats.drafted for each in found)
 
 
@@ -118,7 +118,7 @@ def test_trees_grow_from_other_formats_too(case, plain, tmp_path):
     llm = LLM(proposer=f"tree:{tmp_path}", **OPTIONS)
     assert isinstance(llm.parts.proposer, HeadTreeProposer)
     found = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=24))
-    assert [each.tokens for each in found] == plain
+    assert [each.token_ids for each in found] == plain
 
 
 def test_layers_are_counted_as_each_format_does(tmp_path):
@@ -564,7 +564,7 @@ def test_a_whole_model_is_a_draft_to_its_own_target_alone(plain, tmp_path):
     llm = LLM(proposer=f"draft:{tmp_path}", **OPTIONS)
     assert isinstance(llm.parts.proposer, HeadProposer)
     texts = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=24))
-    assert [each.tokens for each in texts] == plain
+    assert [each.token_ids for each in texts] == plain
 
 
 def invoke(*words):

@@ -20,7 +20,7 @@ from outrider.heads.formats.registry import format_of
 from outrider.heads.modules.layers import Attention, rotation
 from outrider.heads.rotary import frequencies
 from outrider.heads.store import filled
-from outrider.heads.targets.autoregressive import FollowTarget, NativeFollowTarget
+from outrider.heads.targets.autoregressive import AutoregressiveTarget, NativeAutoregressiveTarget
 from outrider.loader.checkpoint import load_checkpoint
 from outrider.loader.embedded import embedded
 from outrider.loader.make import make_target
@@ -196,7 +196,7 @@ def read(case):
     config, tensors = format_of(name).write(description, random_draft(description, seed=3).state_dict(), partner)
     found, weights = format_of(name).read(Source(config, tensors, partner))
     module = filled(found, weights, where=case)
-    module.lend(TABLE, HEAD)
+    module.share_weights(TABLE, HEAD)
     return tensors, module
 
 
@@ -270,7 +270,7 @@ def test_another_order_is_written_by_swapping_columns():
     tokens, taps, positions = torch.randint(0, 96, (7,)), torch.randn(7, 1, 64), torch.arange(7)
     outs = []
     for each in (module, again):
-        each.lend(TABLE, HEAD)
+        each.share_weights(TABLE, HEAD)
         outs.append(each(tokens, each.fused(taps), positions, causal))
     torch.testing.assert_close(*outs)
 
@@ -427,9 +427,9 @@ def test_rotary_positions_are_transformers_own(rope, rotary):
 def test_native_kernels_read_it_alike(case, dtype, near):
     """Scaled positions, biases of all sorts, a second layer and no norms."""
     checkpoint = load_checkpoint(embedded("mini"), dtype=str(dtype).removeprefix("torch."), device="cpu")
-    tables = make_target(checkpoint, slots=1, context=32, kernels="native").lend()
+    tables = make_target(checkpoint, slots=1, context=32, kernels="native").share_weights()
     module = random_draft(cases(hidden=384, vocab=12288)[case][1]).to(dtype)
-    heads = [kind(module, tables, slots=1, context=64) for kind in (FollowTarget, NativeFollowTarget)]
+    heads = [kind(module, tables, slots=1, context=64) for kind in (AutoregressiveTarget, NativeAutoregressiveTarget)]
     text, taps = torch.randint(0, 12288, (9,)).tolist(), torch.randn(8, len(module.description.taps.layers), 384)
     none = tree.empty(1, torch.device("cpu"))
     ours, theirs = (head.score(feed(head, module.description, text, taps), none).logits for head in heads)

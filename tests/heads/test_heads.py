@@ -12,19 +12,19 @@ import torch
 from outrider.core import tree
 from outrider.core.noise import inverse_cdf
 from outrider.core.params import SamplingParams
-from outrider.core.types import Dice, Want
+from outrider.core.types import DrawParams, UniformDraws
 from outrider.errors import OutriderError
 from outrider.heads.description import Description, FuseNorm, Kind, Recycle, Taps, View
 from outrider.heads.hidden_states import NoCache, normed
 from outrider.heads.store import KEY, make_module, read_head, write_head
-from outrider.heads.targets.autoregressive import FollowTarget, NativeFollowTarget
-from outrider.heads.targets.masked import MaskTarget, NativeMaskTarget
+from outrider.heads.targets.autoregressive import AutoregressiveTarget, NativeAutoregressiveTarget
+from outrider.heads.targets.masked import MaskedTarget, NativeMaskedTarget
 from outrider.heads.targets.registry import make_head_target
 from outrider.llm import LLM
 from outrider.loader.checkpoint import load_checkpoint
 from outrider.loader.embedded import embedded
 from outrider.loader.make import make_target
-from outrider.models.base import Drawer, grow_by_scores
+from outrider.models.base import ChainSampler, draft_by_scores
 from outrider.plan.calibrate import measure_pass
 from outrider.plan.planner import FixedPlanner
 from outrider.propose.draft_model.trained_head import HeadProposer, HeadTreeProposer
@@ -92,7 +92,7 @@ def test_states_do_not_pile_up_while_nobody_drafts(kind, make, tmp_path, monkeyp
             llm.engine.step()
         held = max(sum(len(states) for _, states in each) for each in llm.parts.proposer.model._taps._kept.values())
         llm.engine._planner = FixedPlanner(3)
-        llm.engine.watch = lambda round, guesses=guesses: guesses.append(round.draft.listed())
+        llm.engine.on_round = lambda round, guesses=guesses: guesses.append(round.draft.listed())
         while llm.engine.busy():
             llm.engine.step()
         lives.append((guesses, held))
@@ -109,7 +109,7 @@ def test_training_sees_what_the_engine_will(kind):
     torch.manual_seed(3)
     checkpoint = load_checkpoint(embedded("nano"), dtype="float32", device="cpu")
     target = make_target(checkpoint, slots=1, context=64)
-    tables = target.lend()
+    tables = target.share_weights()
     depth = 3 if kind in ("medusa", "hydra") else 2 if kind == "onlooker" else 1
     sizes = Sizes(hidden=128, layers=8, vocab=12288, epsilon=1e-5, depth=depth, view=replace(VIEW, dim=32))
     description = described(kind, sizes)
@@ -166,7 +166,7 @@ def _whole():
 def test_native_kernels_say_the_same(kind, vocab, dtype, near):
     torch.manual_seed(4)
     checkpoint = load_checkpoint(embedded("mini"), dtype=str(dtype).removeprefix("torch."), device="cpu")
-    tables = make_target(checkpoint, slots=1, context=32, kernels="native").lend()
+    tables = make_target(checkpoint, slots=1, context=32, kernels="native").share_weights()
     made = {"eagle1": _eagle1, "whole": _whole}
     description = replace(made[kind]() if kind in made else describe(kind, MINI), draft_vocab=vocab)
     module = make_module(description).to(dtype).eval().requires_grad_(False)
@@ -175,7 +175,9 @@ def test_native_kernels_say_the_same(kind, vocab, dtype, near):
             weight.uniform_(0.5, 1.5)
     if description.draft_vocab:
         module.ids.copy_(torch.randperm(12288)[:512].sort().values)
-    runners = (MaskTarget, NativeMaskTarget) if description.masks else (FollowTarget, NativeFollowTarget)
+    runners = (
+        (MaskedTarget, NativeMaskedTarget) if description.masks else (AutoregressiveTarget, NativeAutoregressiveTarget)
+    )
     heads = [runner(module, tables, slots=1, context=64) for runner in runners]
     text, taps = torch.randint(0, 12288, (9,)).tolist(), torch.randn(8, len(description.taps.layers), 384)
     batches = [feed(head, description, text, taps) for head in heads]
@@ -185,13 +187,17 @@ def test_native_kernels_say_the_same(kind, vocab, dtype, near):
     first = replace(branched, parent=branched.parent.clamp(max=-1))  # all of them right behind the text
     ours, theirs = (head.score(batch, first, 0).logits for head, batch in zip(heads, batches, strict=True))
     assert far(ours, theirs) < near
-    grown = heads[1].grow(batches[1], 12288)
-    assert torch.equal(grown.tokens, grow_by_scores(heads[1], batches[1], 12288).tokens)
-    assert isinstance(heads[1], Drawer) == (description.masks is None)  # behind masks nothing follows what was drawn
+    grown = heads[1].draft_greedy(batches[1], 12288)
+    assert torch.equal(grown.tokens, draft_by_scores(heads[1], batches[1], 12288).tokens)
+    assert isinstance(heads[1], ChainSampler) == (
+        description.masks is None
+    )  # behind masks nothing follows what was drawn
     if description.masks:
         return
-    uniform = torch.rand(1, max(batches[1].budget), dtype=torch.float64)
-    drawn = heads[1].draw(batches[1], 12288, Dice(wants=(Want(0.7, 12288, 1.0, 0.0),), uniform=uniform))
+    uniform = torch.rand(1, max(batches[1].draft_budget), dtype=torch.float64)
+    drawn = heads[1].draft_sampled(
+        batches[1], 12288, UniformDraws(wants=(DrawParams(0.7, 12288, 1.0, 0.0),), uniform=uniform)
+    )
     law = (heads[1].score(batches[1], none).logits[:, 0] / 0.7).softmax(-1)
     assert torch.allclose(drawn.q.padded()[:, 0], law, rtol=1e-4, atol=1e-9)
     assert drawn.tokens[:, 0].tolist() == inverse_cdf(law, uniform[:, 0]).tolist()
@@ -200,7 +206,7 @@ def test_native_kernels_say_the_same(kind, vocab, dtype, near):
 @pytest.mark.skipif(not tiny.compiles(), reason="no C++ compiler here")
 def test_a_draft_with_more_heads_than_the_kernels_take_runs_on_torch():
     checkpoint = load_checkpoint(embedded("mini"), dtype="float32", device="cpu")
-    tables = make_target(checkpoint, slots=1, context=32, kernels="native").lend()
+    tables = make_target(checkpoint, slots=1, context=32, kernels="native").share_weights()
     plain = describe("mtp", MINI)
     for heads, kernels in ((48, "native"), (64, "torch")):
         description = replace(plain, body=replace(plain.body, heads=heads, key_heads=1, dim=16))
@@ -222,7 +228,7 @@ def test_a_borrowed_layer_of_few_tokens_is_its_rows(kind):
     some.load_state_dict(shared, strict=False)
     tables, states = (torch.randn(40, 64), torch.randn(40, 64)), torch.randn(5, 64)
     for module in (whole, some):
-        module.lend(*tables)
+        module.share_weights(*tables)
     assert torch.allclose(some.logits(states), whole.logits(states)[:, some.ids], atol=1e-5)
 
 
@@ -232,7 +238,7 @@ def test_some_places_train_what_all_of_them_would(kind):
     torch.manual_seed(6)
     description = describe(kind, SMALL)
     module, layers = make_module(description).requires_grad_(False), len(description.taps.layers)
-    module.lend(torch.randn(40, 64), torch.randn(40, 64))
+    module.share_weights(torch.randn(40, 64), torch.randn(40, 64))
     learn = torch.arange(15) < torch.tensor([15, 9])[:, None]
     learn[:, :3] = False
     texts = Texts(
@@ -303,4 +309,4 @@ def test_what_its_passes_cost_can_be_measured(kind, tmp_path, monkeypatch):
     cost = measure_pass(draft_model(llm.parts.proposer))
     assert cost(1, rows=1, cached=0) > 0
     found = llm.generate(PROMPTS, SamplingParams(temperature=0.0, max_tokens=24))
-    assert [each.tokens for each in found] == wanted
+    assert [each.token_ids for each in found] == wanted

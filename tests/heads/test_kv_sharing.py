@@ -13,12 +13,12 @@ from transformers.utils import logging
 
 from outrider.core import tree
 from outrider.core.params import SamplingParams
-from outrider.core.types import Batch, Tables
+from outrider.core.types import Batch, SharedWeights
 from outrider.errors import OutriderError
 from outrider.heads.description import Scaling, View
 from outrider.heads.files import read_partner
 from outrider.heads.store import filled, make_module, read_trained, write_head
-from outrider.heads.targets.kv_sharing import OnlookTarget
+from outrider.heads.targets.kv_sharing import KVSharingTarget
 from outrider.heads.targets.registry import make_head_target
 from outrider.llm import LLM
 from outrider.loader.checkpoint import load_checkpoint
@@ -34,7 +34,7 @@ from outrider.train.loss.losses import parse
 from outrider.train.loss.unroll import unrolled
 from outrider.train.model.kv_probe import find_view
 from outrider.train.model.presets import Sizes, describe
-from outrider.train.model.trainee import make_pupil
+from outrider.train.model.trainee import make_trainee
 from outrider.train.trainer import Trainer
 from tests.heads.test_block_heads import admit, batch_of, tell
 from tests.helpers import tiny, train_setup
@@ -57,7 +57,7 @@ def shelf(tmp_path_factory):
 def test_the_last_layer_that_sees_everything_is_found(name, layer, rotary, shelf):
     """With how its keys were turned, if they were, whatever the config says."""
     target = shelf.target(name)
-    view = find_view(target, target.lend())
+    view = find_view(target, target.share_weights())
     assert (view.layer, view.key_heads, view.rotary) == (layer, 2, rotary)
     assert (view.rope is not None) == (name == "gemma4_text")
     assert target.cache.length(0) == 0
@@ -68,9 +68,9 @@ def test_keys_that_lie_or_turn_otherwise_are_refused(name, shelf):
     """In pairs of neighbours, beside latents, or behind sinks."""
     target = shelf.target(name)
     with pytest.raises(OutriderError, match=r"turn in a way that is not known here; train mtp instead"):
-        find_view(target, target.lend())
+        find_view(target, target.share_weights())
     with pytest.raises(OutriderError, match="this target shows none"):
-        find_view(target, replace(target.lend(), memory=None))
+        find_view(target, replace(target.share_weights(), memory=None))
 
 
 def onlooker(window=0, seed=0):
@@ -87,7 +87,7 @@ def onlooker(window=0, seed=0):
 def tables(memory):
     chance = torch.Generator().manual_seed(1)
     both = torch.randn(2, 40, 64, generator=chance)
-    return Tables(embedding=both[0], head=both[1], norm=torch.ones(64), epsilon=1e-5, memory=memory)
+    return SharedWeights(embedding=both[0], head=both[1], norm=torch.ones(64), epsilon=1e-5, memory=memory)
 
 
 @pytest.mark.parametrize("slots", [[0, 1, 2], [2, 0, 3]])
@@ -97,20 +97,20 @@ def test_a_row_sees_its_own_entries_alone(window, slots):
     pair = torch.randn(2, 4, 2, 32, 16)
     memory = shown(5, pair)
     head = make_head_target(onlooker(window), tables(memory), slots=4, context=32)
-    assert isinstance(head, OnlookTarget)
+    assert isinstance(head, KVSharingTarget)
     texts, taps = {slots[0]: [1, 2, 3, 4, 5, 6, 7], slots[1]: [8, 9], slots[2]: [5, 6, 7, 8]}, torch.randn(4, 7, 1, 64)
     rows = [make_row(text, slot) for slot, text in texts.items()]
     head.known = dict.fromkeys(slots, 0)
     for row in rows:
-        head.cache.admit(row.slot, row.text)
-    tell(head, rows, taps, [len(row.text) - 1 for row in rows])
+        head.cache.admit(row.slot, row.token_ids)
+    tell(head, rows, taps, [len(row.token_ids) - 1 for row in rows])
     batch, chain = batch_of(head, rows), tree.chain(torch.tensor([[3], [4], [5]]), (1, 1, 1))
     found = head.score(batch, tree.empty(3, CPU)).logits, head.score(batch, chain, 0).logits
     for b, row in enumerate(rows):
-        begin = max(len(row.text) - 1 - window, 0) if window else 0
+        begin = max(len(row.token_ids) - 1 - window, 0) if window else 0
         pair[:, row.slot, :, :begin] = torch.nan
-        pair[:, row.slot, :, len(row.text) - 1 :] = torch.nan
-        alone = replace(batch, rows=(row,), start=batch.start[b : b + 1], feed=batch.feed[b : b + 1])
+        pair[:, row.slot, :, len(row.token_ids) - 1 :] = torch.nan
+        alone = replace(batch, seqs=(row,), start=batch.start[b : b + 1], feed=batch.feed[b : b + 1])
         one = (
             head.score(alone, tree.empty(1, CPU)).logits,
             head.score(alone, tree.chain(chain.tokens[b : b + 1], (1,)), 0).logits,
@@ -124,10 +124,10 @@ def test_a_target_shows_the_slots_that_are_asked_for(slots, shelf):
     """In the order of asking, and what another pass left behind a shorter text is nothing but numbers."""
     target, chance = shelf.target("llama"), random.Random(8)
     rows = [tiny.admit(target, slot, tiny.text(chance, 5 + 3 * slot)) for slot in range(4)]
-    feeds = tuple(tuple(row.text) for row in rows)
-    batch = Batch(rows=tuple(rows), start=(0,) * 4, feed=feeds, budget=(0,) * 4)
+    feeds = tuple(tuple(row.token_ids) for row in rows)
+    batch = Batch(seqs=tuple(rows), start=(0,) * 4, feed=feeds, draft_budget=(0,) * 4)
     target.score(batch, tree.empty(4, CPU))
-    memory = target.lend().memory
+    memory = target.share_weights().memory
     found = memory.entries(3, slots, 2, 14)
     for b, slot in enumerate(slots):
         alone = memory.entries(3, [slot], 0, len(feeds[slot]))
@@ -177,10 +177,10 @@ def test_what_is_learned_from_is_what_the_target_has_cached(nano):
     for row in rows:
         states, shown = recorders[0].take(row.request.id)
         assert shown.shape == (len(states), 2 * 2 * view.key_heads * view.dim)
-        again = make_row(row.text, 0)
-        target.cache.admit(0, again.text)
-        feed = tuple(again.text[: len(states)])
-        target.score(Batch(rows=(again,), start=(0,), feed=(feed,), budget=(0,)), tree.empty(1, CPU))
+        again = make_row(row.token_ids, 0)
+        target.cache.admit(0, again.token_ids)
+        feed = tuple(again.token_ids[: len(states)])
+        target.score(Batch(seqs=(again,), start=(0,), feed=(feed,), draft_budget=(0,)), tree.empty(1, CPU))
         parts = [
             each[0].transpose(0, 1).flatten(1)
             for layer in (0, 1)
@@ -192,23 +192,23 @@ def test_what_is_learned_from_is_what_the_target_has_cached(nano):
 
 def test_training_lowers_the_loss_and_raises_what_is_kept(nano):
     target, tabled = nano.target, nano.tables
-    target.export((1,))
+    target.export_hidden_states((1,))
     prompts = [nano.checkpoint.tokenizer.encode(text) for text in ("def add(a, b):", "The old man")]
     greedy = SamplingParams(temperature=0.0)
     said = outputs(run(make_engine(target, NoProposer, k=0, rows=2), prompts, greedy, limit=30, ends=frozenset()))
     torch.manual_seed(3)
-    pupil = make_pupil("onlooker", make_settings(), make_setup(nano), tabled)
+    pupil = make_trainee("onlooker", make_settings(), make_setup(nano), tabled)
     samples = []
     for prompt, answer in zip(prompts, said, strict=True):
         row = make_row([*prompt, *answer], 0)
-        target.cache.admit(0, row.text)
-        batch = Batch(rows=(row,), start=(0,), feed=(tuple(row.text[:-1]),), budget=(0,))
+        target.cache.admit(0, row.token_ids)
+        batch = Batch(seqs=(row,), start=(0,), feed=(tuple(row.token_ids[:-1]),), draft_budget=(0,))
         with torch.inference_mode():
-            states = target.score(batch, tree.empty(1, CPU)).fed[1][0][:, None]
+            states = target.score(batch, tree.empty(1, CPU)).feed_hidden_states[1][0][:, None]
             keys, values = (each[0] for each in tabled.memory.entries(1, [0], 0, len(states)))
         shown = torch.cat([each.transpose(0, 1).flatten(1) for each in (keys, values)], 1)
         samples.append(
-            Sample(id=0, tokens=tuple(row.text), states=states.clone(), prompt=len(prompt), shown=shown.clone())
+            Sample(id=0, tokens=tuple(row.token_ids), states=states.clone(), prompt=len(prompt), shown=shown.clone())
         )
         target.cache.release(0)
     reader = Reader(pupil.taps, (1,), tabled, pupil.ids, views=pupil.views)
@@ -233,13 +233,15 @@ def test_training_lowers_the_loss_and_raises_what_is_kept(nano):
 def test_the_native_kernels_show_their_memory_too(tmp_path):
     checkpoint = load_checkpoint(embedded("mini"), dtype="bfloat16", device="cpu")
     targets = [make_target(checkpoint, slots=1, context=32, kernels=kernels) for kernels in ("native", "torch")]
-    views = [find_view(target, target.lend()) for target in targets]
+    views = [find_view(target, target.share_weights()) for target in targets]
     assert views[0] == views[1]
     for target in targets:
         row = make_row(list(range(40, 56)), 0)
-        target.cache.admit(0, row.text)
-        target.score(Batch(rows=(row,), start=(0,), feed=(tuple(row.text),), budget=(0,)), tree.empty(1, CPU))
-    ours, theirs = (target.lend().memory.entries(7, [0], 0, 16)[0].float() for target in targets)
+        target.cache.admit(0, row.token_ids)
+        target.score(
+            Batch(seqs=(row,), start=(0,), feed=(tuple(row.token_ids),), draft_budget=(0,)), tree.empty(1, CPU)
+        )
+    ours, theirs = (target.share_weights().memory.entries(7, [0], 0, 16)[0].float() for target in targets)
     assert (ours - theirs).norm() < 0.03 * theirs.norm()
     module = make_module(describe("onlooker", Sizes(hidden=384, layers=8, vocab=12288, epsilon=1e-5, view=views[0])))
     write_head(tmp_path / "head", module, dtype=torch.bfloat16)
@@ -254,7 +256,7 @@ def test_the_native_kernels_show_their_memory_too(tmp_path):
     llms = [LLM(proposer=proposer, **options) for proposer in (f"draft:{tmp_path / 'head'}", "none")]
     params = SamplingParams(temperature=1.0, max_tokens=24, seed=4)
     got, wanted = (llm.generate(["def add(a, b):", "The cat"], params) for llm in llms)
-    assert [each.tokens for each in got] == [each.tokens for each in wanted]
+    assert [each.token_ids for each in got] == [each.token_ids for each in wanted]
     assert sum(each.stats.drafted for each in got)
 
 
@@ -295,12 +297,12 @@ def test_an_assistant_is_transformers_own(assistant, shelf):
     text = tiny.text(random.Random(5), 21)
     target = shelf.target("gemma4_text", (3,))
     row = tiny.admit(target, 0, text)
-    batch = Batch(rows=(row,), start=(0,), feed=(tuple(text[:-1]),), budget=(0,))
+    batch = Batch(seqs=(row,), start=(0,), feed=(tuple(text[:-1]),), draft_budget=(0,))
     scores = target.score(batch, tree.empty(1, CPU))
-    head = make_head_target(module, target.lend(), slots=4, context=64)
+    head = make_head_target(module, target.share_weights(), slots=4, context=64)
     head.known = {0: 0}
     head.cache.admit(0, text)
-    tell(head, [row], scores.fed[3][0][None, :, None], [20])
+    tell(head, [row], scores.feed_hidden_states[3][0][None, :, None], [20])
     ours = [head.score(batch_of(head, [row]), tree.empty(1, CPU)).logits[0, 0]]
     chain = tree.chain(torch.tensor([[7]]), (1,))
     ours.append(head.score(batch_of(head, [row]), chain, 0).logits[0, 0])
@@ -329,7 +331,7 @@ def test_an_assistant_guesses_for_its_target(assistant):
         llm.generate(prompts, SamplingParams(temperature=1.0, max_tokens=20, seed=3)) for llm in llms
     )
     for got in (draft, grown):
-        assert [each.tokens for each in got] == [each.tokens for each in wanted]
+        assert [each.token_ids for each in got] == [each.token_ids for each in wanted]
         assert sum(each.stats.drafted for each in got)
     config = json.loads((folder / "config.json").read_text())
     assert config["model_type"] == "gemma4_assistant"

@@ -15,7 +15,7 @@ from outrider.core.types import Batch
 from outrider.errors import OutriderError
 from outrider.heads.description import Description, FuseNorm, Kind, Masks, Recycle, Taps
 from outrider.heads.store import make_module, read_head, write_head
-from outrider.heads.targets.masked import MaskTarget
+from outrider.heads.targets.masked import MaskedTarget
 from outrider.heads.targets.registry import make_head_target
 from outrider.testing.drive import random_tree
 from outrider.train.data.batches import Reader
@@ -66,7 +66,7 @@ def test_descriptions_and_weights_survive_the_disk(name, tmp_path):
     again = read_head(tmp_path / "head", dtype=torch.float32, device=CPU)
     assert again.state_dict().keys() == module.state_dict().keys()
     assert all(torch.equal(again.state_dict()[name], value) for name, value in module.state_dict().items())
-    assert isinstance(make_head_target(again, TABLES, slots=1, context=32), MaskTarget)
+    assert isinstance(make_head_target(again, TABLES, slots=1, context=32), MaskedTarget)
 
 
 @pytest.mark.parametrize(
@@ -100,21 +100,21 @@ def test_training_sees_what_the_engine_will(name):
     assert len(steps) == guesses
     rows = admit(head, [tokens[b, :5].tolist() for b in range(3)])
     tell(head, rows, taps, [4] * 3)
-    piece = replace(batch_of(head, rows, most=3), budget=(0,) * 3)
+    piece = replace(batch_of(head, rows, most=3), draft_budget=(0,) * 3)
     head.score(piece, tree.empty(3, CPU))
     commit(head, piece, tree.empty(3, CPU))
     compared = 0
     while rows:
-        tell(head, rows, taps, [len(row.text) - 1 for row in rows])
+        tell(head, rows, taps, [len(row.token_ids) - 1 for row in rows])
         budgets = [chance.randint(1, 6) for _ in rows]
-        batch = replace(batch_of(head, rows), budget=tuple(budgets))
+        batch = replace(batch_of(head, rows), draft_budget=tuple(budgets))
         chain = tree.empty(len(rows), CPU)
         found = [head.score(batch, chain).logits[:, -1]]
         for guess in range(1, guesses):
             chain = tree.chain(torch.randint(0, 40, (len(rows), guess)), (guess,) * len(rows))
             found.append(head.score(batch, chain, first=guess - 1).logits[:, -1])
         for b, row in enumerate(rows):
-            column = len(row.text) - 2
+            column = len(row.token_ids) - 2
             for guess, step in enumerate(steps[: budgets[b]]):
                 assert bool(step.learn[row.slot, column]) == (column + 1 + guess < lengths[row.slot])
                 if step.learn[row.slot, column]:
@@ -124,8 +124,8 @@ def test_training_sees_what_the_engine_will(name):
                     compared += 1
         commit(head, batch, chain)
         for row in rows:
-            row.text += tokens[row.slot, len(row.text) :][: chance.randint(1, 3)].tolist()
-        rows = [row for row in rows if len(row.text) <= lengths[row.slot]]
+            row.token_ids += tokens[row.slot, len(row.token_ids) :][: chance.randint(1, 3)].tolist()
+        rows = [row for row in rows if len(row.token_ids) <= lengths[row.slot]]
         rows = rows if len(rows) < 2 or chance.random() < 0.5 else rows[1:]
     assert compared >= 20
 
@@ -134,7 +134,7 @@ def test_a_node_is_answered_by_its_depth():
     head = make_head_target(make_draft(describe("peagle", SMALL)), TABLES, slots=2, context=32)
     rows = admit(head, [[1, 2, 3, 4, 5], [6, 7, 8]])
     tell(head, rows, torch.randn(2, 5, 3, 64), [4, 2])
-    batch, draft = replace(batch_of(head, rows), budget=(9, 9)), random_tree([9, 6], 40, random.Random(5))
+    batch, draft = replace(batch_of(head, rows), draft_budget=(9, 9)), random_tree([9, 6], 40, random.Random(5))
     whole, depths = head.score(batch, draft).logits, tree.depths(draft)
     chain = head.score(batch, tree.chain(torch.zeros(2, 3, dtype=torch.int64), (3, 3)), 0).logits
     for b, width in enumerate(draft.width):
@@ -149,7 +149,7 @@ def test_the_end_of_the_context_leaves_room_for_what_was_asked():
     rows = admit(head, texts)
     tell(head, rows, taps, [10, 3])
     none = tree.empty(2, CPU)
-    both = head.score(replace(batch_of(head, rows), budget=(1, 4)), none).logits[:, 0]
+    both = head.score(replace(batch_of(head, rows), draft_budget=(1, 4)), none).logits[:, 0]
     alone = make_head_target(make_draft(describe("peagle", SMALL)), TABLES, slots=2, context=32)
     assert torch.allclose(both, score_behind(alone, texts, taps), atol=1e-4)
 
@@ -157,7 +157,7 @@ def test_the_end_of_the_context_leaves_room_for_what_was_asked():
 @pytest.mark.parametrize(("share", "most"), [(1.0, 5), (0.4, 512)])
 def test_masks_are_the_same_whatever_others_are_trained_beside_them(share, most, monkeypatch):
     module = make_draft(describe("peagle", SMALL))
-    module.lend(TABLES.embedding, TABLES.head)
+    module.share_weights(TABLES.embedding, TABLES.head)
     tokens, taps = torch.randint(0, 40, (2, 16)), torch.randn(2, 15, 3, 64)
     texts = Texts(tokens=tokens, taps=taps, laws=torch.rand(30, 40), learn=torch.ones(2, 15, dtype=torch.bool))
     whole = list(unrolled(module, texts, 9))
@@ -180,7 +180,7 @@ def test_masks_are_the_same_whatever_others_are_trained_beside_them(share, most,
 def test_a_chain_keeps_its_column_where_a_share_goes_on(kind):
     """So that what is known of its guesses, step by step, is put together rightly (`--loss length`)."""
     module = make_draft(describe(kind, SMALL))
-    module.lend(TABLES.embedding, TABLES.head)
+    module.share_weights(TABLES.embedding, TABLES.head)
     learn = torch.zeros(2, 15, dtype=torch.bool)
     learn[0, 3:], learn[1, 6:12] = True, True
     laws = torch.rand(2, 15, 40)
@@ -211,8 +211,8 @@ def test_training_lowers_the_loss_and_raises_what_is_kept(nano):
         masks=Masks(guesses=4, token=12287),
         recycle=Recycle.RAW,
     )
-    tables, module = target.lend(), make_module(description)
-    module.lend(tables.embedding.float(), tables.head.float())
+    tables, module = target.share_weights(), make_module(description)
+    module.share_weights(tables.embedding.float(), tables.head.float())
     texts = Reader(description.taps, range(2), tables, module.ids).read(samples, everything=False)
     pupil = SimpleNamespace(module=module, ids=module.ids, unroll=lambda texts, steps: unrolled(module, texts, steps))
     trainer = Trainer(pupil, losses=parse("ce:0.1,tv:1.8"), steps=4, decay=0.8, lr=3e-3)
@@ -227,7 +227,7 @@ def test_training_lowers_the_loss_and_raises_what_is_kept(nano):
 
 def test_texts_of_one_token_teach_nothing_and_stop_nothing():
     module = make_module(describe("peagle", SMALL))
-    module.lend(TABLES.embedding, TABLES.head)
+    module.share_weights(TABLES.embedding, TABLES.head)
     for length in (1, 2):
         texts = Texts(
             tokens=torch.ones(1, length + 1, dtype=torch.int64),
@@ -243,5 +243,5 @@ def test_a_batch_without_budgets_is_read():
     head = make_head_target(make_draft(describe("peagle", SMALL)), TABLES, slots=1, context=32)
     rows = admit(head, [[1, 2, 3]])
     tell(head, rows, torch.randn(1, 2, 3, 64), [2])
-    batch = Batch(rows=tuple(rows), start=(0,), feed=((1, 2, 3),), budget=(0,))
+    batch = Batch(seqs=tuple(rows), start=(0,), feed=((1, 2, 3),), draft_budget=(0,))
     assert head.score(batch, tree.empty(1, CPU)).logits.shape == (1, 1, 40)

@@ -14,7 +14,7 @@ from outrider.errors import OutriderError
 from outrider.heads.description import Description, Recycle
 from outrider.heads.hidden_states import normed
 from outrider.heads.store import make_module
-from outrider.heads.targets.multi_module import ModulesTarget
+from outrider.heads.targets.multi_module import MultiModuleTarget
 from outrider.heads.targets.registry import make_head_target
 from outrider.testing.drive import random_tree
 from outrider.train.data.batches import Reader
@@ -22,7 +22,7 @@ from outrider.train.loss.losses import parse
 from outrider.train.loss.steps import Texts
 from outrider.train.loss.unroll import unrolled
 from outrider.train.model.presets import Sizes, describe
-from outrider.train.model.trainee import make_pupil
+from outrider.train.model.trainee import make_trainee
 from outrider.train.trainer import Trainer
 from tests.heads.test_block_heads import CPU, TABLES, admit, batch_of, commit, measure, tell
 from tests.helpers import train_setup
@@ -68,7 +68,7 @@ def test_training_sees_what_the_engine_will(name):
     chance, description = random.Random(4), variants()[name]
     module = make_draft(description, seed=3)
     head = make_head_target(module, TABLES, slots=3, context=24)
-    assert isinstance(head, ModulesTarget)
+    assert isinstance(head, MultiModuleTarget)
     lengths, size, modules = (14, 9, 14), 14, description.modules
     tokens, taps = torch.randint(0, 40, (3, size + 1)), torch.randn(3, size, 1, 64)
     learn = torch.arange(size) < torch.tensor(lengths)[:, None]
@@ -80,20 +80,20 @@ def test_training_sees_what_the_engine_will(name):
     rows = admit(head, [tokens[b, :5].tolist() for b in range(3)])
     tell(head, rows, taps, [4] * 3)
     for most in (2, 1):
-        piece = replace(batch_of(head, rows, most=most), budget=(0,) * 3)
+        piece = replace(batch_of(head, rows, most=most), draft_budget=(0,) * 3)
         head.score(piece, tree.empty(3, CPU))
         commit(head, piece, tree.empty(3, CPU))
     compared = 0
     while rows:
-        tell(head, rows, taps, [len(row.text) - 1 for row in rows])
+        tell(head, rows, taps, [len(row.token_ids) - 1 for row in rows])
         batch, chain = batch_of(head, rows), tree.empty(len(rows), CPU)
         found = [head.score(batch, chain).logits[:, -1]]
-        truth = [tokens[row.slot, len(row.text) :].tolist() + [0] * modules for row in rows]
+        truth = [tokens[row.slot, len(row.token_ids) :].tolist() + [0] * modules for row in rows]
         for guess in range(1, modules):
             chain = tree.chain(torch.tensor([each[:guess] for each in truth]), (guess,) * len(rows))
             found.append(head.score(batch, chain, first=guess - 1).logits[:, -1])
         for b, row in enumerate(rows):
-            column = len(row.text) - 2
+            column = len(row.token_ids) - 2
             for guess, step in enumerate(steps):
                 assert step.learn.shape[1] == size - 1 - guess
                 if column < step.learn.shape[1] and step.learn[row.slot, column]:
@@ -103,8 +103,8 @@ def test_training_sees_what_the_engine_will(name):
                     compared += 1
         commit(head, batch, chain)
         for row in rows:
-            row.text += tokens[row.slot, len(row.text) :][: chance.randint(1, 3)].tolist()
-        rows = [row for row in rows if len(row.text) <= lengths[row.slot]]
+            row.token_ids += tokens[row.slot, len(row.token_ids) :][: chance.randint(1, 3)].tolist()
+        rows = [row for row in rows if len(row.token_ids) <= lengths[row.slot]]
         rows = rows if len(rows) < 2 or chance.random() < 0.5 else rows[1:]
     assert compared > 15
 
@@ -160,10 +160,10 @@ def test_training_lowers_the_loss_and_raises_what_is_kept(nano):
     torch.manual_seed(0)
     description, tables = (
         describe("mtp", Sizes(hidden=128, layers=2, vocab=12288, epsilon=1e-5, modules=3)),
-        target.lend(),
+        target.share_weights(),
     )
     module = make_module(description)
-    module.lend(tables.embedding.float(), tables.head.float())
+    module.share_weights(tables.embedding.float(), tables.head.float())
     texts = Reader(description.taps, range(2), tables, module.ids).read(samples, everything=False)
     pupil = SimpleNamespace(module=module, ids=module.ids, unroll=lambda texts, steps: unrolled(module, texts, steps))
     trainer = Trainer(pupil, losses=parse("ce:0.1,tv:1.8"), steps=3, decay=0.8, lr=3e-3)
@@ -185,12 +185,12 @@ def test_training_lowers_the_loss_and_raises_what_is_kept(nano):
 def test_options_that_do_not_fit(kind, options, message):
     house = train_setup.house()
     with pytest.raises(OutriderError, match=message):
-        make_pupil(kind, make_settings(**options), make_setup(house), house.tables)
+        make_trainee(kind, make_settings(**options), make_setup(house), house.tables)
 
 
 def test_all_modules_are_trained():
     house = train_setup.house()
-    pupil = make_pupil("mtp", make_settings(modules=3), make_setup(house), house.tables)
+    pupil = make_trainee("mtp", make_settings(modules=3), make_setup(house), house.tables)
     assert pupil.steps == 3
     trainer = Trainer(pupil, losses=parse("ce,length:0.5"), steps=3, decay=0.8, lr=1e-3)
     slopes = train_setup.watched(trainer)

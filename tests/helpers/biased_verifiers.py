@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 
 from outrider.core.noise import Noise
-from outrider.core.types import Draft, Law, Packed, Verdict
+from outrider.core.types import Draft, DraftKind, Packed, Verdict
 from outrider.verify.rules import Rule
 from outrider.verify.verdict import accept_prefix, at_token, gate, normalised, proposals, share_of
 
@@ -44,8 +44,8 @@ def scores_softmax(rule: Rule, q: torch.Tensor) -> Rule:
     """Chosen guesses, judged as if they had been sampled from q [V]."""
 
     def biased(draft: Draft, p: torch.Tensor, noise: Noise) -> Verdict:
-        law = torch.full_like(draft.law, int(Law.SAMPLED))
-        return rule(replace(draft, law=law, q=Packed.of(q.expand(*draft.tokens.shape, -1))), p, noise)
+        law = torch.full_like(draft.kind, int(DraftKind.SAMPLED))
+        return rule(replace(draft, kind=law, q=Packed.of(q.expand(*draft.tokens.shape, -1))), p, noise)
 
     return biased
 

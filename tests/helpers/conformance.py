@@ -9,42 +9,44 @@ from outrider.loader.checkpoint import load_checkpoint
 from outrider.loader.embedded import embedded
 from outrider.loader.make import make_target
 from outrider.models.base import Target
-from outrider.propose.base import NoProposer, Proposer, Setup
+from outrider.propose.base import NoProposer, Proposer, ProposerSetup
 from outrider.propose.combine import First, Merge, Switch
 from outrider.propose.draft_model.cascade import Cascade
-from outrider.propose.draft_model.chain import ModelProposer
+from outrider.propose.draft_model.chain import DraftModelProposer
 from outrider.propose.draft_model.tree import TreeProposer
-from outrider.propose.linearize import OneWay
+from outrider.propose.linearize import Linearized
 from outrider.propose.lookup.datastore import Datastore
 from outrider.propose.lookup.lookahead import LookaheadProposer, Sizes
 from outrider.propose.lookup.ngram import NgramProposer
 from outrider.propose.lookup.recycle import RecycleProposer
 from outrider.propose.lookup.retrieval import RetrievalProposer
 from outrider.propose.lookup.suffix import SuffixProposer
-from outrider.propose.vocabulary.intersection import Dictionary, SharedVocabulary
+from outrider.propose.vocabulary.intersection import SharedVocabulary, VocabularyMap
 from outrider.propose.vocabulary.text_draft import TextProposer
-from outrider.propose.vocabulary.token_text import Spelling
+from outrider.propose.vocabulary.token_text import TokenText
 from outrider.testing.toy_target import ToyTarget
 
-PROPOSERS: Mapping[str, Callable[[Setup], Proposer]] = {
+PROPOSERS: Mapping[str, Callable[[ProposerSetup], Proposer]] = {
     "none": NoProposer,
-    "model": lambda setup: ModelProposer(setup, ToyTarget(vocab=setup.vocab, slots=setup.slots, seed=99)),
-    "padded model": lambda setup: ModelProposer(setup, ToyTarget(vocab=setup.vocab + 2, slots=setup.slots, seed=98)),
-    "foreign model": lambda setup: ModelProposer(setup, _foreign(setup)),
-    "cascade": lambda setup: ModelProposer(setup, Cascade(_foreign(setup))),
+    "model": lambda setup: DraftModelProposer(setup, ToyTarget(vocab=setup.vocab, slots=setup.slots, seed=99)),
+    "padded model": lambda setup: DraftModelProposer(
+        setup, ToyTarget(vocab=setup.vocab + 2, slots=setup.slots, seed=98)
+    ),
+    "foreign model": lambda setup: DraftModelProposer(setup, _foreign(setup)),
+    "cascade": lambda setup: DraftModelProposer(setup, Cascade(_foreign(setup))),
     "text draft": lambda setup: TextProposer(
         setup,
         ToyTarget(vocab=setup.vocab + 3, slots=setup.slots, seed=97),
         target=letters(setup.vocab),
         draft=letters(setup.vocab, "bc", " c", "ccb"),
     ),
-    "short model": lambda setup: ModelProposer(
+    "short model": lambda setup: DraftModelProposer(
         setup, ToyTarget(vocab=setup.vocab, slots=setup.slots, seed=99, context=24)
     ),
 }
 
 # Those who learn from rounds how good their guesses are.
-LEARNING: Mapping[str, Callable[[Setup], Proposer]] = {
+LEARNING: Mapping[str, Callable[[ProposerSetup], Proposer]] = {
     "ngram": NgramProposer,
     "suffix": SuffixProposer,
     "suffix with history": lambda setup: SuffixProposer(setup, history=90),
@@ -56,10 +58,10 @@ LEARNING: Mapping[str, Callable[[Setup], Proposer]] = {
     "merge": lambda setup: Merge(setup, [NgramProposer(setup), _toy_model(setup)]),
     "merge of two that draw": lambda setup: Merge(setup, [_toy_model(setup), _toy_model(setup)]),
     "tree": lambda setup: TreeProposer(setup, ToyTarget(vocab=setup.vocab, slots=setup.slots, seed=99)),
-    "one way of a tree": lambda setup: OneWay(
+    "one way of a tree": lambda setup: Linearized(
         TreeProposer(setup, ToyTarget(vocab=setup.vocab, slots=setup.slots, seed=99))
     ),
-    "one way of a merge": lambda setup: OneWay(Merge(setup, [SuffixProposer(setup), _toy_model(setup)])),
+    "one way of a merge": lambda setup: Linearized(Merge(setup, [SuffixProposer(setup), _toy_model(setup)])),
     "foreign tree": lambda setup: TreeProposer(setup, _foreign(setup)),
 }
 EVERY = {**PROPOSERS, **LEARNING}
@@ -70,14 +72,14 @@ def _toy_store(vocab: int) -> Datastore:
     return Datastore.of([[chance.randrange(vocab) for _ in range(80)] for _ in range(8)], vocab)
 
 
-def _foreign(setup: Setup) -> Target:
+def _foreign(setup: ProposerSetup) -> Target:
     """A draft that lacks the target's last token, has more of its own, and counts the others backwards."""
     others = [*range(setup.vocab, 1, -1)]
     draft = ToyTarget(vocab=setup.vocab + 2, slots=setup.slots, seed=97)
-    return SharedVocabulary(draft, Dictionary([*others, -1], [*others, 1]))
+    return SharedVocabulary(draft, VocabularyMap([*others, -1], [*others, 1]))
 
 
-def letters(vocab: int, *words: str) -> Spelling:
+def letters(vocab: int, *words: str) -> TokenText:
     """The spelling of a space, of `vocab` - 1 letters, and of some words of them; texts are cut into the longest."""
     pieces = [" ", *(chr(ord("b") + i) for i in range(vocab - 1)), *words]
     longest = sorted(pieces, key=len, reverse=True)
@@ -91,13 +93,13 @@ def letters(vocab: int, *words: str) -> Spelling:
         return ids
 
     spelled = {piece.encode(): id for id, piece in enumerate(pieces)}
-    return Spelling(
+    return TokenText(
         pieces=tuple(spelled), ids=spelled, special={}, begin=(), roles={}, cut=lambda texts: [*map(cut, texts)]
     )
 
 
-def _toy_model(setup: Setup) -> Proposer:
-    return ModelProposer(setup, ToyTarget(vocab=setup.vocab, slots=setup.slots, seed=99))
+def _toy_model(setup: ProposerSetup) -> Proposer:
+    return DraftModelProposer(setup, ToyTarget(vocab=setup.vocab, slots=setup.slots, seed=99))
 
 
 def nano(dtype: str = "float32", kernels: str = "auto") -> Target:
@@ -108,7 +110,7 @@ def nano(dtype: str = "float32", kernels: str = "auto") -> Target:
 def tight() -> Target:
     """With hardly more memory than its rows need."""
     target = nano("bfloat16")
-    target.cache.allot(10)
+    target.cache.resize(10)
     return target
 
 

@@ -6,19 +6,19 @@ from collections.abc import Callable, Mapping, Sequence
 
 from outrider.core.noise import mix_int
 from outrider.core.params import SamplingParams
-from outrider.core.types import Request, Row
+from outrider.core.types import Request, SequenceState
 from outrider.engine.engine import Engine
 from outrider.engine.scheduler import Scheduler
 from outrider.models.base import Target
 from outrider.plan.planner import FixedPlanner
-from outrider.propose.base import Proposer, Setup
+from outrider.propose.base import Proposer, ProposerSetup
 from outrider.testing.toy_target import ToyTarget
 from outrider.verify.rules import EXACT, Verifier
 
 
 def make_engine(
     target: Target,
-    make: Callable[[Setup], Proposer],
+    make: Callable[[ProposerSetup], Proposer],
     *,
     verifier: str | Verifier = "walk",
     k: int = 4,
@@ -26,7 +26,7 @@ def make_engine(
     chunk: int = 512,
 ) -> Engine:
     rule = EXACT[verifier] if isinstance(verifier, str) else verifier
-    setup = Setup(
+    setup = ProposerSetup(
         target=target,
         vocab=target.vocab,
         slots=rows,
@@ -63,17 +63,19 @@ def run(
     *,
     limit: int,
     ends: frozenset[int] = frozenset({0}),
-) -> list[Row]:
+) -> list[SequenceState]:
     """Run all prompts together, each with a seed of its own; the finished rows in the order of the prompts."""
     wanted = [params] * len(prompts) if isinstance(params, SamplingParams) else params
     for i, (prompt, want) in enumerate(zip(prompts, wanted, strict=True)):
         seed = mix_int(want.seed or 0, i)
-        engine.add(Request(id=i, prompt=tuple(prompt), params=want, seed=seed, end_ids=ends, limit=limit))
-    done: dict[int, Row] = {}
+        engine.add(
+            Request(id=i, prompt_token_ids=tuple(prompt), params=want, seed=seed, end_ids=ends, max_tokens=limit)
+        )
+    done: dict[int, SequenceState] = {}
     while engine.busy():
-        done |= {row.request.id: row for row in engine.step() if row.finish}
+        done |= {row.request.id: row for row in engine.step() if row.finish_reason}
     return [done[i] for i in range(len(prompts))]
 
 
-def outputs(rows: Sequence[Row]) -> list[list[int]]:
-    return [row.text[len(row.request.prompt) :] for row in rows]
+def outputs(rows: Sequence[SequenceState]) -> list[list[int]]:
+    return [row.token_ids[len(row.request.prompt_token_ids) :] for row in rows]

@@ -16,7 +16,7 @@ from outrider.core.constraint import Constraint
 from outrider.core.grammar import Grammars
 from outrider.core.noise import mix_int
 from outrider.core.params import SamplingParams
-from outrider.core.types import Request, Row
+from outrider.core.types import Request, SequenceState
 from outrider.engine.engine import Engine
 from outrider.testing.toy_target import ToyTarget
 
@@ -140,23 +140,23 @@ def complete(
     params: Sequence[SamplingParams],
     *,
     limit: int = 200,
-) -> list[Row]:
+) -> list[SequenceState]:
     """Run all prompts together, under their constraints; the finished rows in the order of the prompts."""
     for i, (prompt, want) in enumerate(zip(prompts, params, strict=True)):
         engine.add(
             Request(
                 id=i,
-                prompt=tuple(prompt),
+                prompt_token_ids=tuple(prompt),
                 params=want,
                 seed=mix_int(want.seed or 0, i),
                 end_ids=frozenset({0}) if not want.ignore_eos else frozenset(want.stop_token_ids),
-                limit=limit,
+                max_tokens=limit,
                 grammar=None if want.constraint is None else grammars.compile(want.constraint),
             )
         )
-    done: dict[int, Row] = {}
+    done: dict[int, SequenceState] = {}
     while engine.busy():
-        done |= {row.request.id: row for row in engine.step() if row.finish}
+        done |= {row.request.id: row for row in engine.step() if row.finish_reason}
     return [done[i] for i in range(len(prompts))]
 
 

@@ -11,7 +11,7 @@ import torch
 from outrider.core import tree
 from outrider.core.config import EngineConfig
 from outrider.core.params import SamplingParams
-from outrider.core.types import Batch, Memory, Request, Round, Row, Scores
+from outrider.core.types import Batch, KVView, Request, Round, Scores, SequenceState
 from outrider.engine.build import LoadedTarget, build_engine, load_target
 from outrider.heads.description import (
     Block,
@@ -180,10 +180,12 @@ def random_draft(description: Description, *, seed: int = 0, table: torch.Tensor
 
 def feed(head, description, text, taps):
     """Let a head know of a text: the states [n, taps, H] before each of its tokens but the first."""
-    request = Request(id=0, prompt=tuple(text), params=SamplingParams(), seed=0, end_ids=frozenset(), limit=9)
-    row = Row(request=request, slot=0, text=list(text))
-    head.cache.admit(0, request.prompt)
-    batch = Batch(rows=(row,), start=(0,), feed=(tuple(text[:-1]),), budget=(0,))
+    request = Request(
+        id=0, prompt_token_ids=tuple(text), params=SamplingParams(), seed=0, end_ids=frozenset(), max_tokens=9
+    )
+    row = SequenceState(request=request, slot=0, token_ids=list(text))
+    head.cache.admit(0, request.prompt_token_ids)
+    batch = Batch(seqs=(row,), start=(0,), feed=(tuple(text[:-1]),), draft_budget=(0,))
     width = taps.shape[-1]
     head.note(
         Round(
@@ -191,8 +193,8 @@ def feed(head, description, text, taps):
             draft=tree.empty(1, CPU),
             scores=Scores(
                 logits=torch.zeros(1, 1, 1),
-                features={at: torch.zeros(1, 1, width) for at in description.taps.layers},
-                fed={at: (taps[:, i],) for i, at in enumerate(description.taps.layers)},
+                hidden_states={at: torch.zeros(1, 1, width) for at in description.taps.layers},
+                feed_hidden_states={at: (taps[:, i],) for i, at in enumerate(description.taps.layers)},
             ),
             path=((),),
             emitted=((),),
@@ -200,7 +202,7 @@ def feed(head, description, text, taps):
             failed=(False,),
         )
     )
-    return Batch(rows=(row,), start=(0,), feed=(tuple(text),), budget=(4,))
+    return Batch(seqs=(row,), start=(0,), feed=(tuple(text),), draft_budget=(4,))
 
 
 def far(ours, theirs):
@@ -229,7 +231,7 @@ def guessed_by(proposer: str, *, k: int, chunk: int = 512) -> LLM:
 def plain_text(temperature: float) -> list[tuple[int, ...]]:
     """What the embedded target says to `PROMPTS` without any guesses."""
     params = SamplingParams(temperature=temperature, max_tokens=24, seed=5)
-    return [each.tokens for each in guessed_by("none", k=0).generate(PROMPTS, params)]
+    return [each.token_ids for each in guessed_by("none", k=0).generate(PROMPTS, params)]
 
 
 def check_text(folder, make, *, temperature, k):
@@ -238,7 +240,7 @@ def check_text(folder, make, *, temperature, k):
     llm = guessed_by(f"{'draft' if make is HeadProposer else 'tree'}:{folder}", k=k)
     assert isinstance(llm.parts.proposer, make)
     got = llm.generate(PROMPTS, SamplingParams(temperature=temperature, max_tokens=24, seed=5))
-    assert [each.tokens for each in got] == wanted
+    assert [each.token_ids for each in got] == wanted
     assert sum(each.stats.drafted for each in got)
 
 
@@ -249,4 +251,4 @@ def shown(layer, pair):
         assert wanted == layer
         return tuple(pair[:, slots, :, begin:end])
 
-    return Memory(entries=entries, config={})
+    return KVView(entries=entries, config={})

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from outrider.core.params import SamplingParams
-from outrider.core.types import Batch, Draft, Request, Round, Row
+from outrider.core.types import Batch, Draft, Request, Round, SequenceState
 from outrider.errors import UnsupportedModel
 from outrider.loader.checkpoint import load_checkpoint
 from outrider.loader.make import make_target
@@ -260,7 +260,7 @@ class Shelf:
     def target(self, name: str, layers: Sequence[int] = (), dtype: str = "float32") -> Target:
         checkpoint = load_checkpoint(self.folder(name), dtype=dtype, device="cpu")
         target = make_target(checkpoint, slots=4, context=128)
-        target.export(layers)
+        target.export_hidden_states(layers)
         return target
 
 
@@ -279,17 +279,21 @@ def text(chance: random.Random, length: int) -> list[int]:
     return [fresh[i % 5] if chance.random() < 0.7 else token for i, token in enumerate(fresh)]
 
 
-def admit(target: Target, slot: int, tokens: Sequence[int]) -> Row:
-    request = Request(id=slot, prompt=tuple(tokens), params=SamplingParams(), seed=0, end_ids=frozenset(), limit=10**6)
-    row = Row(request=request, slot=slot, text=list(tokens))
-    row.cached = target.cache.admit(slot, tokens)
+def admit(target: Target, slot: int, tokens: Sequence[int]) -> SequenceState:
+    request = Request(
+        id=slot, prompt_token_ids=tuple(tokens), params=SamplingParams(), seed=0, end_ids=frozenset(), max_tokens=10**6
+    )
+    row = SequenceState(request=request, slot=slot, token_ids=list(tokens))
+    row.num_cached_tokens = target.cache.admit(slot, tokens)
     return row
 
 
-def everything(rows: Sequence[Row]) -> Batch:
+def everything(rows: Sequence[SequenceState]) -> Batch:
     """A batch in which each row feeds all that is missing."""
-    feeds = tuple(tuple(row.text[row.cached :]) for row in rows)
-    return Batch(rows=tuple(rows), start=tuple(row.cached for row in rows), feed=feeds, budget=(6,) * len(rows))
+    feeds = tuple(tuple(row.token_ids[row.num_cached_tokens :]) for row in rows)
+    return Batch(
+        seqs=tuple(rows), start=tuple(row.num_cached_tokens for row in rows), feed=feeds, draft_budget=(6,) * len(rows)
+    )
 
 
 def branch(draft: Draft, b: int, node: int) -> list[int]:
@@ -301,7 +305,7 @@ def branch(draft: Draft, b: int, node: int) -> list[int]:
     return path
 
 
-def grow(target: Target, rows: Sequence[Row], chance: random.Random) -> None:
+def grow(target: Target, rows: Sequence[SequenceState], chance: random.Random) -> None:
     """One round: random trees, of which the branch of a random node is kept, and a random bonus."""
     batch = everything(rows)
     draft = random_tree([chance.randint(1, 6), *(chance.randint(0, 6) for _ in rows[1:])], VOCAB, chance)
@@ -322,8 +326,8 @@ def grow(target: Target, rows: Sequence[Row], chance: random.Random) -> None:
         )
     )
     for row, path, tokens in zip(rows, paths, emitted, strict=True):
-        row.cached = len(row.text) + len(path)
-        row.text += tokens
+        row.num_cached_tokens = len(row.token_ids) + len(path)
+        row.token_ids += tokens
 
 
 def compiles() -> bool:

@@ -11,7 +11,7 @@ from outrider.core.types import Draw, Request
 from outrider.loader.checkpoint import load_checkpoint
 from outrider.loader.embedded import embedded
 from outrider.loader.make import make_target
-from outrider.propose.base import Setup
+from outrider.propose.base import ProposerSetup
 from outrider.train.data.sample import Sample
 from outrider.train.loss.steps import Step, Texts
 from outrider.train.settings import Settings
@@ -24,12 +24,12 @@ def house(folder=NANO):
     """A target whose last states can be read; the embedded draft has two layers."""
     checkpoint = load_checkpoint(folder, dtype="float32", device="cpu")
     target = make_target(checkpoint, slots=2, context=64)
-    target.export((target.layers - 1,))
-    return SimpleNamespace(checkpoint=checkpoint, target=target, tables=target.lend())
+    target.export_hidden_states((target.layers - 1,))
+    return SimpleNamespace(checkpoint=checkpoint, target=target, tables=target.share_weights())
 
 
 def make_setup(house):
-    return Setup(
+    return ProposerSetup(
         target=house.target,
         vocab=house.target.vocab,
         slots=2,
@@ -47,7 +47,7 @@ def make_settings(**other):
 
 def make_request(*, id=0, prompt=(1, 2), seed=0, temperature=1.0, limit=9):
     params = SamplingParams(temperature=temperature)
-    return Request(id=id, prompt=prompt, params=params, seed=seed, end_ids=frozenset(), limit=limit)
+    return Request(id=id, prompt_token_ids=prompt, params=params, seed=seed, end_ids=frozenset(), max_tokens=limit)
 
 
 def make_sample(tokens, *, prompt=1, id=0, states=None):

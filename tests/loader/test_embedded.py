@@ -65,7 +65,7 @@ def test_the_draft_by_its_name_is_the_default():
     params = SamplingParams(temperature=0.0, max_tokens=12)
     named, usual = (LLM(proposer=name, max_num_seqs=1, max_model_len=64, k=4) for name in ("draft:@nano", None))
     (one,), (two,) = (llm.generate(["def add(a, b):"], params) for llm in (named, usual))
-    assert (one.tokens, one.stats.drafted) == (two.tokens, two.stats.drafted)
+    assert (one.token_ids, one.stats.drafted) == (two.token_ids, two.stats.drafted)
 
 
 @pytest.mark.parametrize(("name", "least"), [("mtp", 1.5), ("eagle31", 1.5), ("medusa", 1.05)])
@@ -75,5 +75,5 @@ def test_heads_of_the_embedded_target_guess_for_it(name, least):
     options = {"max_num_seqs": 2, "max_model_len": 128, "dtype": "float32", "verifier": "walk", "k": 4}
     ours = LLM(proposer=f"draft:@{name}", **options).generate(prompts, params)
     plain = LLM(proposer="none", **options).generate(prompts, params)
-    assert [each.tokens for each in ours] == [each.tokens for each in plain]
+    assert [each.token_ids for each in ours] == [each.token_ids for each in plain]
     assert sum(each.stats.emitted for each in ours) / sum(each.stats.passes for each in ours) > least

@@ -147,13 +147,13 @@ def test_a_family_may_pad_its_vocabularies_differently(vocab, tmp_path):
     target = tiny.save(tmp_path / "target", llama())
     draft = of_family(tmp_path / "draft", target, vocab)
     plain = LLM(target, proposer="none", dtype="float32", device="cpu").generate(PROMPTS, GREEDY)
-    assert any(token >= tiny.VOCAB for completion in plain for token in completion.tokens)
+    assert any(token >= tiny.VOCAB for completion in plain for token in completion.token_ids)
     for verifier in ("walk", "block"):
         llm = LLM(target, proposer=f"draft:{draft}", verifier=verifier, k=4, dtype="float32", device="cpu")
-        assert [c.tokens for c in llm.generate(PROMPTS, GREEDY)] == [c.tokens for c in plain]
+        assert [c.token_ids for c in llm.generate(PROMPTS, GREEDY)] == [c.token_ids for c in plain]
         assert sum(llm.stats.accepted) > 0
     sampled = llm.generate(PROMPTS, SamplingParams(temperature=2.0, seed=1, max_tokens=20))
-    assert all(len(completion.tokens) == 20 for completion in sampled)
+    assert all(len(completion.token_ids) == 20 for completion in sampled)
 
 
 def test_a_draft_may_have_tokens_of_its_own(tmp_path, caplog):
@@ -161,7 +161,7 @@ def test_a_draft_may_have_tokens_of_its_own(tmp_path, caplog):
     draft = tiny.save(tmp_path / "draft", llama(), size=tiny.VOCAB + 4)
     plain = LLM(target, proposer="none", dtype="float32", device="cpu").generate(PROMPTS, GREEDY)
     llm = LLM(target, proposer=f"draft:{draft}", k=4, dtype="float32", device="cpu")
-    assert [c.tokens for c in llm.generate(PROMPTS, GREEDY)] == [c.tokens for c in plain]
+    assert [c.token_ids for c in llm.generate(PROMPTS, GREEDY)] == [c.token_ids for c in plain]
     assert "of the target's 256 tokens it has 100%, and it guesses by tokens" in caplog.text
 
 
@@ -179,7 +179,7 @@ def test_a_draft_of_a_shorter_context_stops_there(tmp_path, caplog):
     )
     with caplog.at_level(logging.WARNING, logger="outrider"):
         ours = llm.generate(PROMPTS, GREEDY)
-    assert [c.tokens for c in ours] == [c.tokens for c in plain]
+    assert [c.token_ids for c in ours] == [c.token_ids for c in plain]
     assert [r.getMessage() for r in caplog.records] == [
         "the draft model's context of 32 tokens is full; going on without it"
     ]

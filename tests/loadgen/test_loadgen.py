@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 from outrider.cli.app import app
 from outrider.errors import OutriderError
 from outrider.loadgen import client
-from outrider.loadgen.response import Asked, Tape
+from outrider.loadgen.response import RequestResult, Tape
 from outrider.loadgen.settings import Settings
-from outrider.loadgen.workload import wanted
+from outrider.loadgen.workload import plan_requests
 from outrider.measure.prompts import read_prompts
 
 MIXED = Settings(requests=40, mixed=True, max_tokens=64, cancel=0.3)
@@ -31,7 +31,7 @@ def words(*texts, finish=None):
 
 
 def played(*chunks):
-    tape, asked = Tape(), Asked(number=0, began=0.0)
+    tape, asked = Tape(), RequestResult(number=0, began=0.0)
     for at, chunk in enumerate(chunks, 1):
         tape.add(float(at), chunk)
     tape.play(asked)
@@ -40,16 +40,16 @@ def played(*chunks):
 
 def test_requests_are_drawn_from_the_seed():
     prompts = read_prompts()
-    one, two = (wanted(MIXED, prompts, "m") for _ in range(2))
+    one, two = (plan_requests(MIXED, prompts, "m") for _ in range(2))
     assert one == two
-    assert one != wanted(Settings(requests=40, mixed=True, max_tokens=64, cancel=0.3, seed=1), prompts, "m")
+    assert one != plan_requests(Settings(requests=40, mixed=True, max_tokens=64, cancel=0.3, seed=1), prompts, "m")
     lengths = {each.body["max_tokens"] for each in one}
     assert min(lengths) >= 8
     assert max(lengths) <= 64
     assert len(lengths) > 10
     assert len({each.body["temperature"] for each in one}) == 3
     assert 0 < sum(each.pieces is not None for each in one) < 40
-    assert all("seed" not in each.body for each in wanted(Settings(requests=3), prompts, "m"))
+    assert all("seed" not in each.body for each in plan_requests(Settings(requests=3), prompts, "m"))
 
 
 def test_pieces_have_the_time_at_which_their_last_byte_came():
@@ -112,7 +112,7 @@ def answering(status, content):
 def test_what_goes_wrong_is_noted(status, content, says):
     async def ask(url):
         async with client.connected(Settings(url=url, requests=1)) as (connection, model):
-            (want,) = wanted(Settings(requests=1), read_prompts(), model)
+            (want,) = plan_requests(Settings(requests=1), read_prompts(), model)
             return await connection.ask(want, 0)
 
     with answering(status, content) as url:

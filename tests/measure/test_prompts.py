@@ -17,7 +17,7 @@ from outrider.train.data.prompts import encoded
 TURNS = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"})
 TALK = Prompt(id="one", category="", prompt=None, messages=TURNS)
 PLACES = {
-    "llm": lambda llm, tokenizer: llm.chat(TURNS),
+    "llm": lambda llm, tokenizer: llm.encode_chat(TURNS),
     "audit": lambda llm, tokenizer: encode(tokenizer, TURNS),
     "train": lambda llm, tokenizer: encoded(tokenizer, TALK),
     "index": lambda llm, tokenizer: index._text_of(
@@ -53,5 +53,5 @@ def test_a_template_asks_for_an_answer_or_not(llm):
     asks, whole = (chat_text(tokenizer, TURNS, asks=asks) for asks in (True, False))
     assert asks.startswith(whole)
     assert asks != whole
-    assert chat_tokens(tokenizer, TURNS) == llm.chat(TURNS)
+    assert chat_tokens(tokenizer, TURNS) == llm.encode_chat(TURNS)
     assert tokenizer.decode(list(chat_tokens(tokenizer, TURNS, asks=False))) == whole

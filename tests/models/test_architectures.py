@@ -47,7 +47,7 @@ def test_greedy_is_transformers_greedy(name, shelf):
         }
         llm = LLM(shelf.folder(name), proposer=proposer, k=4, **options)
         ours = llm.generate(prompts, SamplingParams(max_tokens=24))
-        assert [list(completion.tokens) for completion in ours] == theirs, proposer
+        assert [list(completion.token_ids) for completion in ours] == theirs, proposer
     assert llm.stats.drafted > 0
 
 
@@ -66,12 +66,12 @@ def test_a_tree_scores_like_its_branches(name, shelf):
         for node in {-1, *range(draft.width[b])} - set(draft.parent[b].tolist()) or {-1}:
             path = tiny.branch(draft, b, node)
             guesses = draft.tokens[b, path]
-            out = model(torch.tensor([row.text + guesses.tolist()]), use_cache=False, output_hidden_states=True)
-            where, at = [0, *(i + 1 for i in path)], slice(len(row.text) - 1, None)
+            out = model(torch.tensor([row.token_ids + guesses.tolist()]), use_cache=False, output_hidden_states=True)
+            where, at = [0, *(i + 1 for i in path)], slice(len(row.token_ids) - 1, None)
             assert distance(scores.logits[b, where], out.logits[0, at]) < EXACT
             for layer in layers:
-                assert distance(scores.features[layer][b, where], out.hidden_states[layer + 1][0, at]) < EXACT
-                fed, first = scores.fed[layer][b], batch.start[b]
+                assert distance(scores.hidden_states[layer][b, where], out.hidden_states[layer + 1][0, at]) < EXACT
+                fed, first = scores.feed_hidden_states[layer][b], batch.start[b]
                 assert distance(fed, out.hidden_states[layer + 1][0, first : first + len(batch.feed[b])]) < EXACT
             alone = target.score(tiny.everything([row]), tree.chain(guesses[None], (len(path),)))
             assert distance(scores.logits[b, where], alone.logits[0]) < EXACT
@@ -88,7 +88,7 @@ def test_commit_is_a_fresh_read_of_the_text(name, shelf):
             tiny.grow(target, sorted(chance.sample(rows, chance.randint(1, len(rows))), key=lambda r: r.slot), chance)
         ours = target.score(tiny.everything(rows), tree.empty(len(rows), target.device)).logits
         for row, logits in zip(rows, ours, strict=True):
-            again = tiny.admit(fresh, row.slot, row.text)
+            again = tiny.admit(fresh, row.slot, row.token_ids)
             theirs = fresh.score(tiny.everything([again]), tree.empty(1, target.device)).logits
             assert distance(logits, theirs[0]) < EXACT
             target.cache.release(row.slot)

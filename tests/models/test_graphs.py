@@ -21,11 +21,11 @@ from outrider.loader.checkpoint import load_checkpoint
 from outrider.models import cuda_graphs
 from outrider.models.attention import NAME
 from outrider.models.attention_target import AttentionTarget
-from outrider.models.base import grow_by_scores
+from outrider.models.base import draft_by_scores
 from outrider.models.cuda_graphs import CudaRecorder
 from outrider.models.static_pass import Bucket, SpareCache, StaticModel, StaticPass
 from outrider.propose.base import NoProposer
-from outrider.propose.draft_model.chain import ModelProposer
+from outrider.propose.draft_model.chain import DraftModelProposer
 from outrider.testing.drive import random_tree
 from tests.helpers import engines, tiny
 
@@ -70,7 +70,7 @@ def shelf(tmp_path_factory):
 def read(folder, *, record=None, layers=(), device="cpu", dtype="float32", slots=4):
     checkpoint = load_checkpoint(folder, dtype=dtype, device=device)
     target = AttentionTarget(checkpoint, slots=slots, context=CONTEXT, record=record)
-    target.export(layers)
+    target.export_hidden_states(layers)
     return target
 
 
@@ -109,9 +109,9 @@ def test_recordings_export_the_layers_of_now(shelf):
     target = read(shelf.folder("llama"), record=Replays(), layers=(0,))
     (row,) = warmed(target, [TEXT])
     for layers in ((1, 2), ()):
-        target.export(layers)
+        target.export_hidden_states(layers)
         found = seen_often(target, lambda: target.score(tiny.everything([row]), tree.empty(1, CPU)))
-        assert set(found.features) == set(found.fed) == set(layers)
+        assert set(found.hidden_states) == set(found.feed_hidden_states) == set(layers)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -165,10 +165,10 @@ def test_exported_layers(shelf):
         theirs.score(batches[1], draft)
         ours.score(batches[0], draft)
         got, wanted = seen_often(ours, lambda: ours.score(batches[0], draft)), theirs.score(batches[1], draft)
-    assert got.features.keys() == {1, 3}
-    for layer, states in got.features.items():
-        close(states, wanted.features[layer])
-        for mine, other in zip(got.fed[layer], wanted.fed[layer], strict=True):
+    assert got.hidden_states.keys() == {1, 3}
+    for layer, states in got.hidden_states.items():
+        close(states, wanted.hidden_states[layer])
+        for mine, other in zip(got.feed_hidden_states[layer], wanted.feed_hidden_states[layer], strict=True):
             close(mine, other)
 
 
@@ -181,11 +181,11 @@ def test_replays_write_where_the_pass_belongs_and_nowhere_else(shelf):
         target.cache.commit(tree.fed_round(batch, tree.empty(4, CPU), target.score(batch, tree.empty(4, CPU))))
         some = [rows[3], rows[1]]  # not in the order of their slots
         for row in some:
-            row.cached = len(row.text)
-            row.text += [1, 2]
+            row.num_cached_tokens = len(row.token_ids)
+            row.token_ids += [1, 2]
         batch, draft = tiny.everything(some), tree.chain(torch.tensor([[5, 6, 7], [8, 9, 9]]), (3, 2))
         wanted = read(shelf.folder("llama"))
-        again = [tiny.admit(wanted, row.slot, row.text) for row in some]
+        again = [tiny.admit(wanted, row.slot, row.token_ids) for row in some]
         logits = wanted.score(tiny.everything(again), draft).logits
         before = {key: stripes.clone() for key, stripes in target.cache._keys.items()}
         got = seen_often(target, lambda: target.score(batch, draft))
@@ -210,11 +210,13 @@ def test_growing_is_scoring_step_by_step(budget, shelf):
             batch = tiny.everything(rows)
             target.cache.commit(tree.fed_round(batch, tree.empty(3, CPU), target.score(batch, tree.empty(3, CPU))))
             for row, new in zip(rows, ([1], [2, 3], [4]), strict=True):
-                row.cached, row.text = len(row.text), row.text + new
-            feeds = tuple(tuple(row.text[row.cached :]) for row in rows)
-            batch = Batch(rows=tuple(rows), start=tuple(row.cached for row in rows), feed=feeds, budget=budget)
-            one = lambda target=target, batch=batch: target.grow(batch, 200).tokens  # noqa: E731
-            grown.append(seen_often(target, one) if target.graphs else grow_by_scores(target, batch, 200).tokens)
+                row.num_cached_tokens, row.token_ids = len(row.token_ids), row.token_ids + new
+            feeds = tuple(tuple(row.token_ids[row.num_cached_tokens :]) for row in rows)
+            batch = Batch(
+                seqs=tuple(rows), start=tuple(row.num_cached_tokens for row in rows), feed=feeds, draft_budget=budget
+            )
+            one = lambda target=target, batch=batch: target.draft_greedy(batch, 200).tokens  # noqa: E731
+            grown.append(seen_often(target, one) if target.graphs else draft_by_scores(target, batch, 200).tokens)
     for b, count in enumerate(budget):
         assert grown[0][b, :count].tolist() == grown[1][b, :count].tolist()
     assert int(grown[0].max()) < 200
@@ -228,9 +230,9 @@ def test_growing_stops_where_the_slot_ends(shelf):
         rows = [tiny.admit(target, 0, [3] * (CONTEXT - 2)), tiny.admit(target, 1, [4] * 5)]
         batch = tiny.everything(rows)
         target.cache.commit(tree.fed_round(batch, tree.empty(2, CPU), target.score(batch, tree.empty(2, CPU))))
-        batch = Batch(rows=tuple(rows), start=(CONTEXT - 2, 5), feed=((1,), (2,)), budget=(1, 6))
-        grown = seen_often(target, lambda: target.grow(batch, tiny.VOCAB).tokens)
-        wanted = grow_by_scores(read_like(target, shelf, batch), batch, tiny.VOCAB).tokens
+        batch = Batch(seqs=tuple(rows), start=(CONTEXT - 2, 5), feed=((1,), (2,)), draft_budget=(1, 6))
+        grown = seen_often(target, lambda: target.draft_greedy(batch, tiny.VOCAB).tokens)
+        wanted = draft_by_scores(read_like(target, shelf, batch), batch, tiny.VOCAB).tokens
     assert grown[0, 0] == wanted[0, 0]
     assert grown[1].tolist() == wanted[1].tolist()
 
@@ -238,7 +240,7 @@ def test_growing_stops_where_the_slot_ends(shelf):
 def read_like(target, shelf, batch):
     """An eager target that has read the same texts."""
     other = read(shelf.folder("llama"))
-    rows = [tiny.admit(other, row.slot, row.text[: batch.start[b]]) for b, row in enumerate(batch.rows)]
+    rows = [tiny.admit(other, row.slot, row.token_ids[: batch.start[b]]) for b, row in enumerate(batch.seqs)]
     other.score(tiny.everything(rows), tree.empty(len(rows), CPU))
     return other
 
@@ -264,7 +266,7 @@ def test_numbers_that_are_none_stay_in_their_row(shelf, tmp_path):
 
 
 def text_of(target, draft, params, prompts):
-    make = (lambda setup: ModelProposer(setup, draft)) if draft else NoProposer
+    make = (lambda setup: DraftModelProposer(setup, draft)) if draft else NoProposer
     engine = engines.make_engine(target, make, verifier="walk", rows=4, chunk=30)
     return engines.outputs(engines.run(engine, prompts, params, limit=24))
 
@@ -412,10 +414,12 @@ class _Reads(TorchFunctionMode):
 def test_a_round_waits_for_the_device_once(temperature, shelf, monkeypatch):
     monkeypatch.setattr(tree, "near", lambda device: False)
     target, draft = (read(shelf.folder(name), record=Replays()) for name in ("llama", "qwen3"))
-    engine = engines.make_engine(target, lambda setup: ModelProposer(setup, draft), verifier="block", rows=2)
+    engine = engines.make_engine(target, lambda setup: DraftModelProposer(setup, draft), verifier="block", rows=2)
     params = SamplingParams(temperature=temperature, max_tokens=60)
     for i in range(2):
-        request = Request(id=i, prompt=tuple(TEXT[: 8 + i]), params=params, seed=i, end_ids=frozenset(), limit=60)
+        request = Request(
+            id=i, prompt_token_ids=tuple(TEXT[: 8 + i]), params=params, seed=i, end_ids=frozenset(), max_tokens=60
+        )
         engine.add(request)
     for model in (target, draft):  # no trials, which read on purpose
         model.graphs._try = lambda recorded, ours, eager: ours
@@ -489,7 +493,9 @@ def test_cuda_graphs(name, compiled, shelf):
             draft = tree.chosen(ids, parent, drawn.width) if turn % 2 else tree.chain(ids, drawn.width)
             batches = [tiny.everything(some) for some in rows]
             close(ours.score(batches[0], draft).logits, theirs.score(batches[1], draft).logits)
-            grown = [each.grow(batch, tiny.VOCAB).tokens for each, batch in zip((ours, theirs), batches, strict=True)]
+            grown = [
+                each.draft_greedy(batch, tiny.VOCAB).tokens for each, batch in zip((ours, theirs), batches, strict=True)
+            ]
             assert grown[0][:, :4].tolist() == grown[1][:, :4].tolist()
     assert ours.graphs._works
     assert ours.graph_bytes() > 0

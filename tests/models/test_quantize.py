@@ -18,7 +18,7 @@ from outrider.loader.check import check_target
 from outrider.loader.checkpoint import load_checkpoint
 from outrider.loader.make import make_target
 from outrider.models import quantize
-from outrider.models.quantize import QuantisedLinear, quantise
+from outrider.models.quantize import QuantizedLinear, quantize_model
 from tests.helpers import tiny
 
 CPU = torch.device("cpu")
@@ -66,7 +66,7 @@ def score(target, text):
 @pytest.mark.parametrize("inputs", [32, 96, 192])
 def test_a_layer_multiplies_by_its_values(bits, bias, inputs):
     weight, added = normal(80, inputs), normal(80, seed=1) if bias else None
-    layer = QuantisedLinear(weight, added, bits=bits)
+    layer = QuantizedLinear(weight, added, bits=bits)
     values = layer.values()
     for rows in (0, 1, 3, 4, 5, 8, 9, 20):
         x = normal(1, rows, inputs, seed=rows)
@@ -82,13 +82,13 @@ def test_a_layer_multiplies_by_its_values(bits, bias, inputs):
 @pytest.mark.parametrize("bits", BITS)
 def test_values_are_the_weight_but_for_half_a_step(bits):
     weight = normal(64, 128) * torch.logspace(-6, 3, 64)[:, None].bfloat16()
-    layer = QuantisedLinear(weight, None, bits=bits)
+    layer = QuantizedLinear(weight, None, bits=bits)
     values, most = layer.values(), (1 << (bits - 1)) - 1
     groups = 128 if bits == 8 else 64
     step = weight.float().view(64, -1, groups).abs().amax(-1).repeat_interleave(groups, 1) / most
     assert ((values - weight.float()).abs() <= 0.6 * step).all()  # a step's own rounding is the tenth above a half
     assert torch.equal(layer.weight, values.bfloat16())
-    again = QuantisedLinear(layer.weight, None, bits=bits)
+    again = QuantizedLinear(layer.weight, None, bits=bits)
     if bits == 4:  # bfloat16 holds the values themselves
         assert torch.equal(layer.weight.float(), values)
         assert torch.equal(again.values(), values)
@@ -101,10 +101,10 @@ def test_values_are_the_weight_but_for_half_a_step(bits):
     ("shape", "taken"), [((48, 64), BITS), ((50, 64), [8]), ((48, 48), [8]), ((48, 40), []), ((1, 32), [8])]
 )
 def test_shapes_that_the_operators_take(shape, taken):
-    assert [bits for bits in BITS if QuantisedLinear.takes(normal(*shape), bits)] == taken
-    assert not QuantisedLinear.takes(normal(*shape).float(), 8)
+    assert [bits for bits in BITS if QuantizedLinear.takes(normal(*shape), bits)] == taken
+    assert not QuantizedLinear.takes(normal(*shape).float(), 8)
     for bits in taken:
-        layer = QuantisedLinear(normal(*shape), None, bits=bits)
+        layer = QuantizedLinear(normal(*shape), None, bits=bits)
         x = normal(3, shape[1], seed=1)
         assert torch.allclose(layer(x).float(), functional.linear(x.float(), layer.values()), rtol=0.02, atol=0.2)
 
@@ -148,12 +148,12 @@ def test_swap_quantises_anew(bits, tied, tmp_path):
     text = tiny.text(random.Random(1), 20)
     (target, _), (other, _) = read(old, bits), read(new, bits)
     before, wanted = score(target, text), score(other, text)
-    target.swap(load(new).model.state_dict(), 1)
+    target.update_weights(load(new).model.state_dict(), 1)
     assert torch.equal(score(target, text), wanted)
-    target.swap(load(old).model.state_dict(), 2)
+    target.update_weights(load(old).model.state_dict(), 2)
     assert torch.equal(score(target, text), before)
     with pytest.raises(OutriderError, match="has shape"):
-        target.swap({"lm_head.weight": torch.zeros(1)}, 3)
+        target.update_weights({"lm_head.weight": torch.zeros(1)}, 3)
 
 
 def test_what_stays_as_it_is_is_said(folders, caplog, tmp_path):
@@ -178,7 +178,7 @@ def test_what_cannot_be_quantised_is_refused(folders, monkeypatch, tmp_path):
     }
     model = load(tiny.save(tmp_path, tiny.make_config("LlamaConfig", **sizes))).model
     with pytest.raises(UnsupportedModel, match="llama: it has no linear layer that can be quantised"):
-        quantise(model, 8)
+        quantize_model(model, 8)
     monkeypatch.setattr(quantize, "_OPERATORS", ("_no_such_operator",))
     with pytest.raises(UnsupportedModel, match="this torch has no _no_such_operator, which quantize needs"):
         LLM(folders["olmo2"], quantize="int4", device="cpu")
@@ -190,4 +190,4 @@ def test_speculation_with_a_quantised_model(quantize, folders):
     assert llm.parts.dtype == torch.bfloat16
     assert llm.parts.target.kernels == f"torch {quantize}"
     done = llm.generate([[5, 6, 5, 6, 5], [9, 9, 9]], SamplingParams(max_tokens=12, ignore_eos=True))
-    assert [len(completion.tokens) for completion in done] == [12, 12]
+    assert [len(completion.token_ids) for completion in done] == [12, 12]

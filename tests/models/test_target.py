@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from outrider.core import tree
 from outrider.core.params import SamplingParams
-from outrider.core.types import Finish
+from outrider.core.types import FinishReason
 from outrider.errors import OutriderError, UnsupportedModel
 from outrider.llm import LLM
 from outrider.loader.checkpoint import load_checkpoint
@@ -57,10 +57,10 @@ def test_swap_is_loading_the_other_weights(dtype, tied, tmp_path):
     target, wanted = read(old, dtype), score(read(new, dtype))
     before = score(target)
     assert not torch.equal(before, wanted)
-    target.swap(weights_of(new), 1)
+    target.update_weights(weights_of(new), 1)
     assert target.version == 1
     assert torch.equal(score(target), wanted)
-    target.swap(weights_of(old), 2)
+    target.update_weights(weights_of(old), 2)
     assert torch.equal(score(target), before)
 
 
@@ -73,7 +73,7 @@ def test_swap_of_a_shared_weight_reaches_both_places(dtype, name, tmp_path):
     model.get_input_embeddings().weight.data.mul_(-0.5)
     tiny.save_model(new, model)
     target = read(old, dtype)
-    target.swap({name: model.get_input_embeddings().weight}, 1)
+    target.update_weights({name: model.get_input_embeddings().weight}, 1)
     assert torch.equal(score(target), score(read(new, dtype)))
 
 
@@ -82,9 +82,9 @@ def test_swap_takes_all_or_nothing(shelf):
     before, weights = score(target), weights_of(shelf.folder("llama"))
     good = {"lm_head.weight": torch.zeros_like(weights["lm_head.weight"])}
     with pytest.raises(OutriderError, match=r"no weight 'model\.zork'; use the names of its state_dict"):
-        target.swap(good | {"model.zork": torch.zeros(1)}, 1)
+        target.update_weights(good | {"model.zork": torch.zeros(1)}, 1)
     with pytest.raises(OutriderError, match=r"model.norm.weight has shape \(3,\); give \(32,\)"):
-        target.swap(good | {"model.norm.weight": torch.zeros(3)}, 1)
+        target.update_weights(good | {"model.norm.weight": torch.zeros(3)}, 1)
     assert target.version == 0
     assert torch.equal(score(target), before)
 
@@ -94,7 +94,7 @@ def test_swap_of_what_is_stored_otherwise(name, shelf, tmp_path):
     """Experts that lie together in memory, and buffers."""
     other = tiny.save(tmp_path / name, tiny.ARCHITECTURES[name](), seed=1)
     target = read(shelf.folder(name))
-    target.swap(weights_of(other), 1)
+    target.update_weights(weights_of(other), 1)
     assert torch.equal(score(target), score(read(other)))
 
 
@@ -106,11 +106,11 @@ def test_the_layers_asked_for_last_are_those_that_are_exported(kernels, tmp_path
     target = make_target(checkpoint, slots=1, context=64, kernels=kernels)
     row, none = tiny.admit(target, 0, [5, 6, 7]), tree.empty(1, CPU)
     for layers in ((0, 2), (1,), (1,), (2, 1, 1), ()):
-        target.export(layers)
+        target.export_hidden_states(layers)
         with pytest.raises(OutriderError, match="layer 9 was asked for"):
-            target.export((0, 9))
+            target.export_hidden_states((0, 9))
         scores = target.score(tiny.everything([row]), none)
-        assert set(scores.features) == set(scores.fed) == set(layers)
+        assert set(scores.hidden_states) == set(scores.feed_hidden_states) == set(layers)
     if kernels == "torch":
         assert not any(layer._forward_hooks for layer in target._model.model.layers)
 
@@ -138,15 +138,15 @@ def test_logits_that_are_not_numbers_end_their_own_request_alone(name, proposer,
         "max_num_seqs": 2,
         "max_num_batched_tokens": 50,
     }
-    plain = [c.tokens for c in LLM(shelf.folder(name), **settings).generate(good, SHORT)]
+    plain = [c.token_ids for c in LLM(shelf.folder(name), **settings).generate(good, SHORT)]
     assert all(POISON not in tokens for tokens in plain)
     bad = [*TEXT[:5], POISON, *TEXT]
     done = LLM(poisoned, **settings).generate([bad, good[0], bad, *good[1:]], SHORT)  # short after bad, beside long
     for failed in (done.pop(2), done.pop(0)):
-        assert (failed.finish, failed.tokens) == (Finish.ERROR, ())
+        assert (failed.finish_reason, failed.token_ids) == (FinishReason.ERROR, ())
         assert "not numbers" in failed.error
-    assert [completion.tokens for completion in done] == plain
-    assert all(completion.finish == Finish.LENGTH for completion in done)
+    assert [completion.token_ids for completion in done] == plain
+    assert all(completion.finish_reason == FinishReason.LENGTH for completion in done)
 
 
 @pytest.mark.parametrize("name", ["llama", "mamba2"])
@@ -159,8 +159,8 @@ def test_a_guess_that_is_rejected_may_poison_nothing(name, shelf, tmp_path):
 
     class Poisoner(NgramProposer):
         def propose(self, batch):
-            guessed.append(sum(batch.budget))
-            width = tuple(min(b, 1 + i) for i, b in enumerate(batch.budget))
+            guessed.append(sum(batch.draft_budget))
+            width = tuple(min(b, 1 + i) for i, b in enumerate(batch.draft_budget))
             tokens = torch.full((len(width), max(width)), POISON)
             return tree.chain(tokens, width)
 
@@ -168,7 +168,7 @@ def test_a_guess_that_is_rejected_may_poison_nothing(name, shelf, tmp_path):
     settings = {"dtype": "float32", "device": "cpu", "max_num_seqs": 3, "max_num_batched_tokens": 50}
     plain = LLM(shelf.folder(name), proposer="none", **settings).generate(prompts, SHORT)
     done = LLM(poisoned, proposer=Poisoner, **settings).generate(prompts, SHORT)
-    assert [(c.tokens, c.finish) for c in done] == [(c.tokens, c.finish) for c in plain]
+    assert [(c.token_ids, c.finish_reason) for c in done] == [(c.token_ids, c.finish_reason) for c in plain]
     assert sum(guessed) > 0
 
 
@@ -192,8 +192,8 @@ def test_prompts_that_cannot_be_run_are_named(prompt, message, shelf):
 def test_a_small_context_is_filled_to_the_end(context, shelf):
     llm = LLM(shelf.folder("llama"), dtype="float32", device="cpu", max_model_len=context)
     (completion,) = llm.generate([[7]], SamplingParams(max_tokens=None))
-    assert list(completion.tokens) == tiny.greedy(shelf.model("llama"), [7], context - 1)
-    assert completion.finish == Finish.LENGTH
+    assert list(completion.token_ids) == tiny.greedy(shelf.model("llama"), [7], context - 1)
+    assert completion.finish_reason == FinishReason.LENGTH
 
 
 @pytest.mark.skipif(not PACKS, reason="no bfloat16 kernels here")

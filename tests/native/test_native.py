@@ -13,13 +13,13 @@ import torch
 
 from outrider.core import tree
 from outrider.core.params import SamplingParams
-from outrider.core.types import Batch, Trust
+from outrider.core.types import Batch, StopRule
 from outrider.errors import OutriderError, UnsupportedModel
 from outrider.llm import LLM
 from outrider.loader.checkpoint import load_checkpoint
 from outrider.loader.embedded import embedded
 from outrider.loader.make import make_target
-from outrider.models.base import grow_by_scores
+from outrider.models.base import draft_by_scores
 from outrider.native import library
 from outrider.native.pack import Arena, interleave, pack, separate, unpack
 from outrider.native.target import NativeTarget
@@ -64,7 +64,7 @@ def read(folder, layers=(), *, bits=16):
     """A target, and the transformers model that it was made from."""
     checkpoint = load_checkpoint(folder, dtype="float32" if bits == 32 else "bfloat16", device="cpu")
     target = make_target(checkpoint, slots=4, context=128, kernels="native", bits=min(bits, 16))
-    target.export(layers)
+    target.export_hidden_states(layers)
     checkpoint.model.set_attn_implementation("eager")
     return target, checkpoint.model
 
@@ -81,7 +81,7 @@ def feed(target, pieces, *, slot=0, draft=None):
     for i, piece in enumerate(pieces):
         last = i == len(pieces) - 1
         guesses = draft if last and draft is not None else tree.empty(1, CPU)
-        batch = Batch(rows=(row,), start=(start,), feed=(tuple(piece),), budget=(guesses.size,))
+        batch = Batch(seqs=(row,), start=(start,), feed=(tuple(piece),), draft_budget=(guesses.size,))
         scores = target.score(batch, guesses)
         out.append(scores)
         if not last:
@@ -209,7 +209,7 @@ def test_an_accepted_branch_is_the_text_itself(bits, folders):
         for _ in range(6):
             tiny.grow(target, [row], chance)
         on = target.score(tiny.everything([row]), tree.empty(1, CPU)).logits
-        assert torch.equal(on, feed(target, [row.text], slot=1)[0].logits)
+        assert torch.equal(on, feed(target, [row.token_ids], slot=1)[0].logits)
 
 
 @WHOLE
@@ -222,8 +222,10 @@ def test_ids_that_the_embedding_does_not_have_are_its_last_one_wherever_they_sta
             assert torch.equal(feed(target, [[*text, token]], slot=1)[0].logits, wanted)
             assert torch.equal(feed(target, [text], draft=chain([token]))[0].logits[:, -1], wanted[:, 0])
         rows = [tiny.admit(target, slot, [*text, token]) for slot, token in enumerate((last, 10**8))]
-        batch = Batch(rows=tuple(rows), start=(0, 0), feed=tuple(tuple(row.text) for row in rows), budget=(3, 3))
-        grown = target.grow(batch, 200).tokens
+        batch = Batch(
+            seqs=tuple(rows), start=(0, 0), feed=tuple(tuple(row.token_ids) for row in rows), draft_budget=(3, 3)
+        )
+        grown = target.draft_greedy(batch, 200).tokens
     assert torch.equal(grown[0], grown[1])
 
 
@@ -232,11 +234,11 @@ def test_grow_is_scoring_step_by_step(bits, folders):
     target, _ = read(folders["biased"], bits=bits)
     texts = [ids(count, seed) for seed, count in enumerate((11, 30, 4))]
     rows = [tiny.admit(target, slot, text) for slot, text in enumerate(texts)]
-    batch = Batch(rows=tuple(rows), start=(0, 0, 0), feed=tuple(tuple(text) for text in texts), budget=(3, 7, 1))
+    batch = Batch(seqs=tuple(rows), start=(0, 0, 0), feed=tuple(tuple(text) for text in texts), draft_budget=(3, 7, 1))
     with torch.inference_mode():
-        grown, wanted = target.grow(batch, 200).tokens, grow_by_scores(target, batch, 200).tokens
+        grown, wanted = target.draft_greedy(batch, 200).tokens, draft_by_scores(target, batch, 200).tokens
     assert grown.shape == wanted.shape == (3, 7)
-    for b, budget in enumerate(batch.budget):
+    for b, budget in enumerate(batch.draft_budget):
         assert grown[b, :budget].tolist() == wanted[b, :budget].tolist()
     assert int(grown.max()) < 200
 
@@ -245,11 +247,11 @@ def test_grow_is_scoring_step_by_step(bits, folders):
 def test_a_chain_stops_where_the_text_ends(bits, folders):
     target, _ = read(folders["biased"], bits=bits)
     row = tiny.admit(target, 0, ids(11))
-    batch = Batch(rows=(row,), start=(0,), feed=(tuple(row.text),), budget=(7,))
+    batch = Batch(seqs=(row,), start=(0,), feed=(tuple(row.token_ids),), draft_budget=(7,))
     with torch.inference_mode():
-        free = target.grow(batch, 200).tokens[0].tolist()
-        trust = Trust(weight=(1.0,), bias=(0.0,), ends=(free[3], 777))
-        ours, theirs = target.grow(batch, 200, trust), grow_by_scores(target, batch, 200, trust)
+        free = target.draft_greedy(batch, 200).tokens[0].tolist()
+        trust = StopRule(weight=(1.0,), bias=(0.0,), ends=(free[3], 777))
+        ours, theirs = target.draft_greedy(batch, 200, trust), draft_by_scores(target, batch, 200, trust)
     assert ours.count == theirs.count == (free.index(free[3]) + 1,)
 
 
@@ -260,17 +262,17 @@ def test_a_chain_stops_where_its_chance_falls(folders, keep, more, bits):
     target, _ = read(folders["biased"], bits=bits)
     texts = [ids(count, seed) for seed, count in enumerate((11, 30, 4))]
     rows = [tiny.admit(target, slot, text) for slot, text in enumerate(texts)]
-    batch = Batch(rows=tuple(rows), start=(0, 0, 0), feed=tuple(tuple(text) for text in texts), budget=(3, 7, 1))
-    trust = Trust(weight=(1.5, 0.8, 3.0), bias=(0.1, -0.4, 0.3), keep=keep, worth=(keep + more, keep))
+    batch = Batch(seqs=tuple(rows), start=(0, 0, 0), feed=tuple(tuple(text) for text in texts), draft_budget=(3, 7, 1))
+    trust = StopRule(weight=(1.5, 0.8, 3.0), bias=(0.1, -0.4, 0.3), keep=keep, worth=(keep + more, keep))
     with torch.inference_mode():
-        grown, wanted = target.grow(batch, 200, trust), grow_by_scores(target, batch, 200, trust)
+        grown, wanted = target.draft_greedy(batch, 200, trust), draft_by_scores(target, batch, 200, trust)
     assert grown.count == wanted.count
-    assert keep + more > 0 or grown.count == batch.budget
+    assert keep + more > 0 or grown.count == batch.draft_budget
     assert keep < 2 or grown.count == (0, 0, 0)
     for b, (ours, theirs) in enumerate(zip(grown.chance, wanted.chance, strict=True)):
         assert ours == pytest.approx(theirs, rel=1e-5)
         assert grown.margin[b] == pytest.approx(wanted.margin[b], rel=1e-5)
-        assert grown.count[b] <= len(ours) <= min(grown.count[b] + 1, batch.budget[b])
+        assert grown.count[b] <= len(ours) <= min(grown.count[b] + 1, batch.draft_budget[b])
         assert grown.tokens[b, : len(ours)].tolist() == wanted.tokens[b, : len(ours)].tolist()
         assert all(chance >= keep for chance in ours[: grown.count[b]])
         assert all(chance < keep for chance in ours[grown.count[b] :])
@@ -283,8 +285,8 @@ def test_features_are_the_layers_outputs(bits, folders):
     with torch.inference_mode():
         scores = feed(target, [text[:1]], draft=chain(text[1:]))[0]
         states = model.float()(torch.tensor([text]), output_hidden_states=True).hidden_states
-    assert distance(scores.features[1][0], states[2][0]) < {32: 1e-5, 16: 0.02}[bits]
-    assert torch.equal(scores.fed[3][0], scores.features[3][0, :1])
+    assert distance(scores.hidden_states[1][0], states[2][0]) < {32: 1e-5, 16: 0.02}[bits]
+    assert torch.equal(scores.feed_hidden_states[3][0], scores.hidden_states[3][0, :1])
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -312,18 +314,18 @@ def test_swap_is_loading_the_other_weights(bits, tmp_path):
         assert not torch.equal(feed(target, [text])[0].logits, goal)
         some = {name: value for name, value in other.state_dict().items() if "k_proj" not in name}
         rest = {name: value for name, value in other.state_dict().items() if "k_proj" in name}
-        target.swap(some, 1)
+        target.update_weights(some, 1)
         assert not torch.equal(feed(target, [text])[0].logits, goal)
-        target.swap(rest, 2)
+        target.update_weights(rest, 2)
         assert torch.equal(feed(target, [text])[0].logits, goal)
         for value in other.state_dict().values():
             value.zero_()  # what was given is the giver's again
         assert torch.equal(feed(target, [text])[0].logits, goal)
     assert target.version == 2
     with pytest.raises(OutriderError, match="no weight 'x'"):
-        target.swap({"x": torch.zeros(1)}, 3)
+        target.update_weights({"x": torch.zeros(1)}, 3)
     with pytest.raises(OutriderError, match="has shape"):
-        target.swap({"model.norm.weight": torch.zeros(1)}, 3)
+        target.update_weights({"model.norm.weight": torch.zeros(1)}, 3)
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), [(32, 64), (33, 65), (1, 1), (100, 130)])
@@ -376,8 +378,8 @@ def test_text_does_not_depend_on_speculation(temperature, dtype):
             max_model_len=128,
         )
         if together:
-            return [c.tokens for c in llm.generate(prompts, params)]
-        return [llm.generate(prompt, params)[0].tokens for prompt in prompts]
+            return [c.token_ids for c in llm.generate(prompts, params)]
+        return [llm.generate(prompt, params)[0].token_ids for prompt in prompts]
 
     plain = texts("none", 0, False)
     assert plain == texts(draft, 1, True) == texts(draft, 5, False) == texts("ngram", 8, True) == texts("none", 0, True)
@@ -391,7 +393,9 @@ def test_sampled_texts_of_a_batch_are_those_alone(dtype):
     texts = ("def add(a, b):", "Once upon a time", "SELECT name", "The")
     prompts = [f"{texts[i % 4]} {'x' * (i // 4)}" for i in range(64)]
     params = SamplingParams(max_tokens=32, temperature=1.0, seed=11, ignore_eos=True)
-    assert [c.tokens for c in many.generate(prompts, params)] == [c.tokens for c in alone.generate(prompts, params)]
+    assert [c.token_ids for c in many.generate(prompts, params)] == [
+        c.token_ids for c in alone.generate(prompts, params)
+    ]
 
 
 def test_auto_takes_them_in_both_types(folders):
@@ -440,7 +444,7 @@ def test_without_a_folder_for_them_torch_takes_over(folders, monkeypatch, tmp_pa
         llm = LLM(
             embedded("nano"), proposer="ngram", max_model_len=64
         )  # whose rules and laws have kernels of their own
-        assert len(llm.generate("def", SamplingParams(max_tokens=4, ignore_eos=True))[0].tokens) == 4
+        assert len(llm.generate("def", SamplingParams(max_tokens=4, ignore_eos=True))[0].token_ids) == 4
     finally:
         library.load_library.cache_clear()
 

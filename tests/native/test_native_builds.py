@@ -19,7 +19,7 @@ from outrider.core.config import EngineConfig
 from outrider.engine.build import load_target
 from outrider.loader.embedded import embedded
 from outrider.native import library
-from outrider.core.types import Batch, Row
+from outrider.core.types import Batch, SequenceState
 
 level, out = sys.argv[1:]
 library._FLAGS = tuple(f"-march={level}" if flag.startswith("-march") else flag for flag in library._FLAGS)
@@ -32,7 +32,7 @@ for kind in ("float32", "bfloat16", "int8", "int4"):
     laws = []
     for size in (1, 2, 3, 5, 11, 13, 45):  # tiles of many heights
         target.cache.admit(0, text[:size])
-        batch = Batch(rows=(Row.of(text[:size]),), start=(0,), feed=(text[:size],), budget=(0,))
+        batch = Batch(seqs=(SequenceState.of(text[:size]),), start=(0,), feed=(text[:size],), draft_budget=(0,))
         laws.append(target.score(batch, tree.empty(1, target.device)).logits[0, 0].float().softmax(-1))
         target.cache.release(0)
     said[kind] = torch.stack(laws)

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from outrider.core.noise import PositionNoise
-from outrider.core.types import Draft, Law, Packed
+from outrider.core.types import Draft, DraftKind, Packed
 from outrider.errors import UnsupportedModel
 from outrider.native.library import load_library
-from outrider.native.rules import fastest
+from outrider.native.rules import fastest_verifier
 from outrider.verify.rules import EXACT
 
 try:
@@ -26,10 +26,10 @@ SHAPES = {
     "tree": (-1, -1, 0, 0, 1, 2, -1),
 }
 LAWS = {
-    "chosen": (Law.ONE_HOT,),
-    "sampled": (Law.SAMPLED,),
-    "without replacement": (Law.WITHOUT_REPLACEMENT,),
-    "mixed": (Law.SAMPLED, Law.WITHOUT_REPLACEMENT, Law.ONE_HOT),
+    "chosen": (DraftKind.ONE_HOT,),
+    "sampled": (DraftKind.SAMPLED,),
+    "without replacement": (DraftKind.WITHOUT_REPLACEMENT,),
+    "mixed": (DraftKind.SAMPLED, DraftKind.WITHOUT_REPLACEMENT, DraftKind.ONE_HOT),
 }
 
 
@@ -53,9 +53,9 @@ def case(parent, laws, *, vocab, source, zeros=0.0, foreign=0.0, near=False):
             law = by_parent[above] = normalised(p[:, above + 1] + 0.1 * law)
         left = law.clone()
         for other in range(node):
-            if parent[other] == above and kinds[other] == kinds[node] == Law.WITHOUT_REPLACEMENT:
+            if parent[other] == above and kinds[other] == kinds[node] == DraftKind.WITHOUT_REPLACEMENT:
                 left.scatter_(1, tokens[:, other, None], 0.0)
-        if kinds[node] == Law.ONE_HOT:
+        if kinds[node] == DraftKind.ONE_HOT:
             tokens[:, node] = torch.randint(vocab, (ROWS,), generator=source)
         else:
             tokens[:, node] = torch.multinomial(left + 1e-30, 1, generator=source)[:, 0]
@@ -67,7 +67,7 @@ def case(parent, laws, *, vocab, source, zeros=0.0, foreign=0.0, near=False):
         tokens=tokens,
         parent=torch.tensor(parent, dtype=torch.int64).expand(ROWS, size),
         count=count,
-        law=torch.tensor([int(kind) for kind in kinds], dtype=torch.int64).expand(ROWS, size),
+        kind=torch.tensor([int(kind) for kind in kinds], dtype=torch.int64).expand(ROWS, size),
         q=Packed.of(q) if any(kinds) else None,
         width=(size,) * ROWS,
         depth=(size,) * ROWS,
@@ -88,15 +88,15 @@ def test_equals_the_reference(name, shape, laws, flaw):
         draft, p = case(SHAPES[shape], LAWS[laws], vocab=vocab, source=source, **flaw)
         seed = torch.randint(2**62, (ROWS,), generator=source)
         noise = PositionNoise(seed, torch.randint(9999, (ROWS,), generator=source))
-        ours = fastest(EXACT[name], CPU).rule(draft, p, noise)
+        ours = fastest_verifier(EXACT[name], CPU).rule(draft, p, noise)
         theirs = EXACT[name].rule(draft, p, noise)
         assert ours.path.tolist() == theirs.path.tolist()
         assert ours.accepted.tolist() == theirs.accepted.tolist()
         assert ours.bonus.tolist() == theirs.bonus.tolist()
         torch.testing.assert_close(ours.logprob, theirs.logprob)
-    assert fastest(EXACT[name], CPU).rule is not EXACT[name].rule
+    assert fastest_verifier(EXACT[name], CPU).rule is not EXACT[name].rule
 
 
 def test_other_rules_stay_what_they_are():
-    assert fastest(EXACT["siblings"], CPU) is EXACT["siblings"]
-    assert fastest(EXACT["walk"], torch.device("meta")) is EXACT["walk"]
+    assert fastest_verifier(EXACT["siblings"], CPU) is EXACT["siblings"]
+    assert fastest_verifier(EXACT["walk"], torch.device("meta")) is EXACT["walk"]

@@ -13,7 +13,7 @@ import torch
 from outrider.core import tree
 from outrider.core.params import SamplingParams
 from outrider.core.stats import Stats
-from outrider.core.types import Batch, Request, Row
+from outrider.core.types import Batch, Request, SequenceState
 from outrider.errors import OutriderError
 from outrider.llm import LLM
 from outrider.loader.embedded import embedded
@@ -39,9 +39,11 @@ def costs(target, draft=FREE):
 
 def batch(rows, start=10, first=0):
     """Rows of requests that are numbered from `first` on."""
-    asked = {"prompt": (0,), "params": SamplingParams(), "seed": 0, "end_ids": frozenset(), "limit": 99}
-    some = tuple(Row(request=Request(id=first + b, **asked), slot=b, text=[0] * (start + 1)) for b in range(rows))
-    return Batch(rows=some, start=(start,) * rows, feed=((0,),) * rows, budget=(20,) * rows)
+    asked = {"prompt_token_ids": (0,), "params": SamplingParams(), "seed": 0, "end_ids": frozenset(), "max_tokens": 99}
+    some = tuple(
+        SequenceState(request=Request(id=first + b, **asked), slot=b, token_ids=[0] * (start + 1)) for b in range(rows)
+    )
+    return Batch(seqs=some, start=(start,) * rows, feed=((0,),) * rows, draft_budget=(20,) * rows)
 
 
 def live(planner, rows, chances, rounds, *, took=lambda k: (1.0, 0.0), seed=0, waits=0, first=0):
@@ -52,11 +54,11 @@ def live(planner, rows, chances, rounds, *, took=lambda k: (1.0, 0.0), seed=0, w
     chance, stats, chosen, read = random.Random(seed), Stats(), [], 0
     for _ in range(rounds):
         planned = planner.plan(batch(rows, first=first), stats)
-        read = read + 1 if any(planned.budget) else 0
+        read = read + 1 if any(planned.draft_budget) else 0
         if 0 < read <= waits:
-            draft = replace(tree.empty(rows, torch.device("cpu")), unread=sum(map(bool, planned.budget)))
+            draft = replace(tree.empty(rows, torch.device("cpu")), unread=sum(map(bool, planned.draft_budget)))
         else:
-            draft = tree.chain(torch.zeros(rows, max(planned.budget)), planned.budget)
+            draft = tree.chain(torch.zeros(rows, max(planned.draft_budget)), planned.draft_budget)
         ks = planner.trim(planned, draft).width
         chosen.append(max(ks))
         passes = []
@@ -191,11 +193,11 @@ def test_a_planner_at_rest_does_not_think_again_whenever_a_row_comes_or_goes():
     planner, decided, rests, seconds = CostPlanner(costs(STEEP), most=12), [], 0, 8.0 * 40
     assert set(live(planner, 8, [0.0] * 12, 40, took=lambda k: (8.0 * (1 + k), 0.0))) == {0}
     decide = planner._decide
-    planner._decide = lambda *args: (decided.append(len(args[0].rows)), decide(*args))
+    planner._decide = lambda *args: (decided.append(len(args[0].seqs)), decide(*args))
     for rounds in range(40, 240):
         some = batch(7 + rounds // 3 % 2)  # every third round
-        rests += not any(planner.plan(some, Stats(rounds=rounds, target_seconds=seconds)).budget)
-        seconds += len(some.rows)
+        rests += not any(planner.plan(some, Stats(rounds=rounds, target_seconds=seconds)).draft_budget)
+        seconds += len(some.seqs)
     assert rests == 200
     assert 200 / 32 < len(decided) <= 200 / 8  # and yet it does when that has gone on for a while
     assert planner.arms[0].idle > 200  # rounds: what is not tried waits for its trial all the while
@@ -205,24 +207,24 @@ def test_guesses_begin_with_the_first_row_that_decodes():
     """However many rounds have read its prompt."""
     planner = CostPlanner(costs(FLAT), most=4)
     assert live(planner, 1, [0.9] * 4, 40)[-1] == 4
-    (row,) = batch(1).rows
-    long = Row(request=replace(row.request, id=7), slot=0, text=[0] * 31)
+    (row,) = batch(1).seqs
+    long = SequenceState(request=replace(row.request, id=7), slot=0, token_ids=[0] * 31)
     for rounds in range(3):  # ten tokens each, of thirty-one
-        reading = Batch(rows=(long,), start=(10 * rounds,), feed=((0,) * 10,), budget=(0,))
-        assert not any(planner.plan(reading, Stats(rounds=40 + rounds)).budget)
-    decoding = Batch(rows=(long,), start=(30,), feed=((0,),), budget=(20,))
-    assert planner.plan(decoding, Stats(rounds=43)).budget == (4,)
+        reading = Batch(seqs=(long,), start=(10 * rounds,), feed=((0,) * 10,), draft_budget=(0,))
+        assert not any(planner.plan(reading, Stats(rounds=40 + rounds)).draft_budget)
+    decoding = Batch(seqs=(long,), start=(30,), feed=((0,),), draft_budget=(20,))
+    assert planner.plan(decoding, Stats(rounds=43)).draft_budget == (4,)
 
 
 def test_whoever_expects_the_same_text_again_gets_the_same_guesses_from_a_planner_at_rest():
     planner, some = CostPlanner(costs(STEEP), most=12, replay=True), batch(2)
     live(planner, 2, [0.0] * 12, 40, took=lambda k: (2.0 * (1 + k), 0.0))
     at_rest = Stats(rounds=40, target_seconds=80.0)
-    assert not any(planner.plan(some, at_rest).budget)
-    fixed = replace(some.rows[0].request, id=9, params=SamplingParams(seed=1, temperature=1.0))
-    joined = (*some.rows, Row(request=fixed, slot=2, text=[0] * 11))
-    more = Batch(rows=joined, start=(10,) * 3, feed=((0,),) * 3, budget=(20,) * 3)
-    assert planner.plan(more, replace(at_rest, rounds=41)).budget == (FIXED,) * 3
+    assert not any(planner.plan(some, at_rest).draft_budget)
+    fixed = replace(some.seqs[0].request, id=9, params=SamplingParams(seed=1, temperature=1.0))
+    joined = (*some.seqs, SequenceState(request=fixed, slot=2, token_ids=[0] * 11))
+    more = Batch(seqs=joined, start=(10,) * 3, feed=((0,),) * 3, draft_budget=(20,) * 3)
+    assert planner.plan(more, replace(at_rest, rounds=41)).draft_budget == (FIXED,) * 3
 
 
 def test_a_text_is_read_by_the_draft_only_if_its_own_guesses_repay_that():
@@ -234,14 +236,14 @@ def test_a_text_is_read_by_the_draft_only_if_its_own_guesses_repay_that():
 
     def later(left, start):
         """Besides two rows that are read already, a third."""
-        other = replace(few.rows[0].request, id=left + start)
-        rows = (*few.rows, Row(request=other, slot=2, text=[0] * (start + 1)))
-        return Batch(rows=rows, start=(10, 10, start), feed=((0,),) * 3, budget=(20, 20, left))
+        other = replace(few.seqs[0].request, id=left + start)
+        rows = (*few.seqs, SequenceState(request=other, slot=2, token_ids=[0] * (start + 1)))
+        return Batch(seqs=rows, start=(10, 10, start), feed=((0,),) * 3, draft_budget=(20, 20, left))
 
     state, budgets = planner._span, []
     for left, start in ((20, 10), (20, 1000), (2, 500)):
         planner._span = replace(state)
-        budgets.append(planner.plan(later(left, start), stats).budget)
+        budgets.append(planner.plan(later(left, start), stats).draft_budget)
     assert [bool(third) for _, _, third in budgets] == [True, False, False]
     assert all(one and two for one, two, _ in budgets)
 
@@ -249,8 +251,8 @@ def test_a_text_is_read_by_the_draft_only_if_its_own_guesses_repay_that():
 def test_budgets_are_never_raised():
     planner = CostPlanner(costs(FLAT), most=12)
     some = batch(3)
-    short = Batch(rows=some.rows, start=some.start, feed=some.feed, budget=(0, 2, 20))
-    budget = planner.plan(short, Stats()).budget
+    short = Batch(seqs=some.seqs, start=some.start, feed=some.feed, draft_budget=(0, 2, 20))
+    budget = planner.plan(short, Stats()).draft_budget
     assert budget[0] == 0
     assert budget[1] <= 2
 
@@ -340,7 +342,10 @@ def test_auto_writes_the_same_text(tmp_path, monkeypatch):
     params = SamplingParams(max_tokens=24)
     prompts = ["def add(a, b):\n    return", "Once upon a time"]
     texts = [
-        [c.tokens for c in LLM(None, k=k, max_num_seqs=2, max_model_len=96, dtype="float32").generate(prompts, params)]
+        [
+            c.token_ids
+            for c in LLM(None, k=k, max_num_seqs=2, max_model_len=96, dtype="float32").generate(prompts, params)
+        ]
         for k in ("auto", 0)
     ]
     assert texts[0] == texts[1]
@@ -351,9 +356,9 @@ def test_auto_writes_the_same_text(tmp_path, monkeypatch):
 @torch.inference_mode()
 def test_calibration_leaves_an_empty_cache():
     llm = LLM(None, proposer="none", max_num_seqs=2, max_model_len=96, dtype="float32")
-    before = llm.generate("def add(a, b):", SamplingParams(max_tokens=8))[0].tokens
+    before = llm.generate("def add(a, b):", SamplingParams(max_tokens=8))[0].token_ids
     calibrate(llm.parts.target, None)
-    assert llm.generate("def add(a, b):", SamplingParams(max_tokens=8))[0].tokens == before
+    assert llm.generate("def add(a, b):", SamplingParams(max_tokens=8))[0].token_ids == before
 
 
 def test_guesses_that_just_fail_to_pay_are_not_followed_by_rounds_to_look_at_for_ever():
@@ -394,4 +399,4 @@ def test_rows_of_a_trial_go_on_where_the_others_texts_are_too_dear_to_read():
     live(planner, 8, [0.9] * 12, 9, took=lambda k: (1.0, 0.01 * k))
     assert not planner.arms[0].trial
     told = Stats(rounds=planner._told.rounds + planner._span.rounds)
-    assert sum(map(bool, planner.plan(batch(8), told).budget)) == 2
+    assert sum(map(bool, planner.plan(batch(8), told).draft_budget)) == 2

@@ -34,7 +34,7 @@ from outrider.project.equations import (
 )
 from outrider.project.machines import CPU, GPU, NAMES, SHEETS, Kind, Own, efficiencies, find_machine
 from outrider.project.measured import read_bench
-from outrider.project.memory import Room
+from outrider.project.memory import MemoryBudget
 from outrider.project.models import SIZES, TYPES, Bits, find_model, read_model, typical
 from tests.helpers.tiny import ARCHITECTURES, make_config
 
@@ -211,12 +211,12 @@ def test_a_head_is_a_share():
 
 
 def test_room():
-    room = Room.of(SMALL, replace(SMALL, weights=5.0), memory=200.0, context=5)
+    room = MemoryBudget.of(SMALL, replace(SMALL, weights=5.0), memory=200.0, context=5)
     assert room.held(3) == 100 + 10 + 3 * (10 + 10)
     assert (room.users(), room.users(draft=False)) == (4, 10)
     assert room.draft_in_rows(3) == pytest.approx((10 + 30) / 10)
-    assert Room.of(SMALL, None, memory=50.0, context=5).users() == 0
-    assert Room.of(SMALL, None, memory=None, context=5).users() is None
+    assert MemoryBudget.of(SMALL, None, memory=50.0, context=5).users() == 0
+    assert MemoryBudget.of(SMALL, None, memory=None, context=5).users() is None
 
 
 # Shapes

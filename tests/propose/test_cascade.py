@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from outrider.core.params import SamplingParams
-from outrider.core.types import Batch, Trust
+from outrider.core.types import Batch, StopRule
 from outrider.loader.checkpoint import load_checkpoint
 from outrider.loader.embedded import embedded
 from outrider.loader.make import make_target
 from outrider.propose.draft_model.cascade import Cascade
-from outrider.propose.draft_model.chain import ModelProposer
+from outrider.propose.draft_model.chain import DraftModelProposer
 from outrider.propose.registry import find_proposer
 from outrider.propose.vocabulary.wrapped_target import Wrapped
 from outrider.testing import ToyTarget, toy_setup
@@ -26,7 +26,7 @@ PROMPTS = (
     "<|endoftext|>import os\nimport sys\n\n\ndef main():\n    parser = argparse.Argument",
 )
 GREEDY, DRAWN = SamplingParams(), SamplingParams(temperature=0.8, seed=5)
-TRUST = Trust(weight=(0.4, 0.3), bias=(0.0, -0.2), keep=0.1, worth=(0.15, 0.3), ends=(4,))
+TRUST = StopRule(weight=(0.4, 0.3), bias=(0.0, -0.2), keep=0.1, worth=(0.15, 0.3), ends=(4,))
 PASSES = [("float32", 1), ("float32", 3), ("bfloat16", 1), ("bfloat16", 3)]
 
 
@@ -41,9 +41,9 @@ class Watched(Wrapped):
         self.passes += 1
         return super().score(batch, draft, first)
 
-    def grow(self, batch, vocab, trust=None):
-        grown = super().grow(batch, vocab, trust)
-        self.passes += 0 if isinstance(self.inner, Cascade) else max(batch.budget)
+    def draft_greedy(self, batch, vocab, trust=None):
+        grown = super().draft_greedy(batch, vocab, trust)
+        self.passes += 0 if isinstance(self.inner, Cascade) else max(batch.draft_budget)
         self.grown.append([row[:n] for row, n in zip(grown.tokens.tolist(), grown.count, strict=True)])
         return grown
 
@@ -66,7 +66,7 @@ def lives(house, params, k=5, verifier="walk"):
         inner = Watched(draft)
         outer = Watched(wrap(inner))
         engine = make_engine(
-            target, lambda setup, outer=outer: ModelProposer(setup, outer), verifier=verifier, k=k, rows=rows
+            target, lambda setup, outer=outer: DraftModelProposer(setup, outer), verifier=verifier, k=k, rows=rows
         )
         texts = outputs(run(engine, prompts, params, limit=48, ends=frozenset({0, 3})))
         found.append((texts, outer.grown, inner.passes))
@@ -100,10 +100,10 @@ def grown(target, texts, budget, *, vocab=None, trust=None):
     """What a target grows after some texts of which it has read nothing."""
     rows = tuple(make_row(list(text), slot) for slot, text in enumerate(texts))
     for row in rows:
-        target.cache.admit(row.slot, row.text)
-    feed = tuple(tuple(row.text) for row in rows)
-    batch = Batch(rows=rows, start=(0,) * len(rows), feed=feed, budget=budget)
-    return target.grow(batch, vocab or target.vocab, trust)
+        target.cache.admit(row.slot, row.token_ids)
+    feed = tuple(tuple(row.token_ids) for row in rows)
+    batch = Batch(seqs=rows, start=(0,) * len(rows), feed=feed, draft_budget=budget)
+    return target.draft_greedy(batch, vocab or target.vocab, trust)
 
 
 def fuzz(trial):

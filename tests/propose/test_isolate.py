@@ -12,7 +12,7 @@ from outrider.core.params import SamplingParams
 from outrider.core.types import Needs
 from outrider.errors import OutriderError
 from outrider.propose.combine import Switch
-from outrider.propose.isolate import Guarded, guarded
+from outrider.propose.isolate import IsolatedProposer, isolate
 from outrider.propose.lookup.ngram import NgramProposer
 from outrider.testing import ToyTarget
 from tests.cache.test_replay import toy_prompts
@@ -66,7 +66,7 @@ def test_the_text_stays_whatever_is_raised(name, caplog):
         guards = []
 
         def make(setup, seed=seed, guards=guards):
-            guards.append(Guarded(Flaky(EVERY[name](setup), chance=0.1, seed=seed), setup, name=name))
+            guards.append(IsolatedProposer(Flaky(EVERY[name](setup), chance=0.1, seed=seed), setup, name=name))
             return guards[0]
 
         caplog.clear()
@@ -84,7 +84,9 @@ def test_once_it_is_sound_again_it_guesses_as_before(name):
     guards = []
 
     def make(setup):
-        guards.append(Guarded(Flaky(EVERY[name](setup), chance=1.0, calls=("commit",), until=12), setup, name=name))
+        guards.append(
+            IsolatedProposer(Flaky(EVERY[name](setup), chance=1.0, calls=("commit",), until=12), setup, name=name)
+        )
         return guards[0]
 
     other, _ = life(make)
@@ -98,7 +100,7 @@ def test_it_stays_off_a_while_and_ever_longer():
 
     def make(setup):
         made.append(Flaky(EVERY["ngram"](setup), chance=1.0, calls=("propose",)))
-        made.append(Guarded(made[0], setup, name="ngram"))
+        made.append(IsolatedProposer(made[0], setup, name="ngram"))
         return made[1]
 
     engine, _ = life(make, count=16)
@@ -116,12 +118,12 @@ def test_what_a_proposer_read_of_the_target_is_lost_to_the_rows_under_way():
         needs = Needs(layers=(0,))
 
         def propose(self, batch):
-            budgets.append({row.request.id: most for row, most in zip(batch.rows, batch.budget, strict=True)})
+            budgets.append({row.request.id: most for row, most in zip(batch.seqs, batch.draft_budget, strict=True)})
             if len(budgets) == 4:
                 raise RuntimeError("lost")
             return super().propose(batch)
 
-    life(lambda setup: Guarded(Reader(setup), setup, name="reader"), count=5)
+    life(lambda setup: IsolatedProposer(Reader(setup), setup, name="reader"), count=5)
     lost = set(budgets[3])
     assert all(most == 0 for budget in budgets[4:] for id, most in budget.items() if id in lost)
     assert any(most for budget in budgets[4:] for id, most in budget.items() if id not in lost)
@@ -132,7 +134,7 @@ def test_each_part_of_a_switch_has_a_guard_of_its_own():
 
     def make(setup):
         parts = [Flaky(NgramProposer(setup), chance=1.0), NgramProposer(setup)]
-        found, own = guarded(Switch(setup, parts), setup, names=("bad", "good"))
+        found, own = isolate(Switch(setup, parts), setup, names=("bad", "good"))
         guards.extend(own)
         return found
 
@@ -143,12 +145,12 @@ def test_each_part_of_a_switch_has_a_guard_of_its_own():
 def test_too_many_guesses_are_a_failure_too():
     class Greedy(NgramProposer):
         def propose(self, batch):
-            return super().propose(replace(batch, budget=tuple(most + 3 for most in batch.budget)))
+            return super().propose(replace(batch, draft_budget=tuple(most + 3 for most in batch.draft_budget)))
 
     guards = []
 
     def make(setup):
-        guards.append(Guarded(Greedy(setup), setup, name="greedy"))
+        guards.append(IsolatedProposer(Greedy(setup), setup, name="greedy"))
         return guards[0]
 
     assert life(make)[1] == life(EVERY["none"])[1]

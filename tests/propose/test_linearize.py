@@ -26,7 +26,7 @@ def test_the_first_of_all_siblings_is_followed():
     assert found.chain
     assert found.width == found.depth == (3, 2)
     assert [row[:width] for row, width in zip(found.tokens.tolist(), found.width, strict=True)] == [[5, 8, 9], [1, 2]]
-    assert found.chance == ((0.5, 0.2, 0.1), (0.9, 0.8))
+    assert found.accept_prob == ((0.5, 0.2, 0.1), (0.9, 0.8))
     assert torch.equal(found.q.padded()[0], q[0, [0, 3, 4]])
     assert torch.equal(found.q.padded()[1, :2], q[1, :2])
 

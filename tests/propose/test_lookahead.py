@@ -27,9 +27,9 @@ RIDERS = 3 * 3
 
 
 def batch_of(rows, budget):
-    feeds = tuple((row.text[-1],) for row in rows)
-    starts = tuple(len(row.text) - 1 for row in rows)
-    return Batch(rows=tuple(rows), start=starts, feed=feeds, budget=(budget,) * len(rows))
+    feeds = tuple((row.token_ids[-1],) for row in rows)
+    starts = tuple(len(row.token_ids) - 1 for row in rows)
+    return Batch(seqs=tuple(rows), start=starts, feed=feeds, draft_budget=(budget,) * len(rows))
 
 
 def admitted(prompts, shape=SHAPE, vocab=12):
@@ -43,7 +43,7 @@ def admitted(prompts, shape=SHAPE, vocab=12):
 
 def score(target, row, draft, b):
     """[1 + N, V] what a toy says at each node of row b."""
-    endings = [tuple(row.text[-2:])]
+    endings = [tuple(row.token_ids[-2:])]
     for token, parent in zip(draft.tokens[b].tolist(), draft.parent[b].tolist(), strict=True):
         endings.append((endings[parent + 1][1], token))
     return torch.stack([target.table[ending] for ending in endings])
@@ -61,7 +61,7 @@ def step(proposer, target, rows, budget, *, cut=None):
     paths, said = [path for path, _ in kept], [tokens for _, tokens in kept]
     proposer.commit(make_round(batch, verified, Scores(logits=logits, best=best), paths, said))
     for row, tokens in zip(rows, said, strict=True):
-        row.text += tokens
+        row.token_ids += tokens
     return draft, window
 
 
@@ -78,7 +78,7 @@ def test_window_and_pool_are_the_papers():
     target, proposer, (row,) = admitted([[3, 1, 4, 1, 5]])
     state, pool = proposer._states[0], {}
     for _ in range(25):
-        text = list(row.text)
+        text = list(row.token_ids)
         draft, window = step(proposer, target, [row], 30)
         paths = {path_of(draft, 0, node) for node in range(draft.width[0])}
         moved = []
@@ -91,7 +91,7 @@ def test_window_and_pool_are_the_papers():
             pool[column[0]] = [(*column[1:], new), *others][: SHAPE.guesses]
             moved.append((*column[1:], new))
         assert len(window) == SHAPE.window
-        assert state.columns == moved[len(row.text) - len(text) - 1 :]
+        assert state.columns == moved[len(row.token_ids) - len(text) - 1 :]
         assert state.pool._after == pool
     assert len(pool) > 5
 
@@ -102,7 +102,7 @@ def test_budgets_of_every_size(budget):
     for _ in range(12):
         draft, _ = step(proposer, target, rows, budget)
         assert all(width <= budget for width in draft.width)
-        assert all(a >= b for row in draft.chance or () for a, b in pairwise(row))
+        assert all(a >= b for row in draft.accept_prob or () for a, b in pairwise(row))
         for b, width in enumerate(draft.width):
             pairs = list(zip(draft.parent[b, :width].tolist(), draft.tokens[b, :width].tolist(), strict=True))
             assert len(set(pairs)) == width, "a guess is made twice"
@@ -118,7 +118,7 @@ def test_budgets_of_every_size(budget):
 
 def test_too_small_a_budget_guesses_from_the_pool_alone():
     _, proposer, (row,) = admitted([[3, 1, 4, 1, 5]])
-    proposer._states[0].pool.add((row.text[-1], 7, 8, 9))
+    proposer._states[0].pool.add((row.token_ids[-1], 7, 8, 9))
     draft = proposer.propose(batch_of([row], 2))
     assert draft.tokens.tolist() == [[7, 8]]
     assert proposer._states[0].columns == []
@@ -155,12 +155,12 @@ def test_riders_are_worth_what_they_earn():
     """Their chance is guesses that came true by riders scored; it rises where they are left out and missed."""
     target, proposer, rows = admitted([[3, 1, 4]])
     draft, _ = step(proposer, target, rows, 24)
-    assert draft.chance == (pytest.approx([lookahead._WORTH] * draft.width[0]),)
+    assert draft.accept_prob == (pytest.approx([lookahead._WORTH] * draft.width[0]),)
     earned, scored = 0.0, RIDERS
     for _ in range(60):
-        before = len(rows[0].text)
+        before = len(rows[0].token_ids)
         step(proposer, target, rows, 24)
-        true = len(proposer._whole[0].path(rows[0].text[before:]))
+        true = len(proposer._whole[0].path(rows[0].token_ids[before:]))
         earned, scored = earned * lookahead._MEMORY + true, scored * lookahead._MEMORY + RIDERS
     riding = proposer._worth()
     assert riding == pytest.approx((earned + lookahead._TRUST * lookahead._WORTH) / (scored + lookahead._TRUST))
@@ -190,7 +190,7 @@ def test_rows_do_not_share():
         step(alone, target, rows, RIDERS)
         step(beside, target, both, RIDERS)
     mine, its = alone._states[0].pool._after, beside._states[0].pool._after
-    assert rows[0].text[: len(both[0].text)] == both[0].text[: len(rows[0].text)]
+    assert rows[0].token_ids[: len(both[0].token_ids)] == both[0].token_ids[: len(rows[0].token_ids)]
     assert set(mine) | {token for ngrams in mine.values() for ngram in ngrams for token in ngram}
     beside.release(1)
     assert 1 not in beside._states
@@ -225,7 +225,7 @@ def test_text_is_the_targets_and_comes_sooner(temperature):
     for proposer in ("none", "lookahead:5x3x5"):
         llm = LLM(proposer=proposer, k=20, dtype="float32", verifier="walk", max_num_seqs=2, max_model_len=128)
         (completion,) = llm.generate([prompt], params)
-        texts.append(completion.tokens)
+        texts.append(completion.token_ids)
         taus.append(completion.stats.tau)
     assert texts[0] == texts[1]
     assert taus[0] == 1 < 1.1 < taus[1]

@@ -11,31 +11,31 @@ import torch
 from outrider.audit.statistics import g_test
 from outrider.core import tree
 from outrider.core.params import SamplingParams
-from outrider.core.types import Batch, Draw, Law, Scores
+from outrider.core.types import Batch, DraftKind, Draw, Scores
 from outrider.engine.verifiers import find_verifier
 from outrider.loader.checkpoint import load_checkpoint
 from outrider.loader.embedded import embedded
 from outrider.loader.make import make_target
 from outrider.propose.base import NoProposer
-from outrider.propose.draft_model.chain import ModelProposer
+from outrider.propose.draft_model.chain import DraftModelProposer
 from outrider.propose.draft_model.tree import TreeProposer
 from outrider.propose.registry import draft_model, find_proposer
-from outrider.testing import ToyTarget, joint_law, toy_setup
+from outrider.testing import ToyTarget, joint_distribution, toy_setup
 from outrider.testing.drive import append, make_round, make_row
-from outrider.verify.sampling import Knobs, warp
+from outrider.verify.sampling import SamplingTensors, apply_sampling
 from tests.helpers.engines import make_engine, outputs, run
 
 SAMPLED = SamplingParams(temperature=0.9)
 GREEDY = SamplingParams(temperature=0.0)
-WITHOUT = int(Law.WITHOUT_REPLACEMENT)
+WITHOUT = int(DraftKind.WITHOUT_REPLACEMENT)
 
 
 def batch_of(rows, budget, **more) -> Batch:
     return Batch(
-        rows=tuple(rows),
-        start=tuple(row.cached for row in rows),
-        feed=tuple(tuple(row.text[row.cached :]) for row in rows),
-        budget=tuple(budget) if isinstance(budget, list) else (budget,) * len(rows),
+        seqs=tuple(rows),
+        start=tuple(row.num_cached_tokens for row in rows),
+        feed=tuple(tuple(row.token_ids[row.num_cached_tokens :]) for row in rows),
+        draft_budget=tuple(budget) if isinstance(budget, list) else (budget,) * len(rows),
         **more,
     )
 
@@ -62,9 +62,9 @@ def path_of(draft, b, node) -> list[int]:
 def law_after(model, row, path) -> torch.Tensor:
     """What a row's next token is drawn from after some guesses, read afresh as a chain."""
     chain = tree.chain(torch.tensor([path], dtype=torch.int64).reshape(1, -1), (len(path),))
-    ends = [row.text[-2:], *([*row.text, *path[:i]][-2:] for i in range(1, len(path) + 1))]
+    ends = [row.token_ids[-2:], *([*row.token_ids, *path[:i]][-2:] for i in range(1, len(path) + 1))]
     logits = torch.stack([model.table[a, b] for a, b in ends])[None]
-    return warp(logits, Knobs.of((row,), model.vocab, model.device), chain)[0, -1]
+    return apply_sampling(logits, SamplingTensors.of((row,), model.vocab, model.device), chain)[0, -1]
 
 
 RICH = SamplingParams(
@@ -86,7 +86,7 @@ def test_drawn_guesses_carry_the_law_that_they_were_drawn_from(params):
             for node in range(draft.width[b]):
                 above = int(draft.parent[b, node])
                 wanted = law_after(model, row, path_of(draft, b, above))
-                assert int(draft.law[b, node]) == WITHOUT
+                assert int(draft.kind[b, node]) == WITHOUT
                 assert torch.allclose(q[b, node], wanted, atol=1e-6)
                 assert wanted[draft.tokens[b, node]] > 0
                 assert (above, int(draft.tokens[b, node])) not in seen
@@ -97,14 +97,14 @@ def test_drawn_guesses_carry_the_law_that_they_were_drawn_from(params):
         proposer.commit(round)
         append(round)
         for row in rows:
-            row.cached = len(row.text) - 1
+            row.num_cached_tokens = len(row.token_ids) - 1
     assert nodes == 12 * 18
 
 
 def test_a_row_draws_the_same_in_any_company():
     alone, _, rows = tree_of(SAMPLED)
     crowd, _, three = tree_of([SAMPLED, SAMPLED, SAMPLED])
-    three[0].text = list(rows[0].text)
+    three[0].token_ids = list(rows[0].token_ids)
     one, many = alone.propose(batch_of(rows, 7)), crowd.propose(batch_of(three, [7, 16, 2]))
     assert one.tokens[0].tolist() == many.tokens[0, :7].tolist()
     assert one.parent[0].tolist() == many.parent[0, :7].tolist()
@@ -116,7 +116,7 @@ def test_picked_guesses_are_the_likeliest_paths():
     for budget in (1, 4, 12):
         draft = proposer.propose(batch_of(rows, budget))
         assert draft.q is None
-        assert draft.chance is not None
+        assert draft.accept_prob is not None
         paths = [path_of(draft, 0, node) for node in range(draft.width[0])]
         first = law_after(model, rows[0], [])
         assert paths[0] == [int(first.argmax())]
@@ -125,7 +125,7 @@ def test_picked_guesses_are_the_likeliest_paths():
             likely = 1.0
             for i, token in enumerate(path):
                 likely *= float(law_after(model, rows[0], path[:i])[token])
-            assert draft.chance[0][node] == pytest.approx(likely, abs=1e-5)
+            assert draft.accept_prob[0][node] == pytest.approx(likely, abs=1e-5)
         everything = [[a] for a in range(6)] + [[a, b] for a in range(6) for b in range(6)]
         missed = [path for path in everything if path not in paths]
         best = max(
@@ -133,7 +133,7 @@ def test_picked_guesses_are_the_likeliest_paths():
             for path in missed
         )
         assert draft.width == (budget,)
-        assert best <= draft.chance[0][-1] * 1.5  # what is not worth reading on is not read
+        assert best <= draft.accept_prob[0][-1] * 1.5  # what is not worth reading on is not read
 
 
 @pytest.mark.parametrize("draw", list(Draw))
@@ -141,8 +141,8 @@ def test_greedy_rows_get_picked_guesses_beside_drawn_ones(draw):
     proposer, _, rows = tree_of([GREEDY, SAMPLED], draw=draw)
     draft = proposer.propose(batch_of(rows, 6))
     assert draft.width == (6, 6)
-    assert set(draft.law[0].tolist()) == {int(Law.ONE_HOT)}
-    assert set(draft.law[1].tolist()) == {WITHOUT if draw is Draw.SAMPLE else int(Law.ONE_HOT)}
+    assert set(draft.kind[0].tolist()) == {int(DraftKind.ONE_HOT)}
+    assert set(draft.kind[1].tolist()) == {WITHOUT if draw is Draw.SAMPLE else int(DraftKind.ONE_HOT)}
     if draft.q is not None:
         assert not draft.q.padded()[0].any()
 
@@ -156,8 +156,8 @@ def test_a_tree_stops_where_it_is_told_to(params):
     assert int(tree.depths(flat).max()) == 1
     some = proposer.propose(batch_of(rows, 8, keep=0.3))
     assert 0 < some.width[0] < 8
-    assert some.chance is not None
-    assert min(some.chance[0]) >= 0.3
+    assert some.accept_prob is not None
+    assert min(some.accept_prob[0]) >= 0.3
     assert proposer.propose(batch_of(rows, 8)).width == (8,)
 
 
@@ -182,7 +182,7 @@ def test_exact_under_filters_and_penalties(params, verifier):
     engine = make_engine(target, lambda setup: TreeProposer(setup, draft), verifier=verifier, k=6, rows=400)
     rows = run(engine, [[1, 2]] * 8000, params, limit=4, ends=frozenset())
     counts = Counter(tuple(text) for text in outputs(rows))
-    law = joint_law(target, [1, 2], params, 4)
+    law = joint_distribution(target, [1, 2], params, 4)
     observed = torch.zeros_like(law)
     for text, count in counts.items():
         observed[text] = count
@@ -196,7 +196,7 @@ def test_a_draft_that_is_the_target_is_followed_to_the_end(verifier):
     engine = make_engine(target, lambda setup: TreeProposer(setup, draft), verifier=verifier, k=6)
     rows = run(engine, [[1, 2, 3]] * 4, SamplingParams(temperature=1.0, seed=2), limit=60, ends=frozenset())
     for row in rows:
-        assert all(accepted >= 1 for deepest, accepted, _ in row.passes if deepest)
+        assert all(accepted >= 1 for deepest, accepted, _ in row.rounds if deepest)
     assert engine.stats.tau > 3.5
 
 
@@ -206,10 +206,10 @@ def test_the_draft_has_read_what_was_emitted():
     texts = {}
 
     def look(batch):
-        for row in batch.rows:
+        for row in batch.seqs:
             read = draft.cache.text[row.slot]
-            assert read == row.text[: len(read)]
-            texts.setdefault(row.request.id, []).append(len(row.text) - len(read))
+            assert read == row.token_ids[: len(read)]
+            texts.setdefault(row.request.id, []).append(len(row.token_ids) - len(read))
         return inner(batch)
 
     inner = engine._proposer.propose
@@ -231,7 +231,7 @@ def test_greedy_text_is_the_same_and_takes_fewer_passes():
     params = SamplingParams(temperature=0.0)
     prompts = [[1, 2, 3, slot] for slot in range(6)]
     plain = make_engine(target, NoProposer, k=0)
-    chain = make_engine(target, lambda setup: ModelProposer(setup, near(target)), k=6)
+    chain = make_engine(target, lambda setup: DraftModelProposer(setup, near(target)), k=6)
     grown = make_engine(target, lambda setup: TreeProposer(setup, near(target)), k=6)
     texts = [outputs(run(engine, prompts, params, limit=80, ends=frozenset())) for engine in (plain, chain, grown)]
     assert texts[0] == texts[1] == texts[2]
@@ -249,7 +249,7 @@ def test_a_tree_keeps_more_than_a_chain():
     target = ToyTarget(spread=2.0)
     params = SamplingParams(temperature=1.0, seed=5)
     prompts = [[1, 2, 3, slot % 6] for slot in range(40)]
-    makers = {"block": ModelProposer, "traversal": TreeProposer}
+    makers = {"block": DraftModelProposer, "traversal": TreeProposer}
     taus = {}
     for rule, maker in makers.items():
         engine = make_engine(target, lambda setup, maker=maker: maker(setup, near(target)), verifier=rule, k=16)
@@ -268,7 +268,7 @@ def test_a_full_draft_makes_room_for_no_more(params):
         round = make_round(batch_of(rows, 8), draft, Scores(logits=torch.empty(0)), [()], [(1,)])
         proposer.commit(round)
         append(round)
-        rows[0].cached = len(rows[0].text) - 1
+        rows[0].num_cached_tokens = len(rows[0].token_ids) - 1
     assert widths[0] == 8
     assert widths[8:] == [1, 0, 0, 0]
 
@@ -298,11 +298,11 @@ def test_the_embedded_pair(temperature):
     rows = [make_row(small.tokenizer.encode(text), i, params) for i, text in enumerate(("def add(a", "The old man"))]
     for row in rows:
         proposer.admit(row.slot, row.request)
-        fresh.cache.admit(row.slot, row.text)
+        fresh.cache.admit(row.slot, row.token_ids)
     with torch.inference_mode():
         for _ in range(4):
             draft = proposer.propose(batch_of(rows, [9, 5]))
-            batch = replace(batch_of(rows, 9), start=(0, 0), feed=tuple(tuple(row.text) for row in rows))
+            batch = replace(batch_of(rows, 9), start=(0, 0), feed=tuple(tuple(row.token_ids) for row in rows))
             whole = fresh.score(batch, draft)
             for b in range(2):
                 for node in range(draft.width[b]):
@@ -318,5 +318,5 @@ def test_the_embedded_pair(temperature):
             proposer.commit(round)
             append(round)
             for row in rows:
-                row.cached = model.cache.length(row.slot)
-                assert row.cached >= len(row.text) - 2
+                row.num_cached_tokens = model.cache.length(row.slot)
+                assert row.num_cached_tokens >= len(row.token_ids) - 2

@@ -26,14 +26,14 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 def batch_of(rows, budget):
-    feeds = tuple((row.text[-1],) for row in rows)
-    starts = tuple(len(row.text) - 1 for row in rows)
-    return Batch(rows=tuple(rows), start=starts, feed=feeds, budget=(budget,) * len(rows))
+    feeds = tuple((row.token_ids[-1],) for row in rows)
+    starts = tuple(len(row.token_ids) - 1 for row in rows)
+    return Batch(seqs=tuple(rows), start=starts, feed=feeds, draft_budget=(budget,) * len(rows))
 
 
 def score(target, row, draft, b):
     """[1 + N, V] what a toy says at each node of row b."""
-    endings = [tuple(row.text[-2:])]
+    endings = [tuple(row.token_ids[-2:])]
     for token, parent in zip(draft.tokens[b].tolist(), draft.parent[b].tolist(), strict=True):
         endings.append((endings[parent + 1][1], token))
     return torch.stack([target.table[ending] for ending in endings])
@@ -47,11 +47,11 @@ def live(proposer, target, rows, budget, rounds):
         draft = proposer.propose(batch)
         logits = torch.stack([score(target, row, draft, b) for b, row in enumerate(rows)])
         kept = follow(draft, logits.argmax(-1))
-        told.append(([tuple(row.text) for row in rows], draft, logits))
+        told.append(([tuple(row.token_ids) for row in rows], draft, logits))
         scores = Scores(logits=logits)
         proposer.commit(make_round(batch, draft, scores, [path for path, _ in kept], [said for _, said in kept]))
         for row, (_, said) in zip(rows, kept, strict=True):
-            row.text += said
+            row.token_ids += said
     return told
 
 
@@ -113,7 +113,7 @@ def test_a_prompt_is_read_as_far_as_it_is_fed(make, held):
     sizes = [len(getattr(pieces, held)[0]._after)]
     for at in range(0, 89, 16):
         end = min(at + 16, 89)
-        pieces.propose(Batch(rows=(row,), start=(at,), feed=(tuple(row.text[at:end]),), budget=(0,)))
+        pieces.propose(Batch(seqs=(row,), start=(at,), feed=(tuple(row.token_ids[at:end]),), draft_budget=(0,)))
         sizes.append(len(getattr(pieces, held)[0]._after))
     assert sizes[0] == 0
     assert all(before < after for before, after in pairwise(sizes))
@@ -164,10 +164,10 @@ def best_first(proposer, memory, ending, budget):
 def test_the_tree_is_the_likeliest_one():
     target, proposer, rows = admitted([[3, 1, 4]], vocab=12)
     live(proposer, target, rows, 12, 12)
-    wanted = best_first(proposer, proposer._memories[0], tuple(rows[0].text[-5:]), 9)
+    wanted = best_first(proposer, proposer._memories[0], tuple(rows[0].token_ids[-5:]), 9)
     draft = proposer.propose(batch_of(rows, 9))
-    assert draft.chance is not None
-    assert sorted(draft.chance[0]) == pytest.approx(sorted(chance for chance, _ in wanted))
+    assert draft.accept_prob is not None
+    assert sorted(draft.accept_prob[0]) == pytest.approx(sorted(chance for chance, _ in wanted))
 
 
 @pytest.mark.parametrize("budget", range(40))
@@ -175,7 +175,7 @@ def test_budgets_of_every_size(budget):
     target, proposer, rows = admitted([[3, 1, 4], [1, 5, 9, 2, 6]])
     for _, draft, _ in live(proposer, target, rows, budget, 6):
         assert all(width <= budget for width in draft.width)
-        assert all(a >= b for row in draft.chance or () for a, b in pairwise(row))
+        assert all(a >= b for row in draft.accept_prob or () for a, b in pairwise(row))
         for b, width in enumerate(draft.width):
             pairs = list(zip(draft.parent[b, :width].tolist(), draft.tokens[b, :width].tolist(), strict=True))
             assert len(set(pairs)) == width, "a guess is made twice"
@@ -189,7 +189,7 @@ def test_rows_do_not_share():
     _, beside, both = admitted([[3, 1, 4], [1, 5, 9, 2, 6, 5]])
     live(beside, target, both, 0, 4)
     live(alone2 := admitted([[3, 1, 4]])[1], target, only := [make_row([3, 1, 4], 0)], 0, 4)
-    assert only[0].text == both[0].text
+    assert only[0].token_ids == both[0].token_ids
     assert alone2._memories[0]._after == beside._memories[0]._after
     beside.release(1)
     beside.admit(1, (again := make_row([2, 2], 1)).request)
@@ -202,7 +202,7 @@ def test_rows_do_not_share():
 def test_rows_that_only_feed_teach_nothing():
     target, proposer, rows = admitted([[3, 1, 4], [1, 5, 9]])
     before = dict(proposer._memories[1]._after)
-    batch = Batch(rows=tuple(rows), start=(2, 0), feed=((4,), (1,)), budget=(3, 0))
+    batch = Batch(seqs=tuple(rows), start=(2, 0), feed=((4,), (1,)), draft_budget=(3, 0))
     draft = proposer.propose(batch)
     logits = torch.stack([score(target, row, draft, b) for b, row in enumerate(rows)])
     path, said = follow(draft, logits.argmax(-1))[0]
@@ -255,7 +255,7 @@ def test_text_is_the_targets_and_comes_sooner(temperature):
     for proposer in ("none", "recycle"):
         llm = LLM(proposer=proposer, k=12, dtype="float32", verifier="walk", max_num_seqs=2, max_model_len=128)
         (completion,) = llm.generate([prompt], params)
-        texts.append(completion.tokens)
+        texts.append(completion.token_ids)
         taus.append(completion.stats.tau)
     assert texts[0] == texts[1]
     assert taus[0] == 1 < 1.3 < taus[1]

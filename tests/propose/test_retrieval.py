@@ -137,14 +137,16 @@ def guesses(documents, text, *, budget=8, vocab=10, **settings):
         replace(toy_setup(ToyTarget()), vocab=vocab), Datastore.of(documents, vocab), **settings
     )
     row = make_row(list(text), 0)
-    batch = Batch(rows=(row,), start=(0,), feed=(tuple(text),), budget=(budget,))
+    batch = Batch(seqs=(row,), start=(0,), feed=(tuple(text),), draft_budget=(budget,))
     return proposer, batch, proposer.propose(batch)
 
 
 def paths(draft):
     """Each node's tokens from the root down, and its chance."""
     found = []
-    for token, parent, chance in zip(draft.tokens[0].tolist(), draft.parent[0].tolist(), draft.chance[0], strict=True):
+    for token, parent, chance in zip(
+        draft.tokens[0].tolist(), draft.parent[0].tolist(), draft.accept_prob[0], strict=True
+    ):
         found.append((*(found[parent][0] if parent >= 0 else ()), token))
         found[-1] = (found[-1], chance)
     return found
@@ -183,17 +185,17 @@ def test_ids_that_the_target_lacks_are_never_guessed():
     assert 9 in draft.tokens
     proposer = RetrievalProposer(replace(toy_setup(ToyTarget()), vocab=9), Datastore.of(documents, 10))
     row = make_row([1, 2], 0)
-    draft = proposer.propose(Batch(rows=(row,), start=(0,), feed=((1, 2),), budget=(8,)))
+    draft = proposer.propose(Batch(seqs=(row,), start=(0,), feed=((1, 2),), draft_budget=(8,)))
     assert draft.tokens.tolist() == [[4]]
 
 
 def test_it_learns_what_its_guesses_are_worth():
     proposer, batch, draft = guesses([[1, 2, 3, 4]] * 4, [1, 2], budget=2)
-    before = draft.chance[0][0]
+    before = draft.accept_prob[0][0]
     for _ in range(20):
         proposer.propose(batch)
         proposer.commit(make_round(batch, draft, Scores(logits=draft.tokens[..., None].float()), [()], [(7,)]))
-    assert proposer.propose(batch).chance[0][0] < before / 3
+    assert proposer.propose(batch).accept_prob[0][0] < before / 3
 
 
 @pytest.fixture(scope="module")
@@ -418,7 +420,7 @@ def test_nonsense_in_a_datastore_does_no_harm(corpus, tmp_path, setup):
     proposer = find_proposer(f"retrieval:{tmp_path / 'store'}:1", setup)
     for end in range(1, 20):
         text = setup.tokenizer.encode(CODE)[:end]
-        batch = Batch(rows=(make_row(text, 0),), start=(0,), feed=(tuple(text),), budget=(8,))
+        batch = Batch(seqs=(make_row(text, 0),), start=(0,), feed=(tuple(text),), draft_budget=(8,))
         assert all(token < setup.vocab for token in proposer.propose(batch).tokens[0].tolist())
 
 

@@ -19,15 +19,15 @@ from outrider.loader.checkpoint import load_checkpoint
 from outrider.loader.embedded import embedded
 from outrider.loader.make import make_target
 from outrider.models.attention_target import AttentionTarget
-from outrider.models.base import Divisible
-from outrider.models.submodel import requantised_model
-from outrider.propose.base import NoProposer, Setup
+from outrider.models.base import SelfDraftTarget
+from outrider.models.submodel import requantized_model
+from outrider.propose.base import NoProposer, ProposerSetup
 from outrider.propose.combine import Merge, Switch
 from outrider.propose.draft_model.self_speculation import exit_proposer, quantised_proposer, skip_proposer
 from outrider.propose.lookup.ngram import NgramProposer
 from outrider.propose.registry import find_proposer
 from outrider.testing import ToyTarget, check_cache, toy_setup
-from outrider.testing.drive import Life
+from outrider.testing.drive import FuzzedRun
 from tests.helpers import tiny
 from tests.helpers.engines import make_engine, outputs, run
 from tests.models.test_graphs import Replays
@@ -77,13 +77,13 @@ def ids(count, seed=0):
 def logits(model, text, slot=0):
     """[T, V] after each token of a text that is read as one token and a chain of guesses."""
     row = tiny.admit(model, slot, text[:1])
-    batch = Batch(rows=(row,), start=(0,), feed=(tuple(text[:1]),), budget=(len(text) - 1,))
+    batch = Batch(seqs=(row,), start=(0,), feed=(tuple(text[:1]),), draft_budget=(len(text) - 1,))
     with torch.inference_mode():
         return model.score(batch, tree.chain(torch.tensor([text[1:]]), (len(text) - 1,))).logits[0]
 
 
 def setup_of(target, **kwargs):
-    return Setup(
+    return ProposerSetup(
         target=target,
         vocab=target.vocab,
         slots=target.slots,
@@ -103,7 +103,7 @@ def named(spec):
 @pytest.mark.parametrize("name", MODELS)
 def test_all_layers_are_the_target(name, kind, folders):
     target = read(folders[name], kind)
-    whole = target.excerpt(range(target.layers))
+    whole = target.make_submodel(range(target.layers))
     text = ids(40)
     assert torch.equal(logits(whole, text, slot=1), logits(target, text))
 
@@ -113,7 +113,7 @@ def test_an_exit_is_a_layers_output_through_norm_and_head(name, shelf):
     """Against transformers' own hidden states, in every family; and what runs all layers is the target in each."""
     target, model = shelf.target(name), shelf.model(name)
     text = tiny.text(random.Random(1), 24)
-    torch.testing.assert_close(logits(target.excerpt(range(tiny.LAYERS)), text), logits(target, text))
+    torch.testing.assert_close(logits(target.make_submodel(range(tiny.LAYERS)), text), logits(target, text))
     if name in TOGETHER:
         return
     stack = next(module for module in model.get_decoder().modules() if isinstance(module, torch.nn.ModuleList))
@@ -123,7 +123,7 @@ def test_an_exit_is_a_layers_output_through_norm_and_head(name, shelf):
         wanted = model(torch.tensor([text]), use_cache=False).logits[0]
         for hook in hooks:
             hook.remove()
-    torch.testing.assert_close(logits(target.excerpt(range(2)), text), wanted, atol=2e-4, rtol=1e-3)
+    torch.testing.assert_close(logits(target.make_submodel(range(2)), text), wanted, atol=2e-4, rtol=1e-3)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -138,7 +138,7 @@ def test_a_skip_is_the_model_without_those_layers(kept, kind, folders):
     text = ids(30)
     with torch.inference_mode():
         wanted = model(torch.tensor([text]), use_cache=False).logits[0]
-    got = logits(target.excerpt(kept), text)
+    got = logits(target.make_submodel(kept), text)
     assert (got - wanted).norm() / wanted.norm() < (0.06 if kind == "native" else 1e-4)
 
 
@@ -150,8 +150,10 @@ class Drafting:
         self.vocab, self.device, self.cache = target.vocab, target.device, target.cache
 
     def score(self, batch, draft, first=-1):
-        budget = tuple(5 + b for b in range(len(batch.rows)))
-        self._part.grow(Batch(rows=batch.rows, start=batch.start, feed=batch.feed, budget=budget), self.vocab)
+        budget = tuple(5 + b for b in range(len(batch.seqs)))
+        self._part.draft_greedy(
+            Batch(seqs=batch.seqs, start=batch.start, feed=batch.feed, draft_budget=budget), self.vocab
+        )
         return self._target.score(batch, draft, first)
 
 
@@ -160,7 +162,7 @@ class Drafting:
 def test_a_borrower_leaves_the_cache_true(layers, kind, folders):
     def make():
         target = read(folders["mistral"], kind)
-        return Drafting(target, target.excerpt(range(layers)))
+        return Drafting(target, target.make_submodel(range(layers)))
 
     check_cache(make, trials=3, tolerance=1e-4 if kind == "torch" else 1e-9)
 
@@ -169,7 +171,7 @@ def test_a_borrower_leaves_the_cache_true(layers, kind, folders):
 def test_what_is_shared_takes_no_memory(kind, folders):
     target = read(folders["tied"], kind)
     logits(target, ids(8))
-    early, some = target.excerpt((0, 1)), target.excerpt((0, 2))
+    early, some = target.make_submodel((0, 1)), target.make_submodel((0, 2))
     for part in (early, some):
         logits(part, ids(8))
         assert part.bytes() == 0
@@ -189,13 +191,13 @@ def test_a_quantised_copy_is_the_quantised_model(bits, kind, folders):
     target = make_target(checkpoints[0], slots=4, context=CONTEXT, kernels=kind)
     wanted = make_target(checkpoints[1], slots=4, context=CONTEXT, kernels=kind, bits=bits)
     before, text = logits(target, ids(30)), ids(30)
-    copied = target.requantised(bits)
+    copied = target.make_requantized(bits)
     assert torch.equal(logits(copied, text), logits(wanted, text))
     assert torch.equal(logits(target, text), before)
     assert 0 < copied.bytes() < 0.7 * target.bytes()
     assert copied.kernels == wanted.kernels
     with pytest.raises(OutriderError, match="no smaller than this target"):
-        wanted.requantised(8)
+        wanted.make_requantized(8)
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("native", "bfloat16"), ("native", "float32"), ("torch", "bfloat16")])
@@ -209,29 +211,29 @@ def test_parts_follow_when_weights_are_swapped(kind, dtype, tmp_path):
     text = ids(20)
 
     def parts(of):
-        return [of.excerpt((0, 1)), of.excerpt((0, 3)), of.requantised(8)]
+        return [of.make_submodel((0, 1)), of.make_submodel((0, 3)), of.make_requantized(8)]
 
     ours, theirs = parts(target), parts(other)
-    target.swap(weights, 1)
+    target.update_weights(weights, 1)
     for part, wanted in zip(ours, theirs, strict=True):
         assert torch.equal(logits(part, text), logits(wanted, text))
         with pytest.raises(OutriderError, match="swap the target's"):
-            part.swap(weights, 1)
+            part.update_weights(weights, 1)
 
 
 def test_what_the_target_exports_is_its_own(folders):
     """A hook on a layer that the two have in common sees the target's passes alone."""
     target = read(folders["llama"], "torch")
-    part = target.excerpt((0, 1))
-    target.export((1,))
-    text, later = ids(12), target.excerpt((0, 1))
+    part = target.make_submodel((0, 1))
+    target.export_hidden_states((1,))
+    text, later = ids(12), target.make_submodel((0, 1))
     row = tiny.admit(target, 0, text)
     with torch.inference_mode():
-        wanted = target.score(tiny.everything([row]), tree.empty(1, CPU)).features[1]
+        wanted = target.score(tiny.everything([row]), tree.empty(1, CPU)).hidden_states[1]
         for each in (part, later):
-            each.grow(Batch(rows=(row,), start=(0,), feed=(tuple(ids(12, 5)),), budget=(4,)), 99)
-            assert not each.score(tiny.everything([row]), tree.empty(1, CPU)).features
-        assert torch.equal(target.score(tiny.everything([row]), tree.empty(1, CPU)).features[1], wanted)
+            each.draft_greedy(Batch(seqs=(row,), start=(0,), feed=(tuple(ids(12, 5)),), draft_budget=(4,)), 99)
+            assert not each.score(tiny.everything([row]), tree.empty(1, CPU)).hidden_states
+        assert torch.equal(target.score(tiny.everything([row]), tree.empty(1, CPU)).hidden_states[1], wanted)
 
 
 @pytest.mark.parametrize("kept", [(0, 1), (1, 2, 3)])
@@ -242,12 +244,12 @@ def test_recorded_passes_of_a_part(kept, shelf, monkeypatch):
     record = Replays()
     target = AttentionTarget(checkpoint, slots=4, context=CONTEXT, record=record)
     plain = read(shelf.folder("llama"), "torch")
-    parts = target.excerpt(kept), plain.excerpt(kept)
+    parts = target.make_submodel(kept), plain.make_submodel(kept)
     row = tiny.admit(target, 0, ids(9))
     batch, draft = tiny.everything([row]), tree.chain(torch.tensor([[3, 5]]), (2,))
     with torch.inference_mode():
         for _ in range(6):
-            grown = [part.grow(batch, tiny.VOCAB).tokens for part in parts]
+            grown = [part.draft_greedy(batch, tiny.VOCAB).tokens for part in parts]
             assert torch.equal(*grown)
             scores = [each.score(batch, draft).logits for each in (target, plain)]
             torch.testing.assert_close(*scores, atol=3e-5, rtol=1e-5)
@@ -322,7 +324,7 @@ def test_guesses_depend_on_the_text_alone(name, draw, folders):
 
     def life():
         target = read(folders["llama"], "torch")
-        return Life.fresh(target, make(name)(setup_of(target, draw=draw)), chance)
+        return FuzzedRun.fresh(target, make(name)(setup_of(target, draw=draw)), chance)
 
     text = tiny.text(chance, 40)
     with torch.inference_mode():
@@ -348,8 +350,8 @@ def test_nothing_is_read_twice_behind_a_long_prompt(folders):
         assert proposer.propose(batch).size == 0
         draft = tree.empty(1, CPU)
         target.cache.commit(tree.fed_round(batch, draft, target.score(batch, draft)))
-        row.cached = len(row.text)
-        row.text.append(7)
+        row.num_cached_tokens = len(row.token_ids)
+        row.token_ids.append(7)
         assert proposer.propose(tiny.everything([row])).width == (6,)
 
 
@@ -407,7 +409,7 @@ def test_mistakes_are_answered(spec, reason, folders):
 @pytest.mark.parametrize("spec", ["exit:1", "skip:1", "quantized:int8"])
 def test_who_has_no_layers_to_take_apart(spec, shelf):
     recurrent = shelf.target("mamba2")
-    assert not isinstance(recurrent, Divisible)
+    assert not isinstance(recurrent, SelfDraftTarget)
     for setup in (setup_of(recurrent), toy_setup(ToyTarget())):
         with pytest.raises(OutriderError, match="cannot draft for itself"):
             find_proposer(spec, setup)
@@ -418,17 +420,17 @@ def test_a_quantised_draft_beside_float32_is_one_in_bfloat16(folders):
     checkpoint = load_checkpoint(folders["llama"], dtype="bfloat16", device="cpu")
     narrow = make_target(checkpoint, slots=4, context=CONTEXT, kernels="torch")
     text = ids(30)
-    assert torch.equal(logits(wide.requantised(8), text), logits(narrow.requantised(8), text))
-    assert wide.requantised(8).bytes() < 0.6 * wide.bytes()
+    assert torch.equal(logits(wide.make_requantized(8), text), logits(narrow.make_requantized(8), text))
+    assert wide.make_requantized(8).bytes() < 0.6 * wide.bytes()
 
 
 @pytest.mark.skipif(not tiny.compiles(), reason="no C++ compiler here")
 def test_a_quantised_draft_of_the_native_kernels_has_the_targets_entries(folders):
     checkpoint = load_checkpoint(folders["llama"], dtype="float32", device="cpu")
     target, text = make_target(checkpoint, slots=4, context=CONTEXT, kernels="native"), ids(30)
-    copied, wanted = target.requantised(8), logits(target, text)
+    copied, wanted = target.make_requantized(8), logits(target, text)
     assert (target.kernels, copied.kernels) == ("native", "native int8")
-    assert copied.cache.use().token_bytes == target.cache.use().token_bytes
+    assert copied.cache.usage().token_bytes == target.cache.usage().token_bytes
     assert 0 < copied.bytes() < 0.4 * target.bytes()
     assert 0 < (logits(copied, text) - wanted).norm() < 0.2 * wanted.norm()
 
@@ -437,7 +439,7 @@ def test_there_is_no_quantising_on_a_gpu(folders):
     """A model without memory stands for one that is elsewhere."""
     model = load_checkpoint(folders["llama"], dtype="bfloat16", device="cpu").model.to("meta")
     with pytest.raises(OutriderError, match="needs a CPU; use device cpu"):
-        requantised_model(model, 8)
+        requantized_model(model, 8)
 
 
 def test_a_model_whose_layers_are_not_found_is_refused(folders):
@@ -453,7 +455,7 @@ def test_layers_that_cannot_be_parted_are_said(folders, monkeypatch):
     def fails(*_):
         raise KeyError("layer 3 looks for layer 2")
 
-    monkeypatch.setattr(AttentionTarget, "grow", fails)
+    monkeypatch.setattr(AttentionTarget, "draft_greedy", fails)
     with pytest.raises(OutriderError, match="cannot run without each other"):
         find_proposer("skip:2", setup_of(target))
 
@@ -464,5 +466,5 @@ def test_the_front_door(folders):
     assert llm.parts.verifier.name == "block"
     plain = LLM(embedded("mini"), proposer="none", max_num_seqs=2, max_model_len=64)
     params = SamplingParams(max_tokens=12)
-    assert llm.generate("def f(", params)[0].tokens == plain.generate("def f(", params)[0].tokens
+    assert llm.generate("def f(", params)[0].token_ids == plain.generate("def f(", params)[0].token_ids
     assert llm.stats.drafted > 0

@@ -273,7 +273,12 @@ def setup(kernels="auto"):
 
 
 def propose(proposer, row, budget=4):
-    batch = Batch(rows=(row,), start=(row.cached,), feed=(tuple(row.text[row.cached :]),), budget=(budget,))
+    batch = Batch(
+        seqs=(row,),
+        start=(row.num_cached_tokens,),
+        feed=(tuple(row.token_ids[row.num_cached_tokens :]),),
+        draft_budget=(budget,),
+    )
     return batch, proposer.propose(batch)
 
 
@@ -331,7 +336,7 @@ def test_what_is_cut_off_an_output_is_not_learned():
     proposer.admit(2, row.request)
     batch, draft = propose(proposer, row)
     proposer.commit(make_round(batch, draft, Scores(logits=torch.empty(0)), [()], [tuple(STORY)]))
-    row.text += STORY[:3]
+    row.token_ids += STORY[:3]
     proposer.release(2)
     assert guessed(proposer, [0, *STORY[:2]], "") == STORY[2:3]
 
@@ -355,10 +360,10 @@ def test_a_prompt_is_read_as_it_is_fed():
     proposer = SuffixProposer(setup(), history=10)
     row = make_row(STORY * 2, 0)
     proposer.admit(0, row.request)
-    batch = Batch(rows=(row,), start=(0,), feed=(tuple(row.text[:20]),), budget=(0,))
+    batch = Batch(seqs=(row,), start=(0,), feed=(tuple(row.token_ids[:20]),), draft_budget=(0,))
     assert proposer.propose(batch).size == 0
     assert len(proposer._texts[0]) == 20
-    row.cached = 20
+    row.num_cached_tokens = 20
     _, draft = propose(proposer, row)
     assert draft.tokens[0].tolist() == STORY[:4]
     assert proposer.bytes() > 0

@@ -18,11 +18,11 @@ from outrider.loader.checkpoint import load_checkpoint
 from outrider.loader.embedded import embedded
 from outrider.loader.make import make_target
 from outrider.measure.prompts import read_prompts
-from outrider.models.base import grow_by_scores
-from outrider.propose.vocabulary.intersection import Dictionary, SharedVocabulary
-from outrider.propose.vocabulary.retokenize import Reading
+from outrider.models.base import draft_by_scores
+from outrider.propose.vocabulary.intersection import SharedVocabulary, VocabularyMap
+from outrider.propose.vocabulary.retokenize import Retokenizer
 from outrider.propose.vocabulary.text_draft import TextProposer
-from outrider.propose.vocabulary.token_text import counterparts, spelling
+from outrider.propose.vocabulary.token_text import counterparts, token_text
 from outrider.propose.vocabulary.wrapped_target import Wrapped
 from outrider.testing import ToyTarget, check_cache
 from outrider.testing.drive import make_row
@@ -83,7 +83,7 @@ MAKERS = {
 
 @pytest.fixture(scope="module")
 def spellings():
-    return {name: spelling(make(), name) for name, make in MAKERS.items()}
+    return {name: token_text(make(), name) for name, make in MAKERS.items()}
 
 
 @pytest.mark.parametrize("name", MAKERS)
@@ -110,11 +110,11 @@ def test_pieces_are_the_same_however_spaces_are_written(spellings):
 
 
 def test_special_tokens_meet_by_name_or_by_what_they_do():
-    one, two = (spelling(byte_level(300, names), "x") for names in (("<s>", "<|end|>"), ("<s>", "</s>")))
+    one, two = (token_text(byte_level(300, names), "x") for names in (("<s>", "<|end|>"), ("<s>", "</s>")))
     shared = counterparts(one, two)
     assert shared[one.roles["bos"]] == two.roles["bos"]
     assert shared[one.roles["eos"]] == two.roles["eos"]
-    swapped = spelling(byte_level(300, ("<|end|>", "<|begin|>")), "x")
+    swapped = token_text(byte_level(300, ("<|end|>", "<|begin|>")), "x")
     shared = counterparts(one, swapped)
     assert swapped.special[shared[one.roles["eos"]]] == "<|end|>"
     assert shared[one.roles["bos"]] == -1  # the only one left for it is taken
@@ -124,7 +124,7 @@ def test_a_tokenizer_that_changes_the_text_is_refused():
     tokenizer = byte_level(300)
     tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()
     with pytest.raises(OutriderError, match=r"tokenizer of DIR does not give a text back.*use a draft of the target's"):
-        spelling(tokenizer, "DIR")
+        token_text(tokenizer, "DIR")
 
 
 @pytest.mark.parametrize("name", MAKERS)
@@ -132,12 +132,12 @@ def test_a_tokenizer_that_changes_the_text_is_refused():
 def test_a_reading_depends_on_the_text_alone(name, text, spellings):
     target, draft = spellings["byte level"], spellings[name]
     tokens = target.encode([text])[0]
-    whole = Reading(target, draft)
+    whole = Retokenizer(target, draft)
     whole.push(tokens)
     assert whole.whole
     assert draft.spell(whole.ids()).decode() == text
     for seed in range(5):
-        chance, pieces, at = random.Random(seed), Reading(target, draft), 0
+        chance, pieces, at = random.Random(seed), Retokenizer(target, draft), 0
         while at < len(tokens):
             before = list(pieces.settled)
             step = chance.randint(1, 4)
@@ -151,10 +151,10 @@ def test_a_reading_depends_on_the_text_alone(name, text, spellings):
 
 def test_a_reading_cuts_where_the_tokenizer_would():
     tokenizer = load_checkpoint(embedded("nano"), dtype="float32", device="cpu").tokenizer
-    own = spelling(tokenizer, "nano")
+    own = token_text(tokenizer, "nano")
     for text in corpus():
         ids = own.encode([text])[0]
-        reading = Reading(own, own)
+        reading = Retokenizer(own, own)
         reading.push(ids)
         same = sum(a == b for a, b in zip(reading.ids(), ids, strict=False))
         assert same == len(ids) or len(max(text.split(), key=len)) > 40
@@ -162,9 +162,9 @@ def test_a_reading_cuts_where_the_tokenizer_would():
 
 
 def test_special_tokens_are_read_as_such_or_as_they_are_written(spellings):
-    target = spelling(byte_level(300, ("<s>", "<|end|>", "<|user|>")), "x")
+    target = token_text(byte_level(300, ("<s>", "<|end|>", "<|user|>")), "x")
     draft = spellings["byte level"]
-    reading = Reading(target, replace(draft, begin=(draft.roles["bos"],)))
+    reading = Retokenizer(target, replace(draft, begin=(draft.roles["bos"],)))
     user = next(id for id, content in target.special.items() if content == "<|user|>")
     reading.push([target.roles["bos"], user, *target.encode(["Hello"])[0], target.roles["eos"]])
     ids = reading.ids()
@@ -176,7 +176,7 @@ def test_special_tokens_are_read_as_such_or_as_they_are_written(spellings):
 
 def test_a_text_that_ends_within_a_character_says_so(spellings):
     target, draft = spellings["bytes"], spellings["byte level"]
-    reading = Reading(target, draft)
+    reading = Retokenizer(target, draft)
     first, second = target.encode(["é"])[0]
     reading.push([first])
     assert not reading.whole
@@ -195,7 +195,7 @@ class Shared(Wrapped):
 
 
 def test_the_cache_keeps_its_law_where_tokens_are_missing():
-    words = Dictionary([3, 1, 0, 5, 4, -1], [0, 0, 0, 0, 0, 2])
+    words = VocabularyMap([3, 1, 0, 5, 4, -1], [0, 0, 0, 0, 0, 2])
     check_cache(lambda: Shared(SharedVocabulary(ToyTarget(), words)))
 
 
@@ -210,17 +210,17 @@ def test_the_law_stays_the_targets(name, verifier):
 
 def test_growing_skips_what_the_target_lacks():
     draft = ToyTarget(vocab=8, seed=2, spread=3.0)
-    model = SharedVocabulary(draft, Dictionary([7, 6, 5, -1], [0, 0, 0, 1]))
+    model = SharedVocabulary(draft, VocabularyMap([7, 6, 5, -1], [0, 0, 0, 1]))
     met = 0
     for seed in range(20):
         chance = random.Random(seed)
         row = make_row([chance.randrange(4) for _ in range(4)], 0)
-        model.cache.admit(0, row.text)
-        batch = Batch(rows=(row,), start=(0,), feed=(tuple(row.text),), budget=(3,))
-        grown = model.grow(batch, 4).tokens
-        assert torch.equal(grown, grow_by_scores(model, batch, 4).tokens)
+        model.cache.admit(0, row.token_ids)
+        batch = Batch(seqs=(row,), start=(0,), feed=(tuple(row.token_ids),), draft_budget=(3,))
+        grown = model.draft_greedy(batch, 4).tokens
+        assert torch.equal(grown, draft_by_scores(model, batch, 4).tokens)
         assert int(grown.max()) < 3
-        met += bool((draft.grow(model.read(batch), 8).tokens < 5).any())
+        met += bool((draft.draft_greedy(model.read(batch), 8).tokens < 5).any())
     assert met > 0
 
 
@@ -262,7 +262,7 @@ def smaller(tmp_path_factory):
 def spoken(proposer, params=GREEDY, **settings):
     """What the embedded target says to the embedded prompts with a proposer, and the numbers."""
     llm = LLM(None, proposer=proposer, device="cpu", k=4, max_num_seqs=4, max_model_len=768, **settings)
-    return [completion.tokens for completion in llm.generate(corpus()[::3], params)], llm.stats
+    return [completion.token_ids for completion in llm.generate(corpus()[::3], params)], llm.stats
 
 
 @pytest.mark.parametrize(("temperature", "verifier"), [(0.0, "walk"), (0.8, "block"), (0.8, "walk")])
@@ -301,20 +301,20 @@ class Fed(Wrapped):
 
     rounds = tokens = 0
 
-    def grow(self, batch, vocab, trust=None):
+    def draft_greedy(self, batch, vocab, trust=None):
         self.rounds += 1
         self.tokens += sum(map(len, batch.feed))
-        return super().grow(batch, vocab, trust)
+        return super().draft_greedy(batch, vocab, trust)
 
 
 def test_by_text_the_draft_reads_the_last_word_again_and_no_more(shuffled):
     big, small = (load_checkpoint(folder, dtype="float32", device="cpu") for folder in (embedded("mini"), shuffled))
     target, draft = make_target(big, slots=1, context=768), Fed(make_target(small, slots=1, context=768))
-    ours, theirs = spelling(big.tokenizer, "mini"), spelling(small.tokenizer, "nano")
+    ours, theirs = token_text(big.tokenizer, "mini"), token_text(small.tokenizer, "nano")
     engine = make_engine(target, lambda setup: TextProposer(setup, draft, target=ours, draft=theirs), rows=1)
     (row,) = run(engine, [ours.encode([corpus()[0]])[0]], SamplingParams(), limit=64, ends=frozenset())
     assert draft.rounds > 15
-    assert draft.tokens < len(row.text) + 3 * draft.rounds
+    assert draft.tokens < len(row.token_ids) + 3 * draft.rounds
 
 
 class Checked(TextProposer):
@@ -323,7 +323,7 @@ class Checked(TextProposer):
     seen = 0
 
     def commit(self, round):
-        before = {row.slot: self.model.cache.length(row.slot) for row in round.batch.rows}
+        before = {row.slot: self.model.cache.length(row.slot) for row in round.batch.seqs}
         grown = {turn.row.slot: turn for turn in self._turns}
         super().commit(round)
         for slot, turn in grown.items():
@@ -356,8 +356,8 @@ def test_by_text_a_short_context_is_where_it_stops(caplog):
     target = ToyTarget(spread=3.0)
     (row,) = run(make_engine(target, make), [[1, 2, 3]], GREEDY, limit=60, ends=frozenset())
     (plain,) = run(make_engine(target, PROPOSERS["none"]), [[1, 2, 3]], GREEDY, limit=60, ends=frozenset())
-    assert row.text == plain.text
-    assert row.drafted > 0
+    assert row.token_ids == plain.token_ids
+    assert row.num_draft_tokens > 0
     told = "the draft model's context of 24 tokens is full; going on without it"
     assert [record.getMessage() for record in caplog.records] == [told]
 
@@ -389,7 +389,7 @@ def test_tokenizers_that_have_little_in_common(temperature, tmp_path):
             max_num_seqs=2,
             max_num_batched_tokens=5,
         )
-        assert [c.tokens for c in llm.generate(prompts, params)] == [c.tokens for c in plain], name
+        assert [c.token_ids for c in llm.generate(prompts, params)] == [c.token_ids for c in plain], name
         assert llm.stats.drafted > 0, name
 
 

@@ -33,7 +33,7 @@ from outrider.loadgen.command import points
 from outrider.loadgen.settings import Settings as LoadSettings
 from outrider.measure.prompts import read_prompts
 from outrider.serve.app import make_app
-from outrider.serve.async_llm import Driver
+from outrider.serve.async_llm import AsyncLLM
 from outrider.serve.command import bind, listen
 from outrider.serve.settings import Settings
 from outrider.serve.stream.ticket import TOGETHER
@@ -47,7 +47,7 @@ OPTIONS = {"target": embedded("nano"), "proposer": "ngram", "dtype": "float32", 
 def serving(options=None, **settings):
     asked = Settings(port=0, **{"max_num_seqs": 4, "queue": 8, **settings})
     llm = LLM(**{**OPTIONS, **(options or {})}, max_num_seqs=asked.max_num_seqs)
-    driver = Driver(llm, queue=asked.queue, rows=asked.max_num_seqs)
+    driver = AsyncLLM(llm, queue=asked.queue, rows=asked.max_num_seqs)
     app = make_app(driver, asked, name="nano")
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", timeout_graceful_shutdown=2))
     thread = threading.Thread(target=server.run)
@@ -92,9 +92,9 @@ def test_a_completion_is_what_the_engine_says_alone(client, alone, temperature):
     reply = client.completions.create(model="nano", prompt=PROMPT, max_tokens=24, temperature=temperature, seed=5)
     (wanted,) = alone.generate([PROMPT], SamplingParams(temperature=temperature, max_tokens=24, seed=5))
     assert reply.choices[0].text == wanted.text
-    assert reply.choices[0].finish_reason == str(wanted.finish)
-    assert reply.usage.completion_tokens == len(wanted.tokens)
-    assert reply.usage.prompt_tokens == len(wanted.prompt_tokens)
+    assert reply.choices[0].finish_reason == str(wanted.finish_reason)
+    assert reply.usage.completion_tokens == len(wanted.token_ids)
+    assert reply.usage.prompt_tokens == len(wanted.prompt_token_ids)
     told = reply.usage.speculation
     assert told["target_passes"] == wanted.stats.passes
     assert told["exact"]
@@ -103,7 +103,7 @@ def test_a_completion_is_what_the_engine_says_alone(client, alone, temperature):
 def test_a_chat_is_under_the_models_template(client, alone):
     messages = [{"role": "user", "content": "Count to three."}]
     reply = client.chat.completions.create(model="nano", messages=messages, max_completion_tokens=12, temperature=0)
-    (wanted,) = alone.generate([alone.chat(messages)], SamplingParams(max_tokens=12))
+    (wanted,) = alone.generate([alone.encode_chat(messages)], SamplingParams(max_tokens=12))
     assert reply.choices[0].message.content == wanted.text
     assert reply.choices[0].message.role == "assistant"
 

@@ -11,7 +11,7 @@ import pytest
 
 from outrider.core.grammar import Grammars
 from outrider.serve.openai.schema import ChatRequest
-from outrider.serve.openai.tool_calls import Calls
+from outrider.serve.openai.tool_calls import ToolCallParser
 from outrider.serve.openai.tools import Tools, conversation, knows_calls
 from tests.serve.test_serve import OPTIONS, serving
 
@@ -222,7 +222,7 @@ TWICE = SAID + '\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
 def test_calls_are_read_in_pieces_of_any_size(size):
-    calls, said, told = Calls(), "", {}
+    calls, said, told = ToolCallParser(), "", {}
     pieces = [TWICE[i : i + size] for i in range(0, len(TWICE), size)]
     for i, piece in enumerate(pieces, 1):
         delta = calls.read(piece, last=i == len(pieces))
@@ -239,7 +239,7 @@ def test_calls_are_read_in_pieces_of_any_size(size):
 
 
 def test_what_only_looks_like_a_call_is_text():
-    calls = Calls()
+    calls = ToolCallParser()
     assert calls.read("a <tool", last=False) == {"content": "a "}
     assert calls.read("_box> <", last=False) == {"content": "<tool_box> "}
     assert calls.read("", last=True) == {"content": "<"}

@@ -30,9 +30,9 @@ from outrider.llm import LLM
 from outrider.loader.embedded import embedded
 from outrider.propose.lookup.ngram import NgramProposer
 from outrider.serve.app import make_app
-from outrider.serve.async_llm import Driver
+from outrider.serve.async_llm import AsyncLLM
 from outrider.serve.settings import Settings
-from outrider.serve.stream.ticket import Watch
+from outrider.serve.stream.ticket import StreamContent
 from tests.serve.test_serve import OPTIONS, PROMPT, serving, settled
 
 load_all_checks()
@@ -114,7 +114,7 @@ def test_nobody_waits_while_a_long_prompt_is_read(server, monkeypatch, chat):
         assert done.wait(60)
         return encode(self, prompt)
 
-    monkeypatch.setattr(LLM, "chat" if chat else "encode", (lambda self, *_: slow(self, long)) if chat else slow)
+    monkeypatch.setattr(LLM, "encode_chat" if chat else "encode", (lambda self, *_: slow(self, long)) if chat else slow)
     body = {"messages": [{"role": "user", "content": long}]} if chat else {**BODY, "prompt": long}
     where = url.replace("completions", "chat/completions") if chat else url
     asking = threading.Thread(target=lambda: told.append(httpx.post(where, json=body, timeout=60)))
@@ -145,7 +145,7 @@ def ask_in_process(app, body, send):
 
 def test_what_waits_for_a_slow_reader_is_one_piece(alone):
     asked = Settings(max_num_seqs=2, queue=2)
-    driver = Driver(LLM(**OPTIONS, max_num_seqs=2), queue=2, rows=2)
+    driver = AsyncLLM(LLM(**OPTIONS, max_num_seqs=2), queue=2, rows=2)
     sent = []
 
     async def read_slowly():
@@ -176,7 +176,7 @@ def test_what_waits_for_a_slow_reader_is_one_piece(alone):
 
 def test_who_never_reads_is_let_go_when_time_is_up():
     asked = Settings(max_num_seqs=2, queue=2, timeout=0.2)
-    driver = Driver(LLM(**OPTIONS, max_num_seqs=2), queue=2, rows=2)
+    driver = AsyncLLM(LLM(**OPTIONS, max_num_seqs=2), queue=2, rows=2)
 
     async def never_read():
         async def send(message):
@@ -369,7 +369,9 @@ def scored(driver, monkeypatch, change):
 
 
 def poisoned(batch):
-    return [b for b, row in enumerate(batch.rows) if row.stream and row.emitted >= 4 and row.request.params.scope]
+    return [
+        b for b, row in enumerate(batch.seqs) if row.stream and row.num_output_tokens >= 4 and row.request.params.scope
+    ]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -384,7 +386,7 @@ def test_a_request_that_breaks_breaks_alone(server, alone, monkeypatch, how, tem
             raise RuntimeError("poison")
         logits = scores.logits.clone()
         logits[bad] = float("nan")
-        return Scores(logits=logits, features=scores.features, fed=scores.fed)
+        return Scores(logits=logits, hidden_states=scores.hidden_states, feed_hidden_states=scores.feed_hidden_states)
 
     bodies = [{**BODY, "prompt": prompt, "temperature": temperature, "seed": 4} for prompt in OTHERS]
     with scored(driver, monkeypatch, change):
@@ -401,7 +403,7 @@ def test_a_text_that_cannot_be_written_ends_alone(server, alone, monkeypatch):
     piece = driver._piece
 
     def broken(row, ticket):
-        if row.request.params.scope and row.emitted > 3:
+        if row.request.params.scope and row.num_output_tokens > 3:
             raise UnicodeError("no such letter")
         return piece(row, ticket)
 
@@ -449,10 +451,10 @@ def test_nobody_waits_for_a_thread_that_has_ended(monkeypatch, where):
 
 
 def test_a_note_that_comes_too_late_is_answered():
-    driver = Driver(LLM(**OPTIONS, max_num_seqs=2), queue=2, rows=2)
+    driver = AsyncLLM(LLM(**OPTIONS, max_num_seqs=2), queue=2, rows=2)
 
     async def ask():
-        (ticket,) = driver.submit(PROMPT, SamplingParams(max_tokens=5), Watch.END)
+        (ticket,) = driver.submit(PROMPT, SamplingParams(max_tokens=5), StreamContent.END)
         driver._stopping = True  # before the thread has read the note
         driver.start()
         async for pieces in ticket.pieces():
@@ -496,7 +498,7 @@ def test_a_proposer_that_raises_costs_its_guesses_alone(alone):
     with serving({"proposer": Failing, "isolate_faults": True}) as (url, driver):
         answers = together(url + "/v1/completions", [{**BODY, "prompt": prompt} for prompt in OTHERS])
         assert [text_of(each) for each in answers] == plain_texts(alone, OTHERS)
-        assert driver.front.parts.guards[0].failures
+        assert driver.front.parts.isolated[0].failures
         assert not driver.failed_rounds
         assert 'outrider_proposer_failures_total{proposer="own#1"}' in httpx.get(url + "/metrics").text
 

@@ -22,7 +22,7 @@ from outrider.propose.lookup.ngram import NgramProposer
 from outrider.propose.lookup.recycle import RecycleProposer
 from outrider.propose.registry import alternatives
 from outrider.serve.monitoring.drift import Drift
-from outrider.serve.monitoring.latency import Clocks
+from outrider.serve.monitoring.latency import LatencyMetrics
 from outrider.serve.monitoring.metrics import exposition
 from outrider.testing import ToyTarget
 from tests.cache.test_replay import toy_prompts
@@ -57,11 +57,11 @@ def value(samples, name, **labels):
 
 def test_the_cache_is_counted(counted):
     driver, samples = counted
-    use = driver.engine.cache_use()
+    use = driver.engine.cache_usage()
     states = {state: value(samples, "outrider_cache_blocks", state=state) for state in ("held", "kept", "free")}
     assert states == {"held": use.held, "kept": use.kept, "free": use.free}
-    assert value(samples, "outrider_cache_asked_tokens_total") == use.asked
-    assert value(samples, "outrider_cache_hit_tokens_total") == use.spared <= use.asked
+    assert value(samples, "outrider_cache_asked_tokens_total") == use.query_tokens
+    assert value(samples, "outrider_cache_hit_tokens_total") == use.hit_tokens <= use.query_tokens
     assert value(samples, "outrider_cache_evicted_blocks_total") == use.evicted
     assert value(samples, "outrider_preemptions_total") == use.preempted
 
@@ -182,18 +182,26 @@ def test_who_chose_its_proposer_teaches_the_planner_nothing_of_the_others():
     params = SamplingParams(temperature=0.7)
     for i, prompt in enumerate(toy_prompts(4)):
         arm = None if i < 2 else 1
-        request = Request(id=i, prompt=tuple(prompt), params=params, seed=i, end_ids=frozenset(), limit=120, arm=arm)
+        request = Request(
+            id=i,
+            prompt_token_ids=tuple(prompt),
+            params=params,
+            seed=i,
+            end_ids=frozenset(),
+            max_tokens=120,
+            alternative=arm,
+        )
         engine.add(request)
     free, pinned = set(), set()
     while engine.busy():
         for row in engine.step():
-            (free if row.request.arm is None else pinned).add(row)
-    assert all(row.drafted > 0 for row in pinned)
+            (free if row.request.alternative is None else pinned).add(row)
+    assert all(row.num_draft_tokens > 0 for row in pinned)
     told = [seen for arm in planner.told for seen in arm]
     assert told
-    assert sum(seen.nodes for seen in told) <= sum(row.drafted for row in free)
+    assert sum(seen.nodes for seen in told) <= sum(row.num_draft_tokens for row in free)
     assert all(seen.emitted >= seen.rows > 0 for seen in told)
-    assert sum(each.drafted for each in engine.arms) == engine.stats.drafted
+    assert sum(each.drafted for each in engine.alternative_stats) == engine.stats.drafted
 
 
 def test_alternatives_have_short_names():
@@ -206,7 +214,7 @@ def test_alternatives_have_short_names():
 
 
 def test_gaps_between_tokens_are_counted_by_the_round():
-    clocks = Clocks()
+    clocks = LatencyMetrics()
     clocks.begin(0)
     clocks.see(0, 1.0, 2)  # the first
     clocks.see(0, 1.027, 5)

@@ -7,12 +7,12 @@ import asyncio
 import pytest
 
 from outrider.core.params import SamplingParams
-from outrider.core.types import Completion, Finish
+from outrider.core.types import Completion, FinishReason
 from outrider.llm import LLM
-from outrider.serve.async_llm import Driver
+from outrider.serve.async_llm import AsyncLLM
 from outrider.serve.stream.smoothing import smoothed
-from outrider.serve.stream.text import Wording
-from outrider.serve.stream.ticket import Piece, Watch
+from outrider.serve.stream.text import StreamText
+from outrider.serve.stream.ticket import Piece, StreamContent
 from tests.serve.test_serve import OPTIONS
 
 END = object()
@@ -56,12 +56,12 @@ def heard(driver, watch):
 
 def piece(*words, end=False):
     done = Completion(
-        prompt_tokens=(1,),
-        tokens=(),
+        prompt_token_ids=(1,),
+        token_ids=(),
         text="",
-        finish=Finish.LENGTH,
+        finish_reason=FinishReason.LENGTH,
         seed=0,
-        guessed=(),
+        from_draft=(),
         logprobs=(),
         stats=None,
     )
@@ -132,15 +132,15 @@ def test_text_that_is_held_back_stays_in_order():
 @pytest.mark.parametrize(
     ("watch", "together", "told"),
     [
-        (Watch.TEXT, 1e9, [1, 64]),
-        (Watch.TEXT, 0.0, list(range(1, 65))),
-        (Watch.ROUNDS, 1e9, [1, 64]),
-        (Watch.END, 0.0, [1, 64]),
+        (StreamContent.TEXT, 1e9, [1, 64]),
+        (StreamContent.TEXT, 0.0, list(range(1, 65))),
+        (StreamContent.ROUNDS, 1e9, [1, 64]),
+        (StreamContent.END, 0.0, [1, 64]),
     ],
 )
 def test_quick_rounds_are_told_together_and_edges_at_once(watch, together, told, monkeypatch):
     monkeypatch.setattr("outrider.serve.async_llm.TOGETHER", together)
-    driver, given = Driver(LLM(**{**OPTIONS, "proposer": "none"}, max_num_seqs=1), queue=1, rows=1), []
+    driver, given = AsyncLLM(LLM(**{**OPTIONS, "proposer": "none"}, max_num_seqs=1), queue=1, rows=1), []
     wake = driver._wake
 
     def noted(tickets):
@@ -152,19 +152,21 @@ def test_quick_rounds_are_told_together_and_edges_at_once(watch, together, told,
     pieces = heard(driver, watch)
     assert given == told  # tokens, each time that the reader was woken
     assert sum(len(each.tokens) for each in pieces) == 64
-    assert len(pieces) == 64 if watch is Watch.ROUNDS else len(pieces) <= len(told)
+    assert len(pieces) == 64 if watch is StreamContent.ROUNDS else len(pieces) <= len(told)
     assert pieces[-1].completion is not None
-    if watch is not Watch.END:
+    if watch is not StreamContent.END:
         assert "".join(each.text for each in pieces) == pieces[-1].completion.text
 
 
 def test_readers_hear_of_what_is_there_before_a_round_that_reads_prompts(monkeypatch):
     monkeypatch.setattr("outrider.serve.async_llm.TOGETHER", 1e9)
-    driver = Driver(LLM(**{**OPTIONS, "proposer": "none"}, max_num_seqs=2), queue=2, rows=2)  # its thread does not run
+    driver = AsyncLLM(
+        LLM(**{**OPTIONS, "proposer": "none"}, max_num_seqs=2), queue=2, rows=2
+    )  # its thread does not run
     params = SamplingParams(max_tokens=64, ignore_eos=True)
 
     async def run():
-        (mine,) = driver.submit("a = 1", params, Watch.TEXT)
+        (mine,) = driver.submit("a = 1", params, StreamContent.TEXT)
         for _ in range(9):
             driver._turn()
         before = mine.written, mine.given
@@ -172,21 +174,21 @@ def test_readers_hear_of_what_is_there_before_a_round_that_reads_prompts(monkeyp
         monkeypatch.setattr(driver, "_step", lambda: None)
         driver._turn()  # a round in which nobody's prompt is read
         quiet = mine.given
-        driver.submit("b = 2", params, Watch.TEXT)
+        driver.submit("b = 2", params, StreamContent.TEXT)
         driver._turn()
         return *before, quiet, mine.given
 
     assert asyncio.run(run()) == (9, 1, 1, 9)
 
 
-@pytest.mark.parametrize("watch", [Watch.TEXT, Watch.ROUNDS])
+@pytest.mark.parametrize("watch", [StreamContent.TEXT, StreamContent.ROUNDS])
 def test_what_cannot_be_told_ends_its_reader_although_no_round_follows(watch, monkeypatch):
     monkeypatch.setattr("outrider.serve.async_llm.TOGETHER", 1e9)
-    driver = Driver(LLM(**{**OPTIONS, "proposer": "none"}, max_num_seqs=1), queue=1, rows=1)
+    driver = AsyncLLM(LLM(**{**OPTIONS, "proposer": "none"}, max_num_seqs=1), queue=1, rows=1)
     whole = driver._piece
 
     def broken(row, ticket):
-        if row.emitted > 40:
+        if row.num_output_tokens > 40:
             raise RuntimeError("out of words")
         return whole(row, ticket)
 
@@ -199,7 +201,7 @@ def test_what_cannot_be_told_ends_its_reader_although_no_round_follows(watch, mo
 def test_words_add_up_to_the_text():
     llm = LLM(**OPTIONS, max_num_seqs=1)
     tokens = llm.encode("naïve “quotes” – 日本語 🙂🙃 done")
-    wording = Wording(llm.decode, lambda token: llm.decode([token]), ())
+    wording = StreamText(llm.decode, lambda token: llm.decode([token]), ())
     told = [(wording.grow(some, None), wording.words(some)) for some in (tokens[i : i + 3] for i in range(0, 99, 3))]
     assert all("".join(words) == text for text, words in told)
     assert "".join(text for text, _ in told) == llm.decode(tokens)
@@ -207,5 +209,5 @@ def test_words_add_up_to_the_text():
 
 
 def test_a_stop_string_that_may_come_is_held_back():
-    wording = Wording(lambda tokens: "".join(map(chr, tokens)), chr, ("END",))
+    wording = StreamText(lambda tokens: "".join(map(chr, tokens)), chr, ("END",))
     assert [wording.grow([ord(letter)], None) for letter in "aENxEN"] == ["a", "", "", "ENx", "", ""]

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from outrider.core import tree
-from outrider.propose.acceptance import Chances
-from outrider.propose.draft_model.chain import ModelProposer
+from outrider.propose.acceptance import AcceptanceEstimator
+from outrider.propose.draft_model.chain import DraftModelProposer
 from outrider.propose.lookup.ngram import NgramProposer
 from outrider.testing import ConformanceError, ToyTarget, check_cache, check_proposer, check_verifier
 from outrider.verify.lossy import LOSSY
@@ -49,7 +49,7 @@ class Steady(NgramProposer):
 
     def commit(self, round):
         super().commit(round)
-        self._chances = Chances()
+        self._chances = AcceptanceEstimator()
 
 
 class Forgetful(Steady):
@@ -57,7 +57,7 @@ class Forgetful(Steady):
 
     def commit(self, round):
         super().commit(round)
-        for row, tokens in zip(round.batch.rows, round.emitted, strict=True):
+        for row, tokens in zip(round.batch.seqs, round.emitted, strict=True):
             for token in tokens[-1:]:
                 self._indexes[row.slot].append(token)
 
@@ -77,10 +77,10 @@ class Greedy(Steady):
     """Takes more than it was given."""
 
     def propose(self, batch):
-        return super().propose(replace(batch, budget=tuple(b + 1 if b else 0 for b in batch.budget)))
+        return super().propose(replace(batch, draft_budget=tuple(b + 1 if b else 0 for b in batch.draft_budget)))
 
 
-class Stateful(ModelProposer):
+class Stateful(DraftModelProposer):
     """Guesses by a counter of its own."""
 
     calls = 0
@@ -115,7 +115,7 @@ class Off(ToyTarget):
 
         def wrong(round):
             commit(round)
-            for row, path in zip(round.batch.rows, round.path, strict=True):
+            for row, path in zip(round.batch.seqs, round.path, strict=True):
                 if path and path != tuple(range(len(path))):
                     self.cache.text[row.slot][-1] = 0
 
@@ -129,10 +129,10 @@ def test_broken_cache_is_noticed():
 
 def test_toy_law_is_its_table():
     from outrider.core.params import SamplingParams
-    from outrider.testing import joint_law
+    from outrider.testing import joint_distribution
 
     target = ToyTarget(vocab=4)
-    law = joint_law(target, [1, 2], SamplingParams(temperature=1.0), 3)
+    law = joint_distribution(target, [1, 2], SamplingParams(temperature=1.0), 3)
     first, second = target.table[1, 2].softmax(-1), target.table[2, 3].softmax(-1)
     third = target.table[3, 0].softmax(-1)
     assert law.shape == (4, 4, 4)

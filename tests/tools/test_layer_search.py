@@ -72,11 +72,11 @@ def test_rounds_are_what_walking_through_them_gives(k):
 @pytest.mark.parametrize("kept", [(0,), (0, 1, 2), (0, 3), (1, 3)])
 def test_what_is_foretold_is_what_rounds_come_to(kept, k, folder, llm):
     texts = write(llm, asked(5), 24)
-    part = llm.parts.target.excerpt(kept)
+    part = llm.parts.target.make_submodel(kept)
     foretold = sum(rounds(agreement(part, text), k) for text in texts)
     run = load(folder, expression(kept, tiny.LAYERS), k)
     done = run.generate([text.prompt for text in texts], SamplingParams(max_tokens=24))
-    assert [each.tokens for each in done] == [text.tokens for text in texts]
+    assert [each.token_ids for each in done] == [text.tokens for text in texts]
     assert run.stats.passes == foretold
     assert sum(len(text.tokens) for text in texts) == run.stats.emitted
 
@@ -95,7 +95,7 @@ def test_layers_that_do_nothing_are_left_out(llm):
     assert search.tried <= tiny.LAYERS**2
     idle = search.report(found, texts)
     assert idle.agreement == found.agreement
-    everything = agreement(llm.parts.target.excerpt(tuple(set(range(tiny.LAYERS)) - set(IDLE))), texts[0])
+    everything = agreement(llm.parts.target.make_submodel(tuple(set(range(tiny.LAYERS)) - set(IDLE))), texts[0])
     assert all(everything)
 
 

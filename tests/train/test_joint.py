@@ -23,7 +23,7 @@ from outrider.loader.embedded import embedded
 from outrider.testing.drive import make_row
 from outrider.train.loss.losses import parse
 from outrider.train.loss.unroll import unrolled
-from outrider.train.model.joint import TARGET, Given, GivenReader, JointPupil
+from outrider.train.model.joint import TARGET, Given, GivenReader, JointTrainee
 from outrider.train.report.log import read_log
 from outrider.train.run import Training
 from outrider.train.settings import Settings
@@ -49,7 +49,7 @@ def house():
 def pupil_of(house, *, kind="mtp", share=0.3, **other):
     torch.manual_seed(5)
     settings = make_settings(target=NANO, with_target=share, **other)
-    return JointPupil(kind, settings, make_setup(house), house.tables)
+    return JointTrainee(kind, settings, make_setup(house), house.tables)
 
 
 def given(house):
@@ -84,7 +84,7 @@ def test_the_loss_is_the_targets_and_a_share_of_the_drafts(house, modules):
         out = model(texts.tokens[:, :size], output_hidden_states=True)
         every = out.logits.flatten(0, 1).float()
         own = torch.nn.functional.cross_entropy(every, labels.flatten(), reduction="sum")
-        pupil.module["draft"].lend(model.get_input_embeddings().weight, model.get_output_embeddings().weight)
+        pupil.module["draft"].share_weights(model.get_input_embeddings().weight, model.get_output_embeddings().weight)
         seen = replace(texts, taps=out.hidden_states[-1][:, :, None])
         lost, columns = 0.0, float(texts.learn[:, 1:].sum())
         for guess, step in enumerate(unrolled(pupil.module["draft"], seen, 2)):
@@ -114,9 +114,9 @@ def test_the_draft_is_trained_on_what_it_will_read(house):
     tokens = texts.tokens[0, : int(texts.learn[0].sum())].tolist()
     row = make_row(tokens, 0)
     house.target.cache.admit(0, tokens)
-    batch = Batch(rows=(row,), start=(0,), feed=(tuple(tokens),), budget=(0,))
+    batch = Batch(seqs=(row,), start=(0,), feed=(tuple(tokens),), draft_budget=(0,))
     with torch.inference_mode():
-        fed = house.target.score(batch, tree.empty(1, CPU)).fed[house.target.layers - 1][0]
+        fed = house.target.score(batch, tree.empty(1, CPU)).feed_hidden_states[house.target.layers - 1][0]
     house.target.cache.release(0)
     model = pupil.module["target"]
     seen = model(torch.tensor([tokens]), output_hidden_states=True).hidden_states[-1][0]
@@ -151,12 +151,12 @@ def test_the_targets_tables_are_not_made_orthogonal(house):
 def test_measuring_teaches_the_houses_target(house):
     own = train_setup.house()
     pupil = pupil_of(own)
-    before = own.target.lend().head.clone()
+    before = own.target.share_weights().head.clone()
     with torch.no_grad():
         for weight in pupil.module["target"].parameters():
             weight *= 1.25
     proposer = pupil.proposer(make_setup(own))
-    assert torch.allclose(own.target.lend().head, before * 1.25, rtol=1e-2)
+    assert torch.allclose(own.target.share_weights().head, before * 1.25, rtol=1e-2)
     assert own.target.version == 1
     assert proposer.model.bytes()
 
@@ -248,14 +248,14 @@ def check_pair(folder):
     for temperature in (0.0, 1.0):
         params = SamplingParams(temperature=temperature, max_tokens=16, seed=3, ignore_eos=True)
         ours, theirs = (each.generate(TEXTS[:2], params) for each in (llm, plain))
-        assert [each.tokens for each in ours] == [each.tokens for each in theirs]
+        assert [each.token_ids for each in ours] == [each.token_ids for each in theirs]
         assert sum(each.stats.drafted for each in ours)
     tokenizer = AutoTokenizer.from_pretrained(target)
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
     prompt = tokenizer(TEXTS[0], return_tensors="pt", add_special_tokens=False)
     said = model.generate(**prompt, do_sample=False, max_new_tokens=16, min_new_tokens=16)
     greedy = llm.generate([TEXTS[0]], SamplingParams(temperature=0.0, max_tokens=16, min_tokens=16))
-    assert list(greedy[0].tokens) == said[0, prompt["input_ids"].shape[1] :].tolist()
+    assert list(greedy[0].token_ids) == said[0, prompt["input_ids"].shape[1] :].tolist()
 
 
 def test_texts_are_whole_and_half_of_one_is_measured_on(data, tmp_path):
@@ -276,12 +276,12 @@ def test_targets_of_other_kinds_show_the_same_states(name, tmp_path):
     tiny.save(tmp_path, tiny.make_config(name, hidden_size=64), seed=3)
     house = train_setup.house(tmp_path)
     settings = make_settings(target=str(tmp_path), with_target=0.3)
-    pupil = JointPupil("mtp", settings, make_setup(house), house.tables)
+    pupil = JointTrainee("mtp", settings, make_setup(house), house.tables)
     tokens = (1, 2, 3, 4, 5)
     house.target.cache.admit(0, tokens)
-    batch = Batch(rows=(make_row(list(tokens), 0),), start=(0,), feed=(tokens,), budget=(0,))
+    batch = Batch(seqs=(make_row(list(tokens), 0),), start=(0,), feed=(tokens,), draft_budget=(0,))
     with torch.inference_mode():
-        fed = house.target.score(batch, tree.empty(1, CPU)).fed[house.target.layers - 1][0]
+        fed = house.target.score(batch, tree.empty(1, CPU)).feed_hidden_states[house.target.layers - 1][0]
     seen = pupil.module["target"](torch.tensor([tokens]), output_hidden_states=True).hidden_states[-1][0]
     assert torch.allclose(seen, normed(fed, house.tables), atol=1e-3)
     pupil.save(tmp_path / "out")

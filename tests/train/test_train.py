@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from outrider.core.params import SamplingParams
-from outrider.core.types import Tables
+from outrider.core.types import SharedWeights
 from outrider.errors import OutriderError
 from outrider.heads.formats.base import Partner
 from outrider.heads.formats.registry import format_of
@@ -24,11 +24,11 @@ from outrider.heads.store import make_module, read_trained
 from outrider.loader.checkpoint import load_checkpoint
 from outrider.loader.embedded import embedded
 from outrider.train.loss import chunked
-from outrider.train.loss.losses import LOSSES, Laws, parse, shortfall
+from outrider.train.loss.losses import LOSSES, Distributions, parse, shortfall
 from outrider.train.loss.steps import Step
-from outrider.train.model.init_weights import directions, prime
+from outrider.train.model.init_weights import directions, init_weights
 from outrider.train.model.presets import KINDS, Sizes, describe
-from outrider.train.model.trainee import make_pupil
+from outrider.train.model.trainee import make_trainee
 from outrider.train.settings import DRAFT, Settings
 from outrider.train.trainer import Sums, Trainer, rate
 from tests.helpers import engines, tiny, train_setup
@@ -57,7 +57,7 @@ def _laws(*, guessed=7, vocab=7, seed=0):
     """Random laws of the target over `vocab`, and of a draft over the first `guessed` of them."""
     chance = torch.Generator().manual_seed(seed)
     p = (torch.randn(5, vocab, generator=chance) * 2).softmax(-1)[:, :guessed]
-    return Laws(p, (torch.randn(5, guessed, generator=chance) * 2).log_softmax(-1))
+    return Distributions(p, (torch.randn(5, guessed, generator=chance) * 2).log_softmax(-1))
 
 
 def _by_hand(name, p, q):
@@ -92,12 +92,12 @@ def test_a_loss_is_what_it_says(name, guessed):
 @pytest.mark.parametrize("name", ["kl", "rkl", "jsd", "tv", "nla", "hybrid"])
 def test_nothing_is_lost_by_the_same_law(name):
     p = _laws().p
-    assert LOSSES[name](Laws(p, p.log())).tolist() == pytest.approx([0] * 5, abs=1e-5)
+    assert LOSSES[name](Distributions(p, p.log())).tolist() == pytest.approx([0] * 5, abs=1e-5)
 
 
 def test_losses_agree_with_each_other():
     laws = _laws()
-    swapped = Laws(laws.log_q.exp(), laws.p.log())
+    swapped = Distributions(laws.log_q.exp(), laws.p.log())
     assert torch.allclose(LOSSES["rkl"](laws), LOSSES["kl"](swapped), atol=1e-5)
     assert torch.allclose(LOSSES["jsd"](laws), LOSSES["jsd"](swapped), atol=1e-6)
     assert LOSSES["jsd"](laws).max() < math.log(2)
@@ -110,21 +110,21 @@ def test_cross_entropy_and_divergence_have_one_slope():
     slopes = []
     for name in ("ce", "kl"):
         logits = torch.randn(5, 7, generator=torch.Generator().manual_seed(4)).requires_grad_()
-        LOSSES[name](Laws(_laws().p, logits.log_softmax(-1))).sum().backward()
+        LOSSES[name](Distributions(_laws().p, logits.log_softmax(-1))).sum().backward()
         slopes.append(logits.grad)
     assert torch.allclose(*slopes, atol=1e-6)
 
 
 def test_what_cannot_be_guessed_is_lost():
     p = _laws(guessed=4).p
-    best = Laws(p, (p / p.sum(-1, keepdim=True)).log())
+    best = Distributions(p, (p / p.sum(-1, keepdim=True)).log())
     assert torch.allclose(best.alpha, p.sum(-1), atol=1e-6)
 
 
 @pytest.mark.parametrize("name", sorted(LOSSES))
 def test_slopes_are_numbers_where_laws_are_extreme(name):
     logits = torch.tensor([[80.0, -80.0, 0.0]], requires_grad=True)
-    LOSSES[name](Laws(torch.tensor([[0.0, 1.0, 0.0]]), logits.log_softmax(-1))).sum().backward()
+    LOSSES[name](Distributions(torch.tensor([[0.0, 1.0, 0.0]]), logits.log_softmax(-1))).sum().backward()
     assert logits.grad.isfinite().all()
 
 
@@ -167,11 +167,11 @@ def test_a_few_places_at_a_time_have_the_slopes_of_all(at_once, text, monkeypatc
         return lost, kept, logits.grad
 
     def plain(logits):
-        laws = Laws(_laws().p, logits.log_softmax(-1))
+        laws = Distributions(_laws().p, logits.log_softmax(-1))
         single = [share * LOSSES[name](laws) for name, share in losses.items() if name != "length"]
         return sum(single, torch.zeros(5)), laws.alpha
 
-    ours, theirs = run(lambda logits: chunked.judged(logits, _laws().p, losses)), run(plain)
+    ours, theirs = run(lambda logits: chunked.chunked_loss(logits, _laws().p, losses)), run(plain)
     assert ours[1].requires_grad == ("length" in losses)
     for found, wanted in zip(ours, theirs, strict=True):
         assert torch.allclose(found, wanted, atol=1e-6)
@@ -242,7 +242,7 @@ def test_parts_and_padding_change_nothing(kind, nano):
     ways = ([whole], [loud], [cut(whole, b, length) for b, length in enumerate((9, 6, 4))])
     for given in ways:
         torch.manual_seed(7)
-        pupil = make_pupil(kind, make_settings(), make_setup(nano), nano.tables)
+        pupil = make_trainee(kind, make_settings(), make_setup(nano), nano.tables)
         trainer = Trainer(pupil, losses=parse("ce"), steps=pupil.steps, decay=0.8, lr=1e-3)
         slopes = watched(trainer)
         sums = trainer.train(given, progress=0.5)
@@ -305,14 +305,14 @@ def test_a_loss_that_is_no_number_ends_the_training():
 
 def test_a_judge_learns_how_often_guesses_are_kept(nano):
     torch.manual_seed(1)
-    pupil = make_pupil("dspark", make_settings(guesses=2), make_setup(nano), nano.tables)
+    pupil = make_trainee("dspark", make_settings(guesses=2), make_setup(nano), nano.tables)
     trainer = Trainer(pupil, losses=parse("tv"), steps=2, decay=1.0, lr=1e-2)
     (step, *_) = list(pupil.unroll(make_texts(), 2))
     assert step.confidence is not None
     for _ in range(30):
         trainer.train([make_texts()], progress=0.5)
     step, _ = pupil.unroll(make_texts(), 2)
-    laws = Laws(step.target, step.logits.log_softmax(-1))
+    laws = Distributions(step.target, step.logits.log_softmax(-1))
     assert (step.confidence.sigmoid().mean() - laws.alpha.mean()).abs() < 0.1
 
 
@@ -328,7 +328,7 @@ def test_the_rate_rises_and_falls():
 
 
 def test_a_mask_may_be_a_tokens_embedding_and_stays_it(nano, tmp_path):
-    pupil = make_pupil("dflash", make_settings(guesses=2, mask_token=9), make_setup(nano), nano.tables)
+    pupil = make_trainee("dflash", make_settings(guesses=2, mask_token=9), make_setup(nano), nano.tables)
     texts = make_texts()
     taps = torch.randn(*texts.taps.shape[:2], len(pupil.taps.layers), 128)
     trainer = Trainer(pupil, losses={"ce": 1.0}, steps=2, decay=1.0, lr=1e-2)
@@ -427,7 +427,7 @@ def test_two_processes_learn_as_one_does(tmp_path):
 )
 def test_options_that_a_kind_does_not_have(kind, options, message, nano):
     with pytest.raises(OutriderError, match=message):
-        make_pupil(kind, make_settings(**options), make_setup(nano), nano.tables)
+        make_trainee(kind, make_settings(**options), make_setup(nano), nano.tables)
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "eagle31", "slim", "peagle"])
@@ -447,12 +447,14 @@ def test_a_narrow_draft_has_tables_of_its_own(kind):
 def test_a_narrow_draft_begins_with_the_main_directions_of_the_tables():
     torch.manual_seed(1)
     few, norm = torch.randn(64, 128), torch.rand(128) + 0.5
-    tables = Tables(embedding=torch.randn(90, 128), head=torch.randn(90, 64) @ few / norm, norm=norm, epsilon=1e-6)
+    tables = SharedWeights(
+        embedding=torch.randn(90, 128), head=torch.randn(90, 64) @ few / norm, norm=norm, epsilon=1e-6
+    )
     sizes = Sizes(hidden=128, layers=4, vocab=90, epsilon=1e-6, width=64, draft_vocab=9)
     module = make_module(describe("slim", sizes))
     module.ids.copy_(torch.arange(3, 12))
     torch.nn.init.zeros_(module.fuse.weight)
-    prime(module, tables)
+    init_weights(module, tables)
     state = torch.randn(5, 64) @ torch.linalg.qr(few.T).Q.T  # of which these tables see everything
     through = module.fuse.weight[:, -128:].detach()
     law = (normed(state, tables) @ tables.head.T).float()[:, 3:12].softmax(-1)
@@ -463,13 +465,13 @@ def test_a_narrow_draft_begins_with_the_main_directions_of_the_tables():
 def test_a_narrow_draft_goes_on_as_what_it_is(tmp_path):
     mini = train_setup.house(str(embedded("mini")))
     setup = make_setup(mini)
-    made = make_pupil("slim", make_settings(width=64, draft_vocab=50), setup, mini.tables)
+    made = make_trainee("slim", make_settings(width=64, draft_vocab=50), setup, mini.tables)
     made.save(tmp_path / "slim")
     with pytest.raises(
         OutriderError, match="at its projection, and what is trained here would at its attention; train"
     ):
-        make_pupil("eagle31", make_settings(draft=str(tmp_path / "slim")), setup, mini.tables)
-    again = make_pupil("slim", make_settings(draft=str(tmp_path / "slim")), setup, mini.tables)
+        make_trainee("eagle31", make_settings(draft=str(tmp_path / "slim")), setup, mini.tables)
+    again = make_trainee("slim", make_settings(draft=str(tmp_path / "slim")), setup, mini.tables)
     assert again.ids.tolist() == made.ids.tolist()
     assert again.module.description.width == 64
 
@@ -478,7 +480,7 @@ def test_a_draft_of_another_vocabulary_is_refused(nano):
     setup = make_setup(nano)
     other = SimpleNamespace(get_vocab=lambda: {"a": 0})
     with pytest.raises(OutriderError, match="another vocabulary than the target"):
-        make_pupil(DRAFT, make_settings(draft=NANO), replace(setup, tokenizer=other), nano.tables)
+        make_trainee(DRAFT, make_settings(draft=NANO), replace(setup, tokenizer=other), nano.tables)
 
 
 def test_an_option_that_came_later_stops_no_training_that_does_without():
@@ -506,13 +508,13 @@ def test_settings_that_cannot_be():
 @pytest.mark.parametrize("kind", ["mtp", "medusa", "dspark"])
 def test_a_head_that_was_trained_before_goes_on(kind, nano, tmp_path):
     setup = make_setup(nano)
-    first = make_pupil(kind, make_settings(draft_vocab=50), setup, nano.tables)
+    first = make_trainee(kind, make_settings(draft_vocab=50), setup, nano.tables)
     first.begin(lambda: [make_sample([1, 2, 3, 9, 70, 700])])
     with torch.no_grad():
         for weight in first.module.parameters():
             weight.add_(0.1)
     first.save(tmp_path / "head")
-    again = make_pupil(kind, make_settings(draft=str(tmp_path / "head")), setup, nano.tables)
+    again = make_trainee(kind, make_settings(draft=str(tmp_path / "head")), setup, nano.tables)
     again.begin(lambda: pytest.fail("it knows what it guesses"))
     assert again.ids.tolist() == first.ids.tolist()
     for name, weight in first.module.state_dict().items():
@@ -523,13 +525,13 @@ def test_a_head_that_was_trained_before_goes_on(kind, nano, tmp_path):
     assert trainer.train([texts], progress=0.5).columns
     other = "hydra" if kind == "medusa" else "medusa"
     with pytest.raises(OutriderError, match=f"is of kind {kind}, for a target with"):
-        make_pupil(other, make_settings(draft=str(tmp_path / "head")), setup, nano.tables)
+        make_trainee(other, make_settings(draft=str(tmp_path / "head")), setup, nano.tables)
     with pytest.raises(OutriderError, match="has its shape; leave --depth"):
-        make_pupil(kind, make_settings(draft=str(tmp_path / "head"), draft_vocab=9), setup, nano.tables)
+        make_trainee(kind, make_settings(draft=str(tmp_path / "head"), draft_vocab=9), setup, nano.tables)
 
 
 def test_a_draft_model_guesses_as_transformers_has_it(nano):
-    pupil = make_pupil(DRAFT, make_settings(draft=NANO), make_setup(nano), nano.tables)
+    pupil = make_trainee(DRAFT, make_settings(draft=NANO), make_setup(nano), nano.tables)
     texts = make_texts(lengths=(9, 6))
     model = AutoModelForCausalLM.from_pretrained(NANO, dtype=torch.float32)
     wanted = model(texts.tokens[:, :9]).logits
@@ -545,7 +547,7 @@ def test_models_of_many_kinds_can_be_taught(name, tmp_path):
     for role, kind in (("target", "llama"), ("draft", name)):
         tiny.save(tmp_path / role, tiny.ARCHITECTURES[kind](), seed=len(role))
     house = train_setup.house(tmp_path / "target")
-    pupil = make_pupil(DRAFT, make_settings(draft=str(tmp_path / "draft")), make_setup(house), house.tables)
+    pupil = make_trainee(DRAFT, make_settings(draft=str(tmp_path / "draft")), make_setup(house), house.tables)
     texts = make_texts(hidden=32, vocab=tiny.VOCAB)
     trainer = Trainer(pupil, losses=parse("ce"), steps=1, decay=0.8, lr=1e-2)
     losses = [trainer.train([texts], progress=0.5).loss for _ in range(5)]
@@ -563,7 +565,7 @@ def test_models_of_many_kinds_can_be_taught(name, tmp_path):
 @pytest.mark.parametrize("kind", ["mtp", "dspark", DRAFT])
 def test_a_proposer_is_a_copy_and_costs_no_luck(kind, nano):
     torch.manual_seed(5)
-    pupil = make_pupil(kind, make_settings(draft=NANO if kind == DRAFT else None), make_setup(nano), nano.tables)
+    pupil = make_trainee(kind, make_settings(draft=NANO if kind == DRAFT else None), make_setup(nano), nano.tables)
     state = torch.get_rng_state()
     weights = [weight.detach().clone() for weight in pupil.module.parameters()]
     proposer = pupil.proposer(make_setup(nano))

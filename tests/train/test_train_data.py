@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from outrider.core import tree
 from outrider.core.params import SamplingParams
-from outrider.core.types import Batch, Finish, Request, Row
+from outrider.core.types import Batch, FinishReason, Request, SequenceState
 from outrider.errors import OutriderError
 from outrider.heads.description import Taps
 from outrider.heads.files import save_tensors
@@ -28,7 +28,7 @@ from outrider.propose.lookup.suffix import SuffixProposer
 from outrider.train.data import prompts
 from outrider.train.data.answers import Recorder, written
 from outrider.train.data.batches import Reader, frequent, parts, shares
-from outrider.train.data.feature_cache import Archive
+from outrider.train.data.feature_cache import FeatureCache
 from outrider.train.loss.losses import parse
 from outrider.train.report import log
 from outrider.train.trainer import Sums, Trainer, read_state
@@ -47,12 +47,12 @@ def nano():
 @torch.inference_mode()
 def _fresh(target, tokens, layers):
     """States [L, layers, H] of a text that is read at once, and [V] logits after its end."""
-    row = Row(request=make_request(prompt=tuple(tokens)), slot=0, text=list(tokens))
+    row = SequenceState(request=make_request(prompt=tuple(tokens)), slot=0, token_ids=list(tokens))
     target.cache.admit(0, tokens)
-    batch = Batch(rows=(row,), start=(0,), feed=(tuple(tokens),), budget=(0,))
+    batch = Batch(seqs=(row,), start=(0,), feed=(tuple(tokens),), draft_budget=(0,))
     scores = target.score(batch, tree.empty(1, CPU))
     target.cache.release(0)
-    return torch.stack([scores.fed[at][0] for at in layers], 1), scores.logits[0, 0]
+    return torch.stack([scores.feed_hidden_states[at][0] for at in layers], 1), scores.logits[0, 0]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -61,7 +61,7 @@ def test_states_are_those_of_a_fresh_pass(make, temperature):
     checkpoint = load_checkpoint(NANO, dtype="float32", device="cpu")
     target = make_target(checkpoint, slots=3, context=96)
     layers = (0, 1)
-    target.export(layers)
+    target.export_hidden_states(layers)
     kept = []
 
     def recorder(setup):
@@ -73,7 +73,9 @@ def test_states_are_those_of_a_fresh_pass(make, temperature):
     asked = [tuple(checkpoint.tokenizer.encode(text)) for text in texts]
     params = SamplingParams(temperature=temperature)
     requests = [
-        Request(id=i, prompt=prompt, params=params, seed=i, end_ids=checkpoint.end_ids, limit=40 if i else 1)
+        Request(
+            id=i, prompt_token_ids=prompt, params=params, seed=i, end_ids=checkpoint.end_ids, max_tokens=40 if i else 1
+        )
         for i, prompt in enumerate(asked)
     ]
     with torch.inference_mode():
@@ -90,8 +92,8 @@ def test_states_are_those_of_a_fresh_pass(make, temperature):
 
 def test_a_text_that_failed_is_left_out():
     rows = [
-        SimpleNamespace(request=make_request(id=i), finish=finish, text=[1, 2, 3])
-        for i, finish in enumerate((None, Finish.ERROR, Finish.LENGTH))
+        SimpleNamespace(request=make_request(id=i), finish_reason=finish, token_ids=[1, 2, 3])
+        for i, finish in enumerate((None, FinishReason.ERROR, FinishReason.LENGTH))
     ]
     steps = iter([rows])
     engine = SimpleNamespace(add=lambda request: None, busy=iter([True, False]).__next__, step=lambda: next(steps))
@@ -262,7 +264,7 @@ def test_messages_need_a_template():
 
 
 def _keep(folder, gigabytes=1.0, origin="here", layers=(1,)):
-    return Archive(folder, gigabytes=gigabytes, origin=origin, layers=layers)
+    return FeatureCache(folder, gigabytes=gigabytes, origin=origin, layers=layers)
 
 
 def test_samples_are_kept(tmp_path):

@@ -489,7 +489,7 @@ def test_the_draft_guesses_and_changes_no_text(verb):
     options = {"dtype": "float32", "max_num_seqs": 2, "max_model_len": 128, "verifier": "walk", "k": 2}
     ours = LLM(NANO, proposer=f"draft:{folder / 'draft'}", **options).generate(TEXTS[:3], params)
     theirs = LLM(NANO, proposer="none", **options).generate(TEXTS[:3], params)
-    assert [each.tokens for each in ours] == [each.tokens for each in theirs]
+    assert [each.token_ids for each in ours] == [each.token_ids for each in theirs]
     assert sum(each.stats.drafted for each in ours)
 
 
@@ -499,7 +499,7 @@ def test_a_trained_model_is_a_draft(data, whole):
     llm = LLM(NANO, proposer=f"draft:{folder}", k=3, max_num_seqs=1, max_model_len=128)
     (completion,) = llm.generate(TEXTS[0], SamplingParams(max_tokens=24, ignore_eos=True))
     assert completion.stats.tau > 1.5  # two waves leave a copy of the target much like it
-    assert LLM(str(folder), proposer="none", max_num_seqs=1, max_model_len=64).generate("a")[0].tokens
+    assert LLM(str(folder), proposer="none", max_num_seqs=1, max_model_len=64).generate("a")[0].token_ids
 
 
 def test_a_report_that_cannot_be(data, tmp_path):

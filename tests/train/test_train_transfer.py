@@ -13,7 +13,7 @@ from outrider.errors import OutriderError
 from outrider.heads.store import read_head
 from outrider.train.data.batches import read_alone
 from outrider.train.data.sample import Sample
-from outrider.train.model.trainee import make_pupil
+from outrider.train.model.trainee import make_trainee
 from outrider.train.run import Training
 from tests.helpers import tiny, train_setup
 from tests.helpers.train_setup import NANO, make_settings, make_setup
@@ -36,7 +36,7 @@ def targets(tmp_path_factory):
 def head(targets, tmp_path_factory):
     """A slim head of `former`, all of whose weights say something."""
     house, folder = train_setup.house(targets / "former"), tmp_path_factory.mktemp("head")
-    pupil = make_pupil("slim", make_settings(width=64, draft_vocab=50), make_setup(house), house.tables)
+    pupil = make_trainee("slim", make_settings(width=64, draft_vocab=50), make_setup(house), house.tables)
     torch.manual_seed(3)
     with torch.no_grad():
         for weight in pupil.module.parameters():
@@ -48,7 +48,7 @@ def head(targets, tmp_path_factory):
 
 def _samples(house, count=40, length=30):
     """Texts, with the states of layers 1, 2, 4 and 5, the last."""
-    house.target.export((1, 2, 4, 5))
+    house.target.export_hidden_states((1, 2, 4, 5))
     found = []
     for id in range(count):
         tokens = tuple(
@@ -68,7 +68,7 @@ def test_a_head_handed_to_its_own_target_sees_what_it_saw(targets, head):
     house = train_setup.house(targets / "former")
     samples = _samples(house)
     old = read_head(head, dtype=torch.float32, device=torch.device("cpu"))
-    pupil = make_pupil("slim", _options(head, targets / "former"), make_setup(house), house.tables)
+    pupil = make_trainee("slim", _options(head, targets / "former"), make_setup(house), house.tables)
     states = samples[0].states[:, :3].float()
 
     @torch.no_grad()
@@ -89,7 +89,7 @@ def test_what_is_found_is_the_nearest(targets, head):
     """No fusion comes nearer, on the texts that were read, but for the ridge."""
     former, new = (train_setup.house(targets / name) for name in ("former", "new"))
     meant, samples = _samples(former), _samples(new)
-    pupil = make_pupil("slim", _options(head, targets / "former"), make_setup(new), new.tables)
+    pupil = make_trainee("slim", _options(head, targets / "former"), make_setup(new), new.tables)
     assert pupil.module.description.target_hidden == 96
     old = read_head(head, dtype=torch.float32, device=torch.device("cpu"))
     pupil.begin(lambda: samples)
@@ -135,16 +135,16 @@ def test_what_cannot_be_handed_on(targets, head, tmp_path):
     with pytest.raises(OutriderError, match="add --draft DIR, or leave it out"):
         make_settings(draft_target="x")
     with pytest.raises(OutriderError, match="reads no target's states"):
-        make_pupil("draft", _options(NANO, targets / "former"), make_setup(new), new.tables)
+        make_trainee("draft", _options(NANO, targets / "former"), make_setup(new), new.tables)
     with pytest.raises(OutriderError, match="is of kind eagle3, for a target with"):
-        make_pupil("slim", make_settings(draft=head), make_setup(new), new.tables)
-    bound = make_pupil("mtp", make_settings(), make_setup(former), former.tables)
+        make_trainee("slim", make_settings(draft=head), make_setup(new), new.tables)
+    bound = make_trainee("mtp", make_settings(), make_setup(former), former.tables)
     bound.save(tmp_path / "mtp")
     with pytest.raises(OutriderError, match="uses its target's tables, or masks, is bound to that target"):
-        make_pupil("mtp", _options(str(tmp_path / "mtp"), targets / "former"), make_setup(new), new.tables)
-    wrong = make_pupil("slim", _options(head, targets / "new"), make_setup(new), new.tables)
+        make_trainee("mtp", _options(str(tmp_path / "mtp"), targets / "former"), make_setup(new), new.tables)
+    wrong = make_trainee("slim", _options(head, targets / "new"), make_setup(new), new.tables)
     with pytest.raises(OutriderError, match="is not what --draft was trained for, which is 128 wide and has 6 layers"):
         wrong.begin(lambda: pytest.fail("that is known before"))
-    wordy = make_pupil("slim", _options(head, targets / "wordy"), make_setup(new), new.tables)
+    wordy = make_trainee("slim", _options(head, targets / "wordy"), make_setup(new), new.tables)
     with pytest.raises(OutriderError, match="has another vocabulary than the target"):
         wordy.begin(list)

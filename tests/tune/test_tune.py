@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from outrider import LLM, OutriderError, SamplingParams
 from outrider.bench.memory import Footprint
 from outrider.cli.app import app
-from outrider.cli.options import LoadOptions, ModelOptions
+from outrider.cli.options import EngineOptions, ModelOptions
 from outrider.core.config import EngineConfig
 from outrider.core.params import AUTO
 from outrider.core.stats import Stats
@@ -31,7 +31,7 @@ from outrider.tune.engines import elsewhere
 from outrider.tune.figures import Estimate, Kept, Parts, figures, ratio
 from outrider.tune.measure import forgetful
 from outrider.tune.settings import Settings, read_ks, read_proposers
-from outrider.tune.trial import Trial, Way, split
+from outrider.tune.trial import Trial, Variant, split
 from outrider.tune.wording import sentences
 from tests.plan.test_plan import costs, live
 
@@ -105,7 +105,7 @@ def trial(way, heat=0, *, seconds=1.0, prefill=0.1, tokens=10, category="code", 
 
 
 def way(proposer="", k=0, batch=1, temperature=0.0):
-    return Way(proposer=proposer, k=k, batch=batch, temperature=temperature)
+    return Variant(proposer=proposer, k=k, batch=batch, temperature=temperature)
 
 
 def measured(speeds, *, prefill=0.1, spread=0.0, heats=4):
@@ -225,7 +225,7 @@ def test_categories_and_thirds_are_named_where_they_differ():
 
 
 def test_mixed_batches_tell_no_speed_by_category():
-    mixed = Way(proposer="ngram", k=4, batch=2, temperature=0.0)
+    mixed = Variant(proposer="ngram", k=4, batch=2, temperature=0.0)
     both = {"code": Stats.of_passes([(2, 2, 3)]), "prose": Stats.of_passes([(2, 0, 1)])}
     trials = [
         replace(trial(replace(mixed, proposer="", k=0)), categories=both),
@@ -467,23 +467,23 @@ def test_config_fills_in_what_is_not_given(tmp_path):
     assert configured(ModelOptions(threads=3), file, given={"threads"}) == ModelOptions(
         proposer="merge(ngram,suffix:9)", k=AUTO, verifier="walk", dtype="float32", threads=3
     )
-    given = LoadOptions(k=7, dtype="bfloat16")
+    given = EngineOptions(k=7, dtype="bfloat16")
     found = configured(given, file, given={"k", "dtype"})
     assert (found.k, found.dtype, found.proposer) == (7, "bfloat16", "merge(ngram,suffix:9)")
     # k and verifier were found for the file's proposer, not for this one.
-    other = configured(LoadOptions(proposer="ngram"), file, given={"proposer"})
-    assert (other.proposer, other.k, other.verifier, other.dtype) == ("ngram", LoadOptions().k, None, "float32")
+    other = configured(EngineOptions(proposer="ngram"), file, given={"proposer"})
+    assert (other.proposer, other.k, other.verifier, other.dtype) == ("ngram", EngineOptions().k, None, "float32")
 
 
 def test_config_on_the_command_line(tmp_path, prompts):
     file = advice_file(tmp_path / "advice.json", proposer="ngram", k=3)
-    command, default = CliRunner(), LoadOptions().k
+    command, default = CliRunner(), EngineOptions().k
     seen = []
     patch = pytest.MonkeyPatch()
     with patch.context() as changed:
         changed.setattr("outrider.cli.run.load", lambda models, **_: seen.append(models))
         changed.setattr("outrider.cli.run.converse", lambda llm, params, **how: True)
-        changed.setattr("outrider.cli.output.Teller", lambda llm, **how: None)
+        changed.setattr("outrider.cli.output.Output", lambda llm, **how: None)
         for words in ([], ["--k", str(default)], ["--proposer", "suffix"]):  # a default that is given stays
             assert command.invoke(app, ["run", "x", "--config", str(file), *words]).exit_code == 0
     assert [(models.proposer, models.k) for models in seen] == [("ngram", 3), ("ngram", default), ("suffix", default)]
@@ -514,9 +514,9 @@ def test_config_of_plain_decoding(tmp_path):
     file = str(advice_file(tmp_path / "advice.json", proposer="none", k=0))
     assert configured(ModelOptions(), file, given=()).k == 0
     with pytest.raises(OutriderError, match="advises plain decoding, which leaves nothing to compare"):
-        configured(LoadOptions(), file, given=(), least=1)
+        configured(EngineOptions(), file, given=(), least=1)
     with pytest.raises(OutriderError, match="advises plain decoding, and k was given"):
-        configured(LoadOptions(k=8), file, given={"k"})
+        configured(EngineOptions(k=8), file, given={"k"})
 
 
 @pytest.mark.parametrize(
@@ -538,7 +538,7 @@ def test_config_that_is_none(tmp_path, content, message):
     if content is not None:
         file.write_bytes(content)
     with pytest.raises(OutriderError, match=message):
-        configured(LoadOptions(), str(file), given=())
+        configured(EngineOptions(), str(file), given=())
 
 
 def test_config_whose_models_are_gone(tmp_path):
@@ -546,15 +546,15 @@ def test_config_whose_models_are_gone(tmp_path):
     for folder in (target, draft):
         shutil.copytree(embedded("nano"), folder)
     file = str(advice_file(tmp_path / "advice.json", target=str(target), proposer=f"draft:{draft}"))
-    assert configured(LoadOptions(), file, given=()).proposer == f"draft:{draft}"
+    assert configured(EngineOptions(), file, given=()).proposer == f"draft:{draft}"
     shutil.rmtree(draft)
     with pytest.raises(OutriderError, match=r"draft, which .*advice.json is about, is gone; name its place"):
-        configured(LoadOptions(), file, given=())
-    assert configured(LoadOptions(proposer="ngram"), file, given={"proposer"}).target == str(target)
+        configured(EngineOptions(), file, given=())
+    assert configured(EngineOptions(proposer="ngram"), file, given={"proposer"}).target == str(target)
     (target / "config.json").write_text((target / "config.json").read_text() + "\n")
     with pytest.raises(OutriderError, match="target has changed since"):
-        configured(LoadOptions(proposer="ngram"), file, given={"proposer"})
-    assert configured(LoadOptions(target="x", proposer="ngram"), file, given={"proposer", "target"}).target == "x"
+        configured(EngineOptions(proposer="ngram"), file, given={"proposer"})
+    assert configured(EngineOptions(target="x", proposer="ngram"), file, given={"proposer", "target"}).target == "x"
 
 
 def test_config_is_read_from_anywhere(tmp_path, monkeypatch):
@@ -731,7 +731,7 @@ def test_the_text_is_the_same_with_a_plan(tmp_path):
     prompts, params = [prompt["prompt"] for prompt in PROMPTS], SamplingParams(max_tokens=16)
     plan = tmp_path / "plan.json"
     written = [
-        [completion.tokens for completion in llm(**how).generate(prompts, params)]
+        [completion.token_ids for completion in llm(**how).generate(prompts, params)]
         for how in ({"k": 0}, {}, {"plan": plan}, {"plan": plan})
     ]
     assert written[0] == written[1] == written[2] == written[3]
@@ -769,7 +769,7 @@ def test_plans_on_the_command_line(tmp_path, prompts):
 
 
 def test_every_learned_field_is_kept():
-    """What `Arm` comes to learn later must come back, too."""
+    """What `ProposerStats` comes to learn later must come back, too."""
     planner = disappointed()
     (arm,) = planner.arms
     fixed = {"costs", "most", "trial", "few", "late", "means", "brought"}  # the last is this machine's time

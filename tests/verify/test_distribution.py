@@ -12,17 +12,17 @@ from outrider.audit.statistics import g_test
 from outrider.core import tree
 from outrider.core.noise import PositionNoise, inverse_cdf
 from outrider.core.params import SamplingParams
-from outrider.core.types import Batch, Draft, Draw, Law, Packed, Request, Row
+from outrider.core.types import Batch, Draft, DraftKind, Draw, Packed, Request, SequenceState
 from outrider.loader.checkpoint import load_checkpoint
 from outrider.loader.embedded import embedded
 from outrider.loader.make import make_target
-from outrider.propose.base import NoProposer, Setup
+from outrider.propose.base import NoProposer, ProposerSetup
 from outrider.propose.combine import Merge
-from outrider.propose.draft_model.chain import ModelProposer
-from outrider.testing import ToyTarget, joint_law, toy_setup
+from outrider.propose.draft_model.chain import DraftModelProposer
+from outrider.testing import ToyTarget, joint_distribution, toy_setup
 from outrider.verify.lossy import LOSSY
 from outrider.verify.rules import EXACT, Verifier, block, rejection
-from outrider.verify.sampling import Knobs, warp
+from outrider.verify.sampling import SamplingTensors, apply_sampling
 from tests.helpers import biased_verifiers
 from tests.helpers.conformance import LEARNING
 from tests.helpers.engines import make_engine, outputs, run
@@ -39,14 +39,14 @@ def p_value(verifier, make=None, samples=SAMPLES) -> float:
     """Of so many completions drawn by speculation against the product of the target's own laws."""
     target = ToyTarget(vocab=VOCAB, slots=ROWS, context=32)
     draft = ToyTarget(vocab=VOCAB, slots=ROWS, context=32, seed=1)
-    make = make or (lambda setup: ModelProposer(setup, draft))
+    make = make or (lambda setup: DraftModelProposer(setup, draft))
     engine = make_engine(target, make, verifier=verifier, k=3, rows=ROWS)
     rows = run(engine, [PROMPT] * samples, PARAMS, limit=TOKENS, ends=frozenset())
     counts = Counter(tuple(text) for text in outputs(rows))
     observed = torch.zeros((VOCAB,) * TOKENS)
     for text, count in counts.items():
         observed[text] = count
-    law = joint_law(target, PROMPT, PARAMS, TOKENS)
+    law = joint_distribution(target, PROMPT, PARAMS, TOKENS)
     return g_test(observed.flatten().int().tolist(), law.flatten().tolist()).p_value
 
 
@@ -66,12 +66,12 @@ def test_exact_whatever_is_learned(name, verifier):
 class Twins(NoProposer):
     """Two ways to go on, drawn from one law without replacement."""
 
-    def __init__(self, setup: Setup, law: list[float]) -> None:
+    def __init__(self, setup: ProposerSetup, law: list[float]) -> None:
         super().__init__(setup)
         self.law = torch.tensor(law, dtype=torch.float64)
 
     def propose(self, batch: Batch) -> Draft:
-        seeds = torch.tensor([row.request.seed for row in batch.rows])
+        seeds = torch.tensor([row.request.seed for row in batch.seqs])
         draws, law = (
             PositionNoise(seeds, torch.zeros_like(seeds)).draws(2, batch.voice),
             self.law.expand(len(seeds), -1),
@@ -83,7 +83,7 @@ class Twins(NoProposer):
             tokens=tokens,
             parent=torch.full_like(tokens, -1),
             count=torch.full_like(seeds, 2),
-            law=torch.full_like(tokens, Law.WITHOUT_REPLACEMENT),
+            kind=torch.full_like(tokens, DraftKind.WITHOUT_REPLACEMENT),
             q=Packed(values=self.law[None], at=torch.zeros_like(tokens)),
             width=(2,) * len(seeds),
             depth=(1,) * len(seeds),
@@ -98,9 +98,11 @@ def test_exact_where_several_parts_draw_without_replacement(verifier):
     p, count = [0.02, 0.2, 0.2, 0.2, 0.2, 0.18], 20000
     setup = toy_setup(ToyTarget(vocab=6))
     parts = Twins(setup, [0.5, 0.3, 0.1, 0.05, 0.03, 0.02]), Twins(setup, [0.4, 0.1, 0.1, 0.1, 0.15, 0.15])
-    ask = Request(id=0, prompt=(0,), params=SamplingParams(temperature=1.0), seed=0, end_ids=frozenset(), limit=9)
-    rows = tuple(Row(request=replace(ask, seed=seed), slot=seed, text=[0]) for seed in range(count))
-    batch = Batch(rows=rows, start=(0,) * count, feed=((0,),) * count, budget=(4,) * count)
+    ask = Request(
+        id=0, prompt_token_ids=(0,), params=SamplingParams(temperature=1.0), seed=0, end_ids=frozenset(), max_tokens=9
+    )
+    rows = tuple(SequenceState(request=replace(ask, seed=seed), slot=seed, token_ids=[0]) for seed in range(count))
+    batch = Batch(seqs=rows, start=(0,) * count, feed=((0,),) * count, draft_budget=(4,) * count)
     draft = Merge(setup, parts).propose(batch)
     noise = PositionNoise(torch.arange(count), torch.zeros(count, dtype=torch.long))
     law = torch.tensor(p, dtype=torch.float64).expand(count, 5, -1)
@@ -129,12 +131,16 @@ def filtered_law(target, prompt) -> dict[tuple[int, ...], float]:
         longer = {}
         for prefix, chance in law.items():
             text = [*prompt, *prefix]
-            request = Request(id=0, prompt=tuple(text), params=FILTERED, seed=0, end_ids=frozenset(), limit=1)
-            row, draft = Row(request=request, slot=0, text=text), tree.empty(1, target.device)
+            request = Request(
+                id=0, prompt_token_ids=tuple(text), params=FILTERED, seed=0, end_ids=frozenset(), max_tokens=1
+            )
+            row, draft = SequenceState(request=request, slot=0, token_ids=text), tree.empty(1, target.device)
             target.cache.admit(0, text)
             with torch.inference_mode():
-                scores = target.score(Batch(rows=(row,), start=(0,), feed=(tuple(text),), budget=(0,)), draft)
-                p = warp(scores.logits, Knobs.of((row,), target.vocab, target.device), draft)[0, 0].double()
+                scores = target.score(Batch(seqs=(row,), start=(0,), feed=(tuple(text),), draft_budget=(0,)), draft)
+                p = apply_sampling(scores.logits, SamplingTensors.of((row,), target.vocab, target.device), draft)[
+                    0, 0
+                ].double()
             target.cache.release(0)
             longer |= {(*prefix, token): chance * float(p[token]) for token in p.nonzero()[:, 0].tolist()}
         law = longer
@@ -145,7 +151,7 @@ def filtered_law(target, prompt) -> dict[tuple[int, ...], float]:
 @pytest.mark.parametrize("name", ["block", "traversal"])
 def test_embedded_pair(name, samples, pair):
     target, draft, prompt, law = pair
-    engine = make_engine(target, lambda setup: ModelProposer(setup, draft), verifier=name, k=3, rows=64)
+    engine = make_engine(target, lambda setup: DraftModelProposer(setup, draft), verifier=name, k=3, rows=64)
     rows = run(engine, [prompt] * samples, FILTERED, limit=TOKENS, ends=frozenset())
     counts = Counter(tuple(text) for text in outputs(rows))
     assert set(counts) <= set(law)

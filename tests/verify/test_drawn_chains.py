@@ -10,13 +10,13 @@ import torch
 
 from outrider.core.noise import inverse_cdf
 from outrider.core.params import SamplingParams
-from outrider.core.types import Batch, Dice, Draw, Law, Scores, Trust, Want
+from outrider.core.types import Batch, DraftKind, Draw, DrawParams, Scores, StopRule, UniformDraws
 from outrider.loader.checkpoint import load_checkpoint
 from outrider.loader.make import make_target
-from outrider.models.base import Drawer
-from outrider.propose.base import Setup
+from outrider.models.base import ChainSampler
+from outrider.propose.base import ProposerSetup
 from outrider.propose.draft_model import chain as model
-from outrider.propose.draft_model.chain import ModelProposer
+from outrider.propose.draft_model.chain import DraftModelProposer
 from outrider.testing.drive import make_round, make_row
 from tests.core.test_packed import PlainTarget
 from tests.helpers import tiny
@@ -37,8 +37,10 @@ def model_of(folder, dtype="bfloat16"):
 
 
 def proposer_of(model, vocab, draw=Draw.SAMPLE):
-    setup = Setup(target=model, vocab=vocab, slots=4, context=128, device=CPU, dtype=None, draw=draw, tokenizer=None)
-    return ModelProposer(setup, model)
+    setup = ProposerSetup(
+        target=model, vocab=vocab, slots=4, context=128, device=CPU, dtype=None, draw=draw, tokenizer=None
+    )
+    return DraftModelProposer(setup, model)
 
 
 def rows_of(chance, temperatures=TEMPERATURES, filters=({},) * 4):
@@ -48,7 +50,7 @@ def rows_of(chance, temperatures=TEMPERATURES, filters=({},) * 4):
 
 
 def want(temperature):
-    return Want(temperature=temperature, top_k=256, top_p=1.0, min_p=0.0)
+    return DrawParams(temperature=temperature, top_k=256, top_p=1.0, min_p=0.0)
 
 
 def tiny_text(chance, size):
@@ -66,7 +68,7 @@ def test_the_same_guesses_from_the_same_laws(vocab, piece, dtype, keep, filters,
     ways = []
     for plain in (False, True):
         draft = PlainTarget(model_of(folder, dtype)) if plain else model_of(folder, dtype)
-        assert isinstance(draft, Drawer) is not plain
+        assert isinstance(draft, ChainSampler) is not plain
         ways.append((proposer_of(draft, vocab), rows_of(random.Random(1), filters=filters)))
     for proposer, rows in ways:
         for row in rows:
@@ -78,13 +80,15 @@ def test_the_same_guesses_from_the_same_laws(vocab, piece, dtype, keep, filters,
         ours, plain = (one_round(*way, budget, keep) for way in ways)
         assert ours.width == plain.width
         waited += ours.width.count(0)
-        for name in ("tokens", "law"):
+        for name in ("tokens", "kind"):
             for b, width in enumerate(ours.width):
                 assert getattr(ours, name)[b, :width].tolist() == getattr(plain, name)[b, :width].tolist()
         for b, width in enumerate(ours.width):
             assert torch.allclose(ours.q.padded()[b, :width], plain.q.padded()[b, :width], rtol=1e-5, atol=1e-9)
-            assert ours.law[b, :width].tolist() == [Law.SAMPLED if TEMPERATURES[b] else Law.ONE_HOT] * width
-            assert ours.chance[b] == pytest.approx(plain.chance[b], rel=1e-4)
+            assert (
+                ours.kind[b, :width].tolist() == [DraftKind.SAMPLED if TEMPERATURES[b] else DraftKind.ONE_HOT] * width
+            )
+            assert ours.accept_prob[b] == pytest.approx(plain.accept_prob[b], rel=1e-4)
         drawn += sum(ours.width)
     assert 60 < drawn < 250
     assert waited >= (9 if piece == 5 else 0)
@@ -113,16 +117,16 @@ def test_other_ways_to_guess_stay_what_they_are(draw, folder):
 
 def one_round(proposer, rows, budget, keep):
     """What is guessed, of which each row keeps a part."""
-    start = tuple(row.cached for row in rows)
-    feed = tuple(tuple(row.text[row.cached :]) for row in rows)
-    batch = Batch(rows=tuple(rows), start=start, feed=feed, budget=budget, keep=keep)
+    start = tuple(row.num_cached_tokens for row in rows)
+    feed = tuple(tuple(row.token_ids[row.num_cached_tokens :]) for row in rows)
+    batch = Batch(seqs=tuple(rows), start=start, feed=feed, draft_budget=budget, keep=keep)
     draft = proposer.propose(batch)
     kept = [tuple(range(min(b % 3, width))) for b, width in enumerate(draft.width)]
     emitted = [(*draft.tokens[b, : len(path)].tolist(), 11) for b, path in enumerate(kept)]
     proposer.commit(make_round(batch, draft, Scores(logits=torch.empty(0)), kept, emitted))
     for row, tokens in zip(rows, emitted, strict=True):
-        row.text += tokens
-        row.cached = len(row.text) - 1
+        row.token_ids += tokens
+        row.num_cached_tokens = len(row.token_ids) - 1
     return draft
 
 
@@ -130,12 +134,14 @@ def test_what_is_drawn_is_what_the_plain_sums_say(folder):
     """Where the number to exceed is a sum itself, too, and so the last bit of a sum decides."""
     model, chance = model_of(folder), random.Random(3)
     rows = rows_of(chance, (1.0,) * 4)
-    batch = Batch(rows=tuple(rows), start=(0,) * 4, feed=tuple(tuple(row.text) for row in rows), budget=(1,) * 4)
+    batch = Batch(
+        seqs=tuple(rows), start=(0,) * 4, feed=tuple(tuple(row.token_ids) for row in rows), draft_budget=(1,) * 4
+    )
     for row in rows:
-        model.cache.admit(row.slot, row.text)
+        model.cache.admit(row.slot, row.token_ids)
 
     def draw(uniform):
-        return model.draw(batch, 256, Dice(wants=(want(1.0),) * 4, uniform=uniform))
+        return model.draft_sampled(batch, 256, UniformDraws(wants=(want(1.0),) * 4, uniform=uniform))
 
     law = draw(torch.zeros(4, 1, dtype=torch.float64)).q.padded()[:, 0]
     sums = law.cumsum(-1, dtype=torch.float64)
@@ -150,20 +156,22 @@ def test_what_is_drawn_is_what_the_plain_sums_say(folder):
 def test_a_chain_that_draws_stops_as_any_other(folder):
     model, chance = model_of(folder), random.Random(4)
     rows = rows_of(chance)
-    batch = Batch(rows=tuple(rows), start=(0,) * 4, feed=tuple(tuple(row.text) for row in rows), budget=(5, 3, 5, 1))
+    batch = Batch(
+        seqs=tuple(rows), start=(0,) * 4, feed=tuple(tuple(row.token_ids) for row in rows), draft_budget=(5, 3, 5, 1)
+    )
     for row in rows:
-        model.cache.admit(row.slot, row.text)
-    dice = Dice(
+        model.cache.admit(row.slot, row.token_ids)
+    dice = UniformDraws(
         wants=tuple(map(want, TEMPERATURES)), uniform=torch.rand(4, 5, dtype=torch.float64, generator=seeded(1))
     )
-    free = model.draw(batch, 256, dice)
+    free = model.draft_sampled(batch, 256, dice)
     assert free.count == (5, 3, 5, 1)
     assert free.q.at.tolist()[1] == [-1] * 5
     ends = (int(free.tokens[0, 1]),)
-    stopped = model.draw(batch, 256, dice, Trust(weight=(1.0,), bias=(0.0,), ends=ends))
+    stopped = model.draft_sampled(batch, 256, dice, StopRule(weight=(1.0,), bias=(0.0,), ends=ends))
     assert stopped.count[0] == free.tokens[0].tolist().index(ends[0]) + 1
     assert stopped.tokens[2, : stopped.count[2]].tolist() == free.tokens[2, : stopped.count[2]].tolist()
-    assert model.draw(batch, 256, dice, Trust(weight=(1.0,), bias=(0.0,), keep=2.0)).count == (0,) * 4
+    assert model.draft_sampled(batch, 256, dice, StopRule(weight=(1.0,), bias=(0.0,), keep=2.0)).count == (0,) * 4
 
 
 def seeded(seed):
@@ -173,10 +181,12 @@ def seeded(seed):
 def test_a_draft_that_says_nothing_guesses_something(folder):
     """Its logits are not numbers; what it guesses is a guess, and the law tells the truth about it."""
     model = model_of(folder)
-    model.swap({"model.norm.weight": torch.full((32,), torch.nan)}, 1)
+    model.update_weights({"model.norm.weight": torch.full((32,), torch.nan)}, 1)
     row = make_row([1, 2, 3], 0, SamplingParams())
-    model.cache.admit(0, row.text)
-    batch = Batch(rows=(row,), start=(0,), feed=((1, 2, 3),), budget=(2,))
-    found = model.draw(batch, 256, Dice(wants=(want(1.0),), uniform=torch.full((1, 2), 0.5, dtype=torch.float64)))
+    model.cache.admit(0, row.token_ids)
+    batch = Batch(seqs=(row,), start=(0,), feed=((1, 2, 3),), draft_budget=(2,))
+    found = model.draft_sampled(
+        batch, 256, UniformDraws(wants=(want(1.0),), uniform=torch.full((1, 2), 0.5, dtype=torch.float64))
+    )
     assert found.tokens.tolist() == [[0, 0]]
     assert torch.equal(found.q.padded()[0], torch.eye(256)[[0, 0]])

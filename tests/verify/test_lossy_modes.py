@@ -18,9 +18,9 @@ from outrider.heads.store import make_module, write_head
 from outrider.propose.lookup.datastore import describe as header_of
 from outrider.system.atomic_files import write_whole
 from outrider.tools.index import write as write_index
-from outrider.train.data.feature_cache import Archive
+from outrider.train.data.feature_cache import FeatureCache
 from outrider.train.model.presets import Sizes, describe
-from outrider.train.model.trainee import make_pupil
+from outrider.train.model.trainee import make_trainee
 from outrider.train.report.log import write as write_log
 from outrider.train.settings import DRAFT
 from outrider.train.trainer import Trainer
@@ -38,14 +38,14 @@ def pickled(folder):
 
 
 def archive(folder):
-    kept = Archive(folder, gigabytes=1.0, origin="here", layers=(1,))
+    kept = FeatureCache(folder, gigabytes=1.0, origin="here", layers=(1,))
     kept.write(train_setup.make_request(), train_setup.make_sample([1, 2, 3, 4]))
 
 
 def taught(folder):
     house = train_setup.house()
     settings = train_setup.make_settings(draft=train_setup.NANO)
-    make_pupil(DRAFT, settings, train_setup.make_setup(house), house.tables).save(folder)
+    make_trainee(DRAFT, settings, train_setup.make_setup(house), house.tables).save(folder)
 
 
 def state(folder):

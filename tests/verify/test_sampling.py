@@ -11,8 +11,8 @@ from transformers.generation import logits_process as reference
 
 from outrider.core import tree
 from outrider.core.params import SamplingParams
-from outrider.core.types import Draft, Request, Row
-from outrider.verify.sampling import Knobs, sound, warp
+from outrider.core.types import Draft, Request, SequenceState
+from outrider.verify.sampling import SamplingTensors, apply_sampling, sound
 
 VOCAB = 12
 CPU = torch.device("cpu")
@@ -47,8 +47,8 @@ every_param = some.fixed_dictionaries(
 
 def row(*, prompt=PROMPT, output=OUTPUT, end_ids=(0, 9), **params):
     wants = SamplingParams(**{"temperature": 1.0, **params})
-    request = Request(id=0, prompt=prompt, params=wants, seed=0, end_ids=frozenset(end_ids), limit=100)
-    return Row(request=request, slot=0, text=[*prompt, *output])
+    request = Request(id=0, prompt_token_ids=prompt, params=wants, seed=0, end_ids=frozenset(end_ids), max_tokens=100)
+    return SequenceState(request=request, slot=0, token_ids=[*prompt, *output])
 
 
 def random_logits(seed, *shape):
@@ -56,7 +56,9 @@ def random_logits(seed, *shape):
 
 
 def law_of(rows, logits, draft=None, **options):
-    return warp(logits, Knobs.of(rows, VOCAB, CPU), tree.empty(len(rows), CPU) if draft is None else draft, **options)
+    return apply_sampling(
+        logits, SamplingTensors.of(rows, VOCAB, CPU), tree.empty(len(rows), CPU) if draft is None else draft, **options
+    )
 
 
 def processors(params, prompt):
@@ -84,8 +86,8 @@ def penalised(output, logits, params):
 
 def expected_law(one, logits):
     """[V] for one row and logits [V], by the processors of transformers."""
-    text, logits = torch.tensor([one.text]), logits[None]
-    for process in processors(one.request.params, one.request.prompt):
+    text, logits = torch.tensor([one.token_ids]), logits[None]
+    for process in processors(one.request.params, one.request.prompt_token_ids):
         logits = process(text, logits)
     return logits.softmax(-1)[0]
 
@@ -187,7 +189,7 @@ def draft_of(parent, tokens):
         tokens=guesses,
         parent=parents,
         count=torch.tensor([size]),
-        law=torch.zeros_like(guesses),
+        kind=torch.zeros_like(guesses),
         q=None,
         width=(size,),
         depth=(size,),

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from outrider.core.types import Law, Verdict
+from outrider.core.types import DraftKind, Verdict
 from outrider.errors import OutriderError
 from outrider.testing.enumeration import Instance, Proof, prove, race_joint
 from outrider.verify import lossy
@@ -13,7 +13,7 @@ from outrider.verify import rules as verify
 from outrider.verify.verdict import ahead, prefix_of, verdict_of
 from tests.helpers import biased_verifiers
 
-H, S, W = Law.ONE_HOT, Law.SAMPLED, Law.WITHOUT_REPLACEMENT
+H, S, W = DraftKind.ONE_HOT, DraftKind.SAMPLED, DraftKind.WITHOUT_REPLACEMENT
 ROUNDING = 1e-12
 
 VERIFIERS = tuple(verify.EXACT.values())
@@ -212,7 +212,7 @@ def test_a_row_is_judged_alone(verifier):
     draft, p = seen[0]
     together = verifier.rule(draft, p, Fixed())
     for b in range(len(p)):
-        row = replace(draft, **{k: getattr(draft, k)[b : b + 1] for k in ("tokens", "parent", "count", "law")})
+        row = replace(draft, **{k: getattr(draft, k)[b : b + 1] for k in ("tokens", "parent", "count", "kind")})
         row = replace(row, q=replace(draft.q, at=draft.q.at[b : b + 1]))
         alone = verifier.rule(row, p[b : b + 1], Fixed())
         for name in ("path", "accepted", "bonus", "logprob"):

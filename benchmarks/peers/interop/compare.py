@@ -141,7 +141,7 @@ def _ask(python: str, asked: Asked) -> dict[str, Any]:
 
 
 def _encode(llm: LLM, prompt: Prompt) -> Sequence[int]:
-    return llm.chat(prompt.messages) if prompt.messages else llm.encode(prompt.prompt or "")
+    return llm.encode_chat(prompt.messages) if prompt.messages else llm.encode(prompt.prompt or "")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -8,7 +8,7 @@ from itertools import zip_longest
 from shared import Asked, Completed, Counts, cut
 
 from outrider import LLM, SamplingParams
-from outrider.core.stats import Stats, Tally
+from outrider.core.stats import Stats, StatsAccumulator
 from outrider.core.types import Batch
 from outrider.plan.planner import FixedPlanner
 
@@ -16,9 +16,9 @@ from outrider.plan.planner import FixedPlanner
 class AfterFirst(FixedPlanner):
     """k guesses a round, but none beside the prompt: vLLM makes its first guesses when the first token is there."""
 
-    def plan(self, batch: Batch, stats: Stats | Tally) -> Batch:
-        most = (room if row.emitted else 0 for row, room in zip(batch.rows, batch.budget, strict=True))
-        return super().plan(replace(batch, budget=tuple(most)), stats)
+    def plan(self, batch: Batch, stats: Stats | StatsAccumulator) -> Batch:
+        most = (room if row.num_output_tokens else 0 for row, room in zip(batch.seqs, batch.draft_budget, strict=True))
+        return super().plan(replace(batch, draft_budget=tuple(most)), stats)
 
 
 def run(llm: LLM, asked: Asked) -> list[Completed]:
@@ -32,7 +32,7 @@ def run(llm: LLM, asked: Asked) -> list[Completed]:
     for prompt in asked.prompts:
         before, tokens = llm.stats, list[int]()
         for chunk in llm.stream(prompt, params):
-            tokens += chunk.tokens
+            tokens += chunk.token_ids
             if len(tokens) >= asked.max_tokens or not set(asked.ends).isdisjoint(tokens):
                 break
         done.append(Completed(tokens=cut(tokens, asked), counts=_counts(before, llm.stats)))

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from outrider.heads.description import Description, FuseNorm, JoinAt, Recycle
-from outrider.heads.modules.base import Borrower
+from outrider.heads.modules.base import HeadBase
 from outrider.heads.modules.layers import Layer, Look, Norm, rotation
 
 
@@ -77,7 +77,7 @@ class Deeper(Stage):
         self.furnish(it, number)
 
 
-class Follower(Borrower, Stage):
+class AutoregressiveHead(HeadBase, Stage):
     """One decoder layer, mostly, over embeddings and states; it is its own first module."""
 
     def __init__(self, description: Description) -> None:

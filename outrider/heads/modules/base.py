@@ -9,7 +9,7 @@ from torch.nn import functional
 from outrider.heads.description import Description
 
 
-class Borrower(nn.Module):
+class HeadBase(nn.Module):
     """A draft beside the tables of its target.
 
     Tables that it shares with the target are lent to it (`lend`) and are no parameters of its own. Where it guesses a
@@ -28,7 +28,7 @@ class Borrower(nn.Module):
         self.register_buffer("ids", torch.arange(it.guessed), persistent=bool(it.draft_vocab))
         self._lent: tuple[torch.Tensor, torch.Tensor] | None = None  # embeddings [V, H], output layer [Vd, H]
 
-    def lend(self, embedding: torch.Tensor, head: torch.Tensor) -> None:
+    def share_weights(self, embedding: torch.Tensor, head: torch.Tensor) -> None:
         """Take the target's tables [V, H]; again, where `ids` has changed since."""
         self._lent = embedding, head[self.ids] if self.description.draft_vocab else head
 

@@ -16,13 +16,13 @@ import torch
 from torch import nn
 
 from outrider.heads.description import Description
-from outrider.heads.modules.base import Borrower
+from outrider.heads.modules.base import HeadBase
 from outrider.heads.modules.layers import Layer, Look, Norm, rotation
 
 _SPREAD = 0.02  # of fresh vectors that stand beside embeddings
 
 
-class BlockDraft(Borrower):
+class BlockHead(HeadBase):
     """Decoder layers over a block, and what corrects and judges its guesses; `logits` are still to be `corrected`."""
 
     def __init__(self, description: Description) -> None:

@@ -14,14 +14,14 @@ import torch
 from torch import nn
 
 from outrider.heads.description import Body, Description, View
-from outrider.heads.modules.base import Borrower
+from outrider.heads.modules.base import HeadBase
 from outrider.heads.modules.layers import Gated, Norm, rotate, rotation
 
 # (which decoder layer, its queries [*, heads, T, D]) to what they find [*, heads, T, D]
 Glance = Callable[[int, torch.Tensor], torch.Tensor]
 
 
-class Onlooker(Borrower):
+class KVSharingHead(HeadBase):
     """Decoder layers of queries, between a projection from the target's width and one back."""
 
     def __init__(self, description: Description) -> None:

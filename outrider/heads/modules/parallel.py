@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from outrider.heads.description import Description, Kind
-from outrider.heads.modules.base import Borrower
+from outrider.heads.modules.base import HeadBase
 
 
 class Block(nn.Module):
@@ -27,7 +27,7 @@ class Block(nn.Module):
         return residual + functional.silu(self.linear(x))
 
 
-class Independent(Borrower):
+class ParallelHead(HeadBase):
     """The stack. Head i guesses token i + 2 after the state's own; the target itself guesses the first."""
 
     def __init__(self, description: Description) -> None:

@@ -11,23 +11,23 @@ import torch
 from outrider.cache.paged import PagedCache
 from outrider.cache.static import StaticCache
 from outrider.core import tree
-from outrider.core.types import Batch, Dice, Draft, Grown, Scores, Tables, Trust
+from outrider.core.types import Batch, Draft, DraftChains, Scores, SharedWeights, StopRule, UniformDraws
 from outrider.errors import OutriderError
 from outrider.heads.hidden_states import StateCache
-from outrider.heads.modules.autoregressive import Follower
+from outrider.heads.modules.autoregressive import AutoregressiveHead
 from outrider.heads.targets.base import HeadRunner, looking
 from outrider.heads.targets.native import HeadDecoder
-from outrider.models.attention import Reader
+from outrider.models.attention import CacheReader
 from outrider.native.library import load_library
 from outrider.native.target import columns_of
 
 
-class FollowTarget(HeadRunner):
-    """A `Follower` over its own cache."""
+class AutoregressiveTarget(HeadRunner):
+    """A `AutoregressiveHead` over its own cache."""
 
-    module: Follower
+    module: AutoregressiveHead
 
-    def __init__(self, module: Follower, tables: Tables, *, slots: int, context: int) -> None:
+    def __init__(self, module: AutoregressiveHead, tables: SharedWeights, *, slots: int, context: int) -> None:
         super().__init__(module, tables, slots=slots, context=context, reach=context)
         self._memory = StaticCache(slots=slots, capacity=context, device=self.device)
         self.cache = StateCache(self._memory, self._taps, read=behind, before=1)
@@ -35,7 +35,7 @@ class FollowTarget(HeadRunner):
 
     def score(self, batch: Batch, draft: Draft, first: int = -1) -> Scores:
         ours = behind(batch)
-        states = torch.cat([self._before(batch, draft, first, b) for b in range(len(batch.rows))])
+        states = torch.cat([self._before(batch, draft, first, b) for b in range(len(batch.seqs))])
         out, logits = self._run(ours, draft, first, states)
         self._remember(self.module.recycled(out), ours, draft, first)
         return self._scores(logits)
@@ -43,12 +43,12 @@ class FollowTarget(HeadRunner):
     def _run(self, batch: Batch, draft: Draft, first: int, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Outputs [T, H] of all columns, and logits [B, M, Vd] of the nodes asked for."""
         layout = self._memory.stage(batch, draft, first)
-        out = self.module(layout.tokens, states, layout.positions, looking(Reader(self._memory, layout)))
+        out = self.module(layout.tokens, states, layout.positions, looking(CacheReader(self._memory, layout)))
         return out, layout.per_node(self.module.logits(out[layout.keep]))
 
     def _before(self, batch: Batch, draft: Draft, first: int, b: int) -> torch.Tensor:
         """The states [L, H] before row b's columns."""
-        slot, end = batch.rows[b].slot, batch.start[b] + len(batch.feed[b])
+        slot, end = batch.seqs[b].slot, batch.start[b] + len(batch.feed[b])
         if first < 0:
             assert not draft.width[b], "the text is read before guesses are"
             return self._behind_text(slot, max(batch.start[b], 1) - 1, end - 1)
@@ -74,10 +74,10 @@ class FollowTarget(HeadRunner):
                 column += 1
 
 
-class NativeFollower(FollowTarget):
+class NativeHead(AutoregressiveTarget):
     """The same with its passes on the native kernels."""
 
-    def __init__(self, module: Follower, tables: Tables, *, slots: int, context: int) -> None:
+    def __init__(self, module: AutoregressiveHead, tables: SharedWeights, *, slots: int, context: int) -> None:
         """Prepare for `slots` rows of up to `context` tokens.
 
         Raises:
@@ -91,7 +91,7 @@ class NativeFollower(FollowTarget):
         self._decoder = HeadDecoder(module, tables, load_library(), self._blocks)
         self.kernels = "native"
 
-    def swap(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
+    def update_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
         raise OutriderError("a trained draft in native kernels cannot be swapped; load it with kernels torch")
 
     def _run(self, batch: Batch, draft: Draft, first: int, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -99,27 +99,27 @@ class NativeFollower(FollowTarget):
         columns, order = columns_of(batch, draft, first, self.vocab)
         logits, _, out = self._decoder.run(columns, (self.module.body.layers - 1,), states.float().contiguous())
         logits = logits if order is None else logits[order]
-        return out[0].to(self._dtype), logits.view(len(batch.rows), -1, logits.shape[-1])
+        return out[0].to(self._dtype), logits.view(len(batch.seqs), -1, logits.shape[-1])
 
 
-class NativeFollowTarget(NativeFollower):
+class NativeAutoregressiveTarget(NativeHead):
     """The same, with a chain in one call: each guess goes on from the one before and from what was recycled.
 
     The kernels make states of what was tapped, too; for a few columns, calls of torch take longer than the guesses.
     """
 
-    def grow(self, batch: Batch, vocab: int, trust: Trust | None = None) -> Grown:
+    def draft_greedy(self, batch: Batch, vocab: int, trust: StopRule | None = None) -> DraftChains:
         return self._grow(batch, vocab, trust, None)
 
-    def draw(self, batch: Batch, vocab: int, dice: Dice, trust: Trust | None = None) -> Grown:
+    def draft_sampled(self, batch: Batch, vocab: int, dice: UniformDraws, trust: StopRule | None = None) -> DraftChains:
         return self._grow(batch, vocab, trust, dice)
 
-    def _grow(self, batch: Batch, vocab: int, trust: Trust | None, dice: Dice | None) -> Grown:
-        ours, none = behind(batch), tree.empty(len(batch.rows), self.device)
-        taps = torch.cat([self._before(batch, none, -1, b) for b in range(len(batch.rows))])
-        self._blocks.reserve(ours, batch.budget)
+    def _grow(self, batch: Batch, vocab: int, trust: StopRule | None, dice: UniformDraws | None) -> DraftChains:
+        ours, none = behind(batch), tree.empty(len(batch.seqs), self.device)
+        taps = torch.cat([self._before(batch, none, -1, b) for b in range(len(batch.seqs))])
+        self._blocks.reserve(ours, batch.draft_budget)
         columns, _ = columns_of(ours, none, -1, self.vocab)
-        return self._decoder.grow(columns, batch.budget, vocab, trust, dice=dice, state=taps.float().contiguous())
+        return self._decoder.grow(columns, batch.draft_budget, vocab, trust, dice=dice, state=taps.float().contiguous())
 
     def _behind_text(self, slot: int, begin: int, end: int) -> torch.Tensor:
         return self._taps.tapped(slot, begin, end)

@@ -12,13 +12,13 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from outrider.cache.base import Cache
-from outrider.core.types import Batch, Draft, Grown, Round, Scores, Tables, Trust
+from outrider.core.types import Batch, Draft, DraftChains, Round, Scores, SharedWeights, StopRule
 from outrider.errors import OutriderError
 from outrider.heads.description import Description
-from outrider.heads.hidden_states import Taps
+from outrider.heads.hidden_states import HiddenStates
 from outrider.heads.modules.layers import Attention, Look
-from outrider.models.attention import Reader, attend
-from outrider.models.base import Target, grow_by_scores
+from outrider.models.attention import CacheReader, attend
+from outrider.models.base import Target, draft_by_scores
 
 
 @runtime_checkable
@@ -43,15 +43,15 @@ class HeadRunner:
 
     cache: Cache
 
-    def __init__(self, module: Any, tables: Tables, *, slots: int, context: int, reach: int) -> None:
+    def __init__(self, module: Any, tables: SharedWeights, *, slots: int, context: int, reach: int) -> None:
         """Lend the target's `tables` to a module, for `slots` rows of up to `context` tokens."""
         self.description: Description = module.description
         self.module, self.vocab = module, module.description.vocab
         self.slots, self.context, self.reach = slots, context, reach
         self.device, self.kernels, self.version = tables.embedding.device, "torch", 0
-        self._taps = Taps(self.description, tables)
+        self._taps = HiddenStates(self.description, tables)
         self._dtype = next(module.parameters()).dtype
-        module.lend(tables.embedding, tables.head)
+        module.share_weights(tables.embedding, tables.head)
 
     def note(self, round: Round) -> None:
         self._taps.note(round)
@@ -65,14 +65,14 @@ class HeadRunner:
     def score(self, batch: Batch, draft: Draft, first: int = -1) -> Scores:
         raise NotImplementedError
 
-    def grow(self, batch: Batch, vocab: int, trust: Trust | None = None) -> Grown:
-        return grow_by_scores(self, batch, vocab, trust)
+    def draft_greedy(self, batch: Batch, vocab: int, trust: StopRule | None = None) -> DraftChains:
+        return draft_by_scores(self, batch, vocab, trust)
 
-    def export(self, layers: Sequence[int]) -> None:
+    def export_hidden_states(self, layers: Sequence[int]) -> None:
         if layers:
             raise OutriderError("a trained draft exports no layers; tap the target's")
 
-    def swap(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
+    def update_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
         """Load new values for some or all weights.
 
         Raises:
@@ -98,7 +98,7 @@ class HeadRunner:
         return Scores(logits=out)
 
 
-def looking(reader: Reader) -> Look:
+def looking(reader: CacheReader) -> Look:
     """Attention over a cache, of a pass whose columns are packed one behind another."""
 
     def look(of: Attention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

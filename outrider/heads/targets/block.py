@@ -8,23 +8,23 @@ import torch
 
 from outrider.cache.static import StaticCache
 from outrider.core import tree
-from outrider.core.types import Batch, Draft, Scores, Tables
+from outrider.core.types import Batch, Draft, Scores, SharedWeights
 from outrider.heads.hidden_states import StateCache
-from outrider.heads.modules.block import BlockDraft
+from outrider.heads.modules.block import BlockHead
 from outrider.heads.targets.base import HeadRunner, at_depth, looking
-from outrider.models.attention import Reader
+from outrider.models.attention import CacheReader
 
 
 class BlockTarget(HeadRunner):
-    """A `BlockDraft` over the keys and values that it has made of the target's states.
+    """A `BlockHead` over the keys and values that it has made of the target's states.
 
     `score` at the text's end runs one block a row; with `first` it looks up what that said of the nodes' depths, and
     corrects it by their tokens. Guesses further behind than the block reaches are answered as its last one.
     """
 
-    module: BlockDraft
+    module: BlockHead
 
-    def __init__(self, module: BlockDraft, tables: Tables, *, slots: int, context: int) -> None:
+    def __init__(self, module: BlockHead, tables: SharedWeights, *, slots: int, context: int) -> None:
         super().__init__(module, tables, slots=slots, context=context, reach=module.block.guesses)
         self._memory = StaticCache(slots=slots, capacity=context + module.block.size, device=self.device)
         self.cache = StateCache(self._memory, self._taps, read=tapped)
@@ -48,18 +48,18 @@ class BlockTarget(HeadRunner):
         known, size = tapped(batch), self.module.block.size
         self._remember(known)
         self._last = tree.upload([feed[-1:] for feed in batch.feed], self.device)
-        columns = tree.chain(self._last.expand(-1, size), (size,) * len(batch.rows))
+        columns = tree.chain(self._last.expand(-1, size), (size,) * len(batch.seqs))
         layout = self._memory.stage(known, columns, 0)
-        reader = Reader(self._memory, layout)
+        reader = CacheReader(self._memory, layout)
         _let_see_both_ways(reader, self.module.body.heads // self.module.body.key_heads, self._dtype)
         self._out = self.module(self._last[:, 0], layout.positions, looking(reader))
         self._said = self.module.logits(self._out)
 
     def _remember(self, known: Batch) -> None:
-        layout = self._memory.stage(known, tree.empty(len(known.rows), self.device))
+        layout = self._memory.stage(known, tree.empty(len(known.seqs), self.device))
         states = [
             self._taps.read(row.slot, start, start + len(feed))
-            for row, start, feed in zip(known.rows, known.start, known.feed, strict=True)
+            for row, start, feed in zip(known.seqs, known.start, known.feed, strict=True)
         ]
         fused = self.module.fused(torch.cat(states).to(self._dtype))
         for layer, (keys, values) in enumerate(self.module.shown(fused, layout.positions)):
@@ -71,7 +71,7 @@ def tapped(batch: Batch) -> Batch:
     return replace(batch, feed=tuple(feed[:-1] for feed in batch.feed))
 
 
-def _let_see_both_ways(reader: Reader, sharing: int, dtype: torch.dtype) -> None:
+def _let_see_both_ways(reader: CacheReader, sharing: int, dtype: torch.dtype) -> None:
     """Give a pass over blocks its masks: each column sees all that its row has kept, and all of its block."""
     masks: list[torch.Tensor | None] = []
     for group in reader.groups:

@@ -6,23 +6,23 @@ import torch
 from torch.nn import functional
 
 from outrider.core import tree
-from outrider.core.types import Batch, Draft, Scores, Tables
+from outrider.core.types import Batch, Draft, Scores, SharedWeights
 from outrider.errors import OutriderError
 from outrider.heads.hidden_states import NoCache
-from outrider.heads.modules.kv_sharing import Onlooker
+from outrider.heads.modules.kv_sharing import KVSharingHead
 from outrider.heads.targets.base import HeadRunner
 
 
-class OnlookTarget(HeadRunner):
-    """An `Onlooker` beside the memory of its target.
+class KVSharingTarget(HeadRunner):
+    """An `KVSharingHead` beside the memory of its target.
 
     What the target has cached of a row when it is asked for guesses is what the row's queries see, so it must be asked
     before the target runs on.
     """
 
-    module: Onlooker
+    module: KVSharingHead
 
-    def __init__(self, module: Onlooker, tables: Tables, *, slots: int, context: int) -> None:
+    def __init__(self, module: KVSharingHead, tables: SharedWeights, *, slots: int, context: int) -> None:
         """Prepare for `slots` rows of up to `context` tokens.
 
         Raises:
@@ -40,7 +40,7 @@ class OnlookTarget(HeadRunner):
 
     def score(self, batch: Batch, draft: Draft, first: int = -1) -> Scores:
         if first < 0:
-            self._slots = [row.slot for row in batch.rows]
+            self._slots = [row.slot for row in batch.seqs]
             self._lengths = [start + len(feed) for start, feed in zip(batch.start, batch.feed, strict=True)]
             ends = zip(self._slots, self._lengths, strict=True)
             taps = torch.cat([self._taps.read(slot, end - 2, end - 1) for slot, end in ends])

@@ -5,21 +5,21 @@ from __future__ import annotations
 import torch
 
 from outrider.core import tree
-from outrider.core.types import Batch, Draft, Grown, Scores, Tables, Trust
-from outrider.heads.modules.autoregressive import Follower
-from outrider.heads.targets.autoregressive import FollowTarget, NativeFollower, behind
+from outrider.core.types import Batch, Draft, DraftChains, Scores, SharedWeights, StopRule
+from outrider.heads.modules.autoregressive import AutoregressiveHead
+from outrider.heads.targets.autoregressive import AutoregressiveTarget, NativeHead, behind
 from outrider.heads.targets.base import at_depth
-from outrider.models.base import grow_by_scores
+from outrider.models.base import draft_by_scores
 
 
-class MaskTarget(FollowTarget):
-    """A `Follower` with masks, over its own cache.
+class MaskedTarget(AutoregressiveTarget):
+    """A `AutoregressiveHead` with masks, over its own cache.
 
     `score` at the text's end runs as many masks as a row's budget asks for; with `first` it looks up what they said.
     A guess knows how many stand before it and not which, so all nodes of one depth are answered alike.
     """
 
-    def __init__(self, module: Follower, tables: Tables, *, slots: int, context: int) -> None:
+    def __init__(self, module: AutoregressiveHead, tables: SharedWeights, *, slots: int, context: int) -> None:
         super().__init__(module, tables, slots=slots, context=context)
         assert module.description.masks is not None
         self._masks = module.description.masks
@@ -29,16 +29,16 @@ class MaskTarget(FollowTarget):
     def score(self, batch: Batch, draft: Draft, first: int = -1) -> Scores:
         if first < 0:
             self._said = self._read(batch)
-        root = torch.zeros(len(batch.rows), 1, dtype=torch.int64, device=self.device)
+        root = torch.zeros(len(batch.seqs), 1, dtype=torch.int64, device=self.device)
         depth = torch.cat([root, tree.depths(draft)], 1)[:, 1 + first :]
         return self._scores(at_depth(self._said, depth))
 
-    def grow(self, batch: Batch, vocab: int, trust: Trust | None = None) -> Grown:
-        return grow_by_scores(self, batch, vocab, trust)
+    def draft_greedy(self, batch: Batch, vocab: int, trust: StopRule | None = None) -> DraftChains:
+        return draft_by_scores(self, batch, vocab, trust)
 
     def _read(self, batch: Batch) -> torch.Tensor:
         """Logits [B, 1 + masks, Vd] behind each text and behind its masks."""
-        widths = tuple(max(min(budget, self.reach) - 1, 0) for budget in batch.budget)
+        widths = tuple(max(min(budget, self.reach) - 1, 0) for budget in batch.draft_budget)
         tokens = torch.full((len(widths), max(widths)), self._masks.token, device=self.device)
         none, mask = tree.empty(len(widths), self.device), self.module.masked()
         states = []
@@ -47,5 +47,5 @@ class MaskTarget(FollowTarget):
         return self._run(behind(batch), tree.chain(tokens, widths), -1, torch.cat(states))[1]
 
 
-class NativeMaskTarget(MaskTarget, NativeFollower):
-    """The same on the native kernels; it is no `Drawer`, whose chains are a follower's."""
+class NativeMaskedTarget(MaskedTarget, NativeHead):
+    """The same on the native kernels; it is no `ChainSampler`, whose chains are a follower's."""

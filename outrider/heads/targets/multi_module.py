@@ -8,28 +8,28 @@ from itertools import accumulate
 
 import torch
 
-from outrider.cache.base import Layout, Roomy
+from outrider.cache.base import Layout, UnboundedCache
 from outrider.cache.static import StaticCache
 from outrider.core import tree
-from outrider.core.types import Batch, Draft, Round, Scores, Tables
+from outrider.core.types import Batch, Draft, Round, Scores, SharedWeights
 from outrider.heads.hidden_states import StateCache
-from outrider.heads.modules.autoregressive import Follower
+from outrider.heads.modules.autoregressive import AutoregressiveHead
 from outrider.heads.targets.autoregressive import behind
 from outrider.heads.targets.base import HeadRunner, looking
-from outrider.models.attention import Reader
+from outrider.models.attention import CacheReader
 
 
-class ModulesTarget(HeadRunner):
-    """A `Follower` with several modules, each over a cache of its own.
+class MultiModuleTarget(HeadRunner):
+    """A `AutoregressiveHead` with several modules, each over a cache of its own.
 
     Module m, counted from 0, reads a token beside what module m - 1 made of the token before, and guesses what comes m
     tokens later than the first one's guess. So a guess is read by those modules alone that guess behind it. Of a text
     with fewer tokens than modules nothing is known to the last of them, whose guesses are then as good as any.
     """
 
-    module: Follower
+    module: AutoregressiveHead
 
-    def __init__(self, module: Follower, tables: Tables, *, slots: int, context: int) -> None:
+    def __init__(self, module: AutoregressiveHead, tables: SharedWeights, *, slots: int, context: int) -> None:
         count = module.description.modules
         super().__init__(module, tables, slots=slots, context=context, reach=count)
         self._memories = [StaticCache(slots=slots, capacity=context, device=self.device) for _ in range(count)]
@@ -46,7 +46,7 @@ class ModulesTarget(HeadRunner):
     def _read(self, batch: Batch) -> torch.Tensor:
         """Logits [B, 1, Vd] behind the texts, all of whose new tokens all modules read."""
         ends = [start + len(feed) for start, feed in zip(batch.start, batch.feed, strict=True)]
-        slots = [row.slot for row in batch.rows]
+        slots = [row.slot for row in batch.seqs]
         starts = [max(start, 1) for start in batch.start]
         taps = [self._taps.read(*place) for place in zip(slots, _less(starts), _less(ends), strict=True)]
         states = list(torch.split(self.module.fused(torch.cat(taps).to(self._dtype)), [len(each) for each in taps]))
@@ -72,7 +72,7 @@ class ModulesTarget(HeadRunner):
 
     def _guess(self, batch: Batch, draft: Draft, first: int) -> torch.Tensor:
         """Logits [B, M, Vd] behind the nodes from `first` on."""
-        one_by_one = [list(range(-1, draft.size - 1))] * len(batch.rows)
+        one_by_one = [list(range(-1, draft.size - 1))] * len(batch.seqs)
         parents = one_by_one if draft.chain else draft.parent.tolist()
         nodes = [(b, node) for b, width in enumerate(draft.width) for node in range(first, width)]
         depths = [min(len(tree.path(parents[b], node)), self.reach - 1) for b, node in nodes]
@@ -96,11 +96,11 @@ class ModulesTarget(HeadRunner):
         layout = memory.stage(behind(batch, number + 1), draft, first)
         if not len(states):
             return states, layout
-        look = looking(Reader(memory, layout))
+        look = looking(CacheReader(memory, layout))
         return self.module(layout.tokens, states, layout.positions + number, look, number), layout
 
 
-class _Caches(Roomy):
+class _Caches(UnboundedCache):
     """The modules' caches, as one to those who keep texts in them: the first one's."""
 
     def __init__(self, inner: Sequence[StaticCache]) -> None:

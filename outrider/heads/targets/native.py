@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from outrider.cache.paged import PagedCache
-from outrider.core.types import Tables
+from outrider.core.types import SharedWeights
 from outrider.errors import UnsupportedModel
 from outrider.heads.description import Body, JoinAt, Recycle
-from outrider.heads.modules.autoregressive import Follower
+from outrider.heads.modules.autoregressive import AutoregressiveHead
 from outrider.heads.modules.layers import Gated, Layer
 from outrider.heads.rotary import frequencies
 from outrider.native.abi import MOST_DIM, MOST_SHARING, CEntry, CLayer, CLinear, CModel
@@ -24,7 +24,7 @@ from outrider.native.pack import Arena, PackedWeight, interleave, pack
 class HeadDecoder(Passes):
     """Packed weights, and one pass over them; the target's tables are not copied."""
 
-    def __init__(self, module: Follower, tables: Tables, library: Library, memory: PagedCache) -> None:
+    def __init__(self, module: AutoregressiveHead, tables: SharedWeights, library: Library, memory: PagedCache) -> None:
         """Pack a module that was lent `tables`; its entries are in `memory`. All are of one type.
 
         Raises:
@@ -71,7 +71,7 @@ class HeadDecoder(Passes):
     def vocab(self) -> int:
         return self._head.shape[0]
 
-    def _entry(self, tables: Tables) -> CEntry:
+    def _entry(self, tables: SharedWeights) -> CEntry:
         module, join, it = self._module, self._module.join, self._module.description
         fuse, project, size = CLinear(), CLinear(), it.target_hidden
         if it.taps.fused:

@@ -7,18 +7,18 @@ from collections.abc import Sequence
 import torch
 
 from outrider.core import tree
-from outrider.core.types import Batch, Draft, Scores, Tables
+from outrider.core.types import Batch, Draft, Scores, SharedWeights
 from outrider.heads.hidden_states import NoCache
-from outrider.heads.modules.parallel import Independent
+from outrider.heads.modules.parallel import ParallelHead
 from outrider.heads.targets.base import HeadRunner
 
 
-class IndependentTarget(HeadRunner):
-    """A stack of `Independent` heads on the state before the last token."""
+class ParallelTarget(HeadRunner):
+    """A stack of `ParallelHead` heads on the state before the last token."""
 
-    module: Independent
+    module: ParallelHead
 
-    def __init__(self, module: Independent, tables: Tables, *, slots: int, context: int) -> None:
+    def __init__(self, module: ParallelHead, tables: SharedWeights, *, slots: int, context: int) -> None:
         super().__init__(module, tables, slots=slots, context=context, reach=module.stack.heads)
         self.cache = NoCache(self._taps)
         self._state, self._last = torch.empty(0), torch.empty(0)  # [B, H], [B, 1] of this round
@@ -26,7 +26,7 @@ class IndependentTarget(HeadRunner):
     def score(self, batch: Batch, draft: Draft, first: int = -1) -> Scores:
         if first < 0:
             ends = [start + len(feed) for start, feed in zip(batch.start, batch.feed, strict=True)]
-            taps = [self._taps.read(row.slot, end - 2, end - 1) for row, end in zip(batch.rows, ends, strict=True)]
+            taps = [self._taps.read(row.slot, end - 2, end - 1) for row, end in zip(batch.seqs, ends, strict=True)]
             self._state = torch.cat(taps)[:, -1].to(self._dtype)
             self._last = tree.upload([feed[-1:] for feed in batch.feed], self.device)
             logits = self.module(self._state, self._last, 0)[:, None]

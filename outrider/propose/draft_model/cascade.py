@@ -10,9 +10,9 @@ from types import MappingProxyType
 import torch
 
 from outrider.core import tree
-from outrider.core.types import Batch, Grown, Row, Trust
+from outrider.core.types import Batch, DraftChains, SequenceState, StopRule
 from outrider.models.base import Target
-from outrider.models.draft_chains import Watch
+from outrider.models.draft_chains import ChainBuilder
 from outrider.propose.vocabulary.wrapped_target import Wrapped
 
 _SIZES = (4, 3, 2, 1)  # tokens of an ending that is looked up, the longest first
@@ -31,11 +31,11 @@ class Cascade(Wrapped):
         super().__init__(inner)
         self._lookups: dict[int, _Lookup] = {}  # by slot
 
-    def grow(self, batch: Batch, vocab: int, trust: Trust | None = None) -> Grown:
-        lookups = [self._lookup(row) for row in batch.rows]
-        watch = Watch(batch.budget, trust if tree.near(self.device) else None)
-        chains: list[list[int]] = [[] for _ in batch.rows]
-        laws: list[list[torch.Tensor]] = [[] for _ in batch.rows]  # logits [V] that each token is the likeliest of
+    def draft_greedy(self, batch: Batch, vocab: int, trust: StopRule | None = None) -> DraftChains:
+        lookups = [self._lookup(row) for row in batch.seqs]
+        watch = ChainBuilder(batch.draft_budget, trust if tree.near(self.device) else None)
+        chains: list[list[int]] = [[] for _ in batch.seqs]
+        laws: list[list[torch.Tensor]] = [[] for _ in batch.seqs]  # logits [V] that each token is the likeliest of
         while going := [b for b, most in enumerate(watch.count) if len(chains[b]) < most]:
             # The last token of a chain has come out of a pass and been in none; those before it have been read.
             first = min(len(chains[b]) for b in going) - 1
@@ -51,7 +51,7 @@ class Cascade(Wrapped):
             _look(watch, chains, laws)
         size = max(map(len, chains))
         tokens = tree.upload([chain + [0] * (size - len(chain)) for chain in chains], self.device)
-        return Grown(tokens=tokens, count=tuple(watch.count), margin=watch.margins, chance=watch.chances)
+        return DraftChains(tokens=tokens, count=tuple(watch.count), margin=watch.margins, chance=watch.chances)
 
     def _say(
         self, batch: Batch, rows: Sequence[list[int]], first: int, vocab: int
@@ -70,7 +70,7 @@ class Cascade(Wrapped):
         assert best is not None
         return best.tolist(), logits
 
-    def _lookup(self, row: Row) -> _Lookup:
+    def _lookup(self, row: SequenceState) -> _Lookup:
         lookup = self._lookups.get(row.slot)
         if lookup is None or lookup.row is not row:
             lookup = self._lookups[row.slot] = _Lookup(row)
@@ -81,14 +81,14 @@ class Cascade(Wrapped):
 class _Lookup:
     """Where in a row's text each short run of tokens was last followed by another."""
 
-    def __init__(self, row: Row) -> None:
+    def __init__(self, row: SequenceState) -> None:
         self.row = row
         self._read = 0
         self._after: dict[tuple[int, ...], int] = {}
 
     def read(self) -> None:
         """Catch up with the row's text."""
-        text = self.row.text
+        text = self.row.token_ids
         for at in range(max(self._read, 1), len(text)):
             for size in _SIZES:
                 if size <= at:
@@ -97,7 +97,7 @@ class _Lookup:
 
     def guess(self, chain: Sequence[int], count: int) -> list[int]:
         """What followed the longest ending of text and chain that the text has seen before, up to `count` tokens."""
-        text = self.row.text
+        text = self.row.token_ids
         ending = [*text[-max(_SIZES) :], *chain]
         for size in _SIZES if count > 0 else ():
             at = self._after.get(tuple(ending[-size:])) if size <= len(ending) else None
@@ -106,7 +106,7 @@ class _Lookup:
         return []
 
 
-def _look(watch: Watch, chains: Sequence[list[int]], laws: Sequence[list[torch.Tensor]]) -> None:
+def _look(watch: ChainBuilder, chains: Sequence[list[int]], laws: Sequence[list[torch.Tensor]]) -> None:
     """Let `watch` see what all rows that go on have come to: it looks at one guess of each at a time."""
     while watch.margins is not None and watch.depth < max(watch.count):
         at = watch.depth

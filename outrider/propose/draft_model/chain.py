@@ -13,19 +13,32 @@ from torch.nn import functional
 from outrider.cache.base import fitting
 from outrider.core import tree
 from outrider.core.noise import PositionNoise, inverse_cdf
-from outrider.core.types import Batch, Dice, Draft, Draw, Grown, Law, Needs, Packed, Request, Round, Row, Trust
-from outrider.models.base import Drawer, Target
-from outrider.models.draft_chains import Watch
-from outrider.propose.base import Setup
+from outrider.core.types import (
+    Batch,
+    Draft,
+    DraftChains,
+    DraftKind,
+    Draw,
+    Needs,
+    Packed,
+    Request,
+    Round,
+    SequenceState,
+    StopRule,
+    UniformDraws,
+)
+from outrider.models.base import ChainSampler, Target
+from outrider.models.draft_chains import ChainBuilder
+from outrider.propose.base import ProposerSetup
 from outrider.propose.draft_model.confidence import Confidence
-from outrider.verify.sampling import Knobs, want_of, warp
+from outrider.verify.sampling import SamplingTensors, apply_sampling, want_of
 
 _log = logging.getLogger("outrider")
 _PIECE = 512  # tokens of texts read in one round: those who decode beside it wait for no more
 _NEAR = 64  # tokens that a row may be behind and still be read whole
 
 
-class ModelProposer:
+class DraftModelProposer:
     """Runs a draft model over its own cache.
 
     The draft reads a text when it is first asked to go on with it, and so costs nothing while the planner does without
@@ -35,9 +48,9 @@ class ModelProposer:
 
     needs = Needs()
 
-    def __init__(self, setup: Setup, model: Target) -> None:
+    def __init__(self, setup: ProposerSetup, model: Target) -> None:
         self._setup, self._model = setup, model
-        self._knobs: Knobs | None = None
+        self._knobs: SamplingTensors | None = None
         self._noise: PositionNoise | None = None  # of the same rows
         self._batch: Batch | None = None  # the rows and feeds that the draft has staged this round
         self._draft = self._proposed = tree.empty(1, setup.device)  # what it guessed for them, and for all rows
@@ -47,15 +60,15 @@ class ModelProposer:
         self._told = False
 
     def admit(self, slot: int, request: Request) -> None:
-        self._model.cache.admit(slot, request.prompt, request.params.scope)
+        self._model.cache.admit(slot, request.prompt_token_ids, request.params.scope)
 
     def propose(self, batch: Batch) -> Draft:
         ours, where = self._catch_up(batch)
         self._batch = ours
         unread = unread_of(batch, ours)
         if ours is None:
-            return replace(tree.empty(len(batch.rows), self._setup.device), unread=unread)
-        draft = self._guess(ours, where, len(batch.rows))
+            return replace(tree.empty(len(batch.seqs), self._setup.device), unread=unread)
+        draft = self._guess(ours, where, len(batch.seqs))
         return replace(draft, unread=unread) if unread else draft  # a copy forgets what was listed
 
     def commit(self, round: Round) -> None:
@@ -63,7 +76,7 @@ class ModelProposer:
             return
         kept = self._kept(round)
         # The last guess was never fed to the draft itself, so the draft's cache ends before it.
-        fed = zip(self._batch.rows, self._draft.width, strict=True)
+        fed = zip(self._batch.seqs, self._draft.width, strict=True)
         path = tuple(tuple(range(min(kept[row.slot], max(width - 1, 0)))) for row, width in fed)
         self._model.cache.commit(replace(round, batch=self._batch, draft=self._draft, path=path))
 
@@ -76,12 +89,12 @@ class ModelProposer:
     def _kept(self, round: Round) -> dict[int, int]:
         """By slot, how many of this round's guesses have become text; and learn from it where margins are known."""
         if self._margins is None and tree.is_cut(round.draft, self._proposed):  # without a look at the device
-            return {row.slot: len(path) for row, path in zip(round.batch.rows, round.path, strict=True)}
+            return {row.slot: len(path) for row, path in zip(round.batch.seqs, round.path, strict=True)}
         assert self._batch is not None
-        emitted = {row.slot: tokens for row, tokens in zip(round.batch.rows, round.emitted, strict=True)}
+        emitted = {row.slot: tokens for row, tokens in zip(round.batch.seqs, round.emitted, strict=True)}
         guesses = self._looked if self._margins is not None else self._draft.listed()
         kept = {}
-        for b, (row, width) in enumerate(zip(self._batch.rows, self._draft.width, strict=True)):
+        for b, (row, width) in enumerate(zip(self._batch.seqs, self._draft.width, strict=True)):
             pairs = zip(guesses[b][:width], emitted[row.slot], strict=False)
             kept[row.slot] = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
             if self._margins is not None:
@@ -107,12 +120,12 @@ class ModelProposer:
         able = self._able(batch)
         where, starts, feeds, budgets = [], [], [], []
         left = _PIECE
-        for b, row in enumerate(batch.rows):
+        for b, row in enumerate(batch.seqs):
             end = batch.start[b] + len(batch.feed[b])
             start = self._model.cache.length(row.slot)
             room = self._model.context - end
-            budget = min(batch.budget[b], max(room, 0))
-            if room < batch.budget[b] and not self._told:
+            budget = min(batch.draft_budget[b], max(room, 0))
+            if room < batch.draft_budget[b] and not self._told:
                 self._told = True
                 _log.warning("the draft model's context of %d tokens is full; going on without it", self._model.context)
             whole = end - start <= _NEAR or self._comes_again(row)
@@ -121,24 +134,31 @@ class ModelProposer:
                 left -= 0 if whole else stop - start
                 where.append(b)
                 starts.append(start)
-                feeds.append(tuple(row.text[start:stop]))
+                feeds.append(tuple(row.token_ids[start:stop]))
                 budgets.append(budget if stop == end else 0)
         if not where:
             return None, where
-        rows = tuple(batch.rows[b] for b in where)
+        rows = tuple(batch.seqs[b] for b in where)
         ours = replace(
-            batch, rows=rows, start=tuple(starts), feed=tuple(feeds), budget=tuple(budgets), room=(), waiting=0, arm=0
+            batch,
+            seqs=rows,
+            start=tuple(starts),
+            feed=tuple(feeds),
+            draft_budget=tuple(budgets),
+            forced_budget=(),
+            waiting=0,
+            alternative=0,
         )
         return ours, where
 
-    def _comes_again(self, row: Row) -> bool:
+    def _comes_again(self, row: SequenceState) -> bool:
         """Whether its user gave a seed for a text in which guesses have a part: they must follow from it alone then."""
         asked = row.request.params
         return asked.seed is not None and asked.temperature > 0 and self._setup.draw is Draw.SAMPLE
 
     def _able(self, batch: Batch) -> frozenset[int]:
         """The slots whose texts and guesses the draft's cache has memory for."""
-        ends = zip(batch.rows, batch.start, batch.feed, batch.budget, strict=True)
+        ends = zip(batch.seqs, batch.start, batch.feed, batch.draft_budget, strict=True)
         wanted = {
             row.slot: min(start + len(feed) + self._reads(budget), self._model.context)
             for row, start, feed, budget in ends
@@ -152,43 +172,43 @@ class ModelProposer:
 
     def _grow(self, batch: Batch) -> Draft:
         knobs = self._knobs_of(batch)
-        own = any(self._comes_again(row) for row in batch.rows)  # others' ends may not stop its chain
-        ends = frozenset[int]() if own else frozenset.intersection(*(row.request.end_ids for row in batch.rows))
+        own = any(self._comes_again(row) for row in batch.seqs)  # others' ends may not stop its chain
+        ends = frozenset[int]() if own else frozenset.intersection(*(row.request.end_ids for row in batch.seqs))
         trust = self._confidence.trust(batch.keep, batch.worth, tuple(ends))
-        grown = self._grown(batch, knobs, trust) if max(batch.budget) else None
+        grown = self._grown(batch, knobs, trust) if max(batch.draft_budget) else None
         if grown is None:
             return self._draw_chain(batch, knobs, trust)
         self._margins, law = grown.margin, None
         if grown.q is not None:
-            law = torch.where(grown.q.at >= 0, int(Law.SAMPLED), int(Law.ONE_HOT))
+            law = torch.where(grown.q.at >= 0, int(DraftKind.SAMPLED), int(DraftKind.ONE_HOT))
         return self._chain(grown.tokens, grown.count, grown.chance, law=law, q=grown.q)
 
-    def _grown(self, batch: Batch, knobs: Knobs, trust: Trust) -> Grown | None:
+    def _grown(self, batch: Batch, knobs: SamplingTensors, trust: StopRule) -> DraftChains | None:
         """Chains that the model grows by itself; None where that is not how these rows want their guesses."""
-        if not min(batch.budget):  # rows that are being read make one guess, of no use in the midst of a text
-            one = replace(batch, budget=tuple(max(most, 1) for most in batch.budget))
-            return _without(self._grown(one, knobs, trust), batch.budget)
+        if not min(batch.draft_budget):  # rows that are being read make one guess, of no use in the midst of a text
+            one = replace(batch, draft_budget=tuple(max(most, 1) for most in batch.draft_budget))
+            return _without(self._grown(one, knobs, trust), batch.draft_budget)
         model, vocab, draw = self._model, self._setup.vocab, self._setup.draw
         if knobs.bare or (knobs.soft and draw is Draw.ARGMAX):  # no law has another likeliest token
-            return model.grow(batch, vocab, trust)
-        if knobs.soft and draw is Draw.SAMPLE and isinstance(model, Drawer):
-            wants = tuple(want_of(row, vocab) for row in batch.rows)
-            uniform = self._noise_of(batch).draws(max(batch.budget), batch.voice)
-            return model.draw(batch, vocab, Dice(wants=wants, uniform=uniform), trust)
+            return model.draft_greedy(batch, vocab, trust)
+        if knobs.soft and draw is Draw.SAMPLE and isinstance(model, ChainSampler):
+            wants = tuple(want_of(row, vocab) for row in batch.seqs)
+            uniform = self._noise_of(batch).draws(max(batch.draft_budget), batch.voice)
+            return model.draft_sampled(batch, vocab, UniformDraws(wants=wants, uniform=uniform), trust)
         return None
 
-    def _draw_chain(self, batch: Batch, knobs: Knobs, trust: Trust) -> Draft:
+    def _draw_chain(self, batch: Batch, knobs: SamplingTensors, trust: StopRule) -> Draft:
         noise = self._noise_of(batch)
-        draft = tree.empty(len(batch.rows), self._setup.device)
-        draws = noise.draws(max(batch.budget), batch.voice)
+        draft = tree.empty(len(batch.seqs), self._setup.device)
+        draws = noise.draws(max(batch.draft_budget), batch.voice)
         laws: list[torch.Tensor] = []
-        watch = Watch(batch.budget, trust if tree.near(self._setup.device) else None)
+        watch = ChainBuilder(batch.draft_budget, trust if tree.near(self._setup.device) else None)
         scores = self._model.score(batch, draft)
         while watch.depth < max(watch.count):
             if watch.depth:
                 scores = self._model.score(batch, draft, first=watch.depth - 1)
             own = _fit(scores.logits, self._setup.vocab)
-            law = warp(own, knobs, draft, last=True)[:, 0]
+            law = apply_sampling(own, knobs, draft, last=True)[:, 0]
             # A greedy row's law is one-hot, so every way of drawing finds its argmax, and this one is the quickest.
             drawn = law.argmax(-1) if knobs.all_greedy else self._draw(law, noise, draws, watch.depth)
             tokens = torch.cat([draft.tokens, drawn[:, None]], 1)
@@ -199,7 +219,7 @@ class ModelProposer:
         if self._setup.draw is Draw.ARGMAX or knobs.all_greedy or not laws:
             return self._chain(draft.tokens, draft.width, watch.chances)
         sampled = tree.upload(knobs.sampled, self._setup.device, torch.bool)[:, None]
-        law_of = torch.where(sampled, int(Law.SAMPLED), int(Law.ONE_HOT)).expand_as(draft.tokens)
+        law_of = torch.where(sampled, int(DraftKind.SAMPLED), int(DraftKind.ONE_HOT)).expand_as(draft.tokens)
         places = torch.arange(draft.tokens.numel(), device=self._setup.device).view(len(laws), -1).T
         q = Packed(values=torch.cat(laws), at=torch.where(sampled, places, -1))
         return self._chain(draft.tokens, draft.width, watch.chances, law=law_of, q=q)
@@ -236,23 +256,23 @@ class ModelProposer:
             case Draw.RACE:
                 return noise.race(law, torch.full((len(law),), depth, device=law.device))
 
-    def _knobs_of(self, batch: Batch) -> Knobs:
-        if self._knobs is None or self._knobs.rows != batch.rows:
-            self._knobs = Knobs.of(batch.rows, self._setup.vocab, self._setup.device)
+    def _knobs_of(self, batch: Batch) -> SamplingTensors:
+        if self._knobs is None or self._knobs.rows != batch.seqs:
+            self._knobs = SamplingTensors.of(batch.seqs, self._setup.vocab, self._setup.device)
             self._noise = PositionNoise(self._knobs.seed, self._knobs.seed)
         return self._knobs
 
     def _noise_of(self, batch: Batch) -> PositionNoise:
         assert self._noise is not None
-        return self._noise.at(tree.upload([len(row.text) for row in batch.rows], self._setup.device))
+        return self._noise.at(tree.upload([len(row.token_ids) for row in batch.seqs], self._setup.device))
 
 
 def unread_of(batch: Batch, ours: Batch | None) -> int:
     """Rows that were to guess and cannot yet; `ours` are those that run."""
-    return sum(map(bool, batch.budget)) - (sum(map(bool, ours.budget)) if ours else 0)
+    return sum(map(bool, batch.draft_budget)) - (sum(map(bool, ours.draft_budget)) if ours else 0)
 
 
-def _without(grown: Grown | None, budget: tuple[int, ...]) -> Grown | None:
+def _without(grown: DraftChains | None, budget: tuple[int, ...]) -> DraftChains | None:
     """The same chains without those of rows that had no budget."""
     if grown is None:
         return None
@@ -273,11 +293,11 @@ def _spread(draft: Draft, where: Sequence[int], rows: int) -> Draft:
     """The same draft among `rows` rows, of which it knows those at `where`; the others have no guesses."""
     index = tree.upload(where, draft.tokens.device)
     tokens = draft.tokens.new_zeros(rows, draft.size).index_copy_(0, index, draft.tokens)
-    law = draft.law.new_zeros(rows, draft.size).index_copy_(0, index, draft.law)
+    law = draft.kind.new_zeros(rows, draft.size).index_copy_(0, index, draft.kind)
     q = draft.q and replace(draft.q, at=draft.tokens.new_full((rows, draft.size), -1).index_copy_(0, index, draft.q.at))
     widths = dict(zip(where, draft.width, strict=True))
     chance = None
-    if draft.chance is not None:
-        said = dict(zip(where, draft.chance, strict=True))
+    if draft.accept_prob is not None:
+        said = dict(zip(where, draft.accept_prob, strict=True))
         chance = tuple(said.get(b, ()) for b in range(rows))
     return tree.chain(tokens, tuple(widths.get(b, 0) for b in range(rows)), law=law, q=q, chance=chance)

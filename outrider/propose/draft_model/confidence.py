@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from outrider.core.types import Trust
+from outrider.core.types import StopRule
 
 _KINDS = 4  # positions told apart; from the last on they fare alike
 _WEIGHT, _BIAS = 0.9, 0.3  # the first estimate: a margin of 0 is a little more often right than wrong
@@ -29,10 +29,10 @@ class Confidence:
         self._theta = [[_WEIGHT, _BIAS] for _ in range(_KINDS)]
         self._curve = [[_SURE[0][0], _SURE[0][1], _SURE[1][1]] for _ in range(_KINDS)]  # [[a, b], [b, c]]
 
-    def trust(self, keep: float, worth: tuple[float, ...], ends: tuple[int, ...]) -> Trust:
-        """As it stands, with when to stop (see `Trust`)."""
+    def trust(self, keep: float, worth: tuple[float, ...], ends: tuple[int, ...]) -> StopRule:
+        """As it stands, with when to stop (see `StopRule`)."""
         weight, bias = (tuple(theta[i] for theta in self._theta) for i in range(2))
-        return Trust(weight=weight, bias=bias, keep=keep, worth=worth, ends=ends)
+        return StopRule(weight=weight, bias=bias, keep=keep, worth=worth, ends=ends)
 
     def learn(self, tokens: Sequence[int], margins: Sequence[float], emitted: Sequence[int]) -> None:
         """From what became of a row's chain when these tokens were emitted; what nobody looked at teaches nothing."""

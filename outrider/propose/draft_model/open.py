@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from outrider.core.types import Tables
+from outrider.core.types import SharedWeights
 from outrider.errors import OutriderError
 from outrider.heads.files import read_partner
 from outrider.heads.formats.base import Partner
@@ -17,29 +17,29 @@ from outrider.heads.targets.registry import make_head_target
 from outrider.loader.check import check_target
 from outrider.loader.checkpoint import is_recurrent, load_checkpoint
 from outrider.loader.make import make_target
-from outrider.models.base import Lender, Target
+from outrider.models.base import Target, WeightSharer
 from outrider.models.checkpoint import Checkpoint
-from outrider.propose.base import Proposer, Setup
+from outrider.propose.base import Proposer, ProposerSetup
 from outrider.propose.draft_model.cascade import Cascade
-from outrider.propose.draft_model.chain import ModelProposer
+from outrider.propose.draft_model.chain import DraftModelProposer
 from outrider.propose.draft_model.trained_head import HeadProposer, HeadTreeProposer
 from outrider.propose.draft_model.tree import TreeProposer
-from outrider.propose.vocabulary.intersection import Dictionary, SharedVocabulary
+from outrider.propose.vocabulary.intersection import SharedVocabulary, VocabularyMap
 from outrider.propose.vocabulary.text_draft import TextProposer
-from outrider.propose.vocabulary.token_text import Spelling, spelling
+from outrider.propose.vocabulary.token_text import TokenText, token_text
 
 _ENOUGH = 0.9  # share of the target's tokens from which on guessing by tokens keeps as much as guessing by text
 _LEAST_SHARE = 0.1  # below it a draft would misread most of what it is fed
 _log = logging.getLogger("outrider")
 
 
-def draft_proposer(folder: str, setup: Setup) -> Proposer:
+def draft_proposer(folder: str, setup: ProposerSetup) -> Proposer:
     """`draft:DIR`: by tokens where the draft has most of the target's, else by text; or from the target's states."""
     if is_head(folder, lambda: _owner(setup)):
         return HeadProposer(setup, _head(folder, setup))
     found = _find("draft", folder, setup)
     if found.akin:
-        return ModelProposer(setup, found.model())
+        return DraftModelProposer(setup, found.model())
     words = found.dictionary()
     by_tokens = words.share >= _ENOUGH
     _log.warning(
@@ -49,25 +49,25 @@ def draft_proposer(folder: str, setup: Setup) -> Proposer:
         100 * words.share,
         "tokens" if by_tokens else "text",
     )
-    return ModelProposer(setup, SharedVocabulary(found.model(), words)) if by_tokens else found.text_proposer()
+    return DraftModelProposer(setup, SharedVocabulary(found.model(), words)) if by_tokens else found.text_proposer()
 
 
-def draft_tokens_proposer(folder: str, setup: Setup) -> Proposer:
+def draft_tokens_proposer(folder: str, setup: ProposerSetup) -> Proposer:
     """`draft-tokens:DIR`: by tokens."""
-    return ModelProposer(setup, _find("draft-tokens", folder, setup).speaking())
+    return DraftModelProposer(setup, _find("draft-tokens", folder, setup).speaking())
 
 
-def draft_text_proposer(folder: str, setup: Setup) -> Proposer:
+def draft_text_proposer(folder: str, setup: ProposerSetup) -> Proposer:
     """`draft-text:DIR`: by text."""
     return _find("draft-text", folder, setup).text_proposer()
 
 
-def cascade_proposer(folder: str, setup: Setup) -> Proposer:
+def cascade_proposer(folder: str, setup: ProposerSetup) -> Proposer:
     """`cascade:DIR`: by tokens, greedy chains in fewer passes."""
-    return ModelProposer(setup, Cascade(_find("cascade", folder, setup).speaking()))
+    return DraftModelProposer(setup, Cascade(_find("cascade", folder, setup).speaking()))
 
 
-def tree_proposer(folder: str, setup: Setup) -> Proposer:
+def tree_proposer(folder: str, setup: ProposerSetup) -> Proposer:
     """`tree:DIR`: by tokens, or from the target's states, several ways to go on."""
     if is_head(folder, lambda: _owner(setup)):
         return HeadTreeProposer(setup, _head(folder, setup))
@@ -78,7 +78,7 @@ def tree_proposer(folder: str, setup: Setup) -> Proposer:
 class _Found:
     """A draft's checkpoint, and the house that it is to guess in."""
 
-    setup: Setup
+    setup: ProposerSetup
     folder: str
     checkpoint: Checkpoint
 
@@ -94,9 +94,9 @@ class _Found:
         check_target(model, self.checkpoint)
         return model
 
-    def dictionary(self) -> Dictionary:
+    def dictionary(self) -> VocabularyMap:
         """From the target's ids to the draft's."""
-        return Dictionary.of(*self._spellings(), (self.setup.vocab, self.checkpoint.vocab))
+        return VocabularyMap.of(*self._spellings(), (self.setup.vocab, self.checkpoint.vocab))
 
     def speaking(self) -> Target:
         """The model, or what makes it speak the target's ids."""
@@ -115,15 +115,15 @@ class _Found:
         target, draft = self._spellings()
         return TextProposer(self.setup, self.model(room=2), target=target, draft=draft)
 
-    def _spellings(self) -> tuple[Spelling, Spelling]:
-        return spelling(self.setup.tokenizer, "the target"), spelling(self.checkpoint.tokenizer, self.folder)
+    def _spellings(self) -> tuple[TokenText, TokenText]:
+        return token_text(self.setup.tokenizer, "the target"), token_text(self.checkpoint.tokenizer, self.folder)
 
 
-def _head(folder: str, setup: Setup) -> HeadTarget:
+def _head(folder: str, setup: ProposerSetup) -> HeadTarget:
     """A draft that was trained on the target's states."""
-    if not isinstance(setup.target, Lender):
+    if not isinstance(setup.target, WeightSharer):
         raise OutriderError(f"{folder} reads states that this target does not show; use draft:DIR of a draft model")
-    tables = setup.target.lend()
+    tables = setup.target.share_weights()
     module = read_head(folder, dtype=setup.dtype, device=setup.device, partner=_partner(tables, setup.target.layers))
     it = module.description
     ours = (*tables.head.shape, setup.target.layers)
@@ -135,17 +135,17 @@ def _head(folder: str, setup: Setup) -> HeadTarget:
     return make_head_target(module, tables, slots=setup.slots, context=setup.context)
 
 
-def _owner(setup: Setup) -> Partner | None:
+def _owner(setup: ProposerSetup) -> Partner | None:
     """The target as whom a folder may belong to; None where no draft can be trained on its states."""
-    if not isinstance(setup.target, Lender):
+    if not isinstance(setup.target, WeightSharer):
         return None
     try:
-        return _partner(setup.target.lend(), setup.target.layers)
+        return _partner(setup.target.share_weights(), setup.target.layers)
     except OutriderError:
         return None
 
 
-def _partner(tables: Tables, layers: int) -> Partner:
+def _partner(tables: SharedWeights, layers: int) -> Partner:
     vocab, hidden = tables.head.shape
     return Partner(
         vocab=vocab,
@@ -183,7 +183,7 @@ def _itself(folder: str) -> Partner | None:
         return None
 
 
-def _find(name: str, folder: str, setup: Setup) -> _Found:
+def _find(name: str, folder: str, setup: ProposerSetup) -> _Found:
     check_draft(folder, name=name, heads=False)
     dtype = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}[setup.dtype]
     checkpoint = load_checkpoint(folder, dtype=dtype, device=str(setup.device))

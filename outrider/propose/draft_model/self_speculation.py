@@ -7,17 +7,17 @@ from dataclasses import replace
 
 import torch
 
-from outrider.core.types import Batch, Draft, Row
+from outrider.core.types import Batch, Draft, SequenceState
 from outrider.errors import MODEL_ERRORS, OutriderError
-from outrider.models.base import Divisible, Target
-from outrider.propose.base import Setup, whole
-from outrider.propose.draft_model.chain import ModelProposer
+from outrider.models.base import SelfDraftTarget, Target
+from outrider.propose.base import ProposerSetup, whole
+from outrider.propose.draft_model.chain import DraftModelProposer
 
 _BITS = {"int8": 8, "int4": 4}
 _LONG = 16  # tokens of a feed from which on reading it twice costs more than the guesses behind it save
 
 
-class ExitProposer(ModelProposer):
+class ExitProposer(DraftModelProposer):
     """The target's first layers guess, over the target's own cache.
 
     The target reads a feed right after them, and with it what they would have to read: so behind a long feed, the end
@@ -25,11 +25,11 @@ class ExitProposer(ModelProposer):
     """
 
     def propose(self, batch: Batch) -> Draft:
-        feeds = zip(batch.budget, batch.feed, strict=True)
-        return super().propose(replace(batch, budget=tuple(b if len(feed) < _LONG else 0 for b, feed in feeds)))
+        feeds = zip(batch.draft_budget, batch.feed, strict=True)
+        return super().propose(replace(batch, draft_budget=tuple(b if len(feed) < _LONG else 0 for b, feed in feeds)))
 
 
-def exit_proposer(argument: str, setup: Setup) -> ModelProposer:
+def exit_proposer(argument: str, setup: ProposerSetup) -> DraftModelProposer:
     """`exit:N`: the first N layers, then the final norm and the head."""
     target, count = _divisible(setup), exit_layers(argument)
     if count > target.layers:
@@ -37,7 +37,7 @@ def exit_proposer(argument: str, setup: Setup) -> ModelProposer:
             f"exit:{argument} names no layers to stop after; this target has {target.layers}: write for example"
             f" exit:{max(target.layers // 4, 1)}"
         )
-    return ExitProposer(setup, _tried(target.excerpt(range(count)), setup))
+    return ExitProposer(setup, _tried(target.make_submodel(range(count)), setup))
 
 
 def exit_layers(argument: str) -> int:
@@ -47,7 +47,7 @@ def exit_layers(argument: str) -> int:
     return count
 
 
-def skip_proposer(argument: str, setup: Setup) -> ModelProposer:
+def skip_proposer(argument: str, setup: ProposerSetup) -> DraftModelProposer:
     """`skip:A+B+C`: without the layers A, B and C, counted from 0."""
     target, skipped = _divisible(setup), skip_layers(argument)
     form = f"this target's layers are 0 to {target.layers - 1}: write for example skip:{target.layers // 2}"
@@ -56,7 +56,7 @@ def skip_proposer(argument: str, setup: Setup) -> ModelProposer:
     if len(skipped) == target.layers:
         raise OutriderError(f"skip:{argument} leaves no layer to guess with; {form}")
     kept = [layer for layer in range(target.layers) if layer not in skipped]
-    return ModelProposer(setup, _tried(target.excerpt(kept), setup))
+    return DraftModelProposer(setup, _tried(target.make_submodel(kept), setup))
 
 
 def skip_layers(argument: str) -> set[int]:
@@ -72,9 +72,9 @@ def skip_layers(argument: str) -> set[int]:
     return skipped
 
 
-def quantised_proposer(argument: str, setup: Setup) -> ModelProposer:
+def quantised_proposer(argument: str, setup: ProposerSetup) -> DraftModelProposer:
     """`quantized:int4` or `quantized:int8`: a copy of the target with fewer bits."""
-    return ModelProposer(setup, _divisible(setup).requantised(quantised_bits(argument)))
+    return DraftModelProposer(setup, _divisible(setup).make_requantized(quantised_bits(argument)))
 
 
 def quantised_bits(argument: str) -> int:
@@ -84,8 +84,8 @@ def quantised_bits(argument: str) -> int:
     return _BITS[argument]
 
 
-def _divisible(setup: Setup) -> Divisible:
-    if not isinstance(setup.target, Divisible):
+def _divisible(setup: ProposerSetup) -> SelfDraftTarget:
+    if not isinstance(setup.target, SelfDraftTarget):
         raise OutriderError(
             "this target cannot draft for itself: its state is recurrent, or it has no layers; use draft:DIR or ngram"
         )
@@ -93,10 +93,12 @@ def _divisible(setup: Setup) -> Divisible:
 
 
 @torch.inference_mode()
-def _tried(model: Target, setup: Setup) -> Target:
+def _tried(model: Target, setup: ProposerSetup) -> Target:
     """The same, once it has been seen to run: some families' layers rely on each other."""
     try:
-        model.grow(Batch(rows=(Row.of((0, 0)),), start=(0,), feed=((0, 0),), budget=(2,)), setup.vocab)
+        model.draft_greedy(
+            Batch(seqs=(SequenceState.of((0, 0)),), start=(0,), feed=((0, 0),), draft_budget=(2,)), setup.vocab
+        )
     except torch.OutOfMemoryError:
         raise
     except MODEL_ERRORS as reason:

@@ -8,15 +8,15 @@ from outrider.cache.base import fitting
 from outrider.core import tree
 from outrider.core.types import Batch, Draft, Needs, Round
 from outrider.heads.targets.base import HeadTarget
-from outrider.propose.base import Setup
-from outrider.propose.draft_model.chain import ModelProposer
+from outrider.propose.base import ProposerSetup
+from outrider.propose.draft_model.chain import DraftModelProposer
 from outrider.propose.draft_model.tree import TreeProposer
 
 _PILE = 1024  # states of a text that wait for the draft before it reads them although nobody asks for guesses
 _PIECE = 512  # of them are read in one round at most
 
 
-class _Informed(ModelProposer):
+class _Informed(DraftModelProposer):
     """A draft model's proposer whose model reads the target's states, and so is told of every round."""
 
     _head: HeadTarget
@@ -37,7 +37,7 @@ class _Informed(ModelProposer):
 class HeadProposer(_Informed):
     """A chain of guesses from the target's states."""
 
-    def __init__(self, setup: Setup, head: HeadTarget) -> None:
+    def __init__(self, setup: ProposerSetup, head: HeadTarget) -> None:
         super().__init__(setup, head)
         self._read_states_for(head)
 
@@ -48,12 +48,12 @@ class HeadProposer(_Informed):
 class HeadTreeProposer(_Informed, TreeProposer):
     """A tree of guesses from the target's states, as deep as the draft reaches."""
 
-    def __init__(self, setup: Setup, head: HeadTarget) -> None:
+    def __init__(self, setup: ProposerSetup, head: HeadTarget) -> None:
         super().__init__(setup, head, reach=head.reach)
         self._read_states_for(head)
 
     def _catch_up(self, batch: Batch) -> tuple[Batch | None, list[int]]:
-        return super()._catch_up(within(batch, self._head, max(batch.budget)))
+        return super()._catch_up(within(batch, self._head, max(batch.draft_budget)))
 
 
 def relieve(head: HeadTarget, batch: Batch) -> None:
@@ -63,20 +63,20 @@ def relieve(head: HeadTarget, batch: Batch) -> None:
     count it. What is made of it does have its place there.
     """
     left, due = _PIECE, list[tuple[int, int, int]]()
-    for b, row in enumerate(batch.rows):
+    for b, row in enumerate(batch.seqs):
         start = head.cache.length(row.slot)
         stop = min(batch.start[b], start + left)  # the target has read as far, and the next feed is left to guess from
-        if start < stop <= head.context and not batch.budget[b] and head.piled(row.slot) >= _PILE:
+        if start < stop <= head.context and not batch.draft_budget[b] and head.piled(row.slot) >= _PILE:
             due.append((b, start, stop))
             left -= stop - start
-    able = fitting(head.cache, {}, {batch.rows[b].slot: stop for b, _, stop in due})
-    due = [each for each in due if batch.rows[each[0]].slot in able]
+    able = fitting(head.cache, {}, {batch.seqs[b].slot: stop for b, _, stop in due})
+    due = [each for each in due if batch.seqs[each[0]].slot in able]
     if due:
         ours = Batch(
-            rows=tuple(batch.rows[b] for b, _, _ in due),
+            seqs=tuple(batch.seqs[b] for b, _, _ in due),
             start=tuple(start for _, start, _ in due),
-            feed=tuple(tuple(batch.rows[b].text[start:stop]) for b, start, stop in due),
-            budget=(0,) * len(due),
+            feed=tuple(tuple(batch.seqs[b].token_ids[start:stop]) for b, start, stop in due),
+            draft_budget=(0,) * len(due),
         )
         none = tree.empty(len(due), head.device)
         head.cache.commit(tree.fed_round(ours, none, head.score(ours, none)))
@@ -87,4 +87,6 @@ def within(batch: Batch, head: HeadTarget, reach: int) -> Batch:
     if head.description.at_once:  # all guesses are made in one pass, so to do without the later ones spares nothing
         batch = replace(batch, worth=())
     ready = (start and len(feed) == 1 for start, feed in zip(batch.start, batch.feed, strict=True))
-    return replace(batch, budget=tuple(min(b, reach) if r else 0 for b, r in zip(batch.budget, ready, strict=True)))
+    return replace(
+        batch, draft_budget=tuple(min(b, reach) if r else 0 for b, r in zip(batch.draft_budget, ready, strict=True))
+    )

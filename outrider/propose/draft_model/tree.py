@@ -19,14 +19,14 @@ from torch.nn import functional
 
 from outrider.core import tree
 from outrider.core.noise import inverse_cdf
-from outrider.core.types import Batch, Draft, Draw, Law, Packed, Round, Row, Trust
+from outrider.core.types import Batch, Draft, DraftKind, Draw, Packed, Round, SequenceState, StopRule
 from outrider.models.base import Target
-from outrider.propose.acceptance import Chances
-from outrider.propose.base import Setup
-from outrider.propose.draft_model.chain import ModelProposer
+from outrider.propose.acceptance import AcceptanceEstimator
+from outrider.propose.base import ProposerSetup
+from outrider.propose.draft_model.chain import DraftModelProposer
 from outrider.propose.draft_model.tree_shapes import bar, best_first
-from outrider.propose.tree_builder import Sketch, picked
-from outrider.verify.sampling import Knobs, warp
+from outrider.propose.tree_builder import TreeBuilder, picked
+from outrider.verify.sampling import SamplingTensors, apply_sampling
 
 _BREADTH = 8  # children of a node at most
 _READ = 8  # nodes that the draft may read for each guess that is wanted, gaps included
@@ -45,7 +45,7 @@ class _Odds:
     """How often guesses of a kind are kept; each guess is of several kinds, some coarser than others."""
 
     def __init__(self) -> None:
-        self._chances = Chances(trust=_TRUST, memory=_MEMORY)
+        self._chances = AcceptanceEstimator(trust=_TRUST, memory=_MEMORY)
         self._ahead: dict[bool, tuple[float, ...]] = {}  # until more is learned
 
     def of(self, kind: Hashable, expected: float) -> float:
@@ -82,11 +82,13 @@ class _Odds:
 class _Growth:
     """One row's tree while it grows."""
 
-    row: Row
+    row: SequenceState
     budget: int
     room: int  # guesses that the draft's cache can take
     drawn: bool
-    sketch: Sketch = field(default_factory=Sketch)  # with the chances that nodes had before their tokens were known
+    sketch: TreeBuilder = field(
+        default_factory=TreeBuilder
+    )  # with the chances that nodes had before their tokens were known
     hope: list[float] = field(default_factory=list)  # [N] the chances that they have now
     kinds: list[tuple[Hashable, ...]] = field(default_factory=list)  # [N]
     read: list[int] = field(default_factory=list)  # nodes that the draft has read, and gaps where other rows had more
@@ -126,43 +128,43 @@ class _Growth:
         self.read += [*repeat(_GAP, place - len(self.read)), *level]
         self.place |= {node: place + i for i, node in enumerate(level)}
 
-    def reading(self) -> Sketch:
+    def reading(self) -> TreeBuilder:
         """What the draft has read, and is to read now."""
-        out = Sketch()
+        out = TreeBuilder()
         for node in self.read:
             gap = node == _GAP
             out.add(0 if gap else self.sketch.tokens[node], -1 if gap else self.place[self.sketch.parent[node]], 0.0)
         return out
 
-    def best(self) -> tuple[Sketch, list[int]]:
+    def best(self) -> tuple[TreeBuilder, list[int]]:
         """The likeliest guesses within the budget, and in whose places their parents were read."""
-        chance, best, where = self.sketch.chance, Sketch(), {_ROOT: -1}
+        chance, best, where = self.sketch.chance, TreeBuilder(), {_ROOT: -1}
         nodes = sorted(range(len(chance)), key=lambda node: (-chance[node], node))[: self.budget]
         for node in nodes:
             where[node] = best.add(self.sketch.tokens[node], where[self.sketch.parent[node]], chance[node])
         return best, [self.place[self.sketch.parent[node]] for node in nodes]
 
 
-class TreeProposer(ModelProposer):
+class TreeProposer(DraftModelProposer):
     """Runs a draft model over its own cache, and lets it guess several ways to go on.
 
     Guesses are drawn from the draft's law under the request's own sampling parameters. Where they are picked it is by
     that law too, or for a greedy row by what it would be at temperature 1. Each level waits for the host.
     """
 
-    def __init__(self, setup: Setup, model: Target, *, reach: int | None = None) -> None:
+    def __init__(self, setup: ProposerSetup, model: Target, *, reach: int | None = None) -> None:
         """Guess with `model`, in no more than `reach` levels."""
         super().__init__(setup, model)
         self._reach = reach
         self._odds = _Odds()
-        self._soft: Knobs | None = None  # the same rows' parameters, none of them greedy
+        self._soft: SamplingTensors | None = None  # the same rows' parameters, none of them greedy
         self._growths: list[_Growth] = []  # of the rows that the draft runs
         self._read = tree.empty(1, setup.device)  # what it has read beyond their texts
 
     def commit(self, round: Round) -> None:
         if self._batch is None:
             return
-        emitted = {row.slot: tokens for row, tokens in zip(round.batch.rows, round.emitted, strict=True)}
+        emitted = {row.slot: tokens for row, tokens in zip(round.batch.seqs, round.emitted, strict=True)}
         paths = []
         for growth in self._growths:
             tokens = emitted[growth.row.slot]
@@ -178,10 +180,10 @@ class TreeProposer(ModelProposer):
             _Growth(
                 row=row,
                 budget=budget,
-                room=min(self._model.context - len(row.text), self._reads(budget)),
+                room=min(self._model.context - len(row.token_ids), self._reads(budget)),
                 drawn=self._setup.draw is Draw.SAMPLE and row.request.params.temperature > 0,
             )
-            for row, budget in zip(batch.rows, batch.budget, strict=True)
+            for row, budget in zip(batch.seqs, batch.draft_budget, strict=True)
         ]
         return self._proposal(self._grow_trees(batch), where, rows)
 
@@ -193,10 +195,13 @@ class TreeProposer(ModelProposer):
         knobs = self._knobs_of(batch)
         assert self._noise is not None
         never = torch.zeros_like(knobs.greedy)
-        self._soft = replace(knobs, greedy=never, all_greedy=False, sampled=(True,) * len(batch.rows))
-        noise = self._noise.at(tree.upload([len(row.text) for row in batch.rows], self._setup.device))
-        draws, until = noise.draws(max(batch.budget), batch.voice), Trust(weight=(), bias=(), worth=batch.worth)
-        self._read = tree.empty(len(batch.rows), self._setup.device)
+        self._soft = replace(knobs, greedy=never, all_greedy=False, sampled=(True,) * len(batch.seqs))
+        noise = self._noise.at(tree.upload([len(row.token_ids) for row in batch.seqs], self._setup.device))
+        draws, until = (
+            noise.draws(max(batch.draft_budget), batch.voice),
+            StopRule(weight=(), bias=(), worth=batch.worth),
+        )
+        self._read = tree.empty(len(batch.seqs), self._setup.device)
         laws = [self._laws(batch, -1)]
         growing = {b: growth for b, growth in enumerate(self._growths) if growth.budget}
         while growing:
@@ -221,10 +226,10 @@ class TreeProposer(ModelProposer):
         missing = self._setup.vocab - logits.shape[-1]  # a family's members may pad their vocabularies differently
         logits = functional.pad(logits, (0, missing), value=-torch.inf) if missing else logits
         if first < 0 or not (self._soft.any_penalty or self._soft.any_minimum):
-            return warp(logits, self._soft, self._read, last=True)
+            return apply_sampling(logits, self._soft, self._read, last=True)
         # What penalties see depends on a node's path, so the nodes read before must stand before these.
         whole = torch.cat([logits.new_zeros(len(logits), 1 + first, logits.shape[-1]), logits], 1)
-        return warp(whole, self._soft, self._read)[:, 1 + first :]
+        return apply_sampling(whole, self._soft, self._read)[:, 1 + first :]
 
     def _pick_children(self, rows: dict[int, _Growth], laws: torch.Tensor, keep: float) -> None:
         """The likeliest children of the nodes read last."""
@@ -285,7 +290,7 @@ class TreeProposer(ModelProposer):
     def _proposal(self, laws: torch.Tensor, where: Sequence[int], rows: int) -> Draft:
         """The draft of all rows; those that are not at `where` have no guesses."""
         found = {b: growth.best() for b, growth in zip(where, self._growths, strict=True)}
-        draft = picked([found[b][0] if b in found else Sketch() for b in range(rows)], self._setup.device)
+        draft = picked([found[b][0] if b in found else TreeBuilder() for b in range(rows)], self._setup.device)
         drawn = [
             (b, node, ours, place + 1)
             for ours, (growth, (b, (_, places))) in enumerate(zip(self._growths, found.items(), strict=True))
@@ -296,8 +301,8 @@ class TreeProposer(ModelProposer):
             return draft
         row, node, ours, at = tree.upload(drawn, laws.device).unbind(1)
         places = torch.full_like(draft.tokens, -1).index_put((row, node), ours * laws.shape[1] + at)
-        law = draft.law.index_put((row, node), torch.tensor(int(Law.WITHOUT_REPLACEMENT), device=laws.device))
-        return replace(draft, law=law, q=Packed(values=laws.flatten(0, 1), at=places))
+        law = draft.kind.index_put((row, node), torch.tensor(int(DraftKind.WITHOUT_REPLACEMENT), device=laws.device))
+        return replace(draft, kind=law, q=Packed(values=laws.flatten(0, 1), at=places))
 
 
 class _Plan:

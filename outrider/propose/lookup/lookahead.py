@@ -14,11 +14,11 @@ from itertools import islice
 
 import torch
 
-from outrider.core.types import Batch, Draft, Needs, Request, Round, Row
+from outrider.core.types import Batch, Draft, Needs, Request, Round, SequenceState
 from outrider.errors import OutriderError
-from outrider.propose.acceptance import Chances
-from outrider.propose.base import Setup, whole
-from outrider.propose.tree_builder import Sketch, picked
+from outrider.propose.acceptance import AcceptanceEstimator
+from outrider.propose.base import ProposerSetup, whole
+from outrider.propose.tree_builder import TreeBuilder, picked
 
 _HOPE = 0.4  # that a guess from the pool is kept, before any was seen
 _ROOM = 1 << 15  # tokens for which the pool has n-grams
@@ -89,7 +89,7 @@ class _State:
         self.columns = moved[emitted - 1 :]
 
 
-def lookahead_proposer(argument: str, setup: Setup) -> LookaheadProposer:
+def lookahead_proposer(argument: str, setup: ProposerSetup) -> LookaheadProposer:
     """Of the shape that is written WxNxG."""
     return LookaheadProposer(setup, read_shape(argument))
 
@@ -121,27 +121,27 @@ class LookaheadProposer:
 
     needs = Needs()
 
-    def __init__(self, setup: Setup, shape: Sizes | None = None) -> None:
+    def __init__(self, setup: ProposerSetup, shape: Sizes | None = None) -> None:
         """Ride as `shape` says, or in fewer columns where the budget is smaller: half of it is the riders' own."""
         self._device, self._shape = setup.device, shape or Sizes()
         self._states: dict[int, _State] = {}
-        self._chances = Chances()
+        self._chances = AcceptanceEstimator()
         self._earned, self._ridden = 0.0, 0.0  # decayed counts: guesses that came true, and riders that were scored
-        self._open: dict[int, tuple[Sketch, list[Hashable]]] = {}  # by slot: guesses of the pool and their kinds
-        self._whole: dict[int, Sketch] = {}  # by slot: those and the riders
+        self._open: dict[int, tuple[TreeBuilder, list[Hashable]]] = {}  # by slot: guesses of the pool and their kinds
+        self._whole: dict[int, TreeBuilder] = {}  # by slot: those and the riders
 
     def admit(self, slot: int, request: Request) -> None:
         self._states[slot] = _State(_Pool(self._shape.guesses), random.Random(request.seed))
 
     def propose(self, batch: Batch) -> Draft:
         self._open, self._whole = {}, {}
-        sketches = [self._sketch(row, budget) for row, budget in zip(batch.rows, batch.budget, strict=True)]
+        sketches = [self._sketch(row, budget) for row, budget in zip(batch.seqs, batch.draft_budget, strict=True)]
         return picked(sketches, self._device)
 
     def commit(self, round: Round) -> None:
         self._earned, self._ridden = self._earned * _MEMORY, self._ridden * _MEMORY
         host = _read(round)
-        for b, (row, emitted) in enumerate(zip(round.batch.rows, round.emitted, strict=True)):
+        for b, (row, emitted) in enumerate(zip(round.batch.seqs, round.emitted, strict=True)):
             if not emitted or row.slot not in self._open:
                 continue
             self._chances.learn(*self._open[row.slot], emitted)
@@ -151,25 +151,25 @@ class LookaheadProposer:
             self._ridden += sum(
                 len(column) for column, token in zip(state.columns, said, strict=True) if token is not None
             )
-            state.move(said, row.text, len(emitted))
+            state.move(said, row.token_ids, len(emitted))
 
     def release(self, slot: int) -> None:
         self._states.pop(slot, None)
 
-    def _sketch(self, row: Row, budget: int) -> Sketch:
+    def _sketch(self, row: SequenceState, budget: int) -> TreeBuilder:
         state, riders = self._states[row.slot], self._shape.size - 1
-        known, kinds = self._guesses(state.pool.after(row.text[-1]) if budget else ())
+        known, kinds = self._guesses(state.pool.after(row.token_ids[-1]) if budget else ())
         width = min(self._shape.window, max(budget - len(kinds), budget // 2) // riders)
         room = budget - width * riders
-        known = Sketch(known.tokens[:room], known.parent[:room], known.chance[:room])
+        known = TreeBuilder(known.tokens[:room], known.parent[:room], known.chance[:room])
         self._open[row.slot] = known, kinds[:room]
-        state.widen(width, riders, row.text)
+        state.widen(width, riders, row.token_ids)
         whole = self._whole[row.slot] = self._with_riders(known, state.paths())
         return whole
 
-    def _guesses(self, ngrams: Sequence[Column]) -> tuple[Sketch, list[Hashable]]:
+    def _guesses(self, ngrams: Sequence[Column]) -> tuple[TreeBuilder, list[Hashable]]:
         """The tree of some n-grams, and the kinds of its guesses: how deep they are, and how many n-grams are newer."""
-        sketch = Sketch()
+        sketch = TreeBuilder()
         kinds: list[Hashable] = []
         for age, ngram in enumerate(ngrams):
             chances: list[float] = []
@@ -181,8 +181,8 @@ class LookaheadProposer:
         ordered, order = _ordered(sketch)
         return ordered, [kinds[node] for node in order]
 
-    def _with_riders(self, known: Sketch, paths: Sequence[Column]) -> Sketch:
-        sketch = Sketch(known.tokens[:], known.parent[:], known.chance[:])
+    def _with_riders(self, known: TreeBuilder, paths: Sequence[Column]) -> TreeBuilder:
+        sketch = TreeBuilder(known.tokens[:], known.parent[:], known.chance[:])
         worth = self._worth()
         for path in paths:
             _grow(sketch, path, [worth] * len(path))
@@ -193,7 +193,7 @@ class LookaheadProposer:
         return min((self._earned + _TRUST * _WORTH) / (self._ridden + _TRUST), 1.0)
 
 
-def _grow(sketch: Sketch, path: Sequence[int], chances: Sequence[float]) -> int:
+def _grow(sketch: TreeBuilder, path: Sequence[int], chances: Sequence[float]) -> int:
     """Add a path below the root, as far as it is not there yet; returns how many guesses that takes."""
     known = {pair: node for node, pair in enumerate(zip(sketch.parent, sketch.tokens, strict=True))}
     before, at = len(sketch.tokens), -1
@@ -203,13 +203,13 @@ def _grow(sketch: Sketch, path: Sequence[int], chances: Sequence[float]) -> int:
     return len(sketch.tokens) - before
 
 
-def _ordered(sketch: Sketch) -> tuple[Sketch, list[int]]:
+def _ordered(sketch: TreeBuilder) -> tuple[TreeBuilder, list[int]]:
     """The same tree with likelier guesses first, and where its nodes were before."""
     order = sorted(
         range(len(sketch.tokens)), key=lambda node: -sketch.chance[node]
     )  # parents stay first: they came first
     home = {-1: -1} | {node: at for at, node in enumerate(order)}
-    out = Sketch(
+    out = TreeBuilder(
         [sketch.tokens[node] for node in order],
         [home[sketch.parent[node]] for node in order],
         [sketch.chance[node] for node in order],

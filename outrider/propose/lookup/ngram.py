@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator
 
 from outrider.core.types import Batch, Draft, Needs, Request, Round
-from outrider.propose.acceptance import Chances
-from outrider.propose.base import Setup
-from outrider.propose.tree_builder import Sketch, picked
+from outrider.propose.acceptance import AcceptanceEstimator
+from outrider.propose.base import ProposerSetup
+from outrider.propose.tree_builder import TreeBuilder, picked
 
 _WAYS = 3  # to go on
 _KEPT = 5  # places behind an n-gram, each with another token
@@ -69,9 +69,9 @@ class _Index:
 class _Growth:
     """A row's guesses, and what kind each of them is."""
 
-    def __init__(self, chances: Chances) -> None:
+    def __init__(self, chances: AcceptanceEstimator) -> None:
         self._chances = chances
-        self._sketch, self._kinds = Sketch(), list[Hashable]()
+        self._sketch, self._kinds = TreeBuilder(), list[Hashable]()
         self._below: dict[tuple[int, int], int] = {}  # by parent and token
         self._ways = 0  # that have parted from those before them
 
@@ -92,9 +92,9 @@ class _Growth:
         self._ways += parted
         return self._ways < _WAYS
 
-    def best(self, count: int) -> tuple[Sketch, list[Hashable]]:
+    def best(self, count: int) -> tuple[TreeBuilder, list[Hashable]]:
         """The likeliest `count` of them; a parent is never less likely than its children, and came before them."""
-        grown, out = self._sketch, Sketch()
+        grown, out = self._sketch, TreeBuilder()
         order = sorted(range(len(self._kinds)), key=lambda node: -grown.chance[node])[:count]
         place = {-1: -1}
         for node in order:
@@ -110,35 +110,35 @@ class NgramProposer:
 
     needs = Needs()
 
-    def __init__(self, setup: Setup, *, shortest: int = 1, longest: int = 5) -> None:
+    def __init__(self, setup: ProposerSetup, *, shortest: int = 1, longest: int = 5) -> None:
         """Look up endings of `longest` down to `shortest` tokens."""
         self._device = setup.device
         self._sizes = (shortest, longest)
         self._indexes: dict[int, _Index] = {}
-        self._chances = Chances()
-        self._open: dict[int, tuple[Sketch, list[Hashable]]] = {}  # by slot: this round's guesses and their kinds
+        self._chances = AcceptanceEstimator()
+        self._open: dict[int, tuple[TreeBuilder, list[Hashable]]] = {}  # by slot: this round's guesses and their kinds
 
     def admit(self, slot: int, request: Request) -> None:
         self._indexes[slot] = _Index(*self._sizes)
 
     def propose(self, batch: Batch) -> Draft:
         self._open = {}
-        for row, start, feed in zip(batch.rows, batch.start, batch.feed, strict=True):
+        for row, start, feed in zip(batch.seqs, batch.start, batch.feed, strict=True):
             index = self._indexes[row.slot]
-            for token in row.text[len(index) : start + len(feed)]:
+            for token in row.token_ids[len(index) : start + len(feed)]:
                 index.append(token)
-        sketches = [self._sketch(row.slot, budget) for row, budget in zip(batch.rows, batch.budget, strict=True)]
+        sketches = [self._sketch(row.slot, budget) for row, budget in zip(batch.seqs, batch.draft_budget, strict=True)]
         return picked(sketches, self._device)
 
     def commit(self, round: Round) -> None:
-        for row, emitted in zip(round.batch.rows, round.emitted, strict=True):
+        for row, emitted in zip(round.batch.seqs, round.emitted, strict=True):
             if row.slot in self._open:
                 self._chances.learn(*self._open[row.slot], emitted)
 
     def release(self, slot: int) -> None:
         self._indexes.pop(slot, None)
 
-    def _sketch(self, slot: int, budget: int) -> Sketch:
+    def _sketch(self, slot: int, budget: int) -> TreeBuilder:
         growth = _Growth(self._chances)
         for way in self._indexes[slot].ways(budget) if budget else ():
             if not growth.add(*way):

@@ -18,10 +18,10 @@ from typing import NamedTuple
 import torch
 
 from outrider.core import tree
-from outrider.core.types import Batch, Draft, Needs, Request, Round, Row
-from outrider.propose.acceptance import Chances
-from outrider.propose.base import Setup
-from outrider.propose.tree_builder import Sketch, picked
+from outrider.core.types import Batch, Draft, Needs, Request, Round, SequenceState
+from outrider.propose.acceptance import AcceptanceEstimator
+from outrider.propose.base import ProposerSetup
+from outrider.propose.tree_builder import TreeBuilder, picked
 
 _BREADTH = 8  # successors remembered of one ending
 _LONGEST = 4  # tokens of an ending
@@ -139,25 +139,27 @@ class RecycleProposer:
 
     needs = Needs()
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: ProposerSetup) -> None:
         self._device = setup.device
         self._memories: dict[int, _Memory] = {}
-        self._chances = Chances()
+        self._chances = AcceptanceEstimator()
         self._known: dict[int, float] = {}  # chances by kind, until more is learned
-        self._open: dict[int, tuple[Sketch, list[Hashable]]] = {}  # by slot: this round's guesses and their kinds
+        self._open: dict[int, tuple[TreeBuilder, list[Hashable]]] = {}  # by slot: this round's guesses and their kinds
 
     def admit(self, slot: int, request: Request) -> None:
-        self._memories[slot] = _Memory(len(request.prompt))
+        self._memories[slot] = _Memory(len(request.prompt_token_ids))
 
     def propose(self, batch: Batch) -> Draft:
         self._open = {}
-        for row, start, feed in zip(batch.rows, batch.start, batch.feed, strict=True):
-            self._memories[row.slot].read(row.text, start + len(feed))
-        sketches = [self._sketch(row, budget, batch.keep) for row, budget in zip(batch.rows, batch.budget, strict=True)]
+        for row, start, feed in zip(batch.seqs, batch.start, batch.feed, strict=True):
+            self._memories[row.slot].read(row.token_ids, start + len(feed))
+        sketches = [
+            self._sketch(row, budget, batch.keep) for row, budget in zip(batch.seqs, batch.draft_budget, strict=True)
+        ]
         return picked(sketches, self._device)
 
     def commit(self, round: Round) -> None:
-        for row, emitted in zip(round.batch.rows, round.emitted, strict=True):
+        for row, emitted in zip(round.batch.seqs, round.emitted, strict=True):
             if row.slot in self._open:
                 self._chances.learn(*self._open[row.slot], emitted)
             self._memories[row.slot].emit(emitted)
@@ -167,8 +169,8 @@ class RecycleProposer:
     def release(self, slot: int) -> None:
         self._memories.pop(slot, None)
 
-    def _sketch(self, row: Row, budget: int, keep: float) -> Sketch:
-        sketch = Sketch()
+    def _sketch(self, row: SequenceState, budget: int, keep: float) -> TreeBuilder:
+        sketch = TreeBuilder()
         kinds: list[Hashable] = []
         self._open[row.slot] = sketch, kinds
         if not budget:
@@ -182,7 +184,7 @@ class RecycleProposer:
                 chance = min(place.chance * self._chance(kind), most)
                 heappush(queue, (-chance, next(order), token, kind, place))
 
-        ending = tuple(row.text[-_LONGEST - 1 :])
+        ending = tuple(row.token_ids[-_LONGEST - 1 :])
         wait(_Place(-1, 1.0, ending, memory.guesses(ending)), 1.0)
         while queue and len(kinds) < budget and -queue[0][0] >= keep:
             negative, _, token, kind, place = heappop(queue)
@@ -220,8 +222,8 @@ class RecycleProposer:
         tokens, parents = list(map(int, tokens)), list(map(int, parents))
         begins = iter(range(0, len(scores), breadth))
         for b in rows:
-            memory, first = self._memories[round.batch.rows[b].slot], b * (size - 1)
-            endings = [tuple(round.batch.rows[b].text[-_LONGEST:])]
+            memory, first = self._memories[round.batch.seqs[b].slot], b * (size - 1)
+            endings = [tuple(round.batch.seqs[b].token_ids[-_LONGEST:])]
             for node in range(first, first + round.draft.width[b]):
                 endings.append((*endings[parents[node] + 1][1 - _LONGEST :], tokens[node]))
             for ending, at in zip(endings, begins, strict=False):

@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 from outrider.core.types import Batch, Draft, Needs, Request, Round
 from outrider.errors import OutriderError
-from outrider.propose.acceptance import LEAST, Chances
-from outrider.propose.base import Setup, whole
+from outrider.propose.acceptance import LEAST, AcceptanceEstimator
+from outrider.propose.base import ProposerSetup, whole
 from outrider.propose.lookup.datastore import LONGEST, SORTED, Datastore, fingerprint, vocabulary
-from outrider.propose.tree_builder import Sketch, picked
+from outrider.propose.tree_builder import TreeBuilder, picked
 
 SHORTEST = 2  # tokens of an ending: one alone says too little of what comes next
 _DOUBT = 40  # occurrences that speak against a guess beforehand, by the square of the matched length
@@ -45,35 +45,35 @@ class RetrievalProposer:
 
     needs = Needs()
 
-    def __init__(self, setup: Setup, store: Datastore, *, shortest: int = SHORTEST) -> None:
+    def __init__(self, setup: ProposerSetup, store: Datastore, *, shortest: int = SHORTEST) -> None:
         """Look up endings of `LONGEST` down to `shortest` tokens."""
         assert 1 <= shortest <= LONGEST
         self._device = setup.device
         self._store, self._shortest = store, shortest
         self._end = min(setup.vocab, store.separator)  # from this number on there are no tokens
-        self._chances = Chances()
+        self._chances = AcceptanceEstimator()
         self._serial = count()
-        self._open: dict[int, tuple[Sketch, list[Hashable]]] = {}  # by slot: this round's guesses and their kinds
+        self._open: dict[int, tuple[TreeBuilder, list[Hashable]]] = {}  # by slot: this round's guesses and their kinds
 
     def admit(self, slot: int, request: Request) -> None:
         pass
 
     def propose(self, batch: Batch) -> Draft:
-        rows = zip(batch.rows, batch.budget, strict=True)
-        self._open = {row.slot: self._guess(row.text, budget) for row, budget in rows}
+        rows = zip(batch.seqs, batch.draft_budget, strict=True)
+        self._open = {row.slot: self._guess(row.token_ids, budget) for row, budget in rows}
         return picked([sketch for sketch, _ in self._open.values()], self._device)
 
     def commit(self, round: Round) -> None:
-        for row, emitted in zip(round.batch.rows, round.emitted, strict=True):
+        for row, emitted in zip(round.batch.seqs, round.emitted, strict=True):
             if row.slot in self._open:
                 self._chances.learn(*self._open[row.slot], emitted)
 
     def release(self, slot: int) -> None:
         self._open.pop(slot, None)
 
-    def _guess(self, text: Sequence[int], budget: int) -> tuple[Sketch, list[Hashable]]:
+    def _guess(self, text: Sequence[int], budget: int) -> tuple[TreeBuilder, list[Hashable]]:
         """The likeliest nodes of the trie, the likeliest first, and their kinds."""
-        sketch, kinds = Sketch(), list[Hashable]()
+        sketch, kinds = TreeBuilder(), list[Hashable]()
         match = self._store.find(text, shortest=self._shortest, longest=LONGEST) if budget else None
         if not match:
             return sketch, kinds
@@ -107,7 +107,7 @@ class RetrievalProposer:
                     yield _Bud(bud.fall * chance, serial, token, node, depth, range(start, start + often), kind)
 
 
-def retrieval_proposer(argument: str, setup: Setup) -> RetrievalProposer:
+def retrieval_proposer(argument: str, setup: ProposerSetup) -> RetrievalProposer:
     """`retrieval:DIR`, or `retrieval:DIR:MIN` for endings of MIN tokens or more.
 
     Raises:

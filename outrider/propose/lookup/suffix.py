@@ -5,9 +5,9 @@ After SuffixDecoding (Oliaro et al. 2024) and SAM-Decoding (Hu et al. 2024).
 
 from __future__ import annotations
 
-from outrider.core.types import Batch, Draft, Needs, Request, Round, Row
+from outrider.core.types import Batch, Draft, Needs, Request, Round, SequenceState
 from outrider.errors import OutriderError
-from outrider.propose.base import Proposer, Setup, whole
+from outrider.propose.base import Proposer, ProposerSetup, whole
 from outrider.propose.lookup.suffix_history import History
 from outrider.propose.lookup.suffix_text import Text, text_maker
 from outrider.propose.lookup.suffix_tree import Guessed, Worth
@@ -24,13 +24,13 @@ class SuffixProposer:
 
     needs = Needs()
 
-    def __init__(self, setup: Setup, *, history: int = 0) -> None:
+    def __init__(self, setup: ProposerSetup, *, history: int = 0) -> None:
         """Keep up to `history` tokens of finished outputs for later requests of the same scope."""
         self._device = setup.device
         self._history = History(history) if history else None
         self._make = text_maker(setup.kernels)
         self._texts: dict[int, Text] = {}
-        self._rows: dict[int, Row] = {}
+        self._rows: dict[int, SequenceState] = {}
         self._worth = Worth()
         self._open: dict[int, Guessed] = {}  # by slot: this round's guesses
 
@@ -40,15 +40,15 @@ class SuffixProposer:
     def propose(self, batch: Batch) -> Draft:
         ends = (start + len(feed) for start, feed in zip(batch.start, batch.feed, strict=True))
         self._open = {}
-        for row, end, budget in zip(batch.rows, ends, batch.budget, strict=True):
+        for row, end, budget in zip(batch.seqs, ends, batch.draft_budget, strict=True):
             self._rows[row.slot] = row
             text = self._texts[row.slot]
-            text.extend(row.text[len(text) : end])
+            text.extend(row.token_ids[len(text) : end])
             self._open[row.slot] = self._grow(row, text, budget) if budget else Guessed()
-        return picked([self._open[row.slot].sketch for row in batch.rows], self._device)
+        return picked([self._open[row.slot].sketch for row in batch.seqs], self._device)
 
     def commit(self, round: Round) -> None:
-        for row, emitted in zip(round.batch.rows, round.emitted, strict=True):
+        for row, emitted in zip(round.batch.seqs, round.emitted, strict=True):
             if grown := self._open.get(row.slot):
                 self._worth.learn(grown, emitted)
                 if self._history:
@@ -58,20 +58,20 @@ class SuffixProposer:
         self._texts.pop(slot, None)
         row = self._rows.pop(slot, None)
         if self._history and row and row.slot == slot:  # else it has given way, and goes on later
-            begin = len(row.request.prompt)
-            self._history.learn(row.request.params.scope, row.text[:begin], row.text[begin:])
+            begin = len(row.request.prompt_token_ids)
+            self._history.learn(row.request.params.scope, row.token_ids[:begin], row.token_ids[begin:])
 
     def bytes(self) -> int:
         """Memory of the running texts and of finished outputs, in bytes."""
         texts = sum(text.bytes() for text in self._texts.values())
         return texts + (self._history.bytes() if self._history else 0)
 
-    def _grow(self, row: Row, text: Text, budget: int) -> Guessed:
-        ways, agreed = self._history.ways(row.request.params.scope, row.text, budget) if self._history else ([], 0)
+    def _grow(self, row: SequenceState, text: Text, budget: int) -> Guessed:
+        ways, agreed = self._history.ways(row.request.params.scope, row.token_ids, budget) if self._history else ([], 0)
         return text.grow(ways, agreed, self._worth.of, budget)
 
 
-def suffix_proposer(argument: str, setup: Setup) -> Proposer:
+def suffix_proposer(argument: str, setup: ProposerSetup) -> Proposer:
     """From what stands behind the colon: how many tokens of finished outputs to keep."""
     return SuffixProposer(setup, history=suffix_history(argument))
 

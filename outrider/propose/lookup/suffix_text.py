@@ -13,7 +13,7 @@ from outrider.native.suffix import SuffixText
 from outrider.propose.lookup.suffix_automaton import Automaton
 from outrider.propose.lookup.suffix_history import Way
 from outrider.propose.lookup.suffix_tree import Guessed, grow
-from outrider.propose.tree_builder import Sketch
+from outrider.propose.tree_builder import TreeBuilder
 
 
 class Text(Protocol):
@@ -44,7 +44,7 @@ class NativeText(SuffixText):
 
     def grow(self, said: Sequence[Way], agreed: int, worth: array[float], budget: int) -> Guessed:
         tokens, parents, chances, kinds, ways = self.guess(said, agreed, worth, budget)
-        return Guessed(Sketch(tokens, parents, chances), kinds, ways, said)
+        return Guessed(TreeBuilder(tokens, parents, chances), kinds, ways, said)
 
 
 def text_maker(kernels: str) -> Callable[[], Text]:

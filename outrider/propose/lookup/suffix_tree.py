@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
-from outrider.propose.acceptance import LEAST, Chances
+from outrider.propose.acceptance import LEAST, AcceptanceEstimator
 from outrider.propose.lookup.suffix_automaton import Automaton
 from outrider.propose.lookup.suffix_history import Way
-from outrider.propose.tree_builder import Sketch
+from outrider.propose.tree_builder import TreeBuilder
 
 _BRANCHES = 16  # tokens looked at that may follow a guess; one that is rarer than one in so many is left out
 _LONG = 6  # matches of so many binary digits fare as well as longer ones
@@ -27,7 +27,7 @@ _Step = tuple[int, float, int, int, int, int]
 class Guessed:
     """One row's guesses, with their kinds and the ways that say so, a bit each."""
 
-    sketch: Sketch = field(default_factory=Sketch)
+    sketch: TreeBuilder = field(default_factory=TreeBuilder)
     kinds: list[int] = field(default_factory=list)
     ways: list[int] = field(default_factory=list)
     said: Sequence[Way] = ()
@@ -45,7 +45,7 @@ class Worth:
     """What a token's share in what followed is worth as the chance to be kept, by kind."""
 
     def __init__(self) -> None:
-        self._chances = Chances()
+        self._chances = AcceptanceEstimator()
         self.of = array("d", [_worth_first(kind) for kind in range(2 * _KINDS)])
 
     def learn(self, grown: Guessed, emitted: Sequence[int]) -> None:

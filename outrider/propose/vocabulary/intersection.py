@@ -8,15 +8,15 @@ from dataclasses import replace
 import torch
 
 from outrider.cache.base import Cache, Layout, WrappedCache
-from outrider.core.types import Batch, Draft, Grown, Round, Scores, Trust
-from outrider.models.base import Target, grow_by_scores
-from outrider.propose.vocabulary.token_text import Spelling, counterparts
+from outrider.core.types import Batch, Draft, DraftChains, Round, Scores, StopRule
+from outrider.models.base import Target, draft_by_scores
+from outrider.propose.vocabulary.token_text import TokenText, counterparts
 from outrider.propose.vocabulary.wrapped_target import Wrapped
 
 _NEVER = -1e9  # the logit of what the draft cannot say; a number, so that a law is left whatever a user forbids
 
 
-class Dictionary:
+class VocabularyMap:
     """From the target's ids to the draft's and back.
 
     Each id of the target is fed to the draft as one id: its counterpart, or where the draft lacks it a stand-in, the
@@ -35,7 +35,7 @@ class Dictionary:
         self.fed = tuple(id if id >= 0 else other for id, other in zip(shared, stand_in, strict=True))
 
     @classmethod
-    def of(cls, target: Spelling, draft: Spelling, vocab: tuple[int, int]) -> Dictionary:
+    def of(cls, target: TokenText, draft: TokenText, vocab: tuple[int, int]) -> VocabularyMap:
         """From how both spell; `vocab` are the ids that target and draft have logits for."""
         found = [id if id < vocab[1] else -1 for id in counterparts(target, draft)[: vocab[0]]]
         found += [-1] * (vocab[0] - len(found))
@@ -55,7 +55,7 @@ class SharedVocabulary(Wrapped):
     are drawn from that, so every verifier is exact with them.
     """
 
-    def __init__(self, inner: Target, dictionary: Dictionary) -> None:
+    def __init__(self, inner: Target, dictionary: VocabularyMap) -> None:
         """Let `inner` speak the ids of `dictionary`'s target."""
         super().__init__(inner)
         self.vocab = len(dictionary.fed)
@@ -75,17 +75,17 @@ class SharedVocabulary(Wrapped):
     def score(self, batch: Batch, draft: Draft, first: int = -1) -> Scores:
         scores = self.inner.score(self.read(batch), self.read_draft(draft), first)
         logits = scores.logits[..., self._source].masked_fill_(self._missing, _NEVER)
-        return Scores(logits=logits, features=scores.features, fed=scores.fed)
+        return Scores(logits=logits, hidden_states=scores.hidden_states, feed_hidden_states=scores.feed_hidden_states)
 
-    def grow(self, batch: Batch, vocab: int, trust: Trust | None = None) -> Grown:
+    def draft_greedy(self, batch: Batch, vocab: int, trust: StopRule | None = None) -> DraftChains:
         if self.device.type == "cpu":  # elsewhere, looking at what came out would be to wait for it
             own = trust and replace(trust, ends=tuple(id for id in map(self._shared, trust.ends) if id >= 0))
-            grown = self.inner.grow(self.read(batch), self.inner.vocab, own)
+            grown = self.inner.draft_greedy(self.read(batch), self.inner.vocab, own)
             tokens = self._back[grown.tokens]
             guesses = torch.arange(tokens.shape[1]) < torch.tensor(grown.count)[:, None]
             if bool(((tokens >= 0) & (tokens < vocab) | ~guesses).all()):
                 return replace(grown, tokens=tokens * guesses)
-        return grow_by_scores(self, batch, vocab, trust)
+        return draft_by_scores(self, batch, vocab, trust)
 
     def bytes(self) -> int:
         maps = (self._fed, self._missing, self._source, self._back)
@@ -126,7 +126,7 @@ class _SharedCache(WrappedCache):
         self._inner.commit(replace(round, batch=batch, draft=draft))
 
 
-def _stand_ins(found: Sequence[int], target: Spelling, draft: Spelling) -> list[int]:
+def _stand_ins(found: Sequence[int], target: TokenText, draft: TokenText) -> list[int]:
     """What the draft is fed for the ids that it lacks: the last of its own pieces of what they spell."""
     written: dict[int, str] = {}
     for id, other in enumerate(found):

@@ -6,7 +6,7 @@ import codecs
 import re
 from collections.abc import Sequence
 
-from outrider.propose.vocabulary.token_text import Spelling, counterparts
+from outrider.propose.vocabulary.token_text import TokenText, counterparts
 
 # Where a word ends, and before the space that begins one, every tokenizer cuts. It is seen two characters behind the
 # cut at the latest. An apostrophe may belong to the word.
@@ -14,14 +14,14 @@ _CUT = re.compile(r"(?<=[^\W\d_])(?=[\s!-&(-@\[-`{-~])|(?<=\S)(?= [^\W\d_])")
 _LONGEST, _SEEN = 48, 2  # characters that stay together at most; how far behind a cut one must look to know it
 
 
-class Reading:
+class Retokenizer:
     """One row's text as a draft with another tokenizer reads it.
 
     What stands before the last cut is settled: no more text changes its ids. Both are functions of the text alone,
     however it came. Special tokens that the draft lacks are read as they are written.
     """
 
-    def __init__(self, target: Spelling, draft: Spelling, shared: Sequence[int] | None = None) -> None:
+    def __init__(self, target: TokenText, draft: TokenText, shared: Sequence[int] | None = None) -> None:
         """Read ids of `target` as ids of `draft`; `shared` are their `counterparts`, where they are known already."""
         self._target, self._draft = target, draft
         self._shared = counterparts(target, draft) if shared is None else shared

@@ -10,13 +10,13 @@ from operator import eq, mul
 
 from outrider.cache.base import fitting
 from outrider.core import tree
-from outrider.core.types import Batch, Draft, Needs, Request, Round, Row
+from outrider.core.types import Batch, Draft, Needs, Request, Round, SequenceState
 from outrider.models.base import Target
-from outrider.propose.acceptance import Chances
-from outrider.propose.base import Setup
-from outrider.propose.tree_builder import Sketch, picked
-from outrider.propose.vocabulary.retokenize import Reading
-from outrider.propose.vocabulary.token_text import Spelling, counterparts
+from outrider.propose.acceptance import AcceptanceEstimator
+from outrider.propose.base import ProposerSetup
+from outrider.propose.tree_builder import TreeBuilder, picked
+from outrider.propose.vocabulary.retokenize import Retokenizer
+from outrider.propose.vocabulary.token_text import TokenText, counterparts
 
 _log = logging.getLogger("outrider")
 _PIECE = 1024  # tokens of a text read in one round: those who decode beside it wait for no more
@@ -29,12 +29,12 @@ class _Turn:
     """One row's part in a round."""
 
     at: int  # which row of the batch
-    row: Row  # in the draft's ids
+    row: SequenceState  # in the draft's ids
     start: int  # how many of them are cached
     feed: tuple[int, ...]
     steps: int  # tokens that the draft is to grow; 0 while it still reads
     grown: list[int]
-    sketch: Sketch
+    sketch: TreeBuilder
     kinds: list[Hashable]
 
 
@@ -48,33 +48,33 @@ class TextProposer:
 
     needs = Needs()
 
-    def __init__(self, setup: Setup, model: Target, *, target: Spelling, draft: Spelling) -> None:
+    def __init__(self, setup: ProposerSetup, model: Target, *, target: TokenText, draft: TokenText) -> None:
         """Let `model`, whose ids spell as `draft` says, guess for a target whose ids spell as `target` says."""
         self._setup, self._model = setup, model
         self._target, self._draft = target, draft
         self._shared = counterparts(target, draft)
         self._special = {self._shared[id]: id for id in target.special if self._shared[id] >= 0}
-        self._readings: dict[int, Reading] = {}
-        self._rows: dict[int, Row] = {}  # the same texts in the draft's ids
-        self._chances = Chances()
+        self._readings: dict[int, Retokenizer] = {}
+        self._rows: dict[int, SequenceState] = {}  # the same texts in the draft's ids
+        self._chances = AcceptanceEstimator()
         self._turns: list[_Turn] = []  # of this round
         self._told = False
 
     def admit(self, slot: int, request: Request) -> None:
-        self._readings[slot] = Reading(self._target, self._draft, self._shared)
-        self._rows[slot] = Row(request=request, slot=slot, text=[])
+        self._readings[slot] = Retokenizer(self._target, self._draft, self._shared)
+        self._rows[slot] = SequenceState(request=request, slot=slot, token_ids=[])
         self._model.cache.admit(slot, ())
 
     def propose(self, batch: Batch) -> Draft:
-        turns = self._able([turn for b in range(len(batch.rows)) if (turn := self._turn(batch, b))])
+        turns = self._able([turn for b in range(len(batch.seqs)) if (turn := self._turn(batch, b))])
         self._read([turn for turn in turns if not turn.steps])
         self._turns = [turn for turn in turns if turn.steps]
-        sketches = [Sketch() for _ in batch.rows]
+        sketches = [TreeBuilder() for _ in batch.seqs]
         if self._turns:
-            grown = self._model.grow(_batch(self._turns), self._model.vocab).tokens.tolist()
+            grown = self._model.draft_greedy(_batch(self._turns), self._model.vocab).tokens.tolist()
             for turn, ids in zip(self._turns, grown, strict=True):
                 turn.grown = ids[: turn.steps]
-                self._guess(turn, batch.budget[turn.at])
+                self._guess(turn, batch.draft_budget[turn.at])
                 sketches[turn.at] = turn.sketch
         return picked(sketches, self._setup.device)
 
@@ -110,25 +110,25 @@ class TextProposer:
 
     def _turn(self, batch: Batch, b: int) -> _Turn | None:
         """What the draft is to do for a row; None where there is nothing to guess."""
-        slot, text, budget = batch.rows[b].slot, batch.rows[b].text, batch.budget[b]
+        slot, text, budget = batch.seqs[b].slot, batch.seqs[b].token_ids, batch.draft_budget[b]
         if not budget:
             return None
         reading, row = self._readings[slot], self._rows[slot]
         reading.push(text[reading.count :])
-        row.text = reading.ids()
-        start, room = self._model.cache.length(slot), self._model.context - len(row.text)
-        steps = max(round(budget * len(row.text) / len(text)), 1)  # going by the text so far
+        row.token_ids = reading.ids()
+        start, room = self._model.cache.length(slot), self._model.context - len(row.token_ids)
+        steps = max(round(budget * len(row.token_ids) / len(text)), 1)  # going by the text so far
         if room < steps and not self._told:
             self._told = True
             _log.warning("the draft model's context of %d tokens is full; going on without it", self._model.context)
-        if room < 1 or not reading.whole or start >= len(row.text):
+        if room < 1 or not reading.whole or start >= len(row.token_ids):
             return None
         if start + _PIECE < len(reading.settled):
             stop, steps = start + _PIECE, 0
         else:
-            stop, steps = len(row.text), min(steps, room)
-        feed = tuple(row.text[start:stop])
-        return _Turn(at=b, row=row, start=start, feed=feed, steps=steps, grown=[], sketch=Sketch(), kinds=[])
+            stop, steps = len(row.token_ids), min(steps, room)
+        feed = tuple(row.token_ids[start:stop])
+        return _Turn(at=b, row=row, start=start, feed=feed, steps=steps, grown=[], sketch=TreeBuilder(), kinds=[])
 
     def _able(self, turns: Sequence[_Turn]) -> list[_Turn]:
         """Those whose texts and guesses the draft's cache has memory for."""
@@ -159,7 +159,7 @@ class TextProposer:
         # The last one may be the beginning of a longer token, of which the rest was not said.
         turn.kinds = [(min(i, _DEEP), i == len(tokens) - 1) for i in range(len(tokens))]
         chances = accumulate((self._chances.of(kind, _HOPE) for kind in turn.kinds), mul)
-        turn.sketch = Sketch(tokens, list(range(-1, len(tokens) - 1)), list(chances))
+        turn.sketch = TreeBuilder(tokens, list(range(-1, len(tokens) - 1)), list(chances))
 
     def _retold(self, tail: str, said: str) -> list[int]:
         """What the draft said in the target's ids, where `tail` stands before it."""
@@ -174,10 +174,10 @@ class TextProposer:
 
 def _batch(turns: Sequence[_Turn]) -> Batch:
     return Batch(
-        rows=tuple(turn.row for turn in turns),
+        seqs=tuple(turn.row for turn in turns),
         start=tuple(turn.start for turn in turns),
         feed=tuple(turn.feed for turn in turns),
-        budget=tuple(turn.steps for turn in turns),
+        draft_budget=tuple(turn.steps for turn in turns),
     )
 
 

@@ -16,7 +16,7 @@ _BYTEWISE_SPACE = "Ġ"  # how byte-level tokenizers write one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Spelling:
+class TokenText:
     """One tokenizer's pieces as bytes."""
 
     pieces: tuple[bytes, ...]  # by id; empty for special tokens, and for ids that no token has
@@ -59,7 +59,7 @@ class Spelling:
         return ids
 
 
-def spelling(tokenizer: Any, whose: str) -> Spelling:
+def token_text(tokenizer: Any, whose: str) -> TokenText:
     """How a tokenizer of transformers spells.
 
     Raises:
@@ -81,7 +81,7 @@ def spelling(tokenizer: Any, whose: str) -> Spelling:
         return tokenizer(list(texts), add_special_tokens=False)["input_ids"]  # type: ignore[no-any-return]
 
     roles = {"eos": tokenizer.eos_token_id, "bos": tokenizer.bos_token_id}
-    found = Spelling(
+    found = TokenText(
         pieces=tuple(pieces),
         # Where bytes are pieces as well, they come first: the last id is the one that the tokenizer itself would use.
         ids={piece: id for id, piece in enumerate(pieces) if piece},
@@ -98,7 +98,7 @@ def spelling(tokenizer: Any, whose: str) -> Spelling:
     return found
 
 
-def counterparts(target: Spelling, draft: Spelling) -> list[int]:
+def counterparts(target: TokenText, draft: TokenText) -> list[int]:
     """For each id of the target the draft's id that spells the same, or -1; no two ids have the same counterpart.
 
     Special tokens are matched by how they are written, and else by whether they end or begin a text.

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from outrider.cache.base import Cache
-from outrider.core.types import Batch, Draft, Grown, Scores, Trust
+from outrider.core.types import Batch, Draft, DraftChains, Scores, StopRule
 from outrider.models.base import Target
 
 
@@ -26,14 +26,14 @@ class Wrapped:
     def score(self, batch: Batch, draft: Draft, first: int = -1) -> Scores:
         return self.inner.score(batch, draft, first)
 
-    def grow(self, batch: Batch, vocab: int, trust: Trust | None = None) -> Grown:
-        return self.inner.grow(batch, vocab, trust)
+    def draft_greedy(self, batch: Batch, vocab: int, trust: StopRule | None = None) -> DraftChains:
+        return self.inner.draft_greedy(batch, vocab, trust)
 
-    def export(self, layers: Sequence[int]) -> None:
-        self.inner.export(layers)
+    def export_hidden_states(self, layers: Sequence[int]) -> None:
+        self.inner.export_hidden_states(layers)
 
-    def swap(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
-        self.inner.swap(weights, version)
+    def update_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
+        self.inner.update_weights(weights, version)
 
     def bytes(self) -> int:
         return self.inner.bytes()

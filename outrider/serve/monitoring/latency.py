@@ -22,7 +22,7 @@ class _Times:
     tokens: int = 0
 
 
-class Clocks:
+class LatencyMetrics:
     """Latencies and ends of requests; only the engine's thread writes."""
 
     def __init__(self) -> None:

@@ -8,10 +8,10 @@ from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from outrider._version import __version__
-from outrider.cache.base import CacheUse
+from outrider.cache.base import CacheUsage
 from outrider.core.stats import Stats
 from outrider.plan.planner import CostPlanner
-from outrider.serve.async_llm import Driver
+from outrider.serve.async_llm import AsyncLLM
 
 _DEPTHS = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)  # of the histogram of guesses
 
@@ -19,7 +19,7 @@ _DEPTHS = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)  # of the histogram of gu
 class EngineCounts:
     """A collector over what engine, planner and guards count; sums only ever grow."""
 
-    def __init__(self, driver: Driver) -> None:
+    def __init__(self, driver: AsyncLLM) -> None:
         self._driver = driver
         self._parts = driver.front.parts
 
@@ -31,7 +31,7 @@ class EngineCounts:
         yield from self._proposers()
         yield from self._planned()
         yield from self._requests()
-        yield from _cache(self._driver.engine.cache_use())
+        yield from _cache(self._driver.engine.cache_usage())
         yield GaugeMetricFamily("outrider_tokens_per_pass", "tau: tokens that a row emits in a pass", value=stats.tau)
         info = GaugeMetricFamily("outrider_build_info", "1; what runs is in the labels", labels=["version", "verifier"])
         info.add_metric([__version__, self._parts.verifier.name], 1)
@@ -39,7 +39,7 @@ class EngineCounts:
 
     def _proposers(self) -> Iterator[Metric]:
         """What each alternative guessed, in the passes in which it did, and how it fares."""
-        names, arms = self._parts.proposers, self._driver.engine.arms
+        names, arms = self._parts.proposers, self._driver.engine.alternative_stats
         for name, says, values in (
             ("drafts", "Passes with guesses", [_first(each.offered) for each in arms]),
             ("drafted_tokens", "Guesses verified", [each.drafted for each in arms]),
@@ -47,9 +47,9 @@ class EngineCounts:
             ("emitted_tokens", "Tokens written in passes with guesses", [each.emitted for each in arms]),
         ):
             yield _by_proposer(CounterMetricFamily, f"outrider_proposer_{name}", says, names, values)
-        failures = [guard.failures for guard in self._parts.guards] or [0] * len(names)
+        failures = [guard.failures for guard in self._parts.isolated] or [0] * len(names)
         yield _by_proposer(CounterMetricFamily, "outrider_proposer_failures", "Times that it raised", names, failures)
-        off = [guard.off for guard in self._parts.guards] or [False] * len(names)
+        off = [guard.off for guard in self._parts.isolated] or [False] * len(names)
         drifts = self._driver.drifts
         for name, says, gauges in (
             ("off", "1 while it is not asked, for it has failed", off),
@@ -86,15 +86,15 @@ class EngineCounts:
         )
 
 
-def _cache(use: CacheUse) -> Iterator[Metric]:
+def _cache(use: CacheUsage) -> Iterator[Metric]:
     """Of the target's; where a slot has room for a whole context there are no blocks to tell of."""
     blocks = GaugeMetricFamily("outrider_cache_blocks", "Blocks of the target's cache", labels=["state"])
     for state, count in (("held", use.held), ("kept", use.kept), ("free", use.free)):
         blocks.add_metric([state], count)
     yield blocks
     for name, says, value in (
-        ("asked_tokens", "Tokens of texts that were taken in", use.asked),
-        ("hit_tokens", "Those of them that were cached already", use.spared),
+        ("asked_tokens", "Tokens of texts that were taken in", use.query_tokens),
+        ("hit_tokens", "Those of them that were cached already", use.hit_tokens),
         ("evicted_blocks", "Blocks of texts that had ended, for others", use.evicted),
     ):
         yield CounterMetricFamily(f"outrider_cache_{name}", says, value=value)
@@ -161,6 +161,6 @@ def _first(counts: Sequence[int]) -> int:
     return counts[0] if counts else 0
 
 
-def exposition(driver: Driver) -> bytes:
+def exposition(driver: AsyncLLM) -> bytes:
     """All metrics, as text."""
     return generate_latest(driver.clocks.registry)

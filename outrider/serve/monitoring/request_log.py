@@ -41,8 +41,8 @@ class Entry:
     def end(self, completions: Sequence[Completion]) -> None:
         """All is done."""
         self.completions = list(completions)
-        self.tokens = sum(len(each.tokens) for each in completions)
-        self.finish = "+".join(sorted({str(each.finish) for each in completions}))
+        self.tokens = sum(len(each.token_ids) for each in completions)
+        self.finish = "+".join(sorted({str(each.finish_reason) for each in completions}))
 
     def fields(self, scope: Scope, status: int) -> dict[str, Any]:
         """For the log."""
@@ -59,7 +59,7 @@ class Entry:
         return told | {
             "finish": self.finish,
             "first_seconds": None if self.first is None else round(self.first - self.began, 6),
-            "prompt_tokens": sum(len(each.prompt_tokens) for each in self.completions),
+            "prompt_tokens": sum(len(each.prompt_token_ids) for each in self.completions),
             "tokens": self.tokens,
             "tau": round(written / passes, 4) if passes else None,
             "drafted": sum(each.stats.drafted for each in self.completions),
@@ -67,7 +67,7 @@ class Entry:
         }
 
 
-class Journal:
+class RequestLog:
     """Gives each request a name, which its answer carries, and writes its line when it is over."""
 
     def __init__(self, app: ASGIApp) -> None:

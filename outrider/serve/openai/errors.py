@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
-from outrider.core.params import BadParam
+from outrider.core.params import InvalidParam
 from outrider.errors import OutriderError
 from outrider.serve.async_llm import QueueFull
 from outrider.serve.openai.responses import problem
@@ -21,7 +21,7 @@ from outrider.serve.openai.schema import Sampling, field_of
 _LATER = {"Retry-After": "1"}
 
 
-class UnknownModel(BadParam):
+class UnknownModel(InvalidParam):
     """Another model than the one that is served."""
 
 
@@ -30,10 +30,10 @@ def about(param: str) -> Iterator[None]:
     """What is refused in here is this parameter, where nobody says better."""
     try:
         yield
-    except (BadParam, QueueFull):
+    except (InvalidParam, QueueFull):
         raise
     except OutriderError as error:
-        raise BadParam(param, str(error)) from error
+        raise InvalidParam(param, str(error)) from error
 
 
 @contextmanager
@@ -41,11 +41,11 @@ def spelled_as(asked: Sampling) -> Iterator[None]:
     """What is refused in here is named as the client has named it."""
     try:
         yield
-    except BadParam as error:
+    except InvalidParam as error:
         said, name = str(error), asked.spelled(error.param)
         if said.startswith(f"{error.param} "):
             said = name + said[len(error.param) :]
-        raise BadParam(name, said) from error
+        raise InvalidParam(name, said) from error
 
 
 class Mistake(BaseModel):
@@ -82,7 +82,7 @@ def add_handlers(app: FastAPI) -> None:
         RequestValidationError: _invalid,
         QueueFull: lambda error: JSONResponse(problem(str(error), kind="overloaded_error"), 429, _LATER),
         UnknownModel: lambda error: JSONResponse(problem(str(error), field=error.param), 404),
-        BadParam: lambda error: JSONResponse(problem(str(error), field=error.param), 400),
+        InvalidParam: lambda error: JSONResponse(problem(str(error), field=error.param), 400),
         OutriderError: lambda error: JSONResponse(problem(str(error)), 400),
         Exception: lambda _: JSONResponse(problem("the server failed; its log says why", kind="server_error"), 500),
         HTTPException: lambda error: JSONResponse(problem(str(error.detail)), error.status_code, error.headers),

@@ -9,8 +9,8 @@ from itertools import accumulate
 from typing import Any
 from uuid import uuid4
 
-from outrider.core.types import Completion, Finish, TokenLogprobs
-from outrider.serve.openai.tool_calls import Calls
+from outrider.core.types import Completion, FinishReason, TokenLogprobs
+from outrider.serve.openai.tool_calls import ToolCallParser
 from outrider.serve.stream.ticket import Piece
 
 Decode = Callable[[Sequence[int]], str]
@@ -73,12 +73,12 @@ class Reply:
 
     def _choice(self, index: int, completion: Completion) -> dict[str, Any]:
         logprobs = self._logprobs(completion.logprobs) if self.logprobs else None
-        choice: dict[str, Any] = {"index": index, "finish_reason": str(completion.finish), "logprobs": logprobs}
+        choice: dict[str, Any] = {"index": index, "finish_reason": str(completion.finish_reason), "logprobs": logprobs}
         if not self.chat:
             return choice | {"text": completion.text}
         message: dict[str, Any] = {"role": "assistant", "content": completion.text, "refusal": None}
         if self.calls:
-            calls = Calls()
+            calls = ToolCallParser()
             message["content"] = calls.read(completion.text, last=True).get("content")
             choice["finish_reason"] = _finish(completion, calls)
             if calls.made:
@@ -109,13 +109,13 @@ class Parts:
 
     def __init__(self, reply: Reply, index: int) -> None:
         self._reply, self._index = reply, index
-        self._calls = Calls() if reply.calls else None
+        self._calls = ToolCallParser() if reply.calls else None
         self._begun = False
         self._offset = 0  # characters of all tokens so far, each spelled alone
 
     def next(self, piece: Piece) -> dict[str, Any]:
         """The part that a piece becomes."""
-        finish = str(piece.completion.finish) if piece.completion else None
+        finish = str(piece.completion.finish_reason) if piece.completion else None
         delta: dict[str, Any] = {"content": piece.text}
         if self._calls:
             delta = self._calls.read(piece.text, last=piece.completion is not None)
@@ -129,16 +129,18 @@ class Parts:
         return part
 
 
-def _finish(completion: Completion, calls: Calls) -> str:
+def _finish(completion: Completion, calls: ToolCallParser) -> str:
     """Why it ended, as OpenAI's clients are told."""
-    return "tool_calls" if calls.made and completion.finish is Finish.STOP else str(completion.finish)
+    return (
+        "tool_calls" if calls.made and completion.finish_reason is FinishReason.STOP else str(completion.finish_reason)
+    )
 
 
 def usage(completions: Sequence[Completion], prompts: int) -> dict[str, Any]:
     """Tokens, and what speculation did; a prompt counts once, however many completions it has."""
     each = len(completions) // prompts
-    read = sum(len(completion.prompt_tokens) for completion in completions[::each])
-    made = sum(len(completion.tokens) for completion in completions)
+    read = sum(len(completion.prompt_token_ids) for completion in completions[::each])
+    made = sum(len(completion.token_ids) for completion in completions)
     passes = sum(completion.stats.passes for completion in completions)
     return {
         "prompt_tokens": read,

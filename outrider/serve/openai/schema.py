@@ -10,9 +10,9 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from outrider.core.constraint import Constraint
-from outrider.core.params import BadParam, SamplingParams
+from outrider.core.params import InvalidParam, SamplingParams
 from outrider.core.text import sound
-from outrider.serve.stream.ticket import Watch
+from outrider.serve.stream.ticket import StreamContent
 
 _Token = Annotated[int, Field(ge=0)]
 
@@ -88,7 +88,7 @@ class StructuredOutputs(_Strict):
         }
         given = [name for name in makers if getattr(self, name) is not None]
         if len(given) != 1:
-            raise BadParam(
+            raise InvalidParam(
                 "structured_outputs", "structured_outputs takes one of json, json_object, regex, choice and grammar"
             )
         return makers[given[0]](getattr(self, given[0]))
@@ -138,13 +138,13 @@ class Sampling(_Asked):
     store: Literal[False] | None = Field(None, description="Nothing is stored.")
     structured_outputs: StructuredOutputs | None = Field(None, description="Extension. What form the text has.")
 
-    def watch(self) -> Watch:
+    def watch(self) -> StreamContent:
         """What of the completion is to be told, and when."""
         if self.stream_options and self.stream_options.include_guesses:
-            return Watch.GUESSES
+            return StreamContent.GUESSES
         if self.stream_options and self.stream_options.include_tokens:
-            return Watch.ROUNDS
-        return Watch.TEXT if self.stream else Watch.END
+            return StreamContent.ROUNDS
+        return StreamContent.TEXT if self.stream else StreamContent.END
 
     def spelled(self, param: str) -> str:
         """What a client calls a parameter of `SamplingParams`."""
@@ -164,11 +164,11 @@ class Sampling(_Asked):
         """
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         if len(stops) > _STOPS:
-            raise BadParam("stop", f"stop holds {len(stops)} strings; use at most {_STOPS}")
+            raise InvalidParam("stop", f"stop holds {len(stops)} strings; use at most {_STOPS}")
         if any(len(stop) > _STOP_LENGTH for stop in stops):
-            raise BadParam("stop", f"stop holds a string of more than {_STOP_LENGTH} characters; use shorter ones")
+            raise InvalidParam("stop", f"stop holds a string of more than {_STOP_LENGTH} characters; use shorter ones")
         if self.off and (self.k or self.proposer):
-            raise BadParam("off", "off says not to speculate, and k or proposer how to; leave out one of them")
+            raise InvalidParam("off", "off says not to speculate, and k or proposer how to; leave out one of them")
         return SamplingParams(
             temperature=self.temperature,
             top_k=self.top_k,
@@ -318,7 +318,7 @@ class ChatRequest(Sampling):
             return other
         if other:
             said = "response_format and structured_outputs both say what form the text has; give one"
-            raise BadParam("response_format", said)
+            raise InvalidParam("response_format", said)
         if isinstance(asked, ObjectFormat) or asked.json_schema.form is None:
             return Constraint.json_object()
         return Constraint.json_schema(asked.json_schema.form)
@@ -326,13 +326,13 @@ class ChatRequest(Sampling):
     def most(self) -> int | None:
         """Tokens of the answer."""
         if self.max_tokens and self.max_completion_tokens and self.max_tokens != self.max_completion_tokens:
-            raise BadParam("max_completion_tokens", "max_tokens and max_completion_tokens differ; give one of them")
+            raise InvalidParam("max_completion_tokens", "max_tokens and max_completion_tokens differ; give one of them")
         return self.max_completion_tokens or self.max_tokens
 
     def wanted(self) -> int | None:
         """Likeliest tokens whose log-probabilities are reported; None: none at all."""
         if self.top_logprobs is not None and not self.logprobs:
-            raise BadParam("top_logprobs", "top_logprobs needs logprobs true; set it, or leave top_logprobs out")
+            raise InvalidParam("top_logprobs", "top_logprobs needs logprobs true; set it, or leave top_logprobs out")
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
@@ -362,7 +362,7 @@ def _biases(given: dict[str, float] | None) -> dict[int, float]:
     out: dict[int, float] = {}
     for token, bias in (given or {}).items():
         if not token.isdecimal() or len(token) > _DIGITS:
-            raise BadParam("logit_bias", f"logit_bias has the key {token[:_DIGITS]!r}; use token ids")
+            raise InvalidParam("logit_bias", f"logit_bias has the key {token[:_DIGITS]!r}; use token ids")
         out[int(token)] = float("-inf") if bias == -100 else bias
     return out
 

@@ -12,7 +12,7 @@ _HEAD = re.compile(r'\n\{"name": "([^"]*)", "arguments": ')
 
 
 @dataclass(slots=True, kw_only=True)
-class Call:
+class ParsedCall:
     """One call, perhaps not whole yet."""
 
     name: str
@@ -24,11 +24,11 @@ class Call:
         return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 
-class Calls:
+class ToolCallParser:
     """Splits a text, as it comes, into what is said and what is called."""
 
     def __init__(self) -> None:
-        self.made: list[Call] = []
+        self.made: list[ParsedCall] = []
         self._left = ""  # not told yet: it may be part of a mark
         self._open = False  # whether a call has begun and not ended
         self._named = False  # whether its name is known
@@ -58,7 +58,7 @@ class Calls:
 
     def _name(self, parts: dict[int, dict[str, Any]]) -> None:
         if found := _HEAD.match(self._left):
-            call, self._left, self._named = Call(name=found[1]), self._left[found.end() :], True
+            call, self._left, self._named = ParsedCall(name=found[1]), self._left[found.end() :], True
             self.made.append(call)
             parts[len(self.made) - 1] = {"index": len(self.made) - 1} | call.whole()
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from outrider.core.constraint import STYLE, Constraint
-from outrider.core.params import BadParam
+from outrider.core.params import InvalidParam
 from outrider.errors import OutriderError
 from outrider.serve.openai.schema import ChatRequest, Function, FunctionCall, Message, NamedTool
 
@@ -46,13 +46,13 @@ class Tools:
         if isinstance(choice, NamedTool):
             functions = tuple(each for each in functions if each.name == choice.function.name)
             if not functions:
-                raise BadParam(
+                raise InvalidParam(
                     "tool_choice", f"tool_choice names {choice.function.name!r}, and tools have none of that name"
                 )
         elif choice == "required" and not functions:
-            raise BadParam("tool_choice", "tool_choice is required, and there are no tools; give some")
+            raise InvalidParam("tool_choice", "tool_choice is required, and there are no tools; give some")
         if len({each.name for each in functions}) < len(functions):
-            raise BadParam("tools", "two tools have the same name; rename one")
+            raise InvalidParam("tools", "two tools have the same name; rename one")
         if not functions or choice == "none":
             return None
         named = isinstance(choice, NamedTool)

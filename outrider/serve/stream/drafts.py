@@ -9,7 +9,7 @@ from outrider.core.types import Round
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Guesses:
+class RoundDrafts:
     """One row's guesses of one round, parents before children."""
 
     tokens: tuple[int, ...]
@@ -18,13 +18,13 @@ class Guesses:
     by: tuple[str, ...]  # who made them
 
 
-def guesses_of(round: Round, b: int, names: Sequence[str]) -> Guesses:
-    """Row b's; `names` are of those that `Draft.by` numbers."""
+def drafts_of(round: Round, b: int, names: Sequence[str]) -> RoundDrafts:
+    """Row b's; `names` are of those that `Draft.source` numbers."""
     draft = round.draft
     count = int(draft.count[b])
-    bits = [1] * count if draft.by is None else draft.by[b][:count]
+    bits = [1] * count if draft.source is None else draft.source[b][:count]
     kept = frozenset(round.path[b])
-    return Guesses(
+    return RoundDrafts(
         tokens=tuple(draft.tokens[b, :count].tolist()),
         parents=tuple(draft.parent[b, :count].tolist()),
         kept=tuple(node in kept for node in range(count)),

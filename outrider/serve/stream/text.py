@@ -8,7 +8,7 @@ from outrider.core.text import TextStream
 from outrider.core.types import Completion
 
 
-class Wording:
+class StreamText:
     """Spells out what the engine's thread has only counted: it has better things to do."""
 
     def __init__(

@@ -11,14 +11,14 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 
 from outrider.core.types import Completion, Request, TokenLogprobs
-from outrider.serve.stream.drafts import Guesses
-from outrider.serve.stream.text import Wording
+from outrider.serve.stream.drafts import RoundDrafts
+from outrider.serve.stream.text import StreamText
 
 _log = logging.getLogger("outrider.serve")
 TOGETHER = 0.04  # seconds of rounds that readers hear of at once
 
 
-class Watch(IntEnum):
+class StreamContent(IntEnum):
     """What a reader wants to hear of."""
 
     END = 0  # the last piece alone
@@ -37,7 +37,7 @@ class Piece:
     guessed: tuple[bool, ...] = ()  # per token: an accepted guess, or the target's own
     logprobs: tuple[TokenLogprobs, ...] = ()  # per token, where they were asked for
     words: tuple[str, ...] = ()  # per token, what it added to the text, where that is watched
-    guesses: Guesses | None = None  # where they are watched
+    guesses: RoundDrafts | None = None  # where they are watched
     completion: Completion | None = None  # in the last piece
     error: str = ""  # likewise, where something broke
 
@@ -56,18 +56,18 @@ class Piece:
         )
 
 
-class Ticket:
+class RequestStream:
     """One request on its way.
 
     The engine's thread puts pieces in without their text, and one reader takes them out in its own time. What waits for
     who is slow is one piece, never longer than the completion, unless rounds are watched one by one.
     """
 
-    def __init__(self, request: Request, wording: Wording, watch: Watch) -> None:
+    def __init__(self, request: Request, wording: StreamText, watch: StreamContent) -> None:
         self.request, self.watch = request, watch
         self.written = 0  # tokens so far
         self.given = 0  # those of them that pieces hold
-        self.guesses: Guesses | None = None  # of the round that is being committed
+        self.guesses: RoundDrafts | None = None  # of the round that is being committed
         self._wording = wording
         self._pieces: deque[Piece] = deque()
         self._more = asyncio.Event()
@@ -75,7 +75,7 @@ class Ticket:
     def put(self, piece: Piece) -> None:
         """From the engine's thread; `wake` tells the reader."""
         self.given += len(piece.tokens)
-        if self.watch < Watch.ROUNDS:
+        if self.watch < StreamContent.ROUNDS:
             with suppress(IndexError):  # taken, perhaps just now
                 piece = self._pieces.pop().then(piece)
         self._pieces.append(piece)
@@ -106,26 +106,26 @@ class Ticket:
         return out
 
     def _worded(self, piece: Piece) -> Piece:
-        if self.watch is Watch.END:
+        if self.watch is StreamContent.END:
             return piece
         try:
             text = self._wording.grow(piece.tokens, piece.completion)
-            words = self._wording.words(piece.tokens) if self.watch >= Watch.WORDS else ()
+            words = self._wording.words(piece.tokens) if self.watch >= StreamContent.WORDS else ()
         except Exception as error:  # of its text, which is nobody else's
             _log.exception("a completion could not be told")
             return Piece(error=f"the text cannot be written: {error}")
         return replace(piece, text=text, words=words)
 
 
-class Bell:
+class Wakeup:
     """Wakes readers, those who are told of something together in one call to their loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._told: deque[Ticket] = deque()
+        self._told: deque[RequestStream] = deque()
         self._called = False
 
-    def ring(self, tickets: Sequence[Ticket]) -> None:
+    def ring(self, tickets: Sequence[RequestStream]) -> None:
         """From the engine's thread."""
         self._told.extend(tickets)
         if not self._called:

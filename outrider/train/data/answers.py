@@ -9,11 +9,11 @@ import torch
 
 from outrider.core.noise import mix_int
 from outrider.core.params import SamplingParams
-from outrider.core.types import Batch, Draft, Finish, Memory, Request, Round
+from outrider.core.types import Batch, Draft, FinishReason, KVView, Request, Round
 from outrider.engine.build import EngineParts
 from outrider.engine.engine import Engine
 from outrider.propose.base import Proposer
-from outrider.train.data.feature_cache import Archive
+from outrider.train.data.feature_cache import FeatureCache
 from outrider.train.data.sample import Sample
 
 
@@ -21,7 +21,7 @@ class Recorder:
     """Another proposer's guesses, while states are written down."""
 
     def __init__(
-        self, inner: Proposer, layers: Sequence[int], *, memory: Memory | None = None, looked: Sequence[int] = ()
+        self, inner: Proposer, layers: Sequence[int], *, memory: KVView | None = None, looked: Sequence[int] = ()
     ) -> None:
         """Write down the outputs of `layers`, and of the layers looked at keys and values as they lie in a `memory`."""
         self.inner, self.layers, self.looked, self._memory = inner, tuple(layers), tuple(looked), memory
@@ -38,7 +38,7 @@ class Recorder:
         return self.inner.propose(batch)
 
     def commit(self, round: Round) -> None:
-        for b, (row, path) in enumerate(zip(round.batch.rows, round.path, strict=True)):
+        for b, (row, path) in enumerate(zip(round.batch.seqs, round.path, strict=True)):
             _, seen, shown = self._open[row.slot]
             begin = round.batch.start[b]
             assert seen or not begin, "a text's first states come from no cache"
@@ -75,24 +75,24 @@ def written(engine: Engine, recorder: Recorder, requests: Iterable[Request]) -> 
         engine.add(request)
     while engine.busy():
         for row in engine.step():
-            if row.finish is None:
+            if row.finish_reason is None:
                 continue
             seen = recorder.take(row.request.id)
-            if seen is None or row.finish is Finish.ERROR:
+            if seen is None or row.finish_reason is FinishReason.ERROR:
                 continue
             states, shown = seen
-            length = min(len(states), len(row.text) - 1)
+            length = min(len(states), len(row.token_ids) - 1)
             yield Sample(
                 id=row.request.id,
-                tokens=tuple(row.text[: length + 1]),
+                tokens=tuple(row.token_ids[: length + 1]),
                 states=states[:length],
                 shown=None if shown is None else shown[:length],
-                prompt=len(row.request.prompt),
+                prompt=len(row.request.prompt_token_ids),
             )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Manner:
+class AnswerParams:
     """How prompts are answered."""
 
     temperature: float
@@ -101,7 +101,7 @@ class Manner:
     seed: int
 
 
-class Author:
+class AnswerGenerator:
     """Has prompts answered. An answer depends on the prompt, its number and the turn, and on nothing that came before.
 
     Where a token's logits depend on what else is in its pass, as torch's kernels have it, that holds up to rounding.
@@ -112,9 +112,9 @@ class Author:
         parts: EngineParts,
         recorder: Recorder,
         prompts: Mapping[int, tuple[int, ...]],
-        manner: Manner,
+        manner: AnswerParams,
         *,
-        archive: Archive | None,
+        archive: FeatureCache | None,
     ) -> None:
         self._parts, self._recorder, self._prompts = parts, recorder, prompts
         self._manner, self._archive = manner, archive
@@ -139,9 +139,9 @@ class Author:
         prompt = self._prompts[number]
         return Request(
             id=number,
-            prompt=prompt,
+            prompt_token_ids=prompt,
             params=SamplingParams(temperature=manner.temperature, max_tokens=manner.tokens, ignore_eos=manner.go_on),
             seed=mix_int(mix_int(manner.seed, turn), number),
             end_ids=frozenset() if manner.go_on else parts.end_ids,
-            limit=min(manner.tokens, parts.context - len(prompt)),
+            max_tokens=min(manner.tokens, parts.context - len(prompt)),
         )

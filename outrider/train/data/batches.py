@@ -10,7 +10,7 @@ from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
 from outrider.core import tree
-from outrider.core.types import Batch, Row, Scores, Tables
+from outrider.core.types import Batch, Scores, SequenceState, SharedWeights
 from outrider.errors import OutriderError
 from outrider.heads.description import Taps, View
 from outrider.heads.hidden_states import normed
@@ -30,7 +30,7 @@ class Reader:
         self,
         taps: Taps,
         layers: Sequence[int],
-        tables: Tables,
+        tables: SharedWeights,
         ids: torch.Tensor,
         *,
         views: Sequence[View] = (),
@@ -84,7 +84,10 @@ class Reader:
             OutriderError: they do not, so its head does more than multiply by a table.
         """
         scores = read_alone(target, text)
-        own, ours = scores.logits[0, 0].softmax(-1), self._laws(normed(scores.fed[self._last][0][-1], self._tables))
+        own, ours = (
+            scores.logits[0, 0].softmax(-1),
+            self._laws(normed(scores.feed_hidden_states[self._last][0][-1], self._tables)),
+        )
         shared = float(torch.minimum(own, ours).sum())
         if not shared > _AGREES:
             raise OutriderError(
@@ -99,7 +102,7 @@ class Reader:
 
 def read_alone(target: Target, text: tuple[int, ...]) -> Scores:
     """What a target that does nothing else says of a text, in one pass."""
-    batch = Batch(rows=(Row.of(text),), start=(0,), feed=(text,), budget=(0,))
+    batch = Batch(seqs=(SequenceState.of(text),), start=(0,), feed=(text,), draft_budget=(0,))
     target.cache.admit(0, text)
     scores = target.score(batch, tree.empty(1, target.device))
     target.cache.release(0)

@@ -24,7 +24,7 @@ _FORM = 2  # of what is kept; a file of another form is never found
 _log = logging.getLogger("outrider")
 
 
-class Archive:
+class FeatureCache:
     """A folder of samples by what they answer.
 
     A name is a hash of everything that an answer and its states follow from, so trainings with other options share what
@@ -59,9 +59,13 @@ class Archive:
             shown = held.get("shown")
         except (OSError, SafetensorError, KeyError, ValueError, IndexError):
             return None
-        if states.dim() != 3 or len(states) + 1 != len(tokens) or tokens[: len(request.prompt)] != request.prompt:
+        if (
+            states.dim() != 3
+            or len(states) + 1 != len(tokens)
+            or tokens[: len(request.prompt_token_ids)] != request.prompt_token_ids
+        ):
             return None
-        return Sample(id=request.id, tokens=tokens, states=states, prompt=len(request.prompt), shown=shown)
+        return Sample(id=request.id, tokens=tokens, states=states, prompt=len(request.prompt_token_ids), shown=shown)
 
     def write(self, request: Request, sample: Sample) -> None:
         """Keep a sample where there is room for it; a disk that is full ends the keeping, and not the training."""
@@ -91,9 +95,9 @@ class Archive:
         facts = [
             _FORM,
             self._origin,
-            request.prompt,
+            request.prompt_token_ids,
             params.temperature,
-            request.limit,
+            request.max_tokens,
             request.seed,
             sorted(request.end_ids),
         ]

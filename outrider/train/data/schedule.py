@@ -19,7 +19,7 @@ class Writer(Protocol):
         """Texts that begin with some of the prompts, in the order of their numbers."""
 
 
-class Course:
+class PromptSchedule:
     """Waves, each of some prompts answered together and some steps on their answers.
 
     An epoch goes through all prompts of this process once. What a wave holds follows from its number alone.

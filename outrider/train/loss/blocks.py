@@ -12,14 +12,14 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from outrider.heads.modules.block import BlockDraft
+from outrider.heads.modules.block import BlockHead
 from outrider.heads.modules.layers import Attention
 from outrider.train.loss.steps import Step, Texts, drawn
 
 _MOST = 512  # blocks of a text
 
 
-def in_blocks(module: BlockDraft, texts: Texts, steps: int, share: float) -> Iterator[Step]:
+def in_blocks(module: BlockHead, texts: Texts, steps: int, share: float) -> Iterator[Step]:
     """The guesses 0, 1, ... of blocks behind a share of each text's places; column c is the same block in all steps."""
     places, live = anchors(texts.learn, share)
     out = _pass(module, texts, places)
@@ -57,7 +57,7 @@ def anchors(learn: torch.Tensor, share: float) -> tuple[torch.Tensor, torch.Tens
     return drawn(able, _MOST)
 
 
-def _pass(module: BlockDraft, texts: Texts, places: torch.Tensor) -> torch.Tensor:
+def _pass(module: BlockHead, texts: Texts, places: torch.Tensor) -> torch.Tensor:
     """Outputs [B, A, guesses, H] of blocks that begin at `places` [B, A]."""
     states, device = module.fused(texts.taps), places.device
     positions = torch.arange(states.shape[1], device=device)

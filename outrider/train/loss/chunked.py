@@ -14,13 +14,15 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from outrider.train.loss.losses import LENGTH, LOSSES, Laws
+from outrider.train.loss.losses import LENGTH, LOSSES, Distributions
 
 _AT_ONCE: Mapping[str, int] = MappingProxyType({"cpu": 1 << 18})  # logits: a second-level cache's worth of float32
 _ELSEWHERE = 1 << 26
 
 
-def judged(logits: torch.Tensor, p: torch.Tensor, losses: Mapping[str, float]) -> tuple[torch.Tensor, torch.Tensor]:
+def chunked_loss(
+    logits: torch.Tensor, p: torch.Tensor, losses: Mapping[str, float]
+) -> tuple[torch.Tensor, torch.Tensor]:
     """What is lost, and what is kept, at each of n places.
 
     Args:
@@ -50,7 +52,7 @@ class _Judged(torch.autograd.Function):
             some = slice(begin, begin + step)
             with torch.enable_grad():
                 here = logits[some].detach().float().requires_grad_()
-                laws = Laws(p[some], here.log_softmax(-1))
+                laws = Distributions(p[some], here.log_softmax(-1))
                 parts = [share * LOSSES[name](laws) for name, share in single.items()]
                 found = (sum(parts, torch.zeros_like(laws.alpha)), laws.alpha)
                 for slope, i in zip(slopes, wanted, strict=True):

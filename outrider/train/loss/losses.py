@@ -20,7 +20,7 @@ _LN2, _TINY = math.log(2), 1e-20
 
 
 @dataclass(frozen=True, eq=False)
-class Laws:
+class Distributions:
     """Over what the draft can guess."""
 
     p: torch.Tensor  # [*, Vd] the target's probabilities, which may sum to less than 1
@@ -37,47 +37,47 @@ class Laws:
         return self.p.clamp(min=_TINY).log() - self.p.sum(-1, keepdim=True).clamp(min=_TINY).log()
 
 
-def cross_entropy(laws: Laws) -> torch.Tensor:
+def cross_entropy(laws: Distributions) -> torch.Tensor:
     """-sum p log q, with p given that it can be guessed; its slope is that of the forward divergence."""
     return -(laws.p * laws.log_q).sum(-1) / laws.p.sum(-1).clamp(min=_TINY)
 
 
-def forward_kl(laws: Laws) -> torch.Tensor:
+def forward_kl(laws: Distributions) -> torch.Tensor:
     """sum p log(p / q)."""
     log_p = laws.log_p
     return (log_p.exp() * (log_p - laws.log_q)).sum(-1)
 
 
-def reverse_kl(laws: Laws) -> torch.Tensor:
+def reverse_kl(laws: Distributions) -> torch.Tensor:
     """sum q log(q / p)."""
     return (laws.log_q.exp() * (laws.log_q - laws.log_p)).sum(-1)
 
 
-def jensen_shannon(laws: Laws) -> torch.Tensor:
+def jensen_shannon(laws: Distributions) -> torch.Tensor:
     """(KL(p, m) + KL(q, m)) / 2 with m = (p + q) / 2."""
     p, q = laws.log_p, laws.log_q
     middle = torch.logaddexp(p, q) - _LN2
     return ((p.exp() * (p - middle)).sum(-1) + (q.exp() * (q - middle)).sum(-1)) / 2
 
 
-def total_variation(laws: Laws) -> torch.Tensor:
+def total_variation(laws: Distributions) -> torch.Tensor:
     """1 - alpha."""
     return 1 - laws.alpha
 
 
-def negative_log_alpha(laws: Laws) -> torch.Tensor:
+def negative_log_alpha(laws: Distributions) -> torch.Tensor:
     """-log alpha (LK losses, 2602.23881)."""
     return -laws.alpha.clamp(min=1e-6).log()
 
 
-def hybrid(laws: Laws) -> torch.Tensor:
+def hybrid(laws: Distributions) -> torch.Tensor:
     """w KL + (1 - w)(1 - alpha) with w = exp(-3 alpha): first the shape, then what is kept (LK losses, 2602.23881)."""
     alpha = laws.alpha
     weight = (-3 * alpha.detach()).exp()
     return weight * forward_kl(laws) + (1 - weight) * (1 - alpha)
 
 
-LOSSES: Mapping[str, Callable[[Laws], torch.Tensor]] = MappingProxyType(
+LOSSES: Mapping[str, Callable[[Distributions], torch.Tensor]] = MappingProxyType(
     {
         "ce": cross_entropy,
         "kl": forward_kl,

@@ -15,14 +15,14 @@ from collections.abc import Iterator
 import torch
 from torch.nn import functional
 
-from outrider.heads.modules.autoregressive import Follower
+from outrider.heads.modules.autoregressive import AutoregressiveHead
 from outrider.heads.modules.layers import Attention
 from outrider.train.loss.steps import Chains, Step, Texts, everywhere
 
 _MOST = 512  # columns of a text with masks behind them
 
 
-def behind_masks(module: Follower, texts: Texts, steps: int, later: float) -> Iterator[Step]:
+def behind_masks(module: AutoregressiveHead, texts: Texts, steps: int, later: float) -> Iterator[Step]:
     """The guesses of columns, and of the masks behind a share `later` of them."""
     assert module.description.masks is not None
     states = module.fused(texts.taps[:, :-1])

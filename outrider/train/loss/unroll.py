@@ -17,11 +17,11 @@ from functools import partial
 import torch
 from torch.nn import functional
 
-from outrider.heads.modules.autoregressive import Follower
-from outrider.heads.modules.block import BlockDraft
-from outrider.heads.modules.kv_sharing import Onlooker
+from outrider.heads.modules.autoregressive import AutoregressiveHead
+from outrider.heads.modules.block import BlockHead
+from outrider.heads.modules.kv_sharing import KVSharingHead
 from outrider.heads.modules.layers import Attention
-from outrider.heads.modules.parallel import Independent
+from outrider.heads.modules.parallel import ParallelHead
 from outrider.heads.store import HeadModule
 from outrider.train.loss.blocks import in_blocks
 from outrider.train.loss.masks import behind_masks
@@ -36,11 +36,11 @@ def unrolled(module: HeadModule, texts: Texts, steps: int, later: float = 1.0) -
     Behind the first, drafts that follow states go on from a share `later` of the columns alone, drawn at random; all of
     them are there to be seen. Blocks begin behind such a share.
     """
-    if isinstance(module, BlockDraft):
+    if isinstance(module, BlockHead):
         return in_blocks(module, texts, steps, later)
-    if isinstance(module, Independent):
+    if isinstance(module, ParallelHead):
         return _independent(module, texts, steps)
-    if isinstance(module, Onlooker):
+    if isinstance(module, KVSharingHead):
         return _followed(module, texts, steps, later)
     if module.description.masks:
         return behind_masks(module, texts, steps, later)
@@ -49,11 +49,11 @@ def unrolled(module: HeadModule, texts: Texts, steps: int, later: float = 1.0) -
     return _followed(module, texts, steps, later)
 
 
-def _followed(module: Follower | Onlooker, texts: Texts, steps: int, later: float) -> Iterator[Step]:
+def _followed(module: AutoregressiveHead | KVSharingHead, texts: Texts, steps: int, later: float) -> Iterator[Step]:
     states = module.fused(texts.taps[:, :-1])
     rows, size = states.shape[:2]
-    every, looks = torch.arange(size, device=states.device).expand(rows, -1), isinstance(module, Onlooker)
-    look: _Glance | _Look = _Glance(module, texts, every) if isinstance(module, Onlooker) else _Look()
+    every, looks = torch.arange(size, device=states.device).expand(rows, -1), isinstance(module, KVSharingHead)
+    look: _Glance | _Look = _Glance(module, texts, every) if isinstance(module, KVSharingHead) else _Look()
     out = module(texts.tokens[:, 1 : 1 + size], states, every + int(looks), look)
     learn = texts.learn[:, 1:]
     yield everywhere(texts, 0, out, module.logits)
@@ -69,7 +69,7 @@ def _followed(module: Follower | Onlooker, texts: Texts, steps: int, later: floa
         yield chains.step(texts, step, out, module.logits)
 
 
-def _by_modules(module: Follower, texts: Texts, steps: int) -> Iterator[Step]:
+def _by_modules(module: AutoregressiveHead, texts: Texts, steps: int) -> Iterator[Step]:
     """Each module reads the texts once, one token further behind than the one before, and from its states."""
     states = module.fused(texts.taps[:, :-1])
     for step in range(min(steps, module.description.modules, states.shape[1])):
@@ -80,7 +80,7 @@ def _by_modules(module: Follower, texts: Texts, steps: int) -> Iterator[Step]:
         states = module.recycled(out, step)[:, :-1]
 
 
-def _independent(module: Independent, texts: Texts, steps: int) -> Iterator[Step]:
+def _independent(module: ParallelHead, texts: Texts, steps: int) -> Iterator[Step]:
     states = texts.taps[:, :, -1]
     size = states.shape[1]
     for head in range(min(steps, module.stack.heads, size - 1)):
@@ -95,7 +95,7 @@ def _independent(module: Independent, texts: Texts, steps: int) -> Iterator[Step
 class _Glance:
     """What onlookers find: of the target's entries those before the place that they look from."""
 
-    def __init__(self, module: Onlooker, texts: Texts, columns: torch.Tensor) -> None:
+    def __init__(self, module: KVSharingHead, texts: Texts, columns: torch.Tensor) -> None:
         self._views, self._shown, self._columns = module.description.views, texts.shown, columns
 
     def narrow(self, columns: torch.Tensor) -> None:

@@ -20,16 +20,16 @@ from outrider.loader.checkpoint import load_checkpoint
 from outrider.loader.embedded import model_folder
 from outrider.loader.make import make_target
 from outrider.models.attention import NAME
-from outrider.models.base import Lender
+from outrider.models.base import WeightSharer
 from outrider.models.checkpoint import Checkpoint
-from outrider.propose.base import Proposer, Setup
-from outrider.propose.draft_model.chain import ModelProposer
+from outrider.propose.base import Proposer, ProposerSetup
+from outrider.propose.draft_model.chain import DraftModelProposer
 from outrider.train.data.sample import Sample
 from outrider.train.loss.steps import Step, Texts
 from outrider.train.settings import DRAFT, Settings
 
 
-class ModelPupil:
+class DraftModelTrainee:
     """The draft in the folder that `settings.draft` names, and what training makes of it.
 
     It reads the text alone, so a guess is the same however many guesses it comes after: one step says everything. More
@@ -39,7 +39,7 @@ class ModelPupil:
     steps, lr = 1, 1e-4
     views: tuple[View, ...] = ()
 
-    def __init__(self, settings: Settings, setup: Setup) -> None:
+    def __init__(self, settings: Settings, setup: ProposerSetup) -> None:
         """Load it.
 
         Raises:
@@ -54,7 +54,7 @@ class ModelPupil:
                 f"the draft in {folder} has another vocabulary than the target, so their laws cannot be compared; use"
                 " one of the target's family"
             )
-        assert isinstance(setup.target, Lender)
+        assert isinstance(setup.target, WeightSharer)
         self.module: Any = it.model
         self.taps = Taps(layers=(setup.target.layers - 1,), final=True)
         self.ids = torch.arange(min(it.vocab, setup.vocab), device=setup.device)
@@ -70,12 +70,14 @@ class ModelPupil:
             row, column = learn.nonzero(as_tuple=True)
             yield Step(learn=learn, logits=logits[row, column + step], target=texts.laws_at(row, column + step))
 
-    def proposer(self, setup: Setup) -> Proposer:
+    def proposer(self, setup: ProposerSetup) -> Proposer:
         still = still_of(self.module, setup.dtype)
         still.set_attn_implementation(NAME)
         checkpoint = replace(self._checkpoint, model=still, dtype=setup.dtype)
         size = min(checkpoint.context, setup.context)
-        return ModelProposer(setup, make_target(checkpoint, slots=setup.slots, context=size, kernels=setup.kernels))
+        return DraftModelProposer(
+            setup, make_target(checkpoint, slots=setup.slots, context=size, kernels=setup.kernels)
+        )
 
     def save(self, folder: Path) -> None:
         write_model(folder, self._checkpoint)

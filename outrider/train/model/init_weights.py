@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from outrider.core.types import Tables
+from outrider.core.types import SharedWeights
 from outrider.heads.store import HeadModule
 
 
 @torch.no_grad()
-def prime(module: HeadModule, tables: Tables) -> None:
+def init_weights(module: HeadModule, tables: SharedWeights) -> None:
     """Let a fresh draft speak as its target does, as far as the two have tables and norms in common.
 
     A draft of the target's width begins with the target's last norm and output layer, and with a fusion that hands on
@@ -22,7 +22,7 @@ def prime(module: HeadModule, tables: Tables) -> None:
         fuse.weight.mul_(0.1)[:, -it.target_hidden :] += through.T
 
 
-def _alike(module: HeadModule, tables: Tables) -> torch.Tensor:
+def _alike(module: HeadModule, tables: SharedWeights) -> torch.Tensor:
     """Begin with the target's output layer and norm; returns how its states are seen [H, H]."""
     norm = getattr(module, "norm", None)
     if module.description.own_head:
@@ -32,7 +32,7 @@ def _alike(module: HeadModule, tables: Tables) -> torch.Tensor:
     return torch.eye(module.description.width, device=tables.head.device)
 
 
-def _narrowed(module: HeadModule, tables: Tables) -> torch.Tensor:
+def _narrowed(module: HeadModule, tables: SharedWeights) -> torch.Tensor:
     """Begin with what is left of the target's tables; returns how its states are seen [target H, H]."""
     it, norm = module.description, getattr(module, "norm", None)
     weighted = tables.head.float() * tables.norm.float()

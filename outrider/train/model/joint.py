@@ -17,28 +17,28 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
-from outrider.core.types import Tables
+from outrider.core.types import SharedWeights
 from outrider.errors import OutriderError
 from outrider.heads.description import Kind
-from outrider.models.submodel import lend
-from outrider.propose.base import Proposer, Setup
+from outrider.models.submodel import shared_weights
+from outrider.propose.base import Proposer, ProposerSetup
 from outrider.train.data.sample import Sample
 from outrider.train.loss.losses import LENGTH, parse
 from outrider.train.loss.steps import Step, Texts
 from outrider.train.loss.unroll import unrolled
 from outrider.train.model.draft_model import teachable, write_model
-from outrider.train.model.trainee import HeadPupil, lent
+from outrider.train.model.trainee import HeadTrainee, target_weights
 from outrider.train.settings import Settings
 
 TARGET = "target"  # the folder beside the draft's files
 
 
-class JointPupil(HeadPupil):
+class JointTrainee(HeadTrainee):
     """Both of them; `proposer` gives the engine's target the weights of now as well."""
 
     lr = 1e-4
 
-    def __init__(self, kind: str, settings: Settings, setup: Setup, tables: Tables) -> None:
+    def __init__(self, kind: str, settings: Settings, setup: ProposerSetup, tables: SharedWeights) -> None:
         """A fresh module, beside the target in the folder that `settings.target` names.
 
         Raises:
@@ -60,19 +60,19 @@ class JointPupil(HeadPupil):
     def unroll(self, texts: Texts, steps: int) -> Iterator[Step]:
         model, size = self._checkpoint.model, texts.learn.shape[1]
         out = model(input_ids=texts.tokens[:, :size], use_cache=False, output_hidden_states=True)
-        tables = lend(model)
-        self._module.lend(tables.embedding, tables.head)
+        tables = shared_weights(model)
+        self._module.share_weights(tables.embedding, tables.head)
         seen = replace(texts, taps=out.hidden_states[-1][:, :, None])  # the last one stands behind the final norm
         said, told = out.logits[texts.learn].float(), texts.tokens[:, 1:][texts.learn]
         own = functional.cross_entropy(said, told, reduction="sum")
         for guess, step in enumerate(unrolled(self._module, seen, steps, self._later)):
             yield replace(step, weight=step.weight * self._share, beside=None if guess else own)
 
-    def proposer(self, setup: Setup) -> Proposer:
+    def proposer(self, setup: ProposerSetup) -> Proposer:
         self._version += 1
         now = {name: weight.detach().to(setup.dtype) for name, weight in self._checkpoint.model.state_dict().items()}
-        setup.target.swap(now, self._version)
-        self._tables = lent(setup)
+        setup.target.update_weights(now, self._version)
+        self._tables = target_weights(setup)
         return super().proposer(setup)
 
     def save(self, folder: Path) -> None:

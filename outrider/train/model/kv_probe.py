@@ -9,20 +9,20 @@ from typing import Any
 import torch
 
 from outrider.core import tree
-from outrider.core.types import Batch, Memory, Row, Tables
+from outrider.core.types import Batch, KVView, SequenceState, SharedWeights
 from outrider.errors import OutriderError
 from outrider.heads.config import Settings
 from outrider.heads.description import Body, View
 from outrider.heads.formats.llama import read_rope
 from outrider.heads.modules.layers import rotate, rotation
-from outrider.models.base import Lender, Target
+from outrider.models.base import Target, WeightSharer
 
 _TOKEN, _TIMES = 1, 9  # the text that a target is tried with
 _LIKE = 0.05  # of the largest number, by which keys that are the same may differ in bfloat16
 
 
 @torch.inference_mode()
-def find_view(target: Target, tables: Tables) -> View:
+def find_view(target: Target, tables: SharedWeights) -> View:
     """The last layer that sees a whole text.
 
     In a text of one token, over and over, all places look alike to every layer: values are the same, and so is whatever
@@ -37,7 +37,7 @@ def find_view(target: Target, tables: Tables) -> View:
         raise OutriderError("onlooker looks at keys and values, and this target shows none; use mtp")
     kinds = list(memory.config.get("layer_types") or ())
     layer = max((i for i, kind in enumerate(kinds) if kind == "full_attention"), default=-1)
-    assert isinstance(target, Lender)
+    assert isinstance(target, WeightSharer)
     layer = layer if layer >= 0 else target.layers - 1
     keys, values = _tried(target, memory, layer)
     if keys.shape == values.shape:
@@ -49,10 +49,10 @@ def find_view(target: Target, tables: Tables) -> View:
     )
 
 
-def _tried(target: Target, memory: Memory, layer: int) -> tuple[torch.Tensor, ...]:
+def _tried(target: Target, memory: KVView, layer: int) -> tuple[torch.Tensor, ...]:
     """Keys and values [key heads, T, D] of a text of one token."""
     text = (_TOKEN,) * _TIMES
-    batch = Batch(rows=(Row.of(text),), start=(0,), feed=(text,), budget=(0,))
+    batch = Batch(seqs=(SequenceState.of(text),), start=(0,), feed=(text,), draft_budget=(0,))
     target.cache.admit(0, text)
     target.score(batch, tree.empty(1, target.device))
     entries = memory.entries(layer, [0], 0, _TIMES)

@@ -10,32 +10,32 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from outrider.core.types import Tables
+from outrider.core.types import SharedWeights
 from outrider.errors import OutriderError
 from outrider.heads.description import Description, JoinAt, Taps, View
 from outrider.heads.store import HeadModule, filled, make_module, read_head, write_head
 from outrider.heads.targets.registry import make_head_target
 from outrider.loader.embedded import model_folder
-from outrider.models.base import Lender
-from outrider.propose.base import Proposer, Setup
+from outrider.models.base import WeightSharer
+from outrider.propose.base import Proposer, ProposerSetup
 from outrider.propose.draft_model.trained_head import HeadProposer
 from outrider.train.data.batches import frequent
 from outrider.train.data.sample import Sample
 from outrider.train.loss.steps import Step, Texts
 from outrider.train.loss.unroll import unrolled
-from outrider.train.model.draft_model import ModelPupil
-from outrider.train.model.init_weights import prime
+from outrider.train.model.draft_model import DraftModelTrainee
+from outrider.train.model.init_weights import init_weights
 from outrider.train.model.kv_probe import find_view
 from outrider.train.model.presets import ONLOOKER, Sizes, describe
-from outrider.train.model.transfer import Former
+from outrider.train.model.transfer import PreviousTarget
 from outrider.train.settings import DRAFT, Settings
 
 
-class Pupil(Protocol):
+class DraftTrainee(Protocol):
     """A draft in training.
 
-    Law: step s of `unroll` guesses, at each column, what `proposer` would guess there after s guesses that came true.
-    What `proposer` and `save` hand out is a copy: later training does not change it.
+    Contract: step s of `unroll` predicts, at each column, what `proposer` would draft there after s accepted tokens.
+    `proposer` and `save` return copies that later training does not change.
     """
 
     module: nn.Module  # whose parameters are trained, in float32
@@ -51,7 +51,7 @@ class Pupil(Protocol):
     def unroll(self, texts: Texts, steps: int) -> Iterator[Step]:
         """The guesses of steps 0, 1, ..., as far as texts reach."""
 
-    def proposer(self, setup: Setup) -> Proposer:
+    def proposer(self, setup: ProposerSetup) -> Proposer:
         """It guesses, with the weights of now."""
 
     def save(self, folder: Path) -> None:
@@ -62,12 +62,12 @@ class Pupil(Protocol):
         """
 
 
-class HeadPupil:
+class HeadTrainee:
     """A draft on the target's states."""
 
     lr = 1e-3
 
-    def __init__(self, kind: str, settings: Settings, setup: Setup, tables: Tables) -> None:
+    def __init__(self, kind: str, settings: Settings, setup: ProposerSetup, tables: SharedWeights) -> None:
         """Fresh weights or those of `settings.draft`, for the target of this engine, which lends its tables.
 
         Raises:
@@ -81,7 +81,7 @@ class HeadPupil:
         self._fresh, self._former = settings.draft is None, None
         self._module = make_module(wanted).to(setup.device) if self._fresh else _begun(settings, wanted, setup)
         if settings.draft_target is not None:
-            self._former = Former(self._module, model_folder(settings.draft_target), setup)
+            self._former = PreviousTarget(self._module, model_folder(settings.draft_target), setup)
             self._module = self._former.heir(wanted)
         self._description = it = self._module.description
         _check(kind, settings, it)
@@ -103,12 +103,12 @@ class HeadPupil:
         if it.draft_vocab:
             module.ids.copy_(frequent(samples(), it.vocab, it.draft_vocab, module.ids.device))
             self._lend()
-        prime(module, self._tables)
+        init_weights(module, self._tables)
 
     def unroll(self, texts: Texts, steps: int) -> Iterator[Step]:
         return unrolled(self._module, texts, steps, self._later)
 
-    def proposer(self, setup: Setup) -> Proposer:
+    def proposer(self, setup: ProposerSetup) -> Proposer:
         still = self._still(setup.dtype)
         return HeadProposer(setup, make_head_target(still, self._tables, slots=setup.slots, context=setup.context))
 
@@ -116,7 +116,7 @@ class HeadPupil:
         write_head(folder, self._module, dtype=torch.bfloat16)
 
     def _lend(self) -> None:
-        self._module.lend(self._tables.embedding, self._tables.head.float())
+        self._module.share_weights(self._tables.embedding, self._tables.head.float())
 
     def _still(self, dtype: torch.dtype) -> HeadModule:
         """A copy that is not trained."""
@@ -128,28 +128,28 @@ class HeadPupil:
         return still.to(self.ids.device).requires_grad_(False).eval()
 
 
-def make_pupil(kind: str, settings: Settings, setup: Setup, tables: Tables) -> Pupil:
+def make_trainee(kind: str, settings: Settings, setup: ProposerSetup, tables: SharedWeights) -> DraftTrainee:
     """What is trained for this engine, whose target lends its tables.
 
     Raises:
         OutriderError: the options, the kind and the target do not fit.
     """
-    return ModelPupil(settings, setup) if kind == DRAFT else HeadPupil(kind, settings, setup, tables)
+    return DraftModelTrainee(settings, setup) if kind == DRAFT else HeadTrainee(kind, settings, setup, tables)
 
 
-def lent(setup: Setup) -> Tables:
+def target_weights(setup: ProposerSetup) -> SharedWeights:
     """The target's tables.
 
     Raises:
         OutriderError: it has none to lend.
     """
-    if not isinstance(setup.target, Lender):
+    if not isinstance(setup.target, WeightSharer):
         raise OutriderError("this target shows no states; drafts are trained on attention models")
-    return setup.target.lend()
+    return setup.target.share_weights()
 
 
-def _sizes(settings: Settings, setup: Setup, tables: Tables) -> Sizes:
-    assert isinstance(setup.target, Lender)
+def _sizes(settings: Settings, setup: ProposerSetup, tables: SharedWeights) -> Sizes:
+    assert isinstance(setup.target, WeightSharer)
     if settings.draft_vocab > setup.vocab:
         raise OutriderError(
             f"--draft-vocab is {settings.draft_vocab}, and the target has {setup.vocab} tokens; use fewer, or 0 for all"
@@ -169,7 +169,7 @@ def _sizes(settings: Settings, setup: Setup, tables: Tables) -> Sizes:
     )
 
 
-def _begun(settings: Settings, wanted: Description, setup: Setup) -> HeadModule:
+def _begun(settings: Settings, wanted: Description, setup: ProposerSetup) -> HeadModule:
     """A draft that was trained before, to go on with."""
     assert settings.draft is not None
     module = read_head(model_folder(settings.draft), dtype=torch.float32, device=setup.device).requires_grad_(True)

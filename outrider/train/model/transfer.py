@@ -17,10 +17,10 @@ from outrider.core.config import EngineConfig
 from outrider.engine.build import load_target
 from outrider.errors import OutriderError
 from outrider.heads.description import Description
-from outrider.heads.modules.autoregressive import Follower
+from outrider.heads.modules.autoregressive import AutoregressiveHead
 from outrider.heads.store import HeadModule, make_module
-from outrider.models.base import Lender, Target
-from outrider.propose.base import Setup
+from outrider.models.base import Target, WeightSharer
+from outrider.propose.base import ProposerSetup
 from outrider.train.data.batches import read_alone
 from outrider.train.data.sample import Sample
 from outrider.train.distributed import total
@@ -28,17 +28,21 @@ from outrider.train.distributed import total
 _RIDGE = 0.01  # beside the mean square of what is fused: more texts would say more
 
 
-class Former:
+class PreviousTarget:
     """A head, and the target that it was trained for."""
 
-    def __init__(self, head: HeadModule, folder: Path, setup: Setup) -> None:
+    def __init__(self, head: HeadModule, folder: Path, setup: ProposerSetup) -> None:
         """`folder` is the target's; it is loaded when texts are there to be read, and with the engine's tokenizer.
 
         Raises:
             OutriderError: the head shares tables with its target, or it holds what that target alone would show.
         """
         it = head.description
-        if not isinstance(head, Follower) or it.masks or not (it.taps.fused and it.own_embedding and it.own_head):
+        if (
+            not isinstance(head, AutoregressiveHead)
+            or it.masks
+            or not (it.taps.fused and it.own_embedding and it.own_head)
+        ):
             raise OutriderError(
                 f"a draft of kind {it.kind} that uses its target's tables, or masks, is bound to that target; leave"
                 " --draft-target out, or go on with what was trained as slim or with --width"
@@ -62,7 +66,7 @@ class Former:
         Raises:
             OutriderError: the former target cannot be loaded, or is not the head's.
         """
-        assert isinstance(heir, Follower)
+        assert isinstance(heir, AutoregressiveHead)
         target, size = self._load(), heir.fuse.in_features
         seen = torch.zeros(size, size, dtype=torch.float64, device=self._setup.device)
         meant = torch.zeros(size, heir.fuse.out_features, dtype=torch.float64, device=self._setup.device)
@@ -75,7 +79,7 @@ class Former:
         heir.fuse.weight.copy_(torch.linalg.solve(seen, meant).T)
 
     def _pairs(
-        self, target: Target, heir: Follower, samples: Sequence[Sample]
+        self, target: Target, heir: AutoregressiveHead, samples: Sequence[Sample]
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Of each text what the heir is shown [L, taps x H], and what the head made of the former's states [L, W]."""
         it = heir.description
@@ -98,7 +102,7 @@ class Former:
             raise OutriderError(
                 f"{self._folder} has another vocabulary than the target; a draft goes on with targets that share one"
             )
-        if not isinstance(target, Lender) or (target.lend().head.shape[1], target.layers) != (
+        if not isinstance(target, WeightSharer) or (target.share_weights().head.shape[1], target.layers) != (
             it.target_hidden,
             it.target_layers,
         ):
@@ -106,7 +110,7 @@ class Former:
                 f"{self._folder} is not what --draft was trained for, which is {it.target_hidden} wide and has"
                 f" {it.target_layers} layers; name that with --draft-target"
             )
-        target.export(it.taps.layers)
+        target.export_hidden_states(it.taps.layers)
         return target
 
 

@@ -1,0 +1,57 @@
+"""Statistics of an engine: all rounds, the rounds as the planner sees them, and each alternative proposer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from outrider.core.stats import StatsAccumulator
+from outrider.core.types import Round
+from outrider.engine.constraints import ConstrainedDraft
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundSeconds:
+    """Where the time of one round went."""
+
+    propose: float
+    target: float
+    host: float
+
+
+class Accounting:
+    """Counts rounds, tokens and seconds."""
+
+    def __init__(self, *, alternatives: int, exact: bool) -> None:
+        self.total = StatsAccumulator(exact=exact)
+        # Without the tokens that grammars force: the planner must judge the proposer alone.
+        self.proposed = StatsAccumulator(exact=exact)
+        # By alternative, the rounds in which a sequence had draft tokens.
+        self.by_alternative = tuple(StatsAccumulator(exact=exact) for _ in range(alternatives))
+
+    def add(self, constrained: ConstrainedDraft, round: Round, seconds: RoundSeconds) -> None:
+        """Count one round."""
+        passes = []
+        prompt_tokens = 0
+        draft_tokens = 0
+        columns = zip(round.batch.seqs, round.batch.feed, round.emitted, round.draft.width, strict=True)
+        for row, feed, emitted, width in columns:
+            if emitted:
+                passes.append(row.rounds[-1])
+                draft_tokens += width
+            else:
+                prompt_tokens += len(feed)
+        self.total.add(passes, drafted=draft_tokens, prompt=prompt_tokens)
+        proposed, proposed_tokens = constrained.unforced(round, passes, draft_tokens)
+        self.proposed.add(proposed, drafted=proposed_tokens, prompt=prompt_tokens)
+        for stats in (self.total, self.proposed):
+            stats.took(propose=seconds.propose, target=seconds.target, host=seconds.host)
+        if draft_tokens:
+            self._add_alternatives(constrained, round)
+
+    def _add_alternatives(self, constrained: ConstrainedDraft, round: Round) -> None:
+        for b, alternative in enumerate(round.batch.alternatives):
+            if not round.emitted[b]:
+                continue
+            own_pass, width = constrained.own_pass(round, b)
+            if width:
+                self.by_alternative[alternative].add([own_pass], drafted=width)

@@ -1,0 +1,103 @@
+"""Read a verified round back from the device, in one copy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from outrider.core import tree
+from outrider.core.types import Batch, Draft, Round, Scores, Verdict
+from outrider.engine.constraints import Masks
+from outrider.verify.rules import follow
+from outrider.verify.sampling import sound
+
+
+def read_greedy(batch: Batch, draft: Draft, scores: Scores, masks: Masks | None) -> Round:
+    """The round in which every sequence takes the likeliest token.
+
+    All exact rules agree for a one-hot target distribution, so none is called and no probabilities are written.
+    """
+    best: torch.Tensor | Sequence[Sequence[int]] | None
+    if masks is not None:
+        best = masks.best(scores)
+    elif scores.host is not None:
+        best = scores.host
+    elif scores.best is not None:
+        best = scores.best
+    else:
+        best = torch.where(sound(scores.logits), scores.logits.argmax(-1), -1)
+    followed = follow(draft, best)
+    accepted = [pair if emits else ((), ()) for emits, pair in zip(batch.emits, followed, strict=True)]
+    return Round(
+        batch=batch,
+        draft=draft,
+        scores=scores,
+        path=tuple(path for path, _ in accepted),
+        emitted=tuple(emitted for _, emitted in accepted),
+        sampled_logprob=tuple((0.0,) * len(emitted) for _, emitted in accepted),
+        failed=tuple(not emitted for _, emitted in followed),
+    )
+
+
+def read_verdict(batch: Batch, draft: Draft, scores: Scores, verdict: Verdict) -> Round:
+    """The round of a verdict: accepted paths, emitted tokens and their log-probabilities on the host."""
+    read = _read_host if tree.near(draft.tokens.device) else _read_device
+    paths, all_emitted, logprobs, failed = [], [], [], []
+    columns = zip(*read(draft, verdict, scores), strict=True)
+    for (accepted, bonus, finite, nodes, tokens, chosen), emits in zip(columns, batch.emits, strict=True):
+        path: tuple[int, ...] = ()
+        emitted: tuple[int, ...] = ()
+        if emits and finite:
+            path = tuple(nodes[:accepted])
+            emitted = (*(tokens[node] for node in path), bonus)
+        paths.append(path)
+        all_emitted.append(emitted)
+        logprobs.append(tuple(chosen[: len(emitted)]))
+        failed.append(not finite)
+    return Round(
+        batch=batch,
+        draft=draft,
+        scores=scores,
+        path=tuple(paths),
+        emitted=tuple(all_emitted),
+        sampled_logprob=tuple(logprobs),
+        failed=tuple(failed),
+    )
+
+
+def _read_host(draft: Draft, verdict: Verdict, scores: Scores) -> tuple[list[Any], ...]:
+    """By sequence: accepted count, bonus token, finite logits, path, draft tokens, log-probabilities."""
+    if scores.host is None:
+        finite = _finite(scores).tolist()
+    else:
+        finite = [min(ids) >= 0 for ids in scores.host]
+    return (
+        verdict.accepted.tolist(),
+        verdict.bonus.tolist(),
+        finite,
+        verdict.path.tolist(),
+        draft.listed(),
+        verdict.logprob.tolist(),
+    )
+
+
+def _read_device(draft: Draft, verdict: Verdict, scores: Scores) -> tuple[list[Any], ...]:
+    """`_read_host` in one copy from the device."""
+    # Ids and counts are far below 2**53, so float64 carries them exactly beside the log-probabilities.
+    single = torch.stack([verdict.accepted, verdict.bonus, _finite(scores)], 1)
+    parts = (single, verdict.path, draft.tokens, verdict.logprob)
+    copied = torch.cat([part.double() for part in parts], 1).tolist()
+    ends = (3, 3 + draft.size, 3 + 2 * draft.size)
+    numbers = [[int(number) for number in values[: ends[2]]] for values in copied]
+    singles = ([values[i] for values in numbers] for i in range(3))
+    path, tokens = ([values[begin:end] for values in numbers] for begin, end in pairwise(ends))
+    return (*singles, path, tokens, [values[ends[2] :] for values in copied])
+
+
+def _finite(scores: Scores) -> torch.Tensor:
+    """[B] bool: sequences whose logits are finite."""
+    good = sound(scores.logits) if scores.best is None else scores.best >= 0
+    return good.all(1)
