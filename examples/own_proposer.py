@@ -1,6 +1,6 @@
-"""A proposer of your own: test it against the law of its protocol, then plug it in by its dotted path.
+"""Write a proposer, test it with the conformance suite, and run it.
 
-From the folder that holds this file:  outrider run --proposer own_proposer:Echo "a b a b a b"
+On the command line, from the folder of this file: outrider run --proposer own_proposer:RepeatProposer "a b a b a b"
 """
 
 import torch
@@ -11,30 +11,40 @@ from outrider.core.types import Needs
 from outrider.testing import check_proposer
 
 
-class Echo:
-    """Guesses that the text repeats itself with the period of its last token."""
+class RepeatProposer:
+    """Drafts that the text repeats with the period of its last token."""
 
-    needs = Needs()
+    needs = Needs()  # nothing from the target's hidden states
 
     def __init__(self, setup):
         self.device = setup.device
 
-    def admit(self, slot, request): ...
+    def admit(self, slot, request):
+        """A request begins in a slot. This proposer keeps no state."""
 
     def propose(self, batch):
-        texts = [row.token_ids for row in batch.seqs]
-        # Distance back to the last token's previous occurrence; 0 where there is none, and then nothing is guessed.
-        gaps = [next((i for i in range(1, len(t)) if t[-1 - i] == t[-1]), 0) for t in texts]
-        width = tuple(budget if gap else 0 for budget, gap in zip(batch.draft_budget, gaps, strict=True))
-        most = max(width)
-        guesses = [[t[i % (g or 1) - g] for i in range(most)] for t, g in zip(texts, gaps, strict=True)]
-        return tree.chain(torch.tensor(guesses, dtype=torch.int64, device=self.device).view(len(texts), most), width)
+        drafts = [
+            self._repeat(seq.token_ids, budget) for seq, budget in zip(batch.seqs, batch.draft_budget, strict=True)
+        ]
+        longest = max(map(len, drafts))
+        padded = [draft + [0] * (longest - len(draft)) for draft in drafts]
+        tokens = torch.tensor(padded, dtype=torch.int64, device=self.device).view(len(drafts), longest)
+        return tree.chain(tokens, tuple(map(len, drafts)))
 
-    def commit(self, round): ...
+    def commit(self, round):
+        """A round is over: `round.emitted` holds the accepted tokens."""
 
-    def release(self, slot): ...
+    def release(self, slot):
+        """The request in a slot is done."""
+
+    def _repeat(self, token_ids, budget):
+        last = len(token_ids) - 1
+        for period in range(1, last + 1):
+            if token_ids[last - period] == token_ids[last]:
+                return [token_ids[last - period + 1 + i % period] for i in range(budget)]
+        return []
 
 
 if __name__ == "__main__":
-    check_proposer(Echo)
-    print(LLM(proposer=Echo).generate("<|endoftext|>x = [0, 0, 0, 0,")[0].text)
+    check_proposer(RepeatProposer)
+    print(LLM(proposer=RepeatProposer).generate("<|endoftext|>x = [0, 0, 0, 0,")[0].text)

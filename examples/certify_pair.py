@@ -1,0 +1,24 @@
+"""Test that speculation leaves the output of a target and a proposer unchanged."""
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from outrider.audit.run import run_audit
+
+with TemporaryDirectory() as folder:
+    prompts = Path(folder) / "prompts.jsonl"
+    prompts.write_text('{"prompt": "def add(a, b):"}\n{"prompt": "The old man"}\n', encoding="utf-8")
+    report = run_audit(
+        target=None,  # the embedded target; your own: a folder
+        proposer="ngram",
+        k=4,
+        prompts=str(prompts),
+        samples=200,  # per test; the default of `outrider audit` is 2000
+        tokens=8,
+        device="cpu",
+        threads=None,
+        console=None,
+    )
+print("passed" if report["passed"] else "FAILED")
+print(f"replay: {report['replay']['mismatches']} mismatches")
+print(f"flips: {report['flips']['flips']} of {report['flips']['tokens']} tokens in {report['flips']['dtype']}")
