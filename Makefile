@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: help demo test test-all check bench clean
+.PHONY: help demo test test-all check bench readme clean
 
 help: ## List the targets.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -24,6 +24,9 @@ check: .venv/ready ## Lint and type-check.
 
 bench: .venv/ready ## Benchmark the embedded models against plain decoding.
 	$(BIN)/outrider bench
+
+readme: .venv/ready ## Regenerate the example output in README.md.
+	$(BIN)/python docs/update_readme.py
 
 # The CPU build of torch comes first. A looser request may pull gigabytes of CUDA packages.
 .venv/ready: pyproject.toml

@@ -1,4 +1,4 @@
-"""The command line: its verbs and nothing else. What a verb needs is imported when it runs."""
+"""The commands. Each imports what it needs when it runs, so that --help is instant."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def outrider(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Exact speculative decoding: a model's own text, faster."""
+    """Exact speculative decoding: the text of your own model, faster."""
 
 
 @app.command()
@@ -111,7 +111,7 @@ def run(
     show: options.Show = False,
     as_json: options.Json = False,
 ) -> None:
-    """Complete a prompt, and say what speculation did.
+    """Complete a prompt and report what speculation did.
 
     The text goes to standard output and all else to standard error. With --json the text goes to standard error too,
     and standard output holds the document alone.
@@ -146,9 +146,9 @@ def bench(
     calibrate: options.Calibrate = False,
     as_json: options.BenchJson = False,
 ) -> None:
-    """Measure speculation against plain decoding, the two in turns, beside what this machine can do at most.
+    """Benchmark speculation against plain decoding, interleaved, beside the limits of this machine.
 
-    Prints tables, and as the last line one JSON document: always into a file or a pipe, with --json on a terminal too.
+    Prints tables, then one JSON document as the last line if the output is not a terminal or with --json.
     """
     from outrider.bench import command
     from outrider.bench.settings import Settings, Sweep, parse_sweep
@@ -188,7 +188,7 @@ def bench(
 def serve(
     ctx: typer.Context, *, models: options.ModelOptions, config: options.Config = None, settings: ServeSettings
 ) -> None:
-    """Answer requests of OpenAI's interface over HTTP, many at once."""
+    """Serve OpenAI's API over HTTP."""
     from outrider.cli.run import load
     from outrider.serve.command import serve
 
@@ -209,7 +209,7 @@ def serve(
 @app.command()
 @options.spread
 def load(*, settings: LoadSettings, as_json: options.BenchJson = False) -> None:
-    """Put load on a server of OpenAI's interface, and measure how long it lets people wait."""
+    """Generate load for a server of OpenAI's API and measure its latency."""
     from outrider.loadgen import command
 
     command.load(settings, as_json=as_json)
@@ -273,9 +273,9 @@ def audit(
 @app.command()
 @options.spread
 def project(*, asked: ProjectOptions, as_json: options.BenchJson = False) -> None:
-    """Project what speculation should gain on a machine and for a model that are not here: reckoned, not measured.
+    """Estimate the speedup on a machine and for a model that you do not have, with a roofline model.
 
-    Prints tables, and as the last line one JSON document: always into a file or a pipe, with --json on a terminal too.
+    Prints tables, then one JSON document as the last line if the output is not a terminal or with --json.
     """
     from outrider.project.run import Lists, run_project
     from outrider.project.table import show
@@ -318,10 +318,10 @@ def tune(
     threads: options.Threads = None,
     as_json: options.BenchJson = False,
 ) -> None:
-    """Measure your prompts, and say whether to speculate, with whom and how far.
+    """Measure proposers on your prompts and recommend one, with its k, or plain decoding.
 
-    Prints tables and the answer in words, and as the last line one JSON document: always into a file or a pipe, with
-    --json on a terminal too. --out writes that document, for --config of `outrider run` and `outrider bench`.
+    Prints tables and the answer in words, then one JSON document as the last line if the output is not a terminal or
+    with --json. --out writes that document, for --config of `outrider run`, `serve` and `bench`.
     """
     from outrider.tune.run import run_tune, write
     from outrider.tune.settings import Settings, read_ks, read_proposers

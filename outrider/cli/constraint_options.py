@@ -1,4 +1,4 @@
-"""The options that say what form a completion must have."""
+"""The structured-output options of the command line."""
 
 from __future__ import annotations
 
@@ -21,14 +21,17 @@ class ConstraintOptions:
 
     json_schema: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="JSON that the schema in this file allows.", rich_help_panel=_FORM),
+        typer.Option(metavar="FILE", help="Generate JSON that matches the schema in this file.", rich_help_panel=_FORM),
     ] = None
     regex: Annotated[
-        str | None, typer.Option(metavar="PATTERN", help="Text that the whole pattern matches.", rich_help_panel=_FORM)
+        str | None,
+        typer.Option(metavar="PATTERN", help="Generate text that matches the whole pattern.", rich_help_panel=_FORM),
     ] = None
     grammar: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="Text of the grammar in this file: Lark's or GBNF.", rich_help_panel=_FORM),
+        typer.Option(
+            metavar="FILE", help="Generate text of the grammar in this file: Lark or GBNF.", rich_help_panel=_FORM
+        ),
     ] = None
 
     def constraint(self) -> Constraint | None:

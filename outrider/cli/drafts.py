@@ -1,4 +1,4 @@
-"""The verbs that make, read and choose what guesses: `train`, `inspect`, `convert`, `index` and `layers`."""
+"""The commands for drafts: `train`, `inspect`, `convert`, `index` and `layers`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def index(
     force: options.Force = False,
     as_json: options.Json = False,
 ) -> None:
-    """Make a datastore of files, from which `--proposer retrieval:DIR` guesses.
+    """Make a datastore of files, for `--proposer retrieval:DIR`.
 
     Texts are kept as the target's tokens. With --json the document is the last line of standard output.
     """
@@ -47,7 +47,7 @@ def train(
     settings: TrainSettings,
     as_json: options.BenchJson = False,
 ) -> None:
-    """Train a draft on what a target says as it answers prompts, and on the states that it was in.
+    """Train a draft on the target's own answers and hidden states.
 
     Run again with the same options, it goes on from where it was stopped. Prints what came of it, and as the last line
     one JSON document: always into a file or a pipe, with --json on a terminal too.
@@ -58,14 +58,14 @@ def train(
 
 
 def inspect(folder: options.DraftFolder, *, target: options.Owner = None, as_json: options.Json = False) -> None:
-    """Say what a trained draft is, and with --target how often its first guess is right."""
+    """Describe a trained draft head. With --target, measure how often its first draft token is right."""
     from outrider.tools.inspect_draft import run_inspect
 
     run_inspect(folder, target=target, as_json=as_json)
 
 
 def convert(folder: options.DraftFolder, *, to: options.Form, out: options.Out, target: options.Owner = None) -> None:
-    """Write a trained draft in another format, and read it again."""
+    """Convert a trained draft head to another format, and read it back."""
     from outrider.tools.convert import run_convert
 
     run_convert(folder, to=to, out=out, target=target, console=Console())
@@ -86,7 +86,7 @@ def layers(
     threads: options.Threads = None,
     as_json: options.BenchJson = False,
 ) -> None:
-    """Find the layers that a target can leave out when it drafts for itself: --proposer exit:N or skip:A+B+C.
+    """Find the layers that a target can skip when it drafts for itself, for --proposer exit:N or skip:A+B+C.
 
     Half of the prompts are searched on, and the figures are of the other half. Prints a table, and as the last line one
     JSON document: always into a file or a pipe, with --json on a terminal too.

@@ -23,18 +23,18 @@ PromptText = Annotated[
 Target = Annotated[
     str | None,
     typer.Option(
-        metavar="DIR", help="Folder of a decoder-only model. Default: @mini, which comes along.", rich_help_panel=_MODEL
+        metavar="DIR", help="Folder of a decoder-only model. Default: @mini, an embedded model.", rich_help_panel=_MODEL
     ),
 ]
 Proposer = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
-        help="Who guesses: none, ngram[:MIN-MAX], suffix[:TOKENS], recycle, lookahead[:WxNxG], retrieval:DIR[:MIN];"
-        " by a draft model or a trained draft: draft:DIR, tree:DIR, cascade:DIR, and draft-tokens:DIR or draft-text:DIR"
-        " for one of another vocabulary; by the target itself: exit:LAYERS, skip:A+B+C, quantized:int4; your own:"
-        " pkg.module:Class; or several: merge(suffix,recycle), first(A,B), switch(A,B). docs/proposers has a page on"
-        " each. Default: the embedded draft for the embedded target, ngram for any other.",
+        help="What drafts. Without a model: none, ngram[:MIN-MAX], suffix[:TOKENS], recycle, lookahead[:WxNxG],"
+        " retrieval:DIR[:MIN]. A draft model or a trained head: draft:DIR, tree:DIR, cascade:DIR; with another"
+        " vocabulary: draft-tokens:DIR, draft-text:DIR. The target itself: exit:LAYERS, skip:A+B+C, quantized:int4."
+        " Your own: pkg.module:Class. Combinations: merge(A,B), first(A,B), switch(A,B). See docs/proposers. Default:"
+        " the embedded draft model for the embedded target, ngram for any other.",
         rich_help_panel=_MODEL,
     ),
 ]
@@ -45,7 +45,7 @@ def _guesses(text: str | int) -> int | str:
     try:
         return AUTO if text == AUTO else int(text)
     except ValueError:
-        raise typer.BadParameter(f"{text!r} is no number of guesses; use for example 4, or {AUTO}") from None
+        raise typer.BadParameter(f"{text!r} is no number of draft tokens; use for example 4, or {AUTO}") from None
 
 
 Guesses = Annotated[
@@ -54,7 +54,7 @@ Guesses = Annotated[
         "--k",
         parser=_guesses,
         metavar="N",
-        help="Guesses a round; 0 is plain decoding, auto decides round by round from measured costs.",
+        help="Draft tokens per round. 0: plain decoding. auto: chosen in each round from measured costs.",
         rich_help_panel=_MODEL,
     ),
 ]
@@ -64,21 +64,21 @@ BenchGuesses = Annotated[
         "--k",
         parser=_guesses,
         metavar="N",
-        help="Guesses a round, at least 1: plain decoding is measured anyway. auto decides round by round from measured"
-        " costs.",
+        help="Draft tokens per round, at least 1; plain decoding is always measured. auto: chosen in each round from"
+        " measured costs.",
         rich_help_panel=_MODEL,
     ),
 ]
 Calibrate = Annotated[
     bool,
-    typer.Option(help="Measure what passes cost here, for --k auto, and print that alone.", rich_help_panel=_MEASURE),
+    typer.Option(help="Only measure what forward passes cost on this machine, for --k auto.", rich_help_panel=_MEASURE),
 ]
 Verifier = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
         help="walk, coupled, rejection, block, siblings or traversal; typical and lenient are not exact. Default: block"
-        " for a draft model's chains, traversal for its trees and merges, walk for all others.",
+        " for chains of a draft model, traversal for its trees and for merges, walk for all other proposers.",
         rich_help_panel=_MODEL,
     ),
 ]
@@ -88,8 +88,8 @@ Kernels = Annotated[
     str,
     typer.Option(
         metavar="NAME",
-        help="auto, native or torch. auto takes the fastest that run the model here: on a CPU, in bfloat16 and float32,"
-        " the native ones, which a C++ compiler builds once on a machine.",
+        help="auto, native or torch. auto: the fastest that support the model. The native kernels run on CPUs in bfloat16"
+        " and float32; a C++ compiler builds them once per machine.",
         rich_help_panel=_MODEL,
     ),
 ]
@@ -97,8 +97,8 @@ Quantize = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
-        help="int8 or int4: fewer bits for the target's weights, on a CPU. What is then certified and reproduced is the"
-        " text of the quantised model. Default: the weights as they are.",
+        help="int8 or int4 weights for the target, on a CPU. The quantized model is then the target, exactly. Default:"
+        " the weights as stored.",
         rich_help_panel=_MODEL,
     ),
 ]
@@ -112,13 +112,14 @@ Threads = Annotated[
 MaxModelLen = Annotated[
     int | None,
     typer.Option(
-        help="Tokens of prompt and completion together. Default: the model's own, 8192 at most.", rich_help_panel=_MODEL
+        help="Tokens of prompt and completion together. Default: the limit of the model, at most 8192.",
+        rich_help_panel=_MODEL,
     ),
 ]
 
 Chat = Annotated[
     bool,
-    typer.Option("--chat", help="Apply the model's chat template; a terminal's conversation is remembered."),
+    typer.Option("--chat", help="Apply the model's chat template. On a terminal, keep the conversation."),
 ]
 Show = Annotated[bool, typer.Option("--show", help="Colour each token by who wrote it.", rich_help_panel=_OUTPUT)]
 Json = Annotated[
@@ -130,7 +131,7 @@ PromptFile = Annotated[
     str | None,
     typer.Option(
         metavar="FILE",
-        help="JSON lines with prompt or messages, and a category if you like. Default: an embedded set.",
+        help="JSON lines with prompt or messages, and optionally category. Default: an embedded set.",
         rich_help_panel=_MEASURE,
     ),
 ]
@@ -145,8 +146,8 @@ Contexts = Annotated[
     typer.Option(
         "--context",
         metavar="TOKENS",
-        help="Tokens of prompt and completion together, at most. A list, as 512,2048, is swept: other prompts are put"
-        " in front of each until it and its completion fill so many. Default: the model's own, 8192 at most.",
+        help="Tokens of prompt and completion together. A list, such as 512,2048, is a sweep: each prompt is extended"
+        " with other prompts to this length. Default: the limit of the model, at most 8192.",
         rich_help_panel=_MODEL,
     ),
 ]
@@ -160,8 +161,8 @@ Sweep = Annotated[
     str | None,
     typer.Option(
         metavar="k=LIST",
-        help="Measure every k of a list, as k=0..12 or k=0,2,4,8, in turns with plain decoding. Each swept axis is"
-        " measured with the others at their first value, k at --k, and prompts as they are.",
+        help="Measure each k of a list, such as k=0..12 or k=0,2,4,8, interleaved with plain decoding. While one axis"
+        " is swept, the others keep their first value.",
         rich_help_panel=_MEASURE,
     ),
 ]
@@ -169,7 +170,7 @@ Report = Annotated[
     str | None,
     typer.Option(
         metavar="FILE",
-        help='Write a page with plots, for example report.html. Takes pip install "outrider\\[report]".',
+        help='Write an HTML page with plots, for example report.html. Needs pip install "outrider\\[report]".',
         rich_help_panel=_OUTPUT,
     ),
 ]
@@ -191,7 +192,9 @@ Files = Annotated[
     typer.Argument(metavar="FILES", help="Texts, a document each; *.jsonl and *.ndjson hold a document in each line."),
 ]
 Out = Annotated[str, typer.Option(metavar="DIR", help="Folder to write.", rich_help_panel=_OUTPUT)]
-DraftFolder = Annotated[str, typer.Argument(metavar="DIR", help="Folder of a trained draft, in any known format.")]
+DraftFolder = Annotated[
+    str, typer.Argument(metavar="DIR", help="Folder of a trained draft head, in any supported format.")
+]
 Owner = Annotated[
     str | None,
     typer.Option(
@@ -206,7 +209,7 @@ Field = Annotated[
     typer.Option(
         metavar="NAME",
         help="Field of a JSON line that holds its text or messages. Default: the first of text, prompt and messages"
-        " that it has.",
+        " that exists.",
     ),
 ]
 Force = Annotated[
@@ -217,7 +220,7 @@ Plan = Annotated[
     str | None,
     typer.Option(
         metavar="FILE",
-        help="With --k auto: go on from what was learned into this file before, and write it at the end.",
+        help="With --k auto: load what the planner has learned from this file, and save it at the end.",
         rich_help_panel=_MODEL,
     ),
 ]
@@ -225,8 +228,8 @@ Config = Annotated[
     str | None,
     typer.Option(
         metavar="FILE",
-        help="Take target, proposer, k, verifier and precision from what `outrider tune --out` wrote; options that are"
-        " given win.",
+        help="Take target, proposer, k, verifier and precision from a file of `outrider tune --out`. Options on the"
+        " command line take precedence.",
         rich_help_panel=_MODEL,
     ),
 ]

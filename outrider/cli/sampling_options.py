@@ -1,4 +1,4 @@
-"""The options that say how to draw completions."""
+"""The sampling options of the command line."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ RepetitionPenalty = Annotated[
     float, typer.Option(help="Above 1 discourages tokens of prompt and output.", rich_help_panel=SAMPLING)
 ]
 PresencePenalty = Annotated[
-    float, typer.Option(help="Taken off once from tokens in the output.", rich_help_panel=SAMPLING)
+    float, typer.Option(help="Subtracted once from the logits of tokens in the output.", rich_help_panel=SAMPLING)
 ]
 FrequencyPenalty = Annotated[
-    float, typer.Option(help="Taken off for each occurrence in the output.", rich_help_panel=SAMPLING)
+    float, typer.Option(help="Subtracted for each occurrence in the output.", rich_help_panel=SAMPLING)
 ]
 LogitBias = Annotated[
     list[str] | None,
@@ -34,38 +34,42 @@ LogitBias = Annotated[
         metavar="ID=VALUE", help="Added to a token's logit; -inf forbids it. Repeatable.", rich_help_panel=SAMPLING
     ),
 ]
-MaxTokens = Annotated[int, typer.Option(help="Emitted at most; 0 fills the context.", rich_help_panel=SAMPLING)]
-MinTokens = Annotated[int, typer.Option(help="Emitted at least.", rich_help_panel=SAMPLING)]
+MaxTokens = Annotated[
+    int, typer.Option(help="Most output tokens. 0: until the context is full.", rich_help_panel=SAMPLING)
+]
+MinTokens = Annotated[int, typer.Option(help="Fewest output tokens.", rich_help_panel=SAMPLING)]
 Stop = Annotated[
     list[str] | None,
-    typer.Option(metavar="TEXT", help="Ends the completion, and is left out. Repeatable.", rich_help_panel=SAMPLING),
+    typer.Option(
+        metavar="TEXT", help="A string that ends the completion; not part of it. Repeatable.", rich_help_panel=SAMPLING
+    ),
 ]
 StopTokenId = Annotated[
     list[int] | None,
     typer.Option(metavar="ID", help="A token that ends the completion. Repeatable.", rich_help_panel=SAMPLING),
 ]
-IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Go on past end-of-text.", rich_help_panel=SAMPLING)]
+IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Continue after end-of-text.", rich_help_panel=SAMPLING)]
 Seed = Annotated[
     int | None,
     typer.Option(
-        help="The same seed gives the same text. Where that depends on the guesses too (block, say), --k auto makes 4 a"
-        " round for it. Trees and combinations learn what to guess as they go: with them it takes --verifier walk or"
-        " coupled. Default: a new one, reported.",
+        help="The same seed gives the same text. If the text depends on the draft, as with --verifier block, --k auto"
+        " uses 4 draft tokens for it. Trees and combinations need --verifier walk or coupled. Default: a random seed,"
+        " which is reported.",
         rich_help_panel=SAMPLING,
     ),
 ]
 GuessesAtMost = Annotated[
-    int | None, typer.Option(min=0, help="Verified a round at most. Default: as --k has it.", rich_help_panel=SAMPLING)
+    int | None, typer.Option(min=0, help="Most draft tokens per round. Default: --k.", rich_help_panel=SAMPLING)
 ]
 Scope = Annotated[
     str,
     typer.Option(
         metavar="NAME",
-        help="Learn from finished outputs of the same scope alone, where a proposer remembers them.",
+        help="Use finished outputs and cached prefixes of the same scope only.",
         rich_help_panel=SAMPLING,
     ),
 ]
-Priority = Annotated[int, typer.Option(help="Lower ones are served first.", rich_help_panel=SAMPLING)]
+Priority = Annotated[int, typer.Option(help="Lower values are scheduled first.", rich_help_panel=SAMPLING)]
 Count = Annotated[int, typer.Option("--n", help="Completions of each prompt.", rich_help_panel=SAMPLING)]
 Logprobs = Annotated[
     int | None,
@@ -75,7 +79,7 @@ Logprobs = Annotated[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingOptions:
-    """How to draw completions."""
+    """Sampling options."""
 
     temperature: Temperature = 0.0
     top_k: TopK = 0

@@ -16,22 +16,26 @@ _WHAT, _HOW, _BOUND = "Requests", "Load", "Bounds"
 class Settings:
     """The options, each once."""
 
-    url: Annotated[str, typer.Option(help="Where the server's /v1 is.")] = "http://127.0.0.1:8000/v1"
+    url: Annotated[str, typer.Option(help="Base URL of the server, with /v1.")] = "http://127.0.0.1:8000/v1"
     model: Annotated[
-        str | None, typer.Option(help="Default: the first that the server names.", rich_help_panel=_WHAT)
+        str | None, typer.Option(help="Default: the first model of the server.", rich_help_panel=_WHAT)
     ] = None
-    api_key: Annotated[str, typer.Option(envvar="OUTRIDER_API_KEY", help="Sent with each.", rich_help_panel=_WHAT)] = ""
+    api_key: Annotated[
+        str, typer.Option(envvar="OUTRIDER_API_KEY", help="Sent with each request.", rich_help_panel=_WHAT)
+    ] = ""
     prompts: Annotated[
         str | None,
         typer.Option(metavar="FILE", help="JSON lines as for bench. Default: an embedded set.", rich_help_panel=_WHAT),
     ] = None
-    max_tokens: Annotated[int, typer.Option(min=1, help="Of each answer.", rich_help_panel=_WHAT)] = 128
-    temperature: Annotated[float, typer.Option(min=0.0, help="Of the answers.", rich_help_panel=_WHAT)] = 0.0
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most output tokens of a request.", rich_help_panel=_WHAT)] = (
+        128
+    )
+    temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature.", rich_help_panel=_WHAT)] = 0.0
     k: Annotated[
-        int | None, typer.Option("--k", min=0, help="Guesses a round at most, for Outrider.", rich_help_panel=_WHAT)
+        int | None, typer.Option("--k", min=0, help="Most draft tokens per round, for Outrider.", rich_help_panel=_WHAT)
     ] = None
     ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Answers of full length; Outrider and vLLM do.", rich_help_panel=_WHAT)
+        bool, typer.Option("--ignore-eos", help="Outputs of full length; for Outrider and vLLM.", rich_help_panel=_WHAT)
     ] = False
     user: Annotated[
         str | None,
@@ -49,21 +53,23 @@ class Settings:
         float,
         typer.Option(min=0.0, max=1.0, help="Share of requests that hang up midway.", rich_help_panel=_WHAT),
     ] = 0.0
-    requests: Annotated[int, typer.Option(min=1, help="In all.", rich_help_panel=_HOW)] = 64
+    requests: Annotated[int, typer.Option(min=1, help="Number of requests.", rich_help_panel=_HOW)] = 64
     rate: Annotated[
         float | None,
         typer.Option(min=0.0, help="Open loop: so many arrive a second, as Poisson has it.", rich_help_panel=_HOW),
     ] = None
     concurrency: Annotated[
-        int | None, typer.Option(min=1, help="Closed loop: so many at a time. Default: 1.", rich_help_panel=_HOW)
+        int | None,
+        typer.Option(min=1, help="Closed loop: this many requests at a time. Default: 1.", rich_help_panel=_HOW),
     ] = None
-    seed: Annotated[int, typer.Option(help="Of arrivals, and of what is drawn.", rich_help_panel=_HOW)] = 0
-    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds for one answer.", rich_help_panel=_HOW)] = 300.0
+    seed: Annotated[int, typer.Option(help="Seed of arrival times and random requests.", rich_help_panel=_HOW)] = 0
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds for one request.", rich_help_panel=_HOW)] = 300.0
     first_within: Annotated[
-        float, typer.Option(min=0.0, help="Goodput: seconds to the first token.", rich_help_panel=_BOUND)
+        float, typer.Option(min=0.0, help="Goodput: most seconds to the first token.", rich_help_panel=_BOUND)
     ] = 1.0
     token_within: Annotated[
-        float, typer.Option(min=0.0, help="Goodput: seconds a token after it, in the mean.", rich_help_panel=_BOUND)
+        float,
+        typer.Option(min=0.0, help="Goodput: most seconds per output token, in the mean.", rich_help_panel=_BOUND),
     ] = 0.1
 
     def __post_init__(self) -> None:

@@ -19,35 +19,35 @@ Proposer = Annotated[
     str,
     typer.Option(
         metavar="NAME",
-        help="Who guesses: ngram, draft:DIR, draft:SIZE, head:SHARE (a pass for each guess, reading this share of the"
-        " target, as EAGLE does) or block:SHARE (one pass for all guesses).",
+        help="ngram, draft:DIR, draft:SIZE, head:SHARE (one pass for each draft token, which reads this share of the"
+        " target, as EAGLE does) or block:SHARE (one pass for all draft tokens).",
         rich_help_panel=_WHAT,
     ),
 ]
-WeightBits = Annotated[float, typer.Option(help="Of the target's weights.", rich_help_panel=_WHAT)]
+WeightBits = Annotated[float, typer.Option(help="Bits of the target's weights.", rich_help_panel=_WHAT)]
 DraftBits = Annotated[
-    float | None, typer.Option(help="Of a draft model's weights. Default: 16.", rich_help_panel=_WHAT)
+    float | None, typer.Option(help="Bits of a draft model's weights. Default: 16.", rich_help_panel=_WHAT)
 ]
-CacheBits = Annotated[float, typer.Option(help="Of cached keys and values.", rich_help_panel=_WHAT)]
+CacheBits = Annotated[float, typer.Option(help="Bits of the KV cache.", rich_help_panel=_WHAT)]
 
 MachineName = Annotated[
     str | None,
     typer.Option(metavar="NAME", help="H100, RTX-4090, ...; an unknown one lists all.", rich_help_panel=_WHERE),
 ]
-Devices = Annotated[int, typer.Option(help="How many share each layer's work.", rich_help_panel=_WHERE)]
+Devices = Annotated[int, typer.Option(help="Devices of tensor parallelism.", rich_help_panel=_WHERE)]
 Bandwidth = Annotated[
-    float | None, typer.Option(help="GB/s of one device, for its datasheet's.", rich_help_panel=_WHERE)
+    float | None, typer.Option(help="GB/s of one device. Default: its datasheet.", rich_help_panel=_WHERE)
 ]
 Flops = Annotated[
-    float | None, typer.Option(help="TFLOP/s of one device, for its datasheet's.", rich_help_panel=_WHERE)
+    float | None, typer.Option(help="TFLOP/s of one device. Default: its datasheet.", rich_help_panel=_WHERE)
 ]
-Memory = Annotated[float | None, typer.Option(help="GB of one device, for its datasheet's.", rich_help_panel=_WHERE)]
+Memory = Annotated[float | None, typer.Option(help="GB of one device. Default: its datasheet.", rich_help_panel=_WHERE)]
 
 Alpha = Annotated[
     str | None,
     typer.Option(
         metavar="RATES",
-        help="Share of guesses kept: one for all positions, as 0.8, or one for each, as 0.85,0.8,0.7.",
+        help="Acceptance: one value for all positions, such as 0.8, or one for each, such as 0.85,0.8,0.7.",
         rich_help_panel=_KEPT,
     ),
 ]
@@ -56,18 +56,18 @@ From = Annotated[
     typer.Option("--from", metavar="FILE", help="Take it from the output of outrider bench.", rich_help_panel=_KEPT),
 ]
 Category = Annotated[
-    str | None, typer.Option(metavar="NAME", help="Of that benchmark. Default: all of them.", rich_help_panel=_KEPT)
+    str | None, typer.Option(metavar="NAME", help="Category of that benchmark. Default: all.", rich_help_panel=_KEPT)
 ]
 Nodes = Annotated[
     float | None,
     typer.Option(help="Guesses verified for each position: 1 for chains, more for trees.", rich_help_panel=_KEPT),
 ]
-Batch = Annotated[str, typer.Option(metavar="LIST", help="Users at once.", rich_help_panel=_KEPT)]
-Context = Annotated[str, typer.Option(metavar="LIST", help="Tokens that each has cached.", rich_help_panel=_KEPT)]
+Batch = Annotated[str, typer.Option(metavar="LIST", help="Sequences at once.", rich_help_panel=_KEPT)]
+Context = Annotated[str, typer.Option(metavar="LIST", help="Cached tokens of each sequence.", rich_help_panel=_KEPT)]
 Depths = Annotated[
     str | None,
     typer.Option(
-        "--k", metavar="LIST", help="Guesses a round to choose among. Default: up to 12.", rich_help_panel=_KEPT
+        "--k", metavar="LIST", help="Draft tokens per round to choose from. Default: up to 12.", rich_help_panel=_KEPT
     ),
 ]
 
@@ -76,24 +76,26 @@ BandwidthShare = Annotated[
     str | None, typer.Option(metavar="LIST", help=f"Share of the bandwidth reached. {_CASES}", rich_help_panel=_SHARES)
 ]
 ArithmeticShare = Annotated[
-    str | None, typer.Option(metavar="LIST", help="Share of the arithmetic reached.", rich_help_panel=_SHARES)
+    str | None,
+    typer.Option(metavar="LIST", help="Share of the arithmetic throughput reached.", rich_help_panel=_SHARES),
 ]
 Exposed = Annotated[
     str | None,
     typer.Option(
         metavar="LIST",
-        help="Share of the shorter of reading and multiplying that the longer does not hide.",
+        help="Share of the shorter of memory and arithmetic time that does not overlap with the longer.",
         rich_help_panel=_SHARES,
     ),
 ]
 RoundMs = Annotated[
-    str | None, typer.Option(metavar="LIST", help="Of a round beside its passes.", rich_help_panel=_SHARES)
+    str | None,
+    typer.Option(metavar="LIST", help="Milliseconds of a round outside its passes.", rich_help_panel=_SHARES),
 ]
 LayerUs = Annotated[
-    str | None, typer.Option(metavar="LIST", help="Of a layer beside its work.", rich_help_panel=_SHARES)
+    str | None, typer.Option(metavar="LIST", help="Microseconds of overhead per layer.", rich_help_panel=_SHARES)
 ]
 ExchangeUs = Annotated[
-    str | None, typer.Option(metavar="LIST", help="Of a layer's sums over several devices.", rich_help_panel=_SHARES)
+    str | None, typer.Option(metavar="LIST", help="Microseconds of all-reduces per layer.", rich_help_panel=_SHARES)
 ]
 GuessUs = Annotated[
     float | None,

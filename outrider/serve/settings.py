@@ -17,14 +17,16 @@ _WHERE, _LIMITS, _STREAMS = "Where", "Limits", "Streams"
 class Settings:
     """The options, each once."""
 
-    host: Annotated[str, typer.Option(help="Address to listen at.", rich_help_panel=_WHERE)] = "127.0.0.1"
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.", rich_help_panel=_WHERE)] = 8000
+    host: Annotated[str, typer.Option(help="Address to listen on.", rich_help_panel=_WHERE)] = "127.0.0.1"
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port to listen on. 0: a free port.", rich_help_panel=_WHERE)
+    ] = 8000
     name: Annotated[
         str | None,
         typer.Option(
             "--name",
             metavar="NAME",
-            help="What the model is called. Default: its folder's name.",
+            help="Model name in the API. Default: the name of its folder.",
             rich_help_panel=_WHERE,
         ),
     ] = None
@@ -42,8 +44,8 @@ class Settings:
         float | None,
         typer.Option(
             metavar="GB",
-            help="For the caches of target and drafts together, on the native kernels. Default: a whole context for"
-            " every row, as far as memory is free.",
+            help="Memory of the KV caches of target and draft models, with the native kernels. Default: a full context"
+            " for every sequence, as far as memory is free.",
             rich_help_panel=_LIMITS,
         ),
     ] = None
@@ -63,20 +65,25 @@ class Settings:
         ),
     ] = 60.0
     queue: Annotated[
-        int, typer.Option(min=0, help="Completions that may wait; one more is turned away.", rich_help_panel=_LIMITS)
+        int,
+        typer.Option(
+            min=0, help="Requests that may wait. Further ones are answered with 429.", rich_help_panel=_LIMITS
+        ),
     ] = 256
     most_n: Annotated[
         int,
         typer.Option(
             "--max-n",
             min=1,
-            help="Completions that one request may ask for, over all of its prompts.",
+            help="Most completions of one request, over all of its prompts.",
             rich_help_panel=_LIMITS,
         ),
     ] = 16
-    body_kb: Annotated[int, typer.Option(min=1, help="Kilobytes of a request at most.", rich_help_panel=_LIMITS)] = 1024
+    body_kb: Annotated[int, typer.Option(min=1, help="Most kilobytes of a request body.", rich_help_panel=_LIMITS)] = (
+        1024
+    )
     timeout: Annotated[
-        float, typer.Option(min=0.0, help="Seconds that a request may take; 0 = any.", rich_help_panel=_LIMITS)
+        float, typer.Option(min=0.0, help="Most seconds of a request. 0: no limit.", rich_help_panel=_LIMITS)
     ] = 0.0
     smooth: Annotated[
         bool,
@@ -86,13 +93,13 @@ class Settings:
         list[str] | None,
         typer.Option(
             metavar="ORIGIN",
-            help="Pages of this origin may ask from a browser, as https://example.org; * is any. Repeatable. Default:"
-            " the server's own page alone.",
+            help="Origin that may send requests from a browser, such as https://example.org; *: any. Repeatable."
+            " Default: the server's own page.",
             rich_help_panel=_WHERE,
         ),
     ] = None
     log_format: Annotated[
-        str, typer.Option(metavar="NAME", help="text or json: a line for each request.", rich_help_panel=_WHERE)
+        str, typer.Option(metavar="NAME", help="Format of the request log: text or json.", rich_help_panel=_WHERE)
     ] = "text"
     drain: Annotated[
         int,

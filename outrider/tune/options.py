@@ -13,18 +13,19 @@ Proposers = Annotated[
     str | None,
     typer.Option(
         metavar="LIST",
-        help="Whom to compare, with semicolons between them: 'ngram;suffix;draft:DIR'. Default: ngram and suffix, and"
-        " the embedded draft for the embedded target.",
+        help="Proposers to compare, separated by semicolons: 'ngram;suffix;draft:DIR'. Default: ngram and suffix, and"
+        " the embedded draft model for the embedded target.",
         rich_help_panel=_MODEL,
     ),
 ]
 Guesses = Annotated[
-    str, typer.Option("--k", metavar="LIST", help="Guesses a round to compare, and auto.", rich_help_panel=_MODEL)
+    str,
+    typer.Option("--k", metavar="LIST", help="Draft tokens per round to compare, and auto.", rich_help_panel=_MODEL),
 ]
 Batches = Annotated[
     str,
     typer.Option(
-        "--batch", metavar="LIST", help="Rows at once; the advice is for the first.", rich_help_panel=_MEASURE
+        "--batch", metavar="LIST", help="Sequences at once; the advice is for the first.", rich_help_panel=_MEASURE
     ),
 ]
 Temperatures = Annotated[

@@ -6,7 +6,7 @@ import torch
 
 from outrider.core import tree
 from outrider.core.types import Scores, Verdict
-from outrider.engine import engine
+from outrider.engine import readback
 
 
 def test_one_copy_from_a_device_reads_what_many_read():
@@ -19,6 +19,6 @@ def test_one_copy_from_a_device_reads_what_many_read():
         logprob=torch.rand(3, 5, generator=source).log(),
     )
     scores = Scores(logits=torch.empty(3, 5, 0), best=torch.tensor([[1] * 5, [1, 1, -1, 1, 1], [0] * 5]))
-    one, many = engine._read_at_once(draft, verdict, scores), engine._read(draft, verdict, scores)
+    one, many = readback._read_device(draft, verdict, scores), readback._read_host(draft, verdict, scores)
     assert many[2] == [True, False, True]
     assert [list(map(bool, one[2])), *one[:2], *one[3:]] == [many[2], *many[:2], *many[3:]]
