@@ -88,8 +88,8 @@ Kernels = Annotated[
     str,
     typer.Option(
         metavar="NAME",
-        help="auto, native or torch. auto: the fastest that support the model. The native kernels run on CPUs in bfloat16"
-        " and float32; a C++ compiler builds them once per machine.",
+        help="auto, native or torch. auto: the fastest that support the model. The native kernels run on CPUs in"
+        " bfloat16 and float32; a C++ compiler builds them once per machine.",
         rich_help_panel=_MODEL,
     ),
 ]
