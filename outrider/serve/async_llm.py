@@ -119,7 +119,7 @@ class AsyncLLM:
 
         Raises:
             QueueFull: too many wait.
-            BadParam: the prompt or a parameter does not fit.
+            InvalidParam: the prompt or a parameter does not fit.
         """
         if self._stopping:
             raise QueueFull("the server is stopping; ask another one")

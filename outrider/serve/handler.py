@@ -40,7 +40,7 @@ class RequestHandler:
             raise UnknownModel("model", f"model {model!r} is not served here; use {self._name!r}")
 
     async def answer(self, asked: CompletionRequest | ChatRequest, request: Request) -> Response:
-        """Raises BadParam for a mistake, QueueFull where too many wait."""
+        """Raises InvalidParam for a mistake, QueueFull where too many wait."""
         self.check_model(asked.model)
         with spelled_as(asked):
             return await (
