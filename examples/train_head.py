@@ -20,11 +20,11 @@ with TemporaryDirectory() as folder:
         target=str(embedded("nano")),
         data=[str(data)],
         out=str(head),
-        batch=2,
-        waves=1,
+        batch_size=2,
+        steps_per_generation=1,
         epochs=1,
-        answer_tokens=16,
-        check_every=0,
+        max_tokens=16,
+        eval_every=0,
     )
     Training("mtp", settings).run(Console(stderr=True))
     llm = LLM(embedded("nano"), proposer=f"draft:{head}", k=2)

@@ -15,8 +15,8 @@ def given_costs():
 
     # Of models like the embedded ones on one core: a pass over few columns costs little more than one over one.
     columns = (1, 8, 16, 64, 512)
-    target = PassCost(columns=columns, seconds=(5e-3, 7e-3, 1e-2, 3e-2, 2e-1), entry=0.0, pair=0.0)
-    draft = PassCost(columns=columns, seconds=(5e-4, 7e-4, 1e-3, 3e-3, 2e-2), entry=0.0, pair=0.0)
+    target = PassCost(tokens=columns, seconds=(5e-3, 7e-3, 1e-2, 3e-2, 2e-1), entry=0.0, pair=0.0)
+    draft = PassCost(tokens=columns, seconds=(5e-4, 7e-4, 1e-3, 3e-3, 2e-2), entry=0.0, pair=0.0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             "outrider.engine.build.known_costs", lambda _, other: CostModel(target=target, draft=other and draft)

@@ -31,7 +31,7 @@ from inflate.model import PRESETS, Dims
 from rich.console import Console
 
 from outrider import LLM, OutriderError, SamplingParams
-from outrider.bench.contestants import Contestant, Job, OutriderRunner, SwitchPlanner
+from outrider.bench.contestants import Job, OutriderRunner, SwitchPlanner, Variant
 from outrider.bench.memory import bytes_per_pass, cache_bytes_per_token
 from outrider.bench.peer import load_peers
 from outrider.bench.rates import read_bandwidth
@@ -57,7 +57,7 @@ class Stand:
 
     llm: LLM
     planner: SwitchPlanner
-    peers: list[Contestant]
+    peers: list[Variant]
     weight_bytes: int  # that a pass of the target reads
     jobs: tuple[Job, ...]
     k: int
@@ -201,7 +201,7 @@ def _step(stand: Stand) -> dict[str, Any]:
 
 def _race(stand: Stand) -> dict[str, Any]:
     own = [OutriderRunner(name, stand.llm, stand.planner, k=k) for name, k in (("plain", 0), ("speculative", stand.k))]
-    contestants: list[Contestant] = [*own, *stand.peers]
+    contestants: list[Variant] = [*own, *stand.peers]
     for peer in stand.peers:
         peer.run(stand.jobs[:1])
     rates, taus = {each.name: list[float]() for each in contestants}, list[float]()

@@ -49,7 +49,7 @@ def _params(body: dict[str, Any]) -> SamplingParams:
         max_tokens=body["max_tokens"],
         temperature=body["temperature"],
         ignore_eos=body.get("ignore_eos", False),
-        guesses=body.get("k"),
+        k=body.get("k"),
         scope=body.get("user", ""),
     )
 

@@ -60,7 +60,7 @@ class Server:
         until = time.monotonic() + _PATIENCE
         while time.monotonic() < until:
             gauges = self.gauges()
-            if not gauges["outrider_running"] and not gauges["outrider_waiting"]:
+            if not gauges["outrider_num_requests_running"] and not gauges["outrider_num_requests_waiting"]:
                 return gauges
             time.sleep(0.2)
         raise RuntimeError(f"requests are still open: {self.gauges()}")

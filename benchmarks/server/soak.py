@@ -38,7 +38,12 @@ from outrider.measure.prompts import read_prompts
 from outrider.system.machine import commit, hardware, versions
 
 _LOOK = 2.0  # seconds between two looks at the server's memory
-_HELD = ("outrider_running", "outrider_waiting", "outrider_slots", 'outrider_cache_blocks{state="held"}')
+_HELD = (
+    "outrider_num_requests_running",
+    "outrider_num_requests_waiting",
+    "outrider_max_num_seqs",
+    'outrider_kv_cache_blocks{state="held"}',
+)
 _WARM = 0.3  # of the time, after which memory may not grow
 
 
@@ -59,7 +64,7 @@ class Soak:
         self.cancelled += asked.cancelled
         self.tokens += asked.tokens
         self.errors += [asked.error] if asked.error else []
-        self.gaps += asked.token_gaps if asked.done else []
+        self.gaps += asked.inter_token_latencies if asked.done else []
         if asked.text != alone if asked.done else not alone.startswith(asked.text):
             self.different.append(asked.number)
 
@@ -85,7 +90,13 @@ def main(
     """Soak, and say what came of it."""
     with served(list(options or ())) as server:
         load = Settings(
-            url=server.url, prompts=prompts, requests=pool, mixed=True, max_tokens=max_tokens, cancel=cancel, seed=seed
+            base_url=server.url,
+            prompts=prompts,
+            num_requests=pool,
+            mixed=True,
+            max_tokens=max_tokens,
+            cancel=cancel,
+            seed=seed,
         )
         soak, before, after, alone = asyncio.run(_soak(load, server, seconds=60 * minutes, streams=streams))
     failures = {

@@ -75,7 +75,7 @@ def main(
     with ExitStack() as open:
         server = open.enter_context(served(asked, bare=1 in levels))
         own = server.url
-        load = Settings(url=own, max_tokens=max_tokens, temperature=temperature, ignore_eos=True)
+        load = Settings(base_url=own, max_tokens=max_tokens, temperature=temperature, ignore_eos=True)
         for turn, level in product(range(-1, rounds), levels):  # the first round is for warming up
             ways = [AUTO, PLAIN, *others, *(_ENGINE.values() if level == 1 else ())]
             shuffled = _shuffled(texts, f"{seed}/{turn}/{level}")
@@ -107,8 +107,8 @@ def _measure(load: Settings, texts: Sequence[Prompt], record: Record, bare: Serv
     if wrong := [each.error for each in asked if each.error]:
         raise RuntimeError(f"{len(wrong)} requests went wrong, the first: {wrong[0]}")
     record.rates.append(sum(each.tokens for each in asked) / seconds)
-    record.gaps += [gap for each in asked for gap in each.token_gaps]
-    record.firsts += [each.first for each in asked]
+    record.gaps += [gap for each in asked for gap in each.inter_token_latencies]
+    record.firsts += [each.ttft for each in asked]
 
 
 def _shuffled(texts: Sequence[Prompt], seed: str) -> list[Prompt]:

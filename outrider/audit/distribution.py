@@ -15,7 +15,7 @@ from outrider.audit.statistics import g_test
 from outrider.core.params import SamplingParams
 from outrider.verify.rules import EXACT, Verifier
 
-LEVEL = 1e-4  # chance that an exact pair fails, over all tests of one audit together
+SIGNIFICANCE = 1e-4  # chance that an exact pair fails, over all tests of one audit together
 
 _DEPTH = 3  # tokens whose joint law is tested
 _WIDTH = 4  # likeliest tokens that are told apart at each position
@@ -23,7 +23,7 @@ _CANDIDATES = 6  # prompts looked at
 _EDGE = 1e-3  # logits between the last token that top-k keeps and the first that it drops
 _OTHER = -1
 
-Cell = tuple[int, ...]  # the first tokens, up to the first that is none of the likeliest
+Outcome = tuple[int, ...]  # the first tokens, up to the first that is none of the likeliest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,8 +31,8 @@ class Branches:
     """What the target says after a prompt and after each likely beginning."""
 
     prompt: int  # which one
-    logits: Mapping[Cell, torch.Tensor]  # [V] by beginning, from no token to _DEPTH - 1
-    likely: Mapping[Cell, tuple[int, ...]]  # the _WIDTH likeliest tokens there, best first
+    logits: Mapping[Outcome, torch.Tensor]  # [V] by beginning, from no token to _DEPTH - 1
+    likely: Mapping[Outcome, tuple[int, ...]]  # the _WIDTH likeliest tokens there, best first
     edge: float  # smallest distance in logits between one of them and the next
 
 
@@ -50,15 +50,15 @@ def check_distribution(pair: Pair, verifier: Verifier, *, k: int, samples: int, 
         seed: of the samples.
     """
     k, tests = max(k, 2), []
-    spread = _most_telling(pair, verifier, k=k)
+    spread = _strongest_tests(pair, verifier, k=k)
     for rule, top_k in plan_tests(pair, verifier):
         branches = spread[bool(top_k) % len(spread)]
         params = SamplingParams(temperature=1.0, top_k=top_k, max_tokens=k + _DEPTH, seed=seed)
         tests.append(_test(pair, branches, rule, params, k=k, samples=samples))
-    level = LEVEL / len(tests)
+    level = SIGNIFICANCE / len(tests)
     for test in tests:
         test["passed"] = test["p_value"] >= level
-    return {"passed": all(t["passed"] for t in tests), "level": level, "samples": samples, "tests": tests}
+    return {"passed": all(t["passed"] for t in tests), "significance": level, "samples": samples, "tests": tests}
 
 
 def plan_tests(pair: Pair, verifier: Verifier) -> list[tuple[Verifier, int]]:
@@ -68,10 +68,10 @@ def plan_tests(pair: Pair, verifier: Verifier) -> list[tuple[Verifier, int]]:
     return sorted(tests, key=lambda test: test[0].draw)
 
 
-def joint_distribution(pair: Pair, branches: Branches, params: SamplingParams) -> dict[Cell, float]:
+def joint_distribution(pair: Pair, branches: Branches, params: SamplingParams) -> dict[Outcome, float]:
     """The probability of every cell, by the chain rule in float64."""
-    cells: dict[Cell, float] = {}
-    reach: dict[Cell, float] = {(): 1.0}
+    cells: dict[Outcome, float] = {}
+    reach: dict[Outcome, float] = {(): 1.0}
     for beginning, logits in branches.logits.items():
         p = pair.target_distribution(logits, params).double()
         p = p / p.sum()
@@ -83,9 +83,9 @@ def joint_distribution(pair: Pair, branches: Branches, params: SamplingParams) -
     return cells
 
 
-def cell_of(text: Sequence[int], branches: Branches) -> Cell:
+def outcome_of(text: Sequence[int], branches: Branches) -> Outcome:
     """The cell that a text begins with."""
-    cell: Cell = ()
+    cell: Outcome = ()
     for token in text[:_DEPTH]:
         if token not in branches.likely[cell]:
             return (*cell, _OTHER)
@@ -99,7 +99,7 @@ def _test(
     requests = pair.requests(params, [pair.prompts[branches.prompt]] * samples)
     texts = pair.speculative(requests, rule, k=k, enough=_DEPTH)
     law = joint_distribution(pair, branches, params)
-    counts = Counter(cell_of(text, branches) for text in texts.tokens)
+    counts = Counter(outcome_of(text, branches) for text in texts.tokens)
     result = g_test([counts[cell] for cell in law], list(law.values()))
     stats = texts.stats
     return {
@@ -112,13 +112,13 @@ def _test(
         "statistic": result.statistic if math.isfinite(result.statistic) else None,
         "dof": result.dof,
         "p_value": result.p_value,
-        "drafted_tokens": stats.drafted,
+        "draft_tokens": stats.draft_tokens,
         "acceptance": sum(stats.accepted) / sum(stats.reached) if sum(stats.reached) else 0.0,
         "tau": stats.tau,
     }
 
 
-def _most_telling(pair: Pair, verifier: Verifier, *, k: int) -> list[Branches]:
+def _strongest_tests(pair: Pair, verifier: Verifier, *, k: int) -> list[Branches]:
     """The best prompts for a test come first: those where guesses are made, then those that leave the most open.
 
     Prompts where top-k is a near-tie come last: rounding would decide which token is possible.
@@ -127,7 +127,7 @@ def _most_telling(pair: Pair, verifier: Verifier, *, k: int) -> list[Branches]:
 
     def merit(branches: Branches) -> tuple[bool, bool, float]:
         requests = pair.requests(params, [pair.prompts[branches.prompt]])
-        guessed = pair.speculative(requests, verifier, k=k, enough=1).stats.drafted > 0
+        guessed = pair.speculative(requests, verifier, k=k, enough=1).stats.draft_tokens > 0
         return branches.edge > _EDGE, guessed, _entropy(joint_distribution(pair, branches, params))
 
     return sorted((grow(pair, i) for i in range(min(len(pair.prompts), _CANDIDATES))), key=merit, reverse=True)
@@ -135,9 +135,9 @@ def _most_telling(pair: Pair, verifier: Verifier, *, k: int) -> list[Branches]:
 
 def grow(pair: Pair, prompt: int) -> Branches:
     """Read the prompt with every likely beginning, each afresh and without any speculation."""
-    logits: dict[Cell, torch.Tensor] = {}
-    likely: dict[Cell, tuple[int, ...]] = {}
-    waiting: list[Cell] = [()]
+    logits: dict[Outcome, torch.Tensor] = {}
+    likely: dict[Outcome, tuple[int, ...]] = {}
+    waiting: list[Outcome] = [()]
     edge = math.inf
     while waiting:
         beginning = waiting.pop(0)
@@ -150,6 +150,6 @@ def grow(pair: Pair, prompt: int) -> Branches:
     return Branches(prompt=prompt, logits=logits, likely=likely, edge=edge)
 
 
-def _entropy(law: Mapping[Cell, float]) -> float:
+def _entropy(law: Mapping[Outcome, float]) -> float:
     """In nats."""
     return -sum(chance * math.log(chance) for chance in law.values() if chance > 0)

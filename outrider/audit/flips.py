@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from outrider.audit.pair import Pair, Texts, first_difference
+from outrider.audit.pair import Outputs, Pair, first_difference
 from outrider.audit.replay import LOGITS
 from outrider.audit.statistics import wilson
 from outrider.core.params import SamplingParams
@@ -36,7 +36,7 @@ class Flip:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class FlipReport:
     """Flips of one run against plain decoding."""
 
     flips: tuple[Flip, ...]
@@ -45,16 +45,16 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Observed:
+class ObservedOutputs:
     """What runs in the users' precision showed; how near the ties were is for float32 to say."""
 
-    speculative: Found
-    plain_batched: Found  # the yardstick: plain decoding in a batch against plain decoding alone
+    speculative: FlipReport
+    plain_batched: FlipReport  # the yardstick: plain decoding in a batch against plain decoding alone
     dtype: torch.dtype
     kernels: str
 
 
-def find_flips(pair: Pair, verifier: Verifier, *, k: int, tokens: int) -> Observed:
+def find_flips(pair: Pair, verifier: Verifier, *, k: int, tokens: int) -> ObservedOutputs:
     """Greedy texts in the pair's precision, by speculation and by plain decoding.
 
     Args:
@@ -65,7 +65,7 @@ def find_flips(pair: Pair, verifier: Verifier, *, k: int, tokens: int) -> Observ
     """
     requests = pair.requests(SamplingParams(max_tokens=tokens, seed=0))
     plain = pair.plain(requests, alone=True).tokens
-    return Observed(
+    return ObservedOutputs(
         speculative=_follow(requests, plain, partial(pair.speculative, verifier=verifier, k=k)),
         plain_batched=_follow(requests, plain, partial(pair.plain, alone=False)),
         dtype=pair.dtype,
@@ -73,7 +73,7 @@ def find_flips(pair: Pair, verifier: Verifier, *, k: int, tokens: int) -> Observ
     )
 
 
-def judge_flips(exact: Pair, observed: Observed) -> dict[str, Any]:
+def explain_flips(exact: Pair, observed: ObservedOutputs) -> dict[str, Any]:
     """Measure every flip in float32, in logits between the two tokens; one that is no near-tie fails."""
     details = [_measure(exact, flip, observed.dtype) for flip in observed.speculative.flips]
     yardstick = [_measure(exact, flip, observed.dtype) for flip in observed.plain_batched.flips]
@@ -96,8 +96,8 @@ def judge_flips(exact: Pair, observed: Observed) -> dict[str, Any]:
 
 
 def _follow(
-    requests: Sequence[Request], plain: Sequence[Sequence[int]], answer: Callable[[Sequence[Request]], Texts]
-) -> Found:
+    requests: Sequence[Request], plain: Sequence[Sequence[int]], answer: Callable[[Sequence[Request]], Outputs]
+) -> FlipReport:
     """Compare all along the plain texts: behind a flip the other run is put back on the plain text."""
     flips: list[Flip] = []
     stats = Stats()
@@ -122,7 +122,7 @@ def _follow(
         ]
         flips += found
         begin = {flip.prompt: flip.position + 1 for flip in found if flip.position + 1 < len(plain[flip.prompt])}
-    return Found(flips=tuple(flips), tokens=sum(map(len, plain)), stats=stats)
+    return FlipReport(flips=tuple(flips), tokens=sum(map(len, plain)), stats=stats)
 
 
 def _measure(exact: Pair, flip: Flip, dtype: torch.dtype) -> dict[str, Any]:

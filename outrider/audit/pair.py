@@ -32,7 +32,7 @@ _GRID = 1 << 20  # cells by which a uniform number is read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Texts:
+class Outputs:
     """What requests were answered."""
 
     tokens: tuple[tuple[int, ...], ...]  # in the order of the requests
@@ -111,7 +111,7 @@ class Pair:
             for i, prompt in enumerate(self.prompts if prompts is None else prompts)
         ]
 
-    def plain(self, requests: Sequence[Request], *, alone: bool) -> Texts:
+    def plain(self, requests: Sequence[Request], *, alone: bool) -> Outputs:
         """Answer by decoding token by token."""
         engine = self._engine(NoProposer(self._setup), EXACT["walk"], 0)
         return self._run(engine, requests, alone=alone)
@@ -124,7 +124,7 @@ class Pair:
         k: int,
         alone: bool = False,
         enough: int | None = None,
-    ) -> Texts:
+    ) -> Outputs:
         """Answer by speculation.
 
         Args:
@@ -159,14 +159,14 @@ class Pair:
     def uniform(self, seed: int, position: int) -> float:
         """The number in [0, 1) that picks the token at `position` of a text, to one part in a million."""
         noise = PositionNoise(torch.tensor([seed]), torch.tensor([position]))
-        cell = noise.token(torch.ones(1, 1, _GRID), torch.zeros(1, 1, dtype=torch.int64))
+        cell = noise.sample(torch.ones(1, 1, _GRID), torch.zeros(1, 1, dtype=torch.int64))
         return (int(cell) + 0.5) / _GRID
 
     def _engine(self, proposer: Proposer, verifier: Verifier, k: int) -> Engine:
         return assemble(self._loaded, proposer=proposer, verifier=verifier, planner=FixedPlanner(k))
 
     @torch.inference_mode()
-    def _run(self, engine: Engine, requests: Sequence[Request], *, alone: bool, enough: int | None = None) -> Texts:
+    def _run(self, engine: Engine, requests: Sequence[Request], *, alone: bool, enough: int | None = None) -> Outputs:
         texts: dict[int, tuple[int, ...]] = {}
         for group in [[request] for request in requests] if alone else [requests]:
             for request in group:
@@ -182,7 +182,7 @@ class Pair:
                     if row.finish_reason:
                         texts[row.request.id] = tuple(row.token_ids[len(row.request.prompt_token_ids) :])
                         self.on_done()
-        return Texts(tokens=tuple(texts[request.id] for request in requests), stats=engine.stats)
+        return Outputs(tokens=tuple(texts[request.id] for request in requests), stats=engine.stats)
 
 
 class _Watched:

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 
-class Meter:
+class ProgressBar:
     """A progress bar of completions; silent without a console."""
 
     def __init__(self, console: Console | None) -> None:
@@ -19,7 +19,7 @@ class Meter:
         self._bar = Progress(*columns, console=console, transient=True, disable=console is None)
         self._task = self._bar.add_task("loading", total=None)
 
-    def __enter__(self) -> Meter:
+    def __enter__(self) -> ProgressBar:
         self._bar.start()
         return self
 
@@ -43,7 +43,7 @@ def show(report: Mapping[str, Any], console: Console) -> None:
     table = Table(title=f"Audit of {report['target']} with {report['proposer']}, verifier {report['verifier']}")
     for heading in ("section", "what was done", "what was found", "verdict"):
         table.add_column(heading)
-    for name, lines in (("replay", _replay), ("law", _law), ("flips", _flips)):
+    for name, lines in (("replay", _replay), ("distribution", _distribution), ("flips", _flips)):
         section = report[name]
         first, *rest = lines(section)
         table.add_row(name, *first, _verdict(section["passed"]), end_section=not rest)
@@ -66,13 +66,13 @@ def _replay(section: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [(done, found)]
 
 
-def _law(section: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _distribution(section: Mapping[str, Any]) -> list[tuple[str, str]]:
     lines = []
     for test in section["tests"]:
         kept = f"top_k {test['top_k']}" if test["top_k"] else "all tokens"
         done = f"{test['verifier']}, k {test['k']}, {kept}, {section['samples']} samples"
         found = (
-            f"p = {test['p_value']:.2g} (fails below {section['level']:.1g}), {test['outcomes']} outcomes,"
+            f"p = {test['p_value']:.2g} (fails below {section['significance']:.1g}), {test['outcomes']} outcomes,"
             f" {test['acceptance']:.0%} of guesses kept, tau {test['tau']:.2f}"
         )
         lines.append((done, found))

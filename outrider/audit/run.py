@@ -10,11 +10,11 @@ from typing import Any
 from rich.console import Console
 
 from outrider.audit.distribution import check_distribution, plan_tests
-from outrider.audit.flips import Observed, find_flips, judge_flips
+from outrider.audit.flips import ObservedOutputs, explain_flips, find_flips
 from outrider.audit.pair import Pair
 from outrider.audit.prompts import Prompt, read_prompts
 from outrider.audit.replay import cases, replay
-from outrider.audit.report import Meter, show
+from outrider.audit.report import ProgressBar, show
 from outrider.core.config import weight_bits
 from outrider.engine.verifiers import find_verifier
 from outrider.errors import OutriderError
@@ -83,7 +83,7 @@ def run_audit(
         kernels=kernels,
         quantize=quantize,
     )
-    with Meter(console) as meter:
+    with ProgressBar(console) as meter:
         report = task.run(meter)
     report |= {"target": target or "the embedded model", "seconds": perf_counter() - began}
     report["proposer"] = proposer or ("the embedded draft" if target is None else spec)
@@ -107,7 +107,7 @@ class _Task:
     kernels: str
     quantize: str | None
 
-    def run(self, meter: Meter) -> dict[str, Any]:
+    def run(self, meter: ProgressBar) -> dict[str, Any]:
         """The report, but for the names and the time."""
         observed, pair = self._observe(meter)
         if pair is None:  # and so gone: one target at a time is in memory
@@ -115,9 +115,9 @@ class _Task:
         ways = sum(1 for _ in cases(pair, self.rule, k=self.k, depths=_DEPTHS))
         meter.start("replay", (ways + 2) * len(self.prompts))
         replayed = replay(pair, self.rule, k=self.k, depths=_DEPTHS, tokens=self.tokens, seed=_SEED)
-        meter.start("law", len(plan_tests(pair, self.rule)) * self.samples)
+        meter.start("distribution", len(plan_tests(pair, self.rule)) * self.samples)
         law = check_distribution(pair, self.rule, k=self.k, samples=self.samples, seed=_SEED)
-        sections = {"replay": replayed, "law": law, "flips": judge_flips(pair, observed)}
+        sections = {"replay": replayed, "distribution": law, "flips": explain_flips(pair, observed)}
         return {
             "passed": self.rule.exact and all(section["passed"] for section in sections.values()),
             "verifier": self.rule.name,
@@ -131,14 +131,14 @@ class _Task:
             "commit": commit(),
         }
 
-    def _observe(self, meter: Meter) -> tuple[Observed, Pair | None]:
+    def _observe(self, meter: ProgressBar) -> tuple[ObservedOutputs, Pair | None]:
         """Flips as users would meet them, and the pair itself if its rounding is no obstacle to the other tests."""
         pair = self._load("auto", meter)
         meter.start("flips")
         observed = find_flips(pair, self.rule, k=self.k, tokens=self.tokens * _LONGER)
         return observed, pair if pair.steady else None
 
-    def _load(self, dtype: str, meter: Meter) -> Pair:
+    def _load(self, dtype: str, meter: ProgressBar) -> Pair:
         room = max(self.tokens * _LONGER, self.k + 4) + max(self.k, *_DEPTHS)
         pair = Pair(
             self.target,

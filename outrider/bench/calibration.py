@@ -47,7 +47,7 @@ def show_calibration(document: dict[str, Any], console: Console) -> None:
     for name in passes:
         table.add_column(name, justify="right")
         table.add_column("a column", justify="right")
-    for columns in passes["target"].columns:
+    for columns in passes["target"].tokens:
         seconds = [each(columns, rows=1, cached=0) for each in passes.values()]
         cells = [f"{1e3 * value:.2f}" for took in seconds for value in (took, took / columns)]
         table.add_row(str(columns), *cells)

@@ -69,10 +69,10 @@ def memory(document: Document) -> list[tuple[str, str]]:
     """What lies in memory, and what the draft's part of it could hold instead."""
     held = document["memory"]
     pairs = [(name, _size(held[key])) for name, key in _PARTS.items() if held[key]]
-    pairs.append(("rows", f"{held['rows']} of {held['context']} tokens"))
+    pairs.append(("sequences", f"{held['sequences']} of {held['context']} tokens"))
     if held["draft_weight_bytes"]:
         formula = "(draft weights + draft cache) / (target cache / rows)"
-        pairs.append(("without the draft", f"room for {held['draft_in_rows']:.1f} more rows: {formula}"))
+        pairs.append(("without the draft", f"room for {held['draft_in_sequences']:.1f} more sequences: {formula}"))
     return pairs
 
 

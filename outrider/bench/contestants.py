@@ -14,7 +14,7 @@ from outrider.core.stats import Stats, StatsAccumulator
 from outrider.core.types import Batch, Draft, FinishReason, SequenceState
 from outrider.errors import OutriderError
 from outrider.llm import LLM
-from outrider.measure.clock import Mark, Pace, decode_pace, opening, timed, token_gaps
+from outrider.measure.clock import DecodeSpeed, EmitEvent, decode_pace, opening, timed, token_gaps
 from outrider.plan.planner import FixedPlanner, Planner
 
 
@@ -30,12 +30,12 @@ class Job:
 class Trial:
     """One contestant's run over one batch of prompts."""
 
-    pace: Pace
-    gaps: tuple[float, ...]  # seconds between tokens
+    pace: DecodeSpeed
+    inter_token_latencies: tuple[float, ...]  # seconds between tokens
     stats: Stats | None = None  # passes of the whole run, rounds and seconds of decoding; None of a peer
 
 
-class Contestant(Protocol):
+class Variant(Protocol):
     """One way to complete prompts."""
 
     name: str
@@ -74,18 +74,20 @@ class OutriderRunner:
         rows: dict[int, SequenceState | None] = {
             id: None for job in jobs for id in self._llm.submit(job.prompt, job.params)
         }
-        marks = [Mark(at=perf_counter(), emitted=(0,) * len(rows))]
+        marks = [EmitEvent(at=perf_counter(), emitted=(0,) * len(rows))]
         looks = [engine.stats]
         while engine.busy():
             for row in engine.step():
                 rows[row.request.id] = row
             marks.append(
-                Mark(at=perf_counter(), emitted=tuple(row.num_output_tokens if row else 0 for row in rows.values()))
+                EmitEvent(
+                    at=perf_counter(), emitted=tuple(row.num_output_tokens if row else 0 for row in rows.values())
+                )
             )
             looks.append(engine.stats)
         counts = [_counts(row, exact=engine.stats.exact) for row in rows.values() if row]
         stats = timed(reduce(add, counts), looks[opening(marks)], looks[-1])
-        return Trial(pace=decode_pace(marks), gaps=tuple(token_gaps(marks)), stats=stats)
+        return Trial(pace=decode_pace(marks), inter_token_latencies=tuple(token_gaps(marks)), stats=stats)
 
 
 def _counts(row: SequenceState, *, exact: bool) -> Stats:

@@ -53,7 +53,10 @@ def _tiles(document: Document) -> list[tuple[str, str]]:
         )
     if held["draft_weight_bytes"]:
         tiles.append(
-            (f"{held['draft_in_rows']:.1f} rows", f"of {held['context']} tokens more would fit without the draft")
+            (
+                f"{held['draft_in_sequences']:.1f} sequences",
+                f"of {held['context']} tokens more would fit without the draft",
+            )
         )
     return tiles
 

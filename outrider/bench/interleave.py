@@ -9,7 +9,7 @@ from itertools import chain, cycle, islice
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from outrider.bench.contestants import Contestant, Job
+from outrider.bench.contestants import Job, Variant
 from outrider.bench.report import Sample
 from outrider.bench.settings import Settings
 from outrider.bench.sweep import Condition
@@ -34,9 +34,9 @@ class PromptBatch:
 class Workload:
     """Who runs over what at one place of the sweep."""
 
-    place: Condition
-    contestants: tuple[Contestant, ...]
-    heats: tuple[PromptBatch, ...]
+    condition: Condition
+    variants: tuple[Variant, ...]
+    repeats: tuple[PromptBatch, ...]
 
 
 def make_batches(llm: LLM, prompts: Sequence[Prompt], settings: Settings, place: Condition) -> tuple[PromptBatch, ...]:
@@ -62,29 +62,29 @@ def make_batches(llm: LLM, prompts: Sequence[Prompt], settings: Settings, place:
     return tuple(heats)
 
 
-def race(stages: Sequence[Workload], rounds: int, console: Console) -> dict[Condition, list[Sample]]:
+def interleave(stages: Sequence[Workload], rounds: int, console: Console) -> dict[Condition, list[Sample]]:
     """Run all, round by round; who begins changes from heat to heat."""
     for stage in stages:
-        for contestant in stage.contestants:
-            contestant.run([_short(job) for job in stage.heats[0].jobs])  # to warm up
-    samples: dict[Condition, list[Sample]] = {stage.place: [] for stage in stages}
+        for contestant in stage.variants:
+            contestant.run([_short(job) for job in stage.repeats[0].jobs])  # to warm up
+    samples: dict[Condition, list[Sample]] = {stage.condition: [] for stage in stages}
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=rounds * sum(len(stage.heats) * len(stage.contestants) for stage in stages))
+        task = bar.add_task("", total=rounds * sum(len(stage.repeats) * len(stage.variants) for stage in stages))
         for round in range(rounds):
             for stage in stages:
-                bar.update(task, description=f"round {round + 1} of {rounds}  {stage.place}")
-                for sample in _lap(stage, round):
-                    samples[stage.place].append(sample)
+                bar.update(task, description=f"round {round + 1} of {rounds}  {stage.condition}")
+                for sample in _run_once(stage, round):
+                    samples[stage.condition].append(sample)
                     bar.advance(task)
     return samples
 
 
-def _lap(stage: Workload, round: int) -> Iterator[Sample]:
-    for h, heat in enumerate(stage.heats):
-        for contestant in stage.contestants[:: 1 if (round + h) % 2 == 0 else -1]:
+def _run_once(stage: Workload, round: int) -> Iterator[Sample]:
+    for h, heat in enumerate(stage.repeats):
+        for contestant in stage.variants[:: 1 if (round + h) % 2 == 0 else -1]:
             trial = contestant.run([_seeded(job, round) for job in heat.jobs])
-            yield Sample(category=heat.category, name=contestant.name, round=round, trial=trial)
+            yield Sample(category=heat.category, name=contestant.name, repeat=round, trial=trial)
 
 
 def _tokens(llm: LLM, prompt: Prompt) -> tuple[int, ...]:

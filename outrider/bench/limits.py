@@ -19,8 +19,8 @@ DEFINITIONS: Mapping[str, str] = {
     "limit_tokens_per_s": "rows x tau x limit_passes_per_s, where a speculative pass has a column for each guess as"
     " well: what a draft that costs nothing could reach at this acceptance",
     "share_of_limit": "tokens_per_s over limit_tokens_per_s",
-    "draft_in_rows": "(W_d + K_d) / K_t: rows that the target's cache could hold more where the draft's weights W_d and"
-    " cache K_d lie, K_t being the target's cache of one row with its whole context",
+    "draft_in_sequences": "(W_d + K_d) / K_t: sequences that the target's cache could hold in place of the"
+    " draft's weights W_d and cache K_d; K_t is the target's cache of one sequence with its whole context",
 }
 
 
@@ -30,7 +30,7 @@ class Roofline:
 
     weight_bytes_per_pass: int
     cache_bytes_per_token: float  # that a row has cached
-    flops_per_column: float
+    flops_per_token: float
     read_bytes_per_s: float
     gemm_flops_per_s: float
 
@@ -42,7 +42,7 @@ class Roofline:
         """At most, where each row of a pass has so many columns (see `outrider.plan.speedup.roof`)."""
         return roof(
             bytes_per_pass=self.bytes_per_pass(rows=rows, cached=cached),
-            flops_per_pass=self.flops_per_column * rows * columns,
+            flops_per_pass=self.flops_per_token * rows * columns,
             bandwidth=self.read_bytes_per_s,
             gemm=self.gemm_flops_per_s,
         )
@@ -54,7 +54,7 @@ def limits(roofline: Roofline, figures: Mapping[str, Any], *, rows: int, cached:
     found: dict[str, Any] = {"cached_tokens": cached, "bytes_per_pass": size, "bytes_per_token": size / rows}
     for name in (PLAIN, SPECULATIVE):
         ours = figures[name]
-        passes = roofline.passes_per_s(rows=rows, cached=cached, columns=1 + ours["drafted_tokens"] / ours["passes"])
+        passes = roofline.passes_per_s(rows=rows, cached=cached, columns=1 + ours["draft_tokens"] / ours["passes"])
         limit, speed = rows * ours["tau"] * passes, ours["tokens_per_s"]
         found[name] = {
             "limit_passes_per_s": passes,

@@ -15,16 +15,16 @@ from transformers import AutoConfig
 from outrider.bench.contestants import Job
 from outrider.llm import LLM
 from outrider.models.prepack import can_prepack
-from outrider.plan.speedup import rows_instead
+from outrider.plan.speedup import sequences_instead
 from outrider.propose.base import Proposer
 from outrider.propose.registry import draft_model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Footprint:
+class MemoryUse:
     """Bytes in memory while all rows run."""
 
-    rows: int  # at once
+    sequences: int  # at once
     context: int  # tokens that a row can hold
     target_weights: int
     target_cache: int
@@ -33,25 +33,25 @@ class Footprint:
     other: int | None = None  # all else that torch holds on a GPU: graphs and buffers; None on a CPU
 
     @property
-    def draft_in_rows(self) -> float:
+    def draft_in_sequences(self) -> float:
         """Rows of this context that the target's cache could hold where the draft's weights and cache lie."""
-        row = self.target_cache / self.rows
-        return rows_instead(draft_weights=self.draft_weights, draft_cache=self.draft_cache, row_cache=row)
+        row = self.target_cache / self.sequences
+        return sequences_instead(draft_weights=self.draft_weights, draft_cache=self.draft_cache, row_cache=row)
 
     def as_dict(self) -> dict[str, Any]:
         return {
-            "rows": self.rows,
+            "sequences": self.sequences,
             "context": self.context,
             "target_weight_bytes": self.target_weights,
             "target_cache_bytes": self.target_cache,
             "draft_weight_bytes": self.draft_weights,
             "draft_cache_bytes": self.draft_cache,
             "other_bytes": self.other,
-            "draft_in_rows": self.draft_in_rows,
+            "draft_in_sequences": self.draft_in_sequences,
         }
 
 
-def footprint(llm: LLM, jobs: Sequence[Job]) -> Footprint:
+def measure_memory(llm: LLM, jobs: Sequence[Job]) -> MemoryUse:
     """Weigh what is held while `jobs` run, as many as there are rows."""
     parts = llm.parts
     endless = [replace(job.params, ignore_eos=True, max_tokens=None) for job in jobs]  # or the first would leave early
@@ -65,8 +65,8 @@ def footprint(llm: LLM, jobs: Sequence[Job]) -> Footprint:
     other = _held(parts.device, parts.target.bytes() + cache + weights + stripes)
     for id in ids:
         llm.abort(id)
-    return Footprint(
-        rows=len(jobs),
+    return MemoryUse(
+        sequences=len(jobs),
         context=parts.context,
         target_weights=parts.target.bytes(),
         target_cache=cache,
@@ -99,7 +99,7 @@ def bytes_per_pass(llm: LLM, folder: Path) -> int:
     return parts.target.bytes() - (table * parts.dtype.itemsize if copied or not tied else 0)
 
 
-def flops_per_column(folder: Path) -> float:
+def flops_per_token(folder: Path) -> float:
     """Two for each weight that a token meets on its way, which an embedding table for looking up alone is not."""
     table, tied = _embedding(folder)
     weights = 0

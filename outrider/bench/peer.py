@@ -14,7 +14,7 @@ from transformers.utils import logging as transformers_logging
 
 from outrider.bench.contestants import Job, Trial
 from outrider.llm import LLM
-from outrider.measure.clock import Mark, decode_pace, token_gaps
+from outrider.measure.clock import EmitEvent, decode_pace, token_gaps
 
 
 class _Watch(StoppingCriteria):  # type: ignore[misc]
@@ -22,12 +22,12 @@ class _Watch(StoppingCriteria):  # type: ignore[misc]
 
     def __init__(self, prompt: int) -> None:
         self._prompt = prompt
-        self.marks = [Mark(at=perf_counter(), emitted=(0,))]
+        self.marks = [EmitEvent(at=perf_counter(), emitted=(0,))]
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         if input_ids.is_cuda:
             torch.cuda.synchronize()
-        self.marks.append(Mark(at=perf_counter(), emitted=(input_ids.shape[1] - self._prompt,)))
+        self.marks.append(EmitEvent(at=perf_counter(), emitted=(input_ids.shape[1] - self._prompt,)))
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
@@ -55,7 +55,7 @@ class Peer:
                 assistant_model=self._assistant,
                 **law,
             )
-        return Trial(pace=decode_pace(watch.marks), gaps=tuple(token_gaps(watch.marks)))
+        return Trial(pace=decode_pace(watch.marks), inter_token_latencies=tuple(token_gaps(watch.marks)))
 
 
 def load_peers(llm: LLM, target: Path, draft: Path | None) -> list[Peer]:

@@ -125,7 +125,7 @@ def _round(document: Document) -> Figure | None:
         return None
     figure, axes = svg.canvas(0.8 + _BAR * len(rows), grid="x")
     left = [0.0] * len(rows)
-    parts = {"propose_ms": ("draft", svg.DRAFT), "target_ms": ("target", svg.TARGET)}
+    parts = {"draft_ms": ("draft", svg.DRAFT), "target_ms": ("target", svg.TARGET)}
     for part, (name, colour) in {**parts, "host_ms": ("host", svg.HOST)}.items():
         widths = [stats[part] for stats in rows.values()]
         axes.barh(range(len(rows)), widths, left=left, height=0.62, color=colour, label=name)

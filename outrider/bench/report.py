@@ -15,7 +15,7 @@ import torch
 
 from outrider.bench.contestants import Trial
 from outrider.core.stats import Stats
-from outrider.measure.clock import Pace
+from outrider.measure.clock import DecodeSpeed
 from outrider.plan import speedup
 from outrider.report.console import counted
 
@@ -46,7 +46,7 @@ def summary(document: Mapping[str, Any]) -> str:
     return (
         f"{target} with {document['proposer']}, k {asked['k']}, verifier {document['verifier']} ({exact}); {law},"
         f" {document['dtype']}, {document['kernels']} kernels, {asked['batch']} at once,"
-        f" {counted(asked['rounds'], 'round')} on {where}"
+        f" {counted(asked['repeats'], 'repeat')} on {where}"
     )
 
 
@@ -56,7 +56,7 @@ class Sample:
 
     category: str
     name: str  # the contestant
-    round: int
+    repeat: int
     trial: Trial
 
 
@@ -77,7 +77,7 @@ def compare(samples: Sequence[Sample], *, name: str = SPECULATIVE) -> dict[str, 
 def mean_cached(samples: Sequence[Sample], *, rows: int) -> float:
     """Tokens that a row's cache held on average while it decoded plainly."""
     trials = [sample.trial.stats for sample in samples if sample.name == PLAIN and sample.trial.stats]
-    return sum(stats.prompt + stats.emitted / 2 for stats in trials) / rows / len(trials)
+    return sum(stats.prompt_tokens + stats.output_tokens / 2 for stats in trials) / rows / len(trials)
 
 
 def _figures(samples: Sequence[Sample]) -> dict[str, Any]:
@@ -85,25 +85,25 @@ def _figures(samples: Sequence[Sample]) -> dict[str, Any]:
     for sample in samples:
         by_name[sample.name].append(sample)
     rates = {name: _rates(group) for name, group in by_name.items()}
-    figures = {name: _contestant(group, rates[name], rates[PLAIN]) for name, group in by_name.items()}
+    figures = {name: _variant(group, rates[name], rates[PLAIN]) for name, group in by_name.items()}
     plain, guessing = (_stats(by_name[name]) for name in (PLAIN, SPECULATIVE))
     figures[SPECULATIVE]["expected_speedup"] = expected_speedup(plain, guessing)
     return figures
 
 
-def _contestant(samples: Sequence[Sample], rates: Sequence[float | None], plain: Sequence[float | None]) -> Any:
+def _variant(samples: Sequence[Sample], rates: Sequence[float | None], plain: Sequence[float | None]) -> Any:
     ratios = [rate / base if rate and base else None for rate, base in zip(rates, plain, strict=True)]
     figures: dict[str, Any] = {"tokens_per_s": _spread(rates), "speedup": _spread(ratios)}
-    figures["latency_ms"] = _percentiles([gap for sample in samples for gap in sample.trial.gaps])
+    figures["latency_ms"] = _percentiles([gap for sample in samples for gap in sample.trial.inter_token_latencies])
     stats = _stats(samples)
     return figures | (stats.as_dict() if stats.passes else {})
 
 
 def _rates(samples: Sequence[Sample]) -> list[float | None]:
     """Tokens a second, round by round."""
-    paces: dict[int, Pace] = {}
+    paces: dict[int, DecodeSpeed] = {}
     for sample in samples:
-        paces[sample.round] = paces.get(sample.round, Pace(tokens=0, seconds=0.0)) + sample.trial.pace
+        paces[sample.repeat] = paces.get(sample.repeat, DecodeSpeed(tokens=0, seconds=0.0)) + sample.trial.pace
     return [paces[round].rate for round in sorted(paces)]
 
 
@@ -138,7 +138,7 @@ def expected_speedup(plain: Stats, guessing: Stats) -> float | None:
     return speedup.speedup(
         speedup.expected_tau(acceptance),
         k=1,  # all guesses of a round are one item here
-        draft=guessing.propose_seconds / unit,
+        draft=guessing.draft_seconds / unit,
         verify=guessing.target_seconds / unit,
         host=guessing.host_seconds / unit,
     )

@@ -11,13 +11,13 @@ from typing import Any
 from rich.console import Console
 
 from outrider.bench import limits
-from outrider.bench.contestants import Contestant, OutriderRunner, SwitchPlanner
-from outrider.bench.interleave import Workload, make_batches, race
-from outrider.bench.memory import Footprint, bytes_per_pass, cache_bytes_per_token, flops_per_column, footprint
+from outrider.bench.contestants import OutriderRunner, SwitchPlanner, Variant
+from outrider.bench.interleave import Workload, interleave, make_batches
+from outrider.bench.memory import MemoryUse, bytes_per_pass, cache_bytes_per_token, flops_per_token, measure_memory
 from outrider.bench.rates import Rates, best_rates, measure_rates
 from outrider.bench.report import DEFINITIONS, OVERALL, PLAIN, SPECULATIVE, Sample, mean_cached, report
 from outrider.bench.settings import Settings
-from outrider.bench.sweep import Condition, guessers, home, places, sweeps
+from outrider.bench.sweep import Condition, conditions, default_condition, speculative_variants, sweeps
 from outrider.core.config import weight_bits
 from outrider.core.params import AUTO
 from outrider.engine.build import auto_planner
@@ -52,20 +52,20 @@ def run_bench(settings: Settings, *, progress: Console) -> dict[str, Any]:
     planner = SwitchPlanner()
     with progress.status("loading models"):
         llm = load(settings, planner)
-        if AUTO in guessers(settings):
+        if AUTO in speculative_variants(settings):
             planner.auto = auto_planner(llm.parts.target, llm.parts.proposer)
         models = {"target": settings.target, "proposer": settings.proposer, "quantize": settings.quantize}
         plan = restored(settings.plan, planner.auto, **models) if planner.auto else None
-        heats = {place: make_batches(llm, prompts, settings, place) for place in places(settings)}
+        heats = {place: make_batches(llm, prompts, settings, place) for place in conditions(settings)}
         stages = [
-            Workload(place=place, contestants=_contestants(llm, planner, settings, place), heats=some)
+            Workload(condition=place, variants=_variants(llm, planner, settings, place), repeats=some)
             for place, some in heats.items()
         ]
     with progress.status("measuring the machine"):
         before = measure_rates(llm.parts.device, llm.parts.dtype)
-        first = stages[0].heats[0].jobs
-        held = footprint(llm, list(islice(cycle(first), settings.rows)))
-    samples = race(stages, settings.rounds, progress)
+        first = stages[0].repeats[0].jobs
+        held = measure_memory(llm, list(islice(cycle(first), settings.rows)))
+    samples = interleave(stages, settings.repeats, progress)
     if plan and planner.auto:
         _keep(plan, planner.auto, progress)
     with progress.status("measuring the machine"):
@@ -100,10 +100,10 @@ def load(settings: Settings, planner: SwitchPlanner) -> LLM:
     )
 
 
-def _contestants(llm: LLM, planner: SwitchPlanner, settings: Settings, place: Condition) -> tuple[Contestant, ...]:
+def _variants(llm: LLM, planner: SwitchPlanner, settings: Settings, place: Condition) -> tuple[Variant, ...]:
     """Plain and speculative everywhere; every k of the sweep and the peers at home."""
-    at_home = place == home(settings)
-    names = guessers(settings) if at_home else {0: PLAIN, settings.k: SPECULATIVE}
+    at_home = place == default_condition(settings)
+    names = speculative_variants(settings) if at_home else {0: PLAIN, settings.k: SPECULATIVE}
     own = tuple(OutriderRunner(name, llm, planner, k=k) for k, name in names.items())
     if settings.peer is None or not at_home:
         return own
@@ -118,9 +118,9 @@ def _document(
     samples: Mapping[Condition, Sequence[Sample]],
     *,
     rates: tuple[Rates, Rates],
-    held: Footprint,
+    held: MemoryUse,
 ) -> dict[str, Any]:
-    parts, start = llm.parts, home(settings)
+    parts, start = llm.parts, default_condition(settings)
     swept = {f"k={k}" for k in settings.sweep.k}
     figures = report([sample for sample in samples[start] if sample.name not in swept])
     roofline = _roofline(llm, settings, rates)
@@ -153,7 +153,7 @@ def _roofline(llm: LLM, settings: Settings, rates: tuple[Rates, Rates]) -> limit
     return limits.Roofline(
         weight_bytes_per_pass=bytes_per_pass(llm, folder),
         cache_bytes_per_token=cache_bytes_per_token(llm),
-        flops_per_column=flops_per_column(folder),
+        flops_per_token=flops_per_token(folder),
         read_bytes_per_s=bandwidth,
         gemm_flops_per_s=gemm,
     )

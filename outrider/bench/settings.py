@@ -32,7 +32,7 @@ class Settings:
     verifier: str | None = None
     prompts: str | None = None  # a file of JSON lines; None is the embedded set
     limit: int | None = None  # prompts of each category
-    rounds: int = 3  # how often each prompt is measured in each way
+    repeats: int = 3  # how often each prompt is measured in each way
     batch: int = 1  # rows at once
     peer: str | None = None
     temperature: float = 0.0
@@ -52,7 +52,7 @@ class Settings:
             raise OutriderError(f"k is {self.k!r}; use a number of guesses, or {AUTO}")
         check_plan(self.plan, k=self.k)
         k = None if isinstance(self.k, str) else self.k
-        counts = {"rounds": self.rounds, "batch": self.batch, "limit": self.limit, "k": k}
+        counts = {"repeats": self.repeats, "batch": self.batch, "limit": self.limit, "k": k}
         counts["batch of the sweep"] = min(self.sweep.batch, default=None)
         for name, value in counts.items():
             if value is not None and value < 1:

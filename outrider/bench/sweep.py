@@ -24,14 +24,14 @@ class Condition:
         return f"batch {self.batch}, temperature {self.temperature:g}{filled}"
 
 
-def home(settings: Settings) -> Condition:
+def default_condition(settings: Settings) -> Condition:
     """Where all axes meet."""
     return Condition(batch=settings.batch, temperature=settings.temperature)
 
 
 def axes(settings: Settings) -> dict[str, dict[float, Condition]]:
     """The places along each axis, by its values. k has none: all its values are measured at home."""
-    start, sweep = home(settings), settings.sweep
+    start, sweep = default_condition(settings), settings.sweep
     found: dict[str, dict[float, Condition]] = {
         "batch": {value: replace(start, batch=value) for value in sweep.batch},
         "context": {value: replace(start, context=value) for value in sweep.context},
@@ -40,13 +40,13 @@ def axes(settings: Settings) -> dict[str, dict[float, Condition]]:
     return {axis: places for axis, places in found.items() if places}
 
 
-def places(settings: Settings) -> list[Condition]:
+def conditions(settings: Settings) -> list[Condition]:
     """All of them, home first, each once."""
     along = (place for places in axes(settings).values() for place in places.values())
-    return list(dict.fromkeys([home(settings), *along]))
+    return list(dict.fromkeys([default_condition(settings), *along]))
 
 
-def guessers(settings: Settings) -> dict[int | str, str]:
+def speculative_variants(settings: Settings) -> dict[int | str, str]:
     """The names of those who run at home, by their k: plain decoding, `settings.k`, and those of the sweep."""
     names: dict[int | str, str] = {0: PLAIN, settings.k: SPECULATIVE}
     return names | {k: f"k={k}" for k in settings.sweep.k if k not in names}
@@ -56,7 +56,7 @@ def sweeps(
     settings: Settings, samples: Mapping[Condition, Sequence[Sample]], roofline: Roofline
 ) -> dict[str, list[dict[str, Any]]]:
     """The figures along each axis, in the order of its values."""
-    start, names = home(settings), guessers(settings)
+    start, names = default_condition(settings), speculative_variants(settings)
     found: dict[str, list[dict[str, Any]]] = {}
     if settings.sweep.k:
         figures = {k: compare(samples[start], name=names[k]) for k in settings.sweep.k}

@@ -51,8 +51,8 @@ def _time(results: dict[str, Any]) -> Table:
     for category, figures in results.items():
         _rule_before(table, category)
         plain, guessing = figures[PLAIN], figures[SPECULATIVE]
-        parts = (f"{guessing[part]:.2f}" for part in ("propose_ms", "target_ms", "host_ms"))
-        whole = sum(plain[part] for part in ("propose_ms", "target_ms", "host_ms"))
+        parts = (f"{guessing[part]:.2f}" for part in ("draft_ms", "target_ms", "host_ms"))
+        whole = sum(plain[part] for part in ("draft_ms", "target_ms", "host_ms"))
         table.add_row(
             category, latency_text(plain["latency_ms"]), latency_text(guessing["latency_ms"]), f"{whole:.2f}", *parts
         )

@@ -16,7 +16,7 @@ LEAST_ROOM = 16  # smallest capacity of a slot in tokens: the check at load need
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RowSpan:
+class SequenceSpan:
     """The columns of one sequence in a packed pass."""
 
     slot: int
@@ -34,7 +34,7 @@ class Layout:
 
     tokens: torch.Tensor  # [T] int64
     positions: torch.Tensor  # [T] int64; draft tokens at equal depth have equal positions
-    spans: tuple[RowSpan, ...]  # [B]
+    spans: tuple[SequenceSpan, ...]  # [B]
     keep: torch.Tensor  # [K] int64: the columns whose logits are needed
     nodes: torch.Tensor | None  # [B, M] int64 indices into `keep`, by node; None: in the order of `keep`
     ancestors: torch.Tensor | None  # [B, N, N] bool; None: every draft is a chain
@@ -65,17 +65,17 @@ class CacheUsage:
     token_bytes: int = 0  # bytes of a cached token; 0: memory does not grow with the sequences
     block_tokens: int = 0  # tokens of a block; 0: every slot has memory for a full context
     blocks: int = 0
-    held: int = 0  # blocks of running sequences
-    kept: int = 0  # blocks of finished sequences, evicted when needed
+    used_blocks: int = 0  # blocks of running sequences
+    cached_blocks: int = 0  # blocks of finished sequences, evicted when needed
     query_tokens: int = 0  # tokens of admitted prompts
     hit_tokens: int = 0  # of these, tokens that were cached already
-    evicted: int = 0  # blocks
+    evicted_blocks: int = 0  # blocks
     preempted: int = 0  # sequences, counted by the engine
 
     @property
-    def free(self) -> int:
+    def free_blocks(self) -> int:
         """Empty blocks."""
-        return self.blocks - self.held - self.kept
+        return self.blocks - self.used_blocks - self.cached_blocks
 
 
 class Cache(Protocol):
@@ -178,7 +178,7 @@ class WrappedCache:
         return self._inner.bytes()
 
 
-def fitting(cache: Cache, ends: Mapping[int, int], wanted: Mapping[int, int]) -> frozenset[int]:
+def prompts_that_fit(cache: Cache, ends: Mapping[int, int], wanted: Mapping[int, int]) -> frozenset[int]:
     """The slots that may grow from `ends` to what they have `wanted`, those named first before the others."""
     if cache.fits({**ends, **wanted}):
         return frozenset(wanted)
@@ -205,7 +205,9 @@ def lay_out(batch: Batch, draft: Draft, first: int, device: torch.device) -> Lay
         base = batch.start[b] + feeds[b]
         start = batch.start[b] if fed else base + skip
         end = column + length
-        spans.append(RowSpan(slot=row.slot, begin=column, end=end, start=start, nodes=guesses, first=skip, base=base))
+        spans.append(
+            SequenceSpan(slot=row.slot, begin=column, end=end, start=start, nodes=guesses, first=skip, base=base)
+        )
         if fed:
             pool += range(lead[b], lead[b + 1])
         pool += range(lead[-1] + b * draft.size + skip, lead[-1] + b * draft.size + skip + guesses)

@@ -12,7 +12,7 @@ import torch
 
 from outrider.cache.base import CacheUsage, Layout, lay_out
 from outrider.cache.huge_pages import zeros
-from outrider.cache.prefix_tree import BLOCK, Page, PrefixTree
+from outrider.cache.prefix_tree import BLOCK, CachedBlock, PrefixTree
 from outrider.core.types import Batch, Draft, Round, SequenceState
 
 
@@ -39,9 +39,9 @@ class _Lease:
     scope: str | None = None
     asked: int = 0  # tokens of the text that it was admitted with
     length: int = 0  # committed
-    pages: list[Page] = field(default_factory=list)
+    pages: list[CachedBlock] = field(default_factory=list)
     own: list[int] = field(default_factory=list)
-    part: Page | None = None  # whose first entries are to be the first of its own
+    part: CachedBlock | None = None  # whose first entries are to be the first of its own
     row: SequenceState | None = None  # whose text it holds, once that has been fed
 
     @property
@@ -105,7 +105,7 @@ class PagedCache:
             for page in found:
                 self._take_over(slot, page)
             if lease.part:
-                self._pages.hold(lease.part)
+                self._pages.acquire(lease.part)
             lease.length = BLOCK * len(found) + shared
         return lease.length
 
@@ -139,9 +139,9 @@ class PagedCache:
             # Of a run that a stop string cut short the text has less than the cache.
             self._publish(slot, min(lease.length, len(lease.row.token_ids)), ended=True)
         if lease.part:
-            self._pages.leave(lease.part)
+            self._pages.release(lease.part)
         for page in reversed(lease.pages):
-            self._pages.leave(page)
+            self._pages.release(page)
         for block in lease.own:
             heappush(self._free, block)
         self._leases[slot] = _Lease()
@@ -158,11 +158,11 @@ class PagedCache:
             token_bytes=self.block_bytes // BLOCK,
             block_tokens=BLOCK,
             blocks=len(self._entries),
-            held=len(self._entries) - len(self._free) - self._pages.idle,
-            kept=self._pages.idle,
+            used_blocks=len(self._entries) - len(self._free) - self._pages.idle,
+            cached_blocks=self._pages.idle,
             query_tokens=self._asked,
             hit_tokens=self._spared,
-            evicted=self._pages.evicted,
+            evicted_blocks=self._pages.evicted,
         )
 
     def bytes(self) -> int:
@@ -207,25 +207,25 @@ class PagedCache:
         for begin in range(BLOCK * len(lease.pages), length if ended else length - BLOCK + 1, BLOCK):
             tokens = tuple(lease.row.token_ids[begin : min(begin + BLOCK, length)])
             block = lease.own.pop(0)
-            page = self._pages.put(lease.scope, lease.pages[-1] if lease.pages else None, tokens, block)
+            page = self._pages.insert(lease.scope, lease.pages[-1] if lease.pages else None, tokens, block)
             if page.block != block:
                 heappush(self._free, block)
             if len(tokens) == BLOCK:
                 self._take_over(slot, page)
 
-    def _take_over(self, slot: int, page: Page) -> None:
+    def _take_over(self, slot: int, page: CachedBlock) -> None:
         """Let the slot read a page behind those that it has."""
         lease = self._leases[slot]
         self._table[slot * self._reach + len(lease.pages)] = page.block
         lease.pages.append(page)
-        self._pages.hold(page)
+        self._pages.acquire(page)
 
     def _grow(self, slot: int) -> None:
         """One more block, with what the text shares of the page that it goes on from."""
         lease, block = self._leases[slot], self._new_block()
         if lease.part:
             self._entries[block] = self._entries[lease.part.block]  # behind what it shares stands what nobody sees
-            self._pages.leave(lease.part)
+            self._pages.release(lease.part)
             lease.part = None
         self._table[slot * self._reach + lease.blocks] = block
         lease.own.append(block)

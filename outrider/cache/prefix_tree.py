@@ -16,19 +16,19 @@ BLOCK = 64  # tokens of a block, as native/attention.h has it
 
 
 @dataclass(slots=True, eq=False)
-class Page:
+class CachedBlock:
     """A block and the text in it."""
 
     block: int
-    above: Page | None
+    above: CachedBlock | None
     tokens: tuple[int, ...]  # of this block; fewer than `BLOCK` only where a text ended
     scope: str
-    below: dict[tuple[int, ...], Page] = field(default_factory=dict)
+    below: dict[tuple[int, ...], CachedBlock] = field(default_factory=dict)
     order: list[tuple[int, ...]] = field(default_factory=list)  # the keys of `below`, sorted
     holders: int = 0  # rows that read it; whoever reads a page reads those above it, too
     used: int = 0  # when the last of them left
 
-    def nearest(self, tokens: tuple[int, ...]) -> tuple[Page | None, int]:
+    def nearest(self, tokens: tuple[int, ...]) -> tuple[CachedBlock | None, int]:
         """The page below that begins most like `tokens`, and how many tokens they share."""
         at = bisect_left(self.order, tokens)
         near = [(shared(found, tokens), found) for found in self.order[max(at - 1, 0) : at + 1]]
@@ -41,17 +41,19 @@ class PrefixTree:
 
     def __init__(self) -> None:
         self.idle = self.evicted = 0  # pages that nobody reads, and that have gone
-        self._roots: dict[str, Page] = {}
-        self._leaves: list[tuple[int, int, Page]] = []  # heap of those that may go, and some that were used again
+        self._roots: dict[str, CachedBlock] = {}
+        self._leaves: list[
+            tuple[int, int, CachedBlock]
+        ] = []  # heap of those that may go, and some that were used again
         self._now = 0
 
-    def match(self, scope: str, tokens: Sequence[int]) -> tuple[list[Page], Page | None, int]:
+    def match(self, scope: str, tokens: Sequence[int]) -> tuple[list[CachedBlock], CachedBlock | None, int]:
         """The longest known beginning of a text.
 
         Returns:
             whole pages; one more of which the text shares the beginning, if any; and how many tokens of it.
         """
-        found: list[Page] = []
+        found: list[CachedBlock] = []
         page = self._roots.get(scope)
         while page is not None:
             begin = BLOCK * len(found)
@@ -63,25 +65,25 @@ class PrefixTree:
             page = below
         return found, None, 0
 
-    def put(self, scope: str, above: Page | None, tokens: tuple[int, ...], block: int) -> Page:
+    def insert(self, scope: str, above: CachedBlock | None, tokens: tuple[int, ...], block: int) -> CachedBlock:
         """The page of these tokens behind `above`, or at a text's beginning: a new one, or one that says as much."""
-        parent = above or self._roots.setdefault(scope, Page(-1, None, (), scope))
+        parent = above or self._roots.setdefault(scope, CachedBlock(-1, None, (), scope))
         known, most = parent.nearest(tokens)
         if known is not None and most == len(tokens):
             return known
-        page = parent.below[tokens] = Page(block, parent, tokens, scope)
+        page = parent.below[tokens] = CachedBlock(block, parent, tokens, scope)
         insort(parent.order, tokens)
         self.idle += 1
         self._rest(page)
         return page
 
-    def hold(self, page: Page) -> None:
+    def acquire(self, page: CachedBlock) -> None:
         """Somebody reads a page; those above it are held already."""
         page.holders += 1
         if page.holders == 1:
             self.idle -= 1
 
-    def leave(self, page: Page) -> None:
+    def release(self, page: CachedBlock) -> None:
         """Somebody reads a page no longer, and nothing below it."""
         page.holders -= 1
         if not page.holders:
@@ -108,7 +110,7 @@ class PrefixTree:
         """No text begins with any of these pages any more; what nobody reads goes as before."""
         self._roots.clear()
 
-    def _rest(self, page: Page) -> None:
+    def _rest(self, page: CachedBlock) -> None:
         self._now += 1
         page.used = self._now
         if page.below:

@@ -27,20 +27,35 @@ from outrider.serve.settings import Settings as ServeSettings
 from outrider.system.atomic_files import check_writable
 from outrider.tune.options import TuneOptions
 
-# Not `options.Guesses`: each test is made of rounds of the same size, so there is nothing for auto to decide.
-_AuditGuesses = Annotated[
+# `outrider audit` takes no `--k auto`: every test needs rounds with the same draft length.
+_AuditDraftLength = Annotated[
     int,
     typer.Option(
-        "--k", metavar="N", help="Guesses a round, at least 1; 1, 4 and 8 are tried as well.", rich_help_panel="Models"
+        "--k",
+        metavar="N",
+        help="Draft tokens per round, at least 1; 1, 4 and 8 are tested as well.",
+        rich_help_panel="Models",
     ),
 ]
 _UNWRITTEN = (errno.EPIPE, errno.ENOSPC, errno.EIO, errno.EDQUOT)
 # Options of `outrider bench` that say nothing of single passes.
-_OF_RACES = ("k", "plan", "prompts", "limit", "rounds", "sweep", "peer", "temperature", "max_tokens", "seed", "report")
+_NOT_FOR_CALIBRATION = (
+    "k",
+    "plan",
+    "prompts",
+    "limit",
+    "repeats",
+    "sweep",
+    "peer",
+    "temperature",
+    "max_tokens",
+    "seed",
+    "report",
+)
 _Models = TypeVar("_Models", bound=options.EngineOptions)
 
 
-class _Verbs(TyperGroup):
+class _Commands(TyperGroup):
     """Turns a user's mistake into one line."""
 
     def invoke(self, ctx: Any) -> Any:
@@ -52,7 +67,7 @@ class _Verbs(TyperGroup):
 
 
 app = typer.Typer(
-    cls=_Verbs,
+    cls=_Commands,
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -135,7 +150,7 @@ def bench(
     context: options.Contexts = None,
     prompts: options.PromptFile = None,
     limit: options.Limit = None,
-    rounds: options.Rounds = 3,
+    repeats: options.Repeats = 3,
     batch: options.Batches = "1",
     sweep: options.Sweep = None,
     peer: options.Peer = None,
@@ -159,7 +174,7 @@ def bench(
         **asdict(_configured(ctx, models, config, least=1)),
         prompts=prompts,
         limit=limit,
-        rounds=rounds,
+        repeats=repeats,
         batch=batches[0],
         peer=peer,
         temperature=temperatures[0],
@@ -174,7 +189,7 @@ def bench(
         ),
     )
     if calibrate:
-        if useless := [name for name in _OF_RACES if name in _given(ctx)]:
+        if useless := [name for name in _NOT_FOR_CALIBRATION if name in _given(ctx)]:
             raise OutriderError(
                 f"--calibrate measures passes alone; leave --{useless[0].replace('_', '-')} or --calibrate out"
             )
@@ -234,7 +249,7 @@ def audit(
     *,
     target: options.Target = None,
     proposer: options.Proposer = None,
-    k: _AuditGuesses = 4,
+    k: _AuditDraftLength = 4,
     verifier: options.Verifier = None,
     prompts: options.PromptFile = None,
     samples: options.Samples = 2000,
@@ -280,7 +295,7 @@ def project(*, asked: ProjectOptions, as_json: options.BenchJson = False) -> Non
     from outrider.project.run import Lists, run_project
     from outrider.project.table import show
 
-    shares = ("bandwidth_share", "arithmetic_share", "exposed", "round_ms", "layer_us", "exchange_us")
+    shares = ("bandwidth_share", "arithmetic_share", "exposed", "round_ms", "layer_us", "allreduce_us")
     given = {name: getattr(asked, name) for name in shares}
     document = run_project(
         asked,
@@ -336,7 +351,7 @@ def tune(
         verifier=verifier,
         prompts=prompts,
         limit=limit,
-        rounds=asked.rounds,
+        repeats=asked.repeats,
         max_tokens=max_tokens,
         seed=seed,
         dtype=dtype,

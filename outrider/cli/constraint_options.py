@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from outrider.core.constraint import Constraint
-from outrider.core.text import sound
+from outrider.core.text import is_utf8
 from outrider.errors import OutriderError
 
 _FORM = "Form"
@@ -45,7 +45,7 @@ class ConstraintOptions:
             raise OutriderError(
                 "--json-schema, --regex and --grammar each say what form the text has; give one of them"
             )
-        if self.regex is not None and not sound(self.regex):
+        if self.regex is not None and not is_utf8(self.regex):
             raise OutriderError(f"--regex {self.regex!r} is not UTF-8 text, and nothing matches it; give text")
         if self.json_schema is not None:
             return Constraint.json_schema(_read(self.json_schema))

@@ -40,7 +40,8 @@ def train(
     kind: Annotated[
         str,
         typer.Argument(
-            metavar="KIND", help="eagle3, eagle31, slim, peagle, mtp, medusa, hydra, dflash, dspark, onlooker or draft."
+            metavar="KIND",
+            help="eagle3, eagle31, slim, peagle, mtp, medusa, hydra, dflash, dspark, kv-sharing or draft.",
         ),
     ],
     *,
@@ -57,14 +58,16 @@ def train(
     command.train(kind, settings, as_json=as_json)
 
 
-def inspect(folder: options.DraftFolder, *, target: options.Owner = None, as_json: options.Json = False) -> None:
+def inspect(folder: options.DraftFolder, *, target: options.HeadTarget = None, as_json: options.Json = False) -> None:
     """Describe a trained draft head. With --target, measure how often its first draft token is right."""
     from outrider.tools.inspect_draft import run_inspect
 
     run_inspect(folder, target=target, as_json=as_json)
 
 
-def convert(folder: options.DraftFolder, *, to: options.Form, out: options.Out, target: options.Owner = None) -> None:
+def convert(
+    folder: options.DraftFolder, *, to: options.TargetFormat, out: options.Out, target: options.HeadTarget = None
+) -> None:
     """Convert a trained draft head to another format, and read it back."""
     from outrider.tools.convert import run_convert
 
@@ -75,8 +78,8 @@ def layers(
     *,
     target: options.Target = None,
     prompts: options.PromptFile = None,
-    limit: options.SearchLimit = 4,
-    budget: options.SearchBudget = 100,
+    limit: options.LayersLimit = 4,
+    max_trials: options.MaxTrials = 100,
     max_tokens: options.BenchTokens = 64,
     seed: options.BenchSeed = 0,
     dtype: options.Dtype = "auto",
@@ -109,7 +112,7 @@ def layers(
         llm,
         prompts=prompts,
         limit=limit,
-        budget=budget,
+        max_trials=max_trials,
         max_tokens=max_tokens,
         seed=seed,
         progress=Console(stderr=True),

@@ -40,7 +40,7 @@ Proposer = Annotated[
 ]
 
 
-def _guesses(text: str | int) -> int | str:
+def parse_draft_length(text: str | int) -> int | str:
     """A number, or auto."""
     try:
         return AUTO if text == AUTO else int(text)
@@ -48,21 +48,21 @@ def _guesses(text: str | int) -> int | str:
         raise typer.BadParameter(f"{text!r} is no number of draft tokens; use for example 4, or {AUTO}") from None
 
 
-Guesses = Annotated[
+DraftLength = Annotated[
     Any,
     typer.Option(
         "--k",
-        parser=_guesses,
+        parser=parse_draft_length,
         metavar="N",
         help="Draft tokens per round. 0: plain decoding. auto: chosen in each round from measured costs.",
         rich_help_panel=_MODEL,
     ),
 ]
-BenchGuesses = Annotated[
+BenchDraftLength = Annotated[
     Any,
     typer.Option(
         "--k",
-        parser=_guesses,
+        parser=parse_draft_length,
         metavar="N",
         help="Draft tokens per round, at least 1; plain decoding is always measured. auto: chosen in each round from"
         " measured costs.",
@@ -136,7 +136,7 @@ PromptFile = Annotated[
     ),
 ]
 Limit = Annotated[int | None, typer.Option(help="Prompts of each category. Default: all.", rich_help_panel=_MEASURE)]
-Rounds = Annotated[int, typer.Option(help="How often each prompt is measured.", rich_help_panel=_MEASURE)]
+Repeats = Annotated[int, typer.Option(help="How often each prompt is measured.", rich_help_panel=_MEASURE)]
 Batches = Annotated[
     str,
     typer.Option("--batch", metavar="ROWS", help="Rows at once. A list, as 1,2,4, is swept.", rich_help_panel=_MEASURE),
@@ -183,8 +183,10 @@ BenchJson = Annotated[
     bool, typer.Option("--json", help="Print the JSON document on a terminal, too.", rich_help_panel=_OUTPUT)
 ]
 BenchSeed = Annotated[int, typer.Option("--seed", min=0, help="Of all sampling.", rich_help_panel=SAMPLING)]
-SearchBudget = Annotated[int, typer.Option("--budget", help="Sets of layers to try at most.", rich_help_panel=_MEASURE)]
-SearchLimit = Annotated[int, typer.Option("--limit", help="Prompts of each category.", rich_help_panel=_MEASURE)]
+MaxTrials = Annotated[
+    int, typer.Option("--max-trials", help="Sets of layers to try at most.", rich_help_panel=_MEASURE)
+]
+LayersLimit = Annotated[int, typer.Option("--limit", help="Prompts of each category.", rich_help_panel=_MEASURE)]
 Samples = Annotated[int, typer.Option(help="Samples of each statistical test.", rich_help_panel=_MEASURE)]
 
 Files = Annotated[
@@ -195,13 +197,13 @@ Out = Annotated[str, typer.Option(metavar="DIR", help="Folder to write.", rich_h
 DraftFolder = Annotated[
     str, typer.Argument(metavar="DIR", help="Folder of a trained draft head, in any supported format.")
 ]
-Owner = Annotated[
+HeadTarget = Annotated[
     str | None,
     typer.Option(
         "--target", metavar="DIR", help="Folder of the model that the draft belongs to.", rich_help_panel=_MODEL
     ),
 ]
-Form = Annotated[
+TargetFormat = Annotated[
     str, typer.Option("--to", metavar="FORMAT", help="The format; docs/formats.md.", rich_help_panel=_OUTPUT)
 ]
 Field = Annotated[
@@ -241,7 +243,7 @@ class EngineOptions:
 
     target: Target = None
     proposer: Proposer = None
-    k: BenchGuesses = AUTO
+    k: BenchDraftLength = AUTO
     verifier: Verifier = None
     dtype: Dtype = "auto"
     device: Device = "auto"
@@ -255,7 +257,7 @@ class EngineOptions:
 class ModelOptions(EngineOptions):
     """What to load, and how much a row holds."""
 
-    k: Guesses = AUTO
+    k: DraftLength = AUTO
     max_model_len: MaxModelLen = None
 
 

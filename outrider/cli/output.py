@@ -18,7 +18,7 @@ from outrider.core.stats import Stats
 from outrider.core.text import TextStream
 from outrider.core.types import Completion, FinishReason
 from outrider.llm import LLM
-from outrider.measure.clock import Pace
+from outrider.measure.clock import DecodeSpeed
 from outrider.report.console import counted
 from outrider.system import machine
 
@@ -33,7 +33,7 @@ class Outcome:
     sampled: bool
     seconds: float  # from the prompt to the last token
     first: float | None  # seconds from the prompt to the first token; None where nobody looked
-    pace: Pace  # what speed is counted over
+    pace: DecodeSpeed  # what speed is counted over
     stats: Stats  # passes of all, rounds and seconds of decoding
 
 
@@ -169,7 +169,7 @@ def _document(told: Outcome, llm: LLM) -> dict[str, Any]:
         "exact": told.stats.exact,
         "stats": told.stats.as_dict(),
         "seconds": told.seconds,
-        "first_token_seconds": told.first,
+        "time_to_first_token_seconds": told.first,
         "tokens_per_s": told.pace.rate,
         "dtype": str(llm.parts.dtype).removeprefix("torch."),
         "kernels": llm.parts.target.kernels,
@@ -181,8 +181,8 @@ def _completion(completion: Completion) -> dict[str, Any]:
     document = {
         "text": completion.text,
         "tokens": list(completion.token_ids),
-        "guessed": list(completion.from_draft),
-        "finish": str(completion.finish_reason),
+        "from_draft": list(completion.from_draft),
+        "finish_reason": str(completion.finish_reason),
         "seed": completion.seed,
     }
     if completion.logprobs:
@@ -192,4 +192,4 @@ def _completion(completion: Completion) -> dict[str, Any]:
     return document
 
 
-_PARTS = {"draft": "propose_ms", "target": "target_ms", "host": "host_ms"}
+_PARTS = {"draft": "draft_ms", "target": "target_ms", "host": "host_ms"}

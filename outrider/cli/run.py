@@ -20,10 +20,10 @@ from outrider.cli.options import ModelOptions
 from outrider.cli.output import Outcome, Output
 from outrider.core.config import EngineConfig
 from outrider.core.params import SamplingParams
-from outrider.core.text import sound
+from outrider.core.text import is_utf8
 from outrider.errors import OutriderError
 from outrider.llm import LLM, Prompt
-from outrider.measure.clock import Mark, Pace, decode_pace, opening, timed
+from outrider.measure.clock import DecodeSpeed, EmitEvent, decode_pace, opening, timed
 
 ROWS = 16  # completions at once
 
@@ -43,7 +43,7 @@ def converse(llm: LLM, params: SamplingParams, *, prompt: str | None, chat: bool
     said: list[dict[str, str]] = []
     well, talk = True, prompt is None and sys.stdin.isatty()
     for text in _prompts(prompt):
-        if not sound(text):
+        if not is_utf8(text):
             raise OutriderError("the prompt is not UTF-8 text; give one that is")
         said.append({"role": "user", "content": text})
         asked = llm.encode_chat(said) if chat else text
@@ -77,12 +77,12 @@ def _interrupts() -> Iterator[list[int]]:
 
 def _one(llm: LLM, prompt: Prompt, params: SamplingParams, teller: Output, seen: list[int]) -> Outcome | str:
     """Complete and show as rounds commit; once an interrupt was seen, the text so far is all."""
-    marks, looks = [Mark(at=perf_counter(), emitted=(0,))], [llm.stats]
+    marks, looks = [EmitEvent(at=perf_counter(), emitted=(0,))], [llm.stats]
     text = ""
     for chunk in llm.stream(prompt, params):
         text += chunk.text
         teller.write(chunk.text, chunk.token_ids, chunk.from_draft)
-        marks.append(Mark(at=perf_counter(), emitted=(marks[-1].emitted[0] + len(chunk.token_ids),)))
+        marks.append(EmitEvent(at=perf_counter(), emitted=(marks[-1].emitted[0] + len(chunk.token_ids),)))
         looks.append(llm.stats)
         if chunk.completion is None and seen:
             teller.end()
@@ -124,7 +124,7 @@ def _several(llm: LLM, prompt: Prompt, params: SamplingParams, teller: Output, s
         sampled=params.temperature > 0,
         seconds=seconds,
         first=None,
-        pace=Pace(tokens=sum(len(completion.token_ids) for completion in completions), seconds=seconds),
+        pace=DecodeSpeed(tokens=sum(len(completion.token_ids) for completion in completions), seconds=seconds),
         stats=timed(reduce(add, (completion.stats for completion in completions)), before, llm.stats),
     )
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from outrider.core.params import SamplingParams
-from outrider.core.text import sound
+from outrider.core.text import is_utf8
 from outrider.errors import OutriderError
 
 SAMPLING = "Sampling"
@@ -58,18 +58,6 @@ Seed = Annotated[
         rich_help_panel=SAMPLING,
     ),
 ]
-GuessesAtMost = Annotated[
-    int | None, typer.Option(min=0, help="Most draft tokens per round. Default: --k.", rich_help_panel=SAMPLING)
-]
-Scope = Annotated[
-    str,
-    typer.Option(
-        metavar="NAME",
-        help="Use finished outputs and cached prefixes of the same scope only.",
-        rich_help_panel=SAMPLING,
-    ),
-]
-Priority = Annotated[int, typer.Option(help="Lower values are scheduled first.", rich_help_panel=SAMPLING)]
 Count = Annotated[int, typer.Option("--n", help="Completions of each prompt.", rich_help_panel=SAMPLING)]
 Logprobs = Annotated[
     int | None,
@@ -95,9 +83,6 @@ class SamplingOptions:
     stop_token_id: StopTokenId = None
     ignore_eos: IgnoreEos = False
     seed: Seed = None
-    guesses: GuessesAtMost = None
-    scope: Scope = ""
-    priority: Priority = 0
     n: Count = 1
     logprobs: Logprobs = None
 
@@ -107,9 +92,9 @@ class SamplingOptions:
         Raises:
             OutriderError: a value is out of range.
         """
-        for option, text in [("--scope", self.scope), *(("--stop", stop) for stop in self.stop or ())]:
-            if not sound(text):
-                raise OutriderError(f"{option} {text!r} is not UTF-8 text, and nothing is like it; give text")
+        for stop in self.stop or ():
+            if not is_utf8(stop):
+                raise OutriderError(f"--stop {stop!r} is not UTF-8 text; give UTF-8 text")
         return SamplingParams(
             temperature=self.temperature,
             top_k=self.top_k,
@@ -125,9 +110,6 @@ class SamplingOptions:
             stop_token_ids=tuple(self.stop_token_id or ()),
             ignore_eos=self.ignore_eos,
             seed=self.seed,
-            guesses=self.guesses,
-            scope=self.scope,
-            priority=self.priority,
             n=self.n,
             logprobs=self.logprobs,
         )

@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-_VOICE = 1 << 20  # numbers of a round that are one proposer's
+_STREAM_STRIDE = 1 << 20  # numbers of a round that are one proposer's
 
 
-class Stream(IntEnum):
+class NoiseStream(IntEnum):
     """Independent sources under one seed."""
 
     TARGET = 1  # the token at a position
@@ -30,13 +30,13 @@ class Stream(IntEnum):
 class Noise(Protocol):
     """What a verifier may ask of chance. It must not look at anything else that is random."""
 
-    def token(self, law: torch.Tensor, ahead: torch.Tensor) -> torch.Tensor:
+    def sample(self, law: torch.Tensor, ahead: torch.Tensor) -> torch.Tensor:
         """Draw from `law` [..., V] the token that stands `ahead` [...] places after the round's first one."""
 
-    def race(self, law: torch.Tensor, ahead: torch.Tensor) -> torch.Tensor:
+    def sample_race(self, law: torch.Tensor, ahead: torch.Tensor) -> torch.Tensor:
         """Like `token`, by the exponential race that the draft ran too (Daliri et al. 2024)."""
 
-    def flip(self, chance: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    def bernoulli(self, chance: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         """True with probability `chance`, [B] or [B, N]; `index`, shaped alike, names the coins, new within a round."""
 
 
@@ -47,7 +47,7 @@ class PositionNoise:
         """Take each row's seed [B] int64 and the absolute position [B] int64 of its first token this round."""
         self.seed = seed
         self.first = first
-        self._starts: dict[Stream, torch.Tensor] = {}  # [B] per stream, of the seed alone
+        self._starts: dict[NoiseStream, torch.Tensor] = {}  # [B] per stream, of the seed alone
 
     def at(self, first: torch.Tensor) -> PositionNoise:
         """The same rows' noise in another round."""
@@ -55,42 +55,42 @@ class PositionNoise:
         other._starts = self._starts
         return other
 
-    def token(self, law: torch.Tensor, ahead: torch.Tensor) -> torch.Tensor:
-        return inverse_cdf(law, self._uniform(Stream.TARGET, ahead))
+    def sample(self, law: torch.Tensor, ahead: torch.Tensor) -> torch.Tensor:
+        return inverse_cdf(law, self._uniform(NoiseStream.TARGET, ahead))
 
-    def race(self, law: torch.Tensor, ahead: torch.Tensor) -> torch.Tensor:
-        key = self._key(Stream.RACE, ahead)[..., None]
+    def sample_race(self, law: torch.Tensor, ahead: torch.Tensor) -> torch.Tensor:
+        key = self._key(NoiseStream.RACE, ahead)[..., None]
         uniform = to_uniform(mix(key + torch.arange(law.shape[-1], device=law.device) * GOLDEN))
         arrival = -torch.log1p(-uniform) / law.double()
         return torch.where(law > 0, arrival, torch.inf).argmin(-1)
 
-    def flip(self, chance: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        return self._per_round(Stream.ACCEPT, index) < chance
+    def bernoulli(self, chance: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        return self._per_round(NoiseStream.ACCEPT, index) < chance
 
-    def draws(self, count: int, voice: int = 0) -> torch.Tensor:
+    def uniforms(self, count: int, voice: int = 0) -> torch.Tensor:
         """Uniform numbers [B, count] for a proposer's guesses of this round; other voices have other ones."""
-        begin = voice * _VOICE
+        begin = voice * _STREAM_STRIDE
         if self.first.device.type != "cpu":
             index = torch.arange(begin, begin + count, device=self.first.device).expand(len(self.first), count)
-            return self._per_round(Stream.DRAFT, index)
+            return self._per_round(NoiseStream.DRAFT, index)
         # The same in NumPy, whose calls on a handful of numbers take a fifth of the time.
-        key = mix(self._start(Stream.DRAFT).numpy() + self.first.numpy() * GOLDEN)[:, None]
+        key = mix(self._start(NoiseStream.DRAFT).numpy() + self.first.numpy() * GOLDEN)[:, None]
         bits = mix(key + np.arange(begin + 1, begin + count + 1) * GOLDEN)
         return torch.from_numpy(((bits >> 16) & 0xFFFFFFFFFFFF) * 2.0**-48)
 
-    def _key(self, stream: Stream, ahead: torch.Tensor) -> torch.Tensor:
+    def _key(self, stream: NoiseStream, ahead: torch.Tensor) -> torch.Tensor:
         shape = (-1,) + (1,) * (ahead.dim() - 1)
         return mix(self._start(stream).view(shape) + (self.first.view(shape) + ahead) * GOLDEN)
 
-    def _start(self, stream: Stream) -> torch.Tensor:
+    def _start(self, stream: NoiseStream) -> torch.Tensor:
         if stream not in self._starts:
             self._starts[stream] = mix(self.seed + torch.tensor(int(stream), device=self.seed.device) * GOLDEN)
         return self._starts[stream]
 
-    def _uniform(self, stream: Stream, ahead: torch.Tensor) -> torch.Tensor:
+    def _uniform(self, stream: NoiseStream, ahead: torch.Tensor) -> torch.Tensor:
         return to_uniform(self._key(stream, ahead))
 
-    def _per_round(self, stream: Stream, index: torch.Tensor) -> torch.Tensor:
+    def _per_round(self, stream: NoiseStream, index: torch.Tensor) -> torch.Tensor:
         key = self._key(stream, torch.zeros_like(self.first)).view((-1,) + (1,) * (index.dim() - 1))
         return to_uniform(mix(key + (index + 1) * GOLDEN))
 

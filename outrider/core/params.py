@@ -77,7 +77,7 @@ class SamplingParams:
     seed: int | None = None
     n: int = 1
     logprobs: int | None = None
-    guesses: int | None = None
+    k: int | None = None
     proposer: str | None = None
     verifier: str | None = None
     constraint: Constraint | None = None
@@ -129,8 +129,8 @@ class SamplingParams:
         _whole("n", self.n, 1, "1 gives one completion")
         if self.logprobs is not None:
             _whole("logprobs", self.logprobs, 0, "0 reports the emitted token alone")
-        if self.guesses is not None:
-            _whole("guesses", self.guesses, 0, "0 is plain decoding")
+        if self.k is not None:
+            _whole("k", self.k, 0, "0 is plain decoding")
         if self.seed is not None:
             _whole("seed", self.seed, 0, "any whole number below 2**63")
         if not isinstance(self.priority, int) or isinstance(self.priority, bool) or abs(self.priority) > _FAR:

@@ -18,13 +18,13 @@ class Stats:
 
     rounds: int = 0
     passes: int = 0
-    prompt: int = 0  # tokens
-    emitted: int = 0  # tokens
-    drafted: int = 0  # nodes
+    prompt_tokens: int = 0  # tokens
+    output_tokens: int = 0  # tokens
+    draft_tokens: int = 0  # nodes
     offered: tuple[int, ...] = ()
     reached: tuple[int, ...] = ()
     accepted: tuple[int, ...] = ()
-    propose_seconds: float = 0.0
+    draft_seconds: float = 0.0
     target_seconds: float = 0.0
     host_seconds: float = 0.0  # all else: scheduling, warping, verification, commit, text
     exact: bool = True
@@ -44,9 +44,9 @@ class Stats:
         return cls(
             rounds=len(triples),
             passes=len(triples),
-            prompt=prompt,
-            emitted=sum(emitted for _, _, emitted in triples),
-            drafted=sum(offered for offered, _, _ in triples) if drafted is None else drafted,
+            prompt_tokens=prompt,
+            output_tokens=sum(emitted for _, _, emitted in triples),
+            draft_tokens=sum(offered for offered, _, _ in triples) if drafted is None else drafted,
             offered=tuple(sum(offered > i for offered, _, _ in triples) for i in range(depth)),
             reached=tuple(sum(offered > i and kept >= i for offered, kept, _ in triples) for i in range(depth)),
             accepted=tuple(sum(kept > i for _, kept, _ in triples) for i in range(depth)),
@@ -57,13 +57,13 @@ class Stats:
         return Stats(
             rounds=self.rounds + other.rounds,
             passes=self.passes + other.passes,
-            prompt=self.prompt + other.prompt,
-            emitted=self.emitted + other.emitted,
-            drafted=self.drafted + other.drafted,
+            prompt_tokens=self.prompt_tokens + other.prompt_tokens,
+            output_tokens=self.output_tokens + other.output_tokens,
+            draft_tokens=self.draft_tokens + other.draft_tokens,
             offered=_sum(self.offered, other.offered),
             reached=_sum(self.reached, other.reached),
             accepted=_sum(self.accepted, other.accepted),
-            propose_seconds=self.propose_seconds + other.propose_seconds,
+            draft_seconds=self.draft_seconds + other.draft_seconds,
             target_seconds=self.target_seconds + other.target_seconds,
             host_seconds=self.host_seconds + other.host_seconds,
             exact=self.exact and other.exact,
@@ -77,7 +77,7 @@ class Stats:
     @property
     def tau(self) -> float:
         """Mean tokens emitted a pass, the bonus included; 1 is plain decoding."""
-        return self.emitted / self.passes if self.passes else 0.0
+        return self.output_tokens / self.passes if self.passes else 0.0
 
     @property
     def acceptance(self) -> tuple[float, ...]:
@@ -87,7 +87,7 @@ class Stats:
     @property
     def seconds(self) -> float:
         """Of all rounds, everything included."""
-        return self.propose_seconds + self.target_seconds + self.host_seconds
+        return self.draft_seconds + self.target_seconds + self.host_seconds
 
     def as_dict(self) -> dict[str, Any]:
         """For a JSON report; ms are per round."""
@@ -95,13 +95,13 @@ class Stats:
         return {
             "rounds": self.rounds,
             "passes": self.passes,
-            "prompt_tokens": self.prompt,
-            "emitted_tokens": self.emitted,
-            "drafted_tokens": self.drafted,
+            "prompt_tokens": self.prompt_tokens,
+            "output_tokens": self.output_tokens,
+            "draft_tokens": self.draft_tokens,
             "accepted_tokens": sum(self.accepted),
             "tau": self.tau,
             "acceptance_by_position": list(self.acceptance),
-            "propose_ms": self.propose_seconds * per_round,
+            "draft_ms": self.draft_seconds * per_round,
             "target_ms": self.target_seconds * per_round,
             "host_ms": self.host_seconds * per_round,
             "exact": self.exact,
@@ -129,13 +129,13 @@ class StatsAccumulator:
         return Stats(
             rounds=self._rounds,
             passes=self._passes,
-            prompt=self._prompt,
-            emitted=self._emitted,
-            drafted=self._drafted,
+            prompt_tokens=self._prompt,
+            output_tokens=self._emitted,
+            draft_tokens=self._drafted,
             offered=tuple(self._offered[:depth]),
             reached=tuple(self._reached[:depth]),
             accepted=tuple(self._accepted[:depth]),
-            propose_seconds=propose,
+            draft_seconds=propose,
             target_seconds=target,
             host_seconds=host,
             exact=self._exact,

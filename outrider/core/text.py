@@ -107,6 +107,6 @@ class TextStream:
         return self.stopped
 
 
-def sound(text: str) -> bool:
+def is_utf8(text: str) -> bool:
     """Whether all of it is characters: JSON can spell halves of them, and bytes that are not UTF-8 turn into some."""
     return text.isascii() or not _HALF.search(text)

@@ -103,11 +103,15 @@ class Batch:
     feed: tuple[tuple[int, ...], ...]  # [B] token ids, at least one for each sequence
     draft_budget: tuple[int, ...]  # [B] draft tokens the proposer may return; 0: do not speculate
     forced_budget: tuple[int, ...] = ()  # [B] the same including tokens that a grammar forces; (): none may be added
-    waiting: int = 0  # sequences that hold a slot and take no part in this round
-    keep: float = 0.0  # lowest acceptance probability at which a draft token pays for its place in the target's pass
-    worth: tuple[float, ...] = ()  # lowest probability at which drafting one more pays, if 1, 2, ... sequences draft
+    num_waiting: int = 0  # sequences that hold a slot and take no part in this round
+    min_path_prob: float = (
+        0.0  # lowest acceptance probability at which a draft token pays for its place in the target's pass
+    )
+    min_draft_probs: tuple[
+        float, ...
+    ] = ()  # lowest probability at which drafting one more pays, if 1, 2, ... sequences draft
     alternative: int = 0  # which alternative of the proposer drafts (see `Needs`)
-    voice: int = 0  # noise stream; proposers whose samples meet in one tree use different ones
+    noise_stream: int = 0  # noise stream; proposers whose samples meet in one tree use different ones
 
     @property
     def emits(self) -> tuple[bool, ...]:
@@ -167,15 +171,15 @@ class Draft:
     chain: bool  # whether every sequence has a chain
     accept_prob: tuple[tuple[float, ...], ...] | None = None  # [B][width]; None: not estimated
     source: tuple[tuple[int, ...], ...] | None = None  # [B][width] bit mask of the proposers in a combination
-    unread: int = 0  # sequences without a draft because a draft model is still prefilling
-    _listed: list[list[int]] | None = field(default=None, init=False, repr=False, compare=False)
+    num_prefilling: int = 0  # sequences without a draft because a draft model is still prefilling
+    _host_tokens: list[list[int]] | None = field(default=None, init=False, repr=False, compare=False)
 
-    def listed(self) -> list[list[int]]:
+    def host_tokens(self) -> list[list[int]]:
         """`tokens` on the host, with padding. The first call waits for the device."""
-        if self._listed is None:
-            object.__setattr__(self, "_listed", self.tokens.tolist() if self.size else [[]] * len(self.width))
-        assert self._listed is not None
-        return self._listed
+        if self._host_tokens is None:
+            object.__setattr__(self, "_host_tokens", self.tokens.tolist() if self.size else [[]] * len(self.width))
+        assert self._host_tokens is not None
+        return self._host_tokens
 
     @property
     def size(self) -> int:
@@ -194,13 +198,13 @@ class StopRule:
 
     weight: tuple[float, ...]  # by position; the last value holds for all later positions
     bias: tuple[float, ...]
-    keep: float = 0.0
-    worth: tuple[float, ...] = ()  # if 1, 2, ... sequences still draft; (): never stop
+    min_path_prob: float = 0.0
+    min_draft_probs: tuple[float, ...] = ()  # if 1, 2, ... sequences still draft; (): never stop
     ends: tuple[int, ...] = ()  # tokens that end the text
 
     def until(self, rows: int) -> float:
         """The probability below which a sequence stops while this many sequences draft."""
-        return self.worth[min(rows, len(self.worth)) - 1] if self.worth else 0.0
+        return self.min_draft_probs[min(rows, len(self.min_draft_probs)) - 1] if self.min_draft_probs else 0.0
 
 
 class DrawParams(NamedTuple):
@@ -216,7 +220,7 @@ class DrawParams(NamedTuple):
 class UniformDraws:
     """Uniform numbers that sample the tokens of a chain: the first id whose cumulative probability exceeds a number."""
 
-    wants: tuple[DrawParams, ...]  # [B]
+    params: tuple[DrawParams, ...]  # [B]
     uniform: torch.Tensor  # [B, K] float64 in [0, 1)
 
 
@@ -227,7 +231,7 @@ class DraftChains:
     tokens: torch.Tensor  # [B, K] int64; the first count[b] are the draft; one more token and padding may follow
     count: tuple[int, ...]  # [B]
     margin: Sequence[Sequence[float]] | None = None  # [B][count or count + 1]; None: not computed
-    chance: Sequence[Sequence[float]] | None = None  # acceptance probability of the path, same shape
+    accept_prob: Sequence[Sequence[float]] | None = None  # acceptance probability of the path, same shape
     q: Packed | None = None  # [B, K] if tokens were sampled
 
 
@@ -240,7 +244,7 @@ class Scores:
     hidden_states: Mapping[int, torch.Tensor] = field(default_factory=dict)
     feed_hidden_states: Mapping[int, tuple[torch.Tensor, ...]] = field(default_factory=dict)
     best: torch.Tensor | None = None  # [B, 1 + N] likeliest ids, -1 if logits are not finite; None: not computed
-    sure: torch.Tensor | None = None  # [B, 1 + N] log-odds of acceptance, from a confidence head
+    confidence: torch.Tensor | None = None  # [B, 1 + N] log-odds of acceptance, from a confidence head
 
     @property
     def packed(self) -> Packed | None:
@@ -267,7 +271,7 @@ class KVView:
     # entries(layer, slots, begin, end) returns keys and values [slots, key heads, end - begin, D], possibly as views.
     # Entries beyond what a slot holds are arbitrary finite numbers. None before the first pass.
     entries: Callable[[int, Sequence[int], int, int], tuple[torch.Tensor, torch.Tensor] | None]
-    config: Mapping[str, Any]  # the model's configuration of its layers
+    layer_config: Mapping[str, Any]  # the model's configuration of its layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -279,7 +283,7 @@ class SharedWeights:
     norm: torch.Tensor  # [H], before the head
     epsilon: float
     packed: Any = None  # the output layer in the layout of the native kernels, for drafts that run on them
-    memory: KVView | None = None
+    kv_view: KVView | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from outrider.engine.constraints import ConstrainedDraft
 class RoundSeconds:
     """Where the time of one round went."""
 
-    propose: float
+    draft: float
     target: float
     host: float
 
@@ -44,7 +44,7 @@ class Accounting:
         proposed, proposed_tokens = constrained.unforced(round, passes, draft_tokens)
         self.proposed.add(proposed, drafted=proposed_tokens, prompt=prompt_tokens)
         for stats in (self.total, self.proposed):
-            stats.took(propose=seconds.propose, target=seconds.target, host=seconds.host)
+            stats.took(propose=seconds.draft, target=seconds.target, host=seconds.host)
         if draft_tokens:
             self._add_alternatives(constrained, round)
 

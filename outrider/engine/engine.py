@@ -8,7 +8,7 @@ from time import perf_counter
 
 import torch
 
-from outrider.cache.base import CacheUsage, fitting
+from outrider.cache.base import CacheUsage, prompts_that_fit
 from outrider.core import tree
 from outrider.core.noise import PositionNoise
 from outrider.core.stats import Stats
@@ -87,9 +87,9 @@ class Engine:
         """How full the target's cache is, its prefix-cache hits, and the number of preemptions."""
         return replace(self._target.cache.usage(), preempted=self._scheduler.preempted)
 
-    def reads(self) -> bool:
+    def prefilling(self) -> bool:
         """Whether the next round prefills prompts, and so takes longer than others."""
-        return self._scheduler.reads()
+        return self._scheduler.prefilling()
 
     def busy(self) -> bool:
         """Whether a request runs or waits."""
@@ -125,8 +125,8 @@ class Engine:
         self._commit(round)
         propose = proposed - planned
         host = perf_counter() - began - propose - target
-        self._accounting.add(constrained, round, RoundSeconds(propose=propose, target=target, host=host))
-        self._scheduler.took(batch, perf_counter() - began)
+        self._accounting.add(constrained, round, RoundSeconds(draft=propose, target=target, host=host))
+        self._scheduler.record_round(batch, perf_counter() - began)
         return (*self._refused, *batch.seqs)
 
     @torch.inference_mode()
@@ -165,7 +165,7 @@ class Engine:
         round, target = self._verify(single, constrained)
         self._commit(round)
         host = perf_counter() - proposed - target
-        seconds = RoundSeconds(propose=proposed - began, target=target, host=host)
+        seconds = RoundSeconds(draft=proposed - began, target=target, host=host)
         self._accounting.add(constrained, round, seconds)
 
     def _end(self, row: SequenceState, error: Exception) -> None:
@@ -200,7 +200,7 @@ class Engine:
         for row, most, budget in zip(batch.seqs, forced, batch.draft_budget, strict=True):
             drafted = min(most, budget + FORCED) if row.matcher else budget
             wanted[row.slot] = ends[row.slot] + drafted
-        able = fitting(self._target.cache, ends, wanted)
+        able = prompts_that_fit(self._target.cache, ends, wanted)
         if len(able) == len(ends):
             return batch
         fits = [row.slot in able for row in batch.seqs]
@@ -229,7 +229,7 @@ class Engine:
         else:
             packed = packed if masks is None else masks.apply_packed(packed)
             probs = apply_sampling_packed(packed, sampling, draft, shape=self._probs_function)
-            verdicts = {name: self._verifier_of(name).judge(draft, probs, noise) for name in set(names)}
+            verdicts = {name: self._verifier_of(name).verify(draft, probs, noise) for name in set(names)}
         return constrained.told(read_verdict(batch, draft, scores, rowwise(verdicts, names))), seconds
 
     def _commit(self, round: Round) -> None:

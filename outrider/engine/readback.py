@@ -79,7 +79,7 @@ def _read_host(draft: Draft, verdict: Verdict, scores: Scores) -> tuple[list[Any
         verdict.bonus.tolist(),
         finite,
         verdict.path.tolist(),
-        draft.listed(),
+        draft.host_tokens(),
         verdict.logprob.tolist(),
     )
 

@@ -69,7 +69,7 @@ class Scheduler:
         """Whether anything runs or waits."""
         return bool(self._running or self._waiting)
 
-    def reads(self) -> bool:
+    def prefilling(self) -> bool:
         """Whether prompts are to be fed in the next round."""
         return bool(self._waiting and self._free) or self._owed() > 0
 
@@ -117,7 +117,7 @@ class Scheduler:
             feed=feeds,
             draft_budget=room,
             forced_budget=room,
-            waiting=len(self._running) - len(rows) + min(len(self._waiting), len(self._free)),
+            num_waiting=len(self._running) - len(rows) + min(len(self._waiting), len(self._free)),
         )
 
     def preempt(self) -> int:
@@ -130,7 +130,7 @@ class Scheduler:
         self.preempted += 1
         return slot
 
-    def took(self, batch: Batch, seconds: float) -> None:
+    def record_round(self, batch: Batch, seconds: float) -> None:
         """How long the round of a batch was."""
         self._tempo.learn(sum(len(feed) for feed in batch.feed if len(feed) > 1), seconds)
 
@@ -190,7 +190,7 @@ class Scheduler:
         if row.num_cached_tokens + feed < len(row.token_ids):
             return 0
         room = max(min(row.request.max_tokens - row.num_output_tokens, self._context - len(row.token_ids)) - 1, 0)
-        most = row.request.params.guesses
+        most = row.request.params.k
         return room if most is None else min(room, most)
 
     def _extend(self, row: SequenceState, round: Round, b: int) -> None:

@@ -30,7 +30,7 @@ class Kind(StrEnum):
     HYDRA = "hydra"  # the embeddings of the tokens guessed before
     DFLASH = "dflash"  # nothing: one pass fills in a block of masks
     DSPARK = "dspark"  # the token guessed before, which corrects what the pass said
-    ONLOOKER = "onlooker"  # a state made of the one before, by layers that look at the target's own keys and values
+    KV_SHARING = "kv-sharing"  # a state made of the one before, by layers that look at the target's own keys and values
 
 
 class FuseNorm(StrEnum):
@@ -41,14 +41,14 @@ class FuseNorm(StrEnum):
     WHOLE = "whole"  # all of them, one behind another
 
 
-class JoinAt(StrEnum):
+class FusionPoint(StrEnum):
     """Where a token's embedding and the state before it meet."""
 
     ATTENTION = "attention"  # at the attention's input, twice as wide; the state goes on as the residual (EAGLE-3)
     PROJECTION = "projection"  # in a linear layer before the first decoder layer (EAGLE-1, MTP)
 
 
-class Recycle(StrEnum):
+class Feedback(StrEnum):
     """The state that stands in for the target's behind a guess."""
 
     RAW = "raw"  # the last layer's output as it is
@@ -65,7 +65,7 @@ class Scaling(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Taps:
+class AuxStates:
     """What is taken from the target's pass."""
 
     layers: tuple[int, ...]  # whose outputs, counted from 0
@@ -76,10 +76,10 @@ class Taps:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Join:
+class InputFusion:
     """How a token's embedding and the state before it become a decoder layer's input."""
 
-    at: JoinAt
+    at: FusionPoint
     embedding_first: bool = True
     norms: bool = True  # of both
     bias: bool = False  # of the projection
@@ -124,7 +124,7 @@ class Body:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class View:
+class SharedKV:
     """What a decoder layer sees where it has no keys and values of its own: those of a layer of the target."""
 
     layer: int  # the target's, counted from 0
@@ -137,7 +137,7 @@ class View:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stack:
+class ParallelHeads:
     """Heads that read one state, each guessing one token further."""
 
     heads: int
@@ -149,7 +149,7 @@ class Stack:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
+class DraftBlock:
     """Guesses that are filled in by one pass: the text's last token, and masks behind it."""
 
     size: int  # columns, the text's last token among them
@@ -158,21 +158,21 @@ class Block:
     confidence: bool = False  # a head says how likely a guess is to be kept
 
     @property
-    def guesses(self) -> int:
+    def draft_tokens(self) -> int:
         """Made by one pass."""
         return self.size if self.sample_from_anchor else self.size - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Masks:
+class MaskTokens:
     """Guesses that are made in one pass: behind the text stand masks, which see what stands before them (P-EAGLE)."""
 
-    guesses: int  # made by one pass; the first of them by the text's last token
+    draft_tokens: int  # made by one pass; the first of them by the text's last token
     token: int  # the target's id whose embedding masks have
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Description:
+class HeadDescription:
     """A trained draft."""
 
     kind: Kind
@@ -180,24 +180,24 @@ class Description:
     target_layers: int
     vocab: int  # of the target
     draft_vocab: int = 0  # tokens that can be guessed, where not all can; 0 = all
-    taps: Taps
-    join: Join | None = None
+    aux_states: AuxStates
+    input_fusion: InputFusion | None = None
     body: Body | None = None
-    stack: Stack | None = None
-    block: Block | None = None  # in one pass of the body
-    views: tuple[View, ...] = ()  # of the body's layers, where they have no keys and values of their own
-    masks: Masks | None = None  # behind the text, where nothing is recycled
+    stack: ParallelHeads | None = None
+    block: DraftBlock | None = None  # in one pass of the body
+    shared_kv: tuple[SharedKV, ...] = ()  # of the body's layers, where they have no keys and values of their own
+    masks: MaskTokens | None = None  # behind the text, where nothing is recycled
     modules: int = 1  # of join and layers: each makes one guess, from the states of the one before; 1 makes all
-    recycle: Recycle = Recycle.RAW
+    feedback: Feedback = Feedback.RAW
     final_norm: bool = True  # before the output layer
-    own_head: bool = False  # an output layer of its own, instead of the target's
+    own_lm_head: bool = False  # an output layer of its own, instead of the target's
     own_embedding: bool = False
 
     def __post_init__(self) -> None:
         _check(self)
 
     @property
-    def guessed(self) -> int:
+    def output_vocab(self) -> int:
         """Tokens that its output layer tells apart."""
         return self.draft_vocab or self.vocab
 
@@ -207,23 +207,23 @@ class Description:
         return self.body.hidden if self.body else self.target_hidden
 
     @property
-    def reach(self) -> int:
+    def max_draft_tokens(self) -> int:
         """Guesses that it makes in a row, where it does not go on as far as it is asked to; else 0."""
         if self.stack:
             return self.stack.heads
-        return self.at_once or (self.modules if self.modules > 1 else 0)
+        return self.parallel_draft_tokens or (self.modules if self.modules > 1 else 0)
 
     @property
-    def at_once(self) -> int:
+    def parallel_draft_tokens(self) -> int:
         """Guesses that one pass makes, where it makes them all; else 0."""
-        return self.block.guesses if self.block else self.masks.guesses if self.masks else 0
+        return self.block.draft_tokens if self.block else self.masks.draft_tokens if self.masks else 0
 
     def to_json(self) -> dict[str, Any]:
         """As numbers, strings, lists and tables; `from_json` reads it."""
         return asdict(self)
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Description:
+    def from_json(cls, data: Mapping[str, Any]) -> HeadDescription:
         """The inverse of `to_json`.
 
         Raises:
@@ -232,19 +232,21 @@ class Description:
         return _read(cls, data, "description")  # type: ignore[no-any-return]
 
 
-def _check(it: Description) -> None:
-    last = max(it.taps.layers, default=-1)
+def _check(it: HeadDescription) -> None:
+    last = max(it.aux_states.layers, default=-1)
     problems = {
-        "names no layer of the target to read": min(it.taps.layers, default=-1) < 0,
+        "names no layer of the target to read": min(it.aux_states.layers, default=-1) < 0,
         f"reads layer {last} of a target with {it.target_layers}": last >= it.target_layers,
         f"guesses {it.draft_vocab} of {it.vocab} tokens": not 0 <= it.draft_vocab <= it.vocab,
         "has both decoder layers and independent heads, or neither": (it.body is None) == (it.stack is None),
-        "does not say how embeddings and states are joined": it.body is not None and not (it.join or it.block),
-        f"carries a state of {it.width} on to where {it.target_hidden} are expected": not (it.taps.fused or it.views)
+        "does not say how embeddings and states are joined": it.body is not None and not (it.input_fusion or it.block),
+        f"carries a state of {it.width} on to where {it.target_hidden} are expected": not (
+            it.aux_states.fused or it.shared_kv
+        )
         and it.width != it.target_hidden,
         f"is {it.width} wide beside the target's tables of {it.target_hidden}": it.body is not None
         and it.width != it.target_hidden
-        and not (it.own_head and (it.own_embedding or it.views)),
+        and not (it.own_lm_head and (it.own_embedding or it.shared_kv)),
         "shares the target's output layer and has one of its own": it.stack is not None
         and it.stack.shared_head
         and (it.stack.one_head or it.stack.head_bias),
@@ -253,11 +255,11 @@ def _check(it: Description) -> None:
         "guesses behind masks and has none": it.kind is Kind.PEAGLE and it.masks is None,
         f"has a vocabulary of {it.vocab} tokens": not 0 < it.vocab <= _TOKENS,
         f"belongs to a target {it.target_hidden} wide": not 0 < it.target_hidden <= _WIDE,
-        f"has {it.reach} guesses": it.reach > _MANY,
+        f"has {it.max_draft_tokens} guesses": it.max_draft_tokens > _MANY,
         **(_body_problems(it.body) if it.body else {}),
         **(_stack_problems(it.stack) if it.stack else {}),
         **(_block_problems(it, it.block) if it.block else {}),
-        **(_view_problems(it) if it.views else {}),
+        **(_view_problems(it) if it.shared_kv else {}),
         **(_mask_problems(it, it.masks) if it.masks else {}),
     }
     if found := [text for text, wrong in problems.items() if wrong]:
@@ -276,7 +278,7 @@ def _body_problems(body: Body) -> dict[str, bool]:
     }
 
 
-def _stack_problems(stack: Stack) -> dict[str, bool]:
+def _stack_problems(stack: ParallelHeads) -> dict[str, bool]:
     return {
         f"has {stack.heads} heads with {stack.layers} blocks each": not (
             0 < stack.heads <= _MANY and 0 < stack.layers <= _MANY
@@ -284,32 +286,32 @@ def _stack_problems(stack: Stack) -> dict[str, bool]:
     }
 
 
-def _block_problems(it: Description, block: Block) -> dict[str, bool]:
+def _block_problems(it: HeadDescription, block: DraftBlock) -> dict[str, bool]:
     return {
         "fills in a block without decoder layers": it.body is None,
-        "joins states and embeddings, which a block reads apart": it.join is not None,
-        "norms what it taps before it is fused, where a block norms it behind": it.taps.norm is not FuseNorm.NONE,
-        f"guesses nothing in a block of {block.size}": block.guesses < 1,
+        "joins states and embeddings, which a block reads apart": it.input_fusion is not None,
+        "norms what it taps before it is fused, where a block norms it behind": it.aux_states.norm is not FuseNorm.NONE,
+        f"guesses nothing in a block of {block.size}": block.draft_tokens < 1,
         f"corrects its guesses by a matrix of rank {block.markov_rank}": block.markov_rank < 0,
     }
 
 
-def _view_problems(it: Description) -> dict[str, bool]:
+def _view_problems(it: HeadDescription) -> dict[str, bool]:
     heads = it.body.heads if it.body else 0
     return {
-        "does not say of each decoder layer what it sees": it.body is None or len(it.views) != it.body.layers,
-        "joins states and embeddings elsewhere than in a projection": it.join is None
-        or it.join.at is not JoinAt.PROJECTION,
+        "does not say of each decoder layer what it sees": it.body is None or len(it.shared_kv) != it.body.layers,
+        "joins states and embeddings elsewhere than in a projection": it.input_fusion is None
+        or it.input_fusion.at is not FusionPoint.PROJECTION,
         "has embeddings of its own, where it reads the target's": it.own_embedding,
-        f"sees a layer of a target with {it.target_layers}": any(v.layer >= it.target_layers for v in it.views),
-        f"shares its {heads} heads unevenly": any(v.key_heads < 1 or heads % v.key_heads for v in it.views),
+        f"sees a layer of a target with {it.target_layers}": any(v.layer >= it.target_layers for v in it.shared_kv),
+        f"shares its {heads} heads unevenly": any(v.key_heads < 1 or heads % v.key_heads for v in it.shared_kv),
     }
 
 
-def _mask_problems(it: Description, masks: Masks) -> dict[str, bool]:
+def _mask_problems(it: HeadDescription, masks: MaskTokens) -> dict[str, bool]:
     return {
-        "stands masks behind a text that it does not follow": it.join is None or it.block is not None,
-        f"makes {masks.guesses} guesses with masks, which takes 2 or more": masks.guesses < 2,
+        "stands masks behind a text that it does not follow": it.input_fusion is None or it.block is not None,
+        f"makes {masks.draft_tokens} guesses with masks, which takes 2 or more": masks.draft_tokens < 2,
         f"has masks with the embedding of token {masks.token} of {it.vocab}": not 0 <= masks.token < it.vocab,
     }
 

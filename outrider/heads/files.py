@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from outrider.errors import OutriderError
-from outrider.heads.formats.base import Partner
+from outrider.heads.formats.base import TargetInfo
 
 SIZES = ("vocab_size", "hidden_size", "num_hidden_layers")  # of a language model, in its config
 
@@ -26,7 +26,7 @@ _PICKLED = ("pytorch_model.bin", "medusa_lm_head.pt", "hydra_lm_head.pt")
 _BROKEN = (OSError, RuntimeError, EOFError, ValueError, KeyError, TypeError, AttributeError, SafetensorError)
 
 
-class Stored(Mapping[str, torch.Tensor]):
+class TensorFiles(Mapping[str, torch.Tensor]):
     """The tensors of a folder, by their names; each is read when it is taken."""
 
     def __init__(self, folder: Path) -> None:
@@ -124,7 +124,7 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return found if isinstance(found, dict) else config
 
 
-def read_partner(folder: str | Path) -> Partner:
+def read_target_info(folder: str | Path) -> TargetInfo:
     """What a target's folder says of it, without loading the model.
 
     Raises:
@@ -137,7 +137,7 @@ def read_partner(folder: str | Path) -> Partner:
     if len(sizes) < len(SIZES):
         raise OutriderError(f"{path} holds no language model; give the folder of the draft's target")
     context = text.get("max_position_embeddings")
-    return Partner(
+    return TargetInfo(
         vocab=sizes[0],
         hidden=sizes[1],
         layers=sizes[2],
@@ -152,7 +152,7 @@ def read_partner(folder: str | Path) -> Partner:
 
 def _table(path: Path, *endings: str) -> torch.Tensor:
     """A target's table [V, H], by the first of these names that there is: its two tables may be one."""
-    stored = Stored(path)
+    stored = TensorFiles(path)
     for ending in endings:
         for name in stored:
             if name == ending or name.endswith(f".{ending}"):

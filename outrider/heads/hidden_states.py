@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from outrider.cache.base import Cache, Layout, UnboundedCache, WrappedCache
 from outrider.core.types import Batch, Draft, Round, SharedWeights
-from outrider.heads.description import Description
+from outrider.heads.description import HeadDescription
 
 _PILE = 64  # rounds that may pass before their states are made one piece
 
@@ -22,7 +22,7 @@ class HiddenStates:
     `piled`, for those who read them before they are too many.
     """
 
-    def __init__(self, description: Description, tables: SharedWeights) -> None:
+    def __init__(self, description: HeadDescription, tables: SharedWeights) -> None:
         self._description, self._tables = description, tables
         self.brief = False  # whether the states of the last round are all that will be asked for
         self._kept: dict[int, list[tuple[int, torch.Tensor]]] = {}  # by slot: places, states [n, taps, H] from there
@@ -30,9 +30,9 @@ class HiddenStates:
     def admit(self, slot: int) -> None:
         self._kept[slot] = []
 
-    def note(self, round: Round) -> None:
+    def record(self, round: Round) -> None:
         """Keep the states at each row's feed and accepted path."""
-        layers = self._description.taps.layers
+        layers = self._description.aux_states.layers
         for b, (row, path) in enumerate(zip(round.batch.seqs, round.path, strict=True)):
             kept = self._kept[row.slot]
             if self.brief:
@@ -41,15 +41,17 @@ class HiddenStates:
             if len(kept) >= _PILE:  # what is kept may be a view, and hold on to other rows' states
                 kept[:] = [(kept[0][0], torch.cat([states for _, states in kept]))]
 
-    def pretend(self, slot: int, start: int, count: int) -> None:
+    def set_assumed(self, slot: int, start: int, count: int) -> None:
         """Zeros in place of states."""
         it, table = self._description, self._tables.embedding
-        self._kept[slot] = [(start, torch.zeros(count, len(it.taps.layers), it.target_hidden, device=table.device))]
+        self._kept[slot] = [
+            (start, torch.zeros(count, len(it.aux_states.layers), it.target_hidden, device=table.device))
+        ]
 
     def read(self, slot: int, begin: int, end: int) -> torch.Tensor:
         """States [end - begin, taps, H] of these places, none of which was forgotten."""
         found = self.tapped(slot, begin, end)
-        if not self._description.taps.final or not len(found):
+        if not self._description.aux_states.final or not len(found):
             return found
         last = normed(found[:, -1:], self._tables)
         return last if found.shape[1] == 1 else torch.cat([found[:, :-1], last], 1)
@@ -63,7 +65,7 @@ class HiddenStates:
         ]
         if not parts:
             it = self._description
-            return self._tables.embedding.new_zeros(0, len(it.taps.layers), it.target_hidden)
+            return self._tables.embedding.new_zeros(0, len(it.aux_states.layers), it.target_hidden)
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def forget(self, slot: int, before: int) -> None:

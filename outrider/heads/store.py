@@ -13,9 +13,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from outrider.errors import OutriderError
-from outrider.heads.description import Description
+from outrider.heads.description import HeadDescription
 from outrider.heads.files import read_config, text_config, write_folder
-from outrider.heads.formats.base import Partner, Trained
+from outrider.heads.formats.base import TargetInfo, Trained
 from outrider.heads.formats.registry import find
 from outrider.heads.modules.autoregressive import AutoregressiveHead
 from outrider.heads.modules.block import BlockHead
@@ -30,16 +30,16 @@ HeadModule = AutoregressiveHead | ParallelHead | BlockHead | KVSharingHead
 _log = logging.getLogger("outrider")
 
 
-def make_module(description: Description) -> HeadModule:
+def make_module(description: HeadDescription) -> HeadModule:
     """A module with fresh weights."""
     if description.block:
         return BlockHead(description)
-    if description.views:
+    if description.shared_kv:
         return KVSharingHead(description)
     return AutoregressiveHead(description) if description.body else ParallelHead(description)
 
 
-def is_head(folder: str | Path, partner: Callable[[], Partner | None] | None = None) -> bool:
+def is_head(folder: str | Path, partner: Callable[[], TargetInfo | None] | None = None) -> bool:
     """Whether a folder holds a trained draft in a known format.
 
     A whole model that brings a module along is one to its own target alone, a `partner` of its sizes; to all others it
@@ -62,7 +62,7 @@ def is_head(folder: str | Path, partner: Callable[[], Partner | None] | None = N
     return target is not None and found.belongs(target)
 
 
-def read_trained(folder: str | Path, partner: Partner | None = None) -> Trained:
+def read_trained(folder: str | Path, partner: TargetInfo | None = None) -> Trained:
     """What a folder holds, with weights as they are stored. `filled` shows whether they fit.
 
     Raises:
@@ -72,7 +72,7 @@ def read_trained(folder: str | Path, partner: Partner | None = None) -> Trained:
     path = Path(folder).expanduser()
     config = read_config(path)
     if KEY in config:
-        description = Description.from_json(config[KEY])
+        description = HeadDescription.from_json(config[KEY])
         try:
             weights = load_file(path / WEIGHTS)
         except (OSError, SafetensorError) as error:
@@ -90,7 +90,7 @@ def read_trained(folder: str | Path, partner: Partner | None = None) -> Trained:
 
 
 def read_head(
-    folder: str | Path, *, dtype: torch.dtype, device: torch.device, partner: Partner | None = None
+    folder: str | Path, *, dtype: torch.dtype, device: torch.device, partner: TargetInfo | None = None
 ) -> HeadModule:
     """Load a trained draft; `partner` is its target, of which other formats leave something out.
 
@@ -104,7 +104,7 @@ def read_head(
     return module.to(device=device, dtype=dtype).requires_grad_(False).eval()
 
 
-def filled(description: Description, weights: Mapping[str, torch.Tensor], *, where: str) -> HeadModule:
+def filled(description: HeadDescription, weights: Mapping[str, torch.Tensor], *, where: str) -> HeadModule:
     """A module with these weights, every one of which it must have, and no other.
 
     Raises:
@@ -132,7 +132,7 @@ def filled(description: Description, weights: Mapping[str, torch.Tensor], *, whe
         raise OutriderError(f"{where}: the guessed tokens are not rising ids below {description.vocab}")
     module.load_state_dict(dict(weights), assign=True)
     if "ids" not in weights:
-        module.register_buffer("ids", torch.arange(description.guessed), persistent=False)
+        module.register_buffer("ids", torch.arange(description.output_vocab), persistent=False)
     return module
 
 

@@ -11,7 +11,7 @@ from time import perf_counter
 from aiohttp import ClientError, ClientSession, ClientTimeout, TCPConnector
 
 from outrider.errors import OutriderError
-from outrider.loadgen.response import TOLD, RequestResult, Tape
+from outrider.loadgen.response import TOLD, RequestResult, ResponseRecorder
 from outrider.loadgen.settings import Settings
 from outrider.loadgen.workload import PlannedRequest, plan_requests
 from outrider.measure.prompts import Prompt
@@ -31,7 +31,7 @@ class Client:
 
     async def ask(self, want: PlannedRequest, number: int) -> RequestResult:
         """One answer to the end, or as long as the client stays; what goes wrong is noted."""
-        asked, tape = RequestResult(number=number, began=self.seconds), Tape()
+        asked, tape = RequestResult(number=number, start=self.seconds), ResponseRecorder()
         try:
             async with self._http.post(f"{self._url}/{want.path}", json=want.body) as answer:
                 if not answer.ok:
@@ -39,7 +39,7 @@ class Client:
                     return asked
                 async for chunk in answer.content.iter_any():
                     tape.add(self.seconds, chunk)
-                    if want.pieces is not None and tape.pieces >= want.pieces:
+                    if want.max_chunks is not None and tape.pieces >= want.max_chunks:
                         asked.cancelled = True
                         break
             tape.play(asked)
@@ -61,7 +61,7 @@ async def connected(settings: Settings) -> AsyncIterator[tuple[Client, str]]:
     headers = {"authorization": f"Bearer {settings.api_key}"} if settings.api_key else {}
     limit, everybody = ClientTimeout(total=settings.timeout), TCPConnector(limit=0)
     async with ClientSession(headers=headers, timeout=limit, connector=everybody, trust_env=True) as http:
-        url = settings.url.rstrip("/")
+        url = settings.base_url.rstrip("/")
         model = settings.model or await _named(http, url)
         yield Client(http, url), model
 
@@ -77,10 +77,10 @@ async def put_load(settings: Settings, prompts: Sequence[Prompt]) -> tuple[list[
     """
     async with connected(settings) as (client, model):
         wants = plan_requests(settings, prompts, model)
-        if settings.rate is None:
-            asked = await _closed(client, wants, settings.concurrency or 1)
+        if settings.request_rate is None:
+            asked = await _closed(client, wants, settings.max_concurrency or 1)
         else:
-            asked = await _open(client, wants, settings.rate, random.Random(settings.seed))
+            asked = await _open(client, wants, settings.request_rate, random.Random(settings.seed))
         return asked, client.seconds
 
 
@@ -113,4 +113,4 @@ async def _named(http: ClientSession, url: str) -> str:
         async with http.get(f"{url}/models", raise_for_status=True) as answer:
             return str((await answer.json(content_type=None))["data"][0]["id"])
     except (ClientError, TimeoutError, ValueError, KeyError, IndexError, TypeError) as error:
-        raise OutriderError(f"{url} names no model ({error}); check --url, or give --model") from error
+        raise OutriderError(f"{url} names no model ({error}); check --base-url, or give --model") from error

@@ -31,23 +31,23 @@ def load(settings: Settings, *, as_json: bool) -> None:
         raise OutriderError(f'load needs {error.name}; run pip install "outrider[serve]"') from error
     asked, seconds = asyncio.run(put_load(settings, read_prompts(settings.prompts)))
     good = [each for each in asked if each.done]
-    within = [each for each in good if each.first <= settings.first_within and each.per_token <= settings.token_within]
+    within = [each for each in good if each.ttft <= settings.goodput_ttft and each.tpot <= settings.goodput_tpot]
     document: dict[str, Any] = {
         "benchmark": "outrider load",
         "arguments": {name: value for name, value in asdict(settings).items() if name != "api_key"},
         "seconds": round(seconds, 3),
-        "answers": len(good),
+        "completed": len(good),
         "cancelled": sum(each.cancelled for each in asked),
         "errors": [each.error for each in asked if each.error],
         "output_tokens_per_s": round(sum(each.tokens for each in good) / seconds, 2),
-        "answers_per_s": round(len(good) / seconds, 3),
+        "requests_per_s": round(len(good) / seconds, 3),
         "goodput_per_s": round(len(within) / seconds, 3),
         "ms": {
-            "to the first token": points([each.first for each in good]),
-            "between tokens": points([gap for each in good for gap in each.token_gaps]),
-            "between pieces": points([gap for each in good for gap in each.gaps]),
-            "a token, in the mean": points([each.per_token for each in good]),
-            "whole answer": points([each.whole for each in good]),
+            "ttft": points([each.ttft for each in good]),
+            "itl": points([gap for each in good for gap in each.inter_token_latencies]),
+            "chunk": points([gap for each in good for gap in each.chunk_gaps]),
+            "tpot": points([each.tpot for each in good]),
+            "e2e": points([each.e2e for each in good]),
         },
     }
     print_document(document, partial(_show, settings), as_json=as_json)
@@ -70,10 +70,10 @@ def _show(settings: Settings, document: dict[str, Any], people: Console) -> None
         table.add_row(name, *(f"{value:.1f}" for value in found.values()))
     people.print(table)
     people.print(
-        f"{document['answers']} answers{_left(document['cancelled'])} in {document['seconds']:.1f} s:"
-        f" {document['output_tokens_per_s']:.1f} tokens/s, {document['answers_per_s']:.2f} answers/s;"
-        f" {document['goodput_per_s']:.2f} of them within {settings.first_within:g} s to the first token"
-        f" and {settings.token_within:g} s a token"
+        f"{document['completed']} answers{_left(document['cancelled'])} in {document['seconds']:.1f} s:"
+        f" {document['output_tokens_per_s']:.1f} tokens/s, {document['requests_per_s']:.2f} answers/s;"
+        f" {document['goodput_per_s']:.2f} of them within {settings.goodput_ttft:g} s to the first token"
+        f" and {settings.goodput_tpot:g} s a token"
     )
     if errors := document["errors"]:
         people.print(f"{len(errors)} went wrong, the first: {errors[0]}", style="red", markup=False)
@@ -84,5 +84,9 @@ def _left(cancelled: int) -> str:
 
 
 def _title(settings: Settings) -> str:
-    how = f"{settings.rate:g} a second" if settings.rate is not None else f"{settings.concurrency or 1} at a time"
-    return f"{settings.requests} requests to {settings.url}, {how}"
+    how = (
+        f"{settings.request_rate:g} a second"
+        if settings.request_rate is not None
+        else f"{settings.max_concurrency or 1} at a time"
+    )
+    return f"{settings.num_requests} requests to {settings.base_url}, {how}"

@@ -16,7 +16,7 @@ class RequestResult:
     """What became of one request; seconds since the load began."""
 
     number: int  # of the request
-    began: float
+    start: float
     times: list[float] = field(default_factory=list)  # when pieces of text came
     text: str = ""
     tokens: int = 0
@@ -30,32 +30,32 @@ class RequestResult:
         return not self.cancelled and not self.error
 
     @property
-    def first(self) -> float:
+    def ttft(self) -> float:
         """Seconds to the first piece."""
-        return self.times[0] - self.began
+        return self.times[0] - self.start
 
     @property
-    def whole(self) -> float:
+    def e2e(self) -> float:
         """Seconds to the last piece."""
-        return self.times[-1] - self.began
+        return self.times[-1] - self.start
 
     @property
-    def gaps(self) -> list[float]:
+    def chunk_gaps(self) -> list[float]:
         """Seconds between pieces."""
         return [after - before for before, after in pairwise(self.times)]
 
     @property
-    def token_gaps(self) -> list[float]:
+    def inter_token_latencies(self) -> list[float]:
         """Seconds between tokens: those of a piece come at once."""
-        return self.gaps + [0.0] * (self.tokens - len(self.times))
+        return self.chunk_gaps + [0.0] * (self.tokens - len(self.times))
 
     @property
-    def per_token(self) -> float:
+    def tpot(self) -> float:
         """Seconds a token behind the first piece, in the mean."""
         return (self.times[-1] - self.times[0]) / max(self.tokens - 1, 1)
 
 
-class Tape:
+class ResponseRecorder:
     """Chunks of a stream as they came: reading them can wait, and must not make the client late for others."""
 
     def __init__(self) -> None:

@@ -16,7 +16,7 @@ _WHAT, _HOW, _BOUND = "Requests", "Load", "Bounds"
 class Settings:
     """The options, each once."""
 
-    url: Annotated[str, typer.Option(help="Base URL of the server, with /v1.")] = "http://127.0.0.1:8000/v1"
+    base_url: Annotated[str, typer.Option(help="Base URL of the server, with /v1.")] = "http://127.0.0.1:8000/v1"
     model: Annotated[
         str | None, typer.Option(help="Default: the first model of the server.", rich_help_panel=_WHAT)
     ] = None
@@ -53,27 +53,29 @@ class Settings:
         float,
         typer.Option(min=0.0, max=1.0, help="Share of requests that hang up midway.", rich_help_panel=_WHAT),
     ] = 0.0
-    requests: Annotated[int, typer.Option(min=1, help="Number of requests.", rich_help_panel=_HOW)] = 64
-    rate: Annotated[
+    num_requests: Annotated[int, typer.Option(min=1, help="Number of requests.", rich_help_panel=_HOW)] = 64
+    request_rate: Annotated[
         float | None,
         typer.Option(min=0.0, help="Open loop: so many arrive a second, as Poisson has it.", rich_help_panel=_HOW),
     ] = None
-    concurrency: Annotated[
+    max_concurrency: Annotated[
         int | None,
         typer.Option(min=1, help="Closed loop: this many requests at a time. Default: 1.", rich_help_panel=_HOW),
     ] = None
     seed: Annotated[int, typer.Option(help="Seed of arrival times and random requests.", rich_help_panel=_HOW)] = 0
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds for one request.", rich_help_panel=_HOW)] = 300.0
-    first_within: Annotated[
+    goodput_ttft: Annotated[
         float, typer.Option(min=0.0, help="Goodput: most seconds to the first token.", rich_help_panel=_BOUND)
     ] = 1.0
-    token_within: Annotated[
+    goodput_tpot: Annotated[
         float,
         typer.Option(min=0.0, help="Goodput: most seconds per output token, in the mean.", rich_help_panel=_BOUND),
     ] = 0.1
 
     def __post_init__(self) -> None:
-        if self.rate is not None and self.concurrency is not None:
-            raise OutriderError("--rate is an open loop and --concurrency a closed one; give one of them")
-        if self.rate == 0:
-            raise OutriderError("--rate is 0, and nobody would ever ask; use a number above it")
+        if self.request_rate is not None and self.max_concurrency is not None:
+            raise OutriderError(
+                "--request-rate makes an open loop and --max-concurrency a closed loop; give one of them"
+            )
+        if self.request_rate == 0:
+            raise OutriderError("--request-rate is 0, so no request would be sent; use a number above 0")

@@ -19,12 +19,12 @@ class PlannedRequest:
 
     path: str
     body: dict[str, Any]
-    pieces: int | None = None  # after so many of its answer the client hangs up; None: it stays
+    max_chunks: int | None = None  # after so many of its answer the client hangs up; None: it stays
 
 
 def plan_requests(settings: Settings, prompts: Sequence[Prompt], model: str) -> list[PlannedRequest]:
     """All requests, in turns over the prompts; each is a function of the seed and its number alone."""
-    return [_one(settings, prompts[i % len(prompts)], model, i) for i in range(settings.requests)]
+    return [_one(settings, prompts[i % len(prompts)], model, i) for i in range(settings.num_requests)]
 
 
 def _one(settings: Settings, prompt: Prompt, model: str, number: int) -> PlannedRequest:
@@ -45,7 +45,7 @@ def _one(settings: Settings, prompt: Prompt, model: str, number: int) -> Planned
     return PlannedRequest(
         path="chat/completions" if prompt.messages else "completions",
         body=body,
-        pieces=chance.randint(1, max(body["max_tokens"] // 2, 1)) if quits else None,
+        max_chunks=chance.randint(1, max(body["max_tokens"] // 2, 1)) if quits else None,
     )
 
 

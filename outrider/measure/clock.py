@@ -9,7 +9,7 @@ from outrider.core.stats import Stats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mark:
+class EmitEvent:
     """The end of one round."""
 
     at: float  # seconds
@@ -17,7 +17,7 @@ class Mark:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pace:
+class DecodeSpeed:
     """Decoding alone: from the first round by whose end every row had a token, to the last round."""
 
     tokens: int  # emitted by all rows after that first round
@@ -28,22 +28,22 @@ class Pace:
         """Tokens a second; None when the first round was the last."""
         return self.tokens / self.seconds if self.tokens and self.seconds > 0 else None
 
-    def __add__(self, other: Pace) -> Pace:
-        return Pace(tokens=self.tokens + other.tokens, seconds=self.seconds + other.seconds)
+    def __add__(self, other: DecodeSpeed) -> DecodeSpeed:
+        return DecodeSpeed(tokens=self.tokens + other.tokens, seconds=self.seconds + other.seconds)
 
 
-def opening(marks: Sequence[Mark]) -> int:
+def opening(marks: Sequence[EmitEvent]) -> int:
     """Index of the first mark at which every row had a token; the last one if none is."""
     return next((i for i, mark in enumerate(marks) if all(mark.emitted)), len(marks) - 1)
 
 
-def decode_pace(marks: Sequence[Mark]) -> Pace:
+def decode_pace(marks: Sequence[EmitEvent]) -> DecodeSpeed:
     """The part of a run in which nothing but decoding happened."""
     first, last = marks[opening(marks)], marks[-1]
-    return Pace(tokens=sum(last.emitted) - sum(first.emitted), seconds=last.at - first.at)
+    return DecodeSpeed(tokens=sum(last.emitted) - sum(first.emitted), seconds=last.at - first.at)
 
 
-def token_gaps(marks: Sequence[Mark]) -> list[float]:
+def token_gaps(marks: Sequence[EmitEvent]) -> list[float]:
     """Seconds between a row's tokens, over all rows.
 
     The tokens of one round arrive together: the first of them waited for the whole round, the others for nothing. A
@@ -67,7 +67,7 @@ def timed(counts: Stats, before: Stats, after: Stats) -> Stats:
     return replace(
         counts,
         rounds=after.rounds - before.rounds,
-        propose_seconds=after.propose_seconds - before.propose_seconds,
+        draft_seconds=after.draft_seconds - before.draft_seconds,
         target_seconds=after.target_seconds - before.target_seconds,
         host_seconds=after.host_seconds - before.host_seconds,
     )

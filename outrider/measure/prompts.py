@@ -11,7 +11,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from outrider.core.text import sound
+from outrider.core.text import is_utf8
 from outrider.errors import OutriderError
 
 EMBEDDED = Path(__file__).parent / "prompts.jsonl"
@@ -85,7 +85,7 @@ def read_json(line: str, where: str) -> Any:
         raise OutriderError(f"{where}: not JSON ({error.msg} at column {error.colno})") from error
     except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets thousands deep
         raise OutriderError(f"{where}: JSON that cannot be read ({error}); leave the line out") from error
-    if "\\u" in line and not sound(json.dumps(entry, ensure_ascii=False)):
+    if "\\u" in line and not is_utf8(json.dumps(entry, ensure_ascii=False)):
         raise OutriderError(f"{where}: half a character, of those from \\ud800 to \\udfff; leave it out")
     return entry
 

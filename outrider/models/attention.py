@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.nn import functional
 
-from outrider.cache.base import Layout, RowSpan
+from outrider.cache.base import Layout, SequenceSpan
 from outrider.cache.static import StaticCache
 from outrider.core import tree
 from outrider.errors import UnsupportedModel
@@ -37,7 +37,7 @@ class CacheReader:
     layout: Layout
     masks: dict[tuple[MaskRule | None, int, torch.dtype], list[torch.Tensor | None]] = field(default_factory=dict)
 
-    groups: list[tuple[RowSpan, ...]] = field(init=False)  # rows that one kernel call can serve
+    groups: list[tuple[SequenceSpan, ...]] = field(init=False)  # rows that one kernel call can serve
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "groups", _neighbours(self.layout))
@@ -128,9 +128,9 @@ def _attend_fixed(
     return seen.reshape(1, rows * size, heads * sharing, -1)
 
 
-def _neighbours(layout: Layout) -> list[tuple[RowSpan, ...]]:
+def _neighbours(layout: Layout) -> list[tuple[SequenceSpan, ...]]:
     """Runs of rows in neighbouring slots with as many columns each."""
-    runs: list[tuple[RowSpan, ...]] = []
+    runs: list[tuple[SequenceSpan, ...]] = []
     for span in layout.spans:
         size, last = span.end - span.begin, runs[-1][-1] if runs else None
         if last and span.slot == last.slot + 1 and size == last.end - last.begin:
@@ -183,7 +183,7 @@ def _masks(kv: CacheReader, sight: MaskRule | None, sharing: int, dtype: torch.d
 
 
 def _mask(
-    layout: Layout, group: tuple[RowSpan, ...], sight: MaskRule | None, sharing: int, dtype: torch.dtype
+    layout: Layout, group: tuple[SequenceSpan, ...], sight: MaskRule | None, sharing: int, dtype: torch.dtype
 ) -> torch.Tensor | None:
     """[R, 1, G * L, S], 0 where a column may see a cached entry and -inf elsewhere; None where all see all."""
     starts, size, device = [span.start for span in group], group[0].end - group[0].begin, layout.positions.device
@@ -207,7 +207,7 @@ def _mask(
     return added.repeat(1, sharing, 1)[:, None]
 
 
-def _restrict(layout: Layout, span: RowSpan, seen: torch.Tensor, where: torch.Tensor) -> None:
+def _restrict(layout: Layout, span: SequenceSpan, seen: torch.Tensor, where: torch.Tensor) -> None:
     """Let the row's guesses see, among guesses, their ancestors alone; and put guesses where their depth says."""
     assert layout.ancestors is not None
     first, last = span.first, span.first + span.nodes

@@ -95,7 +95,7 @@ class AttentionTarget:
 
     def share_weights(self) -> SharedWeights:
         config = self._model.config.get_text_config(decoder=True).to_dict()
-        return replace(shared_weights(self._model), memory=KVView(entries=self._memory.entries, config=config))
+        return replace(shared_weights(self._model), kv_view=KVView(entries=self._memory.entries, layer_config=config))
 
     def make_submodel(self, layers: Sequence[int]) -> AttentionTarget:
         other = copy(self)

@@ -31,7 +31,7 @@ class ChainBuilder:
             for b, (margin, token) in enumerate(zip(margins, drawn.tolist(), strict=True)):
                 if self.depth < self.count[b]:
                     chance = self._note(b, margin)
-                    left_out = chance < self._trust.keep
+                    left_out = chance < self._trust.min_path_prob
                     if left_out or chance < until or token in self._trust.ends:
                         self.count[b] = self.depth + (not left_out)
         self.depth += 1

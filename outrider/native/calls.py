@@ -83,11 +83,11 @@ class Passes:
         )
         found = _Found(budget, vocab if dice else 0)
         fields = [part.buffer_info()[0] for part in (*read, *found.parts(), worth)]
-        wants = array("f", [part for want in dice.wants for part in want] if dice else ())
+        wants = array("f", [part for want in dice.params for part in want] if dice else ())
         uniform = dice.uniform.contiguous() if dice else None
         fields += [0, 0] if uniform is None else [wants.buffer_info()[0], uniform.data_ptr()]
         fields += [0 if found.law is None else found.law.data_ptr(), found.law_at.buffer_info()[0]]
-        chain = CChain(*fields, trust.keep if trust else 0.0, rows, depth, vocab, len(weight), len(end))
+        chain = CChain(*fields, trust.min_path_prob if trust else 0.0, rows, depth, vocab, len(weight), len(end))
         once = columns.c(0, 0, array("i"), 0, *_given(state))
         self._code.outrider_grow(self._handle, ctypes.byref(once), ctypes.byref(chain))
         return found.grown(watched=trust is not None)
@@ -117,7 +117,7 @@ class _Found:
         if not watched:
             return DraftChains(tokens=tokens, count=self._budget, q=q)
         margin, chance = self._looked_at(self._margin), self._looked_at(self._chance)
-        return DraftChains(tokens=tokens, count=tuple(self._count), margin=margin, chance=chance, q=q)
+        return DraftChains(tokens=tokens, count=tuple(self._count), margin=margin, accept_prob=chance, q=q)
 
     def _looked_at(self, part: array[float]) -> tuple[tuple[float, ...], ...]:
         depth = self._shape[1]

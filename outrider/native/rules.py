@@ -15,7 +15,7 @@ from outrider.core.types import Draft, Packed, Verdict
 from outrider.errors import UnsupportedModel
 from outrider.native.abi import CTrial
 from outrider.native.library import Library, load_library
-from outrider.verify.rules import PackedRule, Verifier
+from outrider.verify.rules import PackedVerifyFunction, Verifier
 
 # As rules.cpp numbers them.
 _RULES: Mapping[str, int] = MappingProxyType({"walk": 0, "block": 1, "traversal": 2, "coupled": 3})
@@ -33,7 +33,7 @@ def fastest_verifier(verifier: Verifier, device: torch.device) -> Verifier:
     return replace(verifier, rule=partial(_judge_padded, packed), packed=packed)
 
 
-def _judge_padded(packed: PackedRule, draft: Draft, p: torch.Tensor, noise: Noise) -> Verdict:
+def _judge_padded(packed: PackedVerifyFunction, draft: Draft, p: torch.Tensor, noise: Noise) -> Verdict:
     return packed(draft, Packed.of(p), noise)
 
 

@@ -57,7 +57,7 @@ class NativeScores(Scores):
     ) -> None:
         """Give the likeliest ids [B, M], `logits` [T, V], and `packed` where rows are not of one length."""
         put = object.__setattr__
-        put(self, "sure", None)
+        put(self, "confidence", None)
         put(self, "_host", host)
         put(self, "_best", None)
         put(self, "_values", logits)

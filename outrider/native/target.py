@@ -105,7 +105,7 @@ class NativeTarget:
         return self._decoder.read_bytes()
 
     def share_weights(self) -> SharedWeights:
-        return replace(self._decoder.tables(), memory=KVView(entries=self._memory.entries, config=self._config))
+        return replace(self._decoder.tables(), kv_view=KVView(entries=self._memory.entries, layer_config=self._config))
 
     def make_submodel(self, layers: Sequence[int]) -> NativeTarget:
         other = copy(self)
@@ -138,7 +138,7 @@ def columns_of(batch: Batch, draft: Draft, first: int, vocab: int) -> tuple[Colu
     """The columns of a pass, and where in what is kept each row's nodes lie; None where that is the order itself."""
     columns, skip = Columns(), max(first, 0)
     begins = []  # of each row in what is kept
-    tokens = draft.listed()
+    tokens = draft.host_tokens()
     parents = draft.parent.tolist() if draft.size and not draft.chain else None
     for b, row in enumerate(batch.seqs):
         begins.append(len(columns.keep))

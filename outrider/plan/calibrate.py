@@ -65,11 +65,11 @@ def _samples(target: Target) -> Iterator[Sample]:
             took[columns, rows, cached] += [_once(target, rows, columns, cached) for _ in range(_REPEATS)][1:]
     # Disturbances only ever add time, and on a shared machine they can fall on most of a shape's passes.
     for (columns, rows, cached), seconds in took.items():
-        yield Sample(columns=columns, rows=rows, cached=cached, seconds=min(seconds))
+        yield Sample(tokens=columns, seqs=rows, cached=cached, seconds=min(seconds))
     if not isinstance(target, HeadTarget):  # which scores the last column of a row alone, in the passes above, too
         columns = min(widest, _READ, target.context - 1)
         read = [_read(target, columns) for _ in range(_SWEEPS * _REPEATS)][1:]
-        yield Sample(columns=columns, rows=1, cached=0, seconds=min(read), scored=False)
+        yield Sample(tokens=columns, seqs=1, cached=0, seconds=min(read), scored=False)
 
 
 def _shapes(target: Target) -> Iterator[tuple[int, int]]:

@@ -16,8 +16,8 @@ import numpy as np
 class Sample:
     """One timed pass."""
 
-    columns: int  # of all rows: each row's feed and guesses
-    rows: int
+    tokens: int  # of all rows: each row's feed and guesses
+    seqs: int
     cached: int  # tokens that each row had cached
     seconds: float
     scored: bool = True  # all columns; else the last of each row alone, as where a prompt is read
@@ -32,7 +32,7 @@ class PassCost:
     and not scored take `fed` seconds each: a small model spends most of its time on its output layer.
     """
 
-    columns: tuple[int, ...]  # ascending
+    tokens: tuple[int, ...]  # ascending
     seconds: tuple[float, ...]  # of a pass over so many columns with nothing cached, never descending
     entry: float  # seconds
     pair: float  # seconds
@@ -56,26 +56,24 @@ class PassCost:
 
     def base(self, columns: float) -> float:
         """Seconds of a pass with nothing cached."""
-        at = min(max(bisect_left(self.columns, columns), 1), len(self.columns) - 1)
+        at = min(max(bisect_left(self.tokens, columns), 1), len(self.tokens) - 1)
         if not at:
             return self.seconds[0]
-        low, high = self.columns[at - 1], self.columns[at]
+        low, high = self.tokens[at - 1], self.tokens[at]
         slope = (self.seconds[at] - self.seconds[at - 1]) / (high - low)
-        return self.seconds[at - 1] + slope * max(columns - low, low - self.columns[0] if at == 1 else 0)
+        return self.seconds[at - 1] + slope * max(columns - low, low - self.tokens[0] if at == 1 else 0)
 
     @classmethod
     def fit(cls, samples: Sequence[Sample]) -> PassCost:
         """From samples without a cached text, and some with one of each kind: one column, and many."""
-        plain = sorted((s.columns, s.seconds) for s in samples if s.scored and not s.cached)
+        plain = sorted((s.tokens, s.seconds) for s in samples if s.scored and not s.cached)
         # More columns never take less time; where they seem to, the machine was disturbed.
         seconds = tuple(accumulate((s for _, s in reversed(plain)), min))[::-1]
-        base = cls(columns=tuple(c for c, _ in plain), seconds=seconds, entry=0.0, pair=0.0)
-        deep = [
-            (s.rows * s.cached, s.columns * s.cached, s.seconds - base.base(s.columns)) for s in samples if s.cached
-        ]
+        base = cls(tokens=tuple(c for c, _ in plain), seconds=seconds, entry=0.0, pair=0.0)
+        deep = [(s.seqs * s.cached, s.tokens * s.cached, s.seconds - base.base(s.tokens)) for s in samples if s.cached]
         entry, pair = _least_squares(deep)
-        fed = min((s.seconds / s.columns for s in samples if not s.scored), default=None)
-        return cls(columns=base.columns, seconds=seconds, entry=entry, pair=pair, fed=fed)
+        fed = min((s.seconds / s.tokens for s in samples if not s.scored), default=None)
+        return cls(tokens=base.tokens, seconds=seconds, entry=entry, pair=pair, fed=fed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,7 +142,7 @@ class Clock:
 
     def learn(self, columns: float, rows: int, cached: float, took: float, *, guesses: bool) -> None:
         """From a round that took so many seconds; an outlier counts as much as twice or half of what was expected."""
-        if columns > self._costs.target.columns[-1]:
+        if columns > self._costs.target.tokens[-1]:
             return  # beyond what was measured nobody knows what to expect
         wide, deep = self._beyond(columns, rows, cached)
         terms = np.array((1.0, float(guesses), wide / self._least, deep / self._least))
@@ -162,7 +160,7 @@ class Clock:
 
 
 def _cost(read: dict[str, Any]) -> PassCost:
-    return PassCost(**{**read, "columns": tuple(read["columns"]), "seconds": tuple(read["seconds"])})
+    return PassCost(**{**read, "tokens": tuple(read["tokens"]), "seconds": tuple(read["seconds"])})
 
 
 def _least_squares(points: Sequence[tuple[float, float, float]]) -> tuple[float, float]:

@@ -72,7 +72,7 @@ class CostPlanner:
         self.arms = tuple(ProposerStats(each, most=most) for each in costs)
         self._clock = Clock(costs[0])  # the target is the same for all
         self._told = Stats()
-        self._span = PlanWindow(RoundLoad(rows=0, soon=0, feed=0, cached=0, left=0))
+        self._span = PlanWindow(RoundLoad(seqs=0, soon=0, feed=0, cached=0, left=0))
         self._k, self._keep, self._worth = 0, 0.0, cast(tuple[float, ...], ())  # what stands for the span
         self._price = 0.0  # seconds that a token is worth: what it takes at the present gain, without prompts
         self._tried, self._heard = set[int](), frozenset[int]()  # requests of the last trial; all of the last guesses
@@ -117,7 +117,11 @@ class CostPlanner:
         else:
             self._span.guessing += sum(map(bool, budget))
         return replace(
-            batch, draft_budget=budget, keep=self._keep, worth=self._worth, alternative=max(self._span.arm, 0)
+            batch,
+            draft_budget=budget,
+            min_path_prob=self._keep,
+            min_draft_probs=self._worth,
+            alternative=max(self._span.arm, 0),
         )
 
     def _begin(self, batch: Batch, budget: tuple[int, ...]) -> None:
@@ -133,7 +137,7 @@ class CostPlanner:
                 self._usual += (row.num_output_tokens - self._usual) * (_LENGTH if self._usual else 1.0)
         self._rows = batch.seqs
         known = self._read | self._shut
-        arm = self._choose(batch, load) if load.rows else -1
+        arm = self._choose(batch, load) if load.seqs else -1
         if arm != self._span.arm:
             self._credit.change()
         if arm >= 0 and not self.arms[arm].trial and self._unread(arm, load, known):
@@ -150,7 +154,7 @@ class CostPlanner:
 
     def _unread(self, arm: int, load: RoundLoad, known: frozenset[int]) -> bool:
         """Whether most texts are new to a draft model that has gone on with others: they may be of another kind."""
-        reads = self.arms[arm].costs.draft is not None and load.rows > FEW
+        reads = self.arms[arm].costs.draft is not None and load.seqs > FEW
         return reads and arm == self._span.arm and not self._span.few and self._strange(known)
 
     def _strange(self, known: frozenset[int]) -> bool:
@@ -160,7 +164,7 @@ class CostPlanner:
     def trim(self, batch: Batch, draft: Draft) -> Draft:
         span = self._span
         span.depth += max(draft.depth)
-        span.guessing -= (unread := 0 if span.mixed else draft.unread)
+        span.guessing -= (unread := 0 if span.mixed else draft.num_prefilling)
         span.unread += unread
         if span.arm >= 0 and any(draft.width):
             self.arms[span.arm].says = draft.accept_prob is not None
@@ -182,7 +186,7 @@ class CostPlanner:
 
     def _choose(self, batch: Batch, load: RoundLoad) -> int:
         """The arm that promises most, or one that is due for a trial; -1: none pays."""
-        few = 0 < self._span.few < load.rows  # the other rows' texts are unread after a trial
+        few = 0 < self._span.few < load.seqs  # the other rows' texts are unread after a trial
         on = -1 if few else self._span.arm
         gains = [self._gain(arm, load) for arm in range(len(self.arms))]
         best = max(range(len(gains)), key=gains.__getitem__)
@@ -197,14 +201,14 @@ class CostPlanner:
                 able = (row.request.id for row, most in zip(batch.seqs, batch.draft_budget, strict=True) if most)
                 pays = not self._shut.issuperset(able)
             chosen = best if pays else -1
-            if pays and few and best == self._span.arm and self.arms[best].widen(load.rows):
+            if pays and few and best == self._span.arm and self.arms[best].widen(load.seqs):
                 trial = best
-        self._price = self._clock.verify(load.rows, 0, cached=load.cached) / (load.rows * max(gains[chosen], 1.0))
+        self._price = self._clock.verify(load.seqs, 0, cached=load.cached) / (load.seqs * max(gains[chosen], 1.0))
         return chosen
 
     def _gain(self, arm: int, load: RoundLoad) -> float:
         """Expected; where rows are few only because others still read their prompts, of all of them."""
-        return min(self._best(arm, rows, load.cached)[1] for rows in {load.rows, load.soon})
+        return min(self._best(arm, rows, load.cached)[1] for rows in {load.seqs, load.soon})
 
     def _best(self, arm: int, rows: int, cached: float) -> tuple[int, float]:
         record = self.arms[arm]
@@ -219,7 +223,7 @@ class CostPlanner:
         """The arm that is in the middle of a trial, or one that is due for its first round; `gain` is what it costs."""
         for arm, record in enumerate(self.arms):
             if arm != self._span.arm or self._span.guessing or not self._span.unread:  # to be read shows nothing
-                record.trial = max(record.trial - min(record.few, load.rows), 0)
+                record.trial = max(record.trial - min(record.few, load.seqs), 0)
         running = [arm for arm, record in enumerate(self.arms) if record.trial]
         due = running or [arm for arm in range(len(self.arms)) if self._due(arm, load, gain)]
         if not due:
@@ -234,11 +238,11 @@ class CostPlanner:
         """Whether there is hope, and trials take no more than a small share of the time if this one fails, too."""
         if (record := self.arms[arm]).idle < PATIENCE and not (self._heard and self._strange(self._heard)):
             return False
-        hope = record.hope(load.soon, load.cached, self._clock)
-        few = replace(load, rows=min(load.rows, FEW))
+        hope = record.optimistic_gain(load.soon, load.cached, self._clock)
+        few = replace(load, seqs=min(load.seqs, FEW))
         if hope < self._bar(arm, on=False) or not self._repays(arm, hope, few):
             return False
-        plain = self._clock.at(load.rows, rows=load.rows, cached=load.cached)
+        plain = self._clock.at(load.seqs, rows=load.seqs, cached=load.cached)
         cost = self._trial_seconds(record, load, plain, gain)
         return self._credit.allows(cost, plain=plain, strange=self._strange(self._heard), paid=self._paid)
 
@@ -249,11 +253,11 @@ class CostPlanner:
 
     def _trial_seconds(self, record: ProposerStats, load: RoundLoad, plain: float, gain: float) -> float:
         """What a trial takes that comes to nothing, where a round takes `plain` without guesses, and is to gain so."""
-        few = min(load.rows, FEW)
-        wide = self._clock.verify(load.rows, few * _TRIED / load.rows, cached=load.cached)
+        few = min(load.seqs, FEW)
+        wide = self._clock.verify(load.seqs, few * _TRIED / load.seqs, cached=load.cached)
         text = load.cached + load.feed / load.soon  # of which a draft has read what came before its last trial
         unread = text if self._strange(self._heard) else min(text, record.idle)
-        guess = few * record.guess_seconds(few, load.cached)
+        guess = few * record.draft_seconds(few, load.cached)
         rounds = TRIAL / few * (wide - plain + _TRIED * guess + plain * max(gain - 1, 0.0))
         return record.reading(few, unread) + rounds
 
@@ -282,7 +286,7 @@ class CostPlanner:
 
     def _wins(self, gain: float, left: float, load: RoundLoad) -> float:
         """Seconds that guesses save until a row ends that may emit so many tokens."""
-        plain = self._clock.verify(load.rows, 0, cached=load.cached) / load.rows
+        plain = self._clock.verify(load.seqs, 0, cached=load.cached) / load.seqs
         return min(left, self._usual or left / 4) * plain * (1 - 1 / max(gain, 1.0))
 
     def _dear(self, arm: int, gain: float, batch: Batch, load: RoundLoad, *, on: bool) -> frozenset[int]:
@@ -304,8 +308,8 @@ class CostPlanner:
         if record.says:
             return record.most if record.known else min(record.most, 2 * _TRIED)
         if record.trial:
-            return min(max(self._best(arm, load.rows, load.cached)[0], 2), _TRIED)
-        k = min(self._best(arm, rows, load.cached)[0] for rows in {load.rows, load.soon})
+            return min(max(self._best(arm, load.seqs, load.cached)[0], 2), _TRIED)
+        k = min(self._best(arm, rows, load.cached)[0] for rows in {load.seqs, load.soon})
         return self._beside(arm, load, k) if load.feed else k
 
     def _thresholds(self, arm: int, load: RoundLoad) -> tuple[float, tuple[float, ...]]:
@@ -313,26 +317,26 @@ class CostPlanner:
         record, price = self.arms[arm], self._price
         if not record.says:
             return 0.0, ()
-        keep = self._column(load.rows * (1 + record.nodes) + load.feed, load) / price
-        each = (load.rows if record.trial else rows for rows in range(1, load.rows + 1))  # as if all had a part in it
-        steps = (record.guess_seconds(rows, load.cached) / price for rows in each)
+        keep = self._column(load.seqs * (1 + record.nodes) + load.feed, load) / price
+        each = (load.seqs if record.trial else rows for rows in range(1, load.seqs + 1))  # as if all had a part in it
+        steps = (record.draft_seconds(rows, load.cached) / price for rows in each)
         return min(keep, 1.0), tuple(keep + step for step in steps)
 
     def _column(self, columns: float, load: RoundLoad) -> float:
         """Seconds that one more column adds to the target's pass."""
-        least = min(load.rows + load.feed, columns)
-        wide, narrow = (self._clock.at(c, rows=load.rows, cached=load.cached) for c in (max(columns, least + 1), least))
+        least = min(load.seqs + load.feed, columns)
+        wide, narrow = (self._clock.at(c, rows=load.seqs, cached=load.cached) for c in (max(columns, least + 1), least))
         return max(wide - narrow, 0.0) / max(columns - least, 1.0)
 
     def _widths(self, chances: tuple[tuple[float, ...], ...], load: RoundLoad) -> tuple[int, ...]:
         """How many guesses of each row bring more than their columns cost, the likeliest of all rows first."""
         order = sorted(((-chance, b) for b, row in enumerate(chances) for chance in row))
-        price, begin = self._price, load.rows + load.feed
-        plain = self._clock.at(begin, rows=load.rows, cached=load.cached)
+        price, begin = self._price, load.seqs + load.feed
+        plain = self._clock.at(begin, rows=load.seqs, cached=load.cached)
         most, count, gained = self._clock.extra, 0, 0.0
         for i, (chance, _) in enumerate(order, 1):
             gained -= chance * price
-            profit = gained - (self._clock.at(begin + i, rows=load.rows, cached=load.cached) - plain)
+            profit = gained - (self._clock.at(begin + i, rows=load.seqs, cached=load.cached) - plain)
             if profit > most:
                 most, count = profit, i
         widths = [0] * len(chances)
@@ -347,7 +351,7 @@ class CostPlanner:
         more, at the price of tokens without prompts, than what it adds to the pass.
         """
         record, price = self.arms[arm], self._price
-        rows, cached = load.rows, load.cached
+        rows, cached = load.seqs, load.cached
 
         def profit(k: int) -> float:
             spent = self._clock.verify(rows, k, cached=cached, feed=load.feed)
@@ -363,19 +367,21 @@ class CostPlanner:
         if not span.rounds or stats.rounds != before.rounds + span.rounds:  # a new engine's, or others' rounds
             return
         took = stats.target_seconds - before.target_seconds + stats.host_seconds - before.host_seconds
-        columns = span.load.rows + span.load.feed + span.guesses / span.rounds
+        columns = span.load.seqs + span.load.feed + span.guesses / span.rounds
         self._clock.learn(
-            columns, max(span.load.rows, 1), span.load.cached, took / span.rounds, guesses=bool(span.guesses)
+            columns, max(span.load.seqs, 1), span.load.cached, took / span.rounds, guesses=bool(span.guesses)
         )
         self._unseen = self._unseen + span.rounds if span.guesses else 0
-        self._account(span, took, stats.propose_seconds - before.propose_seconds, stats.emitted - before.emitted)
+        self._account(
+            span, took, stats.draft_seconds - before.draft_seconds, stats.output_tokens - before.output_tokens
+        )
         self._found.clear()
-        if span.guessing and span.load.rows:
+        if span.guessing and span.load.seqs:
             self.arms[span.arm].learn(span.outcome(before, stats), span.load.cached)
 
     def _account(self, span: PlanWindow, took: float, propose: float, emitted: int) -> None:
         """Book rounds that `took` so many seconds besides those of proposing."""
-        rows, cached, spent = span.load.rows, span.load.cached, took + propose
+        rows, cached, spent = span.load.seqs, span.load.cached, took + propose
         plain = spent  # prompts take their time, with guesses or without
         if rows:
             each, fed = (self._clock.at(rows + more, rows=rows, cached=cached) for more in (0, span.load.feed))

@@ -20,7 +20,7 @@ _TRUST, _HOPE = 4.0, 0.8
 class RoundLoad:
     """What a round carries besides guesses."""
 
-    rows: int  # that decode
+    seqs: int  # that decode
     soon: int  # rows that decode once all prompts are read
     feed: int  # columns of prompts, beyond one for each row that decodes
     cached: float  # tokens that a row has cached, on average
@@ -31,8 +31,8 @@ class RoundLoad:
         emits = batch.emits
         rows = sum(emits)
         return cls(
-            rows=rows,
-            soon=len(batch.seqs) + batch.waiting,
+            seqs=rows,
+            soon=len(batch.seqs) + batch.num_waiting,
             feed=sum(map(len, batch.feed)) - rows,
             cached=sum(batch.start) / len(batch.start),
             left=1 + sum(batch.draft_budget) / max(rows, 1),
@@ -40,7 +40,7 @@ class RoundLoad:
 
     def like(self, other: RoundLoad) -> bool:
         """Whether as many rows decode and wait."""
-        return self.rows == other.rows and self.soon == other.soon
+        return self.seqs == other.seqs and self.soon == other.soon
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,13 +48,13 @@ class Outcome:
     """What some rounds have shown, summed up."""
 
     rounds: int
-    rows: int  # that guessed
-    emitted: int  # tokens, of all rows
+    seqs: int  # that guessed
+    output_tokens: int  # tokens, of all rows
     nodes: int  # guesses that were verified, of all rows
     reached: tuple[int, ...]  # as in `Stats`, of these rounds alone
     accepted: tuple[int, ...]
     depth: int  # of the deepest guess that was drafted in each
-    propose: float  # seconds, without those in which texts were read for the first time
+    draft_seconds: float  # seconds, without those in which texts were read for the first time
 
 
 class ProposerStats:
@@ -91,7 +91,7 @@ class ProposerStats:
         return self._means.seen >= _ENOUGH
 
     @property
-    def young(self) -> bool:
+    def is_new(self) -> bool:
         """Whether few guesses have been seen."""
         return self._met[0] < _LEARNED_BY
 
@@ -107,7 +107,7 @@ class ProposerStats:
             spent = (clock.verify(rows, means.nodes, cached=cached) + means.drafted * unit for means in both)
             found = min(means.tau * plain / seconds for means, seconds in zip(both, spent, strict=True))
             # The first guesses go as far as a confidence that has learned little lets them; fewer might pay.
-            return max(found, self.best(rows, cached, clock)[1]) if self.young else found
+            return max(found, self.best(rows, cached, clock)[1]) if self.is_new else found
         return self.best(rows, cached, clock)[1]
 
     def best(self, rows: int, cached: float, clock: Clock) -> tuple[int, float]:
@@ -127,12 +127,12 @@ class ProposerStats:
                 best = k, gain
         return best
 
-    def hope(self, rows: int, cached: float, clock: Clock) -> float:
+    def optimistic_gain(self, rows: int, cached: float, clock: Clock) -> float:
         """The gain if the first guesses were always kept: where even that is nothing, trying teaches nothing."""
         plain, step = clock.verify(rows, 0, cached=cached), self._draft(rows, cached)
         return max((1 + k) * plain / (clock.verify(rows, k, cached=cached) + k * step) for k in (1, 2, 4))
 
-    def guess_seconds(self, rows: int, cached: float) -> float:
+    def draft_seconds(self, rows: int, cached: float) -> float:
         """What one more guess of each of so many rows costs in drafting, for each."""
         return self._pace * self._draft(rows, cached) / rows
 
@@ -150,8 +150,8 @@ class ProposerStats:
         # A guess takes a pass; and a round in which a draft model still reads a new text says little of the next one.
         depth = seen.depth / seen.rounds
         least, most = (depth, 1 + depth * max(self._pace, 1.0) * 2) if self.costs.draft else (0.0, inf)
-        unit = self._unit(max(round(seen.rows / seen.rounds), 1), cached)
-        drafted = min(max(seen.propose / seen.rounds / unit, least), most)
+        unit = self._unit(max(round(seen.seqs / seen.rounds), 1), cached)
+        drafted = min(max(seen.draft_seconds / seen.rounds / unit, least), most)
         for means in (self._means, self._late):
             means.learn(seen, drafted)
         self._pace += seen.rounds * _PACE * (drafted / max(depth, 1.0) - self._pace)
@@ -209,11 +209,11 @@ class _Means:
     drafted: float = 0.0  # what drafting a round takes: passes of the draft model, or seconds for each row
 
     def learn(self, new: Outcome, drafted: float) -> None:
-        before = self.seen * _FADE**new.rows
-        self.seen = before + new.rows
-        self.tau = (self.tau * before + new.emitted) / self.seen
+        before = self.seen * _FADE**new.seqs
+        self.seen = before + new.seqs
+        self.tau = (self.tau * before + new.output_tokens) / self.seen
         self.nodes = (self.nodes * before + new.nodes) / self.seen
-        self.drafted = (self.drafted * before + drafted * new.rows) / self.seen
+        self.drafted = (self.drafted * before + drafted * new.seqs) / self.seen
 
 
 _LEARNED = ("says", "idle", "_met", "_kept", "_pace")

@@ -105,7 +105,7 @@ def roof(*, bytes_per_pass: float, flops_per_pass: float, bandwidth: float, gemm
     return min(decode_limit(bytes_per_pass, bandwidth), gemm / flops_per_pass)
 
 
-def rows_instead(*, draft_weights: float, draft_cache: float, row_cache: float) -> float:
+def sequences_instead(*, draft_weights: float, draft_cache: float, row_cache: float) -> float:
     """n = (W_d + K_d) / K_t: what a draft model costs, counted in users.
 
     Without the draft, n more rows could run at once in the same memory: one more row takes no weights, only its stripe

@@ -38,7 +38,7 @@ class PlanWindow:
     @classmethod
     def of(cls, load: RoundLoad, arm: int, few: int, rounds: int) -> PlanWindow:
         """After so many rounds, under a new decision, which stands for a while if there was anything to decide."""
-        stands = (_SPAN if arm >= 0 else _PLAIN) if load.rows else 1
+        stands = (_SPAN if arm >= 0 else _PLAIN) if load.seqs else 1
         return cls(load, arm, few, rounds, rounds + stands)
 
     def after(self, load: RoundLoad) -> PlanWindow:
@@ -59,7 +59,7 @@ class PlanWindow:
                 self.guessing += bool(own)
                 out.append(own)
             else:
-                out.append(most if row.request.params.guesses is not None else min(FIXED, most))
+                out.append(most if row.request.params.k is not None else min(FIXED, most))
         return tuple(out)
 
     def idles(self, batch: Batch, rounds: int) -> bool:
@@ -67,7 +67,7 @@ class PlanWindow:
         return (
             self.rests(rounds)
             and batch.seqs == self.rows
-            and len(batch.seqs) + batch.waiting == self.load.soon
+            and len(batch.seqs) + batch.num_waiting == self.load.soon
             and sum(map(len, batch.feed)) == len(batch.seqs)
             and not self.load.feed
         )
@@ -86,21 +86,21 @@ class PlanWindow:
         return rounds == self.began + self.rounds < self.until
 
     def outcome(self, before: Stats, after: Stats) -> Outcome:
-        idle = self.load.rows * self.rounds - self.guessing  # whoever may not guess emits one token
+        idle = self.load.seqs * self.rounds - self.guessing  # whoever may not guess emits one token
         if self.free:
             passes = [triple for row, (made, _) in self.free.items() for triple in row.rounds[made:]]
             drafted = sum(row.num_draft_tokens - before for row, (_, before) in self.free.items())
-            own, before = Stats.of_passes(passes, drafted=drafted), Stats(propose_seconds=before.propose_seconds)
-            idle, after = own.passes - self.guessing, replace(own, propose_seconds=after.propose_seconds)
+            own, before = Stats.of_passes(passes, drafted=drafted), Stats(draft_seconds=before.draft_seconds)
+            idle, after = own.passes - self.guessing, replace(own, draft_seconds=after.draft_seconds)
         return Outcome(
             rounds=self.rounds,
-            rows=self.guessing,
-            emitted=after.emitted - before.emitted - idle,
-            nodes=after.drafted - before.drafted,
+            seqs=self.guessing,
+            output_tokens=after.output_tokens - before.output_tokens - idle,
+            nodes=after.draft_tokens - before.draft_tokens,
             depth=self.depth,
             reached=_less(after.reached, before.reached),
             accepted=_less(after.accepted, before.accepted),
-            propose=max(after.propose_seconds - before.propose_seconds - self.reading, 0.0),
+            draft_seconds=max(after.draft_seconds - before.draft_seconds - self.reading, 0.0),
         )
 
 

@@ -29,7 +29,7 @@ def loaded_experts(count: int, active: int, tokens: float) -> float:
     return count * (1 - float((1 - active / count) ** tokens))
 
 
-def free_columns(*, bandwidth: float, arithmetic: float, bits: float) -> float:
+def free_tokens(*, bandwidth: float, arithmetic: float, bits: float) -> float:
     """m* = (F / BW) (bits / 8) / 2: columns of a pass whose products take as long as reading the weights."""
     return arithmetic / bandwidth * bits / 8 / 2
 
@@ -120,7 +120,7 @@ class Efficiency:
     exposed: float  # share of the shorter of reading and multiplying that the longer does not hide
     round_seconds: float  # all that a round takes beside its passes
     layer_seconds: float  # that a layer takes however little it computes
-    exchange_seconds: float = 0.0  # the same again where devices must add up what each computed
+    allreduce_seconds: float = 0.0  # the same again where devices must add up what each computed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +154,7 @@ def one_pass(
     rate = (machine.int8 if model.int8 else machine.bf16) * efficiency.arithmetic
     longer = 1 / roof(bytes_per_pass=size, flops_per_pass=operations, bandwidth=bandwidth, gemm=rate)
     reading, multiplying = 1 / decode_limit(size, bandwidth), operations / rate
-    layer = efficiency.layer_seconds + (efficiency.exchange_seconds if machine.devices > 1 else 0.0)
+    layer = efficiency.layer_seconds + (efficiency.allreduce_seconds if machine.devices > 1 else 0.0)
     return Pass(
         seconds=longer + efficiency.exposed * min(reading, multiplying) + model.layers * layer,
         bound=Bound.BANDWIDTH if reading >= multiplying else Bound.ARITHMETIC,

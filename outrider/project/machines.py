@@ -23,7 +23,7 @@ class Kind:
     exposed: tuple[float, ...]  # shares of the shorter of reading and multiplying that the longer does not hide
     round_ms: tuple[float, ...]
     layer_us: tuple[float, ...]
-    exchange_us: tuple[float, ...]
+    allreduce_us: tuple[float, ...]
 
 
 GPU = Kind(
@@ -32,7 +32,7 @@ GPU = Kind(
     exposed=(0.5, 0.25, 0.0),
     round_ms=(1.0, 0.4, 0.1),
     layer_us=(20.0, 10.0, 5.0),
-    exchange_us=(60.0, 40.0, 15.0),
+    allreduce_us=(60.0, 40.0, 15.0),
 )
 CPU = Kind(
     bandwidth=(0.5, 0.7, 0.85),
@@ -40,12 +40,12 @@ CPU = Kind(
     exposed=(0.5, 0.25, 0.0),
     round_ms=(0.4, 0.15, 0.1),
     layer_us=(10.0, 5.0, 1.0),
-    exchange_us=(60.0, 40.0, 15.0),
+    allreduce_us=(60.0, 40.0, 15.0),
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Sheet:
+class Datasheet:
     """A datasheet in its own units; where arithmetic is not on it, `note` says how it was reckoned."""
 
     gigabytes_per_s: float
@@ -59,27 +59,29 @@ class Sheet:
 _ZEN4 = "64 bf16 operations a cycle and core (AVX-512, twice as many in int8) at the base clock"
 _APPLE = "the GPU's fp32 rate; Apple publishes none for bf16 and int8"
 
-SHEETS: Mapping[str, Sheet] = MappingProxyType(
+SHEETS: Mapping[str, Datasheet] = MappingProxyType(
     {
-        "B200": Sheet(8000, 2250, 4500, 180),
-        "H200": Sheet(4800, 989.4, 1978.9, 141),
-        "H100": Sheet(3350, 989.4, 1978.9, 80, note="SXM"),
-        "H100 PCIe": Sheet(2000, 756, 1513, 80),
-        "A100": Sheet(2039, 312, 624, 80, note="SXM, 80 GB"),
-        "A100 40GB": Sheet(1555, 312, 624, 40),
-        "L40S": Sheet(864, 362, 733, 48),
-        "L4": Sheet(300, 121, 242, 24),
-        "MI300X": Sheet(5300, 1307.4, 2614.9, 192),
-        "RTX 5090": Sheet(1792, 209.5, 838, 32, note="bf16 with fp32 sums"),
-        "RTX 4090": Sheet(1008, 165.2, 660.6, 24, note="bf16 with fp32 sums"),
-        "RTX 3090": Sheet(936, 71, 284, 24, note="bf16 with fp32 sums"),
-        "M1 Max": Sheet(400, 10.4, 10.4, 64, note=_APPLE),
-        "M4 Max": Sheet(546, 16.2, 16.2, 128, note=f"{_APPLE}: 40 cores, 256 operations a cycle, 1.58 GHz"),
-        "EPYC 2 cores": Sheet(
+        "B200": Datasheet(8000, 2250, 4500, 180),
+        "H200": Datasheet(4800, 989.4, 1978.9, 141),
+        "H100": Datasheet(3350, 989.4, 1978.9, 80, note="SXM"),
+        "H100 PCIe": Datasheet(2000, 756, 1513, 80),
+        "A100": Datasheet(2039, 312, 624, 80, note="SXM, 80 GB"),
+        "A100 40GB": Datasheet(1555, 312, 624, 40),
+        "L40S": Datasheet(864, 362, 733, 48),
+        "L4": Datasheet(300, 121, 242, 24),
+        "MI300X": Datasheet(5300, 1307.4, 2614.9, 192),
+        "RTX 5090": Datasheet(1792, 209.5, 838, 32, note="bf16 with fp32 sums"),
+        "RTX 4090": Datasheet(1008, 165.2, 660.6, 24, note="bf16 with fp32 sums"),
+        "RTX 3090": Datasheet(936, 71, 284, 24, note="bf16 with fp32 sums"),
+        "M1 Max": Datasheet(400, 10.4, 10.4, 64, note=_APPLE),
+        "M4 Max": Datasheet(546, 16.2, 16.2, 128, note=f"{_APPLE}: 40 cores, 256 operations a cycle, 1.58 GHz"),
+        "EPYC 2 cores": Datasheet(
             57.6, 0.397, 0.794, None, CPU, "two of an EPYC 9554's cores behind one die's link, 32 bytes at 1.8 GHz"
         ),
-        "EPYC 64 cores": Sheet(460.8, 12.7, 25.4, None, CPU, f"EPYC 9554, 12 channels of DDR5-4800; {_ZEN4}, 3.1 GHz"),
-        "Xeon 64 cores": Sheet(
+        "EPYC 64 cores": Datasheet(
+            460.8, 12.7, 25.4, None, CPU, f"EPYC 9554, 12 channels of DDR5-4800; {_ZEN4}, 3.1 GHz"
+        ),
+        "Xeon 64 cores": Datasheet(
             358.4,
             249,
             498,
@@ -87,7 +89,9 @@ SHEETS: Mapping[str, Sheet] = MappingProxyType(
             CPU,
             "Xeon 8592+, 8 channels of DDR5-5600; AMX, 2048 bf16 operations a cycle, 1.9 GHz",
         ),
-        "Ryzen 16 cores": Sheet(83.2, 4.6, 9.2, None, CPU, f"Ryzen 7950X, 2 channels of DDR5-5200; {_ZEN4}, 4.5 GHz"),
+        "Ryzen 16 cores": Datasheet(
+            83.2, 4.6, 9.2, None, CPU, f"Ryzen 7950X, 2 channels of DDR5-5200; {_ZEN4}, 4.5 GHz"
+        ),
     }
 )
 
@@ -102,7 +106,7 @@ class Own:
     devices: int = 1
 
 
-def find_machine(name: str | None, own: Own) -> tuple[Machine, Sheet]:
+def find_machine(name: str | None, own: Own) -> tuple[Machine, Datasheet]:
     """A machine by its name, by a user's figures, or both, and the datasheet of one of its devices.
 
     Raises:
@@ -131,14 +135,14 @@ def find_machine(name: str | None, own: Own) -> tuple[Machine, Sheet]:
     return machine, sheet
 
 
-def _sheet(name: str | None, own: Own) -> tuple[str, Sheet]:
+def _sheet(name: str | None, own: Own) -> tuple[str, Datasheet]:
     if name is None:
         if own.bandwidth is None or own.flops is None:
             raise OutriderError(
                 "no machine is named; use --machine with one of "
                 f"{', '.join(SHEETS)}, or give --bandwidth in GB/s and --flops in TFLOP/s"
             )
-        return "a machine of your own", Sheet(own.bandwidth, own.flops, own.flops, own.memory)
+        return "a machine of your own", Datasheet(own.bandwidth, own.flops, own.flops, own.memory)
     for title, sheet in SHEETS.items():
         if _letters(title) == _letters(name):
             return title, sheet
@@ -172,7 +176,7 @@ def efficiencies(kind: Kind, given: Mapping[str, Sequence[float]]) -> tuple[Effi
             exposed=kind.exposed[i],
             round_seconds=kind.round_ms[i] / 1e3,
             layer_seconds=kind.layer_us[i] / 1e6,
-            exchange_seconds=kind.exchange_us[i] / 1e6,
+            allreduce_seconds=kind.allreduce_us[i] / 1e6,
         )
         for i, name in enumerate(NAMES)
     )

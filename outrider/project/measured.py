@@ -103,5 +103,5 @@ def _acceptance(figures: Mapping[str, Any]) -> Acceptance:
     if not kept:
         raise OutriderError("no guess was kept in this benchmark, so nothing can be projected from it; use --alpha")
     first = min(rates[0] * (float(figures["tau"]) - 1) / kept, 1.0)
-    nodes = float(figures["drafted_tokens"]) / float(figures["passes"]) / len(rates)
+    nodes = float(figures["draft_tokens"]) / float(figures["passes"]) / len(rates)
     return Acceptance(rates=(first, *rates[1:]), nodes=nodes)

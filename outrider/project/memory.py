@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from outrider.plan.speedup import rows_instead
+from outrider.plan.speedup import sequences_instead
 from outrider.project.equations import Model
 
 
@@ -33,7 +33,7 @@ class MemoryBudget:
         """Bytes of weights and caches while so many users are served with the draft."""
         return self.target_weights + self.draft_weights + rows * (self.target_row + self.draft_row)
 
-    def users(self, *, draft: bool = True) -> int | None:
+    def max_sequences(self, *, draft: bool = True) -> int | None:
         """How many fit; None where the memory is not known."""
         if self.memory is None:
             return None
@@ -41,8 +41,8 @@ class MemoryBudget:
         row = self.target_row + (self.draft_row if draft else 0.0)
         return max(int(left // row), 0)
 
-    def draft_in_rows(self, rows: int) -> float:
+    def draft_in_sequences(self, rows: int) -> float:
         """Users that could be served more without the draft, while it serves so many."""
-        return rows_instead(
+        return sequences_instead(
             draft_weights=self.draft_weights, draft_cache=rows * self.draft_row, row_cache=self.target_row
         )

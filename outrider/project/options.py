@@ -94,10 +94,10 @@ RoundMs = Annotated[
 LayerUs = Annotated[
     str | None, typer.Option(metavar="LIST", help="Microseconds of overhead per layer.", rich_help_panel=_SHARES)
 ]
-ExchangeUs = Annotated[
+AllreduceUs = Annotated[
     str | None, typer.Option(metavar="LIST", help="Microseconds of all-reduces per layer.", rich_help_panel=_SHARES)
 ]
-GuessUs = Annotated[
+DraftUs = Annotated[
     float | None,
     typer.Option(help="Of the host's guessing by ngram, for each user. Default: 20.", rich_help_panel=_SHARES),
 ]
@@ -129,5 +129,5 @@ class ProjectOptions:
     exposed: Exposed = None
     round_ms: RoundMs = None
     layer_us: LayerUs = None
-    exchange_us: ExchangeUs = None
-    guess_us: GuessUs = None
+    allreduce_us: AllreduceUs = None
+    draft_us: DraftUs = None

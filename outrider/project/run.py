@@ -9,8 +9,8 @@ from typing import Any
 
 from outrider._version import __version__
 from outrider.errors import OutriderError
-from outrider.project.equations import Acceptance, Drafting, Efficiency, Machine, Model, Pair, free_columns, head
-from outrider.project.machines import Own, Sheet, efficiencies, find_machine
+from outrider.project.equations import Acceptance, Drafting, Efficiency, Machine, Model, Pair, free_tokens, head
+from outrider.project.machines import Datasheet, Own, efficiencies, find_machine
 from outrider.project.measured import read_bench
 from outrider.project.memory import MemoryBudget
 from outrider.project.models import Bits, find_model
@@ -32,10 +32,10 @@ DEFINITIONS: Mapping[str, str] = MappingProxyType(
         "bound": "what the target's pass waits for",
         "stops_paying": "the batch from which no k gains; null where guesses still pay at 65536 users",
         "ahead": "1 + draft / verify: what drafting beside verification, on other hardware, could gain more at most",
-        "free_columns": "columns of a pass whose products take as long as reading the weights; null with experts, where"
+        "free_tokens": "columns of a pass whose products take as long as reading the weights; null with experts, where"
         " it depends on how many are read",
-        "draft_in_users": "(W_d + K_d) / K_t: users that could be served more without the draft",
-        "users": f"whose caches fit beside the weights in {USABLE:.0%} of the memory",
+        "draft_in_sequences": "(W_d + K_d) / K_t: users that could be served more without the draft",
+        "sequences": f"whose caches fit beside the weights in {USABLE:.0%} of the memory",
     }
 )
 
@@ -77,8 +77,8 @@ def run_project(asked: ProjectOptions, lists: Lists) -> dict[str, Any]:
     drafting = find_drafting(asked, target)
     own = Own(bandwidth=asked.bandwidth, flops=asked.flops, memory=asked.memory, devices=asked.devices)
     place, sheet = find_machine(asked.machine, own)
-    if asked.exchange_us and asked.devices == 1:
-        raise OutriderError("--exchange-us is of sums over several devices, and there is one; give --devices as well")
+    if asked.allreduce_us and asked.devices == 1:
+        raise OutriderError("--allreduce-us is of sums over several devices, and there is one; give --devices as well")
     acceptance, source = _acceptance(asked, lists.alpha)
     ks = _depths(lists.k, acceptance)
     cases = efficiencies(sheet.kind, lists.shares)
@@ -94,7 +94,7 @@ def run_project(asked: ProjectOptions, lists: Lists) -> dict[str, Any]:
         "draft": _drafting(drafting),
         "acceptance": {"rates": list(acceptance.rates), "nodes": acceptance.nodes} | source,
         "efficiency": [asdict(each) for each in cases],
-        "free_columns": {each.name: _free(target, place, each) for each in cases},
+        "free_tokens": {each.name: _free(target, place, each) for each in cases},
         "memory": [_room(target, drafting, place, context, lists.batch) for context in lists.context],
         "results": [_place(pairs, batch, context, ks, drafting) for context in lists.context for batch in lists.batch],
         "stops_paying": [
@@ -114,14 +114,14 @@ def find_drafting(asked: ProjectOptions, target: Model) -> Drafting:
         OutriderError: nobody of that name can be projected.
     """
     name, _, argument = asked.proposer.partition(":")
-    if asked.guess_us is not None and name != "ngram":
-        raise OutriderError(f"--guess-us is the host's time, and {name} takes the machine's; leave it out")
+    if asked.draft_us is not None and name != "ngram":
+        raise OutriderError(f"--draft-us is the host's time, and {name} takes the machine's; leave it out")
     if asked.draft_bits is not None and name != "draft":
         raise OutriderError(f"--draft-bits are those of a draft model, and {name} is none; leave it out")
     if name == "ngram" and not argument:
-        guess_us = _GUESS_US if asked.guess_us is None else asked.guess_us
+        guess_us = _GUESS_US if asked.draft_us is None else asked.draft_us
         if not 0 <= guess_us <= _MOST:
-            raise OutriderError(f"guess-us is {guess_us}; use a number from 0 to {_MOST}")
+            raise OutriderError(f"draft-us is {guess_us}; use a number from 0 to {_MOST}")
         return Drafting(row_seconds=guess_us / 1e6)
     if name == "draft" and argument:
         bits = Bits(weights=_DRAFT_BITS if asked.draft_bits is None else asked.draft_bits, cache=asked.cache_bits)
@@ -175,9 +175,9 @@ def _place(pairs: Sequence[Pair], batch: int, context: int, ks: Sequence[int], d
                 "tau": point.tau,
                 "speedup": point.speedup,
                 "tokens_per_s": point.tokens_per_s,
-                "tokens_per_s_user": point.tokens_per_s / batch,
+                "tokens_per_s_per_sequence": point.tokens_per_s / batch,
                 "plain_tokens_per_s": point.plain_tokens_per_s,
-                "plain_tokens_per_s_user": point.plain_tokens_per_s / batch,
+                "plain_tokens_per_s_per_sequence": point.plain_tokens_per_s / batch,
                 "draft_ms": 1e3 * point.draft_seconds,
                 "verify_ms": 1e3 * point.verify_seconds,
                 "bound": str(point.bound),
@@ -195,12 +195,12 @@ def _room(target: Model, drafting: Drafting, place: Machine, context: int, batch
         "context": context,
         "usable_bytes": usable,
         "target_weight_bytes": room.target_weights,
-        "target_cache_bytes_user": room.target_row,
+        "target_cache_bytes_per_sequence": room.target_row,
         "draft_weight_bytes": room.draft_weights,
-        "draft_cache_bytes_user": room.draft_row,
-        "users": room.users(),
-        "users_without_draft": room.users(draft=False),
-        "draft_in_users": {str(rows): room.draft_in_rows(rows) for rows in batches},
+        "draft_cache_bytes_per_sequence": room.draft_row,
+        "sequences": room.max_sequences(),
+        "sequences_without_draft": room.max_sequences(draft=False),
+        "draft_in_sequences": {str(rows): room.draft_in_sequences(rows) for rows in batches},
         "held_bytes": {str(rows): room.held(rows) for rows in batches},
     }
 
@@ -209,10 +209,10 @@ def _free(target: Model, place: Machine, each: Efficiency) -> float | None:
     if target.experts:
         return None
     rate = (place.int8 if target.int8 else place.bf16) * each.arithmetic
-    return free_columns(bandwidth=place.bandwidth * each.bandwidth, arithmetic=rate, bits=target.bits)
+    return free_tokens(bandwidth=place.bandwidth * each.bandwidth, arithmetic=rate, bits=target.bits)
 
 
-def _machine(place: Machine, sheet: Sheet) -> dict[str, Any]:
+def _machine(place: Machine, sheet: Datasheet) -> dict[str, Any]:
     return {
         "name": place.name,
         "devices": place.devices,
@@ -236,5 +236,5 @@ def _drafting(drafting: Drafting) -> dict[str, Any]:
     return {
         "model": _model(drafting.model) if drafting.model else None,
         "passes": None if drafting.model is None else ("one a round" if drafting.at_once else "one a guess"),
-        "host_seconds_user": drafting.row_seconds,
+        "host_seconds_per_sequence": drafting.row_seconds,
     }

@@ -59,8 +59,8 @@ def _places(memory: dict[str, Any], places: list[dict[str, Any]]) -> Table:
                 name,
                 str(each["k"]),
                 f"{each['tau']:.2f}",
-                _number(each["plain_tokens_per_s_user"]),
-                _number(each["tokens_per_s_user"]),
+                _number(each["plain_tokens_per_s_per_sequence"]),
+                _number(each["tokens_per_s_per_sequence"]),
                 _number(each["tokens_per_s"]),
                 f"{each['speedup']:.2f}",
                 f"{each['draft_ms']:.2f} {each['verify_ms']:.2f}",
@@ -91,16 +91,16 @@ def _memory(document: dict[str, Any]) -> list[str]:
     for each in document["memory"]:
         parts = [
             f"target weights {_bytes(each['target_weight_bytes'])}",
-            f"its cache {_bytes(each['target_cache_bytes_user'])} a user",
+            f"its cache {_bytes(each['target_cache_bytes_per_sequence'])} a user",
         ]
         if each["draft_weight_bytes"]:
             parts.append(f"draft weights {_bytes(each['draft_weight_bytes'])}")
-            parts.append(f"its cache {_bytes(each['draft_cache_bytes_user'])} a user")
+            parts.append(f"its cache {_bytes(each['draft_cache_bytes_per_sequence'])} a user")
         users = (
             "how many users fit is not known: give --memory in GB"
-            if each["users"] is None
-            else f"{counted(each['users'], 'user')} fit in {_bytes(each['usable_bytes'])}, and"
-            f" {each['users_without_draft']} without a draft"
+            if each["sequences"] is None
+            else f"{counted(each['sequences'], 'user')} fit in {_bytes(each['usable_bytes'])}, and"
+            f" {each['sequences_without_draft']} without a draft"
         )
         lines.append(f"Memory with {each['context']} tokens cached: {', '.join(parts)}; {users}.")
     return lines
@@ -119,7 +119,7 @@ def _size(model: dict[str, Any]) -> str:
 
 def _guesser(name: str, draft: dict[str, Any]) -> str:
     if draft["model"] is None:
-        return f"Guesses by {name}: {1e6 * draft['host_seconds_user']:g} µs of the host for a user and round."
+        return f"Guesses by {name}: {1e6 * draft['host_seconds_per_sequence']:g} µs of the host for a user and round."
     return f"Guesses by {name}: {_size(draft['model'])}, {draft['passes']}."
 
 
@@ -141,15 +141,15 @@ def _case(document: dict[str, Any], each: dict[str, Any]) -> str:
         f"{1e6 * each['layer_seconds']:g} µs a layer",
     ]
     if document["machine"]["devices"] > 1:
-        parts.append(f"{1e6 * each['exchange_seconds']:g} more for its sums over devices")
-    free = document["free_columns"][each["name"]]
+        parts.append(f"{1e6 * each['allreduce_seconds']:g} more for its sums over devices")
+    free = document["free_tokens"][each["name"]]
     return f"{each['name'].capitalize()}: {', '.join(parts)}{'' if free is None else f'; {free:.0f} free columns'}."
 
 
 def _fits(memory: dict[str, Any], batch: int) -> str:
-    if memory["users"] is None:
+    if memory["sequences"] is None:
         return NONE
-    return "yes" if batch <= memory["users"] else "[red]no[/red]"
+    return "yes" if batch <= memory["sequences"] else "[red]no[/red]"
 
 
 def _end(batch: int | None) -> str:

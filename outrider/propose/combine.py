@@ -40,7 +40,9 @@ class Combination:
         layers = sorted({layer for part in parts for layer in part.needs.layers})
         self.needs = Needs(layers=tuple(layers))
         self._setup = setup
-        *self._places, self.voices = accumulate(map(voices, self.parts), initial=0)  # of each part's first one; of all
+        *self._places, self.voices = accumulate(
+            map(noise_streams, self.parts), initial=0
+        )  # of each part's first one; of all
 
     def admit(self, slot: int, request: Request) -> None:
         for part in self.parts:
@@ -62,7 +64,7 @@ class Combination:
         return tuple(tuple(bits << place for bits in row) for row in draft.source)
 
 
-def voices(proposer: Proposer) -> int:
+def noise_streams(proposer: Proposer) -> int:
     """How many proposers it combines. Each has a bit in `Draft.source`."""
     return int(getattr(proposer, "voices", 1))
 
@@ -123,7 +125,7 @@ class Merge(Combination):
             self._share(row.request, budget) for row, budget in zip(batch.seqs, batch.draft_budget, strict=True)
         )
         drafts = [
-            part.propose(replace(batch, draft_budget=share, voice=batch.voice + place))
+            part.propose(replace(batch, draft_budget=share, noise_stream=batch.noise_stream + place))
             for part, place in zip(self.parts, self._places, strict=True)
         ]
         read = [self._read(part, draft) for part, draft in enumerate(drafts)]
@@ -142,7 +144,7 @@ class Merge(Combination):
         union = _Union.of(parts)
         if any(union.law):
             return union
-        said, kinds = union.sketch.chance, list[Hashable]()
+        said, kinds = union.sketch.accept_prob, list[Hashable]()
         chance: list[float] = []
         for node, above in enumerate(union.sketch.parent):
             alone = min(said[node] / said[above], 1.0) if above >= 0 and said[above] else said[node]
@@ -197,7 +199,9 @@ class _Union:
     def _add(self, part: int, sketch: TreeBuilder, law: list[int], by: Sequence[int]) -> None:
         home: list[int] = []  # of the part's nodes in here
         known = {pair: node for node, pair in enumerate(zip(self.sketch.parent, self.sketch.tokens, strict=True))}
-        for node, (token, parent, chance) in enumerate(zip(sketch.tokens, sketch.parent, sketch.chance, strict=True)):
+        for node, (token, parent, chance) in enumerate(
+            zip(sketch.tokens, sketch.parent, sketch.accept_prob, strict=True)
+        ):
             above = home[parent] if parent >= 0 else -1
             twin = None if law[node] else known.get((above, token))
             if twin is None:
@@ -206,7 +210,7 @@ class _Union:
                 self.source.append((part, node))
                 self.voices.append(0)
             elif not self.law[twin]:  # of a drawn one, the chance may not depend on what it is
-                self.sketch.chance[twin] = max(self.sketch.chance[twin], chance)
+                self.sketch.accept_prob[twin] = max(self.sketch.accept_prob[twin], chance)
             self.voices[twin] |= by[node]
             home.append(twin)
 
@@ -232,13 +236,13 @@ class _Union:
         """The drawn nodes and then the likeliest, parents before children."""
         old = self.sketch
         order = sorted(
-            range(len(old.tokens)), key=lambda node: (self.law[node] == DraftKind.ONE_HOT, -old.chance[node])
+            range(len(old.tokens)), key=lambda node: (self.law[node] == DraftKind.ONE_HOT, -old.accept_prob[node])
         )
         order = order[:budget]
         home = {-1: -1} | {node: at for at, node in enumerate(order)}
         chance, least = [], 1.0
         for node in order:
-            least = min(least, old.chance[node])
+            least = min(least, old.accept_prob[node])
             chance.append(least)
         sketch = TreeBuilder([old.tokens[n] for n in order], [home[old.parent[n]] for n in order], chance)
         laws, source = [self.law[n] for n in order], [self.source[n] for n in order]
@@ -267,7 +271,7 @@ def _draft(unions: Sequence[_Union], drafts: Sequence[Draft], device: torch.devi
         width=width,
         depth=tuple(max(depths(union.sketch.parent), default=0) for union in unions),
         chain=False,
-        accept_prob=None if drawn else tuple(tuple(union.sketch.chance) for union in unions),
+        accept_prob=None if drawn else tuple(tuple(union.sketch.accept_prob) for union in unions),
         source=tuple(tuple(union.voices) for union in unions),
     )
 

@@ -10,7 +10,7 @@ from functools import partial
 from outrider.core import tree
 from outrider.core.types import Batch, Draft, Request, Round, SequenceState
 from outrider.propose.base import Proposer, ProposerSetup, check_budget
-from outrider.propose.combine import Switch, voices
+from outrider.propose.combine import Switch, noise_streams
 
 _log = logging.getLogger("outrider")
 _PATIENCE = 3  # failures, each soon after the one before, until it stays off
@@ -29,7 +29,7 @@ class IsolatedProposer:
     def __init__(self, inner: Proposer, setup: ProposerSetup, *, name: str) -> None:
         """Guard `inner`, which logs call `name`."""
         self.inner, self.needs, self.name = inner, inner.needs, name
-        self.voices = voices(inner)
+        self.voices = noise_streams(inner)
         self.failures = 0  # in all
         self._device = setup.device
         self._requests: dict[int, Request] = {}  # by slot
@@ -41,7 +41,7 @@ class IsolatedProposer:
         self._off, self._pause = 0, _OFF  # rounds that it still stays off, and how long the next time
 
     @property
-    def off(self) -> bool:
+    def disabled(self) -> bool:
         """Whether it is not asked at present."""
         return self._off > 0
 
@@ -54,7 +54,7 @@ class IsolatedProposer:
         self._rows |= {row.slot: row for row in batch.seqs}
         none = tree.empty(len(batch.seqs), self._device)
         self._off = max(self._off - 1, 0)
-        if self.off or (self._broken and not self._mended()):
+        if self.disabled or (self._broken and not self._mended()):
             return none
         if self._lost:
             pairs = zip(batch.seqs, batch.draft_budget, strict=True)

@@ -17,13 +17,13 @@ class TreeBuilder:
 
     tokens: list[int] = field(default_factory=list)
     parent: list[int] = field(default_factory=list)  # -1 = the last committed token
-    chance: list[float] = field(default_factory=list)
+    accept_prob: list[float] = field(default_factory=list)
 
     def add(self, token: int, parent: int, chance: float) -> int:
         """Append a guess; returns its node."""
         self.tokens.append(token)
         self.parent.append(parent)
-        self.chance.append(chance)
+        self.accept_prob.append(chance)
         return len(self.tokens) - 1
 
     def path(self, emitted: Sequence[int]) -> list[int]:
@@ -45,7 +45,7 @@ def picked(sketches: Sequence[TreeBuilder], device: torch.device) -> Draft:
     size = max(width)
     if not size:
         return tree.empty(len(sketches), device)
-    chance = tuple(tuple(sketch.chance) for sketch in sketches)
+    chance = tuple(tuple(sketch.accept_prob) for sketch in sketches)
     tokens = tree.upload([sketch.tokens + [0] * (size - len(sketch.tokens)) for sketch in sketches], device)
     if all(sketch.parent == list(range(-1, len(sketch.parent) - 1)) for sketch in sketches):
         return tree.chain(tokens, width, chance=chance)

@@ -15,7 +15,7 @@ from outrider._version import __version__
 from outrider.serve.async_llm import AsyncLLM
 from outrider.serve.handler import RequestHandler
 from outrider.serve.middleware import ApiKeyMiddleware, BodyLimitMiddleware
-from outrider.serve.monitoring.metrics import EngineCounts, exposition
+from outrider.serve.monitoring.metrics import EngineMetrics, exposition
 from outrider.serve.monitoring.request_log import RequestLog
 from outrider.serve.openai.errors import RESPONSES, STREAMED, add_handlers
 from outrider.serve.openai.responses import problem
@@ -36,10 +36,10 @@ def make_app(driver: AsyncLLM, settings: Settings, *, name: str) -> FastAPI:
         driver.stop()
 
     app = FastAPI(title="Outrider", version=__version__, lifespan=lifespan)
-    driver.clocks.registry.register(EngineCounts(driver))
+    driver.clocks.registry.register(EngineMetrics(driver))
     _add_routes(app, RequestHandler(driver, settings, name=name), driver, name)
     add_handlers(app)
-    app.add_middleware(BodyLimitMiddleware, most=1024 * settings.body_kb)
+    app.add_middleware(BodyLimitMiddleware, most=1024 * settings.max_body_kb)
     if settings.api_key:
         app.add_middleware(ApiKeyMiddleware, keys=settings.api_key)
     if settings.allow_origin:  # before keys: a browser asks without one whether it may ask
@@ -84,7 +84,7 @@ def _add_routes(app: FastAPI, answers: RequestHandler, driver: AsyncLLM, name: s
 
     @app.get("/health", responses=RESPONSES)
     async def health() -> Response:
-        if ill := driver.ill:
+        if ill := driver.failure:
             return JSONResponse(problem(ill, kind="server_error"), 503)
         if lost := driver.degraded:  # no reason to start it anew: 200
             return JSONResponse({"status": "degraded", "reasons": list(lost)})

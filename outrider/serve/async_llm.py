@@ -23,11 +23,11 @@ from outrider.serve.monitoring.latency import LatencyMetrics
 from outrider.serve.prompt_encoder import PromptEncoder, with_own_tokenizer
 from outrider.serve.stream.drafts import drafts_of
 from outrider.serve.stream.text import StreamText
-from outrider.serve.stream.ticket import TOGETHER, Piece, RequestStream, StreamContent, Wakeup
+from outrider.serve.stream.ticket import TOGETHER, RequestStream, StreamChunk, StreamContent, Wakeup
 
 _log = logging.getLogger("outrider.serve")
 _IDLE = 0.05  # seconds between two looks at whether the server stops
-_ILL = 8  # rounds that failed, one after another, until the server calls itself ill
+_DEGRADED = 8  # rounds that failed, one after another, until the server calls itself ill
 _LATELY, _LAME = 64, 8  # rounds that are looked back over, and failed ones of them until the server says so
 
 
@@ -42,13 +42,15 @@ class AsyncLLM:
     never waits.
     """
 
-    def __init__(self, llm: LLM, *, queue: int, rows: int) -> None:
-        """Carry at most `rows` + `queue` requests."""
+    def __init__(self, llm: LLM, *, max_queued_requests: int, max_num_seqs: int) -> None:
+        """Accept at most `max_num_seqs + max_queued_requests` requests at a time."""
         self.front = with_own_tokenizer(llm)  # the engine's thread decodes
         self.reader = PromptEncoder(self.front)
         self.spell = cache(lambda token: self.front.decode([token]))  # what a token is alone, for the event loop
         self.clocks = LatencyMetrics()
-        self._llm, self._most, self.slots = llm, rows + queue, rows
+        self._llm = llm
+        self.slots = max_num_seqs
+        self._max_requests = max_num_seqs + max_queued_requests
         self._notes: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._open: dict[int, RequestStream] = {}
         self._news: dict[RequestStream, SequenceState] = {}  # who has something to hear of
@@ -80,9 +82,9 @@ class AsyncLLM:
         return self._taken - self._ended - self.running
 
     @property
-    def ill(self) -> str:
+    def failure(self) -> str:
         """Why this server had better be started anew; empty while all is well."""
-        if self._failing >= _ILL:
+        if self._failing >= _DEGRADED:
             return f"the last {self._failing} rounds of the engine have failed"
         return "" if self._stopping or (self._thread.is_alive() and not self._over) else "the engine does not run"
 
@@ -92,7 +94,7 @@ class AsyncLLM:
         off = tuple(
             f"proposer {guard.name} is switched off for now: it has failed {guard.failures} times"
             for guard in self.front.parts.isolated
-            if guard.off
+            if guard.disabled
         )
         if (failed := sum(tuple(self._lately))) < _LAME:
             return off
@@ -105,7 +107,7 @@ class AsyncLLM:
 
     def start(self) -> None:
         """Let the engine's thread run."""
-        self._llm.engine.on_round = self._watch
+        self._llm.engine.on_round = self._content
         self._thread.start()
 
     def stop(self) -> None:
@@ -123,8 +125,8 @@ class AsyncLLM:
         """
         if self._stopping:
             raise QueueFull("the server is stopping; ask another one")
-        if (open := self._taken - self._ended) + params.n > self._most:
-            raise QueueFull(f"{open} completions run or wait, and {self._most} may; try again later")
+        if (open := self._taken - self._ended) + params.n > self._max_requests:
+            raise QueueFull(f"{open} completions run or wait, and {self._max_requests} may; try again later")
         tokens = self.front.encode(prompt)
         try:
             requests = self.front.requests(tokens, params)
@@ -160,7 +162,7 @@ class AsyncLLM:
         for ticket in tickets:
             if self._open.pop(ticket.request.id, None):
                 self._llm.abort(ticket.request.id)
-                ticket.put(Piece(error="nobody waits for this any more"))
+                ticket.put(StreamChunk(error="nobody waits for this any more"))
                 self._done(ticket, "cancelled")
         self._wake(tickets)
 
@@ -168,7 +170,7 @@ class AsyncLLM:
         reason = "the server was stopped before this was done"
         try:
             while not self._stopping:
-                self._turn()
+                self._run_round()
         except Exception as error:
             _log.exception("the engine's thread has failed")
             reason = f"the engine failed: {error}"
@@ -188,16 +190,16 @@ class AsyncLLM:
         except Exception:
             _log.exception("what ran could not be taken back")
 
-    def _turn(self) -> None:
+    def _run_round(self) -> None:
         """Listen, and run a round if there is anything to do."""
         engine = self._llm.engine
-        self._listen(wait=not engine.busy())
+        self._handle_commands(wait=not engine.busy())
         if engine.busy():
-            if self._news and engine.reads() and perf_counter() - self._told >= TOGETHER / 2:
-                self._tell_all()  # a round that reads takes a while
+            if self._news and engine.prefilling() and perf_counter() - self._told >= TOGETHER / 2:
+                self._publish_round()  # a round that reads takes a while
             self._step()
 
-    def _listen(self, *, wait: bool) -> None:
+    def _handle_commands(self, *, wait: bool) -> None:
         """Do what the notes say; where there is nothing else to do, wait for one a while."""
         if not wait and self._notes.empty():
             return
@@ -216,29 +218,29 @@ class AsyncLLM:
             if ticket and (row.num_output_tokens > ticket.written or row.finish_reason):
                 edge = bool(row.finish_reason) or not ticket.written
                 ticket.written = row.num_output_tokens
-                self.clocks.see(row.request.id, now, row.num_output_tokens)
+                self.clocks.record(row.request.id, now, row.num_output_tokens)
                 if ticket.watch >= StreamContent.ROUNDS:
-                    self._tell(row, ticket)
+                    self._publish(row, ticket)
                     edge |= row.request.id not in self._open  # it could not be told, and no round may follow
                 if edge:
                     edges[ticket] = row
                 elif ticket.watch is not StreamContent.END:
                     self._news[ticket] = row
         if now - self._told >= TOGETHER:
-            self._tell_all()
-        self._tell_these(edges)
+            self._publish_round()
+        self._notify(edges)
 
-    def _tell_all(self) -> None:
+    def _publish_round(self) -> None:
         """Let readers hear of all rounds since the last time: to wake one costs more than its few tokens do."""
         self._told, news, self._news = perf_counter(), self._news, {}
         for drift, stats in zip(self.drifts, self._llm.engine.alternative_stats, strict=True):
-            drift.see(stats)
-        self._tell_these(news)
+            drift.update(stats)
+        self._notify(news)
 
-    def _tell_these(self, news: Mapping[RequestStream, SequenceState]) -> None:
+    def _notify(self, news: Mapping[RequestStream, SequenceState]) -> None:
         for ticket, row in news.items():
             if ticket.request.id in self._open and (row.num_output_tokens > ticket.given or row.finish_reason):
-                self._tell(row, ticket)
+                self._publish(row, ticket)
         self._wake(list(news))
 
     def _round(self) -> Sequence[SequenceState]:
@@ -268,45 +270,45 @@ class AsyncLLM:
         elif self._alike.bit_count() == 1:  # 2, 4, 8, ...
             _log.error("%d rounds have failed alike, and ran again without guesses: %s", self._alike, said)
 
-    def _tell(self, row: SequenceState, ticket: RequestStream) -> None:
+    def _publish(self, row: SequenceState, ticket: RequestStream) -> None:
         try:
-            piece = self._piece(row, ticket)
+            piece = self._chunk(row, ticket)
         except Exception as error:  # of its text, which is nobody else's
             _log.exception("a completion could not be told")
             self._llm.abort(row.request.id)
-            piece = Piece(error=f"the text cannot be written: {error}")
+            piece = StreamChunk(error=f"the text cannot be written: {error}")
         ticket.put(piece)
         if row.finish_reason or piece.error:
             del self._open[row.request.id]
             self._done(ticket, "error" if piece.error else str(row.finish_reason))
 
-    def _piece(self, row: SequenceState, ticket: RequestStream) -> Piece:
+    def _chunk(self, row: SequenceState, ticket: RequestStream) -> StreamChunk:
         completion = self._llm.completion(row) if row.finish_reason else None
-        return Piece(
+        return StreamChunk(
             tokens=tuple(row.token_ids[len(row.request.prompt_token_ids) + ticket.given :]),
-            guessed=tuple(row.from_draft[ticket.given :]),
+            from_draft=tuple(row.from_draft[ticket.given :]),
             logprobs=tuple(row.logprobs[ticket.given : row.num_output_tokens]),
-            guesses=ticket.guesses,
+            drafts=ticket.guesses,
             completion=None if row.error else completion,
             error=row.error,
         )
 
-    def _watch(self, round: Round) -> None:
+    def _content(self, round: Round) -> None:
         for b, row in enumerate(round.batch.seqs):
             ticket = self._open.get(row.request.id)
-            if ticket and ticket.watch is StreamContent.GUESSES:
+            if ticket and ticket.watch is StreamContent.DRAFTS:
                 ticket.guesses = drafts_of(round, b, self._llm.parts.draft_sources)
 
     def _wake(self, tickets: Sequence[RequestStream]) -> None:
         if tickets and self._bell:
-            self._bell.ring(tickets)
+            self._bell.notify(tickets)
 
     def _fail(self, reason: str) -> None:
         """End all that is open."""
         tickets = list(self._open.values())
         self._open.clear()
         for ticket in tickets:
-            ticket.put(Piece(error=reason))
+            ticket.put(StreamChunk(error=reason))
             self._done(ticket, "error")
         self._wake(tickets)
         for ticket in tickets:  # last, since a broken engine may refuse

@@ -40,19 +40,19 @@ def serve(load: Callable[[], LLM], settings: Settings, *, target: str | None) ->
     except ImportError as error:
         raise OutriderError(f'the server needs {error.name}; run pip install "outrider[serve]"') from error
     log_as(settings.log_format)
-    name = settings.name or model_folder(target).resolve().name
+    name = settings.served_model_name or model_folder(target).resolve().name
     with ExitStack() as held:
         taken = [held.enter_context(closing(each)) for each in bind(settings.host, settings.port)]
         llm = load()
         typer.echo(_memory(llm), err=True)
-        driver = AsyncLLM(llm, queue=settings.queue, rows=settings.max_num_seqs)
+        driver = AsyncLLM(llm, max_queued_requests=settings.max_queued_requests, max_num_seqs=settings.max_num_seqs)
         gc.collect()
         gc.freeze()  # what has been loaded stays, and need not be looked through while others wait
         config = uvicorn.Config(
             make_app(driver, settings, name=name),
             log_level="warning",
             log_config=None,  # its lines are to look like ours
-            timeout_graceful_shutdown=settings.drain,
+            timeout_graceful_shutdown=settings.shutdown_timeout,
         )
         server = uvicorn.Server(config)
         listen(taken, settings.host)

@@ -16,13 +16,13 @@ from outrider.errors import OutriderError
 from outrider.llm import Prompt
 from outrider.serve.async_llm import AsyncLLM
 from outrider.serve.monitoring.request_log import Entry, entry_of
-from outrider.serve.openai.errors import UnknownModel, about, spelled_as
-from outrider.serve.openai.responses import Parts, Reply, problem
-from outrider.serve.openai.schema import ChatRequest, CompletionRequest, Sampling
+from outrider.serve.openai.errors import UnknownModel, about, rename_param
+from outrider.serve.openai.responses import ChunkBuilder, ResponseBuilder, problem
+from outrider.serve.openai.schema import ChatRequest, CompletionRequest, SamplingFields
 from outrider.serve.openai.tools import Tools, conversation, knows_calls
 from outrider.serve.settings import Settings
 from outrider.serve.stream.smoothing import smoothed
-from outrider.serve.stream.ticket import Piece, RequestStream, StreamContent
+from outrider.serve.stream.ticket import RequestStream, StreamChunk, StreamContent
 
 _GONE = 499  # who asked has hung up, so nobody reads it
 
@@ -42,7 +42,7 @@ class RequestHandler:
     async def answer(self, asked: CompletionRequest | ChatRequest, request: Request) -> Response:
         """Raises InvalidParam for a mistake, QueueFull where too many wait."""
         self.check_model(asked.model)
-        with spelled_as(asked):
+        with rename_param(asked):
             return await (
                 self._chat(asked, request) if isinstance(asked, ChatRequest) else self._completion(asked, request)
             )
@@ -71,8 +71,8 @@ class RequestHandler:
         with about("tools"):
             calls = tools.constraint() if tools else None
         params = asked.params(
-            most=asked.most(),
-            logprobs=asked.wanted(),
+            most=asked.max_output_tokens(),
+            logprobs=asked.num_logprobs(),
             scope=asked.user or "",
             constraint=calls or constraint,
         )
@@ -82,7 +82,7 @@ class RequestHandler:
 
     async def _answer(
         self,
-        asked: Sampling,
+        asked: SamplingFields,
         prompts: Sequence[Prompt],
         params: SamplingParams,
         request: Request,
@@ -91,20 +91,20 @@ class RequestHandler:
     ) -> Response:
         if asked.stream_options and not asked.stream:
             raise InvalidParam("stream_options", "stream_options are for streams; set stream, or leave them out")
-        if len(prompts) * params.n > self._settings.most_n:
+        if len(prompts) * params.n > self._settings.max_n:
             raise InvalidParam(
                 "n" if params.n > 1 else "prompt",
                 f"{len(prompts)} prompts with n = {params.n} are {len(prompts) * params.n} completions; ask for at most"
-                f" {self._settings.most_n} at once",
+                f" {self._settings.max_n} at once",
             )
         if params.constraint:
             async with self._compiling:  # elsewhere, one at a time: it may take seconds
                 with about("constraint"):
                     await asyncio.to_thread(self._driver.front.prepare, params.constraint)
-        watch = asked.watch()
+        watch = asked.stream_content()
         if watch is StreamContent.TEXT and self._settings.smooth:
-            watch = StreamContent.WORDS
-        reply = Reply(
+            watch = StreamContent.TOKENS
+        reply = ResponseBuilder(
             chat=isinstance(asked, ChatRequest),
             model=self._name,
             decode=self._driver.front.decode,
@@ -141,7 +141,7 @@ class RequestHandler:
 
     async def _whole(
         self,
-        reply: Reply,
+        reply: ResponseBuilder,
         tickets: Sequence[RequestStream],
         prompts: int,
         *,
@@ -153,7 +153,7 @@ class RequestHandler:
         either: list[asyncio.Future[Any]] = [work, gone]
         entry.finish = "cancelled"
         try:
-            async with asyncio.timeout(self._settings.timeout or None):
+            async with asyncio.timeout(self._settings.request_timeout or None):
                 await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
                 return Response(status_code=_GONE)
@@ -171,11 +171,11 @@ class RequestHandler:
             return JSONResponse(problem(error, kind="server_error"), 500)
         completions = [_completion(end) for end in ends]
         entry.end(completions)
-        return JSONResponse(reply.whole(completions, prompts))
+        return JSONResponse(reply.response(completions, prompts))
 
     async def _stream(
         self,
-        reply: Reply,
+        reply: ResponseBuilder,
         tickets: Sequence[RequestStream],
         prompts: int,
         *,
@@ -186,9 +186,9 @@ class RequestHandler:
         entry = entry_of(request.scope)
         entry.finish = "cancelled"
         ends: dict[int, Completion] = {}
-        parts = [reply.parts(index) for index in range(len(tickets))]
+        parts = [reply.chunks(index) for index in range(len(tickets))]
         try:
-            async with asyncio.timeout(self._settings.timeout or None):
+            async with asyncio.timeout(self._settings.request_timeout or None):
                 async for index, pieces in _merged(tickets):
                     events, end = _told(parts[index], pieces, entry), pieces[-1]
                     if end.error:
@@ -199,7 +199,7 @@ class RequestHandler:
                         ends[index] = end.completion
                     if len(ends) == len(tickets):
                         entry.end([ends[i] for i in sorted(ends)])
-                        events += _event(reply.last(entry.completions, prompts)) if tell else ""
+                        events += _event(reply.usage_chunk(entry.completions, prompts)) if tell else ""
                         events += "data: [DONE]\n\n"
                     yield events  # in one call to the system
         except TimeoutError:
@@ -210,32 +210,32 @@ class RequestHandler:
             self._driver.cancel(tickets)
 
     def _late(self) -> str:
-        return f"the request took longer than {self._settings.timeout:g} seconds"
+        return f"the request took longer than {self._settings.request_timeout:g} seconds"
 
 
-async def _end(ticket: RequestStream, entry: Entry) -> Piece:
+async def _end(ticket: RequestStream, entry: Entry) -> StreamChunk:
     """The last piece of a completion."""
-    async for pieces in ticket.pieces():
+    async for pieces in ticket.chunks():
         for piece in pieces:
             entry.see(len(piece.tokens))
     return piece
 
 
-def _pieces(ticket: RequestStream) -> AsyncIterator[list[Piece]]:
+def _pieces(ticket: RequestStream) -> AsyncIterator[list[StreamChunk]]:
     return (
-        smoothed(ticket.pieces(), asyncio.get_running_loop())
-        if ticket.watch is StreamContent.WORDS
-        else ticket.pieces()
+        smoothed(ticket.chunks(), asyncio.get_running_loop())
+        if ticket.watch is StreamContent.TOKENS
+        else ticket.chunks()
     )
 
 
-async def _merged(tickets: Sequence[RequestStream]) -> AsyncIterator[tuple[int, list[Piece]]]:
+async def _merged(tickets: Sequence[RequestStream]) -> AsyncIterator[tuple[int, list[StreamChunk]]]:
     """The pieces of several completions as they come."""
     if len(tickets) == 1:
         async for pieces in _pieces(tickets[0]):
             yield 0, pieces
         return
-    ready: asyncio.Queue[tuple[int, list[Piece]]] = asyncio.Queue(maxsize=len(tickets))
+    ready: asyncio.Queue[tuple[int, list[StreamChunk]]] = asyncio.Queue(maxsize=len(tickets))
 
     async def read(index: int, ticket: RequestStream) -> None:
         async for pieces in _pieces(ticket):
@@ -253,7 +253,7 @@ async def _merged(tickets: Sequence[RequestStream]) -> AsyncIterator[tuple[int, 
             reader.cancel()
 
 
-def _told(parts: Parts, pieces: Sequence[Piece], entry: Entry) -> str:
+def _told(parts: ChunkBuilder, pieces: Sequence[StreamChunk], entry: Entry) -> str:
     """The events of some pieces of a completion, of which the last one may be an error."""
     events = []
     for piece in pieces:
@@ -265,7 +265,7 @@ def _told(parts: Parts, pieces: Sequence[Piece], entry: Entry) -> str:
     return "".join(events)
 
 
-def _completion(end: Piece) -> Completion:
+def _completion(end: StreamChunk) -> Completion:
     assert end.completion is not None
     return end.completion
 

@@ -40,23 +40,23 @@ class BodyLimitMiddleware:
     """Turns away requests larger than so many bytes, told or not."""
 
     def __init__(self, app: ASGIApp, most: int) -> None:
-        self._app, self._most = app, most
+        self._app, self._max_requests = app, most
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         told = dict(scope["headers"]).get(b"content-length", b"0")
-        body, more = bytearray(), told.isdigit() and int(told) <= self._most
+        body, more = bytearray(), told.isdigit() and int(told) <= self._max_requests
         fits = more
         while more and fits:  # read whole, so that what is too long is refused before anybody parses it
             message = await receive()
             if message["type"] == "http.disconnect":
                 return
             body += message.get("body", b"")
-            more, fits = message.get("more_body", False), len(body) <= self._most
+            more, fits = message.get("more_body", False), len(body) <= self._max_requests
         if not fits:
-            answer = JSONResponse(problem(f"the request is larger than {self._most} bytes"), 413)
+            answer = JSONResponse(problem(f"the request is larger than {self._max_requests} bytes"), 413)
             await answer(scope, receive, send)
             return
         await self._app(scope, _again(bytes(body), receive), send)

@@ -21,10 +21,10 @@ class Settings:
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="Port to listen on. 0: a free port.", rich_help_panel=_WHERE)
     ] = 8000
-    name: Annotated[
+    served_model_name: Annotated[
         str | None,
         typer.Option(
-            "--name",
+            "--served-model-name",
             metavar="NAME",
             help="Model name in the API. Default: the name of its folder.",
             rich_help_panel=_WHERE,
@@ -64,13 +64,13 @@ class Settings:
             rich_help_panel=_LIMITS,
         ),
     ] = 60.0
-    queue: Annotated[
+    max_queued_requests: Annotated[
         int,
         typer.Option(
             min=0, help="Requests that may wait. Further ones are answered with 429.", rich_help_panel=_LIMITS
         ),
     ] = 256
-    most_n: Annotated[
+    max_n: Annotated[
         int,
         typer.Option(
             "--max-n",
@@ -79,10 +79,10 @@ class Settings:
             rich_help_panel=_LIMITS,
         ),
     ] = 16
-    body_kb: Annotated[int, typer.Option(min=1, help="Most kilobytes of a request body.", rich_help_panel=_LIMITS)] = (
-        1024
-    )
-    timeout: Annotated[
+    max_body_kb: Annotated[
+        int, typer.Option(min=1, help="Most kilobytes of a request body.", rich_help_panel=_LIMITS)
+    ] = 1024
+    request_timeout: Annotated[
         float, typer.Option(min=0.0, help="Most seconds of a request. 0: no limit.", rich_help_panel=_LIMITS)
     ] = 0.0
     smooth: Annotated[
@@ -101,7 +101,7 @@ class Settings:
     log_format: Annotated[
         str, typer.Option(metavar="NAME", help="Format of the request log: text or json.", rich_help_panel=_WHERE)
     ] = "text"
-    drain: Annotated[
+    shutdown_timeout: Annotated[
         int,
         typer.Option(min=0, help="Seconds that requests have to end when the server stops.", rich_help_panel=_LIMITS),
     ] = 30

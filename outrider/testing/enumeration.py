@@ -204,10 +204,10 @@ class _Tape:
         self._instance, self._answers, self._draft = cases.instance, iter(cases.answers), draft
         self._tossed: list[torch.Tensor] = []
 
-    def token(self, law: torch.Tensor, ahead: torch.Tensor) -> torch.Tensor:
+    def sample(self, law: torch.Tensor, ahead: torch.Tensor) -> torch.Tensor:
         return self._answer(law / law.sum(-1, keepdim=True))
 
-    def race(self, law: torch.Tensor, ahead: torch.Tensor) -> torch.Tensor:
+    def sample_race(self, law: torch.Tensor, ahead: torch.Tensor) -> torch.Tensor:
         """As `token`, given what the draft tells of its race."""
         if law.dim() != 3:
             raise OutriderError("race is asked of some nodes; ask it of all at once, with a law [B, 1 + N, V]")
@@ -222,9 +222,9 @@ class _Tape:
             law[:, node] = torch.where(known[:, None], _normalised(joint, law[:, node]), law[:, node])
         return self._answer(law)
 
-    def flip(self, chance: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    def bernoulli(self, chance: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         if chance.dim() > 1:
-            return torch.stack([self.flip(chance[:, i], index[:, i]) for i in range(chance.shape[1])], 1)
+            return torch.stack([self.bernoulli(chance[:, i], index[:, i]) for i in range(chance.shape[1])], 1)
         chance = chance.nan_to_num(nan=0.0, posinf=1.0).clamp(0.0, 1.0)
         coin = torch.where((chance > 0) & (chance < 1), index, -1 - len(self._tossed))
         if any(bool((coin == old).any()) for old in self._tossed):

@@ -9,9 +9,9 @@ import torch
 from rich.console import Console
 
 from outrider.errors import OutriderError
-from outrider.heads.description import Description
-from outrider.heads.files import read_partner, write_folder
-from outrider.heads.formats.base import Config, Partner, Tensors, Trained
+from outrider.heads.description import HeadDescription
+from outrider.heads.files import read_target_info, write_folder
+from outrider.heads.formats.base import Config, TargetInfo, Tensors, Trained
 from outrider.heads.formats.registry import format_of
 from outrider.heads.store import KEY, OWN, WEIGHTS, filled, read_trained
 from outrider.loader.embedded import model_folder
@@ -39,7 +39,7 @@ def run_convert(folder: str, *, to: str, out: str, target: str | None, console: 
     check_folder(out, "--out")
     if path.exists() and any(path.iterdir()):
         raise OutriderError(f"{out} is there already; give a folder that is empty or new")
-    partner = read_partner(model_folder(target)) if target else None
+    partner = read_target_info(model_folder(target)) if target else None
     found = checked(model_folder(folder), partner)
     if format is None:
         config, tensors, file = {"model_type": KEY, KEY: found.description.to_json()}, found.weights, WEIGHTS
@@ -59,7 +59,7 @@ def run_convert(folder: str, *, to: str, out: str, target: str | None, console: 
     }
 
 
-def checked(folder: str | Path, partner: Partner | None) -> Trained:
+def checked(folder: str | Path, partner: TargetInfo | None) -> Trained:
     """A folder's draft, after its weights have shown to fit.
 
     Raises:
@@ -77,9 +77,9 @@ def checked(folder: str | Path, partner: Partner | None) -> Trained:
     return found
 
 
-def _partner(it: Description) -> Partner:
+def _partner(it: HeadDescription) -> TargetInfo:
     """What is known of a target by its draft."""
-    return Partner(vocab=it.vocab, hidden=it.target_hidden, layers=it.target_layers)
+    return TargetInfo(vocab=it.vocab, hidden=it.target_hidden, layers=it.target_layers)
 
 
 def _dtype(tensors: Tensors) -> str:
@@ -102,7 +102,7 @@ def _tell(found: Trained, again: Trained, out: str, console: Console) -> None:
         say("the new folder says the same in other terms: " + ", ".join(_changed(found.description, again.description)))
 
 
-def _changed(one: Description, two: Description) -> list[str]:
+def _changed(one: HeadDescription, two: HeadDescription) -> list[str]:
     """Which parts of two descriptions differ."""
     left, right = one.to_json(), two.to_json()
     parts: Config = {}

@@ -13,9 +13,9 @@ from rich.console import Console
 
 from outrider.core.params import SamplingParams
 from outrider.errors import OutriderError
-from outrider.heads.description import Block, Body, Description, FuseNorm, JoinAt, Kind, Recycle
-from outrider.heads.files import read_partner
-from outrider.heads.formats.base import Trained, Unowned
+from outrider.heads.description import Body, DraftBlock, Feedback, FuseNorm, FusionPoint, HeadDescription, Kind
+from outrider.heads.files import read_target_info
+from outrider.heads.formats.base import Trained, UnusedTensors
 from outrider.heads.formats.registry import find
 from outrider.llm import LLM
 from outrider.loader.embedded import model_folder
@@ -40,7 +40,7 @@ _NAMES = {
     Kind.HYDRA: "Hydra: heads that read the guesses before them",
     Kind.DFLASH: "DFlash: a block filled in by one pass",
     Kind.DSPARK: "DSpark: a block filled in by one pass and corrected token by token",
-    Kind.ONLOOKER: "an onlooker: layers that look at the target's own keys and values, as Gemma 4's assistants do",
+    Kind.KV_SHARING: "kv-sharing: layers that attend to the keys and values of the target, as Gemma 4 assistants do",
 }
 
 
@@ -49,7 +49,7 @@ class Probe:
     """How often a draft's first guess is what the target says next, in texts that the target wrote itself."""
 
     agreement: float
-    guesses: int
+    draft_tokens: int
     checklist: tuple[str, ...]  # what to look at, where the agreement is low
 
 
@@ -74,15 +74,15 @@ def probe(folder: str | Path, target: str, *, dtype: str = "auto") -> Probe:
         raise OutriderError(f"{folder} made no guess; give a target that goes on with a text")
     agreement = stats.accepted[0] / stats.reached[0]
     low = agreement < ENOUGH
-    look = checklist(checked(folder, read_partner(model_folder(target))).description) if low else ()
-    return Probe(agreement=agreement, guesses=stats.reached[0], checklist=look)
+    look = checklist(checked(folder, read_target_info(model_folder(target))).description) if low else ()
+    return Probe(agreement=agreement, draft_tokens=stats.reached[0], checklist=look)
 
 
-def checklist(it: Description) -> tuple[str, ...]:
+def checklist(it: HeadDescription) -> tuple[str, ...]:
     """What makes a draft of the right shapes guess wrongly, likeliest first."""
-    layers = ", ".join(map(str, it.taps.layers))
+    layers = ", ".join(map(str, it.aux_states.layers))
     out = [f"layer index: outputs of layers {layers} are read, counted from 0; formats differ by 1 (docs/formats.md)"]
-    norm = "after" if it.taps.final else "before"
+    norm = "after" if it.aux_states.final else "before"
     out.append(f"norm: the last of these states is taken {norm} the target's final norm, {_final(it)}")
     if it.body:
         scaled = f"scaled by {it.body.rope.scaling}" if it.body.rope else "not scaled"
@@ -90,9 +90,11 @@ def checklist(it: Description) -> tuple[str, ...]:
             f"rotary: theta is {it.body.theta:g}, positions are {scaled}, and {it.body.rotary:.0%} of a head is turned,"
             " in halves rather than in pairs of neighbours"
         )
-    if it.join:
-        first = "the embedding first" if it.join.embedding_first else "the state first"
-        on = "masks have a state of their own" if it.masks else f"what goes on behind a guess is the {it.recycle} state"
+    if it.input_fusion:
+        first = "the embedding first" if it.input_fusion.embedding_first else "the state first"
+        on = (
+            "masks have a state of their own" if it.masks else f"what goes on behind a guess is the {it.feedback} state"
+        )
         out.append(f"concat order: {first}; {on}")
     if it.block:
         first = "guesses the token behind it" if it.block.sample_from_anchor else "guesses nothing"
@@ -115,23 +117,30 @@ def run_inspect(folder: str, *, target: str | None = None, as_json: bool = False
     Raises:
         OutriderError: there is no draft, it is damaged, or it belongs to another target.
     """
-    say, place = Teller(Console(stderr=as_json)), model_folder(folder)
+    say, place = ProgressPrinter(Console(stderr=as_json)), model_folder(folder)
     try:
-        document = _told(checked(place, read_partner(model_folder(target)) if target else None), say)
-    except Unowned as reason:
+        document = _told(checked(place, read_target_info(model_folder(target)) if target else None), say)
+    except UnusedTensors as reason:
         document = _unowned(place, reason, say)
     if target:
         seen = probe(place, target)
-        say("first guess", f"right in {seen.agreement:.0%} of {seen.guesses} places, in texts that the target wrote")
+        say(
+            "first guess",
+            f"right in {seen.agreement:.0%} of {seen.draft_tokens} places, in texts that the target wrote",
+        )
         for line in seen.checklist:
             say("check", line)
-        document["probe"] = {"agreement": seen.agreement, "guesses": seen.guesses, "checklist": list(seen.checklist)}
+        document["probe"] = {
+            "agreement": seen.agreement,
+            "guesses": seen.draft_tokens,
+            "checklist": list(seen.checklist),
+        }
     if as_json:
         print(json.dumps(document))
     return document
 
 
-class Teller:
+class ProgressPrinter:
     """Lines of a name and a text."""
 
     def __init__(self, console: Console) -> None:
@@ -141,9 +150,9 @@ class Teller:
         self._console.print(f"{name:12}{text}", highlight=False, markup=False, soft_wrap=True)
 
 
-def _told(found: Trained, say: Teller) -> dict[str, Any]:
+def _told(found: Trained, say: ProgressPrinter) -> dict[str, Any]:
     say("format", found.format)
-    for name, text in words(found.description):
+    for name, text in describe(found.description):
         say(name, text)
     sizes = _sizes(value for name, value in found.weights.items() if name != "ids")
     say("weights", _weighed(sizes))
@@ -153,7 +162,7 @@ def _told(found: Trained, say: Teller) -> dict[str, Any]:
     return {"format": found.format, **sizes, "left_aside": left, "description": found.description.to_json()}
 
 
-def _unowned(folder: Path, reason: Unowned, say: Teller) -> dict[str, Any]:
+def _unowned(folder: Path, reason: UnusedTensors, say: ProgressPrinter) -> dict[str, Any]:
     """What can be said of a draft whose target must be known."""
     found = find(folder)
     assert found is not None
@@ -174,23 +183,25 @@ def _weighed(sizes: dict[str, int]) -> str:
     return f"{sizes['parameters'] / 1e6:.2f}M parameters, {sizes['bytes'] / 1e6:.1f} MB"
 
 
-def words(it: Description) -> list[tuple[str, str]]:
+def describe(it: HeadDescription) -> list[tuple[str, str]]:
     """A description for people: what, and how."""
-    many = "s" if len(it.taps.layers) > 1 else ""
-    layers = ", ".join(map(str, it.taps.layers))
+    many = "s" if len(it.aux_states.layers) > 1 else ""
+    layers = ", ".join(map(str, it.aux_states.layers))
     target = f"a target with {it.target_layers} layers, {it.target_hidden} wide, {it.vocab} tokens"
     out = [
         ("draft", _NAMES.get(it.kind, str(it.kind))),
         ("reads", f"output{many} of layer{many} {layers}, counted from 0, of {target}"),
     ]
-    if it.taps.final:
+    if it.aux_states.final:
         out.append(("", "the last of them after the target's final norm"))
-    if it.taps.norm is not FuseNorm.NONE:
-        out.append(("", "each normed before they are fused" if it.taps.norm is FuseNorm.EACH else "normed all at once"))
-    for view in sorted(set(it.views), key=lambda view: view.layer):
+    if it.aux_states.norm is not FuseNorm.NONE:
+        out.append(
+            ("", "each normed before they are fused" if it.aux_states.norm is FuseNorm.EACH else "normed all at once")
+        )
+    for view in sorted(set(it.shared_kv), key=lambda view: view.layer):
         far = f"the last {view.window} entries" if view.window else "all entries"
         out.append(("looks at", f"{far} of layer {view.layer}: {view.key_heads} key heads of {view.dim}"))
-    if it.join:
+    if it.input_fusion:
         out.append(("joins", _joined(it)))
     if it.body:
         out.append(("layers", _layers(it.body)))
@@ -201,31 +212,37 @@ def words(it: Description) -> list[tuple[str, str]]:
         own = "one output layer of their own" if it.stack.one_head else own
         out.append(("heads", f"{it.stack.heads} with {it.stack.layers} residual blocks each, and {own}"))
     if it.masks:
-        out.append(("one pass", f"makes {it.masks.guesses} guesses; masks have token {it.masks.token}'s embedding"))
+        out.append(
+            ("one pass", f"makes {it.masks.draft_tokens} guesses; masks have token {it.masks.token}'s embedding")
+        )
     if it.block:
         out.append(("block", _filled_in(it.block)))
-    elif it.body and not it.at_once:
-        out.append(("carries on", "its normed output" if it.recycle is Recycle.NORMED else "its output as it is"))
-    tables = [name for name, has in (("embeddings", it.own_embedding), ("an output layer", it.own_head)) if has]
-    out.append(("guesses", f"{it.guessed} tokens" + (f", with {' and '.join(tables)} of its own" if tables else "")))
+    elif it.body and not it.parallel_draft_tokens:
+        out.append(("carries on", "its normed output" if it.feedback is Feedback.NORMED else "its output as it is"))
+    tables = [name for name, has in (("embeddings", it.own_embedding), ("an output layer", it.own_lm_head)) if has]
+    out.append(
+        ("guesses", f"{it.output_vocab} tokens" + (f", with {' and '.join(tables)} of its own" if tables else ""))
+    )
     return out
 
 
-def _filled_in(block: Block) -> str:
+def _filled_in(block: DraftBlock) -> str:
     traits = {
         "the text's last token guesses, too": block.sample_from_anchor,
         f"corrected by the token before, with rank {block.markov_rank}": block.markov_rank > 0,
         "judged": block.confidence,
     }
-    return f"{block.guesses} guesses of {block.size} columns" + "".join(f", {t}" for t, has in traits.items() if has)
+    return f"{block.draft_tokens} guesses of {block.size} columns" + "".join(
+        f", {t}" for t, has in traits.items() if has
+    )
 
 
-def _joined(it: Description) -> str:
-    assert it.join is not None
-    place = "in a projection" if it.join.at is JoinAt.PROJECTION else "at the attention's input"
-    order = "embedding, then state" if it.join.embedding_first else "state, then embedding"
-    zero = ", the text's first embedding as zeros" if it.join.zero_first else ""
-    return f"{order}, {place}, {'both normed' if it.join.norms else 'without norms'}{zero}"
+def _joined(it: HeadDescription) -> str:
+    assert it.input_fusion is not None
+    place = "in a projection" if it.input_fusion.at is FusionPoint.PROJECTION else "at the attention's input"
+    order = "embedding, then state" if it.input_fusion.embedding_first else "state, then embedding"
+    zero = ", the text's first embedding as zeros" if it.input_fusion.zero_first else ""
+    return f"{order}, {place}, {'both normed' if it.input_fusion.norms else 'without norms'}{zero}"
 
 
 def _layers(body: Body) -> str:
@@ -243,7 +260,7 @@ def _layers(body: Body) -> str:
     )
 
 
-def _final(it: Description) -> str:
+def _final(it: HeadDescription) -> str:
     return (
         "and the draft's own stands before its output layer" if it.final_norm else "and the draft has none of its own"
     )

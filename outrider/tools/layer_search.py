@@ -42,7 +42,7 @@ class Figures:
     """What rounds with some layers as the draft come to."""
 
     expression: str
-    kept: tuple[int, ...]
+    accepted: tuple[int, ...]
     k: int
     agreement: float  # share of tokens that the draft would have guessed, one at a time
     tau: float
@@ -58,13 +58,13 @@ class Figures:
 class Timing:
     """Milliseconds, measured here on a short text."""
 
-    guess: float
+    draft: float
     plain: float  # the target's pass without guesses
     verify: float  # and with k of them
 
     def speedup(self, figures: Figures) -> float:
         """tau plain / (k guess + verify): see `outrider.plan.speedup.speedup`, the host left out."""
-        return figures.tau * self.plain / (figures.k * self.guess + self.verify)
+        return figures.tau * self.plain / (figures.k * self.draft + self.verify)
 
 
 def rounds(agree: Sequence[bool], k: int) -> int:
@@ -105,17 +105,17 @@ def halves(prompts: Sequence[Prompt], seed: int) -> tuple[list[Prompt], list[Pro
 class LayerSearch:
     """Reads texts with parts of a target, and finds the part that is the best draft."""
 
-    def __init__(self, target: Target, texts: Sequence[Text], *, budget: int, told: Callable[[str], None]) -> None:
-        """Search on `texts`, trying up to `budget` sets of layers; `told` hears how far it is.
+    def __init__(self, target: Target, texts: Sequence[Text], *, max_trials: int, told: Callable[[str], None]) -> None:
+        """Search on `texts`, trying up to `max_trials` sets of layers; `told` hears how far it is.
 
         Raises:
             OutriderError: the target's layers cannot be had one by one, or there are no two of them.
         """
         if not isinstance(target, SelfDraftTarget) or target.layers < 2:
             raise OutriderError("this target has no layers to choose from; use draft:DIR or ngram")
-        if budget < 1:
-            raise OutriderError(f"budget is {budget}; let the search try one set of layers at least")
-        self._target, self._texts, self._budget, self._told = target, texts, budget, told
+        if max_trials < 1:
+            raise OutriderError(f"--max-trials is {max_trials}; use at least 1")
+        self._target, self._texts, self._max_trials, self._told = target, texts, max_trials, told
         self._known: dict[tuple[int, ...], Figures] = {}
         layers, head = target.read_bytes()
         self._costs, self._head = [each / (sum(layers) + head) for each in layers], head / (sum(layers) + head)
@@ -129,21 +129,21 @@ class LayerSearch:
     def best_skip(self) -> Figures | None:
         """Leave out one layer after another, each time the one without which most is gained.
 
-        None where the budget is used up before a layer has been left out.
+        None where the max_trials is used up before a layer has been left out.
         """
         everything = tuple(range(self.layers))
         single = {layer: self._try(_without(everything, layer)) for layer in everything}
         order = sorted(everything, key=lambda layer: -_promise(single[layer]))
         if not (known := [figures for figures in single.values() if figures]):
             return None
-        best = kept = max(known, key=_promise).kept
+        best = kept = max(known, key=_promise).accepted
         since = 0
         while since < _PATIENCE and len(kept) > 1:
             tried = [_without(kept, layer) for layer in order if layer in kept][:_BREADTH]
             found = [figures for each in tried if (figures := self._try(each))]
             if not found:
                 break
-            kept = max(found, key=_promise).kept
+            kept = max(found, key=_promise).accepted
             better = _promise(self._known[kept]) > _promise(self._known[best])
             best, since = (kept, 0) if better else (best, since + 1)
         return self._known[best]
@@ -155,14 +155,14 @@ class LayerSearch:
 
     def report(self, found: Figures, texts: Sequence[Text]) -> Figures:
         """The same part with the same number of guesses, on other texts."""
-        return self._figures(found.kept, texts, ks=(found.k,))
+        return self._figures(found.accepted, texts, ks=(found.k,))
 
     def _try(self, kept: tuple[int, ...]) -> Figures | None:
-        """On the texts to search on; None where the budget is used up."""
+        """On the texts to search on; None where the max_trials is used up."""
         if kept not in self._known:
-            if len(self._known) == self._budget:
+            if len(self._known) == self._max_trials:
                 return None
-            self._told(f"set {len(self._known) + 1} of {self._budget} at most: {expression(kept, self.layers)}")
+            self._told(f"set {len(self._known) + 1} of {self._max_trials} at most: {expression(kept, self.layers)}")
             self._known[kept] = self._figures(kept, self._texts, ks=range(1, _MOST + 1))
         return self._known[kept]
 
@@ -174,7 +174,7 @@ class LayerSearch:
         options = (
             Figures(
                 expression=expression(kept, self.layers),
-                kept=kept,
+                accepted=kept,
                 k=k,
                 agreement=sum(map(sum, agree)) / emitted,
                 tau=emitted / sum(rounds(each, k) for each in agree),
@@ -208,7 +208,7 @@ def agreement(part: Target, text: Text) -> list[bool]:
 def measure(target: Target, figures: Figures, text: Text) -> Timing:
     """Time guesses and passes behind `text`, in turns."""
     assert isinstance(target, SelfDraftTarget)
-    part = target.make_submodel(figures.kept)
+    part = target.make_submodel(figures.accepted)
     row, base = SequenceState.of(text.prompt), len(text.prompt)
     whole = Batch(seqs=(row,), start=(0,), feed=(text.prompt,), draft_budget=(0,))
     for model in (part, target):
@@ -222,7 +222,7 @@ def measure(target: Target, figures: Figures, text: Text) -> Timing:
         took.append((guess, plain, _milliseconds(target, lambda: target.score(one, guesses))))
     # The best of each: whatever else runs on the machine can only add to it.
     guess, plain, verify = (min(each) for each in zip(*took, strict=True))
-    return Timing(guess=guess, plain=plain, verify=verify)
+    return Timing(draft=guess, plain=plain, verify=verify)
 
 
 def _milliseconds(target: Target, run: Callable[[], object]) -> float:

@@ -20,7 +20,7 @@ _ROWS = 4  # texts that the target writes at once
 
 
 def run_layers(
-    llm: LLM, *, prompts: str | None, limit: int | None, budget: int, max_tokens: int, seed: int, progress: Console
+    llm: LLM, *, prompts: str | None, limit: int | None, max_trials: int, max_tokens: int, seed: int, progress: Console
 ) -> dict[str, Any]:
     """Search, and report on prompts that were held out.
 
@@ -28,7 +28,7 @@ def run_layers(
         llm: around the target, with no proposer.
         prompts: a file of JSON lines; None takes the embedded set.
         limit: prompts of each category.
-        budget: sets of layers to try at most.
+        max_trials: sets of layers to try at most.
         max_tokens: of each text that the target writes.
         seed: of the choice of prompts to hold out.
         progress: where to show how far it is.
@@ -45,7 +45,7 @@ def run_layers(
         ours, held = (write(llm, part, max_tokens) for part in parts)
         if not ours or not held:
             raise OutriderError("the target ends its texts at once; give prompts that it goes on with")
-        search = LayerSearch(target, ours, budget=budget, told=status.update)
+        search = LayerSearch(target, ours, max_trials=max_trials, told=status.update)
         found = {each.expression: each for each in (search.best_exit(), search.best_skip()) if each}
         reported = [search.report(each, held) for each in found.values()]
         timed = [measure(target, each, held[0]) for each in reported]
@@ -53,7 +53,7 @@ def run_layers(
         "benchmark": "outrider layers",
         "layers": search.layers,
         "tried": search.tried,
-        "budget": budget,
+        "max_trials": max_trials,
         "prompts": {"searched": len(ours), "held_out": len(held)},
         "seed": seed,
         "kernels": target.kernels,
@@ -70,7 +70,7 @@ def _entry(searched: Figures, held: Figures, timing: Timing) -> dict[str, Any]:
         **asdict(held),
         "speedup": held.speedup,
         "speedup_searched": searched.speedup,
-        "guess_ms": timing.guess,
+        "guess_ms": timing.draft,
         "plain_ms": timing.plain,
         "verify_ms": timing.verify,
         "speedup_by_time": timing.speedup(held),
@@ -87,7 +87,7 @@ def show_layers(document: dict[str, Any], console: Console) -> None:
         table.add_row(
             each["expression"],
             str(each["k"]),
-            f"{len(each['kept'])} of {document['layers']}",
+            f"{len(each['accepted'])} of {document['layers']}",
             f"{100 * each['agreement']:.0f}",
             f"{each['tau']:.2f}",
             f"{each['cost']:.2f}",

@@ -62,30 +62,30 @@ class Training:
         check_folder(settings.out, "--out")
         check_proposer(settings.proposer)
         found = read_prompts(settings.data, limit=settings.limit)
-        texts, held = split(found, settings.held_out, seed=settings.seed)
+        texts, held = split(found, settings.eval_data, seed=settings.seed)
         self._twice = repeated(texts, held)
         if self._twice and not rank():
             _log.warning(
                 "%d of the %d prompts to measure on are trained on, too, and tau will be better than that of others;"
-                " name others with --held-out",
+                " name others with --eval-data",
                 self._twice,
                 len(held),
             )
         self._out = Path(settings.out).expanduser()
         self._target = model_folder(settings.target)
         self._identity = _identity(kind, settings, self._target)
-        state = _state(self._out, self._identity, restart=settings.restart)
+        state = _state(self._out, self._identity, restart=settings.overwrite)
         machine.use_threads(settings.threads)
         self._heap = Heap()
         torch.manual_seed(settings.seed)
         self._room = make_train_setup(kind, settings, self._target, most=max(len(texts), len(held)))
         meet(self._room.parts.device)
         self._course, self._reader = self._prepare(texts)
-        pupil = self._room.pupil
+        pupil = self._room.trainee
         if state is None:
             pupil.begin(lambda: self._course.samples(0))
-        steps, lr = settings.steps or pupil.steps, settings.lr or pupil.lr
-        self._trainer = Trainer(pupil, losses=losses, steps=steps, decay=settings.decay, lr=lr)
+        steps, lr = settings.ttt_length or pupil.steps, settings.lr or pupil.lr
+        self._trainer = Trainer(pupil, losses=losses, steps=steps, decay=settings.loss_decay, lr=lr)
         if state:
             self._trainer.load(state)
         self._wave = state["wave"] if state else 0
@@ -114,8 +114,8 @@ class Training:
             task = bar.add_task("training", total=self._course.waves, completed=self._wave, told="")
             while self._wave < self._course.waves:
                 sums, seconds = self._run_wave()
-                if self._due(self._settings.check_every):
-                    figures = self._gauge.measure(self._room.pupil)
+                if self._due(self._settings.eval_every):
+                    figures = self._gauge.measure(self._room.trainee)
                 log.add(self._wave, sums, figures, seconds)
                 if self._due(self._settings.save_every):
                     self._trainer.save(self._out, wave=self._wave, identity=self._identity)
@@ -137,8 +137,12 @@ class Training:
         answered = perf_counter()
         out = []
         for i, grouped in enumerate(self._course.steps(samples, self._wave)):
-            texts = (self._reader.read(some, everything=settings.everything) for some in grouped)
-            out.append(self._trainer.train(texts, progress=(self._wave + i / settings.waves) / self._course.waves))
+            texts = (self._reader.read(some, everything=settings.train_on_prompts) for some in grouped)
+            out.append(
+                self._trainer.train(
+                    texts, progress=(self._wave + i / settings.steps_per_generation) / self._course.waves
+                )
+            )
             self._heap.tidy()
         self._wave += 1
         return out, {"answers": answered - began, "steps": perf_counter() - answered}
@@ -149,10 +153,10 @@ class Training:
         mine, most = range(rank(), len(texts), world()), -(-len(texts) // world())
         if not mine:
             raise OutriderError(f"{len(texts)} prompts are too few for {world()} processes; give more, or begin fewer")
-        pupil = room.pupil
-        reader = Reader(pupil.taps, room.recorder.layers, room.tables, pupil.ids, views=pupil.views)
+        pupil = room.trainee
+        reader = Reader(pupil.aux_states, room.recorder.layers, room.tables, pupil.ids, views=pupil.shared_kv)
         reader.check(room.parts.target, self._read(texts[rank()])[:_LOOKED_AT])
-        if settings.with_target is not None:
+        if settings.train_target is not None:
             given = {i: encoded(room.parts.tokenizer, texts[i], whole=True)[: room.parts.context] for i in mine}
             return PromptSchedule(Given(given), mine, settings, most=most), GivenReader(pupil.ids, room.parts.vocab)
         half = room.parts.context // 2  # and as much is left for the answer
@@ -161,26 +165,29 @@ class Training:
         if (cut := sum(len(tokens) > half for tokens in whole.values())) and not rank():
             _log.warning("%d of %d prompts are longer than half of the context and are cut at %d", cut, len(mine), half)
         archive = None
-        if settings.cache is not None:
+        if settings.cache_dir is not None:
             origin, layers = origin_of(room.parts, self._target, room.recorder.looked), room.recorder.layers
             archive = FeatureCache(
-                settings.cache, gigabytes=settings.cache_gb or _GIGABYTES, origin=origin, layers=layers
+                settings.cache_dir, gigabytes=settings.cache_gb or _GIGABYTES, origin=origin, layers=layers
             )
         manner = AnswerParams(
-            temperature=settings.temperature, tokens=settings.answer_tokens, go_on=settings.go_on, seed=settings.seed
+            temperature=settings.temperature,
+            max_tokens=settings.max_tokens,
+            ignore_eos=settings.ignore_eos,
+            seed=settings.seed,
         )
         author = AnswerGenerator(room.parts, room.recorder, prompts, manner, archive=archive)
         return PromptSchedule(author, mine, settings, most=most), reader
 
     def _read(self, prompt: Prompt) -> tuple[int, ...]:
         """What is to be gone on with: a prompt, or the first half of a text."""
-        parts, whole = self._room.parts, self._settings.with_target is not None
+        parts, whole = self._room.parts, self._settings.train_target is not None
         tokens = encoded(parts.tokenizer, prompt, whole=whole)[: parts.context // 2]
         return tokens[: max(len(tokens) // 2, 1)] if whole else tokens
 
     def _write(self, figures: Mapping[str, Any]) -> None:
         """The draft, and what it is."""
-        self._room.pupil.save(self._out)
+        self._room.trainee.save(self._out)
         facts = {**self._document(figures), "arguments": asdict(self._settings), "data": _hashes(self._settings)}
         write(self._out / FACTS, json.dumps(facts, indent=2) + "\n")
 
@@ -190,10 +197,10 @@ class Training:
             "kind": self._kind,
             "out": self._settings.out,
             "target": self._target.name,
-            "taught_target": None if self._settings.with_target is None else str(Path(self._settings.out) / TARGET),
+            "taught_target": None if self._settings.train_target is None else str(Path(self._settings.out) / TARGET),
             "waves": self._wave,
             "steps": self._trainer.step,
-            "parameters": sum(weight.numel() for weight in self._room.pupil.module.parameters()),
+            "parameters": sum(weight.numel() for weight in self._room.trainee.module.parameters()),
             "k": self._settings.k,
             "held_out": dict(figures),
             "held_out_in_data": self._twice,
@@ -208,27 +215,27 @@ def _state(folder: Path, identity: str, *, restart: bool) -> dict[str, Any] | No
     """What a training with these options has saved in a folder."""
     ours = (folder / FACTS).is_file()
     if (folder / "config.json").is_file() and not (folder / STATE).is_file() and not (ours and restart):
-        way = "; use another --out" + (", or --restart to train it anew" if ours else "")
+        way = "; use another --out" + (", or --overwrite to train it anew" if ours else "")
         raise OutriderError(f"{folder} holds a model, and no training that could go on{way}")
     state = None if restart else read_state(folder)
     if state and state["identity"] != identity:
         raise OutriderError(
-            f"{folder} holds a training with other options; use another --out, or --restart to begin anew"
+            f"{folder} holds a training with other options; use another --out, or --overwrite to begin anew"
         )
     return state
 
 
 def _identity(kind: str, settings: Settings, target: Path) -> str:
     """What two runs must have in common if one is to go on with the other's weights."""
-    draft = model_print(model_folder(settings.draft)) if settings.draft else None
+    draft = model_print(model_folder(settings.init_from)) if settings.init_from else None
     facts = {"kind": kind, "target": model_print(target), "draft": draft, "processes": world()}
-    if settings.draft_target:
-        facts["draft_target"] = model_print(model_folder(settings.draft_target))
+    if settings.init_target:
+        facts["draft_target"] = model_print(model_folder(settings.init_target))
     return json.dumps({**facts, **settings.identity(), "data": _hashes(settings)}, sort_keys=True)
 
 
 def _hashes(settings: Settings) -> list[str]:
-    files = [*settings.data, *([settings.held_out] if settings.held_out else [])]
+    files = [*settings.data, *([settings.eval_data] if settings.eval_data else [])]
     return [hashlib.sha256(Path(file).expanduser().read_bytes()).hexdigest() for file in files]
 
 

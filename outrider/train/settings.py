@@ -1,4 +1,4 @@
-"""What `outrider train` is asked for."""
+"""The options of `outrider train`."""
 
 from __future__ import annotations
 
@@ -10,238 +10,288 @@ import typer
 
 from outrider.errors import OutriderError
 
-DRAFT = "draft"  # the kind that is no head, but a small model
-_LONGEST, _GUESSER = 256, "suffix:100000"  # tokens of an answer; who guesses meanwhile
-_FAR, _WIDE, _SEEDS = 256, 1 << 20, 1 << 62  # at most: guesses or layers, a width, seeds
+DRAFT = "draft"  # the kind that trains a small language model instead of a head
+_DEFAULT_MAX_TOKENS, _DEFAULT_PROPOSER = 256, "suffix:100000"
+_FAR, _WIDE, _SEEDS = 256, 1 << 20, 1 << 62  # limits of counts, widths and seeds
 _WHAT, _DATA, _HOW, _OUT = "Draft", "Data", "Training", "Output"
-_APART = frozenset(  # places, whose contents count instead; and what changes nothing of the weights that come out
+# Options that do not change the trained weights, and paths, whose contents are hashed instead.
+_NOT_IN_IDENTITY = frozenset(
     {
         "out",
         "target",
-        "draft",
-        "draft_target",
+        "init_from",
+        "init_target",
         "data",
-        "held_out",
-        "restart",
+        "eval_data",
+        "overwrite",
         "tensorboard",
         "report",
         "threads",
         "device",
-        "check_every",
+        "eval_every",
         "save_every",
         "k",
-        "rows",
+        "max_num_seqs",
         "proposer",
-        "part",
-        "cache",
+        "micro_batch_tokens",
+        "cache_dir",
         "cache_gb",
     }
 )
-_LATER = frozenset(
-    {"mask_token", "with_target", "width"}
-)  # which trainings that are still going on may have begun without
+# Options that older trainings do not have. They count only if they are set.
+_OPTIONAL_IDENTITY = frozenset({"mask_token_id", "train_target", "hidden_size"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """The options, each once."""
+    """The options of `outrider train`, checked when made."""
 
-    out: Annotated[str, typer.Option(metavar="DIR", help="Folder to write; training goes on from what lies there.")]
+    out: Annotated[str, typer.Option(metavar="DIR", help="Folder to write. An interrupted training in it is resumed.")]
     data: Annotated[
         list[str],
         typer.Option(metavar="FILE", help="JSON lines with prompt or messages. Repeatable.", rich_help_panel=_DATA),
     ]
     target: Annotated[
-        str | None, typer.Option(metavar="DIR", help="Folder of the target. Default: @mini, which comes along.")
+        str | None, typer.Option(metavar="DIR", help="Folder of the target. Default: @mini, an embedded model.")
     ] = None
-    held_out: Annotated[
+    eval_data: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="Prompts to measure on. Default: some of the data.", rich_help_panel=_DATA),
+        typer.Option(
+            metavar="FILE",
+            help="Prompts for the evaluation. Default: a part of --data that is not trained on.",
+            rich_help_panel=_DATA,
+        ),
     ] = None
     limit: Annotated[
-        int | None, typer.Option(min=1, help="Prompts of the data. Default: all.", rich_help_panel=_DATA)
+        int | None, typer.Option(min=1, help="Prompts to train on. Default: all.", rich_help_panel=_DATA)
     ] = None
-    epochs: Annotated[int, typer.Option(min=1, help="How often a prompt is learned from.", rich_help_panel=_DATA)] = 1
-    answers: Annotated[
+    epochs: Annotated[int, typer.Option(min=1, help="Passes over the prompts.", rich_help_panel=_DATA)] = 1
+    answers_per_prompt: Annotated[
         int,
         typer.Option(
-            min=0, help="Different answers to a prompt, in turns; 0 = one for each epoch.", rich_help_panel=_DATA
+            min=0,
+            help="Different answers that the target generates to each prompt. 0: one per epoch.",
+            rich_help_panel=_DATA,
         ),
     ] = 0
-    answer_tokens: Annotated[int, typer.Option(min=1, help="Of each answer.", rich_help_panel=_DATA)] = _LONGEST
-    temperature: Annotated[float, typer.Option(min=0.0, help="Of the target's answers.", rich_help_panel=_DATA)] = 1.0
-    go_on: Annotated[
-        bool, typer.Option("--go-on", help="Answer past end-of-text, to the last token.", rich_help_panel=_DATA)
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.", rich_help_panel=_DATA)] = (
+        _DEFAULT_MAX_TOKENS
+    )
+    temperature: Annotated[
+        float, typer.Option(min=0.0, help="Sampling temperature of the answers.", rich_help_panel=_DATA)
+    ] = 1.0
+    ignore_eos: Annotated[
+        bool,
+        typer.Option(
+            "--ignore-eos", help="Continue answers after end-of-text, up to --max-tokens.", rich_help_panel=_DATA
+        ),
     ] = False
-    everything: Annotated[
-        bool, typer.Option("--everything", help="Learn from prompts as well as from answers.", rich_help_panel=_DATA)
+    train_on_prompts: Annotated[
+        bool,
+        typer.Option(
+            "--train-on-prompts",
+            help="Train on the tokens of the prompts as well as of the answers.",
+            rich_help_panel=_DATA,
+        ),
     ] = False
-    draft: Annotated[
+    init_from: Annotated[
         str | None,
         typer.Option(
             metavar="DIR",
-            help="What to go on with: a trained draft of the same kind, or for the kind draft a small model.",
+            help="Weights to start from: a trained draft of the same kind, or a small model for the kind draft.",
             rich_help_panel=_WHAT,
         ),
     ] = None
-    draft_target: Annotated[
+    init_target: Annotated[
         str | None,
         typer.Option(
             metavar="DIR",
-            help="What --draft was trained for, if that is another target: how it sees this one is found anew.",
+            help="Target that --init-from was trained for, if it is not --target. Its input"
+            " projection is fitted to the new target.",
             rich_help_panel=_WHAT,
         ),
     ] = None
     depth: Annotated[
         int,
         typer.Option(
-            min=0, help="Decoder layers, or independent heads; 0 = one layer, four heads.", rich_help_panel=_WHAT
+            min=0, help="Decoder layers, or heads of medusa and hydra. 0: one layer, four heads.", rich_help_panel=_WHAT
         ),
     ] = 0
-    ffn: Annotated[
-        int, typer.Option(min=0, help="Width of the perceptrons; 0 = as Llama's.", rich_help_panel=_WHAT)
+    intermediate_size: Annotated[
+        int,
+        typer.Option(min=0, help="Width of the MLP. 0: 8/3 of the hidden size, as in Llama.", rich_help_panel=_WHAT),
     ] = 0
-    width: Annotated[
+    hidden_size: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="Of a draft that reads three layers of the target. Default: the target's, and half of it for slim.",
+            help="Width of an EAGLE-3 draft. Default: the width of the target; half of it for slim.",
             rich_help_panel=_WHAT,
         ),
     ] = None
-    draft_vocab: Annotated[
-        int, typer.Option(min=0, help="Tokens that can be guessed, the likeliest; 0 = all.", rich_help_panel=_WHAT)
+    draft_vocab_size: Annotated[
+        int,
+        typer.Option(
+            min=0, help="Size of the draft vocabulary: the most frequent tokens. 0: all tokens.", rich_help_panel=_WHAT
+        ),
     ] = 0
-    own_head: Annotated[
+    own_lm_head: Annotated[
         bool | None,
         typer.Option(
-            "--own-head/--shared-head",
-            help="An output layer of the draft's own, or the target's. Default: own where three layers are read.",
+            "--own-lm-head/--shared-lm-head",
+            help="Train an output layer, or share that of the target. Default: own for the EAGLE-3 kinds.",
             rich_help_panel=_WHAT,
         ),
     ] = None
-    guesses: Annotated[
-        int, typer.Option(min=0, help="Of the kinds that make all of them in one pass; 0 = 7.", rich_help_panel=_WHAT)
+    draft_tokens: Annotated[
+        int,
+        typer.Option(min=0, help="Draft tokens per pass of peagle, dflash and dspark. 0: 7.", rich_help_panel=_WHAT),
     ] = 0
-    mask_token: Annotated[
+    mask_token_id: Annotated[
         int | None,
         typer.Option(
             min=0,
-            help="Mask a block by this token's embedding, as other formats do. Default: a mask that is learned.",
+            help="Mask a block with the embedding of this token, as other formats do. Default: a trained mask.",
             rich_help_panel=_WHAT,
         ),
     ] = None
-    modules: Annotated[
+    mtp_modules: Annotated[
         int,
         typer.Option(
-            min=1, help="Of mtp: each makes one guess; 1 alone is applied again and again.", rich_help_panel=_WHAT
+            min=1,
+            help="Modules of mtp, one per draft token. 1: one module is applied repeatedly.",
+            rich_help_panel=_WHAT,
         ),
     ] = 1
-    with_target: Annotated[
+    train_target: Annotated[
         float | None,
         typer.Option(
             metavar="WEIGHT",
-            help="Train the target too, on the data's own texts; mtp's loss counts so much, for example 0.3.",
+            help="Train the target together with an mtp draft, on the texts of --data."
+            " Weight of the draft's loss, for example 0.3.",
             rich_help_panel=_HOW,
         ),
     ] = None
-    steps: Annotated[
+    ttt_length: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="Guesses in a row that are trained. Default: all of heads, modules or a pass, 1 of a model, else 4.",
+            help="Draft tokens that training unrolls (training-time test). Default: 4; 1 for"
+            " a draft model; all for heads, modules and blocks.",
             rich_help_panel=_HOW,
         ),
     ] = None
-    later: Annotated[
+    multi_step_share: Annotated[
         float,
         typer.Option(
             min=0.0,
             max=1.0,
-            help="Share of places that train guesses after the first too, or a block.",
+            help="Share of positions that train more than the first draft token.",
             rich_help_panel=_HOW,
         ),
     ] = 1.0
-    decay: Annotated[
-        float, typer.Option(min=0.0, help="Weight of a guess, beside the one before.", rich_help_panel=_HOW)
+    loss_decay: Annotated[
+        float, typer.Option(min=0.0, help="Factor of the loss from one draft token to the next.", rich_help_panel=_HOW)
     ] = 0.8
     loss: Annotated[
         str, typer.Option(help="ce, kl, rkl, jsd, tv, nla, hybrid, length; or ce:0.1,tv:0.9.", rich_help_panel=_HOW)
     ] = "ce"
     lr: Annotated[
         float | None,
-        typer.Option(
-            help="Learning rate at its height. Default: 1e-3, or 1e-4 for a whole model.", rich_help_panel=_HOW
-        ),
+        typer.Option(help="Peak learning rate. Default: 1e-3; 1e-4 for a draft model.", rich_help_panel=_HOW),
     ] = None
-    batch: Annotated[int, typer.Option(min=1, help="Texts of a step, on each device.", rich_help_panel=_HOW)] = 16
-    part: Annotated[int, typer.Option(min=1, help="Tokens at once in a step.", rich_help_panel=_HOW)] = 2048
-    rows: Annotated[int, typer.Option(min=1, help="Prompts answered at once.", rich_help_panel=_HOW)] = 32
-    waves: Annotated[int, typer.Option(min=1, help="Steps between two rounds of answers.", rich_help_panel=_HOW)] = 8
-    check_every: Annotated[
-        int, typer.Option(min=0, help="Waves between measurements of tau; 0 = at the end alone.", rich_help_panel=_HOW)
+    batch_size: Annotated[int, typer.Option(min=1, help="Sequences per step and device.", rich_help_panel=_HOW)] = 16
+    micro_batch_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens per forward pass within a step.", rich_help_panel=_HOW)
+    ] = 2048
+    max_num_seqs: Annotated[
+        int, typer.Option(min=1, help="Prompts that the target answers at once.", rich_help_panel=_HOW)
+    ] = 32
+    steps_per_generation: Annotated[
+        int, typer.Option(min=1, help="Training steps between two generations of answers.", rich_help_panel=_HOW)
     ] = 8
-    save_every: Annotated[int, typer.Option(min=1, help="Waves between two saves.", rich_help_panel=_HOW)] = 1
+    eval_every: Annotated[
+        int,
+        typer.Option(
+            min=0, help="Generations between two measurements of tau. 0: only at the end.", rich_help_panel=_HOW
+        ),
+    ] = 8
+    save_every: Annotated[int, typer.Option(min=1, help="Generations between two saves.", rich_help_panel=_HOW)] = 1
     k: Annotated[
-        int, typer.Option("--k", min=1, help="Guesses a round where tau is measured.", rich_help_panel=_HOW)
+        int, typer.Option("--k", min=1, help="Draft tokens per round of the evaluation.", rich_help_panel=_HOW)
     ] = 5
-    seed: Annotated[int, typer.Option(help="Of weights, order and answers.", rich_help_panel=_HOW)] = 0
-    proposer: Annotated[str, typer.Option(help="Who guesses while the target answers.", rich_help_panel=_DATA)] = (
-        _GUESSER
-    )
-    cache: Annotated[
+    seed: Annotated[
+        int, typer.Option(help="Seed of initial weights, data order and answers.", rich_help_panel=_HOW)
+    ] = 0
+    proposer: Annotated[
+        str, typer.Option(help="Proposer that speeds up the generation of answers.", rich_help_panel=_DATA)
+    ] = _DEFAULT_PROPOSER
+    cache_dir: Annotated[
         str | None,
         typer.Option(
-            metavar="DIR", help="Keep answers and states there, to be read instead of made.", rich_help_panel=_DATA
+            metavar="DIR",
+            help="Folder that caches answers and hidden states, for later trainings.",
+            rich_help_panel=_DATA,
         ),
     ] = None
     cache_gb: Annotated[
         float | None,
-        typer.Option("--cache-gb", help="Of the cache at most. Default: 10.", rich_help_panel=_DATA),
+        typer.Option("--cache-gb", help="Most gigabytes of --cache-dir. Default: 10.", rich_help_panel=_DATA),
     ] = None
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, ...", rich_help_panel=_HOW)] = "auto"
     threads: Annotated[int | None, typer.Option(help="CPU threads.", rich_help_panel=_HOW)] = None
-    restart: Annotated[
+    overwrite: Annotated[
         bool,
-        typer.Option("--restart", help="Begin anew where a training with other options lies.", rich_help_panel=_HOW),
+        typer.Option("--overwrite", help="Replace a training with other options.", rich_help_panel=_HOW),
     ] = False
     tensorboard: Annotated[
         bool,
         typer.Option(
-            "--tensorboard", help="Write events beside the log; takes pip install tensorboard.", rich_help_panel=_OUT
+            "--tensorboard", help="Write TensorBoard events. Needs pip install tensorboard.", rich_help_panel=_OUT
         ),
     ] = False
     report: Annotated[
         str | None,
         typer.Option(
             metavar="FILE",
-            help='Write a page with plots, for example report.html. Takes pip install "outrider\\[report]".',
+            help='Write an HTML page with plots, for example report.html. Needs pip install "outrider\\[report]".',
             rich_help_panel=_OUT,
         ),
     ] = None
 
     def __post_init__(self) -> None:
         if not self.data:
-            raise OutriderError("train needs prompts; add --data FILE with JSON lines that hold a prompt")
-        if (self.lr is not None and not 0 < self.lr < 1) or not 0 < self.decay <= 1:
-            raise OutriderError(f"lr is {self.lr} and decay {self.decay}; use an lr in (0, 1) and a decay in (0, 1]")
+            raise OutriderError("train needs prompts; give --data FILE with JSON lines that have a prompt")
+        if (self.lr is not None and not 0 < self.lr < 1) or not 0 < self.loss_decay <= 1:
+            raise OutriderError(
+                f"--lr is {self.lr} and --loss-decay {self.loss_decay}; use --lr in (0, 1) and --loss-decay in (0, 1]"
+            )
         self._check_sizes()
-        if self.draft_target is not None and self.draft is None:
-            raise OutriderError("--draft-target says what --draft was trained for; add --draft DIR, or leave it out")
-        if not self.later:
-            raise OutriderError("later is 0, and no guess after the first would be trained; use --steps 1 for that")
-        if self.cache_gb is not None and (self.cache is None or not self.cache_gb > 0):
-            raise OutriderError("--cache-gb bounds a cache; use it above 0 and with --cache DIR")
-        if self.with_target is not None:
-            self._check_given(self.with_target)
+        if self.init_target is not None and self.init_from is None:
+            raise OutriderError(
+                "--init-target says what --init-from was trained for; add --init-from DIR, or leave it out"
+            )
+        if not self.multi_step_share:
+            raise OutriderError(
+                "--multi-step-share is 0, so only the first draft token would be trained; use --ttt-length 1 for that"
+            )
+        if self.cache_gb is not None and (self.cache_dir is None or not self.cache_gb > 0):
+            raise OutriderError("--cache-gb limits --cache-dir; use a number above 0, with --cache-dir DIR")
+        if self.train_target is not None:
+            self._check_given(self.train_target)
 
     def _check_sizes(self) -> None:
-        """Nothing is begun that no machine could hold or finish."""
-        far = {"steps": self.steps or 0, "depth": self.depth, "guesses": self.guesses, "modules": self.modules}
+        """Reject sizes that no machine could hold."""
+        far = {
+            "ttt-length": self.ttt_length or 0,
+            "depth": self.depth,
+            "draft-tokens": self.draft_tokens,
+            "mtp-modules": self.mtp_modules,
+        }
         for name, size, most in (
             *((name, size, _FAR) for name, size in far.items()),
-            ("ffn", self.ffn, _WIDE),
-            ("width", self.width or 0, _WIDE),
+            ("intermediate-size", self.intermediate_size, _WIDE),
+            ("hidden-size", self.hidden_size or 0, _WIDE),
         ):
             if size > most:
                 raise OutriderError(f"--{name} is {size}; use {most} at most")
@@ -249,26 +299,24 @@ class Settings:
             raise OutriderError(f"--seed is {self.seed}; use a number of fewer than 19 digits")
 
     def _check_given(self, weight: float) -> None:
-        """Nothing is answered where texts are the data's own."""
+        """Reject options of answers where the target learns from the texts of --data."""
         answered = {
-            "--answers": self.answers,
-            "--answer-tokens": self.answer_tokens != _LONGEST,
+            "--answers-per-prompt": self.answers_per_prompt,
+            "--max-tokens": self.max_tokens != _DEFAULT_MAX_TOKENS,
             "--temperature": self.temperature != 1.0,
-            "--go-on": self.go_on,
-            "--everything": self.everything,
-            "--cache": self.cache,
-            "--proposer": self.proposer != _GUESSER,
+            "--ignore-eos": self.ignore_eos,
+            "--train-on-prompts": self.train_on_prompts,
+            "--cache-dir": self.cache_dir,
+            "--proposer": self.proposer != _DEFAULT_PROPOSER,
         }
         if found := [name for name, given in answered.items() if given]:
             raise OutriderError(
-                f"--with-target learns from the data's own texts, and nothing is answered; leave {found[0]} out"
+                f"--train-target trains on the texts of --data and generates no answers; leave {found[0]} out"
             )
         if not 0 < weight < math.inf:
-            raise OutriderError(
-                f"--with-target is {weight}, the weight of the draft's loss; use one above 0, such as 0.3"
-            )
+            raise OutriderError(f"--train-target is {weight}; use a weight above 0, such as 0.3")
 
     def identity(self) -> dict[str, Any]:
-        """What a training that goes on must have in common with the one before, besides its files."""
-        unused = {name for name in _LATER if getattr(self, name) is None}
-        return {name: value for name, value in asdict(self).items() if name not in _APART | unused}
+        """The options that a resumed training must have in common with the interrupted one, besides its files."""
+        unused = {name for name in _OPTIONAL_IDENTITY if getattr(self, name) is None}
+        return {name: value for name, value in asdict(self).items() if name not in _NOT_IN_IDENTITY | unused}

@@ -26,13 +26,13 @@ class TrainSetup:
     """Who takes part."""
 
     parts: EngineParts
-    pupil: DraftTrainee
+    trainee: DraftTrainee
     recorder: Recorder
     tables: SharedWeights  # the target's
 
 
 def make_train_setup(kind: str, settings: Settings, target: Path, *, most: int) -> TrainSetup:
-    """Load the target, with memory for `--rows` texts or for as many as there are, `most`; and make the draft.
+    """Load the target, with memory for `--max-num-seqs` texts or for as many as there are, `most`; and make the draft.
 
     Raises:
         OutriderError: they cannot be had, or do not fit.
@@ -43,13 +43,15 @@ def make_train_setup(kind: str, settings: Settings, target: Path, *, most: int) 
         tables = target_weights(setup)
         assert isinstance(setup.target, WeightSharer)
         pupil: DraftTrainee
-        if settings.with_target is None:
+        if settings.train_target is None:
             pupil = make_trainee(kind, settings, setup, tables)
         else:
             pupil = JointTrainee(kind, replace(settings, target=str(target)), setup, tables)
-        layers = sorted({*pupil.taps.layers, setup.target.layers - 1})
+        layers = sorted({*pupil.aux_states.layers, setup.target.layers - 1})
         inner = find_proposer(settings.proposer, setup)
-        recorder = Recorder(inner, layers, memory=tables.memory, looked=sorted({view.layer for view in pupil.views}))
+        recorder = Recorder(
+            inner, layers, memory=tables.kv_view, looked=sorted({view.layer for view in pupil.shared_kv})
+        )
         made.append((pupil, recorder, tables))
         return recorder
 
@@ -58,10 +60,10 @@ def make_train_setup(kind: str, settings: Settings, target: Path, *, most: int) 
         proposer=maker,
         verifier="walk",
         device=device_of(settings.device),
-        max_num_seqs=min(settings.rows, most),
+        max_num_seqs=min(settings.max_num_seqs, most),
         max_num_batched_tokens=_BATCHED_TOKENS,
         prefix_caching=False,
     )
     parts = build(config, planner=FixedPlanner(0) if settings.proposer == "none" else None)
     pupil, recorder, tables = made[0]
-    return TrainSetup(parts=parts, pupil=pupil, recorder=recorder, tables=tables)
+    return TrainSetup(parts=parts, trainee=pupil, recorder=recorder, tables=tables)

@@ -178,9 +178,9 @@ def read_state(folder: Path) -> dict[str, Any] | None:
         state = torch.load(file, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as error:
         reason = str(error).partition("\n")[0]
-        raise OutriderError(f"{file} cannot be read ({reason}); use --restart, or another --out") from error
+        raise OutriderError(f"{file} cannot be read ({reason}); use --overwrite, or another --out") from error
     if not isinstance(state, dict) or not {"module", "optimiser", "step", "random", "identity", "wave"} <= state.keys():
-        raise OutriderError(f"{file} is no state of a training; use --restart, or another --out")
+        raise OutriderError(f"{file} is no state of a training; use --overwrite, or another --out")
     return state
 
 

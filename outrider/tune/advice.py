@@ -22,7 +22,7 @@ class Batches:
     """How the advice fares at one temperature as batches grow."""
 
     speedups: tuple[tuple[int, float], ...]  # overall, by batch, ascending
-    stops: int | None  # the batch from which it no longer pays; None: it still does at the largest
+    stops_paying_at_batch: int | None  # the batch from which it no longer pays; None: it still does at the largest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,31 +34,31 @@ class Advice:
     worth: bool  # whether it should be used
     adaptive: bool  # k auto was taken although a fixed k was a little faster
     fixed_k: int  # for engines that have no auto
-    rival: Case | None  # the best of another proposer there
+    runner_up: Case | None  # the best of another proposer there
     close: bool  # whether the two intervals overlap
     batches: Batches
     others: tuple[tuple[Plain, Case], ...]  # the best at every other place
-    needed_tau: float  # tokens that a pass must emit for it to pay
+    break_even_tau: float  # tokens that a pass must emit for it to pay
 
     @property
     def decoding(self) -> bool:
         """Whether more time goes to decoding than to reading prompts."""
-        return self.plain.prefill <= 0.5
+        return self.plain.prefill_share <= 0.5
 
     @property
-    def ceiling(self) -> float | None:
+    def max_speedup(self) -> float | None:
         """Overall speedup if decoding took no time at all (Amdahl 1967); None where prompts take none."""
-        return 1 / self.plain.prefill if self.plain.prefill else None
+        return 1 / self.plain.prefill_share if self.plain.prefill_share else None
 
     @property
     def proposer(self) -> str:
         """What to run; none where nothing pays."""
-        return self.best.way.proposer if self.worth else "none"
+        return self.best.variant.proposer if self.worth else "none"
 
     @property
     def k(self) -> int | str:
         """Guesses a round, or auto; 0 where nothing pays."""
-        return self.best.way.k if self.worth else 0
+        return self.best.variant.k if self.worth else 0
 
 
 def advise(plains: Sequence[Plain], cases: Sequence[Case]) -> Advice:
@@ -70,21 +70,21 @@ def advise(plains: Sequence[Plain], cases: Sequence[Case]) -> Advice:
     home = plains[0]
     here = _at(cases, home)
     fastest = max(here, key=_overall)
-    auto = _best(case for case in here if case.way.k == AUTO and case.way.proposer == fastest.way.proposer)
+    auto = _best(case for case in here if case.variant.k == AUTO and case.variant.proposer == fastest.variant.proposer)
     adaptive = auto is not None and auto is not fastest and _overall(auto) >= _NEARLY * _overall(fastest)
     best = auto if adaptive and auto is not None else fastest
-    rival = _best(case for case in here if case.way.proposer != best.way.proposer)
+    rival = _best(case for case in here if case.variant.proposer != best.variant.proposer)
     return Advice(
         plain=home,
         best=best,
         worth=_worth(best),
         adaptive=adaptive,
         fixed_k=_fixed(best, here),
-        rival=rival,
+        runner_up=rival,
         close=rival is not None and _overlap(best, rival),
         batches=_batches(best, cases),
         others=tuple((plain, max(_at(cases, plain), key=_overall)) for plain in plains[1:]),
-        needed_tau=best.needed_tau(home),
+        break_even_tau=best.break_even_tau(home),
     )
 
 
@@ -95,27 +95,27 @@ def _worth(case: Case) -> bool:
 
 def _fixed(best: Case, here: Sequence[Case]) -> int:
     """The fastest fixed k of the same proposer, else about as many guesses as auto made."""
-    if not isinstance(best.way.k, str):
-        return best.way.k
-    same = _best(case for case in here if case.way.proposer == best.way.proposer and case.way.k != AUTO)
-    if same is not None and not isinstance(same.way.k, str):
-        return same.way.k
+    if not isinstance(best.variant.k, str):
+        return best.variant.k
+    same = _best(case for case in here if case.variant.proposer == best.variant.proposer and case.variant.k != AUTO)
+    if same is not None and not isinstance(same.variant.k, str):
+        return same.variant.k
     return ceil(best.nodes) or _GUESSES
 
 
 def _batches(best: Case, cases: Sequence[Case]) -> Batches:
-    alike = (best.way.proposer, best.way.k, best.way.temperature)
+    alike = (best.variant.proposer, best.variant.k, best.variant.temperature)
     along = sorted(
-        (case.way.batch, _overall(case))
+        (case.variant.batch, _overall(case))
         for case in cases
-        if (case.way.proposer, case.way.k, case.way.temperature) == alike
+        if (case.variant.proposer, case.variant.k, case.variant.temperature) == alike
     )
     stops = None
     for batch, speedup in reversed(along):
         if speedup >= WORTHWHILE:
             break
         stops = batch
-    return Batches(speedups=tuple(along), stops=stops)
+    return Batches(speedups=tuple(along), stops_paying_at_batch=stops)
 
 
 def _overlap(one: Case, other: Case) -> bool:
@@ -128,8 +128,8 @@ def _overlap(one: Case, other: Case) -> bool:
 
 
 def _at(cases: Sequence[Case], plain: Plain) -> list[Case]:
-    place = (plain.way.batch, plain.way.temperature)
-    return [case for case in cases if (case.way.batch, case.way.temperature) == place]
+    place = (plain.variant.batch, plain.variant.temperature)
+    return [case for case in cases if (case.variant.batch, case.variant.temperature) == place]
 
 
 def _best(cases: Iterable[Case]) -> Case | None:

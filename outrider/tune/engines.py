@@ -16,7 +16,7 @@ _DRAFTS = ("draft", "draft-tokens")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Elsewhere:
+class OtherEngine:
     """What to give another engine."""
 
     engine: str
@@ -24,7 +24,7 @@ class Elsewhere:
     note: str  # what differs there, or why it cannot
 
 
-def elsewhere(proposer: str, k: int, *, stops: int | None) -> tuple[Elsewhere, ...]:
+def other_engines(proposer: str, k: int, *, stops: int | None) -> tuple[OtherEngine, ...]:
     """vLLM's and SGLang's settings for a proposer.
 
     Args:
@@ -35,11 +35,11 @@ def elsewhere(proposer: str, k: int, *, stops: int | None) -> tuple[Elsewhere, .
     expression = parse(proposer)
     if expression.name == "none":
         note = "plain decoding: give no speculative settings"
-        return tuple(Elsewhere(engine=name, settings=None, note=note) for name in ("vLLM", "SGLang"))
+        return tuple(OtherEngine(engine=name, settings=None, note=note) for name in ("vLLM", "SGLang"))
     return _vllm(expression, k, stops), _sglang(expression, k)
 
 
-def _vllm(expression: Expression, k: int, stops: int | None) -> Elsewhere:
+def _vllm(expression: Expression, k: int, stops: int | None) -> OtherEngine:
     name, config, notes = expression.name, dict[str, Any](), []
     if name in _DRAFTS:
         config = {"method": "draft_model", "model": expression.argument, "num_speculative_tokens": k}
@@ -64,17 +64,17 @@ def _vllm(expression: Expression, k: int, stops: int | None) -> Elsewhere:
             config["suffix_decoding_max_cached_requests"] = 0
         notes.append("it guesses one chain")
     else:
-        return Elsewhere(engine="vLLM", settings=None, note=f"vLLM has no {name}; {_INSTEAD}")
+        return OtherEngine(engine="vLLM", settings=None, note=f"vLLM has no {name}; {_INSTEAD}")
     if stops is not None and stops > 1:
         table = [[1, stops - 1, k], [stops, max(_WIDEST, stops), 0]]
         notes.append(
             f"to stop guessing in time, add num_speculative_tokens_per_batch_size {json.dumps(table)}, which is said to"
             " be tested with EAGLE and DFlash"
         )
-    return Elsewhere(engine="vLLM", settings=f"--speculative-config '{json.dumps(config)}'", note="; ".join(notes))
+    return OtherEngine(engine="vLLM", settings=f"--speculative-config '{json.dumps(config)}'", note="; ".join(notes))
 
 
-def _sglang(expression: Expression, k: int) -> Elsewhere:
+def _sglang(expression: Expression, k: int) -> OtherEngine:
     name = expression.name
     if name == "draft":
         settings = (
@@ -82,15 +82,15 @@ def _sglang(expression: Expression, k: int) -> Elsewhere:
             f" --speculative-num-steps {k} --speculative-eagle-topk 1 --speculative-num-draft-tokens {k + 1}"
         )
         note = "one chain; both models need the same vocabulary; there is no switch that stops guessing by batch"
-        return Elsewhere(engine="SGLang", settings=settings, note=note)
+        return OtherEngine(engine="SGLang", settings=settings, note=note)
     if name in ("ngram", "suffix"):
         settings = f"--speculative-algorithm NGRAM --speculative-num-draft-tokens {k + 1}"
         note = (
             "its NGRAM looks in a tree that all requests fill, so it finds more than ngram and remembers as"
             " suffix:TOKENS does; CUDA alone"
         )
-        return Elsewhere(engine="SGLang", settings=settings, note=note)
-    return Elsewhere(engine="SGLang", settings=None, note=f"SGLang has no {name}; {_INSTEAD}")
+        return OtherEngine(engine="SGLang", settings=settings, note=note)
+    return OtherEngine(engine="SGLang", settings=None, note=f"SGLang has no {name}; {_INSTEAD}")
 
 
 _INSTEAD = "take the best of draft, ngram and suffix from the table"

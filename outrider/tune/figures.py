@@ -34,7 +34,7 @@ class Estimate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
+class AcceptanceSummary:
     """How good guesses were, somewhere."""
 
     tau: float
@@ -42,13 +42,13 @@ class Kept:
     speedup: float | None = None  # of decoding; None where it was not told apart
 
     @classmethod
-    def of(cls, stats: Stats, speedup: float | None = None) -> Kept:
+    def of(cls, stats: Stats, speedup: float | None = None) -> AcceptanceSummary:
         """Of what was counted there."""
         return cls(tau=stats.tau, acceptance=stats.acceptance, speedup=speedup)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
+class RoundMs:
     """Milliseconds of a round of decoding."""
 
     draft: float
@@ -56,54 +56,52 @@ class Parts:
     host: float
 
     @property
-    def whole(self) -> float:
+    def total(self) -> float:
         """Of the round."""
         return self.draft + self.target + self.host
 
     @classmethod
-    def of(cls, stats: Stats) -> Parts:
+    def of(cls, stats: Stats) -> RoundMs:
         """The mean of the rounds that were counted."""
         unit = 1e3 / max(stats.rounds, 1)
-        return cls(
-            draft=stats.propose_seconds * unit, target=stats.target_seconds * unit, host=stats.host_seconds * unit
-        )
+        return cls(draft=stats.draft_seconds * unit, target=stats.target_seconds * unit, host=stats.host_seconds * unit)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plain:
     """Plain decoding at one place."""
 
-    way: Variant
-    rate: float | None  # tokens/s of decoding; None where outputs were over in one round
-    prefill: float  # share of the time until every row had a token
-    parts: Parts
+    variant: Variant
+    tokens_per_s: float | None  # tokens/s of decoding; None where outputs were over in one round
+    prefill_share: float  # share of the time until every row had a token
+    parts: RoundMs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     """One way to guess at one place, beside plain decoding there."""
 
-    way: Variant
-    rate: float | None  # tokens/s of decoding
+    variant: Variant
+    tokens_per_s: float | None  # tokens/s of decoding
     speedup: Estimate | None  # of decoding alone; None where outputs were over in one round
     overall: Estimate  # of the whole, the reading of prompts included
-    kept: Kept
+    total: AcceptanceSummary
     nodes: float  # guesses verified a pass
-    parts: Parts
-    categories: Mapping[str, Kept]
-    phases: Mapping[str, Kept]
+    parts: RoundMs
+    categories: Mapping[str, AcceptanceSummary]
+    output_thirds: Mapping[str, AcceptanceSummary]
     exact: bool
 
-    def needed_tau(self, plain: Plain) -> float:
+    def break_even_tau(self, plain: Plain) -> float:
         """Tokens that a pass must emit for a round to be worth its time."""
-        return self.parts.whole / plain.parts.whole if plain.parts.whole else 0.0
+        return self.parts.total / plain.parts.total if plain.parts.total else 0.0
 
 
 def figures(trials: Sequence[Trial], *, seed: int) -> tuple[list[Plain], list[Case]]:
     """All places' plain decoding, and all cases, in the order of their first trials."""
     groups: dict[Variant, list[Trial]] = {}
     for trial in trials:
-        groups.setdefault(trial.way, []).append(trial)
+        groups.setdefault(trial.variant, []).append(trial)
     base = {(way.batch, way.temperature): some for way, some in groups.items() if way.plain}
     plains = [_plain(some) for some in base.values()]
     cases = [_case(some, base[way.batch, way.temperature], seed=seed) for way, some in groups.items() if not way.plain]
@@ -137,7 +135,7 @@ def ratio(ours: Sequence[Amounts], theirs: Sequence[Amounts], *, seed: int) -> E
 def case_dict(case: Case) -> dict[str, Any]:
     """For JSON: the way's own fields beside the figures."""
     found = asdict(case)
-    return {**found.pop("way"), **found}
+    return {**found.pop("variant"), **found}
 
 
 def _pooled(pairs: Iterable[tuple[Amounts, Amounts]]) -> float | None:
@@ -152,7 +150,7 @@ def typical(trials: Sequence[Trial]) -> list[Trial]:
     """Of each batch of prompts the round of median speed: a round in which the machine was disturbed says nothing."""
     rounds: dict[int, list[Trial]] = {}
     for trial in trials:
-        rounds.setdefault(trial.heat, []).append(trial)
+        rounds.setdefault(trial.repeat, []).append(trial)
     return [
         sorted(some, key=lambda trial: trial.tokens / trial.seconds, reverse=True)[(len(some) - 1) // 2]
         for some in rounds.values()
@@ -171,8 +169,8 @@ def _compared(
     ours: Sequence[Trial], theirs: Sequence[Trial], of: Callable[[Trial], Amounts], seed: int
 ) -> Estimate | None:
     """Both by batches of prompts: rounds over the same ones are no prompts of their own."""
-    left = {trial.heat: of(trial) for trial in typical(ours)}
-    right = {trial.heat: of(trial) for trial in typical(theirs)}
+    left = {trial.repeat: of(trial) for trial in typical(ours)}
+    right = {trial.repeat: of(trial) for trial in typical(theirs)}
     return ratio([left[heat] for heat in right], list(right.values()), seed=seed)
 
 
@@ -183,10 +181,10 @@ def _rate(trials: Sequence[Trial]) -> float | None:
 def _plain(trials: Sequence[Trial]) -> Plain:
     some = typical(trials)
     return Plain(
-        way=trials[0].way,
-        rate=_rate(some),
-        prefill=sum(trial.prefill for trial in some) / sum(trial.seconds for trial in some),
-        parts=Parts.of(_sum(trial.stats for trial in some)),
+        variant=trials[0].variant,
+        tokens_per_s=_rate(some),
+        prefill_share=sum(trial.prefill_seconds for trial in some) / sum(trial.seconds for trial in some),
+        parts=RoundMs.of(_sum(trial.stats for trial in some)),
     )
 
 
@@ -195,20 +193,23 @@ def _case(trials: Sequence[Trial], plain: Sequence[Trial], *, seed: int) -> Case
     overall = _compared(trials, plain, _whole, seed)
     assert overall is not None  # a completion has a token, and takes time
     return Case(
-        way=trials[0].way,
-        rate=_rate(some),
+        variant=trials[0].variant,
+        tokens_per_s=_rate(some),
         speedup=_compared(trials, plain, _decoding, seed),
         overall=overall,
-        kept=Kept.of(stats),
-        nodes=stats.drafted / stats.passes,
-        parts=Parts.of(_sum(trial.stats for trial in some)),
+        total=AcceptanceSummary.of(stats),
+        nodes=stats.draft_tokens / stats.passes,
+        parts=RoundMs.of(_sum(trial.stats for trial in some)),
         categories=_categories(trials, plain, seed),
-        phases={name: Kept.of(_sum(trial.phases[i] for trial in trials)) for i, name in enumerate(PHASES)},
+        output_thirds={
+            name: AcceptanceSummary.of(_sum(trial.output_thirds[i] for trial in trials))
+            for i, name in enumerate(PHASES)
+        },
         exact=all(trial.exact for trial in trials),
     )
 
 
-def _categories(trials: Sequence[Trial], plain: Sequence[Trial], seed: int) -> dict[str, Kept]:
+def _categories(trials: Sequence[Trial], plain: Sequence[Trial], seed: int) -> dict[str, AcceptanceSummary]:
     """Acceptance by category; speed as well where no batch holds two of them."""
     names = dict.fromkeys(name for trial in trials for name in trial.categories)
     found = {}
@@ -217,7 +218,7 @@ def _categories(trials: Sequence[Trial], plain: Sequence[Trial], seed: int) -> d
         ours, theirs = ([trial for trial in some if set(trial.categories) == {name}] for some in (trials, plain))
         apart = not any(name in trial.categories and len(trial.categories) > 1 for trial in trials)
         estimate = _compared(ours, theirs, _decoding, seed) if apart else None
-        found[name] = Kept.of(stats, estimate.value if estimate else None)
+        found[name] = AcceptanceSummary.of(stats, estimate.value if estimate else None)
     return found
 
 

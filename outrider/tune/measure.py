@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from outrider.bench.contestants import Job
 from outrider.bench.interleave import make_batches
-from outrider.bench.memory import Footprint, footprint
+from outrider.bench.memory import MemoryUse, measure_memory
 from outrider.bench.settings import Settings as BenchSettings
 from outrider.bench.sweep import Condition
 from outrider.core.noise import mix_int
@@ -38,7 +38,7 @@ class Measured:
 
     llm: LLM  # plain decoding, for what is to be said of the target
     trials: tuple[Trial, ...]
-    memory: dict[str, Footprint]  # by proposer, with all rows running
+    memory: dict[str, MemoryUse]  # by proposer, with all rows running
 
 
 def measure(settings: Settings, progress: Console) -> Measured:
@@ -54,12 +54,13 @@ def measure(settings: Settings, progress: Console) -> Measured:
             for temperature in settings.temperatures
             for batch in settings.batches
         ]
-        heats = {place: _heats(crew.base, settings, place) for place in places}
-    trials = tuple(_race(crew, settings, heats, progress))
+        heats = {place: _repeats(crew.base, settings, place) for place in places}
+    trials = tuple(_interleave(crew, settings, heats, progress))
     with progress.status("weighing"):
         widest = next(heats[place][0].jobs for place in places if place.batch == settings.rows)
         memory = {
-            proposer: footprint(crew.engine_for(_way(proposer, settings, places[0])), widest) for proposer in crew.known
+            proposer: measure_memory(crew.engine_for(_variant(proposer, settings, places[0])), widest)
+            for proposer in crew.known
         }
     return Measured(llm=crew.base, trials=trials, memory=memory)
 
@@ -92,7 +93,7 @@ class VariantEngines:
             return self.base
         parts = self.base.parts
         rule = find_verifier(self._settings.verifier, way.proposer)
-        proposer = self.known[way.proposer] if forgetful(parse(way.proposer)) else self._proposer(way.proposer)
+        proposer = self.known[way.proposer] if is_forgetful(parse(way.proposer)) else self._proposer(way.proposer)
         planner = self._planner(way)
         engine = assemble(parts.loaded, proposer=proposer, verifier=rule, planner=planner)
         return LLM.from_parts(replace(parts, engine=engine, proposer=proposer, verifier=rule, planner=planner))
@@ -114,25 +115,25 @@ class VariantEngines:
         return made
 
 
-def forgetful(expression: Expression) -> bool:
+def is_forgetful(expression: Expression) -> bool:
     """Whether a proposer knows nothing of texts that are finished."""
     if expression.name not in _FORGETFUL or (expression.name == "suffix" and expression.argument):
         return False
-    return all(map(forgetful, expression.parts))
+    return all(map(is_forgetful, expression.parts))
 
 
-def ways(settings: Settings, place: Condition) -> list[Variant]:
+def variants(settings: Settings, place: Condition) -> list[Variant]:
     """All ways to decode at one place, plain decoding first."""
     plain = Variant(proposer="", k=0, batch=place.batch, temperature=place.temperature)
     return [plain, *(replace(plain, proposer=spec, k=k) for spec in settings.proposers for k in settings.ks)]
 
 
-def _way(proposer: str, settings: Settings, place: Condition) -> Variant:
+def _variant(proposer: str, settings: Settings, place: Condition) -> Variant:
     fixed = max((k for k in settings.ks if not isinstance(k, str)), default=4)
     return Variant(proposer=proposer, k=fixed, batch=place.batch, temperature=place.temperature)
 
 
-def _heats(llm: LLM, settings: Settings, place: Condition) -> list[PromptBatch]:
+def _repeats(llm: LLM, settings: Settings, place: Condition) -> list[PromptBatch]:
     """Full batches across categories; prompts beyond the last full one are left out, and repeated where none is full.
 
     Whoever remembers outputs would know those of prompts that return in a later batch.
@@ -159,23 +160,23 @@ def _own_seed(job: Job, salt: int) -> Job:
     return replace(job, params=replace(job.params, seed=mix_int(job.params.seed or 0, salt)))
 
 
-def _race(
+def _interleave(
     crew: VariantEngines, settings: Settings, heats: dict[Condition, list[PromptBatch]], console: Console
 ) -> Iterator[Trial]:
     """Round by round, place by place; who begins changes from heat to heat."""
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        total = settings.rounds * sum(len(some) * len(ways(settings, place)) for place, some in heats.items())
+        total = settings.repeats * sum(len(some) * len(variants(settings, place)) for place, some in heats.items())
         task = bar.add_task("", total=total)
-        for round in range(settings.rounds):
+        for round in range(settings.repeats):
             for place, some in heats.items():
-                bar.update(task, description=f"round {round + 1} of {settings.rounds}  {place}")
-                for trial in _lap(crew, ways(settings, place), some, round):
+                bar.update(task, description=f"round {round + 1} of {settings.repeats}  {place}")
+                for trial in _run_once(crew, variants(settings, place), some, round):
                     yield trial
                     bar.advance(task)
 
 
-def _lap(
+def _run_once(
     crew: VariantEngines, contestants: Sequence[Variant], heats: Sequence[PromptBatch], round: int
 ) -> Iterator[Trial]:
     seats = [(way, crew.engine_for(way)) for way in contestants]

@@ -18,7 +18,7 @@ Proposers = Annotated[
         rich_help_panel=_MODEL,
     ),
 ]
-Guesses = Annotated[
+DraftLengths = Annotated[
     str,
     typer.Option("--k", metavar="LIST", help="Draft tokens per round to compare, and auto.", rich_help_panel=_MODEL),
 ]
@@ -34,7 +34,7 @@ Temperatures = Annotated[
         "--temperature", metavar="LIST", help="0 is greedy; the advice is for the first.", rich_help_panel=_MEASURE
     ),
 ]
-Rounds = Annotated[int, typer.Option(help="How often each prompt is measured.", rich_help_panel=_MEASURE)]
+Repeats = Annotated[int, typer.Option(help="How often each prompt is measured.", rich_help_panel=_MEASURE)]
 Out = Annotated[
     str | None,
     typer.Option(
@@ -50,8 +50,8 @@ class TuneOptions:
     """What to compare, as it is written."""
 
     proposers: Proposers = None
-    k: Guesses = "2,4,8,auto"
+    k: DraftLengths = "2,4,8,auto"
     batch: Batches = "1,8,32"
     temperature: Temperatures = "0"
-    rounds: Rounds = 3
+    repeats: Repeats = 3
     out: Out = None

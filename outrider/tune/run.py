@@ -12,33 +12,34 @@ from typing import Any
 import typer
 from rich.console import Console
 
-from outrider.bench.memory import Footprint
+from outrider.bench.memory import MemoryUse
 from outrider.engine.verifiers import find_verifier
 from outrider.system import machine
 from outrider.system.atomic_files import write_whole
 from outrider.tune.advice import Advice, advise
 from outrider.tune.config import BENCHMARK, VERSION, settings_dict
-from outrider.tune.engines import elsewhere
+from outrider.tune.engines import other_engines
 from outrider.tune.figures import Plain, case_dict, figures
 from outrider.tune.measure import Measured, measure
 from outrider.tune.settings import Settings
-from outrider.tune.wording import sentences
+from outrider.tune.wording import summary
 
 DEFINITIONS: Mapping[str, str] = MappingProxyType(
     {
         "seconds": "of each batch of prompts the round of median speed; acceptance is of all rounds",
-        "prefill": "share of plain decoding's time until every row of a batch had a token",
+        "prefill_share": "share of plain decoding's time until every row of a batch had a token",
         "speedup": "tokens a second of decoding alone, after the first token of every row, over those of plain"
         " decoding",
         "overall": "tokens a second of the whole, from the prompts to the last token, over those of plain decoding",
         "low, high": "95% interval: 1000 resamples of the batches of prompts, pooled; null where there is one batch"
         " alone",
-        "kept": "tau is tokens a pass of a decoding row, the bonus token included; acceptance is by position, of the"
+        "total": "tau is tokens a pass of a decoding row, the bonus token included; acceptance is by position, of the"
         " guesses whose ancestors were all accepted",
-        "phases": "passes that began in the first, middle and last third of their output",
+        "output_thirds": "passes that began in the first, middle and last third of their output",
         "parts": "milliseconds of a round of decoding: guessing, the target's pass, and all else",
-        "needed_tau": "a round's time over that of a plain round: tokens that a pass must emit to pay",
-        "stops": "the smallest measured batch from which neither it nor a larger one gains 2%; null: all do",
+        "break_even_tau": "a round's time over that of a plain round: tokens that a pass must emit to pay",
+        "stops_paying_at_batch": "the smallest measured batch from which neither it nor a larger one gains 2%;"
+        " null: every batch gains",
     }
 )
 
@@ -65,7 +66,7 @@ def run_tune(settings: Settings, *, progress: Console) -> dict[str, Any]:
         "version": VERSION,
         "settings": settings_dict(settings, proposer=advice.proposer, k=advice.k, verifier=verifier.name),
         "advice": _advice(advice, measured.memory),
-        "words": sentences(advice, measured.memory),
+        "summary": summary(advice, measured.memory),
         "plain": [_plain(plain) for plain in plains],
         "cases": [case_dict(case) for case in cases],
         "memory": {proposer: held.as_dict() for proposer, held in measured.memory.items()},
@@ -81,39 +82,42 @@ def write(document: Mapping[str, Any], file: str) -> None:
     typer.echo(f"the advice is in {file}; use it as --config {file}", err=True)
 
 
-def _advice(advice: Advice, memory: Mapping[str, Footprint]) -> dict[str, Any]:
-    best, rival = advice.best, advice.rival
+def _advice(advice: Advice, memory: Mapping[str, MemoryUse]) -> dict[str, Any]:
+    best, rival = advice.best, advice.runner_up
     return {
         "bottleneck": "decoding" if advice.decoding else "prefill",
-        "prefill": advice.plain.prefill,
-        "ceiling": advice.ceiling,
+        "prefill_share": advice.plain.prefill_share,
+        "max_speedup": advice.max_speedup,
         "speculate": advice.worth,
         "proposer": advice.proposer,
         "k": advice.k,
         "fixed_k": advice.fixed_k if advice.worth else 0,
-        "batch": best.way.batch,
-        "temperature": best.way.temperature,
-        "fastest": {"proposer": best.way.proposer, "k": best.way.k},
+        "batch": best.variant.batch,
+        "temperature": best.variant.temperature,
+        "fastest": {"proposer": best.variant.proposer, "k": best.variant.k},
         "speedup": asdict(best.speedup) if best.speedup else None,
         "overall": asdict(best.overall),
-        "needed_tau": advice.needed_tau,
-        "tau": best.kept.tau,
-        "stops": advice.batches.stops,
+        "break_even_tau": advice.break_even_tau,
+        "tau": best.total.tau,
+        "stops_paying_at_batch": advice.batches.stops_paying_at_batch,
         "by_batch": {str(batch): speedup for batch, speedup in advice.batches.speedups},
-        "draft_in_rows": memory[best.way.proposer].draft_in_rows,
-        "rival": {"proposer": rival.way.proposer, "k": rival.way.k, "overall": asdict(rival.overall)}
+        "draft_in_sequences": memory[best.variant.proposer].draft_in_sequences,
+        "runner_up": {"proposer": rival.variant.proposer, "k": rival.variant.k, "overall": asdict(rival.overall)}
         if rival
         else None,
-        "elsewhere": [asdict(each) for each in elsewhere(advice.proposer, advice.fixed_k, stops=advice.batches.stops)],
+        "other_engines": [
+            asdict(each)
+            for each in other_engines(advice.proposer, advice.fixed_k, stops=advice.batches.stops_paying_at_batch)
+        ],
     }
 
 
 def _plain(plain: Plain) -> dict[str, Any]:
     return {
-        "batch": plain.way.batch,
-        "temperature": plain.way.temperature,
-        "rate": plain.rate,
-        "prefill": plain.prefill,
+        "batch": plain.variant.batch,
+        "temperature": plain.variant.temperature,
+        "tokens_per_s": plain.tokens_per_s,
+        "prefill_share": plain.prefill_share,
         "parts": asdict(plain.parts),
     }
 

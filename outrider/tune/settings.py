@@ -28,7 +28,7 @@ class Settings:
     verifier: str | None = None
     prompts: str | None = None  # a file of JSON lines; None is the embedded set
     limit: int | None = None  # prompts of each category
-    rounds: int = 3  # how often each prompt is measured in each way
+    repeats: int = 3  # how often each prompt is measured in each way
     max_tokens: int = 128
     seed: int = 0
     dtype: str = "auto"
@@ -43,7 +43,12 @@ class Settings:
             if not values:
                 raise OutriderError(f"{name} names nothing to measure; give at least one")
         whole = [k for k in self.ks if not isinstance(k, str)]
-        least = {"k": min(whole, default=None), "batch": min(self.batches), "rounds": self.rounds, "limit": self.limit}
+        least = {
+            "k": min(whole, default=None),
+            "batch": min(self.batches),
+            "repeats": self.repeats,
+            "limit": self.limit,
+        }
         for name, value in least.items():
             if value is not None and value < 1:
                 raise OutriderError(f"{name} is {value}; use at least 1")

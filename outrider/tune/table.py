@@ -15,7 +15,7 @@ def show(document: Document, console: Console) -> None:
     """Print every way to decode, the guesses of each proposer by kind of text, and then the answer."""
     console.print(_cases(document))
     console.print(_texts(document))
-    for line in document["words"]:
+    for line in document["summary"]:
         console.print(f"- {line}", highlight=False, markup=False, soft_wrap=True)
 
 
@@ -26,13 +26,13 @@ def _cases(document: Document) -> Table:
     for plain in document["plain"]:
         table.add_section()
         place = (str(plain["batch"]), f"{plain['temperature']:g}")
-        rate = NONE if plain["rate"] is None else f"{plain['rate']:.0f} t/s"
-        table.add_row(*place, "plain", "0", f"prefill {plain['prefill']:.0%}", rate, "1.00", "", *_parts(plain))
+        rate = NONE if plain["tokens_per_s"] is None else f"{plain['tokens_per_s']:.0f} t/s"
+        table.add_row(*place, "plain", "0", f"prefill {plain['prefill_share']:.0%}", rate, "1.00", "", *_parts(plain))
         for case in document["cases"]:
             if (case["batch"], case["temperature"]) != (plain["batch"], plain["temperature"]):
                 continue
             decoding = f"{case['speedup']['value']:.2f}" if case["speedup"] else NONE
-            kept = case["kept"]
+            kept = case["total"]
             shares = " ".join(f"{100 * share:.0f}" for share in kept["acceptance"][:_SHOWN])
             numbers = (_estimate(case["overall"]), decoding, f"{kept['tau']:.2f}", shares, *_parts(case))
             table.add_row(*place, short(case["proposer"]), str(case["k"]), *numbers)
@@ -53,7 +53,7 @@ def _texts(document: Document) -> Table:
     table.add_column("", no_wrap=True)
     for proposer, case in best.items():
         table.add_column(f"{short(proposer)}, k {case['k']}", justify="right")
-    for part in ("categories", "phases"):
+    for part in ("categories", "output_thirds"):
         table.add_section()
         for name in next(iter(best.values()))[part]:
             table.add_row(name, *(f"{case[part][name]['tau']:.2f}" for case in best.values()))

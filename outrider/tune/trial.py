@@ -14,7 +14,7 @@ from outrider.core.stats import Stats
 from outrider.core.types import FinishReason, SequenceState
 from outrider.errors import OutriderError
 from outrider.llm import LLM
-from outrider.measure.clock import Mark, Pace, decode_pace, opening, timed
+from outrider.measure.clock import DecodeSpeed, EmitEvent, decode_pace, opening, timed
 from outrider.tune.settings import PHASES
 
 
@@ -46,15 +46,15 @@ class PromptBatch:
 class Trial:
     """One heat, run one way."""
 
-    way: Variant
-    heat: int
+    variant: Variant
+    repeat: int
     tokens: int  # emitted by all rows, in all
     seconds: float  # from the prompts to the last token
-    prefill: float  # seconds of them until every row had a token
-    pace: Pace  # the rest: decoding alone
+    prefill_seconds: float  # seconds of them until every row had a token
+    pace: DecodeSpeed  # the rest: decoding alone
     stats: Stats  # passes of the whole run, rounds and seconds of decoding
     categories: Mapping[str, Stats]  # passes alone
-    phases: tuple[Stats, ...]  # passes that began in each third of their output
+    output_thirds: tuple[Stats, ...]  # passes that began in each third of their output
     exact: bool
 
 
@@ -62,12 +62,12 @@ def run(llm: LLM, way: Variant, heat: PromptBatch) -> Trial:
     """Complete the prompts of a heat together."""
     engine = llm.engine
     rows: dict[int, SequenceState | None] = {id: None for job in heat.jobs for id in llm.submit(job.prompt, job.params)}
-    marks, looks = [Mark(at=perf_counter(), emitted=(0,) * len(rows))], [engine.stats]
+    marks, looks = [EmitEvent(at=perf_counter(), emitted=(0,) * len(rows))], [engine.stats]
     while engine.busy():
         for row in engine.step():
             rows[row.request.id] = row
         marks.append(
-            Mark(at=perf_counter(), emitted=tuple(row.num_output_tokens if row else 0 for row in rows.values()))
+            EmitEvent(at=perf_counter(), emitted=tuple(row.num_output_tokens if row else 0 for row in rows.values()))
         )
         looks.append(engine.stats)
     done = [_whole(row) for row in rows.values()]
@@ -75,11 +75,11 @@ def run(llm: LLM, way: Variant, heat: PromptBatch) -> Trial:
     passes = [_stats(row.rounds, row) for row in done]
     thirds = [[_stats(part, row) for part in split(row.rounds)] for row in done]
     return Trial(
-        way=way,
-        heat=heat.number,
+        variant=way,
+        repeat=heat.number,
         tokens=sum(marks[-1].emitted),
         seconds=marks[-1].at - marks[0].at,
-        prefill=marks[first].at - marks[0].at,
+        prefill_seconds=marks[first].at - marks[0].at,
         pace=decode_pace(marks),
         stats=timed(reduce(add, passes), looks[first], looks[-1]),
         categories={
@@ -88,7 +88,7 @@ def run(llm: LLM, way: Variant, heat: PromptBatch) -> Trial:
             )
             for category in dict.fromkeys(heat.categories)
         },
-        phases=tuple(reduce(add, each) for each in zip(*thirds, strict=True)),
+        output_thirds=tuple(reduce(add, each) for each in zip(*thirds, strict=True)),
         exact=engine.stats.exact,
     )
 

@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from shlex import quote
 
-from outrider.bench.memory import Footprint
+from outrider.bench.memory import MemoryUse
 from outrider.core.params import AUTO
 from outrider.propose.expression import pasted, short
 from outrider.tune.advice import WORTHWHILE, Advice
-from outrider.tune.engines import elsewhere
+from outrider.tune.engines import other_engines
 from outrider.tune.figures import Case, Estimate
 
 _LITTLE = 0.5  # rows: a draft that takes less is not worth a word on users
 
 
-def sentences(advice: Advice, memory: Mapping[str, Footprint]) -> list[str]:
+def summary(advice: Advice, memory: Mapping[str, MemoryUse]) -> list[str]:
     """What to do, how sure that is, and what would change it."""
-    held = memory[advice.best.way.proposer]
+    held = memory[advice.best.variant.proposer]
     return [
         _bottleneck(advice),
         _answer(advice),
@@ -25,11 +25,11 @@ def sentences(advice: Advice, memory: Mapping[str, Footprint]) -> list[str]:
         _batches(advice),
         *_price(advice, held),
         *_changes(advice),
-        *_elsewhere(advice),
+        *_other_engines(advice),
     ]
 
 
-def said(estimate: Estimate) -> str:
+def join_sentences(estimate: Estimate) -> str:
     """1.52 (1.40 to 1.63)."""
     if estimate.low is None or estimate.high is None:
         return f"{estimate.value:.2f}"
@@ -37,16 +37,16 @@ def said(estimate: Estimate) -> str:
 
 
 def _bottleneck(advice: Advice) -> str:
-    share = f"{advice.plain.prefill:.0%} of the time of plain decoding goes to reading prompts"
-    most = f"no speculation can gain more than {advice.ceiling:.1f} times overall" if advice.ceiling else ""
+    share = f"{advice.plain.prefill_share:.0%} of the time of plain decoding goes to reading prompts"
+    most = f"no speculation can gain more than {advice.max_speedup:.1f} times overall" if advice.max_speedup else ""
     if advice.decoding:
-        limit = f"; {most}" if advice.ceiling and advice.ceiling < 10 else ""
+        limit = f"; {most}" if advice.max_speedup and advice.max_speedup < 10 else ""
         return f"Decoding is the bottleneck: {share}{limit}."
     return f"Prefill is the bottleneck: {share}, and speculation does not help there; {most}."
 
 
 def _answer(advice: Advice) -> str:
-    way, overall = advice.best.way, advice.best.overall
+    way, overall = advice.best.variant, advice.best.overall
     fastest = f"{short(way.proposer)} with k {way.k}"
     if advice.worth:
         fastest = f"{quote(pasted(way.proposer))} with k {way.k}"
@@ -57,9 +57,12 @@ def _answer(advice: Advice) -> str:
         )
         return f"Use {fastest}.{why}"
     if overall.value < WORTHWHILE:
-        return f"Decode plainly: the fastest that was tried, {fastest}, makes it {said(overall)} times as fast overall."
+        return (
+            f"Use plain decoding: the fastest proposer, {fastest}, is {join_sentences(overall)} times as fast overall."
+        )
     return (
-        f"Decode plainly for now: {fastest} looks like {said(overall)} times as fast overall, and that may be chance."
+        f"Use plain decoding for now: {fastest} looks {join_sentences(overall)} times as fast overall, which may be"
+        " chance."
         " Measure more prompts."
     )
 
@@ -68,15 +71,15 @@ def _expected(advice: Advice) -> Iterator[str]:
     best = advice.best
     if not advice.worth:
         return
-    place = f"batch {best.way.batch} and temperature {best.way.temperature:g}"
-    decoding = f", decoding alone {said(best.speedup)}" if best.speedup else ""
+    place = f"batch {best.variant.batch} and temperature {best.variant.temperature:g}"
+    decoding = f", decoding alone {join_sentences(best.speedup)}" if best.speedup else ""
     unsure = "" if best.overall.low is not None else " One batch of prompts alone says nothing of how sure this is."
     inexact = "" if best.exact else " Its verifier is not exact: it changes the text."
-    yield f"Expected speedup at {place}: {said(best.overall)} overall{decoding}.{unsure}{inexact}"
+    yield f"Expected speedup at {place}: {join_sentences(best.overall)} overall{decoding}.{unsure}{inexact}"
 
 
 def _batches(advice: Advice) -> str:
-    along, stops = advice.batches.speedups, advice.batches.stops
+    along, stops = advice.batches.speedups, advice.batches.stops_paying_at_batch
     if len(along) == 1:
         return f"Batch {along[0][0]} alone was measured; where it stops paying, --batch 1,8,32 would show."
     listed = ", ".join(f"{speedup:.2f} at batch {batch}" for batch, speedup in along)
@@ -84,16 +87,16 @@ def _batches(advice: Advice) -> str:
         return f"Its speedups: {listed}."
     if stops is None:
         return f"It pays at all batches that were measured: {listed}."
-    auto = ", where k auto mostly decodes plainly" if advice.best.way.k == AUTO else ""
+    auto = ", where k auto mostly decodes plainly" if advice.best.variant.k == AUTO else ""
     return f"From batch {stops} on it does not pay{auto}: {listed}."
 
 
-def _price(advice: Advice, held: Footprint) -> Iterator[str]:
+def _price(advice: Advice, held: MemoryUse) -> Iterator[str]:
     if not held.draft_weights:
-        yield f"{short(advice.best.way.proposer)} has no weights of its own, so no user is left out for it."
+        yield f"{short(advice.best.variant.proposer)} has no weights of its own, so no user is left out for it."
         return
     size = (held.draft_weights + held.draft_cache) / 1e6
-    users = f"{held.draft_in_rows:.1f} users" if held.draft_in_rows >= _LITTLE else "less than one user"
+    users = f"{held.draft_in_sequences:.1f} users" if held.draft_in_sequences >= _LITTLE else "less than one user"
     yield (
         f"Its draft takes {size:.0f} MB beside the target's {(held.target_weights + held.target_cache) / 1e6:.0f} MB:"
         f" the room of {users} of {held.context} tokens each."
@@ -102,26 +105,26 @@ def _price(advice: Advice, held: Footprint) -> Iterator[str]:
 
 def _changes(advice: Advice) -> Iterator[str]:
     """What would change the answer."""
-    best, way = advice.best, advice.best.way
+    best, way = advice.best, advice.best.variant
     yield (
-        f"A round takes {advice.needed_tau:.2f} times as long as a plain one, so it pays while a pass emits more than"
-        f" {advice.needed_tau:.2f} tokens; here it emits {best.kept.tau:.2f}."
+        f"A round takes {advice.break_even_tau:.2f} times as long as a plain one, so it pays while a pass emits more"
+        f" than {advice.break_even_tau:.2f} tokens; here it emits {best.total.tau:.2f}."
     )
     yield from _categories(best)
-    yield from _phases(best)
-    if advice.rival is not None and advice.close:
-        rival = advice.rival
+    yield from _output_thirds(best)
+    if advice.runner_up is not None and advice.close:
+        rival = advice.runner_up
         yield (
-            f"{short(rival.way.proposer)} with k {rival.way.k} is too close to tell apart, at"
-            f" {said(rival.overall)} overall; more prompts would."
+            f"{short(rival.variant.proposer)} with k {rival.variant.k} is too close to tell apart, at"
+            f" {join_sentences(rival.overall)} overall; more prompts would."
         )
     for plain, case in advice.others:
-        other = case.way
+        other = case.variant
         alike = (other.proposer, other.k) == (way.proposer, way.k)
         if alike and case.overall.value >= WORTHWHILE and advice.worth:
             continue
-        where = f"At batch {plain.way.batch} and temperature {plain.way.temperature:g}"
-        fastest = f"the fastest is {short(other.proposer)} with k {other.k}, {said(case.overall)} overall"
+        where = f"At batch {plain.variant.batch} and temperature {plain.variant.temperature:g}"
+        fastest = f"the fastest is {short(other.proposer)} with k {other.k}, {join_sentences(case.overall)} overall"
         yield f"{where} {fastest}." if case.overall.value >= WORTHWHILE else f"{where} nothing pays; {fastest}."
 
 
@@ -140,9 +143,9 @@ def _categories(best: Case) -> Iterator[str]:
         yield f"It depends on the text: {taus[high]:.2f} tokens a pass on {high}, {taus[low]:.2f} on {low}."
 
 
-def _phases(best: Case) -> Iterator[str]:
-    taus = [kept.tau for kept in best.phases.values() if kept.tau]
-    if len(taus) == len(best.phases) and max(taus) > 1.1 * min(taus):
+def _output_thirds(best: Case) -> Iterator[str]:
+    taus = [kept.tau for kept in best.output_thirds.values() if kept.tau]
+    if len(taus) == len(best.output_thirds) and max(taus) > 1.1 * min(taus):
         first, middle, last = taus
         yield (
             f"It depends on how long outputs are: {first:.2f} tokens a pass in their first third, {middle:.2f} in the"
@@ -150,10 +153,10 @@ def _phases(best: Case) -> Iterator[str]:
         )
 
 
-def _elsewhere(advice: Advice) -> Iterator[str]:
+def _other_engines(advice: Advice) -> Iterator[str]:
     if not advice.worth:
         return
-    for each in elsewhere(advice.proposer, advice.fixed_k, stops=advice.batches.stops):
+    for each in other_engines(advice.proposer, advice.fixed_k, stops=advice.batches.stops_paying_at_batch):
         if each.settings:
             yield f"{each.engine}: {each.settings} ({each.note})."
         else:

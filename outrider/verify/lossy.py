@@ -10,11 +10,11 @@ import torch
 
 from outrider.core.noise import Noise
 from outrider.core.types import Draft, Draw, Verdict
-from outrider.verify.rules import Rule, Verifier, rejection
+from outrider.verify.rules import Verifier, VerifyFunction, rejection
 from outrider.verify.verdict import accept_path, alive_nodes, at_token
 
 
-def typical(epsilon: float = 0.09, delta: float = 0.3) -> Rule:
+def typical(epsilon: float = 0.09, delta: float = 0.3) -> VerifyFunction:
     """Accept a guess with p(x) > min(epsilon, delta exp(-H(p))): Cai et al. 2024 (Medusa), sec. 2.3.1.
 
     The deepest node all of whose path passes is kept; the bonus is drawn from p.
@@ -39,7 +39,7 @@ def typical(epsilon: float = 0.09, delta: float = 0.3) -> Rule:
     return rule
 
 
-def lenient(lenience: float = 0.5) -> Rule:
+def lenient(lenience: float = 0.5) -> VerifyFunction:
     """Keep guess x with probability min(1, p(x) / (l q(x))), l in (0, 1): Leviathan et al. 2023, appendix A.5."""
     return partial(rejection, lenience=lenience)
 

@@ -33,8 +33,8 @@ from outrider.verify.verdict import (
     without,
 )
 
-Rule = Callable[[Draft, torch.Tensor, Noise], Verdict]
-PackedRule = Callable[[Draft, Packed, Noise], Verdict]
+VerifyFunction = Callable[[Draft, torch.Tensor, Noise], Verdict]
+PackedVerifyFunction = Callable[[Draft, Packed, Noise], Verdict]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,13 +42,13 @@ class Verifier:
     """A rule by its name, with what the rest of the house must know of it."""
 
     name: str
-    rule: Rule
+    rule: VerifyFunction
     draw: Draw  # how guesses should be made for this rule to accept most
     trees: bool  # takes trees, not only chains
     exact: bool = True
-    packed: PackedRule | None = None  # the same rule, where it can do without padding
+    packed: PackedVerifyFunction | None = None  # the same rule, where it can do without padding
 
-    def judge(self, draft: Draft, p: Packed, noise: Noise) -> Verdict:
+    def verify(self, draft: Draft, p: Packed, noise: Noise) -> Verdict:
         """What the rule says of a packed p."""
         return self.rule(draft, p.padded(), noise) if self.packed is None else self.packed(draft, p, noise)
 
@@ -59,7 +59,7 @@ def walk(draft: Draft, p: torch.Tensor, noise: Noise) -> Verdict:
     Exact whatever the guesses are, and optimal for deterministic ones. The text depends on the seed alone, not on
     the proposer.
     """
-    return _descend(draft, p, noise.token(p, ahead(draft)))
+    return _descend(draft, p, noise.sample(p, ahead(draft)))
 
 
 def coupled(draft: Draft, p: torch.Tensor, noise: Noise) -> Verdict:
@@ -68,7 +68,7 @@ def coupled(draft: Draft, p: torch.Tensor, noise: Noise) -> Verdict:
     A guess drawn by x = argmin E_v / q_v is accepted with probability at least (1 - TV) / (1 + TV); the text is a
     function of the seed and p alone.
     """
-    return _descend(draft, p, noise.race(p, ahead(draft)))
+    return _descend(draft, p, noise.sample_race(p, ahead(draft)))
 
 
 def rejection(draft: Draft, p: torch.Tensor, noise: Noise, *, lenience: float = 1.0) -> Verdict:
@@ -83,7 +83,7 @@ def rejection(draft: Draft, p: torch.Tensor, noise: Noise, *, lenience: float = 
     for i in range(draft.size):
         met = going & alive[:, i]
         chance = at_token(p[:, i], draft.tokens[:, i]) / (lenience * at_token(q[:, i], draft.tokens[:, i]))
-        accept = noise.flip(gate(chance, met), torch.full_like(accepted, i)) & met
+        accept = noise.bernoulli(gate(chance, met), torch.full_like(accepted, i)) & met
         law = torch.where(accept[:, None], p[:, i + 1], law)
         law = torch.where((met & ~accept)[:, None], normalised((p[:, i] - q[:, i]).clamp(min=0), p[:, i]), law)
         accepted, going = accepted + accept, accept
@@ -107,7 +107,7 @@ def block(draft: Draft, p: torch.Tensor, noise: Noise) -> Verdict:
     partial = torch.cat([share_of(excess, share[:, :-1]), share[:, -1:]], 1)
     order = torch.arange(1, draft.size + 1, device=p.device)
     chance = gate(torch.where(order == length[:, None], share, partial), alive)
-    accepted = (noise.flip(chance, (order - 1).expand_as(chance)) & alive).long().mul(order).amax(1)
+    accepted = (noise.bernoulli(chance, (order - 1).expand_as(chance)) & alive).long().mul(order).amax(1)
     each = torch.arange(len(accepted), device=p.device)
     stands = torch.where(accepted > 0, share[each, accepted - 1], 1.0)
     rest = (stands[:, None] * p[each, accepted] - q[each, accepted.clamp(max=draft.size - 1)]).clamp(min=0)
@@ -134,7 +134,7 @@ def siblings(draft: Draft, p: torch.Tensor, noise: Noise) -> Verdict:
         met = alive[:, j] & (draft.parent[:, j] == at)
         offer = without(q[:, j], gone, draft.kind[:, j])
         chance = at_token(law, draft.tokens[:, j]) / at_token(offer, draft.tokens[:, j])
-        accept = noise.flip(gate(chance, met), torch.full_like(at, j)) & met
+        accept = noise.bernoulli(gate(chance, met), torch.full_like(at, j)) & met
         lost = met & ~accept
         law = torch.where(lost[:, None], normalised((law - offer).clamp(min=0), law), law)
         law = torch.where(accept[:, None], p[:, j + 1], law)
@@ -195,7 +195,7 @@ class _Traversal:
         root = leaves & (self.at < 0)
         inner = leaves & ~root
         chance = self.share[self.each, self.at + 1]
-        accept = self.noise.flip(gate(chance, inner), node) & inner
+        accept = self.noise.bernoulli(gate(chance, inner), node) & inner
         lost = inner & ~accept
         above = torch.where(lost, self.draft.parent[self.each, node], self.at)
         share, law = self.share[self.each, above + 1], self.law[self.each, above + 1]
@@ -242,7 +242,7 @@ def _read(
         ends = (draft.size + 1, 2 * draft.size + 1)
         return ((row[: ends[0]], row[ends[0] : ends[1]], row[ends[1] :]) for row in torch.cat(parts, 1).tolist())
     parents = [[]] * len(best) if draft.chain else draft.parent.tolist()
-    return zip(best, draft.listed(), parents, strict=True)
+    return zip(best, draft.host_tokens(), parents, strict=True)
 
 
 def _descend(draft: Draft, p: torch.Tensor, sample: torch.Tensor) -> Verdict:

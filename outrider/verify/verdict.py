@@ -13,13 +13,13 @@ from outrider.core.types import Draft, DraftKind, Verdict
 
 def accept_prefix(draft: Draft, p: torch.Tensor, accepted: torch.Tensor, law: torch.Tensor, noise: Noise) -> Verdict:
     """Verdict that accepts the first `accepted` [B] guesses and draws the bonus from `law` [B, V]."""
-    return verdict_of(draft, p, prefix_of(draft, accepted), accepted, noise.token(law, accepted))
+    return verdict_of(draft, p, prefix_of(draft, accepted), accepted, noise.sample(law, accepted))
 
 
 def accept_path(draft: Draft, p: torch.Tensor, at: torch.Tensor, law: torch.Tensor, noise: Noise) -> Verdict:
     """Verdict that accepts the path to node `at` [B], -1 for none, and draws the bonus from `law` [B, V]."""
     path, accepted = path_to(draft, at)
-    return verdict_of(draft, p, path, accepted, noise.token(law, accepted))
+    return verdict_of(draft, p, path, accepted, noise.sample(law, accepted))
 
 
 def verdict_of(

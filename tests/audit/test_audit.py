@@ -11,9 +11,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from outrider.audit.distribution import cell_of, check_distribution, grow, joint_distribution, plan_tests
-from outrider.audit.flips import find_flips, judge_flips
-from outrider.audit.pair import Pair, Texts, first_difference
+from outrider.audit.distribution import check_distribution, grow, joint_distribution, outcome_of, plan_tests
+from outrider.audit.flips import explain_flips, find_flips
+from outrider.audit.pair import Outputs, Pair, first_difference
 from outrider.audit.prompts import DEFAULT, encode, read_prompts
 from outrider.audit.replay import cases, replay
 from outrider.audit.run import run_audit
@@ -94,10 +94,10 @@ class Scripted(Pair):
         return tuple(text[len(request.prompt_token_ids) :])
 
     def plain(self, requests, *, alone):
-        return Texts(tokens=tuple(self._answer(request, ()) for request in requests), stats=Stats())
+        return Outputs(tokens=tuple(self._answer(request, ()) for request in requests), stats=Stats())
 
     def speculative(self, requests, verifier, *, k, alone=False, enough=None):
-        return Texts(tokens=tuple(self._answer(request, self.wrong) for request in requests), stats=Stats())
+        return Outputs(tokens=tuple(self._answer(request, self.wrong) for request in requests), stats=Stats())
 
     def logits(self, text):
         likely = self._next(text)
@@ -130,12 +130,12 @@ def test_the_embedded_pair_passes(prompts_file):
     assert report["passed"] is True
     assert report["replay"]["unexplained"] == 0
     assert report["replay"]["tokens"] == 6 * report["replay"]["texts"] == 6 * 2 * len(report["replay"]["cases"])
-    assert {(test["verifier"], test["top_k"]) for test in report["law"]["tests"]} == {
+    assert {(test["verifier"], test["top_k"]) for test in report["distribution"]["tests"]} == {
         ("block", 0),
         ("block", 4),
         ("walk", 0),
     }
-    assert all(0 < test["acceptance"] < 1 for test in report["law"]["tests"])
+    assert all(0 < test["acceptance"] < 1 for test in report["distribution"]["tests"])
     assert report["flips"]["tokens"] == 2 * 4 * 6
     assert json.loads(json.dumps(report, allow_nan=False)) == report
     assert screen.getvalue().count("passed") == 4
@@ -178,7 +178,7 @@ def test_a_dishonest_proposer_fails(prompts_file):
     )
     assert report["passed"] is False
     assert report["replay"]["passed"], "greedy texts and seeds do not show it"
-    fates = {test["verifier"]: test["passed"] for test in report["law"]["tests"] if not test["top_k"]}
+    fates = {test["verifier"]: test["passed"] for test in report["distribution"]["tests"] if not test["top_k"]}
     assert fates == {"walk": True, "block": False}
     assert "FAILED" in screen.getvalue()
 
@@ -188,7 +188,7 @@ def test_a_lossy_verifier_fails_whatever_it_shows(monkeypatch, prompts_file):
     monkeypatch.setattr("outrider.audit.run.replay", lambda *_, **__: fine)
     monkeypatch.setattr("outrider.audit.run.check_distribution", lambda *_, **__: fine)
     monkeypatch.setattr("outrider.audit.run.find_flips", lambda *_, **__: None)
-    monkeypatch.setattr("outrider.audit.run.judge_flips", lambda *_, **__: fine)
+    monkeypatch.setattr("outrider.audit.run.explain_flips", lambda *_, **__: fine)
     fate = {
         name: run_audit(None, None, prompts=prompts_file, console=None, verifier=name, **QUICK)["passed"]
         for name in ("block", "lenient")
@@ -230,9 +230,9 @@ def test_every_text_has_its_cell(pair):
     law = joint_distribution(pair, branches, SamplingParams(temperature=1.0))
     first = branches.likely[()][1]
     second = branches.likely[first,][0]
-    assert cell_of((first, second, 7_000, 1), branches) in {(first, second, -1), (first, second, 7_000)}
-    assert cell_of((11_999, 1, 2), branches) == (-1,)
-    assert cell_of((first, second, branches.likely[first, second][3], 9), branches) in law
+    assert outcome_of((first, second, 7_000, 1), branches) in {(first, second, -1), (first, second, 7_000)}
+    assert outcome_of((11_999, 1, 2), branches) == (-1,)
+    assert outcome_of((first, second, branches.likely[first, second][3], 9), branches) in law
 
 
 def test_the_draw_lies_where_the_token_was_found(pair):
@@ -286,7 +286,7 @@ def test_replay_forgives_nothing_where_rounding_is_no_excuse():
 )
 def test_flips_are_followed_along_the_plain_text(gap, dtype, passed):
     scripted = Scripted({(0, 1), (0, 5), (1, 9)}, gap=gap, dtype=getattr(torch, dtype))
-    section = judge_flips(scripted, find_flips(scripted, EXACT["walk"], k=2, tokens=10))
+    section = explain_flips(scripted, find_flips(scripted, EXACT["walk"], k=2, tokens=10))
     assert section["passed"] is passed
     assert [(flip["prompt"], flip["position"]) for flip in section["details"]] == [(0, 1), (1, 9), (0, 5)]
     assert section["flips_per_1000"] == 3 / 20 * 1000

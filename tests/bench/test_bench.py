@@ -11,13 +11,13 @@ from typer.testing import CliRunner
 from outrider import LLM, OutriderError, SamplingParams, Stats
 from outrider.bench.conditions import conditions
 from outrider.bench.contestants import Job, OutriderRunner, SwitchPlanner, Trial
-from outrider.bench.memory import bytes_per_pass, flops_per_column
+from outrider.bench.memory import bytes_per_pass, flops_per_token
 from outrider.bench.report import Sample, expected_speedup, report
 from outrider.bench.run import run_bench
 from outrider.bench.settings import Settings
 from outrider.cli.app import app
 from outrider.loader.embedded import embedded
-from outrider.measure.clock import Mark, Pace, decode_pace, opening, timed, token_gaps
+from outrider.measure.clock import DecodeSpeed, EmitEvent, decode_pace, opening, timed, token_gaps
 from outrider.measure.prompts import by_category, read_prompts
 
 LINES = [
@@ -126,7 +126,7 @@ def quick_rates(monkeypatch):
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"rounds": 0}, {"batch": 0}, {"limit": 0}, {"k": 0}, {"max_tokens": 1}, {"peer": "x"}, {"temperature": -1}],
+    [{"repeats": 0}, {"batch": 0}, {"limit": 0}, {"k": 0}, {"max_tokens": 1}, {"peer": "x"}, {"temperature": -1}],
 )
 def test_bad_settings(wrong):
     with pytest.raises(OutriderError, match=next(iter(wrong))):
@@ -139,13 +139,13 @@ def test_peer_takes_one_row():
 
 
 def marks(*rows):
-    return [Mark(at=float(at), emitted=emitted) for at, emitted in enumerate(rows)]
+    return [EmitEvent(at=float(at), emitted=emitted) for at, emitted in enumerate(rows)]
 
 
 def test_clock_of_one_row():
     run = marks((0,), (0,), (2,), (5,), (6,))  # two rounds read the prompt; the second of them emits
     assert opening(run) == 2
-    assert decode_pace(run) == Pace(tokens=4, seconds=2.0)
+    assert decode_pace(run) == DecodeSpeed(tokens=4, seconds=2.0)
     assert decode_pace(run).rate == 2.0
     assert token_gaps(run) == [1.0, 0.0, 0.0, 1.0]
 
@@ -153,7 +153,7 @@ def test_clock_of_one_row():
 def test_clock_begins_when_all_rows_decode():
     run = marks((0, 0), (1, 0), (2, 0), (4, 3), (4, 4))
     assert opening(run) == 3
-    assert decode_pace(run) == Pace(tokens=1, seconds=1.0)
+    assert decode_pace(run) == DecodeSpeed(tokens=1, seconds=1.0)
     assert token_gaps(run) == [1.0, 1.0, 0.0, 1.0]
 
 
@@ -164,20 +164,20 @@ def test_clock_of_a_single_round():
 
 def test_timed():
     before, after = Stats(rounds=2, target_seconds=1.0), Stats(rounds=5, target_seconds=4.0, host_seconds=1.5)
-    stats = timed(Stats(passes=7, emitted=9), before, after)
+    stats = timed(Stats(passes=7, output_tokens=9), before, after)
     assert (stats.passes, stats.rounds, stats.target_seconds, stats.host_seconds) == (7, 3, 3.0, 1.5)
 
 
 def trial(tokens, seconds, stats):
-    return Trial(pace=Pace(tokens=tokens, seconds=seconds), gaps=(seconds,), stats=stats)
+    return Trial(pace=DecodeSpeed(tokens=tokens, seconds=seconds), inter_token_latencies=(seconds,), stats=stats)
 
 
 def test_report():
-    plain = Stats(rounds=10, passes=10, emitted=10, target_seconds=1.0)
-    guessing = Stats(rounds=5, passes=5, emitted=10, reached=(5,), accepted=(5,), target_seconds=0.5)
+    plain = Stats(rounds=10, passes=10, output_tokens=10, target_seconds=1.0)
+    guessing = Stats(rounds=5, passes=5, output_tokens=10, reached=(5,), accepted=(5,), target_seconds=0.5)
     seconds = {"plain": (2.0, 1.0, 4.0), "speculative": (1.0, 1.0, 1.0)}
     samples = [
-        Sample(category="c", name=name, round=i, trial=trial(10, took, plain if name == "plain" else guessing))
+        Sample(category="c", name=name, repeat=i, trial=trial(10, took, plain if name == "plain" else guessing))
         for name, all in seconds.items()
         for i, took in enumerate(all)
     ]
@@ -192,10 +192,10 @@ def test_report():
 
 
 def test_report_of_completions_that_end_at_once():
-    stats = Stats(passes=1, emitted=1)
+    stats = Stats(passes=1, output_tokens=1)
     ways = ("plain", "speculative")
-    empty = Trial(pace=Pace(tokens=0, seconds=0.0), gaps=(), stats=stats)
-    figures = report([Sample(category="c", name=name, round=0, trial=empty) for name in ways])["overall"]
+    empty = Trial(pace=DecodeSpeed(tokens=0, seconds=0.0), inter_token_latencies=(), stats=stats)
+    figures = report([Sample(category="c", name=name, repeat=0, trial=empty) for name in ways])["overall"]
     for name in ways:
         assert figures[name]["tokens_per_s"] is None
         assert figures[name]["speedup"] is None
@@ -204,8 +204,10 @@ def test_report_of_completions_that_end_at_once():
 
 
 def test_expected_speedup_counts_a_pass_without_a_guess_as_a_rejection():
-    plain = Stats(rounds=4, passes=4, emitted=4, target_seconds=4.0)
-    half = Stats(rounds=4, passes=4, emitted=6, reached=(2,), accepted=(2,), target_seconds=4.0, propose_seconds=1.0)
+    plain = Stats(rounds=4, passes=4, output_tokens=4, target_seconds=4.0)
+    half = Stats(
+        rounds=4, passes=4, output_tokens=6, reached=(2,), accepted=(2,), target_seconds=4.0, draft_seconds=1.0
+    )
     assert expected_speedup(plain, half) == pytest.approx(1.5 / 1.25)
 
 
@@ -217,9 +219,9 @@ def test_switch_planner_makes_both_with_one_llm():
     guessing = OutriderRunner("speculative", llm, planner, k=4).run(jobs)
     assert plain.stats is not None
     assert guessing.stats is not None
-    assert (plain.stats.drafted, plain.stats.tau) == (0, 1.0)
+    assert (plain.stats.draft_tokens, plain.stats.tau) == (0, 1.0)
     assert guessing.stats.tau > 1
-    assert guessing.stats.emitted == plain.stats.emitted == 24
+    assert guessing.stats.output_tokens == plain.stats.output_tokens == 24
     assert plain.stats.rounds == 11  # all but the one that read the prompts
     assert plain.pace.tokens == 22
     assert not llm.engine.busy()
@@ -230,11 +232,11 @@ def test_bytes_of_a_pass():
     for dtype, size in (("float32", 4), ("bfloat16", 2)):
         llm = LLM(dtype=dtype, proposer="none", max_num_seqs=1, max_model_len=64)
         assert bytes_per_pass(llm, embedded("mini")) == pytest.approx(17.3e6 * size, rel=0.01)
-    assert flops_per_column(embedded("mini")) == pytest.approx(2 * 17.3e6, rel=0.01)
+    assert flops_per_token(embedded("mini")) == pytest.approx(2 * 17.3e6, rel=0.01)
 
 
 def test_run(prompts):
-    settings = Settings(prompts=prompts, rounds=2, max_tokens=6, dtype="float32", peer="transformers")
+    settings = Settings(prompts=prompts, repeats=2, max_tokens=6, dtype="float32", peer="transformers")
     document = run_bench(settings, progress=Console(quiet=True))
     json.dumps(document, allow_nan=False)
     assert list(document["results"]) == ["code", "talk", "overall"]
@@ -248,16 +250,16 @@ def test_run(prompts):
     assert document["weight_bits"] == 32
     assert document["compile_seconds"] >= 0
     assert document["kernels"] in ("native", "torch", "graphs")
-    assert document["arguments"]["rounds"] == 2
+    assert document["arguments"]["repeats"] == 2
     assert set(document["versions"]) >= {"python", "torch", "transformers", "outrider"}
     assert set(document["hardware"]) >= {"cpu", "cores", "threads", "gpu"}
     assert document["limits"]["weight_bytes_per_pass"] == pytest.approx(69.2e6, rel=0.01)
-    assert document["memory"]["rows"] == 1
+    assert document["memory"]["sequences"] == 1
     assert not document["sweeps"]
 
 
 def test_command(prompts):
-    words = ["bench", "--prompts", prompts, "--rounds", "1", "--max-tokens", "6", "--limit", "1", "--batch", "2"]
+    words = ["bench", "--prompts", prompts, "--repeats", "1", "--max-tokens", "6", "--limit", "1", "--batch", "2"]
     result = CliRunner().invoke(app, [*words, "--proposer", "ngram", "--temperature", "1"])
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
@@ -273,7 +275,19 @@ def test_a_benchmark_is_not_lost_with_its_files(prompts, tmp_path, monkeypatch):
     monkeypatch.setattr("outrider.plan.store.check_writable", lambda path: None)
     monkeypatch.setattr("outrider.bench.command.check_report", lambda file: None)
     monkeypatch.setattr("outrider.bench.command.page", lambda document: "")
-    words = ["bench", "--prompts", prompts, "--rounds", "1", "--max-tokens", "4", "--limit", "1", "--proposer", "ngram"]
+    words = [
+        "bench",
+        "--prompts",
+        prompts,
+        "--repeats",
+        "1",
+        "--max-tokens",
+        "4",
+        "--limit",
+        "1",
+        "--proposer",
+        "ngram",
+    ]
     files = ["--k", "auto", "--plan", str(tmp_path / "none/plan.json"), "--report", str(tmp_path)]
     result = CliRunner().invoke(app, [*words, *files])
     assert result.exit_code == 2
@@ -284,7 +298,7 @@ def test_a_benchmark_is_not_lost_with_its_files(prompts, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("kernels", ["native", "torch"])
 def test_command_quantised(prompts, kernels):
-    words = ["bench", "--device", "cpu", "--prompts", prompts, "--rounds", "1", "--max-tokens", "4", "--limit", "1"]
+    words = ["bench", "--device", "cpu", "--prompts", prompts, "--repeats", "1", "--max-tokens", "4", "--limit", "1"]
     result = CliRunner().invoke(app, [*words, "--kernels", kernels, "--quantize", "int8"])
     assert result.exit_code == 0, result.output
     document = json.loads(result.stdout.splitlines()[-1])
@@ -307,8 +321,8 @@ def test_command_quantised(prompts, kernels):
         (["--quantize", "int8", "--dtype", "float16"], "quantize needs a CPU and bfloat16"),
         (["--kernels", "fast"], "kernels 'fast' is unknown"),
         (["--prompts", "nothing.jsonl"], "nothing.jsonl cannot be read"),
-        (["--rounds", "0"], "rounds is 0"),
-        (["--max-tokens", "2040", "--limit", "1", "--rounds", "1"], "is too small"),
+        (["--repeats", "0"], "repeats is 0"),
+        (["--max-tokens", "2040", "--limit", "1", "--repeats", "1"], "is too small"),
         (["--calibrate", "--sweep", "k=0..2"], "leave --sweep or --calibrate out"),
         (["--calibrate", "--max-tokens", "9"], "leave --max-tokens or --calibrate out"),
         (["--proposer", "nobody"], "proposer 'nobody' is unknown"),

@@ -10,9 +10,9 @@ import torch
 from outrider import LLM, OutriderError, SamplingParams
 from outrider.bench.contestants import Job
 from outrider.bench.limits import Roofline, limits
-from outrider.bench.memory import Footprint, cache_bytes_per_token, footprint
+from outrider.bench.memory import MemoryUse, cache_bytes_per_token, measure_memory
 from outrider.bench.rates import Rates, best_rates, gemm_rate, read_bandwidth
-from outrider.plan.speedup import roof, rows_instead
+from outrider.plan.speedup import roof, sequences_instead
 from tests.helpers.tiny import Shelf
 
 CPU = torch.device("cpu")
@@ -25,8 +25,8 @@ def test_roof_is_the_lower_of_two():
 
 def test_rows_instead():
     """A draft of 30 bytes and 4 rows of 5 stands where 25 rows of 2 could."""
-    assert rows_instead(draft_weights=30, draft_cache=4 * 5, row_cache=2) == 25
-    assert rows_instead(draft_weights=0, draft_cache=0, row_cache=2) == 0
+    assert sequences_instead(draft_weights=30, draft_cache=4 * 5, row_cache=2) == 25
+    assert sequences_instead(draft_weights=0, draft_cache=0, row_cache=2) == 0
 
 
 @pytest.mark.parametrize(
@@ -34,8 +34,8 @@ def test_rows_instead():
     [
         lambda: roof(bytes_per_pass=1, flops_per_pass=0, bandwidth=1, gemm=1),
         lambda: roof(bytes_per_pass=1, flops_per_pass=1, bandwidth=1, gemm=0),
-        lambda: rows_instead(draft_weights=1, draft_cache=1, row_cache=0),
-        lambda: rows_instead(draft_weights=-1, draft_cache=1, row_cache=1),
+        lambda: sequences_instead(draft_weights=1, draft_cache=1, row_cache=0),
+        lambda: sequences_instead(draft_weights=-1, draft_cache=1, row_cache=1),
     ],
 )
 def test_mistakes(wrong):
@@ -75,12 +75,12 @@ def test_limits():
     roofline = Roofline(
         weight_bytes_per_pass=100,
         cache_bytes_per_token=5.0,
-        flops_per_column=3.0,
+        flops_per_token=3.0,
         read_bytes_per_s=1000.0,
         gemm_flops_per_s=120.0,
     )
-    plain = {"tau": 1.0, "drafted_tokens": 0, "passes": 8, "tokens_per_s": {"median": 5.0}}
-    guessing = {"tau": 3.0, "drafted_tokens": 32, "passes": 8, "tokens_per_s": None}
+    plain = {"tau": 1.0, "draft_tokens": 0, "passes": 8, "tokens_per_s": {"median": 5.0}}
+    guessing = {"tau": 3.0, "draft_tokens": 32, "passes": 8, "tokens_per_s": None}
     found = limits(roofline, {"plain": plain, "speculative": guessing}, rows=2, cached=10.0)
     assert (found["bytes_per_pass"], found["bytes_per_token"]) == (200.0, 100.0)
     assert found["plain"] == {"limit_passes_per_s": 5.0, "limit_tokens_per_s": 10.0, "share_of_limit": 0.5}
@@ -89,9 +89,9 @@ def test_limits():
 
 
 def test_footprint_of_a_draft():
-    held = Footprint(rows=4, context=64, target_weights=1000, target_cache=80, draft_weights=30, draft_cache=10)
-    assert held.draft_in_rows == 2.0
-    assert held.as_dict()["draft_in_rows"] == 2.0
+    held = MemoryUse(sequences=4, context=64, target_weights=1000, target_cache=80, draft_weights=30, draft_cache=10)
+    assert held.draft_in_sequences == 2.0
+    assert held.as_dict()["draft_in_sequences"] == 2.0
 
 
 @pytest.mark.parametrize("proposer", [None, "ngram"])
@@ -100,23 +100,23 @@ def test_footprint(proposer):
         dtype="float32", kernels="torch", proposer=proposer, max_num_seqs=2, max_model_len=64
     )  # where a row has a stripe
     jobs = [Job(prompt=llm.encode("import os\n"), params=SamplingParams(max_tokens=4))] * 2
-    held = footprint(llm, jobs)
+    held = measure_memory(llm, jobs)
     assert not llm.engine.busy()
-    assert (held.rows, held.context, held.other) == (2, 64, None)
+    assert (held.sequences, held.context, held.other) == (2, 64, None)
     assert held.target_weights == llm.parts.target.bytes() > held.target_cache == llm.parts.target.cache.bytes() > 0
     assert cache_bytes_per_token(llm) == held.target_cache / 2 / 64
     if proposer is None:
         assert held.draft_weights + held.draft_cache == llm.parts.proposer.bytes()
         assert held.draft_weights > held.draft_cache > 0
     else:
-        assert held.draft_in_rows == 0
+        assert held.draft_in_sequences == 0
 
 
 def test_footprint_of_a_recurrent_target(tmp_path):
     """Its states are weighed while all rows run, and count as nothing that a pass reads."""
     llm = LLM(Shelf(tmp_path).folder("mamba2"), proposer="ngram", dtype="float32", max_num_seqs=2, max_model_len=64)
     jobs = [Job(prompt=(3, 4, 5), params=SamplingParams(max_tokens=2))] * 2
-    held = footprint(llm, jobs)
+    held = measure_memory(llm, jobs)
     assert held.target_cache > 0 == llm.parts.target.cache.bytes()
     assert cache_bytes_per_token(llm) == 0
-    assert held.draft_in_rows == 0
+    assert held.draft_in_sequences == 0

@@ -38,7 +38,7 @@ def document(tmp_path_factory):
     lines = [{"category": "a<b>&c", "prompt": "<|endoftext|>import os\n"}, {"category": "talk", "prompt": "One two"}]
     file.write_text("\n".join(map(json.dumps, lines)))
     sweep = Sweep(k=(0, 2), batch=(1, 2), context=(32, 64), temperature=(0.0, 1.0))
-    settings = Settings(prompts=str(file), rounds=1, max_tokens=6, dtype="float32", sweep=sweep)
+    settings = Settings(prompts=str(file), repeats=1, max_tokens=6, dtype="float32", sweep=sweep)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("outrider.bench.rates._BUFFER", 1 << 20)
         patch.setattr("outrider.bench.rates._MATRIX", (64, 64))

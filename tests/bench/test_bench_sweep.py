@@ -13,7 +13,7 @@ from outrider.bench.interleave import make_batches
 from outrider.bench.report import OVERALL
 from outrider.bench.run import run_bench
 from outrider.bench.settings import Settings, Sweep, parse_sweep
-from outrider.bench.sweep import Condition, guessers, home, places
+from outrider.bench.sweep import Condition, conditions, default_condition, speculative_variants
 from outrider.bench.table import show
 from outrider.cli.app import app
 from outrider.measure.number_lists import parse_real, parse_whole, several
@@ -88,15 +88,15 @@ def test_bad_values(sweep, message):
 def test_one_axis_at_a_time():
     sweep = Sweep(k=(0, 2, 4), batch=(1, 4), context=(256, 512), temperature=(0.0, 1.0))
     settings = Settings(sweep=sweep)
-    assert home(settings) == Condition(batch=1, temperature=0.0)
-    assert places(settings) == [
+    assert default_condition(settings) == Condition(batch=1, temperature=0.0)
+    assert conditions(settings) == [
         Condition(batch=1, temperature=0.0),
         Condition(batch=4, temperature=0.0),
         Condition(batch=1, temperature=0.0, context=256),
         Condition(batch=1, temperature=0.0, context=512),
         Condition(batch=1, temperature=1.0),
     ]
-    assert guessers(settings) == {0: "plain", 4: "speculative", 2: "k=2"}
+    assert speculative_variants(settings) == {0: "plain", 4: "speculative", 2: "k=2"}
     assert (settings.rows, settings.capacity) == (4, 512)
     assert (Settings().rows, Settings().capacity, Settings(context=99).capacity) == (1, None, 99)
 
@@ -104,7 +104,7 @@ def test_one_axis_at_a_time():
 def test_a_context_is_filled_with_other_prompts(prompts):
     llm = LLM(dtype="float32", proposer="none", max_num_seqs=1, max_model_len=256)
     read, settings = read_prompts(prompts), Settings(max_tokens=8)
-    short = [heat.jobs[0].prompt for heat in make_batches(llm, read, settings, home(settings))]
+    short = [heat.jobs[0].prompt for heat in make_batches(llm, read, settings, default_condition(settings))]
     filled = Condition(batch=1, temperature=0.0, context=200)
     long = [heat.jobs[0].prompt for heat in make_batches(llm, read, settings, filled)]
     assert [len(text) for text in long] == [192, 192]
@@ -116,7 +116,7 @@ def test_a_context_is_filled_with_other_prompts(prompts):
 
 def test_run(prompts):
     sweep = Sweep(k=(0, 1, 4), batch=(1, 2), context=(32, 64), temperature=(0.0, 1.0))
-    settings = Settings(prompts=prompts, rounds=1, max_tokens=6, dtype="float32", sweep=sweep)
+    settings = Settings(prompts=prompts, repeats=1, max_tokens=6, dtype="float32", sweep=sweep)
     document = run_bench(settings, progress=Console(quiet=True))
     json.dumps(document, allow_nan=False)
     assert list(document["results"][OVERALL]) == ["plain", "speculative"]
@@ -138,19 +138,19 @@ def test_run(prompts):
     assert swept["batch"][0]["plain"] == document["results"][OVERALL]["plain"]
     assert [entry["plain"]["prompt_tokens"] for entry in swept["context"]] == [2 * 26, 2 * 58]
     assert 58 < swept["context"][1]["limits"]["cached_tokens"] <= 64
-    assert (document["memory"]["rows"], document["memory"]["context"]) == (2, 64)
+    assert (document["memory"]["sequences"], document["memory"]["context"]) == (2, 64)
     out = Console(width=120, record=True, quiet=True)
     show(document, out)
 
 
 def test_command(prompts):
-    words = ["bench", "--prompts", prompts, "--rounds", "1", "--max-tokens", "4", "--dtype", "float32"]
+    words = ["bench", "--prompts", prompts, "--repeats", "1", "--max-tokens", "4", "--dtype", "float32"]
     result = CliRunner().invoke(app, [*words, "--proposer", "ngram", "--sweep", "k=1,2", "--temperature", "0,1"])
     assert result.exit_code == 0, result.output
     document = json.loads(result.stdout.splitlines()[-1])
     assert document["arguments"]["temperature"] == 0.0
     assert document["arguments"]["sweep"] == {"k": [1, 2], "batch": [], "context": [], "temperature": [0.0, 1.0]}
-    assert document["memory"]["draft_in_rows"] == 0
+    assert document["memory"]["draft_in_sequences"] == 0
     for words in ("Against k", "Against temperature", "This machine, before and after", "Memory: target weights"):
         assert words in result.stdout
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from outrider.heads.files import read_partner
+from outrider.heads.files import read_target_info
 from outrider.heads.store import write_head
 from outrider.loader.embedded import embedded
 from tests.helpers.heads import cases, random_draft
@@ -63,7 +63,7 @@ def test_a_model_is_read_as_it_is_and_counted_alike(run):
 
 
 def test_a_trained_draft_is_converted_and_may_differ(run, tmp_path):
-    partner = read_partner(embedded("mini"))
+    partner = read_target_info(embedded("mini"))
     _, description = cases(partner.hidden, partner.vocab)["eagle3.1"]
     write_head(tmp_path / "draft", random_draft(description), dtype=torch.float32)
     done = run(tmp_path / "draft")

@@ -102,7 +102,7 @@ def test_rows_that_write_the_same_hold_it_once(folder, dtype):
     batch, none = tiny.everything(rows), tree.empty(4, CPU)
     with torch.inference_mode():
         target.cache.commit(tree.fed_round(batch, none, target.score(batch, none)))
-        assert target.cache.usage().held == 2 + 4
+        assert target.cache.usage().used_blocks == 2 + 4
         for row in rows:
             row.num_cached_tokens = len(text)
             row.token_ids.append(7)
@@ -133,10 +133,10 @@ def test_what_was_left_longest_ago_goes_first_and_leaves_before_stems(folder):
     feed(target, 0, texts[0])  # used again
     target.cache.release(0)
     use = target.cache.usage()
-    assert (use.held, use.kept, use.free) == (0, use.kept, 8 - use.kept)
+    assert (use.used_blocks, use.cached_blocks, use.free_blocks) == (0, use.cached_blocks, 8 - use.cached_blocks)
     feed(target, 0, texts[2])
     target.cache.release(0)
-    assert target.cache.usage().evicted
+    assert target.cache.usage().evicted_blocks
     lengths = [target.cache.admit(1, text, "one") for text in texts]
     assert lengths[0] == lengths[2] == 129
     assert lengths[1] < 129
@@ -152,17 +152,17 @@ def test_pages_keep_their_counts():
             text = tuple(chance.randrange(2) for _ in range(BLOCK * chance.randint(1, 4)))
             found, _, _ = pages.match("", text)
             for page in found:
-                pages.hold(page)
+                pages.acquire(page)
             path = found
             for begin in range(BLOCK * len(found), len(text), BLOCK):
-                page = pages.put("", path[-1] if path else None, text[begin : begin + BLOCK], made)
+                page = pages.insert("", path[-1] if path else None, text[begin : begin + BLOCK], made)
                 made += 1
-                pages.hold(page)
+                pages.acquire(page)
                 path.append(page)
             paths.append(path)
         elif action < 0.7 and paths:
             for page in reversed(paths.pop(chance.randrange(len(paths)))):
-                pages.leave(page)
+                pages.release(page)
         elif pages.idle:
             block = pages.evict()
             gone += 1
@@ -212,7 +212,7 @@ def test_memory_that_ends_changes_no_token(folder, name, dtype, temperature):
     use = tight.cache_usage()
     assert use.preempted > 0
     assert wide.cache_usage().preempted == 0
-    assert (use.held, use.blocks) == (0, 7)
+    assert (use.used_blocks, use.blocks) == (0, 7)
 
 
 @compiled
@@ -243,7 +243,7 @@ def test_whoever_is_taken_back_leaves_no_block_behind(folder, rounds):
     assert set(done) <= {0, 3}
     assert 0 not in done or outputs([done[0]]) == outputs(wanted)
     assert all(row.finish_reason is FinishReason.LENGTH for row in done.values())
-    assert engine.cache_usage().held == 0
+    assert engine.cache_usage().used_blocks == 0
 
 
 @compiled
@@ -313,7 +313,7 @@ def test_a_draft_that_goes_on_with_the_text_has_no_more_memory_than_it_is_given(
     spec = f"draft-text:{embedded('nano')}"
     llm = LLM(None, proposer=spec, k=3, max_model_len=512, cache_gb=0.0045, **settings)
     assert [c.token_ids for c in llm.generate(texts, params)] == [c.token_ids for c in plain.generate(texts, params)]
-    assert llm.stats.drafted > 0
+    assert llm.stats.draft_tokens > 0
 
 
 @compiled
@@ -354,8 +354,8 @@ def test_of_stripes_that_begin_alike_the_slots_own_is_not_copied():
 
 
 def test_nothing_is_known_of_other_caches():
-    assert CacheUsage().free == 0
-    assert Batch(seqs=(), start=(), feed=(), draft_budget=()).waiting == 0
+    assert CacheUsage().free_blocks == 0
+    assert Batch(seqs=(), start=(), feed=(), draft_budget=()).num_waiting == 0
 
 
 @pytest.mark.parametrize("name", EVERY)

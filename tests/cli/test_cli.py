@@ -69,7 +69,8 @@ def test_module():
 def test_every_sampling_parameter_is_an_option():
     flags = {field.name.removesuffix("s") for field in dataclasses.fields(SamplingOptions)}
     flags.add("constraint")  # several options, of which one may be given
-    flags |= {"proposer", "verifier"}  # which choose the engine's own, and no other is there to be asked
+    flags |= {"proposer", "verifier", "k"}  # options of the engine
+    flags |= {"scope", "priority"}  # one process serves one user
     assert flags == {field.name.removesuffix("s") for field in dataclasses.fields(SamplingParams)}
     assert SamplingOptions().params() == SamplingParams()
 
@@ -138,8 +139,8 @@ def test_run_separates_text_from_talk(greedy):
 
 def test_document(greedy):
     (completion,) = greedy["completions"]
-    assert len(completion["tokens"]) == len(completion["guessed"]) == 8
-    assert completion["finish"] == "length"
+    assert len(completion["tokens"]) == len(completion["from_draft"]) == 8
+    assert completion["finish_reason"] == "length"
     assert greedy["seed"] is None
     assert greedy["exact"] is True
     assert greedy["stats"]["tau"] > 1
@@ -152,7 +153,7 @@ def test_plain_decoding_gives_the_same_text(greedy):
     plain = document(CODE, "--proposer", "none")
     assert plain["completions"][0]["tokens"] == greedy["completions"][0]["tokens"]
     assert plain["stats"]["tau"] == 1.0
-    assert not any(plain["completions"][0]["guessed"])
+    assert not any(plain["completions"][0]["from_draft"])
 
 
 @pytest.mark.parametrize("bits", ["int8", "int4"])
@@ -225,7 +226,6 @@ def test_inexact_is_said():
         (["--top-p", "0", "x"], "top_p is 0"),
         (["a\udcff"], "the prompt is not UTF-8 text"),
         (["--stop", "\udcff", "x"], "--stop '\\udcff' is not UTF-8 text"),
-        (["--scope", "\udcff", "x"], "--scope '\\udcff' is not UTF-8 text"),
         (["--regex", "\udcff", "x"], "--regex '\\udcff' is not UTF-8 text"),
         (["--logit-bias", "5=1", "--logit-bias", "5=2", "x"], "--logit-bias is given twice for token 5"),
         (["--logit-bias", "5:1", "x"], "--logit-bias '5:1' is not ID=VALUE"),

@@ -107,7 +107,7 @@ def plain(grammars, schemas):
     told = {(0.0, ""): words_of(texts(grammars, schemas, k=0)[0])}
     for verifier in ("walk", "coupled"):
         rows, stats = texts(grammars, schemas, k=0, verifier=verifier, temperature=1.0)
-        assert stats.passes == stats.emitted
+        assert stats.passes == stats.output_tokens
         check_valid(rows, schemas)
         told[1.0, verifier] = words_of(rows)
     return told
@@ -261,9 +261,9 @@ def test_a_forced_text_takes_few_passes_and_none_where_k_is_0(grammars):
     rows, stats = texts(grammars, long)
     plainly, slow = texts(grammars, long, k=0)
     assert words_of(rows) == words_of(plainly)
-    assert stats.passes <= 1 + stats.emitted // 30
-    assert slow.passes == slow.emitted
-    few = replace(SamplingParams(constraint=long[0]), guesses=2)
+    assert stats.passes <= 1 + stats.output_tokens // 30
+    assert slow.passes == slow.output_tokens
+    few = replace(SamplingParams(constraint=long[0]), k=2)
     engine = make_engine(grammar_cases.WordTarget(), NoProposer, k=4)
     (row,) = grammar_cases.complete(engine, grammars, [[5, 6]], [few])
     assert words_of([row]) == words_of(rows)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from outrider.core import tree
-from outrider.core.noise import PositionNoise, Stream, inverse_cdf, mix, mix_int, to_uniform
+from outrider.core.noise import NoiseStream, PositionNoise, inverse_cdf, mix, mix_int, to_uniform
 from outrider.core.types import DraftKind, Packed
 from outrider.testing.enumeration import race_joint
 from outrider.verify.rules import block
@@ -18,7 +18,7 @@ def noise(first=0, rows=MANY, kind=PositionNoise, seed=0):
 
 def guess(source, law, index):
     """A proposer's guess number `index` [B]."""
-    return inverse_cdf(law, source.draws(int(index.max()) + 1).gather(1, index[:, None])[:, 0])
+    return inverse_cdf(law, source.uniforms(int(index.max()) + 1).gather(1, index[:, None])[:, 0])
 
 
 def zeros(rows=MANY):
@@ -61,18 +61,18 @@ def test_uniform_stays_below_one():
 def test_draws_follow_their_law(first):
     mass = (0.4, 0.0, 0.3, 0.2, 0.1)
     expected, source = torch.tensor(mass), noise(first)
-    assert chi_square(source.token(law(*mass), zeros()), expected) < 3
-    assert chi_square(source.race(law(*mass), zeros()), expected) < 3
+    assert chi_square(source.sample(law(*mass), zeros()), expected) < 3
+    assert chi_square(source.sample_race(law(*mass), zeros()), expected) < 3
     assert chi_square(guess(source, law(*mass), zeros()), expected) < 3
     for chance in (0.0, 0.01, 0.5, 1.0):
-        flips = source.flip(torch.full((MANY,), chance), zeros())
+        flips = source.bernoulli(torch.full((MANY,), chance), zeros())
         assert abs(float(flips.double().mean()) - chance) < 4 * (chance * (1 - chance) / MANY) ** 0.5 + 1e-12
 
 
 def test_draws_of_one_seed_along_a_text_follow_their_law():
     row = PositionNoise(torch.full((1,), 7), zeros(1))
     mass = torch.tensor([0.5, 0.3, 0.2])
-    for draw in (row.token, row.race):
+    for draw in (row.sample, row.sample_race):
         assert chi_square(draw(mass.expand(1, MANY, -1), torch.arange(MANY)[None])[0], mass) < 3
 
 
@@ -82,15 +82,15 @@ def test_sources_are_independent():
     source, again, later = noise(5), noise(5, seed=1), noise(6)
     ones = zeros() + 1
     pairs = [
-        (source.token(even, zeros()), again.token(even, zeros())),
-        (source.token(even, zeros()), source.token(even, ones)),
-        (source.token(even, zeros()), source.race(even, zeros())),
-        (source.token(even, zeros()), guess(source, even, zeros())),
-        (source.race(even, zeros()), source.race(even, ones)),
+        (source.sample(even, zeros()), again.sample(even, zeros())),
+        (source.sample(even, zeros()), source.sample(even, ones)),
+        (source.sample(even, zeros()), source.sample_race(even, zeros())),
+        (source.sample(even, zeros()), guess(source, even, zeros())),
+        (source.sample_race(even, zeros()), source.sample_race(even, ones)),
         (guess(source, even, zeros()), guess(source, even, ones)),
         (guess(source, even, zeros()), guess(later, even, zeros())),
-        (guess(source, even, zeros()), source.flip(even[:, 0] * 4, zeros()).long() * 4),
-        (source.flip(even[:, 0] * 4, zeros()).long() * 4, source.flip(even[:, 0] * 4, ones).long() * 4),
+        (guess(source, even, zeros()), source.bernoulli(even[:, 0] * 4, zeros()).long() * 4),
+        (source.bernoulli(even[:, 0] * 4, zeros()).long() * 4, source.bernoulli(even[:, 0] * 4, ones).long() * 4),
     ]
     for left, right in pairs:
         expected = torch.outer(left.bincount(minlength=8), right.bincount(minlength=8)) / MANY**2
@@ -104,20 +104,20 @@ def test_a_row_draws_the_same_in_every_batch():
     together = PositionNoise(seeds, first)
     for b in range(4):
         alone = PositionNoise(seeds[b : b + 1], first[b : b + 1])
-        for name in ("token", "race"):
+        for name in ("sample", "sample_race"):
             whole = getattr(together, name)(p, ahead)[b]
             assert torch.equal(getattr(alone, name)(p[b : b + 1], ahead[b : b + 1])[0], whole)
             one = getattr(alone, name)(p[b : b + 1, 2], ahead[b : b + 1, 2])
             assert one[0] == whole[2]
         index = torch.full((4,), 2)
         assert guess(alone, p[b : b + 1, 0], index[:1])[0] == guess(together, p[:, 0], index)[b]
-        assert alone.flip(p[b : b + 1, 0, 0], index[:1])[0] == together.flip(p[:, 0, 0], index)[b]
+        assert alone.bernoulli(p[b : b + 1, 0, 0], index[:1])[0] == together.bernoulli(p[:, 0, 0], index)[b]
 
 
 def test_token_and_race_belong_to_the_position():
     even = law(*[1 / 50] * 50)
     early, late = noise(8), noise(10)
-    for name in ("token", "race"):
+    for name in ("sample", "sample_race"):
         assert torch.equal(getattr(early, name)(even, zeros() + 2), getattr(late, name)(even, zeros()))
 
 
@@ -127,14 +127,16 @@ def test_coins_and_guesses_belong_to_the_round():
     early, late = noise(8), noise(10)
     assert (guess(early, even, zeros() + 2) == guess(late, even, zeros())).double().mean() < 0.03
     half = torch.full((MANY,), 0.5)
-    assert abs(float((early.flip(half, zeros() + 2) == late.flip(half, zeros())).double().mean()) - 0.5) < 0.01
+    assert (
+        abs(float((early.bernoulli(half, zeros() + 2) == late.bernoulli(half, zeros())).double().mean()) - 0.5) < 0.01
+    )
 
 
 class KeyedByPosition(PositionNoise):
     """The mistake: a rejected guess and the coin that rejected it come back in the next round."""
 
-    def draws(self, count):
-        return self._uniform(Stream.DRAFT, torch.arange(count).expand(len(self.first), count))
+    def uniforms(self, count):
+        return self._uniform(NoiseStream.DRAFT, torch.arange(count).expand(len(self.first), count))
 
     def _per_round(self, stream, index):
         return self._uniform(stream, index)
@@ -143,7 +145,7 @@ class KeyedByPosition(PositionNoise):
 def test_draws_are_those_of_any_device():
     source, count = noise(5), 6
     index = torch.arange(count).expand(MANY, count)
-    assert torch.equal(source.draws(count), source._per_round(Stream.DRAFT, index))
+    assert torch.equal(source.uniforms(count), source._per_round(NoiseStream.DRAFT, index))
 
 
 def several_rounds(kind, p, q, length):
@@ -175,7 +177,7 @@ def test_rounds_add_up_to_the_law_only_with_fresh_coins():
 def test_a_race_has_the_joint_law_that_the_proofs_assume():
     p, q = torch.tensor([0.5, 0.2, 0.3, 0.0]), torch.tensor([0.1, 0.5, 0.0, 0.4])
     source = noise()
-    x, y = source.race(q.expand(MANY, -1), zeros()), source.race(p.expand(MANY, -1), zeros())
+    x, y = source.sample_race(q.expand(MANY, -1), zeros()), source.sample_race(p.expand(MANY, -1), zeros())
     joint = race_joint(p.double(), q.double())
     assert torch.allclose(joint.sum(0), p.double())
     assert chi_square(x * 4 + y, joint) < 2

@@ -145,7 +145,7 @@ def test_verdicts(name, chain, drawn):
         spare = draft if q is None else replace(draft, q=packed(q, draft.width))
         want = RULES[name].rule(whole, p, noise)
         for verifier in (RULES[name], fastest_verifier(RULES[name], CPU)):
-            got = verifier.judge(spare, packed_scores(p, draft.width), noise)
+            got = verifier.verify(spare, packed_scores(p, draft.width), noise)
             assert got.path.tolist() == want.path.tolist()
             assert got.accepted.tolist() == want.accepted.tolist()
             assert got.bonus.tolist() == want.bonus.tolist()

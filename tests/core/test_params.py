@@ -25,7 +25,7 @@ BAD = {
     "seed": [-1, 1.5, "lucky", 2**63, True],
     "n": [0, -1, 1.5, None, True],
     "logprobs": [-1, 1.5, True, "all"],
-    "guesses": [-1, 1.5, True, "all"],
+    "k": [-1, 1.5, True, "all"],
     "constraint": ["a", 5, {"type": "object"}],
     "scope": [None, 5, ("tenant",)],
     "priority": [-101, 101, 1.5, True, None, "first"],

@@ -42,8 +42,8 @@ def test_addition_is_a_sum(one, two, three):
 @given(MANY)
 def test_every_count_is_one_of_the_passes(triples):
     stats = Stats.of_passes(triples)
-    assert stats.emitted == sum(stats.accepted) + stats.passes
-    assert stats.drafted == sum(stats.offered)
+    assert stats.output_tokens == sum(stats.accepted) + stats.passes
+    assert stats.draft_tokens == sum(stats.offered)
     assert len(stats.offered) == len(stats.reached) == len(stats.accepted) == len(stats.acceptance)
     for offered, reached, accepted in zip(stats.offered, stats.reached, stats.accepted, strict=True):
         assert accepted <= reached <= offered
@@ -60,7 +60,7 @@ def test_a_tally_says_what_its_rounds_add_up_to(rounds, exact):
         tally.add(triples, drafted=7, prompt=2)
         tally.took(propose=0.25, target=0.5, host=0.125)
         counted = Stats.of_passes(triples, drafted=7, prompt=2, exact=exact)
-        total += replace(counted, rounds=1, propose_seconds=0.25, target_seconds=0.5, host_seconds=0.125)
+        total += replace(counted, rounds=1, draft_seconds=0.25, target_seconds=0.5, host_seconds=0.125)
         assert tally.total == total
 
 
@@ -96,9 +96,9 @@ def test_nothing_divides_by_nothing():
 
 
 def test_a_report_is_per_round():
-    stats = Stats(rounds=4, passes=8, emitted=24, propose_seconds=0.004, target_seconds=0.02, host_seconds=0.002)
+    stats = Stats(rounds=4, passes=8, output_tokens=24, draft_seconds=0.004, target_seconds=0.02, host_seconds=0.002)
     report = stats.as_dict()
-    assert report["propose_ms"] == pytest.approx(1)
+    assert report["draft_ms"] == pytest.approx(1)
     assert report["target_ms"] == pytest.approx(5)
     assert report["host_ms"] == pytest.approx(0.5)
     assert report["tau"] == 3
@@ -107,6 +107,6 @@ def test_a_report_is_per_round():
 
 
 def test_seconds_add_up():
-    a, b = Stats(rounds=1, propose_seconds=1.0, host_seconds=0.5), Stats(rounds=2, target_seconds=2.0)
+    a, b = Stats(rounds=1, draft_seconds=1.0, host_seconds=0.5), Stats(rounds=2, target_seconds=2.0)
     total = a + b
-    assert (total.rounds, total.propose_seconds, total.target_seconds, total.host_seconds) == (3, 1.0, 2.0, 0.5)
+    assert (total.rounds, total.draft_seconds, total.target_seconds, total.host_seconds) == (3, 1.0, 2.0, 0.5)

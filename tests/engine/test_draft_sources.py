@@ -48,15 +48,17 @@ def test_each_guess_is_told_with_who_made_it(spec, seen, temperature):
 
     llm.engine.on_round = look
     llm.generate([PROMPT, "x = 2\ny = 2\nz = 2\n"], SamplingParams(max_tokens=40, temperature=temperature, seed=1))
-    names = {name for each in told for name in each.by}
+    names = {name for each in told for name in each.source}
     assert names <= seen
     assert ("+" in "".join(names)) == spec.startswith("merge")
-    assert sum(len(each.tokens) for each in told) >= llm.stats.drafted > 0
-    assert sum(sum(each.kept) for each in told) >= sum(llm.stats.accepted)
+    assert sum(len(each.tokens) for each in told) >= llm.stats.draft_tokens > 0
+    assert sum(sum(each.accepted) for each in told) >= sum(llm.stats.accepted)
     for each in told:
-        assert len(each.by) == len(each.parents) == len(each.kept) == len(each.tokens)
+        assert len(each.source) == len(each.parents) == len(each.accepted) == len(each.tokens)
         assert all(parent < node for node, parent in enumerate(each.parents))
-        assert all(each.kept[parent] for node, parent in enumerate(each.parents) if each.kept[node] and parent >= 0)
+        assert all(
+            each.accepted[parent] for node, parent in enumerate(each.parents) if each.accepted[node] and parent >= 0
+        )
 
 
 def test_what_a_grammar_forces_was_nobodys_guess():
@@ -70,8 +72,8 @@ def test_what_a_grammar_forces_was_nobodys_guess():
     )
     form = Constraint.regex('"name": "[a-z]{1,9}", "surname": "[a-z]{1,9}", "telephone number"')
     llm.generate([PROMPT, PROMPT], [SamplingParams(max_tokens=60, constraint=form), SamplingParams(max_tokens=60)])
-    assert all(len(each.by) == len(each.tokens) for each in told)
-    names = {name for each in told for name in each.by}
+    assert all(len(each.source) == len(each.tokens) for each in told)
+    names = {name for each in told for name in each.source}
     assert {"grammar", "ngram"} <= names
     assert all(name == "grammar" or set(name.split("+")) <= {"ngram", "recycle"} for name in names)
 
@@ -82,7 +84,7 @@ def test_guards_let_names_through(spec):
         embedded("nano"), proposer=spec, dtype="float32", max_model_len=256, max_num_seqs=2, k=6, isolate_faults=True
     )
     told = []
-    llm.engine.on_round = lambda round: told.extend(drafts_of(round, 0, llm.parts.draft_sources).by)
+    llm.engine.on_round = lambda round: told.extend(drafts_of(round, 0, llm.parts.draft_sources).source)
     arms = ("suffix", "merge") if spec.startswith("switch") else (None,)
     for arm in arms:
         llm.generate([PROMPT], SamplingParams(max_tokens=30, proposer=arm))

@@ -70,7 +70,7 @@ def test_the_guilty_row_alone_ends(name, temperature):
         else:
             assert row.finish_reason is FinishReason.LENGTH
             assert got == wanted
-    assert sum(row.num_output_tokens for row in done.values()) == engine.stats.emitted
+    assert sum(row.num_output_tokens for row in done.values()) == engine.stats.output_tokens
 
 
 @pytest.mark.parametrize("name", SOME)

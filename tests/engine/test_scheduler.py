@@ -56,7 +56,7 @@ def test_a_scheduler_learns_how_long_its_rounds_are():
     for _ in range(8):
         batch = scheduler.next()
         fed.append(len(batch.feed[1]))
-        scheduler.took(batch, 0.05 * fed[-1])
+        scheduler.record_round(batch, 0.05 * fed[-1])
     assert fed[0] == 63
     assert fed[-1] == 20
 

@@ -15,7 +15,7 @@ from outrider.core import tree
 from outrider.core.params import SamplingParams
 from outrider.core.types import Batch, Draw, Scores, SharedWeights
 from outrider.errors import OutriderError
-from outrider.heads.description import Block, Description, FuseNorm, Taps
+from outrider.heads.description import AuxStates, DraftBlock, FuseNorm, HeadDescription
 from outrider.heads.store import make_module, read_head, write_head
 from outrider.heads.targets.block import BlockTarget
 from outrider.heads.targets.registry import make_head_target
@@ -48,7 +48,7 @@ TABLES = SharedWeights(
 )
 
 
-def make_draft(description: Description, seed: int = 0):
+def make_draft(description: HeadDescription, seed: int = 0):
     """A module whose every part says something."""
     torch.manual_seed(seed)
     module = make_module(description).eval().requires_grad_(False)
@@ -58,16 +58,19 @@ def make_draft(description: Description, seed: int = 0):
     return module
 
 
-def variants(kind: str) -> dict[str, Description]:
+def variants(kind: str) -> dict[str, HeadDescription]:
     plain = describe(kind, SMALL)
     return {
         "as it is": plain,
         "of few tokens": describe(kind, replace(SMALL, draft_vocab=9)),
         "with tables of its own": replace(
-            plain, own_embedding=True, own_head=True, body=replace(plain.body, hidden=48, heads=4, attention_bias=True)
+            plain,
+            own_embedding=True,
+            own_lm_head=True,
+            body=replace(plain.body, hidden=48, heads=4, attention_bias=True),
         ),
-        "of one tap": replace(plain, taps=Taps(layers=(7,)), final_norm=False),
-        "sparing": replace(plain, block=Block(size=3, sample_from_anchor=True, confidence=True)),
+        "of one tap": replace(plain, aux_states=AuxStates(layers=(7,)), final_norm=False),
+        "sparing": replace(plain, block=DraftBlock(size=3, sample_from_anchor=True, confidence=True)),
     }
 
 
@@ -77,7 +80,7 @@ EVERY = [(kind, name) for kind in KINDS for name in variants(kind)]
 @pytest.mark.parametrize(("kind", "name"), EVERY)
 def test_descriptions_and_weights_survive_the_disk(kind, name, tmp_path):
     description = variants(kind)[name]
-    assert Description.from_json(json.loads(json.dumps(description.to_json()))) == description
+    assert HeadDescription.from_json(json.loads(json.dumps(description.to_json()))) == description
     module = make_draft(description)
     if description.draft_vocab:
         module.ids.copy_(torch.randperm(40)[:9].sort().values)
@@ -87,7 +90,7 @@ def test_descriptions_and_weights_survive_the_disk(kind, name, tmp_path):
     assert again.state_dict().keys() == module.state_dict().keys()
     assert all(torch.equal(again.state_dict()[name], value) for name, value in module.state_dict().items())
     heads = [make_head_target(each, TABLES, slots=1, context=32) for each in (module, again)]
-    texts, taps = [[3, 1, 4, 1, 5]], torch.randn(1, 4, len(description.taps.layers), 64)
+    texts, taps = [[3, 1, 4, 1, 5]], torch.randn(1, 4, len(description.aux_states.layers), 64)
     first, second = (score_behind(head, texts, taps) for head in heads)
     assert torch.allclose(first, second, atol=1e-4)
     assert isinstance(heads[0], BlockTarget)
@@ -96,7 +99,7 @@ def test_descriptions_and_weights_survive_the_disk(kind, name, tmp_path):
 def test_a_description_without_a_block_is_as_it_was():
     data = describe("mtp", SMALL).to_json()
     del data["block"]
-    assert Description.from_json(data) == describe("mtp", SMALL)
+    assert HeadDescription.from_json(data) == describe("mtp", SMALL)
 
 
 @pytest.mark.parametrize(
@@ -104,10 +107,13 @@ def test_a_description_without_a_block_is_as_it_was():
     [
         ({"body": None}, "neither"),
         ({"body": None, "stack": describe("medusa", SMALL).stack}, "fills in a block without decoder layers"),
-        ({"join": describe("eagle3", SMALL).join}, "which a block reads apart"),
-        ({"taps": Taps(layers=(1, 2), fused=True, norm=FuseNorm.EACH)}, "norms what it taps before it is fused"),
-        ({"block": Block(size=1)}, "guesses nothing in a block of 1"),
-        ({"block": Block(size=4, markov_rank=-1)}, "by a matrix of rank -1"),
+        ({"input_fusion": describe("eagle3", SMALL).input_fusion}, "which a block reads apart"),
+        (
+            {"aux_states": AuxStates(layers=(1, 2), fused=True, norm=FuseNorm.EACH)},
+            "norms what it taps before it is fused",
+        ),
+        ({"block": DraftBlock(size=1)}, "guesses nothing in a block of 1"),
+        ({"block": DraftBlock(size=4, markov_rank=-1)}, "by a matrix of rank -1"),
         ({"target_hidden": 32}, "is 64 wide beside the target's tables of 32"),
     ],
 )
@@ -119,15 +125,15 @@ def test_what_fits_nothing_is_refused(change, message):
 def test_kinds_follow_the_papers_where_targets_are_large():
     shape = Sizes(hidden=4096, layers=36, vocab=151936, epsilon=1e-6, guesses=15)
     flash, spark = (describe(kind, shape) for kind in KINDS)
-    assert flash.taps.layers == spark.taps.layers == (1, 9, 17, 25, 33)
-    assert flash.block == Block(size=16)
-    assert spark.block == Block(size=15, sample_from_anchor=True, markov_rank=256, confidence=True)
-    assert describe("dflash", replace(shape, layers=1)).taps.layers == (0,)
+    assert flash.aux_states.layers == spark.aux_states.layers == (1, 9, 17, 25, 33)
+    assert flash.block == DraftBlock(size=16)
+    assert spark.block == DraftBlock(size=15, sample_from_anchor=True, markov_rank=256, confidence=True)
+    assert describe("dflash", replace(shape, layers=1)).aux_states.layers == (0,)
 
 
 def tell(head, rows, taps, ends):
     """Let a head know of the states [B, L, taps, H] of each row's tokens before `ends[b]`, as far as it lacks them."""
-    layers, begins = head.description.taps.layers, [head.known[row.slot] for row in rows]
+    layers, begins = head.description.aux_states.layers, [head.known[row.slot] for row in rows]
     feeds = [tuple(row.token_ids[begin:end]) for row, begin, end in zip(rows, begins, ends, strict=True)]
     fed = {
         layer: tuple(taps[row.slot, begin:end, i] for row, begin, end in zip(rows, begins, ends, strict=True))
@@ -175,11 +181,11 @@ def test_training_sees_what_the_engine_will(kind, name):
     description = variants(kind)[name]
     module = make_draft(description, seed=3)
     head = make_head_target(module, TABLES, slots=3, context=32)
-    lengths, size, guesses = (14, 9, 14), 14, module.block.guesses
-    tokens, taps = torch.randint(0, 40, (3, size + 1)), torch.randn(3, size, len(description.taps.layers), 64)
+    lengths, size, guesses = (14, 9, 14), 14, module.block.draft_tokens
+    tokens, taps = torch.randint(0, 40, (3, size + 1)), torch.randn(3, size, len(description.aux_states.layers), 64)
     learn = torch.arange(size) < torch.tensor(lengths)[:, None]
-    laws = torch.rand(3, size, description.guessed)
-    steps = list(unrolled(module, Texts(tokens=tokens, taps=taps, laws=laws[learn], learn=learn), 9))
+    laws = torch.rand(3, size, description.output_vocab)
+    steps = list(unrolled(module, Texts(tokens=tokens, aux_states=taps, target_probs=laws[learn], learn=learn), 9))
     said = [spread(step.logits, step.learn) for step in steps]
     meant = [spread(step.target, step.learn) for step in steps]
     sure = [spread(step.confidence, step.learn) if module.block.confidence else None for step in steps]
@@ -209,7 +215,7 @@ def test_training_sees_what_the_engine_will(kind, name):
                     assert torch.equal(meant[guess][row.slot, place - 1], laws[row.slot, place + guess])
                     compared += 1
                     if module.block.confidence:
-                        assert abs(found[guess].sure[b, -1] - sure[guess][row.slot, place - 1]) < 1e-4
+                        assert abs(found[guess].confidence[b, -1] - sure[guess][row.slot, place - 1]) < 1e-4
         commit(head, batch, chain)
         for row in rows:
             row.token_ids += tokens[row.slot, len(row.token_ids) :][: chance.randint(1, 3)].tolist()
@@ -265,7 +271,9 @@ def test_a_block_is_the_same_whatever_others_are_trained_beside_it(monkeypatch):
     module = make_draft(describe("dspark", SMALL))
     module.share_weights(TABLES.embedding, TABLES.head)
     tokens, taps = torch.randint(0, 40, (2, 16)), torch.randn(2, 15, 5, 64)
-    texts = Texts(tokens=tokens, taps=taps, laws=torch.rand(30, 40), learn=torch.ones(2, 15, dtype=torch.bool))
+    texts = Texts(
+        tokens=tokens, aux_states=taps, target_probs=torch.rand(30, 40), learn=torch.ones(2, 15, dtype=torch.bool)
+    )
     whole = list(unrolled(module, texts, 9))
     monkeypatch.setattr(blocks, "_MOST", 5)
     torch.manual_seed(8)
@@ -284,8 +292,8 @@ def test_texts_of_one_token_teach_nothing_and_stop_nothing(kind):
     module.share_weights(TABLES.embedding, TABLES.head)
     texts = Texts(
         tokens=torch.tensor([[3, 1]]),
-        taps=torch.randn(1, 1, 5, 64),
-        laws=torch.rand(1, 40),
+        aux_states=torch.randn(1, 1, 5, 64),
+        target_probs=torch.rand(1, 40),
         learn=torch.ones(1, 1, dtype=torch.bool),
     )
     assert not any(bool(step.learn.any()) for step in unrolled(module, texts, 9))
@@ -323,7 +331,7 @@ def test_a_draft_that_judges_itself_knows_what_stands_above_a_guess_and_not_the_
 
     def below(tokens):
         """Log-odds [5] below each guess."""
-        return head.score(batch, tree.chosen(tokens, parent, (5,)), first=0).sure[0]
+        return head.score(batch, tree.chosen(tokens, parent, (5,)), first=0).confidence[0]
 
     sure = below(tokens)
     for node in range(5):
@@ -333,7 +341,7 @@ def test_a_draft_that_judges_itself_knows_what_stands_above_a_guess_and_not_the_
     plain = make_head_target(make_draft(describe("dflash", SMALL)), TABLES, slots=1, context=32)
     rows = admit(plain, [[1, 2, 3, 4, 5]])
     tell(plain, rows, torch.randn(1, 4, 5, 64), [4])
-    assert plain.score(batch_of(plain, rows), tree.empty(1, CPU)).sure is None
+    assert plain.score(batch_of(plain, rows), tree.empty(1, CPU)).confidence is None
 
 
 def test_the_planner_hears_how_sure_a_draft_is_of_itself():
@@ -368,14 +376,14 @@ def test_the_text_is_the_targets_own(kind, temperature, make, tmp_path, monkeypa
 @pytest.mark.parametrize(("kind", "least"), [("dflash", 4), ("dspark", 4), ("peagle", 3), ("mtp", 1)])
 def test_no_guess_is_left_out_for_the_pass_that_it_would_take(kind, least, make, temperature):
     """For a block takes one pass, whatever it is asked; other drafts stop where the next pass is not worth it."""
-    shape = replace(SMALL, own_head=False)
+    shape = replace(SMALL, own_lm_head=False)
     head = make_head_target(make_draft(describe(kind, shape)), TABLES, slots=1, context=32)
     proposer = make(replace(toy_setup(ToyTarget(vocab=40)), draw=Draw.ARGMAX), head)
     row = make_row([1, 2, 3, 4, 5], 0, SamplingParams(temperature=temperature))
     proposer.admit(0, row.request)
     head.known = {0: 0}
-    tell(head, [row], torch.randn(1, 4, len(head.description.taps.layers), 64), [4])
-    batch = Batch(seqs=(row,), start=(4,), feed=((5,),), draft_budget=(4,), worth=(2.0,))
+    tell(head, [row], torch.randn(1, 4, len(head.description.aux_states.layers), 64), [4])
+    batch = Batch(seqs=(row,), start=(4,), feed=((5,),), draft_budget=(4,), min_draft_probs=(2.0,))
     depth = max(proposer.propose(batch).depth)
     assert depth == 1 if least == 1 else depth >= least
 
@@ -388,7 +396,7 @@ def test_training_lowers_the_loss_and_raises_what_is_kept(kind, nano):
     description, tables = describe(kind, NANO), target.share_weights()
     module = make_module(description)
     module.share_weights(tables.embedding.float(), tables.head.float())
-    texts = Reader(description.taps, range(2), tables, module.ids).read(samples, everything=False)
+    texts = Reader(description.aux_states, range(2), tables, module.ids).read(samples, everything=False)
     pupil = SimpleNamespace(module=module, ids=module.ids, unroll=lambda texts, steps: unrolled(module, texts, steps))
     trainer = Trainer(pupil, losses=parse("ce:0.1,tv:1.8"), steps=4, decay=0.8, lr=3e-3)
     before, misjudged = measure(module, target, prompts), misjudgement(module, texts)

@@ -16,9 +16,9 @@ from outrider.cli.app import app
 from outrider.core.params import SamplingParams
 from outrider.core.stats import Stats
 from outrider.errors import OutriderError
-from outrider.heads.description import Kind, Recycle
-from outrider.heads.files import Stored, read_partner, write_folder
-from outrider.heads.formats.base import Partner, Source, Unowned
+from outrider.heads.description import Feedback, Kind
+from outrider.heads.files import TensorFiles, read_target_info, write_folder
+from outrider.heads.formats.base import Source, TargetInfo, UnusedTensors
 from outrider.heads.formats.registry import FORMATS, format_of
 from outrider.heads.store import is_head, read_head, read_trained, write_head
 from outrider.llm import LLM
@@ -29,13 +29,13 @@ from outrider.tools.convert import checked
 from tests.helpers.heads import HEAD, KINDS, MASK, PROMPTS, TABLE, cases, guessed_by, random_draft
 
 SMALL, MINI = cases(), cases(hidden=384, vocab=12288)
-PARTNER = Partner(vocab=96, hidden=64, layers=8, head=lambda: HEAD, embedding=lambda: TABLE, kinds=KINDS)
+PARTNER = TargetInfo(vocab=96, hidden=64, layers=8, head=lambda: HEAD, embedding=lambda: TABLE, kinds=KINDS)
 # What is the target's own in them is found by comparing, or what they look at follows from the target.
 BORROWERS = [
     "assistant",
     "legacy medusa",
     "medusa with the target's head",
-    *(case for case, (_, it) in SMALL.items() if it.block and not (it.own_head and it.own_embedding)),
+    *(case for case, (_, it) in SMALL.items() if it.block and not (it.own_lm_head and it.own_embedding)),
 ]
 OPTIONS = {"dtype": "float32", "max_num_seqs": 3, "max_model_len": 128, "verifier": "walk", "k": 3}
 
@@ -104,17 +104,17 @@ def plain():
 
 @pytest.mark.parametrize("case", [case for case in MINI if case != "assistant"])  # whose target is Gemma 4
 def test_the_text_is_the_targets_own(case, plain, tmp_path):
-    written(tmp_path, case, read_partner(embedded("mini")), of=MINI)
+    written(tmp_path, case, read_target_info(embedded("mini")), of=MINI)
     llm = guessed_by(f"draft:{tmp_path}", k=3)
     assert isinstance(llm.parts.proposer, HeadProposer)
     found = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=24))
     assert [each.token_ids for each in found] == plain
-    assert sum(each.stats.drafted for each in found)
+    assert sum(each.stats.draft_tokens for each in found)
 
 
 @pytest.mark.parametrize("case", ["eagle3.1", "medusa", "gated qwen"])
 def test_trees_grow_from_other_formats_too(case, plain, tmp_path):
-    written(tmp_path, case, read_partner(embedded("mini")), of=MINI)
+    written(tmp_path, case, read_target_info(embedded("mini")), of=MINI)
     llm = LLM(proposer=f"tree:{tmp_path}", **OPTIONS)
     assert isinstance(llm.parts.proposer, HeadTreeProposer)
     found = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=24))
@@ -150,20 +150,20 @@ def test_layers_that_nobody_names_are_the_usual_ones(case, spoil, tmp_path):
 
 def test_a_target_is_asked_for_where_it_must_be_known(tmp_path):
     folder = spoiled(tmp_path / "a", "eagle", lambda config, _: config.pop("num_target_layers"))
-    with pytest.raises(Unowned, match="give the target with --target DIR"):
+    with pytest.raises(UnusedTensors, match="give the target with --target DIR"):
         read_trained(folder)
     usual = spoiled(tmp_path / "b", "eagle3", lambda config, _: config.pop("num_target_layers"))
     assert read_trained(usual).description.target_layers == 8  # 1, 3 and 4 are the usual ones of 8
-    with pytest.raises(Unowned, match="uses its target's"):
+    with pytest.raises(UnusedTensors, match="uses its target's"):
         format_of("medusa-vllm").write(*_plain("legacy medusa"), None)
 
 
 def test_norm_output_means_two_things(tmp_path):
     flat = spoiled(tmp_path / "a", "eagle3", lambda config, _: config.update(norm_output=True))
     assert read_trained(flat).description == SMALL["eagle3"][1]
-    assert read_trained(flat).description.recycle is Recycle.RAW
+    assert read_trained(flat).description.feedback is Feedback.RAW
     nested = spoiled(tmp_path / "b", "speculators", lambda config, _: config.update(norm_output=True))
-    assert read_trained(nested).description.recycle is Recycle.NORMED
+    assert read_trained(nested).description.feedback is Feedback.NORMED
     config, _ = format_of("eagle3").write(*_plain("eagle3"), None)
     assert "norm_output" not in config
     with pytest.raises(OutriderError, match="carries its normed state on"):
@@ -316,12 +316,14 @@ def test_what_cannot_be_read_is_refused(bad, tmp_path):
 def test_a_mask_is_a_row_of_a_table(tmp_path):
     """The draft's own, or the target's, of which the draft knows nothing; where it is no row, a spare one takes it."""
     written(tmp_path / "a", "dflash")
-    with pytest.raises(Unowned, match="a row of its target's embeddings; give the target with --target DIR"):
+    with pytest.raises(UnusedTensors, match="a row of its target's embeddings; give the target with --target DIR"):
         read_trained(tmp_path / "a")
     description, weights = _plain("dflash of speculators")
     weights["mask"] = torch.randn(64)
     for name in ("dflash", "dflash-speculators"):
-        with pytest.raises(OutriderError, match=r"a mask that is no token's embedding.*; train it with --mask-token"):
+        with pytest.raises(
+            OutriderError, match=r"a mask that is no token's embedding.*; train it with --mask-token-id"
+        ):
             format_of(name).write(description, weights, PARTNER)
     format = format_of("dflash-speculators")
     config, tensors = format.write(description, weights, replace(PARTNER, spare=91))
@@ -338,16 +340,16 @@ def test_a_mask_is_a_row_of_a_table(tmp_path):
 def test_a_tokenizer_tells_which_row_is_to_spare(tmp_path):
     for name in ("config.json", "model.safetensors", "tokenizer.json"):
         (tmp_path / name).write_bytes((embedded("nano") / name).read_bytes())
-    assert read_partner(tmp_path).spare is None
-    assert torch.equal(read_partner(tmp_path).embedding(), Stored(tmp_path)["model.embed_tokens.weight"])
+    assert read_target_info(tmp_path).spare is None
+    assert torch.equal(read_target_info(tmp_path).embedding(), TensorFiles(tmp_path)["model.embed_tokens.weight"])
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": config["vocab_size"] + 8}))
-    assert read_partner(tmp_path).spare == config["vocab_size"]
+    assert read_target_info(tmp_path).spare == config["vocab_size"]
     (tmp_path / "tokenizer.json").unlink()
-    assert read_partner(tmp_path).spare is None
+    assert read_target_info(tmp_path).spare is None
     (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "gemma3_text"}))
     with pytest.raises(OutriderError, match="scales its embeddings"):
-        read_partner(tmp_path).embedding()
+        read_target_info(tmp_path).embedding()
 
 
 def test_a_judge_may_not_see_the_token_before():
@@ -400,14 +402,14 @@ def test_an_assistant_is_written_where_its_target_has_what_it_looks_at():
     source = Source(config, {**tensors, **clusters, "lm_head.weight": tensors["model.embed_tokens.weight"]}, PARTNER)
     assert format.read(source)[0] == description
     assert sorted(sum(source.close().values(), ())) == [*clusters, "model.embed_tokens.weight"]
-    near, far = description.views[1:]
+    near, far = description.shared_kv[1:]
     for change, partner, why in (
         ({}, None, "give that with --target DIR"),
         ({}, replace(PARTNER, kinds=("full_attention",) * 8), "and the target given has none"),
         ({}, replace(PARTNER, kinds=KINDS[::-1]), "looks at other layers than the target's last ones"),
-        ({"views": (near, replace(near, window=5), far)}, PARTNER, "in more than one way"),
+        ({"shared_kv": (near, replace(near, window=5), far)}, PARTNER, "in more than one way"),
         ({"body": replace(description.body, gemma=False)}, PARTNER, "other layers than Gemma 4's"),
-        ({"kind": Kind.MTP, "views": (), "body": SMALL["qwen"][1].body}, PARTNER, "is of kind mtp"),
+        ({"kind": Kind.MTP, "shared_kv": (), "body": SMALL["qwen"][1].body}, PARTNER, "is of kind mtp"),
     ):
         with pytest.raises(OutriderError, match=why):
             format.write(replace(description, **change), weights, partner)
@@ -416,7 +418,7 @@ def test_an_assistant_is_written_where_its_target_has_what_it_looks_at():
 def test_a_block_is_written_where_its_readers_run_it_alike():
     flash, spark = _plain("dflash"), _plain("dspark")
     few = _plain("dspark of speculators")
-    own = replace(flash[0], own_head=True), flash[1]
+    own = replace(flash[0], own_lm_head=True), flash[1]
     for (description, weights), name, why in (
         (spark, "dflash", "write dspark"),
         (flash, "dspark", "write dflash"),
@@ -544,7 +546,7 @@ def test_an_output_layer_may_be_the_drafts_embeddings(tmp_path):
         tensors["embed_tokens.weight"] = tensors.pop("lm_head.weight")
 
     found = checked(spoiled(tmp_path, "eagle3", tie), None)
-    assert found.description.own_head
+    assert found.description.own_lm_head
     assert torch.equal(found.weights["head.weight"], found.weights["embedding.weight"])
 
 
@@ -555,12 +557,12 @@ def test_a_whole_model_is_a_draft_to_its_own_target_alone(plain, tmp_path):
     _, tensors = format_of(name).write(description, random_draft(description).state_dict(), None)
     body = description.body
     config |= {"num_attention_heads": body.heads, "head_dim": body.dim, "intermediate_size": body.ffn}
-    write_folder(tmp_path, config, {**tensors, **Stored(embedded("mini"))}, "model.safetensors")
+    write_folder(tmp_path, config, {**tensors, **TensorFiles(embedded("mini"))}, "model.safetensors")
     found = read_trained(tmp_path)
     assert "the target's own" in found.ignored
     assert not is_head(tmp_path)
     assert not is_head(tmp_path, lambda: replace(PARTNER, vocab=12288))
-    assert is_head(tmp_path, lambda: read_partner(embedded("mini")))
+    assert is_head(tmp_path, lambda: read_target_info(embedded("mini")))
     llm = LLM(proposer=f"draft:{tmp_path}", **OPTIONS)
     assert isinstance(llm.parts.proposer, HeadProposer)
     texts = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=24))
@@ -585,7 +587,7 @@ def test_converting_there_and_back(tmp_path):
 
 
 def test_converting_a_block_draft_there_and_back(tmp_path):
-    partner = read_partner(embedded("mini"))
+    partner = read_target_info(embedded("mini"))
     module = written(tmp_path / "a", "dflash", partner, of=MINI)
     told = invoke("convert", str(tmp_path / "a"), "--to", "outrider", "--out", str(tmp_path / "b"))
     assert told.exit_code == 2
@@ -664,7 +666,7 @@ def test_inspecting_says_what_a_draft_is(tmp_path):
 
 
 def test_the_probe_finds_a_draft_that_is_read_wrongly(tmp_path):
-    written(tmp_path, "eagle3", read_partner(embedded("mini")), of=MINI)
+    written(tmp_path, "eagle3", read_target_info(embedded("mini")), of=MINI)
     told = invoke("inspect", str(tmp_path), "--target", str(embedded("mini")), "--json")
     assert told.exit_code == 0, told.output
     seen = json.loads(told.stdout)["probe"]
@@ -686,4 +688,4 @@ def test_the_probe_leaves_a_good_draft_alone(tmp_path, monkeypatch):
     written(tmp_path, "eagle3")
     monkeypatch.setattr(inspect_draft, "LLM", Knowing)
     seen = inspect_draft.probe(str(tmp_path), str(embedded("mini")))
-    assert (seen.agreement, seen.guesses, seen.checklist) == (0.75, 60, ())
+    assert (seen.agreement, seen.draft_tokens, seen.checklist) == (0.75, 60, ())

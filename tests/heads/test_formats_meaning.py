@@ -14,7 +14,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextAttentio
 from outrider.core import tree
 from outrider.heads.config import Settings
 from outrider.heads.description import Body, Rope, Scaling
-from outrider.heads.formats.base import Partner, Source
+from outrider.heads.formats.base import Source, TargetInfo
 from outrider.heads.formats.llama import read_rope, write_body
 from outrider.heads.formats.registry import format_of
 from outrider.heads.modules.layers import Attention, rotation
@@ -192,7 +192,7 @@ READINGS = {
 def read(case):
     """A random checkpoint's tensors, and the module that is read from it."""
     name, description = SMALL[case]
-    partner = Partner(vocab=96, hidden=64, layers=8, head=lambda: HEAD, embedding=lambda: TABLE)
+    partner = TargetInfo(vocab=96, hidden=64, layers=8, head=lambda: HEAD, embedding=lambda: TABLE)
     config, tensors = format_of(name).write(description, random_draft(description, seed=3).state_dict(), partner)
     found, weights = format_of(name).read(Source(config, tensors, partner))
     module = filled(found, weights, where=case)
@@ -217,8 +217,8 @@ def test_a_follower_computes_what_its_checkpoint_says(case):
     tensors, module = read(case)
     reading = READINGS[case](tensors)
     tokens, positions = torch.randint(0, 96, (2, 7)), torch.arange(7)
-    taps = torch.randn(7, len(module.description.taps.layers), 64)
-    theirs, state = reading(tokens[0], taps if module.description.taps.fused else taps[:, 0])
+    taps = torch.randn(7, len(module.description.aux_states.layers), 64)
+    theirs, state = reading(tokens[0], taps if module.description.aux_states.fused else taps[:, 0])
     out = module(tokens[0], module.fused(taps), positions, causal)
     agree(module.logits(out), theirs)
     theirs, _ = reading(tokens[1], state)
@@ -251,7 +251,7 @@ def test_modules_feed_each_other():
 @torch.no_grad()
 def test_masks_compute_what_their_checkpoint_says(case, first):
     tensors, module = read(case)
-    tokens, taps = torch.randint(0, 96, (7,)), torch.randn(7, len(module.description.taps.layers), 64)
+    tokens, taps = torch.randint(0, 96, (7,)), torch.randn(7, len(module.description.aux_states.layers), 64)
     theirs = peagle(tensors, first)(tokens, taps, 3)
     tokens = torch.cat([tokens, torch.full((3,), module.description.masks.token)])
     states = torch.cat([module.fused(taps), module.masked().expand(3, -1)])
@@ -262,7 +262,7 @@ def test_masks_compute_what_their_checkpoint_says(case, first):
 @torch.no_grad()
 def test_another_order_is_written_by_swapping_columns():
     mimo = SMALL["mimo"][1]
-    module = random_draft(replace(mimo, join=replace(mimo.join, embedding_first=True)))
+    module = random_draft(replace(mimo, input_fusion=replace(mimo.input_fusion, embedding_first=True)))
     config, tensors = format_of("mtp-mimo").write(module.description, module.state_dict(), None)
     found, weights = format_of("mtp-mimo").read(Source(config, tensors, None))
     assert found == mimo
@@ -430,7 +430,7 @@ def test_native_kernels_read_it_alike(case, dtype, near):
     tables = make_target(checkpoint, slots=1, context=32, kernels="native").share_weights()
     module = random_draft(cases(hidden=384, vocab=12288)[case][1]).to(dtype)
     heads = [kind(module, tables, slots=1, context=64) for kind in (AutoregressiveTarget, NativeAutoregressiveTarget)]
-    text, taps = torch.randint(0, 12288, (9,)).tolist(), torch.randn(8, len(module.description.taps.layers), 384)
+    text, taps = torch.randint(0, 12288, (9,)).tolist(), torch.randn(8, len(module.description.aux_states.layers), 384)
     none = tree.empty(1, torch.device("cpu"))
     ours, theirs = (head.score(feed(head, module.description, text, taps), none).logits for head in heads)
     assert far(ours, theirs) < near

@@ -14,7 +14,7 @@ from outrider.core.noise import inverse_cdf
 from outrider.core.params import SamplingParams
 from outrider.core.types import DrawParams, UniformDraws
 from outrider.errors import OutriderError
-from outrider.heads.description import Description, FuseNorm, Kind, Recycle, Taps, View
+from outrider.heads.description import AuxStates, Feedback, FuseNorm, HeadDescription, Kind, SharedKV
 from outrider.heads.hidden_states import NoCache, normed
 from outrider.heads.store import KEY, make_module, read_head, write_head
 from outrider.heads.targets.autoregressive import AutoregressiveTarget, NativeAutoregressiveTarget
@@ -37,7 +37,7 @@ from tests.helpers import tiny
 from tests.helpers.heads import PROMPTS, check_text, far, feed, guessed_by, plain_text, shown
 from tests.helpers.train_setup import spread
 
-VIEW = View(layer=3, key_heads=2, dim=64)
+VIEW = SharedKV(layer=3, key_heads=2, dim=64)
 MINI = Sizes(hidden=384, layers=8, vocab=12288, epsilon=1e-5, depth=1, view=VIEW)
 CPU = torch.device("cpu")
 SMALL = Sizes(hidden=64, layers=4, vocab=40, epsilon=1e-5, view=replace(VIEW, dim=16))
@@ -52,7 +52,7 @@ def described(kind, sizes):
 @pytest.mark.parametrize("kind", EVERY)
 def test_a_description_survives_json(kind):
     it = described(kind, replace(SMALL, draft_vocab=0))
-    assert Description.from_json(json.loads(json.dumps(it.to_json()))) == it
+    assert HeadDescription.from_json(json.loads(json.dumps(it.to_json()))) == it
 
 
 @pytest.mark.parametrize("kind", EVERY)
@@ -92,7 +92,7 @@ def test_states_do_not_pile_up_while_nobody_drafts(kind, make, tmp_path, monkeyp
             llm.engine.step()
         held = max(sum(len(states) for _, states in each) for each in llm.parts.proposer.model._taps._kept.values())
         llm.engine._planner = FixedPlanner(3)
-        llm.engine.on_round = lambda round, guesses=guesses: guesses.append(round.draft.listed())
+        llm.engine.on_round = lambda round, guesses=guesses: guesses.append(round.draft.host_tokens())
         while llm.engine.busy():
             llm.engine.step()
         lives.append((guesses, held))
@@ -110,19 +110,21 @@ def test_training_sees_what_the_engine_will(kind):
     checkpoint = load_checkpoint(embedded("nano"), dtype="float32", device="cpu")
     target = make_target(checkpoint, slots=1, context=64)
     tables = target.share_weights()
-    depth = 3 if kind in ("medusa", "hydra") else 2 if kind == "onlooker" else 1
+    depth = 3 if kind in ("medusa", "hydra") else 2 if kind == "kv-sharing" else 1
     sizes = Sizes(hidden=128, layers=8, vocab=12288, epsilon=1e-5, depth=depth, view=replace(VIEW, dim=32))
     description = described(kind, sizes)
     module = make_module(description).eval().requires_grad_(False)
-    size, count = 9, len(description.taps.layers)
+    size, count = 9, len(description.aux_states.layers)
     tokens, taps = torch.randint(0, 12288, (1, size + 1)), torch.randn(1, size, count, 128)
     pair = torch.randn(2, 1, 2, 64, 32)
-    tables = replace(tables, memory=shown(3, pair))
+    tables = replace(tables, kv_view=shown(3, pair))
     head = make_head_target(module, tables, slots=1, context=64)
-    texts = Texts(tokens=tokens, taps=taps, laws=torch.zeros(size, 12288), learn=torch.ones(1, size, dtype=bool))
+    texts = Texts(
+        tokens=tokens, aux_states=taps, target_probs=torch.zeros(size, 12288), learn=torch.ones(1, size, dtype=bool)
+    )
     texts = replace(texts, shown={3: (pair[0, :, :, :size], pair[1, :, :, :size])})
-    if description.taps.final:  # what the engine norms itself, a batch of training holds normed
-        texts = replace(texts, taps=torch.cat([taps[:, :, :-1], normed(taps[:, :, -1:], tables)], 2))
+    if description.aux_states.final:  # what the engine norms itself, a batch of training holds normed
+        texts = replace(texts, aux_states=torch.cat([taps[:, :, :-1], normed(taps[:, :, -1:], tables)], 2))
     steps = [spread(step.logits, step.learn)[0] for step in unrolled(module, texts, 3)]
     assert len(steps) == 3
     text = tokens[0].tolist()
@@ -145,9 +147,9 @@ def _eagle1():
     return replace(
         plain,
         kind=Kind.EAGLE,
-        join=replace(plain.join, norms=False, bias=True, zero_first=True),
+        input_fusion=replace(plain.input_fusion, norms=False, bias=True, zero_first=True),
         body=replace(plain.body, first_norm=False, head_norms=True, attention_bias=True),
-        recycle=Recycle.RAW,
+        feedback=Feedback.RAW,
         final_norm=False,
     )
 
@@ -155,8 +157,8 @@ def _eagle1():
 def _whole():
     """All that may become of what is tapped: the target's last norm, one norm over all, a bias."""
     plain = describe("eagle3", MINI)
-    taps = Taps(layers=(1, 7), final=True, norm=FuseNorm.WHOLE, fused=True, bias=True)
-    return replace(plain, taps=taps)
+    taps = AuxStates(layers=(1, 7), final=True, norm=FuseNorm.WHOLE, fused=True, bias=True)
+    return replace(plain, aux_states=taps)
 
 
 @pytest.mark.skipif(not tiny.compiles(), reason="no C++ compiler here")
@@ -179,7 +181,7 @@ def test_native_kernels_say_the_same(kind, vocab, dtype, near):
         (MaskedTarget, NativeMaskedTarget) if description.masks else (AutoregressiveTarget, NativeAutoregressiveTarget)
     )
     heads = [runner(module, tables, slots=1, context=64) for runner in runners]
-    text, taps = torch.randint(0, 12288, (9,)).tolist(), torch.randn(8, len(description.taps.layers), 384)
+    text, taps = torch.randint(0, 12288, (9,)).tolist(), torch.randn(8, len(description.aux_states.layers), 384)
     batches = [feed(head, description, text, taps) for head in heads]
     none, branched = tree.empty(1, CPU), random_tree([5], 12288, random.Random(2))
     ours, theirs = (head.score(batch, none).logits for head, batch in zip(heads, batches, strict=True))
@@ -196,7 +198,7 @@ def test_native_kernels_say_the_same(kind, vocab, dtype, near):
         return
     uniform = torch.rand(1, max(batches[1].draft_budget), dtype=torch.float64)
     drawn = heads[1].draft_sampled(
-        batches[1], 12288, UniformDraws(wants=(DrawParams(0.7, 12288, 1.0, 0.0),), uniform=uniform)
+        batches[1], 12288, UniformDraws(params=(DrawParams(0.7, 12288, 1.0, 0.0),), uniform=uniform)
     )
     law = (heads[1].score(batches[1], none).logits[:, 0] / 0.7).softmax(-1)
     assert torch.allclose(drawn.q.padded()[:, 0], law, rtol=1e-4, atol=1e-9)
@@ -213,7 +215,7 @@ def test_a_draft_with_more_heads_than_the_kernels_take_runs_on_torch():
         module = make_module(description).eval().requires_grad_(False)
         head = make_head_target(module, tables, slots=1, context=64)
         assert head.kernels == kernels
-        text, taps = torch.randint(0, 12288, (9,)).tolist(), torch.randn(8, len(description.taps.layers), 384)
+        text, taps = torch.randint(0, 12288, (9,)).tolist(), torch.randn(8, len(description.aux_states.layers), 384)
         assert head.score(feed(head, description, text, taps), tree.empty(1, CPU)).logits.isfinite().all()
 
 
@@ -221,7 +223,7 @@ def test_a_draft_with_more_heads_than_the_kernels_take_runs_on_torch():
 def test_a_borrowed_layer_of_few_tokens_is_its_rows(kind):
     torch.manual_seed(5)
     whole, some = (
-        make_module(described(kind, replace(SMALL, own_head=False, draft_vocab=vocab, depth=2))) for vocab in (0, 9)
+        make_module(described(kind, replace(SMALL, own_lm_head=False, draft_vocab=vocab, depth=2))) for vocab in (0, 9)
     )
     some.ids.copy_(torch.randperm(40)[:9].sort().values)
     shared = {name: value for name, value in whole.state_dict().items() if name not in ("ids", "markov_out.weight")}
@@ -237,14 +239,14 @@ def test_some_places_train_what_all_of_them_would(kind):
     """Guesses after the first, from columns drawn at random, are those of a pass in which all columns go on."""
     torch.manual_seed(6)
     description = describe(kind, SMALL)
-    module, layers = make_module(description).requires_grad_(False), len(description.taps.layers)
+    module, layers = make_module(description).requires_grad_(False), len(description.aux_states.layers)
     module.share_weights(torch.randn(40, 64), torch.randn(40, 64))
     learn = torch.arange(15) < torch.tensor([15, 9])[:, None]
     learn[:, :3] = False
     texts = Texts(
         tokens=torch.randint(0, 40, (2, 16)),
-        taps=torch.randn(2, 15, layers, 64),
-        laws=torch.rand(int(learn.sum()), 40),
+        aux_states=torch.randn(2, 15, layers, 64),
+        target_probs=torch.rand(int(learn.sum()), 40),
         learn=learn,
     )
     whole = list(unrolled(module, texts, 4))
@@ -276,8 +278,8 @@ def _rewrite(folder, name, value):
         (lambda folder: (folder / "model.safetensors").write_bytes(b"xx"), "cannot be read"),
         (lambda folder: (folder / "config.json").write_text("{}"), "holds no trained draft"),
         (lambda folder: (folder / "config.json").write_text("[" * 100_000), "cannot be read"),
-        (lambda folder: _rewrite(folder, "taps", {"layers": ["3"], "final": True}), "layers is '3'"),
-        (lambda folder: _rewrite(folder, "taps", {"layers": [-1, 3]}), "names no layer of the target to read"),
+        (lambda folder: _rewrite(folder, "aux_states", {"layers": ["3"], "final": True}), "layers is '3'"),
+        (lambda folder: _rewrite(folder, "aux_states", {"layers": [-1, 3]}), "names no layer of the target to read"),
         (lambda folder: _rewrite(folder, "modules", 10**9), "has 1000000000 guesses"),
         (lambda folder: _rewrite(folder, "vocab", 10**15), "has a vocabulary of 1000000000000000 tokens"),
     ],

@@ -15,8 +15,8 @@ from outrider.core import tree
 from outrider.core.params import SamplingParams
 from outrider.core.types import Batch, SharedWeights
 from outrider.errors import OutriderError
-from outrider.heads.description import Scaling, View
-from outrider.heads.files import read_partner
+from outrider.heads.description import Scaling, SharedKV
+from outrider.heads.files import read_target_info
 from outrider.heads.store import filled, make_module, read_trained, write_head
 from outrider.heads.targets.kv_sharing import KVSharingTarget
 from outrider.heads.targets.registry import make_head_target
@@ -47,7 +47,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def shelf(tmp_path_factory):
-    return tiny.Shelf(tmp_path_factory.mktemp("onlookers"))
+    return tiny.Shelf(tmp_path_factory.mktemp("kv_heads"))
 
 
 @pytest.mark.parametrize(
@@ -69,13 +69,13 @@ def test_keys_that_lie_or_turn_otherwise_are_refused(name, shelf):
     target = shelf.target(name)
     with pytest.raises(OutriderError, match=r"turn in a way that is not known here; train mtp instead"):
         find_view(target, target.share_weights())
-    with pytest.raises(OutriderError, match="this target shows none"):
-        find_view(target, replace(target.share_weights(), memory=None))
+    with pytest.raises(OutriderError, match="this target does not export them"):
+        find_view(target, replace(target.share_weights(), kv_view=None))
 
 
-def onlooker(window=0, seed=0):
-    view = View(layer=5, key_heads=2, dim=16, window=window)
-    description = describe("onlooker", Sizes(hidden=64, layers=8, vocab=40, epsilon=1e-5, depth=2, view=view))
+def kv_head(window=0, seed=0):
+    view = SharedKV(layer=5, key_heads=2, dim=16, window=window)
+    description = describe("kv-sharing", Sizes(hidden=64, layers=8, vocab=40, epsilon=1e-5, depth=2, view=view))
     torch.manual_seed(seed)
     module = make_module(description).eval().requires_grad_(False)
     for name, weight in module.named_parameters():
@@ -87,7 +87,7 @@ def onlooker(window=0, seed=0):
 def tables(memory):
     chance = torch.Generator().manual_seed(1)
     both = torch.randn(2, 40, 64, generator=chance)
-    return SharedWeights(embedding=both[0], head=both[1], norm=torch.ones(64), epsilon=1e-5, memory=memory)
+    return SharedWeights(embedding=both[0], head=both[1], norm=torch.ones(64), epsilon=1e-5, kv_view=memory)
 
 
 @pytest.mark.parametrize("slots", [[0, 1, 2], [2, 0, 3]])
@@ -96,7 +96,7 @@ def test_a_row_sees_its_own_entries_alone(window, slots):
     """Whoever is asked beside it, as many as the target has committed, and of these the window's."""
     pair = torch.randn(2, 4, 2, 32, 16)
     memory = shown(5, pair)
-    head = make_head_target(onlooker(window), tables(memory), slots=4, context=32)
+    head = make_head_target(kv_head(window), tables(memory), slots=4, context=32)
     assert isinstance(head, KVSharingTarget)
     texts, taps = {slots[0]: [1, 2, 3, 4, 5, 6, 7], slots[1]: [8, 9], slots[2]: [5, 6, 7, 8]}, torch.randn(4, 7, 1, 64)
     rows = [make_row(text, slot) for slot, text in texts.items()]
@@ -127,7 +127,7 @@ def test_a_target_shows_the_slots_that_are_asked_for(slots, shelf):
     feeds = tuple(tuple(row.token_ids) for row in rows)
     batch = Batch(seqs=tuple(rows), start=(0,) * 4, feed=feeds, draft_budget=(0,) * 4)
     target.score(batch, tree.empty(4, CPU))
-    memory = target.share_weights().memory
+    memory = target.share_weights().kv_view
     found = memory.entries(3, slots, 2, 14)
     for b, slot in enumerate(slots):
         alone = memory.entries(3, [slot], 0, len(feeds[slot]))
@@ -140,12 +140,12 @@ def test_a_target_shows_the_slots_that_are_asked_for(slots, shelf):
 
 def test_a_target_without_memory_is_refused():
     with pytest.raises(OutriderError, match="this target shows none; use another draft"):
-        make_head_target(onlooker(), tables(None), slots=1, context=32)
+        make_head_target(kv_head(), tables(None), slots=1, context=32)
 
 
 def test_nothing_is_kept_of_a_text():
     pair = torch.randn(2, 1, 2, 32, 16)
-    head = make_head_target(onlooker(), tables(shown(5, pair)), slots=1, context=32)
+    head = make_head_target(kv_head(), tables(shown(5, pair)), slots=1, context=32)
     rows = admit(head, [[1, 2, 3, 4, 5]])
     tell(head, rows, torch.randn(1, 4, 1, 64), [4])
     head.score(batch_of(head, rows), tree.empty(1, CPU))
@@ -164,16 +164,16 @@ def test_what_is_learned_from_is_what_the_target_has_cached(nano):
     recorders = []
 
     def make(setup):
-        recorders.append(Recorder(HeadProposer(setup, draft), (1,), memory=tabled.memory, looked=(0, 1)))
+        recorders.append(Recorder(HeadProposer(setup, draft), (1,), memory=tabled.kv_view, looked=(0, 1)))
         return recorders[0]
 
     torch.manual_seed(2)
     view = find_view(target, tabled)
-    module = make_module(describe("onlooker", Sizes(hidden=128, layers=2, vocab=12288, epsilon=1e-5, view=view)))
+    module = make_module(describe("kv-sharing", Sizes(hidden=128, layers=2, vocab=12288, epsilon=1e-5, view=view)))
     draft = make_head_target(module.eval().requires_grad_(False), tabled, slots=2, context=64)
     engine = make_engine(target, make, k=3, rows=2)
     rows = run(engine, [(1, 2, 3, 4), (5, 6), (7, 8, 9)], SamplingParams(temperature=1.0), limit=20, ends=frozenset())
-    assert engine.stats.drafted
+    assert engine.stats.draft_tokens
     for row in rows:
         states, shown = recorders[0].take(row.request.id)
         assert shown.shape == (len(states), 2 * 2 * view.key_heads * view.dim)
@@ -184,7 +184,7 @@ def test_what_is_learned_from_is_what_the_target_has_cached(nano):
         parts = [
             each[0].transpose(0, 1).flatten(1)
             for layer in (0, 1)
-            for each in tabled.memory.entries(layer, [0], 0, len(feed))
+            for each in tabled.kv_view.entries(layer, [0], 0, len(feed))
         ]
         torch.testing.assert_close(shown, torch.cat(parts, 1).bfloat16(), atol=0.02, rtol=0.02)
         target.cache.release(0)
@@ -197,7 +197,7 @@ def test_training_lowers_the_loss_and_raises_what_is_kept(nano):
     greedy = SamplingParams(temperature=0.0)
     said = outputs(run(make_engine(target, NoProposer, k=0, rows=2), prompts, greedy, limit=30, ends=frozenset()))
     torch.manual_seed(3)
-    pupil = make_trainee("onlooker", make_settings(), make_setup(nano), tabled)
+    pupil = make_trainee("kv-sharing", make_settings(), make_setup(nano), tabled)
     samples = []
     for prompt, answer in zip(prompts, said, strict=True):
         row = make_row([*prompt, *answer], 0)
@@ -205,13 +205,13 @@ def test_training_lowers_the_loss_and_raises_what_is_kept(nano):
         batch = Batch(seqs=(row,), start=(0,), feed=(tuple(row.token_ids[:-1]),), draft_budget=(0,))
         with torch.inference_mode():
             states = target.score(batch, tree.empty(1, CPU)).feed_hidden_states[1][0][:, None]
-            keys, values = (each[0] for each in tabled.memory.entries(1, [0], 0, len(states)))
+            keys, values = (each[0] for each in tabled.kv_view.entries(1, [0], 0, len(states)))
         shown = torch.cat([each.transpose(0, 1).flatten(1) for each in (keys, values)], 1)
         samples.append(
             Sample(id=0, tokens=tuple(row.token_ids), states=states.clone(), prompt=len(prompt), shown=shown.clone())
         )
         target.cache.release(0)
-    reader = Reader(pupil.taps, (1,), tabled, pupil.ids, views=pupil.views)
+    reader = Reader(pupil.aux_states, (1,), tabled, pupil.ids, views=pupil.shared_kv)
     texts = reader.read(samples, everything=False)
     assert texts.shown[1][0].shape[:2] == (2, 1)
     trainer = Trainer(pupil, losses=parse("ce"), steps=3, decay=0.8, lr=3e-3)
@@ -241,9 +241,9 @@ def test_the_native_kernels_show_their_memory_too(tmp_path):
         target.score(
             Batch(seqs=(row,), start=(0,), feed=(tuple(row.token_ids),), draft_budget=(0,)), tree.empty(1, CPU)
         )
-    ours, theirs = (target.share_weights().memory.entries(7, [0], 0, 16)[0].float() for target in targets)
+    ours, theirs = (target.share_weights().kv_view.entries(7, [0], 0, 16)[0].float() for target in targets)
     assert (ours - theirs).norm() < 0.03 * theirs.norm()
-    module = make_module(describe("onlooker", Sizes(hidden=384, layers=8, vocab=12288, epsilon=1e-5, view=views[0])))
+    module = make_module(describe("kv-sharing", Sizes(hidden=384, layers=8, vocab=12288, epsilon=1e-5, view=views[0])))
     write_head(tmp_path / "head", module, dtype=torch.bfloat16)
     options = {
         "dtype": "bfloat16",
@@ -257,7 +257,7 @@ def test_the_native_kernels_show_their_memory_too(tmp_path):
     params = SamplingParams(temperature=1.0, max_tokens=24, seed=4)
     got, wanted = (llm.generate(["def add(a, b):", "The cat"], params) for llm in llms)
     assert [each.token_ids for each in got] == [each.token_ids for each in wanted]
-    assert sum(each.stats.drafted for each in got)
+    assert sum(each.stats.draft_tokens for each in got)
 
 
 @pytest.fixture
@@ -289,10 +289,10 @@ def assistant(shelf, tmp_path, monkeypatch):
 def test_an_assistant_is_transformers_own(assistant, shelf):
     """Beside a small Gemma 4, guess by guess, on transformers' own keys and values."""
     theirs, folder, target_folder = assistant
-    found = read_trained(folder, read_partner(target_folder))
+    found = read_trained(folder, read_target_info(target_folder))
     it = found.description
-    assert [view.layer for view in it.views] == [2, 2, 3]
-    assert it.views[2].rope.scaling is Scaling.PROPORTIONAL
+    assert [view.layer for view in it.shared_kv] == [2, 2, 3]
+    assert it.shared_kv[2].rope.scaling is Scaling.PROPORTIONAL
     module = filled(it, found.weights, where="assistant").eval()
     text = tiny.text(random.Random(5), 21)
     target = shelf.target("gemma4_text", (3,))
@@ -332,6 +332,6 @@ def test_an_assistant_guesses_for_its_target(assistant):
     )
     for got in (draft, grown):
         assert [each.token_ids for each in got] == [each.token_ids for each in wanted]
-        assert sum(each.stats.drafted for each in got)
+        assert sum(each.stats.draft_tokens for each in got)
     config = json.loads((folder / "config.json").read_text())
     assert config["model_type"] == "gemma4_assistant"

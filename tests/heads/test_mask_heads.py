@@ -13,7 +13,7 @@ import torch
 from outrider.core import tree
 from outrider.core.types import Batch
 from outrider.errors import OutriderError
-from outrider.heads.description import Description, FuseNorm, Kind, Masks, Recycle, Taps
+from outrider.heads.description import AuxStates, Feedback, FuseNorm, HeadDescription, Kind, MaskTokens
 from outrider.heads.store import make_module, read_head, write_head
 from outrider.heads.targets.masked import MaskedTarget
 from outrider.heads.targets.registry import make_head_target
@@ -31,7 +31,7 @@ from tests.helpers.train_setup import spread
 SMALL = Sizes(hidden=64, layers=8, vocab=40, epsilon=1e-5, depth=2, guesses=4)
 
 
-def make_draft(description: Description, seed: int = 0):
+def make_draft(description: HeadDescription, seed: int = 0):
     """A module whose every part says something."""
     torch.manual_seed(seed)
     module = make_module(description).eval().requires_grad_(False)
@@ -43,7 +43,7 @@ def make_draft(description: Description, seed: int = 0):
     return module
 
 
-def variants() -> dict[str, Description]:
+def variants() -> dict[str, HeadDescription]:
     plain = describe("peagle", SMALL)
     return {
         "as it is": plain,
@@ -52,7 +52,7 @@ def variants() -> dict[str, Description]:
             plain, own_embedding=True, body=replace(plain.body, hidden=48, heads=4, head_norms=True)
         ),
         "with normed taps": replace(
-            plain, taps=replace(plain.taps, norm=FuseNorm.EACH), masks=Masks(guesses=2, token=0)
+            plain, aux_states=replace(plain.aux_states, norm=FuseNorm.EACH), masks=MaskTokens(draft_tokens=2, token=0)
         ),
     }
 
@@ -60,7 +60,7 @@ def variants() -> dict[str, Description]:
 @pytest.mark.parametrize("name", variants())
 def test_descriptions_and_weights_survive_the_disk(name, tmp_path):
     description = variants()[name]
-    assert Description.from_json(json.loads(json.dumps(description.to_json()))) == description
+    assert HeadDescription.from_json(json.loads(json.dumps(description.to_json()))) == description
     module = make_draft(description)
     write_head(tmp_path / "head", module, dtype=torch.float32)
     again = read_head(tmp_path / "head", dtype=torch.float32, device=CPU)
@@ -73,15 +73,15 @@ def test_descriptions_and_weights_survive_the_disk(name, tmp_path):
     ("change", "message"),
     [
         ({"masks": None}, "guesses behind masks and has none"),
-        ({"masks": Masks(guesses=1, token=3)}, "makes 1 guesses with masks"),
-        ({"masks": Masks(guesses=4, token=40)}, "the embedding of token 40 of 40"),
-        ({"block": describe("dflash", SMALL).block, "join": None}, "a text that it does not follow"),
+        ({"masks": MaskTokens(draft_tokens=1, token=3)}, "makes 1 guesses with masks"),
+        ({"masks": MaskTokens(draft_tokens=4, token=40)}, "the embedding of token 40 of 40"),
+        ({"block": describe("dflash", SMALL).block, "input_fusion": None}, "a text that it does not follow"),
     ],
 )
 def test_what_fits_nothing_is_refused(change, message):
     with pytest.raises(OutriderError, match=message):
         replace(describe("peagle", SMALL), **change)
-    with pytest.raises(OutriderError, match="use --guesses 2 or more"):
+    with pytest.raises(OutriderError, match="use --draft-tokens 2 or more"):
         describe("peagle", replace(SMALL, guesses=1))
 
 
@@ -91,11 +91,11 @@ def test_training_sees_what_the_engine_will(name):
     chance, description = random.Random(4), variants()[name]
     module = make_draft(description, seed=3)
     head = make_head_target(module, TABLES, slots=3, context=24)
-    lengths, size, guesses = (14, 9, 14), 14, description.masks.guesses
+    lengths, size, guesses = (14, 9, 14), 14, description.masks.draft_tokens
     tokens, taps = torch.randint(0, 40, (3, size + 1)), torch.randn(3, size, 3, 64)
     learn = torch.arange(size) < torch.tensor(lengths)[:, None]
-    laws = torch.rand(3, size, description.guessed)
-    steps = list(unrolled(module, Texts(tokens=tokens, taps=taps, laws=laws[learn], learn=learn), 9))
+    laws = torch.rand(3, size, description.output_vocab)
+    steps = list(unrolled(module, Texts(tokens=tokens, aux_states=taps, target_probs=laws[learn], learn=learn), 9))
     said, meant = ([spread(getattr(step, of), step.learn) for step in steps] for of in ("logits", "target"))
     assert len(steps) == guesses
     rows = admit(head, [tokens[b, :5].tolist() for b in range(3)])
@@ -159,7 +159,9 @@ def test_masks_are_the_same_whatever_others_are_trained_beside_them(share, most,
     module = make_draft(describe("peagle", SMALL))
     module.share_weights(TABLES.embedding, TABLES.head)
     tokens, taps = torch.randint(0, 40, (2, 16)), torch.randn(2, 15, 3, 64)
-    texts = Texts(tokens=tokens, taps=taps, laws=torch.rand(30, 40), learn=torch.ones(2, 15, dtype=torch.bool))
+    texts = Texts(
+        tokens=tokens, aux_states=taps, target_probs=torch.rand(30, 40), learn=torch.ones(2, 15, dtype=torch.bool)
+    )
     whole = list(unrolled(module, texts, 9))
     monkeypatch.setattr(masks, "_MOST", most)
     torch.manual_seed(8)
@@ -184,7 +186,12 @@ def test_a_chain_keeps_its_column_where_a_share_goes_on(kind):
     learn = torch.zeros(2, 15, dtype=torch.bool)
     learn[0, 3:], learn[1, 6:12] = True, True
     laws = torch.rand(2, 15, 40)
-    texts = Texts(tokens=torch.randint(0, 40, (2, 16)), taps=torch.randn(2, 15, 3, 64), laws=laws[learn], learn=learn)
+    texts = Texts(
+        tokens=torch.randint(0, 40, (2, 16)),
+        aux_states=torch.randn(2, 15, 3, 64),
+        target_probs=laws[learn],
+        learn=learn,
+    )
     torch.manual_seed(2)
     for guess, step in enumerate(unrolled(module, texts, 4, 0.5)):
         assert step.learn.shape == (2, 14)
@@ -202,18 +209,18 @@ def test_a_share_of_nothing_is_nothing():
 def test_training_lowers_the_loss_and_raises_what_is_kept(nano):
     target, prompts, samples = nano
     torch.manual_seed(0)
-    plain = describe("eagle3", Sizes(hidden=128, layers=4, vocab=12288, epsilon=1e-5, own_head=False))
+    plain = describe("eagle3", Sizes(hidden=128, layers=4, vocab=12288, epsilon=1e-5, own_lm_head=False))
     description = replace(
         plain,
         kind=Kind.PEAGLE,
         target_layers=2,
-        taps=Taps(layers=(0, 1), fused=True),
-        masks=Masks(guesses=4, token=12287),
-        recycle=Recycle.RAW,
+        aux_states=AuxStates(layers=(0, 1), fused=True),
+        masks=MaskTokens(draft_tokens=4, token=12287),
+        feedback=Feedback.RAW,
     )
     tables, module = target.share_weights(), make_module(description)
     module.share_weights(tables.embedding.float(), tables.head.float())
-    texts = Reader(description.taps, range(2), tables, module.ids).read(samples, everything=False)
+    texts = Reader(description.aux_states, range(2), tables, module.ids).read(samples, everything=False)
     pupil = SimpleNamespace(module=module, ids=module.ids, unroll=lambda texts, steps: unrolled(module, texts, steps))
     trainer = Trainer(pupil, losses=parse("ce:0.1,tv:1.8"), steps=4, decay=0.8, lr=3e-3)
     before, mask = measure(module, target, prompts), module.mask.detach().clone()
@@ -231,8 +238,8 @@ def test_texts_of_one_token_teach_nothing_and_stop_nothing():
     for length in (1, 2):
         texts = Texts(
             tokens=torch.ones(1, length + 1, dtype=torch.int64),
-            taps=torch.randn(1, length, 3, 64),
-            laws=torch.rand(length, 40),
+            aux_states=torch.randn(1, length, 3, 64),
+            target_probs=torch.rand(length, 40),
             learn=torch.ones(1, length, dtype=torch.bool),
         )
         steps = list(unrolled(module, texts, 9))

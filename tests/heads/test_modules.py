@@ -11,7 +11,7 @@ import torch
 
 from outrider.core import tree
 from outrider.errors import OutriderError
-from outrider.heads.description import Description, Recycle
+from outrider.heads.description import Feedback, HeadDescription
 from outrider.heads.hidden_states import normed
 from outrider.heads.store import make_module
 from outrider.heads.targets.multi_module import MultiModuleTarget
@@ -31,7 +31,7 @@ from tests.helpers.train_setup import make_settings, make_setup, spread
 SMALL = Sizes(hidden=64, layers=8, vocab=40, epsilon=1e-5, modules=3)
 
 
-def make_draft(description: Description, seed: int = 0):
+def make_draft(description: HeadDescription, seed: int = 0):
     """A module whose every part says something."""
     torch.manual_seed(seed)
     module = make_module(description).eval().requires_grad_(False)
@@ -41,13 +41,16 @@ def make_draft(description: Description, seed: int = 0):
     return module
 
 
-def variants() -> dict[str, Description]:
+def variants() -> dict[str, HeadDescription]:
     plain = describe("mtp", SMALL)
     return {
         "as it is": plain,
         "of two layers each": replace(plain, body=replace(plain.body, layers=2)),
         "of other habits": replace(
-            plain, modules=2, recycle=Recycle.NORMED, join=replace(plain.join, embedding_first=False, zero_first=False)
+            plain,
+            modules=2,
+            feedback=Feedback.NORMED,
+            input_fusion=replace(plain.input_fusion, embedding_first=False, zero_first=False),
         ),
         "of few tokens": describe("mtp", replace(SMALL, draft_vocab=9, modules=4)),
     }
@@ -72,8 +75,8 @@ def test_training_sees_what_the_engine_will(name):
     lengths, size, modules = (14, 9, 14), 14, description.modules
     tokens, taps = torch.randint(0, 40, (3, size + 1)), torch.randn(3, size, 1, 64)
     learn = torch.arange(size) < torch.tensor(lengths)[:, None]
-    laws = torch.rand(3, size, description.guessed)
-    texts = Texts(tokens=tokens, taps=normed(taps, TABLES), laws=laws[learn], learn=learn)
+    laws = torch.rand(3, size, description.output_vocab)
+    texts = Texts(tokens=tokens, aux_states=normed(taps, TABLES), target_probs=laws[learn], learn=learn)
     steps = list(unrolled(module, texts, modules))
     said, meant = ([spread(getattr(step, of), step.learn) for step in steps] for of in ("logits", "target"))
     assert len(steps) == modules
@@ -122,7 +125,7 @@ def test_a_node_is_answered_by_its_own_path():
         (b, node)
         for b, width in enumerate(draft.width)
         for node in range(width)
-        if int(tree.depths(draft)[b, node]) < head.reach
+        if int(tree.depths(draft)[b, node]) < head.max_draft_tokens
     ]
     assert len(shallow) > 6
     for b, node in shallow:
@@ -164,7 +167,7 @@ def test_training_lowers_the_loss_and_raises_what_is_kept(nano):
     )
     module = make_module(description)
     module.share_weights(tables.embedding.float(), tables.head.float())
-    texts = Reader(description.taps, range(2), tables, module.ids).read(samples, everything=False)
+    texts = Reader(description.aux_states, range(2), tables, module.ids).read(samples, everything=False)
     pupil = SimpleNamespace(module=module, ids=module.ids, unroll=lambda texts, steps: unrolled(module, texts, steps))
     trainer = Trainer(pupil, losses=parse("ce:0.1,tv:1.8"), steps=3, decay=0.8, lr=3e-3)
     before = measure(module, target, prompts)
@@ -177,9 +180,13 @@ def test_training_lowers_the_loss_and_raises_what_is_kept(nano):
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
-        ("medusa", {"modules": 2}, "medusa has no modules; leave --modules out"),
-        ("mtp", {"modules": 3, "steps": 4}, "mtp makes 3 guesses and trains them all; leave --steps out"),
-        ("draft", {"modules": 2, "draft": train_setup.NANO}, "--modules shapes a new draft"),
+        ("medusa", {"mtp_modules": 2}, "medusa has no modules; leave --mtp-modules out"),
+        (
+            "mtp",
+            {"mtp_modules": 3, "ttt_length": 4},
+            "mtp drafts 3 tokens and trains all of them; leave --ttt-length out",
+        ),
+        ("draft", {"mtp_modules": 2, "init_from": train_setup.NANO}, "--mtp-modules shapes a new draft"),
     ],
 )
 def test_options_that_do_not_fit(kind, options, message):
@@ -190,7 +197,7 @@ def test_options_that_do_not_fit(kind, options, message):
 
 def test_all_modules_are_trained():
     house = train_setup.house()
-    pupil = make_trainee("mtp", make_settings(modules=3), make_setup(house), house.tables)
+    pupil = make_trainee("mtp", make_settings(mtp_modules=3), make_setup(house), house.tables)
     assert pupil.steps == 3
     trainer = Trainer(pupil, losses=parse("ce,length:0.5"), steps=3, decay=0.8, lr=1e-3)
     slopes = train_setup.watched(trainer)

@@ -7,11 +7,11 @@ import torch
 
 from outrider.core.noise import Noise
 from outrider.core.types import Draft, DraftKind, Packed, Verdict
-from outrider.verify.rules import Rule
+from outrider.verify.rules import VerifyFunction
 from outrider.verify.verdict import accept_prefix, at_token, gate, normalised, proposals, share_of
 
 
-def drops_unlikely(rule: Rule, bar: float = 0.35) -> Rule:
+def drops_unlikely(rule: VerifyFunction, bar: float = 0.35) -> VerifyFunction:
     """Ends the draft before the first sampled guess of little q: the guess decides whether it is looked at."""
 
     def biased(draft: Draft, p: torch.Tensor, noise: Noise) -> Verdict:
@@ -21,7 +21,7 @@ def drops_unlikely(rule: Rule, bar: float = 0.35) -> Rule:
     return biased
 
 
-def stops_after_unlikely(rule: Rule, bar: float = 0.35) -> Rule:
+def stops_after_unlikely(rule: VerifyFunction, bar: float = 0.35) -> VerifyFunction:
     """The exact cousin of `drops_unlikely`: ends the draft behind that guess."""
 
     def exact(draft: Draft, p: torch.Tensor, noise: Noise) -> Verdict:
@@ -31,7 +31,7 @@ def stops_after_unlikely(rule: Rule, bar: float = 0.35) -> Rule:
     return exact
 
 
-def looks_ahead(rule: Rule, bar: float = 0.35) -> Rule:
+def looks_ahead(rule: VerifyFunction, bar: float = 0.35) -> VerifyFunction:
     """A budget that depends on the last sampled guess, and is applied to the first."""
 
     def biased(draft: Draft, p: torch.Tensor, noise: Noise) -> Verdict:
@@ -40,7 +40,7 @@ def looks_ahead(rule: Rule, bar: float = 0.35) -> Rule:
     return biased
 
 
-def scores_softmax(rule: Rule, q: torch.Tensor) -> Rule:
+def scores_softmax(rule: VerifyFunction, q: torch.Tensor) -> VerifyFunction:
     """Chosen guesses, judged as if they had been sampled from q [V]."""
 
     def biased(draft: Draft, p: torch.Tensor, noise: Noise) -> Verdict:
@@ -50,7 +50,7 @@ def scores_softmax(rule: Rule, q: torch.Tensor) -> Rule:
     return biased
 
 
-def recomputes_q(rule: Rule) -> Rule:
+def recomputes_q(rule: VerifyFunction) -> VerifyFunction:
     """q in another precision than it was drawn in."""
 
     def biased(draft: Draft, p: torch.Tensor, noise: Noise) -> Verdict:
@@ -62,16 +62,16 @@ def recomputes_q(rule: Rule) -> Rule:
     return biased
 
 
-def accepts_at_zero(rule: Rule) -> Rule:
+def accepts_at_zero(rule: VerifyFunction) -> VerifyFunction:
     """u <= ratio instead of u < ratio, and a u that is 0."""
 
     class Weak:
         def __init__(self, noise: Noise) -> None:
             self.noise = noise
-            self.token, self.race = noise.token, noise.race
+            self.sample, self.sample_race = noise.sample, noise.sample_race
 
-        def flip(self, chance: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-            return self.noise.flip(chance, index) | (chance == 0)
+        def bernoulli(self, chance: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+            return self.noise.bernoulli(chance, index) | (chance == 0)
 
     return lambda draft, p, noise: rule(draft, p, Weak(noise))
 
@@ -86,7 +86,7 @@ def block_uncapped(draft: Draft, p: torch.Tensor, noise: Noise) -> Verdict:
     return _block(draft, p, noise, share_step=lambda share, ratio: share * ratio, token_residual=False)
 
 
-def greedy_bonus(rule: Rule) -> Rule:
+def greedy_bonus(rule: VerifyFunction) -> VerifyFunction:
     """The likeliest token in place of a drawn one."""
 
     def biased(draft: Draft, p: torch.Tensor, noise: Noise) -> Verdict:
@@ -122,7 +122,7 @@ def _block(
         chance = share[i]
         if i < size:
             chance = share_of((share[i][:, None] * p[:, i] - q[:, i]).clamp(min=0).sum(-1), share[i])
-        keep = noise.flip(gate(chance, torch.ones_like(chance, dtype=torch.bool)), torch.full_like(kept, i))
+        keep = noise.bernoulli(gate(chance, torch.ones_like(chance, dtype=torch.bool)), torch.full_like(kept, i))
         kept, stands = torch.where(keep, i, kept), torch.where(keep, share[i], stands)
     each = torch.arange(len(p))
     law = p[each, kept]

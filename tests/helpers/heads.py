@@ -14,20 +14,20 @@ from outrider.core.params import SamplingParams
 from outrider.core.types import Batch, KVView, Request, Round, Scores, SequenceState
 from outrider.engine.build import LoadedTarget, build_engine, load_target
 from outrider.heads.description import (
-    Block,
+    AuxStates,
     Body,
-    Description,
+    DraftBlock,
+    Feedback,
     FuseNorm,
-    Join,
-    JoinAt,
+    FusionPoint,
+    HeadDescription,
+    InputFusion,
     Kind,
-    Masks,
-    Recycle,
+    MaskTokens,
+    ParallelHeads,
     Rope,
     Scaling,
-    Stack,
-    Taps,
-    View,
+    SharedKV,
 )
 from outrider.heads.store import HeadModule, make_module
 from outrider.llm import LLM
@@ -40,121 +40,145 @@ TABLE, HEAD = (torch.randn(96, 64, generator=torch.Generator().manual_seed(i)) f
 FULL, SLIDING = "full_attention", "sliding_attention"
 KINDS = (SLIDING, SLIDING, SLIDING, FULL) * 2  # of that target's layers
 MASK = 7  # whose row of a table of embeddings is the mask of a draft that fills in blocks
-_LAST = Taps(layers=(7,), final=True)
+_LAST = AuxStates(layers=(7,), final=True)
 
 
-def cases(hidden: int = 64, vocab: int = 96) -> Mapping[str, tuple[str, Description]]:
+def cases(hidden: int = 64, vocab: int = 96) -> Mapping[str, tuple[str, HeadDescription]]:
     """By a name: a format, and a draft that it can hold, for a target with 8 layers."""
     body = Body(layers=1, hidden=hidden, heads=4, key_heads=2, dim=16, ffn=2 * hidden, epsilon=1e-5)
     common = {"target_hidden": hidden, "target_layers": 8, "vocab": vocab}
 
     def eagle3(**more):
-        taps = Taps(layers=(1, 3, 4), fused=True, norm=more.pop("norm", FuseNorm.NONE))
-        given = {"taps": taps, "join": Join(at=JoinAt.ATTENTION), "body": body, "own_head": True, **more}
-        return Description(kind=Kind.EAGLE3, **common, **given)
+        taps = AuxStates(layers=(1, 3, 4), fused=True, norm=more.pop("norm", FuseNorm.NONE))
+        given = {
+            "aux_states": taps,
+            "input_fusion": InputFusion(at=FusionPoint.ATTENTION),
+            "body": body,
+            "own_lm_head": True,
+            **more,
+        }
+        return HeadDescription(kind=Kind.EAGLE3, **common, **given)
 
     def peagle(guesses=5, **more):
-        return replace(eagle3(**more), kind=Kind.PEAGLE, masks=Masks(guesses=guesses, token=vocab - 3))
+        return replace(eagle3(**more), kind=Kind.PEAGLE, masks=MaskTokens(draft_tokens=guesses, token=vocab - 3))
 
     def mtp(**more):
-        join = Join(at=JoinAt.PROJECTION, **more.pop("join", {}))
-        given = {"body": body, "recycle": Recycle.NORMED, "taps": _LAST, **more}
-        return Description(kind=Kind.MTP, **common, join=join, **given)
+        join = InputFusion(at=FusionPoint.PROJECTION, **more.pop("input_fusion", {}))
+        given = {"body": body, "feedback": Feedback.NORMED, "aux_states": _LAST, **more}
+        return HeadDescription(kind=Kind.MTP, **common, input_fusion=join, **given)
 
-    def stack(kind=Kind.MEDUSA, taps=_LAST, **more):
-        own = {"own_head": not more["stack"].shared_head}
-        return Description(kind=kind, **common, taps=taps, **own, **more)
+    def stack(kind=Kind.MEDUSA, aux_states=_LAST, **more):
+        own = {"own_lm_head": not more["stack"].shared_head}
+        return HeadDescription(kind=kind, **common, aux_states=aux_states, **own, **more)
 
-    eagle = Description(
+    eagle = HeadDescription(
         kind=Kind.EAGLE,
         **common,
-        taps=_LAST,
-        join=Join(at=JoinAt.PROJECTION, norms=False, bias=True),
+        aux_states=_LAST,
+        input_fusion=InputFusion(at=FusionPoint.PROJECTION, norms=False, bias=True),
         body=replace(body, layers=2, first_norm=False, attention_bias=True),
         final_norm=False,
         own_embedding=True,
     )
-    five = Taps(layers=(0, 1, 3, 5, 7), fused=True, norm=FuseNorm.WHOLE)
+    five = AuxStates(layers=(0, 1, 3, 5, 7), fused=True, norm=FuseNorm.WHOLE)
     wide = replace(body, layers=2, head_norms=True, attention_bias=True, output_bias=True, rope=YARN)
     deep = replace(body, layers=2)
     three = replace(body, layers=3, head_norms=True)
 
     def block(kind=Kind.DFLASH, **more):
-        given = {"taps": Taps(layers=(1, 3, 5), fused=True), "body": three, "block": Block(size=5), **more}
-        return Description(kind=kind, **common, **given)
+        given = {
+            "aux_states": AuxStates(layers=(1, 3, 5), fused=True),
+            "body": three,
+            "block": DraftBlock(size=5),
+            **more,
+        }
+        return HeadDescription(kind=kind, **common, **given)
 
-    spark = Block(size=4, sample_from_anchor=True, markov_rank=8, confidence=True)
+    spark = DraftBlock(size=4, sample_from_anchor=True, markov_rank=8, confidence=True)
     biased = replace(three, attention_bias=True, output_bias=True, rope=YARN)
     slim = replace(three, layers=1, hidden=48)
-    tables = {"own_head": True, "own_embedding": True}
-    near = View(layer=6, key_heads=2, dim=16, window=9)
+    tables = {"own_lm_head": True, "own_embedding": True}
+    near = SharedKV(layer=6, key_heads=2, dim=16, window=9)
     turned = Rope(scaling=Scaling.PROPORTIONAL, factor=1.0)
-    far = View(layer=7, key_heads=1, dim=32, theta=1e6, rope=turned, rotary=0.25)
-    gemma = Description(
-        kind=Kind.ONLOOKER,
+    far = SharedKV(layer=7, key_heads=1, dim=32, theta=1e6, rope=turned, rotary=0.25)
+    gemma = HeadDescription(
+        kind=Kind.KV_SHARING,
         **common,
-        taps=_LAST,
-        join=Join(at=JoinAt.PROJECTION, norms=False),
+        aux_states=_LAST,
+        input_fusion=InputFusion(at=FusionPoint.PROJECTION, norms=False),
         body=replace(body, layers=3, hidden=48, key_heads=1, dim=32, head_norms=True, gemma=True),
-        views=(near, near, far),
-        own_head=True,
+        shared_kv=(near, near, far),
+        own_lm_head=True,
     )
     nemotron = replace(body, rotary=0.0, gated=False)
     gated = replace(body, head_norms=True, attention_gate=True, rotary=0.5, theta=1e6)
-    zeroed, raw = {"zero_first": True}, Taps(layers=(7,))
+    zeroed, raw = {"zero_first": True}, AuxStates(layers=(7,))
     return {
         "eagle3": ("eagle3", eagle3()),
         "eagle3 of some tokens": ("eagle3", eagle3(draft_vocab=40, norm=FuseNorm.EACH, own_embedding=True)),
         "eagle3 without a norm": ("eagle3", eagle3(final_norm=False, body=replace(body, rope=LLAMA3, theta=5e5))),
         "speculators": ("eagle3-speculators", eagle3()),
-        "eagle3.1": ("eagle3-speculators", eagle3(draft_vocab=40, norm=FuseNorm.EACH, recycle=Recycle.NORMED)),
+        "eagle3.1": ("eagle3-speculators", eagle3(draft_vocab=40, norm=FuseNorm.EACH, feedback=Feedback.NORMED)),
         "five taps": (
             "eagle3-speculators",
-            eagle3(taps=five, join=Join(at=JoinAt.ATTENTION, residual_normed=True), body=wide, own_embedding=True),
+            eagle3(
+                aux_states=five,
+                input_fusion=InputFusion(at=FusionPoint.ATTENTION, residual_normed=True),
+                body=wide,
+                own_embedding=True,
+            ),
         ),
         "peagle": ("peagle", peagle(draft_vocab=40, norm=FuseNorm.EACH, body=deep, own_embedding=True)),
         "plain peagle": ("peagle", peagle(norm=FuseNorm.WHOLE)),
-        "peagle of speculators": ("peagle-speculators", peagle(taps=five, body=deep, guesses=3)),
+        "peagle of speculators": ("peagle-speculators", peagle(aux_states=five, body=deep, guesses=3)),
         "eagle": ("eagle", eagle),
-        "medusa": ("medusa", stack(stack=Stack(heads=3, layers=2))),
-        "legacy medusa": ("medusa", stack(stack=Stack(heads=3, shared_head=True))),
-        "medusa safe": ("medusa-safetensors", stack(stack=Stack(heads=2))),
-        "medusa of vllm": ("medusa-vllm", stack(stack=Stack(heads=2, layers=2))),
+        "medusa": ("medusa", stack(stack=ParallelHeads(heads=3, layers=2))),
+        "legacy medusa": ("medusa", stack(stack=ParallelHeads(heads=3, shared_head=True))),
+        "medusa safe": ("medusa-safetensors", stack(stack=ParallelHeads(heads=2))),
+        "medusa of vllm": ("medusa-vllm", stack(stack=ParallelHeads(heads=2, layers=2))),
         "medusa of some tokens": (
             "medusa-vllm",
-            stack(stack=Stack(heads=2, bias=False, one_head=True), draft_vocab=40),
+            stack(stack=ParallelHeads(heads=2, bias=False, one_head=True), draft_vocab=40),
         ),
-        "medusa with the target's head": ("medusa-vllm", stack(stack=Stack(heads=2, shared_head=True))),
-        "hydra": ("hydra", stack(kind=Kind.HYDRA, stack=Stack(heads=3, layers=2, head_bias=True))),
-        "ungrounded hydra": ("hydra", stack(taps=Taps(layers=(5,)), stack=Stack(heads=2))),
-        "deepseek": ("mtp-deepseek", mtp(join=zeroed, recycle=Recycle.RAW)),
+        "medusa with the target's head": ("medusa-vllm", stack(stack=ParallelHeads(heads=2, shared_head=True))),
+        "hydra": ("hydra", stack(kind=Kind.HYDRA, stack=ParallelHeads(heads=3, layers=2, head_bias=True))),
+        "ungrounded hydra": ("hydra", stack(aux_states=AuxStates(layers=(5,)), stack=ParallelHeads(heads=2))),
+        "deepseek": ("mtp-deepseek", mtp(input_fusion=zeroed, feedback=Feedback.RAW)),
         "deepseek with tables": (
             "mtp-deepseek",
             mtp(
-                join=zeroed, recycle=Recycle.RAW, own_head=True, own_embedding=True, body=replace(body, head_norms=True)
+                input_fusion=zeroed,
+                feedback=Feedback.RAW,
+                own_lm_head=True,
+                own_embedding=True,
+                body=replace(body, head_norms=True),
             ),
         ),
-        "three modules": ("mtp-deepseek", mtp(join=zeroed, recycle=Recycle.RAW, modules=3)),
+        "three modules": ("mtp-deepseek", mtp(input_fusion=zeroed, feedback=Feedback.RAW, modules=3)),
         "modules with tables": (
             "mtp-deepseek",
-            mtp(join=zeroed, recycle=Recycle.RAW, modules=2, own_head=True, own_embedding=True),
+            mtp(input_fusion=zeroed, feedback=Feedback.RAW, modules=2, own_lm_head=True, own_embedding=True),
         ),
         "qwen": ("mtp-qwen", mtp(body=replace(body, head_norms=True))),
         "gated qwen": ("mtp-qwen", mtp(body=gated)),
         "mimo": (
             "mtp-mimo",
-            mtp(taps=raw, join={**zeroed, "embedding_first": False}, body=replace(body, attention_bias=True)),
+            mtp(
+                aux_states=raw,
+                input_fusion={**zeroed, "embedding_first": False},
+                body=replace(body, attention_bias=True),
+            ),
         ),
         "mtp of speculators": ("mtp-speculators", mtp()),
         "nemotron": ("mtp-nemotron", mtp(body=nemotron)),
         "assistant": ("gemma4-assistant", gemma),
         "dflash": ("dflash", block()),
-        "biased dflash": ("dflash", block(body=biased, taps=Taps(layers=(0, 7), fused=True))),
+        "biased dflash": ("dflash", block(body=biased, aux_states=AuxStates(layers=(0, 7), fused=True))),
         "dflash of speculators": ("dflash-speculators", block()),
         "narrow dflash": ("dflash-speculators", block(body=slim, draft_vocab=40, **tables)),
         "dspark": ("dspark", block(Kind.DSPARK, block=spark)),
         "dspark with tables": ("dspark", block(Kind.DSPARK, block=replace(spark, confidence=False), **tables)),
-        "anchored dflash": ("dspark", block(block=Block(size=4, sample_from_anchor=True))),
+        "anchored dflash": ("dspark", block(block=DraftBlock(size=4, sample_from_anchor=True))),
         "dspark of speculators": (
             "dspark-speculators",
             block(Kind.DSPARK, block=replace(spark, sample_from_anchor=False), draft_vocab=40),
@@ -162,7 +186,7 @@ def cases(hidden: int = 64, vocab: int = 96) -> Mapping[str, tuple[str, Descript
     }
 
 
-def random_draft(description: Description, *, seed: int = 0, table: torch.Tensor = TABLE) -> HeadModule:
+def random_draft(description: HeadDescription, *, seed: int = 0, table: torch.Tensor = TABLE) -> HeadModule:
     """A module in which every weight says something; `table` is its target's."""
     torch.manual_seed(seed)
     module = make_module(description).eval().requires_grad_(False)
@@ -193,8 +217,8 @@ def feed(head, description, text, taps):
             draft=tree.empty(1, CPU),
             scores=Scores(
                 logits=torch.zeros(1, 1, 1),
-                hidden_states={at: torch.zeros(1, 1, width) for at in description.taps.layers},
-                feed_hidden_states={at: (taps[:, i],) for i, at in enumerate(description.taps.layers)},
+                hidden_states={at: torch.zeros(1, 1, width) for at in description.aux_states.layers},
+                feed_hidden_states={at: (taps[:, i],) for i, at in enumerate(description.aux_states.layers)},
             ),
             path=((),),
             emitted=((),),
@@ -241,7 +265,7 @@ def check_text(folder, make, *, temperature, k):
     assert isinstance(llm.parts.proposer, make)
     got = llm.generate(PROMPTS, SamplingParams(temperature=temperature, max_tokens=24, seed=5))
     assert [each.token_ids for each in got] == wanted
-    assert sum(each.stats.drafted for each in got)
+    assert sum(each.stats.draft_tokens for each in got)
 
 
 def shown(layer, pair):
@@ -251,4 +275,4 @@ def shown(layer, pair):
         assert wanted == layer
         return tuple(pair[:, slots, :, begin:end])
 
-    return KVView(entries=entries, config={})
+    return KVView(entries=entries, layer_config={})

@@ -62,8 +62,8 @@ def make_texts(*, lengths=(9, 6, 4), seed=0, hidden=128, vocab=12288):
     learn = torch.arange(size) < torch.tensor(lengths)[:, None]
     return Texts(
         tokens=torch.randint(0, vocab, (rows, size + 1), generator=chance),
-        taps=torch.randn(rows, size, 1, hidden, generator=chance),
-        laws=laws[learn],
+        aux_states=torch.randn(rows, size, 1, hidden, generator=chance),
+        target_probs=laws[learn],
         learn=learn,
     )
 
@@ -72,8 +72,8 @@ def cut(texts, row, length):
     one = slice(row, row + 1)
     return Texts(
         tokens=texts.tokens[one, : length + 1],
-        taps=texts.taps[one, :length],
-        laws=spread(texts.laws, texts.learn)[row, :length],
+        aux_states=texts.aux_states[one, :length],
+        target_probs=spread(texts.target_probs, texts.learn)[row, :length],
         learn=texts.learn[one, :length],
     )
 
@@ -111,4 +111,4 @@ class Still:
             learn = texts.learn[:, step:]
             row, column = learn.nonzero(as_tuple=True)
             logits = self.module.weight[step].expand(len(row), -1)
-            yield Step(logits=logits, target=texts.laws_at(row, column + step), learn=learn)
+            yield Step(logits=logits, target=texts.target_probs_at(row, column + step), learn=learn)

@@ -56,16 +56,16 @@ def test_verbs_know_them(words, tmp_path, monkeypatch):
 def test_training_goes_on_from_one_of_them(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"prompt": "one"}\n' * 4)
     files = ["--data", str(tmp_path / "a.jsonl"), "--out", str(tmp_path / "out")]
-    words = ["train", "medusa", "--target", "@mini", "--draft", "@medusa", "--depth", "2", *files]
+    words = ["train", "medusa", "--target", "@mini", "--init-from", "@medusa", "--depth", "2", *files]
     done = CliRunner().invoke(app, words)
-    assert "@medusa has its shape; leave --depth" in done.output
+    assert "@medusa defines the shape of the draft; leave --depth" in done.output
 
 
 def test_the_draft_by_its_name_is_the_default():
     params = SamplingParams(temperature=0.0, max_tokens=12)
     named, usual = (LLM(proposer=name, max_num_seqs=1, max_model_len=64, k=4) for name in ("draft:@nano", None))
     (one,), (two,) = (llm.generate(["def add(a, b):"], params) for llm in (named, usual))
-    assert (one.token_ids, one.stats.drafted) == (two.token_ids, two.stats.drafted)
+    assert (one.token_ids, one.stats.draft_tokens) == (two.token_ids, two.stats.draft_tokens)
 
 
 @pytest.mark.parametrize(("name", "least"), [("mtp", 1.5), ("eagle31", 1.5), ("medusa", 1.05)])
@@ -76,4 +76,4 @@ def test_heads_of_the_embedded_target_guess_for_it(name, least):
     ours = LLM(proposer=f"draft:@{name}", **options).generate(prompts, params)
     plain = LLM(proposer="none", **options).generate(prompts, params)
     assert [each.token_ids for each in ours] == [each.token_ids for each in plain]
-    assert sum(each.stats.emitted for each in ours) / sum(each.stats.passes for each in ours) > least
+    assert sum(each.stats.output_tokens for each in ours) / sum(each.stats.passes for each in ours) > least

@@ -183,7 +183,7 @@ def test_a_draft_of_a_shorter_context_stops_there(tmp_path, caplog):
     assert [r.getMessage() for r in caplog.records] == [
         "the draft model's context of 32 tokens is full; going on without it"
     ]
-    assert llm.stats.drafted > 0
+    assert llm.stats.draft_tokens > 0
     before = llm.stats
     llm.generate([list(range(40))], GREEDY)  # a prompt that the draft cannot hold at all
-    assert llm.stats.drafted == before.drafted
+    assert llm.stats.draft_tokens == before.draft_tokens

@@ -14,12 +14,12 @@ from typer.testing import CliRunner
 from outrider.cli.app import app
 from outrider.errors import OutriderError
 from outrider.loadgen import client
-from outrider.loadgen.response import RequestResult, Tape
+from outrider.loadgen.response import RequestResult, ResponseRecorder
 from outrider.loadgen.settings import Settings
 from outrider.loadgen.workload import plan_requests
 from outrider.measure.prompts import read_prompts
 
-MIXED = Settings(requests=40, mixed=True, max_tokens=64, cancel=0.3)
+MIXED = Settings(num_requests=40, mixed=True, max_tokens=64, cancel=0.3)
 
 
 def event(**fields):
@@ -31,7 +31,7 @@ def words(*texts, finish=None):
 
 
 def played(*chunks):
-    tape, asked = Tape(), RequestResult(number=0, began=0.0)
+    tape, asked = ResponseRecorder(), RequestResult(number=0, start=0.0)
     for at, chunk in enumerate(chunks, 1):
         tape.add(float(at), chunk)
     tape.play(asked)
@@ -42,14 +42,14 @@ def test_requests_are_drawn_from_the_seed():
     prompts = read_prompts()
     one, two = (plan_requests(MIXED, prompts, "m") for _ in range(2))
     assert one == two
-    assert one != plan_requests(Settings(requests=40, mixed=True, max_tokens=64, cancel=0.3, seed=1), prompts, "m")
+    assert one != plan_requests(Settings(num_requests=40, mixed=True, max_tokens=64, cancel=0.3, seed=1), prompts, "m")
     lengths = {each.body["max_tokens"] for each in one}
     assert min(lengths) >= 8
     assert max(lengths) <= 64
     assert len(lengths) > 10
     assert len({each.body["temperature"] for each in one}) == 3
-    assert 0 < sum(each.pieces is not None for each in one) < 40
-    assert all("seed" not in each.body for each in plan_requests(Settings(requests=3), prompts, "m"))
+    assert 0 < sum(each.max_chunks is not None for each in one) < 40
+    assert all("seed" not in each.body for each in plan_requests(Settings(num_requests=3), prompts, "m"))
 
 
 def test_pieces_have_the_time_at_which_their_last_byte_came():
@@ -59,8 +59,8 @@ def test_pieces_have_the_time_at_which_their_last_byte_came():
     asked = played(whole[:cut], whole[cut:])
     assert (asked.text, asked.tokens, asked.finish) == ("abc", 5, "length")
     assert asked.times == [1.0, 2.0, 2.0]
-    assert asked.gaps == [1.0, 0.0]
-    assert asked.token_gaps == [1.0, 0.0, 0.0, 0.0]
+    assert asked.chunk_gaps == [1.0, 0.0]
+    assert asked.inter_token_latencies == [1.0, 0.0, 0.0, 0.0]
 
 
 def test_other_servers_write_streams_in_other_ways():
@@ -111,8 +111,8 @@ def answering(status, content):
 )
 def test_what_goes_wrong_is_noted(status, content, says):
     async def ask(url):
-        async with client.connected(Settings(url=url, requests=1)) as (connection, model):
-            (want,) = plan_requests(Settings(requests=1), read_prompts(), model)
+        async with client.connected(Settings(base_url=url, num_requests=1)) as (connection, model):
+            (want,) = plan_requests(Settings(num_requests=1), read_prompts(), model)
             return await connection.ask(want, 0)
 
     with answering(status, content) as url:
@@ -125,17 +125,17 @@ def test_no_server_is_said():
     with answering(200, b"") as url:
         pass
     with pytest.raises(OutriderError, match="names no model"):
-        asyncio.run(client.put_load(Settings(url=url, requests=1), read_prompts()))
+        asyncio.run(client.put_load(Settings(base_url=url, num_requests=1), read_prompts()))
 
 
 def test_who_hangs_up_counts_apart():
     with answering(200, words(*"abcdefgh", finish="length")) as url:
-        command = f"load --url {url} --requests 20 --mixed --cancel 0.4 --concurrency 4 --max-tokens 12"
+        command = f"load --base-url {url} --num-requests 20 --mixed --cancel 0.4 --max-concurrency 4 --max-tokens 12"
         done = CliRunner().invoke(app, command.split())
     assert done.exit_code == 0, done.output
     document = json.loads(done.output.splitlines()[-1])
-    assert document["answers"] + document["cancelled"] == 20
+    assert document["completed"] + document["cancelled"] == 20
     assert document["cancelled"] > 2
     assert not document["errors"]
-    assert document["ms"]["between tokens"]["p50"] == 0.0
+    assert document["ms"]["itl"]["p50"] == 0.0
     assert "hung up" in done.output

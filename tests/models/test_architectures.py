@@ -48,7 +48,7 @@ def test_greedy_is_transformers_greedy(name, shelf):
         llm = LLM(shelf.folder(name), proposer=proposer, k=4, **options)
         ours = llm.generate(prompts, SamplingParams(max_tokens=24))
         assert [list(completion.token_ids) for completion in ours] == theirs, proposer
-    assert llm.stats.drafted > 0
+    assert llm.stats.draft_tokens > 0
 
 
 @pytest.mark.parametrize("name", tiny.ARCHITECTURES)

@@ -263,13 +263,15 @@ def test_a_chain_stops_where_its_chance_falls(folders, keep, more, bits):
     texts = [ids(count, seed) for seed, count in enumerate((11, 30, 4))]
     rows = [tiny.admit(target, slot, text) for slot, text in enumerate(texts)]
     batch = Batch(seqs=tuple(rows), start=(0, 0, 0), feed=tuple(tuple(text) for text in texts), draft_budget=(3, 7, 1))
-    trust = StopRule(weight=(1.5, 0.8, 3.0), bias=(0.1, -0.4, 0.3), keep=keep, worth=(keep + more, keep))
+    trust = StopRule(
+        weight=(1.5, 0.8, 3.0), bias=(0.1, -0.4, 0.3), min_path_prob=keep, min_draft_probs=(keep + more, keep)
+    )
     with torch.inference_mode():
         grown, wanted = target.draft_greedy(batch, 200, trust), draft_by_scores(target, batch, 200, trust)
     assert grown.count == wanted.count
     assert keep + more > 0 or grown.count == batch.draft_budget
     assert keep < 2 or grown.count == (0, 0, 0)
-    for b, (ours, theirs) in enumerate(zip(grown.chance, wanted.chance, strict=True)):
+    for b, (ours, theirs) in enumerate(zip(grown.accept_prob, wanted.accept_prob, strict=True)):
         assert ours == pytest.approx(theirs, rel=1e-5)
         assert grown.margin[b] == pytest.approx(wanted.margin[b], rel=1e-5)
         assert grown.count[b] <= len(ours) <= min(grown.count[b] + 1, batch.draft_budget[b])

@@ -25,12 +25,12 @@ from outrider.testing.toy_target import ToyTarget
 
 
 def sample(columns, seconds, rows=1, cached=0):
-    return Sample(columns=columns, rows=rows, cached=cached, seconds=seconds)
+    return Sample(tokens=columns, seqs=rows, cached=cached, seconds=seconds)
 
 
-FLAT = PassCost(columns=(1, 64), seconds=(1.0, 1.0), entry=0.0, pair=0.0)  # as where reading the weights is all
-STEEP = PassCost(columns=(1, 64), seconds=(1.0, 64.0), entry=0.0, pair=0.0)  # as where arithmetic is
-FREE = PassCost(columns=(1, 64), seconds=(0.01, 0.01), entry=0.0, pair=0.0)
+FLAT = PassCost(tokens=(1, 64), seconds=(1.0, 1.0), entry=0.0, pair=0.0)  # as where reading the weights is all
+STEEP = PassCost(tokens=(1, 64), seconds=(1.0, 64.0), entry=0.0, pair=0.0)  # as where arithmetic is
+FREE = PassCost(tokens=(1, 64), seconds=(0.01, 0.01), entry=0.0, pair=0.0)
 
 
 def costs(target, draft=FREE):
@@ -56,7 +56,7 @@ def live(planner, rows, chances, rounds, *, took=lambda k: (1.0, 0.0), seed=0, w
         planned = planner.plan(batch(rows, first=first), stats)
         read = read + 1 if any(planned.draft_budget) else 0
         if 0 < read <= waits:
-            draft = replace(tree.empty(rows, torch.device("cpu")), unread=sum(map(bool, planned.draft_budget)))
+            draft = replace(tree.empty(rows, torch.device("cpu")), num_prefilling=sum(map(bool, planned.draft_budget)))
         else:
             draft = tree.chain(torch.zeros(rows, max(planned.draft_budget)), planned.draft_budget)
         ks = planner.trim(planned, draft).width
@@ -70,11 +70,11 @@ def live(planner, rows, chances, rounds, *, took=lambda k: (1.0, 0.0), seed=0, w
         stats = Stats(
             **{
                 name: getattr(stats, name)
-                for name in ("passes", "emitted", "drafted", "offered", "reached", "accepted")
+                for name in ("passes", "output_tokens", "draft_tokens", "offered", "reached", "accepted")
             },
             rounds=len(chosen),
             target_seconds=stats.target_seconds + target,
-            propose_seconds=stats.propose_seconds + draft,
+            draft_seconds=stats.draft_seconds + draft,
         )
     return chosen
 
@@ -101,7 +101,7 @@ def test_reading_the_cache_and_multiplying_by_it_are_told_apart():
 
 def test_what_is_read_takes_less_than_what_is_scored():
     """As in a small model, which spends most of its time on its output layer."""
-    read = Sample(columns=200, rows=1, cached=0, seconds=10.0, scored=False)
+    read = Sample(tokens=200, seqs=1, cached=0, seconds=10.0, scored=False)
     cost = PassCost.fit([sample(1, 1.0), sample(101, 51.0), read])
     assert cost(1, rows=1, cached=0, feed=100) == pytest.approx(1.0 + 100 * 0.05)
     assert replace(cost, fed=None)(1, rows=1, cached=0, feed=100) == pytest.approx(51.0)
@@ -118,7 +118,7 @@ def test_costs_are_written_and_read():
 
 def test_good_guesses_are_followed_far_and_bad_ones_not():
     assert live(CostPlanner(costs(FLAT), most=12), 1, [0.95] * 12, 200)[-1] == 12
-    tenth = PassCost(columns=(1, 2), seconds=(0.1, 0.1), entry=0, pair=0)
+    tenth = PassCost(tokens=(1, 2), seconds=(0.1, 0.1), entry=0, pair=0)
     middling = live(CostPlanner(costs(FLAT, tenth), most=12), 1, [0.6] * 12, 400, took=lambda k: (1.0, 0.1 * k))
     assert 1 <= sorted(middling[200:])[100] <= 5  # 4 is best: (1 - a^5) / ((1 - a)(1 + 4 c)) at a = 0.6, c = 0.1
 
@@ -129,7 +129,7 @@ def test_where_a_guess_costs_as_much_as_a_token_nothing_is_guessed():
 
 
 def test_speculation_is_given_up_and_tried_again():
-    fifth = PassCost(columns=(1, 2), seconds=(0.2, 0.2), entry=0, pair=0)
+    fifth = PassCost(tokens=(1, 2), seconds=(0.2, 0.2), entry=0, pair=0)
     chosen = live(CostPlanner(costs(FLAT, fifth), most=12), 1, [0.0] * 12, 3000, took=lambda k: (1.0, 0.2 * k))
     late = chosen[100:]
     assert 0 < sum(0.2 * k for k in late) < 0.012 * len(late)
@@ -142,7 +142,7 @@ def test_speculation_is_given_up_and_tried_again():
 @pytest.mark.parametrize("unit", [0.01, 0.2])
 def test_cheap_trials_come_sooner(unit):
     """Whatever a trial costs, trials that come to nothing take about a hundredth of the time, and no row waits long."""
-    draft = PassCost(columns=(1, 64), seconds=(unit, unit), entry=0, pair=0)
+    draft = PassCost(tokens=(1, 64), seconds=(unit, unit), entry=0, pair=0)
     planner = CostPlanner(costs(FLAT, draft), most=12)
     chosen = live(planner, 8, [0.0] * 12, 4000, took=lambda k: (1.0, unit * k))[1000:]
     tries = [i for i, k in enumerate(chosen) if k]
@@ -157,7 +157,7 @@ def test_what_has_paid_before_is_tried_more_often():
         live(planner, 1, [0.95] * 12, before, took=took)
         return sum(map(bool, live(planner, 1, [0.0] * 12, 3000, took=took)[500:]))
 
-    fifth = PassCost(columns=(1, 2), seconds=(0.2, 0.2), entry=0, pair=0)
+    fifth = PassCost(tokens=(1, 2), seconds=(0.2, 0.2), entry=0, pair=0)
     assert 0 < tries(0) < 0.7 * tries(200)
 
 
@@ -170,8 +170,8 @@ def test_rounds_that_take_longer_than_expected_are_learnt_from():
 @pytest.mark.parametrize("chance", [0.4, 0.6, 0.8])
 def test_work_besides_the_columns_of_guesses_is_learnt_from_rounds_without_any(chance):
     """Guesses make a round half as long again: nothing is lost by that, and what pays is still done."""
-    sloped = PassCost(columns=(1, 64), seconds=(1.0, 7.3), entry=0.0, pair=0.0)
-    draft = PassCost(columns=(1, 2), seconds=(0.02, 0.02), entry=0.0, pair=0.0)
+    sloped = PassCost(tokens=(1, 64), seconds=(1.0, 7.3), entry=0.0, pair=0.0)
+    draft = PassCost(tokens=(1, 2), seconds=(0.02, 0.02), entry=0.0, pair=0.0)
     took = lambda k: ((1.5 if k else 1.0) + 0.1 * k, 0.02 * k)  # noqa: E731
     chosen = live(CostPlanner(costs(sloped, draft), most=12), 1, [chance] * 12, 1500, took=took)[500:]
     tau = [sum(chance**i for i in range(k + 1)) for k in range(13)]
@@ -228,7 +228,7 @@ def test_whoever_expects_the_same_text_again_gets_the_same_guesses_from_a_planne
 
 
 def test_a_text_is_read_by_the_draft_only_if_its_own_guesses_repay_that():
-    reading = PassCost(columns=(1, 1024), seconds=(0.1, 10.0), entry=0, pair=0)  # a tenth of a round, and more for more
+    reading = PassCost(tokens=(1, 1024), seconds=(0.1, 10.0), entry=0, pair=0)  # a tenth of a round, and more for more
     planner = CostPlanner(costs(FLAT, reading), most=4)
     took = lambda k: (1.0, 0.1 * k)  # noqa: E731
     assert live(planner, 2, [0.9] * 4, 101, took=took)[-1] == 4
@@ -260,7 +260,7 @@ def test_budgets_are_never_raised():
 def test_calibration_measures_what_runs():
     target = ToyTarget(slots=4, context=64)
     cost = measure_pass(target)
-    assert cost.columns[0] == 1
+    assert cost.tokens[0] == 1
     assert all(a <= b for a, b in zip(cost.seconds, cost.seconds[1:], strict=False))
     assert calibrate(target, None).draft is None
 
@@ -363,7 +363,7 @@ def test_calibration_leaves_an_empty_cache():
 
 def test_guesses_that_just_fail_to_pay_are_not_followed_by_rounds_to_look_at_for_ever():
     """Where the gain is about 1, rounds without guesses cost nothing; but who makes only those never learns better."""
-    tenth = PassCost(columns=(1, 2), seconds=(0.1, 0.1), entry=0, pair=0)
+    tenth = PassCost(tokens=(1, 2), seconds=(0.1, 0.1), entry=0, pair=0)
     planner = CostPlanner(costs(FLAT, tenth), most=12)
     poor = live(planner, 1, [0.08] * 12, 12, took=lambda k: (1.0, 0.1 * k))
     assert any(poor)
@@ -374,7 +374,7 @@ def test_guesses_that_just_fail_to_pay_are_not_followed_by_rounds_to_look_at_for
 
 def test_a_text_that_begins_badly_is_guessed_later_on():
     """What fails in a text's first rounds is tried again within the text, and not only after a thousand tokens."""
-    fifth = PassCost(columns=(1, 2), seconds=(0.2, 0.2), entry=0, pair=0)
+    fifth = PassCost(tokens=(1, 2), seconds=(0.2, 0.2), entry=0, pair=0)
     planner = CostPlanner(costs(FLAT, fifth), most=12)
     took = lambda k: (1.0, 0.2 * k)  # noqa: E731
     live(planner, 1, [0.0] * 12, 30, took=took)
@@ -383,7 +383,7 @@ def test_a_text_that_begins_badly_is_guessed_later_on():
 
 def test_other_texts_are_tried_at_once():
     """What failed of the texts before says little of them."""
-    fifth = PassCost(columns=(1, 2), seconds=(0.2, 0.2), entry=0, pair=0)
+    fifth = PassCost(tokens=(1, 2), seconds=(0.2, 0.2), entry=0, pair=0)
     took = lambda k: (1.0, 0.2 * k)  # noqa: E731
     begun = []
     for first in (0, 1):
@@ -394,7 +394,7 @@ def test_other_texts_are_tried_at_once():
 
 
 def test_rows_of_a_trial_go_on_where_the_others_texts_are_too_dear_to_read():
-    dear = PassCost(columns=(1, 64), seconds=(0.01, 0.01), entry=0, pair=0, fed=0.08)
+    dear = PassCost(tokens=(1, 64), seconds=(0.01, 0.01), entry=0, pair=0, fed=0.08)
     planner = CostPlanner(costs(FLAT, dear), most=12)
     live(planner, 8, [0.9] * 12, 9, took=lambda k: (1.0, 0.01 * k))
     assert not planner.arms[0].trial

@@ -27,7 +27,7 @@ from outrider.project.equations import (
     Model,
     Pair,
     ahead_bound,
-    free_columns,
+    free_tokens,
     head,
     loaded_experts,
     one_pass,
@@ -40,7 +40,13 @@ from tests.helpers.tiny import ARCHITECTURES, make_config
 
 ROUND = Machine(name="round", bandwidth=100.0, bf16=1000.0, int8=2000.0)
 IDEAL = Efficiency(
-    name="ideal", bandwidth=1.0, arithmetic=1.0, exposed=0.0, round_seconds=0.0, layer_seconds=0.0, exchange_seconds=0.0
+    name="ideal",
+    bandwidth=1.0,
+    arithmetic=1.0,
+    exposed=0.0,
+    round_seconds=0.0,
+    layer_seconds=0.0,
+    allreduce_seconds=0.0,
 )
 SMALL = Model(name="small", layers=2, weights=50.0, attention=(Attention(numbers=1.0, products=1.0),))
 
@@ -93,7 +99,7 @@ def test_loaded_experts():
 @pytest.mark.parametrize(("bits", "columns"), [(16, 295), (4, 74)])
 def test_free_columns_of_an_h100(bits, columns):
     place, _ = find_machine("H100", Own())
-    assert free_columns(bandwidth=place.bandwidth, arithmetic=place.bf16, bits=bits) == pytest.approx(columns, abs=0.6)
+    assert free_tokens(bandwidth=place.bandwidth, arithmetic=place.bf16, bits=bits) == pytest.approx(columns, abs=0.6)
 
 
 @pytest.mark.parametrize("k", [0, 1, 4, 9])
@@ -113,7 +119,7 @@ def test_a_pass_is_the_roof_line():
 
 
 def test_efficiency_and_overheads_of_a_pass():
-    worse = replace(IDEAL, bandwidth=0.5, arithmetic=0.25, exposed=1.0, layer_seconds=0.1, exchange_seconds=0.3)
+    worse = replace(IDEAL, bandwidth=0.5, arithmetic=0.25, exposed=1.0, layer_seconds=0.1, allreduce_seconds=0.3)
     ours = one_pass(SMALL, ROUND, worse, columns=6, rows=2, context=5)
     assert ours.seconds == pytest.approx(120 / 50 + 660 / 250 + 2 * 0.1)
     shared = one_pass(SMALL, replace(ROUND, devices=2), worse, columns=6, rows=2, context=5)
@@ -213,10 +219,10 @@ def test_a_head_is_a_share():
 def test_room():
     room = MemoryBudget.of(SMALL, replace(SMALL, weights=5.0), memory=200.0, context=5)
     assert room.held(3) == 100 + 10 + 3 * (10 + 10)
-    assert (room.users(), room.users(draft=False)) == (4, 10)
-    assert room.draft_in_rows(3) == pytest.approx((10 + 30) / 10)
-    assert MemoryBudget.of(SMALL, None, memory=50.0, context=5).users() == 0
-    assert MemoryBudget.of(SMALL, None, memory=None, context=5).users() is None
+    assert (room.max_sequences(), room.max_sequences(draft=False)) == (4, 10)
+    assert room.draft_in_sequences(3) == pytest.approx((10 + 30) / 10)
+    assert MemoryBudget.of(SMALL, None, memory=50.0, context=5).max_sequences() == 0
+    assert MemoryBudget.of(SMALL, None, memory=None, context=5).max_sequences() is None
 
 
 # Shapes
@@ -447,7 +453,7 @@ def test_document_and_tables():
     middle = one["cases"]["middle"]
     assert middle["tokens_per_s"] == pytest.approx(middle["speedup"] * middle["plain_tokens_per_s"])
     assert middle["k"] > many["cases"]["middle"]["k"]
-    assert deep["users"] < deep["users_without_draft"] < 400
+    assert deep["sequences"] < deep["sequences_without_draft"] < 400
     rows = [line.split() for line in text.splitlines() if line.split()[:2] == ["400", "pessimistic"]]
     assert [row[-1] for row in rows] == ["yes", "no"]
     stops = document["stops_paying"]
@@ -459,7 +465,7 @@ def test_document_and_tables():
 def test_options_arrive():
     words = "--devices 2 --bandwidth 1000 --flops 100 --memory 20 --weight-bits 8 --cache-bits 8 --draft-bits 4"
     words += " --bandwidth-share 0.5 --arithmetic-share 0.1,0.2,0.3 --exposed 1 --round-ms 2 --layer-us 3"
-    words += " --exchange-us 4 --k 0..3 --nodes 2 --batch 4 --proposer draft:0.5B"
+    words += " --allreduce-us 4 --k 0..3 --nodes 2 --batch 4 --proposer draft:0.5B"
     document, text = projected(*ORDINARY, *words.split())
     assert document["machine"]["name"] == "2 x H100"
     assert document["machine"]["read_bytes_per_s"] == 2e12
@@ -470,7 +476,7 @@ def test_options_arrive():
     assert document["acceptance"]["nodes"] == 2
     first, last = document["efficiency"][0], document["efficiency"][2]
     assert (first["bandwidth"], first["arithmetic"], last["arithmetic"], first["exposed"]) == (0.5, 0.1, 0.3, 1)
-    assert (first["round_seconds"], first["layer_seconds"], first["exchange_seconds"]) == (2e-3, 3e-6, 4e-6)
+    assert (first["round_seconds"], first["layer_seconds"], first["allreduce_seconds"]) == (2e-3, 3e-6, 4e-6)
     assert max(case["k"] for case in document["results"][0]["cases"].values()) <= 3
     assert "4 more for its sums over devices" in " ".join(text.split())
 
@@ -479,7 +485,7 @@ def test_own_machine_and_other_guessers():
     own = ("--target", "30B-A3B", "--bandwidth", "500", "--flops", "50", "--alpha", "0.8,0.7")
     document, text = projected(*own, "--proposer", "block:0.1")
     assert document["machine"]["name"] == "a machine of your own"
-    assert document["free_columns"]["middle"] is None
+    assert document["free_tokens"]["middle"] is None
     assert "give --memory" in text
     assert "of which a token meets" in text
     assert document["draft"]["passes"] == "one a round"
@@ -515,7 +521,7 @@ def benchmark(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bench")
     prompts = folder / "prompts.jsonl"
     prompts.write_text(json.dumps({"category": "code", "prompt": "<|endoftext|>import os\nimport sys\n"}) + "\n")
-    words = ["--prompts", str(prompts), "--rounds", "1", "--max-tokens", "16", "--k", "3", "--threads", "1"]
+    words = ["--prompts", str(prompts), "--repeats", "1", "--max-tokens", "16", "--k", "3", "--threads", "1"]
     result = CliRunner().invoke(app, ["bench", *words, "--dtype", "float32"])
     assert result.exit_code == 0, result.output
     file = folder / "bench.txt"
@@ -537,7 +543,7 @@ def test_acceptance_from_a_benchmark(benchmark):
 
 
 def bench_document(**figures):
-    whole = {"tau": 2.0, "acceptance_by_position": [0.8, 0.5], "passes": 10, "drafted_tokens": 10}
+    whole = {"tau": 2.0, "acceptance_by_position": [0.8, 0.5], "passes": 10, "draft_tokens": 10}
     arguments = {"target": None, "k": 2, "temperature": 0.0}
     results = {"overall": {"speculative": whole | figures}}
     return {
@@ -632,12 +638,12 @@ def test_files_that_cannot_be_read(tmp_path):
         (["--exposed", "2"], "exposed shares are (2.0,)"),
         (["--round-ms", "1,2"], "2 figures are given for round in ms; give one, or three"),
         (["--layer-us", "-1"], "a time is -1.0"),
-        (["--guess-us", "-1"], "guess-us is -1.0"),
-        (["--guess-us", "inf"], "guess-us is inf"),
-        (["--guess-us", "1", "--proposer", "draft:1B"], "--guess-us is the host's time, and draft takes"),
+        (["--draft-us", "-1"], "draft-us is -1.0"),
+        (["--draft-us", "inf"], "draft-us is inf"),
+        (["--draft-us", "1", "--proposer", "draft:1B"], "--draft-us is the host's time, and draft takes"),
         (["--draft-bits", "4"], "--draft-bits are those of a draft model, and ngram is none"),
         (["--draft-bits", "4", "--proposer", "head:0.1"], "and head is none"),
-        (["--exchange-us", "4"], "give --devices as well"),
+        (["--allreduce-us", "4"], "give --devices as well"),
         (["--nodes", "inf"], "nodes is inf"),
         (["--nodes", "nan"], "nodes is nan"),
         (["--bandwidth", "inf"], "bandwidth is inf"),

@@ -26,7 +26,7 @@ PROMPTS = (
     "<|endoftext|>import os\nimport sys\n\n\ndef main():\n    parser = argparse.Argument",
 )
 GREEDY, DRAWN = SamplingParams(), SamplingParams(temperature=0.8, seed=5)
-TRUST = StopRule(weight=(0.4, 0.3), bias=(0.0, -0.2), keep=0.1, worth=(0.15, 0.3), ends=(4,))
+TRUST = StopRule(weight=(0.4, 0.3), bias=(0.0, -0.2), min_path_prob=0.1, min_draft_probs=(0.15, 0.3), ends=(4,))
 PASSES = [("float32", 1), ("float32", 3), ("bfloat16", 1), ("bfloat16", 3)]
 
 
@@ -132,7 +132,7 @@ def test_it_stops_where_the_draft_model_would(trial):
     together = grown(Cascade(ToyTarget(seed=trial, spread=3.0)), texts, budget, trust=TRUST)
     assert together.count == alone.count
     assert [*map(list, together.margin)] == [*map(list, alone.margin)]
-    assert [*map(list, together.chance)] == [*map(list, alone.chance)]
+    assert [*map(list, together.accept_prob)] == [*map(list, alone.accept_prob)]
     for b, count in enumerate(alone.count):
         assert together.tokens[b, :count].tolist() == alone.tokens[b, :count].tolist()
 

@@ -91,7 +91,7 @@ def test_once_it_is_sound_again_it_guesses_as_before(name):
 
     other, _ = life(make)
     assert 0 < guards[0].failures < 6
-    assert other.stats.drafted > 0.5 * engine.stats.drafted
+    assert other.stats.draft_tokens > 0.5 * engine.stats.draft_tokens
     assert sum(other.stats.accepted) > 0.5 * sum(engine.stats.accepted)
 
 
@@ -105,8 +105,8 @@ def test_it_stays_off_a_while_and_ever_longer():
 
     engine, _ = life(make, count=16)
     guard = made[1]
-    assert guard.off
-    assert engine.stats.drafted == 0
+    assert guard.disabled
+    assert engine.stats.draft_tokens == 0
     assert engine.stats.rounds > 200
     assert guard.failures < 8
 

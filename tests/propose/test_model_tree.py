@@ -150,11 +150,11 @@ def test_greedy_rows_get_picked_guesses_beside_drawn_ones(draw):
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["picked", "drawn"])
 def test_a_tree_stops_where_it_is_told_to(params):
     proposer, _, rows = tree_of(params)
-    assert proposer.propose(batch_of(rows, 8, keep=1.1)).width == (0,)
-    flat = proposer.propose(batch_of(rows, 5, worth=(1.1,)))
+    assert proposer.propose(batch_of(rows, 8, min_path_prob=1.1)).width == (0,)
+    flat = proposer.propose(batch_of(rows, 5, min_draft_probs=(1.1,)))
     assert flat.width[0] > 0
     assert int(tree.depths(flat).max()) == 1
-    some = proposer.propose(batch_of(rows, 8, keep=0.3))
+    some = proposer.propose(batch_of(rows, 8, min_path_prob=0.3))
     assert 0 < some.width[0] < 8
     assert some.accept_prob is not None
     assert min(some.accept_prob[0]) >= 0.3

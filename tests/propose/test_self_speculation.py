@@ -294,7 +294,7 @@ def test_the_text_is_the_targets(name, kind, temperature, verifier, folders):
         how = {"k": k, "rows": rows, "chunk": chunk, "temperature": temperature, "verifier": verifier}
         got, stats = texts(target, make(name), **how)
         assert got == plain, how
-        assert stats.drafted > 0
+        assert stats.draft_tokens > 0
         if name == "whole exit" and verifier != "block" and temperature == 0:
             assert stats.accepted == stats.reached
 
@@ -467,4 +467,4 @@ def test_the_front_door(folders):
     plain = LLM(embedded("mini"), proposer="none", max_num_seqs=2, max_model_len=64)
     params = SamplingParams(max_tokens=12)
     assert llm.generate("def f(", params)[0].token_ids == plain.generate("def f(", params)[0].token_ids
-    assert llm.stats.drafted > 0
+    assert llm.stats.draft_tokens > 0

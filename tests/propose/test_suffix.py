@@ -144,26 +144,26 @@ def test_score_is_the_share_in_what_followed(make):
     text = make()
     text.extend([8, 1, 9, 1, 8, 2, 9, 1, 6, 1])  # what followed 1: 9, then 8, then 6
     grown = text.grow((), 0, Worth().of, 3)
-    first = dict(zip(grown.sketch.tokens, grown.sketch.chance, strict=True))
+    first = dict(zip(grown.sketch.tokens, grown.sketch.accept_prob, strict=True))
     assert grown.sketch.parent == [-1, -1, -1]
     assert set(first) == {6, 8, 9}
     assert len(set(first.values())) == 1
     text.extend([8, 5, 1])  # twice 8 of four
     grown = text.grow((), 0, Worth().of, 2)
     assert grown.sketch.tokens[0] == 8
-    assert grown.sketch.chance[0] == pytest.approx(Worth().of[grown.kinds[0]] / 2)
+    assert grown.sketch.accept_prob[0] == pytest.approx(Worth().of[grown.kinds[0]] / 2)
 
 
 def test_worth_is_learned():
     text, worth = PlainText([1, 2, 3, 4, 1, 2, 3]), Worth()
-    before = text.grow((), 0, worth.of, 1).sketch.chance[0]
+    before = text.grow((), 0, worth.of, 1).sketch.accept_prob[0]
     for _ in range(20):
         worth.learn(text.grow((), 0, worth.of, 1), [5])
-    after = text.grow((), 0, worth.of, 1).sketch.chance[0]
+    after = text.grow((), 0, worth.of, 1).sketch.accept_prob[0]
     assert after < before / 4
     for _ in range(60):
         worth.learn(text.grow((), 0, worth.of, 1), [4, 5])
-    assert text.grow((), 0, worth.of, 1).sketch.chance[0] > before
+    assert text.grow((), 0, worth.of, 1).sketch.accept_prob[0] > before
 
 
 def shared(one: list[int], two: list[int]) -> int:

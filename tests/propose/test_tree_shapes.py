@@ -93,7 +93,7 @@ def test_best_first_is_the_best_of_all_trees(nodes):
         best = max(worth(paths, share) for paths in trees)
         assert shape.kept == pytest.approx(best)
         assert worth(paths_of(shape), share) == pytest.approx(best)
-        assert list(shape.chance) == sorted(shape.chance, reverse=True)
+        assert list(shape.accept_prob) == sorted(shape.accept_prob, reverse=True)
 
 
 def test_best_first_is_sequoia_where_every_node_is_alike():
@@ -111,7 +111,7 @@ def test_best_first_is_sequoia_where_every_node_is_alike():
 
 def test_best_first_stops_where_there_is_no_more():
     assert tree_shapes.best_first(lambda path: (0.5,) if len(path) < 2 else (), 9).parent == (-1, 0)
-    assert tree_shapes.best_first(lambda _: (), 9) == tree_shapes.Shape(parent=(), rank=(), chance=())
+    assert tree_shapes.best_first(lambda _: (), 9) == tree_shapes.Shape(parent=(), rank=(), accept_prob=())
     assert tree_shapes.best_first(lambda _: (0.5,), 0).parent == ()
 
 
@@ -123,8 +123,8 @@ def test_factorised_is_the_best_prefixes():
         values = sorted((worth_of(path, marginals) for path in prefixes), reverse=True)
         for nodes in (1, 7, 30, 84, 100):
             shape = tree_shapes.factorised(marginals, nodes)
-            assert list(shape.chance) == pytest.approx(values[:nodes])
-            assert [worth_of(path, marginals) for path in paths_of(shape)] == pytest.approx(list(shape.chance))
+            assert list(shape.accept_prob) == pytest.approx(values[:nodes])
+            assert [worth_of(path, marginals) for path in paths_of(shape)] == pytest.approx(list(shape.accept_prob))
             assert len(set(paths_of(shape))) == min(nodes, 84)
 
 
@@ -162,9 +162,9 @@ def test_size_is_nothing_where_nothing_pays():
 
 
 def test_bar_is_the_chance_of_the_last_node_that_fits():
-    ahead = tree_shapes.best_first(lambda _: (0.6, 0.2), 20).chance
+    ahead = tree_shapes.best_first(lambda _: (0.6, 0.2), 20).accept_prob
     grown = tree_shapes.best_first(lambda _: (0.6, 0.2), 7)
-    assert tree_shapes.bar((), (0.6, 0.2), ahead, 7) == pytest.approx(grown.chance[-1])
+    assert tree_shapes.bar((), (0.6, 0.2), ahead, 7) == pytest.approx(grown.accept_prob[-1])
     assert tree_shapes.bar((0.5, 0.4), (), ahead, 2) == 0.4
     assert tree_shapes.bar((0.5, 0.4), (), ahead, 3) == 0.0
     assert tree_shapes.bar((0.5, 0.1), (0.3,), (0.9,), 2) == 0.3

@@ -45,9 +45,9 @@ OPTIONS = {"target": embedded("nano"), "proposer": "ngram", "dtype": "float32", 
 
 @contextmanager
 def serving(options=None, **settings):
-    asked = Settings(port=0, **{"max_num_seqs": 4, "queue": 8, **settings})
+    asked = Settings(port=0, **{"max_num_seqs": 4, "max_queued_requests": 8, **settings})
     llm = LLM(**{**OPTIONS, **(options or {})}, max_num_seqs=asked.max_num_seqs)
-    driver = AsyncLLM(llm, queue=asked.queue, rows=asked.max_num_seqs)
+    driver = AsyncLLM(llm, max_queued_requests=asked.max_queued_requests, max_num_seqs=asked.max_num_seqs)
     app = make_app(driver, asked, name="nano")
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", timeout_graceful_shutdown=2))
     thread = threading.Thread(target=server.run)
@@ -141,8 +141,8 @@ def test_a_request_may_do_without_guesses(client, alone):
     )
     assert free.choices[0].text == plain.choices[0].text == one.choices[0].text
     told = [reply.usage.speculation for reply in (free, one, plain)]
-    assert told[0]["drafted_tokens"] > told[1]["drafted_tokens"] > told[2]["drafted_tokens"] == 0
-    assert told[1]["drafted_tokens"] <= told[1]["target_passes"]
+    assert told[0]["draft_tokens"] > told[1]["draft_tokens"] > told[2]["draft_tokens"] == 0
+    assert told[1]["draft_tokens"] <= told[1]["target_passes"]
 
 
 def test_a_stream_tells_who_wrote_what(client):
@@ -156,7 +156,7 @@ def test_a_stream_tells_who_wrote_what(client):
     )
     told = [(part.choices[0].text, part.choices[0].speculation) for part in parts]
     assert all("".join(each["tokens"]) == text for text, each in told)
-    guessed = [who for _, each in told for who in each["guessed"]]
+    guessed = [who for _, each in told for who in each["from_draft"]]
     assert len(guessed) == 30
     assert any(guessed)
     assert not all(guessed)
@@ -165,18 +165,18 @@ def test_a_stream_tells_who_wrote_what(client):
 def test_a_stream_tells_all_guesses(server):
     asked = {"prompt": "a = 1\nb = 1\nc = 1\n", "max_tokens": 40, "temperature": 0, "stream": True}
     with httpx.stream(
-        "POST", server[0] + "/v1/completions", json={**asked, "stream_options": {"include_guesses": True}}
+        "POST", server[0] + "/v1/completions", json={**asked, "stream_options": {"include_drafts": True}}
     ) as answer:
         events = [json.loads(line[6:]) for line in answer.iter_lines() if line and line != "data: [DONE]"]
     told = [event["choices"][0]["speculation"] for event in events]
-    assert any(not all(each["guesses"]["kept"]) for each in told)
+    assert any(not all(each["drafts"]["accepted"]) for each in told)
     for each in told:
-        guesses, kept = each["guesses"], sum(each["guessed"])
-        assert each["guessed"] == [True] * kept + [False] * (len(each["tokens"]) - kept)
-        chain = [(word, at) for at, word in enumerate(guesses["tokens"]) if guesses["kept"][at]]
+        guesses, kept = each["drafts"], sum(each["from_draft"])
+        assert each["from_draft"] == [True] * kept + [False] * (len(each["tokens"]) - kept)
+        chain = [(word, at) for at, word in enumerate(guesses["tokens"]) if guesses["accepted"][at]]
         assert [word for word, _ in chain][:kept] == each["tokens"][:kept]
         assert [guesses["parents"][at] for _, at in chain] == [-1, *(at for _, at in chain)][: len(chain)]
-        assert set(guesses["by"]) <= {"ngram"}
+        assert set(guesses["source"]) <= {"ngram"}
 
 
 def test_several_at_once(client, alone):
@@ -262,7 +262,6 @@ WRONG = {
     "more at least than there is room": ({"prompt": "x " * 20, "max_tokens": 256, "min_tokens": 250}, "min_tokens"),
     "who guesses": ({"prompt": "x", "proposer": "oracle"}, "proposer"),
     "who judges": ({"prompt": "x", "verifier": "oracle"}, "verifier"),
-    "off and on": ({"prompt": "x", "off": True, "k": 2}, "off"),
     "options of no stream": ({"prompt": "x", "stream_options": {"include_usage": True}}, "stream_options"),
     "no form": ({"prompt": "x", "structured_outputs": {}}, "structured_outputs"),
     "broken form": ({"prompt": "x", "structured_outputs": {"regex": "("}}, "structured_outputs"),
@@ -366,14 +365,14 @@ def test_tokens_health_and_metrics(server, client, alone):
     settled(driver)
     text = httpx.get(url + "/metrics").text
     counts = {line.split()[0]: float(line.split()[1]) for line in text.splitlines() if line and line[0] != "#"}
-    assert counts["outrider_emitted_tokens_total"] == driver.stats.emitted > 0
-    assert counts["outrider_running"] == 0
-    assert counts["outrider_request_seconds_count"] > 0
+    assert counts["outrider_output_tokens_total"] == driver.stats.output_tokens > 0
+    assert counts["outrider_num_requests_running"] == 0
+    assert counts["outrider_e2e_request_latency_seconds_count"] > 0
 
 
 def test_who_hangs_up_gives_the_slot_back(server):
     url, driver = server
-    before = driver.stats.emitted
+    before = driver.stats.output_tokens
     body = {"prompt": PROMPT, "max_tokens": 200, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", url + "/v1/completions", json=body) as answer:
         next(answer.iter_lines())
@@ -381,11 +380,11 @@ def test_who_hangs_up_gives_the_slot_back(server):
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(url + "/v1/completions", json={**body, "n": 4, "stream": False}, timeout=0.05)
     settled(driver)
-    assert driver.stats.emitted - before < 5 * 200
+    assert driver.stats.output_tokens - before < 5 * 200
 
 
 def test_more_than_may_wait_are_turned_away(monkeypatch):
-    with serving(max_num_seqs=1, queue=1) as (url, driver):
+    with serving(max_num_seqs=1, max_queued_requests=1) as (url, driver):
         body = {"prompt": PROMPT, "max_tokens": 50, "n": 2, "stream": True}
         gate, step = threading.Event(), driver._llm.engine.step
         monkeypatch.setattr(driver._llm.engine, "step", lambda: gate.wait(20) and step())
@@ -399,28 +398,28 @@ def test_more_than_may_wait_are_turned_away(monkeypatch):
         assert httpx.post(url + "/v1/completions", json={"prompt": "x", "max_tokens": 2}).status_code == 200
 
 
-@pytest.mark.parametrize("way", [{"concurrency": 3}, {"rate": 50.0}])
+@pytest.mark.parametrize("way", [{"max_concurrency": 3}, {"request_rate": 50.0}])
 def test_load_is_measured(server, way, tmp_path):
     file = tmp_path / "prompts.jsonl"
     lines = [{"category": "a", "prompt": PROMPT}, {"category": "b", "messages": [{"role": "user", "content": "Hi"}]}]
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    settings = LoadSettings(url=server[0] + "/v1", requests=6, max_tokens=9, ignore_eos=True, k=0, **way)
+    settings = LoadSettings(base_url=server[0] + "/v1", num_requests=6, max_tokens=9, ignore_eos=True, k=0, **way)
     asked, seconds = asyncio.run(put_load(settings, read_prompts(file)))
     assert [each.tokens for each in asked] == [9] * 6
     assert not any(each.error for each in asked)
     for each in asked:
-        assert each.began <= each.times[0] <= each.times[-1] <= seconds
-        assert each.first + sum(each.gaps) == pytest.approx(each.whole)
+        assert each.start <= each.times[0] <= each.times[-1] <= seconds
+        assert each.ttft + sum(each.chunk_gaps) == pytest.approx(each.e2e)
 
 
 def test_load_tells_what_went_wrong(server):
     url = server[0] + "/v1"
-    asked, _ = asyncio.run(put_load(LoadSettings(url=url, requests=2, model="other"), read_prompts()))
+    asked, _ = asyncio.run(put_load(LoadSettings(base_url=url, num_requests=2, model="other"), read_prompts()))
     assert all("404" in each.error for each in asked)
     with pytest.raises(OutriderError, match="names no model"):
-        asyncio.run(put_load(LoadSettings(url="http://127.0.0.1:9/v1"), read_prompts()))
+        asyncio.run(put_load(LoadSettings(base_url="http://127.0.0.1:9/v1"), read_prompts()))
     with pytest.raises(OutriderError, match="give one of them"):
-        LoadSettings(rate=1.0, concurrency=2)
+        LoadSettings(request_rate=1.0, max_concurrency=2)
 
 
 def test_percentiles_are_values_that_were_met():
@@ -430,7 +429,7 @@ def test_percentiles_are_values_that_were_met():
 
 
 def test_keys_and_sizes():
-    with serving(api_key=["secret"], body_kb=2) as (url, _):
+    with serving(api_key=["secret"], max_body_kb=2) as (url, _):
         ask = {"prompt": "x", "max_tokens": 1}
         assert httpx.post(url + "/v1/completions", json=ask).status_code == 401
         wrong = {"authorization": "Bearer secre"}
@@ -477,7 +476,7 @@ def test_each_option_is_in_the_panel_of_its_kind():
 
 
 def test_too_slow_is_said():
-    with serving(timeout=0.005) as (url, driver):
+    with serving(request_timeout=0.005) as (url, driver):
         body = {"prompt": PROMPT, "max_tokens": 200, "ignore_eos": True}
         assert httpx.post(url + "/v1/completions", json=body).status_code == 504
         streamed = httpx.post(url + "/v1/completions", json={**body, "stream": True}).text

@@ -144,8 +144,8 @@ def ask_in_process(app, body, send):
 
 
 def test_what_waits_for_a_slow_reader_is_one_piece(alone):
-    asked = Settings(max_num_seqs=2, queue=2)
-    driver = AsyncLLM(LLM(**OPTIONS, max_num_seqs=2), queue=2, rows=2)
+    asked = Settings(max_num_seqs=2, max_queued_requests=2)
+    driver = AsyncLLM(LLM(**OPTIONS, max_num_seqs=2), max_queued_requests=2, max_num_seqs=2)
     sent = []
 
     async def read_slowly():
@@ -175,8 +175,8 @@ def test_what_waits_for_a_slow_reader_is_one_piece(alone):
 
 
 def test_who_never_reads_is_let_go_when_time_is_up():
-    asked = Settings(max_num_seqs=2, queue=2, timeout=0.2)
-    driver = AsyncLLM(LLM(**OPTIONS, max_num_seqs=2), queue=2, rows=2)
+    asked = Settings(max_num_seqs=2, max_queued_requests=2, request_timeout=0.2)
+    driver = AsyncLLM(LLM(**OPTIONS, max_num_seqs=2), max_queued_requests=2, max_num_seqs=2)
 
     async def never_read():
         async def send(message):
@@ -300,7 +300,7 @@ def test_what_nobody_has_thought_of_is_an_error_as_clients_read_it(server, monke
     def broken(*_):
         raise KeyError("oh")
 
-    monkeypatch.setattr("outrider.serve.handler.spelled_as", broken)
+    monkeypatch.setattr("outrider.serve.handler.rename_param", broken)
     answer = httpx.post(server[0], json=BODY)
     assert answer.status_code == 500
     assert answer.json()["error"]["type"] == "server_error"
@@ -324,7 +324,7 @@ def fuzz(url, path, mode, examples, *, derandomize):
 
 @pytest.fixture(scope="module")
 def small():
-    with serving({**SWITCH, "max_model_len": 48}, most_n=3) as (url, driver):
+    with serving({**SWITCH, "max_model_len": 48}, max_n=3) as (url, driver):
         yield url, driver
 
 
@@ -400,14 +400,14 @@ def test_a_request_that_breaks_breaks_alone(server, alone, monkeypatch, how, tem
 
 def test_a_text_that_cannot_be_written_ends_alone(server, alone, monkeypatch):
     url, driver = server
-    piece = driver._piece
+    piece = driver._chunk
 
     def broken(row, ticket):
         if row.request.params.scope and row.num_output_tokens > 3:
             raise UnicodeError("no such letter")
         return piece(row, ticket)
 
-    monkeypatch.setattr(driver, "_piece", broken)
+    monkeypatch.setattr(driver, "_chunk", broken)
     *good, bad = together(url, [{**BODY, "prompt": prompt} for prompt in OTHERS] + [{**BODY, "user": "bad"}])
     assert bad.status_code == 500
     assert [text_of(each) for each in good] == plain_texts(alone, OTHERS)
@@ -433,7 +433,7 @@ def test_nobody_waits_for_a_thread_that_has_ended(monkeypatch, where):
         asking[0].start()
         assert begun.wait(60)
         if where == "news":
-            monkeypatch.setattr(driver, "_tell_all", broken)
+            monkeypatch.setattr(driver, "_publish_round", broken)
         elif where == "the engine":
             monkeypatch.setattr(driver.engine, "abort", broken)
             monkeypatch.setattr(driver.engine, "busy", broken)
@@ -451,13 +451,13 @@ def test_nobody_waits_for_a_thread_that_has_ended(monkeypatch, where):
 
 
 def test_a_note_that_comes_too_late_is_answered():
-    driver = AsyncLLM(LLM(**OPTIONS, max_num_seqs=2), queue=2, rows=2)
+    driver = AsyncLLM(LLM(**OPTIONS, max_num_seqs=2), max_queued_requests=2, max_num_seqs=2)
 
     async def ask():
         (ticket,) = driver.submit(PROMPT, SamplingParams(max_tokens=5), StreamContent.END)
         driver._stopping = True  # before the thread has read the note
         driver.start()
-        async for pieces in ticket.pieces():
+        async for pieces in ticket.chunks():
             assert "stopped before" in pieces[-1].error
 
     asyncio.run(asyncio.wait_for(ask(), 30))
@@ -560,7 +560,7 @@ def test_rounds_that_fail_again_and_again_are_told_and_fill_no_log(monkeypatch, 
 
 def drafts(url):
     lines = httpx.get(url.removesuffix("/v1/completions") + "/metrics").text.splitlines()
-    found = (line for line in lines if line.startswith("outrider_proposer_drafted_tokens_total"))
+    found = (line for line in lines if line.startswith("outrider_proposer_draft_tokens_total"))
     return {line.split('"')[1]: float(line.split()[-1]) for line in found}
 
 
@@ -574,16 +574,16 @@ def test_a_request_chooses_who_guesses(server, alone):
         assert text_of(answer) == wanted
         settled(driver)
         after = drafts(url)
-        assert after[name] - before[name] == answer.json()["usage"]["speculation"]["drafted_tokens"] > 0
+        assert after[name] - before[name] == answer.json()["usage"]["speculation"]["draft_tokens"] > 0
         assert after[other] == before[other]
     both = together(url, [{**BODY, "proposer": "ngram"}, {**BODY, "proposer": "recycle", "prompt": OTHERS[0]}])
     assert [text_of(each) for each in both] == plain_texts(alone, [PROMPT, OTHERS[0]])
-    assert all(each.json()["usage"]["speculation"]["drafted_tokens"] for each in both)
+    assert all(each.json()["usage"]["speculation"]["draft_tokens"] for each in both)
 
 
 def test_a_request_may_be_off(server, alone):
-    answer = httpx.post(server[0], json={**BODY, "off": True})
-    assert answer.json()["usage"]["speculation"]["drafted_tokens"] == 0
+    answer = httpx.post(server[0], json={**BODY, "k": 0})
+    assert answer.json()["usage"]["speculation"]["draft_tokens"] == 0
     assert text_of(answer) == plain_texts(alone, [PROMPT])[0]
 
 
@@ -596,7 +596,7 @@ def test_a_request_chooses_who_judges(verifier):
         # By itself and first: under some of them the text depends on what is guessed, and that on what was learned.
         one = httpx.post(url + "/v1/completions", json={**asked, "verifier": verifier})
         assert text_of(one) == own.generate([PROMPT], params)[0].text
-        beside = {**asked, "prompt": OTHERS[0], "off": False}
+        beside = {**asked, "prompt": OTHERS[0]}
         _, other = together(url + "/v1/completions", [{**asked, "verifier": verifier}, beside])
         assert text_of(other) == walk.generate([OTHERS[0]], params)[0].text
 
@@ -607,7 +607,6 @@ def test_what_cannot_be_chosen_names_what_can(server):
         ({"proposer": "oracle"}, "use ngram or recycle"),
         ({"verifier": "block"}, "use walk or coupled or siblings or traversal"),  # recycle makes trees
         ({"verifier": "typical"}, "use walk"),
-        ({"off": True, "k": 3}, "leave out one"),
     ):
         answer = httpx.post(url, json={"prompt": "x", **asked})
         assert answer.status_code == 400

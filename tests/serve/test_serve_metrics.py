@@ -30,7 +30,7 @@ from tests.helpers.engines import make_engine
 from tests.serve.test_serve import PROMPT, serving, settled
 
 DASHBOARD = Path(__file__).parents[2] / "deploy" / "grafana.json"
-COSTS = CostModel(target=PassCost(columns=(1, 64), seconds=(1e-3, 2e-3), entry=0.0, pair=0.0), draft=None)
+COSTS = CostModel(target=PassCost(tokens=(1, 64), seconds=(1e-3, 2e-3), entry=0.0, pair=0.0), draft=None)
 
 
 @pytest.fixture(scope="module")
@@ -58,29 +58,29 @@ def value(samples, name, **labels):
 def test_the_cache_is_counted(counted):
     driver, samples = counted
     use = driver.engine.cache_usage()
-    states = {state: value(samples, "outrider_cache_blocks", state=state) for state in ("held", "kept", "free")}
-    assert states == {"held": use.held, "kept": use.kept, "free": use.free}
-    assert value(samples, "outrider_cache_asked_tokens_total") == use.query_tokens
-    assert value(samples, "outrider_cache_hit_tokens_total") == use.hit_tokens <= use.query_tokens
-    assert value(samples, "outrider_cache_evicted_blocks_total") == use.evicted
+    states = {state: value(samples, "outrider_kv_cache_blocks", state=state) for state in ("used", "cached", "free")}
+    assert states == {"used": use.used_blocks, "cached": use.cached_blocks, "free": use.free_blocks}
+    assert value(samples, "outrider_prefix_cache_queries_total") == use.query_tokens
+    assert value(samples, "outrider_prefix_cache_hits_total") == use.hit_tokens <= use.query_tokens
+    assert value(samples, "outrider_cache_evicted_blocks_total") == use.evicted_blocks
     assert value(samples, "outrider_preemptions_total") == use.preempted
 
 
 def test_sums_agree(counted):
     driver, samples = counted
     stats = driver.stats
-    assert value(samples, "outrider_emitted_tokens_total") == stats.emitted == 240
-    assert value(samples, "outrider_drafted_tokens_total") == stats.drafted > 0
-    wasted = value(samples, "outrider_wasted_tokens_total")
-    assert wasted == stats.drafted - value(samples, "outrider_accepted_tokens_total")
-    for part in ("drafted_tokens", "accepted_tokens"):
+    assert value(samples, "outrider_output_tokens_total") == stats.output_tokens == 240
+    assert value(samples, "outrider_draft_tokens_total") == stats.draft_tokens > 0
+    wasted = value(samples, "outrider_rejected_tokens_total")
+    assert wasted == stats.draft_tokens - value(samples, "outrider_accepted_tokens_total")
+    for part in ("draft_tokens", "accepted_tokens"):
         own = sum(value(samples, f"outrider_proposer_{part}_total", proposer=name) for name in ("ngram", "recycle"))
         assert own == value(samples, f"outrider_{part}_total")
     drafts = value(samples, "outrider_drafts_total")
     assert drafts == sum(value(samples, "outrider_proposer_drafts_total", proposer=n) for n in ("ngram", "recycle"))
     assert value(samples, "outrider_tokens_per_pass") == pytest.approx(stats.tau)
     assert value(samples, "outrider_requests_total", finish="length") == 4
-    parts = [value(samples, "outrider_seconds_total", part=part) for part in ("draft", "target", "host")]
+    parts = [value(samples, "outrider_round_seconds_total", part=part) for part in ("draft", "target", "host")]
     assert sum(parts) == pytest.approx(stats.seconds)
 
 
@@ -118,7 +118,7 @@ def test_every_query_of_the_dashboard_names_a_metric(counted):
 
 def fed(drift, stats, passes, rate):
     stats += Stats(passes=passes, reached=(passes,), accepted=(round(passes * rate),))
-    drift.see(stats)
+    drift.update(stats)
     return stats
 
 
@@ -149,7 +149,7 @@ def test_what_stays_different_becomes_usual():
         stats = fed(drift, stats, 100, 0.2)
     assert not drift.alarm
     before = drift.recent
-    drift.see(stats)
+    drift.update(stats)
     assert drift.recent == before
 
 
@@ -200,8 +200,8 @@ def test_who_chose_its_proposer_teaches_the_planner_nothing_of_the_others():
     told = [seen for arm in planner.told for seen in arm]
     assert told
     assert sum(seen.nodes for seen in told) <= sum(row.num_draft_tokens for row in free)
-    assert all(seen.emitted >= seen.rows > 0 for seen in told)
-    assert sum(each.drafted for each in engine.alternative_stats) == engine.stats.drafted
+    assert all(seen.output_tokens >= seen.seqs > 0 for seen in told)
+    assert sum(each.draft_tokens for each in engine.alternative_stats) == engine.stats.draft_tokens
 
 
 def test_alternatives_have_short_names():
@@ -216,18 +216,18 @@ def test_alternatives_have_short_names():
 def test_gaps_between_tokens_are_counted_by_the_round():
     clocks = LatencyMetrics()
     clocks.begin(0)
-    clocks.see(0, 1.0, 2)  # the first
-    clocks.see(0, 1.027, 5)
-    clocks.see(0, 1.04, 5)  # ended, with nothing more
-    clocks.see(0, 1.5, 6)
+    clocks.record(0, 1.0, 2)  # the first
+    clocks.record(0, 1.027, 5)
+    clocks.record(0, 1.04, 5)  # ended, with nothing more
+    clocks.record(0, 1.5, 6)
     clocks.end(0, "stop")
-    (found,) = (each for each in clocks.registry.collect() if each.name == "outrider_inter_token_seconds")
+    (found,) = (each for each in clocks.registry.collect() if each.name == "outrider_inter_token_latency_seconds")
     samples = {(each.name, each.labels.get("le")): each.value for each in found.samples}
-    assert samples["outrider_inter_token_seconds_bucket", "0.005"] == 0
-    assert samples["outrider_inter_token_seconds_bucket", "0.01"] == 3
+    assert samples["outrider_inter_token_latency_seconds_bucket", "0.005"] == 0
+    assert samples["outrider_inter_token_latency_seconds_bucket", "0.01"] == 3
     assert (
-        samples["outrider_inter_token_seconds_bucket", "0.5"]
-        == samples["outrider_inter_token_seconds_count", None]
+        samples["outrider_inter_token_latency_seconds_bucket", "0.5"]
+        == samples["outrider_inter_token_latency_seconds_count", None]
         == 4
     )
-    assert samples["outrider_inter_token_seconds_sum", None] == pytest.approx(0.5)
+    assert samples["outrider_inter_token_latency_seconds_sum", None] == pytest.approx(0.5)

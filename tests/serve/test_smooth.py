@@ -12,7 +12,7 @@ from outrider.llm import LLM
 from outrider.serve.async_llm import AsyncLLM
 from outrider.serve.stream.smoothing import smoothed
 from outrider.serve.stream.text import StreamText
-from outrider.serve.stream.ticket import Piece, StreamContent
+from outrider.serve.stream.ticket import StreamChunk, StreamContent
 from tests.serve.test_serve import OPTIONS
 
 END = object()
@@ -45,7 +45,7 @@ def heard(driver, watch):
 
     async def run():
         (mine,) = driver.submit("a = 1", SamplingParams(max_tokens=64, ignore_eos=True), watch)
-        return [each async for pieces in mine.pieces() for each in pieces]
+        return [each async for pieces in mine.chunks() for each in pieces]
 
     driver.start()
     try:
@@ -66,8 +66,12 @@ def piece(*words, end=False):
         stats=None,
     )
     tokens = tuple(map(ord, "".join(word[0] for word in words)))
-    return Piece(
-        text="".join(words), words=words, tokens=tokens, guessed=(True,) * len(words), completion=done if end else None
+    return StreamChunk(
+        text="".join(words),
+        token_texts=words,
+        tokens=tokens,
+        from_draft=(True,) * len(words),
+        completion=done if end else None,
     )
 
 
@@ -117,9 +121,9 @@ def test_text_that_is_held_back_stays_in_order():
         yield [piece("x")]
         await asyncio.sleep(1)
         held = piece("ab", "cd", "ef")
-        yield [Piece(text="abc", words=held.words, tokens=held.tokens, guessed=held.guessed)]
+        yield [StreamChunk(text="abc", token_texts=held.token_texts, tokens=held.tokens, from_draft=held.from_draft)]
         await asyncio.sleep(1)
-        yield [Piece(text="def", words=(), completion=piece("x", end=True).completion)]
+        yield [StreamChunk(text="def", token_texts=(), completion=piece("x", end=True).completion)]
 
     async def run():
         return [each async for pieces in smoothed(come(), asyncio.get_running_loop()) for each in pieces]
@@ -140,7 +144,10 @@ def test_text_that_is_held_back_stays_in_order():
 )
 def test_quick_rounds_are_told_together_and_edges_at_once(watch, together, told, monkeypatch):
     monkeypatch.setattr("outrider.serve.async_llm.TOGETHER", together)
-    driver, given = AsyncLLM(LLM(**{**OPTIONS, "proposer": "none"}, max_num_seqs=1), queue=1, rows=1), []
+    driver, given = (
+        AsyncLLM(LLM(**{**OPTIONS, "proposer": "none"}, max_num_seqs=1), max_queued_requests=1, max_num_seqs=1),
+        [],
+    )
     wake = driver._wake
 
     def noted(tickets):
@@ -161,21 +168,21 @@ def test_quick_rounds_are_told_together_and_edges_at_once(watch, together, told,
 def test_readers_hear_of_what_is_there_before_a_round_that_reads_prompts(monkeypatch):
     monkeypatch.setattr("outrider.serve.async_llm.TOGETHER", 1e9)
     driver = AsyncLLM(
-        LLM(**{**OPTIONS, "proposer": "none"}, max_num_seqs=2), queue=2, rows=2
+        LLM(**{**OPTIONS, "proposer": "none"}, max_num_seqs=2), max_queued_requests=2, max_num_seqs=2
     )  # its thread does not run
     params = SamplingParams(max_tokens=64, ignore_eos=True)
 
     async def run():
         (mine,) = driver.submit("a = 1", params, StreamContent.TEXT)
         for _ in range(9):
-            driver._turn()
+            driver._run_round()
         before = mine.written, mine.given
         monkeypatch.setattr("outrider.serve.async_llm.TOGETHER", 0.0)
         monkeypatch.setattr(driver, "_step", lambda: None)
-        driver._turn()  # a round in which nobody's prompt is read
+        driver._run_round()  # a round in which nobody's prompt is read
         quiet = mine.given
         driver.submit("b = 2", params, StreamContent.TEXT)
-        driver._turn()
+        driver._run_round()
         return *before, quiet, mine.given
 
     assert asyncio.run(run()) == (9, 1, 1, 9)
@@ -184,15 +191,15 @@ def test_readers_hear_of_what_is_there_before_a_round_that_reads_prompts(monkeyp
 @pytest.mark.parametrize("watch", [StreamContent.TEXT, StreamContent.ROUNDS])
 def test_what_cannot_be_told_ends_its_reader_although_no_round_follows(watch, monkeypatch):
     monkeypatch.setattr("outrider.serve.async_llm.TOGETHER", 1e9)
-    driver = AsyncLLM(LLM(**{**OPTIONS, "proposer": "none"}, max_num_seqs=1), queue=1, rows=1)
-    whole = driver._piece
+    driver = AsyncLLM(LLM(**{**OPTIONS, "proposer": "none"}, max_num_seqs=1), max_queued_requests=1, max_num_seqs=1)
+    whole = driver._chunk
 
     def broken(row, ticket):
         if row.num_output_tokens > 40:
             raise RuntimeError("out of words")
         return whole(row, ticket)
 
-    monkeypatch.setattr(driver, "_piece", broken)
+    monkeypatch.setattr(driver, "_chunk", broken)
 
     pieces = heard(driver, watch)
     assert "out of words" in pieces[-1].error

@@ -54,8 +54,8 @@ def asked(count):
     ]
 
 
-def searching(llm, texts, budget=100):
-    return LayerSearch(llm.parts.target, texts, budget=budget, told=lambda _: None)
+def searching(llm, texts, max_trials=100):
+    return LayerSearch(llm.parts.target, texts, max_trials=max_trials, told=lambda _: None)
 
 
 @pytest.mark.parametrize("k", [0, 1, 2, 3, 8])
@@ -78,20 +78,20 @@ def test_what_is_foretold_is_what_rounds_come_to(kept, k, folder, llm):
     done = run.generate([text.prompt for text in texts], SamplingParams(max_tokens=24))
     assert [each.token_ids for each in done] == [text.tokens for text in texts]
     assert run.stats.passes == foretold
-    assert sum(len(text.tokens) for text in texts) == run.stats.emitted
+    assert sum(len(text.tokens) for text in texts) == run.stats.output_tokens
 
 
 def test_layers_that_do_nothing_are_left_out(llm):
     texts = write(llm, asked(6), 24)
     search = searching(llm, texts)
     found = search.best_skip()
-    assert set(IDLE) <= set(range(tiny.LAYERS)) - set(found.kept)
+    assert set(IDLE) <= set(range(tiny.LAYERS)) - set(found.accepted)
     both = search.report(found, write(llm, asked(9)[6:], 24))
-    assert (both.kept, both.k) == (found.kept, found.k)
+    assert (both.accepted, both.k) == (found.accepted, found.k)
     assert found.speedup > 1.2
     exits = search.best_exit()
-    assert exits.expression == f"exit:{len(exits.kept)}"
-    assert exits.kept == (0,)  # two idle layers follow, and only a faint one after them
+    assert exits.expression == f"exit:{len(exits.accepted)}"
+    assert exits.accepted == (0,)  # two idle layers follow, and only a faint one after them
     assert search.tried <= tiny.LAYERS**2
     idle = search.report(found, texts)
     assert idle.agreement == found.agreement
@@ -113,12 +113,12 @@ def test_the_same_search_finds_the_same(folder, llm):
 
 def test_it_keeps_to_its_budget(llm):
     texts = write(llm, asked(2), 8)
-    search = searching(llm, texts, budget=2)
-    assert search.best_exit().kept in ((0,), (0, 1))
+    search = searching(llm, texts, max_trials=2)
+    assert search.best_exit().accepted in ((0,), (0, 1))
     assert search.best_skip() is None
     assert search.tried == 2
-    search = searching(llm, texts, budget=5)
-    assert len(search.best_skip().kept) in (tiny.LAYERS - 1, tiny.LAYERS - 2)
+    search = searching(llm, texts, max_trials=5)
+    assert len(search.best_skip().accepted) in (tiny.LAYERS - 1, tiny.LAYERS - 2)
     assert search.tried == 5
 
 
@@ -135,8 +135,8 @@ def test_passes_are_timed(llm):
     text = write(llm, asked(1), 8)[0]
     found = searching(llm, [text]).best_exit()
     timing = measure(llm.parts.target, found, text)
-    assert min(timing.guess, timing.plain, timing.verify) > 0
-    wanted = found.tau * timing.plain / (found.k * timing.guess + timing.verify)
+    assert min(timing.draft, timing.plain, timing.verify) > 0
+    wanted = found.tau * timing.plain / (found.k * timing.draft + timing.verify)
     assert timing.speedup(found) == pytest.approx(wanted)
 
 
@@ -147,8 +147,8 @@ def test_names():
 
 def test_mistakes_are_answered(llm, tmp_path):
     text = Text(prompt=(1, 2), tokens=(3, 4))
-    with pytest.raises(OutriderError, match="budget is 0"):
-        searching(llm, [text], budget=0)
+    with pytest.raises(OutriderError, match="use at least 1"):
+        searching(llm, [text], max_trials=0)
     with pytest.raises(OutriderError, match="needs two prompts"):
         halves(asked(1), 0)
     recurrent = tiny.save(tmp_path / "mamba2", tiny.ARCHITECTURES["mamba2"]())
@@ -161,10 +161,10 @@ def test_the_verb(folder, tmp_path):
     lines = [{"category": prompt.category, "prompt": prompt.prompt} for prompt in asked(6)]
     file.write_text("\n".join(map(json.dumps, lines)))
     words = ["layers", "--target", str(folder), "--prompts", str(file), "--max-tokens", "12", "--dtype", "float32"]
-    result = CliRunner().invoke(app, [*words, "--threads", "1", "--budget", "9", "--limit", "3"])
+    result = CliRunner().invoke(app, [*words, "--threads", "1", "--max-trials", "9", "--limit", "3"])
     assert result.exit_code == 0, result.output
     document = json.loads(result.stdout.splitlines()[-1])
-    assert document["tried"] <= document["budget"] == 9
+    assert document["tried"] <= document["max_trials"] == 9
     assert document["prompts"] == {"searched": 3, "held_out": 2}
     assert [each["expression"].split(":")[0] for each in document["found"]] == ["exit", "skip"]
     for each in document["found"]:

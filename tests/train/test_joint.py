@@ -48,7 +48,7 @@ def house():
 
 def pupil_of(house, *, kind="mtp", share=0.3, **other):
     torch.manual_seed(5)
-    settings = make_settings(target=NANO, with_target=share, **other)
+    settings = make_settings(target=NANO, train_target=share, **other)
     return JointTrainee(kind, settings, make_setup(house), house.tables)
 
 
@@ -65,17 +65,17 @@ def texts_of(house, ids=None):
 def test_a_law_is_that_the_text_goes_on(house):
     texts = texts_of(house)
     assert texts.learn.sum(1).tolist() == [len(house.checkpoint.tokenizer.encode(text)) - 1 for text in TEXTS[:3]]
-    assert torch.equal(texts.laws.argmax(-1), texts.tokens[:, 1:][texts.learn])
-    assert torch.equal(texts.laws.sum(-1), torch.ones(len(texts.laws)))
+    assert torch.equal(texts.target_probs.argmax(-1), texts.tokens[:, 1:][texts.learn])
+    assert torch.equal(texts.target_probs.sum(-1), torch.ones(len(texts.target_probs)))
     few = texts_of(house, torch.tensor([5, 7, int(texts.tokens[0, 1])]))
     known = texts.tokens[:, 1:][texts.learn] == texts.tokens[0, 1]
-    assert torch.equal(few.laws[:, 2] == 1, known)
-    assert not few.laws[~known].any()
+    assert torch.equal(few.target_probs[:, 2] == 1, known)
+    assert not few.target_probs[~known].any()
 
 
 @pytest.mark.parametrize("modules", [1, 2])
 def test_the_loss_is_the_targets_and_a_share_of_the_drafts(house, modules):
-    pupil, texts = pupil_of(house, modules=modules), texts_of(house)
+    pupil, texts = pupil_of(house, mtp_modules=modules), texts_of(house)
     trainer = Trainer(pupil, losses=parse("ce"), steps=2, decay=0.5, lr=1e-4)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         model = AutoModelForCausalLM.from_pretrained(NANO, dtype=torch.float32)
@@ -85,7 +85,7 @@ def test_the_loss_is_the_targets_and_a_share_of_the_drafts(house, modules):
         every = out.logits.flatten(0, 1).float()
         own = torch.nn.functional.cross_entropy(every, labels.flatten(), reduction="sum")
         pupil.module["draft"].share_weights(model.get_input_embeddings().weight, model.get_output_embeddings().weight)
-        seen = replace(texts, taps=out.hidden_states[-1][:, :, None])
+        seen = replace(texts, aux_states=out.hidden_states[-1][:, :, None])
         lost, columns = 0.0, float(texts.learn[:, 1:].sum())
         for guess, step in enumerate(unrolled(pupil.module["draft"], seen, 2)):
             lost += 0.5**guess * float(-(step.target * step.logits.float().log_softmax(-1)).sum())
@@ -138,7 +138,7 @@ def test_the_drafts_slopes_reach_the_target(house):
 
 def test_the_targets_tables_are_not_made_orthogonal(house):
     """Also where the draft guesses a part of what they hold."""
-    pupil = pupil_of(house, draft_vocab=64)
+    pupil = pupil_of(house, draft_vocab_size=64)
     trainer = Trainer(pupil, losses=parse("ce"), steps=1, decay=1.0, lr=1e-4)
     plain, muon = (
         {id(w) for group in part.param_groups for w in group["params"]} for part in trainer._optimiser._parts
@@ -165,9 +165,9 @@ def test_measuring_teaches_the_houses_target(house):
     ("kind", "options", "message"),
     [
         ("medusa", {}, "medusa is trained on a target that stays as it is; use mtp"),
-        ("draft", {"draft": NANO}, "draft is trained on a target that stays as it is; use mtp"),
+        ("draft", {"init_from": NANO}, "draft is trained on a target that stays as it is; use mtp"),
         ("mtp", {"loss": "ce,length"}, "texts are given here; use ce"),
-        ("mtp", {"modules": 2, "steps": 3}, "mtp makes 2 guesses"),
+        ("mtp", {"mtp_modules": 2, "ttt_length": 3}, "mtp drafts 2 tokens"),
     ],
 )
 def test_what_cannot_be_trained_together(kind, options, message, house):
@@ -178,24 +178,33 @@ def test_what_cannot_be_trained_together(kind, options, message, house):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"answers": 2}, "leave --answers out"),
+        ({"answers_per_prompt": 2}, "leave --answers-per-prompt out"),
         ({"temperature": 0.5}, "leave --temperature out"),
-        ({"go_on": True}, "leave --go-on out"),
-        ({"everything": True}, "leave --everything out"),
-        ({"answer_tokens": 9}, "leave --answer-tokens out"),
-        ({"cache": "x"}, "leave --cache out"),
+        ({"ignore_eos": True}, "leave --ignore-eos out"),
+        ({"train_on_prompts": True}, "leave --train-on-prompts out"),
+        ({"max_tokens": 9}, "leave --max-tokens out"),
+        ({"cache_dir": "x"}, "leave --cache-dir out"),
         ({"proposer": "ngram"}, "leave --proposer out"),
-        ({"with_target": 0.0}, "use one above 0"),
-        ({"with_target": math.inf}, "use one above 0"),
+        ({"train_target": 0.0}, "use a weight above 0"),
+        ({"train_target": math.inf}, "use a weight above 0"),
     ],
 )
 def test_nothing_is_answered(options, message):
     with pytest.raises(OutriderError, match=message):
-        make_settings(**{"with_target": 0.3, **options})
+        make_settings(**{"train_target": 0.3, **options})
 
 
 def settings_of(data, out, **other):
-    small = {"batch": 2, "waves": 1, "epochs": 3, "k": 2, "check_every": 0, "rows": 2, "with_target": 0.3, "lr": 1e-3}
+    small = {
+        "batch_size": 2,
+        "steps_per_generation": 1,
+        "epochs": 3,
+        "k": 2,
+        "eval_every": 0,
+        "max_num_seqs": 2,
+        "train_target": 0.3,
+        "lr": 1e-3,
+    }
     return Settings(out=str(out), data=[data], target=NANO, **small | other)
 
 
@@ -249,7 +258,7 @@ def check_pair(folder):
         params = SamplingParams(temperature=temperature, max_tokens=16, seed=3, ignore_eos=True)
         ours, theirs = (each.generate(TEXTS[:2], params) for each in (llm, plain))
         assert [each.token_ids for each in ours] == [each.token_ids for each in theirs]
-        assert sum(each.stats.drafted for each in ours)
+        assert sum(each.stats.draft_tokens for each in ours)
     tokenizer = AutoTokenizer.from_pretrained(target)
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
     prompt = tokenizer(TEXTS[0], return_tensors="pt", add_special_tokens=False)
@@ -259,7 +268,7 @@ def check_pair(folder):
 
 
 def test_texts_are_whole_and_half_of_one_is_measured_on(data, tmp_path):
-    training = Training("mtp", settings_of(data, tmp_path, held_out=data))
+    training = Training("mtp", settings_of(data, tmp_path, eval_data=data))
     tokenizer = training._room.parts.tokenizer
     samples = [sample for wave in range(training._course.waves // 3) for sample in training._course.samples(wave)]
     assert sorted(sample.id for sample in samples) == list(range(6))
@@ -275,7 +284,7 @@ def test_texts_are_whole_and_half_of_one_is_measured_on(data, tmp_path):
 def test_targets_of_other_kinds_show_the_same_states(name, tmp_path):
     tiny.save(tmp_path, tiny.make_config(name, hidden_size=64), seed=3)
     house = train_setup.house(tmp_path)
-    settings = make_settings(target=str(tmp_path), with_target=0.3)
+    settings = make_settings(target=str(tmp_path), train_target=0.3)
     pupil = JointTrainee("mtp", settings, make_setup(house), house.tables)
     tokens = (1, 2, 3, 4, 5)
     house.target.cache.admit(0, tokens)

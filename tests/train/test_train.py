@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from outrider.core.params import SamplingParams
 from outrider.core.types import SharedWeights
 from outrider.errors import OutriderError
-from outrider.heads.formats.base import Partner
+from outrider.heads.formats.base import TargetInfo
 from outrider.heads.formats.registry import format_of
 from outrider.heads.hidden_states import normed
 from outrider.heads.store import make_module, read_trained
@@ -204,7 +204,7 @@ def test_losses_that_cannot_be(text, message):
 
 
 def _loss_by_hand(texts, weight, losses, decay):
-    total, columns, laws = 0.0, 0, spread(texts.laws, texts.learn)
+    total, columns, laws = 0.0, 0, spread(texts.target_probs, texts.learn)
     for b in range(len(texts.learn)):
         length = int(texts.learn[b].sum())
         columns += length
@@ -236,7 +236,7 @@ def test_parts_and_padding_change_nothing(kind, nano):
     whole, weights = make_texts(), []
     loud = replace(
         whole,
-        taps=torch.where(whole.learn[..., None, None], whole.taps, 1e3),
+        aux_states=torch.where(whole.learn[..., None, None], whole.aux_states, 1e3),
         tokens=torch.where(torch.nn.functional.pad(whole.learn, (1, 0), value=True), whole.tokens, 5),
     )
     ways = ([whole], [loud], [cut(whole, b, length) for b, length in enumerate((9, 6, 4))])
@@ -263,7 +263,7 @@ class _Some(Still):
     def unroll(self, texts, steps):
         yield next(super().unroll(texts, 1))
         count = int(self._going.sum())
-        law = texts.laws[:1].expand(count, -1)
+        law = texts.target_probs[:1].expand(count, -1)
         logits = self.module.weight[1].expand(count, -1)
         yield Step(logits=logits, target=law, learn=self._going[None], weight=3 / count)
 
@@ -271,7 +271,7 @@ class _Some(Still):
 @pytest.mark.parametrize("text", ["ce", "length", "tv:0.5,length:2"])
 def test_chains_that_go_on_stand_for_those_that_do_not(text):
     texts = make_texts(lengths=(3,), vocab=11)
-    texts = replace(texts, laws=texts.laws[:1].expand(3, -1))
+    texts = replace(texts, target_probs=texts.target_probs[:1].expand(3, -1))
     found = []
     for going in ([True, True, True], [False, True, False]):
         trainer = Trainer(_Some(going), losses=parse(text), steps=2, decay=0.8, lr=1e-3)
@@ -305,7 +305,7 @@ def test_a_loss_that_is_no_number_ends_the_training():
 
 def test_a_judge_learns_how_often_guesses_are_kept(nano):
     torch.manual_seed(1)
-    pupil = make_trainee("dspark", make_settings(guesses=2), make_setup(nano), nano.tables)
+    pupil = make_trainee("dspark", make_settings(draft_tokens=2), make_setup(nano), nano.tables)
     trainer = Trainer(pupil, losses=parse("tv"), steps=2, decay=1.0, lr=1e-2)
     (step, *_) = list(pupil.unroll(make_texts(), 2))
     assert step.confidence is not None
@@ -328,17 +328,17 @@ def test_the_rate_rises_and_falls():
 
 
 def test_a_mask_may_be_a_tokens_embedding_and_stays_it(nano, tmp_path):
-    pupil = make_trainee("dflash", make_settings(guesses=2, mask_token=9), make_setup(nano), nano.tables)
+    pupil = make_trainee("dflash", make_settings(draft_tokens=2, mask_token_id=9), make_setup(nano), nano.tables)
     texts = make_texts()
-    taps = torch.randn(*texts.taps.shape[:2], len(pupil.taps.layers), 128)
+    taps = torch.randn(*texts.aux_states.shape[:2], len(pupil.aux_states.layers), 128)
     trainer = Trainer(pupil, losses={"ce": 1.0}, steps=2, decay=1.0, lr=1e-2)
     before = pupil.module.fuse.weight.clone()
-    trainer.train([replace(texts, taps=taps)], progress=0.5)
+    trainer.train([replace(texts, aux_states=taps)], progress=0.5)
     assert not torch.equal(pupil.module.fuse.weight, before)
     assert torch.equal(pupil.module.mask, nano.tables.embedding[9])
     pupil.save(tmp_path / "draft")
     found = read_trained(tmp_path / "draft")
-    partner = Partner(vocab=12288, hidden=128, layers=2, embedding=lambda: nano.tables.embedding)
+    partner = TargetInfo(vocab=12288, hidden=128, layers=2, embedding=lambda: nano.tables.embedding)
     config, _ = format_of("dflash").write(found.description, found.weights, partner)
     assert config["dflash_config"]["mask_token_id"] == 9
 
@@ -403,26 +403,38 @@ def test_two_processes_learn_as_one_does(tmp_path):
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
-        ("dflash", {"draft_vocab": 99999}, "--draft-vocab is 99999, and the target has 12288 tokens"),
-        ("medusa", {"ffn": 64}, "leave --ffn out"),
-        ("medusa", {"steps": 3}, "medusa makes 4 guesses and trains them all; leave --steps out"),
+        ("dflash", {"draft_vocab_size": 99999}, "--draft-vocab-size is 99999, and the target has 12288 tokens"),
+        ("medusa", {"intermediate_size": 64}, "leave --intermediate-size out"),
+        ("medusa", {"ttt_length": 3}, "medusa drafts 4 tokens and trains all of them; leave --ttt-length out"),
         ("hydra", {"depth": 1}, "use 2 or more"),
-        ("mtp", {"guesses": 5}, "mtp has no block; leave --guesses out"),
-        ("mtp", {"mask_token": 5}, "mtp has no block; leave --mask-token out"),
-        ("mtp", {"steps": 1, "later": 0.5}, "--steps 1 trains none; leave one of them out"),
-        ("dflash", {"mask_token": 12288}, "--mask-token is 12288, and the target has 12288 tokens"),
+        ("mtp", {"draft_tokens": 5}, "mtp has no block; leave --draft-tokens out"),
+        ("mtp", {"mask_token_id": 5}, "mtp has no block; leave --mask-token-id out"),
+        ("mtp", {"ttt_length": 1, "multi_step_share": 0.5}, "--ttt-length 1 trains only the first draft token"),
+        ("dflash", {"mask_token_id": 12288}, "--mask-token-id is 12288, and the target has 12288 tokens"),
         ("eagle3", {}, "reads three layers, and this target has 2"),
         ("slim", {}, "reads three layers, and this target has 2"),
-        ("mtp", {"width": 64}, "mtp is as wide as its target; leave --width out"),
-        (DRAFT, {}, "name its folder with --draft DIR"),
-        (DRAFT, {"draft": NANO, "depth": 2}, "--depth shapes a new draft"),
-        (DRAFT, {"draft": NANO, "width": 64}, "--width shapes a new draft"),
-        (DRAFT, {"draft": NANO, "own_head": True}, "--own-head shapes a new draft"),
-        (DRAFT, {"draft": NANO, "later": 0.5}, "a draft model trains all guesses at every place; leave --later out"),
-        ("hydra", {"later": 0.5}, "hydra trains all guesses at every place; leave --later out"),
-        ("mtp", {"modules": 2, "later": 0.5}, "mtp trains all guesses at every place; leave --later out"),
-        (DRAFT, {"draft": "out"}, "--draft and --out are both out"),
-        (DRAFT, {"draft": "nowhere"}, "nowhere is not a folder"),
+        ("mtp", {"hidden_size": 64}, "mtp is as wide as its target; leave --hidden-size out"),
+        (DRAFT, {}, "name its folder with --init-from DIR"),
+        (DRAFT, {"init_from": NANO, "depth": 2}, "--depth shapes a new draft"),
+        (DRAFT, {"init_from": NANO, "hidden_size": 64}, "--hidden-size shapes a new draft"),
+        (DRAFT, {"init_from": NANO, "own_lm_head": True}, "--own-lm-head shapes a new draft"),
+        (
+            DRAFT,
+            {"init_from": NANO, "multi_step_share": 0.5},
+            "a draft model trains all draft tokens at every position; leave --multi-step-share out",
+        ),
+        (
+            "hydra",
+            {"multi_step_share": 0.5},
+            "hydra trains all draft tokens at every position; leave --multi-step-share out",
+        ),
+        (
+            "mtp",
+            {"mtp_modules": 2, "multi_step_share": 0.5},
+            "mtp trains all draft tokens at every position; leave --multi-step-share out",
+        ),
+        (DRAFT, {"init_from": "out"}, "--init-from and --out are both out"),
+        (DRAFT, {"init_from": "nowhere"}, "nowhere is not a folder"),
     ],
 )
 def test_options_that_a_kind_does_not_have(kind, options, message, nano):
@@ -434,13 +446,13 @@ def test_options_that_a_kind_does_not_have(kind, options, message, nano):
 def test_a_narrow_draft_has_tables_of_its_own(kind):
     sizes = Sizes(hidden=384, layers=8, vocab=40, epsilon=1e-5)
     narrow = describe(kind, replace(sizes, width=128))
-    assert (narrow.width, narrow.own_head, narrow.own_embedding) == (128, True, True)
+    assert (narrow.width, narrow.own_lm_head, narrow.own_embedding) == (128, True, True)
     assert describe("slim", sizes).width == 192
-    with pytest.raises(OutriderError, match="leave --shared-head out, or --width"):
-        describe(kind, replace(sizes, width=128, own_head=False))
-    with pytest.raises(OutriderError, match="--width is 512, and the target is 384 wide"):
+    with pytest.raises(OutriderError, match="leave --shared-lm-head out, or --hidden-size"):
+        describe(kind, replace(sizes, width=128, own_lm_head=False))
+    with pytest.raises(OutriderError, match="--hidden-size is 512, and the target is 384 wide"):
         describe(kind, replace(sizes, width=512))
-    with pytest.raises(OutriderError, match="does not part into heads"):
+    with pytest.raises(OutriderError, match="does not divide into heads"):
         describe(kind, replace(sizes, width=100))
 
 
@@ -465,13 +477,11 @@ def test_a_narrow_draft_begins_with_the_main_directions_of_the_tables():
 def test_a_narrow_draft_goes_on_as_what_it_is(tmp_path):
     mini = train_setup.house(str(embedded("mini")))
     setup = make_setup(mini)
-    made = make_trainee("slim", make_settings(width=64, draft_vocab=50), setup, mini.tables)
+    made = make_trainee("slim", make_settings(hidden_size=64, draft_vocab_size=50), setup, mini.tables)
     made.save(tmp_path / "slim")
-    with pytest.raises(
-        OutriderError, match="at its projection, and what is trained here would at its attention; train"
-    ):
-        make_trainee("eagle31", make_settings(draft=str(tmp_path / "slim")), setup, mini.tables)
-    again = make_trainee("slim", make_settings(draft=str(tmp_path / "slim")), setup, mini.tables)
+    with pytest.raises(OutriderError, match="at its projection, and eagle3 does so at its attention; train"):
+        make_trainee("eagle31", make_settings(init_from=str(tmp_path / "slim")), setup, mini.tables)
+    again = make_trainee("slim", make_settings(init_from=str(tmp_path / "slim")), setup, mini.tables)
     assert again.ids.tolist() == made.ids.tolist()
     assert again.module.description.width == 64
 
@@ -480,24 +490,24 @@ def test_a_draft_of_another_vocabulary_is_refused(nano):
     setup = make_setup(nano)
     other = SimpleNamespace(get_vocab=lambda: {"a": 0})
     with pytest.raises(OutriderError, match="another vocabulary than the target"):
-        make_trainee(DRAFT, make_settings(draft=NANO), replace(setup, tokenizer=other), nano.tables)
+        make_trainee(DRAFT, make_settings(init_from=NANO), replace(setup, tokenizer=other), nano.tables)
 
 
 def test_an_option_that_came_later_stops_no_training_that_does_without():
-    assert "mask_token" not in make_settings().identity()
-    assert make_settings(mask_token=0).identity()["mask_token"] == 0
+    assert "mask_token_id" not in make_settings().identity()
+    assert make_settings(mask_token_id=0).identity()["mask_token_id"] == 0
 
 
 def test_settings_that_cannot_be():
     for options, message in (
-        ({"lr": 0.0}, "use an lr in"),
-        ({"decay": 1.5}, "a decay in"),
-        ({"cache_gb": 3.0}, "with --cache DIR"),
+        ({"lr": 0.0}, "use --lr in"),
+        ({"loss_decay": 1.5}, "use --lr in"),
+        ({"cache_gb": 3.0}, "with --cache-dir DIR"),
         ({"seed": 1 << 64}, "--seed is 18446744073709551616; use a number"),
-        ({"steps": 10**9}, "--steps is 1000000000; use 256 at most"),
-        ({"modules": 10**9}, "--modules is 1000000000; use 256 at most"),
-        ({"ffn": 10**15}, "use 1048576 at most"),
-        ({"cache": "x", "cache_gb": 0.0}, "above 0"),
+        ({"ttt_length": 10**9}, "--ttt-length is 1000000000; use 256 at most"),
+        ({"mtp_modules": 10**9}, "--mtp-modules is 1000000000; use 256 at most"),
+        ({"intermediate_size": 10**15}, "use 1048576 at most"),
+        ({"cache_dir": "x", "cache_gb": 0.0}, "above 0"),
     ):
         with pytest.raises(OutriderError, match=message):
             make_settings(**options)
@@ -508,37 +518,37 @@ def test_settings_that_cannot_be():
 @pytest.mark.parametrize("kind", ["mtp", "medusa", "dspark"])
 def test_a_head_that_was_trained_before_goes_on(kind, nano, tmp_path):
     setup = make_setup(nano)
-    first = make_trainee(kind, make_settings(draft_vocab=50), setup, nano.tables)
+    first = make_trainee(kind, make_settings(draft_vocab_size=50), setup, nano.tables)
     first.begin(lambda: [make_sample([1, 2, 3, 9, 70, 700])])
     with torch.no_grad():
         for weight in first.module.parameters():
             weight.add_(0.1)
     first.save(tmp_path / "head")
-    again = make_trainee(kind, make_settings(draft=str(tmp_path / "head")), setup, nano.tables)
+    again = make_trainee(kind, make_settings(init_from=str(tmp_path / "head")), setup, nano.tables)
     again.begin(lambda: pytest.fail("it knows what it guesses"))
     assert again.ids.tolist() == first.ids.tolist()
     for name, weight in first.module.state_dict().items():
         assert torch.equal(again.module.state_dict()[name], weight.to(torch.bfloat16).to(weight.dtype))
     texts = make_texts(lengths=(6, 4))
-    texts = replace(texts, laws=texts.laws[:, again.ids])
+    texts = replace(texts, target_probs=texts.target_probs[:, again.ids])
     trainer = Trainer(again, losses=parse("ce"), steps=2, decay=0.8, lr=1e-3)
     assert trainer.train([texts], progress=0.5).columns
     other = "hydra" if kind == "medusa" else "medusa"
     with pytest.raises(OutriderError, match=f"is of kind {kind}, for a target with"):
-        make_trainee(other, make_settings(draft=str(tmp_path / "head")), setup, nano.tables)
-    with pytest.raises(OutriderError, match="has its shape; leave --depth"):
-        make_trainee(kind, make_settings(draft=str(tmp_path / "head"), draft_vocab=9), setup, nano.tables)
+        make_trainee(other, make_settings(init_from=str(tmp_path / "head")), setup, nano.tables)
+    with pytest.raises(OutriderError, match="defines the shape of the draft; leave --depth"):
+        make_trainee(kind, make_settings(init_from=str(tmp_path / "head"), draft_vocab_size=9), setup, nano.tables)
 
 
 def test_a_draft_model_guesses_as_transformers_has_it(nano):
-    pupil = make_trainee(DRAFT, make_settings(draft=NANO), make_setup(nano), nano.tables)
+    pupil = make_trainee(DRAFT, make_settings(init_from=NANO), make_setup(nano), nano.tables)
     texts = make_texts(lengths=(9, 6))
     model = AutoModelForCausalLM.from_pretrained(NANO, dtype=torch.float32)
     wanted = model(texts.tokens[:, :9]).logits
     steps = list(pupil.unroll(texts, 3))
     for at, step in enumerate(steps):
         assert torch.allclose(step.logits, wanted[:, at:][step.learn], atol=1e-4)
-        assert torch.equal(step.target, spread(texts.laws, texts.learn)[:, at:][step.learn])
+        assert torch.equal(step.target, spread(texts.target_probs, texts.learn)[:, at:][step.learn])
         assert torch.equal(step.learn, texts.learn[:, at:])
 
 
@@ -547,7 +557,7 @@ def test_models_of_many_kinds_can_be_taught(name, tmp_path):
     for role, kind in (("target", "llama"), ("draft", name)):
         tiny.save(tmp_path / role, tiny.ARCHITECTURES[kind](), seed=len(role))
     house = train_setup.house(tmp_path / "target")
-    pupil = make_trainee(DRAFT, make_settings(draft=str(tmp_path / "draft")), make_setup(house), house.tables)
+    pupil = make_trainee(DRAFT, make_settings(init_from=str(tmp_path / "draft")), make_setup(house), house.tables)
     texts = make_texts(hidden=32, vocab=tiny.VOCAB)
     trainer = Trainer(pupil, losses=parse("ce"), steps=1, decay=0.8, lr=1e-2)
     losses = [trainer.train([texts], progress=0.5).loss for _ in range(5)]
@@ -555,7 +565,7 @@ def test_models_of_many_kinds_can_be_taught(name, tmp_path):
     pupil.save(tmp_path / "taught")
     engine = engines.make_engine(house.target, lambda _: pupil.proposer(make_setup(house)), k=3, rows=2)
     engines.run(engine, [(1, 2, 3), (4, 5)], SamplingParams(temperature=1.0), limit=9)
-    assert engine.stats.drafted
+    assert engine.stats.draft_tokens
     again = load_checkpoint(tmp_path / "taught", dtype="float32", device="cpu").model.state_dict()
     ours = pupil.module.state_dict()
     assert again.keys() == ours.keys()
@@ -565,7 +575,7 @@ def test_models_of_many_kinds_can_be_taught(name, tmp_path):
 @pytest.mark.parametrize("kind", ["mtp", "dspark", DRAFT])
 def test_a_proposer_is_a_copy_and_costs_no_luck(kind, nano):
     torch.manual_seed(5)
-    pupil = make_trainee(kind, make_settings(draft=NANO if kind == DRAFT else None), make_setup(nano), nano.tables)
+    pupil = make_trainee(kind, make_settings(init_from=NANO if kind == DRAFT else None), make_setup(nano), nano.tables)
     state = torch.get_rng_state()
     weights = [weight.detach().clone() for weight in pupil.module.parameters()]
     proposer = pupil.proposer(make_setup(nano))

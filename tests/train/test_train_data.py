@@ -18,7 +18,7 @@ from outrider.core import tree
 from outrider.core.params import SamplingParams
 from outrider.core.types import Batch, FinishReason, Request, SequenceState
 from outrider.errors import OutriderError
-from outrider.heads.description import Taps
+from outrider.heads.description import AuxStates
 from outrider.heads.files import save_tensors
 from outrider.loader.checkpoint import load_checkpoint
 from outrider.loader.make import make_target
@@ -81,7 +81,7 @@ def test_states_are_those_of_a_fresh_pass(make, temperature):
     with torch.inference_mode():
         samples = {sample.id: sample for sample in written(engine, kept[0], requests)}
     assert sorted(samples) == list(range(5))
-    assert engine.stats.emitted > engine.stats.passes  # guesses were kept, and their states with them
+    assert engine.stats.output_tokens > engine.stats.passes  # guesses were kept, and their states with them
     for sample in samples.values():
         assert sample.tokens[: sample.prompt] == asked[sample.id]
         assert len(sample.states) == len(sample.tokens) - 1
@@ -104,7 +104,7 @@ def test_a_text_that_failed_is_left_out():
 
 def _reader(nano, ids=None, *, final=True):
     ids = torch.arange(nano.target.vocab) if ids is None else ids
-    return Reader(Taps(layers=(1,), final=final), (1,), nano.tables, ids)
+    return Reader(AuxStates(layers=(1,), final=final), (1,), nano.tables, ids)
 
 
 def test_laws_are_the_targets_own(nano):
@@ -114,18 +114,18 @@ def test_laws_are_the_targets_own(nano):
     texts = _reader(nano).read([make_sample(tokens, states=states)], everything=True)
     model = AutoModelForCausalLM.from_pretrained(NANO, dtype=torch.float32)
     wanted = model(torch.tensor([tokens[:-1]])).logits[0].softmax(-1)
-    assert texts.laws.shape == wanted.shape
-    assert torch.minimum(texts.laws, wanted).sum(-1).min() > 0.97
+    assert texts.target_probs.shape == wanted.shape
+    assert torch.minimum(texts.target_probs, wanted).sum(-1).min() > 0.97
     few = torch.tensor([3, 7, 300])
     some = _reader(nano, few).read([make_sample(tokens, states=states)], everything=True)
-    assert torch.equal(some.laws, texts.laws[..., few])
+    assert torch.equal(some.target_probs, texts.target_probs[..., few])
 
 
 def test_a_target_whose_head_does_more_is_refused(nano):
     text = tuple(nano.checkpoint.tokenizer.encode("import os\nimport"))
     _reader(nano).check(nano.target, text)
     scaled = replace(nano.tables, head=nano.tables.head * 0.2)
-    reader = Reader(Taps(layers=(1,), final=True), (1,), scaled, torch.arange(nano.target.vocab))
+    reader = Reader(AuxStates(layers=(1,), final=True), (1,), scaled, torch.arange(nano.target.vocab))
     with pytest.raises(OutriderError, match="its logits are scaled or capped"):
         reader.check(nano.target, text)
 
@@ -145,7 +145,7 @@ def test_answers_are_learned_from_and_padding_never(nano):
 
 def test_taps_are_normed_where_they_are_final(nano):
     sample = make_sample(range(6))
-    raw, final = (_reader(nano, final=how).read([sample], everything=True).taps for how in (False, True))
+    raw, final = (_reader(nano, final=how).read([sample], everything=True).aux_states for how in (False, True))
     assert torch.equal(raw[0], sample.states.float())
     scale = raw.square().mean(-1, keepdim=True).add(nano.tables.epsilon).rsqrt()
     assert torch.allclose(final, raw * scale * nano.tables.norm, atol=1e-5)
@@ -339,21 +339,26 @@ def test_a_full_disk_is_called_that():
 
 def test_a_cache_that_cannot_be(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(OutriderError, match="give --cache another folder"):
+    with pytest.raises(OutriderError, match="give --cache-dir another folder"):
         _keep(tmp_path / "file")
 
 
 def test_the_log_goes_on_where_the_weights_do(tmp_path, monkeypatch):
     first, sums = log.Log(tmp_path, begin=0, events=False), [Sums(loss=2.0, columns=5.0), Sums(loss=1.0, columns=7.0)]
     for wave in (1, 2, 3):
-        first.add(wave, sums, {"temperature 0": {"tau": wave, "acceptance": [0.5]}}, {"answers": 1.0, "steps": 2.0})
+        first.add(
+            wave,
+            sums,
+            {"temperature 0": {"tau": wave, "acceptance": [0.5]}},
+            {"answers_per_prompt": 1.0, "ttt_length": 2.0},
+        )
     assert log.read_log(tmp_path)[-1] == {
         "wave": 3,
         "loss": 1.5,
         "alpha": [],
         "tokens": 12,
         "held_out": {"temperature 0": {"tau": 3, "acceptance": [0.5]}},
-        "seconds": {"answers": 1.0, "steps": 2.0},
+        "seconds": {"answers_per_prompt": 1.0, "ttt_length": 2.0},
     }
     with (tmp_path / log.FILE).open("a") as file:
         file.write('{"wave": 4, "lo')
@@ -396,10 +401,10 @@ def test_tensorboard_is_asked_for(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda file: file.write_bytes(file.read_bytes()[:-100]), "cannot be read .* use --restart"),
-        (lambda file: file.write_bytes(b"garbage"), "cannot be read .* use --restart"),
-        (lambda file: file.write_bytes(b""), "cannot be read .* use --restart"),
-        (lambda file: torch.save({"other": 1}, file), "is no state of a training; use --restart"),
+        (lambda file: file.write_bytes(file.read_bytes()[:-100]), "cannot be read .* use --overwrite"),
+        (lambda file: file.write_bytes(b"garbage"), "cannot be read .* use --overwrite"),
+        (lambda file: file.write_bytes(b""), "cannot be read .* use --overwrite"),
+        (lambda file: torch.save({"other": 1}, file), "is no state of a training; use --overwrite"),
         (lambda file: torch.save([1], file), "is no state of a training"),
     ],
 )

@@ -59,13 +59,13 @@ def _settings(data, out, **other):
     small = {
         "target": NANO,
         "proposer": "none",  # so that a text's logits are the same bits on all kernels, run after run
-        "batch": 2,
-        "waves": 2,
+        "batch_size": 2,
+        "steps_per_generation": 2,
         "epochs": 2,
-        "answer_tokens": 8,
+        "max_tokens": 8,
         "k": 2,
-        "check_every": 0,
-        "rows": 4,
+        "eval_every": 0,
+        "max_num_seqs": 4,
     }
     return Settings(out=str(out), data=[data], **small | other)
 
@@ -95,9 +95,9 @@ def whole(data, tmp_path_factory):
 
 KINDS = [
     ("mtp", {}),
-    ("dspark", {"draft_vocab": 500}),
-    ("draft", {"draft": NANO, "loss": "kl:0.5,tv:0.5"}),
-    ("onlooker", {}),
+    ("dspark", {"draft_vocab_size": 500}),
+    ("draft", {"init_from": NANO, "loss": "kl:0.5,tv:0.5"}),
+    ("kv-sharing", {}),
 ]
 
 
@@ -134,7 +134,7 @@ def test_a_training_that_was_stopped_ends_in_the_same_weights(kind, other, data,
 
 def test_what_is_drawn_follows_from_the_wave_alone(data, tmp_path, monkeypatch):
     """A saved state holds the luck of one process; each of several must find its own again."""
-    settings = [_settings(data, tmp_path / name, later=0.5) for name in "ab"]
+    settings = [_settings(data, tmp_path / name, multi_step_share=0.5) for name in "ab"]
     Training("dflash", settings[0]).run(QUIET)
     run = Training._run_wave
 
@@ -148,13 +148,16 @@ def test_what_is_drawn_follows_from_the_wave_alone(data, tmp_path, monkeypatch):
 
 
 def test_no_more_rows_than_prompts_take_memory(data, tmp_path):
-    training = Training("mtp", _settings(data, tmp_path, rows=10**9))
+    training = Training("mtp", _settings(data, tmp_path, max_num_seqs=10**9))
     assert training._room.parts.target.slots == len(TEXTS)  # and one prompt more, which is kept aside
 
 
 @pytest.mark.heavy
 def test_a_training_that_was_killed_ends_in_the_same_weights(data, whole, tmp_path):
-    words = "--batch 2 --waves 2 --epochs 2 --answer-tokens 8 --k 2 --check-every 0 --rows 4 --threads 1"
+    words = (
+        "--batch-size 2 --steps-per-generation 2 "
+        "--epochs 2 --max-tokens 8 --k 2 --eval-every 0 --max-num-seqs 4 --threads 1"
+    )
     places = ["--target", NANO, "--data", data, "--out", str(tmp_path), "--proposer", "none"]
     command = [sys.executable, "-m", "outrider", "train", "mtp", *places, *words.split()]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -167,15 +170,15 @@ def test_a_training_that_was_killed_ends_in_the_same_weights(data, whole, tmp_pa
 
 
 def test_parts_rows_and_saves_change_nothing(data, whole, tmp_path):
-    Training("mtp", _settings(data, tmp_path, check_every=1, save_every=3)).run(QUIET)
+    Training("mtp", _settings(data, tmp_path, eval_every=1, save_every=3)).run(QUIET)
     assert _same(tmp_path, whole("mtp"))
 
 
 @pytest.mark.parametrize(
-    "other", [{"lr": 5e-4}, {"loss": "tv"}, {"seed": 1}, {"epochs": 3}, {"depth": 2}, {"limit": 7}, {"batch": 3}]
+    "other", [{"lr": 5e-4}, {"loss": "tv"}, {"seed": 1}, {"epochs": 3}, {"depth": 2}, {"limit": 7}, {"batch_size": 3}]
 )
 def test_other_options_are_refused(other, data, whole):
-    with pytest.raises(OutriderError, match="holds a training with other options; use another --out, or --restart"):
+    with pytest.raises(OutriderError, match="holds a training with other options; use another --out, or --overwrite"):
         Training("mtp", _settings(data, whole("mtp"), **other))
 
 
@@ -197,7 +200,7 @@ def test_other_files_are_refused(data, whole, tmp_path):
 def test_a_training_begins_anew_where_it_is_told_to(data, whole, tmp_path):
     Training("mtp", _settings(data, tmp_path, epochs=1, seed=4)).run(QUIET)
     assert not _same(tmp_path, whole("mtp"))
-    Training("mtp", _settings(data, tmp_path, restart=True)).run(QUIET)
+    Training("mtp", _settings(data, tmp_path, overwrite=True)).run(QUIET)
     assert _same(tmp_path, whole("mtp"))
     assert [line["wave"] for line in read_log(tmp_path)] == [1, 2, 3, 4]
 
@@ -207,21 +210,21 @@ def test_a_model_is_not_trained_over(data, whole, tmp_path):
         (tmp_path / name).write_bytes((Path(NANO) / name).read_bytes())
     for restart in (False, True):
         with pytest.raises(OutriderError, match=r"holds a model, and no training that could go on; use another --out$"):
-            Training("mtp", _settings(data, tmp_path, restart=restart))
+            Training("mtp", _settings(data, tmp_path, overwrite=restart))
     for name in ("config.json", "model.safetensors", FACTS):  # one that was trained, and whose state has been removed
         (tmp_path / name).write_bytes((whole("mtp") / name).read_bytes())
-    with pytest.raises(OutriderError, match="use another --out, or --restart to train it anew"):
+    with pytest.raises(OutriderError, match="use another --out, or --overwrite to train it anew"):
         Training("mtp", _settings(data, tmp_path))
-    Training("mtp", _settings(data, tmp_path, restart=True))
+    Training("mtp", _settings(data, tmp_path, overwrite=True))
 
 
 def test_a_damaged_state_is_told_of(data, tmp_path):
     Training("mtp", _settings(data, tmp_path, epochs=1)).run(QUIET)
     file = tmp_path / STATE
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-    with pytest.raises(OutriderError, match=r"state.pt cannot be read .* use --restart, or another --out"):
+    with pytest.raises(OutriderError, match=r"state.pt cannot be read .* use --overwrite, or another --out"):
         Training("mtp", _settings(data, tmp_path, epochs=1))
-    document, _ = Training("mtp", _settings(data, tmp_path, epochs=1, restart=True)).run(QUIET)
+    document, _ = Training("mtp", _settings(data, tmp_path, epochs=1, overwrite=True)).run(QUIET)
     assert document["waves"] == 2
 
 
@@ -278,7 +281,7 @@ def _rounds(training):
 
 @pytest.mark.slow
 def test_a_cache_spares_passes_and_changes_nothing(data, tmp_path):
-    other = {"answers": 1, "epochs": 3}
+    other = {"answers_per_prompt": 1, "epochs": 3}
     plain = Training("mtp", _settings(data, tmp_path / "plain", **other))
     plain.run(QUIET)
     cached = Training("mtp", _settings(data, tmp_path / "cached", cache=str(tmp_path / "cache"), **other))
@@ -300,7 +303,7 @@ def test_a_cache_spares_passes_and_changes_nothing(data, tmp_path):
 
 
 def test_every_epoch_goes_through_all_prompts(data, tmp_path):
-    training = Training("mtp", _settings(data, tmp_path, epochs=3, answers=2))
+    training = Training("mtp", _settings(data, tmp_path, epochs=3, answers_per_prompt=2))
     course = training._course
     texts = [[sample for wave in (2 * epoch, 2 * epoch + 1) for sample in course.samples(wave)] for epoch in range(3)]
     for epoch in texts:
@@ -327,7 +330,7 @@ def test_the_first_step_learns_from_what_the_target_wrote(data, tmp_path, monkey
     """Answers stop at the end of text, unless they are told to go on."""
     found = {}
     for go_on in (False, True):
-        training = Training("mtp", _settings(data, tmp_path / str(go_on), go_on=go_on, answer_tokens=64))
+        training = Training("mtp", _settings(data, tmp_path / str(go_on), ignore_eos=go_on, max_tokens=64))
         samples = [sample for wave in range(2) for sample in training._course.samples(wave)]
         ends = training._room.parts.end_ids
         found[go_on] = [any(token in ends for token in sample.tokens[sample.prompt : -1]) for sample in samples]
@@ -350,8 +353,8 @@ def test_the_first_step_learns_from_what_the_target_wrote(data, tmp_path, monkey
         ("mtp", {"proposer": "nobody"}, "proposer 'nobody' is unknown"),
         ("mtp", {"device": "gpu"}, "device 'gpu' cannot be used here"),
         ("mtp", {"temperature": float("nan")}, "temperature"),
-        ("mtp", {"held_out": "nowhere"}, "nowhere cannot be read"),
-        ("dspark", {"draft_vocab": 99999}, "use fewer"),
+        ("mtp", {"eval_data": "nowhere"}, "nowhere cannot be read"),
+        ("dspark", {"draft_vocab_size": 99999}, "use fewer"),
         ("mtp", {"threads": 0}, "use at least 1"),
     ],
 )
@@ -378,7 +381,7 @@ def test_a_training_writes_into_a_folder(place, message, data, monkeypatch):
 
 
 def test_a_training_says_what_it_is_also_measured_on(data, tmp_path, caplog):
-    training = Training("mtp", _settings(data, tmp_path / "a", held_out=data, rows=2))
+    training = Training("mtp", _settings(data, tmp_path / "a", eval_data=data, max_num_seqs=2))
     (said,) = (record.getMessage() for record in caplog.records)
     assert said.startswith("8 of the 8 prompts to measure on are trained on, too")
     assert training._document({})["held_out_in_data"] == 8
@@ -389,7 +392,7 @@ def test_a_training_says_what_it_cuts(tmp_path, caplog):
     (tmp_path / "long.jsonl").write_text("\n".join(lines), "utf-8")
     (tmp_path / "held.jsonl").write_text(lines[1], "utf-8")
     held = str(tmp_path / "held.jsonl")
-    Training("mtp", _settings(str(tmp_path / "long.jsonl"), tmp_path / "out", held_out=held))
+    Training("mtp", _settings(str(tmp_path / "long.jsonl"), tmp_path / "out", eval_data=held))
     said = [record.getMessage() for record in caplog.records]
     assert "1 of 3 prompts are longer than half of the context and are cut at 1024" in said
 
@@ -449,7 +452,10 @@ class Reader(HTMLParser):
 @pytest.fixture(scope="module")
 def verb(data, tmp_path_factory):
     folder = tmp_path_factory.mktemp("verb")
-    words = "--batch 2 --waves 2 --answer-tokens 8 --k 2 --check-every 1 --rows 4 --threads 1 --depth 2"
+    words = (
+        "--batch-size 2 --steps-per-generation 2 "
+        "--max-tokens 8 --k 2 --eval-every 1 --max-num-seqs 4 --threads 1 --depth 2"
+    )
     places = ["--target", NANO, "--data", data, "--out", str(folder / "draft"), "--proposer", "none"]
     page = ["--report", str(folder / "page.html")]
     result = CliRunner().invoke(app, ["train", "hydra", *places, *page, *words.split()])
@@ -480,7 +486,7 @@ def test_the_page_has_what_was_measured(verb):
     assert "var(--series-0)" in text
     assert "hydra for nano" in text
     document = json.loads((folder / "draft" / "training.json").read_text())
-    assert Reader(page(document | {"held_out": {}}, [])).titles == []
+    assert Reader(page(document | {"eval_data": {}}, [])).titles == []
 
 
 def test_the_draft_guesses_and_changes_no_text(verb):
@@ -490,7 +496,7 @@ def test_the_draft_guesses_and_changes_no_text(verb):
     ours = LLM(NANO, proposer=f"draft:{folder / 'draft'}", **options).generate(TEXTS[:3], params)
     theirs = LLM(NANO, proposer="none", **options).generate(TEXTS[:3], params)
     assert [each.token_ids for each in ours] == [each.token_ids for each in theirs]
-    assert sum(each.stats.drafted for each in ours)
+    assert sum(each.stats.draft_tokens for each in ours)
 
 
 def test_a_trained_model_is_a_draft(data, whole):

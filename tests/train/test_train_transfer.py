@@ -36,7 +36,7 @@ def targets(tmp_path_factory):
 def head(targets, tmp_path_factory):
     """A slim head of `former`, all of whose weights say something."""
     house, folder = train_setup.house(targets / "former"), tmp_path_factory.mktemp("head")
-    pupil = make_trainee("slim", make_settings(width=64, draft_vocab=50), make_setup(house), house.tables)
+    pupil = make_trainee("slim", make_settings(hidden_size=64, draft_vocab_size=50), make_setup(house), house.tables)
     torch.manual_seed(3)
     with torch.no_grad():
         for weight in pupil.module.parameters():
@@ -61,7 +61,7 @@ def _samples(house, count=40, length=30):
 
 
 def _options(head, former, **other):
-    return make_settings(draft=head, draft_target=str(former), **other)
+    return make_settings(init_from=head, init_target=str(former), **other)
 
 
 def test_a_head_handed_to_its_own_target_sees_what_it_saw(targets, head):
@@ -118,7 +118,16 @@ def test_a_training_goes_on_with_another_target(targets, head, tmp_path):
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("one", "two and two", "three", "four")))
     settings = replace(
-        _options(head, targets / "former", batch=2, waves=1, answer_tokens=9, k=2, check_every=0, proposer="none"),
+        _options(
+            head,
+            targets / "former",
+            batch_size=2,
+            steps_per_generation=1,
+            max_tokens=9,
+            k=2,
+            eval_every=0,
+            proposer="none",
+        ),
         out=str(tmp_path / "out"),
         data=[str(data)],
         target=str(targets / "new"),
@@ -127,23 +136,25 @@ def test_a_training_goes_on_with_another_target(targets, head, tmp_path):
     assert document["waves"] == len(lines) == 2
     assert read_head(tmp_path / "out", dtype=torch.float32, device=torch.device("cpu")).description.target_hidden == 96
     with pytest.raises(OutriderError, match="holds a training with other options"):
-        Training("slim", replace(settings, draft_target=str(targets / "new")))
+        Training("slim", replace(settings, init_target=str(targets / "new")))
 
 
 def test_what_cannot_be_handed_on(targets, head, tmp_path):
     former, new = (train_setup.house(targets / name) for name in ("former", "new"))
-    with pytest.raises(OutriderError, match="add --draft DIR, or leave it out"):
-        make_settings(draft_target="x")
+    with pytest.raises(OutriderError, match="add --init-from DIR, or leave it out"):
+        make_settings(init_target="x")
     with pytest.raises(OutriderError, match="reads no target's states"):
         make_trainee("draft", _options(NANO, targets / "former"), make_setup(new), new.tables)
     with pytest.raises(OutriderError, match="is of kind eagle3, for a target with"):
-        make_trainee("slim", make_settings(draft=head), make_setup(new), new.tables)
+        make_trainee("slim", make_settings(init_from=head), make_setup(new), new.tables)
     bound = make_trainee("mtp", make_settings(), make_setup(former), former.tables)
     bound.save(tmp_path / "mtp")
     with pytest.raises(OutriderError, match="uses its target's tables, or masks, is bound to that target"):
         make_trainee("mtp", _options(str(tmp_path / "mtp"), targets / "former"), make_setup(new), new.tables)
     wrong = make_trainee("slim", _options(head, targets / "new"), make_setup(new), new.tables)
-    with pytest.raises(OutriderError, match="is not what --draft was trained for, which is 128 wide and has 6 layers"):
+    with pytest.raises(
+        OutriderError, match="is not what --init-from was trained for, which is 128 wide and has 6 layers"
+    ):
         wrong.begin(lambda: pytest.fail("that is known before"))
     wordy = make_trainee("slim", _options(head, targets / "wordy"), make_setup(new), new.tables)
     with pytest.raises(OutriderError, match="has another vocabulary than the target"):

@@ -11,14 +11,14 @@ import pytest
 from typer.testing import CliRunner
 
 from outrider import LLM, OutriderError, SamplingParams
-from outrider.bench.memory import Footprint
+from outrider.bench.memory import MemoryUse
 from outrider.cli.app import app
 from outrider.cli.options import EngineOptions, ModelOptions
 from outrider.core.config import EngineConfig
 from outrider.core.params import AUTO
 from outrider.core.stats import Stats
 from outrider.loader.embedded import embedded
-from outrider.measure.clock import Pace
+from outrider.measure.clock import DecodeSpeed
 from outrider.plan.pass_cost import PassCost
 from outrider.plan.planner import CostPlanner, FixedPlanner
 from outrider.plan.store import PlanFile, model_print, proposer_name, restored
@@ -27,12 +27,12 @@ from outrider.propose.registry import default_proposer, parse
 from outrider.system.atomic_files import check_writable, write_whole
 from outrider.tune.advice import advise
 from outrider.tune.config import configured, settings_dict
-from outrider.tune.engines import elsewhere
-from outrider.tune.figures import Estimate, Kept, Parts, figures, ratio
-from outrider.tune.measure import forgetful
+from outrider.tune.engines import other_engines
+from outrider.tune.figures import AcceptanceSummary, Estimate, RoundMs, figures, ratio
+from outrider.tune.measure import is_forgetful
 from outrider.tune.settings import Settings, read_ks, read_proposers
 from outrider.tune.trial import Trial, Variant, split
-from outrider.tune.wording import sentences
+from outrider.tune.wording import summary
 from tests.plan.test_plan import costs, live
 
 PROMPTS = [
@@ -40,9 +40,9 @@ PROMPTS = [
     {"category": "code", "prompt": "<|endoftext|>def add(a, b):\n    return"},
     {"category": "prose", "prompt": "<|endoftext|>Once upon a time there was"},
 ]
-FLAT = PassCost(columns=(1, 64), seconds=(1.0, 1.0), entry=0.0, pair=0.0)
-FIFTH = PassCost(columns=(1, 2), seconds=(0.2, 0.2), entry=0.0, pair=0.0)
-HELD = Footprint(rows=1, context=64, target_weights=50, target_cache=10)
+FLAT = PassCost(tokens=(1, 64), seconds=(1.0, 1.0), entry=0.0, pair=0.0)
+FIFTH = PassCost(tokens=(1, 2), seconds=(0.2, 0.2), entry=0.0, pair=0.0)
+HELD = MemoryUse(sequences=1, context=64, target_weights=50, target_cache=10)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -67,7 +67,7 @@ def invoke(*words):
 
 
 def tune(*words):
-    result = invoke("tune", "--max-tokens", 6, "--max-model-len", 96, "--rounds", 1, *words)
+    result = invoke("tune", "--max-tokens", 6, "--max-model-len", 96, "--repeats", 1, *words)
     assert result.exit_code == 0, result.output
     return result
 
@@ -83,23 +83,23 @@ def trial(way, heat=0, *, seconds=1.0, prefill=0.1, tokens=10, category="code", 
     stats = Stats(
         rounds=5,
         passes=5,
-        emitted=tokens,
-        drafted=10,
+        output_tokens=tokens,
+        draft_tokens=10,
         offered=(5, 5),
         reached=(5, accepted[0]),
         accepted=accepted,
         target_seconds=seconds - prefill,
     )
     return Trial(
-        way=way,
-        heat=heat,
+        variant=way,
+        repeat=heat,
         tokens=tokens,
         seconds=seconds,
-        prefill=prefill,
-        pace=Pace(tokens=tokens - 1, seconds=seconds - prefill),
+        prefill_seconds=prefill,
+        pace=DecodeSpeed(tokens=tokens - 1, seconds=seconds - prefill),
         stats=stats,
         categories={category: stats},
-        phases=(stats, stats, stats),
+        output_thirds=(stats, stats, stats),
         exact=True,
     )
 
@@ -127,18 +127,18 @@ def answer(speeds, **how):
 
 
 def words(advice, held=HELD):
-    return " ".join(sentences(advice, {advice.best.way.proposer: held}))
+    return " ".join(summary(advice, {advice.best.variant.proposer: held}))
 
 
 def test_the_fastest_is_advised():
     advice = answer({way("ngram", 2): 1.2, way("ngram", 4): 1.5, way("draft:x", 4): 1.3})
     assert (advice.proposer, advice.k, advice.fixed_k, advice.worth) == ("ngram", 4, 4, True)
-    assert advice.rival.way == way("draft:x", 4)
+    assert advice.runner_up.variant == way("draft:x", 4)
     assert not advice.close
     assert advice.best.overall.low == pytest.approx(advice.best.overall.high)
     assert advice.best.speedup.value == pytest.approx(1.5)
     assert advice.best.overall.value == pytest.approx(1.1 / (0.1 + 1 / 1.5))
-    assert advice.needed_tau == pytest.approx(1 / 1.5)  # a round as long as a plain one over 1.5, by these figures
+    assert advice.break_even_tau == pytest.approx(1 / 1.5)  # a round as long as a plain one over 1.5, by these figures
     for part in ("Decoding is the bottleneck", "Use ngram with k 4.", "vLLM: --speculative-config", "SGLang: --spec"):
         assert part in words(advice)
 
@@ -156,7 +156,7 @@ def test_auto_is_preferred_where_it_is_nearly_as_fast():
 def test_without_a_gain_plain_decoding_is_advised():
     advice = answer({way("ngram", 4): 0.9, way("suffix", 4): 1.01})
     assert (advice.proposer, advice.k, advice.worth) == ("none", 0, False)
-    assert "Decode plainly: the fastest that was tried, suffix with k 4" in words(advice)
+    assert "Use plain decoding: the fastest proposer, suffix with k 4" in words(advice)
     assert "--speculative" not in words(advice)
 
 
@@ -164,7 +164,7 @@ def test_a_gain_that_may_be_chance_is_no_gain():
     advice = answer({way("ngram", 4): 1.2}, spread=0.35)
     assert advice.best.overall.low < 1 < 1.02 < advice.best.overall.value
     assert not advice.worth
-    assert "that may be chance" in words(advice)
+    assert "which may be chance" in words(advice)
     alone = answer({way("ngram", 4): 1.2}, heats=1)
     assert alone.worth
     assert alone.best.overall.low is None
@@ -174,7 +174,7 @@ def test_a_gain_that_may_be_chance_is_no_gain():
 def test_the_reading_of_prompts_limits_what_can_be_gained():
     advice = answer({way("ngram", 4): 4.0}, prefill=3.0)
     assert not advice.decoding
-    assert advice.ceiling == pytest.approx(4 / 3)
+    assert advice.max_speedup == pytest.approx(4 / 3)
     assert advice.best.overall.value == pytest.approx(4 / 3.25)
     assert "Prefill is the bottleneck: 75%" in words(advice)
     assert "more than 1.3 times overall" in words(advice)
@@ -185,10 +185,10 @@ def test_the_batch_from_which_it_stops_paying():
         way("ngram", 4, batch=batch): speed for batch, speed in {1: 1.6, 8: 0.9, 16: 1.1, 32: 1.0, 64: 0.8}.items()
     }
     advice = answer(speeds)
-    assert advice.batches.stops == 32  # at 8 it was chance or not, and at 16 it pays again
+    assert advice.batches.stops_paying_at_batch == 32  # at 8 it was chance or not, and at 16 it pays again
     assert "From batch 32 on it does not pay" in words(advice)
     assert "[[1, 31, 4], [32, 512, 0]]" in words(advice)
-    assert answer({way("ngram", 4, batch=batch): 1.5 for batch in (8, 1)}).batches.stops is None
+    assert answer({way("ngram", 4, batch=batch): 1.5 for batch in (8, 1)}).batches.stops_paying_at_batch is None
     assert "Batch 1 alone was measured" in words(answer({way("ngram", 4): 1.5}))
 
 
@@ -219,8 +219,11 @@ def test_categories_and_thirds_are_named_where_they_differ():
     advice = advise(*figures(trials, seed=0))
     assert advice.best.categories["code"].speedup == pytest.approx(0.9 / 0.4)
     assert "gains most on code (2.25) and least on prose (1.12)" in words(advice)
-    thirds = {name: Kept(tau=tau, acceptance=()) for name, tau in [("first", 1.0), ("middle", 1.5), ("last", 2.0)]}
-    changed = replace(advice, best=replace(advice.best, phases=thirds))
+    thirds = {
+        name: AcceptanceSummary(tau=tau, acceptance=())
+        for name, tau in [("first", 1.0), ("middle", 1.5), ("last", 2.0)]
+    }
+    changed = replace(advice, best=replace(advice.best, output_thirds=thirds))
     assert "1.00 tokens a pass in their first third, 1.50 in the middle, 2.00 in the last" in words(changed)
 
 
@@ -233,7 +236,7 @@ def test_mixed_batches_tell_no_speed_by_category():
     ]
     _, (case,) = figures(trials, seed=0)
     assert [kept.speedup for kept in case.categories.values()] == [None, None]
-    assert case.categories["code"] == Kept(tau=3.0, acceptance=(1.0, 1.0))
+    assert case.categories["code"] == AcceptanceSummary(tau=3.0, acceptance=(1.0, 1.0))
 
 
 def test_the_price_of_a_draft():
@@ -263,7 +266,7 @@ def test_rounds_of_one_prompt_are_not_two_prompts():
     trials = measured({way("ngram", 4): 1.5}, heats=1) * 2
     _, (case,) = figures(trials, seed=0)
     assert case.overall.low is None
-    assert Parts.of(Stats()).whole == 0
+    assert RoundMs.of(Stats()).total == 0
 
 
 def test_a_round_that_was_disturbed_says_nothing_of_times():
@@ -273,9 +276,9 @@ def test_a_round_that_was_disturbed_says_nothing_of_times():
         [*rounds, trial(guessing, seconds=60.0), trial(way(), prefill=50.0, seconds=90.0)], seed=0
     )
     assert case.overall.value == case.speedup.value == 1
-    assert plain.prefill == pytest.approx(0.1)
-    assert case.parts.whole == pytest.approx(900 / 5)
-    assert case.kept.tau == 2  # of all three
+    assert plain.prefill_share == pytest.approx(0.1)
+    assert case.parts.total == pytest.approx(900 / 5)
+    assert case.total.tau == 2  # of all three
 
 
 def test_thirds_of_an_output():
@@ -285,12 +288,12 @@ def test_thirds_of_an_output():
 
 
 def test_who_remembers_texts_is_made_anew():
-    assert all(forgetful(parse(spec)) for spec in ("ngram", "suffix", "draft:x", "merge(ngram,draft:x)"))
-    assert not any(forgetful(parse(spec)) for spec in ("suffix:100", "recycle", "merge(ngram,suffix:9)", "a.b:C"))
+    assert all(is_forgetful(parse(spec)) for spec in ("ngram", "suffix", "draft:x", "merge(ngram,draft:x)"))
+    assert not any(is_forgetful(parse(spec)) for spec in ("suffix:100", "recycle", "merge(ngram,suffix:9)", "a.b:C"))
 
 
 def engine(spec, k=4, stops=None):
-    return {each.engine: each for each in elsewhere(spec, k, stops=stops)}
+    return {each.engine: each for each in other_engines(spec, k, stops=stops)}
 
 
 def test_settings_of_other_engines():
@@ -308,7 +311,7 @@ def test_settings_of_other_engines():
     assert "use_heterogeneous_vocab" in engine("draft-tokens:small")["vLLM"].settings
     assert engine("draft-tokens:small")["SGLang"].settings is None
     for spec in ("recycle", "merge(ngram,recycle)", "none"):
-        assert {each.settings for each in elsewhere(spec, 4, stops=None)} == {None}
+        assert {each.settings for each in other_engines(spec, 4, stops=None)} == {None}
     assert "vLLM has no merge" in engine("merge(ngram,recycle)")["vLLM"].note
     assert "[[1, 7, 4], [8, 512, 0]]" in engine("ngram", stops=8)["vLLM"].note
 
@@ -348,7 +351,7 @@ def test_lists():
         ({"proposers": ("merge(ngram",)}, "lacks its closing bracket"),
         ({"ks": (0,)}, "k is 0; use at least 1"),
         ({"batches": (0,)}, "batch is 0; use at least 1"),
-        ({"rounds": 0}, "rounds is 0; use at least 1"),
+        ({"repeats": 0}, "repeats is 0; use at least 1"),
         ({"limit": 0}, "limit is 0; use at least 1"),
         ({"max_tokens": 2}, "use at least 3"),
         ({"temperatures": (-1.0,)}, "temperature is -1"),
@@ -400,18 +403,18 @@ def test_end_to_end(advised):
     assert (draft["k"], draft["batch"], draft["temperature"]) == (2, 1, 0.0)
     assert set(draft["categories"]) == {"code", "prose"}
     assert draft["categories"]["code"]["speedup"] > 0
-    assert list(draft["phases"]) == ["first", "middle", "last"]
+    assert list(draft["output_thirds"]) == ["first", "middle", "last"]
     assert all(draft["parts"][part] > 0 for part in ("draft", "target", "host"))
-    assert 1 <= draft["kept"]["tau"] <= 3
-    assert len(draft["kept"]["acceptance"]) == 2
+    assert 1 <= draft["total"]["tau"] <= 3
+    assert len(draft["total"]["acceptance"]) == 2
     assert draft["overall"]["low"] <= draft["overall"]["value"] <= draft["overall"]["high"]
     assert draft["exact"] is True
     assert found["memory"][draft["proposer"]]["draft_weight_bytes"] > 0
     assert found["memory"]["ngram"]["draft_weight_bytes"] == 0
-    assert found["memory"]["ngram"]["rows"] == 2
-    assert all(0 < plain["prefill"] < 1 for plain in found["plain"])
+    assert found["memory"]["ngram"]["sequences"] == 2
+    assert all(0 < plain["prefill_share"] < 1 for plain in found["plain"])
     assert found["advice"]["bottleneck"] in ("decoding", "prefill")
-    for sentence in found["words"]:
+    for sentence in found["summary"]:
         assert f"- {sentence}" in result.stdout
     assert "use it as --config" in result.stderr
 
@@ -424,7 +427,7 @@ def test_a_measurement_is_not_lost_with_its_file(prompts, tmp_path, monkeypatch)
         assert message in result.stderr
     monkeypatch.setattr("outrider.cli.app.check_writable", lambda path: None)
     words = ["--proposers", "ngram", "--k", 2, "--batch", 1, "--limit", 1, "--out", tmp_path / "folder"]
-    result = invoke("tune", "--prompts", prompts, "--max-tokens", 6, "--max-model-len", 96, "--rounds", 1, *words)
+    result = invoke("tune", "--prompts", prompts, "--max-tokens", 6, "--max-model-len", 96, "--repeats", 1, *words)
     assert result.exit_code == 2
     assert "cannot be written" in result.stderr
     assert document(result)["settings"]["target"] is None
@@ -433,7 +436,7 @@ def test_a_measurement_is_not_lost_with_its_file(prompts, tmp_path, monkeypatch)
 def test_histories_do_not_remember_the_answers(prompts):
     """A suffix tree of finished outputs knows nothing of a prompt that was only met as another contestant's."""
     found = document(tune("--prompts", prompts, "--proposers", "suffix;suffix:5000", "--k", "2,4", "--batch", "1"))
-    by_way = {(case["proposer"], case["k"]): case["kept"]["tau"] for case in found["cases"]}
+    by_way = {(case["proposer"], case["k"]): case["total"]["tau"] for case in found["cases"]}
     # The three texts have little in common: had plain decoding or k 2 left them, nearly every guess would be kept.
     assert by_way["suffix:5000", 4] < 2
 
@@ -446,7 +449,7 @@ def test_drafts_that_look_at_different_layers(names, kernels, prompts):
     words = ["--proposers", ";".join(specs), "--k", 2, "--batch", 1, "--limit", 1, "--kernels", kernels]
     found = document(tune("--prompts", prompts, *words))
     assert {case["proposer"] for case in found["cases"]} == set(specs)
-    assert all(case["kept"]["tau"] > 1 for case in found["cases"])
+    assert all(case["total"]["tau"] > 1 for case in found["cases"])
 
 
 def advice_file(path, **settings):
@@ -487,7 +490,7 @@ def test_config_on_the_command_line(tmp_path, prompts):
         for words in ([], ["--k", str(default)], ["--proposer", "suffix"]):  # a default that is given stays
             assert command.invoke(app, ["run", "x", "--config", str(file), *words]).exit_code == 0
     assert [(models.proposer, models.k) for models in seen] == [("ngram", 3), ("ngram", default), ("suffix", default)]
-    words = ["--prompts", prompts, "--limit", "1", "--rounds", "1", "--max-tokens", "4", "--threads", "1"]
+    words = ["--prompts", prompts, "--limit", "1", "--repeats", "1", "--max-tokens", "4", "--threads", "1"]
     result = command.invoke(app, ["bench", "--config", str(file), *words])
     assert result.exit_code == 0, result.output
     arguments = document(result)["arguments"]
@@ -756,7 +759,7 @@ def test_plans_on_the_command_line(tmp_path, prompts):
     first = invoke("run", *words, PROMPTS[0]["prompt"])
     assert first.exit_code == 0, first.output
     learned = json.loads(plan.read_text())
-    bench = ["--prompts", prompts, "--limit", "1", "--rounds", "1"]
+    bench = ["--prompts", prompts, "--limit", "1", "--repeats", "1"]
     assert invoke("bench", *words, *bench).exit_code == 0
     assert json.loads(plan.read_text())["planner"] != learned["planner"]
     for verb, rest in (("run", ["x"]), ("bench", bench)):

@@ -73,7 +73,7 @@ class Twins(NoProposer):
     def propose(self, batch: Batch) -> Draft:
         seeds = torch.tensor([row.request.seed for row in batch.seqs])
         draws, law = (
-            PositionNoise(seeds, torch.zeros_like(seeds)).draws(2, batch.voice),
+            PositionNoise(seeds, torch.zeros_like(seeds)).uniforms(2, batch.noise_stream),
             self.law.expand(len(seeds), -1),
         )
         one = inverse_cdf(law, draws[:, 0])

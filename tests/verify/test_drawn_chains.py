@@ -119,7 +119,7 @@ def one_round(proposer, rows, budget, keep):
     """What is guessed, of which each row keeps a part."""
     start = tuple(row.num_cached_tokens for row in rows)
     feed = tuple(tuple(row.token_ids[row.num_cached_tokens :]) for row in rows)
-    batch = Batch(seqs=tuple(rows), start=start, feed=feed, draft_budget=budget, keep=keep)
+    batch = Batch(seqs=tuple(rows), start=start, feed=feed, draft_budget=budget, min_path_prob=keep)
     draft = proposer.propose(batch)
     kept = [tuple(range(min(b % 3, width))) for b, width in enumerate(draft.width)]
     emitted = [(*draft.tokens[b, : len(path)].tolist(), 11) for b, path in enumerate(kept)]
@@ -141,7 +141,7 @@ def test_what_is_drawn_is_what_the_plain_sums_say(folder):
         model.cache.admit(row.slot, row.token_ids)
 
     def draw(uniform):
-        return model.draft_sampled(batch, 256, UniformDraws(wants=(want(1.0),) * 4, uniform=uniform))
+        return model.draft_sampled(batch, 256, UniformDraws(params=(want(1.0),) * 4, uniform=uniform))
 
     law = draw(torch.zeros(4, 1, dtype=torch.float64)).q.padded()[:, 0]
     sums = law.cumsum(-1, dtype=torch.float64)
@@ -162,7 +162,7 @@ def test_a_chain_that_draws_stops_as_any_other(folder):
     for row in rows:
         model.cache.admit(row.slot, row.token_ids)
     dice = UniformDraws(
-        wants=tuple(map(want, TEMPERATURES)), uniform=torch.rand(4, 5, dtype=torch.float64, generator=seeded(1))
+        params=tuple(map(want, TEMPERATURES)), uniform=torch.rand(4, 5, dtype=torch.float64, generator=seeded(1))
     )
     free = model.draft_sampled(batch, 256, dice)
     assert free.count == (5, 3, 5, 1)
@@ -171,7 +171,9 @@ def test_a_chain_that_draws_stops_as_any_other(folder):
     stopped = model.draft_sampled(batch, 256, dice, StopRule(weight=(1.0,), bias=(0.0,), ends=ends))
     assert stopped.count[0] == free.tokens[0].tolist().index(ends[0]) + 1
     assert stopped.tokens[2, : stopped.count[2]].tolist() == free.tokens[2, : stopped.count[2]].tolist()
-    assert model.draft_sampled(batch, 256, dice, StopRule(weight=(1.0,), bias=(0.0,), keep=2.0)).count == (0,) * 4
+    assert (
+        model.draft_sampled(batch, 256, dice, StopRule(weight=(1.0,), bias=(0.0,), min_path_prob=2.0)).count == (0,) * 4
+    )
 
 
 def seeded(seed):
@@ -186,7 +188,7 @@ def test_a_draft_that_says_nothing_guesses_something(folder):
     model.cache.admit(0, row.token_ids)
     batch = Batch(seqs=(row,), start=(0,), feed=((1, 2, 3),), draft_budget=(2,))
     found = model.draft_sampled(
-        batch, 256, UniformDraws(wants=(want(1.0),), uniform=torch.full((1, 2), 0.5, dtype=torch.float64))
+        batch, 256, UniformDraws(params=(want(1.0),), uniform=torch.full((1, 2), 0.5, dtype=torch.float64))
     )
     assert found.tokens.tolist() == [[0, 0]]
     assert torch.equal(found.q.padded()[0], torch.eye(256)[[0, 0]])

@@ -44,7 +44,7 @@ def archive(folder):
 
 def taught(folder):
     house = train_setup.house()
-    settings = train_setup.make_settings(draft=train_setup.NANO)
+    settings = train_setup.make_settings(init_from=train_setup.NANO)
     make_trainee(DRAFT, settings, train_setup.make_setup(house), house.tables).save(folder)
 
 

@@ -179,7 +179,7 @@ def test_the_joint_law_of_a_race_has_both_as_margins():
 @pytest.mark.parametrize("rule", [verify.walk, verify.coupled], ids=lambda rule: rule.__name__)
 def test_the_walk_along_a_chain_is_the_walk_down_a_tree(rule, special):
     def both(draft, p, noise):
-        sample = noise.token(p, ahead(draft)) if rule is verify.walk else noise.race(p, ahead(draft))
+        sample = noise.sample(p, ahead(draft)) if rule is verify.walk else noise.sample_race(p, ahead(draft))
         fast, plain = (rule(replace(draft, chain=chain), p, Replay(sample)) for chain in (True, False))
         for name in ("path", "accepted", "bonus", "logprob"):
             assert torch.equal(getattr(fast, name), getattr(plain, name))
@@ -189,13 +189,13 @@ def test_the_walk_along_a_chain_is_the_walk_down_a_tree(rule, special):
 
 
 class Replay:
-    def __init__(self, sample):
-        self.sample = sample
+    def __init__(self, answer):
+        self.answer = answer
 
-    def token(self, law, ahead):
-        return self.sample
+    def sample(self, law, ahead):
+        return self.answer
 
-    race = token
+    sample_race = sample
 
 
 @pytest.mark.parametrize("verifier", VERIFIERS, ids=by_name)
@@ -220,12 +220,12 @@ def test_a_row_is_judged_alone(verifier):
 
 
 class Fixed:
-    def token(self, law, ahead):
+    def sample(self, law, ahead):
         return law.argmax(-1)
 
-    race = token
+    sample_race = sample
 
-    def flip(self, chance, index):
+    def bernoulli(self, chance, index):
         return chance > 0.5
 
 
@@ -286,7 +286,7 @@ def test_the_bonus_must_be_drawn(verifier):
 def test_accepting_padding_or_a_foreign_id_is_an_error():
     def trusting(draft, p, noise):
         kept = torch.full_like(draft.count, draft.size)
-        return verdict_of(draft, p, prefix_of(draft, kept), kept, noise.token(p[:, -1], kept))
+        return verdict_of(draft, p, prefix_of(draft, kept), kept, noise.sample(p[:, -1], kept))
 
     greedy = draw(3, line(1), (S,), same=True)
     assert_exact(prove(trusting, greedy))
@@ -299,7 +299,7 @@ def test_a_path_that_jumps_is_an_error():
     def jumping(draft, p, noise):
         at = torch.ones_like(draft.count)
         path = torch.stack([at, -at], 1)
-        return verdict_of(draft, p, path, at, noise.token(p[:, 2], at))
+        return verdict_of(draft, p, path, at, noise.sample(p[:, 2], at))
 
     assert prove(jumping, draw(3, line(2), (S, S), same=True)).error > 0.01
 
@@ -317,8 +317,8 @@ def test_wrong_log_probabilities_are_found():
 def test_a_coin_is_tossed_once():
     def tosses_twice(draft, p, noise):
         one = torch.zeros_like(draft.count)
-        noise.flip(torch.full_like(p[:, 0, 0], 0.5), one)
-        noise.flip(torch.full_like(p[:, 0, 0], 0.5), one)
+        noise.bernoulli(torch.full_like(p[:, 0, 0], 0.5), one)
+        noise.bernoulli(torch.full_like(p[:, 0, 0], 0.5), one)
         return verify.walk(draft, p, noise)
 
     with pytest.raises(OutriderError, match="tossed twice"):

@@ -28,7 +28,7 @@ from shared import Asked, Completed
 from outrider import LLM
 from outrider.errors import OutriderError
 from outrider.heads.description import Kind
-from outrider.heads.files import read_config, read_partner
+from outrider.heads.files import read_config, read_target_info
 from outrider.heads.store import KEY, is_head, read_trained
 from outrider.measure.prompts import Prompt, read_prompts
 from outrider.report.console import standard_output
@@ -68,7 +68,7 @@ def main() -> None:
 
 def export(args: argparse.Namespace, out: Path) -> Exported:
     """Write the draft as vLLM reads it; what is not in Outrider's own format stays as it is, unless --to says more."""
-    partner = read_partner(args.target)
+    partner = read_target_info(args.target)
     if not is_head(args.draft, lambda: partner):
         return Exported(folder=args.draft, format="", method=args.method or _MODEL)
     kind = read_trained(args.draft, partner).description.kind

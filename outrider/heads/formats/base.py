@@ -14,7 +14,7 @@ import torch
 
 from outrider.errors import OutriderError
 from outrider.heads.config import Settings
-from outrider.heads.description import Description
+from outrider.heads.description import HeadDescription
 
 Tensors = dict[str, torch.Tensor]
 Config = dict[str, Any]
@@ -22,12 +22,12 @@ Config = dict[str, Any]
 _FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
 
 
-class Unowned(OutriderError):
+class UnusedTensors(OutriderError):
     """What the checkpoint leaves out must come from its target, and none was given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Partner:
+class TargetInfo:
     """The target that a draft belongs to."""
 
     vocab: int
@@ -62,7 +62,7 @@ class Format(Protocol):
     def module(self, names: Collection[str]) -> str | None:
         """What the names of the draft's tensors begin with, where a whole model may stand beside them; else None."""
 
-    def read(self, source: Source) -> tuple[Description, Tensors]:
+    def read(self, source: Source) -> tuple[HeadDescription, Tensors]:
         """The draft that a checkpoint holds.
 
         Raises:
@@ -70,7 +70,9 @@ class Format(Protocol):
             OutriderError: something is missing, contradicts itself, or cannot be run here.
         """
 
-    def write(self, description: Description, weights: Tensors, partner: Partner | None) -> tuple[Config, Tensors]:
+    def write(
+        self, description: HeadDescription, weights: Tensors, partner: TargetInfo | None
+    ) -> tuple[Config, Tensors]:
         """Config and tensors of a draft.
 
         Raises:
@@ -82,7 +84,9 @@ class Format(Protocol):
 class Source:
     """A checkpoint that is being read: nothing in it goes unnoticed."""
 
-    def __init__(self, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], partner: Partner | None) -> None:
+    def __init__(
+        self, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], partner: TargetInfo | None
+    ) -> None:
         self.config, self.partner = Settings(config), partner
         self._tensors, self._open = tensors, set(tensors)
         self._ignored: dict[str, tuple[str, ...]] = {}
@@ -134,7 +138,7 @@ class Source:
         said = self.config.whole("num_target_layers", 0) or self.config.whole("target_layers", 0)
         known = said or (self.partner.layers if self.partner else guess)
         if not known:
-            raise Unowned("it does not say how many layers its target has; give the target with --target DIR")
+            raise UnusedTensors("it does not say how many layers its target has; give the target with --target DIR")
         return known
 
 
@@ -142,7 +146,7 @@ class Source:
 class Trained:
     """A draft as it was found."""
 
-    description: Description
+    description: HeadDescription
     weights: Tensors
     ignored: Mapping[str, tuple[str, ...]]  # tensors left aside, by the reason
     format: str  # its title
@@ -154,17 +158,19 @@ def refuse(name: str, reasons: Mapping[str, bool]) -> None:
         raise OutriderError(f"format {name} cannot hold this draft, which {found[0]}")
 
 
-def borrowed_head(partner: Partner | None, ids: torch.Tensor | None = None) -> torch.Tensor:
+def shared_lm_head(partner: TargetInfo | None, ids: torch.Tensor | None = None) -> torch.Tensor:
     """The target's output layer [V, H] or its rows of `ids`, where a format writes it and the draft has none itself."""
     if partner is None or partner.head is None:
-        raise Unowned("this format holds an output layer, and the draft uses its target's; give it with --target DIR")
+        raise UnusedTensors(
+            "this format holds an output layer, and the draft uses its target's; give it with --target DIR"
+        )
     return partner.head() if ids is None else partner.head()[ids]
 
 
-def borrowed_embedding(partner: Partner | None) -> torch.Tensor:
+def shared_embedding(partner: TargetInfo | None) -> torch.Tensor:
     """The target's embeddings [V, H], where a format speaks of them and the draft has none itself."""
     if partner is None or partner.embedding is None:
-        raise Unowned("its mask is a row of its target's embeddings; give the target with --target DIR")
+        raise UnusedTensors("its mask is a row of its target's embeddings; give the target with --target DIR")
     return partner.embedding()
 
 

@@ -19,16 +19,16 @@ from torch.nn import functional
 
 from outrider.errors import OutriderError
 from outrider.heads.config import Settings
-from outrider.heads.description import Block, Description, Kind, Taps
+from outrider.heads.description import AuxStates, DraftBlock, HeadDescription, Kind
 from outrider.heads.formats.base import (
     Config,
-    Partner,
     Source,
+    TargetInfo,
     Tensors,
-    borrowed_embedding,
-    borrowed_head,
     refuse,
     same,
+    shared_embedding,
+    shared_lm_head,
 )
 from outrider.heads.formats.eagle3 import by_outputs, read_ids, write_ids
 from outrider.heads.formats.llama import LLAMAS, layer_tensors, read_body, take_layer, unlike, write_body
@@ -73,7 +73,7 @@ class Blocks:
     def module(self, names: Collection[str]) -> str | None:
         return None
 
-    def read(self, source: Source) -> tuple[Description, Tensors]:
+    def read(self, source: Source) -> tuple[HeadDescription, Tensors]:
         config = source.config
         layer = config.table("transformer_layer_config") if self.nested else config
         here = _Asked(config)
@@ -91,27 +91,31 @@ class Blocks:
             weights |= take_layer(source, f"layers.{i}.", f"layers.{i}.")
         rank = weights["markov_in.weight"].shape[-1] if "markov_in.weight" in weights else 0
         weights |= _judge(source, body.hidden + rank)
-        block = Block(
+        block = DraftBlock(
             size=here.at("block_size").size("block_size"),
             sample_from_anchor=here.at("sample_from_anchor").flag("sample_from_anchor", self.spark),
             markov_rank=rank,
             confidence="judge.weight" in weights,
         )
-        description = Description(
+        description = HeadDescription(
             kind=Kind.DSPARK if rank or block.confidence else Kind.DFLASH,
             target_hidden=here.at("target_hidden_size").size("target_hidden_size", body.hidden),
             target_layers=layers,
             vocab=vocab,
             draft_vocab=len(weights["ids"]) if "ids" in weights else 0,
-            taps=Taps(layers=here.by_inputs() if self.nested else here.by_outputs(layers, body.layers), fused=True),
+            aux_states=AuxStates(
+                layers=here.by_inputs() if self.nested else here.by_outputs(layers, body.layers), fused=True
+            ),
             body=body,
             block=block,
-            own_head="head.weight" in weights,
+            own_lm_head="head.weight" in weights,
             own_embedding="embedding.weight" in weights,
         )
         return description, weights
 
-    def write(self, description: Description, weights: Tensors, partner: Partner | None) -> tuple[Config, Tensors]:
+    def write(
+        self, description: HeadDescription, weights: Tensors, partner: TargetInfo | None
+    ) -> tuple[Config, Tensors]:
         it, body, block = description, description.body, description.block
         refuse(self.name, {f"is of kind {it.kind}": block is None})
         assert body is not None
@@ -121,8 +125,8 @@ class Blocks:
         for i in range(body.layers):
             tensors |= layer_tensors(weights, i, f"layers.{i}.")
         if self.nested:
-            tensors |= {} if it.own_head else {"lm_head.weight": borrowed_head(partner, weights.get("ids"))}
-            tensors |= {} if it.own_embedding else {"embed_tokens.weight": borrowed_embedding(partner)}
+            tensors |= {} if it.own_lm_head else {"lm_head.weight": shared_lm_head(partner, weights.get("ids"))}
+            tensors |= {} if it.own_embedding else {"embed_tokens.weight": shared_embedding(partner)}
             tensors |= write_ids(it, weights) if it.draft_vocab else {}
         base, own = (
             write_body(body, it.vocab, partner),
@@ -137,14 +141,14 @@ class Blocks:
             config["enable_confidence_head"] = block.confidence
         mask = _row(self.name, weights["mask"], tensors, partner)
         if not self.nested:
-            where = {"mask_token_id": mask, "target_layer_ids": list(it.taps.layers)}
+            where = {"mask_token_id": mask, "target_layer_ids": list(it.aux_states.layers)}
             kind = "Qwen3DSparkModel" if self.spark else "DFlashDraftModel"
             more = {**where, "num_anchors": _ANCHORS} if self.spark else {"dflash_config": where}
             return {"architectures": [kind], **base, **config, **more}, tensors
         kind = "DSparkSpeculator" if self.spark else "DFlashSpeculator"
-        config |= speculators(self._kind, kind, partner, block.guesses)
-        config |= {"transformer_layer_config": base, "draft_vocab_size": it.guessed, "mask_token_id": mask}
-        config[_IDS] = [layer + 1 for layer in it.taps.layers]
+        config |= speculators(self._kind, kind, partner, block.draft_tokens)
+        config |= {"transformer_layer_config": base, "draft_vocab_size": it.output_vocab, "mask_token_id": mask}
+        config[_IDS] = [layer + 1 for layer in it.aux_states.layers]
         config["sliding_window_non_causal"] = True  # else vLLM makes all layers causal, not sliding ones alone
         return config, tensors
 
@@ -152,7 +156,7 @@ class Blocks:
     def _kind(self) -> str:
         return "dspark" if self.spark else "dflash"
 
-    def _unfit(self, it: Description, block: Block) -> dict[str, bool]:
+    def _unfit(self, it: HeadDescription, block: DraftBlock) -> dict[str, bool]:
         """Why this layout cannot hold a draft."""
         body = it.body
         assert body is not None
@@ -165,10 +169,10 @@ class Blocks:
                 it.draft_vocab and not self.nested
             ),
             f"has tables of its own: write {self._kind}-speculators": not (self.nested or self.spark)
-            and (it.own_head or it.own_embedding),
-            "fuses with a bias, or not at all, or behind the target's final norm": it.taps.bias
-            or not it.taps.fused
-            or it.taps.final,
+            and (it.own_lm_head or it.own_embedding),
+            "fuses with a bias, or not at all, or behind the target's final norm": it.aux_states.bias
+            or not it.aux_states.fused
+            or it.aux_states.final,
             "has no norms of queries and keys, or none before its first layer or behind its last": not bare,
             "has biases at some of its attention's matrices alone": body.attention_bias is not body.output_bias,
             **unlike(body),
@@ -223,7 +227,7 @@ def _tables(source: Source, vocab: int, mask: int) -> Tensors:
     """The mask, the tables that are not mere copies of the target's, and the ids of what is guessed."""
     held = {ours: source.take(theirs) for ours, theirs in _TABLES.items() if theirs in source}
     ids, partner = read_ids(source, vocab, held.get("head.weight")), source.partner
-    table = held["embedding.weight"] if "embedding.weight" in held else borrowed_embedding(partner)
+    table = held["embedding.weight"] if "embedding.weight" in held else shared_embedding(partner)
     if not 0 <= mask < len(table):
         raise OutriderError(f"mask_token_id is {mask}, and the table of embeddings has {len(table)} rows")
     out = {**ids, "mask": table[mask].cpu().clone()}
@@ -256,10 +260,10 @@ def _written_judge(weights: Tensors, width: int) -> tuple[Tensors, bool]:
     return {_JUDGE + "weight": weight if sees else weight[:, :width], _JUDGE + "bias": weights["judge.bias"]}, sees
 
 
-def _row(name: str, mask: torch.Tensor, tensors: Tensors, partner: Partner | None) -> int:
+def _row(name: str, mask: torch.Tensor, tensors: Tensors, partner: TargetInfo | None) -> int:
     """Which row of the table is the mask; where the table is written too, a row that no token has can become it."""
     own = tensors.get("embed_tokens.weight")
-    table = borrowed_embedding(partner) if own is None else own
+    table = shared_embedding(partner) if own is None else own
     rows = (table[:, 0].to(mask) == mask[0]).nonzero()[:, 0]
     rows = rows[(table[rows].to(mask) == mask).all(1)]
     if len(rows):
@@ -267,7 +271,7 @@ def _row(name: str, mask: torch.Tensor, tensors: Tensors, partner: Partner | Non
     spare = partner.spare if partner else None
     if own is None or spare is None:
         why = " (the target's table has no row to spare)" if own is not None else ""
-        refuse(name, {f"has a mask that is no token's embedding{why}; train it with --mask-token": True})
+        refuse(name, {f"has a mask that is no token's embedding{why}; train it with --mask-token-id": True})
     assert own is not None
     assert spare is not None
     tensors["embed_tokens.weight"] = own.index_copy(0, torch.tensor([spare]), mask[None].to(own))

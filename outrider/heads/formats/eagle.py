@@ -7,8 +7,8 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from outrider.heads.description import Description, Join, JoinAt, Kind, Recycle, Taps
-from outrider.heads.formats.base import Config, Partner, Source, Tensors, refuse
+from outrider.heads.description import AuxStates, Feedback, FusionPoint, HeadDescription, InputFusion, Kind
+from outrider.heads.formats.base import Config, Source, TargetInfo, Tensors, refuse
 from outrider.heads.formats.llama import layer_tensors, read_body, take_layer, unlike, write_body
 
 _OPTIONAL: Mapping[str, str] = MappingProxyType(
@@ -33,7 +33,7 @@ class Eagle:
     def module(self, names: Collection[str]) -> str | None:
         return None
 
-    def read(self, source: Source) -> tuple[Description, Tensors]:
+    def read(self, source: Source) -> tuple[HeadDescription, Tensors]:
         body = read_body(
             source.config, source.config.size("num_hidden_layers", 1), lambda name: f"layers.0.{name}" in source
         )
@@ -43,32 +43,34 @@ class Eagle:
         for i in range(body.layers):
             weights |= take_layer(source, f"layers.{i}.", f"layers.{i}.")
         layers = source.target_layers()
-        description = Description(
+        description = HeadDescription(
             kind=Kind.EAGLE,
             target_hidden=body.hidden,
             target_layers=layers,
             vocab=source.config.size("vocab_size"),
-            taps=Taps(layers=(layers - 1,), final=True),
-            join=Join(at=JoinAt.PROJECTION, norms=False, bias="project.bias" in weights),
+            aux_states=AuxStates(layers=(layers - 1,), final=True),
+            input_fusion=InputFusion(at=FusionPoint.PROJECTION, norms=False, bias="project.bias" in weights),
             body=body,
             final_norm=False,
-            own_head="head.weight" in weights,
+            own_lm_head="head.weight" in weights,
             own_embedding="embedding.weight" in weights,
         )
         return description, weights
 
-    def write(self, description: Description, weights: Tensors, partner: Partner | None) -> tuple[Config, Tensors]:
-        it, body, join = description, description.body, description.join
+    def write(
+        self, description: HeadDescription, weights: Tensors, partner: TargetInfo | None
+    ) -> tuple[Config, Tensors]:
+        it, body, join = description, description.body, description.input_fusion
         refuse(self.name, {f"is of kind {it.kind}": it.kind is not Kind.EAGLE or body is None or join is None})
         assert body is not None
         assert join is not None
-        plain = join.at is JoinAt.PROJECTION and join.embedding_first and not (join.norms or join.zero_first)
-        last = it.taps.layers == (it.target_layers - 1,) and it.taps.final and not it.taps.fused
+        plain = join.at is FusionPoint.PROJECTION and join.embedding_first and not (join.norms or join.zero_first)
+        last = it.aux_states.layers == (it.target_layers - 1,) and it.aux_states.final and not it.aux_states.fused
         reasons = {
             "is joined in another way than EAGLE-1's": not plain,
             "reads another state than the target's last": not last,
             "has a norm before its first layer or behind its last": body.first_norm or it.final_norm,
-            "carries its normed state on": it.recycle is Recycle.NORMED,
+            "carries its normed state on": it.feedback is Feedback.NORMED,
             "guesses a part of the vocabulary": bool(it.draft_vocab),
             **unlike(body),
         }

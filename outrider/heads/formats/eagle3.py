@@ -17,8 +17,8 @@ import torch
 
 from outrider.errors import OutriderError
 from outrider.heads.config import Settings
-from outrider.heads.description import Description, FuseNorm, Join, JoinAt, Kind, Recycle, Taps
-from outrider.heads.formats.base import Config, Partner, Source, Tensors, borrowed_head, refuse
+from outrider.heads.description import AuxStates, Feedback, FuseNorm, FusionPoint, HeadDescription, InputFusion, Kind
+from outrider.heads.formats.base import Config, Source, TargetInfo, Tensors, refuse, shared_lm_head
 from outrider.heads.formats.llama import layer_tensors, read_body, take_layer, unlike, write_body
 from outrider.heads.formats.speculators import speculators
 
@@ -36,7 +36,7 @@ class _Choices:
     layers: tuple[int, ...] | None  # tapped, by outputs; None = as ever
     norm: FuseNorm
     residual_normed: bool
-    recycle: Recycle = Recycle.RAW
+    recycle: Feedback = Feedback.RAW
     final_norm: bool = True
 
 
@@ -53,7 +53,7 @@ class Eagle3:
     def module(self, names: Collection[str]) -> str | None:
         return None
 
-    def read(self, source: Source) -> tuple[Description, Tensors]:
+    def read(self, source: Source) -> tuple[HeadDescription, Tensors]:
         config = source.config
         eagle = config.table("eagle_config")
         if not eagle.flag("use_aux_hidden_state", True):
@@ -75,14 +75,19 @@ class Eagle3:
         )
         return _read(source, config, choices)
 
-    def write(self, description: Description, weights: Tensors, partner: Partner | None) -> tuple[Config, Tensors]:
+    def write(
+        self, description: HeadDescription, weights: Tensors, partner: TargetInfo | None
+    ) -> tuple[Config, Tensors]:
         it, body = description, description.body
         reasons = {
             **_unfit(it),
-            "carries its normed state on (EAGLE-3.1): write eagle3-speculators": it.recycle is Recycle.NORMED,
-            "norms all that it taps at once: write eagle3-speculators": it.taps.norm is FuseNorm.WHOLE,
-            f"taps {len(it.taps.layers)} layers instead of 3: write eagle3-speculators": len(it.taps.layers) != 3,
-            "has a normed residual: write eagle3-speculators": bool(it.join and it.join.residual_normed),
+            "carries its normed state on (EAGLE-3.1): write eagle3-speculators": it.feedback is Feedback.NORMED,
+            "norms all that it taps at once: write eagle3-speculators": it.aux_states.norm is FuseNorm.WHOLE,
+            f"taps {len(it.aux_states.layers)} layers instead of 3: write eagle3-speculators": len(it.aux_states.layers)
+            != 3,
+            "has a normed residual: write eagle3-speculators": bool(
+                it.input_fusion and it.input_fusion.residual_normed
+            ),
             "has more than one decoder layer: write eagle3-speculators": bool(body and body.layers > 1),
         }
         refuse(self.name, reasons)
@@ -90,11 +95,13 @@ class Eagle3:
         config = {
             "architectures": ["LlamaForCausalLMEagle3"],
             **write_body(body, it.vocab, partner),
-            "draft_vocab_size": it.guessed,
+            "draft_vocab_size": it.output_vocab,
             "num_target_layers": it.target_layers,
-            "fc_norm": it.taps.norm is FuseNorm.EACH,
-            "eagle_config": {_IDS: list(it.taps.layers), "use_aux_hidden_state": True},
-            _IDS: [layer + 1 for layer in it.taps.layers],  # vLLM, which reads eagle_config as inputs, asks here first
+            "fc_norm": it.aux_states.norm is FuseNorm.EACH,
+            "eagle_config": {_IDS: list(it.aux_states.layers), "use_aux_hidden_state": True},
+            _IDS: [
+                layer + 1 for layer in it.aux_states.layers
+            ],  # vLLM, which reads eagle_config as inputs, asks here first
         }
         if it.target_hidden != body.hidden:  # SafeAILab takes its presence for a draft with embeddings of its own
             config["target_hidden_size"] = it.target_hidden
@@ -102,7 +109,7 @@ class Eagle3:
             config["norm_output"] = False
         tensors = {**_tensors(it, weights, "midlayer."), **write_ids(it, weights)}
         tensors["lm_head.weight"] = (
-            weights["head.weight"] if it.own_head else borrowed_head(partner, weights.get("ids"))
+            weights["head.weight"] if it.own_lm_head else shared_lm_head(partner, weights.get("ids"))
         )
         return config, tensors
 
@@ -118,7 +125,7 @@ class SpeculatorsEagle3:
     def module(self, names: Collection[str]) -> str | None:
         return None
 
-    def read(self, source: Source) -> tuple[Description, Tensors]:
+    def read(self, source: Source) -> tuple[HeadDescription, Tensors]:
         config = source.config
         layer = config.table("transformer_layer_config")
         source.ignore(["verifier_lm_head.weight", "verifier_norm.weight"], "the target's own, for training")
@@ -128,35 +135,37 @@ class SpeculatorsEagle3:
             layers=by_outputs(by_inputs) if by_inputs else None,
             norm=_fuse_norm(source),
             residual_normed=config.flag("norm_before_residual", False),
-            recycle=Recycle.NORMED if config.flag("norm_output", False) else Recycle.RAW,
+            recycle=Feedback.NORMED if config.flag("norm_output", False) else Feedback.RAW,
         )
         return _read(source, layer, choices)
 
-    def write(self, description: Description, weights: Tensors, partner: Partner | None) -> tuple[Config, Tensors]:
+    def write(
+        self, description: HeadDescription, weights: Tensors, partner: TargetInfo | None
+    ) -> tuple[Config, Tensors]:
         it, body = description, description.body
         refuse(self.name, {**_unfit(it), "has no final norm": not it.final_norm})
         assert body is not None
-        assert it.join is not None
+        assert it.input_fusion is not None
         config = {
             **speculators("eagle3", "Eagle3Speculator", partner),
             "transformer_layer_config": write_body(body, it.vocab, partner),
-            "draft_vocab_size": it.guessed,
+            "draft_vocab_size": it.output_vocab,
             "target_hidden_size": it.target_hidden,
             "num_target_layers": it.target_layers,
-            "norm_before_residual": it.join.residual_normed,
-            "norm_before_fc": it.taps.norm is FuseNorm.WHOLE,
-            "fc_norm": it.taps.norm is FuseNorm.EACH,
-            "norm_output": it.recycle is Recycle.NORMED,
-            _IDS: [layer + 1 for layer in it.taps.layers],
+            "norm_before_residual": it.input_fusion.residual_normed,
+            "norm_before_fc": it.aux_states.norm is FuseNorm.WHOLE,
+            "fc_norm": it.aux_states.norm is FuseNorm.EACH,
+            "norm_output": it.feedback is Feedback.NORMED,
+            _IDS: [layer + 1 for layer in it.aux_states.layers],
         }
         tensors = _tensors(it, weights, "layers.0.")
         tensors["lm_head.weight"] = (
-            weights["head.weight"] if it.own_head else borrowed_head(partner, weights.get("ids"))
+            weights["head.weight"] if it.own_lm_head else shared_lm_head(partner, weights.get("ids"))
         )
         return config, tensors | (write_ids(it, weights) if it.draft_vocab else {})
 
 
-def _read(source: Source, layer: Settings, choices: _Choices) -> tuple[Description, Tensors]:
+def _read(source: Source, layer: Settings, choices: _Choices) -> tuple[HeadDescription, Tensors]:
     body = read_body(layer, layer.size("num_hidden_layers", 1), lambda name: choices.first + name in source)
     hidden = source.config.size("target_hidden_size", body.hidden)
     tapped, weights = _fused(source, hidden, choices)
@@ -171,18 +180,18 @@ def _read(source: Source, layer: Settings, choices: _Choices) -> tuple[Descripti
         weights["norm.weight"] = source.take("norm.weight")
     vocab = layer.size("vocab_size")
     weights |= read_ids(source, vocab, weights.get("head.weight"))
-    description = Description(
+    description = HeadDescription(
         kind=Kind.EAGLE3,
         target_hidden=hidden,
         target_layers=source.target_layers(_given_away(tapped)),
         vocab=vocab,
         draft_vocab=len(weights["ids"]) if "ids" in weights else 0,
-        taps=Taps(layers=tapped, fused=True, norm=choices.norm),
-        join=Join(at=JoinAt.ATTENTION, residual_normed=choices.residual_normed),
+        aux_states=AuxStates(layers=tapped, fused=True, norm=choices.norm),
+        input_fusion=InputFusion(at=FusionPoint.ATTENTION, residual_normed=choices.residual_normed),
         body=body,
-        recycle=choices.recycle,
+        feedback=choices.recycle,
         final_norm=choices.final_norm,
-        own_head="head.weight" in weights,
+        own_lm_head="head.weight" in weights,
         own_embedding="embedding.weight" in weights,
     )
     return description, weights
@@ -262,22 +271,27 @@ def read_ids(source: Source, vocab: int, head: torch.Tensor | None) -> Tensors:
     return {"ids": ids} if guessed < vocab else {}
 
 
-def _unfit(it: Description) -> dict[str, bool]:
+def _unfit(it: HeadDescription) -> dict[str, bool]:
     """Why neither layout can hold a draft."""
     no = {f"is of kind {it.kind}": it.kind is not Kind.EAGLE3}
-    if it.body is None or it.join is None:
+    if it.body is None or it.input_fusion is None:
         return no
-    plain = it.join.at is JoinAt.ATTENTION and it.join.norms and it.join.embedding_first and not it.join.zero_first
+    plain = (
+        it.input_fusion.at is FusionPoint.ATTENTION
+        and it.input_fusion.norms
+        and it.input_fusion.embedding_first
+        and not it.input_fusion.zero_first
+    )
     return {
         **no,
         "is joined in another way than EAGLE-3's": not plain,
-        "fuses with a bias, or not at all": it.taps.bias or not it.taps.fused,
-        "taps the target behind its final norm": it.taps.final,
+        "fuses with a bias, or not at all": it.aux_states.bias or not it.aux_states.fused,
+        "taps the target behind its final norm": it.aux_states.final,
         **unlike(it.body),
     }
 
 
-def _tensors(it: Description, weights: Tensors, first: str) -> Tensors:
+def _tensors(it: HeadDescription, weights: Tensors, first: str) -> Tensors:
     """All but the output layer and the vocabulary."""
     out = {"fc.weight": weights["fuse.weight"], **layer_tensors(weights, 0, first)}
     out |= {first + theirs: weights[ours] for theirs, ours in _FIRST.items()}
@@ -286,13 +300,13 @@ def _tensors(it: Description, weights: Tensors, first: str) -> Tensors:
         out |= layer_tensors(weights, i, f"layers.{i}.")
     for name, value in weights.items():
         if norm := re.fullmatch(r"fuse_norm\.(\d+)\.weight", name):
-            each = it.taps.norm is FuseNorm.EACH
+            each = it.aux_states.norm is FuseNorm.EACH
             out[f"fc_norm.{norm[1]}.weight" if each else "input_norm.weight"] = value
     whole = {"norm.weight": "norm.weight", "embedding.weight": "embed_tokens.weight"}
     return out | {theirs: weights[ours] for ours, theirs in whole.items() if ours in weights}
 
 
-def write_ids(it: Description, weights: Tensors) -> Tensors:
+def write_ids(it: HeadDescription, weights: Tensors) -> Tensors:
     """d2t [Vd] and t2d [V]."""
     ids = weights["ids"].cpu() if it.draft_vocab else torch.arange(it.vocab)
     known = torch.zeros(it.vocab, dtype=torch.bool)

@@ -12,8 +12,17 @@ from typing import Any
 
 from outrider.errors import OutriderError
 from outrider.heads.config import Settings
-from outrider.heads.description import Body, Description, Join, JoinAt, Kind, Scaling, Taps, View
-from outrider.heads.formats.base import Config, Partner, Source, Tensors, Unowned, refuse
+from outrider.heads.description import (
+    AuxStates,
+    Body,
+    FusionPoint,
+    HeadDescription,
+    InputFusion,
+    Kind,
+    Scaling,
+    SharedKV,
+)
+from outrider.heads.formats.base import Config, Source, TargetInfo, Tensors, UnusedTensors, refuse
 from outrider.heads.formats.llama import layer_tensors, rope_of, take_layer
 
 _NAMES: Mapping[str, str] = MappingProxyType(
@@ -40,7 +49,7 @@ class Gemma4Assistant:
     def module(self, names: Collection[str]) -> str | None:
         return None
 
-    def read(self, source: Source) -> tuple[Description, Tensors]:
+    def read(self, source: Source) -> tuple[HeadDescription, Tensors]:
         config, text = source.config, source.config.table("text_config")
         layers, kinds = text.size("num_hidden_layers"), text.texts("layer_types")
         odd = [name for name in ("enable_moe_block", "use_double_wide_mlp", "attention_bias") if text.flag(name, False)]
@@ -60,13 +69,13 @@ class Gemma4Assistant:
             for i in range(layers)
         )
         count = source.target_layers()
-        description = Description(
-            kind=Kind.ONLOOKER,
+        description = HeadDescription(
+            kind=Kind.KV_SHARING,
             target_hidden=config.size("backbone_hidden_size"),
             target_layers=count,
             vocab=text.size("vocab_size"),
-            taps=Taps(layers=(count - 1,), final=True),
-            join=Join(at=JoinAt.PROJECTION, norms=False),
+            aux_states=AuxStates(layers=(count - 1,), final=True),
+            input_fusion=InputFusion(at=FusionPoint.PROJECTION, norms=False),
             body=Body(
                 layers=layers,
                 hidden=text.size("hidden_size"),
@@ -78,14 +87,16 @@ class Gemma4Assistant:
                 head_norms=True,
                 gemma=True,
             ),
-            views=views,
-            own_head=True,
+            shared_kv=views,
+            own_lm_head=True,
         )
         return description, weights
 
-    def write(self, description: Description, weights: Tensors, partner: Partner | None) -> tuple[Config, Tensors]:
+    def write(
+        self, description: HeadDescription, weights: Tensors, partner: TargetInfo | None
+    ) -> tuple[Config, Tensors]:
         it, body = description, description.body
-        refuse(self.name, {f"is of kind {it.kind}": not it.views})
+        refuse(self.name, {f"is of kind {it.kind}": not it.shared_kv})
         assert body is not None
         refuse(self.name, _unfit(it, body, partner))
         tensors = {theirs: weights[ours] for ours, theirs in _NAMES.items()} | {_TABLE: weights["head.weight"]}
@@ -102,21 +113,21 @@ class Gemma4Assistant:
         return {**config, "text_config": _written_text(it, body, partner)}, tensors
 
 
-def _kinds(it: Description) -> tuple[str, ...]:
+def _kinds(it: HeadDescription) -> tuple[str, ...]:
     """What Gemma 4 calls each layer."""
-    return tuple(_SLIDING if view.window else _FULL for view in it.views)
+    return tuple(_SLIDING if view.window else _FULL for view in it.shared_kv)
 
 
-def _unfit(it: Description, body: Body, partner: Partner | None) -> dict[str, bool]:
+def _unfit(it: HeadDescription, body: Body, partner: TargetInfo | None) -> dict[str, bool]:
     """Why Gemma 4's assistants cannot be what this is."""
-    held = dict(zip(_kinds(it), it.views, strict=True))
-    scaled = [view.rope is None or view.rope.scaling is Scaling.PROPORTIONAL for view in it.views]
-    plain = it.join == Join(at=JoinAt.PROJECTION, norms=False) and it.own_head and it.final_norm
+    held = dict(zip(_kinds(it), it.shared_kv, strict=True))
+    scaled = [view.rope is None or view.rope.scaling is Scaling.PROPORTIONAL for view in it.shared_kv]
+    plain = it.input_fusion == InputFusion(at=FusionPoint.PROJECTION, norms=False) and it.own_lm_head and it.final_norm
     return {
         "has other layers than Gemma 4's": not (body.gemma and body.head_norms),
         "joins with norms or another order, or shares the target's output layer": not plain,
         "guesses a part of the vocabulary": bool(it.draft_vocab),
-        "sees layers of one kind in more than one way": len(set(it.views)) > len(held),
+        "sees layers of one kind in more than one way": len(set(it.shared_kv)) > len(held),
         "has rotary positions that Gemma 4 has not": not all(scaled),
         "looks at other layers than the target's last ones": any(
             view.layer != _last(partner, kind) for kind, view in held.items()
@@ -124,10 +135,10 @@ def _unfit(it: Description, body: Body, partner: Partner | None) -> dict[str, bo
     }
 
 
-def _written_text(it: Description, body: Body, partner: Partner | None) -> Config:
+def _written_text(it: HeadDescription, body: Body, partner: TargetInfo | None) -> Config:
     """The table of the config that describes its layers."""
-    held = dict(zip(_kinds(it), it.views, strict=True))
-    full, near = held.get(_FULL, it.views[0]), held.get(_SLIDING, it.views[0])
+    held = dict(zip(_kinds(it), it.shared_kv, strict=True))
+    full, near = held.get(_FULL, it.shared_kv[0]), held.get(_SLIDING, it.shared_kv[0])
     return {
         "model_type": "gemma4_text",
         "vocab_size": it.vocab,
@@ -152,7 +163,7 @@ def _written_text(it: Description, body: Body, partner: Partner | None) -> Confi
     }
 
 
-def _view(text: Settings, i: int, kind: str, dim: int, partner: Partner | None) -> View:
+def _view(text: Settings, i: int, kind: str, dim: int, partner: TargetInfo | None) -> SharedKV:
     ropes = text.table("rope_parameters")
     if kind not in ropes:
         raise OutriderError(f"its text_config has no rope_parameters for {kind}; copy the draft again")
@@ -163,20 +174,20 @@ def _view(text: Settings, i: int, kind: str, dim: int, partner: Partner | None) 
     heads = text.table("per_layer_config").table(str(i)).size("num_key_value_heads", heads)
     window = text.size("sliding_window") + 1 if kind == _SLIDING else 0
     turned = {"theta": theta, "rotary": rotary}
-    return View(layer=_last(partner, kind), key_heads=heads, dim=dim, rope=rope, window=window, **turned)
+    return SharedKV(layer=_last(partner, kind), key_heads=heads, dim=dim, rope=rope, window=window, **turned)
 
 
-def _last(partner: Partner | None, kind: str) -> int:
+def _last(partner: TargetInfo | None, kind: str) -> int:
     """The target's last layer of this kind."""
     if partner is None or not partner.kinds:
-        raise Unowned("which layers it looks at follows from its target, Gemma 4; give that with --target DIR")
+        raise UnusedTensors("which layers it looks at follows from its target, Gemma 4; give that with --target DIR")
     found = [i for i, each in enumerate(partner.kinds) if each == kind]
     if not found:
         raise OutriderError(f"it looks at layers of {kind}, and the target given has none; give the one it belongs to")
     return found[-1]
 
 
-def _written(view: View) -> Config:
+def _written(view: SharedKV) -> Config:
     if view.rope is None:
         return {"rope_type": "default", "rope_theta": view.theta}
     return {

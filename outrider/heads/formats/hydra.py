@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from outrider.errors import OutriderError
-from outrider.heads.description import Description, Kind, Stack, Taps
-from outrider.heads.formats.base import Config, Partner, Source, Tensors, borrowed_head, refuse
+from outrider.heads.description import AuxStates, HeadDescription, Kind, ParallelHeads
+from outrider.heads.formats.base import Config, Source, TargetInfo, Tensors, refuse, shared_lm_head
 from outrider.heads.formats.medusa import counted, described
 
 _BLOCK = re.compile(r"hydra_mlp\.(?P<head>\d+)\.(?P<layer>\d+)\.linear\.weight")
@@ -33,7 +33,7 @@ class Hydra:
     def module(self, names: Collection[str]) -> str | None:
         return None
 
-    def read(self, source: Source) -> tuple[Description, Tensors]:
+    def read(self, source: Source) -> tuple[HeadDescription, Tensors]:
         config = source.config
         if (arch := config.text("hydra_head_arch", "mlp")) != "mlp":
             raise OutriderError(f"its hydra_head_arch is {arch}, which has attention of its own; only mlp is handled")
@@ -49,28 +49,30 @@ class Hydra:
         biased = any(bool(weights[f"heads.{i}.bias"].any()) for i in range(heads))
         if not biased:
             weights = {name: value for name, value in weights.items() if not re.fullmatch(r"heads\.\d+\.bias", name)}
-        stack = Stack(heads=heads, layers=layers, head_bias=biased)
+        stack = ParallelHeads(heads=heads, layers=layers, head_bias=biased)
         found = described(source, stack, weights, vocab=len(weights["heads.0.weight"]))
         before = config.whole("hidden_state_offset", 0)
-        taps = Taps(layers=(found.target_layers - 1 - before,), final=not before)
-        return replace(found, kind=Kind.HYDRA if grounded else Kind.MEDUSA, taps=taps), weights
+        taps = AuxStates(layers=(found.target_layers - 1 - before,), final=not before)
+        return replace(found, kind=Kind.HYDRA if grounded else Kind.MEDUSA, aux_states=taps), weights
 
-    def write(self, description: Description, weights: Tensors, partner: Partner | None) -> tuple[Config, Tensors]:
+    def write(
+        self, description: HeadDescription, weights: Tensors, partner: TargetInfo | None
+    ) -> tuple[Config, Tensors]:
         it, stack = description, description.stack
         refuse(self.name, {f"is of kind {it.kind}": it.kind not in (Kind.HYDRA, Kind.MEDUSA)})
         assert stack is not None
-        before = it.target_layers - 1 - it.taps.layers[-1]
+        before = it.target_layers - 1 - it.aux_states.layers[-1]
         reasons = {
             "guesses a part of the vocabulary": bool(it.draft_vocab),
             "has blocks without a bias": not stack.bias,
-            "reads more than one state": len(it.taps.layers) > 1,
-            "reads a state that Hydra has not": it.taps.final == bool(before),
+            "reads more than one state": len(it.aux_states.layers) > 1,
+            "reads a state that Hydra has not": it.aux_states.final == bool(before),
         }
         refuse(self.name, reasons)
         tensors = {f"hydra_mlp.{n.removeprefix('blocks.')}": v for n, v in weights.items() if n.startswith("blocks.")}
         for i in range(stack.heads):
             at = 0 if stack.one_head else i
-            table = borrowed_head(partner) if stack.shared_head else weights[f"heads.{at}.weight"]
+            table = shared_lm_head(partner) if stack.shared_head else weights[f"heads.{at}.weight"]
             zeros = torch.zeros(len(table), dtype=table.dtype)
             tensors[f"hydra_lm_head.{i}.weight"] = table
             tensors[f"hydra_lm_head.{i}.bias"] = weights[f"heads.{at}.bias"] if stack.head_bias else zeros

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from outrider.errors import OutriderError
 from outrider.heads.config import Settings
 from outrider.heads.description import Body, Rope, Scaling
-from outrider.heads.formats.base import Config, Partner, Source, Tensors
+from outrider.heads.formats.base import Config, Source, TargetInfo, Tensors
 
 LLAMAS = frozenset({"llama", "mistral", "qwen2", "qwen3", "mimo"})  # whose layers are as written
 
@@ -117,7 +117,7 @@ def _amplitude(given: Settings, factor: float) -> float:
     return one / two if share and every else 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
 
 
-def write_body(body: Body, vocab: int, partner: Partner | None) -> Config:
+def write_body(body: Body, vocab: int, partner: TargetInfo | None) -> Config:
     """The config of these layers, as transformers wrote it before version 5: everybody reads that."""
     bias = {} if body.attention_bias == body.output_bias else {"qkv_bias": body.attention_bias}
     part = {} if body.rotary == 1 else {"partial_rotary_factor": body.rotary}

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from outrider.errors import OutriderError
-from outrider.heads.description import Description, Kind, Stack, Taps
-from outrider.heads.formats.base import Config, Partner, Source, Tensors, Unowned, borrowed_head, refuse, same
+from outrider.heads.description import AuxStates, HeadDescription, Kind, ParallelHeads
+from outrider.heads.formats.base import Config, Source, TargetInfo, Tensors, UnusedTensors, refuse, same, shared_lm_head
 
 _BLOCK = re.compile(r"(?P<at>medusa_head\.)?(?P<head>\d+)\.(?P<layer>\d+)\.linear\.weight")
 _VLLM = re.compile(r"(?P<at>medusa_heads\.)?blocks\.(?P<head>\d+)\.layers\.(?P<layer>\d+)\.weight")
@@ -31,7 +31,7 @@ class Medusa:
     def module(self, names: Collection[str]) -> str | None:
         return next((found["at"] for name in names if (found := _BLOCK.fullmatch(name))), None)
 
-    def read(self, source: Source) -> tuple[Description, Tensors]:
+    def read(self, source: Source) -> tuple[HeadDescription, Tensors]:
         at = self.module(source.names) or ""
         if at:
             source.ignore((name for name in source.names if not name.startswith(at)), "the target's own")
@@ -47,11 +47,13 @@ class Medusa:
                 weights[f"heads.{i}.weight"] = source.take(own)
         rows = [len(value) for name, value in weights.items() if name.startswith("heads.")]
         vocab = rows[0] if rows else _vocabulary(source)
-        stack = Stack(heads=heads, layers=layers, shared_head=not rows)
+        stack = ParallelHeads(heads=heads, layers=layers, shared_head=not rows)
         whole = source.config.whole("num_hidden_layers", 0) if at else 0  # the config is then the model's
         return described(source, stack, weights, vocab=vocab, guess=whole), weights
 
-    def write(self, description: Description, weights: Tensors, partner: Partner | None) -> tuple[Config, Tensors]:
+    def write(
+        self, description: HeadDescription, weights: Tensors, partner: TargetInfo | None
+    ) -> tuple[Config, Tensors]:
         it, stack = description, description.stack
         refuse(self.name, unfit(it))
         refuse(self.name, {"guesses a part of the vocabulary": bool(it.draft_vocab)})
@@ -89,7 +91,7 @@ class VllmMedusa:
     def module(self, names: Collection[str]) -> str | None:
         return None
 
-    def read(self, source: Source) -> tuple[Description, Tensors]:
+    def read(self, source: Source) -> tuple[HeadDescription, Tensors]:
         config = source.config
         heads, layers = counted(source, _VLLM)
         at = next(found["at"] or "" for name in source.names if (found := _VLLM.fullmatch(name)))
@@ -112,10 +114,14 @@ class VllmMedusa:
         borrowed = bool(one and ids is None and target and target.head and same(tables[0], target.head()))
         if borrowed:
             del weights["heads.0.weight"]
-        stack = Stack(heads=heads, layers=layers, bias=bias, shared_head=borrowed, one_head=one and not borrowed)
+        stack = ParallelHeads(
+            heads=heads, layers=layers, bias=bias, shared_head=borrowed, one_head=one and not borrowed
+        )
         return described(source, stack, weights, vocab=vocab), weights
 
-    def write(self, description: Description, weights: Tensors, partner: Partner | None) -> tuple[Config, Tensors]:
+    def write(
+        self, description: HeadDescription, weights: Tensors, partner: TargetInfo | None
+    ) -> tuple[Config, Tensors]:
         it, stack = description, description.stack
         refuse(self.name, unfit(it))
         assert stack is not None
@@ -128,7 +134,7 @@ class VllmMedusa:
         one = stack.one_head or stack.shared_head
         if one:
             tensors["lm_head.weight"] = (
-                borrowed_head(partner, weights.get("ids")) if stack.shared_head else weights["heads.0.weight"]
+                shared_lm_head(partner, weights.get("ids")) if stack.shared_head else weights["heads.0.weight"]
             )
         else:
             tensors |= {f"lm_heads.{i}.weight": weights[f"heads.{i}.weight"] for i in range(stack.heads)}
@@ -141,7 +147,7 @@ class VllmMedusa:
             "num_hidden_layers": stack.layers,
             "hidden_size": it.target_hidden,
             "vocab_size": it.vocab,
-            "truncated_vocab_size": it.guessed,
+            "truncated_vocab_size": it.output_vocab,
             "original_lm_head": one,
             "medusa_fc_bias": stack.bias,
             "target_layers": it.target_layers,  # vLLM takes any name with "num" and "layers" for the blocks' own
@@ -173,24 +179,24 @@ def counted(source: Source, pattern: re.Pattern[str]) -> tuple[int, int]:
     return heads, layers
 
 
-def described(source: Source, stack: Stack, weights: Tensors, *, vocab: int, guess: int = 0) -> Description:
+def described(source: Source, stack: ParallelHeads, weights: Tensors, *, vocab: int, guess: int = 0) -> HeadDescription:
     """Heads that read the target's last state after its final norm; `guess` as for `Source.target_layers`."""
     layers, first = source.target_layers(guess), weights["blocks.0.0.linear.weight"]
-    return Description(
+    return HeadDescription(
         kind=Kind.MEDUSA,
         target_hidden=len(first),
         target_layers=layers,
         vocab=vocab,
         draft_vocab=len(weights["ids"]) if "ids" in weights else 0,
-        taps=Taps(layers=(layers - 1,), final=True),
+        aux_states=AuxStates(layers=(layers - 1,), final=True),
         stack=stack,
-        own_head=not stack.shared_head,
+        own_lm_head=not stack.shared_head,
     )
 
 
-def unfit(it: Description) -> dict[str, bool]:
+def unfit(it: HeadDescription) -> dict[str, bool]:
     """Why no format of Medusa can hold a draft."""
-    last = it.taps.layers == (it.target_layers - 1,) and it.taps.final
+    last = it.aux_states.layers == (it.target_layers - 1,) and it.aux_states.final
     return {f"is of kind {it.kind}": it.kind is not Kind.MEDUSA, "reads another state than the target's last": not last}
 
 
@@ -198,7 +204,7 @@ def _vocabulary(source: Source) -> int:
     if "vocab_size" in source.config:
         return source.config.size("vocab_size")
     if source.partner is None:
-        raise Unowned("its heads use the target's output layer; give the target with --target DIR")
+        raise UnusedTensors("its heads use the target's output layer; give the target with --target DIR")
     return source.partner.vocab
 
 

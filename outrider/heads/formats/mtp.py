@@ -27,8 +27,8 @@ import torch
 
 from outrider.errors import OutriderError
 from outrider.heads.config import Settings
-from outrider.heads.description import Body, Description, Join, JoinAt, Kind, Recycle, Taps
-from outrider.heads.formats.base import Config, Partner, Source, Tensors, refuse
+from outrider.heads.description import AuxStates, Body, Feedback, FusionPoint, HeadDescription, InputFusion, Kind
+from outrider.heads.formats.base import Config, Source, TargetInfo, Tensors, refuse
 from outrider.heads.formats.llama import (
     LLAMAS,
     layer_tensors,
@@ -56,7 +56,7 @@ class Mtp:
     outer: tuple[str, ...]  # theirs for `_OUTER`, behind that
     layer: str = ""  # what its decoder layer's names begin with, behind that
     embedding_first: bool = True
-    recycle: Recycle = Recycle.NORMED
+    recycle: Feedback = Feedback.NORMED
     zero_first: bool = False
     final: bool = True  # the target's last state is read after the target's final norm
     after: bool = False  # numbers go on behind the target's layers
@@ -72,7 +72,7 @@ class Mtp:
         first = min(found, key=lambda at: int(at["number"] or 0), default=None)
         return first["at"] if first else None
 
-    def read(self, source: Source) -> tuple[Description, Tensors]:
+    def read(self, source: Source) -> tuple[HeadDescription, Tensors]:
         config = self._config(source)
         at = self.module(source.names) or ""
         layers = self._target_layers(config)
@@ -89,23 +89,27 @@ class Mtp:
             weights |= {f"deeper.{i}.{name}": value for name, value in self._more(source, place, weights).items()}
         if config.text("model_type", "").startswith(_FROM_ONE):
             weights = {name: value.float() + 1 if _is_norm(name) else value for name, value in weights.items()}
-        description = Description(
+        description = HeadDescription(
             kind=Kind.MTP,
             target_hidden=body.hidden,
             target_layers=layers,
             vocab=config.size("vocab_size"),
-            taps=Taps(layers=(layers - 1,), final=self.final),
-            join=Join(at=JoinAt.PROJECTION, embedding_first=self.embedding_first, zero_first=self.zero_first),
+            aux_states=AuxStates(layers=(layers - 1,), final=self.final),
+            input_fusion=InputFusion(
+                at=FusionPoint.PROJECTION, embedding_first=self.embedding_first, zero_first=self.zero_first
+            ),
             body=body,
             modules=len(places),
-            recycle=self.recycle,
-            own_head="head.weight" in weights,
+            feedback=self.recycle,
+            own_lm_head="head.weight" in weights,
             own_embedding="embedding.weight" in weights,
         )
         return description, weights
 
-    def write(self, description: Description, weights: Tensors, partner: Partner | None) -> tuple[Config, Tensors]:
-        it, body, join = description, description.body, description.join
+    def write(
+        self, description: HeadDescription, weights: Tensors, partner: TargetInfo | None
+    ) -> tuple[Config, Tensors]:
+        it, body, join = description, description.body, description.input_fusion
         refuse(self.name, {f"is of kind {it.kind}": it.kind is not Kind.MTP or body is None or join is None})
         assert body is not None
         assert join is not None
@@ -177,7 +181,7 @@ class Mtp:
                 raise OutriderError(f"{at} has a table of its own ({table}), other than the first module's")
         return weights
 
-    def _named(self, join: Join, weights: Tensors, i: int, at: str) -> Tensors:
+    def _named(self, join: InputFusion, weights: Tensors, i: int, at: str) -> Tensors:
         """A module's tensors by their names, with tables that belong to all."""
         if i:
             own = f"deeper.{i - 1}."
@@ -214,20 +218,20 @@ class Mtp:
     def _layer_names(self, weights: Tensors, at: str) -> Tensors:
         return layer_tensors(weights, 0, at + self.layer)
 
-    def _written(self, body: Body, vocab: int, partner: Partner | None) -> Config:
+    def _written(self, body: Body, vocab: int, partner: TargetInfo | None) -> Config:
         config = write_body(body, vocab, partner)
         return {**config, "model_type": _GATED} if body.attention_gate else config
 
-    def _refuse(self, it: Description, body: Body, join: Join) -> None:
+    def _refuse(self, it: HeadDescription, body: Body, join: InputFusion) -> None:
         gate = body.attention_gate and not any(each in self.name for each in ("qwen", "speculators"))
         last = (it.target_layers - 1,), self.final, False
-        other = (it.taps.layers, it.taps.final, it.taps.fused) != last
+        other = (it.aux_states.layers, it.aux_states.final, it.aux_states.fused) != last
         reasons = {
-            "is joined at the attention": join.at is not JoinAt.PROJECTION,
+            "is joined at the attention": join.at is not FusionPoint.PROJECTION,
             "joins without norms, or with a bias": not join.norms or join.bias,
             f"{'takes' if join.zero_first else 'does not take'} the text's first embedding for zeros, where engines"
             " that read this naming do the opposite": join.zero_first is not self.zero_first,
-            f"carries its {it.recycle} state on, where engines that read this naming carry on the other": it.recycle
+            f"carries its {it.feedback} state on, where engines that read this naming carry on the other": it.feedback
             is not self.recycle,
             f"reads another state than the target's last {'after' if self.final else 'before'} its final norm": other,
             "guesses a part of the vocabulary": bool(it.draft_vocab),
@@ -235,7 +239,7 @@ class Mtp:
             "has more than one decoder layer": body.layers > 1,
             "has several modules: write mtp-deepseek": it.modules > 1 and not self.several,
             "has tables of its own, for which this naming has no place": len(self.outer) <= _NEEDED
-            and (it.own_head or it.own_embedding),
+            and (it.own_lm_head or it.own_embedding),
             **self._strange(body),
         }
         refuse(self.name, {**reasons, "has a gate behind its attention": gate})
@@ -267,7 +271,7 @@ NAMINGS: tuple[Mtp, ...] = (
             "shared_head.head.weight",
             "embed_tokens.weight",
         ),
-        recycle=Recycle.RAW,
+        recycle=Feedback.RAW,
         zero_first=True,
         after=True,
         several=True,

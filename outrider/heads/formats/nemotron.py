@@ -8,7 +8,7 @@ from types import MappingProxyType
 from outrider.errors import OutriderError
 from outrider.heads.config import Settings
 from outrider.heads.description import Body
-from outrider.heads.formats.base import Config, Partner, Source, Tensors
+from outrider.heads.formats.base import Config, Source, TargetInfo, Tensors
 from outrider.heads.formats.llama import write_body
 from outrider.heads.formats.mtp import Mtp, number
 
@@ -63,7 +63,7 @@ class NemotronMtp(Mtp):
     def _layer_names(self, weights: Tensors, at: str) -> Tensors:
         return {theirs: weights[ours] for ours, theirs in _MIXERS.items()}
 
-    def _written(self, body: Body, vocab: int, partner: Partner | None) -> Config:
+    def _written(self, body: Body, vocab: int, partner: TargetInfo | None) -> Config:
         config = write_body(body, vocab, partner)
         gone = ("rms_norm_eps", "rope_theta", "rope_scaling", "hidden_act", "partial_rotary_factor")
         kept = {name: value for name, value in config.items() if name not in gone}

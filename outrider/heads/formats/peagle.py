@@ -11,8 +11,8 @@ from dataclasses import replace
 from typing import Any
 
 from outrider.errors import OutriderError
-from outrider.heads.description import Description, FuseNorm, Kind, Masks, Recycle
-from outrider.heads.formats.base import Config, Partner, Source, Tensors, refuse
+from outrider.heads.description import Feedback, FuseNorm, HeadDescription, Kind, MaskTokens
+from outrider.heads.formats.base import Config, Source, TargetInfo, Tensors, refuse
 from outrider.heads.formats.eagle3 import Eagle3, SpeculatorsEagle3
 from outrider.heads.formats.speculators import speculators
 
@@ -31,14 +31,17 @@ class PEagle(Eagle3):
     def fits(self, config: Mapping[str, Any], names: Collection[str]) -> bool:
         return _STATE in names and super().fits(config, names)
 
-    def read(self, source: Source) -> tuple[Description, Tensors]:
+    def read(self, source: Source) -> tuple[HeadDescription, Tensors]:
         return _masked(source, super().read(source), source.config.size(_LOOKAHEAD, _GUESSES))
 
-    def write(self, description: Description, weights: Tensors, partner: Partner | None) -> tuple[Config, Tensors]:
+    def write(
+        self, description: HeadDescription, weights: Tensors, partner: TargetInfo | None
+    ) -> tuple[Config, Tensors]:
         it = description
-        few = len(it.taps.layers) != 3
+        few = len(it.aux_states.layers) != 3
         refuse(
-            self.name, {**_unfit(it), f"taps {len(it.taps.layers)} layers instead of 3: write peagle-speculators": few}
+            self.name,
+            {**_unfit(it), f"taps {len(it.aux_states.layers)} layers instead of 3: write peagle-speculators": few},
         )
         assert it.masks is not None
         assert it.body is not None
@@ -49,7 +52,7 @@ class PEagle(Eagle3):
             **{name: value for name, value in config.items() if name not in _ELSEWHERE and "speculators" not in name},
             "parallel_drafting": True,
             "ptd_token_id": it.masks.token,
-            _LOOKAHEAD: it.masks.guesses,
+            _LOOKAHEAD: it.masks.draft_tokens,
         }
         first = {name: name.replace(_FIRST, "midlayer.") for name in tensors}
         return config, {first[name]: value for name, value in tensors.items()} | _state(weights)
@@ -63,22 +66,27 @@ class SpeculatorsPEagle(SpeculatorsEagle3):
     def fits(self, config: Mapping[str, Any], names: Collection[str]) -> bool:
         return config.get("speculators_model_type") == "peagle"
 
-    def read(self, source: Source) -> tuple[Description, Tensors]:
+    def read(self, source: Source) -> tuple[HeadDescription, Tensors]:
         methods = source.config.table("speculators_config").tables("proposal_methods")
         guesses = methods[0].size("speculative_tokens", _GUESSES) if methods else _GUESSES
         return _masked(source, super().read(source), guesses)
 
-    def write(self, description: Description, weights: Tensors, partner: Partner | None) -> tuple[Config, Tensors]:
+    def write(
+        self, description: HeadDescription, weights: Tensors, partner: TargetInfo | None
+    ) -> tuple[Config, Tensors]:
         it = description
-        each = it.taps.norm is FuseNorm.EACH
+        each = it.aux_states.norm is FuseNorm.EACH
         refuse(self.name, {**_unfit(it), "norms each tap, which vLLM leaves out here: write peagle": each})
         assert it.masks is not None
         config, tensors = super().write(*_plain(it, weights), partner)
-        mine = {**speculators("peagle", "PEagleSpeculator", partner, it.masks.guesses), "mask_token_id": it.masks.token}
+        mine = {
+            **speculators("peagle", "PEagleSpeculator", partner, it.masks.draft_tokens),
+            "mask_token_id": it.masks.token,
+        }
         return config | mine, tensors | _state(weights)
 
 
-def _masked(source: Source, found: tuple[Description, Tensors], guesses: int) -> tuple[Description, Tensors]:
+def _masked(source: Source, found: tuple[HeadDescription, Tensors], guesses: int) -> tuple[HeadDescription, Tensors]:
     """A draft of EAGLE-3 with the masks that its checkpoint holds."""
     description, weights = found
     token = next((source.config.whole(name) for name in _TOKENS if name in source.config), None)
@@ -87,11 +95,11 @@ def _masked(source: Source, found: tuple[Description, Tensors], guesses: int) ->
             f"it does not say which token its masks are; add one of {', '.join(_TOKENS)} to config.json"
         )
     weights["mask"] = source.take(_STATE).flatten()
-    masks = Masks(guesses=guesses, token=token)
-    return replace(description, kind=Kind.PEAGLE, masks=masks, recycle=Recycle.RAW), weights
+    masks = MaskTokens(draft_tokens=guesses, token=token)
+    return replace(description, kind=Kind.PEAGLE, masks=masks, feedback=Feedback.RAW), weights
 
 
-def _plain(it: Description, weights: Tensors) -> tuple[Description, Tensors]:
+def _plain(it: HeadDescription, weights: Tensors) -> tuple[HeadDescription, Tensors]:
     """The same without masks."""
     rest = {name: value for name, value in weights.items() if name != "mask"}
     return replace(it, kind=Kind.EAGLE3, masks=None), rest
@@ -101,7 +109,7 @@ def _state(weights: Tensors) -> Tensors:
     return {_STATE: weights["mask"].view(1, 1, -1)}
 
 
-def _unfit(it: Description) -> dict[str, bool]:
+def _unfit(it: HeadDescription) -> dict[str, bool]:
     wide = it.target_hidden != it.width
     return {
         f"is of kind {it.kind}": it.masks is None,

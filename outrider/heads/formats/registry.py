@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from outrider.errors import OutriderError
-from outrider.heads.files import SIZES, Stored, read_config, text_config
-from outrider.heads.formats.base import Format, Partner, Source, Trained
+from outrider.heads.files import SIZES, TensorFiles, read_config, text_config
+from outrider.heads.formats.base import Format, Source, TargetInfo, Trained
 from outrider.heads.formats.blocks import BLOCKS
 from outrider.heads.formats.eagle import Eagle
 from outrider.heads.formats.eagle3 import Eagle3, SpeculatorsEagle3
@@ -46,19 +46,19 @@ class Found:
 
     format: Format
     config: dict[str, Any]
-    stored: Stored
+    stored: TensorFiles
 
     def whole(self) -> bool:
         """Whether a whole model is there, and the draft came with it."""
         at = self.format.module(self.stored)
         return at is not None and any("layers.0." in name and not name.startswith(at) for name in self.stored)
 
-    def belongs(self, partner: Partner) -> bool:
+    def belongs(self, partner: TargetInfo) -> bool:
         """Whether a whole model is of a target's sizes, and may be the target itself."""
         config = text_config(self.config)
         return [config.get(name) for name in SIZES] == [partner.vocab, partner.hidden, partner.layers]
 
-    def read(self, partner: Partner | None) -> Trained:
+    def read(self, partner: TargetInfo | None) -> Trained:
         """The draft.
 
         Raises:
@@ -76,7 +76,7 @@ def find(folder: Path) -> Found | None:
     Raises:
         OutriderError: a file is damaged, or the draft is of a kind that is known and not handled.
     """
-    config, stored = read_config(folder), Stored(folder)
+    config, stored = read_config(folder), TensorFiles(folder)
     if not stored:
         return None
     if reason := _refused(config, stored.keys()):

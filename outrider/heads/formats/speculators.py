@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from outrider.heads.formats.base import Config, Partner
+from outrider.heads.formats.base import Config, TargetInfo
 
 _VERSION = "0.7.0"  # whose config is written
 _GUESSES = 3  # a round, as a proposal to engines, where a draft can make any number
 
 
-def speculators(kind: str, architecture: str, partner: Partner | None, guesses: int = _GUESSES) -> Config:
+def speculators(kind: str, architecture: str, partner: TargetInfo | None, guesses: int = _GUESSES) -> Config:
     """For a draft of this kind, and the class that reads it there."""
     return {
         "architectures": [architecture],

@@ -17,26 +17,26 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from outrider.heads.description import Description, FuseNorm, JoinAt, Recycle
+from outrider.heads.description import Feedback, FuseNorm, FusionPoint, HeadDescription
 from outrider.heads.modules.base import HeadBase
-from outrider.heads.modules.layers import Layer, Look, Norm, rotation
+from outrider.heads.modules.layers import AttentionInput, Layer, Norm, rotation
 
 
 class Stage(nn.Module):
     """One module: what joins embeddings and states, decoder layers, and the norm behind them."""
 
-    def furnish(self, it: Description, number: int) -> None:
+    def furnish(self, it: HeadDescription, number: int) -> None:
         """Make the parts of module `number`."""
-        body, join = it.body, it.join
+        body, join = it.body, it.input_fusion
         assert body is not None
         assert join is not None
         self.body, self.join = body, join
         width, first = body.hidden, number * body.layers
         if join.norms:
             self.embedding_norm, self.state_norm = Norm(width, body.epsilon), Norm(width, body.epsilon)
-        if join.at is JoinAt.PROJECTION:
+        if join.at is FusionPoint.PROJECTION:
             self.project = nn.Linear(2 * width, width, bias=join.bias)
-        wide = join.at is JoinAt.ATTENTION
+        wide = join.at is FusionPoint.ATTENTION
         self.layers = nn.ModuleList(
             Layer(body, first + i, inputs=width, norm=body.first_norm or i > 0)
             if i or not wide
@@ -46,7 +46,9 @@ class Stage(nn.Module):
         if it.final_norm:
             self.norm = Norm(width, body.epsilon)
 
-    def read(self, embedded: torch.Tensor, states: torch.Tensor, positions: torch.Tensor, look: Look) -> torch.Tensor:
+    def read(
+        self, embedded: torch.Tensor, states: torch.Tensor, positions: torch.Tensor, look: AttentionInput
+    ) -> torch.Tensor:
         """The outputs [*, T, H] of embeddings and states [*, T, H] at positions [*, T]."""
         if self.join.zero_first:
             embedded = embedded * (positions > 0)[..., None]
@@ -56,7 +58,7 @@ class Stage(nn.Module):
         pair = (embedded, state) if self.join.embedding_first else (state, embedded)
         both = torch.cat(pair, -1)
         rotary = rotation(positions, self.body, states.dtype)
-        if self.join.at is JoinAt.PROJECTION:
+        if self.join.at is FusionPoint.PROJECTION:
             x, ready = self.project(both), None
         else:
             x, ready = state if self.join.residual_normed else states, both
@@ -72,7 +74,7 @@ class Stage(nn.Module):
 class Deeper(Stage):
     """One behind the first."""
 
-    def __init__(self, it: Description, number: int) -> None:
+    def __init__(self, it: HeadDescription, number: int) -> None:
         super().__init__()
         self.furnish(it, number)
 
@@ -80,9 +82,9 @@ class Deeper(Stage):
 class AutoregressiveHead(HeadBase, Stage):
     """One decoder layer, mostly, over embeddings and states; it is its own first module."""
 
-    def __init__(self, description: Description) -> None:
+    def __init__(self, description: HeadDescription) -> None:
         super().__init__(description)
-        it, body, taps = description, description.body, description.taps
+        it, body, taps = description, description.body, description.aux_states
         assert body is not None
         sources = len(taps.layers) * it.target_hidden
         if taps.norm is FuseNorm.EACH:
@@ -99,14 +101,14 @@ class AutoregressiveHead(HeadBase, Stage):
     def fused(self, taps: torch.Tensor) -> torch.Tensor:
         """States [*, H] from what was tapped [*, taps, target H]."""
         gathered = self.gathered(taps)
-        return self.fuse(gathered) if self.description.taps.fused else gathered
+        return self.fuse(gathered) if self.description.aux_states.fused else gathered
 
     def gathered(self, taps: torch.Tensor) -> torch.Tensor:
         """The same, normed and side by side [*, taps x target H], as the fusion reads it."""
-        if self.description.taps.norm is FuseNorm.EACH:
+        if self.description.aux_states.norm is FuseNorm.EACH:
             taps = torch.stack([norm(taps[..., i, :]) for i, norm in enumerate(self.fuse_norm)], -2)
         taps = taps.flatten(-2)
-        return self.fuse_norm[0](taps) if self.description.taps.norm is FuseNorm.WHOLE else taps
+        return self.fuse_norm[0](taps) if self.description.aux_states.norm is FuseNorm.WHOLE else taps
 
     def masked(self) -> torch.Tensor:
         """The state [H] that masks have."""
@@ -117,7 +119,7 @@ class AutoregressiveHead(HeadBase, Stage):
         tokens: torch.Tensor,  # [*, T] the target's ids
         states: torch.Tensor,  # [*, T, H] fused, or recycled
         positions: torch.Tensor,  # [*, T] of the states: a text's second token has position 0
-        look: Look,
+        look: AttentionInput,
         module: int = 0,
     ) -> torch.Tensor:
         """The outputs [*, T, H] of one module, before the final norm."""
@@ -125,7 +127,7 @@ class AutoregressiveHead(HeadBase, Stage):
 
     def recycled(self, out: torch.Tensor, module: int = 0) -> torch.Tensor:
         """The state that goes on behind a guess, from an output."""
-        return self._of(module).normed(out) if self.description.recycle is Recycle.NORMED else out
+        return self._of(module).normed(out) if self.description.feedback is Feedback.NORMED else out
 
     def logits(self, out: torch.Tensor, module: int = 0) -> torch.Tensor:
         """[*, Vd] float32, over `ids`, of outputs [*, H] before the final norm."""

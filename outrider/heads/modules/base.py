@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from outrider.heads.description import Description
+from outrider.heads.description import HeadDescription
 
 
 class HeadBase(nn.Module):
@@ -18,14 +18,14 @@ class HeadBase(nn.Module):
 
     ids: torch.Tensor  # [Vd] the target's ids of what is guessed, rising
 
-    def __init__(self, description: Description) -> None:
+    def __init__(self, description: HeadDescription) -> None:
         super().__init__()
         self.description = it = description
-        if it.own_head and not it.stack:
-            self.head = nn.Linear(it.width, it.guessed, bias=False)
+        if it.own_lm_head and not it.stack:
+            self.head = nn.Linear(it.width, it.output_vocab, bias=False)
         if it.own_embedding:
             self.embedding = nn.Embedding(it.vocab, it.width)
-        self.register_buffer("ids", torch.arange(it.guessed), persistent=bool(it.draft_vocab))
+        self.register_buffer("ids", torch.arange(it.output_vocab), persistent=bool(it.draft_vocab))
         self._lent: tuple[torch.Tensor, torch.Tensor] | None = None  # embeddings [V, H], output layer [Vd, H]
 
     def share_weights(self, embedding: torch.Tensor, head: torch.Tensor) -> None:
@@ -34,7 +34,7 @@ class HeadBase(nn.Module):
 
     def output_table(self) -> torch.Tensor:
         """The output layer [Vd, H], lent or own."""
-        if self.description.own_head:
+        if self.description.own_lm_head:
             return self.head.weight
         assert self._lent is not None, "no output layer was lent"
         return self._lent[1]

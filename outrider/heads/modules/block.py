@@ -15,9 +15,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from outrider.heads.description import Description
+from outrider.heads.description import HeadDescription
 from outrider.heads.modules.base import HeadBase
-from outrider.heads.modules.layers import Layer, Look, Norm, rotation
+from outrider.heads.modules.layers import AttentionInput, Layer, Norm, rotation
 
 _SPREAD = 0.02  # of fresh vectors that stand beside embeddings
 
@@ -25,15 +25,15 @@ _SPREAD = 0.02  # of fresh vectors that stand beside embeddings
 class BlockHead(HeadBase):
     """Decoder layers over a block, and what corrects and judges its guesses; `logits` are still to be `corrected`."""
 
-    def __init__(self, description: Description) -> None:
+    def __init__(self, description: HeadDescription) -> None:
         super().__init__(description)
         it, body, block = description, description.body, description.block
         assert body is not None
         assert block is not None
         self.body, self.block = body, block
         width = body.hidden
-        if it.taps.fused:
-            self.fuse = nn.Linear(len(it.taps.layers) * it.target_hidden, width, bias=it.taps.bias)
+        if it.aux_states.fused:
+            self.fuse = nn.Linear(len(it.aux_states.layers) * it.target_hidden, width, bias=it.aux_states.bias)
         self.state_norm = Norm(width, body.epsilon)
         self.mask = nn.Parameter(torch.empty(width).normal_(std=_SPREAD))
         self.layers = nn.ModuleList(
@@ -43,7 +43,7 @@ class BlockHead(HeadBase):
             self.norm = Norm(width, body.epsilon)
         if block.markov_rank:
             self.markov_in = nn.Embedding(it.vocab, block.markov_rank)
-            self.markov_out = nn.Linear(block.markov_rank, it.guessed, bias=False)
+            self.markov_out = nn.Linear(block.markov_rank, it.output_vocab, bias=False)
             nn.init.normal_(self.markov_in.weight, std=_SPREAD)
             nn.init.zeros_(self.markov_out.weight)  # a fresh draft corrects nothing
         if block.confidence:
@@ -52,14 +52,14 @@ class BlockHead(HeadBase):
     def fused(self, taps: torch.Tensor) -> torch.Tensor:
         """States [*, H] from what was tapped [*, taps, target H]."""
         states = taps.flatten(-2)
-        return self.state_norm(self.fuse(states) if self.description.taps.fused else states)  # type: ignore[no-any-return]
+        return self.state_norm(self.fuse(states) if self.description.aux_states.fused else states)  # type: ignore[no-any-return]
 
     def shown(self, states: torch.Tensor, positions: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """By layer, keys and values [*, key heads, T, D] of fused states [*, T, H] of tokens at `positions` [*, T]."""
         rotary = rotation(positions, self.body, states.dtype)
         return [layer.self_attn.shown(states, rotary) for layer in self.layers]  # type: ignore[operator, union-attr]
 
-    def forward(self, anchors: torch.Tensor, positions: torch.Tensor, look: Look) -> torch.Tensor:
+    def forward(self, anchors: torch.Tensor, positions: torch.Tensor, look: AttentionInput) -> torch.Tensor:
         """One pass over n blocks.
 
         Args:
@@ -78,7 +78,7 @@ class BlockHead(HeadBase):
             x = layer(x, rotary, look)
         if self.description.final_norm:
             x = self.norm(x)
-        guessing = x.view(*anchors.shape, self.block.size, -1)[..., -self.block.guesses :, :]
+        guessing = x.view(*anchors.shape, self.block.size, -1)[..., -self.block.draft_tokens :, :]
         # With strides as of one piece, or torch copies the output layer for each block to multiply by it.
         return guessing.reshape(-1, x.shape[-1]).view(guessing.shape)
 

@@ -13,27 +13,27 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from outrider.heads.description import Body, Description, View
+from outrider.heads.description import Body, HeadDescription, SharedKV
 from outrider.heads.modules.base import HeadBase
 from outrider.heads.modules.layers import Gated, Norm, rotate, rotation
 
 # (which decoder layer, its queries [*, heads, T, D]) to what they find [*, heads, T, D]
-Glance = Callable[[int, torch.Tensor], torch.Tensor]
+KVSharingInput = Callable[[int, torch.Tensor], torch.Tensor]
 
 
 class KVSharingHead(HeadBase):
     """Decoder layers of queries, between a projection from the target's width and one back."""
 
-    def __init__(self, description: Description) -> None:
+    def __init__(self, description: HeadDescription) -> None:
         super().__init__(description)
-        it, body, join = description, description.body, description.join
+        it, body, join = description, description.body, description.input_fusion
         assert body is not None
         assert join is not None
         self.body, self.join, wide = body, join, it.target_hidden
         if join.norms:
             self.embedding_norm, self.state_norm = Norm(wide, body.epsilon), Norm(wide, body.epsilon)
         self.project = nn.Linear(2 * wide, body.hidden, bias=join.bias)
-        self.layers = nn.ModuleList(_Layer(_seen(body, view), i) for i, view in enumerate(it.views))
+        self.layers = nn.ModuleList(_Layer(_seen(body, view), i) for i, view in enumerate(it.shared_kv))
         if it.final_norm:
             self.norm = Norm(body.hidden, body.epsilon)
         self.back = nn.Linear(body.hidden, wide, bias=False)
@@ -47,15 +47,15 @@ class KVSharingHead(HeadBase):
         tokens: torch.Tensor,  # [*, T] the target's ids
         states: torch.Tensor,  # [*, T, target H] the target's, or recycled
         positions: torch.Tensor,  # [*, T] of the last tokens of the texts from which guesses are made
-        look: Glance,
+        look: KVSharingInput,
     ) -> torch.Tensor:
         """The outputs [*, T, H] after the final norm."""
         embedded, state = self.embed(tokens).to(states.dtype), states
         if self.join.norms:
             embedded, state = self.embedding_norm(embedded), self.state_norm(states)
         x = self.project(torch.cat((embedded, state) if self.join.embedding_first else (state, embedded), -1))
-        turns = {view: rotation(positions, _seen(self.body, view), x.dtype) for view in self.description.views}
-        for layer, view in zip(self.layers, self.description.views, strict=True):
+        turns = {view: rotation(positions, _seen(self.body, view), x.dtype) for view in self.description.shared_kv}
+        for layer, view in zip(self.layers, self.description.shared_kv, strict=True):
             x = layer(x, turns[view], look)
         return self.norm(x) if self.description.final_norm else x  # type: ignore[no-any-return]
 
@@ -78,7 +78,7 @@ class _Layer(nn.Module):
             self.post_feedforward_layernorm = Norm(body.hidden, body.epsilon)
             self.layer_scalar = nn.Parameter(torch.ones(1))
 
-    def forward(self, x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], look: Glance) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], look: KVSharingInput) -> torch.Tensor:
         found = self.self_attn(self.input_layernorm(x), rotary, look)
         if not self.gemma:
             x = x + found
@@ -100,7 +100,7 @@ class _Queries(nn.Module):
         if body.head_norms:
             self.q_norm = Norm(body.dim, body.epsilon)
 
-    def forward(self, x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], look: Glance) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], look: KVSharingInput) -> torch.Tensor:
         query = self.q_proj(x).unflatten(-1, (-1, self.dim)).transpose(-2, -3)
         if hasattr(self, "q_norm"):
             query = self.q_norm(query)
@@ -108,7 +108,7 @@ class _Queries(nn.Module):
         return self.o_proj(found.transpose(-2, -3).flatten(-2))  # type: ignore[no-any-return]
 
 
-def _seen(body: Body, view: View) -> Body:
+def _seen(body: Body, view: SharedKV) -> Body:
     """The body of a layer with this view."""
     sized = replace(body, key_heads=view.key_heads, dim=view.dim)
     return replace(sized, theta=view.theta, rope=view.rope, rotary=view.rotary)

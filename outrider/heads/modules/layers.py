@@ -12,7 +12,7 @@ from outrider.heads.description import Body
 from outrider.heads.rotary import frequencies
 
 # (the attention, query, key, value), each [*, heads, T, D], to [*, query heads, T, D]
-Look = Callable[["Attention", torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+AttentionInput = Callable[["Attention", torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Norm(nn.Module):
@@ -41,7 +41,7 @@ class Attention(nn.Module):
         if body.head_norms:
             self.q_norm, self.k_norm = Norm(body.dim, body.epsilon), Norm(body.dim, body.epsilon)
 
-    def forward(self, x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], look: Look) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], look: AttentionInput) -> torch.Tensor:
         """[*, T, inputs] to [*, T, hidden]; `rotary` holds cosines and sines [*, T, D]."""
         asked = self.q_proj(x).unflatten(-1, (-1, self.asked))
         query = asked[..., : self.dim].transpose(-2, -3)
@@ -107,7 +107,7 @@ class Layer(nn.Module):
         self,
         residual: torch.Tensor,
         rotary: tuple[torch.Tensor, torch.Tensor],
-        look: Look,
+        look: AttentionInput,
         *,
         ready: torch.Tensor | None = None,
     ) -> torch.Tensor:

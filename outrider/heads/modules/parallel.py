@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from outrider.heads.description import Description, Kind
+from outrider.heads.description import HeadDescription, Kind
 from outrider.heads.modules.base import HeadBase
 
 
@@ -30,7 +30,7 @@ class Block(nn.Module):
 class ParallelHead(HeadBase):
     """The stack. Head i guesses token i + 2 after the state's own; the target itself guesses the first."""
 
-    def __init__(self, description: Description) -> None:
+    def __init__(self, description: HeadDescription) -> None:
         super().__init__(description)
         stack, width = description.stack, description.target_hidden
         assert stack is not None
@@ -48,7 +48,7 @@ class ParallelHead(HeadBase):
         )
         if not stack.shared_head:
             self.heads = nn.ModuleList(
-                nn.Linear(width, description.guessed, bias=stack.head_bias)
+                nn.Linear(width, description.output_vocab, bias=stack.head_bias)
                 for _ in range(1 if stack.one_head else stack.heads)
             )
 

@@ -14,9 +14,9 @@ import torch
 from outrider.cache.base import Cache
 from outrider.core.types import Batch, Draft, DraftChains, Round, Scores, SharedWeights, StopRule
 from outrider.errors import OutriderError
-from outrider.heads.description import Description
+from outrider.heads.description import HeadDescription
 from outrider.heads.hidden_states import HiddenStates
-from outrider.heads.modules.layers import Attention, Look
+from outrider.heads.modules.layers import Attention, AttentionInput
 from outrider.models.attention import CacheReader, attend
 from outrider.models.base import Target, draft_by_scores
 
@@ -25,8 +25,8 @@ from outrider.models.base import Target, draft_by_scores
 class HeadTarget(Target, Protocol):
     """A `Target` that must be told of the target's states, and guesses no further than `reach` tokens."""
 
-    description: Description
-    reach: int
+    description: HeadDescription
+    max_draft_tokens: int
 
     def note(self, round: Round) -> None:
         """Take the states of what was fed and kept, before the round is committed."""
@@ -45,22 +45,22 @@ class HeadRunner:
 
     def __init__(self, module: Any, tables: SharedWeights, *, slots: int, context: int, reach: int) -> None:
         """Lend the target's `tables` to a module, for `slots` rows of up to `context` tokens."""
-        self.description: Description = module.description
+        self.description: HeadDescription = module.description
         self.module, self.vocab = module, module.description.vocab
-        self.slots, self.context, self.reach = slots, context, reach
+        self.slots, self.context, self.max_draft_tokens = slots, context, reach
         self.device, self.kernels, self.version = tables.embedding.device, "torch", 0
         self._taps = HiddenStates(self.description, tables)
         self._dtype = next(module.parameters()).dtype
         module.share_weights(tables.embedding, tables.head)
 
     def note(self, round: Round) -> None:
-        self._taps.note(round)
+        self._taps.record(round)
 
     def piled(self, slot: int) -> int:
         return self._taps.piled(slot)
 
     def pretend(self, slot: int, start: int, count: int) -> None:
-        self._taps.pretend(slot, start, count)
+        self._taps.set_assumed(slot, start, count)
 
     def score(self, batch: Batch, draft: Draft, first: int = -1) -> Scores:
         raise NotImplementedError
@@ -98,7 +98,7 @@ class HeadRunner:
         return Scores(logits=out)
 
 
-def looking(reader: CacheReader) -> Look:
+def looking(reader: CacheReader) -> AttentionInput:
     """Attention over a cache, of a pass whose columns are packed one behind another."""
 
     def look(of: Attention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,7 @@ class BlockTarget(HeadRunner):
     module: BlockHead
 
     def __init__(self, module: BlockHead, tables: SharedWeights, *, slots: int, context: int) -> None:
-        super().__init__(module, tables, slots=slots, context=context, reach=module.block.guesses)
+        super().__init__(module, tables, slots=slots, context=context, reach=module.block.draft_tokens)
         self._memory = StaticCache(slots=slots, capacity=context + module.block.size, device=self.device)
         self.cache = StateCache(self._memory, self._taps, read=tapped)
         # Of this round: the texts' last tokens [B, 1], and of their blocks outputs [B, guesses, H] and logits before
@@ -41,7 +41,7 @@ class BlockTarget(HeadRunner):
         if not self.module.block.confidence:
             return scores
         # It comes from a node and its ancestors, never from the guess that is drawn there, so it may decide who stops.
-        return replace(scores, sure=self.module.confidence(at_depth(self._out, depth), before))
+        return replace(scores, confidence=self.module.confidence(at_depth(self._out, depth), before))
 
     def _read(self, batch: Batch) -> None:
         """Make keys and values of the states that are new, and run a block behind each text."""

@@ -29,9 +29,9 @@ class KVSharingTarget(HeadRunner):
             OutriderError: the target shows no keys and values.
         """
         super().__init__(module, tables, slots=slots, context=context, reach=context)
-        if tables.memory is None:
+        if tables.kv_view is None:
             raise OutriderError("the draft looks at keys and values, and this target shows none; use another draft")
-        self._memory = tables.memory
+        self._memory = tables.kv_view
         self.cache = NoCache(self._taps)
         # Of this round: the texts' slots and lengths, and the states [B, 1 + nodes, H] behind their ends and the nodes.
         self._slots: list[int] = []
@@ -58,7 +58,7 @@ class KVSharingTarget(HeadRunner):
 
     def _look(self, layer: int, query: torch.Tensor) -> torch.Tensor:
         """What queries [B, heads, M, D] find: of each row all entries, or the last ones that its view shows."""
-        view, (rows, heads, columns, dim) = self.module.description.views[layer], query.shape
+        view, (rows, heads, columns, dim) = self.module.description.shared_kv[layer], query.shape
         ends = [length - 1 for length in self._lengths]
         begins = [max(end - view.window, 0) if view.window else 0 for end in ends]
         begin, end = min(begins), max(ends)

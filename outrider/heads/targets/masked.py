@@ -23,7 +23,7 @@ class MaskedTarget(AutoregressiveTarget):
         super().__init__(module, tables, slots=slots, context=context)
         assert module.description.masks is not None
         self._masks = module.description.masks
-        self.reach = self._masks.guesses
+        self.max_draft_tokens = self._masks.draft_tokens
         self._said = torch.empty(0)  # [B, 1 + masks, Vd] of this round
 
     def score(self, batch: Batch, draft: Draft, first: int = -1) -> Scores:
@@ -38,7 +38,7 @@ class MaskedTarget(AutoregressiveTarget):
 
     def _read(self, batch: Batch) -> torch.Tensor:
         """Logits [B, 1 + masks, Vd] behind each text and behind its masks."""
-        widths = tuple(max(min(budget, self.reach) - 1, 0) for budget in batch.draft_budget)
+        widths = tuple(max(min(budget, self.max_draft_tokens) - 1, 0) for budget in batch.draft_budget)
         tokens = torch.full((len(widths), max(widths)), self._masks.token, device=self.device)
         none, mask = tree.empty(len(widths), self.device), self.module.masked()
         states = []

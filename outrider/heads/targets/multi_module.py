@@ -52,7 +52,7 @@ class MultiModuleTarget(HeadRunner):
         states = list(torch.split(self.module.fused(torch.cat(taps).to(self._dtype)), [len(each) for each in taps]))
         self._made = [{-1: self._nothing.clone()} for _ in slots]
         logits = torch.empty(0)
-        for number in range(self.reach):
+        for number in range(self.max_draft_tokens):
             out, _ = self._run(number, batch, tree.empty(len(slots), self.device), -1, torch.cat(states))
             sizes = [len(each) for each in states]
             if not number:
@@ -75,11 +75,11 @@ class MultiModuleTarget(HeadRunner):
         one_by_one = [list(range(-1, draft.size - 1))] * len(batch.seqs)
         parents = one_by_one if draft.chain else draft.parent.tolist()
         nodes = [(b, node) for b, width in enumerate(draft.width) for node in range(first, width)]
-        depths = [min(len(tree.path(parents[b], node)), self.reach - 1) for b, node in nodes]
+        depths = [min(len(tree.path(parents[b], node)), self.max_draft_tokens - 1) for b, node in nodes]
         depth, logits = tree.upload(depths, self.device), torch.empty(0)
         for b, node in nodes:
             self._made[b][node] = self._nothing.clone()
-        for number in range(min(depths), self.reach):
+        for number in range(min(depths), self.max_draft_tokens):
             states = torch.stack([self._made[b][parents[b][node]][number - 1] for b, node in nodes])
             out, layout = self._run(number, batch, draft, first, states)
             for (b, node), made in zip(nodes, self.module.recycled(out, number), strict=True):

@@ -11,7 +11,7 @@ import torch
 from outrider.cache.paged import PagedCache
 from outrider.core.types import SharedWeights
 from outrider.errors import UnsupportedModel
-from outrider.heads.description import Body, JoinAt, Recycle
+from outrider.heads.description import Body, Feedback, FusionPoint
 from outrider.heads.modules.autoregressive import AutoregressiveHead
 from outrider.heads.modules.layers import Gated, Layer
 from outrider.heads.rotary import frequencies
@@ -36,7 +36,7 @@ class HeadDecoder(Passes):
         self._module, self._keep, self._arena = module, list[Any](), Arena()
         dtype = tables.embedding.dtype
         self._bits = 8 * dtype.itemsize
-        shared = not it.own_head and not it.draft_vocab  # the target's whole table, which lies packed already
+        shared = not it.own_lm_head and not it.draft_vocab  # the target's whole table, which lies packed already
         self._head = tables.packed if shared else self._pack(module.output_table())
         embedding = self._kept(module.embedding.weight.to(dtype) if it.own_embedding else tables.embedding)
         speeds, amplitude = frequencies(body)
@@ -74,25 +74,25 @@ class HeadDecoder(Passes):
     def _entry(self, tables: SharedWeights) -> CEntry:
         module, join, it = self._module, self._module.join, self._module.description
         fuse, project, size = CLinear(), CLinear(), it.target_hidden
-        if it.taps.fused:
+        if it.aux_states.fused:
             fuse = self._pack(module.fuse.weight, module.fuse.bias).c()
-        if join.at is JoinAt.PROJECTION:
+        if join.at is FusionPoint.PROJECTION:
             project = self._pack(module.project.weight, module.project.bias).c()
         norms = [norm.weight.detach().float() for norm in getattr(module, "fuse_norm", ())]
         return CEntry(
             fuse,
             project,
-            self._kept(tables.norm.float()).data_ptr() if it.taps.final else 0,
+            self._kept(tables.norm.float()).data_ptr() if it.aux_states.final else 0,
             self._kept(torch.cat(norms)).data_ptr() if norms else 0,
             self._norm(module, "embedding_norm"),
             self._norm(module, "state_norm"),
-            size * len(it.taps.layers),
+            size * len(it.aux_states.layers),
             size,
             len(norms[0]) if norms else 0,
             join.embedding_first,
             join.zero_first,
             join.residual_normed,
-            module.description.recycle is Recycle.NORMED,
+            module.description.feedback is Feedback.NORMED,
         )
 
     def _layer(self, i: int) -> CLayer:

@@ -37,13 +37,13 @@ class ParallelTarget(HeadRunner):
     def _after(self, draft: Draft, node: int) -> torch.Tensor:
         """Logits [B, Vd] behind a node, or anything where its row has no such node."""
         paths = [tree.path(parents, node) for parents in draft.parent.tolist()]
-        depth = min(max(map(len, paths)), self.reach - 1)
+        depth = min(max(map(len, paths)), self.max_draft_tokens - 1)
         if any(len(path) != len(paths[0]) for path in paths):
             return torch.stack([self._row(draft, b, path) for b, path in enumerate(paths)])
         index = tree.upload([path[:depth] for path in paths], self.device)
         return self.module(self._state, torch.cat([self._last, draft.tokens.gather(1, index)], 1), depth)  # type: ignore[no-any-return]
 
     def _row(self, draft: Draft, b: int, path: Sequence[int]) -> torch.Tensor:
-        depth = min(len(path), self.reach - 1)
+        depth = min(len(path), self.max_draft_tokens - 1)
         tokens = torch.cat([self._last[b], draft.tokens[b, list(path[:depth])]])
         return self.module(self._state[b], tokens, depth)  # type: ignore[no-any-return]

@@ -10,7 +10,7 @@ from itertools import takewhile
 import torch
 from torch.nn import functional
 
-from outrider.cache.base import fitting
+from outrider.cache.base import prompts_that_fit
 from outrider.core import tree
 from outrider.core.noise import PositionNoise, inverse_cdf
 from outrider.core.types import (
@@ -65,11 +65,11 @@ class DraftModelProposer:
     def propose(self, batch: Batch) -> Draft:
         ours, where = self._catch_up(batch)
         self._batch = ours
-        unread = unread_of(batch, ours)
+        unread = prefilling_seqs(batch, ours)
         if ours is None:
-            return replace(tree.empty(len(batch.seqs), self._setup.device), unread=unread)
+            return replace(tree.empty(len(batch.seqs), self._setup.device), num_prefilling=unread)
         draft = self._guess(ours, where, len(batch.seqs))
-        return replace(draft, unread=unread) if unread else draft  # a copy forgets what was listed
+        return replace(draft, num_prefilling=unread) if unread else draft  # a copy forgets what was listed
 
     def commit(self, round: Round) -> None:
         if self._batch is None:
@@ -92,7 +92,7 @@ class DraftModelProposer:
             return {row.slot: len(path) for row, path in zip(round.batch.seqs, round.path, strict=True)}
         assert self._batch is not None
         emitted = {row.slot: tokens for row, tokens in zip(round.batch.seqs, round.emitted, strict=True)}
-        guesses = self._looked if self._margins is not None else self._draft.listed()
+        guesses = self._looked if self._margins is not None else self._draft.host_tokens()
         kept = {}
         for b, (row, width) in enumerate(zip(self._batch.seqs, self._draft.width, strict=True)):
             pairs = zip(guesses[b][:width], emitted[row.slot], strict=False)
@@ -146,7 +146,7 @@ class DraftModelProposer:
             feed=tuple(feeds),
             draft_budget=tuple(budgets),
             forced_budget=(),
-            waiting=0,
+            num_waiting=0,
             alternative=0,
         )
         return ours, where
@@ -164,7 +164,7 @@ class DraftModelProposer:
             for row, start, feed, budget in ends
             if budget
         }
-        return fitting(self._model.cache, {}, wanted)
+        return prompts_that_fit(self._model.cache, {}, wanted)
 
     def _reads(self, budget: int) -> int:
         """Guesses that the draft may have to read itself to make `budget` of them."""
@@ -174,14 +174,14 @@ class DraftModelProposer:
         knobs = self._knobs_of(batch)
         own = any(self._comes_again(row) for row in batch.seqs)  # others' ends may not stop its chain
         ends = frozenset[int]() if own else frozenset.intersection(*(row.request.end_ids for row in batch.seqs))
-        trust = self._confidence.trust(batch.keep, batch.worth, tuple(ends))
+        trust = self._confidence.trust(batch.min_path_prob, batch.min_draft_probs, tuple(ends))
         grown = self._grown(batch, knobs, trust) if max(batch.draft_budget) else None
         if grown is None:
             return self._draw_chain(batch, knobs, trust)
         self._margins, law = grown.margin, None
         if grown.q is not None:
             law = torch.where(grown.q.at >= 0, int(DraftKind.SAMPLED), int(DraftKind.ONE_HOT))
-        return self._chain(grown.tokens, grown.count, grown.chance, law=law, q=grown.q)
+        return self._chain(grown.tokens, grown.count, grown.accept_prob, law=law, q=grown.q)
 
     def _grown(self, batch: Batch, knobs: SamplingTensors, trust: StopRule) -> DraftChains | None:
         """Chains that the model grows by itself; None where that is not how these rows want their guesses."""
@@ -193,14 +193,14 @@ class DraftModelProposer:
             return model.draft_greedy(batch, vocab, trust)
         if knobs.soft and draw is Draw.SAMPLE and isinstance(model, ChainSampler):
             wants = tuple(want_of(row, vocab) for row in batch.seqs)
-            uniform = self._noise_of(batch).draws(max(batch.draft_budget), batch.voice)
-            return model.draft_sampled(batch, vocab, UniformDraws(wants=wants, uniform=uniform), trust)
+            uniform = self._noise_of(batch).uniforms(max(batch.draft_budget), batch.noise_stream)
+            return model.draft_sampled(batch, vocab, UniformDraws(params=wants, uniform=uniform), trust)
         return None
 
     def _draw_chain(self, batch: Batch, knobs: SamplingTensors, trust: StopRule) -> Draft:
         noise = self._noise_of(batch)
         draft = tree.empty(len(batch.seqs), self._setup.device)
-        draws = noise.draws(max(batch.draft_budget), batch.voice)
+        draws = noise.uniforms(max(batch.draft_budget), batch.noise_stream)
         laws: list[torch.Tensor] = []
         watch = ChainBuilder(batch.draft_budget, trust if tree.near(self._setup.device) else None)
         scores = self._model.score(batch, draft)
@@ -213,7 +213,7 @@ class DraftModelProposer:
             drawn = law.argmax(-1) if knobs.all_greedy else self._draw(law, noise, draws, watch.depth)
             tokens = torch.cat([draft.tokens, drawn[:, None]], 1)
             laws.append(law)
-            watch.look(own[:, -1], drawn, None if scores.sure is None else scores.sure[:, -1])
+            watch.look(own[:, -1], drawn, None if scores.confidence is None else scores.confidence[:, -1])
             draft = tree.chain(tokens, tuple(min(most, watch.depth) for most in watch.count))
         self._margins = watch.margins
         if self._setup.draw is Draw.ARGMAX or knobs.all_greedy or not laws:
@@ -243,7 +243,7 @@ class DraftModelProposer:
             q = q and replace(q, at=q.at[:, :size])
         draft = tree.chain(tokens, width, law=law, q=q, chance=said)
         if chances is not None:
-            self._looked = draft.listed() if looked is tokens else looked.tolist()
+            self._looked = draft.host_tokens() if looked is tokens else looked.tolist()
         return draft
 
     def _draw(self, law: torch.Tensor, noise: PositionNoise, draws: torch.Tensor, depth: int) -> torch.Tensor:
@@ -254,7 +254,7 @@ class DraftModelProposer:
             case Draw.SAMPLE:
                 return inverse_cdf(law, draws[:, depth])
             case Draw.RACE:
-                return noise.race(law, torch.full((len(law),), depth, device=law.device))
+                return noise.sample_race(law, torch.full((len(law),), depth, device=law.device))
 
     def _knobs_of(self, batch: Batch) -> SamplingTensors:
         if self._knobs is None or self._knobs.rows != batch.seqs:
@@ -267,7 +267,7 @@ class DraftModelProposer:
         return self._noise.at(tree.upload([len(row.token_ids) for row in batch.seqs], self._setup.device))
 
 
-def unread_of(batch: Batch, ours: Batch | None) -> int:
+def prefilling_seqs(batch: Batch, ours: Batch | None) -> int:
     """Rows that were to guess and cannot yet; `ours` are those that run."""
     return sum(map(bool, batch.draft_budget)) - (sum(map(bool, ours.draft_budget)) if ours else 0)
 
@@ -278,9 +278,9 @@ def _without(grown: DraftChains | None, budget: tuple[int, ...]) -> DraftChains 
         return None
     margin, chance = (
         part and tuple(each if most else () for each, most in zip(part, budget, strict=True))
-        for part in (grown.margin, grown.chance)
+        for part in (grown.margin, grown.accept_prob)
     )
-    return replace(grown, count=tuple(map(min, grown.count, budget)), margin=margin, chance=chance)
+    return replace(grown, count=tuple(map(min, grown.count, budget)), margin=margin, accept_prob=chance)
 
 
 def _fit(logits: torch.Tensor, vocab: int) -> torch.Tensor:

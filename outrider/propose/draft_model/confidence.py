@@ -32,7 +32,7 @@ class Confidence:
     def trust(self, keep: float, worth: tuple[float, ...], ends: tuple[int, ...]) -> StopRule:
         """As it stands, with when to stop (see `StopRule`)."""
         weight, bias = (tuple(theta[i] for theta in self._theta) for i in range(2))
-        return StopRule(weight=weight, bias=bias, keep=keep, worth=worth, ends=ends)
+        return StopRule(weight=weight, bias=bias, min_path_prob=keep, min_draft_probs=worth, ends=ends)
 
     def learn(self, tokens: Sequence[int], margins: Sequence[float], emitted: Sequence[int]) -> None:
         """From what became of a row's chain when these tokens were emitted; what nobody looked at teaches nothing."""

@@ -9,8 +9,8 @@ import torch
 
 from outrider.core.types import SharedWeights
 from outrider.errors import OutriderError
-from outrider.heads.files import read_partner
-from outrider.heads.formats.base import Partner
+from outrider.heads.files import read_target_info
+from outrider.heads.formats.base import TargetInfo
 from outrider.heads.store import is_head, read_head
 from outrider.heads.targets.base import HeadTarget
 from outrider.heads.targets.registry import make_head_target
@@ -135,7 +135,7 @@ def _head(folder: str, setup: ProposerSetup) -> HeadTarget:
     return make_head_target(module, tables, slots=setup.slots, context=setup.context)
 
 
-def _owner(setup: ProposerSetup) -> Partner | None:
+def _owner(setup: ProposerSetup) -> TargetInfo | None:
     """The target as whom a folder may belong to; None where no draft can be trained on its states."""
     if not isinstance(setup.target, WeightSharer):
         return None
@@ -145,15 +145,15 @@ def _owner(setup: ProposerSetup) -> Partner | None:
         return None
 
 
-def _partner(tables: SharedWeights, layers: int) -> Partner:
+def _partner(tables: SharedWeights, layers: int) -> TargetInfo:
     vocab, hidden = tables.head.shape
-    return Partner(
+    return TargetInfo(
         vocab=vocab,
         hidden=hidden,
         layers=layers,
         head=lambda: tables.head,
         embedding=lambda: tables.embedding,
-        kinds=tuple(tables.memory.config.get("layer_types") or ()) if tables.memory else (),
+        kinds=tuple(tables.kv_view.layer_config.get("layer_types") or ()) if tables.kv_view else (),
     )
 
 
@@ -175,10 +175,10 @@ def check_draft(folder: str, *, name: str, heads: bool) -> None:
         raise OutriderError(f"{folder} is recurrent, and a recurrent draft is not handled yet; use an attention model")
 
 
-def _itself(folder: str) -> Partner | None:
+def _itself(folder: str) -> TargetInfo | None:
     """A whole model as the target of what came with it; None where its sizes are not known."""
     try:
-        return read_partner(folder)
+        return read_target_info(folder)
     except OutriderError:
         return None
 

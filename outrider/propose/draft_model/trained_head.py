@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from outrider.cache.base import fitting
+from outrider.cache.base import prompts_that_fit
 from outrider.core import tree
 from outrider.core.types import Batch, Draft, Needs, Round
 from outrider.heads.targets.base import HeadTarget
@@ -23,7 +23,7 @@ class _Informed(DraftModelProposer):
 
     def _read_states_for(self, head: HeadTarget) -> None:
         self._head = head
-        self.needs = Needs(layers=head.description.taps.layers)
+        self.needs = Needs(layers=head.description.aux_states.layers)
 
     def propose(self, batch: Batch) -> Draft:
         relieve(self._head, batch)
@@ -42,14 +42,14 @@ class HeadProposer(_Informed):
         self._read_states_for(head)
 
     def _catch_up(self, batch: Batch) -> tuple[Batch | None, list[int]]:
-        return super()._catch_up(within(batch, self._head, self._head.reach))
+        return super()._catch_up(within(batch, self._head, self._head.max_draft_tokens))
 
 
 class HeadTreeProposer(_Informed, TreeProposer):
     """A tree of guesses from the target's states, as deep as the draft reaches."""
 
     def __init__(self, setup: ProposerSetup, head: HeadTarget) -> None:
-        super().__init__(setup, head, reach=head.reach)
+        super().__init__(setup, head, reach=head.max_draft_tokens)
         self._read_states_for(head)
 
     def _catch_up(self, batch: Batch) -> tuple[Batch | None, list[int]]:
@@ -69,7 +69,7 @@ def relieve(head: HeadTarget, batch: Batch) -> None:
         if start < stop <= head.context and not batch.draft_budget[b] and head.piled(row.slot) >= _PILE:
             due.append((b, start, stop))
             left -= stop - start
-    able = fitting(head.cache, {}, {batch.seqs[b].slot: stop for b, _, stop in due})
+    able = prompts_that_fit(head.cache, {}, {batch.seqs[b].slot: stop for b, _, stop in due})
     due = [each for each in due if batch.seqs[each[0]].slot in able]
     if due:
         ours = Batch(
@@ -84,8 +84,10 @@ def relieve(head: HeadTarget, batch: Batch) -> None:
 
 def within(batch: Batch, head: HeadTarget, reach: int) -> Batch:
     """No row with more guesses than `reach`, and none where the target has yet to read what led to the last token."""
-    if head.description.at_once:  # all guesses are made in one pass, so to do without the later ones spares nothing
-        batch = replace(batch, worth=())
+    if (
+        head.description.parallel_draft_tokens
+    ):  # all guesses are made in one pass, so to do without the later ones spares nothing
+        batch = replace(batch, min_draft_probs=())
     ready = (start and len(feed) == 1 for start, feed in zip(batch.start, batch.feed, strict=True))
     return replace(
         batch, draft_budget=tuple(min(b, reach) if r else 0 for b, r in zip(batch.draft_budget, ready, strict=True))

@@ -41,7 +41,7 @@ _HOPE = 0.8  # of what a first child's chance leaves, the share that a second on
 _ROOT, _GAP = -1, -2  # in place of nodes
 
 
-class _Odds:
+class _AcceptanceByRank:
     """How often guesses of a kind are kept; each guess is of several kinds, some coarser than others."""
 
     def __init__(self) -> None:
@@ -69,17 +69,17 @@ class _Odds:
         """Chances of what lies below a node that is kept, on average, the likeliest first."""
         if drawn not in self._ahead:
             usual = sorted((self.usual(rank, drawn=drawn) for rank in range(_RANKS)), reverse=True)
-            self._ahead[drawn] = best_first(lambda _: usual, _AHEAD).chance
+            self._ahead[drawn] = best_first(lambda _: usual, _AHEAD).accept_prob
         return self._ahead[drawn]
 
-    def learn(self, growth: _Growth, emitted: Sequence[int]) -> None:
+    def learn(self, growth: _TreeGrowth, emitted: Sequence[int]) -> None:
         for kinds in zip(*growth.kinds, strict=True):
             self._chances.learn(growth.sketch, kinds, emitted)
         self._ahead = {}
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class _Growth:
+class _TreeGrowth:
     """One row's tree while it grows."""
 
     row: SequenceState
@@ -97,7 +97,7 @@ class _Growth:
 
     def add(self, token: int, parent: int, chances: tuple[float, float], kinds: tuple[Hashable, ...]) -> None:
         """Append a guess, with its chances before and after its token was known."""
-        above = self.sketch.chance[parent] if parent >= 0 else 1.0
+        above = self.sketch.accept_prob[parent] if parent >= 0 else 1.0
         self.sketch.add(token, parent, min(chances[0], above))
         self.hope.append(chances[1])
         self.kinds.append(kinds)
@@ -138,7 +138,7 @@ class _Growth:
 
     def best(self) -> tuple[TreeBuilder, list[int]]:
         """The likeliest guesses within the budget, and in whose places their parents were read."""
-        chance, best, where = self.sketch.chance, TreeBuilder(), {_ROOT: -1}
+        chance, best, where = self.sketch.accept_prob, TreeBuilder(), {_ROOT: -1}
         nodes = sorted(range(len(chance)), key=lambda node: (-chance[node], node))[: self.budget]
         for node in nodes:
             where[node] = best.add(self.sketch.tokens[node], where[self.sketch.parent[node]], chance[node])
@@ -156,9 +156,9 @@ class TreeProposer(DraftModelProposer):
         """Guess with `model`, in no more than `reach` levels."""
         super().__init__(setup, model)
         self._reach = reach
-        self._odds = _Odds()
+        self._odds = _AcceptanceByRank()
         self._soft: SamplingTensors | None = None  # the same rows' parameters, none of them greedy
-        self._growths: list[_Growth] = []  # of the rows that the draft runs
+        self._growths: list[_TreeGrowth] = []  # of the rows that the draft runs
         self._read = tree.empty(1, setup.device)  # what it has read beyond their texts
 
     def commit(self, round: Round) -> None:
@@ -177,7 +177,7 @@ class TreeProposer(DraftModelProposer):
 
     def _guess(self, batch: Batch, where: Sequence[int], rows: int) -> Draft:
         self._growths = [
-            _Growth(
+            _TreeGrowth(
                 row=row,
                 budget=budget,
                 room=min(self._model.context - len(row.token_ids), self._reads(budget)),
@@ -198,19 +198,21 @@ class TreeProposer(DraftModelProposer):
         self._soft = replace(knobs, greedy=never, all_greedy=False, sampled=(True,) * len(batch.seqs))
         noise = self._noise.at(tree.upload([len(row.token_ids) for row in batch.seqs], self._setup.device))
         draws, until = (
-            noise.draws(max(batch.draft_budget), batch.voice),
-            StopRule(weight=(), bias=(), worth=batch.worth),
+            noise.uniforms(max(batch.draft_budget), batch.noise_stream),
+            StopRule(weight=(), bias=(), min_draft_probs=batch.min_draft_probs),
         )
         self._read = tree.empty(len(batch.seqs), self._setup.device)
         laws = [self._laws(batch, -1)]
         growing = {b: growth for b, growth in enumerate(self._growths) if growth.budget}
         while growing:
-            self._pick_children({b: growth for b, growth in growing.items() if not growth.drawn}, laws[-1], batch.keep)
+            self._pick_children(
+                {b: growth for b, growth in growing.items() if not growth.drawn}, laws[-1], batch.min_path_prob
+            )
             self._draw_children(
-                {b: growth for b, growth in growing.items() if growth.drawn}, laws[-1], draws, batch.keep
+                {b: growth for b, growth in growing.items() if growth.drawn}, laws[-1], draws, batch.min_path_prob
             )
             worth, first = until.until(len(growing)), self._read.size
-            levels = {b: self._next(growth, batch.keep, worth) for b, growth in growing.items()}
+            levels = {b: self._next(growth, batch.min_path_prob, worth) for b, growth in growing.items()}
             growing = {b: growth for b, growth in growing.items() if levels[b] and len(laws) != self._reach}
             for b, growth in growing.items():
                 growth.go_on(levels[b], first)
@@ -231,18 +233,18 @@ class TreeProposer(DraftModelProposer):
         whole = torch.cat([logits.new_zeros(len(logits), 1 + first, logits.shape[-1]), logits], 1)
         return apply_sampling(whole, self._soft, self._read)[:, 1 + first :]
 
-    def _pick_children(self, rows: dict[int, _Growth], laws: torch.Tensor, keep: float) -> None:
+    def _pick_children(self, rows: dict[int, _TreeGrowth], laws: torch.Tensor, keep: float) -> None:
         """The likeliest children of the nodes read last."""
         if not rows:
             return
         best = laws[list(rows)].topk(min(_BREADTH, laws.shape[-1]))
         for growth, values, ids in zip(rows.values(), best.values.tolist(), best.indices.tolist(), strict=True):
-            known = sorted(growth.sketch.chance, reverse=True)
+            known = sorted(growth.sketch.accept_prob, reverse=True)
             least = max(keep, known[growth.budget - 1] if len(known) >= growth.budget else 0.0)
             for node, likely, tokens in zip(growth.level, values, ids, strict=False):
                 self._pick_below(growth, node, zip(likely, tokens, strict=True), least)
 
-    def _pick_below(self, growth: _Growth, node: int, likely: Iterable[tuple[float, int]], least: float) -> None:
+    def _pick_below(self, growth: _TreeGrowth, node: int, likely: Iterable[tuple[float, int]], least: float) -> None:
         """Children of a node from (probability, token), as far as they are likelier than `least`."""
         base = most = growth.hope_of(node)
         for rank, (probability, token) in enumerate(likely):
@@ -252,7 +254,9 @@ class TreeProposer(DraftModelProposer):
                 return
             growth.add(token, node, (most, most), kinds)
 
-    def _draw_children(self, rows: dict[int, _Growth], laws: torch.Tensor, draws: torch.Tensor, keep: float) -> None:
+    def _draw_children(
+        self, rows: dict[int, _TreeGrowth], laws: torch.Tensor, draws: torch.Tensor, keep: float
+    ) -> None:
         """Children of the nodes read last, without replacement, as many as the plan has room for."""
         if not rows:
             return
@@ -271,7 +275,7 @@ class TreeProposer(DraftModelProposer):
             for (b, place, _), token, share in zip(chosen, tokens.tolist(), mass.tolist(), strict=True):
                 plans[b].drawn(rank, place, token, share)
 
-    def _next(self, growth: _Growth, keep: float, worth: float) -> list[int]:
+    def _next(self, growth: _TreeGrowth, keep: float, worth: float) -> list[int]:
         """Which nodes a row's draft should read next; none where the tree is done."""
         unread, ahead = growth.unread(), self._odds.ahead(drawn=growth.drawn)
         hopes = [growth.hope[node] for node in unread]
@@ -308,7 +312,7 @@ class TreeProposer(DraftModelProposer):
 class _Plan:
     """Sequoia's tree below the nodes that a row's draft has read last, while their children are drawn rank by rank."""
 
-    def __init__(self, growth: _Growth, odds: _Odds, peaks: Sequence[float], keep: float) -> None:
+    def __init__(self, growth: _TreeGrowth, odds: _AcceptanceByRank, peaks: Sequence[float], keep: float) -> None:
         """Plan from the chance of the likeliest token after each node, `peaks`."""
         self._growth, self._odds = growth, odds
         self._peaks = [_level(peak) for _, peak in zip(growth.level, peaks, strict=False)]

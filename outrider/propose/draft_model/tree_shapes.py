@@ -20,12 +20,12 @@ class Shape:
 
     parent: tuple[int, ...]  # [N]; -1 = the root
     rank: tuple[int, ...]  # [N] among its siblings, from 0
-    chance: tuple[float, ...]  # [N] that the node is kept
+    accept_prob: tuple[float, ...]  # [N] that the node is kept
 
     @property
     def kept(self) -> float:
         """Expected guesses kept."""
-        return sum(self.chance)
+        return sum(self.accept_prob)
 
     @property
     def depth(self) -> int:
@@ -136,7 +136,7 @@ def best_first(children: Callable[[tuple[int, ...]], Sequence[float]], nodes: in
         if len(parent) < nodes:
             wait(above, (*path[:-1], path[-1] + 1), base, siblings)
             wait(node, (*path, 0), -negative, children(path))
-    return Shape(parent=tuple(parent), rank=tuple(ranks), chance=tuple(chances))
+    return Shape(parent=tuple(parent), rank=tuple(ranks), accept_prob=tuple(chances))
 
 
 def factorised(marginals: Sequence[Sequence[float]], nodes: int) -> Shape:
@@ -215,4 +215,4 @@ class _Programme:
                     chance.append(base * self._share[at])
                     room -= own
             level = deeper
-        return Shape(parent=tuple(parent), rank=tuple(rank), chance=tuple(chance))
+        return Shape(parent=tuple(parent), rank=tuple(rank), accept_prob=tuple(chance))

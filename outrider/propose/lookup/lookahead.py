@@ -161,7 +161,7 @@ class LookaheadProposer:
         known, kinds = self._guesses(state.pool.after(row.token_ids[-1]) if budget else ())
         width = min(self._shape.window, max(budget - len(kinds), budget // 2) // riders)
         room = budget - width * riders
-        known = TreeBuilder(known.tokens[:room], known.parent[:room], known.chance[:room])
+        known = TreeBuilder(known.tokens[:room], known.parent[:room], known.accept_prob[:room])
         self._open[row.slot] = known, kinds[:room]
         state.widen(width, riders, row.token_ids)
         whole = self._whole[row.slot] = self._with_riders(known, state.paths())
@@ -182,7 +182,7 @@ class LookaheadProposer:
         return ordered, [kinds[node] for node in order]
 
     def _with_riders(self, known: TreeBuilder, paths: Sequence[Column]) -> TreeBuilder:
-        sketch = TreeBuilder(known.tokens[:], known.parent[:], known.chance[:])
+        sketch = TreeBuilder(known.tokens[:], known.parent[:], known.accept_prob[:])
         worth = self._worth()
         for path in paths:
             _grow(sketch, path, [worth] * len(path))
@@ -199,20 +199,20 @@ def _grow(sketch: TreeBuilder, path: Sequence[int], chances: Sequence[float]) ->
     before, at = len(sketch.tokens), -1
     for token, chance in zip(path, chances, strict=True):
         twin = known.get((at, token))
-        at = sketch.add(token, at, min(chance, sketch.chance[at] if at >= 0 else 1.0)) if twin is None else twin
+        at = sketch.add(token, at, min(chance, sketch.accept_prob[at] if at >= 0 else 1.0)) if twin is None else twin
     return len(sketch.tokens) - before
 
 
 def _ordered(sketch: TreeBuilder) -> tuple[TreeBuilder, list[int]]:
     """The same tree with likelier guesses first, and where its nodes were before."""
     order = sorted(
-        range(len(sketch.tokens)), key=lambda node: -sketch.chance[node]
+        range(len(sketch.tokens)), key=lambda node: -sketch.accept_prob[node]
     )  # parents stay first: they came first
     home = {-1: -1} | {node: at for at, node in enumerate(order)}
     out = TreeBuilder(
         [sketch.tokens[node] for node in order],
         [home[sketch.parent[node]] for node in order],
-        [sketch.chance[node] for node in order],
+        [sketch.accept_prob[node] for node in order],
     )
     return out, order
 

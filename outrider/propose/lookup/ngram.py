@@ -88,17 +88,17 @@ class _Growth:
                 known = self._below[at, token] = self._sketch.add(token, at, chance)
                 self._kinds.append(kind)
                 parted = True
-            at, chance = known, self._sketch.chance[known]
+            at, chance = known, self._sketch.accept_prob[known]
         self._ways += parted
         return self._ways < _WAYS
 
     def best(self, count: int) -> tuple[TreeBuilder, list[Hashable]]:
         """The likeliest `count` of them; a parent is never less likely than its children, and came before them."""
         grown, out = self._sketch, TreeBuilder()
-        order = sorted(range(len(self._kinds)), key=lambda node: -grown.chance[node])[:count]
+        order = sorted(range(len(self._kinds)), key=lambda node: -grown.accept_prob[node])[:count]
         place = {-1: -1}
         for node in order:
-            place[node] = out.add(grown.tokens[node], place[grown.parent[node]], grown.chance[node])
+            place[node] = out.add(grown.tokens[node], place[grown.parent[node]], grown.accept_prob[node])
         return out, [self._kinds[node] for node in order]
 
 

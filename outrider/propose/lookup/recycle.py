@@ -154,7 +154,8 @@ class RecycleProposer:
         for row, start, feed in zip(batch.seqs, batch.start, batch.feed, strict=True):
             self._memories[row.slot].read(row.token_ids, start + len(feed))
         sketches = [
-            self._sketch(row, budget, batch.keep) for row, budget in zip(batch.seqs, batch.draft_budget, strict=True)
+            self._sketch(row, budget, batch.min_path_prob)
+            for row, budget in zip(batch.seqs, batch.draft_budget, strict=True)
         ]
         return picked(sketches, self._device)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, takewhile
 from operator import eq, mul
 
-from outrider.cache.base import fitting
+from outrider.cache.base import prompts_that_fit
 from outrider.core import tree
 from outrider.core.types import Batch, Draft, Needs, Request, Round, SequenceState
 from outrider.models.base import Target
@@ -133,7 +133,7 @@ class TextProposer:
     def _able(self, turns: Sequence[_Turn]) -> list[_Turn]:
         """Those whose texts and guesses the draft's cache has memory for."""
         wanted = {turn.row.slot: turn.start + len(turn.feed) + turn.steps for turn in turns}
-        able = fitting(self._model.cache, {}, wanted)
+        able = prompts_that_fit(self._model.cache, {}, wanted)
         return [turn for turn in turns if turn.row.slot in able]
 
     def _read(self, turns: Sequence[_Turn]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from outrider.core.stats import Stats
 
-_RECENT, _USUAL = 256, 16384  # first guesses that the two means look back over
+_RECENT, _BASELINE = 256, 16384  # first guesses that the two means look back over
 _KNOWN = 1024  # first guesses before anybody is alarmed
 _FALLEN, _RISEN = 0.7, 0.85  # of the usual rate: below the one the alarm begins, above the other it ends
 
@@ -19,11 +19,11 @@ class Drift:
     """
 
     def __init__(self) -> None:
-        self.recent = self.usual = 0.0  # shares kept
+        self.recent = self.baseline = 0.0  # shares kept
         self.alarm = False
         self._met = self._kept = 0  # as last told
 
-    def see(self, stats: Stats) -> None:
+    def update(self, stats: Stats) -> None:
         """Its sums by now, which only ever grow."""
         met, kept = (counts[0] if counts else 0 for counts in (stats.reached, stats.accepted))
         new = met - self._met
@@ -31,6 +31,6 @@ class Drift:
             return
         rate = (kept - self._kept) / new
         self.recent += (rate - self.recent) * min(new / min(met, _RECENT), 1.0)
-        self.usual += (rate - self.usual) * min(new / min(met, _USUAL), 1.0)
+        self.baseline += (rate - self.baseline) * min(new / min(met, _BASELINE), 1.0)
         self._met, self._kept = met, kept
-        self.alarm = met >= _KNOWN and self.recent < (_RISEN if self.alarm else _FALLEN) * self.usual
+        self.alarm = met >= _KNOWN and self.recent < (_RISEN if self.alarm else _FALLEN) * self.baseline

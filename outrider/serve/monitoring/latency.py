@@ -1,4 +1,4 @@
-"""How long requests take, as Prometheus counts it."""
+"""Prometheus histograms of request latencies."""
 
 from __future__ import annotations
 
@@ -23,61 +23,61 @@ class _Times:
 
 
 class LatencyMetrics:
-    """Latencies and ends of requests; only the engine's thread writes."""
+    """Latencies and finish reasons of requests. Only the engine thread writes."""
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
-        self._first = Histogram(
+        self._ttft = Histogram(
             "outrider_time_to_first_token_seconds", "From request to first token", buckets=_LONG, registry=registry
         )
-        self._between = _Gaps()
-        registry.register(self._between)
-        self._whole = Histogram(
-            "outrider_request_seconds", "From request to last token", buckets=_LONG, registry=registry
+        self._inter_token = _InterTokenLatency()
+        registry.register(self._inter_token)
+        self._e2e = Histogram(
+            "outrider_e2e_request_latency_seconds", "From request to last token", buckets=_LONG, registry=registry
         )
-        self._ended = Counter("outrider_requests", "Requests by how they ended", ["finish"], registry=registry)
+        self._finished = Counter("outrider_requests", "Requests by how they ended", ["finish"], registry=registry)
         self._open: dict[int, _Times] = {}
 
     def begin(self, id: int) -> None:
-        """A request is there."""
+        """Start the clock of a request."""
         now = perf_counter()
         self._open[id] = _Times(now, now)
 
-    def see(self, id: int, now: float, tokens: int) -> None:
-        """So many tokens are there by now."""
+    def record(self, id: int, now: float, tokens: int) -> None:
+        """Record that a request has `tokens` output tokens at time `now`."""
         times = self._open[id]
-        if tokens == times.tokens:  # a row that ends with an error brings none
+        if tokens == times.tokens:  # a request that ends with an error
             return
         if not times.tokens:
-            self._first.observe(now - times.began)
+            self._ttft.observe(now - times.began)
         else:
             new = tokens - times.tokens
-            self._between.see((now - times.last) / new, new)
+            self._inter_token.observe((now - times.last) / new, new)
         times.last, times.tokens = now, tokens
 
     def end(self, id: int, how: str) -> None:
-        """It is over, for the reason `how`."""
+        """Record the end of a request and its finish reason `how`."""
         times = self._open.pop(id)
-        self._whole.observe(perf_counter() - times.began)
-        self._ended.labels(how).inc()
+        self._e2e.observe(perf_counter() - times.began)
+        self._finished.labels(how).inc()
 
 
-class _Gaps:
-    """A histogram that takes all tokens of a round at once: it is told of every row in every round."""
+class _InterTokenLatency:
+    """A histogram that counts all tokens of a round in one call."""
 
     def __init__(self) -> None:
         self._counts = [0] * (len(_SHORT) + 1)
         self._sum = 0.0
 
-    def see(self, seconds: float, times: int) -> None:
+    def observe(self, seconds: float, times: int) -> None:
         self._counts[bisect_left(_SHORT, seconds)] += times
         self._sum += seconds * times
 
     def collect(self) -> Iterator[HistogramMetricFamily]:
         ends = [*map(str, _SHORT), "+Inf"]
         yield HistogramMetricFamily(
-            "outrider_inter_token_seconds",
-            "Between tokens, those of a round alike",
+            "outrider_inter_token_latency_seconds",
+            "Time between output tokens; the tokens of a round share its time",
             buckets=list(zip(ends, accumulate(self._counts), strict=True)),
             sum_value=self._sum,
         )

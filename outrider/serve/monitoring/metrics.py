@@ -1,4 +1,4 @@
-"""Counts of the engine as Prometheus reads them, taken from its sums when somebody asks."""
+"""Metrics of the engine in the Prometheus text format. They are computed from the engine's counters on each scrape."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from outrider.core.stats import Stats
 from outrider.plan.planner import CostPlanner
 from outrider.serve.async_llm import AsyncLLM
 
-_DEPTHS = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)  # of the histogram of guesses
+_DEPTHS = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)  # buckets of the draft depth
 
 
-class EngineCounts:
-    """A collector over what engine, planner and guards count; sums only ever grow."""
+class EngineMetrics:
+    """A collector of the counters of engine, planner and proposers. Counters only grow."""
 
     def __init__(self, driver: AsyncLLM) -> None:
         self._driver = driver
@@ -25,120 +25,107 @@ class EngineCounts:
 
     def collect(self) -> Iterator[Metric]:
         stats = self._driver.stats
-        yield from _sums(stats)
-        yield from _positions(stats)
-        yield _depths(stats)
-        yield from self._proposers()
-        yield from self._planned()
-        yield from self._requests()
-        yield from _cache(self._driver.engine.cache_usage())
-        yield GaugeMetricFamily("outrider_tokens_per_pass", "tau: tokens that a row emits in a pass", value=stats.tau)
-        info = GaugeMetricFamily("outrider_build_info", "1; what runs is in the labels", labels=["version", "verifier"])
+        yield from _token_metrics(stats)
+        yield from _position_metrics(stats)
+        yield _draft_depth(stats)
+        yield from self._proposer_metrics()
+        yield from self._planner_metrics()
+        yield from self._request_metrics()
+        yield from _cache_metrics(self._driver.engine.cache_usage())
+        yield _gauge("tokens_per_pass", "tau: output tokens per pass", stats.tau)
+        info = GaugeMetricFamily("outrider_build_info", "Always 1", labels=["version", "verifier"])
         info.add_metric([__version__, self._parts.verifier.name], 1)
         yield info
 
-    def _proposers(self) -> Iterator[Metric]:
-        """What each alternative guessed, in the passes in which it did, and how it fares."""
-        names, arms = self._parts.proposers, self._driver.engine.alternative_stats
-        for name, says, values in (
-            ("drafts", "Passes with guesses", [_first(each.offered) for each in arms]),
-            ("drafted_tokens", "Guesses verified", [each.drafted for each in arms]),
-            ("accepted_tokens", "Guesses kept", [sum(each.accepted) for each in arms]),
-            ("emitted_tokens", "Tokens written in passes with guesses", [each.emitted for each in arms]),
+    def _proposer_metrics(self) -> Iterator[Metric]:
+        names, stats = self._parts.proposers, self._driver.engine.alternative_stats
+        for name, help, counts in (
+            ("drafts", "Drafts of this proposer", [_first(each.offered) for each in stats]),
+            ("draft_tokens", "Draft tokens that were verified", [each.draft_tokens for each in stats]),
+            ("accepted_tokens", "Draft tokens that were accepted", [sum(each.accepted) for each in stats]),
+            ("output_tokens", "Output tokens of passes with drafts", [each.output_tokens for each in stats]),
         ):
-            yield _by_proposer(CounterMetricFamily, f"outrider_proposer_{name}", says, names, values)
+            yield _by_proposer(CounterMetricFamily, name, help, names, counts)
         failures = [guard.failures for guard in self._parts.isolated] or [0] * len(names)
-        yield _by_proposer(CounterMetricFamily, "outrider_proposer_failures", "Times that it raised", names, failures)
-        off = [guard.off for guard in self._parts.isolated] or [False] * len(names)
+        yield _by_proposer(CounterMetricFamily, "failures", "Exceptions of this proposer", names, failures)
+        disabled = [guard.disabled for guard in self._parts.isolated] or [False] * len(names)
         drifts = self._driver.drifts
-        for name, says, gauges in (
-            ("off", "1 while it is not asked, for it has failed", off),
-            ("acceptance_recent", "Share of first guesses kept, lately", [each.recent for each in drifts]),
-            ("acceptance_usual", "Share of first guesses kept, in the long run", [each.usual for each in drifts]),
-            ("drift", "1 while the recent share is far below the usual one", [each.alarm for each in drifts]),
+        for name, help, values in (
+            ("disabled", "1 while the proposer is switched off after failures", disabled),
+            ("acceptance_recent", "Acceptance at position 0, recently", [each.recent for each in drifts]),
+            ("acceptance_baseline", "Acceptance at position 0, in the long run", [each.baseline for each in drifts]),
+            ("drift", "1 while recent acceptance is far below the baseline", [each.alarm for each in drifts]),
         ):
-            yield _by_proposer(GaugeMetricFamily, f"outrider_proposer_{name}", says, names, gauges)
+            yield _by_proposer(GaugeMetricFamily, name, help, names, values)
 
-    def _planned(self) -> Iterator[Metric]:
-        """What k auto reckons with; without it nobody knows what plain decoding would take."""
+    def _planner_metrics(self) -> Iterator[Metric]:
+        """Only the cost planner (k auto) knows what plain decoding would take. With a fixed k the values stay 0."""
         planner = self._parts.planner
-        spent, plain = (
-            (planner.spent_seconds, planner.plain_seconds) if isinstance(planner, CostPlanner) else (0.0, 0.0)
-        )
-        yield CounterMetricFamily("outrider_planned_seconds", "Seconds of rounds that k auto planned", value=spent)
-        yield CounterMetricFamily(
-            "outrider_plain_seconds", "What plain decoding would have taken for their tokens", value=plain
-        )
-        yield GaugeMetricFamily(
-            "outrider_estimated_speedup", "The one over the other; 0 where nobody knows", value=plain / (spent or 1.0)
-        )
+        planned = plain = 0.0
+        if isinstance(planner, CostPlanner):
+            planned, plain = planner.spent_seconds, planner.plain_seconds
+        yield _counter("planned_seconds", "Time of the rounds that k auto planned", planned)
+        yield _counter("plain_seconds", "Time that plain decoding would have taken for their tokens", plain)
+        speedup = plain / planned if planned else 0.0
+        yield _gauge("estimated_speedup", "plain_seconds / planned_seconds; 0 before the first planned round", speedup)
 
-    def _requests(self) -> Iterator[Metric]:
+    def _request_metrics(self) -> Iterator[Metric]:
         driver = self._driver
-        yield GaugeMetricFamily("outrider_running", "Completions that hold a slot", value=driver.running)
-        yield GaugeMetricFamily("outrider_waiting", "Completions that wait for one", value=driver.waiting)
-        yield GaugeMetricFamily("outrider_slots", "Completions that may run at once", value=driver.slots)
-        yield CounterMetricFamily(
-            "outrider_failed_rounds", "Rounds that raised, and were taken again row by row", value=driver.failed_rounds
-        )
-        yield GaugeMetricFamily(
-            "outrider_degraded", "1 while errors cost guesses; /health says which", value=bool(driver.degraded)
-        )
+        yield _gauge("num_requests_running", "Completions that hold a slot", driver.running)
+        yield _gauge("num_requests_waiting", "Completions in the queue", driver.waiting)
+        yield _gauge("max_num_seqs", "Completions that can run at once", driver.slots)
+        yield _counter("failed_rounds", "Rounds that raised and were repeated by sequence", driver.failed_rounds)
+        yield _gauge("degraded", "1 while errors reduce speculation; see /health", bool(driver.degraded))
 
 
-def _cache(use: CacheUsage) -> Iterator[Metric]:
-    """Of the target's; where a slot has room for a whole context there are no blocks to tell of."""
-    blocks = GaugeMetricFamily("outrider_cache_blocks", "Blocks of the target's cache", labels=["state"])
-    for state, count in (("held", use.held), ("kept", use.kept), ("free", use.free)):
+def _cache_metrics(usage: CacheUsage) -> Iterator[Metric]:
+    """Metrics of the target's KV cache. A cache without blocks reports 0 blocks."""
+    blocks = GaugeMetricFamily("outrider_kv_cache_blocks", "Blocks of the target's KV cache", labels=["state"])
+    states = {"used": usage.used_blocks, "cached": usage.cached_blocks, "free": usage.free_blocks}
+    for state, count in states.items():
         blocks.add_metric([state], count)
     yield blocks
-    for name, says, value in (
-        ("asked_tokens", "Tokens of texts that were taken in", use.query_tokens),
-        ("hit_tokens", "Those of them that were cached already", use.hit_tokens),
-        ("evicted_blocks", "Blocks of texts that had ended, for others", use.evicted),
-    ):
-        yield CounterMetricFamily(f"outrider_cache_{name}", says, value=value)
-    yield CounterMetricFamily("outrider_preemptions", "Rows that gave way and came back", value=use.preempted)
+    yield _counter("prefix_cache_queries", "Tokens of the sequences that got a slot", usage.query_tokens)
+    yield _counter("prefix_cache_hits", "Those of them that were in the cache", usage.hit_tokens)
+    yield _counter("cache_evicted_blocks", "Cached blocks that were evicted", usage.evicted_blocks)
+    yield _counter("preemptions", "Sequences that lost their slot and continue later", usage.preempted)
 
 
-def _sums(stats: Stats) -> Iterator[Metric]:
-    kept = sum(stats.accepted)
-    for name, says, value in (
-        ("outrider_rounds", "Passes of the target", stats.rounds),
-        ("outrider_row_passes", "Rows that decoded in passes of the target", stats.passes),
-        ("outrider_drafts", "Rows that had guesses in passes of the target", _first(stats.offered)),
-        ("outrider_prompt_tokens", "Tokens of prompts that were read", stats.prompt),
-        ("outrider_emitted_tokens", "Tokens written", stats.emitted),
-        ("outrider_drafted_tokens", "Guesses verified", stats.drafted),
-        ("outrider_accepted_tokens", "Guesses kept", kept),
-        ("outrider_wasted_tokens", "Guesses verified and not kept", stats.drafted - kept),
-    ):
-        yield CounterMetricFamily(name, says, value=value)
-    seconds = CounterMetricFamily("outrider_seconds", "Where rounds spent their time", labels=["part"])
-    seconds.add_metric(["draft"], stats.propose_seconds)
+def _token_metrics(stats: Stats) -> Iterator[Metric]:
+    accepted = sum(stats.accepted)
+    yield _counter("rounds", "Forward passes of the target", stats.rounds)
+    yield _counter("passes", "Decoding sequences, summed over rounds", stats.passes)
+    yield _counter("drafts", "Decoding sequences with draft tokens, summed over rounds", _first(stats.offered))
+    yield _counter("prompt_tokens", "Prompt tokens that were processed", stats.prompt_tokens)
+    yield _counter("output_tokens", "Output tokens", stats.output_tokens)
+    yield _counter("draft_tokens", "Draft tokens that were verified", stats.draft_tokens)
+    yield _counter("accepted_tokens", "Draft tokens that were accepted", accepted)
+    yield _counter("rejected_tokens", "Draft tokens that were verified and rejected", stats.draft_tokens - accepted)
+    seconds = CounterMetricFamily("outrider_round_seconds", "Time of the rounds by part", labels=["part"])
+    seconds.add_metric(["draft"], stats.draft_seconds)
     seconds.add_metric(["target"], stats.target_seconds)
     seconds.add_metric(["host"], stats.host_seconds)
     yield seconds
 
 
-def _positions(stats: Stats) -> Iterator[Metric]:
-    for name, says, counts in (
-        ("outrider_reached_by_position", "Guesses whose ancestors were all kept", stats.reached),
-        ("outrider_accepted_by_position", "Those of them that were kept", stats.accepted),
+def _position_metrics(stats: Stats) -> Iterator[Metric]:
+    for name, help, counts in (
+        ("outrider_reached_by_position", "Draft tokens whose ancestors were all accepted", stats.reached),
+        ("outrider_accepted_by_position", "Those of them that were accepted", stats.accepted),
     ):
-        family = CounterMetricFamily(name, says, labels=["position"])
+        family = CounterMetricFamily(name, help, labels=["position"])
         for position, count in enumerate(counts):
             family.add_metric([str(position)], count)
         yield family
 
 
-def _depths(stats: Stats) -> Metric:
-    """From how many passes had a guess at each position."""
-    deeper = [stats.offered[most] if most < len(stats.offered) else 0 for most in _DEPTHS]
-    buckets = [(str(float(most)), stats.passes - count) for most, count in zip(_DEPTHS, deeper, strict=True)]
+def _draft_depth(stats: Stats) -> Metric:
+    """`stats.offered[i]` passes had a draft deeper than i, so the rest is the bucket up to i."""
+    deeper = [stats.offered[depth] if depth < len(stats.offered) else 0 for depth in _DEPTHS]
+    buckets = [(str(float(depth)), stats.passes - count) for depth, count in zip(_DEPTHS, deeper, strict=True)]
     return HistogramMetricFamily(
         "outrider_draft_depth",
-        "Guesses one after another that a row had in a pass",
+        "Depth of the draft of one sequence in one round",
         buckets=[*buckets, ("+Inf", stats.passes)],
         sum_value=sum(stats.offered),
     )
@@ -147,14 +134,22 @@ def _depths(stats: Stats) -> Metric:
 def _by_proposer(
     kind: type[CounterMetricFamily] | type[GaugeMetricFamily],
     name: str,
-    says: str,
-    names: Sequence[str],
+    help: str,
+    proposers: Sequence[str],
     values: Sequence[float],
 ) -> Metric:
-    family = kind(name, says, labels=["proposer"])
-    for proposer, value in zip(names, values, strict=True):
+    family = kind(f"outrider_proposer_{name}", help, labels=["proposer"])
+    for proposer, value in zip(proposers, values, strict=True):
         family.add_metric([proposer], value)
     return family
+
+
+def _counter(name: str, help: str, value: float) -> Metric:
+    return CounterMetricFamily(f"outrider_{name}", help, value=value)
+
+
+def _gauge(name: str, help: str, value: float) -> Metric:
+    return GaugeMetricFamily(f"outrider_{name}", help, value=value)
 
 
 def _first(counts: Sequence[int]) -> int:
@@ -162,5 +157,5 @@ def _first(counts: Sequence[int]) -> int:
 
 
 def exposition(driver: AsyncLLM) -> bytes:
-    """All metrics, as text."""
+    """All metrics in the Prometheus text format."""
     return generate_latest(driver.clocks.registry)

@@ -55,14 +55,14 @@ class Entry:
         if not self.finish:
             return told
         passes = sum(each.stats.passes for each in self.completions)
-        written = sum(each.stats.emitted for each in self.completions)
+        written = sum(each.stats.output_tokens for each in self.completions)
         return told | {
             "finish": self.finish,
             "first_seconds": None if self.first is None else round(self.first - self.began, 6),
             "prompt_tokens": sum(len(each.prompt_token_ids) for each in self.completions),
             "tokens": self.tokens,
             "tau": round(written / passes, 4) if passes else None,
-            "drafted": sum(each.stats.drafted for each in self.completions),
+            "drafted": sum(each.stats.draft_tokens for each in self.completions),
             "accepted": sum(sum(each.stats.accepted) for each in self.completions),
         }
 

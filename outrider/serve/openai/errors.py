@@ -16,7 +16,7 @@ from outrider.core.params import InvalidParam
 from outrider.errors import OutriderError
 from outrider.serve.async_llm import QueueFull
 from outrider.serve.openai.responses import problem
-from outrider.serve.openai.schema import Sampling, field_of
+from outrider.serve.openai.schema import SamplingFields, field_of
 
 _LATER = {"Retry-After": "1"}
 
@@ -37,18 +37,18 @@ def about(param: str) -> Iterator[None]:
 
 
 @contextmanager
-def spelled_as(asked: Sampling) -> Iterator[None]:
+def rename_param(asked: SamplingFields) -> Iterator[None]:
     """What is refused in here is named as the client has named it."""
     try:
         yield
     except InvalidParam as error:
-        said, name = str(error), asked.spelled(error.param)
+        said, name = str(error), asked.param_name(error.param)
         if said.startswith(f"{error.param} "):
             said = name + said[len(error.param) :]
         raise InvalidParam(name, said) from error
 
 
-class Mistake(BaseModel):
+class ErrorBody(BaseModel):
     """What went wrong."""
 
     message: str
@@ -60,7 +60,7 @@ class Mistake(BaseModel):
 class Problem(BaseModel):
     """An answer that is none."""
 
-    error: Mistake
+    error: ErrorBody
 
 
 RESPONSES: dict[int | str, dict[str, Any]] = {

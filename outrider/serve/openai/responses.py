@@ -11,13 +11,13 @@ from uuid import uuid4
 
 from outrider.core.types import Completion, FinishReason, TokenLogprobs
 from outrider.serve.openai.tool_calls import ToolCallParser
-from outrider.serve.stream.ticket import Piece
+from outrider.serve.stream.ticket import StreamChunk
 
 Decode = Callable[[Sequence[int]], str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reply:
+class ResponseBuilder:
     """One answer's heading, the same in all of its parts."""
 
     chat: bool
@@ -30,17 +30,17 @@ class Reply:
     id: str = field(default_factory=lambda: uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def whole(self, completions: Sequence[Completion], prompts: int) -> dict[str, Any]:
+    def response(self, completions: Sequence[Completion], prompts: int) -> dict[str, Any]:
         """All completions of `prompts` prompts at once."""
         choices = [self._choice(i, each) for i, each in enumerate(completions)]
         return self._head(part=False) | {"choices": choices, "usage": usage(completions, prompts)}
 
-    def parts(self, index: int) -> Parts:
+    def chunks(self, index: int) -> ChunkBuilder:
         """What makes the pieces of one completion into parts of a stream."""
-        return Parts(self, index)
+        return ChunkBuilder(self, index)
 
-    def part(
-        self, index: int, piece: Piece, *, delta: dict[str, Any], finish: str | None, offset: int = 0
+    def chunk(
+        self, index: int, piece: StreamChunk, *, delta: dict[str, Any], finish: str | None, offset: int = 0
     ) -> dict[str, Any]:
         """One piece of one completion, which adds `delta` to a chat; `offset` characters of its tokens came before."""
         choice: dict[str, Any] = {"index": index, "finish_reason": finish, "logprobs": None}
@@ -51,14 +51,19 @@ class Reply:
             choice["speculation"] = self._speculation(piece)
         return self._head(part=True) | {"choices": [choice]}
 
-    def _speculation(self, piece: Piece) -> dict[str, Any]:
-        told: dict[str, Any] = {"tokens": piece.words, "guessed": piece.guessed}
-        if guesses := piece.guesses:
+    def _speculation(self, piece: StreamChunk) -> dict[str, Any]:
+        told: dict[str, Any] = {"tokens": piece.token_texts, "from_draft": piece.from_draft}
+        if guesses := piece.drafts:
             words = [self.spell(token) for token in guesses.tokens]
-            told["guesses"] = {"tokens": words, "parents": guesses.parents, "kept": guesses.kept, "by": guesses.by}
+            told["drafts"] = {
+                "tokens": words,
+                "parents": guesses.parents,
+                "accepted": guesses.accepted,
+                "source": guesses.source,
+            }
         return told
 
-    def last(self, completions: Sequence[Completion], prompts: int) -> dict[str, Any]:
+    def usage_chunk(self, completions: Sequence[Completion], prompts: int) -> dict[str, Any]:
         """What comes behind all pieces where usage was asked for."""
         return self._head(part=True) | {"choices": [], "usage": usage(completions, prompts)}
 
@@ -104,16 +109,16 @@ class Reply:
         return {"token": word, "logprob": logprob, "bytes": list(word.encode())}
 
 
-class Parts:
+class ChunkBuilder:
     """The stream of one completion."""
 
-    def __init__(self, reply: Reply, index: int) -> None:
+    def __init__(self, reply: ResponseBuilder, index: int) -> None:
         self._reply, self._index = reply, index
         self._calls = ToolCallParser() if reply.calls else None
         self._begun = False
         self._offset = 0  # characters of all tokens so far, each spelled alone
 
-    def next(self, piece: Piece) -> dict[str, Any]:
+    def next(self, piece: StreamChunk) -> dict[str, Any]:
         """The part that a piece becomes."""
         finish = str(piece.completion.finish_reason) if piece.completion else None
         delta: dict[str, Any] = {"content": piece.text}
@@ -123,7 +128,7 @@ class Parts:
         if not self._begun:
             delta = {"role": "assistant", "content": None if self._calls else ""} | delta
             self._begun = True
-        part = self._reply.part(self._index, piece, delta=delta, finish=finish, offset=self._offset)
+        part = self._reply.chunk(self._index, piece, delta=delta, finish=finish, offset=self._offset)
         if self._reply.logprobs and not self._reply.chat:
             self._offset += sum(map(len, part["choices"][0]["logprobs"]["tokens"]))
         return part
@@ -149,7 +154,7 @@ def usage(completions: Sequence[Completion], prompts: int) -> dict[str, Any]:
         "speculation": {
             "target_passes": passes,
             "tokens_per_pass": made / passes if passes else 0.0,
-            "drafted_tokens": sum(completion.stats.drafted for completion in completions),
+            "draft_tokens": sum(completion.stats.draft_tokens for completion in completions),
             "accepted_tokens": sum(sum(completion.stats.accepted) for completion in completions),
             "exact": all(completion.stats.exact for completion in completions),
         },

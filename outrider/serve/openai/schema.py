@@ -11,7 +11,7 @@ from pydantic_core import PydanticCustomError
 
 from outrider.core.constraint import Constraint
 from outrider.core.params import InvalidParam, SamplingParams
-from outrider.core.text import sound
+from outrider.core.text import is_utf8
 from outrider.serve.stream.ticket import StreamContent
 
 _Token = Annotated[int, Field(ge=0)]
@@ -28,7 +28,7 @@ class StreamOptions(_Strict):
     include_tokens: bool = Field(
         False, description="Extension. Tell of each token whether it was a guess that was kept."
     )
-    include_guesses: bool = Field(
+    include_drafts: bool = Field(
         False, description="Extension. The same, and all guesses of each round with those who made them."
     )
 
@@ -104,7 +104,7 @@ class _Asked(_Strict):
         return given
 
 
-class Sampling(_Asked):
+class SamplingFields(_Asked):
     """What both kinds of completion take."""
 
     model: str | None = Field(None, description="The model's name, as /v1/models tells it; left out, there is but one.")
@@ -123,7 +123,6 @@ class Sampling(_Asked):
     seed: int | None = Field(None, ge=0, lt=2**63)
     priority: int = Field(0, ge=-100, le=100, description="Extension. Lower ones are served first.")
     k: int | None = Field(None, ge=0, le=256, description="Extension. Guesses a round at most; 0 is plain decoding.")
-    off: bool = Field(False, description="Extension. No speculation for this request, as k 0.")
     proposer: str | None = Field(
         None, description="Extension. Who guesses: one of those that /v1/models names. Left out: the planner decides."
     )
@@ -138,15 +137,15 @@ class Sampling(_Asked):
     store: Literal[False] | None = Field(None, description="Nothing is stored.")
     structured_outputs: StructuredOutputs | None = Field(None, description="Extension. What form the text has.")
 
-    def watch(self) -> StreamContent:
+    def stream_content(self) -> StreamContent:
         """What of the completion is to be told, and when."""
-        if self.stream_options and self.stream_options.include_guesses:
-            return StreamContent.GUESSES
+        if self.stream_options and self.stream_options.include_drafts:
+            return StreamContent.DRAFTS
         if self.stream_options and self.stream_options.include_tokens:
             return StreamContent.ROUNDS
         return StreamContent.TEXT if self.stream else StreamContent.END
 
-    def spelled(self, param: str) -> str:
+    def param_name(self, param: str) -> str:
         """What a client calls a parameter of `SamplingParams`."""
         return _SPELLED.get(param, param)
 
@@ -167,8 +166,6 @@ class Sampling(_Asked):
             raise InvalidParam("stop", f"stop holds {len(stops)} strings; use at most {_STOPS}")
         if any(len(stop) > _STOP_LENGTH for stop in stops):
             raise InvalidParam("stop", f"stop holds a string of more than {_STOP_LENGTH} characters; use shorter ones")
-        if self.off and (self.k or self.proposer):
-            raise InvalidParam("off", "off says not to speculate, and k or proposer how to; leave out one of them")
         return SamplingParams(
             temperature=self.temperature,
             top_k=self.top_k,
@@ -186,7 +183,7 @@ class Sampling(_Asked):
             seed=self.seed,
             n=self.n,
             logprobs=logprobs,
-            guesses=0 if self.off else self.k,
+            k=self.k,
             proposer=self.proposer,
             verifier=self.verifier,
             constraint=constraint,
@@ -195,7 +192,7 @@ class Sampling(_Asked):
         )
 
 
-class CompletionRequest(Sampling):
+class CompletionRequest(SamplingFields):
     """`/v1/completions`."""
 
     prompt: str | list[str] | list[_Token] | list[list[_Token]] = Field(description="Text or tokens, one or several.")
@@ -290,7 +287,7 @@ class NamedTool(_Strict):
     function: FunctionName
 
 
-class ChatRequest(Sampling):
+class ChatRequest(SamplingFields):
     """`/v1/chat/completions`."""
 
     messages: list[Message] = Field(min_length=1)
@@ -303,13 +300,13 @@ class ChatRequest(Sampling):
     tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
     parallel_tool_calls: bool | None = Field(None, description="Whether several calls may follow each other: true.")
 
-    def spelled(self, param: str) -> str:
+    def param_name(self, param: str) -> str:
         names = {"prompt": "messages", "logprobs": "top_logprobs"}
         if self.max_completion_tokens is not None:
             names["max_tokens"] = "max_completion_tokens"
         if self.structured_outputs is None:
             names["constraint"] = "tools" if self.tools else "response_format"
-        return names.get(param) or super().spelled(param)
+        return names.get(param) or super().param_name(param)
 
     def constraint(self) -> Constraint | None:
         """What form the text must have, tools aside."""
@@ -323,13 +320,13 @@ class ChatRequest(Sampling):
             return Constraint.json_object()
         return Constraint.json_schema(asked.json_schema.form)
 
-    def most(self) -> int | None:
+    def max_output_tokens(self) -> int | None:
         """Tokens of the answer."""
         if self.max_tokens and self.max_completion_tokens and self.max_tokens != self.max_completion_tokens:
             raise InvalidParam("max_completion_tokens", "max_tokens and max_completion_tokens differ; give one of them")
         return self.max_completion_tokens or self.max_tokens
 
-    def wanted(self) -> int | None:
+    def num_logprobs(self) -> int | None:
         """Likeliest tokens whose log-probabilities are reported; None: none at all."""
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidParam("top_logprobs", "top_logprobs needs logprobs true; set it, or leave top_logprobs out")
@@ -345,7 +342,7 @@ class TokenizeRequest(_Asked):
 
 def _check_text(given: Any, *path: str) -> None:
     if isinstance(given, str):
-        if not sound(given):
+        if not is_utf8(given):
             said = "a string holds half of a surrogate pair, which is no text"
             raise PydanticCustomError("no_text", said, {"path": path})
     elif isinstance(given, dict):
@@ -375,7 +372,7 @@ def field_of(error: Mapping[str, Any]) -> str | None:
     return ".".join(name for name in names if name not in ("str", "int", "float") and "[" not in name) or None
 
 
-_SPELLED: Mapping[str, str] = MappingProxyType({"guesses": "k", "scope": "user", "constraint": "structured_outputs"})
+_SPELLED: Mapping[str, str] = MappingProxyType({"scope": "user", "constraint": "structured_outputs"})
 _STOPS, _STOP_LENGTH = 16, 1000
 _DIGITS = 18  # of a token id, and far more than any has
 Message.model_rebuild()

@@ -14,8 +14,8 @@ class RoundDrafts:
 
     tokens: tuple[int, ...]
     parents: tuple[int, ...]  # -1 = the last token before the round
-    kept: tuple[bool, ...]
-    by: tuple[str, ...]  # who made them
+    accepted: tuple[bool, ...]
+    source: tuple[str, ...]  # who made them
 
 
 def drafts_of(round: Round, b: int, names: Sequence[str]) -> RoundDrafts:
@@ -27,8 +27,8 @@ def drafts_of(round: Round, b: int, names: Sequence[str]) -> RoundDrafts:
     return RoundDrafts(
         tokens=tuple(draft.tokens[b, :count].tolist()),
         parents=tuple(draft.parent[b, :count].tolist()),
-        kept=tuple(node in kept for node in range(count)),
-        by=tuple(_named(each, names) for each in bits),
+        accepted=tuple(node in kept for node in range(count)),
+        source=tuple(_named(each, names) for each in bits),
     )
 
 

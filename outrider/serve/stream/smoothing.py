@@ -7,18 +7,20 @@ from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
-from outrider.serve.stream.ticket import Piece
+from outrider.serve.stream.ticket import StreamChunk
 
 _WEIGHT = 0.3  # of the last round, in what the next one is expected to take
 
 
-async def smoothed(pieces: AsyncIterator[list[Piece]], times: asyncio.AbstractEventLoop) -> AsyncIterator[list[Piece]]:
+async def smoothed(
+    pieces: AsyncIterator[list[StreamChunk]], times: asyncio.AbstractEventLoop
+) -> AsyncIterator[list[StreamChunk]]:
     """The same tokens one by one, spread until the next round's are expected.
 
     What a round brings sets out at once and ends before the next; where that comes early, all that is left goes out
     with it, so that nothing is ever later than one round, nor out of order. The end waits for nothing.
     """
-    left, due, step = deque[Piece](), 0.0, 0.0
+    left, due, step = deque[StreamChunk](), 0.0, 0.0
     expected, last = 0.0, 0.0
     coming = asyncio.ensure_future(anext(pieces))
     try:
@@ -46,21 +48,21 @@ async def smoothed(pieces: AsyncIterator[list[Piece]], times: asyncio.AbstractEv
         coming.cancel()
 
 
-def _parted(piece: Piece) -> list[Piece]:
+def _parted(piece: StreamChunk) -> list[StreamChunk]:
     """A piece for each token, as far as each has something to show."""
     if len(piece.tokens) < 2:
         return [piece]
-    parts, at = list[Piece](), 0
-    for i, word in enumerate(piece.words):
-        end = len(piece.text) if i == len(piece.words) - 1 else min(at + len(word), len(piece.text))
+    parts, at = list[StreamChunk](), 0
+    for i, word in enumerate(piece.token_texts):
+        end = len(piece.text) if i == len(piece.token_texts) - 1 else min(at + len(word), len(piece.text))
         parts.append(
             replace(
                 piece,
                 text=piece.text[at:end],
                 tokens=piece.tokens[i : i + 1],
-                guessed=piece.guessed[i : i + 1],
+                from_draft=piece.from_draft[i : i + 1],
                 logprobs=piece.logprobs[i : i + 1],
-                words=(word,),
+                token_texts=(word,),
             )
         )
         at = end

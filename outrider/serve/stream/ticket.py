@@ -23,21 +23,21 @@ class StreamContent(IntEnum):
 
     END = 0  # the last piece alone
     TEXT = 1  # what is new, of however many rounds
-    WORDS = 2  # and what each token added to the text
+    TOKENS = 2  # and what each token added to the text
     ROUNDS = 3  # each round by itself
-    GUESSES = 4  # and all that was guessed in it
+    DRAFTS = 4  # and all that was guessed in it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class StreamChunk:
     """What one round added, or several."""
 
     text: str = ""  # characters that no later token can change
     tokens: tuple[int, ...] = ()
-    guessed: tuple[bool, ...] = ()  # per token: an accepted guess, or the target's own
+    from_draft: tuple[bool, ...] = ()  # per token: an accepted guess, or the target's own
     logprobs: tuple[TokenLogprobs, ...] = ()  # per token, where they were asked for
-    words: tuple[str, ...] = ()  # per token, what it added to the text, where that is watched
-    guesses: RoundDrafts | None = None  # where they are watched
+    token_texts: tuple[str, ...] = ()  # per token, what it added to the text, where that is watched
+    drafts: RoundDrafts | None = None  # where they are watched
     completion: Completion | None = None  # in the last piece
     error: str = ""  # likewise, where something broke
 
@@ -46,12 +46,12 @@ class Piece:
         """Whether nothing comes after it."""
         return bool(self.completion or self.error)
 
-    def then(self, later: Piece) -> Piece:
+    def merge(self, later: StreamChunk) -> StreamChunk:
         """The two as one."""
         return replace(
             later,
             tokens=self.tokens + later.tokens,
-            guessed=self.guessed + later.guessed,
+            from_draft=self.from_draft + later.from_draft,
             logprobs=self.logprobs + later.logprobs,
         )
 
@@ -69,22 +69,22 @@ class RequestStream:
         self.given = 0  # those of them that pieces hold
         self.guesses: RoundDrafts | None = None  # of the round that is being committed
         self._wording = wording
-        self._pieces: deque[Piece] = deque()
+        self._pieces: deque[StreamChunk] = deque()
         self._more = asyncio.Event()
 
-    def put(self, piece: Piece) -> None:
+    def put(self, piece: StreamChunk) -> None:
         """From the engine's thread; `wake` tells the reader."""
         self.given += len(piece.tokens)
         if self.watch < StreamContent.ROUNDS:
             with suppress(IndexError):  # taken, perhaps just now
-                piece = self._pieces.pop().then(piece)
+                piece = self._pieces.pop().merge(piece)
         self._pieces.append(piece)
 
     def wake(self) -> None:
         """From the reader's loop."""
         self._more.set()
 
-    async def pieces(self) -> AsyncIterator[list[Piece]]:
+    async def chunks(self) -> AsyncIterator[list[StreamChunk]]:
         """What is new each time, to the last: one piece, or where rounds are watched one of each."""
         while True:
             await self._more.wait()
@@ -95,9 +95,9 @@ class RequestStream:
                 if new[-1].last:
                     return
 
-    def _taken(self) -> list[Piece]:
+    def _taken(self) -> list[StreamChunk]:
         """All that waits, worded."""
-        out = list[Piece]()
+        out = list[StreamChunk]()
         with suppress(IndexError):  # `put` may just be making two pieces one
             while True:
                 out.append(self._worded(self._pieces.popleft()))
@@ -105,16 +105,16 @@ class RequestStream:
                     break
         return out
 
-    def _worded(self, piece: Piece) -> Piece:
+    def _worded(self, piece: StreamChunk) -> StreamChunk:
         if self.watch is StreamContent.END:
             return piece
         try:
             text = self._wording.grow(piece.tokens, piece.completion)
-            words = self._wording.words(piece.tokens) if self.watch >= StreamContent.WORDS else ()
+            words = self._wording.words(piece.tokens) if self.watch >= StreamContent.TOKENS else ()
         except Exception as error:  # of its text, which is nobody else's
             _log.exception("a completion could not be told")
-            return Piece(error=f"the text cannot be written: {error}")
-        return replace(piece, text=text, words=words)
+            return StreamChunk(error=f"the text cannot be written: {error}")
+        return replace(piece, text=text, token_texts=words)
 
 
 class Wakeup:
@@ -125,7 +125,7 @@ class Wakeup:
         self._told: deque[RequestStream] = deque()
         self._called = False
 
-    def ring(self, tickets: Sequence[RequestStream]) -> None:
+    def notify(self, tickets: Sequence[RequestStream]) -> None:
         """From the engine's thread."""
         self._told.extend(tickets)
         if not self._called:

@@ -96,8 +96,8 @@ class AnswerParams:
     """How prompts are answered."""
 
     temperature: float
-    tokens: int  # of an answer at most
-    go_on: bool  # past the end of text
+    max_tokens: int  # of an answer at most
+    ignore_eos: bool  # past the end of text
     seed: int
 
 
@@ -140,8 +140,10 @@ class AnswerGenerator:
         return Request(
             id=number,
             prompt_token_ids=prompt,
-            params=SamplingParams(temperature=manner.temperature, max_tokens=manner.tokens, ignore_eos=manner.go_on),
+            params=SamplingParams(
+                temperature=manner.temperature, max_tokens=manner.max_tokens, ignore_eos=manner.ignore_eos
+            ),
             seed=mix_int(mix_int(manner.seed, turn), number),
-            end_ids=frozenset() if manner.go_on else parts.end_ids,
-            max_tokens=min(manner.tokens, parts.context - len(prompt)),
+            end_ids=frozenset() if manner.ignore_eos else parts.end_ids,
+            max_tokens=min(manner.max_tokens, parts.context - len(prompt)),
         )

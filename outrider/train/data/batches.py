@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 from outrider.core import tree
 from outrider.core.types import Batch, Scores, SequenceState, SharedWeights
 from outrider.errors import OutriderError
-from outrider.heads.description import Taps, View
+from outrider.heads.description import AuxStates, SharedKV
 from outrider.heads.hidden_states import normed
 from outrider.models.base import Target
 from outrider.train.data.sample import Sample
@@ -28,12 +28,12 @@ class Reader:
 
     def __init__(
         self,
-        taps: Taps,
+        taps: AuxStates,
         layers: Sequence[int],
         tables: SharedWeights,
         ids: torch.Tensor,
         *,
-        views: Sequence[View] = (),
+        views: Sequence[SharedKV] = (),
     ) -> None:
         """`layers` are what samples hold, the target's last one at the end; `ids` is what the draft guesses.
 
@@ -59,7 +59,7 @@ class Reader:
         laws = self._laws(last[learn])
         if len(self._ids) != laws.shape[-1]:
             laws = laws[:, self._ids]
-        return Texts(tokens=tokens, taps=taps, learn=learn, laws=laws, shown=self._shown(samples))
+        return Texts(tokens=tokens, aux_states=taps, learn=learn, target_probs=laws, shown=self._shown(samples))
 
     def _shown(self, samples: Sequence[Sample]) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
         """Keys and values of the layers that are looked at."""

@@ -46,7 +46,7 @@ class FeatureCache:
             self._folder.mkdir(parents=True, exist_ok=True)
             held = sum(file.stat().st_size for file in self._folder.glob("*/*.safetensors"))
         except OSError as error:
-            raise OutriderError(f"{folder} cannot be used ({error}); give --cache another folder") from error
+            raise OutriderError(f"{folder} cannot be used ({error}); give --cache-dir another folder") from error
         self._left = max(gigabytes * 1e9 - held, 0) / world()
 
     def read(self, request: Request) -> Sample | None:

@@ -37,7 +37,7 @@ def split(prompts: Sequence[Prompt], held_out: str | None, *, seed: int) -> tupl
         each = max(_MOST // len(groups), 1)
         return list(prompts), [prompt for group in groups.values() for prompt in group[:each]]
     if len(prompts) < 2:
-        raise OutriderError("one prompt is not enough to train and to measure; give more, or --held-out FILE")
+        raise OutriderError("one prompt is not enough to train and to measure; give more, or --eval-data FILE")
     shuffled = random.Random(seed).sample(list(prompts), len(prompts))
     times = Counter(_content(prompt) for prompt in shuffled)
     shuffled.sort(key=lambda prompt: times[_content(prompt)] > 1)

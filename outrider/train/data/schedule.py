@@ -28,7 +28,7 @@ class PromptSchedule:
     def __init__(self, author: Writer, numbers: Sequence[int], settings: Settings, *, most: int) -> None:
         """`numbers` are this process's prompts; `most` says how many a process has at most."""
         self._author, self._numbers, self._settings = author, sorted(numbers), settings
-        self._of_epoch = -(-most // (settings.batch * settings.waves))
+        self._of_epoch = -(-most // (settings.batch_size * settings.steps_per_generation))
         self.waves = self._of_epoch * settings.epochs
 
     def samples(self, wave: int) -> list[Sample]:
@@ -37,11 +37,11 @@ class PromptSchedule:
         epoch, place = divmod(wave, self._of_epoch)
         order = random.Random(mix_int(settings.seed, epoch)).sample(self._numbers, len(self._numbers))
         mine = shares(len(order), self._of_epoch)[place]
-        turn = epoch % settings.answers if settings.answers else epoch
+        turn = epoch % settings.answers_per_prompt if settings.answers_per_prompt else epoch
         return self._author.write([order[at] for at in mine], turn=turn)
 
     def steps(self, samples: Sequence[Sample], wave: int) -> list[list[list[Sample]]]:
         """What each of the wave's steps learns from, in parts that fit into memory."""
         mixed = random.Random(mix_int(self._settings.seed, wave)).sample(samples, len(samples))
-        runs = shares(len(mixed), self._settings.waves)
-        return [parts([mixed[at] for at in run], self._settings.part) for run in runs]
+        runs = shares(len(mixed), self._settings.steps_per_generation)
+        return [parts([mixed[at] for at in run], self._settings.micro_batch_tokens) for run in runs]

@@ -26,7 +26,7 @@ def in_blocks(module: BlockHead, texts: Texts, steps: int, share: float) -> Iter
     rows = torch.arange(len(places), device=places.device)[:, None]
     row = rows.expand_as(places)
     last = texts.learn.shape[1] - 1
-    for guess in range(min(steps, module.block.guesses)):
+    for guess in range(min(steps, module.block.draft_tokens)):
         at = (places + guess).clamp(max=last)  # the token before the guess
         live = live & (places + guess <= last) & texts.learn[rows, at]
         ours, before = out[:, :, guess], texts.tokens[rows, at]
@@ -34,7 +34,7 @@ def in_blocks(module: BlockHead, texts: Texts, steps: int, share: float) -> Iter
         yield Step(
             learn=live,
             logits=module.corrected(module.logits(ours), before),
-            target=texts.laws_at(row[live], at[live]),
+            target=texts.target_probs_at(row[live], at[live]),
             confidence=module.confidence(ours, before) if module.block.confidence else None,
         )
 
@@ -59,7 +59,7 @@ def anchors(learn: torch.Tensor, share: float) -> tuple[torch.Tensor, torch.Tens
 
 def _pass(module: BlockHead, texts: Texts, places: torch.Tensor) -> torch.Tensor:
     """Outputs [B, A, guesses, H] of blocks that begin at `places` [B, A]."""
-    states, device = module.fused(texts.taps), places.device
+    states, device = module.fused(texts.aux_states), places.device
     positions = torch.arange(states.shape[1], device=device)
     columns = places[..., None] + torch.arange(module.block.size, device=device)
     look = _Look(module.shown(states, positions.expand(len(states), -1)), positions >= places[..., None])

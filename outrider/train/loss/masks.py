@@ -25,9 +25,9 @@ _MOST = 512  # columns of a text with masks behind them
 def behind_masks(module: AutoregressiveHead, texts: Texts, steps: int, later: float) -> Iterator[Step]:
     """The guesses of columns, and of the masks behind a share `later` of them."""
     assert module.description.masks is not None
-    states = module.fused(texts.taps[:, :-1])
+    states = module.fused(texts.aux_states[:, :-1])
     rows, size = states.shape[:2]
-    masks = max(min(steps, module.description.masks.guesses, size) - 1, 0)
+    masks = max(min(steps, module.description.masks.draft_tokens, size) - 1, 0)
     chains = Chains.of(texts.learn[:, 1:], later, _MOST)
     device, count = states.device, chains.columns.shape[1]
     tokens = texts.tokens.new_full((rows, count * masks), module.description.masks.token)

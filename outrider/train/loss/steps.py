@@ -14,9 +14,11 @@ class Texts:
     """Texts as the target has read them, side by side, padded behind."""
 
     tokens: torch.Tensor  # [B, L + 1] int64
-    taps: torch.Tensor  # [B, L, taps, H] states of all tokens but the last
+    aux_states: torch.Tensor  # [B, L, taps, H] states of all tokens but the last
     learn: torch.Tensor  # [B, L] bool: whether the law after it is learned from
-    laws: torch.Tensor  # [n, Vd] the target's probabilities of what can be guessed, after each of those that are
+    target_probs: (
+        torch.Tensor
+    )  # [n, Vd] the target's probabilities of what can be guessed, after each of those that are
     # By layer of the target that is looked at, its keys and values [B, key heads, L, D] of the same tokens.
     shown: Mapping[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
@@ -25,9 +27,9 @@ class Texts:
         """[B, L] which of the laws is the one after a token."""
         return self.learn.flatten().cumsum(0).view(self.learn.shape) - 1
 
-    def laws_at(self, rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    def target_probs_at(self, rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         """The laws [m, Vd] after tokens at places [m] of rows [m], all of which are learned from."""
-        return self.laws[self._number[rows, places]]
+        return self.target_probs[self._number[rows, places]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -51,7 +53,7 @@ def everywhere(
     """What is learned from guess number `guess` behind all columns."""
     learn = texts.learn[:, 1 + guess :]
     row, column = learn.nonzero(as_tuple=True)
-    return Step(learn=learn, logits=logits(out[row, column]), target=texts.laws_at(row, column + 1 + guess))
+    return Step(learn=learn, logits=logits(out[row, column]), target=texts.target_probs_at(row, column + 1 + guess))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -99,7 +101,7 @@ class Chains:
         here = self.live & (self.columns + 1 + guess <= self.size) & texts.learn[rows, places]
         learn = torch.zeros(len(rows), self.size, dtype=torch.bool, device=here.device)
         learn[rows[here], self.columns[here]] = True
-        laws = texts.laws_at(rows[here], places[here])
+        laws = texts.target_probs_at(rows[here], places[here])
         return Step(learn=learn, logits=logits(out[here]), target=laws, weight=self.weight)
 
 

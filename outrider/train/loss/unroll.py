@@ -50,7 +50,7 @@ def unrolled(module: HeadModule, texts: Texts, steps: int, later: float = 1.0) -
 
 
 def _followed(module: AutoregressiveHead | KVSharingHead, texts: Texts, steps: int, later: float) -> Iterator[Step]:
-    states = module.fused(texts.taps[:, :-1])
+    states = module.fused(texts.aux_states[:, :-1])
     rows, size = states.shape[:2]
     every, looks = torch.arange(size, device=states.device).expand(rows, -1), isinstance(module, KVSharingHead)
     look: _Glance | _Look = _Glance(module, texts, every) if isinstance(module, KVSharingHead) else _Look()
@@ -71,7 +71,7 @@ def _followed(module: AutoregressiveHead | KVSharingHead, texts: Texts, steps: i
 
 def _by_modules(module: AutoregressiveHead, texts: Texts, steps: int) -> Iterator[Step]:
     """Each module reads the texts once, one token further behind than the one before, and from its states."""
-    states = module.fused(texts.taps[:, :-1])
+    states = module.fused(texts.aux_states[:, :-1])
     for step in range(min(steps, module.description.modules, states.shape[1])):
         rows, size = states.shape[:2]
         places = torch.arange(step, step + size, device=states.device).expand(rows, -1)
@@ -81,7 +81,7 @@ def _by_modules(module: AutoregressiveHead, texts: Texts, steps: int) -> Iterato
 
 
 def _independent(module: ParallelHead, texts: Texts, steps: int) -> Iterator[Step]:
-    states = texts.taps[:, :, -1]
+    states = texts.aux_states[:, :, -1]
     size = states.shape[1]
     for head in range(min(steps, module.stack.heads, size - 1)):
         here = size - 1 - head
@@ -89,14 +89,14 @@ def _independent(module: ParallelHead, texts: Texts, steps: int) -> Iterator[Ste
         learn = texts.learn[:, 1 + head :]
         row, column = learn.nonzero(as_tuple=True)
         logits = module(states[row, column], tokens[row, column], head)
-        yield Step(learn=learn, logits=logits, target=texts.laws_at(row, column + 1 + head))
+        yield Step(learn=learn, logits=logits, target=texts.target_probs_at(row, column + 1 + head))
 
 
 class _Glance:
-    """What onlookers find: of the target's entries those before the place that they look from."""
+    """The keys and values that a kv-sharing head sees: the target's entries before each position."""
 
     def __init__(self, module: KVSharingHead, texts: Texts, columns: torch.Tensor) -> None:
-        self._views, self._shown, self._columns = module.description.views, texts.shown, columns
+        self._views, self._shown, self._columns = module.description.shared_kv, texts.shown, columns
 
     def narrow(self, columns: torch.Tensor) -> None:
         """From now on, some columns [B, A] go on alone."""

@@ -15,7 +15,7 @@ from torch import nn
 from transformers.utils import logging as transformers_logging
 
 from outrider.errors import OutriderError
-from outrider.heads.description import Taps, View
+from outrider.heads.description import AuxStates, SharedKV
 from outrider.loader.checkpoint import load_checkpoint
 from outrider.loader.embedded import model_folder
 from outrider.loader.make import make_target
@@ -37,7 +37,7 @@ class DraftModelTrainee:
     """
 
     steps, lr = 1, 1e-4
-    views: tuple[View, ...] = ()
+    shared_kv: tuple[SharedKV, ...] = ()
 
     def __init__(self, settings: Settings, setup: ProposerSetup) -> None:
         """Load it.
@@ -56,7 +56,7 @@ class DraftModelTrainee:
             )
         assert isinstance(setup.target, WeightSharer)
         self.module: Any = it.model
-        self.taps = Taps(layers=(setup.target.layers - 1,), final=True)
+        self.aux_states = AuxStates(layers=(setup.target.layers - 1,), final=True)
         self.ids = torch.arange(min(it.vocab, setup.vocab), device=setup.device)
 
     def begin(self, samples: Callable[[], Sequence[Sample]]) -> None:
@@ -68,7 +68,7 @@ class DraftModelTrainee:
         for step in range(min(steps, size)):
             learn = texts.learn[:, step:size]
             row, column = learn.nonzero(as_tuple=True)
-            yield Step(learn=learn, logits=logits[row, column + step], target=texts.laws_at(row, column + step))
+            yield Step(learn=learn, logits=logits[row, column + step], target=texts.target_probs_at(row, column + step))
 
     def proposer(self, setup: ProposerSetup) -> Proposer:
         still = still_of(self.module, setup.dtype)
@@ -134,23 +134,23 @@ def _folder(settings: Settings) -> Path:
     """Where the draft lies that is to be trained; and no option is ignored."""
     shaping = {
         "--depth": settings.depth,
-        "--ffn": settings.ffn,
-        "--width": settings.width,
-        "--draft-vocab": settings.draft_vocab,
-        "--guesses": settings.guesses,
-        "--mask-token": settings.mask_token is not None,
-        "--modules": settings.modules > 1,
-        "--own-head": settings.own_head is not None,
+        "--intermediate-size": settings.intermediate_size,
+        "--hidden-size": settings.hidden_size,
+        "--draft-vocab-size": settings.draft_vocab_size,
+        "--draft-tokens": settings.draft_tokens,
+        "--mask-token-id": settings.mask_token_id is not None,
+        "--mtp-modules": settings.mtp_modules > 1,
+        "--own-lm-head": settings.own_lm_head is not None,
     }
     if given := [name for name, value in shaping.items() if value]:
         raise OutriderError(f"{given[0]} shapes a new draft, and a draft model has its shape; leave it out")
-    if settings.draft_target:
-        raise OutriderError("a draft model reads no target's states, and goes with any; leave --draft-target out")
-    if settings.later != 1:
-        raise OutriderError("a draft model trains all guesses at every place; leave --later out")
-    if not settings.draft:
-        raise OutriderError(f"the kind {DRAFT} goes on training a small model; name its folder with --draft DIR")
-    folder = model_folder(settings.draft)
+    if settings.init_target:
+        raise OutriderError("a draft model reads no target's states, and goes with any; leave --init-target out")
+    if settings.multi_step_share != 1:
+        raise OutriderError("a draft model trains all draft tokens at every position; leave --multi-step-share out")
+    if not settings.init_from:
+        raise OutriderError(f"the kind {DRAFT} goes on training a small model; name its folder with --init-from DIR")
+    folder = model_folder(settings.init_from)
     if folder.resolve() == Path(settings.out).expanduser().resolve():
-        raise OutriderError(f"--draft and --out are both {settings.out}; write into another folder")
+        raise OutriderError(f"--init-from and --out are both {settings.out}; write into another folder")
     return folder

@@ -25,7 +25,7 @@ def init_weights(module: HeadModule, tables: SharedWeights) -> None:
 def _alike(module: HeadModule, tables: SharedWeights) -> torch.Tensor:
     """Begin with the target's output layer and norm; returns how its states are seen [H, H]."""
     norm = getattr(module, "norm", None)
-    if module.description.own_head:
+    if module.description.own_lm_head:
         module.output_table().copy_(tables.head[module.ids])
     if norm is not None:
         norm.weight.copy_(tables.norm)

@@ -46,15 +46,15 @@ class JointTrainee(HeadTrainee):
         """
         if kind != Kind.MTP:
             raise OutriderError(
-                f"{kind} is trained on a target that stays as it is; use mtp, or leave --with-target out"
+                f"{kind} is trained on a target that stays as it is; use mtp, or leave --train-target out"
             )
         super().__init__(kind, settings, setup, tables)
         assert settings.target is not None
-        assert settings.with_target is not None
+        assert settings.train_target is not None
         if LENGTH in parse(settings.loss):
             raise OutriderError(f"loss {LENGTH} weighs chains of drawn guesses, and texts are given here; use ce")
         self._checkpoint = teachable(Path(settings.target), setup.device)
-        self._share, self._version = settings.with_target, 0
+        self._share, self._version = settings.train_target, 0
         self.module = nn.ModuleDict({"target": self._checkpoint.model, "draft": self._module})
 
     def unroll(self, texts: Texts, steps: int) -> Iterator[Step]:
@@ -62,7 +62,7 @@ class JointTrainee(HeadTrainee):
         out = model(input_ids=texts.tokens[:, :size], use_cache=False, output_hidden_states=True)
         tables = shared_weights(model)
         self._module.share_weights(tables.embedding, tables.head)
-        seen = replace(texts, taps=out.hidden_states[-1][:, :, None])  # the last one stands behind the final norm
+        seen = replace(texts, aux_states=out.hidden_states[-1][:, :, None])  # the last one stands behind the final norm
         said, told = out.logits[texts.learn].float(), texts.tokens[:, 1:][texts.learn]
         own = functional.cross_entropy(said, told, reduction="sum")
         for guess, step in enumerate(unrolled(self._module, seen, steps, self._later)):
@@ -110,4 +110,6 @@ class GivenReader:
         after = place[tokens[:, 1:][learn]]
         laws = torch.zeros(len(after), len(self._ids), device=device)
         laws[after >= 0] = functional.one_hot(after[after >= 0], len(self._ids)).float()
-        return Texts(tokens=tokens, taps=torch.empty(*learn.shape, 0, 0, device=device), learn=learn, laws=laws)
+        return Texts(
+            tokens=tokens, aux_states=torch.empty(*learn.shape, 0, 0, device=device), learn=learn, target_probs=laws
+        )

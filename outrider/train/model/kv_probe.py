@@ -12,7 +12,7 @@ from outrider.core import tree
 from outrider.core.types import Batch, KVView, SequenceState, SharedWeights
 from outrider.errors import OutriderError
 from outrider.heads.config import Settings
-from outrider.heads.description import Body, View
+from outrider.heads.description import Body, SharedKV
 from outrider.heads.formats.llama import read_rope
 from outrider.heads.modules.layers import rotate, rotation
 from outrider.models.base import Target, WeightSharer
@@ -22,7 +22,7 @@ _LIKE = 0.05  # of the largest number, by which keys that are the same may diffe
 
 
 @torch.inference_mode()
-def find_view(target: Target, tables: SharedWeights) -> View:
+def find_view(target: Target, tables: SharedWeights) -> SharedKV:
     """The last layer that sees a whole text.
 
     In a text of one token, over and over, all places look alike to every layer: values are the same, and so is whatever
@@ -32,16 +32,18 @@ def find_view(target: Target, tables: SharedWeights) -> View:
     Raises:
         OutriderError: the target shows no keys, or turns them so.
     """
-    memory = tables.memory
+    memory = tables.kv_view
     if memory is None:
-        raise OutriderError("onlooker looks at keys and values, and this target shows none; use mtp")
-    kinds = list(memory.config.get("layer_types") or ())
+        raise OutriderError(
+            "kv-sharing reads the keys and values of the target, and this target does not export them; use mtp"
+        )
+    kinds = list(memory.layer_config.get("layer_types") or ())
     layer = max((i for i, kind in enumerate(kinds) if kind == "full_attention"), default=-1)
     assert isinstance(target, WeightSharer)
     layer = layer if layer >= 0 else target.layers - 1
     keys, values = _tried(target, memory, layer)
     if keys.shape == values.shape:
-        for view in _ways(memory.config, layer, keys):
+        for view in _ways(memory.layer_config, layer, keys):
             if _still(keys, view):
                 return view
     raise OutriderError(
@@ -62,20 +64,23 @@ def _tried(target: Target, memory: KVView, layer: int) -> tuple[torch.Tensor, ..
     return found
 
 
-def _ways(config: Mapping[str, Any], layer: int, keys: torch.Tensor) -> list[View]:
+def _ways(config: Mapping[str, Any], layer: int, keys: torch.Tensor) -> list[SharedKV]:
     """Ways in which positions may have turned them: as the config says, and not at all."""
     given = config.get("rope_parameters")
     if isinstance(given, dict) and "full_attention" in given:
         config = {**config, "rope_parameters": given["full_attention"]}
-    still = View(layer=layer, key_heads=keys.shape[0], dim=keys.shape[2], rotary=0.0)
+    still = SharedKV(layer=layer, key_heads=keys.shape[0], dim=keys.shape[2], rotary=0.0)
     try:
         theta, rope, rotary = read_rope(Settings(config))
     except OutriderError:
         return [still]
-    return [View(layer=layer, key_heads=still.key_heads, dim=still.dim, theta=theta, rope=rope, rotary=rotary), still]
+    return [
+        SharedKV(layer=layer, key_heads=still.key_heads, dim=still.dim, theta=theta, rope=rope, rotary=rotary),
+        still,
+    ]
 
 
-def _still(keys: torch.Tensor, view: View) -> bool:
+def _still(keys: torch.Tensor, view: SharedKV) -> bool:
     """Whether they are the same at all places when they are turned back."""
     plain = Body(layers=1, hidden=view.dim, heads=view.key_heads, key_heads=view.key_heads, dim=view.dim, ffn=1)
     body = replace(plain, theta=view.theta, rope=view.rope, rotary=view.rotary)

@@ -8,21 +8,21 @@ from types import MappingProxyType
 
 from outrider.errors import OutriderError
 from outrider.heads.description import (
-    Block,
+    AuxStates,
     Body,
-    Description,
+    DraftBlock,
+    Feedback,
     FuseNorm,
-    Join,
-    JoinAt,
+    FusionPoint,
+    HeadDescription,
+    InputFusion,
     Kind,
-    Masks,
-    Recycle,
-    Stack,
-    Taps,
-    View,
+    MaskTokens,
+    ParallelHeads,
+    SharedKV,
 )
 
-ONLOOKER = "onlooker"
+KV_SHARING = "kv-sharing"
 _THREE = frozenset({"eagle3", "eagle31", "peagle", "slim"})  # kinds that read three layers, and fuse them
 _GUESSES = 7  # of a pass that makes them all
 _RANK, _TAPS = 256, 5  # at most: of the correction by the token before; layers that a block reads
@@ -42,11 +42,11 @@ class Sizes:
     width: int = 0  # of decoder layers; 0 = the target's, for slim half of it
     guesses: int = 0  # of a pass that makes them all; 0 = 7
     modules: int = 1  # for multi-token prediction
-    view: View | None = None  # what can be seen of the target's memory
-    own_head: bool | None = None  # an output layer of its own, or the target's; None = as the kind is published
+    view: SharedKV | None = None  # what can be seen of the target's memory
+    own_lm_head: bool | None = None  # an output layer of its own, or the target's; None = as the kind is published
 
 
-def describe(kind: str, sizes: Sizes) -> Description:
+def describe(kind: str, sizes: Sizes) -> HeadDescription:
     """The description of a draft of this kind.
 
     Raises:
@@ -57,9 +57,9 @@ def describe(kind: str, sizes: Sizes) -> Description:
     if sizes.layers < 4 and kind in _THREE:
         raise OutriderError(f"{kind} reads three layers, and this target has {sizes.layers}; use mtp or medusa")
     if sizes.width and kind not in _THREE:
-        raise OutriderError(f"{kind} is as wide as its target; leave --width out, or train slim or eagle31")
+        raise OutriderError(f"{kind} is as wide as its target; leave --hidden-size out, or train slim or eagle31")
     if sizes.width > sizes.hidden:
-        raise OutriderError(f"--width is {sizes.width}, and the target is {sizes.hidden} wide; use that at most")
+        raise OutriderError(f"--hidden-size is {sizes.width}, and the target is {sizes.hidden} wide; use that at most")
     return KINDS[kind](sizes)
 
 
@@ -68,7 +68,9 @@ def body(sizes: Sizes) -> Body:
     width = sizes.width or sizes.hidden
     dim = next((size for size in (128, 64, 32, 16) if width % size == 0 and width // size >= 4), 0)
     if not dim:
-        raise OutriderError(f"a width of {width} does not part into heads; use --width with a multiple of 64")
+        raise OutriderError(
+            f"a hidden size of {width} does not divide into heads; use --hidden-size with a multiple of 64"
+        )
     heads = width // dim
     return Body(
         layers=sizes.depth,
@@ -81,121 +83,123 @@ def body(sizes: Sizes) -> Body:
     )
 
 
-def _eagle3(sizes: Sizes) -> Description:
+def _eagle3(sizes: Sizes) -> HeadDescription:
     # Small targets say little four layers before their end, where large ones are tapped.
     high = sizes.layers - (4 if sizes.layers >= 16 else 2)
     own = sizes.width not in (0, sizes.hidden)  # the target's tables have another width
-    if own and sizes.own_head is False:
+    if own and sizes.own_lm_head is False:
         raise OutriderError(
             f"a draft {sizes.width} wide cannot use the output layer of a target {sizes.hidden} wide; leave"
-            " --shared-head out, or --width"
+            " --shared-lm-head out, or --hidden-size"
         )
-    return Description(
+    return HeadDescription(
         kind=Kind.EAGLE3,
         target_hidden=sizes.hidden,
         target_layers=sizes.layers,
         vocab=sizes.vocab,
         draft_vocab=sizes.draft_vocab,
-        taps=Taps(layers=(1, sizes.layers // 2 - 1, high), fused=True),
-        join=Join(at=JoinAt.ATTENTION),
+        aux_states=AuxStates(layers=(1, sizes.layers // 2 - 1, high), fused=True),
+        input_fusion=InputFusion(at=FusionPoint.ATTENTION),
         body=body(sizes),
-        own_head=sizes.own_head is not False,
+        own_lm_head=sizes.own_lm_head is not False,
         own_embedding=own,
     )
 
 
-def _eagle31(sizes: Sizes) -> Description:
+def _eagle31(sizes: Sizes) -> HeadDescription:
     plain = _eagle3(sizes)
-    return replace(plain, taps=replace(plain.taps, norm=FuseNorm.EACH), recycle=Recycle.NORMED)
+    return replace(plain, aux_states=replace(plain.aux_states, norm=FuseNorm.EACH), feedback=Feedback.NORMED)
 
 
-def _slim(sizes: Sizes) -> Description:
+def _slim(sizes: Sizes) -> HeadDescription:
     half = (sizes.hidden // 2 + 63) // 64 * 64
     wide = _eagle31(replace(sizes, width=sizes.width or half))
-    return replace(wide, join=Join(at=JoinAt.PROJECTION))
+    return replace(wide, input_fusion=InputFusion(at=FusionPoint.PROJECTION))
 
 
-def _peagle(sizes: Sizes) -> Description:
+def _peagle(sizes: Sizes) -> HeadDescription:
     if sizes.guesses == 1:
-        raise OutriderError("peagle makes its guesses behind the first one with masks; use --guesses 2 or more")
+        raise OutriderError("peagle drafts all tokens after the first with masks; use --draft-tokens 2 or more")
     # The last token of a vocabulary is padding, kept in reserve, or as rare as any.
-    masks = Masks(guesses=sizes.guesses or _GUESSES, token=sizes.vocab - 1)
+    masks = MaskTokens(draft_tokens=sizes.guesses or _GUESSES, token=sizes.vocab - 1)
     return replace(_eagle3(sizes), kind=Kind.PEAGLE, masks=masks)
 
 
-def _mtp(sizes: Sizes) -> Description:
+def _mtp(sizes: Sizes) -> HeadDescription:
     several = sizes.modules > 1  # as DeepSeek has them: theirs is the one naming that holds several
-    return Description(
+    return HeadDescription(
         kind=Kind.MTP,
         target_hidden=sizes.hidden,
         target_layers=sizes.layers,
         vocab=sizes.vocab,
         draft_vocab=sizes.draft_vocab,
-        taps=Taps(layers=(sizes.layers - 1,), final=True),
-        join=Join(at=JoinAt.PROJECTION, zero_first=several),
+        aux_states=AuxStates(layers=(sizes.layers - 1,), final=True),
+        input_fusion=InputFusion(at=FusionPoint.PROJECTION, zero_first=several),
         body=body(sizes),
         modules=sizes.modules,
-        recycle=Recycle.RAW if several else Recycle.NORMED,
-        own_head=bool(sizes.own_head),
+        feedback=Feedback.RAW if several else Feedback.NORMED,
+        own_lm_head=bool(sizes.own_lm_head),
     )
 
 
-def _onlooker(sizes: Sizes) -> Description:
+def _kv_sharing(sizes: Sizes) -> HeadDescription:
     view = sizes.view
     if view is None:
-        raise OutriderError("onlooker looks at keys and values, and this target shows none; use mtp")
+        raise OutriderError(
+            "kv-sharing reads the keys and values of the target, and this target does not export them; use mtp"
+        )
     # As many heads as fit into the width, and each key head has as many of them.
     heads = max(sizes.hidden // view.dim // view.key_heads, 1) * view.key_heads
-    return Description(
-        kind=Kind.ONLOOKER,
+    return HeadDescription(
+        kind=Kind.KV_SHARING,
         target_hidden=sizes.hidden,
         target_layers=sizes.layers,
         vocab=sizes.vocab,
         draft_vocab=sizes.draft_vocab,
-        taps=Taps(layers=(sizes.layers - 1,), final=True),
-        join=Join(at=JoinAt.PROJECTION),
+        aux_states=AuxStates(layers=(sizes.layers - 1,), final=True),
+        input_fusion=InputFusion(at=FusionPoint.PROJECTION),
         body=replace(body(sizes), heads=heads, key_heads=view.key_heads, dim=view.dim, head_norms=True),
-        views=(view,) * sizes.depth,
-        own_head=bool(sizes.own_head),
+        shared_kv=(view,) * sizes.depth,
+        own_lm_head=bool(sizes.own_lm_head),
     )
 
 
-def _stack(kind: Kind) -> Callable[[Sizes], Description]:
-    def make(sizes: Sizes) -> Description:
-        own = bool(sizes.own_head)
-        return Description(
+def _stack(kind: Kind) -> Callable[[Sizes], HeadDescription]:
+    def make(sizes: Sizes) -> HeadDescription:
+        own = bool(sizes.own_lm_head)
+        return HeadDescription(
             kind=kind,
             target_hidden=sizes.hidden,
             target_layers=sizes.layers,
             vocab=sizes.vocab,
             draft_vocab=sizes.draft_vocab,
-            taps=Taps(layers=(sizes.layers - 1,), final=True),
-            stack=Stack(heads=sizes.depth if sizes.depth > 1 else 4, shared_head=not own, one_head=own),
-            own_head=own,
+            aux_states=AuxStates(layers=(sizes.layers - 1,), final=True),
+            stack=ParallelHeads(heads=sizes.depth if sizes.depth > 1 else 4, shared_head=not own, one_head=own),
+            own_lm_head=own,
         )
 
     return make
 
 
-def _block(kind: Kind) -> Callable[[Sizes], Description]:
-    def make(sizes: Sizes) -> Description:
+def _block(kind: Kind) -> Callable[[Sizes], HeadDescription]:
+    def make(sizes: Sizes) -> HeadDescription:
         corrected, guesses = kind is Kind.DSPARK, sizes.guesses or _GUESSES
-        return Description(
+        return HeadDescription(
             kind=kind,
             target_hidden=sizes.hidden,
             target_layers=sizes.layers,
             vocab=sizes.vocab,
             draft_vocab=sizes.draft_vocab,
-            taps=Taps(layers=_evenly(sizes.layers), fused=True),
+            aux_states=AuxStates(layers=_evenly(sizes.layers), fused=True),
             body=replace(body(sizes), head_norms=True),
-            block=Block(
+            block=DraftBlock(
                 size=guesses if corrected else guesses + 1,
                 sample_from_anchor=corrected,
                 # At most a quarter of the width: two tables of all tokens would outweigh a small draft.
                 markov_rank=min(_RANK, sizes.hidden // 4) if corrected else 0,
                 confidence=corrected,
             ),
-            own_head=bool(sizes.own_head),
+            own_lm_head=bool(sizes.own_lm_head),
         )
 
     return make
@@ -209,7 +213,7 @@ def _evenly(layers: int) -> tuple[int, ...]:
     return tuple(first + (last - first) * i // max(count - 1, 1) for i in range(count))
 
 
-KINDS: Mapping[str, Callable[[Sizes], Description]] = MappingProxyType(
+KINDS: Mapping[str, Callable[[Sizes], HeadDescription]] = MappingProxyType(
     {
         "eagle3": _eagle3,
         "eagle31": _eagle31,
@@ -220,6 +224,6 @@ KINDS: Mapping[str, Callable[[Sizes], Description]] = MappingProxyType(
         "hydra": _stack(Kind.HYDRA),
         "dflash": _block(Kind.DFLASH),
         "dspark": _block(Kind.DSPARK),
-        ONLOOKER: _onlooker,
+        KV_SHARING: _kv_sharing,
     }
 )

@@ -12,7 +12,7 @@ from torch import nn
 
 from outrider.core.types import SharedWeights
 from outrider.errors import OutriderError
-from outrider.heads.description import Description, JoinAt, Taps, View
+from outrider.heads.description import AuxStates, FusionPoint, HeadDescription, SharedKV
 from outrider.heads.store import HeadModule, filled, make_module, read_head, write_head
 from outrider.heads.targets.registry import make_head_target
 from outrider.loader.embedded import model_folder
@@ -26,7 +26,7 @@ from outrider.train.loss.unroll import unrolled
 from outrider.train.model.draft_model import DraftModelTrainee
 from outrider.train.model.init_weights import init_weights
 from outrider.train.model.kv_probe import find_view
-from outrider.train.model.presets import ONLOOKER, Sizes, describe
+from outrider.train.model.presets import KV_SHARING, Sizes, describe
 from outrider.train.model.transfer import PreviousTarget
 from outrider.train.settings import DRAFT, Settings
 
@@ -39,8 +39,8 @@ class DraftTrainee(Protocol):
     """
 
     module: nn.Module  # whose parameters are trained, in float32
-    taps: Taps  # what it reads of the target's pass, besides what the target says
-    views: tuple[View, ...]  # what it looks at in the target's memory
+    aux_states: AuxStates  # what it reads of the target's pass, besides what the target says
+    shared_kv: tuple[SharedKV, ...]  # what it looks at in the target's memory
     ids: torch.Tensor  # [Vd] the target's ids of what it guesses
     steps: int  # guesses in a row that are trained where nobody says how many
     lr: float  # learning rate at its height, likewise
@@ -73,26 +73,26 @@ class HeadTrainee:
         Raises:
             OutriderError: the options and the kind, or the target, do not fit.
         """
-        self._tables, self._later = tables, settings.later
+        self._tables, self._later = tables, settings.multi_step_share
         sizes = _sizes(settings, setup, tables)
-        if kind == ONLOOKER:
+        if kind == KV_SHARING:
             sizes = replace(sizes, view=find_view(setup.target, tables))
         wanted = describe(kind, sizes)
-        self._fresh, self._former = settings.draft is None, None
+        self._fresh, self._former = settings.init_from is None, None
         self._module = make_module(wanted).to(setup.device) if self._fresh else _begun(settings, wanted, setup)
-        if settings.draft_target is not None:
-            self._former = PreviousTarget(self._module, model_folder(settings.draft_target), setup)
-            self._module = self._former.heir(wanted)
+        if settings.init_target is not None:
+            self._former = PreviousTarget(self._module, model_folder(settings.init_target), setup)
+            self._module = self._former.successor(wanted)
         self._description = it = self._module.description
         _check(kind, settings, it)
-        if settings.mask_token is not None:
-            self._module.get_parameter("mask").requires_grad_(False).copy_(tables.embedding[settings.mask_token])
+        if settings.mask_token_id is not None:
+            self._module.get_parameter("mask").requires_grad_(False).copy_(tables.embedding[settings.mask_token_id])
         self._lend()
         # Which tokens are guessed is loaded too.
         self._module.register_load_state_dict_post_hook(lambda *_: self._lend())  # type: ignore[no-untyped-call]
         self.module: nn.Module = self._module
-        self.taps, self.views, self.ids = it.taps, it.views, self._module.ids
-        self.steps = it.reach or 4
+        self.aux_states, self.shared_kv, self.ids = it.aux_states, it.shared_kv, self._module.ids
+        self.steps = it.max_draft_tokens or 4
 
     def begin(self, samples: Callable[[], Sequence[Sample]]) -> None:
         it, module = self._description, self._module
@@ -150,73 +150,84 @@ def target_weights(setup: ProposerSetup) -> SharedWeights:
 
 def _sizes(settings: Settings, setup: ProposerSetup, tables: SharedWeights) -> Sizes:
     assert isinstance(setup.target, WeightSharer)
-    if settings.draft_vocab > setup.vocab:
+    if settings.draft_vocab_size > setup.vocab:
         raise OutriderError(
-            f"--draft-vocab is {settings.draft_vocab}, and the target has {setup.vocab} tokens; use fewer, or 0 for all"
+            f"--draft-vocab-size is {settings.draft_vocab_size}, and the target has {setup.vocab} tokens;"
+            " use fewer, or 0 for all"
         )
     return Sizes(
         hidden=tables.head.shape[1],
         layers=setup.target.layers,
         vocab=setup.vocab,
         epsilon=tables.epsilon,
-        draft_vocab=settings.draft_vocab % setup.vocab,
+        draft_vocab=settings.draft_vocab_size % setup.vocab,
         depth=settings.depth or 1,
-        ffn=settings.ffn,
-        width=settings.width or 0,
-        guesses=settings.guesses,
-        modules=settings.modules,
-        own_head=settings.own_head,
+        ffn=settings.intermediate_size,
+        width=settings.hidden_size or 0,
+        guesses=settings.draft_tokens,
+        modules=settings.mtp_modules,
+        own_lm_head=settings.own_lm_head,
     )
 
 
-def _begun(settings: Settings, wanted: Description, setup: ProposerSetup) -> HeadModule:
+def _begun(settings: Settings, wanted: HeadDescription, setup: ProposerSetup) -> HeadModule:
     """A draft that was trained before, to go on with."""
-    assert settings.draft is not None
-    module = read_head(model_folder(settings.draft), dtype=torch.float32, device=setup.device).requires_grad_(True)
+    assert settings.init_from is not None
+    module = read_head(model_folder(settings.init_from), dtype=torch.float32, device=setup.device).requires_grad_(True)
     it = module.description
-    shaping = (settings.depth, settings.ffn, settings.width, settings.draft_vocab, settings.guesses)
-    chosen = settings.own_head, settings.mask_token
-    if any(shaping) or settings.modules > 1 or chosen != (None, None):
+    shaping = (
+        settings.depth,
+        settings.intermediate_size,
+        settings.hidden_size,
+        settings.draft_vocab_size,
+        settings.draft_tokens,
+    )
+    chosen = settings.own_lm_head, settings.mask_token_id
+    if any(shaping) or settings.mtp_modules > 1 or chosen != (None, None):
         raise OutriderError(
-            f"{settings.draft} has its shape; leave --depth, --ffn, --width, --draft-vocab, --own-head, --guesses,"
-            " --modules and --mask-token out"
+            f"--init-from {settings.init_from} defines the shape of the draft; leave --depth, --intermediate-size,"
+            " --hidden-size, --draft-vocab-size, --own-lm-head, --draft-tokens, --mtp-modules and --mask-token-id out"
         )
     ours, theirs = ((each.kind, each.vocab, each.target_hidden, each.target_layers) for each in (wanted, it))
-    same = 4 if settings.draft_target is None else 2
+    same = 4 if settings.init_target is None else 2
     if ours[:same] != theirs[:same]:
         raise OutriderError(
-            f"{settings.draft} is of kind {it.kind}, for a target with vocabulary {it.vocab}, width {it.target_hidden}"
-            f" and {it.target_layers} layers; what is trained here is {wanted.kind}, for one with {ours[1]}, {ours[2]}"
-            f" and {ours[3]}"
+            f"{settings.init_from} is of kind {it.kind}, for a target with vocabulary {it.vocab},"
+            f" width {it.target_hidden} and {it.target_layers} layers; this training needs kind {wanted.kind}, for a"
+            f" target with vocabulary {ours[1]}, width {ours[2]} and {ours[3]} layers"
         )
-    if it.join and wanted.join and it.join.at is not wanted.join.at:
+    if it.input_fusion and wanted.input_fusion and it.input_fusion.at is not wanted.input_fusion.at:
         raise OutriderError(
-            f"{settings.draft} joins embeddings and states at its {it.join.at}, and what is trained here would at its"
-            f" {wanted.join.at}; train {'slim' if it.join.at is JoinAt.PROJECTION else 'eagle31'} instead"
+            f"{settings.init_from} fuses embeddings and hidden states at its {it.input_fusion.at},"
+            f" and {wanted.kind} does so at its {wanted.input_fusion.at};"
+            f" train {'slim' if it.input_fusion.at is FusionPoint.PROJECTION else 'eagle31'} instead"
         )
-    if set(it.views) != set(wanted.views):
+    if set(it.shared_kv) != set(wanted.shared_kv):
         raise OutriderError(
-            f"{settings.draft} looks at other keys and values than this target shows; leave --draft out"
+            f"{settings.init_from} reads other keys and values than this target exports; leave --init-from out"
         )
     return module
 
 
-def _check(kind: str, settings: Settings, it: Description) -> None:
+def _check(kind: str, settings: Settings, it: HeadDescription) -> None:
     """No option is ignored."""
-    count, heads = it.reach, it.stack.heads if it.stack else 0
+    count, heads = it.max_draft_tokens, it.stack.heads if it.stack else 0
     problems = {
-        f"{kind} has no perceptrons of a width to choose; leave --ffn out": settings.ffn and it.body is None,
-        f"{kind} has no block; leave --guesses out": settings.guesses and not it.at_once,
-        f"{kind} has no block; leave --mask-token out": settings.mask_token is not None and it.block is None,
-        f"--mask-token is {settings.mask_token}, and the target has {it.vocab} tokens": (settings.mask_token or 0)
+        f"{kind} has no MLP; leave --intermediate-size out": settings.intermediate_size and it.body is None,
+        f"{kind} has no block; leave --draft-tokens out": settings.draft_tokens and not it.parallel_draft_tokens,
+        f"{kind} has no block; leave --mask-token-id out": settings.mask_token_id is not None and it.block is None,
+        f"--mask-token-id is {settings.mask_token_id}, and the target has {it.vocab} tokens": (
+            settings.mask_token_id or 0
+        )
         >= it.vocab,
-        f"{kind} has no modules; leave --modules out": settings.modules > it.modules,
-        f"{kind} makes {count} guesses and trains them all; leave --steps out": count
-        and settings.steps not in (None, count),
-        f"{kind} trains all guesses at every place; leave --later out": settings.later != 1
+        f"{kind} has no modules; leave --mtp-modules out": settings.mtp_modules > it.modules,
+        f"{kind} drafts {count} tokens and trains all of them; leave --ttt-length out": count
+        and settings.ttt_length not in (None, count),
+        f"{kind} trains all draft tokens at every position; leave --multi-step-share out": settings.multi_step_share
+        != 1
         and (heads or it.modules > 1),
-        "--later is of guesses after the first, and --steps 1 trains none; leave one of them out": settings.later != 1
-        and settings.steps == 1
+        "--ttt-length 1 trains only the first draft token; leave --multi-step-share out": settings.multi_step_share != 1
+        and settings.ttt_length == 1
         and not count,
         f"{kind} has {heads} heads where --depth is {settings.depth}; use 2 or more": heads
         and settings.depth not in (0, heads),

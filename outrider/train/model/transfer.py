@@ -16,7 +16,7 @@ import torch
 from outrider.core.config import EngineConfig
 from outrider.engine.build import load_target
 from outrider.errors import OutriderError
-from outrider.heads.description import Description
+from outrider.heads.description import HeadDescription
 from outrider.heads.modules.autoregressive import AutoregressiveHead
 from outrider.heads.store import HeadModule, make_module
 from outrider.models.base import Target, WeightSharer
@@ -41,19 +41,19 @@ class PreviousTarget:
         if (
             not isinstance(head, AutoregressiveHead)
             or it.masks
-            or not (it.taps.fused and it.own_embedding and it.own_head)
+            or not (it.aux_states.fused and it.own_embedding and it.own_lm_head)
         ):
             raise OutriderError(
                 f"a draft of kind {it.kind} that uses its target's tables, or masks, is bound to that target; leave"
-                " --draft-target out, or go on with what was trained as slim or with --width"
+                " --init-target out, or go on with what was trained as slim or with --hidden-size"
             )
         self._head, self._folder, self._setup = head, folder, setup
 
-    def heir(self, wanted: Description) -> HeadModule:
+    def successor(self, wanted: HeadDescription) -> HeadModule:
         """The same head for the target of another description, whose layers it taps; it does not see them yet."""
         it = self._head.description
-        taps = replace(it.taps, layers=wanted.taps.layers)
-        its = replace(it, taps=taps, target_hidden=wanted.target_hidden, target_layers=wanted.target_layers)
+        taps = replace(it.aux_states, layers=wanted.aux_states.layers)
+        its = replace(it, aux_states=taps, target_hidden=wanted.target_hidden, target_layers=wanted.target_layers)
         heir = make_module(its).to(self._setup.device)
         kept = {name: value for name, value in self._head.state_dict().items() if not _seeing(name)}
         heir.load_state_dict(kept, strict=False)
@@ -83,11 +83,11 @@ class PreviousTarget:
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Of each text what the heir is shown [L, taps x H], and what the head made of the former's states [L, W]."""
         it = heir.description
-        layers = sorted({*it.taps.layers, it.target_layers - 1})  # that samples hold
-        where = [layers.index(at) for at in it.taps.layers]
+        layers = sorted({*it.aux_states.layers, it.target_layers - 1})  # that samples hold
+        where = [layers.index(at) for at in it.aux_states.layers]
         for sample in samples:
             text = sample.tokens[:-1][: target.context]
-            states = read_alone(target, text).states(self._head.description.taps.layers, 0, ())
+            states = read_alone(target, text).states(self._head.description.aux_states.layers, 0, ())
             fused = self._head.fused(states.float())
             if self._head.fuse.bias is not None:
                 fused = fused - self._head.fuse.bias
@@ -107,10 +107,10 @@ class PreviousTarget:
             it.target_layers,
         ):
             raise OutriderError(
-                f"{self._folder} is not what --draft was trained for, which is {it.target_hidden} wide and has"
-                f" {it.target_layers} layers; name that with --draft-target"
+                f"{self._folder} is not what --init-from was trained for, which is {it.target_hidden} wide and has"
+                f" {it.target_layers} layers; name that with --init-target"
             )
-        target.export_hidden_states(it.taps.layers)
+        target.export_hidden_states(it.aux_states.layers)
         return target
 
 

@@ -1,0 +1,143 @@
+"""Write docs/reference/cli.md from the options of `outrider`. With --check, exit 1 if the page is out of date."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from pathlib import Path
+from types import NoneType
+from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
+
+import typer
+
+from outrider.cli.app import app
+
+PAGE = Path(__file__).parent / "reference" / "cli.md"
+HEAD = """\
+# Command line
+
+This page lists every command of `outrider` and its options. `outrider COMMAND --help` prints the same text.
+
+`outrider --version` prints the version. Every command has `-h` and `--help`. A mistake in an option or a file ends the
+command with exit code 2 and a message on standard error that says what to change.
+
+| Command | Purpose |
+|---|---|
+"""
+TYPES = {int: "integer", float: "number", str: "text", Any: "integer or name"}
+DEFAULT = re.compile(r"^(?P<help>.*?)\s*Default: (?P<default>.*?)\.?$", re.DOTALL)
+CALLBACKS = [each.callback for each in app.registered_commands if each.callback]
+
+
+class Row(NamedTuple):
+    """One parameter of a command, in the words of the page."""
+
+    panel: str
+    flag: str
+    type: str
+    default: str
+    help: str
+
+
+def main() -> None:
+    """Write the page, or compare it."""
+    page = render()
+    if "--check" not in sys.argv[1:]:
+        PAGE.write_text(page, "utf-8")
+    elif not PAGE.is_file() or PAGE.read_text("utf-8") != page:
+        sys.exit(f"{PAGE.name} is out of date; run python docs/generate_cli.py")
+
+
+def render() -> str:
+    """The text of the page."""
+    group: Any = typer.main.get_command(app)
+    purposes = [f"| [`{name}`](#{name}) | {_purpose(command)} |\n" for name, command in group.commands.items()]
+    sections = [_section(name, command) for name, command in group.commands.items()]
+    return HEAD + "".join(purposes) + "\n" + "\n".join(sections)
+
+
+def _purpose(command: Any) -> str:
+    return _cell(inspect.cleandoc(command.help).split("\n\n")[0])
+
+
+def _section(name: str, command: Any) -> str:
+    (verb,) = (each for each in CALLBACKS if each.__name__ == name)
+    hints = get_type_hints(verb, include_extras=True)
+    rows = [_row(parameter, hints[parameter.name]) for parameter in command.params if parameter.name != "help"]
+    arguments = "".join(f" {row.flag}" for row in rows if row.panel == "Arguments")
+    lines = [f"## {name}", "", "```text", f"outrider {name} [OPTIONS]{arguments}", "```", ""]
+    lines += [_prose(inspect.cleandoc(command.help)), ""]
+    for panel in sorted(
+        dict.fromkeys(row.panel for row in rows), key=lambda each: each not in ("Arguments", "Options")
+    ):
+        title = "Argument" if panel == "Arguments" else "Option"
+        lines += [f"**{panel}**", "", f"| {title} | Type | Default | Meaning |", "|---|---|---|---|"]
+        lines += [f"| `{row.flag}` | {row.type} | {row.default} | {row.help} |" for row in rows if row.panel == panel]
+        lines += [""]
+    return "\n".join(lines)
+
+
+def _row(parameter: Any, hint: Any) -> Row:
+    argument = parameter.param_type_name == "argument"
+    kind, info = get_args(hint)[:2]
+    text, default = _default(parameter)
+    return Row(
+        panel="Arguments" if argument else parameter.rich_help_panel or "Options",
+        flag=_argument(parameter) if argument else _flag(parameter),
+        type=_type(info, kind),
+        default=default,
+        help=text,
+    )
+
+
+def _argument(parameter: Any) -> str:
+    name = (parameter.metavar or parameter.name.upper()) + ("..." if parameter.nargs == -1 else "")
+    return name if parameter.required else f"[{name}]"
+
+
+def _flag(parameter: Any) -> str:
+    names = " / ".join([*parameter.opts, *parameter.secondary_opts])
+    return f"{names} {parameter.metavar}".replace("|", " or ") if parameter.metavar else names
+
+
+def _type(info: Any, kind: Any) -> str:
+    inner = next((each for each in get_args(kind) if each is not NoneType), kind)
+    many = list in (get_origin(kind), get_origin(inner))
+    name = "flag" if inner is bool else TYPES[get_args(inner)[0] if get_origin(inner) is list else inner]
+    if info.min is not None:
+        name += f", {info.min:g} to {info.max:g}" if info.max is not None else f", at least {info.min:g}"
+    return name + (", repeatable" if many else "")
+
+
+def _default(parameter: Any) -> tuple[str, str]:
+    """The help text and the default, which the help text may tell."""
+    text, value = (parameter.help or "").replace(" Repeatable.", ""), parameter.default
+    told = DEFAULT.match(text)
+    default = ""
+    if parameter.required:
+        default = "required"
+    elif isinstance(value, bool):
+        default = "on" if value else "off"
+    elif value not in (None, ""):
+        default = f"`{value}`"
+    elif told:
+        text, default = told["help"], _cell(told["default"])
+    env = f" Environment variable: `{parameter.envvar}`." if parameter.envvar else ""
+    return _cell(text) + env, default
+
+
+def _cell(text: str) -> str:
+    return _prose(text).replace("|", "\\|").replace("\n", " ")
+
+
+def _prose(text: str) -> str:
+    """Text as Markdown: only what stands between backticks is markup."""
+    parts = text.replace("\\[", "[").split("`")
+    plain = [part.replace("*", "\\*").replace("<", "&lt;") for part in parts[::2]]
+    code = [f"`{part}`" for part in parts[1::2]]
+    return "".join(word for pair in zip(plain, [*code, ""], strict=True) for word in pair)
+
+
+if __name__ == "__main__":
+    main()
