@@ -14,7 +14,7 @@ from typing import Any
 from outrider.core.config import EngineConfig
 from outrider.core.constraint import Constraint
 from outrider.core.grammar import Grammars
-from outrider.core.noise import mix_int
+from outrider.core.noise import derive_seed
 from outrider.core.params import InvalidParam, SamplingParams
 from outrider.core.stats import Stats
 from outrider.core.text import TextStream
@@ -284,7 +284,7 @@ class LLM:
                 id=next(self._ids),
                 prompt_token_ids=tokens,
                 params=params,
-                seed=mix_int(seed, i),
+                seed=derive_seed(seed, i),
                 end_ids=ends,
                 max_tokens=min(params.max_tokens or room, room),
                 alternative=arm,

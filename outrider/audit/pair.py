@@ -10,7 +10,7 @@ import torch
 from outrider.audit.prompts import Prompt, encode
 from outrider.core import tree
 from outrider.core.config import EngineConfig, weight_bits
-from outrider.core.noise import PositionNoise, mix_int
+from outrider.core.noise import PositionNoise, derive_seed
 from outrider.core.params import SamplingParams
 from outrider.core.stats import Stats
 from outrider.core.types import Batch, Draft, FinishReason, Request, Round, SequenceState
@@ -104,7 +104,7 @@ class Pair:
                 id=i,
                 prompt_token_ids=tuple(prompt),
                 params=params,
-                seed=mix_int(params.seed, i),
+                seed=derive_seed(params.seed, i),
                 end_ids=frozenset(),
                 max_tokens=params.max_tokens,
             )

@@ -13,7 +13,7 @@ from outrider.bench.contestants import Job, Variant
 from outrider.bench.report import Sample
 from outrider.bench.settings import Settings
 from outrider.bench.sweep import Condition
-from outrider.core.noise import mix_int
+from outrider.core.noise import derive_seed
 from outrider.core.params import SamplingParams
 from outrider.errors import OutriderError
 from outrider.llm import LLM
@@ -107,7 +107,7 @@ def _check_room(prompt: Prompt, length: int, max_tokens: int, context: int) -> N
 
 
 def _job(tokens: tuple[int, ...], settings: Settings, place: Condition, number: int) -> Job:
-    seed = mix_int(settings.seed, number)
+    seed = derive_seed(settings.seed, number)
     params = SamplingParams(temperature=place.temperature, max_tokens=settings.max_tokens, seed=seed)
     return Job(prompt=tokens, params=params)
 
@@ -118,4 +118,4 @@ def _short(job: Job) -> Job:
 
 
 def _seeded(job: Job, round: int) -> Job:
-    return replace(job, params=replace(job.params, seed=mix_int(job.params.seed or 0, round)))
+    return replace(job, params=replace(job.params, seed=derive_seed(job.params.seed or 0, round)))

@@ -63,7 +63,7 @@ class Painter:
     def _painted(self, text: str, tokens: Sequence[int], guessed: Sequence[bool]) -> str:
         for token, guess in zip(tokens, guessed, strict=True):
             before = len(self._stream.text)
-            self._stream.push(token)
+            self._stream.add_token(token)
             self._pieces.append((len(self._stream.text) - before, guess))
         out, at, guess = [], 0, False
         while at < len(text):

@@ -1,4 +1,4 @@
-"""What form a completion must have: a JSON schema, a regular expression, a grammar, or one of some texts."""
+"""Constraints on the text of a completion: a JSON schema, a regular expression, a grammar, or a list of choices."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any
 
 from outrider.errors import OutriderError
 
-STYLE: Mapping[str, Any] = MappingProxyType(  # of JSON: as Python's json.dumps writes it
+STYLE: Mapping[str, Any] = MappingProxyType(  # JSON is formatted as by Python's json.dumps
     {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 )
-_MOST = 128 * 1024  # characters of a constraint
-_DEEPEST = 64  # levels of a schema
+_MAX_LENGTH = 128 * 1024  # characters of a constraint
+_MAX_DEPTH = 64  # levels of a schema
 
 
 class Kind(StrEnum):
-    """What a constraint is written in."""
+    """The language of a constraint."""
 
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"
@@ -29,17 +29,17 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constraint:
-    """The form of a completion, which holds whatever the model would rather say; max_tokens alone can cut it.
+    """The form that the text of a completion must have. Only max_tokens can cut it short.
 
-    Only tokens that the form allows have a probability, and end-of-text has one only where the text may end. The law of
-    the allowed ones is the model's own, renormalised: what constrained decoding draws token by token.
+    Tokens that the constraint does not allow have probability 0, and so has end-of-text where the text may not end. The
+    distribution of the allowed tokens is the model's, renormalized, as in constrained decoding token by token.
 
-    JSON is written on one line, as Python's json.dumps writes it; a schema with {"x-guidance": {"whitespace_flexible":
-    true}} leaves white space to the model.
+    JSON is written on one line, formatted as by Python's json.dumps. A schema with {"x-guidance":
+    {"whitespace_flexible": true}} leaves white space to the model.
 
     Attributes:
         kind: the language.
-        source: the constraint in it: JSON text of a schema, a regular expression (Rust's syntax), a grammar (Lark's
+        source: the constraint: JSON text of a schema, a regular expression (Rust's syntax), a grammar (Lark's
             syntax, as llguidance has it, or GBNF), or a JSON list of texts.
     """
 
@@ -48,70 +48,72 @@ class Constraint:
 
     def __post_init__(self) -> None:
         if not isinstance(self.source, str) or not self.source:
-            raise OutriderError(f"a constraint's source is {self.source!r}; use a text of at least one character")
-        if len(self.source) > _MOST:
-            raise OutriderError(
-                f"the {self.kind} is {len(self.source)} characters long; use at most {_MOST}, or split the request"
-            )
+            raise OutriderError(f"a constraint's source is {self.source!r}; use a string of at least one character")
+        if len(self.source) > _MAX_LENGTH:
+            raise OutriderError(f"the {self.kind} is {len(self.source)} characters long; use at most {_MAX_LENGTH}")
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | bool | str) -> Constraint:
-        """JSON that a schema allows; `schema` is the schema itself, or its JSON text.
+        """Require JSON that matches a schema. `schema` is the schema or its JSON text.
 
         Raises:
-            OutriderError: it is no schema.
+            OutriderError: `schema` is not a JSON schema.
         """
         if isinstance(schema, str):
             try:
                 schema = json.loads(schema)
             except (json.JSONDecodeError, RecursionError) as error:
-                raise OutriderError(f"the JSON schema is not JSON ({error}); give the text of one object") from error
+                raise OutriderError(
+                    f"the JSON schema is not valid JSON ({error}); give the JSON text of an object"
+                ) from error
         if not isinstance(schema, Mapping | bool):
-            raise OutriderError(f"a JSON schema is an object, and this is {type(schema).__name__}; give an object")
+            raise OutriderError(f"the JSON schema is {type(schema).__name__}; give an object")
         _check_depth(schema)
         try:
             return cls(kind=Kind.JSON_SCHEMA, source=json.dumps(schema))
         except (TypeError, ValueError) as error:
-            raise OutriderError(f"the JSON schema holds what is not JSON ({error}); use plain values") from error
+            raise OutriderError(f"the JSON schema has a value that is not JSON ({error}); use plain values") from error
 
     @classmethod
     def json_object(cls) -> Constraint:
-        """Any JSON object."""
+        """Require a JSON object of any form."""
         return cls.json_schema({"type": "object"})
 
     @classmethod
     def regex(cls, pattern: str) -> Constraint:
-        """A text that matches `pattern` from its beginning to its end."""
+        """Require a text that matches the whole `pattern`."""
         return cls(kind=Kind.REGEX, source=pattern)
 
     @classmethod
     def grammar(cls, source: str) -> Constraint:
-        """A text of a context-free language, in Lark's syntax or in GBNF."""
+        """Require a text of a context-free grammar, in the syntax of Lark or GBNF."""
         return cls(kind=Kind.GRAMMAR, source=source)
 
     @classmethod
     def choice(cls, texts: Sequence[str]) -> Constraint:
-        """One of these texts.
+        """Require one of these texts.
 
         Raises:
-            OutriderError: there is none, or one is empty or no text.
+            OutriderError: the list is empty, or an item is not a non-empty string.
         """
         if isinstance(texts, str) or not texts or not all(isinstance(text, str) and text for text in texts):
-            raise OutriderError(f"choice is {texts!r}; use a list of texts of at least one character each")
+            raise OutriderError(f"choice is {texts!r}; use a list of non-empty strings")
         return cls(kind=Kind.CHOICE, source=json.dumps(list(texts)))
 
 
 def _check_depth(schema: Any) -> None:
-    """Raises OutriderError where levels lie deeper in each other than compilers of schemas can follow."""
+    """Raise OutriderError if the schema is nested more deeply than its compiler can follow."""
     level = [schema]
-    for _ in range(_DEEPEST):
-        level = [inner for outer in level for inner in _parts(outer)]
+    for _ in range(_MAX_DEPTH):
+        level = [inner for outer in level for inner in _children(outer)]
         if not level:
             return
-    raise OutriderError(f"the JSON schema is more than {_DEEPEST} levels deep; name its parts under $defs, with $ref")
+    raise OutriderError(
+        f"the JSON schema is more than {_MAX_DEPTH} levels deep; define its parts under $defs and use $ref"
+    )
 
 
-def _parts(value: Any) -> list[Any]:
+def _children(value: Any) -> list[Any]:
     if isinstance(value, Mapping):
         return list(value.values())
     return list(value) if isinstance(value, list | tuple) else []

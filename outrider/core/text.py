@@ -1,59 +1,59 @@
-"""Text as it grows: tokens in, characters out, stop strings found."""
+"""Incremental detokenization with stop strings."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
 
-_PARTIAL = "�"  # what a decoder shows for bytes that are not a whole character yet
-_TAIL = 4  # tokens that may still become one: a character has at most as many bytes
-_HALF = re.compile("[\ud800-\udfff]")  # of a surrogate pair
-_HELD = 2 * _TAIL  # tokens held back, beyond which some are broken for good, or spell nothing
+_REPLACEMENT = "�"  # what a tokenizer decodes an incomplete character to
+_MAX_CHAR_TOKENS = 4  # a UTF-8 character has at most 4 bytes
+_SURROGATE = re.compile("[\ud800-\udfff]")  # half of a surrogate pair
+_MAX_PENDING = 2 * _MAX_CHAR_TOKENS  # more pending tokens than this include invalid bytes or tokens without text
 
 
 class TextStream:
     """Decodes a completion token by token.
 
-    Characters are given out once no later token can change them. A window of recent tokens is decoded at a time,
-    since what a token spells depends on its left neighbour in many tokenizers.
+    `text` holds the characters that no later token can change. In many tokenizers the text of a token depends on the
+    token before it, so a window of recent tokens is decoded at a time.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], stop: Sequence[str] = ()) -> None:
         self._decode = decode
         self._stop = tuple(stop)
         self._tokens: list[int] = []
-        self._before = 0  # tokens[before:shown] is the left context of the window
-        self._shown = 0
+        self._context = 0  # tokens[context:decoded] are the left context of the window
+        self._decoded = 0
         self._text = ""
         self.stopped = False
 
     @property
     def text(self) -> str:
-        """What has been given out so far."""
-        if not self.stopped and self._shown < len(self._tokens):
-            self._grow(self._shown + 1)
+        """The text so far, without characters that a later token may change."""
+        if not self.stopped and self._decoded < len(self._tokens):
+            self._extend(self._decoded + 1)
         return self._text
 
-    def push(self, token: int, *, stoppable: bool = True) -> bool:
-        """Add one token; true when a stop string is complete, which then ends `text` just before it."""
+    def add_token(self, token: int, *, stoppable: bool = True) -> bool:
+        """Add a token. Returns True if it completes a stop string; `text` then ends before the stop string."""
         self._tokens.append(token)
         if not self._stop:
-            return False  # decoded when somebody asks for it, several tokens at once
+            return False  # decoded when `text` is read, several tokens at once
         searched = len(self._text)
-        self._grow(len(self._tokens))
+        self._extend(len(self._tokens))
         return len(self._text) > searched and stoppable and self._find_stop(searched)
 
     def finish(self) -> str:
-        """The whole text, with whatever was held back."""
+        """Return the whole text, including incomplete characters."""
         if not self.stopped:
             searched = len(self._text)
             self._text += self._window(len(self._tokens))
-            self._before = self._shown = len(self._tokens)
+            self._context = self._decoded = len(self._tokens)
             self._find_stop(searched)
         return self._text
 
     def safe_length(self) -> int:
-        """Characters of `text` that no stop string can still take back."""
+        """Return the number of characters of `text` that no stop string can remove."""
         text = self.text
         longest = 0 if self.stopped else max((len(stop) for stop in self._stop), default=1)
         for held in range(min(longest - 1, len(text)), 0, -1):
@@ -61,45 +61,45 @@ class TextStream:
                 return len(text) - held
         return len(text)
 
-    def _grow(self, first: int) -> None:
-        """Give out what is whole; fewer than the `first` tokens have been tried before."""
-        if self._show(len(self._tokens)):
+    def _extend(self, first: int) -> None:
+        """Append complete characters to the text. Prefixes shorter than `first` tokens have been tried before."""
+        if self._append_complete(len(self._tokens)):
             return
-        if len(self._tokens) - self._shown > _HELD:  # special tokens spell nothing, however often they come
-            held = self._tokens[self._shown :]
-            self._tokens[self._shown :] = [token for token in held if self._decode((token, token))]
+        if len(self._tokens) - self._decoded > _MAX_PENDING:  # drop special tokens, which have no text
+            held = self._tokens[self._decoded :]
+            self._tokens[self._decoded :] = [token for token in held if self._decode((token, token))]
         for count in range(first, len(self._tokens)):
-            if not self._show(count):
-                self._cut(count)
-        self._cut(len(self._tokens))
+            if not self._append_complete(count):
+                self._append_invalid(count)
+        self._append_invalid(len(self._tokens))
 
-    def _show(self, count: int) -> bool:
-        """Give out the characters of the first `count` tokens, if they are whole."""
+    def _append_complete(self, count: int) -> bool:
+        """Append the text of the first `count` tokens if it ends with a complete character."""
         window = self._window(count)
-        if not window or window.endswith(_PARTIAL):
+        if not window or window.endswith(_REPLACEMENT):
             return False
-        self._give(window, count)
+        self._append(window, count)
         return True
 
-    def _cut(self, count: int) -> None:
-        """Give out what is broken for good, of more than `_HELD` tokens: else each decodes all before it again."""
-        if count - self._shown <= _HELD:
+    def _append_invalid(self, count: int) -> None:
+        """Append invalid bytes once more than `_MAX_PENDING` tokens are pending, to bound the decoded window."""
+        if count - self._decoded <= _MAX_PENDING:
             return
-        window, whole = self._window(count - _TAIL), self._window(count)
-        if window and whole.startswith(window) and whole != window:  # else it ends amid a character
-            self._give(window, count - _TAIL)
+        window, whole = self._window(count - _MAX_CHAR_TOKENS), self._window(count)
+        if window and whole.startswith(window) and whole != window:  # otherwise it ends within a character
+            self._append(window, count - _MAX_CHAR_TOKENS)
 
-    def _give(self, window: str, count: int) -> None:
+    def _append(self, window: str, count: int) -> None:
         self._text += window
-        self._before, self._shown = self._shown, count
+        self._context, self._decoded = self._decoded, count
 
     def _window(self, count: int) -> str:
-        """What tokens[shown:count] spell behind their left neighbours."""
-        context = self._decode(self._tokens[self._before : self._shown])
-        return self._decode(self._tokens[self._before : count])[len(context) :]
+        """Return the text of tokens[decoded:count] after their left context."""
+        context = self._decode(self._tokens[self._context : self._decoded])
+        return self._decode(self._tokens[self._context : count])[len(context) :]
 
     def _find_stop(self, searched: int) -> bool:
-        ends = ((stop, max(0, searched - len(stop) + 1)) for stop in self._stop)  # older ones were too early to stop
+        ends = ((stop, max(0, searched - len(stop) + 1)) for stop in self._stop)
         found = [at for stop, start in ends if (at := self._text.find(stop, start)) >= 0]
         if found:
             self._text = self._text[: min(found)]
@@ -108,5 +108,5 @@ class TextStream:
 
 
 def is_utf8(text: str) -> bool:
-    """Whether all of it is characters: JSON can spell halves of them, and bytes that are not UTF-8 turn into some."""
-    return text.isascii() or not _HALF.search(text)
+    """Return whether the text can be encoded as UTF-8. Lone surrogates from JSON or invalid bytes cannot."""
+    return text.isascii() or not _SURROGATE.search(text)

@@ -1,40 +1,43 @@
-"""Trees of guesses as tensors: making them, and asking who descends from whom."""
+"""Draft trees as tensors: constructors, and queries of ancestors and depths."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
+from typing import TypeVar
 
 import numpy as np
 import torch
 
 from outrider.core.types import Batch, Draft, DraftKind, Packed, Round, Scores
 
+T = TypeVar("T")
 
-def near(device: torch.device) -> bool:
-    """Whether the host may look at a tensor of the device without waiting."""
+
+def is_cpu(device: torch.device) -> bool:
+    """Return whether the host can read a tensor of this device without waiting."""
     return device.type == "cpu"
 
 
 def upload(
     numbers: Sequence[int] | Sequence[Sequence[int]], device: torch.device, dtype: torch.dtype = torch.int64
 ) -> torch.Tensor:
-    """Numbers of the host as a tensor on the device, without waiting for what the device is still doing."""
+    """Copy integers to the device without waiting for its pending work."""
     if device.type == "cpu" and dtype is torch.int64:
-        return torch.from_numpy(np.array(numbers, dtype=np.int64))  # half of what torch.tensor takes
+        return torch.from_numpy(np.array(numbers, dtype=np.int64))  # takes half the time of torch.tensor
     if device.type != "cuda":
         return torch.tensor(numbers, dtype=dtype, device=device)
     return torch.tensor(numbers, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
 
 
-@lru_cache(256)  # the same in every round that guesses nothing
-@torch.inference_mode(False)  # so that everybody may use it, whoever asked first
-def empty(rows: int, device: torch.device) -> Draft:
-    """No guesses for `rows` rows."""
-    none = torch.zeros(rows, 0, dtype=torch.int64, device=device)
-    count = torch.zeros(rows, dtype=torch.int64, device=device)
-    zero = (0,) * rows
+@lru_cache(256)  # plain decoding asks for the same draft in every round
+@torch.inference_mode(False)  # callers outside of inference mode use the cached tensors, too
+def empty(batch_size: int, device: torch.device) -> Draft:
+    """Return a draft without draft tokens for `batch_size` sequences."""
+    none = torch.zeros(batch_size, 0, dtype=torch.int64, device=device)
+    count = torch.zeros(batch_size, dtype=torch.int64, device=device)
+    zero = (0,) * batch_size
     return Draft(tokens=none, parent=none, count=count, kind=none, q=None, width=zero, depth=zero, chain=True)
 
 
@@ -42,68 +45,68 @@ def chain(
     tokens: torch.Tensor,  # [B, N]
     width: tuple[int, ...],  # [B]
     *,
-    law: torch.Tensor | None = None,  # [B, N]; None: all were chosen
+    kind: torch.Tensor | None = None,  # [B, N]; None: DraftKind.ONE_HOT
     q: Packed | None = None,  # [B, N]
-    chance: tuple[tuple[float, ...], ...] | None = None,  # [B][width]
+    accept_prob: tuple[tuple[float, ...], ...] | None = None,  # [B][width]
 ) -> Draft:
-    """One guess after another, `width[b]` of them in row b."""
-    rows, size = tokens.shape
+    """Return a draft of chains, with `width[b]` draft tokens for sequence b."""
+    batch_size, size = tokens.shape
     return Draft(
         tokens=tokens,
-        parent=_row_after_row(rows, size, tokens.device),
+        parent=_chain_parents(batch_size, size, tokens.device),
         count=upload(width, tokens.device),
-        kind=_picked(rows, size, tokens.device) if law is None else law,
+        kind=_one_hot_kinds(batch_size, size, tokens.device) if kind is None else kind,
         q=q,
         width=width,
         depth=width,
         chain=True,
-        accept_prob=chance,
+        accept_prob=accept_prob,
     )
 
 
-def chosen(
+def one_hot_tree(
     tokens: torch.Tensor,  # [B, N]
     parent: torch.Tensor,  # [B, N]
     width: tuple[int, ...],  # [B]
     *,
-    depth: tuple[int, ...] | None = None,  # [B]; None: the width is what is known of it
-    chance: tuple[tuple[float, ...], ...] | None = None,  # [B][width]
+    depth: tuple[int, ...] | None = None,  # [B]; None: at most the width
+    accept_prob: tuple[tuple[float, ...], ...] | None = None,  # [B][width]
 ) -> Draft:
-    """Trees of guesses that were picked, not drawn; row b has the first `width[b]` of them."""
+    """Return a draft of trees whose tokens were chosen without sampling. Sequence b has the first `width[b]` nodes."""
     return Draft(
         tokens=tokens,
         parent=parent,
         count=upload(width, tokens.device),
-        kind=_picked(*tokens.shape, tokens.device),
+        kind=_one_hot_kinds(*tokens.shape, tokens.device),
         q=None,
         width=width,
         depth=depth or width,
         chain=False,
-        accept_prob=chance,
+        accept_prob=accept_prob,
     )
 
 
 @lru_cache(1024)
 @torch.inference_mode(False)
-def _row_after_row(rows: int, size: int, device: torch.device) -> torch.Tensor:
-    """Parents of chains."""
-    return torch.arange(-1, size - 1, device=device).repeat(rows, 1)
+def _chain_parents(batch_size: int, size: int, device: torch.device) -> torch.Tensor:
+    """Return the parents [batch_size, size] of chains."""
+    return torch.arange(-1, size - 1, device=device).repeat(batch_size, 1)
 
 
 @lru_cache(1024)
 @torch.inference_mode(False)
-def _picked(rows: int, size: int, device: torch.device) -> torch.Tensor:
-    """Laws of guesses that were chosen."""
-    return torch.full((rows, size), int(DraftKind.ONE_HOT), device=device)
+def _one_hot_kinds(batch_size: int, size: int, device: torch.device) -> torch.Tensor:
+    """Return DraftKind.ONE_HOT for [batch_size, size] nodes."""
+    return torch.full((batch_size, size), int(DraftKind.ONE_HOT), device=device)
 
 
 def cut(draft: Draft, width: tuple[int, ...]) -> Draft:
-    """The first `width[b]` guesses of row b, or all that it has."""
+    """Keep the first `width[b]` draft tokens of sequence b, or all if it has fewer."""
     width = tuple(map(min, width, draft.width))
     if width == draft.width:
         return draft
-    size, count = max(width), torch.minimum(draft.count, upload(width, draft.count.device))
-    chance = draft.accept_prob
+    size = max(width)
+    count = torch.minimum(draft.count, upload(width, draft.count.device))
     return replace(
         draft,
         tokens=draft.tokens[:, :size],
@@ -113,25 +116,29 @@ def cut(draft: Draft, width: tuple[int, ...]) -> Draft:
         q=None if draft.q is None else replace(draft.q, at=draft.q.at[:, :size]),
         width=width,
         depth=tuple(map(min, width, draft.depth)),
-        accept_prob=None if chance is None else tuple(row[:w] for row, w in zip(chance, width, strict=True)),
-        source=None if draft.source is None else tuple(row[:w] for row, w in zip(draft.source, width, strict=True)),
+        accept_prob=_cut_rows(draft.accept_prob, width),
+        source=_cut_rows(draft.source, width),
     )
 
 
+def _cut_rows(rows: tuple[tuple[T, ...], ...] | None, width: tuple[int, ...]) -> tuple[tuple[T, ...], ...] | None:
+    return None if rows is None else tuple(row[:keep] for row, keep in zip(rows, width, strict=True))
+
+
 def is_cut(draft: Draft, whole: Draft) -> bool:
-    """Whether `draft` is `whole`, or what `cut` left of it: they share their memory."""
+    """Return whether `draft` is `whole` or a result of `cut` on it. They share memory."""
     return draft.tokens.data_ptr() == whole.tokens.data_ptr() and draft.size > 0
 
 
-def live(draft: Draft) -> torch.Tensor:
-    """[B, N] bool: which nodes are guesses, and which are padding."""
+def valid_nodes(draft: Draft) -> torch.Tensor:
+    """Return [B, N] bool: True for draft tokens, False for padding."""
     return torch.arange(draft.size, device=draft.count.device) < draft.count[:, None]
 
 
 def ancestors(parent: torch.Tensor) -> torch.Tensor:
-    """[B, N, N] bool: `out[b, i, j]` where node j lies on the path from the root to node i, i itself included.
+    """Return [B, N, N] bool: `out[b, i, j]` is True if node j is on the path from the root to node i, or is i.
 
-    In log N products, of the paths of up to 1, 2, 4, ... steps.
+    The paths of up to 1, 2, 4, ... steps are multiplied, so it takes log2(N) products.
     """
     order = torch.arange(parent.shape[1], device=parent.device)
     reach = (order[:, None] == order) | (parent[..., None] == order)
@@ -141,7 +148,7 @@ def ancestors(parent: torch.Tensor) -> torch.Tensor:
 
 
 def path(parents: Sequence[int], node: int) -> list[int]:
-    """Nodes of one row from the root's child down to `node`, by their parents; none for -1, the root itself."""
+    """Return the path from the root's child to `node` in one tree; [] for -1, the root."""
     out = []
     while node >= 0:
         out.append(node)
@@ -150,14 +157,14 @@ def path(parents: Sequence[int], node: int) -> list[int]:
 
 
 def depths(draft: Draft) -> torch.Tensor:
-    """[B, N] int64: guesses on the path from the root, the node itself counted; 1 for a child of the root."""
+    """Return [B, N] int64, the depth of each node; 1 for a child of the root."""
     if draft.chain:
         return torch.arange(1, draft.size + 1, device=draft.parent.device).expand_as(draft.parent)
     return ancestors(draft.parent).sum(-1)
 
 
-def fed_round(batch: Batch, draft: Draft, scores: Scores) -> Round:
-    """The round of rows that only feed: nothing accepted, nothing emitted."""
+def prefill_round(batch: Batch, draft: Draft, scores: Scores) -> Round:
+    """Return the round of sequences that are still prefilling: nothing is accepted or emitted."""
     none = ((),) * len(batch.seqs)
     return Round(
         batch=batch,

@@ -15,7 +15,7 @@ from outrider.core.stats import Stats
 from outrider.core.text import TextStream
 from outrider.core.types import Batch, Draft, FinishReason, Request, Round, SequenceState
 from outrider.engine.accounting import Accounting, RoundSeconds
-from outrider.engine.constraints import FORCED, ConstrainedDraft, apply_constraints
+from outrider.engine.constraints import MAX_FORCED, ConstrainedDraft, apply_constraints
 from outrider.engine.logprobs import add_logprobs
 from outrider.engine.readback import read_greedy, read_verdict
 from outrider.engine.scheduler import Scheduler
@@ -32,7 +32,7 @@ from outrider.verify.sampling import (
     apply_sampling_packed,
     target_probs,
 )
-from outrider.verify.verdict import rowwise
+from outrider.verify.verdict import select_by_name
 
 
 class Engine:
@@ -198,7 +198,7 @@ class Engine:
         forced = batch.forced_budget or (0,) * len(batch.seqs)
         wanted = {}
         for row, most, budget in zip(batch.seqs, forced, batch.draft_budget, strict=True):
-            drafted = min(most, budget + FORCED) if row.matcher else budget
+            drafted = min(most, budget + MAX_FORCED) if row.matcher else budget
             wanted[row.slot] = ends[row.slot] + drafted
         able = prompts_that_fit(self._target.cache, ends, wanted)
         if len(able) == len(ends):
@@ -217,8 +217,8 @@ class Engine:
         scores = self._target.score(batch, draft)
         seconds = perf_counter() - began
         sampling = self._sampling_of(batch)
-        if sampling.bare:
-            return constrained.told(read_greedy(batch, draft, scores, masks)), seconds
+        if sampling.plain_greedy:
+            return constrained.drop_failed(read_greedy(batch, draft, scores, masks)), seconds
         noise = self._noise_of(batch, sampling)
         names = [row.request.params.verifier or self._verifier.name for row in batch.seqs]
         packed = scores.packed
@@ -230,7 +230,7 @@ class Engine:
             packed = packed if masks is None else masks.apply_packed(packed)
             probs = apply_sampling_packed(packed, sampling, draft, shape=self._probs_function)
             verdicts = {name: self._verifier_of(name).verify(draft, probs, noise) for name in set(names)}
-        return constrained.told(read_verdict(batch, draft, scores, rowwise(verdicts, names))), seconds
+        return constrained.drop_failed(read_verdict(batch, draft, scores, select_by_name(verdicts, names))), seconds
 
     def _commit(self, round: Round) -> None:
         """Tell every part what was accepted."""
@@ -256,7 +256,7 @@ class Engine:
             )
 
     def _sampling_of(self, batch: Batch) -> SamplingTensors:
-        if self._sampling is None or self._sampling.rows != batch.seqs:
+        if self._sampling is None or self._sampling.seqs != batch.seqs:
             self._sampling = SamplingTensors.of(batch.seqs, self._target.vocab, self._target.device)
             self._noise = PositionNoise(self._sampling.seed, self._sampling.seed)
         return self._sampling

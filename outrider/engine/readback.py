@@ -11,8 +11,8 @@ import torch
 from outrider.core import tree
 from outrider.core.types import Batch, Draft, Round, Scores, Verdict
 from outrider.engine.constraints import Masks
-from outrider.verify.rules import follow
-from outrider.verify.sampling import sound
+from outrider.verify.rules import verify_greedy
+from outrider.verify.sampling import has_finite_max
 
 
 def read_greedy(batch: Batch, draft: Draft, scores: Scores, masks: Masks | None) -> Round:
@@ -28,8 +28,8 @@ def read_greedy(batch: Batch, draft: Draft, scores: Scores, masks: Masks | None)
     elif scores.best is not None:
         best = scores.best
     else:
-        best = torch.where(sound(scores.logits), scores.logits.argmax(-1), -1)
-    followed = follow(draft, best)
+        best = torch.where(has_finite_max(scores.logits), scores.logits.argmax(-1), -1)
+    followed = verify_greedy(draft, best)
     accepted = [pair if emits else ((), ()) for emits, pair in zip(batch.emits, followed, strict=True)]
     return Round(
         batch=batch,
@@ -44,7 +44,7 @@ def read_greedy(batch: Batch, draft: Draft, scores: Scores, masks: Masks | None)
 
 def read_verdict(batch: Batch, draft: Draft, scores: Scores, verdict: Verdict) -> Round:
     """The round of a verdict: accepted paths, emitted tokens and their log-probabilities on the host."""
-    read = _read_host if tree.near(draft.tokens.device) else _read_device
+    read = _read_host if tree.is_cpu(draft.tokens.device) else _read_device
     paths, all_emitted, logprobs, failed = [], [], [], []
     columns = zip(*read(draft, verdict, scores), strict=True)
     for (accepted, bonus, finite, nodes, tokens, chosen), emits in zip(columns, batch.emits, strict=True):
@@ -99,5 +99,5 @@ def _read_device(draft: Draft, verdict: Verdict, scores: Scores) -> tuple[list[A
 
 def _finite(scores: Scores) -> torch.Tensor:
     """[B] bool: sequences whose logits are finite."""
-    good = sound(scores.logits) if scores.best is None else scores.best >= 0
+    good = has_finite_max(scores.logits) if scores.best is None else scores.best >= 0
     return good.all(1)

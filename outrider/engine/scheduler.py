@@ -1,4 +1,4 @@
-"""Who runs now, what each row feeds, and when a row is done."""
+"""The scheduler: which sequences run, which tokens they feed, and when they are done."""
 
 from __future__ import annotations
 
@@ -12,217 +12,229 @@ from outrider.core.types import Batch, FinishReason, Request, Round, SequenceSta
 from outrider.engine.prefill_budget import PrefillBudget
 from outrider.errors import OutriderError
 
-_PATIENCE = 64  # rounds of waiting that count as much as one step of priority
-_AHEAD = 64  # tokens that each row can go on for, as far as memory goes, when another one is admitted
-_NO_NUMBERS = "the target's logits were not numbers (NaN or infinite)"
+_AGING_ROUNDS = 64  # rounds of waiting that equal one step of priority
+_RESERVED_TOKENS = 64  # free tokens that every running sequence must have when another one is admitted
+_NOT_FINITE = "the target's logits were not finite (NaN or infinite)"
 
 
 class Scheduler:
-    """By priority, then by arrival, in slots and in memory.
+    """Schedules requests by priority, then by arrival, into slots and KV-cache memory.
 
-    Every row that decodes runs in every round. Prompts share what `chunk` leaves of it, the first ones first, so a
-    prompt waits at most for the prompts before it, and no long prompt holds up those who decode.
+    Every decoding sequence runs in every round. Prompts share the rest of the round's token budget in order (chunked
+    prefill), so a long prompt does not delay decoding sequences.
 
-    Waiting makes all equally older, so the order of two requests never changes, and who comes first is known when they
-    come: one of priority p goes before all that come more than `_PATIENCE` rounds later for each step that theirs is
-    lower. So it waits for a bounded number of others, whatever comes.
+    The rank of a request is fixed on arrival. A request goes before all requests that arrive more than
+    `_AGING_ROUNDS` rounds later for each step of their better priority. So the number of requests that it waits for is
+    bounded.
 
-    Where memory ends, whoever comes last gives way, and waits for a slot again with the text so far as its prompt. The
-    first one never does, so it ends, and then another is the first.
+    When the KV cache is full, the sequence with the last rank is preempted. It waits for a slot again, with its text so
+    far as its prompt. The first sequence is never preempted, so it ends and another becomes the first.
     """
 
     def __init__(self, *, slots: int, chunk: int | PrefillBudget, context: int, first: int = 0) -> None:
-        """Run at most `slots` rows at once and feed about `chunk` tokens a round, or what a `PrefillBudget` allows.
+        """Run at most `slots` sequences at once and feed about `chunk` tokens per round, or a `PrefillBudget`.
 
-        Where several engines share a target, each has slots of its own, from `first` on.
+        Engines that share a target use different slots, each from `first` on.
         """
         if slots < 1:
-            raise OutriderError(f"rows is {slots}; it must be at least 1")
-        self.preempted = 0  # how often a row has given way
-        self._tempo = chunk if isinstance(chunk, PrefillBudget) else PrefillBudget(chunk)
+            raise OutriderError(f"max_num_seqs is {slots}; use at least 1")
+        self.preempted = 0  # number of preemptions
+        self._prefill_budget = chunk if isinstance(chunk, PrefillBudget) else PrefillBudget(chunk)
         self._context = context
         self._free = list(range(first, first + slots))
         self._waiting: list[tuple[tuple[int, int], SequenceState]] = []  # a heap
-        self._running: list[SequenceState] = []  # by rank
-        self._rounds = self._came = 0
+        self._running: list[SequenceState] = []  # ordered by rank
+        self._rounds = 0
+        self._arrivals = 0
 
     def add(self, request: Request, stream: TextStream | None = None) -> SequenceState:
-        """Queue a request, and return its row; `stream` decodes its text and finds its stop strings.
+        """Queue a request and return its state. `stream` decodes its text and finds stop strings.
 
         Raises:
-            OutriderError: its prompt fills the context, so that nothing could follow.
+            OutriderError: the prompt fills the context.
         """
         if len(request.prompt_token_ids) >= self._context:
             raise OutriderError(
-                f"the prompt is {len(request.prompt_token_ids)} tokens long and the context holds {self._context};"
-                " shorten it"
+                f"the prompt has {len(request.prompt_token_ids)} tokens and the context holds {self._context};"
+                " shorten the prompt"
             )
-        self._came += 1
-        rank = _PATIENCE * request.params.priority + self._rounds, self._came
-        row = SequenceState(
+        self._arrivals += 1
+        rank = _AGING_ROUNDS * request.params.priority + self._rounds, self._arrivals
+        seq = SequenceState(
             request=request, slot=-1, token_ids=list(request.prompt_token_ids), stream=stream, rank=rank
         )
-        self._wait(row)
-        return row
+        self._requeue(seq)
+        return seq
 
     def busy(self) -> bool:
-        """Whether anything runs or waits."""
+        """Return whether a request runs or waits."""
         return bool(self._running or self._waiting)
 
     def prefilling(self) -> bool:
-        """Whether prompts are to be fed in the next round."""
-        return bool(self._waiting and self._free) or self._owed() > 0
+        """Return whether the next round prefills prompts."""
+        return bool(self._waiting and self._free) or self._unfed_tokens() > 0
 
     def admit(self, cache: Cache) -> list[SequenceState]:
-        """Give free slots to those who come first, while there is memory and room for their prompts in the round.
+        """Give free slots to waiting requests, while memory and the token budget of the round allow.
 
-        Rows whose grammar cannot be started are among them, marked with their `finish`: these have no slot.
+        The result includes requests whose grammar cannot be started. They have a `finish_reason` and no slot.
         """
         admitted = []
-        while self._waiting and self._free and (self._owed() < self._left() or not self._running):
-            row, slot = self._waiting[0][1], self._free[0]  # the lowest, so that running rows stay neighbours in memory
-            if not self._formed(row):
+        while self._waiting and self._free and (self._unfed_tokens() < self._prompt_budget() or not self._running):
+            seq, slot = (
+                self._waiting[0][1],
+                self._free[0],
+            )  # the lowest slot, so that running sequences are neighbors in memory
+            if not self._start_grammar(seq):
                 heapq.heappop(self._waiting)
-                admitted.append(row)
+                admitted.append(seq)
                 continue
-            row.num_cached_tokens = cache.admit(slot, row.token_ids, row.request.params.scope)
-            ends = {each.slot: self._ahead(each) for each in self._running}
-            if self._running and not cache.fits({**ends, slot: self._ahead(row)}):
+            seq.num_cached_tokens = cache.admit(slot, seq.token_ids, seq.request.params.scope)
+            ends = {each.slot: self._reserved_length(each) for each in self._running}
+            if self._running and not cache.fits({**ends, slot: self._reserved_length(seq)}):
                 cache.release(slot)
                 break
             heapq.heappop(self._waiting)
-            row.slot = heapq.heappop(self._free)
-            insort(self._running, row, key=attrgetter("rank"))
-            admitted.append(row)
+            seq.slot = heapq.heappop(self._free)
+            insort(self._running, seq, key=attrgetter("rank"))
+            admitted.append(seq)
         return admitted
 
     def next(self) -> Batch:
-        """The rows of this round, by slot; each row's budget is what it could use at most."""
-        left = self._left()
-        takes: dict[int, int] = {}
-        for row in self._running:
-            missing = len(row.token_ids) - row.num_cached_tokens
-            take = missing if missing == 1 else min(missing, left)
-            left -= 0 if missing == 1 else take
-            if take:
-                takes[row.slot] = take
-        rows = sorted((row for row in self._running if row.slot in takes), key=lambda row: row.slot)
+        """Return the batch of this round, ordered by slot. Draft budgets are the most that each sequence can use."""
+        left = self._prompt_budget()
+        feed_lengths: dict[int, int] = {}
+        for seq in self._running:
+            missing = len(seq.token_ids) - seq.num_cached_tokens
+            if missing == 1:  # it decodes, which the prompt budget does not limit
+                length = 1
+            else:
+                length = min(missing, left)
+                left -= length
+            if length:
+                feed_lengths[seq.slot] = length
+        seqs = sorted((seq for seq in self._running if seq.slot in feed_lengths), key=lambda seq: seq.slot)
         feeds = tuple(
-            tuple(row.token_ids[row.num_cached_tokens : row.num_cached_tokens + takes[row.slot]]) for row in rows
+            tuple(seq.token_ids[seq.num_cached_tokens : seq.num_cached_tokens + feed_lengths[seq.slot]]) for seq in seqs
         )
-        room = tuple(self._room(row, len(feed)) for row, feed in zip(rows, feeds, strict=True))
+        budget = tuple(self._max_draft_tokens(seq, len(feed)) for seq, feed in zip(seqs, feeds, strict=True))
         return Batch(
-            seqs=tuple(rows),
-            start=tuple(row.num_cached_tokens for row in rows),
+            seqs=tuple(seqs),
+            start=tuple(seq.num_cached_tokens for seq in seqs),
             feed=feeds,
-            draft_budget=room,
-            forced_budget=room,
-            num_waiting=len(self._running) - len(rows) + min(len(self._waiting), len(self._free)),
+            draft_budget=budget,
+            forced_budget=budget,
+            num_waiting=len(self._running) - len(seqs) + min(len(self._waiting), len(self._free)),
         )
 
     def preempt(self) -> int:
-        """Let the row that comes last wait again; returns its slot, which is to be released."""
-        assert len(self._running) > 1, "a text that fits the context has memory when it is alone"
-        row = self._running.pop()
-        slot, row.slot, row.num_cached_tokens = row.slot, -1, 0
+        """Preempt the sequence with the last rank. Returns its slot, which the caller releases."""
+        assert len(self._running) > 1, "a single sequence always fits into the KV cache"
+        seq = self._running.pop()
+        slot = seq.slot
+        seq.slot = -1
+        seq.num_cached_tokens = 0
         heapq.heappush(self._free, slot)
-        self._wait(row)
+        self._requeue(seq)
         self.preempted += 1
         return slot
 
     def record_round(self, batch: Batch, seconds: float) -> None:
-        """How long the round of a batch was."""
-        self._tempo.learn(sum(len(feed) for feed in batch.feed if len(feed) > 1), seconds)
+        """Record the duration of a round."""
+        self._prefill_budget.learn(sum(len(feed) for feed in batch.feed if len(feed) > 1), seconds)
 
     def commit(self, round: Round) -> list[SequenceState]:
-        """Append what was emitted to the rows' texts; return the rows that are done."""
+        """Append the emitted tokens to the sequences. Returns the sequences that are done."""
         self._rounds += 1
-        for b, row in enumerate(round.batch.seqs):
-            row.num_cached_tokens = round.batch.start[b] + len(round.batch.feed[b]) + len(round.path[b])
+        for b, seq in enumerate(round.batch.seqs):
+            seq.num_cached_tokens = round.batch.start[b] + len(round.batch.feed[b]) + len(round.path[b])
             if round.failed[b]:
-                row.finish_reason, row.error = FinishReason.ERROR, round.reasons.get(b, _NO_NUMBERS)
+                seq.finish_reason, seq.error = FinishReason.ERROR, round.reasons.get(b, _NOT_FINITE)
             elif round.emitted[b]:
-                self._extend(row, round, b)
-        return self._retire([row for row in round.batch.seqs if row.finish_reason])
+                self._extend(seq, round, b)
+        return self._retire([seq for seq in round.batch.seqs if seq.finish_reason])
 
     def abort(self, id: int) -> SequenceState | None:
-        """Take a request back; returns its row if it was running."""
-        for _, row in self._waiting:
-            if row.request.id == id:
-                row.finish_reason = FinishReason.ABORT
-        self._waiting = [(rank, row) for rank, row in self._waiting if not row.finish_reason]
+        """Remove a request. Returns its state if it was running."""
+        for _, seq in self._waiting:
+            if seq.request.id == id:
+                seq.finish_reason = FinishReason.ABORT
+        self._waiting = [(rank, seq) for rank, seq in self._waiting if not seq.finish_reason]
         heapq.heapify(self._waiting)
-        for row in self._running:
-            if row.request.id == id:
-                row.finish_reason = FinishReason.ABORT
-                return self._retire([row])[0]
+        for seq in self._running:
+            if seq.request.id == id:
+                seq.finish_reason = FinishReason.ABORT
+                return self._retire([seq])[0]
         return None
 
-    def _formed(self, row: SequenceState) -> bool:
-        """Whether a row stands where its form begins, if it is to have one; else it is done."""
-        if row.request.grammar is not None and row.matcher is None:
+    def _start_grammar(self, seq: SequenceState) -> bool:
+        """Start the grammar of a sequence. Returns False if that fails, which ends the sequence."""
+        if seq.request.grammar is not None and seq.matcher is None:
             try:
-                row.matcher = row.request.grammar.start(row.request.end_ids)
+                seq.matcher = seq.request.grammar.start(seq.request.end_ids)
             except OutriderError as error:
-                row.finish_reason, row.error = FinishReason.ERROR, str(error)
-        return row.finish_reason is None
+                seq.finish_reason, seq.error = FinishReason.ERROR, str(error)
+        return seq.finish_reason is None
 
-    def _wait(self, row: SequenceState) -> None:
-        heapq.heappush(self._waiting, (row.rank, row))
+    def _requeue(self, seq: SequenceState) -> None:
+        heapq.heappush(self._waiting, (seq.rank, seq))
 
-    def _owed(self) -> int:
-        """Tokens of prompts that wait to be fed."""
-        missing = (len(row.token_ids) - row.num_cached_tokens for row in self._running)
+    def _unfed_tokens(self) -> int:
+        """Return the number of prompt tokens that running sequences have not fed yet."""
+        missing = (len(seq.token_ids) - seq.num_cached_tokens for seq in self._running)
         return sum(count for count in missing if count > 1)
 
-    def _left(self) -> int:
-        """Tokens of prompts that a round takes beside the rows that decode."""
-        return self._tempo.chunk(sum(len(row.token_ids) - row.num_cached_tokens == 1 for row in self._running))
+    def _prompt_budget(self) -> int:
+        """Return the number of prompt tokens that this round may process."""
+        return self._prefill_budget.chunk(sum(len(seq.token_ids) - seq.num_cached_tokens == 1 for seq in self._running))
 
-    def _ahead(self, row: SequenceState) -> int:
-        """How long a row's text may be before long."""
+    def _reserved_length(self, seq: SequenceState) -> int:
+        """Return the length that a sequence may soon have, for which memory is reserved."""
         return min(
-            len(row.token_ids) + _AHEAD, len(row.request.prompt_token_ids) + row.request.max_tokens, self._context
+            len(seq.token_ids) + _RESERVED_TOKENS,
+            len(seq.request.prompt_token_ids) + seq.request.max_tokens,
+            self._context,
         )
 
-    def _room(self, row: SequenceState, feed: int) -> int:
-        """Guesses that could become part of the completion: the bonus token takes the last place."""
-        if row.num_cached_tokens + feed < len(row.token_ids):
+    def _max_draft_tokens(self, seq: SequenceState, feed: int) -> int:
+        """Return the most draft tokens that the completion can use. The bonus token takes the last place."""
+        if seq.num_cached_tokens + feed < len(seq.token_ids):
             return 0
-        room = max(min(row.request.max_tokens - row.num_output_tokens, self._context - len(row.token_ids)) - 1, 0)
-        most = row.request.params.k
-        return room if most is None else min(room, most)
+        limit = max(min(seq.request.max_tokens - seq.num_output_tokens, self._context - len(seq.token_ids)) - 1, 0)
+        k = seq.request.params.k
+        return limit if k is None else min(limit, k)
 
-    def _extend(self, row: SequenceState, round: Round, b: int) -> None:
-        kept, before = len(round.path[b]), row.num_output_tokens
+    def _extend(self, seq: SequenceState, round: Round, b: int) -> None:
+        accepted = len(round.path[b])
+        before = seq.num_output_tokens
         for i, token in enumerate(round.emitted[b]):
-            row.token_ids.append(token)
-            row.from_draft.append(i < kept)
+            seq.token_ids.append(token)
+            seq.from_draft.append(i < accepted)
             try:
-                row.finish_reason = self._finish(row, token)
+                seq.finish_reason = self._finish(seq, token)
             except OutriderError as error:
-                row.finish_reason, row.error = FinishReason.ERROR, str(error)
-            if row.finish_reason:
+                seq.finish_reason, seq.error = FinishReason.ERROR, str(error)
+            if seq.finish_reason:
                 break
-        emitted = row.num_output_tokens - before
-        row.rounds.append((round.draft.depth[b], min(kept, emitted), emitted))
-        row.num_draft_tokens += round.draft.width[b]
+        emitted = seq.num_output_tokens - before
+        seq.rounds.append((round.draft.depth[b], min(accepted, emitted), emitted))
+        seq.num_draft_tokens += round.draft.width[b]
 
-    def _finish(self, row: SequenceState, token: int) -> FinishReason | None:
-        request = row.request
+    def _finish(self, seq: SequenceState, token: int) -> FinishReason | None:
+        request = seq.request
         if token in request.end_ids:
             return FinishReason.STOP
-        if row.stream and row.stream.push(token, stoppable=row.num_output_tokens >= request.params.min_tokens):
+        if seq.stream and seq.stream.add_token(token, stoppable=seq.num_output_tokens >= request.params.min_tokens):
             return FinishReason.STOP
-        if row.matcher:
-            row.matcher.push(token)
-            if row.matcher.done:
+        if seq.matcher:
+            seq.matcher.advance(token)
+            if seq.matcher.done:
                 return FinishReason.STOP
-        full = row.num_output_tokens >= request.max_tokens or len(row.token_ids) >= self._context
+        full = seq.num_output_tokens >= request.max_tokens or len(seq.token_ids) >= self._context
         return FinishReason.LENGTH if full else None
 
-    def _retire(self, rows: list[SequenceState]) -> list[SequenceState]:
-        for row in rows:
-            self._running.remove(row)
-            heapq.heappush(self._free, row.slot)
-        return rows
+    def _retire(self, seqs: list[SequenceState]) -> list[SequenceState]:
+        for seq in seqs:
+            self._running.remove(seq)
+            heapq.heappush(self._free, seq.slot)
+        return seqs

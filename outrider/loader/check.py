@@ -61,10 +61,10 @@ def _score(target: Target, checkpoint: Checkpoint, seed: int) -> tuple[torch.Ten
         Batch(seqs=(row,), start=(0,), feed=(tuple(text[:5]),), draft_budget=(0,)),
     )
     scores = target.score(half, draft)
-    target.cache.commit(tree.fed_round(half, draft, scores))
+    target.cache.commit(tree.prefill_round(half, draft, scores))
     rest = Batch(seqs=(row,), start=(5,), feed=(tuple(text[5:]),), draft_budget=(len(guesses),))
     nodes, parents = (torch.tensor([row], device=target.device) for row in (guesses, _PARENTS))
-    logits = target.score(rest, tree.chosen(nodes, parents, (len(guesses),))).logits
+    logits = target.score(rest, tree.one_hot_tree(nodes, parents, (len(guesses),))).logits
     target.cache.release(0)
     return logits, text, guesses
 

@@ -109,7 +109,7 @@ class WeightSharer(Protocol):
 def draft_by_scores(target: Target, batch: Batch, vocab: int, trust: StopRule | None = None) -> DraftChains:
     """Implement `Target.draft_greedy` by repeated calls of `score`."""
     draft = tree.empty(len(batch.seqs), target.device)
-    watch = ChainBuilder(batch.draft_budget, trust if tree.near(target.device) else None)
+    watch = ChainBuilder(batch.draft_budget, trust if tree.is_cpu(target.device) else None)
     while watch.depth < max(watch.count):
         scores = target.score(batch, draft, first=watch.depth - 1)
         logits = scores.logits[:, -1, :vocab]

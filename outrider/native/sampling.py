@@ -25,6 +25,6 @@ def fastest_sampling(device: torch.device) -> ProbsFunction:
 
 def _shape(library: Library, logits: torch.Tensor, knobs: SamplingTensors, of: torch.Tensor | slice) -> torch.Tensor:
     law = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-    wants, (rows, nodes, vocab) = knobs.wants[of].contiguous(), law.shape
+    wants, (rows, nodes, vocab) = knobs.draw_params[of].contiguous(), law.shape
     library.code.outrider_shape(ctypes.byref(CLaws(law.data_ptr(), wants.data_ptr(), rows * nodes, vocab, nodes)))
     return law

@@ -16,7 +16,7 @@ from outrider.errors import OutriderError
 from outrider.propose.acceptance import AcceptanceEstimator
 from outrider.propose.base import Proposer, ProposerSetup
 from outrider.propose.tree_builder import TreeBuilder, depths
-from outrider.verify.verdict import normalised
+from outrider.verify.verdict import normalize
 
 _LEVELS = 8  # of a chance that a part gives a guess
 _HOPE = 0.6  # that a guess is kept of which its proposer says nothing
@@ -295,7 +295,7 @@ def _laws(unions: Sequence[_Union], drafts: Sequence[Draft], size: int) -> tuple
                 q = both[out[b][at]]
                 rest = q.index_fill(0, tree.upload(union.drawn_before(at), q.device), 0.0)
                 out[b][at], laws[b][at] = len(both) + len(left), DraftKind.SAMPLED
-                left.append(normalised(rest, q))
+                left.append(normalize(rest, q))
     values = torch.cat([both, torch.stack(left)]) if left else both
     return Packed(values=values, at=tree.upload(out, both.device)), laws
 

@@ -49,9 +49,9 @@ def likeliest(draft: Draft) -> Draft:
     chain = tree.chain(
         draft.tokens.gather(1, index),
         tuple(map(len, paths)),
-        law=draft.kind.gather(1, index),
+        kind=draft.kind.gather(1, index),
         q=None if draft.q is None else replace(draft.q, at=draft.q.at.gather(1, index)),
-        chance=chance and tuple(tuple(said[i] for i in path) for said, path in zip(chance, paths, strict=True)),
+        accept_prob=chance and tuple(tuple(said[i] for i in path) for said, path in zip(chance, paths, strict=True)),
     )
     return replace(chain, source=by and tuple(tuple(who[i] for i in path) for who, path in zip(by, paths, strict=True)))
 

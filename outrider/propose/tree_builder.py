@@ -48,10 +48,10 @@ def picked(sketches: Sequence[TreeBuilder], device: torch.device) -> Draft:
     chance = tuple(tuple(sketch.accept_prob) for sketch in sketches)
     tokens = tree.upload([sketch.tokens + [0] * (size - len(sketch.tokens)) for sketch in sketches], device)
     if all(sketch.parent == list(range(-1, len(sketch.parent) - 1)) for sketch in sketches):
-        return tree.chain(tokens, width, chance=chance)
+        return tree.chain(tokens, width, accept_prob=chance)
     parent = tree.upload([sketch.parent + [-1] * (size - len(sketch.parent)) for sketch in sketches], device)
     depth = tuple(max(depths(sketch.parent), default=0) for sketch in sketches)
-    return tree.chosen(tokens, parent, width, depth=depth, chance=chance)
+    return tree.one_hot_tree(tokens, parent, width, depth=depth, accept_prob=chance)
 
 
 def depths(parent: Sequence[int]) -> list[int]:

@@ -37,7 +37,7 @@ def random_tree(rows: Sequence[int], vocab: int, chance: random.Random, *, chain
     if chain:
         return tree.chain(tokens, tuple(rows))
     parents = [[chance.randint(-1, node - 1) for node in range(size)] for _ in rows]
-    return tree.chosen(tokens, torch.tensor(parents, dtype=torch.int64), tuple(rows))
+    return tree.one_hot_tree(tokens, torch.tensor(parents, dtype=torch.int64), tuple(rows))
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +142,7 @@ def check_draft(draft: Draft, batch: Batch, vocab: int) -> None:
     expect(draft.tokens.shape == draft.parent.shape == draft.kind.shape == (rows, size), "its tensors must be [B, N]")
     expect(all(w <= b for w, b in zip(draft.width, batch.draft_budget, strict=True)), "it overspends batch.budget")
     expect(bool((draft.count <= torch.tensor(draft.width)).all()), "count exceeds width")
-    live = tree.live(draft)
+    live = tree.valid_nodes(draft)
     order = torch.arange(size)
     expect(bool(((draft.parent < order) & (draft.parent >= -1) | ~live).all()), "parents must precede children")
     expect(not draft.chain or bool(((draft.parent == order - 1) | ~live).all()), "it says chain and is a tree")

@@ -116,4 +116,4 @@ def _all_prefixes(vocab: int, depth: int, device: torch.device) -> Draft:
     if not tokens:
         return tree.empty(1, device)
     ids, parent = torch.tensor([tokens], device=device), torch.tensor([parents], device=device)
-    return tree.chosen(ids, parent, (len(tokens),))
+    return tree.one_hot_tree(ids, parent, (len(tokens),))

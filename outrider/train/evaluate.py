@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from outrider.core.noise import mix_int
+from outrider.core.noise import derive_seed
 from outrider.core.params import SamplingParams
 from outrider.core.stats import Stats
 from outrider.core.types import Request
@@ -38,7 +38,7 @@ class Evaluator:
         engine = assemble(parts.loaded, proposer=proposer, verifier=_RULE, planner=FixedPlanner(self._k))
         for i, prompt in enumerate(self._prompts):
             limit = min(self._tokens, parts.context - len(prompt))
-            seed = mix_int(self._seed, i + 1)
+            seed = derive_seed(self._seed, i + 1)
             engine.add(
                 Request(
                     id=i, prompt_token_ids=prompt, params=params, seed=seed, end_ids=parts.end_ids, max_tokens=limit

@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from outrider.core.noise import mix_int
+from outrider.core.noise import derive_seed
 from outrider.errors import OutriderError
 from outrider.loader.embedded import model_folder
 from outrider.measure.prompts import Prompt
@@ -132,7 +132,7 @@ class Training:
         """Answers and steps; and the seconds that each took."""
         settings, began = self._settings, perf_counter()
         # What each process draws follows from the wave, as a saved state holds the luck of one process alone.
-        torch.manual_seed(mix_int(mix_int(settings.seed, self._wave + 1), rank()))
+        torch.manual_seed(derive_seed(derive_seed(settings.seed, self._wave + 1), rank()))
         samples = self._course.samples(self._wave)
         answered = perf_counter()
         out = []

@@ -15,7 +15,7 @@ from outrider.bench.interleave import make_batches
 from outrider.bench.memory import MemoryUse, measure_memory
 from outrider.bench.settings import Settings as BenchSettings
 from outrider.bench.sweep import Condition
-from outrider.core.noise import mix_int
+from outrider.core.noise import derive_seed
 from outrider.engine.build import assemble, auto_planner, make_proposer
 from outrider.engine.verifiers import find_verifier
 from outrider.llm import LLM
@@ -157,7 +157,7 @@ def _repeats(llm: LLM, settings: Settings, place: Condition) -> list[PromptBatch
 
 
 def _own_seed(job: Job, salt: int) -> Job:
-    return replace(job, params=replace(job.params, seed=mix_int(job.params.seed or 0, salt)))
+    return replace(job, params=replace(job.params, seed=derive_seed(job.params.seed or 0, salt)))
 
 
 def _interleave(

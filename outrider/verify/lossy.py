@@ -1,4 +1,4 @@
-"""Rules that trade the target's law for speed. Nothing uses them unless they are asked for by name."""
+"""Lossy verification rules. They change the output distribution and are used only when chosen by name."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ import torch
 from outrider.core.noise import Noise
 from outrider.core.types import Draft, Draw, Verdict
 from outrider.verify.rules import Verifier, VerifyFunction, rejection
-from outrider.verify.verdict import accept_path, alive_nodes, at_token
+from outrider.verify.verdict import accept_path, acceptable_nodes, prob_of
 
 
 def typical(epsilon: float = 0.09, delta: float = 0.3) -> VerifyFunction:
-    """Accept a guess with p(x) > min(epsilon, delta exp(-H(p))): Cai et al. 2024 (Medusa), sec. 2.3.1.
+    """Accept a draft token if p(x) > min(epsilon, delta exp(-H(p))) (Cai et al. 2024, Medusa, sec. 2.3.1).
 
-    The deepest node all of whose path passes is kept; the bonus is drawn from p.
+    The deepest node whose whole path passes is accepted. The bonus token is sampled from p.
     """
 
     def rule(draft: Draft, p: torch.Tensor, noise: Noise) -> Verdict:
         entropy = -(p * p.clamp(min=torch.finfo(p.dtype).tiny).log()).sum(-1)  # [B, 1 + N]
-        bar = (delta * (-entropy).exp()).clamp(max=epsilon)
-        each, alive = torch.arange(len(p), device=p.device), alive_nodes(draft, p)
+        threshold = (delta * (-entropy).exp()).clamp(max=epsilon)
+        each, alive = torch.arange(len(p), device=p.device), acceptable_nodes(draft, p)
         depth = torch.zeros_like(p[..., 0], dtype=torch.int64)  # [B, 1 + N] accepted depth; -1 where rejected
         for j in range(draft.size):
             above = draft.parent[:, j] + 1
             passes = (
                 alive[:, j]
-                & (at_token(p[each, above], draft.tokens[:, j]) > bar[each, above])
+                & (prob_of(p[each, above], draft.tokens[:, j]) > threshold[each, above])
                 & (depth[each, above] >= 0)
             )
             depth[:, j + 1] = torch.where(passes, depth[each, above] + 1, -1)
@@ -40,7 +40,7 @@ def typical(epsilon: float = 0.09, delta: float = 0.3) -> VerifyFunction:
 
 
 def lenient(lenience: float = 0.5) -> VerifyFunction:
-    """Keep guess x with probability min(1, p(x) / (l q(x))), l in (0, 1): Leviathan et al. 2023, appendix A.5."""
+    """Accept x with probability min(1, p(x) / (l q(x))), l in (0, 1) (Leviathan et al. 2023, appendix A.5)."""
     return partial(rejection, lenience=lenience)
 
 

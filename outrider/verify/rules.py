@@ -1,8 +1,8 @@
-"""Exact verification: which guesses to accept, and which token follows them, so that the text is the target's own.
+"""Exact verification rules. They decide which draft tokens are accepted and which token follows.
 
-Every rule is a pure function (draft, p, noise) -> Verdict. p [B, 1 + N, V] is the target's law at the root and after
-each node; what is emitted, path and bonus together, has exactly the law that sampling p token by token has. That is
-proven by enumeration in `outrider.testing`.
+A rule is a pure function (draft, p, noise) -> Verdict. p [B, 1 + N, V] is the target distribution at the root and after
+each node. The emitted tokens, accepted path and bonus token together, have the same distribution as sampling from p
+token by token. `outrider.testing` proves that by enumeration.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from outrider.core.types import Draft, DraftKind, Draw, Packed, Verdict
 from outrider.verify.verdict import (
     accept_path,
     accept_prefix,
-    ahead,
-    alive_nodes,
-    at_token,
-    gate,
-    normalised,
+    acceptable_nodes,
+    continue_prob,
+    draft_probs,
+    masked_prob,
+    normalize,
     path_to,
     prefix_of,
-    proposals,
-    share_of,
-    taken,
+    prob_of,
+    rejected_token_mask,
+    tokens_before,
     verdict_of,
-    without,
+    without_rejected,
 )
 
 VerifyFunction = Callable[[Draft, torch.Tensor, Noise], Verdict]
@@ -39,131 +39,135 @@ PackedVerifyFunction = Callable[[Draft, Packed, Noise], Verdict]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verifier:
-    """A rule by its name, with what the rest of the house must know of it."""
+    """A verification rule and its properties."""
 
     name: str
     rule: VerifyFunction
-    draw: Draw  # how guesses should be made for this rule to accept most
-    trees: bool  # takes trees, not only chains
+    draw: Draw  # how draft tokens should be chosen so that this rule accepts most of them
+    trees: bool  # supports trees, not only chains
     exact: bool = True
-    packed: PackedVerifyFunction | None = None  # the same rule, where it can do without padding
+    packed: PackedVerifyFunction | None = None  # an implementation without padding, such as the native one
 
     def verify(self, draft: Draft, p: Packed, noise: Noise) -> Verdict:
-        """What the rule says of a packed p."""
+        """Verify a draft against packed probabilities."""
         return self.rule(draft, p.padded(), noise) if self.packed is None else self.packed(draft, p, noise)
 
 
 def walk(draft: Draft, p: torch.Tensor, noise: Noise) -> Verdict:
-    """Sample the target at each node; while the sample is one of the node's children, descend.
+    """Sample a token from p at each node and descend while the token is a child of the node.
 
-    Exact whatever the guesses are, and optimal for deterministic ones. The text depends on the seed alone, not on
-    the proposer.
+    Exact for any draft, and optimal for deterministic drafts. The text depends only on the seed, not on the proposer.
     """
-    return _descend(draft, p, noise.sample(p, ahead(draft)))
+    return _verdict_of_samples(draft, p, noise.sample(p, tokens_before(draft)))
 
 
 def coupled(draft: Draft, p: torch.Tensor, noise: Noise) -> Verdict:
-    """Walk along the exponential race that the draft ran too: y = argmin E_v / p_v (Daliri et al. 2024, sec. 3).
+    """Sample y = argmin E_v / p_v with the exponential noise E of the draft (Daliri et al. 2024, sec. 3).
 
-    A guess drawn by x = argmin E_v / q_v is accepted with probability at least (1 - TV) / (1 + TV); the text is a
-    function of the seed and p alone.
+    A draft token x = argmin E_v / q_v is accepted with probability at least (1 - TV) / (1 + TV). The text depends only
+    on the seed and p.
     """
-    return _descend(draft, p, noise.sample_race(p, ahead(draft)))
+    return _verdict_of_samples(draft, p, noise.sample_race(p, tokens_before(draft)))
 
 
 def rejection(draft: Draft, p: torch.Tensor, noise: Noise, *, lenience: float = 1.0) -> Verdict:
-    """Keep guess x_i with probability min(1, p(x_i) / q(x_i)); at the first rejection draw from norm((p - q)+).
+    """Accept token x_i with probability min(1, p(x_i) / q(x_i)). At the first rejection, sample from norm((p - q)+).
 
-    Leviathan et al. 2023, algorithm 1; Chen et al. 2023. Chains only. A `lenience` below 1 divides the bar by itself
-    and is not exact (appendix A.5 of the former); `outrider.verify.lossy` names it.
+    Chains only (Leviathan et al. 2023, algorithm 1; Chen et al. 2023). A `lenience` below 1 accepts with probability
+    min(1, p / (lenience q)), which is not exact (Leviathan et al. 2023, appendix A.5).
     """
-    q, alive = proposals(draft, p), alive_nodes(draft, p)
-    accepted, law = torch.zeros_like(draft.count), p[:, 0]
+    q, alive = draft_probs(draft, p), acceptable_nodes(draft, p)
+    accepted = torch.zeros_like(draft.count)
+    probs = p[:, 0]  # the bonus token is sampled from it
     going = torch.ones_like(draft.count, dtype=torch.bool)
     for i in range(draft.size):
-        met = going & alive[:, i]
-        chance = at_token(p[:, i], draft.tokens[:, i]) / (lenience * at_token(q[:, i], draft.tokens[:, i]))
-        accept = noise.bernoulli(gate(chance, met), torch.full_like(accepted, i)) & met
-        law = torch.where(accept[:, None], p[:, i + 1], law)
-        law = torch.where((met & ~accept)[:, None], normalised((p[:, i] - q[:, i]).clamp(min=0), p[:, i]), law)
+        reached = going & alive[:, i]
+        chance = prob_of(p[:, i], draft.tokens[:, i]) / (lenience * prob_of(q[:, i], draft.tokens[:, i]))
+        accept = noise.bernoulli(masked_prob(chance, reached), torch.full_like(accepted, i)) & reached
+        probs = torch.where(accept[:, None], p[:, i + 1], probs)
+        probs = torch.where((reached & ~accept)[:, None], normalize((p[:, i] - q[:, i]).clamp(min=0), p[:, i]), probs)
         accepted, going = accepted + accept, accept
-    return accept_prefix(draft, p, accepted, law, noise)
+    return accept_prefix(draft, p, accepted, probs, noise)
 
 
 def block(draft: Draft, p: torch.Tensor, noise: Noise) -> Verdict:
-    """Judge the chain as a whole: Sun et al. 2024, algorithm 2.
+    """Verify the chain as a block (Sun et al. 2024, algorithm 2).
 
-    P_i = min(1, P_{i-1} p(x_i)/q(x_i)) is the share of the prefix that the target would have; S_i = sum (P_i p - q)+;
-    prefix i is kept with probability S_i / (S_i + 1 - P_i), the whole chain with P_g; the longest one kept stands.
-    Accepts at least as many tokens as any exact rule on one path. Chains only.
+    P_i = min(1, P_{i-1} p(x_i) / q(x_i)) and S_i = sum (P_i p - q)+. Prefix i is accepted with probability
+    S_i / (S_i + 1 - P_i), and the whole chain of length g with P_g. The longest accepted prefix counts. No exact rule
+    for a single path accepts more tokens in expectation. Chains only.
     """
-    q, alive = proposals(draft, p), alive_nodes(draft, p).cumprod(1).bool()
-    length, guess = alive.sum(1), draft.tokens.clamp(0, p.shape[-1] - 1)[..., None]
+    q, alive = draft_probs(draft, p), acceptable_nodes(draft, p).cumprod(1).bool()
+    length, token = alive.sum(1), draft.tokens.clamp(0, p.shape[-1] - 1)[..., None]
     if not draft.size:
         return accept_prefix(draft, p, length, p[:, 0], noise)
-    ratio = (p[:, :-1].gather(-1, guess) / q.gather(-1, guess))[..., 0]
+    ratio = (p[:, :-1].gather(-1, token) / q.gather(-1, token))[..., 0]
     share = _running_share(torch.where(alive, ratio.nan_to_num(nan=0.0), 0.0))
     excess = (share[:, :-1, None] * p[:, 1:-1] - q[:, 1:]).clamp(min=0).sum(-1)
-    partial = torch.cat([share_of(excess, share[:, :-1]), share[:, -1:]], 1)
+    partial = torch.cat([continue_prob(excess, share[:, :-1]), share[:, -1:]], 1)
     order = torch.arange(1, draft.size + 1, device=p.device)
-    chance = gate(torch.where(order == length[:, None], share, partial), alive)
+    chance = masked_prob(torch.where(order == length[:, None], share, partial), alive)
     accepted = (noise.bernoulli(chance, (order - 1).expand_as(chance)) & alive).long().mul(order).amax(1)
     each = torch.arange(len(accepted), device=p.device)
     stands = torch.where(accepted > 0, share[each, accepted - 1], 1.0)
     rest = (stands[:, None] * p[each, accepted] - q[each, accepted.clamp(max=draft.size - 1)]).clamp(min=0)
-    law = torch.where((accepted < length)[:, None], normalised(rest, p[each, accepted]), p[each, accepted])
-    return accept_prefix(draft, p, accepted, law, noise)
+    probs = torch.where((accepted < length)[:, None], normalize(rest, p[each, accepted]), p[each, accepted])
+    return accept_prefix(draft, p, accepted, probs, noise)
 
 
 def _running_share(ratio: torch.Tensor) -> torch.Tensor:
-    """P_i = min(1, P_{i-1} r_i), P_0 = 1, over ratios [B, N]; a walk that is held below 0, in logarithms."""
+    """Return P_i = min(1, P_{i-1} r_i), P_0 = 1, for ratios r [B, N]: a sum of logarithms that is capped at 0."""
     level = ratio.log().cumsum(1)
     return (level - level.cummax(1).values.clamp(min=0)).exp()
 
 
 def siblings(draft: Draft, p: torch.Tensor, noise: Noise) -> Verdict:
-    """Root to leaf, offer each child in turn to what is left of p: recursive rejection.
+    """Recursive rejection: from the root down, try each child against the residual of p.
 
-    A rejected child takes its q out of p; the next one's q is its own law, renormalised without the siblings already
-    rejected where they were drawn without replacement (Miao et al. 2024; Jeon et al. 2024; Chen et al. 2024, Sequoia).
+    A rejected child subtracts its q from p. For children that were sampled without replacement, q is renormalized
+    without the rejected siblings (Miao et al. 2024; Jeon et al. 2024; Chen et al. 2024, Sequoia).
     """
-    q, alive = proposals(draft, p), alive_nodes(draft, p)
+    q, alive = draft_probs(draft, p), acceptable_nodes(draft, p)
     at = torch.full_like(draft.count, -1)
-    law, gone = p[:, 0], torch.zeros_like(p[:, 0], dtype=torch.bool)
+    probs = p[:, 0]
+    rejected = torch.zeros_like(p[:, 0], dtype=torch.bool)
     for j in range(draft.size):
-        met = alive[:, j] & (draft.parent[:, j] == at)
-        offer = without(q[:, j], gone, draft.kind[:, j])
-        chance = at_token(law, draft.tokens[:, j]) / at_token(offer, draft.tokens[:, j])
-        accept = noise.bernoulli(gate(chance, met), torch.full_like(at, j)) & met
-        lost = met & ~accept
-        law = torch.where(lost[:, None], normalised((law - offer).clamp(min=0), law), law)
-        law = torch.where(accept[:, None], p[:, j + 1], law)
-        gone = (gone | taken(draft, j, lost, p)) & ~accept[:, None]
+        reached = alive[:, j] & (draft.parent[:, j] == at)
+        offer = without_rejected(q[:, j], rejected, draft.kind[:, j])
+        chance = prob_of(probs, draft.tokens[:, j]) / prob_of(offer, draft.tokens[:, j])
+        accept = noise.bernoulli(masked_prob(chance, reached), torch.full_like(at, j)) & reached
+        rejected_now = reached & ~accept
+        probs = torch.where(rejected_now[:, None], normalize((probs - offer).clamp(min=0), probs), probs)
+        probs = torch.where(accept[:, None], p[:, j + 1], probs)
+        rejected = (rejected | rejected_token_mask(draft, j, rejected_now, p)) & ~accept[:, None]
         at = torch.where(accept, j, at)
-    return accept_path(draft, p, at, law, noise)
+    return accept_path(draft, p, at, probs, noise)
 
 
 def traversal(draft: Draft, p: torch.Tensor, noise: Noise) -> Verdict:
-    """Leaf to root: Weng et al. 2025, algorithm 1. Equals `block` on a chain.
+    """Traversal verification, from the leaves to the root (Weng et al. 2025, algorithm 1). Equals `block` on a chain.
 
-    A node c is entered with share a_c = min(1, a p(c)/q(c)) of its parent's share a. When its whole subtree is
-    rejected, its parent keeps r = (a p - q)+, S = sum r: p becomes r / S and a becomes S / (S + 1 - a). A node without
-    children left is accepted with probability a, and the root always.
+    A node c is entered with share a_c = min(1, a p(c) / q(c)), where a is the share of its parent. When its whole
+    subtree is rejected, its parent has the residual r = (a p - q)+ with S = sum r: p becomes r / S and a becomes
+    S / (S + 1 - a). A node without children left is accepted with probability a. The root is always accepted.
     """
     walker = _Traversal(draft, p, noise)
     for _ in range(2 * draft.size + 1):
         walker.step()
-    law = walker.law[walker.each, walker.at + 1]
-    return accept_path(draft, p, walker.at, law, noise)
+    probs = walker.probs[walker.each, walker.at + 1]
+    return accept_path(draft, p, walker.at, probs, noise)
 
 
 class _Traversal:
-    """Depth-first visit of all rows' trees at once: each step enters one node or leaves one, row by row."""
+    """Depth-first traversal of all trees of a batch. Each step enters or leaves one node of every tree."""
 
     def __init__(self, draft: Draft, p: torch.Tensor, noise: Noise) -> None:
-        self.draft, self.noise = draft, noise
-        self.q, self.waiting = proposals(draft, p), alive_nodes(draft, p)
-        self.law, self.gone = p.clone(), torch.zeros_like(p, dtype=torch.bool)
+        self.draft = draft
+        self.noise = noise
+        self.q = draft_probs(draft, p)
+        self.unvisited = acceptable_nodes(draft, p)
+        self.probs = p.clone()
+        self.rejected = torch.zeros_like(p, dtype=torch.bool)
         self.share = torch.ones_like(p[..., 0])
         self.each = torch.arange(len(p), device=p.device)
         self.at = torch.full_like(draft.count, -1)
@@ -172,7 +176,7 @@ class _Traversal:
     def step(self) -> None:
         if not self.draft.size:
             return
-        children = self.waiting & (self.draft.parent == self.at[:, None]) & ~self.done[:, None]
+        children = self.unvisited & (self.draft.parent == self.at[:, None]) & ~self.done[:, None]
         enters = children.any(1)
         child = children.to(torch.uint8).argmax(1)
         leaves = ~enters & ~self.done
@@ -180,14 +184,16 @@ class _Traversal:
         self._enter(enters, child)
 
     def _offer(self, node: torch.Tensor, above: torch.Tensor) -> torch.Tensor:
-        return without(self.q[self.each, node], self.gone[self.each, above + 1], self.draft.kind[self.each, node])
+        return without_rejected(
+            self.q[self.each, node], self.rejected[self.each, above + 1], self.draft.kind[self.each, node]
+        )
 
     def _enter(self, enters: torch.Tensor, child: torch.Tensor) -> None:
         above, token = self.at, self.draft.tokens[self.each, child]
-        ratio = at_token(self.law[self.each, above + 1], token) / at_token(self._offer(child, above), token)
-        share = gate(self.share[self.each, above + 1] * ratio, enters)
+        ratio = prob_of(self.probs[self.each, above + 1], token) / prob_of(self._offer(child, above), token)
+        share = masked_prob(self.share[self.each, above + 1] * ratio, enters)
         self.share[self.each, child + 1] = torch.where(enters, share, self.share[self.each, child + 1])
-        self.waiting[self.each, child] &= ~enters
+        self.unvisited[self.each, child] &= ~enters
         self.at = torch.where(enters, child, self.at)
 
     def _leave(self, leaves: torch.Tensor) -> None:
@@ -195,33 +201,35 @@ class _Traversal:
         root = leaves & (self.at < 0)
         inner = leaves & ~root
         chance = self.share[self.each, self.at + 1]
-        accept = self.noise.bernoulli(gate(chance, inner), node) & inner
-        lost = inner & ~accept
-        above = torch.where(lost, self.draft.parent[self.each, node], self.at)
-        share, law = self.share[self.each, above + 1], self.law[self.each, above + 1]
-        rest = (share[:, None] * law - self._offer(node, above)).clamp(min=0)
+        accept = self.noise.bernoulli(masked_prob(chance, inner), node) & inner
+        rejected_now = inner & ~accept
+        above = torch.where(rejected_now, self.draft.parent[self.each, node], self.at)
+        share, probs = self.share[self.each, above + 1], self.probs[self.each, above + 1]
+        rest = (share[:, None] * probs - self._offer(node, above)).clamp(min=0)
         excess = rest.sum(-1)
-        self.law[self.each, above + 1] = torch.where(lost[:, None], normalised(rest, law), law)
-        self.share[self.each, above + 1] = torch.where(lost, share_of(excess, share), share)
-        drawn = lost & (self.draft.kind[self.each, node] == DraftKind.WITHOUT_REPLACEMENT)
-        token = self.draft.tokens[self.each, node].clamp(0, law.shape[-1] - 1)  # of rows that leave nothing, too
-        self.gone[self.each, above + 1, token] |= drawn
+        self.probs[self.each, above + 1] = torch.where(rejected_now[:, None], normalize(rest, probs), probs)
+        self.share[self.each, above + 1] = torch.where(rejected_now, continue_prob(excess, share), share)
+        drawn = rejected_now & (self.draft.kind[self.each, node] == DraftKind.WITHOUT_REPLACEMENT)
+        token = self.draft.tokens[self.each, node].clamp(0, probs.shape[-1] - 1)
+        self.rejected[self.each, above + 1, token] |= drawn
         self.at = above
         self.done = self.done | root | accept
 
 
-def follow(draft: Draft, best: torch.Tensor | Sequence[Sequence[int]]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """What every exact rule comes to where p is one-hot: `walk`, on the host, without writing p down.
+def verify_greedy(
+    draft: Draft, best: torch.Tensor | Sequence[Sequence[int]]
+) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Verify greedy requests on the host. With a one-hot p every exact rule gives the result of `walk`.
 
     Args:
-        draft: of B rows.
-        best: [B, 1 + N] the only possible token at each node; below 0 where there is none.
+        draft: the draft of B sequences.
+        best: [B, 1 + N] the likeliest token at each node; negative if the logits are not finite.
 
     Returns:
-        The path of each row and the tokens emitted; no tokens for a row that has a node without one.
+        For each sequence the accepted path and the emitted tokens; both empty if a node has no token.
     """
     out: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
-    for (sample, tokens, parents), width in zip(_read(draft, best), draft.width, strict=True):
+    for (sample, tokens, parents), width in zip(_host_rows(draft, best), draft.width, strict=True):
         path: list[int] = []
         at = -1
         for node in range(width):
@@ -233,10 +241,10 @@ def follow(draft: Draft, best: torch.Tensor | Sequence[Sequence[int]]) -> list[t
     return out
 
 
-def _read(
+def _host_rows(
     draft: Draft, best: torch.Tensor | Sequence[Sequence[int]]
 ) -> Iterable[tuple[Sequence[int], Sequence[int], Sequence[int]]]:
-    """By row: the samples, and the guesses and their parents; of a chain no parents. One copy from the device."""
+    """Yield best tokens, draft tokens and parents ([] for a chain) by sequence, with one copy from the device."""
     if isinstance(best, torch.Tensor):
         parts = (best, draft.tokens) if draft.chain else (best, draft.tokens, draft.parent)
         ends = (draft.size + 1, 2 * draft.size + 1)
@@ -245,15 +253,14 @@ def _read(
     return zip(best, draft.host_tokens(), parents, strict=True)
 
 
-def _descend(draft: Draft, p: torch.Tensor, sample: torch.Tensor) -> Verdict:
-    path, accepted, bonus = _down(draft, sample)
+def _verdict_of_samples(draft: Draft, p: torch.Tensor, sample: torch.Tensor) -> Verdict:
+    path, accepted, bonus = _follow_samples(draft, sample)
     return verdict_of(draft, p, path, accepted, bonus)
 
 
-def _down(draft: Draft, sample: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Follow the target's samples [B, 1 + N] down the tree: the path, its length, and the sample at its end."""
-    # A sample is one of the target's own ids, so a guess that is not one of them cannot be met.
-    alive = tree.live(draft)
+def _follow_samples(draft: Draft, sample: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Follow the sampled tokens [B, 1 + N] down the tree. Returns the path, its length and the sample at its end."""
+    alive = tree.valid_nodes(draft)
     if draft.chain:
         accepted = (alive & (draft.tokens == sample[:, :-1])).long().cumprod(1).sum(1)
         return prefix_of(draft, accepted), accepted, sample.gather(1, accepted[:, None])[:, 0]

@@ -1,6 +1,7 @@
-"""From logits to the law p that is sampled: bias, penalties, temperature, filters; per node, along its own path.
+"""Compute the target distribution p from logits: bias, penalties, temperature, then filters.
 
-Each step equals the logits processor of the same name in transformers; greedy is a one-hot p and nothing more.
+Each step equals the logits processor of the same name in transformers. Penalties see the path of each draft token.
+Greedy decoding is a one-hot p.
 """
 
 from __future__ import annotations
@@ -13,17 +14,17 @@ from torch.nn import functional
 
 from outrider.core import tree
 from outrider.core.types import Draft, DrawParams, Packed, SequenceState
-from outrider.verify.verdict import ahead
+from outrider.verify.verdict import tokens_before
 
-_EACH = slice(None)  # of the rows in their order, as logits [B, M, V] are
+_ALL = slice(None)  # logits [B, M, V] hold all sequences in order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingTensors:
-    """The sampling parameters of a batch as tensors, made when the batch changes and not every round."""
+    """The sampling parameters of a batch as tensors. They are rebuilt only when the batch changes."""
 
-    rows: tuple[SequenceState, ...]
-    wants: torch.Tensor  # [B, 1, 4] float32: the fields of `DrawParams`
+    seqs: tuple[SequenceState, ...]
+    draw_params: torch.Tensor  # [B, 1, 4] float32: the fields of `DrawParams`
     temperature: torch.Tensor  # [B, 1, 1]; 1 where greedy
     greedy: torch.Tensor  # [B, 1, 1] bool
     top_k: torch.Tensor  # [B, 1, 1] int64; V where off
@@ -35,8 +36,8 @@ class SamplingTensors:
     bias: torch.Tensor | None  # [B, V]
     seed: torch.Tensor  # [B] int64
     all_greedy: bool
-    any_temperature: bool  # but 1
-    widest: int  # the most tokens that a row's top_k leaves
+    any_temperature: bool  # other than 0 and 1
+    max_top_k: int  # the largest top_k of the batch
     any_top_k: bool
     any_top_p: bool
     any_min_p: bool
@@ -45,51 +46,51 @@ class SamplingTensors:
     sampled: tuple[bool, ...]  # [B] temperature above 0
 
     @property
-    def bare(self) -> bool:
-        """Whether every row just takes the likeliest token of its logits as they are."""
+    def plain_greedy(self) -> bool:
+        """Whether every sequence takes the likeliest token of unmodified logits."""
         return self.all_greedy and self.bias is None and not self.any_penalty and not self.any_minimum
 
     @property
-    def soft(self) -> bool:
-        """Whether laws follow from logits as they are: nothing is added to them and no token forbidden."""
+    def unmodified(self) -> bool:
+        """Whether no bias, penalty or min_tokens changes the logits."""
         return self.bias is None and not self.any_penalty and not self.any_minimum
 
     @classmethod
-    def of(cls, rows: Sequence[SequenceState], vocab: int, device: torch.device) -> SamplingTensors:
-        """Of rows [B] whose logits have `vocab` ids."""
-        wants = [row.request.params for row in rows]
+    def of(cls, seqs: Sequence[SequenceState], vocab: int, device: torch.device) -> SamplingTensors:
+        """Build the tensors for sequences [B] whose logits have `vocab` ids."""
+        params = [seq.request.params for seq in seqs]
 
         def column(values: Sequence[float], dtype: torch.dtype = torch.float32) -> torch.Tensor:
             return torch.tensor(values, dtype=dtype, device=device)[:, None, None]
 
         return cls(
-            rows=tuple(rows),
-            wants=torch.tensor([want_of(row, vocab) for row in rows], device=device)[:, None],
-            temperature=column([w.temperature or 1.0 for w in wants]),
-            greedy=column([w.temperature == 0 for w in wants], torch.bool),
-            top_k=column([min(w.top_k or vocab, vocab) for w in wants], torch.int64),
-            top_p=column([w.top_p for w in wants]),
-            min_p=column([w.min_p for w in wants]),
-            repetition=column([w.repetition_penalty for w in wants]),
-            presence=column([w.presence_penalty for w in wants]),
-            frequency=column([w.frequency_penalty for w in wants]),
-            bias=_bias(rows, vocab, device),
-            seed=torch.tensor([row.request.seed for row in rows], device=device),
-            all_greedy=all(w.temperature == 0 for w in wants),
-            any_temperature=any(w.temperature not in (0, 1) for w in wants),
-            widest=max([min(w.top_k, vocab) for w in wants if w.top_k], default=1),
-            any_top_k=any(0 < w.top_k < vocab for w in wants),
-            any_top_p=any(w.top_p < 1 for w in wants),
-            any_min_p=any(w.min_p > 0 for w in wants),
-            any_penalty=any(w.repetition_penalty != 1 or w.presence_penalty or w.frequency_penalty for w in wants),
-            any_minimum=any(w.min_tokens for w in wants),
-            sampled=tuple(w.temperature > 0 for w in wants),
+            seqs=tuple(seqs),
+            draw_params=torch.tensor([draw_params_of(seq, vocab) for seq in seqs], device=device)[:, None],
+            temperature=column([p.temperature or 1.0 for p in params]),
+            greedy=column([p.temperature == 0 for p in params], torch.bool),
+            top_k=column([min(p.top_k or vocab, vocab) for p in params], torch.int64),
+            top_p=column([p.top_p for p in params]),
+            min_p=column([p.min_p for p in params]),
+            repetition=column([p.repetition_penalty for p in params]),
+            presence=column([p.presence_penalty for p in params]),
+            frequency=column([p.frequency_penalty for p in params]),
+            bias=_bias(seqs, vocab, device),
+            seed=torch.tensor([seq.request.seed for seq in seqs], device=device),
+            all_greedy=all(p.temperature == 0 for p in params),
+            any_temperature=any(p.temperature not in (0, 1) for p in params),
+            max_top_k=max([min(p.top_k, vocab) for p in params if p.top_k], default=1),
+            any_top_k=any(0 < p.top_k < vocab for p in params),
+            any_top_p=any(p.top_p < 1 for p in params),
+            any_min_p=any(p.min_p > 0 for p in params),
+            any_penalty=any(p.repetition_penalty != 1 or p.presence_penalty or p.frequency_penalty for p in params),
+            any_minimum=any(p.min_tokens for p in params),
+            sampled=tuple(p.temperature > 0 for p in params),
         )
 
 
-def want_of(row: SequenceState, vocab: int) -> DrawParams:
-    """What the kernels draw the row's tokens by; `vocab` stands for a top_k that is off or larger."""
-    params = row.request.params
+def draw_params_of(seq: SequenceState, vocab: int) -> DrawParams:
+    """Return the sampling parameters of a sequence for the native kernels. A top_k that is off becomes `vocab`."""
+    params = seq.request.params
     return DrawParams(
         temperature=params.temperature,
         top_k=min(params.top_k or vocab, vocab),
@@ -98,84 +99,83 @@ def want_of(row: SequenceState, vocab: int) -> DrawParams:
     )
 
 
-def target_probs(logits: torch.Tensor, knobs: SamplingTensors, of: torch.Tensor | slice) -> torch.Tensor:
-    """Laws from changed logits [T, M, V], of which [t] belongs to row `of[t]`: temperature, then the filters."""
-    if knobs.all_greedy:
+def target_probs(logits: torch.Tensor, sampling: SamplingTensors, of: torch.Tensor | slice) -> torch.Tensor:
+    """Apply temperature, top-k, top-p and min-p to logits [T, M, V]; row t belongs to sequence `of[t]`."""
+    if sampling.all_greedy:
         return _one_hot(logits)
-    soft = logits / knobs.temperature[of] if knobs.any_temperature else logits
-    law = _filter(soft, knobs, of).softmax(-1)
-    return torch.where(knobs.greedy[of], _one_hot(logits), law) if not all(knobs.sampled) else law
+    scaled = logits / sampling.temperature[of] if sampling.any_temperature else logits
+    probs = _filter(scaled, sampling, of).softmax(-1)
+    return torch.where(sampling.greedy[of], _one_hot(logits), probs) if not all(sampling.sampled) else probs
 
 
-ProbsFunction = Callable[
-    [torch.Tensor, SamplingTensors, torch.Tensor | slice], torch.Tensor
-]  # what `shape` does, whoever does it
+# The signature of `target_probs`, which the native kernels implement as well.
+ProbsFunction = Callable[[torch.Tensor, SamplingTensors, torch.Tensor | slice], torch.Tensor]
 
 
 def apply_sampling(
     logits: torch.Tensor,
-    knobs: SamplingTensors,
+    sampling: SamplingTensors,
     draft: Draft,
     *,
     last: bool = False,
     shape: ProbsFunction = target_probs,
 ) -> torch.Tensor:
-    """The law of the next token at each node of `draft`, the root first.
+    """Compute the target distribution at each node of `draft`, the root first.
 
     Args:
-        logits: [B, 1 + N, V] float; [B, 1, V] with `last`. They must be `sound`.
-        knobs: of the same rows.
-        draft: whose paths the penalties see.
-        last: the logits are those of node N - 1 alone.
-        shape: makes laws of changed logits.
+        logits: [B, 1 + N, V] float; [B, 1, V] with `last`. They must pass `has_finite_max`.
+        sampling: the parameters of the same sequences.
+        draft: the draft whose paths the penalties see.
+        last: `logits` holds only the last node.
+        shape: computes probabilities from modified logits.
 
     Returns:
-        p, shaped like `logits`, each row summing to 1.
+        p, with the shape of `logits`. It sums to 1 over V.
     """
-    if knobs.bias is not None:
-        logits = logits + knobs.bias[:, None]
-    if knobs.any_penalty:
-        at, vocab = _every(ahead(draft)), logits.shape[-1]
-        output, prompt = _histories(knobs.rows, draft, at, (at.numel(), vocab))
+    if sampling.bias is not None:
+        logits = logits + sampling.bias[:, None]
+    if sampling.any_penalty:
+        at, vocab = _node_indices(tokens_before(draft)), logits.shape[-1]
+        output, prompt = _token_counts(sampling.seqs, draft, at, (at.numel(), vocab))
         output = output.view(*at.shape, vocab)
-        logits = _penalise(logits, knobs, _EACH, output[:, -1:] if last else output, prompt)
-    if knobs.any_minimum:
-        depth = ahead(draft)[:, -1:] if last else ahead(draft)
-        logits = _forbid_ends(logits.flatten(0, 1), knobs, depth, _every(depth)).view_as(logits)
-    return shape(logits, knobs, _EACH)
+        logits = _penalize(logits, sampling, _ALL, output[:, -1:] if last else output, prompt)
+    if sampling.any_minimum:
+        depth = tokens_before(draft)[:, -1:] if last else tokens_before(draft)
+        logits = _forbid_ends(logits.flatten(0, 1), sampling, depth, _node_indices(depth)).view_as(logits)
+    return shape(logits, sampling, _ALL)
 
 
 def apply_sampling_packed(
-    logits: Packed, knobs: SamplingTensors, draft: Draft, *, shape: ProbsFunction = target_probs
+    logits: Packed, sampling: SamplingTensors, draft: Draft, *, shape: ProbsFunction = target_probs
 ) -> Packed:
-    """`warp` for the nodes that exist: the same numbers, and none for padding."""
-    values, of = logits.values[:, None], _owners(logits)  # as if they were so many rows of one node
-    if knobs.bias is not None:
-        values = values + knobs.bias[of][:, None]
-    if knobs.any_penalty or knobs.any_minimum:
-        # What padding would see and forbid goes to a place behind all others.
-        nodes = torch.where(tree.live(draft), logits.at[:, 1:], len(values))
+    """Do what `apply_sampling` does, for packed logits without padding."""
+    values, of = logits.values[:, None], _sequence_of(logits)  # T sequences of one node
+    if sampling.bias is not None:
+        values = values + sampling.bias[of][:, None]
+    if sampling.any_penalty or sampling.any_minimum:
+        # Padding writes to one extra row at the end, which is dropped.
+        nodes = torch.where(tree.valid_nodes(draft), logits.at[:, 1:], len(values))
         at = torch.cat([logits.at[:, :1], nodes], 1)
-        if knobs.any_penalty:
-            output, prompt = _histories(knobs.rows, draft, at, (1 + len(values), values.shape[-1]))
-            values = _penalise(values, knobs, of, output[:-1, None], prompt)
-        if knobs.any_minimum:
-            values = _forbid_ends(values[:, 0], knobs, ahead(draft), at)[:, None]
-    return replace(logits, values=shape(values, knobs, of)[:, 0])
+        if sampling.any_penalty:
+            output, prompt = _token_counts(sampling.seqs, draft, at, (1 + len(values), values.shape[-1]))
+            values = _penalize(values, sampling, of, output[:-1, None], prompt)
+        if sampling.any_minimum:
+            values = _forbid_ends(values[:, 0], sampling, tokens_before(draft), at)[:, None]
+    return replace(logits, values=shape(values, sampling, of)[:, 0])
 
 
-def sound(logits: torch.Tensor) -> torch.Tensor:
-    """[..., ] bool: where a law can be found in logits [..., V]; not in NaN, +inf, or everything -inf."""
+def has_finite_max(logits: torch.Tensor) -> torch.Tensor:
+    """Return where logits [..., V] define a distribution: [...] bool. NaN, +inf and all -inf do not."""
     return logits.amax(-1).isfinite()
 
 
-def _every(nodes: torch.Tensor) -> torch.Tensor:
-    """Places of all nodes [B, M] where nothing is left out."""
+def _node_indices(nodes: torch.Tensor) -> torch.Tensor:
+    """Return the indices of nodes [B, M] in a tensor without gaps."""
     return torch.arange(nodes.numel(), device=nodes.device).view_as(nodes)
 
 
-def _owners(packed: Packed) -> torch.Tensor:
-    """[T]: whose nodes they are, where padding points to nodes of the same row."""
+def _sequence_of(packed: Packed) -> torch.Tensor:
+    """Return [T], the sequence of each packed node. Padding points to nodes of the same sequence."""
     rows = torch.arange(len(packed.at), device=packed.at.device)[:, None].expand_as(packed.at)
     return rows.new_empty(len(packed.values)).scatter_(0, packed.at.flatten(), rows.flatten())
 
@@ -184,48 +184,57 @@ def _one_hot(logits: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
 
 
-def _filter(logits: torch.Tensor, knobs: SamplingTensors, of: torch.Tensor | slice) -> torch.Tensor:
-    """Top-k, then top-p, then min-p, each on what the one before left; equals of the last one kept stay."""
-    if knobs.any_top_k:
-        best = logits.topk(knobs.widest, -1).values
-        top_k = knobs.top_k[of]
-        kth = best.gather(-1, (top_k - 1).clamp(max=knobs.widest - 1).expand(*best.shape[:-1], 1))
+def _filter(logits: torch.Tensor, sampling: SamplingTensors, of: torch.Tensor | slice) -> torch.Tensor:
+    """Apply top-k, top-p and min-p in this order. Ties with the last kept token are kept."""
+    if sampling.any_top_k:
+        best = logits.topk(sampling.max_top_k, -1).values
+        top_k = sampling.top_k[of]
+        kth = best.gather(-1, (top_k - 1).clamp(max=sampling.max_top_k - 1).expand(*best.shape[:-1], 1))
         logits = logits.masked_fill((logits < kth) & (top_k < logits.shape[-1]), -torch.inf)
-    if knobs.any_top_p:
+    if sampling.any_top_p:
         ordered, index = logits.sort(-1, descending=True)
         mass = ordered.softmax(-1)
-        top_p = knobs.top_p[of]
+        top_p = sampling.top_p[of]
         nucleus = (mass.cumsum(-1) - mass >= top_p) & (top_p < 1)
         nucleus[..., 0] = False
         logits = torch.empty_like(logits).scatter_(-1, index, ordered.masked_fill(nucleus, -torch.inf))
-    if knobs.any_min_p:
+    if sampling.any_min_p:
         mass = logits.softmax(-1)
-        logits = logits.masked_fill(mass < knobs.min_p[of] * mass.amax(-1, keepdim=True), -torch.inf)
+        logits = logits.masked_fill(mass < sampling.min_p[of] * mass.amax(-1, keepdim=True), -torch.inf)
     return logits
 
 
-def _penalise(
-    logits: torch.Tensor, knobs: SamplingTensors, of: torch.Tensor | slice, output: torch.Tensor, prompt: torch.Tensor
+def _penalize(
+    logits: torch.Tensor,
+    sampling: SamplingTensors,
+    of: torch.Tensor | slice,
+    output: torch.Tensor,
+    prompt: torch.Tensor,
 ) -> torch.Tensor:
-    seen, repetition = prompt[of] | (output > 0), knobs.repetition[of]
+    seen, repetition = prompt[of] | (output > 0), sampling.repetition[of]
     scaled = torch.where(logits < 0, logits * repetition, logits / repetition)
     logits = torch.where(seen, scaled, logits)
-    return logits - knobs.frequency[of] * output - knobs.presence[of] * (output > 0)
+    return logits - sampling.frequency[of] * output - sampling.presence[of] * (output > 0)
 
 
-def _histories(
-    rows: Sequence[SequenceState], draft: Draft, at: torch.Tensor, size: tuple[int, int]
+def _token_counts(
+    seqs: Sequence[SequenceState], draft: Draft, at: torch.Tensor, size: tuple[int, int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Occurrences in the output up to each node, [T, V] by places [B, 1 + N]; the tokens of each prompt, [B, 1, V]."""
+    """Count tokens for the penalties.
+
+    Returns:
+        The counts in the output up to each node, [T, V] at indices `at` [B, 1 + N], and the tokens of each prompt,
+        [B, 1, V] bool.
+    """
     vocab = size[1]
     output = torch.zeros(size, device=at.device)
-    prompt = torch.zeros(len(rows), 1, vocab, dtype=torch.bool, device=at.device)
-    for b, row in enumerate(rows):
-        split = len(row.request.prompt_token_ids)
-        text = torch.tensor(row.token_ids, device=at.device)
+    prompt = torch.zeros(len(seqs), 1, vocab, dtype=torch.bool, device=at.device)
+    for b, seq in enumerate(seqs):
+        split = len(seq.request.prompt_token_ids)
+        text = torch.tensor(seq.token_ids, device=at.device)
         output[at[b, :1]] = text[split:].bincount(minlength=vocab)[:vocab].to(output)
         prompt[b, 0, text[:split]] = True
-    each = torch.arange(len(rows), device=at.device)
+    each = torch.arange(len(seqs), device=at.device)
     for node in range(draft.size):
         here = at[:, node + 1]
         output[here] = output[at[each, draft.parent[:, node] + 1]]
@@ -233,23 +242,25 @@ def _histories(
     return output, prompt
 
 
-def _forbid_ends(logits: torch.Tensor, knobs: SamplingTensors, depth: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
-    """No ending where fewer than min_tokens would have been emitted before it; logits [T, V] by places [B, M]."""
+def _forbid_ends(
+    logits: torch.Tensor, sampling: SamplingTensors, depth: torch.Tensor, at: torch.Tensor
+) -> torch.Tensor:
+    """Forbid end tokens before min_tokens output tokens. Logits are [T, V] at indices `at` [B, M]."""
     logits = functional.pad(logits, (0, 0, 0, 1))
-    for b, row in enumerate(knobs.rows):
-        ends = sorted(token for token in row.request.end_ids if token < logits.shape[-1])
-        early = row.num_output_tokens + depth[b] < row.request.params.min_tokens
+    for b, seq in enumerate(sampling.seqs):
+        ends = sorted(token for token in seq.request.end_ids if token < logits.shape[-1])
+        early = seq.num_output_tokens + depth[b] < seq.request.params.min_tokens
         if ends:
             nodes = at[b, :, None]
             logits[nodes, ends] = logits[nodes, ends].masked_fill(early[:, None], -torch.inf)
     return logits[:-1]
 
 
-def _bias(rows: Sequence[SequenceState], vocab: int, device: torch.device) -> torch.Tensor | None:
-    if not any(row.request.params.logit_bias for row in rows):
+def _bias(seqs: Sequence[SequenceState], vocab: int, device: torch.device) -> torch.Tensor | None:
+    if not any(seq.request.params.logit_bias for seq in seqs):
         return None
-    bias = torch.zeros(len(rows), vocab, device=device)
-    for b, row in enumerate(rows):
-        for token, value in row.request.params.logit_bias.items():
+    bias = torch.zeros(len(seqs), vocab, device=device)
+    for b, seq in enumerate(seqs):
+        for token, value in seq.request.params.logit_bias.items():
             bias[b, token] = value
     return bias

@@ -1,4 +1,4 @@
-"""Between drafts and verdicts: what a guess was drawn from, which may be kept, and the verdict that a path makes."""
+"""Helpers of the verification rules: distributions of drafts, acceptable nodes, and verdicts from accepted paths."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from outrider.core.noise import Noise
 from outrider.core.types import Draft, DraftKind, Verdict
 
 
-def accept_prefix(draft: Draft, p: torch.Tensor, accepted: torch.Tensor, law: torch.Tensor, noise: Noise) -> Verdict:
-    """Verdict that accepts the first `accepted` [B] guesses and draws the bonus from `law` [B, V]."""
-    return verdict_of(draft, p, prefix_of(draft, accepted), accepted, noise.sample(law, accepted))
+def accept_prefix(draft: Draft, p: torch.Tensor, accepted: torch.Tensor, probs: torch.Tensor, noise: Noise) -> Verdict:
+    """Accept the first `accepted` [B] draft tokens of chains and sample the bonus token from `probs` [B, V]."""
+    return verdict_of(draft, p, prefix_of(draft, accepted), accepted, noise.sample(probs, accepted))
 
 
-def accept_path(draft: Draft, p: torch.Tensor, at: torch.Tensor, law: torch.Tensor, noise: Noise) -> Verdict:
-    """Verdict that accepts the path to node `at` [B], -1 for none, and draws the bonus from `law` [B, V]."""
+def accept_path(draft: Draft, p: torch.Tensor, at: torch.Tensor, probs: torch.Tensor, noise: Noise) -> Verdict:
+    """Accept the path to node `at` [B] (-1: none) and sample the bonus token from `probs` [B, V]."""
     path, accepted = path_to(draft, at)
-    return verdict_of(draft, p, path, accepted, noise.sample(law, accepted))
+    return verdict_of(draft, p, path, accepted, noise.sample(probs, accepted))
 
 
 def verdict_of(
     draft: Draft, p: torch.Tensor, path: torch.Tensor, accepted: torch.Tensor, bonus: torch.Tensor
 ) -> Verdict:
-    """Verdict of the first `accepted` [B] nodes of `path` [B, N], and of the token `bonus` [B] behind them.
+    """Build the verdict of the first `accepted` [B] nodes of `path` [B, N] and the token `bonus` [B] after them.
 
-    It holds the log-probability that p [B, 1 + N, V] gives each token emitted.
+    The log-probabilities of the emitted tokens are taken from p [B, 1 + N, V].
     """
     rows, size = path.shape
     at = torch.cat([torch.zeros_like(bonus)[:, None], path + 1], 1)  # the node that each emitted token follows
@@ -35,12 +35,12 @@ def verdict_of(
     tokens = tokens.scatter(1, accepted[:, None], bonus[:, None])
     each = torch.arange(rows, device=p.device)[:, None]
     emitted = torch.arange(size + 1, device=p.device) <= accepted[:, None]
-    chance = p[each, at, tokens.clamp(0, p.shape[-1] - 1)]
-    return Verdict(path=path, accepted=accepted, bonus=bonus, logprob=torch.where(emitted, chance.log(), 0.0))
+    probs = p[each, at, tokens.clamp(0, p.shape[-1] - 1)]
+    return Verdict(path=path, accepted=accepted, bonus=bonus, logprob=torch.where(emitted, probs.log(), 0.0))
 
 
-def rowwise(verdicts: Mapping[str, Verdict], names: Sequence[str]) -> Verdict:
-    """For each row b the verdict of rule `names[b]`, where every rule has judged all rows."""
+def select_by_name(verdicts: Mapping[str, Verdict], names: Sequence[str]) -> Verdict:
+    """Select the verdict of rule `names[b]` for each sequence b. Every rule has verified all sequences."""
     if len(verdicts) == 1:
         return next(iter(verdicts.values()))
     out = None
@@ -60,13 +60,13 @@ def rowwise(verdicts: Mapping[str, Verdict], names: Sequence[str]) -> Verdict:
 
 
 def prefix_of(draft: Draft, accepted: torch.Tensor) -> torch.Tensor:
-    """Nodes [B, N] of the first `accepted` [B] guesses of chains, padded with -1."""
+    """Return the first `accepted` [B] nodes of chains as a path [B, N], padded with -1."""
     order = torch.arange(draft.size, device=accepted.device)
     return torch.where(order < accepted[:, None], order, -1)
 
 
 def path_to(draft: Draft, at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Nodes from the root to `at` [B] (-1 is the root itself), padded with -1, and how many they are."""
+    """Return the path [B, N] from the root to node `at` [B] (-1: the root), padded with -1, and its length [B]."""
     if not draft.size:
         return draft.tokens, draft.count
     above = tree.ancestors(draft.parent)[torch.arange(len(at), device=at.device), at.clamp(min=0)]
@@ -75,53 +75,53 @@ def path_to(draft: Draft, at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
     return torch.where(order < draft.size, order, -1), above.sum(1)
 
 
-def ahead(draft: Draft) -> torch.Tensor:
-    """[B, 1 + N]: how many tokens of this round precede the one sampled at each node."""
+def tokens_before(draft: Draft) -> torch.Tensor:
+    """Return [B, 1 + N], the number of tokens of this round before the one sampled at each node."""
     return torch.cat([torch.zeros_like(draft.count)[:, None], tree.depths(draft)], 1)
 
 
-def alive_nodes(draft: Draft, p: torch.Tensor) -> torch.Tensor:
-    """[B, N]: guesses that may be accepted at all; an id that the target does not have may not."""
-    return tree.live(draft) & (draft.tokens >= 0) & (draft.tokens < p.shape[-1])
+def acceptable_nodes(draft: Draft, p: torch.Tensor) -> torch.Tensor:
+    """Return [B, N] bool: nodes that may be accepted. Padding and ids outside the target's vocabulary may not."""
+    return tree.valid_nodes(draft) & (draft.tokens >= 0) & (draft.tokens < p.shape[-1])
 
 
-def proposals(draft: Draft, p: torch.Tensor) -> torch.Tensor:
-    """[B, N, V]: the law that each node was drawn from; one-hot where it was chosen."""
+def draft_probs(draft: Draft, p: torch.Tensor) -> torch.Tensor:
+    """Return q [B, N, V], the distribution that each node was sampled from; one-hot for DraftKind.ONE_HOT."""
     q = torch.zeros_like(p[:, 1:]) if draft.q is None else draft.q.padded().to(p.dtype)
-    chosen = (draft.kind == DraftKind.ONE_HOT)[..., None].to(q.dtype)
-    return q.scatter_add_(-1, draft.tokens.clamp(0, p.shape[-1] - 1)[..., None], chosen)
+    one_hot = (draft.kind == DraftKind.ONE_HOT)[..., None].to(q.dtype)
+    return q.scatter_add_(-1, draft.tokens.clamp(0, p.shape[-1] - 1)[..., None], one_hot)
 
 
-def without(q: torch.Tensor, gone: torch.Tensor, law: torch.Tensor) -> torch.Tensor:
-    """q [B, V] as the node was drawn from it: without the siblings that are `gone` where the node's law says so."""
-    left = q.masked_fill(gone, 0.0)
-    return torch.where((law == DraftKind.WITHOUT_REPLACEMENT)[:, None], normalised(left, q), q)
+def without_rejected(q: torch.Tensor, rejected: torch.Tensor, kind: torch.Tensor) -> torch.Tensor:
+    """Return q [B, V] without rejected siblings, renormalized, for nodes that were sampled without replacement."""
+    remaining = q.masked_fill(rejected, 0.0)
+    return torch.where((kind == DraftKind.WITHOUT_REPLACEMENT)[:, None], normalize(remaining, q), q)
 
 
-def taken(draft: Draft, node: int, lost: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
-    """[B, V] bool: the token of a rejected node that was drawn without replacement."""
+def rejected_token_mask(draft: Draft, node: int, rejected: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+    """Return [B, V] bool: the token of a rejected node that was sampled without replacement."""
     out = torch.zeros_like(p[:, 0], dtype=torch.bool)
-    drawn = lost & (draft.kind[:, node] == DraftKind.WITHOUT_REPLACEMENT)
-    return out.scatter_(-1, draft.tokens[:, node].clamp(0, p.shape[-1] - 1)[:, None], drawn[:, None])
+    sampled = rejected & (draft.kind[:, node] == DraftKind.WITHOUT_REPLACEMENT)
+    return out.scatter_(-1, draft.tokens[:, node].clamp(0, p.shape[-1] - 1)[:, None], sampled[:, None])
 
 
-def at_token(law: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
-    """[B]: what `law` [B, V] gives each row's token [B]; an id it does not have is read as the nearest one it has."""
-    return law.gather(-1, token.clamp(0, law.shape[-1] - 1)[:, None])[:, 0]
+def prob_of(probs: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+    """Return [B], the probability of token [B] under `probs` [B, V]. Ids are clamped to the vocabulary."""
+    return probs.gather(-1, token.clamp(0, probs.shape[-1] - 1)[:, None])[:, 0]
 
 
-def gate(chance: torch.Tensor, met: torch.Tensor) -> torch.Tensor:
-    """A probability where `met`, 0 elsewhere; 0 / 0, a guess of no mass on either side, is 0."""
-    return torch.where(met, chance.nan_to_num(nan=0.0, posinf=1.0).clamp(0.0, 1.0), 0.0)
+def masked_prob(prob: torch.Tensor, reached: torch.Tensor) -> torch.Tensor:
+    """Return the probability where `reached`, else 0. 0 / 0 (no mass in p and q) is 0."""
+    return torch.where(reached, prob.nan_to_num(nan=0.0, posinf=1.0).clamp(0.0, 1.0), 0.0)
 
 
-def normalised(mass: torch.Tensor, fallback: torch.Tensor) -> torch.Tensor:
-    """mass / its sum along V; `fallback` where rounding left nothing."""
+def normalize(mass: torch.Tensor, fallback: torch.Tensor) -> torch.Tensor:
+    """Normalize `mass` over V. Use `fallback` where the sum is 0 after rounding."""
     total = mass.sum(-1, keepdim=True)
     return torch.where(total > 0, mass / total, fallback)
 
 
-def share_of(excess: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
-    """S / (S + 1 - a); 1 where nothing was lost."""
-    whole = excess + 1 - share
-    return torch.where(whole > 0, excess / whole, 1.0)
+def continue_prob(excess: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
+    """Return S / (S + 1 - a), or 1 if the denominator is 0 (Sun et al. 2024)."""
+    total = excess + 1 - share
+    return torch.where(total > 0, excess / total, 1.0)

@@ -58,7 +58,7 @@ def feed(target, slot, text, scope="one"):
     batch = tiny.everything([row])
     with torch.inference_mode():
         scores = target.score(batch, tree.empty(1, CPU))
-        target.cache.commit(tree.fed_round(batch, tree.empty(1, CPU), scores))
+        target.cache.commit(tree.prefill_round(batch, tree.empty(1, CPU), scores))
     return scores.logits[0, 0], row.num_cached_tokens
 
 
@@ -101,7 +101,7 @@ def test_rows_that_write_the_same_hold_it_once(folder, dtype):
         target.cache.admit(row.slot, text, "one")
     batch, none = tiny.everything(rows), tree.empty(4, CPU)
     with torch.inference_mode():
-        target.cache.commit(tree.fed_round(batch, none, target.score(batch, none)))
+        target.cache.commit(tree.prefill_round(batch, none, target.score(batch, none)))
         assert target.cache.usage().used_blocks == 2 + 4
         for row in rows:
             row.num_cached_tokens = len(text)
@@ -346,7 +346,7 @@ def test_of_stripes_that_begin_alike_the_slots_own_is_not_copied():
         batch = tiny.everything([row])
         values = torch.full((1, len(text), 4), float(slot + 1))
         cache.write(0, cache.stage(batch, none), values, values)
-        cache.commit(tree.fed_round(batch, none, Scores(logits=torch.zeros(1, 1, 9))))
+        cache.commit(tree.prefill_round(batch, none, Scores(logits=torch.zeros(1, 1, 9))))
     cache._scopes = ["one"] * 3
     for slot in (1, 0):
         assert cache.admit(slot, text, "one") == len(text) - 1

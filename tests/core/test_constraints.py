@@ -245,14 +245,14 @@ def test_what_is_forced_is_what_plain_decoding_must_say(grammars, schemas):
                 break
             for other in legal[:3]:
                 if other:
-                    walked.enter(other)
-                    walked.leave()
+                    walked.push(other)
+                    walked.pop()
             assert walked.allowed().tobytes() == read.allowed().tobytes()
-            walked.enter(token)
-            read.push(token)
+            walked.push(token)
+            read.advance(token)
             text.append(token)
         for _ in text:
-            walked.leave()
+            walked.pop()
         assert walked.allowed().tobytes() == grammar.start(ends).allowed().tobytes()
 
 
@@ -337,7 +337,7 @@ def test_a_grammar_that_fails_on_the_way_ends_its_own_row_alone(grammars, monkey
         monkeypatch.setattr(
             matcher,
             "allowed",
-            lambda: allowed() if len(matcher._read) < 10 else (_ for _ in ()).throw(OutriderError("too complex")),
+            lambda: allowed() if len(matcher._committed) < 10 else (_ for _ in ()).throw(OutriderError("too complex")),
             raising=False,
         )
         return matcher
@@ -384,7 +384,7 @@ def test_a_round_that_raises_leaves_grammars_where_they_were(grammars, monkeypat
     bound = SamplingParams(seed=3, constraint=Constraint.json_schema(PERSON))
     wanted = grammar_cases.complete(make_engine(grammar_cases.WordTarget(), draft), grammars, [[5, 6]] * 2, [bound] * 2)
     engine, rounds = make_engine(grammar_cases.WordTarget(), draft), 0
-    step, enter = engine.step, Matcher.enter
+    step, enter = engine.step, Matcher.push
 
     def broken(self, token):
         nonlocal rounds
@@ -399,7 +399,7 @@ def test_a_round_that_raises_leaves_grammars_where_they_were(grammars, monkeypat
         except RuntimeError as error:
             return engine.recover(error)
 
-    monkeypatch.setattr(Matcher, "enter", broken)
+    monkeypatch.setattr(Matcher, "push", broken)
     monkeypatch.setattr(engine, "step", recovering)
     rows = grammar_cases.complete(engine, grammars, [[5, 6]] * 2, [bound] * 2)
     assert rounds > 10

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from outrider.core import tree
-from outrider.core.noise import NoiseStream, PositionNoise, inverse_cdf, mix, mix_int, to_uniform
+from outrider.core.noise import NoiseStream, PositionNoise, derive_seed, inverse_cdf, mix, to_uniform
 from outrider.core.types import DraftKind, Packed
 from outrider.testing.enumeration import race_joint
 from outrider.verify.rules import block
@@ -156,7 +156,7 @@ def several_rounds(kind, p, q, length):
         source = kind(rows, done)
         tokens = torch.stack([guess(source, q.expand(MANY, -1), zeros() + i) for i in range(2)], 1)
         draft = tree.chain(
-            tokens, (2,) * MANY, law=torch.full_like(tokens, DraftKind.SAMPLED), q=Packed.of(q.expand(MANY, 2, -1))
+            tokens, (2,) * MANY, kind=torch.full_like(tokens, DraftKind.SAMPLED), q=Packed.of(q.expand(MANY, 2, -1))
         )
         verdict = block(draft, p.expand(MANY, 3, -1), source)
         emitted = torch.cat([tokens, tokens[:, :1]], 1).scatter(1, verdict.accepted[:, None], verdict.bonus[:, None])
@@ -203,7 +203,7 @@ def test_inverse_cdf_takes_a_law_of_any_size_and_shape():
 
 def test_completions_of_a_request_get_seeds_of_their_own():
     for seed in (0, 5, 2**63 - 1):
-        seeds = [mix_int(seed, index) for index in range(100)]
+        seeds = [derive_seed(seed, index) for index in range(100)]
         assert seeds[0] == seed
         assert len(set(seeds)) == 100
         assert all(0 <= each < 2**63 for each in seeds)

@@ -27,7 +27,7 @@ def push_all(text, tokens, **options):
     """The text after each token, up to a stop."""
     seen = []
     for token in tokens:
-        stopped = text.push(token, **options)
+        stopped = text.add_token(token, **options)
         seen.append(text.text)
         if stopped:
             break
@@ -79,7 +79,7 @@ def test_a_stop_string_ends_the_text_before_it(stop):
 def test_a_stop_string_across_three_tokens():
     tokens = [TOKENIZER.token_to_id(char) for char in "xENDy"]
     text = stream("END")
-    assert [text.push(token) for token in tokens[:4]] == [False, False, False, True]
+    assert [text.add_token(token) for token in tokens[:4]] == [False, False, False, True]
     assert text.text == "x"
 
 
@@ -100,9 +100,9 @@ def test_too_early_to_stop():
     tokens = [TOKENIZER.token_to_id(char) for char in "abcabc"]
     text = stream("bc")
     for token in tokens[:3]:
-        assert not text.push(token, stoppable=False)
-    assert not text.push(tokens[3])
-    assert [text.push(token) for token in tokens[4:]] == [False, True]
+        assert not text.add_token(token, stoppable=False)
+    assert not text.add_token(tokens[3])
+    assert [text.add_token(token) for token in tokens[4:]] == [False, True]
     assert text.text == "abca"
 
 
@@ -110,16 +110,16 @@ def test_a_stop_string_that_came_too_early_stays():
     """However long the other stop strings are, which decides how far back the search goes."""
     tokens = [TOKENIZER.token_to_id(char) for char in "abc"]
     text = stream("b", "long enough")
-    text.push(tokens[0], stoppable=False)
-    text.push(tokens[1], stoppable=False)
-    assert not text.push(tokens[2])
+    text.add_token(tokens[0], stoppable=False)
+    text.add_token(tokens[1], stoppable=False)
+    assert not text.add_token(tokens[2])
     assert text.text == "abc"
 
 
 def test_a_stop_string_begun_too_early_may_be_completed():
     tokens = [TOKENIZER.token_to_id(char) for char in "abc"]
     text = stream("abc")
-    assert [text.push(token, stoppable=i == 2) for i, token in enumerate(tokens)] == [False, False, True]
+    assert [text.add_token(token, stoppable=i == 2) for i, token in enumerate(tokens)] == [False, False, True]
     assert text.text == ""
 
 
@@ -127,7 +127,7 @@ def test_what_is_safe_to_show():
     text = stream("END", "EXIT")
     shown = []
     for char in "xENxEXEND":
-        text.push(TOKENIZER.token_to_id(char))
+        text.add_token(TOKENIZER.token_to_id(char))
         shown.append(text.text[: text.safe_length()])
     assert shown == ["x", "x", "x", "xENx", "xENx", "xENx", "xENxEX", "xENxEX", "xENxEX"]
     assert text.stopped
@@ -138,7 +138,7 @@ def test_what_is_safe_to_show():
 def test_what_was_shown_is_never_taken_back(raw, stops):
     text, shown = stream(*stops), ""
     for char in raw:
-        stopped = text.push(TOKENIZER.token_to_id(char))
+        stopped = text.add_token(TOKENIZER.token_to_id(char))
         now = text.text[: text.safe_length()]
         assert now.startswith(shown)
         shown = now
@@ -158,7 +158,7 @@ def test_a_stop_string_in_what_was_held_back_is_found_at_the_end():
     """One token may hold the end of the stop string and half of the next character."""
     spelled = (b"a", b"END\xe4")
     text = TextStream(lambda tokens: b"".join(spelled[t] for t in tokens).decode(errors="replace"), ("END",))
-    assert [text.push(token) for token in (0, 1)] == [False, False]
+    assert [text.add_token(token) for token in (0, 1)] == [False, False]
     assert text.finish() == "a"
 
 
@@ -180,7 +180,7 @@ def test_broken_characters_come_out_as_they_are_decoded(parts, stops, step):
     text = TextStream(spelled, ("never",) if stops else ())
     tokens, seen = [token for part in parts for token in part], []
     for i, token in enumerate(tokens):
-        text.push(token)
+        text.add_token(token)
         if i % step == 0:
             seen.append(text.text)
     whole = text.finish()
@@ -199,7 +199,7 @@ def test_what_never_becomes_a_character_is_not_decoded_again_and_again(tokens, s
 
     text, tokens = TextStream(decode, stop), (tokens * 500)[:500]
     for i, token in enumerate(tokens, 1):
-        text.push(token)
+        text.add_token(token)
         if i % asked == 0:
             assert len(text.text) >= len(spelled(tokens[:i])) - 9
     assert len(sizes) < 30 * len(tokens)

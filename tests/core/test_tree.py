@@ -65,15 +65,15 @@ def test_a_chain_is_a_tree(size):
     draft = tree.chain(tokens, (size, size // 2))
     assert draft.parent.tolist() == [list(range(-1, size - 1))] * 2
     assert draft.count.tolist() == [size, size // 2]
-    assert tree.live(draft).sum(1).tolist() == [size, size // 2]
-    assert tree.live(draft)[0].all()
+    assert tree.valid_nodes(draft).sum(1).tolist() == [size, size // 2]
+    assert tree.valid_nodes(draft)[0].all()
     assert torch.equal(tree.depths(draft), tree.ancestors(draft.parent).sum(-1))
 
 
 def test_a_chain_keeps_the_law_of_each_guess():
     tokens = torch.zeros(1, 3, dtype=torch.int64)
     assert tree.chain(tokens, (3,)).kind.tolist() == [[0, 0, 0]]
-    assert tree.chain(tokens, (3,), law=torch.tensor([[0, 1, 2]])).kind.tolist() == [[0, 1, 2]]
+    assert tree.chain(tokens, (3,), kind=torch.tensor([[0, 1, 2]])).kind.tolist() == [[0, 1, 2]]
 
 
 def test_no_guesses():
@@ -81,7 +81,7 @@ def test_no_guesses():
     assert draft.size == 0
     assert draft.chain
     assert draft.q is None
-    assert tree.live(draft).shape == (3, 0)
+    assert tree.valid_nodes(draft).shape == (3, 0)
     assert tree.depths(draft).shape == (3, 0)
     assert tree.ancestors(draft.parent).shape == (3, 0, 0)
     assert draft.count.tolist() == [0, 0, 0]

@@ -331,7 +331,7 @@ def test_a_draft_that_judges_itself_knows_what_stands_above_a_guess_and_not_the_
 
     def below(tokens):
         """Log-odds [5] below each guess."""
-        return head.score(batch, tree.chosen(tokens, parent, (5,)), first=0).confidence[0]
+        return head.score(batch, tree.one_hot_tree(tokens, parent, (5,)), first=0).confidence[0]
 
     sure = below(tokens)
     for node in range(5):

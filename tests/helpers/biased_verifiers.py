@@ -8,7 +8,7 @@ import torch
 from outrider.core.noise import Noise
 from outrider.core.types import Draft, DraftKind, Packed, Verdict
 from outrider.verify.rules import VerifyFunction
-from outrider.verify.verdict import accept_prefix, at_token, gate, normalised, proposals, share_of
+from outrider.verify.verdict import accept_prefix, continue_prob, draft_probs, masked_prob, normalize, prob_of
 
 
 def drops_unlikely(rule: VerifyFunction, bar: float = 0.35) -> VerifyFunction:
@@ -56,7 +56,7 @@ def recomputes_q(rule: VerifyFunction) -> VerifyFunction:
     def biased(draft: Draft, p: torch.Tensor, noise: Noise) -> Verdict:
         assert draft.q is not None
         fine = draft.q.values
-        coarse = normalised(fine.bfloat16().double(), fine)
+        coarse = normalize(fine.bfloat16().double(), fine)
         return rule(replace(draft, q=replace(draft.q, values=coarse)), p, noise)
 
     return biased
@@ -112,20 +112,20 @@ def _block(
     share_step: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     token_residual: bool,
 ) -> Verdict:
-    q, size = proposals(draft, p), draft.size
+    q, size = draft_probs(draft, p), draft.size
     product = [torch.ones_like(p[:, 0, 0])]
     for i in range(size):
-        product.append(share_step(product[-1], at_token(p[:, i], draft.tokens[:, i]) / _own_q(draft)[:, i]))
+        product.append(share_step(product[-1], prob_of(p[:, i], draft.tokens[:, i]) / _own_q(draft)[:, i]))
     share = [each.clamp(max=1) for each in product]
     kept, stands = torch.zeros_like(draft.count), share[0]
     for i in range(1, size + 1):
         chance = share[i]
         if i < size:
-            chance = share_of((share[i][:, None] * p[:, i] - q[:, i]).clamp(min=0).sum(-1), share[i])
-        keep = noise.bernoulli(gate(chance, torch.ones_like(chance, dtype=torch.bool)), torch.full_like(kept, i))
+            chance = continue_prob((share[i][:, None] * p[:, i] - q[:, i]).clamp(min=0).sum(-1), share[i])
+        keep = noise.bernoulli(masked_prob(chance, torch.ones_like(chance, dtype=torch.bool)), torch.full_like(kept, i))
         kept, stands = torch.where(keep, i, kept), torch.where(keep, share[i], stands)
     each = torch.arange(len(p))
     law = p[each, kept]
     scale = torch.ones_like(stands) if token_residual else stands
-    rest = normalised((scale[:, None] * law - q[each, kept.clamp(max=size - 1)]).clamp(min=0), law)
+    rest = normalize((scale[:, None] * law - q[each, kept.clamp(max=size - 1)]).clamp(min=0), law)
     return accept_prefix(draft, p, kept, torch.where((kept < size)[:, None], rest, law), noise)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from outrider.core.noise import mix_int
+from outrider.core.noise import derive_seed
 from outrider.core.params import SamplingParams
 from outrider.core.types import Request, SequenceState
 from outrider.engine.engine import Engine
@@ -67,7 +67,7 @@ def run(
     """Run all prompts together, each with a seed of its own; the finished rows in the order of the prompts."""
     wanted = [params] * len(prompts) if isinstance(params, SamplingParams) else params
     for i, (prompt, want) in enumerate(zip(prompts, wanted, strict=True)):
-        seed = mix_int(want.seed or 0, i)
+        seed = derive_seed(want.seed or 0, i)
         engine.add(
             Request(id=i, prompt_token_ids=tuple(prompt), params=want, seed=seed, end_ids=ends, max_tokens=limit)
         )

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from outrider.core.constraint import Constraint
 from outrider.core.grammar import Grammars
-from outrider.core.noise import mix_int
+from outrider.core.noise import derive_seed
 from outrider.core.params import SamplingParams
 from outrider.core.types import Request, SequenceState
 from outrider.engine.engine import Engine
@@ -148,7 +148,7 @@ def complete(
                 id=i,
                 prompt_token_ids=tuple(prompt),
                 params=want,
-                seed=mix_int(want.seed or 0, i),
+                seed=derive_seed(want.seed or 0, i),
                 end_ids=frozenset({0}) if not want.ignore_eos else frozenset(want.stop_token_ids),
                 max_tokens=limit,
                 grammar=None if want.constraint is None else grammars.compile(want.constraint),

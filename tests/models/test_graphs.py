@@ -178,7 +178,7 @@ def test_replays_write_where_the_pass_belongs_and_nowhere_else(shelf):
     with torch.inference_mode():
         rows = [tiny.admit(target, slot, TEXT[: 9 + slot]) for slot in range(4)]
         batch = tiny.everything(rows)
-        target.cache.commit(tree.fed_round(batch, tree.empty(4, CPU), target.score(batch, tree.empty(4, CPU))))
+        target.cache.commit(tree.prefill_round(batch, tree.empty(4, CPU), target.score(batch, tree.empty(4, CPU))))
         some = [rows[3], rows[1]]  # not in the order of their slots
         for row in some:
             row.num_cached_tokens = len(row.token_ids)
@@ -208,7 +208,7 @@ def test_growing_is_scoring_step_by_step(budget, shelf):
         for target in (ours, theirs):
             rows = [tiny.admit(target, slot, text) for slot, text in enumerate(texts)]
             batch = tiny.everything(rows)
-            target.cache.commit(tree.fed_round(batch, tree.empty(3, CPU), target.score(batch, tree.empty(3, CPU))))
+            target.cache.commit(tree.prefill_round(batch, tree.empty(3, CPU), target.score(batch, tree.empty(3, CPU))))
             for row, new in zip(rows, ([1], [2, 3], [4]), strict=True):
                 row.num_cached_tokens, row.token_ids = len(row.token_ids), row.token_ids + new
             feeds = tuple(tuple(row.token_ids[row.num_cached_tokens :]) for row in rows)
@@ -229,7 +229,7 @@ def test_growing_stops_where_the_slot_ends(shelf):
     with torch.inference_mode():
         rows = [tiny.admit(target, 0, [3] * (CONTEXT - 2)), tiny.admit(target, 1, [4] * 5)]
         batch = tiny.everything(rows)
-        target.cache.commit(tree.fed_round(batch, tree.empty(2, CPU), target.score(batch, tree.empty(2, CPU))))
+        target.cache.commit(tree.prefill_round(batch, tree.empty(2, CPU), target.score(batch, tree.empty(2, CPU))))
         batch = Batch(seqs=tuple(rows), start=(CONTEXT - 2, 5), feed=((1,), (2,)), draft_budget=(1, 6))
         grown = seen_often(target, lambda: target.draft_greedy(batch, tiny.VOCAB).tokens)
         wanted = draft_by_scores(read_like(target, shelf, batch), batch, tiny.VOCAB).tokens
@@ -490,7 +490,7 @@ def test_cuda_graphs(name, compiled, shelf):
         for turn in range(5):
             drawn = random_tree([4, 3], tiny.VOCAB, random.Random(turn))
             ids, parent = drawn.tokens.to(device), drawn.parent.to(device)
-            draft = tree.chosen(ids, parent, drawn.width) if turn % 2 else tree.chain(ids, drawn.width)
+            draft = tree.one_hot_tree(ids, parent, drawn.width) if turn % 2 else tree.chain(ids, drawn.width)
             batches = [tiny.everything(some) for some in rows]
             close(ours.score(batches[0], draft).logits, theirs.score(batches[1], draft).logits)
             grown = [

@@ -85,7 +85,7 @@ def feed(target, pieces, *, slot=0, draft=None):
         scores = target.score(batch, guesses)
         out.append(scores)
         if not last:
-            target.cache.commit(tree.fed_round(batch, guesses, scores))
+            target.cache.commit(tree.prefill_round(batch, guesses, scores))
         start += len(piece)
     return out
 

@@ -21,7 +21,7 @@ def test_the_first_of_all_siblings_is_followed():
     parent = torch.tensor([[-1, -1, 1, 0, 3], [-1, 0, -1, 2, -1]])
     chance = ((0.5, 0.4, 0.3, 0.2, 0.1), (0.9, 0.8, 0.1, 0.05))
     q = torch.rand(2, 5, 11)
-    draft = replace(tree.chosen(tokens, parent, (5, 4), chance=chance), q=Packed.of(q))
+    draft = replace(tree.one_hot_tree(tokens, parent, (5, 4), accept_prob=chance), q=Packed.of(q))
     found = likeliest(draft)
     assert found.chain
     assert found.width == found.depth == (3, 2)
@@ -33,7 +33,7 @@ def test_the_first_of_all_siblings_is_followed():
 
 def test_a_row_without_guesses_has_none():
     tokens, parent = torch.tensor([[5, 6], [0, 0]]), torch.tensor([[-1, -1], [-1, -1]])
-    found = likeliest(tree.chosen(tokens, parent, (2, 0)))
+    found = likeliest(tree.one_hot_tree(tokens, parent, (2, 0)))
     assert found.width == (1, 0)
 
 

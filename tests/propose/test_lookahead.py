@@ -19,7 +19,7 @@ from outrider.propose.lookup.lookahead import LookaheadProposer, Sizes
 from outrider.propose.registry import find_proposer
 from outrider.testing import ToyTarget, toy_setup
 from outrider.testing.drive import make_round, make_row
-from outrider.verify.rules import follow
+from outrider.verify.rules import verify_greedy
 from tests.helpers.engines import make_engine, outputs, run
 
 SHAPE = Sizes(window=3, size=4, guesses=2)
@@ -57,7 +57,7 @@ def step(proposer, target, rows, budget, *, cut=None):
     verified = draft if cut is None else tree.cut(draft, (cut,) * len(rows))
     logits = torch.stack([score(target, row, verified, b) for b, row in enumerate(rows)])
     best = logits.argmax(-1)
-    kept = follow(verified, best)
+    kept = verify_greedy(verified, best)
     paths, said = [path for path, _ in kept], [tokens for _, tokens in kept]
     proposer.commit(make_round(batch, verified, Scores(logits=logits, best=best), paths, said))
     for row, tokens in zip(rows, said, strict=True):
@@ -175,10 +175,10 @@ def test_cut_and_merged_drafts_are_understood():
     batch = batch_of([row], 12)
     proposer.propose(batch)
     column = proposer._states[0].columns[0]
-    other = tree.chosen(torch.tensor([[11, *column]]), torch.tensor([[-1, -1, 1, 2]]), (4,))
+    other = tree.one_hot_tree(torch.tensor([[11, *column]]), torch.tensor([[-1, -1, 1, 2]]), (4,))
     logits = score(target, row, other, 0)[None]
     best = logits.argmax(-1)
-    (path, said), *_ = follow(other, best)
+    (path, said), *_ = verify_greedy(other, best)
     proposer.commit(make_round(batch, other, Scores(logits=logits, best=None), [path], [said]))
     assert proposer._states[0].pool._after[column[0]] == [(*column[1:], int(best[0, 4]))]
 
@@ -206,7 +206,7 @@ def test_one_copy_from_the_device(monkeypatch):
     batch = batch_of(rows, 20)
     draft = proposer.propose(batch)
     logits = torch.stack([score(target, row, draft, b) for b, row in enumerate(rows)])
-    kept = follow(draft, logits.argmax(-1))
+    kept = verify_greedy(draft, logits.argmax(-1))
     round = make_round(batch, draft, Scores(logits=logits), [p for p, _ in kept], [s for _, s in kept])
     copies, real = [], torch.Tensor.tolist
     monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: copies.append(tensor.shape) or real(tensor))

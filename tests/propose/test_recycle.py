@@ -19,7 +19,7 @@ from outrider.propose.lookup.recycle import RecycleProposer
 from outrider.propose.registry import find_proposer
 from outrider.testing import ToyTarget, toy_setup
 from outrider.testing.drive import make_round, make_row
-from outrider.verify.rules import follow
+from outrider.verify.rules import verify_greedy
 from tests.helpers.engines import make_engine, outputs, run
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -46,7 +46,7 @@ def live(proposer, target, rows, budget, rounds):
         batch = batch_of(rows, budget)
         draft = proposer.propose(batch)
         logits = torch.stack([score(target, row, draft, b) for b, row in enumerate(rows)])
-        kept = follow(draft, logits.argmax(-1))
+        kept = verify_greedy(draft, logits.argmax(-1))
         told.append(([tuple(row.token_ids) for row in rows], draft, logits))
         scores = Scores(logits=logits)
         proposer.commit(make_round(batch, draft, scores, [path for path, _ in kept], [said for _, said in kept]))
@@ -205,7 +205,7 @@ def test_rows_that_only_feed_teach_nothing():
     batch = Batch(seqs=tuple(rows), start=(2, 0), feed=((4,), (1,)), draft_budget=(3, 0))
     draft = proposer.propose(batch)
     logits = torch.stack([score(target, row, draft, b) for b, row in enumerate(rows)])
-    path, said = follow(draft, logits.argmax(-1))[0]
+    path, said = verify_greedy(draft, logits.argmax(-1))[0]
     proposer.commit(make_round(batch, draft, Scores(logits=logits), [path, ()], [said, ()]))
     assert proposer._memories[1]._after == before
     assert proposer._memories[0]._after[3, 1, 4].tokens == logits[0, 0].argsort(descending=True)[:8].tolist()
@@ -215,7 +215,7 @@ def test_others_guesses_teach_as_well():
     target, proposer, rows = admitted([[3, 1, 4]])
     batch = batch_of(rows, 4)
     proposer.propose(batch)
-    draft = tree.chosen(torch.tensor([[11, 12, 13]]), torch.tensor([[-1, -1, 0]]), (3,))
+    draft = tree.one_hot_tree(torch.tensor([[11, 12, 13]]), torch.tensor([[-1, -1, 0]]), (3,))
     logits = score(target, rows[0], draft, 0)[None]
     proposer.commit(make_round(batch, draft, Scores(logits=logits), [()], [(int(logits[0, 0].argmax()),)]))
     known = proposer._memories[0]._after
@@ -237,7 +237,7 @@ def test_one_copy_from_the_device(monkeypatch):
     batch = batch_of(rows, 9)
     draft = proposer.propose(batch)
     logits = torch.stack([score(target, row, draft, b) for b, row in enumerate(rows)])
-    kept = follow(draft, logits.argmax(-1))
+    kept = verify_greedy(draft, logits.argmax(-1))
     round = make_round(batch, draft, Scores(logits=logits), [p for p, _ in kept], [s for _, s in kept])
     monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: copies.append(tensor.shape) or real(tensor))
     for name in ("item", "__int__", "__float__", "__bool__", "__index__", "cpu", "numpy"):

@@ -349,7 +349,7 @@ def test_nothing_is_read_twice_behind_a_long_prompt(folders):
     with torch.inference_mode():
         assert proposer.propose(batch).size == 0
         draft = tree.empty(1, CPU)
-        target.cache.commit(tree.fed_round(batch, draft, target.score(batch, draft)))
+        target.cache.commit(tree.prefill_round(batch, draft, target.score(batch, draft)))
         row.num_cached_tokens = len(row.token_ids)
         row.token_ids.append(7)
         assert proposer.propose(tiny.everything([row])).width == (6,)

@@ -258,7 +258,7 @@ def allowed(client_tools, text, alone):
         bits = matcher.allowed()
         if not bits[token >> 3] >> (token & 7) & 1:
             return i, len(tokens), matcher
-        matcher.push(token)
+        matcher.advance(token)
     return len(tokens), len(tokens), matcher
 
 

@@ -12,7 +12,7 @@ from transformers.generation import logits_process as reference
 from outrider.core import tree
 from outrider.core.params import SamplingParams
 from outrider.core.types import Draft, Request, SequenceState
-from outrider.verify.sampling import SamplingTensors, apply_sampling, sound
+from outrider.verify.sampling import SamplingTensors, apply_sampling, has_finite_max
 
 VOCAB = 12
 CPU = torch.device("cpu")
@@ -281,5 +281,5 @@ def test_broken_logits_are_found():
     logits[4, :, 1:] = -math.inf
     logits[5, 0, 3] = math.nan
     logits[5, 0, 2] = -math.inf
-    assert sound(logits).all(-1).tolist() == [True, False, False, False, True, False]
-    assert sound(logits)[1].tolist() == [True, True, False]
+    assert has_finite_max(logits).all(-1).tolist() == [True, False, False, False, True, False]
+    assert has_finite_max(logits)[1].tolist() == [True, True, False]

@@ -10,7 +10,7 @@ from outrider.errors import OutriderError
 from outrider.testing.enumeration import Instance, Proof, prove, race_joint
 from outrider.verify import lossy
 from outrider.verify import rules as verify
-from outrider.verify.verdict import ahead, prefix_of, verdict_of
+from outrider.verify.verdict import prefix_of, tokens_before, verdict_of
 from tests.helpers import biased_verifiers
 
 H, S, W = DraftKind.ONE_HOT, DraftKind.SAMPLED, DraftKind.WITHOUT_REPLACEMENT
@@ -179,7 +179,9 @@ def test_the_joint_law_of_a_race_has_both_as_margins():
 @pytest.mark.parametrize("rule", [verify.walk, verify.coupled], ids=lambda rule: rule.__name__)
 def test_the_walk_along_a_chain_is_the_walk_down_a_tree(rule, special):
     def both(draft, p, noise):
-        sample = noise.sample(p, ahead(draft)) if rule is verify.walk else noise.sample_race(p, ahead(draft))
+        sample = (
+            noise.sample(p, tokens_before(draft)) if rule is verify.walk else noise.sample_race(p, tokens_before(draft))
+        )
         fast, plain = (rule(replace(draft, chain=chain), p, Replay(sample)) for chain in (True, False))
         for name in ("path", "accepted", "bonus", "logprob"):
             assert torch.equal(getattr(fast, name), getattr(plain, name))

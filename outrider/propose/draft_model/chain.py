@@ -31,7 +31,7 @@ from outrider.models.base import ChainSampler, Target
 from outrider.models.draft_chains import ChainBuilder
 from outrider.propose.base import ProposerSetup
 from outrider.propose.draft_model.confidence import Confidence
-from outrider.verify.sampling import SamplingTensors, apply_sampling, want_of
+from outrider.verify.sampling import SamplingTensors, apply_sampling, draw_params_of
 
 _log = logging.getLogger("outrider")
 _PIECE = 512  # tokens of texts read in one round: those who decode beside it wait for no more
@@ -189,10 +189,10 @@ class DraftModelProposer:
             one = replace(batch, draft_budget=tuple(max(most, 1) for most in batch.draft_budget))
             return _without(self._grown(one, knobs, trust), batch.draft_budget)
         model, vocab, draw = self._model, self._setup.vocab, self._setup.draw
-        if knobs.bare or (knobs.soft and draw is Draw.ARGMAX):  # no law has another likeliest token
+        if knobs.plain_greedy or (knobs.unmodified and draw is Draw.ARGMAX):  # no law has another likeliest token
             return model.draft_greedy(batch, vocab, trust)
-        if knobs.soft and draw is Draw.SAMPLE and isinstance(model, ChainSampler):
-            wants = tuple(want_of(row, vocab) for row in batch.seqs)
+        if knobs.unmodified and draw is Draw.SAMPLE and isinstance(model, ChainSampler):
+            wants = tuple(draw_params_of(row, vocab) for row in batch.seqs)
             uniform = self._noise_of(batch).uniforms(max(batch.draft_budget), batch.noise_stream)
             return model.draft_sampled(batch, vocab, UniformDraws(params=wants, uniform=uniform), trust)
         return None
@@ -202,7 +202,7 @@ class DraftModelProposer:
         draft = tree.empty(len(batch.seqs), self._setup.device)
         draws = noise.uniforms(max(batch.draft_budget), batch.noise_stream)
         laws: list[torch.Tensor] = []
-        watch = ChainBuilder(batch.draft_budget, trust if tree.near(self._setup.device) else None)
+        watch = ChainBuilder(batch.draft_budget, trust if tree.is_cpu(self._setup.device) else None)
         scores = self._model.score(batch, draft)
         while watch.depth < max(watch.count):
             if watch.depth:
@@ -241,7 +241,7 @@ class DraftModelProposer:
         if size < tokens.shape[1]:
             tokens, law = tokens[:, :size], law if law is None else law[:, :size]
             q = q and replace(q, at=q.at[:, :size])
-        draft = tree.chain(tokens, width, law=law, q=q, chance=said)
+        draft = tree.chain(tokens, width, kind=law, q=q, accept_prob=said)
         if chances is not None:
             self._looked = draft.host_tokens() if looked is tokens else looked.tolist()
         return draft
@@ -257,7 +257,7 @@ class DraftModelProposer:
                 return noise.sample_race(law, torch.full((len(law),), depth, device=law.device))
 
     def _knobs_of(self, batch: Batch) -> SamplingTensors:
-        if self._knobs is None or self._knobs.rows != batch.seqs:
+        if self._knobs is None or self._knobs.seqs != batch.seqs:
             self._knobs = SamplingTensors.of(batch.seqs, self._setup.vocab, self._setup.device)
             self._noise = PositionNoise(self._knobs.seed, self._knobs.seed)
         return self._knobs
@@ -300,4 +300,4 @@ def _spread(draft: Draft, where: Sequence[int], rows: int) -> Draft:
     if draft.accept_prob is not None:
         said = dict(zip(where, draft.accept_prob, strict=True))
         chance = tuple(said.get(b, ()) for b in range(rows))
-    return tree.chain(tokens, tuple(widths.get(b, 0) for b in range(rows)), law=law, q=q, chance=chance)
+    return tree.chain(tokens, tuple(widths.get(b, 0) for b in range(rows)), kind=law, q=q, accept_prob=chance)

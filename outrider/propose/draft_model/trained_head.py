@@ -79,7 +79,7 @@ def relieve(head: HeadTarget, batch: Batch) -> None:
             draft_budget=(0,) * len(due),
         )
         none = tree.empty(len(due), head.device)
-        head.cache.commit(tree.fed_round(ours, none, head.score(ours, none)))
+        head.cache.commit(tree.prefill_round(ours, none, head.score(ours, none)))
 
 
 def within(batch: Batch, head: HeadTarget, reach: int) -> Batch:

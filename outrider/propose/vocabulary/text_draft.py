@@ -140,7 +140,7 @@ class TextProposer:
         """Feed what is settled and long."""
         if turns:
             batch, none = _batch(turns), tree.empty(len(turns), self._model.device)
-            self._model.cache.commit(tree.fed_round(batch, none, self._model.score(batch, none)))
+            self._model.cache.commit(tree.prefill_round(batch, none, self._model.score(batch, none)))
 
     def _guess(self, turn: _Turn, budget: int) -> None:
         """Make the turn's sketch of what was grown."""

@@ -26,7 +26,7 @@ class StreamText:
         """The characters that these tokens add and no later one can change; all that is left with the completion."""
         before = len(self._stream.text)
         for token in tokens:
-            self._stream.push(token, stoppable=False)  # the engine knows where it stops
+            self._stream.add_token(token, stoppable=False)  # the engine knows where it stops
         whole = self._stream.text
         self._new = whole[before:]
         text = completion.text if completion else whole[: self._stream.safe_length()]
@@ -40,11 +40,11 @@ class StreamText:
             self._behind += tokens
             return alone
         for token in self._behind:
-            self._slow.push(token)
+            self._slow.add_token(token)
         self._behind.clear()
         words = []
         for token in tokens:
             before = len(self._slow.text)
-            self._slow.push(token)
+            self._slow.add_token(token)
             words.append(self._slow.text[before:])
         return tuple(words)

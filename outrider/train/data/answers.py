@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from outrider.core.noise import mix_int
+from outrider.core.noise import derive_seed
 from outrider.core.params import SamplingParams
 from outrider.core.types import Batch, Draft, FinishReason, KVView, Request, Round
 from outrider.engine.build import EngineParts
@@ -143,7 +143,7 @@ class AnswerGenerator:
             params=SamplingParams(
                 temperature=manner.temperature, max_tokens=manner.max_tokens, ignore_eos=manner.ignore_eos
             ),
-            seed=mix_int(mix_int(manner.seed, turn), number),
+            seed=derive_seed(derive_seed(manner.seed, turn), number),
             end_ids=frozenset() if manner.ignore_eos else parts.end_ids,
             max_tokens=min(manner.max_tokens, parts.context - len(prompt)),
         )

@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 from typing import Protocol
 
-from outrider.core.noise import mix_int
+from outrider.core.noise import derive_seed
 from outrider.train.data.batches import parts, shares
 from outrider.train.data.sample import Sample
 from outrider.train.settings import Settings
@@ -35,13 +35,13 @@ class PromptSchedule:
         """The wave's answers, in the order of the prompts' numbers."""
         settings = self._settings
         epoch, place = divmod(wave, self._of_epoch)
-        order = random.Random(mix_int(settings.seed, epoch)).sample(self._numbers, len(self._numbers))
+        order = random.Random(derive_seed(settings.seed, epoch)).sample(self._numbers, len(self._numbers))
         mine = shares(len(order), self._of_epoch)[place]
         turn = epoch % settings.answers_per_prompt if settings.answers_per_prompt else epoch
         return self._author.write([order[at] for at in mine], turn=turn)
 
     def steps(self, samples: Sequence[Sample], wave: int) -> list[list[list[Sample]]]:
         """What each of the wave's steps learns from, in parts that fit into memory."""
-        mixed = random.Random(mix_int(self._settings.seed, wave)).sample(samples, len(samples))
+        mixed = random.Random(derive_seed(self._settings.seed, wave)).sample(samples, len(samples))
         runs = shares(len(mixed), self._settings.steps_per_generation)
         return [parts([mixed[at] for at in run], self._settings.micro_batch_tokens) for run in runs]
