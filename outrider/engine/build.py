@@ -28,7 +28,8 @@ from outrider.models.checkpoint import Checkpoint
 from outrider.native.rules import fastest_verifier
 from outrider.native.sampling import fastest_sampling
 from outrider.plan.calibrate import known_costs
-from outrider.plan.planner import CostPlanner, FixedPlanner, Planner
+from outrider.plan.cost_planner import CostPlanner
+from outrider.plan.planner import FixedPlanner, Planner
 from outrider.propose.base import Proposer, ProposerSetup
 from outrider.propose.combine import Switch
 from outrider.propose.isolate import IsolatedProposer, isolate

@@ -11,7 +11,8 @@ from typing import Any
 from outrider.core.params import AUTO
 from outrider.errors import OutriderError
 from outrider.loader.embedded import model_folder
-from outrider.plan.planner import CostPlanner, Planner
+from outrider.plan.cost_planner import CostPlanner
+from outrider.plan.planner import Planner
 from outrider.propose.expression import folder_of
 from outrider.propose.registry import Expression, Maker, default_proposer, parse
 from outrider.system.atomic_files import check_writable, write_whole

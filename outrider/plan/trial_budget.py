@@ -1,49 +1,54 @@
-"""What trials of a proposer may cost that come to nothing: a small share of the time."""
+"""A limit on the time of failed trials: a small share of the total time."""
 
 from __future__ import annotations
 
 from math import inf
 
-_SPENT, _WASTED = 0.01, 0.004  # of the time, on such trials; and where nothing has ever paid
-_PATIENCE_MOST = 512  # rounds without speculation before it is tried again
-_FIRST = 3  # trials of a new engine, before they must be earned
+_SHARE_SAVED = 0.01  # share of the time for trials, once speculation has saved time
+_SHARE_NEVER_SAVED = 0.004  # the same before that
+_MAX_ROUNDS_BEFORE_TRIAL = 512  # longest time without a trial
+_FREE_TRIALS = 3  # trials of a new engine that need no budget
 
 
 class TrialBudget:
-    """Seconds that may go into the next trial."""
+    """The seconds that the next trial may cost."""
 
     def __init__(self) -> None:
-        self._left, self._earned = inf, 0.0  # for trials; and brought by the arm in use since it was taken up
-        self._trials = 0  # so far
+        self._seconds = inf
+        self._savings = 0.0  # of the alternative in use, since it was chosen
+        self._trials = 0
 
-    def begin(self) -> None:
-        """A trial."""
+    def count_trial(self) -> None:
+        """Count a trial that starts."""
         self._trials += 1
 
-    def change(self) -> None:
-        """To another arm, or none; what the last one has lost is paid."""
-        self._left, self._earned = self._left + min(self._earned, 0.0), 0.0
+    def switch_alternative(self) -> None:
+        """Start anew for another alternative, or none. Losses of the previous one are charged."""
+        self._seconds += min(self._savings, 0.0)
+        self._savings = 0.0
 
-    def earn(self, seconds: float) -> None:
-        """What the arm in use has brought, or cost."""
-        self._earned += seconds
+    def add_savings(self, seconds: float) -> None:
+        """Add the time that the alternative in use has saved, or lost."""
+        self._savings += seconds
 
-    def grow(self, seconds: float, *, paid: bool) -> None:
-        """With the time; `paid`: guesses have brought something yet."""
-        self._left += self._share(paid) * seconds
+    def add_time(self, seconds: float, *, paid: bool) -> None:
+        """Grow the budget by a share of the time. `paid`: whether speculation has saved time before."""
+        self._seconds += self._share(paid) * seconds
 
     def allows(self, cost: float, *, plain: float, strange: bool, paid: bool) -> bool:
-        """Whether there may be a trial of that cost, in seconds.
+        """Return whether a trial of `cost` seconds may start.
 
-        A second trial on the same texts, which are not `strange`, takes the credit of two. A new engine has some more
-        trials, as texts often begin with what is hard to guess. Else there is never more credit than for two trials,
-        nor further below one than what rounds of `plain` seconds earn within patience.
+        A further trial on the same texts (not `strange`) needs twice the budget. A new engine has some free trials,
+        because the beginning of a text is often hard to draft. The budget never exceeds two trials, and a trial waits
+        for at most `_MAX_ROUNDS_BEFORE_TRIAL` rounds of `plain` seconds.
         """
-        first = self._trials < _FIRST
-        least, most = cost - self._share(paid) * _PATIENCE_MOST * plain, (_FIRST if first else 2) * cost
-        self._left = min(max(self._left, least), most)
-        return self._left + min(self._earned, 0.0) >= (cost if first or strange else 2 * cost)
+        is_free = self._trials < _FREE_TRIALS
+        most = (_FREE_TRIALS if is_free else 2) * cost
+        least = cost - self._share(paid) * _MAX_ROUNDS_BEFORE_TRIAL * plain
+        self._seconds = min(max(self._seconds, least), most)
+        needed = cost if is_free or strange else 2 * cost
+        return self._seconds + min(self._savings, 0.0) >= needed
 
     @staticmethod
     def _share(paid: bool) -> float:
-        return _SPENT if paid else _WASTED
+        return _SHARE_SAVED if paid else _SHARE_NEVER_SAVED

@@ -1,116 +1,155 @@
-"""Some rounds under one decision of a planner, and what they have shown."""
+"""A window: some rounds under one decision of the planner, and what they have shown."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from itertools import zip_longest
+from typing import NamedTuple
 
 from outrider.core.stats import Stats
 from outrider.core.types import Batch, Draw, SequenceState
 from outrider.plan.proposer_stats import Outcome, RoundLoad
 from outrider.verify.rules import EXACT
 
-FIXED = 4  # guesses where a seed must reproduce the text, or a request names who guesses
-_SPAN, _PLAIN = 4, 32  # rounds that a decision stands, and one to guess nothing
-_CHANGED = 8  # the same from when rows come or go: what pays may have changed
+FIXED_DRAFT_LENGTH = 4  # where a seed must reproduce the text, or a request names its proposer
+_ROUNDS_SPECULATING = 4  # length of a window with draft tokens
+_ROUNDS_PLAIN = 32  # length of a window of plain decoding
+_ROUNDS_AFTER_CHANGE = 8  # the same after sequences have come or gone
+
+
+class Mode(StrEnum):
+    """The state of the planner during a window."""
+
+    PLAIN = "plain"  # plain decoding
+    SPECULATE = "speculate"  # an alternative drafts for all sequences
+    TRIAL = "trial"  # an alternative drafts for a few sequences
+    PROBE = "probe"  # one round without draft tokens, to measure plain decoding
+
+
+class _Progress(NamedTuple):
+    """What a sequence had done before a window."""
+
+    rounds: int
+    draft_tokens: int
 
 
 @dataclass(slots=True)
 class PlanWindow:
-    """Some rounds alike, under one decision: to decide anew in each would cost the host more than it brings."""
+    """Some similar rounds under one decision. A new decision in every round would cost more time than it saves."""
 
     load: RoundLoad
-    arm: int = -1  # none
-    few: int = 0  # rows that may guess, for a trial; 0 = all
-    began: int = 0  # rounds before it
-    until: int = 0  # rounds after which there is to be another decision
+    alternative: int = -1  # -1: none drafts
+    trial_seqs: int = 0  # sequences that draft in a trial; 0: all
+    first_round: int = 0
+    end_round: int = 0  # the round that needs a new decision
+    is_probe: bool = False
+    seqs: tuple[SequenceState, ...] = ()  # the batch of the decision
+    has_fixed_alternatives: bool = False  # whether some requests name their proposer
+    # Sums over the rounds of the window:
     rounds: int = 0
-    guessing: int = 0  # rows that were allowed guesses and could have them, summed over its rounds
-    unread: int = 0  # rows that were, and had none because their texts were still being read
-    guesses: int = 0  # that were verified
-    depth: int = 0  # of each round's deepest guess, summed
-    rows: tuple[SequenceState, ...] = ()  # that it was decided for
-    plain: bool = False  # nobody guesses
-    reading: float = 0.0  # seconds that it should take a draft model to read texts that were new to it
-    mixed: bool = False  # some rows chose their proposer themselves; of the others, passes and guesses before:
-    free: dict[SequenceState, tuple[int, int]] = field(default_factory=dict)
+    drafting_seqs: int = 0  # sequences with a draft budget
+    prefilling_seqs: int = 0  # those of them without a draft because the draft model was prefilling
+    draft_tokens: int = 0  # verified draft tokens
+    depth: int = 0  # depth of the deepest draft
+    prefill_seconds: float = 0.0  # expected time of prefills of the draft model
+    # If some requests name their proposer, the others and what they had done before:
+    unassigned: dict[SequenceState, _Progress] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, load: RoundLoad, arm: int, few: int, rounds: int) -> PlanWindow:
-        """After so many rounds, under a new decision, which stands for a while if there was anything to decide."""
-        stands = (_SPAN if arm >= 0 else _PLAIN) if load.seqs else 1
-        return cls(load, arm, few, rounds, rounds + stands)
+    def of(cls, load: RoundLoad, alternative: int, trial_seqs: int, rounds: int) -> PlanWindow:
+        """Open a window after a decision in round `rounds`."""
+        length = _ROUNDS_SPECULATING if alternative >= 0 else _ROUNDS_PLAIN
+        if not load.seqs:  # there was nothing to decide
+            length = 1
+        return cls(load, alternative, trial_seqs, first_round=rounds, end_round=rounds + length)
 
-    def after(self, load: RoundLoad) -> PlanWindow:
-        """The next one under the same decision to guess nothing."""
-        rounds = self.began + self.rounds
-        return PlanWindow(load, began=rounds, until=min(self.until, rounds + _CHANGED))
+    @property
+    def mode(self) -> Mode:
+        """The state of the planner."""
+        if self.is_probe:
+            return Mode.PROBE
+        if self.alternative < 0:
+            return Mode.PLAIN
+        return Mode.TRIAL if self.trial_seqs else Mode.SPECULATE
 
-    def look(self) -> None:
-        """Let nobody guess for a round, whatever was decided: what that takes is not seen while others do."""
-        self.plain, self.until = True, self.began + 1
+    def next_plain(self, load: RoundLoad) -> PlanWindow:
+        """Return the next window of plain decoding, after sequences have come or gone."""
+        rounds = self.first_round + self.rounds
+        return PlanWindow(load, first_round=rounds, end_round=min(self.end_round, rounds + _ROUNDS_AFTER_CHANGE))
 
-    def aside(self, batch: Batch, budget: tuple[int, ...]) -> tuple[int, ...]:
-        """Guesses for those who chose their proposer, whatever it is worth; what the others do is counted apart."""
-        out = []
-        for row, own, most in zip(batch.seqs, budget, batch.draft_budget, strict=True):
-            if row.request.alternative is None:
-                self.free.setdefault(row, (len(row.rounds), row.num_draft_tokens))
-                self.guessing += bool(own)
-                out.append(own)
+    def start_probe(self) -> None:
+        """Turn the window into one round without draft tokens."""
+        self.is_probe = True
+        self.end_round = self.first_round + 1
+
+    def assign_budgets(self, batch: Batch, budget: tuple[int, ...]) -> tuple[int, ...]:
+        """Return budgets where requests that name their proposer always draft. Count the others apart."""
+        budgets = []
+        for seq, planned, limit in zip(batch.seqs, budget, batch.draft_budget, strict=True):
+            if seq.request.alternative is None:
+                self.unassigned.setdefault(seq, _Progress(len(seq.rounds), seq.num_draft_tokens))
+                self.drafting_seqs += bool(planned)
+                budgets.append(planned)
+            elif seq.request.params.k is not None:
+                budgets.append(limit)
             else:
-                out.append(most if row.request.params.k is not None else min(FIXED, most))
-        return tuple(out)
+                budgets.append(min(FIXED_DRAFT_LENGTH, limit))
+        return tuple(budgets)
 
-    def idles(self, batch: Batch, rounds: int) -> bool:
-        """Whether nothing is guessed in the next round either: all that a planner at rest has to look at."""
+    def can_skip_planning(self, batch: Batch, rounds: int) -> bool:
+        """Return whether the next round is plain decoding of the same batch. It is the fast path of `plan`."""
         return (
-            self.rests(rounds)
-            and batch.seqs == self.rows
-            and len(batch.seqs) + batch.num_waiting == self.load.soon
+            self.is_resting(rounds)
+            and batch.seqs == self.seqs
+            and len(batch.seqs) + batch.num_waiting == self.load.total_seqs
             and sum(map(len, batch.feed)) == len(batch.seqs)
-            and not self.load.feed
+            and not self.load.prompt_tokens
         )
 
-    def rests(self, rounds: int) -> bool:
-        """Whether nothing is to be guessed yet, whoever comes or goes."""
-        return self.arm < 0 and not self.mixed and self._stands(rounds)
+    def is_resting(self, rounds: int) -> bool:
+        """Return whether plain decoding continues, even if sequences come or go."""
+        return self.mode is Mode.PLAIN and not self.has_fixed_alternatives and self._is_valid(rounds)
 
-    def goes_on(self, load: RoundLoad, rounds: int) -> bool:
-        """Whether the next round, after so many in all, may be part of it."""
-        alike = not self.few and not self.load.feed and not load.feed and self.load.like(load)
-        return alike and self._stands(rounds)
+    def continues(self, load: RoundLoad, rounds: int) -> bool:
+        """Return whether round number `rounds` belongs to this window."""
+        if self.trial_seqs or self.load.prompt_tokens or load.prompt_tokens:
+            return False
+        return self.load.same_size(load) and self._is_valid(rounds)
 
-    def _stands(self, rounds: int) -> bool:
-        """Whether its decision does after so many rounds, and nobody else's rounds came between."""
-        return rounds == self.began + self.rounds < self.until
+    def _is_valid(self, rounds: int) -> bool:
+        """Return whether the window has not ended, and no rounds of another planner came between."""
+        return rounds == self.first_round + self.rounds < self.end_round
 
     def outcome(self, before: Stats, after: Stats) -> Outcome:
-        idle = self.load.seqs * self.rounds - self.guessing  # whoever may not guess emits one token
-        if self.free:
-            passes = [triple for row, (made, _) in self.free.items() for triple in row.rounds[made:]]
-            drafted = sum(row.num_draft_tokens - before for row, (_, before) in self.free.items())
-            own, before = Stats.of_passes(passes, drafted=drafted), Stats(draft_seconds=before.draft_seconds)
-            idle, after = own.passes - self.guessing, replace(own, draft_seconds=after.draft_seconds)
+        """Return what the drafting sequences of the window have shown."""
+        plain_tokens = self.load.seqs * self.rounds - self.drafting_seqs  # one for each sequence without a budget
+        if self.unassigned:
+            passes = [counts for seq, earlier in self.unassigned.items() for counts in seq.rounds[earlier.rounds :]]
+            draft_tokens = sum(seq.num_draft_tokens - earlier.draft_tokens for seq, earlier in self.unassigned.items())
+            own = Stats.of_passes(passes, drafted=draft_tokens)
+            plain_tokens = own.passes - self.drafting_seqs
+            after = replace(own, draft_seconds=after.draft_seconds)
+            before = Stats(draft_seconds=before.draft_seconds)
         return Outcome(
             rounds=self.rounds,
-            seqs=self.guessing,
-            output_tokens=after.output_tokens - before.output_tokens - idle,
+            seqs=self.drafting_seqs,
+            output_tokens=after.output_tokens - before.output_tokens - plain_tokens,
             nodes=after.draft_tokens - before.draft_tokens,
             depth=self.depth,
-            reached=_less(after.reached, before.reached),
-            accepted=_less(after.accepted, before.accepted),
-            draft_seconds=max(after.draft_seconds - before.draft_seconds - self.reading, 0.0),
+            reached=_difference(after.reached, before.reached),
+            accepted=_difference(after.accepted, before.accepted),
+            draft_seconds=max(after.draft_seconds - before.draft_seconds - self.prefill_seconds, 0.0),
         )
 
 
-def repeats(row: SequenceState, replay: bool) -> bool:
-    """Whether its user expects to see the text again, and guesses have a part in it: always so, with `replay`."""
-    asked = row.request.params
-    if asked.seed is None or not asked.temperature:
+def needs_fixed_length(seq: SequenceState, replay: bool) -> bool:
+    """Return whether the text of a request must be reproducible by its seed and depends on the draft length."""
+    params = seq.request.params
+    if params.seed is None or not params.temperature:
         return False
-    return replay if asked.verifier is None else EXACT[asked.verifier].draw is Draw.SAMPLE
+    return replay if params.verifier is None else EXACT[params.verifier].draw is Draw.SAMPLE
 
 
-def _less(after: tuple[int, ...], before: tuple[int, ...]) -> tuple[int, ...]:
+def _difference(after: tuple[int, ...], before: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(a - b for a, b in zip_longest(after, before, fillvalue=0))

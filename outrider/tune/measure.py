@@ -20,7 +20,8 @@ from outrider.engine.build import assemble, auto_planner, make_proposer
 from outrider.engine.verifiers import find_verifier
 from outrider.llm import LLM
 from outrider.measure.prompts import read_prompts
-from outrider.plan.planner import CostPlanner, FixedPlanner, Planner
+from outrider.plan.cost_planner import CostPlanner
+from outrider.plan.planner import FixedPlanner, Planner
 from outrider.propose.base import Proposer
 from outrider.propose.registry import DRAWN, Expression, parse
 from outrider.tune.settings import Settings

@@ -18,9 +18,9 @@ from outrider.errors import OutriderError
 from outrider.llm import LLM
 from outrider.loader.embedded import embedded
 from outrider.plan.calibrate import calibrate, cost_file, known_costs, measure_pass
+from outrider.plan.cost_planner import CostPlanner
 from outrider.plan.pass_cost import CostModel, PassCost, Sample
-from outrider.plan.planner import CostPlanner
-from outrider.plan.window import FIXED
+from outrider.plan.window import FIXED_DRAFT_LENGTH
 from outrider.testing.toy_target import ToyTarget
 
 
@@ -135,7 +135,7 @@ def test_speculation_is_given_up_and_tried_again():
     assert 0 < sum(0.2 * k for k in late) < 0.012 * len(late)
     planner = CostPlanner(costs(FLAT), most=12)
     live(planner, 1, [0.0] * 12, 60)
-    assert planner.arms[0].acceptance[0] < 0.5
+    assert planner.proposers[0].acceptance[0] < 0.5
     assert live(planner, 1, [1.0] * 12, 3000)[-1] > 5
 
 
@@ -200,7 +200,7 @@ def test_a_planner_at_rest_does_not_think_again_whenever_a_row_comes_or_goes():
         seconds += len(some.seqs)
     assert rests == 200
     assert 200 / 32 < len(decided) <= 200 / 8  # and yet it does when that has gone on for a while
-    assert planner.arms[0].idle > 200  # rounds: what is not tried waits for its trial all the while
+    assert planner.proposers[0].idle_rounds > 200  # rounds: what is not tried waits for its trial all the while
 
 
 def test_guesses_begin_with_the_first_row_that_decodes():
@@ -224,7 +224,7 @@ def test_whoever_expects_the_same_text_again_gets_the_same_guesses_from_a_planne
     fixed = replace(some.seqs[0].request, id=9, params=SamplingParams(seed=1, temperature=1.0))
     joined = (*some.seqs, SequenceState(request=fixed, slot=2, token_ids=[0] * 11))
     more = Batch(seqs=joined, start=(10,) * 3, feed=((0,),) * 3, draft_budget=(20,) * 3)
-    assert planner.plan(more, replace(at_rest, rounds=41)).draft_budget == (FIXED,) * 3
+    assert planner.plan(more, replace(at_rest, rounds=41)).draft_budget == (FIXED_DRAFT_LENGTH,) * 3
 
 
 def test_a_text_is_read_by_the_draft_only_if_its_own_guesses_repay_that():
@@ -232,7 +232,7 @@ def test_a_text_is_read_by_the_draft_only_if_its_own_guesses_repay_that():
     planner = CostPlanner(costs(FLAT, reading), most=4)
     took = lambda k: (1.0, 0.1 * k)  # noqa: E731
     assert live(planner, 2, [0.9] * 4, 101, took=took)[-1] == 4
-    few, stats = batch(2), Stats(rounds=planner._told.rounds + planner._span.rounds)
+    few, stats = batch(2), Stats(rounds=planner._stats.rounds + planner._window.rounds)
 
     def later(left, start):
         """Besides two rows that are read already, a third."""
@@ -240,9 +240,9 @@ def test_a_text_is_read_by_the_draft_only_if_its_own_guesses_repay_that():
         rows = (*few.seqs, SequenceState(request=other, slot=2, token_ids=[0] * (start + 1)))
         return Batch(seqs=rows, start=(10, 10, start), feed=((0,),) * 3, draft_budget=(20, 20, left))
 
-    state, budgets = planner._span, []
+    state, budgets = planner._window, []
     for left, start in ((20, 10), (20, 1000), (2, 500)):
-        planner._span = replace(state)
+        planner._window = replace(state)
         budgets.append(planner.plan(later(left, start), stats).draft_budget)
     assert [bool(third) for _, _, third in budgets] == [True, False, False]
     assert all(one and two for one, two, _ in budgets)
@@ -367,7 +367,7 @@ def test_guesses_that_just_fail_to_pay_are_not_followed_by_rounds_to_look_at_for
     planner = CostPlanner(costs(FLAT, tenth), most=12)
     poor = live(planner, 1, [0.08] * 12, 12, took=lambda k: (1.0, 0.1 * k))
     assert any(poor)
-    planner.arms[0].says = True
+    planner.proposers[0].estimates_acceptance = True
     good = live(planner, 1, [0.9] * 12, 300, took=lambda k: (1.0, 0.1 * k))
     assert sum(map(bool, good[100:])) > 150
 
@@ -397,6 +397,6 @@ def test_rows_of_a_trial_go_on_where_the_others_texts_are_too_dear_to_read():
     dear = PassCost(tokens=(1, 64), seconds=(0.01, 0.01), entry=0, pair=0, fed=0.08)
     planner = CostPlanner(costs(FLAT, dear), most=12)
     live(planner, 8, [0.9] * 12, 9, took=lambda k: (1.0, 0.01 * k))
-    assert not planner.arms[0].trial
-    told = Stats(rounds=planner._told.rounds + planner._span.rounds)
+    assert not planner.proposers[0].trial_passes_left
+    told = Stats(rounds=planner._stats.rounds + planner._window.rounds)
     assert sum(map(bool, planner.plan(batch(8), told).draft_budget)) == 2

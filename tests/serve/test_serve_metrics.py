@@ -15,8 +15,8 @@ from outrider.core.stats import Stats
 from outrider.core.types import Batch, Draft, Request
 from outrider.engine.engine import Engine
 from outrider.engine.scheduler import Scheduler
+from outrider.plan.cost_planner import CostPlanner
 from outrider.plan.pass_cost import CostModel, PassCost
-from outrider.plan.planner import CostPlanner
 from outrider.propose.combine import Switch
 from outrider.propose.lookup.ngram import NgramProposer
 from outrider.propose.lookup.recycle import RecycleProposer
@@ -159,7 +159,7 @@ class Seen(CostPlanner):
     def __init__(self, *costs):
         super().__init__(*costs)
         self.told = [[], []]
-        for arm, told in zip(self.arms, self.told, strict=True):
+        for arm, told in zip(self.proposers, self.told, strict=True):
             learn = arm.learn
             arm.learn = lambda seen, cached, learn=learn, told=told: (told.append(seen), learn(seen, cached))
 

@@ -19,8 +19,9 @@ from outrider.core.params import AUTO
 from outrider.core.stats import Stats
 from outrider.loader.embedded import embedded
 from outrider.measure.clock import DecodeSpeed
+from outrider.plan.cost_planner import CostPlanner
 from outrider.plan.pass_cost import PassCost
-from outrider.plan.planner import CostPlanner, FixedPlanner
+from outrider.plan.planner import FixedPlanner
 from outrider.plan.store import PlanFile, model_print, proposer_name, restored
 from outrider.propose.expression import pasted, short
 from outrider.propose.registry import default_proposer, parse
@@ -582,10 +583,10 @@ def test_a_restored_planner_goes_on_where_it_was():
     fresh = CostPlanner(costs(FLAT, FIFTH), most=12)
     again = CostPlanner(costs(FLAT, FIFTH), most=12)
     state = json.loads(json.dumps(disappointed().state()))
-    state["arms"][0]["idle"] = 0  # so that its next trial is not just due
+    state["proposers"][0]["idle_rounds"] = 0  # so that its next trial is not just due
     again.restore(state)
     taken = {"took": lambda k: (1.0, 0.2 * k)}
-    assert again.arms[0].acceptance == disappointed().arms[0].acceptance
+    assert again.proposers[0].acceptance == disappointed().proposers[0].acceptance
     hopeful, wary = (live(planner, 1, [0.0] * 12, 30, **taken) for planner in (fresh, again))
     assert hopeful[0] > wary[0] == 0
     assert sum(hopeful) > 2 * sum(wary)
@@ -594,21 +595,21 @@ def test_a_restored_planner_goes_on_where_it_was():
 @pytest.mark.parametrize(
     "spoil",
     [
-        lambda state: state.pop("arms"),
-        lambda state: state["arms"].append(state["arms"][0]),
-        lambda state: state["arms"][0].pop("tau"),
-        lambda state: state["arms"][0]["met"].pop(),
-        lambda state: state["arms"][0].update(tau=float("nan")),
-        lambda state: state["arms"][0].update(kept=[-1.0] * 12),
-        lambda state: state["arms"][0].update(met=[0.0] * 12, kept=[0.0] * 12),
+        lambda state: state.pop("proposers"),
+        lambda state: state["proposers"].append(state["proposers"][0]),
+        lambda state: state["proposers"][0].pop("tau"),
+        lambda state: state["proposers"][0]["reached"].pop(),
+        lambda state: state["proposers"][0].update(tau=float("nan")),
+        lambda state: state["proposers"][0].update(accepted=[-1.0] * 12),
+        lambda state: state["proposers"][0].update(reached=[0.0] * 12, accepted=[0.0] * 12),
         *(
-            lambda state, name=name, value=value: state["arms"][0].update({name: value})
+            lambda state, name=name, value=value: state["proposers"][0].update({name: value})
             for name, values in {
-                "idle": [float("inf"), float("nan"), 1e308, 10**400, "5", None, [], True, 1.5, -1],
-                "says": ["no", 0, None, []],
-                "met": ["abcdefghijkl", None, 4.0, [[4.0]] * 12, ["4"] * 12, [1e308] * 12, [True] * 12],
-                "kept": [[float("inf")] * 12, {"0": 1}],
-                "pace": [float("inf"), 1e308, "1", None, [1.0]],
+                "idle_rounds": [float("inf"), float("nan"), 1e308, 10**400, "5", None, [], True, 1.5, -1],
+                "estimates_acceptance": ["no", 0, None, []],
+                "reached": ["abcdefghijkl", None, 4.0, [[4.0]] * 12, ["4"] * 12, [1e308] * 12, [True] * 12],
+                "accepted": [[float("inf")] * 12, {"0": 1}],
+                "token_cost": [float("inf"), 1e308, "1", None, [1.0]],
                 "tau": [1e308, float("inf"), "2", None, True, 10**400],
                 "drafted": [float("-inf"), 1e308],
             }.items()
@@ -627,12 +628,12 @@ def test_a_damaged_plan_is_no_plan(tmp_path, spoil):
         file.restore(planner)
 
 
-@pytest.mark.parametrize("name", ["pace", "tau", "nodes", "drafted", "seen"])
+@pytest.mark.parametrize("name", ["token_cost", "tau", "nodes", "drafted", "seen"])
 @pytest.mark.parametrize("value", [0.0, 1e-300, 1e14])
 def test_what_a_plan_may_say_can_be_planned_with(name, value):
     planner = disappointed()
     state = planner.state()
-    state["arms"][0][name] = value
+    state["proposers"][0][name] = value
     planner.restore(state)
     live(planner, 2, [0.5] * 12, 200, took=lambda k: (1.0, 0.2 * k))
     assert json.dumps(planner.state(), allow_nan=False)
@@ -774,8 +775,8 @@ def test_plans_on_the_command_line(tmp_path, prompts):
 def test_every_learned_field_is_kept():
     """What `ProposerStats` comes to learn later must come back, too."""
     planner = disappointed()
-    (arm,) = planner.arms
-    fixed = {"costs", "most", "trial", "few", "late", "means", "brought"}  # the last is this machine's time
+    (arm,) = planner.proposers
+    fixed = {"costs", "max_draft_tokens", "trial_passes_left", "trial_seqs", "recent", "means", "saved_seconds"}
     means = {field.name for field in dataclasses.fields(arm._means)}
     assert {name.strip("_") for name in vars(arm)} - fixed | means == set(arm.state())
 

@@ -10,7 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from outrider._version import __version__
 from outrider.cache.base import CacheUsage
 from outrider.core.stats import Stats
-from outrider.plan.planner import CostPlanner
+from outrider.plan.cost_planner import CostPlanner
 from outrider.serve.async_llm import AsyncLLM
 
 _DEPTHS = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)  # buckets of the draft depth

@@ -1,0 +1,417 @@
+"""The planner behind `k="auto"`. It chooses the draft length that promises the most tokens per second."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from math import inf
+from typing import Any, NamedTuple
+
+from outrider.core import tree
+from outrider.core.stats import Stats, StatsAccumulator
+from outrider.core.types import Batch, Draft, SequenceState
+from outrider.plan.pass_cost import Clock, CostModel
+from outrider.plan.planner import limit_budgets
+from outrider.plan.pricing import DraftPricing, Thresholds
+from outrider.plan.proposer_stats import ROUNDS_BEFORE_TRIAL, TRIAL_PASSES, TRIAL_SEQS, ProposerStats, RoundLoad
+from outrider.plan.trial_budget import TrialBudget
+from outrider.plan.window import FIXED_DRAFT_LENGTH, Mode, PlanWindow, needs_fixed_length
+
+_CONTEXT_STEP = 128  # cached tokens that change the best draft length
+_LENGTH_RATE = 0.1  # weight of the last completion in the mean output length
+_START_GAIN = 1.05  # expected speedup from which speculation starts
+_FREE_GAIN = 0.99  # the same for a proposer without a draft model, whose draft costs almost nothing
+_STAY_GAIN_TRIMMED = 0.95  # speedup from which a draft model continues, if it estimates acceptance probabilities
+_STAY_GAIN = 1.02  # the same for other draft models
+_TRIAL_DRAFT_LENGTH = 4  # draft tokens in a trial of a proposer without acceptance probabilities
+_PROBE_SHARE = 0.006  # share of the time for rounds without draft tokens, which measure plain decoding
+_MIN_PROBE_GAIN = 0.05  # the least gain that decides how often to probe
+
+
+class _Choice(NamedTuple):
+    """A decision of the planner, which holds for a window of rounds."""
+
+    alternative: int = -1  # -1: plain decoding
+    trial_seqs: int = 0  # sequences that draft in a trial; 0: all
+    draft_length: int = 0
+    thresholds: Thresholds = Thresholds()
+
+
+class CostPlanner:
+    """Chooses the draft length that promises the most tokens per second.
+
+    It uses measured costs of a round (`CostModel`), corrected by the times of real rounds, and the observed acceptance
+    of each alternative of the proposer (`ProposerStats`).
+
+    If a proposer estimates acceptance probabilities, its draft is trimmed where one more token would cost more than it
+    brings, over all sequences together. Any other proposer gets one k for all sequences, from the acceptance at each
+    position.
+
+    The planner is a state machine. Each decision opens a `PlanWindow`, whose `Mode` is the state:
+
+    - SPECULATE: an alternative drafts for all sequences. Left when its gain falls below `_required_gain`.
+    - PLAIN: plain decoding. Left when an alternative promises enough, or when a trial is due.
+    - TRIAL: an alternative drafts for a few sequences, to learn its acceptance. `TrialBudget` limits the time of trials
+      that fail.
+    - PROBE: one round without draft tokens while speculating, to measure what plain decoding costs.
+    """
+
+    def __init__(self, *costs: CostModel, most: int = 32, replay: bool = False) -> None:
+        """Plan with the `costs` of each alternative of the proposer, up to `most` draft tokens per sequence.
+
+        With `replay`, the same seed must give the same text although the text depends on the draft. A batch that has a
+        request with its own seed then always gets the same draft length.
+        """
+        self._replay = replay
+        self.proposers = tuple(ProposerStats(each, most=most) for each in costs)
+        self._clock = Clock(costs[0])  # the target is the same for all
+        self._pricing = DraftPricing(self._clock)
+        self._budget = TrialBudget()
+        self._window = PlanWindow(RoundLoad(seqs=0, total_seqs=0, prompt_tokens=0, cached=0, remaining_tokens=0))
+        self._choice = _Choice()
+        self._stats = Stats()  # at the end of the last window
+        self._seqs: tuple[SequenceState, ...] = ()  # of the last decision
+        self._trial_ids: set[int] = set()  # requests of the last trial
+        self._drafted_ids: frozenset[int] = frozenset()  # all requests when draft tokens were last allowed
+        self._prefilled_ids: frozenset[int] = frozenset()  # requests that the draft model in use has prefilled
+        self._excluded_ids: frozenset[int] = frozenset()  # requests that are not worth a prefill of the draft model
+        self._output_length = 0.0  # recent mean; 0: no completion has ended yet
+        self._rounds_since_plain = inf
+        self._best_lengths: dict[tuple[int, int, int], tuple[int, float]] = {}  # cache of `_best_length`
+        self.spent_seconds = 0.0  # of the rounds that this planner has planned
+        self.plain_seconds = 0.0  # what plain decoding would have taken for the same tokens
+
+    def plan(self, batch: Batch, stats: Stats | StatsAccumulator) -> Batch:
+        if self._window.can_skip_planning(batch, stats.rounds):
+            self._window.rounds += 1
+            return replace(batch, draft_budget=(0,) * len(batch.seqs))
+        if any(needs_fixed_length(seq, self._replay) for seq in batch.seqs):
+            self._window = PlanWindow(RoundLoad.of(batch))
+            return replace(batch, draft_budget=limit_budgets(FIXED_DRAFT_LENGTH, batch))
+        load = RoundLoad.of(batch)
+        fixed = any(seq.request.alternative is not None for seq in batch.seqs)
+        if not self._window.continues(load, stats.rounds) or fixed != self._window.has_fixed_alternatives:
+            self._close_window(stats.total)
+            self._open_window(batch, load, stats.rounds, fixed=fixed)
+        window = self._window
+        window.rounds += 1
+        budget = self._draft_budgets(batch)
+        if window.rounds == 1 and window.alternative >= 0:
+            self._expect_prefill(batch, budget)
+        if fixed:
+            budget = window.assign_budgets(batch, budget)
+        else:
+            window.drafting_seqs += sum(map(bool, budget))
+        return replace(
+            batch,
+            draft_budget=budget,
+            min_path_prob=self._choice.thresholds.min_path_prob,
+            min_draft_probs=self._choice.thresholds.min_draft_probs,
+            alternative=max(window.alternative, 0),
+        )
+
+    def trim(self, batch: Batch, draft: Draft) -> Draft:
+        window = self._window
+        window.depth += max(draft.depth)
+        prefilling = 0 if window.has_fixed_alternatives else draft.num_prefilling
+        window.drafting_seqs -= prefilling
+        window.prefilling_seqs += prefilling
+        if window.alternative >= 0 and any(draft.width):
+            self.proposers[window.alternative].estimates_acceptance = draft.accept_prob is not None
+        # Do not cut sampled tokens here: the cut would depend on tokens further down the path, which biases the output.
+        # Their draft was already limited by `min_draft_probs` while it grew.
+        if draft.accept_prob is not None and draft.q is None and any(draft.width):
+            draft = tree.cut(draft, self._pricing.profitable_widths(draft.accept_prob, window.load))
+        window.draft_tokens += sum(draft.width)
+        return draft
+
+    def state(self) -> dict[str, Any]:
+        """Return what has been learned of the proposers, as JSON values. Pass costs are not part of it."""
+        return {"proposers": [proposer.state() for proposer in self.proposers]}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from a result of `state`. Raises KeyError, TypeError or ValueError for other values."""
+        for proposer, learned in zip(self.proposers, state["proposers"], strict=True):
+            proposer.restore(learned)
+
+    # Windows: close one and learn from it, decide, open the next one.
+
+    def _close_window(self, stats: Stats) -> None:
+        self._learn(stats)
+        for i, proposer in enumerate(self.proposers):
+            proposer.idle_rounds = 0 if i == self._window.alternative else proposer.idle_rounds + self._window.rounds
+
+    def _open_window(self, batch: Batch, load: RoundLoad, rounds: int, *, fixed: bool) -> None:
+        if not fixed and self._window.is_resting(rounds):
+            self._window = self._window.next_plain(load)
+        else:
+            self._decide(batch, load)
+        self._window.has_fixed_alternatives = fixed
+        self._window.seqs = batch.seqs
+
+    def _decide(self, batch: Batch, load: RoundLoad) -> None:
+        for seq in self._seqs:
+            if seq.finish_reason:
+                rate = _LENGTH_RATE if self._output_length else 1.0
+                self._output_length += (seq.num_output_tokens - self._output_length) * rate
+        self._seqs = batch.seqs
+        known = self._prefilled_ids | self._excluded_ids
+        alternative = self._choose_alternative(batch, load) if load.seqs else -1
+        same = alternative == self._window.alternative
+        if not same:
+            self._budget.switch_alternative()
+        ids = frozenset(seq.request.id for seq in batch.seqs)
+        self._prefilled_ids = self._prefilled_ids & ids if same else frozenset()
+        if alternative < 0:
+            self._choice = _Choice()
+        else:
+            proposer = self.proposers[alternative]
+            if not proposer.trial_passes_left and self._has_new_requests(alternative, load, known):
+                proposer.start_trial(strange=True)
+            self._drafted_ids = ids
+            self._choice = _Choice(
+                alternative=alternative,
+                trial_seqs=proposer.trial_seqs if proposer.trial_passes_left else 0,
+                draft_length=self._draft_length(alternative, load),
+                thresholds=self._pricing.thresholds(proposer, load, in_trial=bool(proposer.trial_passes_left)),
+            )
+        self._window = PlanWindow.of(load, alternative, self._choice.trial_seqs, self._stats.rounds)
+        if self._window.mode is Mode.SPECULATE and not load.prompt_tokens:
+            # The more speculation gains, the more a probe costs and the less depends on it.
+            gain = max(self._gain(alternative, load) - 1, _MIN_PROBE_GAIN)
+            if self._rounds_since_plain * _PROBE_SHARE > gain:
+                self._window.start_probe()
+
+    def _draft_budgets(self, batch: Batch) -> tuple[int, ...]:
+        """Return the draft budget of each sequence under the current choice."""
+        k = 0 if self._window.mode is Mode.PROBE else self._choice.draft_length
+        budget = limit_budgets(k, batch)
+        if self._excluded_ids:
+            pairs = zip(batch.seqs, budget, strict=True)
+            budget = tuple(0 if seq.request.id in self._excluded_ids else count for seq, count in pairs)
+        if self._window.trial_seqs:
+            budget = self._limit_to_trial(batch, budget)
+        return budget
+
+    def _expect_prefill(self, batch: Batch, budget: tuple[int, ...]) -> None:
+        """Note the sequences that the draft model prefills in this window, and the seconds that this takes."""
+        proposer = self.proposers[self._window.alternative]
+        for seq, cached, count in zip(batch.seqs, batch.start, budget, strict=True):
+            if count and seq.request.id not in self._prefilled_ids:
+                self._window.prefill_seconds += proposer.prefill_seconds(1, cached)
+        drafting = {seq.request.id for seq, count in zip(batch.seqs, budget, strict=True) if count}
+        self._prefilled_ids |= drafting
+
+    # The choice of an alternative.
+
+    def _choose_alternative(self, batch: Batch, load: RoundLoad) -> int:
+        """Return the alternative with the highest gain, or one whose trial is due. -1 if none pays."""
+        # After a trial the draft model has not prefilled the other sequences, so speculation starts anew.
+        after_trial = 0 < self._window.trial_seqs < load.seqs
+        current = -1 if after_trial else self._window.alternative
+        gains = [self._gain(alternative, load) for alternative in range(len(self.proposers))]
+        best = max(range(len(gains)), key=gains.__getitem__)
+        trial = self._trial_alternative(load, gains[current] if current >= 0 else 1.0)
+        self._excluded_ids = frozenset()
+        if trial is not None:
+            chosen = trial
+        elif self._pays(best, gains[best], batch, load, in_use=best == current):
+            chosen = best
+            if after_trial and best == self._window.alternative:
+                self.proposers[best].widen_trial(load.seqs)
+        else:
+            chosen = -1
+        self._pricing.set_speed(load, gains[chosen] if chosen >= 0 else 1.0)
+        return chosen
+
+    def _pays(self, alternative: int, gain: float, batch: Batch, load: RoundLoad, *, in_use: bool) -> bool:
+        """Return whether to speculate, and exclude requests that are not worth a prefill of the draft model."""
+        if gain < self._required_gain(alternative, in_use=in_use):
+            return False
+        self._excluded_ids = self._not_worth_prefill(alternative, gain, batch, load, in_use=in_use)
+        able = {seq.request.id for seq, count in zip(batch.seqs, batch.draft_budget, strict=True) if count}
+        return not able <= self._excluded_ids
+
+    def _gain(self, alternative: int, load: RoundLoad) -> float:
+        """Return the expected speedup, the lower one of now and of when all prompts are prefilled."""
+        return min(self._best_length(alternative, seqs, load.cached)[1] for seqs in {load.seqs, load.total_seqs})
+
+    def _best_length(self, alternative: int, seqs: int, cached: float) -> tuple[int, float]:
+        """Return the best draft length and its speedup over plain decoding."""
+        proposer = self.proposers[alternative]
+        if proposer.estimates_acceptance and proposer.has_estimate:
+            return proposer.max_draft_tokens, proposer.gain(seqs, cached, self._clock)
+        key = (alternative, seqs, int(cached) // _CONTEXT_STEP)
+        if key not in self._best_lengths:
+            self._best_lengths[key] = proposer.best_length(seqs, cached, self._clock)
+        return self._best_lengths[key]
+
+    def _required_gain(self, alternative: int, *, in_use: bool) -> float:
+        """Return the speedup from which an alternative is used."""
+        proposer = self.proposers[alternative]
+        if proposer.costs.draft is None:
+            return _FREE_GAIN if proposer.estimates_acceptance else _START_GAIN
+        if not in_use:
+            return _START_GAIN
+        return _STAY_GAIN_TRIMMED if proposer.estimates_acceptance else _STAY_GAIN
+
+    def _draft_length(self, alternative: int, load: RoundLoad) -> int:
+        """Return the most draft tokens per sequence."""
+        proposer = self.proposers[alternative]
+        if proposer.estimates_acceptance:  # its drafts are trimmed
+            return (
+                proposer.max_draft_tokens
+                if proposer.has_estimate
+                else min(proposer.max_draft_tokens, 2 * _TRIAL_DRAFT_LENGTH)
+            )
+        if proposer.trial_passes_left:
+            best = self._best_length(alternative, load.seqs, load.cached)[0]
+            return min(max(best, 2), _TRIAL_DRAFT_LENGTH)
+        k = min(self._best_length(alternative, seqs, load.cached)[0] for seqs in {load.seqs, load.total_seqs})
+        return self._pricing.length_with_prompts(proposer, load, k) if load.prompt_tokens else k
+
+    # Prefills of a draft model: it must process the whole text of a sequence before it can draft.
+
+    def _has_new_requests(self, alternative: int, load: RoundLoad, known: frozenset[int]) -> bool:
+        """Return whether the draft model in use has not prefilled most requests, whose texts may differ in kind."""
+        uses_model = self.proposers[alternative].costs.draft is not None and load.seqs > TRIAL_SEQS
+        in_use = alternative == self._window.alternative and not self._window.trial_seqs
+        return uses_model and in_use and self._mostly_new(known)
+
+    def _mostly_new(self, known: frozenset[int]) -> bool:
+        """Return whether most sequences of the batch are not among these requests."""
+        return sum(seq.request.id not in known for seq in self._seqs) > len(self._seqs) / 2
+
+    def _not_worth_prefill(
+        self, alternative: int, gain: float, batch: Batch, load: RoundLoad, *, in_use: bool
+    ) -> frozenset[int]:
+        """Return the requests for which a prefill of the draft model takes longer than speculation saves.
+
+        Before many sequences have drafted, the gain counts half.
+        """
+        proposer = self.proposers[alternative]
+        if proposer.costs.draft is None:
+            return frozenset()
+        prefilled = self._prefilled_ids if alternative == self._window.alternative else frozenset()
+        margin = 1 if in_use else 2
+        excluded = set()
+        for seq, count, cached in zip(batch.seqs, batch.draft_budget, batch.start, strict=True):
+            if not count or seq.request.id in prefilled:
+                continue
+            if self._seconds_saved(gain, 1 + count, load) < margin * proposer.prefill_seconds(1, cached):
+                excluded.add(seq.request.id)
+        return frozenset(excluded)
+
+    def _repays_prefill(self, alternative: int, gain: float, load: RoundLoad) -> bool:
+        """Return whether speculation saves twice the prefill of the draft model for one sequence."""
+        seconds = self.proposers[alternative].prefill_seconds(1, load.cached)
+        return not seconds or self._seconds_saved(gain, load.remaining_tokens, load) > 2 * seconds
+
+    def _seconds_saved(self, gain: float, max_tokens: float, load: RoundLoad) -> float:
+        """Return the expected time that speculation saves until a sequence ends, after at most `max_tokens` tokens."""
+        plain = self._clock.verify(load.seqs, 0, cached=load.cached) / load.seqs
+        tokens = min(max_tokens, self._output_length or max_tokens / 4)
+        return tokens * plain * (1 - 1 / max(gain, 1.0))
+
+    # Trials: an alternative that is not in use drafts for a few sequences.
+
+    def _trial_alternative(self, load: RoundLoad, gain: float) -> int | None:
+        """Return the alternative whose trial runs or starts now, or None. `gain` is the speedup without the trial."""
+        window = self._window
+        for alternative, proposer in enumerate(self.proposers):
+            only_prefilled = window.prefilling_seqs and not window.drafting_seqs  # which shows no acceptance
+            if alternative != window.alternative or not only_prefilled:
+                proposer.trial_passes_left = max(proposer.trial_passes_left - min(proposer.trial_seqs, load.seqs), 0)
+        running = [alternative for alternative, proposer in enumerate(self.proposers) if proposer.trial_passes_left]
+        due = running or [each for each in range(len(self.proposers)) if self._is_trial_due(each, load, gain)]
+        if not due:
+            return None
+        chosen = max(due, key=lambda alternative: self.proposers[alternative].idle_rounds)
+        if not running:
+            self.proposers[chosen].start_trial(strange=self._mostly_new(self._drafted_ids))
+            self._budget.count_trial()
+        return chosen
+
+    def _is_trial_due(self, alternative: int, load: RoundLoad, gain: float) -> bool:
+        """Return whether an alternative may pay, and the trial fits into the budget even if it fails."""
+        proposer = self.proposers[alternative]
+        new_texts = self._mostly_new(self._drafted_ids)
+        if proposer.idle_rounds < ROUNDS_BEFORE_TRIAL and not (self._drafted_ids and new_texts):
+            return False
+        hope = proposer.optimistic_gain(load.total_seqs, load.cached, self._clock)
+        trial_load = replace(load, seqs=min(load.seqs, TRIAL_SEQS))
+        if hope < self._required_gain(alternative, in_use=False):
+            return False
+        if not self._repays_prefill(alternative, hope, trial_load):
+            return False
+        plain = self._clock.at(load.seqs, rows=load.seqs, cached=load.cached)
+        cost = self._trial_seconds(proposer, load, plain, gain)
+        return self._budget.allows(cost, plain=plain, strange=new_texts, paid=self._has_saved_time)
+
+    @property
+    def _has_saved_time(self) -> bool:
+        return any(proposer.saved_seconds > 0 for proposer in self.proposers)
+
+    def _trial_seconds(self, proposer: ProposerStats, load: RoundLoad, plain: float, gain: float) -> float:
+        """Return the time that a failed trial costs, where a plain round takes `plain` and the speedup is `gain`."""
+        seqs = min(load.seqs, TRIAL_SEQS)
+        verify = self._clock.verify(load.seqs, seqs * _TRIAL_DRAFT_LENGTH / load.seqs, cached=load.cached)
+        text = load.cached + load.prompt_tokens / load.total_seqs
+        # The draft model has prefilled what came before its last trial, unless the requests are new.
+        unfed = text if self._mostly_new(self._drafted_ids) else min(text, proposer.idle_rounds)
+        draft = _TRIAL_DRAFT_LENGTH * seqs * proposer.draft_seconds(seqs, load.cached)
+        lost = plain * max(gain - 1, 0.0)
+        return proposer.prefill_seconds(seqs, unfed) + TRIAL_PASSES / seqs * (verify - plain + draft + lost)
+
+    def _limit_to_trial(self, batch: Batch, budget: tuple[int, ...]) -> tuple[int, ...]:
+        """Keep the budget of the few sequences of a trial. It prefers sequences that the draft model has prefilled."""
+        able = [b for b in range(len(budget)) if budget[b]]
+        able.sort(key=lambda b: (batch.seqs[b].request.id not in self._trial_ids, batch.start[b]))
+        chosen = set(able[: self._window.trial_seqs])
+        self._trial_ids = {batch.seqs[b].request.id for b in chosen}
+        return tuple(count if b in chosen else 0 for b, count in enumerate(budget))
+
+    # Learning.
+
+    def _learn(self, stats: Stats) -> None:
+        """Learn pass times and acceptance from the rounds of the window."""
+        before, self._stats = self._stats, stats
+        window = self._window
+        load = window.load
+        if not window.rounds or stats.rounds != before.rounds + window.rounds:
+            return  # a new engine, or rounds that another planner has planned
+        target_seconds = stats.target_seconds - before.target_seconds
+        host_seconds = stats.host_seconds - before.host_seconds
+        seconds = target_seconds + host_seconds
+        tokens = load.seqs + load.prompt_tokens + window.draft_tokens / window.rounds
+        self._clock.learn(
+            tokens, max(load.seqs, 1), load.cached, seconds / window.rounds, guesses=bool(window.draft_tokens)
+        )
+        self._rounds_since_plain = self._rounds_since_plain + window.rounds if window.draft_tokens else 0
+        draft_seconds = stats.draft_seconds - before.draft_seconds
+        self._account_time(window, seconds, draft_seconds, stats.output_tokens - before.output_tokens)
+        self._best_lengths.clear()
+        if window.drafting_seqs and load.seqs:
+            self.proposers[window.alternative].learn(window.outcome(before, stats), load.cached)
+
+    def _account_time(self, window: PlanWindow, seconds: float, draft_seconds: float, output_tokens: int) -> None:
+        """Compare the time of a window with what plain decoding would have taken for its tokens."""
+        seqs, cached = window.load.seqs, window.load.cached
+        prompt_tokens = window.load.prompt_tokens
+        spent = seconds + draft_seconds
+        plain = spent
+        if seqs:
+            decode = self._clock.at(seqs, rows=seqs, cached=cached)
+            with_prompts = self._clock.at(seqs + prompt_tokens, rows=seqs, cached=cached)
+            plain = decode * output_tokens / seqs + (with_prompts - decode) * window.rounds
+            if window.alternative >= 0 and not window.has_fixed_alternatives:
+                extra_tokens = output_tokens - seqs * window.rounds
+                k = window.draft_tokens / window.rounds / seqs
+                verify = self._clock.verify(seqs, k, cached=cached, feed=prompt_tokens)
+                # Use expected pass times. Measured ones vary by more than a few draft tokens cost.
+                saved = decode * extra_tokens / seqs - (verify - with_prompts) * window.rounds - draft_seconds
+                self._budget.add_savings(saved)
+                self.proposers[window.alternative].saved_seconds += saved
+        self._budget.add_time(spent, paid=self._has_saved_time)
+        self.spent_seconds += spent
+        self.plain_seconds += plain
