@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: help demo test test-all check bench readme clean
+.PHONY: help demo test test-all check bench docs readme clean
 
 help: ## List the targets.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -25,6 +25,11 @@ check: .venv/ready ## Lint and type-check.
 bench: .venv/ready ## Benchmark the embedded models against plain decoding.
 	$(BIN)/outrider bench
 
+docs: .venv/ready ## Build the documentation site in site/. A broken link fails.
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable ".[docs]"
+	$(BIN)/python docs/generate_cli.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 readme: .venv/ready ## Regenerate the example output in README.md.
 	$(BIN)/python docs/update_readme.py
 
@@ -36,4 +41,4 @@ readme: .venv/ready ## Regenerate the example output in README.md.
 	touch .venv/ready
 
 clean: ## Remove the virtual environment and build files.
-	rm -rf .venv build dist *.egg-info
+	rm -rf .venv build dist site *.egg-info

@@ -257,7 +257,7 @@ def _text(model: Target, cached: int, budget: int) -> Batch:
     model.cache.admit(0, text)
     none = tree.empty(1, model.device)
     feed = Batch(seqs=(row,), start=(0,), feed=(tuple(text[:-1]),), draft_budget=(0,))
-    model.cache.commit(tree.fed_round(feed, none, model.score(feed, none)))
+    model.cache.commit(tree.prefill_round(feed, none, model.score(feed, none)))
     return Batch(seqs=(row,), start=(cached,), feed=(tuple(text[-1:]),), draft_budget=(budget,))
 
 

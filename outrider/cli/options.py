@@ -1,4 +1,4 @@
-"""The options of the command line, each declared once for all verbs that take it."""
+"""The options of the command line. Each is declared once for all commands that have it."""
 
 from __future__ import annotations
 
@@ -33,19 +33,20 @@ Proposer = Annotated[
         help="What drafts. Without a model: none, ngram[:MIN-MAX], suffix[:TOKENS], recycle, lookahead[:WxNxG],"
         " retrieval:DIR[:MIN]. A draft model or a trained head: draft:DIR, tree:DIR, cascade:DIR; with another"
         " vocabulary: draft-tokens:DIR, draft-text:DIR. The target itself: exit:LAYERS, skip:A+B+C, quantized:int4."
-        " Your own: pkg.module:Class. Combinations: merge(A,B), first(A,B), switch(A,B). See docs/proposers. Default:"
-        " the embedded draft model for the embedded target, ngram for any other.",
+        " Your own: pkg.module:Class. Combinations: merge(A,B), first(A,B), switch(A,B). See"
+        " docs/how-to/choose-a-proposer.md. Default: the embedded draft model for the embedded target, ngram for any"
+        " other.",
         rich_help_panel=_MODEL,
     ),
 ]
 
 
 def parse_draft_length(text: str | int) -> int | str:
-    """A number, or auto."""
+    """Parse a number or auto."""
     try:
         return AUTO if text == AUTO else int(text)
     except ValueError:
-        raise typer.BadParameter(f"{text!r} is no number of draft tokens; use for example 4, or {AUTO}") from None
+        raise typer.BadParameter(f"{text!r} is not a number of draft tokens; use for example 4, or {AUTO}") from None
 
 
 DraftLength = Annotated[
@@ -121,7 +122,9 @@ Chat = Annotated[
     bool,
     typer.Option("--chat", help="Apply the model's chat template. On a terminal, keep the conversation."),
 ]
-Show = Annotated[bool, typer.Option("--show", help="Colour each token by who wrote it.", rich_help_panel=_OUTPUT)]
+Show = Annotated[
+    bool, typer.Option("--show", help="Color accepted draft tokens and tokens of the target.", rich_help_panel=_OUTPUT)
+]
 Json = Annotated[
     bool,
     typer.Option("--json", help="Print one JSON document as the last line of output.", rich_help_panel=_OUTPUT),
@@ -139,7 +142,12 @@ Limit = Annotated[int | None, typer.Option(help="Prompts of each category. Defau
 Repeats = Annotated[int, typer.Option(help="How often each prompt is measured.", rich_help_panel=_MEASURE)]
 Batches = Annotated[
     str,
-    typer.Option("--batch", metavar="ROWS", help="Rows at once. A list, as 1,2,4, is swept.", rich_help_panel=_MEASURE),
+    typer.Option(
+        "--batch",
+        metavar="LIST",
+        help="Sequences at once. A list, such as 1,2,4, is a sweep.",
+        rich_help_panel=_MEASURE,
+    ),
 ]
 Contexts = Annotated[
     str | None,
@@ -154,7 +162,7 @@ Contexts = Annotated[
 Temperatures = Annotated[
     str,
     typer.Option(
-        "--temperature", metavar="T", help="0 is greedy. A list, as 0,0.7,1, is swept.", rich_help_panel=SAMPLING
+        "--temperature", metavar="T", help="0 is greedy. A list, such as 0,0.7,1, is a sweep.", rich_help_panel=SAMPLING
     ),
 ]
 Sweep = Annotated[
@@ -178,14 +186,12 @@ Peer = Annotated[
     str | None,
     typer.Option(metavar="NAME", help="Measure another engine as well: transformers.", rich_help_panel=_MEASURE),
 ]
-BenchTokens = Annotated[int, typer.Option("--max-tokens", help="Emitted at most.", rich_help_panel=SAMPLING)]
+BenchTokens = Annotated[int, typer.Option("--max-tokens", help="Most output tokens.", rich_help_panel=SAMPLING)]
 BenchJson = Annotated[
     bool, typer.Option("--json", help="Print the JSON document on a terminal, too.", rich_help_panel=_OUTPUT)
 ]
-BenchSeed = Annotated[int, typer.Option("--seed", min=0, help="Of all sampling.", rich_help_panel=SAMPLING)]
-MaxTrials = Annotated[
-    int, typer.Option("--max-trials", help="Sets of layers to try at most.", rich_help_panel=_MEASURE)
-]
+BenchSeed = Annotated[int, typer.Option("--seed", min=0, help="Seed of all sampling.", rich_help_panel=SAMPLING)]
+MaxTrials = Annotated[int, typer.Option("--max-trials", help="Most sets of layers to try.", rich_help_panel=_MEASURE)]
 LayersLimit = Annotated[int, typer.Option("--limit", help="Prompts of each category.", rich_help_panel=_MEASURE)]
 Samples = Annotated[int, typer.Option(help="Samples of each statistical test.", rich_help_panel=_MEASURE)]
 
@@ -204,7 +210,13 @@ HeadTarget = Annotated[
     ),
 ]
 TargetFormat = Annotated[
-    str, typer.Option("--to", metavar="FORMAT", help="The format; docs/formats.md.", rich_help_panel=_OUTPUT)
+    str,
+    typer.Option(
+        "--to",
+        metavar="FORMAT",
+        help="Name of the format; docs/reference/formats.md lists them.",
+        rich_help_panel=_OUTPUT,
+    ),
 ]
 Field = Annotated[
     str | None,
@@ -255,18 +267,18 @@ class EngineOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelOptions(EngineOptions):
-    """What to load, and how much a row holds."""
+    """What to load, and the context of a sequence."""
 
     k: DraftLength = AUTO
     max_model_len: MaxModelLen = None
 
 
-def spread(verb: Callable[..., None]) -> Callable[..., None]:
-    """Show typer each field of the dataclasses that a verb takes as an option of its own."""
+def spread(command: Callable[..., None]) -> Callable[..., None]:
+    """Let typer show each field of the dataclass parameters of a command as an option."""
     flat: list[Parameter] = []
     groups: dict[str, type[Any]] = {}
-    kinds = get_type_hints(verb, include_extras=True)
-    for parameter in signature(verb).parameters.values():
+    kinds = get_type_hints(command, include_extras=True)
+    for parameter in signature(command).parameters.values():
         kind = kinds[parameter.name]
         if not is_dataclass(kind):
             flat.append(parameter.replace(kind=Parameter.KEYWORD_ONLY, annotation=kind))
@@ -284,11 +296,11 @@ def spread(verb: Callable[..., None]) -> Callable[..., None]:
             for field in fields(kind)
         ]
 
-    @wraps(verb)
+    @wraps(command)
     def call(**given: Any) -> None:
         for name, kind in groups.items():
             given[name] = kind(**{field.name: given.pop(field.name) for field in fields(kind)})
-        verb(**given)
+        command(**given)
 
     call.__signature__ = Signature(flat)  # type: ignore[attr-defined]
     call.__annotations__ = {parameter.name: parameter.annotation for parameter in flat}

@@ -80,7 +80,7 @@ def read_trained(folder: str | Path, partner: TargetInfo | None = None) -> Train
         return Trained(description=description, weights=weights, ignored={}, format="Outrider's own")
     found = find(path)
     if found is None:
-        raise OutriderError(f"{path} holds no trained draft in a known format; see docs/formats.md")
+        raise OutriderError(f"{path} holds no trained draft in a known format; see docs/reference/formats.md")
     if text_config(config).get("quantization_config") or config.get("quantization_config"):
         _log.warning("%s: config.json speaks of quantised weights, and the draft's are read as plain numbers", path)
     try:

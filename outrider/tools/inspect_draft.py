@@ -81,7 +81,10 @@ def probe(folder: str | Path, target: str, *, dtype: str = "auto") -> Probe:
 def checklist(it: HeadDescription) -> tuple[str, ...]:
     """What makes a draft of the right shapes guess wrongly, likeliest first."""
     layers = ", ".join(map(str, it.aux_states.layers))
-    out = [f"layer index: outputs of layers {layers} are read, counted from 0; formats differ by 1 (docs/formats.md)"]
+    out = [
+        f"layer index: the head reads the outputs of layers {layers}, counted from 0; formats differ by 1"
+        " (docs/reference/formats.md)"
+    ]
     norm = "after" if it.aux_states.final else "before"
     out.append(f"norm: the last of these states is taken {norm} the target's final norm, {_final(it)}")
     if it.body:

@@ -412,7 +412,7 @@ class _Reads(TorchFunctionMode):
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_round_waits_for_the_device_once(temperature, shelf, monkeypatch):
-    monkeypatch.setattr(tree, "near", lambda device: False)
+    monkeypatch.setattr(tree, "is_cpu", lambda device: False)
     target, draft = (read(shelf.folder(name), record=Replays()) for name in ("llama", "qwen3"))
     engine = engines.make_engine(target, lambda setup: DraftModelProposer(setup, draft), verifier="block", rows=2)
     params = SamplingParams(temperature=temperature, max_tokens=60)

@@ -65,7 +65,7 @@ def llama(hidden, layers, heads, kv_heads, ffn, vocab, *, bits=16.0, tied=False)
     return replace(read_model(settings, Bits(weights=bits), name="llama"), int8=False)
 
 
-BASE = llama(768, 12, 12, 4, 2048, 12288, tied=True)  # the pair of docs/performance.md
+BASE = llama(768, 12, 12, 4, 2048, 12288, tied=True)  # the pair of docs/explanation/performance.md
 DRAFT = llama(256, 3, 4, 2, 704, 12288, tied=True)
 LLAMA_7B = (4096, 32, 32, 32, 11008, 32000)
 LLAMA_70B = (8192, 80, 64, 8, 28672, 32000)
@@ -280,7 +280,7 @@ def test_a_typical_shape_is_near_real_ones():
 
 
 def test_cache_of_the_measured_pair():
-    """docs/performance.md, Memory: 12 KiB and 1.5 KiB a token."""
+    """docs/explanation/performance.md, Memory: 12 KiB and 1.5 KiB a token."""
     assert (BASE.cache_bytes(1), DRAFT.cache_bytes(1)) == (12 * 1024, 1.5 * 1024)
     assert replace(BASE, cache_bits=8.0).cache_bytes(1) == 6 * 1024
 
@@ -302,7 +302,7 @@ def test_windows_of_configurations():
     assert read_model(mixed, Bits(), name="mixed").cache_bytes(10000) == pytest.approx(full * (0.25 + 0.075))
 
 
-# Measured points. Tolerances are those that docs/projection.md states.
+# Measured points. Tolerances are those that docs/how-to/estimate.md states.
 
 
 @pytest.mark.parametrize(
@@ -310,7 +310,7 @@ def test_windows_of_configurations():
     [(1, 4.4), (2, 4.4), (4, 4.5), (5, 4.6), (8, 5.6), (12, 7.2), (16, 8.5), (32, 16.0), (64, 33.0), (512, 246.0)],
 )
 def test_passes_measured_on_a_cpu(columns, ms):
-    """docs/performance.md, The limit: in the middle case within 25%, and between the outer ones."""
+    """docs/explanation/performance.md, The limit: in the middle case within 25%, and between the outer ones."""
     slow, middle, fast = (
         1e3 * one_pass(BASE, pair.machine, pair.efficiency, columns=columns, rows=1, context=0).seconds
         for pair in pairs(BASE, "EPYC 2 cores", kind=CPU)
@@ -333,7 +333,7 @@ def test_passes_measured_on_a_cpu(columns, ms):
     ],
 )
 def test_speedups_measured_on_a_cpu(target, drafting, rates, speedup, plain):
-    """docs/performance.md, Temperature 1 and The embedded pair: projected too high, by up to 30%."""
+    """docs/explanation/performance.md, Temperature 1 and The embedded pair: projected too high, by up to 30%."""
     found = [
         pair.point(1, 200, 4)
         for pair in pairs(target, "EPYC 2 cores", kind=CPU, drafting=drafting, acceptance=Acceptance(rates=rates))
@@ -343,7 +343,7 @@ def test_speedups_measured_on_a_cpu(target, drafting, rates, speedup, plain):
 
 
 def test_batch_32_on_a_cpu():
-    """docs/performance.md, Batch 32: no guess pays, and plain decoding makes 1163 tokens/s."""
+    """docs/explanation/performance.md, Batch 32: no guess pays, and plain decoding makes 1163 tokens/s."""
     found = pairs(BASE, "EPYC 2 cores", kind=CPU, drafting=Drafting(model=DRAFT))
     assert [pair.best(32, 300, range(1, 9)).k for pair in found] == [0, 0, 0]
     slow, _, fast = (pair.point(32, 300, 0).tokens_per_s for pair in found)

@@ -463,8 +463,8 @@ def test_a_round_that_fails_ends_what_runs_and_nothing_else(monkeypatch):
         assert httpx.post(url + "/v1/completions", json=body).json()["choices"][0]["text"] == good
 
 
-def test_the_manual_says_how_many_milliseconds_share_a_part():
-    manual = (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
+def test_the_docs_say_how_many_milliseconds_share_a_chunk():
+    manual = (Path(__file__).parents[2] / "docs" / "reference" / "http.md").read_text()
     assert f"within {1000 * TOGETHER:g} ms share one" in manual
 
 
