@@ -72,10 +72,10 @@ class AttentionTarget:
         fed = {layer: layout.per_feed(out[0]) for layer, out in self._outputs.items()} if first < 0 else {}
         return Scores(logits=layout.per_node(logits), hidden_states=features, feed_hidden_states=fed)
 
-    def draft_greedy(self, batch: Batch, vocab: int, trust: StopRule | None = None) -> DraftChains:
+    def draft_greedy(self, batch: Batch, vocab: int, stop_rule: StopRule | None = None) -> DraftChains:
         tokens = self.graphs.draft_greedy(batch, vocab if vocab < self.vocab else 0) if self.graphs else None
         if tokens is None:
-            return draft_by_scores(self, batch, vocab, trust)
+            return draft_by_scores(self, batch, vocab, stop_rule)
         return DraftChains(tokens=tokens, count=batch.draft_budget)
 
     def update_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:

@@ -33,11 +33,11 @@ class Target(Protocol):
     def score(self, batch: Batch, draft: Draft, first: int = -1) -> Scores:
         """Score the last token of the feed and every node. With `first` >= 0, only the nodes from `first` on."""
 
-    def draft_greedy(self, batch: Batch, vocab: int, trust: StopRule | None = None) -> DraftChains:
+    def draft_greedy(self, batch: Batch, vocab: int, stop_rule: StopRule | None = None) -> DraftChains:
         """Run the feed and draft a greedy chain for each sequence.
 
         Draft tokens are ids below `vocab`. Every sequence has a budget of at least 1. All draft tokens but the last are
-        staged in the cache. `trust` may stop a sequence earlier, if checking it does not stall the device.
+        staged in the cache. `stop_rule` may stop a sequence earlier, if checking it does not stall the device.
         """
 
     def export_hidden_states(self, layers: Sequence[int]) -> None:
@@ -61,8 +61,10 @@ class Target(Protocol):
 class ChainSampler(Protocol):
     """A target that can sample the tokens of a chain, if only temperature and filters shape their distribution."""
 
-    def draft_sampled(self, batch: Batch, vocab: int, dice: UniformDraws, trust: StopRule | None = None) -> DraftChains:
-        """As `Target.draft_greedy`, with tokens sampled by the uniform numbers of `dice`."""
+    def draft_sampled(
+        self, batch: Batch, vocab: int, draws: UniformDraws, stop_rule: StopRule | None = None
+    ) -> DraftChains:
+        """As `Target.draft_greedy`, with tokens sampled by the uniform numbers of `draws`."""
 
 
 @runtime_checkable
@@ -106,10 +108,10 @@ class WeightSharer(Protocol):
         """
 
 
-def draft_by_scores(target: Target, batch: Batch, vocab: int, trust: StopRule | None = None) -> DraftChains:
+def draft_by_scores(target: Target, batch: Batch, vocab: int, stop_rule: StopRule | None = None) -> DraftChains:
     """Implement `Target.draft_greedy` by repeated calls of `score`."""
     draft = tree.empty(len(batch.seqs), target.device)
-    watch = ChainBuilder(batch.draft_budget, trust if tree.is_cpu(target.device) else None)
+    watch = ChainBuilder(batch.draft_budget, stop_rule if tree.is_cpu(target.device) else None)
     while watch.depth < max(watch.count):
         scores = target.score(batch, draft, first=watch.depth - 1)
         logits = scores.logits[:, -1, :vocab]

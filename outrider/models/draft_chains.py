@@ -13,12 +13,12 @@ from outrider.core.types import StopRule
 class ChainBuilder:
     """The margins of chains as they grow, and where each row stops."""
 
-    def __init__(self, budget: Sequence[int], trust: StopRule | None) -> None:
-        """Without `trust`, as where a look would wait for the device, nobody stops before the budget."""
+    def __init__(self, budget: Sequence[int], stop_rule: StopRule | None) -> None:
+        """Without `stop_rule`, as where a look would wait for the device, nobody stops before the budget."""
         self.count, self.depth = list(budget), 0
-        self._trust = trust
-        self.margins: list[list[float]] | None = None if trust is None else [[] for _ in budget]
-        self.chances: list[list[float]] | None = None if trust is None else [[] for _ in budget]
+        self._trust = stop_rule
+        self.margins: list[list[float]] | None = None if stop_rule is None else [[] for _ in budget]
+        self.chances: list[list[float]] | None = None if stop_rule is None else [[] for _ in budget]
 
     def look(self, logits: torch.Tensor, drawn: torch.Tensor, sure: torch.Tensor | None = None) -> None:
         """At the next guess of each row [B], and at the logits [B, V] that it was drawn from.
@@ -52,7 +52,7 @@ def margins_of(logits: torch.Tensor) -> list[float]:
     return (first - second).nan_to_num(nan=0.0).tolist()
 
 
-def chance_of(trust: StopRule, position: int, margin: float) -> float:
+def chance_of(stop_rule: StopRule, position: int, margin: float) -> float:
     """That a guess is kept whose ancestors were, by the margin of the logits that it was drawn from."""
-    kind = min(position, len(trust.weight) - 1)
-    return 1 / (1 + math.exp(-min(max(trust.weight[kind] * margin + trust.bias[kind], -30.0), 30.0)))
+    kind = min(position, len(stop_rule.weight) - 1)
+    return 1 / (1 + math.exp(-min(max(stop_rule.weight[kind] * margin + stop_rule.bias[kind], -30.0), 30.0)))

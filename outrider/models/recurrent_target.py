@@ -31,8 +31,8 @@ class RecurrentTarget:
         rows = [self._score_row(batch, draft, b) for b in range(len(batch.seqs))]
         return Scores(logits=torch.stack(rows))
 
-    def draft_greedy(self, batch: Batch, vocab: int, trust: StopRule | None = None) -> DraftChains:
-        return draft_by_scores(self, batch, vocab, trust)
+    def draft_greedy(self, batch: Batch, vocab: int, stop_rule: StopRule | None = None) -> DraftChains:
+        return draft_by_scores(self, batch, vocab, stop_rule)
 
     def export_hidden_states(self, layers: Sequence[int]) -> None:
         if layers:

@@ -1,4 +1,4 @@
-"""The structures that Python hands to the kernels, as decoder.cpp and linear.h declare them."""
+"""The structures that the kernels take, as declared in decoder.cpp, linear.h and rules.cpp."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-MOST_DIM = 256  # of a head
-MOST_SHARING = 48  # query heads of a key head: kQueries of attention.h, what a thread has room for
+import torch
+
+MAX_HEAD_DIM = 256
+MAX_QUERIES_PER_KEY_HEAD = 48  # kQueries of attention.h
 
 
 class CLinear(ctypes.Structure):
@@ -25,7 +27,7 @@ class CLinear(ctypes.Structure):
 
 
 class CLayer(ctypes.Structure):
-    """`Layer` of decoder.cpp: where the weights of one decoder layer lie."""
+    """`Layer` of decoder.cpp: the weights of one decoder layer."""
 
     _fields_ = (
         *((name, CLinear) for name in ("qkv", "out", "gate_up", "down")),
@@ -35,7 +37,7 @@ class CLayer(ctypes.Structure):
 
 
 class CEntry(ctypes.Structure):
-    """`Entry` of decoder.cpp: how a trained draft joins embeddings and states."""
+    """`Entry` of decoder.cpp: how a draft head combines embeddings and hidden states."""
 
     _fields_ = (
         *((name, CLinear) for name in ("fuse", "project")),
@@ -46,7 +48,7 @@ class CEntry(ctypes.Structure):
 
 
 class CModel(ctypes.Structure):
-    """`Model` of decoder.cpp: sizes, tables and layers, which must outlive every pass."""
+    """`Model` of decoder.cpp: sizes, tables and layers. They must live as long as the model is open."""
 
     _fields_ = (
         ("layer", ctypes.POINTER(CLayer)),
@@ -59,7 +61,7 @@ class CModel(ctypes.Structure):
 
 
 class CPass(ctypes.Structure):
-    """`Pass` of decoder.cpp: addresses of the columns of one pass, and of what it writes."""
+    """`Pass` of decoder.cpp: addresses of the inputs and outputs of one forward pass."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("token", "position", "slot", "place", "seen", "tail_begin", "tail")),
@@ -69,7 +71,7 @@ class CPass(ctypes.Structure):
 
 
 class CChain(ctypes.Structure):
-    """`Chain` of decoder.cpp: rows that go on by themselves, and how each token is chosen."""
+    """`Chain` of decoder.cpp: chains of draft tokens that the kernels extend."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("slot", "position", "place", "budget", "weight", "bias", "end")),
@@ -101,19 +103,23 @@ class CTrial(ctypes.Structure):
 
 @dataclass(slots=True, kw_only=True)
 class Columns:
-    """The tokens of one pass as the kernels take them, one entry a column."""
+    """The tokens of one forward pass. A column is a token of the pass."""
 
     token: array[int] = field(default_factory=lambda: array("i"))
     position: array[int] = field(default_factory=lambda: array("i"))
     slot: array[int] = field(default_factory=lambda: array("i"))
-    place: array[int] = field(default_factory=lambda: array("i"))  # where in the slot it is written
-    seen: array[int] = field(default_factory=lambda: array("i"))  # entries of the slot that it sees from the first on
+    place: array[int] = field(
+        default_factory=lambda: array("i")
+    )  # index in the slot where its keys and values are written
+    seen: array[int] = field(
+        default_factory=lambda: array("i")
+    )  # number of leading entries of the slot that it attends to
     tail_begin: array[int] = field(default_factory=lambda: array("i", [0]))
-    tail: array[int] = field(default_factory=lambda: array("i"))  # and those that it sees after them
-    keep: array[int] = field(default_factory=lambda: array("i"))  # columns whose logits are wanted
+    tail: array[int] = field(default_factory=lambda: array("i"))  # further entries that it attends to, for trees
+    keep: array[int] = field(default_factory=lambda: array("i"))  # columns that need logits
 
     def text(self, tokens: Sequence[int], start: int, slot: int) -> None:
-        """Tokens that follow each other from entry `start` of a slot on, and see all before them."""
+        """Append consecutive tokens from entry `start` of a slot on. Each attends to all entries before it."""
         count = len(tokens)
         self.token.extend(tokens)
         self.position.extend(range(start, start + count))
@@ -123,7 +129,7 @@ class Columns:
         self.tail_begin.extend([len(self.tail)] * count)
 
     def add(self, token: int, position: int, *, slot: int, place: int, seen: int, tail: Sequence[int] = ()) -> None:
-        """Append one column, which sees the slot's first `seen` entries and those in `tail`."""
+        """Append one column that attends to the first `seen` entries of the slot and to those in `tail`."""
         self.token.append(token)
         self.position.append(position)
         self.slot.append(slot)
@@ -132,9 +138,37 @@ class Columns:
         self.tail.extend(tail)
         self.tail_begin.append(len(self.tail))
 
-    def c(self, logits: int, best: int, exported: array[int], features: int, *state: int) -> CPass:
-        """With the addresses of what the pass writes and of states, and whether those are as they were tapped."""
-        fields = (self.token, self.position, self.slot, self.place, self.seen, self.tail_begin, self.tail, self.keep)
-        addresses = (part.buffer_info()[0] for part in fields)
-        counts = (len(self.token), len(self.keep), len(exported))
-        return CPass(*addresses, logits, best, exported.buffer_info()[0], features, *(state or (0, 0)), *counts)
+    def c_pass(self, output: PassOutput, state: torch.Tensor | None) -> CPass:
+        """Return the structure of a pass with these columns. `state` is the input of a draft head, see `Passes.run`."""
+        if state is not None:
+            assert state.dtype is torch.float32
+            assert state.is_contiguous()
+        return CPass(
+            token=self.token.buffer_info()[0],
+            position=self.position.buffer_info()[0],
+            slot=self.slot.buffer_info()[0],
+            place=self.place.buffer_info()[0],
+            seen=self.seen.buffer_info()[0],
+            tail_begin=self.tail_begin.buffer_info()[0],
+            tail=self.tail.buffer_info()[0],
+            keep=self.keep.buffer_info()[0],
+            logits=output.logits,
+            best=output.best,
+            exported=output.layers.buffer_info()[0],
+            features=output.hidden_states,
+            state=0 if state is None else state.data_ptr(),
+            tapped=state is not None and state.dim() == 3,  # states of several layers, which the kernels fuse
+            columns=len(self.token),
+            kept=len(self.keep),
+            exports=len(output.layers),
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class PassOutput:
+    """Addresses that a pass writes to; 0: not wanted."""
+
+    logits: int = 0
+    best: int = 0
+    layers: array[int] = field(default_factory=lambda: array("i"))  # layers whose outputs are exported
+    hidden_states: int = 0

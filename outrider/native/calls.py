@@ -1,133 +1,162 @@
-"""Calls into the kernels: one pass, and chains that grow by themselves."""
+"""Calls into the kernels: one forward pass, and chains of draft tokens that the kernels extend by themselves."""
 
 from __future__ import annotations
 
 import ctypes
 from array import array
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from outrider.core.types import DraftChains, Packed, StopRule, UniformDraws
-from outrider.native.abi import CChain, Columns
+from outrider.native.abi import CChain, Columns, PassOutput
+
+
+class PassResult(NamedTuple):
+    """What a forward pass returns. K columns have logits."""
+
+    logits: torch.Tensor  # [K, V] float32
+    best: array[int]  # [K] likeliest ids; -1 where the logits are not finite
+    hidden_states: torch.Tensor  # [layers, T, H] outputs of the requested layers at all columns
 
 
 class Passes:
-    """What holds a model in the kernels' hands can run it."""
+    """Base of models that are loaded into the kernels."""
 
     _handle: int
 
     def __init__(self, code: Any, *, hidden: int) -> None:
-        self._code, self._hidden, self._nothing = code, hidden, torch.empty(0)
+        self._code = code
+        self._hidden = hidden
+        self._no_states = torch.empty(0)
 
     @property
     def vocab(self) -> int:
-        """Outputs of the head."""
+        """Number of logits."""
         raise NotImplementedError
 
-    def run(
-        self, columns: Columns, layers: Sequence[int] = (), state: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, array[int], torch.Tensor]:
-        """One pass.
+    def run(self, columns: Columns, layers: Sequence[int] = (), state: torch.Tensor | None = None) -> PassResult:
+        """Run one forward pass.
 
         Args:
-            columns: what is read, and of what logits are wanted.
-            layers: whose outputs are wanted.
-            state: [T, H] float32 before each column, for a draft that reads states; or [T, taps, target H], not fused.
-
-        Returns:
-            logits [K, V] float32 of the columns to keep, their likeliest ids [K] (-1 where the logits are not
-            numbers), and the outputs [layers, T, H] of the layers asked for, of all columns.
+            columns: the tokens of the pass, and which of them need logits.
+            layers: the layers whose outputs are returned.
+            state: the input of a draft head at each column, [T, H] float32, or [T, layers, target H] before fusion.
         """
         kept = len(columns.keep)
         logits = torch.empty(kept, self.vocab)
-        features = torch.empty(len(layers), len(columns.token), self._hidden) if layers else self._nothing
-        best, exported = array("i", bytes(4 * kept)), array("i", layers)
-        once = columns.c(logits.data_ptr(), best.buffer_info()[0], exported, features.data_ptr(), *_given(state))
-        self._code.outrider_run(self._handle, ctypes.byref(once))
-        return logits, best, features
+        best = array("i", bytes(4 * kept))
+        states = torch.empty(len(layers), len(columns.token), self._hidden) if layers else self._no_states
+        output = PassOutput(
+            logits=logits.data_ptr(),
+            best=best.buffer_info()[0],
+            layers=array("i", layers),
+            hidden_states=states.data_ptr(),
+        )
+        c_pass = columns.c_pass(output, state)
+        self._code.outrider_run(self._handle, ctypes.byref(c_pass))
+        return PassResult(logits, best, states)
 
     def grow(
         self,
         columns: Columns,
         budget: Sequence[int],
         vocab: int,
-        trust: StopRule | None = None,
+        stop_rule: StopRule | None = None,
         *,
-        dice: UniformDraws | None = None,
+        draws: UniformDraws | None = None,
         state: torch.Tensor | None = None,
     ) -> DraftChains:
-        """One pass, and guesses after it.
+        """Run one forward pass and extend a chain of draft tokens after it, for each sequence.
 
         Args:
-            columns: each row's last column is kept; what follows it is written behind it.
-            budget: [B] guesses wanted of each row, at least one.
-            vocab: ids below it are guessed.
-            trust: when a row stops earlier; None: never.
-            dice: how guesses are drawn; None: greedily.
-            state: as in `run`; behind a guess stands what came out of the column before it.
+            columns: the last column of each sequence is kept; the chain is written after it.
+            budget: [B] draft tokens per sequence, at least one.
+            vocab: only ids below it are drafted.
+            stop_rule: when a sequence stops earlier; None: never.
+            draws: how draft tokens are sampled; None: greedily.
+            state: as in `run`. The input at a draft token is the output of the column before it.
         """
-        ends, rows, depth = list(columns.keep), len(budget), max(budget)
-        weight, bias = (array("f", trust.weight), array("f", trust.bias)) if trust else (array("f", [0]),) * 2
-        end = array("i", trust.ends if trust else ())
-        worth = array("f", [trust.until(rows) if trust else 0.0 for rows in range(1, rows + 1)])
-        read: tuple[array[Any], ...] = (
-            array("i", [columns.slot[c] for c in ends]),
-            array("i", [columns.position[c] + 1 for c in ends]),
-            array("i", [columns.place[c] + 1 for c in ends]),
-            array("i", budget),
-            weight,
-            bias,
-            end,
+        ends = list(columns.keep)
+        batch_size = len(budget)
+        # The arrays must live until the call returns: the kernels get only their addresses.
+        slot = array("i", [columns.slot[end] for end in ends])
+        position = array("i", [columns.position[end] + 1 for end in ends])
+        place = array("i", [columns.place[end] + 1 for end in ends])
+        budgets = array("i", budget)
+        weight = array("f", stop_rule.weight if stop_rule else [0])
+        bias = array("f", stop_rule.bias if stop_rule else [0])
+        end_ids = array("i", stop_rule.ends if stop_rule else ())
+        thresholds = array("f", [stop_rule.until(n) if stop_rule else 0.0 for n in range(1, batch_size + 1)])
+        params = array("f", [value for fields in draws.params for value in fields] if draws else ())
+        uniform = draws.uniform.contiguous() if draws else None
+        buffers = _ChainBuffers(budget, vocab if draws else 0)
+        chain = CChain(
+            slot=_address(slot),
+            position=_address(position),
+            place=_address(place),
+            budget=_address(budgets),
+            weight=_address(weight),
+            bias=_address(bias),
+            end=_address(end_ids),
+            token=_address(buffers.tokens),
+            count=_address(buffers.counts),
+            looked=_address(buffers.scored),
+            margin=_address(buffers.margins),
+            chance=_address(buffers.accept_probs),
+            worth=_address(thresholds),
+            want=_address(params) if draws else 0,
+            uniform=0 if uniform is None else uniform.data_ptr(),
+            law=0 if buffers.q is None else buffers.q.data_ptr(),
+            law_at=_address(buffers.q_index),
+            keep=stop_rule.min_path_prob if stop_rule else 0.0,
+            rows=batch_size,
+            depth=max(budget),
+            vocab=vocab,
+            kinds=len(weight),
+            ends=len(end_ids),
         )
-        found = _Found(budget, vocab if dice else 0)
-        fields = [part.buffer_info()[0] for part in (*read, *found.parts(), worth)]
-        wants = array("f", [part for want in dice.params for part in want] if dice else ())
-        uniform = dice.uniform.contiguous() if dice else None
-        fields += [0, 0] if uniform is None else [wants.buffer_info()[0], uniform.data_ptr()]
-        fields += [0 if found.law is None else found.law.data_ptr(), found.law_at.buffer_info()[0]]
-        chain = CChain(*fields, trust.min_path_prob if trust else 0.0, rows, depth, vocab, len(weight), len(end))
-        once = columns.c(0, 0, array("i"), 0, *_given(state))
-        self._code.outrider_grow(self._handle, ctypes.byref(once), ctypes.byref(chain))
-        return found.grown(watched=trust is not None)
+        c_pass = columns.c_pass(PassOutput(), state)
+        self._code.outrider_grow(self._handle, ctypes.byref(c_pass), ctypes.byref(chain))
+        return buffers.chains(with_margins=stop_rule is not None)
 
 
-class _Found:
-    """What the kernels write of chains, [B, K] unless another shape is given."""
+class _ChainBuffers:
+    """Arrays that the kernels fill with chains. They have the shape [B, K] unless another one is given."""
 
     def __init__(self, budget: Sequence[int], vocab: int) -> None:
-        """For so many guesses [B], drawn from laws over `vocab` ids; 0: taken greedily."""
-        rows, depth = self._shape = len(budget), max(budget)
+        """Make room for `budget` [B] draft tokens, sampled from `vocab` ids each; 0: greedy."""
         self._budget = tuple(budget)
-        self._token = array("i", bytes(4 * rows * depth))
-        self._count, self._looked = (array("i", bytes(4 * rows)) for _ in range(2))  # [B]
-        self._margin, self._chance = (array("f", bytes(4 * rows * depth)) for _ in range(2))
-        self.law = torch.empty(sum(budget), vocab) if vocab else None  # [T, V]
-        self.law_at = array("i", [-1]) * (rows * depth)
+        self._shape = batch_size, depth = len(budget), max(budget)
+        self.tokens = array("i", bytes(4 * batch_size * depth))
+        self.counts = array("i", bytes(4 * batch_size))  # [B]
+        self.scored = array("i", bytes(4 * batch_size))  # [B] draft tokens with margins
+        self.margins = array("f", bytes(4 * batch_size * depth))
+        self.accept_probs = array("f", bytes(4 * batch_size * depth))
+        self.q = torch.empty(sum(budget), vocab) if vocab else None  # [T, V]
+        self.q_index = array("i", [-1]) * (batch_size * depth)
 
-    def parts(self) -> tuple[array[Any], ...]:
-        return self._token, self._count, self._looked, self._margin, self._chance
-
-    def grown(self, *, watched: bool) -> DraftChains:
-        q, tokens = None, torch.tensor(self._token.tolist()).view(self._shape)
-        if self.law is not None:
-            at = torch.tensor(self.law_at.tolist()).view(self._shape)
-            q = Packed(values=self.law[: max(self.law_at) + 1], at=at)
-        if not watched:
+    def chains(self, *, with_margins: bool) -> DraftChains:
+        tokens = torch.tensor(self.tokens.tolist()).view(self._shape)
+        q = None
+        if self.q is not None:
+            at = torch.tensor(self.q_index.tolist()).view(self._shape)
+            q = Packed(values=self.q[: max(self.q_index) + 1], at=at)
+        if not with_margins:
             return DraftChains(tokens=tokens, count=self._budget, q=q)
-        margin, chance = self._looked_at(self._margin), self._looked_at(self._chance)
-        return DraftChains(tokens=tokens, count=tuple(self._count), margin=margin, accept_prob=chance, q=q)
+        return DraftChains(
+            tokens=tokens,
+            count=tuple(self.counts),
+            margin=self._by_sequence(self.margins),
+            accept_prob=self._by_sequence(self.accept_probs),
+            q=q,
+        )
 
-    def _looked_at(self, part: array[float]) -> tuple[tuple[float, ...], ...]:
+    def _by_sequence(self, values: array[float]) -> tuple[tuple[float, ...], ...]:
         depth = self._shape[1]
-        return tuple(tuple(part[b * depth : b * depth + n]) for b, n in enumerate(self._looked))
+        return tuple(tuple(values[b * depth : b * depth + count]) for b, count in enumerate(self.scored))
 
 
-def _given(state: torch.Tensor | None) -> tuple[int, ...]:
-    """The address of states, and whether they are as they were tapped."""
-    if state is None:
-        return ()
-    assert state.dtype is torch.float32
-    assert state.is_contiguous()
-    return state.data_ptr(), state.dim() == 3
+def _address(values: array[Any]) -> int:
+    return values.buffer_info()[0]

@@ -1,4 +1,4 @@
-"""A Llama-like model in the kernels' hands: its shape, its weights, and one pass."""
+"""A Llama-like model on the native kernels: its dimensions, its packed weights, and its forward pass."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from outrider.cache.paged import PagedCache
 from outrider.core.types import SharedWeights
 from outrider.errors import OutriderError, UnsupportedModel
 from outrider.models.submodel import refuse_weight_update
-from outrider.native.abi import MOST_DIM, MOST_SHARING, CLayer, CModel
+from outrider.native.abi import MAX_HEAD_DIM, MAX_QUERIES_PER_KEY_HEAD, CLayer, CModel
 from outrider.native.calls import Passes
 from outrider.native.library import Library
 from outrider.native.pack import WHOLE, Arena, PackedWeight, interleave, pack, separate, unpack
 
-FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})  # one block: norm, rotary attention, norm, gated SiLU
+FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})  # layers of norm, rotary attention, norm and gated SiLU
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head"
-_TOGETHER: Mapping[str, tuple[str, ...]] = MappingProxyType(
+_PACKED_GROUPS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
         "out": ("self_attn.o_proj",),
@@ -35,7 +35,7 @@ _TOGETHER: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dimensions:
-    """What the kernels must know of a model besides its weights."""
+    """The dimensions of a model."""
 
     layers: int
     hidden: int
@@ -46,18 +46,18 @@ class Dimensions:
     epsilon: float
     scale: float
     rotary_scale: float
-    windows: tuple[int, ...]  # [layers]; 0 sees everything
+    windows: tuple[int, ...]  # [layers]; 0: full attention
 
     @classmethod
     def of(cls, model: Any) -> Dimensions:
-        """Read it off a transformers model.
+        """Read the dimensions of a transformers model.
 
         Raises:
-            UnsupportedModel: the kernels cannot run this model.
+            UnsupportedModel: the kernels do not support this model.
         """
         config = model.config
         if config.model_type not in FAMILIES:
-            raise UnsupportedModel(f"{config.model_type}: the kernels know {', '.join(sorted(FAMILIES))}")
+            raise UnsupportedModel(f"{config.model_type}: the native kernels support {', '.join(sorted(FAMILIES))}")
         attention = model.model.layers[0].self_attn
         shape = cls(
             layers=config.num_hidden_layers,
@@ -72,15 +72,15 @@ class Dimensions:
             windows=_windows(config),
         )
         odd = [name for name in ("hidden", "dim", "ffn") if getattr(shape, name) % 16]
-        if odd or shape.dim > MOST_DIM or config.hidden_act != "silu" or getattr(config, "mlp_bias", False):
+        if odd or shape.dim > MAX_HEAD_DIM or config.hidden_act != "silu" or getattr(config, "mlp_bias", False):
             raise UnsupportedModel(
-                f"{config.model_type}: the kernels need sizes that are multiples of 16, heads of at most {MOST_DIM}"
-                " and a SiLU without bias"
+                f"{config.model_type}: the native kernels need sizes that are multiples of 16, heads of at most"
+                f" {MAX_HEAD_DIM}, and SiLU MLPs without bias"
             )
-        if shape.heads > MOST_SHARING * shape.key_heads:
+        if shape.heads > MAX_QUERIES_PER_KEY_HEAD * shape.key_heads:
             raise UnsupportedModel(
-                f"{config.model_type}: the kernels take at most {MOST_SHARING} query heads for a key head, not"
-                f" {shape.heads} for {shape.key_heads}"
+                f"{config.model_type}: the native kernels support at most {MAX_QUERIES_PER_KEY_HEAD} query heads per"
+                f" key head; this model has {shape.heads} for {shape.key_heads}"
             )
         return shape
 
@@ -90,38 +90,41 @@ def _windows(config: Any) -> tuple[int, ...]:
     every = "sliding_attention" if window else "full_attention"
     kinds = getattr(config, "layer_types", None) or (every,) * config.num_hidden_layers
     if odd := sorted(set(kinds) - {"sliding_attention", "full_attention"}):
-        raise UnsupportedModel(f"{config.model_type}: the kernels do not know layers of type {', '.join(odd)}")
+        raise UnsupportedModel(
+            f"{config.model_type}: the native kernels do not support layers of type {', '.join(odd)}"
+        )
     return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
 
 
 class Decoder(Passes):
-    """The packed weights of a model, and one pass over them."""
+    """The packed weights of a model and its forward pass."""
 
     def __init__(self, model: Any, library: Library, *, bits: int = 16) -> None:
-        """Pack the weights of a transformers model, which is not needed afterwards.
+        """Pack the weights of a transformers model. The model is not needed afterwards.
 
         Args:
-            model: of one of `FAMILIES`.
+            model: a model of one of `FAMILIES`.
             library: the compiled kernels.
-            bits: of a weight in a linear layer: 32 is float32, 16 bfloat16; 8 and 4 are quantised.
+            bits: bits per weight of linear layers: 32 (float32), 16 (bfloat16), 8 or 4 (quantized).
 
         Raises:
-            UnsupportedModel: the kernels cannot run this model.
+            UnsupportedModel: the kernels do not support this model.
         """
         self.shape = Dimensions.of(model)
         super().__init__(library.code, hidden=self.shape.hidden)
-        self._bits, self._arena = bits, Arena()
+        self._bits = bits
+        self._arena = Arena()
         state = {name: value.detach() for name, value in model.state_dict().items()}
         self._shapes = {name: value.shape for name, value in state.items()}
         self._tied = bool(model.config.tie_word_embeddings)
         self._norms = {name: value.float().clone() for name, value in state.items() if name.endswith("norm.weight")}
         self._frequency = model.model.rotary_emb.inv_freq.float().clone()
         self._packed = {name: self._pack(name, parts, state) for name, parts in self._groups().items()}
-        self.dtype = WHOLE[32 if bits == 32 else 16]  # of the embedding, of keys and of values
+        self.dtype = WHOLE[32 if bits == 32 else 16]  # of the embedding, keys and values
         self._embedding = self._arena.keep(self._embed(state[_EMBEDDING]))
-        self._stack: Sequence[int] = range(self.shape.layers)  # the layers that run, in this order
-        self._source: Decoder | None = None  # whose weights these are, or are made from
-        self._kin: weakref.WeakSet[Decoder] = weakref.WeakSet()  # made from this one
+        self._stack: Sequence[int] = range(self.shape.layers)  # indices of the layers that run, in order
+        self._source: Decoder | None = None  # the decoder that this one shares weights with or was quantized from
+        self._derived: weakref.WeakSet[Decoder] = weakref.WeakSet()  # decoders made from this one
         self._memory: PagedCache | None = None
         self._close: weakref.finalize[[int], Decoder] | None = None
 
@@ -130,32 +133,37 @@ class Decoder(Passes):
         return self._packed[_HEAD].shape[0]
 
     def make_submodel(self, layers: Sequence[int]) -> Decoder:
-        """Some of its layers, in this order, between its embedding and its head: the same weights, after `load` too."""
+        """Return a decoder of some layers, in this order. It shares the weights, also after `load`."""
         other = copy(self)
-        other._stack, other._source = tuple(layers), self
-        other._kin, other._memory, other._close = weakref.WeakSet(), None, None
-        self._kin.add(other)
+        other._stack = tuple(layers)
+        other._source = self
+        other._derived = weakref.WeakSet()
+        other._memory = None
+        other._close = None
+        self._derived.add(other)
         return other
 
     def make_requantized(self, bits: int) -> Decoder:
-        """The same model in weights of 8 or 4 bits, which follow those here when they are loaded anew."""
+        """Return a copy with weights of 8 or 4 bits. `load` updates the copy, too."""
         other = self.make_submodel(self._stack)
-        other._bits, other._arena, other._packed = bits, Arena(), {}
-        other._follow(self._groups())
+        other._bits = bits
+        other._arena = Arena()
+        other._packed = {}
+        other._update_from_source(self._groups())
         return other
 
     @property
     def bits(self) -> int:
-        """Of a weight in a linear layer."""
+        """Bits per weight of linear layers."""
         return self._bits
 
     def attach(self, memory: PagedCache) -> None:
-        """Read and write this cache, which is of `dtype` and has at least as many layers as run."""
+        """Use this KV cache. It has the dtype of this decoder and at least as many layers."""
         self._memory = memory
         self._open()
 
     def load(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Replace weights by the names that transformers gives them, all or none."""
+        """Replace weights, by their names in transformers. Nothing changes if one of them does not fit."""
         refuse_weight_update(self._source)
         for name, value in weights.items():
             if name not in self._shapes:
@@ -175,16 +183,16 @@ class Decoder(Passes):
         if _EMBEDDING in new:
             self._embedding.copy_(self._embed(new[_EMBEDDING]))
         self._open()
-        for other in self._kin:
-            other._follow(stale)
+        for other in self._derived:
+            other._update_from_source(stale)
 
     def quantised(self) -> dict[str, torch.Tensor]:
-        """The weights that the kernels really multiply by, by the names that transformers gives them."""
+        """Return the weights after quantization, by their names in transformers."""
         groups = self._groups().items()
         return {name: value for group, parts in groups for name, value in self._unpacked(group, parts).items()}
 
     def tables(self) -> SharedWeights:
-        """What drafts trained on its states share with it."""
+        """Return the weights that draft heads share."""
         return SharedWeights(
             embedding=self._embedding,
             head=unpack(self._packed[_HEAD]),
@@ -194,19 +202,19 @@ class Decoder(Passes):
         )
 
     def bytes(self) -> int:
-        """Memory of the weights; where some are another decoder's, of the others."""
+        """Bytes of the weights, without those of the decoder that this one was made from."""
         if self._source is None:
             tensors = (self._embedding, self._frequency, *self._norms.values(), *self._packed.values())
             return sum(tensor.nbytes for tensor in tensors)
         return 0 if self._packed is self._source._packed else sum(weight.nbytes for weight in self._packed.values())
 
     def read_bytes(self) -> tuple[tuple[int, ...], int]:
-        """What a pass reads of weights: of each layer's, and of the head's."""
-        layers = (sum(self._packed[f"{i}.{name}"].nbytes for name in _TOGETHER) for i in range(self.shape.layers))
+        """Bytes of weights that a pass reads: of each layer, and of the output layer."""
+        layers = (sum(self._packed[f"{i}.{name}"].nbytes for name in _PACKED_GROUPS) for i in range(self.shape.layers))
         return tuple(layers), self._packed[_HEAD].nbytes
 
-    def _follow(self, names: Iterable[str]) -> None:
-        """The source has packed these weights anew."""
+    def _update_from_source(self, names: Iterable[str]) -> None:
+        """Update weights that the source has packed again."""
         assert self._source is not None
         if self._packed is not self._source._packed:
             groups = self._groups()
@@ -215,15 +223,15 @@ class Decoder(Passes):
         self._open()
 
     def _groups(self) -> dict[str, tuple[str, ...]]:
-        """Which layers of the model are multiplied together."""
+        """Return the linear layers that are packed together, by the name of the packed weight."""
         groups: dict[str, tuple[str, ...]] = {_HEAD: (_HEAD,)}
         for i in range(self.shape.layers):
-            for name, parts in _TOGETHER.items():
+            for name, parts in _PACKED_GROUPS.items():
                 groups[f"{i}.{name}"] = tuple(f"model.layers.{i}.{part}" for part in parts)
         return groups
 
     def _embed(self, table: torch.Tensor) -> torch.Tensor:
-        """What tokens are looked up in: where the head is the same table, what is left of it there."""
+        """Return the embedding table. If it is tied to the output layer, it is the table after quantization."""
         return (unpack(self._packed[_HEAD]) if self._tied else table).to(self.dtype)
 
     def _pack(self, name: str, parts: Sequence[str], state: Mapping[str, torch.Tensor]) -> PackedWeight:
@@ -231,7 +239,7 @@ class Decoder(Passes):
         biases = [state.get(f"{part}.bias") for part in parts]
         weight = interleave(*weights) if name.endswith("gate_up") else torch.cat(weights)
         bias = torch.cat([bias for bias in biases if bias is not None]) if biases[0] is not None else None
-        # The head decides between tokens: four bits are too few there.
+        # Four bits are too few for the output layer.
         bits = max(self._bits, 8) if name == _HEAD else self._bits
         return pack(weight, bias, bits=bits, arena=self._arena)
 
@@ -246,7 +254,7 @@ class Decoder(Passes):
         return out
 
     def _open(self) -> None:
-        """Hand the addresses of everything over, anew whenever something has moved."""
+        """Open the model in the kernels. Called again whenever an address has changed."""
         if self._close is not None:
             self._close()
         if self._memory is None:
@@ -254,34 +262,43 @@ class Decoder(Passes):
         self._memory.forget()
         layers = (CLayer * len(self._stack))(*map(self._layer, self._stack))
         shape = self.shape
-        sizes = (len(layers), shape.hidden, shape.heads, shape.key_heads, shape.dim, shape.ffn)
-        tensors = (self._embedding, self._norms["model.norm.weight"], self._frequency)
         model = CModel(
-            layers,
-            *(tensor.data_ptr() for tensor in tensors),
-            0,
-            0,
-            self._memory.address(),
-            self._packed[_HEAD].c(),
-            *sizes,
-            torch.get_num_threads(),
-            shape.epsilon,
-            shape.scale,
-            shape.rotary_scale,
+            layer=layers,
+            embedding=self._embedding.data_ptr(),
+            norm=self._norms["model.norm.weight"].data_ptr(),
+            frequency=self._frequency.data_ptr(),
+            pool=self._memory.address(),
+            head=self._packed[_HEAD].c(),
+            layers=len(layers),
+            hidden=shape.hidden,
+            heads=shape.heads,
+            key_heads=shape.key_heads,
+            dim=shape.dim,
+            ffn=shape.ffn,
+            threads=torch.get_num_threads(),
+            epsilon=shape.epsilon,
+            scale=shape.scale,
+            rotary_scale=shape.rotary_scale,
         )
-        self._handle, self._layers = self._code.outrider_open(ctypes.byref(model)), layers
+        self._handle = self._code.outrider_open(ctypes.byref(model))
+        self._layers = layers  # the kernels keep its address
         self._close = weakref.finalize(self, self._code.outrider_close, self._handle)
 
     def _layer(self, i: int) -> CLayer:
-        """Layer `i` of the model."""
+        """Return the structure of layer `i`."""
 
         def norm(name: str) -> int:
             weight = self._norms.get(f"model.layers.{i}.{name}.weight")
             return 0 if weight is None else weight.data_ptr()
 
         return CLayer(
-            *(self._packed[f"{i}.{name}"].c() for name in _TOGETHER),
-            *(norm(name) for name in ("input_layernorm", "post_attention_layernorm")),
-            *(norm(f"self_attn.{name}") for name in ("q_norm", "k_norm")),
-            self.shape.windows[i],
+            qkv=self._packed[f"{i}.qkv"].c(),
+            out=self._packed[f"{i}.out"].c(),
+            gate_up=self._packed[f"{i}.gate_up"].c(),
+            down=self._packed[f"{i}.down"].c(),
+            attention_norm=norm("input_layernorm"),
+            mlp_norm=norm("post_attention_layernorm"),
+            query_norm=norm("self_attn.q_norm"),
+            key_norm=norm("self_attn.k_norm"),
+            window=self.shape.windows[i],
         )

@@ -75,16 +75,18 @@ class NativeTarget:
         host = [likeliest[at : at + nodes].tolist() for at in range(0, len(likeliest), nodes)]
         return NativeScores(host=host, logits=logits, packed=packed, exported=exported)
 
-    def draft_greedy(self, batch: Batch, vocab: int, trust: StopRule | None = None) -> DraftChains:
-        return self._grow(batch, vocab, trust, None)
+    def draft_greedy(self, batch: Batch, vocab: int, stop_rule: StopRule | None = None) -> DraftChains:
+        return self._grow(batch, vocab, stop_rule, None)
 
-    def draft_sampled(self, batch: Batch, vocab: int, dice: UniformDraws, trust: StopRule | None = None) -> DraftChains:
-        return self._grow(batch, vocab, trust, dice)
+    def draft_sampled(
+        self, batch: Batch, vocab: int, draws: UniformDraws, stop_rule: StopRule | None = None
+    ) -> DraftChains:
+        return self._grow(batch, vocab, stop_rule, draws)
 
-    def _grow(self, batch: Batch, vocab: int, trust: StopRule | None, dice: UniformDraws | None) -> DraftChains:
+    def _grow(self, batch: Batch, vocab: int, stop_rule: StopRule | None, draws: UniformDraws | None) -> DraftChains:
         self._memory.reserve(batch, batch.draft_budget)
         columns, _ = columns_of(batch, tree.empty(len(batch.seqs), self.device), -1, self.vocab)
-        return self._decoder.grow(columns, batch.draft_budget, vocab, trust, dice=dice)
+        return self._decoder.grow(columns, batch.draft_budget, vocab, stop_rule, draws=draws)
 
     def export_hidden_states(self, layers: Sequence[int]) -> None:
         most = self._decoder.shape.layers - 1

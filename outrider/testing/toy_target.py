@@ -69,8 +69,8 @@ class ToyTarget:
         last = torch.tensor(states)
         return Scores(logits=self.table[last[..., 0], last[..., 1]])
 
-    def draft_greedy(self, batch: Batch, vocab: int, trust: StopRule | None = None) -> DraftChains:
-        return draft_by_scores(self, batch, vocab, trust)
+    def draft_greedy(self, batch: Batch, vocab: int, stop_rule: StopRule | None = None) -> DraftChains:
+        return draft_by_scores(self, batch, vocab, stop_rule)
 
     def export_hidden_states(self, layers: Sequence[int]) -> None:
         assert not layers, "a toy has no layers"

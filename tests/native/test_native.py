@@ -454,7 +454,7 @@ def test_without_a_folder_for_them_torch_takes_over(folders, monkeypatch, tmp_pa
 def test_other_families_and_sizes_run_on_torch(tmp_path):
     odd = tiny.save(tmp_path / "odd", tiny.make_config("LlamaConfig", head_dim=8))
     other = tiny.save(tmp_path / "other", tiny.make_config("Olmo2Config"))
-    for folder, reason in ((odd, "multiples of 16"), (other, "the kernels know llama")):
+    for folder, reason in ((odd, "multiples of 16"), (other, "the native kernels support llama")):
         checkpoint = load_checkpoint(folder, dtype="bfloat16", device="cpu")
         assert make_target(checkpoint, slots=1, context=32).kernels == "torch"
         with pytest.raises(UnsupportedModel, match=reason):
@@ -472,7 +472,7 @@ def test_query_heads_that_share_a_key_head_are_as_many_as_there_is_room_for(tmp_
         logits = feed(target, [text[:12], text[12:13]], draft=chain(text[13:]))[1].logits[0]
         assert distance(logits, model(torch.tensor([text])).logits[0, 12:]) < 1e-4
     checkpoint = load_checkpoint(tmp_path / "64", dtype="float32", device="cpu")
-    with pytest.raises(UnsupportedModel, match="at most 48 query heads for a key head, not 64 for 1"):
+    with pytest.raises(UnsupportedModel, match="at most 48 query heads per key head; this model has 64 for 1"):
         make_target(checkpoint, slots=1, context=32, kernels="native")
     assert make_target(checkpoint, slots=1, context=32).kernels == "torch"
 

@@ -41,8 +41,8 @@ class Watched(Wrapped):
         self.passes += 1
         return super().score(batch, draft, first)
 
-    def draft_greedy(self, batch, vocab, trust=None):
-        grown = super().draft_greedy(batch, vocab, trust)
+    def draft_greedy(self, batch, vocab, stop_rule=None):
+        grown = super().draft_greedy(batch, vocab, stop_rule)
         self.passes += 0 if isinstance(self.inner, Cascade) else max(batch.draft_budget)
         self.grown.append([row[:n] for row, n in zip(grown.tokens.tolist(), grown.count, strict=True)])
         return grown
@@ -96,14 +96,14 @@ def test_what_is_picked_for_a_row_that_samples_is_looked_up_too(house):
     assert together <= alone
 
 
-def grown(target, texts, budget, *, vocab=None, trust=None):
+def grown(target, texts, budget, *, vocab=None, stop_rule=None):
     """What a target grows after some texts of which it has read nothing."""
     rows = tuple(make_row(list(text), slot) for slot, text in enumerate(texts))
     for row in rows:
         target.cache.admit(row.slot, row.token_ids)
     feed = tuple(tuple(row.token_ids) for row in rows)
     batch = Batch(seqs=rows, start=(0,) * len(rows), feed=feed, draft_budget=budget)
-    return target.draft_greedy(batch, vocab or target.vocab, trust)
+    return target.draft_greedy(batch, vocab or target.vocab, stop_rule)
 
 
 def fuzz(trial):
@@ -128,8 +128,8 @@ def test_rows_of_every_length_and_budget(trial):
 @pytest.mark.parametrize("trial", range(30))
 def test_it_stops_where_the_draft_model_would(trial):
     texts, budget = fuzz(trial)
-    alone = grown(ToyTarget(seed=trial, spread=3.0), texts, budget, trust=TRUST)
-    together = grown(Cascade(ToyTarget(seed=trial, spread=3.0)), texts, budget, trust=TRUST)
+    alone = grown(ToyTarget(seed=trial, spread=3.0), texts, budget, stop_rule=TRUST)
+    together = grown(Cascade(ToyTarget(seed=trial, spread=3.0)), texts, budget, stop_rule=TRUST)
     assert together.count == alone.count
     assert [*map(list, together.margin)] == [*map(list, alone.margin)]
     assert [*map(list, together.accept_prob)] == [*map(list, alone.accept_prob)]
@@ -139,7 +139,7 @@ def test_it_stops_where_the_draft_model_would(trial):
 
 def test_stopping_is_tried_both_ways():
     cases = [fuzz(trial) for trial in range(30)]
-    counts = [grown(ToyTarget(seed=i, spread=3.0), *case, trust=TRUST).count for i, case in enumerate(cases)]
+    counts = [grown(ToyTarget(seed=i, spread=3.0), *case, stop_rule=TRUST).count for i, case in enumerate(cases)]
     early = [
         n < most for (_, budget), row in zip(cases, counts, strict=True) for n, most in zip(row, budget, strict=True)
     ]

@@ -301,10 +301,10 @@ class Fed(Wrapped):
 
     rounds = tokens = 0
 
-    def draft_greedy(self, batch, vocab, trust=None):
+    def draft_greedy(self, batch, vocab, stop_rule=None):
         self.rounds += 1
         self.tokens += sum(map(len, batch.feed))
-        return super().draft_greedy(batch, vocab, trust)
+        return super().draft_greedy(batch, vocab, stop_rule)
 
 
 def test_by_text_the_draft_reads_the_last_word_again_and_no_more(shuffled):

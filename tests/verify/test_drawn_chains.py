@@ -161,18 +161,19 @@ def test_a_chain_that_draws_stops_as_any_other(folder):
     )
     for row in rows:
         model.cache.admit(row.slot, row.token_ids)
-    dice = UniformDraws(
+    draws = UniformDraws(
         params=tuple(map(want, TEMPERATURES)), uniform=torch.rand(4, 5, dtype=torch.float64, generator=seeded(1))
     )
-    free = model.draft_sampled(batch, 256, dice)
+    free = model.draft_sampled(batch, 256, draws)
     assert free.count == (5, 3, 5, 1)
     assert free.q.at.tolist()[1] == [-1] * 5
     ends = (int(free.tokens[0, 1]),)
-    stopped = model.draft_sampled(batch, 256, dice, StopRule(weight=(1.0,), bias=(0.0,), ends=ends))
+    stopped = model.draft_sampled(batch, 256, draws, StopRule(weight=(1.0,), bias=(0.0,), ends=ends))
     assert stopped.count[0] == free.tokens[0].tolist().index(ends[0]) + 1
     assert stopped.tokens[2, : stopped.count[2]].tolist() == free.tokens[2, : stopped.count[2]].tolist()
     assert (
-        model.draft_sampled(batch, 256, dice, StopRule(weight=(1.0,), bias=(0.0,), min_path_prob=2.0)).count == (0,) * 4
+        model.draft_sampled(batch, 256, draws, StopRule(weight=(1.0,), bias=(0.0,), min_path_prob=2.0)).count
+        == (0,) * 4
     )
 
 

@@ -108,18 +108,22 @@ class NativeAutoregressiveTarget(NativeHead):
     The kernels make states of what was tapped, too; for a few columns, calls of torch take longer than the guesses.
     """
 
-    def draft_greedy(self, batch: Batch, vocab: int, trust: StopRule | None = None) -> DraftChains:
-        return self._grow(batch, vocab, trust, None)
+    def draft_greedy(self, batch: Batch, vocab: int, stop_rule: StopRule | None = None) -> DraftChains:
+        return self._grow(batch, vocab, stop_rule, None)
 
-    def draft_sampled(self, batch: Batch, vocab: int, dice: UniformDraws, trust: StopRule | None = None) -> DraftChains:
-        return self._grow(batch, vocab, trust, dice)
+    def draft_sampled(
+        self, batch: Batch, vocab: int, draws: UniformDraws, stop_rule: StopRule | None = None
+    ) -> DraftChains:
+        return self._grow(batch, vocab, stop_rule, draws)
 
-    def _grow(self, batch: Batch, vocab: int, trust: StopRule | None, dice: UniformDraws | None) -> DraftChains:
+    def _grow(self, batch: Batch, vocab: int, stop_rule: StopRule | None, draws: UniformDraws | None) -> DraftChains:
         ours, none = behind(batch), tree.empty(len(batch.seqs), self.device)
         taps = torch.cat([self._before(batch, none, -1, b) for b in range(len(batch.seqs))])
         self._blocks.reserve(ours, batch.draft_budget)
         columns, _ = columns_of(ours, none, -1, self.vocab)
-        return self._decoder.grow(columns, batch.draft_budget, vocab, trust, dice=dice, state=taps.float().contiguous())
+        return self._decoder.grow(
+            columns, batch.draft_budget, vocab, stop_rule, draws=draws, state=taps.float().contiguous()
+        )
 
     def _behind_text(self, slot: int, begin: int, end: int) -> torch.Tensor:
         return self._taps.tapped(slot, begin, end)

@@ -65,8 +65,8 @@ class HeadRunner:
     def score(self, batch: Batch, draft: Draft, first: int = -1) -> Scores:
         raise NotImplementedError
 
-    def draft_greedy(self, batch: Batch, vocab: int, trust: StopRule | None = None) -> DraftChains:
-        return draft_by_scores(self, batch, vocab, trust)
+    def draft_greedy(self, batch: Batch, vocab: int, stop_rule: StopRule | None = None) -> DraftChains:
+        return draft_by_scores(self, batch, vocab, stop_rule)
 
     def export_hidden_states(self, layers: Sequence[int]) -> None:
         if layers:

@@ -33,8 +33,8 @@ class MaskedTarget(AutoregressiveTarget):
         depth = torch.cat([root, tree.depths(draft)], 1)[:, 1 + first :]
         return self._scores(at_depth(self._said, depth))
 
-    def draft_greedy(self, batch: Batch, vocab: int, trust: StopRule | None = None) -> DraftChains:
-        return draft_by_scores(self, batch, vocab, trust)
+    def draft_greedy(self, batch: Batch, vocab: int, stop_rule: StopRule | None = None) -> DraftChains:
+        return draft_by_scores(self, batch, vocab, stop_rule)
 
     def _read(self, batch: Batch) -> torch.Tensor:
         """Logits [B, 1 + masks, Vd] behind each text and behind its masks."""

@@ -15,7 +15,7 @@ from outrider.heads.description import Body, Feedback, FusionPoint
 from outrider.heads.modules.autoregressive import AutoregressiveHead
 from outrider.heads.modules.layers import Gated, Layer
 from outrider.heads.rotary import frequencies
-from outrider.native.abi import MOST_DIM, MOST_SHARING, CEntry, CLayer, CLinear, CModel
+from outrider.native.abi import MAX_HEAD_DIM, MAX_QUERIES_PER_KEY_HEAD, CEntry, CLayer, CLinear, CModel
 from outrider.native.calls import Passes
 from outrider.native.library import Library
 from outrider.native.pack import Arena, PackedWeight, interleave, pack
@@ -44,24 +44,24 @@ class HeadDecoder(Passes):
         layers = (CLayer * body.layers)(*map(self._layer, range(body.layers)))
         entry = self._entry(tables)
         model = CModel(
-            layers,
-            embedding.data_ptr(),
-            self._norm(module, "norm"),
-            frequency.data_ptr(),
-            ctypes.addressof(entry),
-            ids.data_ptr() if it.draft_vocab else 0,
-            memory.address(),
-            self._head.c(),
-            body.layers,
-            body.hidden,
-            body.heads,
-            body.key_heads,
-            body.dim,
-            body.ffn,
-            torch.get_num_threads(),
-            body.epsilon,
-            body.dim**-0.5,
-            amplitude,
+            layer=layers,
+            embedding=embedding.data_ptr(),
+            norm=self._norm(module, "norm"),
+            frequency=frequency.data_ptr(),
+            entry=ctypes.addressof(entry),
+            id=ids.data_ptr() if it.draft_vocab else 0,
+            pool=memory.address(),
+            head=self._head.c(),
+            layers=body.layers,
+            hidden=body.hidden,
+            heads=body.heads,
+            key_heads=body.key_heads,
+            dim=body.dim,
+            ffn=body.ffn,
+            threads=torch.get_num_threads(),
+            epsilon=body.epsilon,
+            scale=body.dim**-0.5,
+            rotary_scale=amplitude,
         )
         self._keep += [layers, entry, memory]
         self._handle = self._code.outrider_open(ctypes.byref(model))
@@ -80,19 +80,19 @@ class HeadDecoder(Passes):
             project = self._pack(module.project.weight, module.project.bias).c()
         norms = [norm.weight.detach().float() for norm in getattr(module, "fuse_norm", ())]
         return CEntry(
-            fuse,
-            project,
-            self._kept(tables.norm.float()).data_ptr() if it.aux_states.final else 0,
-            self._kept(torch.cat(norms)).data_ptr() if norms else 0,
-            self._norm(module, "embedding_norm"),
-            self._norm(module, "state_norm"),
-            size * len(it.aux_states.layers),
-            size,
-            len(norms[0]) if norms else 0,
-            join.embedding_first,
-            join.zero_first,
-            join.residual_normed,
-            module.description.feedback is Feedback.NORMED,
+            fuse=fuse,
+            project=project,
+            last_norm=self._kept(tables.norm.float()).data_ptr() if it.aux_states.final else 0,
+            tap_norm=self._kept(torch.cat(norms)).data_ptr() if norms else 0,
+            embedding_norm=self._norm(module, "embedding_norm"),
+            state_norm=self._norm(module, "state_norm"),
+            tapped=size * len(it.aux_states.layers),
+            tap=size,
+            normed=len(norms[0]) if norms else 0,
+            embedding_first=join.embedding_first,
+            zero_first=join.zero_first,
+            residual_normed=join.residual_normed,
+            recycle_normed=module.description.feedback is Feedback.NORMED,
         )
 
     def _layer(self, i: int) -> CLayer:
@@ -102,19 +102,17 @@ class HeadDecoder(Passes):
         assert isinstance(mlp, Gated)
         parts = attention.q_proj, attention.k_proj, attention.v_proj
         biases = [part.bias for part in parts if part.bias is not None]
-        packed = (
-            self._pack(torch.cat([*(part.weight for part in parts)]), torch.cat([*biases]) if biases else None),
-            self._pack(attention.o_proj.weight, attention.o_proj.bias),
-            self._pack(interleave(mlp.gate_proj.weight, mlp.up_proj.weight)),
-            self._pack(mlp.down_proj.weight),
-        )
+        qkv = torch.cat([*(part.weight for part in parts)])
         return CLayer(
-            *(each.c() for each in packed),
-            self._norm(layer, "input_layernorm"),
-            self._norm(layer, "post_attention_layernorm"),
-            self._norm(attention, "q_norm"),
-            self._norm(attention, "k_norm"),
-            0,
+            qkv=self._pack(qkv, torch.cat(biases) if biases else None).c(),
+            out=self._pack(attention.o_proj.weight, attention.o_proj.bias).c(),
+            gate_up=self._pack(interleave(mlp.gate_proj.weight, mlp.up_proj.weight)).c(),
+            down=self._pack(mlp.down_proj.weight).c(),
+            attention_norm=self._norm(layer, "input_layernorm"),
+            mlp_norm=self._norm(layer, "post_attention_layernorm"),
+            query_norm=self._norm(attention, "q_norm"),
+            key_norm=self._norm(attention, "k_norm"),
+            window=0,
         )
 
     def _pack(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedWeight:
@@ -135,11 +133,12 @@ class HeadDecoder(Passes):
 
 def _refuse(body: Body, tapped: int) -> None:
     """Refuse decoder layers that the kernels do not know, on states of a width that they do not."""
-    if tapped % 16 or body.hidden % 16 or body.dim % 16 or body.ffn % 16 or body.dim > MOST_DIM:
-        raise UnsupportedModel(f"the kernels need sizes that are multiples of 16 and heads of at most {MOST_DIM}")
-    if body.heads > MOST_SHARING * body.key_heads:
+    if tapped % 16 or body.hidden % 16 or body.dim % 16 or body.ffn % 16 or body.dim > MAX_HEAD_DIM:
+        raise UnsupportedModel(f"the kernels need sizes that are multiples of 16 and heads of at most {MAX_HEAD_DIM}")
+    if body.heads > MAX_QUERIES_PER_KEY_HEAD * body.key_heads:
         raise UnsupportedModel(
-            f"the kernels take at most {MOST_SHARING} query heads for a key head, not {body.heads} for {body.key_heads}"
+            f"the native kernels support at most {MAX_QUERIES_PER_KEY_HEAD} query heads per key head; this draft has"
+            f" {body.heads} for {body.key_heads}"
         )
     if body.attention_gate or not body.gated or body.rotary != 1:
         raise UnsupportedModel("the kernels know whole rotary heads, attention without a gate and a gated perceptron")

@@ -31,9 +31,9 @@ class Cascade(Wrapped):
         super().__init__(inner)
         self._lookups: dict[int, _Lookup] = {}  # by slot
 
-    def draft_greedy(self, batch: Batch, vocab: int, trust: StopRule | None = None) -> DraftChains:
+    def draft_greedy(self, batch: Batch, vocab: int, stop_rule: StopRule | None = None) -> DraftChains:
         lookups = [self._lookup(row) for row in batch.seqs]
-        watch = ChainBuilder(batch.draft_budget, trust if tree.is_cpu(self.device) else None)
+        watch = ChainBuilder(batch.draft_budget, stop_rule if tree.is_cpu(self.device) else None)
         chains: list[list[int]] = [[] for _ in batch.seqs]
         laws: list[list[torch.Tensor]] = [[] for _ in batch.seqs]  # logits [V] that each token is the likeliest of
         while going := [b for b, most in enumerate(watch.count) if len(chains[b]) < most]:

@@ -174,35 +174,35 @@ class DraftModelProposer:
         knobs = self._knobs_of(batch)
         own = any(self._comes_again(row) for row in batch.seqs)  # others' ends may not stop its chain
         ends = frozenset[int]() if own else frozenset.intersection(*(row.request.end_ids for row in batch.seqs))
-        trust = self._confidence.trust(batch.min_path_prob, batch.min_draft_probs, tuple(ends))
-        grown = self._grown(batch, knobs, trust) if max(batch.draft_budget) else None
+        stop_rule = self._confidence.trust(batch.min_path_prob, batch.min_draft_probs, tuple(ends))
+        grown = self._grown(batch, knobs, stop_rule) if max(batch.draft_budget) else None
         if grown is None:
-            return self._draw_chain(batch, knobs, trust)
+            return self._draw_chain(batch, knobs, stop_rule)
         self._margins, law = grown.margin, None
         if grown.q is not None:
             law = torch.where(grown.q.at >= 0, int(DraftKind.SAMPLED), int(DraftKind.ONE_HOT))
         return self._chain(grown.tokens, grown.count, grown.accept_prob, law=law, q=grown.q)
 
-    def _grown(self, batch: Batch, knobs: SamplingTensors, trust: StopRule) -> DraftChains | None:
+    def _grown(self, batch: Batch, knobs: SamplingTensors, stop_rule: StopRule) -> DraftChains | None:
         """Chains that the model grows by itself; None where that is not how these rows want their guesses."""
         if not min(batch.draft_budget):  # rows that are being read make one guess, of no use in the midst of a text
             one = replace(batch, draft_budget=tuple(max(most, 1) for most in batch.draft_budget))
-            return _without(self._grown(one, knobs, trust), batch.draft_budget)
+            return _without(self._grown(one, knobs, stop_rule), batch.draft_budget)
         model, vocab, draw = self._model, self._setup.vocab, self._setup.draw
         if knobs.plain_greedy or (knobs.unmodified and draw is Draw.ARGMAX):  # no law has another likeliest token
-            return model.draft_greedy(batch, vocab, trust)
+            return model.draft_greedy(batch, vocab, stop_rule)
         if knobs.unmodified and draw is Draw.SAMPLE and isinstance(model, ChainSampler):
             wants = tuple(draw_params_of(row, vocab) for row in batch.seqs)
             uniform = self._noise_of(batch).uniforms(max(batch.draft_budget), batch.noise_stream)
-            return model.draft_sampled(batch, vocab, UniformDraws(params=wants, uniform=uniform), trust)
+            return model.draft_sampled(batch, vocab, UniformDraws(params=wants, uniform=uniform), stop_rule)
         return None
 
-    def _draw_chain(self, batch: Batch, knobs: SamplingTensors, trust: StopRule) -> Draft:
+    def _draw_chain(self, batch: Batch, knobs: SamplingTensors, stop_rule: StopRule) -> Draft:
         noise = self._noise_of(batch)
         draft = tree.empty(len(batch.seqs), self._setup.device)
         draws = noise.uniforms(max(batch.draft_budget), batch.noise_stream)
         laws: list[torch.Tensor] = []
-        watch = ChainBuilder(batch.draft_budget, trust if tree.is_cpu(self._setup.device) else None)
+        watch = ChainBuilder(batch.draft_budget, stop_rule if tree.is_cpu(self._setup.device) else None)
         scores = self._model.score(batch, draft)
         while watch.depth < max(watch.count):
             if watch.depth:

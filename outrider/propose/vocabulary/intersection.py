@@ -77,15 +77,17 @@ class SharedVocabulary(Wrapped):
         logits = scores.logits[..., self._source].masked_fill_(self._missing, _NEVER)
         return Scores(logits=logits, hidden_states=scores.hidden_states, feed_hidden_states=scores.feed_hidden_states)
 
-    def draft_greedy(self, batch: Batch, vocab: int, trust: StopRule | None = None) -> DraftChains:
+    def draft_greedy(self, batch: Batch, vocab: int, stop_rule: StopRule | None = None) -> DraftChains:
         if self.device.type == "cpu":  # elsewhere, looking at what came out would be to wait for it
-            own = trust and replace(trust, ends=tuple(id for id in map(self._shared, trust.ends) if id >= 0))
+            own = stop_rule and replace(
+                stop_rule, ends=tuple(id for id in map(self._shared, stop_rule.ends) if id >= 0)
+            )
             grown = self.inner.draft_greedy(self.read(batch), self.inner.vocab, own)
             tokens = self._back[grown.tokens]
             guesses = torch.arange(tokens.shape[1]) < torch.tensor(grown.count)[:, None]
             if bool(((tokens >= 0) & (tokens < vocab) | ~guesses).all()):
                 return replace(grown, tokens=tokens * guesses)
-        return draft_by_scores(self, batch, vocab, trust)
+        return draft_by_scores(self, batch, vocab, stop_rule)
 
     def bytes(self) -> int:
         maps = (self._fed, self._missing, self._source, self._back)

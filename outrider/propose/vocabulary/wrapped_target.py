@@ -26,8 +26,8 @@ class Wrapped:
     def score(self, batch: Batch, draft: Draft, first: int = -1) -> Scores:
         return self.inner.score(batch, draft, first)
 
-    def draft_greedy(self, batch: Batch, vocab: int, trust: StopRule | None = None) -> DraftChains:
-        return self.inner.draft_greedy(batch, vocab, trust)
+    def draft_greedy(self, batch: Batch, vocab: int, stop_rule: StopRule | None = None) -> DraftChains:
+        return self.inner.draft_greedy(batch, vocab, stop_rule)
 
     def export_hidden_states(self, layers: Sequence[int]) -> None:
         self.inner.export_hidden_states(layers)
