@@ -12,7 +12,7 @@ import torch
 from outrider.core import tree
 from outrider.core.types import Batch, Draft, Round
 
-LEAST_ROOM = 16  # smallest capacity of a slot in tokens: the check at load needs it
+MIN_CAPACITY = 16  # smallest capacity of a slot in tokens: the check at load needs it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +87,7 @@ class Cache(Protocol):
     """
 
     def admit(self, slot: int, tokens: Sequence[int], scope: str | None = None) -> int:
-        """Begin a sequence in `slot`. Return how many leading `tokens` are cached already.
+        """Start a sequence in `slot`. Return how many leading `tokens` are cached already.
 
         The result is always less than `len(tokens)`: the last token must be fed to get its logits. With prefix caching,
         prefixes are shared within a `scope` only; None shares nothing.
@@ -179,15 +179,16 @@ class WrappedCache:
 
 
 def prompts_that_fit(cache: Cache, ends: Mapping[int, int], wanted: Mapping[int, int]) -> frozenset[int]:
-    """The slots that may grow from `ends` to what they have `wanted`, those named first before the others."""
+    """Return the slots that can grow from `ends` to `wanted` tokens. Earlier slots come first."""
     if cache.fits({**ends, **wanted}):
         return frozenset(wanted)
-    held, found = dict(ends), set()
+    granted = dict(ends)
+    fitting = set()
     for slot, end in wanted.items():
-        if cache.fits({**held, slot: end}):
-            held[slot] = end
-            found.add(slot)
-    return frozenset(found)
+        if cache.fits({**granted, slot: end}):
+            granted[slot] = end
+            fitting.add(slot)
+    return frozenset(fitting)
 
 
 def lay_out(batch: Batch, draft: Draft, first: int, device: torch.device) -> Layout:
@@ -200,19 +201,19 @@ def lay_out(batch: Batch, draft: Draft, first: int, device: torch.device) -> Lay
     pool: list[int] = []
     keep: list[int] = []
     for b, row in enumerate(batch.seqs):
-        guesses = max(draft.width[b] - skip, 0)
-        length = (feeds[b] if fed else 0) + guesses
+        drafted = max(draft.width[b] - skip, 0)
+        length = (feeds[b] if fed else 0) + drafted
         base = batch.start[b] + feeds[b]
         start = batch.start[b] if fed else base + skip
         end = column + length
         spans.append(
-            SequenceSpan(slot=row.slot, begin=column, end=end, start=start, nodes=guesses, first=skip, base=base)
+            SequenceSpan(slot=row.slot, begin=column, end=end, start=start, nodes=drafted, first=skip, base=base)
         )
         if fed:
             pool += range(lead[b], lead[b + 1])
-        pool += range(lead[-1] + b * draft.size + skip, lead[-1] + b * draft.size + skip + guesses)
+        pool += range(lead[-1] + b * draft.size + skip, lead[-1] + b * draft.size + skip + drafted)
         root = [len(keep)] if fed else []
-        wanted = range(column + length - guesses - len(root), column + length)
+        wanted = range(column + length - drafted - len(root), column + length)
         at = list(range(len(keep), len(keep) + len(wanted)))
         nodes.append(at + [at[0] if at else 0] * (len(root) + draft.size - skip - len(at)))
         keep += wanted
@@ -230,7 +231,7 @@ def lay_out(batch: Batch, draft: Draft, first: int, device: torch.device) -> Lay
 
 
 def _columns(batch: Batch, draft: Draft, pool: list[int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and positions [T], gathered from all feeds followed by all nodes."""
+    """Gather tokens and positions [T] from all feeds followed by all nodes."""
     ends = [start + len(feed) for start, feed in zip(batch.start, batch.feed, strict=True)]
     tokens = tree.upload([token for feed in batch.feed for token in feed], device)
     places = [at for start, end in zip(batch.start, ends, strict=True) for at in range(start, end)]

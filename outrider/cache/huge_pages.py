@@ -1,4 +1,4 @@
-"""Memory in huge pages where the system has them."""
+"""Memory in huge pages, if the system supports them."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 
 
 def reserve(size: int) -> mmap.mmap:
-    """So many bytes, zero; what is not written to takes no memory.
+    """Reserve `size` bytes of zeros. Pages that are not written take no memory.
 
-    A pass reads weights and cached text once, and looking up the addresses of small pages then costs as much as the
-    reading itself; on a virtual machine more.
+    A pass reads all weights once. With small pages, address translation takes as long as the reading itself, and longer
+    on a virtual machine.
     """
     memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -21,7 +21,7 @@ def reserve(size: int) -> mmap.mmap:
 
 
 def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor of zeros in such memory."""
+    """Return a tensor of zeros in huge pages."""
     count = prod(shape)
     memory = reserve(count * dtype.itemsize)
     return torch.frombuffer(memory, dtype=dtype, count=count).view(shape) if count else torch.zeros(shape, dtype=dtype)

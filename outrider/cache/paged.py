@@ -1,4 +1,4 @@
-"""Keys and values in blocks that rows take as they grow, and that texts with the same beginning share."""
+"""The paged KV cache: keys and values in blocks. Sequences with equal prefixes share blocks."""
 
 from __future__ import annotations
 
@@ -29,140 +29,144 @@ class CPool(ctypes.Structure):
 
 
 class CacheFull(RuntimeError):
-    """More was fed than there is memory for: the caller did not ask `Cache.fits`."""
+    """The cache has no free block. Call `Cache.fits` before a pass."""
 
 
 @dataclass(slots=True, eq=False)
-class _Lease:
-    """What one slot has: pages from the text's beginning on, and behind them blocks of its own."""
+class _BlockTable:
+    """The block table of one slot: shared blocks first, then its own blocks."""
 
     scope: str | None = None
-    asked: int = 0  # tokens of the text that it was admitted with
-    length: int = 0  # committed
-    pages: list[CachedBlock] = field(default_factory=list)
+    num_prompt_tokens: int = 0  # at admission
+    length: int = 0  # committed tokens
+    shared: list[CachedBlock] = field(default_factory=list)
     own: list[int] = field(default_factory=list)
-    part: CachedBlock | None = None  # whose first entries are to be the first of its own
-    row: SequenceState | None = None  # whose text it holds, once that has been fed
+    partial: CachedBlock | None = None  # its first entries are copied into the first own block
+    seq: SequenceState | None = None  # set by the first pass
 
     @property
     def blocks(self) -> int:
-        return len(self.pages) + len(self.own)
+        return len(self.shared) + len(self.own)
 
 
 class PagedCache:
-    """Keys and values, in bfloat16 or float32, for those who read and write them in place, through a table.
+    """Keys and values in bfloat16 or float32, which the native kernels read and write through a block table.
 
-    A block of committed text becomes a page, which others may read and nobody writes: guesses always lie in blocks of
-    their row's own, and where a text goes on from within a page the row gets a copy of what it shares. A row that has
-    written what a page says already takes the page: so a text must have the same keys and values whoever computes them,
-    which is what the native kernels promise. When a row ends, its pages stay until their blocks are needed.
+    A full block of committed tokens is shared read-only. Draft tokens are always written to a sequence's own blocks. A
+    prefix that ends within a shared block is copied. A sequence that has computed a block that exists already uses the
+    existing one, so keys and values must not depend on the batch, which the native kernels guarantee. Blocks of
+    finished sequences stay cached until they are evicted.
     """
 
     def __init__(self, *, slots: int, capacity: int, layers: int, heads: int, dim: int, dtype: torch.dtype) -> None:
-        """Have room for `slots` texts of `capacity` tokens; `allot` changes how many blocks there are."""
+        """Allocate blocks for `slots` sequences of `capacity` tokens. `resize` changes the number of blocks."""
         self._capacity, self._reach = capacity, -(-capacity // BLOCK)
         self._shape, self._dtype = (layers, heads, 2, BLOCK, dim), dtype
         self._table = array("i", bytes(4 * slots * self._reach))
-        self._leases = [_Lease() for _ in range(slots)]
-        self._pages = PrefixTree()
+        self._tables = [_BlockTable() for _ in range(slots)]
+        self._tree = PrefixTree()
         self._shares = False
-        self._asked = self._spared = 0
+        self._query_tokens = self._hit_tokens = 0
         self._pool = CPool(0, self._table.buffer_info()[0], layers, self._reach, 8 * dtype.itemsize)
-        # One more for each slot: who goes on from within a page holds that and the copy for a while.
+        # One more per slot: a sequence briefly holds a partly matching block and its copy.
         self.resize(slots * (self._reach + 1))
 
     def resize(self, blocks: int) -> None:
-        """Have so many blocks from now on, and forget all texts; no row may run."""
-        self._leases = [_Lease() for _ in self._leases]
+        """Change the number of blocks and clear the cache. No sequence may run."""
+        self._tables = [_BlockTable() for _ in self._tables]
         self._entries = zeros(blocks, *self._shape, dtype=self._dtype)
-        self._keys, self._values = self._apart(self._entries)
+        self._keys, self._values = self._views(self._entries)
         self._pool.entries = self._entries.data_ptr()
-        self._pages, self._free = PrefixTree(), list(range(blocks))
+        self._tree, self._free = PrefixTree(), list(range(blocks))
 
     @property
     def block_bytes(self) -> int:
-        """Memory of one block: keys and values of all layers."""
+        """Bytes of one block: keys and values of all layers."""
         return self._entries[0].nbytes
 
     def address(self) -> int:
-        """Where kernels find the `Pool`."""
+        """Address of the `Pool` structure for the kernels."""
         return ctypes.addressof(self._pool)
 
     def set_prefix_caching(self, on: bool) -> None:
         self._shares = on
 
     def forget(self) -> None:
-        """What has been read belongs to other weights: no later text may begin with it."""
-        self._pages.forget()
-        for lease in self._leases:
-            lease.scope = None
+        """Stop sharing all cached blocks, after a weight update."""
+        self._tree.forget()
+        for table in self._tables:
+            table.scope = None
 
     def admit(self, slot: int, tokens: Sequence[int], scope: str | None = None) -> int:
         self.release(slot)
-        lease = self._leases[slot] = _Lease(scope if self._shares else None, len(tokens))
-        if lease.scope is not None:
-            found, lease.part, shared = self._pages.match(lease.scope, tokens[:-1])
-            for page in found:
-                self._take_over(slot, page)
-            if lease.part:
-                self._pages.acquire(lease.part)
-            lease.length = BLOCK * len(found) + shared
-        return lease.length
+        table = self._tables[slot] = _BlockTable(scope if self._shares else None, len(tokens))
+        if table.scope is not None:
+            found, table.partial, matched = self._tree.match(table.scope, tokens[:-1])
+            for block in found:
+                self._append_shared(slot, block)
+            if table.partial:
+                self._tree.acquire(table.partial)
+            table.length = BLOCK * len(found) + matched
+        return table.length
 
     def stage(self, batch: Batch, draft: Draft, first: int = -1) -> Layout:
         self.reserve(batch, draft.width)
         return lay_out(batch, draft, first, self._entries.device)
 
-    def reserve(self, batch: Batch, guesses: Sequence[int]) -> None:
-        """Make room behind the committed text for each row's feed and so many guesses."""
-        for row, start, feed, count in zip(batch.seqs, batch.start, batch.feed, guesses, strict=True):
-            lease, stop = self._leases[row.slot], start + len(feed) + count
+    def reserve(self, batch: Batch, widths: Sequence[int]) -> None:
+        """Allocate blocks for the feed and `widths` [B] draft tokens of each sequence."""
+        for row, start, feed, count in zip(batch.seqs, batch.start, batch.feed, widths, strict=True):
+            table = self._tables[row.slot]
+            stop = start + len(feed) + count
             assert stop <= self._capacity, "slot overflow"
-            if lease.row is None and lease.scope is not None:
-                self._asked, self._spared = self._asked + lease.asked, self._spared + lease.length
-            lease.row = row
-            while BLOCK * lease.blocks < stop:
+            if table.seq is None and table.scope is not None:
+                self._query_tokens, self._hit_tokens = (
+                    self._query_tokens + table.num_prompt_tokens,
+                    self._hit_tokens + table.length,
+                )
+            table.seq = row
+            while BLOCK * table.blocks < stop:
                 self._grow(row.slot)
 
     def commit(self, round: Round) -> None:
         batch = round.batch
         for row, start, feed, path in zip(batch.seqs, batch.start, batch.feed, round.path, strict=True):
             base = start + len(feed)
-            self._leases[row.slot].length = base + len(path)
+            self._tables[row.slot].length = base + len(path)
             if path != tuple(range(len(path))):
                 self._compact(row.slot, base, path)
-            self._publish(row.slot, base)  # of what was kept the row's text does not say yet what it is
+            self._publish(row.slot, base)  # the accepted tokens are not part of the text yet
 
     def release(self, slot: int) -> None:
-        lease = self._leases[slot]
-        if lease.row is not None:
-            # Of a run that a stop string cut short the text has less than the cache.
-            self._publish(slot, min(lease.length, len(lease.row.token_ids)), ended=True)
-        if lease.part:
-            self._pages.release(lease.part)
-        for page in reversed(lease.pages):
-            self._pages.release(page)
-        for block in lease.own:
-            heappush(self._free, block)
-        self._leases[slot] = _Lease()
+        table = self._tables[slot]
+        if table.seq is not None:
+            # A stop string may have cut the text.
+            self._publish(slot, min(table.length, len(table.seq.token_ids)), ended=True)
+        if table.partial:
+            self._tree.release(table.partial)
+        for block in reversed(table.shared):
+            self._tree.release(block)
+        for index in table.own:
+            heappush(self._free, index)
+        self._tables[slot] = _BlockTable()
 
     def length(self, slot: int) -> int:
-        return self._leases[slot].length
+        return self._tables[slot].length
 
     def fits(self, ends: Mapping[int, int]) -> bool:
-        missing = sum(max(-(-end // BLOCK) - self._leases[slot].blocks, 0) for slot, end in ends.items())
-        return missing <= len(self._free) + self._pages.idle
+        missing = sum(max(-(-end // BLOCK) - self._tables[slot].blocks, 0) for slot, end in ends.items())
+        return missing <= len(self._free) + self._tree.idle
 
     def usage(self) -> CacheUsage:
         return CacheUsage(
             token_bytes=self.block_bytes // BLOCK,
             block_tokens=BLOCK,
             blocks=len(self._entries),
-            used_blocks=len(self._entries) - len(self._free) - self._pages.idle,
-            cached_blocks=self._pages.idle,
-            query_tokens=self._asked,
-            hit_tokens=self._spared,
-            evicted_blocks=self._pages.evicted,
+            used_blocks=len(self._entries) - len(self._free) - self._tree.idle,
+            cached_blocks=self._tree.idle,
+            query_tokens=self._query_tokens,
+            hit_tokens=self._hit_tokens,
+            evicted_blocks=self._tree.evicted,
         )
 
     def bytes(self) -> int:
@@ -171,28 +175,28 @@ class PagedCache:
     def entries(
         self, layer: int, slots: Sequence[int], begin: int, end: int
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """A layer's keys and values [rows, heads, end - begin, dim] of some slots, copied; None until one has any.
+        """Copy keys and values [slots, heads, end - begin, dim] of a layer; None if these slots are empty.
 
-        Behind what a slot holds stands anything that is a number.
+        Entries beyond the length of a slot are arbitrary finite numbers.
         """
-        if not any(self._leases[slot].blocks for slot in slots):
+        if not any(self._tables[slot].blocks for slot in slots):
             return None
         first, last = begin // BLOCK, -(-end // BLOCK)
         blocks = torch.zeros(len(slots), last - first, dtype=torch.int64)
         for b, slot in enumerate(slots):
-            held = self._table[slot * self._reach + first : slot * self._reach + min(last, self._leases[slot].blocks)]
+            held = self._table[slot * self._reach + first : slot * self._reach + min(last, self._tables[slot].blocks)]
             blocks[b, : len(held)] = torch.tensor(held, dtype=torch.int64)
-        keys, values = self._apart(self._entries[blocks, layer])
+        keys, values = self._views(self._entries[blocks, layer])
         keys = keys.permute(0, 2, 1, 3, 5, 4, 6)  # [rows, heads, blocks, groups, lanes, words, each]
         values = values.permute(0, 2, 1, 3, 5, 4)  # [rows, heads, blocks, words, each, dim]
         size, cut = (len(slots), keys.shape[1], -1, self._shape[-1]), slice(begin - first * BLOCK, end - first * BLOCK)
         return keys.reshape(size)[:, :, cut], values.reshape(size)[:, :, cut]
 
-    def _apart(self, entries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys [..., heads, groups, words, lanes, each] and values [..., heads, words, dim, each] of blocks.
+    def _views(self, entries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """View blocks as keys [..., heads, groups, words, lanes, each] and values [..., heads, words, dim, each].
 
-        Of keys a word holds `each` dimensions of one entry, sixteen entries side by side; of values a word holds one
-        dimension of `each` neighbouring entries. So the kernels multiply them as they lie (native/attention.h).
+        A 4-byte word of keys holds `each` dimensions of one entry, with 16 entries side by side. A word of values holds
+        one dimension of `each` adjacent entries. The kernels multiply this layout directly (native/attention.h).
         """
         each, dim = 4 // self._dtype.itemsize, self._shape[-1]
         keys, values = entries.flatten(-2).unbind(-2)
@@ -200,46 +204,46 @@ class PagedCache:
         return keys.view(*keys.shape[:-1], *groups), values.view(*values.shape[:-1], BLOCK // each, dim, each)
 
     def _publish(self, slot: int, length: int, *, ended: bool = False) -> None:
-        """Make pages of the blocks that hold nothing but the first `length` tokens, and at its end of the rest."""
-        lease = self._leases[slot]
-        if lease.scope is None or lease.row is None or not lease.own:
+        """Share the full blocks within the first `length` tokens; with `ended` also the last, partly filled one."""
+        table = self._tables[slot]
+        if table.scope is None or table.seq is None or not table.own:
             return
-        for begin in range(BLOCK * len(lease.pages), length if ended else length - BLOCK + 1, BLOCK):
-            tokens = tuple(lease.row.token_ids[begin : min(begin + BLOCK, length)])
-            block = lease.own.pop(0)
-            page = self._pages.insert(lease.scope, lease.pages[-1] if lease.pages else None, tokens, block)
-            if page.block != block:
-                heappush(self._free, block)
+        for begin in range(BLOCK * len(table.shared), length if ended else length - BLOCK + 1, BLOCK):
+            tokens = tuple(table.seq.token_ids[begin : min(begin + BLOCK, length)])
+            index = table.own.pop(0)
+            block = self._tree.insert(table.scope, table.shared[-1] if table.shared else None, tokens, index)
+            if block.index != index:
+                heappush(self._free, index)
             if len(tokens) == BLOCK:
-                self._take_over(slot, page)
+                self._append_shared(slot, block)
 
-    def _take_over(self, slot: int, page: CachedBlock) -> None:
-        """Let the slot read a page behind those that it has."""
-        lease = self._leases[slot]
-        self._table[slot * self._reach + len(lease.pages)] = page.block
-        lease.pages.append(page)
-        self._pages.acquire(page)
+    def _append_shared(self, slot: int, block: CachedBlock) -> None:
+        """Append a shared block to the block table of a slot."""
+        table = self._tables[slot]
+        self._table[slot * self._reach + len(table.shared)] = block.index
+        table.shared.append(block)
+        self._tree.acquire(block)
 
     def _grow(self, slot: int) -> None:
-        """One more block, with what the text shares of the page that it goes on from."""
-        lease, block = self._leases[slot], self._new_block()
-        if lease.part:
-            self._entries[block] = self._entries[lease.part.block]  # behind what it shares stands what nobody sees
-            self._pages.release(lease.part)
-            lease.part = None
-        self._table[slot * self._reach + lease.blocks] = block
-        lease.own.append(block)
+        """Append an own block. The first one gets a copy of a partly matching block."""
+        table, block = self._tables[slot], self._new_block()
+        if table.partial:
+            self._entries[block] = self._entries[table.partial.index]
+            self._tree.release(table.partial)
+            table.partial = None
+        self._table[slot * self._reach + table.blocks] = block
+        table.own.append(block)
 
     def _new_block(self) -> int:
-        # The lowest first: the machine gives memory for what has been used and no more.
+        # Lowest first: the system allocates memory on first use.
         if self._free:
             return heappop(self._free)
-        if not self._pages.idle:
+        if not self._tree.idle:
             raise CacheFull(f"all {len(self._entries)} blocks of {BLOCK} tokens are in use")
-        return self._pages.evict()
+        return self._tree.evict()
 
     def _compact(self, slot: int, base: int, path: Sequence[int]) -> None:
-        """Close the gaps that rejected branches leave."""
+        """Move the accepted path of a tree to consecutive entries."""
         row = slot * self._reach
 
         def places(entries: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -253,4 +257,4 @@ class PagedCache:
         values[to_block, :, :, to // each, :, to % each] = values[block, :, :, at // each, :, at % each]
 
 
-_LANES = 16  # entries whose keys lie side by side
+_LANES = 16  # entries whose keys are interleaved

@@ -1,8 +1,8 @@
-"""Texts in blocks, as a tree: which blocks a text may take over from texts before it, and which one goes first.
+"""The prefix tree of cached blocks, for prefix caching and eviction.
 
-A page is a block that holds text and is never written again. Below it stand the pages that go on from it, so that a
-path from a root is a text, and a page says of its block all that its keys and values depend on. Pages are found by
-their tokens themselves, so no two texts are ever taken for one. Each scope has a root of its own.
+A cached block holds committed tokens and is never written again. Its children continue its text, so a path from a root
+is a prefix of a text. Blocks are found by their tokens, not by hashes, so two texts are never confused. Each scope has
+its own root.
 """
 
 from __future__ import annotations
@@ -12,117 +12,120 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 
-BLOCK = 64  # tokens of a block, as native/attention.h has it
+BLOCK = 64  # tokens per block; native/attention.h has the same constant
 
 
 @dataclass(slots=True, eq=False)
 class CachedBlock:
-    """A block and the text in it."""
+    """A block of the KV cache with its tokens, as a node of the prefix tree."""
 
-    block: int
-    above: CachedBlock | None
-    tokens: tuple[int, ...]  # of this block; fewer than `BLOCK` only where a text ended
+    index: int
+    parent: CachedBlock | None
+    tokens: tuple[int, ...]  # fewer than `BLOCK` only at the end of a finished text
     scope: str
-    below: dict[tuple[int, ...], CachedBlock] = field(default_factory=dict)
-    order: list[tuple[int, ...]] = field(default_factory=list)  # the keys of `below`, sorted
-    holders: int = 0  # rows that read it; whoever reads a page reads those above it, too
-    used: int = 0  # when the last of them left
+    children: dict[tuple[int, ...], CachedBlock] = field(default_factory=dict)
+    order: list[tuple[int, ...]] = field(default_factory=list)  # the keys of `children`, sorted
+    holders: int = 0  # sequences that use it; they use its ancestors, too
+    used: int = 0  # time of the last release
 
     def nearest(self, tokens: tuple[int, ...]) -> tuple[CachedBlock | None, int]:
-        """The page below that begins most like `tokens`, and how many tokens they share."""
+        """Return the child that shares the longest prefix with `tokens`, and the length of that prefix."""
         at = bisect_left(self.order, tokens)
-        near = [(shared(found, tokens), found) for found in self.order[max(at - 1, 0) : at + 1]]
-        most, found = max(near, default=(0, ()))
-        return (self.below[found], most) if most else (None, 0)
+        near = [(common_prefix(found, tokens), found) for found in self.order[max(at - 1, 0) : at + 1]]
+        length, found = max(near, default=(0, ()))
+        return (self.children[found], length) if length else (None, 0)
 
 
 class PrefixTree:
-    """The trees of all scopes. Pages that nobody reads stay until their blocks are needed, leaves and oldest first."""
+    """The trees of all scopes. Unused blocks stay until they are evicted: leaves first, least recently used first."""
 
     def __init__(self) -> None:
-        self.idle = self.evicted = 0  # pages that nobody reads, and that have gone
+        self.idle = 0  # cached blocks that no sequence uses
+        self.evicted = 0  # counter
         self._roots: dict[str, CachedBlock] = {}
-        self._leaves: list[
-            tuple[int, int, CachedBlock]
-        ] = []  # heap of those that may go, and some that were used again
-        self._now = 0
+        # Heap of (time of use, block number, block). Entries whose block was used again are stale.
+        self._leaves: list[tuple[int, int, CachedBlock]] = []
+        self._clock = 0
 
     def match(self, scope: str, tokens: Sequence[int]) -> tuple[list[CachedBlock], CachedBlock | None, int]:
-        """The longest known beginning of a text.
+        """Find the longest cached prefix of a text.
 
         Returns:
-            whole pages; one more of which the text shares the beginning, if any; and how many tokens of it.
+            The blocks that match completely; one more block that matches in part, or None; and its matching tokens.
         """
         found: list[CachedBlock] = []
-        page = self._roots.get(scope)
-        while page is not None:
+        block = self._roots.get(scope)
+        while block is not None:
             begin = BLOCK * len(found)
-            below, most = page.nearest(tuple(tokens[begin : begin + BLOCK]))
-            if most < BLOCK:
-                return found, below, most
-            assert below is not None
-            found.append(below)
-            page = below
+            child, matched = block.nearest(tuple(tokens[begin : begin + BLOCK]))
+            if matched < BLOCK:
+                return found, child, matched
+            assert child is not None
+            found.append(child)
+            block = child
         return found, None, 0
 
-    def insert(self, scope: str, above: CachedBlock | None, tokens: tuple[int, ...], block: int) -> CachedBlock:
-        """The page of these tokens behind `above`, or at a text's beginning: a new one, or one that says as much."""
-        parent = above or self._roots.setdefault(scope, CachedBlock(-1, None, (), scope))
-        known, most = parent.nearest(tokens)
-        if known is not None and most == len(tokens):
-            return known
-        page = parent.below[tokens] = CachedBlock(block, parent, tokens, scope)
+    def insert(self, scope: str, parent: CachedBlock | None, tokens: tuple[int, ...], index: int) -> CachedBlock:
+        """Insert a block after `parent` (None: at the root). Returns the existing block with these tokens, if any."""
+        parent = parent or self._roots.setdefault(scope, CachedBlock(-1, None, (), scope))
+        existing, matched = parent.nearest(tokens)
+        if existing is not None and matched == len(tokens):
+            return existing
+        block = parent.children[tokens] = CachedBlock(index, parent, tokens, scope)
         insort(parent.order, tokens)
         self.idle += 1
-        self._rest(page)
-        return page
+        self._add_leaf(block)
+        return block
 
-    def acquire(self, page: CachedBlock) -> None:
-        """Somebody reads a page; those above it are held already."""
-        page.holders += 1
-        if page.holders == 1:
+    def acquire(self, block: CachedBlock) -> None:
+        """Count a use of a block. Its ancestors are in use already."""
+        block.holders += 1
+        if block.holders == 1:
             self.idle -= 1
 
-    def release(self, page: CachedBlock) -> None:
-        """Somebody reads a page no longer, and nothing below it."""
-        page.holders -= 1
-        if not page.holders:
+    def release(self, block: CachedBlock) -> None:
+        """End a use of a block."""
+        block.holders -= 1
+        if not block.holders:
             self.idle += 1
-            self._rest(page)
+            self._add_leaf(block)
 
     def evict(self) -> int:
-        """The block of the idle leaf that was left longest ago, which is forgotten."""
+        """Evict the least recently used leaf and return its block number."""
         while True:
-            used, _, page = heappop(self._leaves)
-            if used == page.used and not page.holders and not page.below:
+            used, _, block = heappop(self._leaves)
+            if used == block.used and not block.holders and not block.children:
                 break
-        above = page.above
-        assert above is not None
-        del above.below[page.tokens], above.order[bisect_left(above.order, page.tokens)]
-        page.used, self.idle, self.evicted = -1, self.idle - 1, self.evicted + 1
-        if not above.below and above.above is None and self._roots.get(page.scope) is above:
-            del self._roots[page.scope]
-        elif not above.below and above.above is not None and not above.holders:
-            heappush(self._leaves, (above.used, above.block, above))
-        return page.block
+        parent = block.parent
+        assert parent is not None
+        del parent.children[block.tokens]
+        del parent.order[bisect_left(parent.order, block.tokens)]
+        block.used = -1
+        self.idle -= 1
+        self.evicted += 1
+        if not parent.children and parent.parent is None and self._roots.get(block.scope) is parent:
+            del self._roots[block.scope]
+        elif not parent.children and parent.parent is not None and not parent.holders:
+            heappush(self._leaves, (parent.used, parent.index, parent))
+        return block.index
 
     def forget(self) -> None:
-        """No text begins with any of these pages any more; what nobody reads goes as before."""
+        """Stop matching all current blocks, for example after a weight update. They are evicted as usual."""
         self._roots.clear()
 
-    def _rest(self, page: CachedBlock) -> None:
-        self._now += 1
-        page.used = self._now
-        if page.below:
+    def _add_leaf(self, block: CachedBlock) -> None:
+        self._clock += 1
+        block.used = self._clock
+        if block.children:
             return
-        heappush(self._leaves, (page.used, page.block, page))
+        heappush(self._leaves, (block.used, block.index, block))
         if len(self._leaves) > 2 * self.idle + BLOCK:
             self._leaves = [entry for entry in self._leaves if entry[0] == entry[2].used and not entry[2].holders]
             heapify(self._leaves)
 
 
-def shared(one: Sequence[int], two: Sequence[int]) -> int:
-    """How many tokens two texts, both lists or both tuples, begin with in common."""
+def common_prefix(one: Sequence[int], two: Sequence[int]) -> int:
+    """Return the length of the common prefix of two lists or two tuples of tokens."""
     low, high = 0, min(len(one), len(two))
     while low < high:
         middle = (low + high + 1) // 2

@@ -1,9 +1,8 @@
-"""States that cannot be trimmed: kept by snapshot and replay.
+"""The cache of recurrent states, with snapshot and replay.
 
-A recurrent state has read all it was fed and forgets nothing, so there is no way back from a rejected guess. The
-committed state is therefore never fed guesses: a pass works on a copy, and commit either adopts the copy, when all
-it read was kept, or replays the kept tokens on the committed state. Any state that can be copied and advanced fits;
-which models are let in is up to `load`.
+A recurrent state cannot be trimmed, so rejected draft tokens cannot be removed from it. The committed state is
+therefore never advanced by draft tokens. A pass advances a copy. Commit keeps the copy if all of its tokens were
+accepted, and otherwise replays the accepted tokens on the committed state. Any state that can be copied works.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import torch
 from outrider.cache.base import Layout, UnboundedCache, lay_out
 from outrider.core.types import Batch, Draft, Round
 
-State = Any  # the model library's own cache object of one row
+State = Any  # a cache object of transformers for one sequence
 
 
 class RecurrentCache(UnboundedCache):
@@ -31,33 +30,37 @@ class RecurrentCache(UnboundedCache):
         fresh: Callable[[], State],
         advance: Callable[[State, torch.Tensor], torch.Tensor],
     ) -> None:
-        """Keep states made by `fresh`; `advance(state, tokens [T])` feeds one in place and returns logits [T, V]."""
+        """`fresh()` makes a state. `advance(state, tokens [T])` advances it in place and returns logits [T, V]."""
         self.device = device
         self._fresh, self._advance = fresh, advance
         self._states: list[State | None] = [None] * slots
         self._length = [0] * slots
-        self._read: dict[int, tuple[State, int]] = {}  # by slot: a copy, and how many guesses of a chain it has read
+        self._read: dict[int, tuple[State, int]] = {}  # by slot: an advanced copy, and its number of draft tokens
 
     def admit(self, slot: int, tokens: Sequence[int], scope: str | None = None) -> int:
-        self._states[slot], self._length[slot] = self._fresh(), 0
+        self._states[slot] = self._fresh()
+        self._length[slot] = 0
         return 0
 
     def stage(self, batch: Batch, draft: Draft, first: int = -1) -> Layout:
-        assert first < 0, "a recurrent draft cannot be grown node by node"
+        assert first < 0, "a recurrent model cannot extend a draft node by node"
         self._read.clear()
         return lay_out(batch, draft, first, self.device)
 
-    def read(self, slot: int, tokens: torch.Tensor, guesses: int) -> torch.Tensor:
-        """Logits [T, V] of `tokens` [T] read by a copy of the slot's state; the last `guesses` of them are a chain."""
+    def read(self, slot: int, tokens: torch.Tensor, width: int) -> torch.Tensor:
+        """Advance a copy of a slot's state by `tokens` [T] and return logits [T, V].
+
+        The last `width` tokens are a chain of draft tokens; -1: they are a branch of a tree.
+        """
         state = copy.deepcopy(self._states[slot])
         logits = self._advance(state, tokens)
-        self._read[slot] = (state, guesses)
+        self._read[slot] = (state, width)
         return logits
 
     def commit(self, round: Round) -> None:
         for b, (row, feed, path) in enumerate(zip(round.batch.seqs, round.batch.feed, round.path, strict=True)):
-            state, guesses = self._read[row.slot]
-            if guesses == len(path) and path == tuple(range(guesses)):
+            state, width = self._read[row.slot]
+            if width == len(path) and path == tuple(range(width)):
                 self._states[row.slot] = state
             else:
                 kept = round.draft.tokens[b, list(path)]
@@ -66,7 +69,8 @@ class RecurrentCache(UnboundedCache):
         self._read.clear()
 
     def release(self, slot: int) -> None:
-        self._states[slot], self._length[slot] = None, 0
+        self._states[slot] = None
+        self._length[slot] = 0
 
     def length(self, slot: int) -> int:
         return self._length[slot]
@@ -76,7 +80,7 @@ class RecurrentCache(UnboundedCache):
 
 
 def _bytes(state: State) -> int:
-    """Bytes of all tensors that a cache object's layers hold."""
+    """Bytes of all tensors in the layers of a state."""
     total, queue = 0, [vars(layer) for layer in getattr(state, "layers", [])]
     while queue:
         for value in queue.pop().values():

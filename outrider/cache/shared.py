@@ -1,4 +1,4 @@
-"""Another model's cache, for a draft that is the first layers of that model."""
+"""The KV cache of a target, for a draft that consists of the first layers of the target."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from outrider.core.types import Batch, Draft, Round
 
 
 class SharedCache:
-    """Reads the owner's committed text, and stages behind it.
+    """Uses the cache of its owner, the target.
 
-    Of committed text the two have the same keys and values, so there is nothing to catch up on and nothing to keep.
-    What the borrower stages lies behind the committed text, where the owner's own pass writes anew whatever it reads:
-    so the owner must run its pass after the borrower has guessed, and commits for both.
+    The first layers have the same keys and values for committed tokens, so the draft needs no prefill. Its draft tokens
+    are staged after the committed tokens, and the pass of the owner overwrites them. So the owner's pass must come
+    after the draft, and the owner commits for both.
     """
 
     def __init__(self, owner: Cache) -> None:
@@ -38,7 +38,7 @@ class SharedCache:
         pass
 
     def resize(self, blocks: int) -> None:
-        raise NotImplementedError("the owner has the blocks")
+        raise NotImplementedError("resize the cache of the target")
 
     def fits(self, ends: Mapping[int, int]) -> bool:
         return self._owner.fits(ends)

@@ -1,4 +1,4 @@
-"""One stripe of keys and values per slot, allocated once."""
+"""The static KV cache: contiguous keys and values for each slot, allocated once."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from outrider.cache.base import CacheUsage, Layout, lay_out
-from outrider.cache.prefix_tree import shared
+from outrider.cache.prefix_tree import common_prefix
 from outrider.core import tree
 from outrider.core.types import Batch, Draft, Round, SequenceState
 
@@ -15,12 +15,11 @@ from outrider.core.types import Batch, Draft, Round, SequenceState
 class StaticCache:
     """Keys and values [slots, heads, capacity, dim] per layer.
 
-    Guesses are written behind the committed text, each at its node's index. Commit closes the gaps that rejected
-    branches leave; after a chain there are none to close. Memory is taken layer by layer at the first write, in the
-    shape that the layer itself shows.
+    Draft tokens are written after the committed tokens, at the index of their node. Commit moves the accepted path of
+    a tree to consecutive entries. Memory of a layer is allocated at its first write, in the shape of its keys.
 
-    A stripe keeps its text when its row ends, until another row gets the slot. Whoever begins like the text in any
-    stripe, that of a running row included, takes a copy of what they share.
+    A slot keeps its text after a sequence ends, until another sequence gets the slot. With prefix caching, a new
+    sequence copies the longest common prefix from any slot of its scope.
     """
 
     def __init__(self, *, slots: int, capacity: int, device: torch.device) -> None:
@@ -28,42 +27,46 @@ class StaticCache:
         self._slots = slots
         self._capacity = capacity
         self._length = [0] * slots
-        self._written = [0] * slots  # the end of what may not be zero
+        self._written = [0] * slots  # entries from here on are zero
         self._keys: dict[int, torch.Tensor] = {}
         self._values: dict[int, torch.Tensor] = {}
         self._shares = False
-        self._asked = self._spared = 0
+        self._query_tokens = self._hit_tokens = 0
         self.forget()
 
     def forget(self) -> None:
-        """What has been read belongs to other weights: no later text may begin with it."""
+        """Stop sharing the cached texts, after a weight update."""
         self._scopes: list[str | None] = [None] * self._slots
-        self._texts: list[list[int]] = [[] for _ in range(self._slots)]  # as far as no row says it
-        self._rows: list[SequenceState | None] = [None] * self._slots  # whose texts the stripes hold
+        self._texts: list[list[int]] = [[] for _ in range(self._slots)]  # of slots without a sequence
+        self._seqs: list[SequenceState | None] = [None] * self._slots  # the sequence whose text is in the slot
 
     def set_prefix_caching(self, on: bool) -> None:
         self._shares = on
 
     def admit(self, slot: int, tokens: Sequence[int], scope: str | None = None) -> int:
         self.release(slot)
-        most, wanted = 0, list(tokens[:-1])
+        prefix = list(tokens[:-1])
+        length = 0
         if scope is not None and self._shares:
-            # Its own first: of equals `max` takes the first, and that one need not be copied.
-            akin = [other for other in (slot, *range(self._slots)) if self._scopes[other] == scope]
-            alike = {other: shared(self._said(other), wanted) for other in akin}
-            source = max(alike, key=lambda other: alike[other], default=slot)
-            most = alike.get(source, 0)
-            if most and source != slot:
-                for stripes in (*self._keys.values(), *self._values.values()):
-                    stripes[slot, :, :most] = stripes[source, :, :most]
-                self._written[slot] = max(self._written[slot], most)
-            self._asked, self._spared = self._asked + len(tokens), self._spared + most
-        self._scopes[slot], self._texts[slot], self._length[slot] = scope, wanted[:most], most
-        return most
+            # The slot itself comes first. `max` prefers it among equals, and it needs no copy.
+            same_scope = [other for other in (slot, *range(self._slots)) if self._scopes[other] == scope]
+            lengths = {other: common_prefix(self._text(other), prefix) for other in same_scope}
+            source = max(lengths, key=lambda other: lengths[other], default=slot)
+            length = lengths.get(source, 0)
+            if length and source != slot:
+                for tensor in (*self._keys.values(), *self._values.values()):
+                    tensor[slot, :, :length] = tensor[source, :, :length]
+                self._written[slot] = max(self._written[slot], length)
+            self._query_tokens += len(tokens)
+            self._hit_tokens += length
+        self._scopes[slot] = scope
+        self._texts[slot] = prefix[:length]
+        self._length[slot] = length
+        return length
 
     def stage(self, batch: Batch, draft: Draft, first: int = -1) -> Layout:
         layout = lay_out(batch, draft, first, self.device)
-        self._read(batch)
+        self._set_sequences(batch)
         for span in layout.spans:
             stop = span.start + span.end - span.begin
             if span.end > span.begin:
@@ -80,18 +83,21 @@ class StaticCache:
                 self._compact(row.slot, base, path)
 
     def release(self, slot: int) -> None:
-        self._texts[slot], self._rows[slot] = self._said(slot), None
+        self._texts[slot] = self._text(slot)
+        self._seqs[slot] = None
         self._length[slot] = 0
 
     def fits(self, ends: Mapping[int, int]) -> bool:
         return True
 
     def resize(self, blocks: int) -> None:
-        raise NotImplementedError("a stripe holds a whole context")
+        raise NotImplementedError("a static cache has no blocks")
 
     def usage(self) -> CacheUsage:
         return CacheUsage(
-            token_bytes=self.bytes() // self._slots // self._capacity, query_tokens=self._asked, hit_tokens=self._spared
+            token_bytes=self.bytes() // self._slots // self._capacity,
+            query_tokens=self._query_tokens,
+            hit_tokens=self._hit_tokens,
         )
 
     def length(self, slot: int) -> int:
@@ -104,9 +110,9 @@ class StaticCache:
     def entries(
         self, layer: int, slots: Sequence[int], begin: int, end: int
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """A layer's keys and values [rows, heads, end - begin, dim] of some slots; None until it has been written.
+        """Return keys and values [slots, heads, end - begin, dim] of a layer; None before its first write.
 
-        Behind what a slot holds stands anything that is a number.
+        Entries beyond the length of a slot are arbitrary finite numbers.
         """
         if layer not in self._keys:
             return None
@@ -118,10 +124,10 @@ class StaticCache:
     def write(
         self, layer: int, layout: Layout, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store the pass's keys and values [heads, T, dim]; return the layer's whole stripes."""
+        """Store the keys and values [heads, T, dim] of a pass. Returns those of all slots."""
         if layer not in self._keys:
-            self._keys[layer] = self._stripes(keys)
-            self._values[layer] = self._stripes(values)
+            self._keys[layer] = self._allocate(keys)
+            self._values[layer] = self._allocate(values)
         all_keys, all_values = self._keys[layer], self._values[layer]
         for span in layout.spans:
             at = slice(span.start, span.start + span.end - span.begin)
@@ -129,30 +135,30 @@ class StaticCache:
             all_values[span.slot, :, at] = values[:, span.begin : span.end]
         return all_keys, all_values
 
-    def _read(self, batch: Batch) -> None:
-        """From now on the rows say what their stripes hold."""
+    def _set_sequences(self, batch: Batch) -> None:
+        """Note which sequences are in the slots."""
         for row in batch.seqs:
-            self._rows[row.slot] = row
+            self._seqs[row.slot] = row
 
-    def _said(self, slot: int) -> list[int]:
-        """The text that a stripe holds."""
-        row = self._rows[slot]
-        return self._texts[slot] if row is None else row.token_ids[: self._length[slot]]
+    def _text(self, slot: int) -> list[int]:
+        """Return the tokens that a slot holds."""
+        seq = self._seqs[slot]
+        return self._texts[slot] if seq is None else seq.token_ids[: self._length[slot]]
 
     def _clear(self, slot: int, stop: int) -> None:
-        """Leave nothing behind `stop`, where this pass ends and another row of it may read on under its mask."""
-        # What is masked must still be a number: a masked key has weight 0, and 0 times a stray NaN would be NaN.
+        """Set entries from `stop` on to zero. Longer sequences of the pass make the kernel read them under a mask."""
+        # A masked key has weight 0, but 0 * NaN is NaN.
         if stop < self._written[slot]:
-            for stripes in (*self._keys.values(), *self._values.values()):
-                stripes[slot, :, stop : self._written[slot]] = 0
+            for tensor in (*self._keys.values(), *self._values.values()):
+                tensor[slot, :, stop : self._written[slot]] = 0
         self._written[slot] = stop
 
-    def _stripes(self, like: torch.Tensor) -> torch.Tensor:
-        # Zeros, not empty, for the reason given at `_clear`.
+    def _allocate(self, like: torch.Tensor) -> torch.Tensor:
+        # Zeros, not empty; see `_clear`.
         heads, _, dim = like.shape
         return torch.zeros(self._slots, heads, self._capacity, dim, dtype=like.dtype, device=like.device)
 
     def _compact(self, slot: int, base: int, path: tuple[int, ...]) -> None:
         kept = tree.upload(path, self.device) + base
-        for stripes in (*self._keys.values(), *self._values.values()):
-            stripes[slot, :, base : base + len(path)] = stripes[slot, :, kept]
+        for tensor in (*self._keys.values(), *self._values.values()):
+            tensor[slot, :, base : base + len(path)] = tensor[slot, :, kept]

@@ -13,7 +13,7 @@ from weakref import WeakSet
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from outrider.cache.base import LEAST_ROOM, Cache, Layout
+from outrider.cache.base import MIN_CAPACITY, Cache, Layout
 from outrider.cache.shared import SharedCache
 from outrider.cache.static import StaticCache
 from outrider.core.types import Batch, Draft, DraftChains, KVView, Scores, SharedWeights, StopRule
@@ -120,7 +120,7 @@ class AttentionTarget:
     def _remember(self) -> None:
         """Take a cache."""
         kind = SpareCache if self._recorder else StaticCache
-        self._memory: StaticCache = kind(slots=self.slots, capacity=max(self.context, LEAST_ROOM), device=self.device)
+        self._memory: StaticCache = kind(slots=self.slots, capacity=max(self.context, MIN_CAPACITY), device=self.device)
         self._memories.add(self._memory)
         self.cache: Cache = self._memory
 

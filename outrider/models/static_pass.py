@@ -30,7 +30,7 @@ class SpareCache(StaticCache):
 
     def reserve(self, batch: Batch, guesses: Sequence[int], skip: int = -1) -> None:
         """Make room as `stage` does, for a pass that finds its own places."""
-        self._read(batch)
+        self._set_sequences(batch)
         for row, start, feed, count in zip(batch.seqs, batch.start, batch.feed, guesses, strict=True):
             if skip < 0 or count > skip:
                 stop = start + len(feed) + count

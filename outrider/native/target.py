@@ -10,7 +10,7 @@ from itertools import accumulate
 
 import torch
 
-from outrider.cache.base import LEAST_ROOM, Cache
+from outrider.cache.base import MIN_CAPACITY, Cache
 from outrider.cache.paged import PagedCache
 from outrider.cache.shared import SharedCache
 from outrider.core import tree
@@ -129,7 +129,7 @@ class NativeTarget:
 
     def _remember(self, layers: int) -> None:
         """Take a cache for so many layers."""
-        shape, capacity = self._decoder.shape, max(self.context, LEAST_ROOM)
+        shape, capacity = self._decoder.shape, max(self.context, MIN_CAPACITY)
         sizes = {"layers": layers, "heads": shape.key_heads, "dim": shape.dim}
         self._memory = PagedCache(slots=self.slots, capacity=capacity, dtype=self._decoder.dtype, **sizes)
         self.cache: Cache = self._memory

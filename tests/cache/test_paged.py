@@ -9,7 +9,7 @@ import torch
 
 from outrider.cache.base import CacheUsage
 from outrider.cache.paged import CacheFull
-from outrider.cache.prefix_tree import BLOCK, PrefixTree, shared
+from outrider.cache.prefix_tree import BLOCK, PrefixTree, common_prefix
 from outrider.cache.static import StaticCache
 from outrider.core import tree
 from outrider.core.params import SamplingParams
@@ -175,9 +175,9 @@ def test_pages_keep_their_counts():
 
 
 def test_shared():
-    assert shared((1, 2, 3), (1, 2, 4, 5)) == 2
-    assert shared([], [1]) == 0
-    assert shared([5] * 9, [5] * 7) == 7
+    assert common_prefix((1, 2, 3), (1, 2, 4, 5)) == 2
+    assert common_prefix([], [1]) == 0
+    assert common_prefix([5] * 9, [5] * 7) == 7
 
 
 def prompts(count, length=70):

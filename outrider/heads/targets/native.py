@@ -102,9 +102,9 @@ class HeadDecoder(Passes):
         assert isinstance(mlp, Gated)
         parts = attention.q_proj, attention.k_proj, attention.v_proj
         biases = [part.bias for part in parts if part.bias is not None]
-        qkv = torch.cat([*(part.weight for part in parts)])
+        weights: list[torch.Tensor] = [part.weight for part in parts]
         return CLayer(
-            qkv=self._pack(qkv, torch.cat(biases) if biases else None).c(),
+            qkv=self._pack(torch.cat(weights), torch.cat([*biases]) if biases else None).c(),
             out=self._pack(attention.o_proj.weight, attention.o_proj.bias).c(),
             gate_up=self._pack(interleave(mlp.gate_proj.weight, mlp.up_proj.weight)).c(),
             down=self._pack(mlp.down_proj.weight).c(),
