@@ -166,7 +166,7 @@ def test_pages_keep_their_counts():
         elif pages.idle:
             block = pages.evict()
             gone += 1
-            assert all(page.block != block for path in paths for page in path)
+            assert all(page.index != block for path in paths for page in path)
         held = {page for path in paths for page in path}
         assert made - gone == pages.idle + len(held)
     while pages.idle:
