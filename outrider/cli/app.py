@@ -1,4 +1,4 @@
-"""The commands. Each imports what it needs when it runs, so that --help is instant."""
+"""The commands of `outrider`. Each one imports what it needs when it runs, so --help is fast."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ _AuditDraftLength = Annotated[
         rich_help_panel="Models",
     ),
 ]
-_UNWRITTEN = (errno.EPIPE, errno.ENOSPC, errno.EIO, errno.EDQUOT)
-# Options of `outrider bench` that say nothing of single passes.
+_WRITE_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EIO, errno.EDQUOT)
+# Options of `outrider bench` that have no effect with --calibrate.
 _NOT_FOR_CALIBRATION = (
     "k",
     "plan",
@@ -56,7 +56,7 @@ _Models = TypeVar("_Models", bound=options.EngineOptions)
 
 
 class _Commands(TyperGroup):
-    """Turns a user's mistake into one line."""
+    """Prints an `OutriderError` as one line, without a traceback."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -83,16 +83,16 @@ def main() -> None:
         finally:
             sys.stdout.flush()
     except OSError as error:
-        if error.filename is not None or error.errno not in _UNWRITTEN:
+        if error.filename is not None or error.errno not in _WRITE_ERRORS:
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or what is still held back would fail once more on the way out
-        if error.errno != errno.EPIPE:  # who closes a pipe has read enough
-            _say(f"the output cannot be written ({error.strerror}); make room, or send it elsewhere")
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # so that flushing at exit does not fail again
+        if error.errno != errno.EPIPE:  # the reader has closed the pipe
+            _say(f"the output cannot be written ({error.strerror}); free some space, or write it elsewhere")
         raise SystemExit(1) from None
 
 
 def _say(mistake: str) -> None:
-    # Paths and names go out as they are: no wrapping, no markup.
+    # Print paths and names without wrapping and markup.
     Console(stderr=True).print("[red]error:[/red]", end=" ")
     typer.echo(mistake, err=True)
 
@@ -128,8 +128,8 @@ def run(
 ) -> None:
     """Complete a prompt and report what speculation did.
 
-    The text goes to standard output and all else to standard error. With --json the text goes to standard error too,
-    and standard output holds the document alone.
+    The text goes to standard output, everything else to standard error. With --json the text goes to standard error,
+    too, and standard output has only the JSON document.
     """
     params = replace(sampling.params(), constraint=form.constraint())
     from outrider.cli.output import Output
@@ -191,7 +191,7 @@ def bench(
     if calibrate:
         if useless := [name for name in _NOT_FOR_CALIBRATION if name in _given(ctx)]:
             raise OutriderError(
-                f"--calibrate measures passes alone; leave --{useless[0].replace('_', '-')} or --calibrate out"
+                f"--calibrate only measures passes; leave --{useless[0].replace('_', '-')} or --calibrate out"
             )
         command.calibrate(settings, as_json=as_json)
     else:
@@ -239,7 +239,7 @@ def _configured(ctx: typer.Context, models: _Models, config: str | None, *, leas
 
 
 def _given(ctx: typer.Context) -> set[str]:
-    """The options that the user has set, rather than left at their defaults."""
+    """Return the names of the options that the user has set."""
     sources = {name: ctx.get_parameter_source(name) for name in ctx.params}
     return {name for name, source in sources.items() if source and not source.name.startswith("DEFAULT")}
 
@@ -261,11 +261,11 @@ def audit(
 ) -> None:
     """Test that speculation leaves the text of this target and proposer unchanged.
 
-    Ends with exit code 1 when a test fails.
+    The exit code is 1 if a test fails.
     """
     from outrider.audit.run import run_audit
 
-    people = Console(stderr=as_json)
+    console = Console(stderr=as_json)
     report = run_audit(
         target,
         proposer,
@@ -277,7 +277,7 @@ def audit(
         kernels=kernels,
         quantize=quantize,
         threads=threads,
-        console=people,
+        console=console,
     )
     if as_json:
         typer.echo(json.dumps(report))
@@ -335,7 +335,7 @@ def tune(
 ) -> None:
     """Measure proposers on your prompts and recommend one, with its k, or plain decoding.
 
-    Prints tables and the answer in words, then one JSON document as the last line if the output is not a terminal or
+    Prints tables and a summary, then one JSON document as the last line if the output is not a terminal or
     with --json. --out writes that document, for --config of `outrider run`, `serve` and `bench`.
     """
     from outrider.tune.run import run_tune, write
@@ -367,5 +367,5 @@ def tune(
     print_document(document, show, as_json=as_json, keep=partial(write, file=asked.out) if asked.out else None)
 
 
-for verb in (drafts.train, drafts.inspect, drafts.convert, drafts.index, drafts.layers):
-    app.command()(verb)
+for command in (drafts.train, drafts.inspect, drafts.convert, drafts.index, drafts.layers):
+    app.command()(command)

@@ -25,12 +25,12 @@ def index(
 ) -> None:
     """Make a datastore of files, for `--proposer retrieval:DIR`.
 
-    Texts are kept as the target's tokens. With --json the document is the last line of standard output.
+    Texts are stored as tokens of the target. With --json, the last line of standard output is a JSON document.
     """
     from outrider.tools.index import run_index
 
-    people = Console(stderr=as_json)
-    summary = run_index(files, target=target, out=out, field=field, force=force, console=people)
+    console = Console(stderr=as_json)
+    summary = run_index(files, target=target, out=out, field=field, force=force, console=console)
     if as_json:
         typer.echo(json.dumps(summary))
 
@@ -50,8 +50,8 @@ def train(
 ) -> None:
     """Train a draft on the target's own answers and hidden states.
 
-    Run again with the same options, it goes on from where it was stopped. Prints what came of it, and as the last line
-    one JSON document: always into a file or a pipe, with --json on a terminal too.
+    The same command resumes an interrupted training. Prints the result, then one JSON document as the last line if the
+    output is not a terminal or with --json.
     """
     from outrider.train import command
 

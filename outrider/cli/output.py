@@ -22,46 +22,46 @@ from outrider.measure.clock import DecodeSpeed
 from outrider.report.console import counted
 from outrider.system import machine
 
-_GUESS, _OWN = Style(color="cyan"), Style(color="yellow", bold=True)
+_DRAFT, _TARGET = Style(color="cyan"), Style(color="yellow", bold=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """The completions of one prompt and what they took."""
+    """The completions of one prompt, with their times."""
 
     completions: tuple[Completion, ...]
     sampled: bool
-    seconds: float  # from the prompt to the last token
-    first: float | None  # seconds from the prompt to the first token; None where nobody looked
-    pace: DecodeSpeed  # what speed is counted over
-    stats: Stats  # passes of all, rounds and seconds of decoding
+    seconds: float  # from the start to the last token
+    first: float | None  # seconds to the first token; None: not measured
+    pace: DecodeSpeed
+    stats: Stats
 
 
 class Painter:
-    """Writes text as it comes, each token's in the colour of who wrote it."""
+    """Writes text as it is generated. Accepted draft tokens and tokens of the target have different colors."""
 
     def __init__(self, llm: LLM, console: Console, *, colour: bool) -> None:
         self._llm, self._console, self._colour = llm, console, colour
-        self._pieces: deque[tuple[int, bool]] = deque()  # characters a token spells, and whether it was a guess
+        self._pieces: deque[tuple[int, bool]] = deque()  # characters of a token, and whether it is from the draft
         self._stream = TextStream(llm.decode)
         self._last = ""
 
-    def write(self, text: str, tokens: Sequence[int], guessed: Sequence[bool]) -> None:
-        """Write `text`, the next characters of the completion; `tokens` are what was committed with it."""
-        # Straight to the file: a console would wrap lines, widen tabs and drop control characters.
+    def write(self, text: str, tokens: Sequence[int], from_draft: Sequence[bool]) -> None:
+        """Write the next characters of the completion. `tokens` were committed with them."""
+        # Write to the file: a console would wrap lines, expand tabs and drop control characters.
         self._last = text[-1:] or self._last
-        self._console.file.write(self._painted(text, tokens, guessed) if self._colour else text)
+        self._console.file.write(self._painted(text, tokens, from_draft) if self._colour else text)
         self._console.file.flush()
 
     def end(self) -> None:
-        """Finish the line, and be ready for another completion."""
+        """Finish the line and prepare for another completion."""
         if self._last != "\n":
             self._console.file.write("\n")
         self._pieces.clear()
         self._stream, self._last = TextStream(self._llm.decode), ""
 
-    def _painted(self, text: str, tokens: Sequence[int], guessed: Sequence[bool]) -> str:
-        for token, guess in zip(tokens, guessed, strict=True):
+    def _painted(self, text: str, tokens: Sequence[int], from_draft: Sequence[bool]) -> str:
+        for token, guess in zip(tokens, from_draft, strict=True):
             before = len(self._stream.text)
             self._stream.add_token(token)
             self._pieces.append((len(self._stream.text) - before, guess))
@@ -69,77 +69,79 @@ class Painter:
         while at < len(text):
             length, guess = self._pieces.popleft() if self._pieces else (len(text) - at, guess)
             piece = text[at : at + length]
-            out.append((_GUESS if guess else _OWN).render(piece))
+            out.append((_DRAFT if guess else _TARGET).render(piece))
             at += len(piece)
-            if length > len(piece):  # the rest is held back until no stop string can take it
+            if length > len(piece):  # a stop string may still remove the rest
                 self._pieces.appendleft((length - len(piece), guess))
         return "".join(out)
 
 
 class Output:
-    """Text to standard output, all else to standard error; a document takes standard output for itself."""
+    """Prints text to standard output and everything else to standard error. With --json, text goes there, too."""
 
     def __init__(self, llm: LLM, *, show: bool, as_json: bool) -> None:
         self._llm, self._show, self._as_json = llm, show, as_json
-        self._people = Console(stderr=True, highlight=False)
-        out = self._people if as_json else Console()
+        self._stderr = Console(stderr=True, highlight=False)
+        out = self._stderr if as_json else Console()
         colour = show and out.is_terminal and not out.no_color
         self._painter = Painter(llm, out, colour=colour)
         if colour:
-            self._people.print(_legend())
+            self._stderr.print(_legend())
 
     def head(self, text: str) -> None:
         """Announce one of several completions."""
-        self._people.rule(text, align="left", style="dim")
+        self._stderr.rule(text, align="left", style="dim")
 
-    def write(self, text: str, tokens: Sequence[int], guessed: Sequence[bool]) -> None:
+    def write(self, text: str, tokens: Sequence[int], from_draft: Sequence[bool]) -> None:
         """Show the next characters of a completion and the tokens committed with them."""
-        self._painter.write(text, tokens, guessed)
+        self._painter.write(text, tokens, from_draft)
 
     def end(self) -> None:
         """Finish a completion."""
         self._painter.end()
 
-    def sum_up(self, told: Outcome) -> bool:
-        """Say what it took; returns whether all completions went well."""
-        for completion in told.completions:
+    def sum_up(self, outcome: Outcome) -> bool:
+        """Print the summary. Returns whether all completions succeeded."""
+        for completion in outcome.completions:
             if completion.logprobs:
-                self._people.print(_logprobs(completion, self._llm))
-        self._people.print()
-        parts, lines = self._llm.parts, _summary(told)
+                self._stderr.print(_logprobs(completion, self._llm))
+        self._stderr.print()
+        parts, lines = self._llm.parts, _summary(outcome)
         if self._show:
             lines[-1] += f"; {str(parts.dtype).removeprefix('torch.')}, {parts.target.kernels} kernels"
         for line in lines:
-            self._people.print(line, style="dim")
-        failed = [completion.error for completion in told.completions if completion.finish_reason is FinishReason.ERROR]
+            self._stderr.print(line, style="dim")
+        failed = [
+            completion.error for completion in outcome.completions if completion.finish_reason is FinishReason.ERROR
+        ]
         for error in failed:
-            self._people.print(f"[red]error:[/red] {error}; try another dtype", soft_wrap=True)
+            self._stderr.print(f"[red]error:[/red] {error}; try another dtype", soft_wrap=True)
         if self._as_json:
-            print(json.dumps(_document(told, self._llm)), flush=True)
+            print(json.dumps(_document(outcome, self._llm)), flush=True)
         return not failed
 
 
 def _legend() -> Text:
-    return Text.assemble(("accepted guess", _GUESS), "  ", ("the target's own token", _OWN), "\n")
+    return Text.assemble(("accepted draft token", _DRAFT), "  ", ("token of the target", _TARGET), "\n")
 
 
-def _summary(told: Outcome) -> list[str]:
-    """Four short lines at most."""
-    tokens, stats = sum(len(completion.token_ids) for completion in told.completions), told.stats
-    speed = f"{told.pace.rate:.0f} tokens/s" if told.pace.rate else "too short to time"
-    first = "" if told.first is None else f"the first after {1e3 * told.first:.0f} ms, then "
+def _summary(outcome: Outcome) -> list[str]:
+    """Return the lines of the summary, four at most."""
+    tokens, stats = sum(len(completion.token_ids) for completion in outcome.completions), outcome.stats
+    speed = f"{outcome.pace.rate:.0f} tokens/s" if outcome.pace.rate else "too short to time"
+    first = "" if outcome.first is None else f"the first after {1e3 * outcome.first:.0f} ms, then "
     shares = " ".join(f"{share:.0%}" for share in stats.acceptance)
     lines = [
-        f"{counted(tokens, 'token')} in {told.seconds:.2f} s: {first}{speed}",
-        f"tau {stats.tau:.2f} tokens a pass" + (f"; accepted by position {shares}" if shares else ""),
+        f"{counted(tokens, 'token')} in {outcome.seconds:.2f} s: {first}{speed}",
+        f"tau {stats.tau:.2f} tokens per pass" + (f"; accepted by position {shares}" if shares else ""),
     ]
     if stats.rounds:
         ms = stats.as_dict()
         parts = (f"{name} {ms[key]:.2f} ms" for name, key in _PARTS.items())
         lines.append(f"a round: {', '.join(parts)}")
-    ends = [f"finish {' '.join(completion.finish_reason for completion in told.completions)}"]
-    if told.sampled:
-        ends.append(f"seed {told.completions[0].seed}")
+    ends = [f"finish {' '.join(completion.finish_reason for completion in outcome.completions)}"]
+    if outcome.sampled:
+        ends.append(f"seed {outcome.completions[0].seed}")
     ends.append("exact" if stats.exact else "not exact: this verifier changes the text")
     return [*lines, "; ".join(ends)]
 
@@ -159,18 +161,18 @@ def _spelled(llm: LLM, token: int) -> str:
     return repr(llm.parts.tokenizer.decode([token]))
 
 
-def _document(told: Outcome, llm: LLM) -> dict[str, Any]:
-    first = told.completions[0]
+def _document(outcome: Outcome, llm: LLM) -> dict[str, Any]:
+    first = outcome.completions[0]
     return {
         **_completion(first),
-        "completions": [_completion(completion) for completion in told.completions],
+        "completions": [_completion(completion) for completion in outcome.completions],
         "prompt_tokens": list(first.prompt_token_ids),
-        "seed": first.seed if told.sampled else None,  # of the request; each completion has its own
-        "exact": told.stats.exact,
-        "stats": told.stats.as_dict(),
-        "seconds": told.seconds,
-        "time_to_first_token_seconds": told.first,
-        "tokens_per_s": told.pace.rate,
+        "seed": first.seed if outcome.sampled else None,  # of the request; each completion has its own
+        "exact": outcome.stats.exact,
+        "stats": outcome.stats.as_dict(),
+        "seconds": outcome.seconds,
+        "time_to_first_token_seconds": outcome.first,
+        "tokens_per_s": outcome.pace.rate,
         "dtype": str(llm.parts.dtype).removeprefix("torch."),
         "kernels": llm.parts.target.kernels,
         "versions": machine.versions(),

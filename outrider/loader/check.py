@@ -1,4 +1,4 @@
-"""Before a model is used: does our pass say what the model says? An architecture is refused, never run wrongly."""
+"""Checks a model at load: compares the target's pass with the forward pass of transformers."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from outrider.models.base import Target
 from outrider.models.checkpoint import Checkpoint
 from outrider.models.rounding import TOLERANCE, TRIALS
 
-_PROMPT = 9  # tokens, fed as 5 and then 4, so that the cache is read back
-_PARENTS = (-1, 0, -1, 1, 2)  # a tree of two branches
+_PROMPT = 9  # tokens; fed as 5 and then 4, so that the second pass reads the cache
+_PARENTS = (-1, 0, -1, 1, 2)  # a tree with two branches
 
 
 def check_target(target: Target, checkpoint: Checkpoint) -> None:
-    """Compare a tree scored by `target` with each of its branches read by the model's own forward pass.
+    """Compare the logits of a draft tree with those of the model's own forward pass over each branch.
 
     Raises:
-        UnsupportedModel: they differ by more than rounding, or the model does not run at all.
+        UnsupportedModel: they differ by more than rounding, or the model does not run.
     """
     kind = checkpoint.model.config.model_type
     best = torch.full((1 + len(_PARENTS),), torch.inf)
@@ -33,44 +33,48 @@ def check_target(target: Target, checkpoint: Checkpoint) -> None:
     except torch.OutOfMemoryError:
         raise
     except MODEL_ERRORS as reason:
-        raise UnsupportedModel(f"{kind}: its forward pass does not run here ({reason})") from reason
+        raise UnsupportedModel(f"{kind}: its forward pass fails ({reason})") from reason
     raise UnsupportedModel(
-        f"{kind}: a tree scored here differs from the model's own forward pass by {best.max():.1%} of the logits' norm;"
-        " this architecture needs something that Outrider does not give it"
+        f"{kind}: the logits of a draft tree differ from the model's own by {best.max():.1%} of their norm;"
+        " Outrider does not support this architecture"
     )
 
 
 @torch.inference_mode()
 def _errors(target: Target, checkpoint: Checkpoint, seed: int) -> torch.Tensor:
-    """[1 + N]: how far each node's logits are from the model's own, relative to their norm."""
-    ours, text, guesses = _score(target, checkpoint, seed)
-    branches = [text + [guesses[i] for i in tree.path(_PARENTS, node)] for node in range(-1, len(_PARENTS))]
+    """Return [1 + N], the relative error of the logits of each node."""
+    ours, text, drafted = _score(target, checkpoint, seed)
+    branches = [text + [drafted[i] for i in tree.path(_PARENTS, node)] for node in range(-1, len(_PARENTS))]
     theirs = torch.stack([_reference(checkpoint, branch) for branch in branches])
     return (ours[0] - theirs).norm(dim=-1) / theirs.norm(dim=-1)  # type: ignore[no-any-return]
 
 
 def _score(target: Target, checkpoint: Checkpoint, seed: int) -> tuple[torch.Tensor, list[int], list[int]]:
-    """Feed a prompt in two pieces with a tree behind it; logits [1, 1 + N, V], the prompt and the guesses."""
+    """Score a prompt in two passes, with a tree after it.
+
+    Returns:
+        The logits [1, 1 + N, V], the prompt, and the tokens of the tree.
+    """
     source = torch.Generator().manual_seed(seed)
     tokens = torch.randint(checkpoint.vocab, (_PROMPT + len(_PARENTS),), generator=source).tolist()
-    text, guesses = tokens[:_PROMPT], tokens[_PROMPT:]
-    row = SequenceState.of(text)
+    text, drafted = tokens[:_PROMPT], tokens[_PROMPT:]
+    seq = SequenceState.of(text)
     target.cache.admit(0, text)
     draft, half = (
         tree.empty(1, target.device),
-        Batch(seqs=(row,), start=(0,), feed=(tuple(text[:5]),), draft_budget=(0,)),
+        Batch(seqs=(seq,), start=(0,), feed=(tuple(text[:5]),), draft_budget=(0,)),
     )
     scores = target.score(half, draft)
     target.cache.commit(tree.prefill_round(half, draft, scores))
-    rest = Batch(seqs=(row,), start=(5,), feed=(tuple(text[5:]),), draft_budget=(len(guesses),))
-    nodes, parents = (torch.tensor([row], device=target.device) for row in (guesses, _PARENTS))
-    logits = target.score(rest, tree.one_hot_tree(nodes, parents, (len(guesses),))).logits
+    rest = Batch(seqs=(seq,), start=(5,), feed=(tuple(text[5:]),), draft_budget=(len(drafted),))
+    nodes, parents = (torch.tensor([values], device=target.device) for values in (drafted, _PARENTS))
+    logits = target.score(rest, tree.one_hot_tree(nodes, parents, (len(drafted),))).logits
     target.cache.release(0)
-    return logits, text, guesses
+    return logits, text, drafted
 
 
 def _reference(checkpoint: Checkpoint, text: list[int]) -> torch.Tensor:
-    """Logits [V] after `text` by the model's own attention, without a cache."""
+    """Return the logits [V] after `text` from transformers, without a cache."""
     model: Any = checkpoint.model
     ids = torch.tensor([text], device=checkpoint.device)
     ours = model.config._attn_implementation

@@ -1,4 +1,4 @@
-"""From a folder to a model that runs exactly here, or to the reason why it does not."""
+"""Load a model folder, or refuse it with the reason."""
 
 from __future__ import annotations
 
@@ -28,24 +28,35 @@ from outrider.heads.store import is_head
 from outrider.models.attention import NAME, attend, look
 from outrider.models.checkpoint import Checkpoint
 
-_RECURRENT = frozenset({"mamba2"})  # families whose state cannot be trimmed; shown to be exact by the tests
-_FORGETFUL = frozenset({"moshi"})  # what transformers generates from is not what its forward pass says
-_MEMORIES = frozenset({"full_attention", "sliding_attention", "chunked_attention"})  # layers of keys and values
-_ENDLESS = 1 << 20  # context of a model that names none
-_BROKEN = (OSError, ValueError, TypeError, KeyError, AttributeError, ImportError, RuntimeError, StrictDataclassError)
+_RECURRENT = frozenset({"mamba2"})  # recurrent architectures that the tests show to be exact
+_INCONSISTENT = frozenset({"moshi"})  # generate and forward of transformers differ
+_ATTENTION_LAYERS = frozenset(
+    {"full_attention", "sliding_attention", "chunked_attention"}
+)  # layer types with a KV cache
+_DEFAULT_CONTEXT = 1 << 20  # of a model that does not name one
+_LOAD_ERRORS = (
+    OSError,
+    ValueError,
+    TypeError,
+    KeyError,
+    AttributeError,
+    ImportError,
+    RuntimeError,
+    StrictDataclassError,
+)
 
 
 def load_checkpoint(folder: str | Path, *, dtype: str = "auto", device: str = "auto") -> Checkpoint:
     """Load a decoder-only model from a local folder of safetensors.
 
     Args:
-        folder: holds config.json, the weights and the tokenizer.
-        dtype: auto, float32, bfloat16 or float16. auto is the checkpoint's own where the machine is fast at it.
-        device: auto, cpu, cuda, cuda:1, ... auto is the first GPU, or else the CPU.
+        folder: has config.json, the weights and the tokenizer.
+        dtype: auto, float32, bfloat16 or float16. auto: that of the checkpoint if the machine is fast in it.
+        device: auto, cpu, cuda, cuda:1, ... auto: the first GPU, or else the CPU.
 
     Raises:
-        OutriderError: the folder is missing, broken, or no causal language model.
-        UnsupportedModel: the architecture cannot be run exactly here.
+        OutriderError: the folder is missing or damaged, or is not a causal language model.
+        UnsupportedModel: the architecture is not supported.
     """
     path = Path(folder).expanduser()
     config = _read_config(path)
@@ -70,11 +81,11 @@ def load_checkpoint(folder: str | Path, *, dtype: str = "auto", device: str = "a
 
 
 def is_recurrent(folder: str | Path) -> bool:
-    """Whether a model keeps a state that cannot be trimmed, by its config alone.
+    """Return whether a model is recurrent, from its config.
 
     Raises:
-        OutriderError: there is no config of a causal language model.
-        UnsupportedModel: the architecture cannot be run exactly here.
+        OutriderError: the folder is not a causal language model.
+        UnsupportedModel: the architecture is not supported.
     """
     return _check_family(_read_config(Path(folder).expanduser()))
 
@@ -85,21 +96,21 @@ def _read_config(path: Path) -> Any:
     if not (path / "config.json").is_file():
         raise OutriderError(f"{path} holds no config.json; give the folder of a Hugging Face model")
     if is_head(path):
-        raise OutriderError(f"{path} holds a trained draft, no model that runs alone; use it as draft:DIR or tree:DIR")
+        raise OutriderError(f"{path} is a draft head, which does not run alone; use it as draft:DIR or tree:DIR")
     try:
         kind = json.loads((path / "config.json").read_text("utf-8")).get("model_type")
         if kind in CONFIG_MAPPING:
             return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except _BROKEN as error:
+    except _LOAD_ERRORS as error:
         raise OutriderError(f"{path / 'config.json'} cannot be read ({error}); copy the checkpoint again") from error
     raise UnsupportedModel(
-        f"{path / 'config.json'} has model_type {kind!r}, which transformers {transformers.__version__} does not know,"
-        " and a checkpoint's own code is never run; update transformers"
+        f"{path / 'config.json'} has model_type {kind!r}, which transformers {transformers.__version__} does not"
+        " support; update transformers (code in checkpoints is never executed)"
     )
 
 
 def _check_family(config: Any) -> bool:
-    """Refuse what cannot be run exactly; return whether the state is recurrent."""
+    """Raise for unsupported architectures. Returns whether the model is recurrent."""
     kind = config.model_type
     encoder = type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False)
     if encoder or getattr(config, "is_encoder_decoder", False) or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -108,23 +119,23 @@ def _check_family(config: Any) -> bool:
         return True
     text = config.get_text_config(decoder=True)
     types = set(getattr(text, "layer_types", None) or ())
-    if odd := sorted(types - _MEMORIES):
-        raise _unsupported(kind, f"layers of type {', '.join(odd)} are not handled yet")
+    if odd := sorted(types - _ATTENTION_LAYERS):
+        raise _unsupported(kind, f"layers of type {', '.join(odd)} are not supported yet")
     classes = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     family = classes[0] if isinstance(classes, tuple) else classes
     if not getattr(family, "_supports_attention_backend", False):
-        raise _unsupported(kind, "its attention cannot be replaced in transformers, so no tree can be scored")
-    if kind in _FORGETFUL:
-        raise _unsupported(kind, "its cache in transformers forgets by another window than its mask's")
+        raise _unsupported(kind, "transformers cannot replace its attention, which trees need")
+    if kind in _INCONSISTENT:
+        raise _unsupported(kind, "its cache and its mask in transformers use different windows")
     if getattr(text, "attn_temperature_tuning", False):
-        raise _unsupported(kind, "its attention counts positions by itself, and so wrongly where texts are packed")
+        raise _unsupported(kind, "its attention computes positions itself, which fails for packed batches")
     if any("dynamic" in rope.get("rope_type", "") for rope in _ropes(config)):
         raise _unsupported(kind, "dynamic rotary scaling changes keys that are already cached")
     return False
 
 
 def _unsupported(kind: str, reason: str) -> UnsupportedModel:
-    return UnsupportedModel(f"{kind}: {reason}; use another model, or this one with transformers' own generate")
+    return UnsupportedModel(f"{kind}: {reason}; use another model, or transformers.generate for this one")
 
 
 def _read_model(path: Path, config: Any, dtype: torch.dtype, recurrent: bool) -> Any:
@@ -145,7 +156,7 @@ def _read_model(path: Path, config: Any, dtype: torch.dtype, recurrent: bool) ->
             output_loading_info=True,
             **({} if recurrent else {"attn_implementation": NAME}),
         )
-    except (*_BROKEN, SafetensorError) as error:
+    except (*_LOAD_ERRORS, SafetensorError) as error:
         raise OutriderError(f"the model in {path} cannot be read ({error}); copy the checkpoint again") from error
     finally:
         transformers_logging.set_verbosity(level)
@@ -165,8 +176,8 @@ def _read_model(path: Path, config: Any, dtype: torch.dtype, recurrent: bool) ->
 def _read_tokenizer(path: Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # what the tokenizers' own library raises is no narrower
-        raise OutriderError(f"{path} holds no tokenizer that works ({error}); copy its tokenizer.json there") from error
+    except Exception as error:  # the tokenizers library raises bare Exceptions
+        raise OutriderError(f"{path} has no working tokenizer ({error}); copy its tokenizer.json there") from error
 
 
 def _end_ids(path: Path, config: Any) -> frozenset[int]:
@@ -174,7 +185,7 @@ def _end_ids(path: Path, config: Any) -> frozenset[int]:
     if (path / "generation_config.json").is_file():
         try:
             own = GenerationConfig.from_pretrained(path, local_files_only=True).eos_token_id
-        except _BROKEN as error:
+        except _LOAD_ERRORS as error:
             raise OutriderError(
                 f"{path / 'generation_config.json'} cannot be read ({error}); copy the checkpoint again"
             ) from error
@@ -183,16 +194,16 @@ def _end_ids(path: Path, config: Any) -> frozenset[int]:
 
 
 def _context(config: Any) -> int:
-    context = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) or _ENDLESS
+    context = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) or _DEFAULT_CONTEXT
     for rope in _ropes(config):
         if rope.get("rope_type") == "longrope":
-            # Beyond the original length every key would have to be rotated anew by other factors.
+            # Beyond the original length, all cached keys would need another rotation.
             context = min(context, int(rope.get("original_max_position_embeddings") or context))
     return int(context)
 
 
 def _ropes(config: Any) -> list[dict[str, Any]]:
-    """Rotary parameters: one set, or one per type of layer."""
+    """Return the rotary parameters: one set, or one per layer type."""
     rope = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
     return [rope, *(each for each in rope.values() if isinstance(each, dict))]
 

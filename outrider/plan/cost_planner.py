@@ -385,7 +385,7 @@ class CostPlanner:
         seconds = target_seconds + host_seconds
         tokens = load.seqs + load.prompt_tokens + window.draft_tokens / window.rounds
         self._clock.learn(
-            tokens, max(load.seqs, 1), load.cached, seconds / window.rounds, guesses=bool(window.draft_tokens)
+            tokens, max(load.seqs, 1), load.cached, seconds / window.rounds, drafted=bool(window.draft_tokens)
         )
         self._rounds_since_plain = self._rounds_since_plain + window.rounds if window.draft_tokens else 0
         draft_seconds = stats.draft_seconds - before.draft_seconds

@@ -1,4 +1,4 @@
-"""What a round costs on this machine, from measurements: the time of a pass by its columns and by what they read."""
+"""The cost model: how long a forward pass takes on this machine, by tokens, sequences and cached tokens."""
 
 from __future__ import annotations
 
@@ -16,46 +16,46 @@ import numpy as np
 class Sample:
     """One timed pass."""
 
-    tokens: int  # of all rows: each row's feed and guesses
+    tokens: int  # tokens of the pass, of all sequences
     seqs: int
-    cached: int  # tokens that each row had cached
+    cached: int  # cached tokens per sequence
     seconds: float
-    scored: bool = True  # all columns; else the last of each row alone, as where a prompt is read
+    scored: bool = True  # logits for all tokens; False: for the last of each sequence, as in prefill
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassCost:
-    """t(columns, entries, pairs) = base(columns) + entry * entries + pair * pairs.
+    """t = base(tokens) + entry * cached entries + pair * (token, cached entry) pairs.
 
-    `base` reads the weights and multiplies, interpolated between what was measured; `entries` are cached tokens, read
-    once for each row; `pairs` are (column, cached token) pairs, whose products attention takes. Columns that are read
-    and not scored take `fed` seconds each: a small model spends most of its time on its output layer.
+    `base` is the time to read the weights and multiply, interpolated between measurements. Cached entries are read once
+    per sequence; attention multiplies each pair. A prompt token without logits takes `fed` seconds, because a small
+    model spends most of its time in the output layer.
     """
 
     tokens: tuple[int, ...]  # ascending
-    seconds: tuple[float, ...]  # of a pass over so many columns with nothing cached, never descending
-    entry: float  # seconds
-    pair: float  # seconds
-    fed: float | None = None  # None: what the same columns take that are scored
+    seconds: tuple[float, ...]  # of a pass over so many tokens with an empty cache, ascending
+    entry: float  # seconds per cached entry
+    pair: float  # seconds per pair
+    fed: float | None = None  # seconds per prompt token; None: as tokens with logits
 
     def __call__(self, columns: float, *, rows: int, cached: float, feed: float = 0.0) -> float:
-        """Seconds of a pass over `columns`, of `rows` rows with `cached` tokens each on average.
+        """Return the seconds of a pass.
 
         Args:
-            columns: that are scored, in all.
-            rows: that share them.
-            cached: tokens.
-            feed: columns besides, of texts that are read.
+            columns: tokens with logits.
+            rows: sequences.
+            cached: mean cached tokens per sequence.
+            feed: prompt tokens without logits.
         """
         least = self.base(columns + feed) if self.fed is None else self.base(columns) + self.fed * feed
         return least + self.deep(columns + feed, rows=rows, cached=cached)
 
     def deep(self, columns: float, *, rows: int, cached: float) -> float:
-        """Seconds of them for what is cached."""
+        """Return the seconds that the cached tokens add."""
         return (self.entry * rows + self.pair * columns) * cached
 
     def base(self, columns: float) -> float:
-        """Seconds of a pass with nothing cached."""
+        """Return the seconds of a pass with an empty cache."""
         at = min(max(bisect_left(self.tokens, columns), 1), len(self.tokens) - 1)
         if not at:
             return self.seconds[0]
@@ -65,9 +65,9 @@ class PassCost:
 
     @classmethod
     def fit(cls, samples: Sequence[Sample]) -> PassCost:
-        """From samples without a cached text, and some with one of each kind: one column, and many."""
+        """Fit the model to samples with an empty cache, and some with cached tokens: for one token and for many."""
         plain = sorted((s.tokens, s.seconds) for s in samples if s.scored and not s.cached)
-        # More columns never take less time; where they seem to, the machine was disturbed.
+        # More tokens never take less time. Measurements that say so were disturbed.
         seconds = tuple(accumulate((s for _, s in reversed(plain)), min))[::-1]
         base = cls(tokens=tuple(c for c, _ in plain), seconds=seconds, entry=0.0, pair=0.0)
         deep = [(s.seqs * s.cached, s.tokens * s.cached, s.seconds - base.base(s.tokens)) for s in samples if s.cached]
@@ -78,25 +78,25 @@ class PassCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostModel:
-    """The parts of a round, measured."""
+    """The measured costs of the parts of a round."""
 
     target: PassCost
-    draft: PassCost | None  # of a draft model's pass; None where guesses cost next to nothing
-    host: float = 2e-4  # seconds of all else in a round
+    draft: PassCost | None  # a pass of the draft model; None: drafting costs almost nothing
+    host: float = 2e-4  # seconds per round outside of the passes
 
     def verify(self, rows: int, k: float, *, cached: float, feed: int = 0) -> float:
-        """Expected seconds of a round without its drafting.
+        """Return the expected seconds of a round without drafting.
 
         Args:
-            rows: that decode.
-            k: guesses for each of them, on average.
-            cached: tokens that a row has cached, on average.
-            feed: columns of prompts that the same pass reads.
+            rows: decoding sequences.
+            k: mean draft tokens per sequence.
+            cached: mean cached tokens per sequence.
+            feed: prompt tokens in the same pass.
         """
         return self.host + self.target(rows * (1 + k) + feed, rows=rows, cached=cached)
 
     def propose(self, rows: int, k: int, *, cached: float) -> float:
-        """Expected seconds of drafting k guesses for each row, one after another."""
+        """Return the expected seconds of drafting k tokens for each sequence, one after another."""
         return 0.0 if self.draft is None else k * self.draft(rows, rows=rows, cached=cached)
 
     def dumps(self) -> str:
@@ -104,18 +104,20 @@ class CostModel:
 
     @classmethod
     def loads(cls, text: str) -> CostModel:
-        """Raises ValueError, TypeError or KeyError for what `dumps` did not write."""
+        """Parse a result of `dumps`. Raises ValueError, TypeError or KeyError for other texts."""
         read = json.loads(text)
         draft = read["draft"]
         return cls(target=_cost(read["target"]), draft=None if draft is None else _cost(draft), host=read["host"])
 
 
 class Clock:
-    """A cost model refined while running: t = (a + g [guesses]) t(1) + b (base(columns) - base(1)) + c deep(columns).
+    """Corrects a cost model with the times of real rounds.
 
-    What reads the weights, what each column adds and what reads the cached text drift apart as a machine's memory is
-    more or less busy; and a round with guesses has work besides its columns. The factors follow the rounds by recursive
-    least squares that forgets, and stay near what is usual where rounds say nothing of them.
+    t = (a + g [draft tokens]) t(1) + b (base(tokens) - base(1)) + c deep(tokens)
+
+    The factors a, b and c change with the load of the machine, and g is the work of a round with draft tokens besides
+    the pass. They are fitted by recursive least squares with forgetting, and stay near their defaults where the rounds
+    do not determine them.
     """
 
     def __init__(self, costs: CostModel) -> None:
@@ -127,34 +129,34 @@ class Clock:
 
     @property
     def extra(self) -> float:
-        """Seconds that a round with guesses takes besides its columns."""
+        """Seconds that a round with draft tokens takes in addition to its tokens."""
         return self._theta[1] * self._least
 
     def verify(self, rows: int, k: float, *, cached: float, feed: int = 0) -> float:
-        """As `CostModel.verify`, as things stand."""
+        """Return `CostModel.verify` with the current factors."""
         return self.at(rows * (1 + k) + feed, rows=rows, cached=cached) + (self.extra if k else 0.0)
 
     def at(self, columns: float, *, rows: int, cached: float) -> float:
-        """Expected seconds of a round, without its drafting and `extra`, over `columns` in all."""
+        """Return the expected seconds of a round over `columns` tokens, without drafting and `extra`."""
         a, _, b, c = self._theta
         wide, deep = self._beyond(columns, rows, cached)
         return a * self._least + b * wide + c * deep
 
-    def learn(self, columns: float, rows: int, cached: float, took: float, *, guesses: bool) -> None:
-        """From a round that took so many seconds; an outlier counts as much as twice or half of what was expected."""
+    def learn(self, columns: float, rows: int, cached: float, took: float, *, drafted: bool) -> None:
+        """Learn from a round of `took` seconds. Outliers are clipped to half and twice the expected time."""
         if columns > self._costs.target.tokens[-1]:
-            return  # beyond what was measured nobody knows what to expect
+            return  # there is no measurement to compare with
         wide, deep = self._beyond(columns, rows, cached)
-        terms = np.array((1.0, float(guesses), wide / self._least, deep / self._least))
+        terms = np.array((1.0, float(drafted), wide / self._least, deep / self._least))
         expected = float(terms @ self._theta)
-        surprise = min(max(took / self._least, expected / 2), 2 * expected) - expected
-        believed = (1 - _MEMORY) * _PRIOR  # which comes in again as fast as rounds are forgotten
+        error = min(max(took / self._least, expected / 2), 2 * expected) - expected
+        believed = (1 - _MEMORY) * _PRIOR  # the prior returns as fast as rounds are forgotten
         self._known = _MEMORY * self._known + believed + np.outer(terms, terms)
-        pull = surprise * terms + believed @ np.subtract(_USUAL, self._theta)
+        pull = error * terms + believed @ np.subtract(_USUAL, self._theta)
         self._theta = np.maximum(self._theta + np.linalg.solve(self._known, pull), _LEAST).tolist()
 
     def _beyond(self, columns: float, rows: int, cached: float) -> tuple[float, float]:
-        """Measured seconds for columns after the first, and for what is cached."""
+        """Return the measured seconds of the tokens after the first, and of the cached tokens."""
         target = self._costs.target
         return target.base(columns) - self._one, target.deep(columns, rows=rows, cached=cached)
 
@@ -164,7 +166,7 @@ def _cost(read: dict[str, Any]) -> PassCost:
 
 
 def _least_squares(points: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
-    """a, b >= 0 that minimise the sum of (a x + b y - z)^2 over points (x, y, z)."""
+    """Return a, b >= 0 that minimize the sum of (a x + b y - z)^2 over points (x, y, z)."""
     xx, xy, yy = (sum(p[i] * p[j] for p in points) for i, j in ((0, 0), (0, 1), (1, 1)))
     xz, yz = (sum(p[i] * p[2] for p in points) for i in (0, 1))
     if not xx:
@@ -178,9 +180,9 @@ def _least_squares(points: Sequence[tuple[float, float, float]]) -> tuple[float,
 
 
 _USUAL = (1.0, 0.0, 1.0, 1.0)  # a, g, b, c
-# How far rounds stray from what is expected, and factors from what was measured: a, b and c together, each by itself.
+# Standard deviations: of a round's time, of a common factor of a, b and c, and of each factor.
 _NOISE, _ALIKE, _ALONE = 0.3, 0.3, 0.2
-# What is believed beforehand, in rounds: the inverse of the factors' covariance.
+# The prior: the inverse covariance of the factors, in rounds.
 _PRIOR = _NOISE**2 * np.linalg.inv(_ALONE**2 * np.eye(4) + _ALIKE**2 * np.outer(_USUAL, _USUAL))
-_MEMORY = 0.97  # weight of a round seen one round earlier
+_MEMORY = 0.97  # decay per round
 _LEAST = (0.1, 0.0, 0.1, 0.1)

@@ -1,4 +1,4 @@
-"""What speculation should gain: the equations behind tau, speedup, depth and the limit that memory sets."""
+"""Equations: expected tau, speedup, and the limits of memory bandwidth and arithmetic."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ def expected_tau(acceptance: Sequence[float]) -> float:
     """E[tau] = 1 + a_1 + a_1 a_2 + ... + a_1 ... a_k: Leviathan et al. 2023, sec. 3.1, one rate for each position.
 
     Args:
-        acceptance: a_i in [0, 1], the chance that guess i is kept when all before it were.
+        acceptance: a_i in [0, 1], the probability that draft token i is accepted if all before it are.
 
     Returns:
-        Tokens emitted a pass, the bonus included; 1 without guesses.
+        Tokens per pass, including the bonus token; 1 without draft tokens.
 
     Raises:
         OutriderError: a rate is outside [0, 1].
@@ -31,10 +31,10 @@ def expected_tau_iid(alpha: float, k: int) -> float:
 
     Args:
         alpha: acceptance rate in [0, 1], the same at each position.
-        k: guesses a round.
+        k: draft tokens per round.
 
     Returns:
-        Tokens emitted a pass, from 1 to k + 1.
+        Tokens per pass, from 1 to k + 1.
 
     Raises:
         OutriderError: alpha is outside [0, 1], or k is below 0.
@@ -48,14 +48,14 @@ def speedup(tau: float, *, k: int, draft: float, verify: float = 1.0, host: floa
     """S = E[tau] / (k c + v + h): Leviathan et al. 2023, theorem 3.8, which has v = 1 and h = 0.
 
     Args:
-        tau: expected tokens a pass.
-        k: guesses a round.
-        draft: c, the time of one guess. The unit of all three costs is the time of a plain round.
-        verify: v, the time of scoring k guesses and the last committed token in one pass.
-        host: h, the time of all else in a round.
+        tau: expected tokens per pass.
+        k: draft tokens per round.
+        draft: c, the time of one draft token. The unit of all costs is the time of a plain round.
+        verify: v, the time of a pass over k draft tokens and the last committed token.
+        host: h, the time of a round outside of the passes.
 
     Returns:
-        Tokens a second over those of plain decoding.
+        Tokens/s over those of plain decoding.
 
     Raises:
         OutriderError: a cost is below 0, or all are 0.
@@ -63,7 +63,7 @@ def speedup(tau: float, *, k: int, draft: float, verify: float = 1.0, host: floa
     for name, value in {"k": k, "draft": draft, "verify": verify, "host": host}.items():
         _check_cost(name, value)
     if not (cost := k * draft + verify + host):
-        raise OutriderError("a round that costs nothing has no speedup; give draft, verify or host above 0")
+        raise OutriderError("the cost of a round is 0; give draft, verify or host above 0")
     return tau / cost
 
 
@@ -72,10 +72,10 @@ def decode_limit(bytes_per_pass: float, bandwidth: float) -> float:
 
     Args:
         bytes_per_pass: bytes of weights that one pass of the target reads.
-        bandwidth: bytes a second that the memory delivers.
+        bandwidth: memory bandwidth in bytes/s.
 
     Returns:
-        Passes a second at most; with one row, tokens a second of plain decoding.
+        Most passes per second; at batch size 1, tokens/s of plain decoding.
 
     Raises:
         OutriderError: a quantity is not above 0.
@@ -89,13 +89,13 @@ def roof(*, bytes_per_pass: float, flops_per_pass: float, bandwidth: float, gemm
     """passes/s <= min(bandwidth / bytes, gemm / flops): the roof line of Williams et al. 2009, both of its parts.
 
     Args:
-        bytes_per_pass: bytes of weights and of cache that one pass of the target reads.
-        flops_per_pass: floating-point operations of one pass: two for each weight and column.
-        bandwidth: bytes a second that the memory delivers.
-        gemm: floating-point operations a second of a large matrix product.
+        bytes_per_pass: bytes of weights and KV cache that one pass of the target reads.
+        flops_per_pass: FLOPs of one pass, two for each weight and token.
+        bandwidth: memory bandwidth in bytes/s.
+        gemm: FLOP/s of a large matrix product.
 
     Returns:
-        Passes a second at most.
+        Most passes per second.
 
     Raises:
         OutriderError: a quantity is not above 0.
@@ -106,23 +106,22 @@ def roof(*, bytes_per_pass: float, flops_per_pass: float, bandwidth: float, gemm
 
 
 def sequences_instead(*, draft_weights: float, draft_cache: float, row_cache: float) -> float:
-    """n = (W_d + K_d) / K_t: what a draft model costs, counted in users.
+    """n = (W_d + K_d) / K_t: the memory of a draft model, counted in sequences.
 
-    Without the draft, n more rows could run at once in the same memory: one more row takes no weights, only its stripe
-    of the target's cache.
+    Without the draft model, n more sequences could run at once in the same memory.
 
     Args:
         draft_weights: W_d, bytes of the draft's weights.
-        draft_cache: K_d, bytes of the draft's cache, of all rows.
-        row_cache: K_t, bytes of the target's cache of one row with its whole context.
+        draft_cache: K_d, bytes of the draft's KV cache, of all sequences.
+        row_cache: K_t, bytes of the target's KV cache of one sequence with a full context.
 
     Raises:
-        OutriderError: a quantity is below 0, or a row takes nothing.
+        OutriderError: a quantity is below 0, or row_cache is 0.
     """
     for name, value in {"draft_weights": draft_weights, "draft_cache": draft_cache, "row_cache": row_cache}.items():
         _check_cost(name, value)
     if not row_cache:
-        raise OutriderError("row_cache is 0; give the bytes that the target's cache takes for one row")
+        raise OutriderError("row_cache is 0; give the bytes of the target's KV cache of one sequence")
     return (draft_weights + draft_cache) / row_cache
 
 

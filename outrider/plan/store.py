@@ -1,4 +1,4 @@
-"""What a planner has learned, kept in a file from one process to the next."""
+"""Plan files: what the planner has learned, kept between processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from outrider.propose.registry import Expression, Maker, default_proposer, parse
 from outrider.system.atomic_files import check_writable, write_whole
 
 _FORMAT, _VERSION = "outrider plan", 1
-_BLOCKS, _BLOCK = 16, 4096  # so many pieces of a file of weights, and bytes of each, stand for all of it
+_BLOCKS, _BLOCK = 16, 4096  # number and bytes of the samples of a weight file that are hashed
 
 
 class PlanFile:
@@ -31,14 +31,14 @@ class PlanFile:
     def __init__(
         self, path: str | Path, *, target: str | Path, proposer: str | Maker, quantize: str | None = None
     ) -> None:
-        """Keep the plan of this pair in `path`; `quantize` as in `LLM`."""
+        """Bind a file to a target and a proposer. `quantize` is that of the target."""
         self._path = Path(path).expanduser()
         self._proposer = proposer_name(proposer)
         folders = [Path(target), *(model_folders(proposer) if isinstance(proposer, str) else ())]
         self._models = hashlib.sha256(json.dumps([*map(model_print, folders), quantize]).encode()).hexdigest()
 
     def restore(self, planner: Planner) -> None:
-        """Let a planner go on where the file left off; where there is no file yet it starts afresh.
+        """Restore a planner from the file. If there is no file, the planner starts without.
 
         Raises:
             OutriderError: the file cannot be read, or belongs to another proposer or other models.
@@ -49,16 +49,16 @@ class PlanFile:
         except FileNotFoundError:
             return
         except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "it is no text"
+            reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
             raise OutriderError(f"plan {self._path} cannot be read ({reason}); name another file") from None
         document = self._checked(text)
         try:
             planner.restore(document["planner"])
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
-            raise OutriderError(f"plan {self._path} is damaged; delete it, and it is learned anew") from None
+            raise OutriderError(f"plan {self._path} is damaged; delete it, and the planner learns again") from None
 
     def save(self, planner: Planner) -> None:
-        """Write what a planner knows by now: whole or not at all, whoever else writes at the same time.
+        """Write the state of a planner. The file is replaced atomically.
 
         Raises:
             OutriderError: the file cannot be written.
@@ -79,36 +79,36 @@ class PlanFile:
         except (ValueError, RecursionError):
             document = None
         if not isinstance(document, dict) or document.get("format") != _FORMAT:
-            raise OutriderError(f"{self._path} is no plan; name another file, and it is written at the end")
+            raise OutriderError(f"{self._path} is not a plan file; name another file")
         if document.get("version") != _VERSION:
             raise OutriderError(
-                f"plan {self._path} is of version {document.get('version')}, and this program reads version {_VERSION};"
-                " delete it, and it is learned anew"
+                f"plan {self._path} has version {document.get('version')}, and this program reads version {_VERSION};"
+                " delete it, and the planner learns again"
             )
         if document.get("proposer") != self._proposer:
             raise OutriderError(
-                f"plan {self._path} is of proposer {document.get('proposer')}, not {self._proposer}; use that one, or a"
-                " plan file of its own for this one"
+                f"plan {self._path} is of proposer {document.get('proposer')}, not {self._proposer}; use another plan"
+                " file for each proposer"
             )
         if document.get("models") != self._models:
             raise OutriderError(
-                f"plan {self._path} is of other models than these; use those, or a plan file of its own for these"
+                f"plan {self._path} was learned with other models; use another plan file for each pair of models"
             )
         return document
 
 
 def check_plan(plan: str | Path | None, *, k: int | str, planned: bool = False) -> None:
-    """A file of what k auto has learned is of use where that decides alone, and where it can be written at the end.
-
-    `planned` says that another planner decides.
+    """Check that a plan file fits the other settings. `planned`: the caller passes a planner of its own.
 
     Raises:
-        OutriderError: it is of no use.
+        OutriderError: k is not auto, another planner decides, or the file cannot be written.
     """
     if plan is not None and k != AUTO:
-        raise OutriderError(f"plan {plan} is what k auto has learned, and k is {k}; use k auto, or no plan")
+        raise OutriderError(f"plan {plan} needs k auto, and k is {k}; use k auto, or no plan")
     if plan is not None and planned:
-        raise OutriderError(f"plan {plan} is for the planner behind k auto, and another was given; give one of the two")
+        raise OutriderError(
+            f"plan {plan} needs the planner of k auto, and another planner was given; give one of the two"
+        )
     if plan is not None:
         check_writable(plan)
 
@@ -121,19 +121,19 @@ def restored(
     proposer: str | Maker | None,
     quantize: str | None,
 ) -> PlanFile | None:
-    """A planner's file, which it then goes on from; None where there is to be none. For the rest, see `LLM`."""
+    """Open the plan file and restore the planner from it. Returns None without a path."""
     if path is None:
         return None
-    guesser = proposer or default_proposer(target)
-    file = PlanFile(path, target=model_folder(target), proposer=guesser, quantize=quantize)
+    proposer = proposer or default_proposer(target)
+    file = PlanFile(path, target=model_folder(target), proposer=proposer, quantize=quantize)
     file.restore(planner)
     return file
 
 
 def proposer_name(proposer: str | Maker) -> str:
-    """How a proposer is told from others: its expression with folders by their last names, or its maker's own name.
+    """Return the name of a proposer in a plan file: its expression with the last names of folders.
 
-    A folder may lie elsewhere the next time, or be named by another path; what is in it is `PlanFile`'s to compare.
+    Folders may move. `PlanFile` compares their contents.
     """
     if isinstance(proposer, str):
         return _name(parse(proposer))
@@ -142,14 +142,14 @@ def proposer_name(proposer: str | Maker) -> str:
 
 
 def model_folders(proposer: str) -> Iterator[Path]:
-    """Folders that a proposer's expression names: of draft models, and of datastores."""
+    """Yield the folders in a proposer expression: draft models and datastores."""
     for argument in _arguments(parse(proposer)):
         if folder := folder_of(argument):
             yield folder[0]
 
 
 def model_print(folder: Path) -> str:
-    """A hash that tells models apart without reading all of their weights."""
+    """Return a hash of a model folder. It reads samples of the weights, not all of them."""
     digest = hashlib.sha256()
     for file in sorted(folder.expanduser().glob("*")):
         if file.suffix not in (".json", ".safetensors", ".bin") or not file.is_file():

@@ -176,7 +176,7 @@ ARCHITECTURES: Mapping[str, Callable[[], PreTrainedConfig]] = {
     ),
 }
 
-_UNREPLACED, _LAYERS = "attention cannot be replaced", "layers of type .* are not handled yet"
+_UNREPLACED, _LAYERS = "attention cannot be replaced", "layers of type .* are not supported yet"
 REFUSED: Mapping[str, tuple[Mapping[str, Any], str]] = {  # a config.json, and the reason
     "bloom": ({}, _UNREPLACED),
     "mpt": ({}, _UNREPLACED),
@@ -196,16 +196,16 @@ REFUSED: Mapping[str, tuple[Mapping[str, Any], str]] = {  # a config.json, and t
     "lfm2": ({"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}, _LAYERS),
     "llama": ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "dynamic rotary"),
     "gemma3_text": ({"rope_parameters": {"full_attention": {"rope_type": "dynamic", "factor": 2.0}}}, "dynamic rotary"),
-    "llama4_text": ({"attn_temperature_tuning": True}, "counts positions by itself"),
-    "moshi": ({}, "forgets by another window than its mask's"),
+    "llama4_text": ({"attn_temperature_tuning": True}, "computes positions itself"),
+    "moshi": ({}, "use different windows"),
     "t5": ({}, "not a causal language model"),
     "bert": ({}, "not a causal language model"),
     "whisper": ({}, "not a causal language model"),
 }
 REFUSED_BY_CHECK: Mapping[str, tuple[Callable[[], PreTrainedConfig], str]] = {
-    "bert-generation": (_config("BertGenerationConfig", is_decoder=False), "differs from the model's own"),
-    "diffllama": (_config("DiffLlamaConfig"), "differs from the model's own"),
-    "doge": (_config("DogeConfig", pad_token_id=0), "does not run here"),
+    "bert-generation": (_config("BertGenerationConfig", is_decoder=False), "differ from the model's own"),
+    "diffllama": (_config("DiffLlamaConfig"), "differ from the model's own"),
+    "doge": (_config("DogeConfig", pad_token_id=0), "its forward pass fails"),
     "nemotron": (_config("NemotronConfig"), "do not hand keyword arguments on"),
 }
 
