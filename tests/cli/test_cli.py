@@ -202,7 +202,7 @@ def test_show_colours_every_character_on_a_terminal_only(greedy):
     assert "\x1b[36m" in coloured.stdout
     assert "\x1b[1;33m" in coloured.stdout
     assert bare(coloured.stdout) == plain.stdout
-    assert "accepted guess" in coloured.stderr
+    assert "accepted draft token" in coloured.stderr
     assert re.search("exact; float32, (native|torch|graphs) kernels", bare(coloured.stderr))
 
 

@@ -176,7 +176,7 @@ ARCHITECTURES: Mapping[str, Callable[[], PreTrainedConfig]] = {
     ),
 }
 
-_UNREPLACED, _LAYERS = "attention cannot be replaced", "layers of type .* are not supported yet"
+_UNREPLACED, _LAYERS = "cannot replace its attention", "layers of type .* are not supported yet"
 REFUSED: Mapping[str, tuple[Mapping[str, Any], str]] = {  # a config.json, and the reason
     "bloom": ({}, _UNREPLACED),
     "mpt": ({}, _UNREPLACED),

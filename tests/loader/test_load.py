@@ -58,7 +58,7 @@ SPOILED = {
     "no known model": (lambda f: set_config(f, model_type="zork"), "'zork', which transformers .* update transformers"),
     "its own code": (
         lambda f: set_config(f, model_type="zork", auto_map={"AutoConfig": "zork.Zork"}),
-        "own code is never run",
+        "code in checkpoints is never executed",
     ),
     "masked model": (lambda f: set_config(f, model_type="bert"), "bert is not a causal language model; give a decoder"),
     "encoder and decoder": (lambda f: set_config(f, model_type="t5"), "t5 is not a causal language model"),
@@ -72,8 +72,11 @@ SPOILED = {
         r"do not fit its config.json: model.layers.0.mlp.down_proj.weight is \(32, 48\) and should be \(32, 40\)",
     ),
     "no activation": (lambda f: set_config(f, hidden_act="zork"), "cannot be read .*zork"),
-    "no tokenizer": (lambda f: (f / "tokenizer.json").unlink(), "holds no tokenizer .*; copy its tokenizer.json there"),
-    "broken tokenizer": (lambda f: (f / "tokenizer.json").write_text("{"), "holds no tokenizer that works"),
+    "no tokenizer": (
+        lambda f: (f / "tokenizer.json").unlink(),
+        "has no working tokenizer .*; copy its tokenizer.json there",
+    ),
+    "broken tokenizer": (lambda f: (f / "tokenizer.json").write_text("{"), "has no working tokenizer"),
     "broken generation": (
         lambda f: (f / "generation_config.json").write_text("{"),
         "generation_config.json cannot be read",

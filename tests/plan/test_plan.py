@@ -268,7 +268,7 @@ def test_calibration_measures_what_runs():
 def test_costs_are_remembered(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     target = ToyTarget(slots=2, context=32)
-    monkeypatch.setattr("outrider.plan.calibrate._once", lambda target, rows, columns, cached: columns * 1e-3)
+    monkeypatch.setattr("outrider.plan.calibrate._measure", lambda target, rows, columns, cached: columns * 1e-3)
     first = known_costs(target, None)
     assert known_costs(target, None) == first
     assert cost_file(target, None).parent.parent == tmp_path
@@ -280,7 +280,7 @@ def test_costs_are_remembered(tmp_path, monkeypatch):
 
 def test_costs_asked_for_longest_ago_are_removed(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("outrider.plan.calibrate._once", lambda target, rows, columns, cached: columns * 1e-3)
+    monkeypatch.setattr("outrider.plan.calibrate._measure", lambda target, rows, columns, cached: columns * 1e-3)
     monkeypatch.setattr("outrider.plan.calibrate._FILES", 3)
     targets = [ToyTarget(slots=2, context=context) for context in range(32, 37)]
     files = [cost_file(target, None) for target in targets]
@@ -296,7 +296,7 @@ def test_costs_asked_for_longest_ago_are_removed(tmp_path, monkeypatch):
 
 def test_costs_are_written_whole_or_not(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("outrider.plan.calibrate._once", lambda target, rows, columns, cached: columns * 1e-3)
+    monkeypatch.setattr("outrider.plan.calibrate._measure", lambda target, rows, columns, cached: columns * 1e-3)
     target = ToyTarget(slots=2, context=32)
     known_costs(target, None)
     before = cost_file(target, None).read_text()
@@ -321,7 +321,7 @@ def test_costs_of_a_busy_moment_are_measured_anew(tmp_path, monkeypatch, who, le
         passes.append(columns)
         return columns * 1e-3 * scale[0] * (scale[1] if target is slow and columns >= least else 1.0)
 
-    monkeypatch.setattr("outrider.plan.calibrate._once", took)
+    monkeypatch.setattr("outrider.plan.calibrate._measure", took)
     monkeypatch.setattr("outrider.plan.calibrate._read", lambda target, columns: columns * 5e-4)
     known_costs(target, draft)
     scale[1] = 1.0

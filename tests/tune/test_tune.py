@@ -648,23 +648,21 @@ def test_a_plan_belongs_to_its_models(tmp_path):
     plan(" ngram ").save(disappointed())
     assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
     plan().restore(disappointed())
-    with pytest.raises(
-        OutriderError, match="is of proposer ngram, not suffix; use that one, or a plan file of its own"
-    ):
+    with pytest.raises(OutriderError, match="is of proposer ngram, not suffix; use another plan file"):
         plan("suffix").restore(disappointed())
     for other in (plan(target="nano"), plan(quantize="int8")):
-        with pytest.raises(OutriderError, match="is of other models than these"):
+        with pytest.raises(OutriderError, match="was learned with other models"):
             other.restore(disappointed())
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"\xff", "it is no text"),
-        (b"{", "is no plan"),
-        (b"[]", "is no plan"),
-        (b"[" * 100_000, "is no plan"),
-        (b'{"format": "outrider plan", "version": 0}', "of version 0, and this program reads version 1"),
+        (b"\xff", "it is not UTF-8 text"),
+        (b"{", "is not a plan file"),
+        (b"[]", "is not a plan file"),
+        (b"[" * 100_000, "is not a plan file"),
+        (b'{"format": "outrider plan", "version": 0}', "has version 0, and this program reads version 1"),
     ],
 )
 def test_a_file_that_is_no_plan(tmp_path, content, message):
@@ -750,7 +748,7 @@ def test_the_text_is_the_same_with_a_plan(tmp_path):
 def test_a_plan_is_for_auto_alone(tmp_path):
     with pytest.raises(OutriderError, match="is what k auto has learned, and k is 4; use k auto, or no plan"):
         llm(plan=tmp_path / "plan.json", k=4)
-    with pytest.raises(OutriderError, match="is for the planner behind k auto, and another was given"):
+    with pytest.raises(OutriderError, match="needs the planner of k auto, and another planner was given"):
         llm(plan=tmp_path / "plan.json", planner=FixedPlanner(2))
 
 
