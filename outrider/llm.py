@@ -1,4 +1,4 @@
-"""The front door for Python: texts in, completions out."""
+"""The Python API: `LLM`."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ _log = logging.getLogger("outrider")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """What one round added to a streamed completion."""
+    """One item of `LLM.stream`: what a round has added."""
 
     text: str  # characters that no later token can change
     token_ids: tuple[int, ...]
-    from_draft: tuple[bool, ...]  # per token: an accepted guess, or the target's own
+    from_draft: tuple[bool, ...]  # by token: whether it is an accepted draft token
     completion: Completion | None  # in the last chunk
 
 
 class LLM:
-    """A target, a proposer, and the engine between them."""
+    """Generates text with a target and a proposer."""
 
     _plan: PlanFile | None
 
@@ -82,7 +82,7 @@ class LLM:
 
     @classmethod
     def from_parts(cls, parts: EngineParts) -> LLM:
-        """Wrap an engine that is built already."""
+        """Use an engine that was built before."""
         llm = cls.__new__(cls)
         llm._set(parts)
         return llm
@@ -93,12 +93,12 @@ class LLM:
 
     @property
     def engine(self) -> Engine:
-        """The engine, for those who add requests and step themselves."""
+        """The engine, for programs that call `step` themselves."""
         return self._parts.engine
 
     @property
     def parts(self) -> EngineParts:
-        """What runs in here: target, proposer, verifier, tokenizer, dtype, device."""
+        """The parts: target, proposer, verifier, tokenizer, dtype, device."""
         return self._parts
 
     @property
@@ -107,10 +107,10 @@ class LLM:
         return self._parts.engine.stats
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
-        """A prompt's tokens, with those that the tokenizer puts around a text of its own accord.
+        """Return the tokens of a prompt, with the special tokens that the tokenizer adds.
 
         Raises:
-            OutriderError: it is neither a text nor a list of token ids.
+            OutriderError: the prompt is neither a string nor a list of token ids.
         """
         if isinstance(prompt, str):
             return text_tokens(self._parts.tokenizer, prompt)
@@ -122,10 +122,10 @@ class LLM:
         return _whole_ids("a prompt", prompt)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of tokens, special tokens left out.
+        """Return the text of tokens, without special tokens.
 
         Raises:
-            OutriderError: they are no token ids, or not all in the vocabulary.
+            OutriderError: an item is not a token id of the vocabulary.
         """
         if isinstance(tokens, str | bytes | bytearray) or not isinstance(tokens, Iterable):
             raise OutriderError(f"{tokens!r} is no list of token ids; give whole numbers")
@@ -136,12 +136,12 @@ class LLM:
     def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
     ) -> tuple[int, ...]:
-        """The tokens of a conversation under the model's chat template, ready for the assistant's turn.
+        """Apply the chat template to a conversation and return the tokens, up to the assistant's turn.
 
-        `tools` are descriptions of functions, for templates that have words for them.
+        `tools` are descriptions of functions, for templates that support them.
 
         Raises:
-            OutriderError: the model has no template, or it does not take this conversation.
+            OutriderError: the model has no chat template, or the template rejects the conversation.
         """
         if getattr(self._parts.tokenizer, "chat_template", None) is None:
             raise OutriderError("this model has no chat template; give the prompt as plain text")
@@ -158,7 +158,7 @@ class LLM:
 
         Args:
             prompts: one or several, each a string or a list of token ids.
-            params: for all, or one per prompt; None is greedy.
+            params: one for all prompts, or one per prompt; None: greedy.
 
         Returns:
             `n` completions per prompt, in the order of the prompts.
@@ -180,7 +180,7 @@ class LLM:
         return [self.completion(row) for row in rows]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Chunk]:
-        """Complete one prompt, chunk by chunk as rounds commit; leaving the loop early aborts."""
+        """Complete one prompt and yield a chunk per round. Leaving the loop aborts the request."""
         params = _checked(params)
         if params.n != 1:
             raise OutriderError(f"n is {params.n}; a stream carries one completion, so use 1, or generate for several")
@@ -188,34 +188,32 @@ class LLM:
         return self._chunks(self.add(request))
 
     def prepare(self, constraint: Constraint) -> None:
-        """Compile a constraint now, which is remembered; large ones take seconds.
+        """Compile a constraint and cache it. Large ones take seconds.
 
         Raises:
-            OutriderError: it is wrong or too large.
+            OutriderError: it is invalid or too large.
         """
         if not isinstance(constraint, Constraint):
             raise OutriderError(f"constraint is {constraint!r}; use one of Constraint's, such as Constraint.regex(...)")
         self._grammars.compile(constraint)
 
     def submit(self, prompt: Prompt, params: SamplingParams | None = None) -> list[int]:
-        """Queue a prompt for those who step the engine themselves; returns the ids of its `n` requests."""
+        """Queue a prompt and return the ids of its `n` requests. The caller calls `engine.step`."""
         requests = self.requests(prompt, params)
         for request in requests:
             self.add(request)
         return [request.id for request in requests]
 
     def add(self, request: Request) -> SequenceState:
-        """Queue a request that `requests` made, and return its row."""
+        """Queue a request of `requests` and return its state."""
         return self.engine.add(request, TextStream(self._text, request.params.stop))
 
     def abort(self, id: int) -> None:
-        """Take back what was submitted under this id, wherever it is."""
+        """Abort the request with this id, whether it waits or runs."""
         self.engine.abort(id)
 
     def save_plan(self) -> None:
-        """Write what the planner has learned into the plan file, if there is one.
-
-        `generate` and `stream` do, too, and warn where they cannot.
+        """Write the plan file, if there is one. `generate` and `stream` do so at their end.
 
         Raises:
             OutriderError: it cannot be written.
@@ -224,14 +222,14 @@ class LLM:
             self._plan.save(self._parts.planner)
 
     def _text(self, tokens: Sequence[int]) -> str:
-        """`decode`, of what the engine itself has made."""
+        """Decode tokens that the engine has generated, without checks."""
         return str(self._parts.tokenizer.decode(list(tokens), skip_special_tokens=True))
 
     def _chunks(self, row: SequenceState) -> Iterator[Chunk]:
         shown, given, finished = 0, 0, False
         try:
             while not finished:
-                if row.num_output_tokens == given and not row.finish_reason:  # else another loop has stepped the engine
+                if row.num_output_tokens == given and not row.finish_reason:  # otherwise another loop has called step
                     self.engine.step()
                     continue
                 finished = row.finish_reason is not None
@@ -249,14 +247,14 @@ class LLM:
             self.try_save_plan()
 
     def try_save_plan(self) -> None:
-        """`save_plan`, where more would be lost with it than what was learned: what cannot be written is logged."""
+        """Write the plan file, and log a warning if that fails."""
         try:
             self.save_plan()
         except OutriderError as error:
             _log.warning("what the planner has learned is not kept: %s", error)
 
     def requests(self, prompt: Prompt, params: SamplingParams | None) -> list[Request]:
-        """What a prompt asks the engine for: `n` requests with ids of their own, which `add` takes.
+        """Return the `n` requests of a prompt, for `add`.
 
         Raises:
             OutriderError: the prompt or a parameter does not fit the model.
@@ -294,7 +292,7 @@ class LLM:
         ]
 
     def completion(self, row: SequenceState) -> Completion:
-        """What a row that is done amounts to."""
+        """Return the completion of a finished sequence."""
         assert row.finish_reason is not None
         assert row.stream is not None
         split = len(row.request.prompt_token_ids)
@@ -342,7 +340,7 @@ def _checked(params: SamplingParams | None) -> SamplingParams:
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Several prompts; one, which is a text or numbers alone, as a list of itself."""
+    """Return the prompts as a list. A single prompt is a string or a list of token ids."""
     if not isinstance(prompts, Sequence) or isinstance(prompts, str | bytes | bytearray | memoryview):
         return [prompts]
     if prompts and all(isinstance(token, Number) for token in prompts):

@@ -47,9 +47,9 @@ from outrider.propose.registry import (
 from outrider.system.machine import free_memory
 from outrider.verify.rules import Verifier
 
-_CONTEXT = 8192  # tokens a row is given at most, unless more is asked for
-_SHARE = 0.8  # of free memory, for caches
-_BATCHED_TOKENS = 512  # prompt tokens of a round
+_CONTEXT = 8192  # largest default of max_model_len
+_SHARE = 0.8  # share of free memory for KV caches
+_BATCHED_TOKENS = 512  # default prompt tokens per round
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,24 +58,24 @@ class EngineParts:
 
     loaded: LoadedTarget
     engine: Engine
-    setup: ProposerSetup  # that its proposer was made with
+    setup: ProposerSetup  # the setup of the proposer
     proposer: Proposer
     verifier: Verifier
     planner: Planner
     end_ids: frozenset[int]
-    draft_sources: tuple[str, ...]  # what to call who guesses, in the order of `Draft.source`
-    proposers: tuple[str, ...]  # names of the proposer's alternatives, one of which a request may choose
-    verifiers: tuple[str, ...]  # exact rules, one of which a request may choose
-    isolated: tuple[IsolatedProposer, ...] = ()  # around each alternative, where there are to be some
+    draft_sources: tuple[str, ...]  # names of the bits of `Draft.source`
+    proposers: tuple[str, ...]  # alternatives that a request can choose
+    verifiers: tuple[str, ...]  # exact verifiers that a request can choose
+    isolated: tuple[IsolatedProposer, ...] = ()  # one per alternative, if faults are isolated
 
     @property
     def target(self) -> Target:
-        """Who has the last word."""
+        """The target."""
         return self.setup.target
 
     @property
     def tokenizer(self) -> Any:
-        """Of transformers; the target's."""
+        """The tokenizer of the target, of transformers."""
         return self.setup.tokenizer
 
     @property
@@ -84,27 +84,27 @@ class EngineParts:
 
     @property
     def context(self) -> int:
-        """Tokens that a row can hold, prompt and completion together."""
+        """Most tokens of prompt and completion together."""
         return self.setup.context
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the target's weights."""
+        """The dtype of the target's weights."""
         return self.setup.dtype
 
     @property
     def device(self) -> torch.device:
-        """Where the target runs."""
+        """The device of the target."""
         return self.setup.device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedTarget:
-    """A target that is loaded and checked. Several engines that step in turns may use it."""
+    """A loaded and checked target. Several engines may share it if they do not run at the same time."""
 
     checkpoint: Checkpoint
     model: Target
-    kernels: str  # as configured; drafts of the same engine use the same
+    kernels: str  # as configured, also for drafts
 
 
 def build(config: EngineConfig, *, planner: Planner | None = None) -> EngineParts:

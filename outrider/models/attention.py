@@ -1,7 +1,7 @@
-"""Attention over our own cache, put in place of a model's own through transformers' registry.
+"""Attention over Outrider's KV cache, registered in transformers in place of the model's own.
 
-A pass packs the rows' columns one after another, so that every other layer of the model works on real tokens alone.
-Here each row meets its own stripe of the cache, under a mask that lets a guess see its ancestors only.
+A pass packs the tokens of all sequences, so all other layers run without padding. Attention reads the slot of each
+sequence, with a mask that shows a draft token only its ancestors.
 """
 
 from __future__ import annotations
@@ -17,40 +17,40 @@ from outrider.cache.static import StaticCache
 from outrider.core import tree
 from outrider.errors import UnsupportedModel
 
-NAME = "outrider"  # in transformers' registries of attention and of masks
-_SETTLED = frozenset({"position_ids", "cache_position"})  # tensors that the layout has settled
+NAME = "outrider"  # in the attention and mask registries of transformers
+_SETTLED = frozenset({"position_ids", "cache_position"})  # tensors that the layout replaces
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MaskRule:
-    """How far a layer sees, by the model's own rule: a window, a chunk, or everything before."""
+    """The mask rule of a layer: full, sliding or chunked attention."""
 
-    rule: Callable[..., torch.Tensor]  # (row, head, position of a column, position of an entry) -> may it be seen
-    reach: int | None  # a text of up to so many tokens is seen whole; None = any text
+    rule: Callable[..., torch.Tensor]  # (sequence, head, query position, key position) -> visible
+    reach: int | None  # shorter texts are fully visible; None: all texts are
 
 
 @dataclass(frozen=True, slots=True)
 class CacheReader:
-    """One pass as the attention layers see it: where to write, what to read, and the masks made so far."""
+    """One pass for the attention layers: the cache, the layout, and the masks that were made so far."""
 
     cache: StaticCache
     layout: Layout
     masks: dict[tuple[MaskRule | None, int, torch.dtype], list[torch.Tensor | None]] = field(default_factory=dict)
 
-    groups: list[tuple[SequenceSpan, ...]] = field(init=False)  # rows that one kernel call can serve
+    groups: list[tuple[SequenceSpan, ...]] = field(init=False)  # sequences that one kernel call processes
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "groups", _neighbours(self.layout))
+        object.__setattr__(self, "groups", _adjacent_groups(self.layout))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fixed:
-    """One layer of a pass whose shapes are fixed: row r is slot r, and all that changes lies in tensors."""
+    """One layer of a pass of fixed shape. Sequence r is in slot r, and everything that changes is in tensors."""
 
     keys: torch.Tensor  # [slots, Hkv, capacity, D]
     values: torch.Tensor
-    place: torch.Tensor  # [R, L] where in its slot each column is written
-    mask: torch.Tensor  # [R, 1, L, S] or with the columns repeated as for `_attention`, added; S entries are read
+    place: torch.Tensor  # [R, L] index in the slot where each token is written
+    mask: torch.Tensor  # [R, 1, L, S], or repeated as in `_attention`; added to the scores
 
 
 def look(
@@ -58,9 +58,9 @@ def look(
     mask_function: Callable[..., torch.Tensor],
     local_size: int | None = None,
     allow_is_causal_skip: bool = True,
-    **_: object,  # sizes and offsets of transformers' own caches
+    **_: object,  # sizes and offsets of transformers caches
 ) -> MaskRule:
-    """Take a mask as transformers describes it to its mask makers; layers hand it on to `attend`."""
+    """Receive the mask rule from transformers. Layers pass it on to `attend`."""
     return MaskRule(mask_function, local_size if allow_is_causal_skip else 0)
 
 
@@ -75,14 +75,14 @@ def attend(
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
-    **others: object,  # dropout, windows and the like: settled in the model, by the layout or by the sight
+    **others: object,  # dropout, windows and others, which the model, the layout or the mask rule handle
 ) -> tuple[torch.Tensor, None]:
-    """Write this layer's keys and values, and attend each row to what it may see.
+    """Write the keys and values of this layer and compute attention for each sequence.
 
     Returns:
-        [1, T, Hq, D], as transformers' attention functions do, and no weights.
+        The output [1, T, Hq, D] and no weights, as attention functions of transformers do.
     """
-    _refuse(kv, attention_mask, others)
+    _check_inputs(kv, attention_mask, others)
     assert kv is not None
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if isinstance(kv, Fixed):
@@ -128,8 +128,8 @@ def _attend_fixed(
     return seen.reshape(1, rows * size, heads * sharing, -1)
 
 
-def _neighbours(layout: Layout) -> list[tuple[SequenceSpan, ...]]:
-    """Runs of rows in neighbouring slots with as many columns each."""
+def _adjacent_groups(layout: Layout) -> list[tuple[SequenceSpan, ...]]:
+    """Return groups of sequences in adjacent slots with equal numbers of tokens."""
     runs: list[tuple[SequenceSpan, ...]] = []
     for span in layout.spans:
         size, last = span.end - span.begin, runs[-1][-1] if runs else None
@@ -140,18 +140,18 @@ def _neighbours(layout: Layout) -> list[tuple[SequenceSpan, ...]]:
     return runs
 
 
-def _refuse(kv: CacheReader | Fixed | None, sight: object, others: dict[str, object]) -> None:
-    """Stop at what would silently be left out of the attention."""
+def _check_inputs(kv: CacheReader | Fixed | None, mask_rule: object, others: dict[str, object]) -> None:
+    """Raise for inputs that this attention would ignore."""
     if kv is None:
-        raise UnsupportedModel("its layers do not hand keyword arguments on to their attention")
-    if sight is not None and not isinstance(sight, MaskRule):
-        raise UnsupportedModel("its layers make masks of their own")
+        raise UnsupportedModel("its layers do not pass keyword arguments to their attention")
+    if mask_rule is not None and not isinstance(mask_rule, MaskRule):
+        raise UnsupportedModel("its layers make their own masks")
     if odd := sorted(k for k, v in others.items() if isinstance(v, torch.Tensor) and k not in _SETTLED):
         raise UnsupportedModel(f"its attention also takes {', '.join(odd)}")
 
 
 def _attention(
-    query: torch.Tensor,  # [R, Hkv, G * L, D]: the G query heads that share a key head stand one below another
+    query: torch.Tensor,  # [R, Hkv, G * L, D]: the G query heads of a key head are stacked
     key: torch.Tensor,  # [R, Hkv, S, D]
     value: torch.Tensor,
     mask: torch.Tensor | None,  # [R, 1, G * L, S], added
@@ -174,21 +174,21 @@ def _attention(
     return weights.softmax(-1, dtype=torch.float32)[..., :-1].to(value.dtype) @ value
 
 
-def _masks(kv: CacheReader, sight: MaskRule | None, sharing: int, dtype: torch.dtype) -> list[torch.Tensor | None]:
-    """One mask per group, made once a pass for all layers that see as far."""
-    wanted = (sight, sharing, dtype)
+def _masks(kv: CacheReader, mask_rule: MaskRule | None, sharing: int, dtype: torch.dtype) -> list[torch.Tensor | None]:
+    """Return one mask per group. It is made once per pass for all layers with the same rule."""
+    wanted = (mask_rule, sharing, dtype)
     if wanted not in kv.masks:
-        kv.masks[wanted] = [_mask(kv.layout, group, sight, sharing, dtype) for group in kv.groups]
+        kv.masks[wanted] = [_mask(kv.layout, group, mask_rule, sharing, dtype) for group in kv.groups]
     return kv.masks[wanted]
 
 
 def _mask(
-    layout: Layout, group: tuple[SequenceSpan, ...], sight: MaskRule | None, sharing: int, dtype: torch.dtype
+    layout: Layout, group: tuple[SequenceSpan, ...], mask_rule: MaskRule | None, sharing: int, dtype: torch.dtype
 ) -> torch.Tensor | None:
-    """[R, 1, G * L, S], 0 where a column may see a cached entry and -inf elsewhere; None where all see all."""
+    """Return the mask [R, 1, G * L, S]: 0 for visible entries, -inf for others. None: everything is visible."""
     starts, size, device = [span.start for span in group], group[0].end - group[0].begin, layout.positions.device
     stop = max(starts) + size
-    whole = sight is None or sight.reach is None or stop <= sight.reach
+    whole = mask_rule is None or mask_rule.reach is None or stop <= mask_rule.reach
     if whole and size == 1 and layout.ancestors is None and min(starts) == max(starts):
         return None
     columns = tree.upload(starts, device)[:, None] + torch.arange(size, device=device)  # [R, L]
@@ -199,16 +199,16 @@ def _mask(
         where = where.clone()
         for r, span in enumerate(group):
             _restrict(layout, span, seen[r], where[r])
-    if sight is not None and not whole:
+    if mask_rule is not None and not whole:
         positions = layout.positions[group[0].begin : group[-1].end].view(len(group), size)
         row = torch.zeros((), dtype=torch.int64, device=device)
-        seen &= sight.rule(row, row, positions[..., None], where[:, None])
+        seen &= mask_rule.rule(row, row, positions[..., None], where[:, None])
     added = torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, -torch.inf)
     return added.repeat(1, sharing, 1)[:, None]
 
 
 def _restrict(layout: Layout, span: SequenceSpan, seen: torch.Tensor, where: torch.Tensor) -> None:
-    """Let the row's guesses see, among guesses, their ancestors alone; and put guesses where their depth says."""
+    """Restrict draft tokens to their ancestors, and set their positions from their depth."""
     assert layout.ancestors is not None
     first, last = span.first, span.first + span.nodes
     related = layout.ancestors[layout.spans.index(span)]

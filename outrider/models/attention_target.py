@@ -1,4 +1,4 @@
-"""Decoder-only models of attention layers, run by transformers over Outrider's own cache."""
+"""The target for decoder-only attention models. transformers runs the layers over Outrider's KV cache."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _log = logging.getLogger("outrider")
 
 
 class AttentionTarget:
-    """Any decoder-only model whose layers all attend, through transformers."""
+    """A decoder-only model whose layers all use attention."""
 
     def __init__(
         self,
@@ -40,29 +40,29 @@ class AttentionTarget:
         context: int,
         record: Recorder | None = None,
     ) -> None:
-        """Prepare for `slots` rows of up to `context` tokens.
+        """Prepare for `slots` sequences of up to `context` tokens.
 
-        With `record`, passes of fixed shapes are recorded where the model allows it (see `Graphs`).
+        With `record`, passes of fixed shapes are recorded as graphs, if the model allows it (see `Graphs`).
         """
         self.vocab, self.device = checkpoint.vocab, checkpoint.device
         self.slots, self.context, self.version = slots, context, 0
         self._model, self._recorder = checkpoint.model, record
         self.layers = len(layer_stack(self._model)[1])
         self._embeddings = checkpoint.model.get_input_embeddings().num_embeddings
-        self._copies: WeakSet[AttentionTarget] = WeakSet()  # with quantised weights
-        self._memories: WeakSet[StaticCache] = WeakSet()  # of what was made from this one, too
-        self._remember()
-        self._begin()
+        self._copies: WeakSet[AttentionTarget] = WeakSet()  # quantized copies
+        self._caches: WeakSet[StaticCache] = WeakSet()  # caches of this target and its copies
+        self._allocate_cache()
+        self._reset()
         if not record and can_prepack(checkpoint.device, checkpoint.dtype):
             prepack(self._model)
-        self._source: Any = None  # the model whose weights these are, or are made from
+        self._source: Any = None  # the model that this one shares weights with or was quantized from
 
     def score(self, batch: Batch, draft: Draft, first: int = -1) -> Scores:
         eager = partial(self._score, batch, draft, first)
         return (self.graphs and self.graphs.score(batch, draft, first, eager)) or eager()
 
     def graph_bytes(self) -> int:
-        """Memory of recorded passes, which is neither weights nor cache, in bytes."""
+        """Bytes of recorded passes, besides weights and cache."""
         return self.graphs.bytes() if self.graphs else 0
 
     def _score(self, batch: Batch, draft: Draft, first: int) -> Scores:
@@ -82,7 +82,7 @@ class AttentionTarget:
         refuse_weight_update(self._source)
         for model in (self, *self._copies):
             load_weights(model._model, weights)
-        for memory in self._memories:
+        for memory in self._caches:
             memory.forget()
         self.version = version
 
@@ -103,39 +103,41 @@ class AttentionTarget:
         if tuple(layers) == tuple(range(len(layers))):
             other.cache = SharedCache(self.cache)
         else:
-            other._remember()
-        other._begin()
+            other._allocate_cache()
+        other._reset()
         other.kernels += f", {len(layers)} layers"
         return other
 
     def make_requantized(self, bits: int) -> AttentionTarget:
         other = copy(self)
         other._model, other._source = requantized_model(self._model, bits), self._model
-        other._remember()
-        other._begin()
+        other._allocate_cache()
+        other._reset()
         other.kernels += f" int{bits}"
         self._copies.add(other)
         return other
 
-    def _remember(self) -> None:
-        """Take a cache."""
+    def _allocate_cache(self) -> None:
+        """Allocate a KV cache."""
         kind = SpareCache if self._recorder else StaticCache
         self._memory: StaticCache = kind(slots=self.slots, capacity=max(self.context, MIN_CAPACITY), device=self.device)
-        self._memories.add(self._memory)
+        self._caches.add(self._memory)
         self.cache: Cache = self._memory
 
-    def _begin(self) -> None:
-        """What a copy does not have in common with the target that it was made from."""
+    def _reset(self) -> None:
+        """Reset what a copy does not share with its source."""
         self.kernels, self._outputs = "torch", dict[int, torch.Tensor]()
-        self._hooks: dict[int, RemovableHandle] = {}  # by the layer exported
+        self._hooks: dict[int, RemovableHandle] = {}  # by exported layer
         self.graphs = self._record(self._recorder) if self._recorder else None
 
     def _forward(self, layout: Layout, reader: CacheReader) -> torch.Tensor:
-        """Logits [K, V] float32 of the columns that the layout keeps."""
+        """Return logits [K, V] float32 of the columns that the layout keeps."""
         out = self._model(
             input_ids=layout.tokens.clamp(0, self._embeddings - 1)[None],
             position_ids=layout.positions[None],
-            attention_mask=torch.ones_like(layout.tokens)[None],  # or transformers finds packed texts by itself
+            attention_mask=torch.ones_like(layout.tokens)[
+                None
+            ],  # keeps transformers from detecting packed sequences itself
             use_cache=False,
             logits_to_keep=layout.keep,
             kv=reader,
@@ -155,7 +157,7 @@ class AttentionTarget:
 
     def export_hidden_states(self, layers: Sequence[int]) -> None:
         if layers:
-            self.cache.set_prefix_caching(False)  # or the outputs at tokens that are cached already would be missing
+            self.cache.set_prefix_caching(False)  # cached tokens have no outputs
         if set(layers) == self._hooks.keys():
             return
         stack = layer_stack(self._model)[1]
@@ -165,11 +167,11 @@ class AttentionTarget:
             hook.remove()
         self._outputs.clear()
         self._hooks = {layer: stack[layer].register_forward_hook(partial(self._keep, layer)) for layer in set(layers)}
-        if self.graphs and self._recorder:  # a recording puts out the layers of its time
+        if self.graphs and self._recorder:  # recorded passes export other layers
             self.graphs = Graphs(self._static, slots=self.slots, record=self._recorder)
 
     def _keep(self, layer: int, _module: torch.nn.Module, _inputs: object, output: Any) -> None:
         out = output[0] if isinstance(output, tuple) else output
         if out.dim() != 3:  # [1, T, H]
-            raise UnsupportedModel("its layers put out several streams at once, and a proposer asked for one")
+            raise UnsupportedModel("its layers have several output streams, and a proposer needs one")
         self._outputs[layer] = out

@@ -118,4 +118,6 @@ def draft_by_scores(target: Target, batch: Batch, vocab: int, stop_rule: StopRul
         tokens = torch.cat([draft.tokens, logits.argmax(-1, keepdim=True)], 1)
         watch.look(logits, tokens[:, -1], None if scores.confidence is None else scores.confidence[:, -1])
         draft = tree.chain(tokens, tuple(min(most, watch.depth) for most in watch.count))
-    return DraftChains(tokens=draft.tokens, count=tuple(watch.count), margin=watch.margins, accept_prob=watch.chances)
+    return DraftChains(
+        tokens=draft.tokens, count=tuple(watch.count), margin=watch.margins, accept_prob=watch.accept_probs
+    )

@@ -1,4 +1,4 @@
-"""A loaded model with its tokenizer and the facts of its configuration."""
+"""The record of a loaded model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A loaded model with what its folder says about it."""
+    """A loaded model, its tokenizer, and facts of its configuration."""
 
     model: Any
     tokenizer: Any

@@ -1,9 +1,9 @@
-"""Passes of fixed shapes, recorded as CUDA graphs: a pass, or a draft's whole chain, is one launch.
+"""Passes of fixed shapes, recorded as CUDA graphs. A pass, or a whole chain of a draft model, is one launch.
 
-A bucket is recorded when it is met for the second time, with the layers as they are (a few passes' time), or ahead of
-time by `warm`, with compiled layers (which takes minutes). Until then, and for what no bucket fits, such as long
-prompts, the eager pass runs. The first real round of a recorded bucket that scores runs both ways, and where they
-differ by more than rounding, or a model's pass cannot be recorded, the eager pass is all there is from then on.
+A shape (bucket) is recorded at its second use, with eager layers, or ahead of time by `warm`, with compiled layers,
+which takes minutes. Until then, and for shapes without a bucket, such as long prompts, the eager pass runs. The first
+round of a recorded bucket runs both passes. If they differ by more than rounding, or recording fails, only the eager
+pass is used from then on.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from outrider.models.rounding import TOLERANCE, TRIALS
 from outrider.models.static_pass import Bucket, StaticModel, StaticPass
 
 _log = logging.getLogger("outrider")
-_COLUMNS = 64  # of a row at most
+_COLUMNS = 64  # most tokens per sequence
 _ALL_COLUMNS = 512
-_LENGTH = 128  # entries: the shortest bucket, and the finest step between two
-_MEETINGS = 2  # of a bucket, by the last of which it is recorded
-_RECOMPILATIONS = 256  # one for each shape and kind of layer
+_LENGTH = 128  # cache entries: the shortest bucket, and the smallest step between buckets
+_USES_UNTIL_RECORDED = 2  # uses of a bucket until it is recorded
+_RECOMPILATIONS = 256  # one per shape and kind of layer
 
 
 class Recorder(Protocol):
-    """Turns a function without arguments into one that does the same over again, into the same memory."""
+    """Records a function. The result repeats it, writing to the same memory."""
 
     def __call__(self, run: Callable[[], Any]) -> Callable[[], Any]:
-        """Record `run`, which is called several times."""
+        """Record `run`. It is called several times."""
 
     def bytes(self) -> int:
-        """Memory that all recordings hold, in bytes."""
+        """Bytes of all recordings."""
 
 
 class CudaRecorder:
-    """CUDA graphs that share one pool of memory, since no two of them run at a time."""
+    """Records CUDA graphs in one memory pool. Only one of them runs at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._pool, self._bytes = device, torch.cuda.graph_pool_handle(), 0
@@ -61,9 +61,9 @@ class CudaRecorder:
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(main)
         with torch.cuda.stream(side):
-            run()  # whatever is made at the first call, libraries' handles and compiled layers
+            run()  # the first call creates library handles and compiles layers
             mode = torch.cuda.get_sync_debug_mode()
-            torch.cuda.set_sync_debug_mode("error")  # better here than in the middle of a capture
+            torch.cuda.set_sync_debug_mode("error")  # fail here rather than during the capture
             try:
                 run()
             finally:
@@ -85,11 +85,11 @@ class CudaRecorder:
 class _Recorded:
     buffers: StaticPass
     replay: Callable[[], Any]
-    trials: int = TRIALS  # rounds left to agree with the eager pass in
+    trials: int = TRIALS  # rounds left to agree with the eager pass
 
 
 def _fed(values: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, ...]:
-    """Each row's feed out of the columns [slots, L, H] of a pass; the next one writes to the same memory."""
+    """Copy the feed of each sequence from [slots, L, H]. The next pass writes to the same memory."""
     return tuple(values[row.slot, : len(feed)].clone() for row, feed in zip(batch.seqs, batch.feed, strict=True))
 
 
@@ -97,23 +97,23 @@ class Graphs:
     """The recorded passes of one model."""
 
     def __init__(self, model: StaticModel, *, slots: int, record: Recorder) -> None:
-        self.seconds = 0.0  # that recording took, compilation included
-        self.compiled: bool | None = None  # whether compiling the layers worked; None = not tried
+        self.seconds = 0.0  # time of recording, including compilation
+        self.compiled: bool | None = None  # whether the layers compile; None: not tried
         self._model, self._slots, self._record = model, slots, record
         self._recorded: dict[Bucket, _Recorded] = {}
-        self._met: Counter[Bucket] = Counter()
+        self._uses: Counter[Bucket] = Counter()
         self._works = True
 
     def bytes(self) -> int:
-        """Memory of recordings and buffers."""
+        """Bytes of recordings and buffers."""
         return self._record.bytes() + sum(each.buffers.bytes() for each in self._recorded.values())
 
     def buckets(self) -> tuple[Bucket, ...]:
-        """What has been recorded."""
+        """The recorded buckets."""
         return tuple(self._recorded)
 
     def score(self, batch: Batch, draft: Draft, first: int, eager: Callable[[], Scores]) -> Scores | None:
-        """As `Target.score`; None where nothing is recorded that fits. `eager` does the same without a recording."""
+        """Do `Target.score` with a recorded pass. None: no bucket fits. `eager` is the pass without recording."""
         skip, fed = max(first, 0), first < 0
         nodes = draft.size - skip + fed
         lengths = zip(batch.feed, draft.width, strict=True)
@@ -127,16 +127,16 @@ class Graphs:
         self._model.cache.reserve(batch, draft.width, first)
         logits, best, outputs, whole = recorded.replay()
         rows = len(batch.seqs)
-        scores = Scores(  # copies: the next pass writes to the same memory
+        scores = Scores(  # copies, because the next pass writes to the same memory
             logits=logits[:rows, :nodes].to(torch.float32, copy=True),
             hidden_states={layer: out[:rows, :nodes].clone() for layer, out in outputs.items()},
             best=best[:rows, :nodes].clone(),
             feed_hidden_states={layer: _fed(out, batch) for layer, out in whole.items()} if fed else {},
         )
-        return scores if not recorded.trials else self._try(recorded, scores, eager())
+        return scores if not recorded.trials else self._compare(recorded, scores, eager())
 
     def draft_greedy(self, batch: Batch, vocab: int) -> torch.Tensor | None:
-        """As `Target.draft_greedy`; None where nothing is recorded that fits."""
+        """Do `Target.draft_greedy` with a recorded pass. None: no bucket fits."""
         steps, columns = max(batch.draft_budget), max(2, *(len(feed) for feed in batch.feed))
         written = [budget - 1 for budget in batch.draft_budget]
         bucket = self._bucket(batch, columns, written, steps=steps, vocab=vocab)
@@ -157,10 +157,10 @@ class Graphs:
         vocab: int = 0,
         compiled: bool = True,
     ) -> float:
-        """Record what decoding `rows` rows of up to `length` tokens takes; returns the seconds spent.
+        """Record the passes that decode `rows` sequences of up to `length` tokens. Returns the seconds spent.
 
-        `columns` are those of a row in passes that score, `steps` the guesses that a draft grows, of ids below `vocab`
-        (0 = all). Until the cache has been written, by the check at load or by a prompt, nothing can be recorded.
+        `columns` are tokens per sequence of scoring passes; `steps` are draft lengths with ids below `vocab` (0: all).
+        Nothing can be recorded before the first pass has allocated the cache.
         """
         spent, wanted = self.seconds, []
         for reach in _lengths(min(length, self._model.cache.spare), self._model.cache.spare):
@@ -192,7 +192,7 @@ class Graphs:
         return Bucket(rows=rows, columns=size, length=length, trees=trees, steps=steps, vocab=vocab)
 
     def _find(self, bucket: Bucket) -> _Recorded | None:
-        """The bucket's recording, or one that grows further; one is made when it has been missed often enough."""
+        """Return the recording of a bucket, or of one with longer drafts. Records it after enough uses."""
         if not self._works or not self._model.ready():
             return None
         if bucket in self._recorded:
@@ -200,8 +200,8 @@ class Graphs:
         longer = [other for other in self._recorded if _serves(other, bucket)]
         if longer:
             return self._recorded[min(longer, key=lambda other: other.steps)]
-        self._met[bucket] += 1
-        return self._make(bucket, compiled=False) if self._met[bucket] >= _MEETINGS else None
+        self._uses[bucket] += 1
+        return self._make(bucket, compiled=False) if self._uses[bucket] >= _USES_UNTIL_RECORDED else None
 
     def _make(self, bucket: Bucket, *, compiled: bool) -> _Recorded | None:
         began = perf_counter()
@@ -218,7 +218,7 @@ class Graphs:
                 _log.warning("layers are not compiled: %s", reason)
                 self.compiled = False
                 return self._make(bucket, compiled=False)
-            self._refuse(f"its pass cannot be recorded ({reason})")
+            self._disable(f"its pass cannot be recorded ({reason})")
             return None
         finally:
             self._model.compiled = False
@@ -226,18 +226,18 @@ class Graphs:
         self._recorded[bucket] = _Recorded(buffers=buffers, replay=replay)
         return self._recorded[bucket]
 
-    def _try(self, recorded: _Recorded, ours: Scores, eager: Scores) -> Scores:
-        """Compare a recording with the eager pass, which has also put right what the recording may have written."""
+    def _compare(self, recorded: _Recorded, ours: Scores, eager: Scores) -> Scores:
+        """Compare a recorded pass with the eager pass, which has overwritten what the recorded pass wrote."""
         sound = eager.logits.amax(-1).isfinite()
         far = (ours.logits - eager.logits).norm(dim=-1) > TOLERANCE[self._model.dtype] * eager.logits.norm(dim=-1)
         agree = not ((far | ~ours.logits.amax(-1).isfinite()) & sound).any()
         recorded.trials = 0 if agree else recorded.trials - 1
         if not agree and not recorded.trials:
-            self._refuse("what was recorded differs from the eager pass")
+            self._disable("a recorded pass differs from the eager pass")
         return eager
 
-    def _refuse(self, reason: str) -> None:
-        _log.warning("going on without CUDA graphs: %s", reason)
+    def _disable(self, reason: str) -> None:
+        _log.warning("CUDA graphs are disabled: %s", reason)
         self._works = False
         self._recorded.clear()
 
@@ -248,18 +248,18 @@ def _serves(longer: Bucket, bucket: Bucket) -> bool:
 
 
 def _power(count: int, most: int) -> int:
-    """The least power of two that is not below `count`, and `most` at most."""
+    """Return the smallest power of two that is at least `count`, capped at `most`."""
     return min(1 << (count - 1).bit_length(), most)
 
 
 def _round_up(length: int, most: int) -> int:
-    """Up by a quarter at most, from 512 on."""
+    """Round up to a bucket length, by at most a quarter from 512 on."""
     step = max(_LENGTH, 1 << max((length - 1).bit_length() - 3, 0))
     return min(-(-length // step) * step, most)
 
 
 def _lengths(length: int, most: int) -> list[int]:
-    """All that rounding up a length of up to `length` comes to."""
+    """Return all bucket lengths up to that of `length`."""
     found = [_round_up(1, most)]
     while found[-1] < min(length, most):
         found.append(_round_up(found[-1] + 1, most))

@@ -1,7 +1,7 @@
-"""Weights in the layout that the CPU's bfloat16 kernels read fastest.
+"""Weights in the blocked layout of oneDNN's bfloat16 kernels.
 
-A decode step is bound by reading the weights once. torch's plain bfloat16 linear reorders them at every call and
-reaches about half of the memory's bandwidth; reordered once, oneDNN reads them at close to all of it.
+A decode step is bound by reading the weights. torch's bfloat16 linear layer reorders them in every call and reaches
+about half of the memory bandwidth. Reordered once, oneDNN reads them at close to the full bandwidth.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from torch import nn
 from outrider.errors import OutriderError
 from outrider.models.quantize import QuantizedLinear
 
-_ROWS = 8  # the batch that the layout is tuned for: one token and its guesses
-_FEWEST = 4  # rows below which oneDNN takes a slower kernel than for these
-_TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # neighbours that read the same input
+_ROWS = 8  # batch size that the layout is tuned for: one token and its draft
+_FEWEST = 4  # smaller batches are padded to this size, because oneDNN has slower kernels for them
+_TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # layers with the same input
 
 
 class _Stack:
-    """Packed weights of several layers, one below another: what reads the same input is multiplied in one go.
+    """Packed weights of layers with the same input, multiplied in one call.
 
-    The first layer that is called with an input multiplies for all; the others find their part. A layer that is
-    called with another input than its neighbours is served as well, at the price of all of them.
+    The first layer that is called with an input computes the outputs of all layers; the others return their part. A
+    layer with another input works, too, and costs as much as all of them.
     """
 
     def __init__(self, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]) -> None:
@@ -64,7 +64,7 @@ class _Stack:
 
 
 class PackedLinear(nn.Module):
-    """A linear layer whose weight lies in oneDNN's blocked layout, alone or below its neighbours."""
+    """A linear layer with a packed weight, alone or in a stack."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class PackedLinear(nn.Module):
 
     @classmethod
     def together(cls, layers: Sequence[nn.Linear]) -> list[PackedLinear]:
-        """Packed layers that share one stack."""
+        """Pack layers that share one stack."""
         packed = [cls(layers[0].weight[:1], None) for _ in layers]
         stack = _Stack([layer.weight for layer in layers], [layer.bias for layer in layers])
         for index, layer in enumerate(packed):
@@ -85,17 +85,17 @@ class PackedLinear(nn.Module):
 
     @property
     def nbytes(self) -> int:
-        """Memory of the weight."""
+        """Bytes of the weight."""
         return self.shape.numel() * 2
 
     @property
     def weight(self) -> torch.Tensor:
-        """The weight [out, in] as it was; a copy, for models that look at it themselves."""
+        """A copy of the weight [out, in] in the usual layout, for models that read it."""
         return self._stack.weight(self._index)
 
     @property
     def bias(self) -> torch.Tensor | None:
-        """The bias [out] itself, to be written to."""
+        """The bias [out]. It can be written to."""
         return self._stack.bias_of(self._index)
 
     def load(self, weight: torch.Tensor) -> None:
@@ -119,12 +119,12 @@ def _linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) ->
 
 
 def can_prepack(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether this machine has the kernels."""
+    """Return whether this machine has the kernels."""
     return device.type == "cpu" and dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def prepack(model: nn.Module) -> None:
-    """Replace every plain linear layer of `model` by a packed one; each layer's own weight is let go."""
+    """Replace every linear layer of `model` by a packed one. The original weights are freed."""
     for module in list(model.modules()):
         plain = {name: child for name, child in module.named_children() if type(child) is nn.Linear}
         for names in _TOGETHER:
@@ -139,7 +139,7 @@ def prepack(model: nn.Module) -> None:
 
 
 def load_weights(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
-    """Copy tensors into a model by their names, all or none; packed layers are packed anew."""
+    """Copy tensors into a model by name. Nothing changes if one of them does not fit. Packed layers are repacked."""
     tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", {})
     twins = {**{source: target for target, source in tied.items()}, **tied}
     kinds = PackedLinear | QuantizedLinear
@@ -152,7 +152,7 @@ def load_weights(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) ->
             raise OutriderError(f"the model has no weight {name!r}; use the names of its state_dict")
         if value.shape != (shape := packed[name].shape if name in packed else plain[name].shape):
             raise OutriderError(f"{name} has shape {tuple(value.shape)}; give {tuple(shape)}")
-    # A packed layer holds a copy of the weight that it shares with another.
+    # A packed layer has a copy of a tied weight.
     both = {**{twins[name]: value for name, value in weights.items() if name in twins}, **weights}
     for name, value in both.items():
         if name in packed:
@@ -162,13 +162,13 @@ def load_weights(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) ->
 
 
 def weight_bytes(model: nn.Module, *, beside: nn.Module | None = None) -> int:
-    """Bytes of all weights; a tensor that two layers share counts once, and one that is also `beside` it not at all."""
+    """Bytes of all weights. Shared tensors count once, and those that `beside` has as well do not count."""
     known = {} if beside is None else _weights(beside)
     return sum(size for key, size in _weights(model).items() if key not in known)
 
 
 def _weights(model: nn.Module) -> dict[int, int]:
-    """Bytes of each tensor, and of each packed layer, by what tells one from the other."""
+    """Return the bytes of each tensor and packed layer, by identity."""
     plain = {tensor.data_ptr(): tensor.nbytes for tensor in (*model.parameters(), *model.buffers())}
     layers = (module for module in model.modules() if isinstance(module, PackedLinear | QuantizedLinear))
     return plain | {id(module): module.nbytes for module in layers}

@@ -1,4 +1,4 @@
-"""Decoder-only models with a recurrent state, run by transformers one sequence at a time."""
+"""The target for recurrent decoder-only models. transformers runs them one sequence at a time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from outrider.models.prepack import load_weights, weight_bytes
 
 
 class RecurrentTarget:
-    """A decoder-only model whose state is recurrent: rows are read one by one, a tree branch by branch."""
+    """A recurrent decoder-only model. Sequences run one by one, and the branches of a tree one by one."""
 
     def __init__(self, checkpoint: Checkpoint, *, slots: int, context: int) -> None:
         self.vocab, self.device = checkpoint.vocab, checkpoint.device
@@ -36,7 +36,9 @@ class RecurrentTarget:
 
     def export_hidden_states(self, layers: Sequence[int]) -> None:
         if layers:
-            raise OutriderError("a recurrent target exports no layers; use a proposer that needs none, such as ngram")
+            raise OutriderError(
+                "a recurrent target exports no hidden states; use a proposer that needs none, such as ngram"
+            )
 
     def update_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
         load_weights(self._model, weights)
@@ -46,15 +48,17 @@ class RecurrentTarget:
         return weight_bytes(self._model)
 
     def _score_row(self, batch: Batch, draft: Draft, b: int) -> torch.Tensor:
-        """Logits [1 + N, V] of row b; padding repeats the root's."""
+        """Return the logits [1 + N, V] of sequence b. Padding repeats the root."""
         slot, feed = batch.seqs[b].slot, torch.tensor(batch.feed[b], device=self.device)
         parents = draft.parent[b, : draft.width[b]].tolist()
         out: torch.Tensor | None = None
         for leaf in sorted(set(range(len(parents))) - set(parents)) or [-1]:
             path = tree.path(parents, leaf)
-            guesses = draft.tokens[b, path].clamp(0, self.vocab - 1)
-            chain = len(path) if path == list(range(len(parents))) else -1  # only a whole chain's state can be kept
-            logits = self.cache.read(slot, torch.cat([feed, guesses]), chain)[len(feed) - 1 :]
+            drafted = draft.tokens[b, path].clamp(0, self.vocab - 1)
+            chain = (
+                len(path) if path == list(range(len(parents))) else -1
+            )  # commit can only keep the state of a whole chain
+            logits = self.cache.read(slot, torch.cat([feed, drafted]), chain)[len(feed) - 1 :]
             out = logits[0].expand(1 + draft.size, -1).clone() if out is None else out
             out[[node + 1 for node in path]] = logits[1:]
         assert out is not None

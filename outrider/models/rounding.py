@@ -1,4 +1,4 @@
-"""How far apart rounding alone may leave two passes of one model over the same tokens, and how often they are tried."""
+"""Tolerances for comparing two passes of a model over the same tokens."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from types import MappingProxyType
 
 import torch
 
-# Of the logits' norm, by the type of the model's weights.
+# Relative to the norm of the logits, by dtype of the weights.
 TOLERANCE: Mapping[torch.dtype, float] = MappingProxyType(
     {torch.float32: 1e-3, torch.bfloat16: 0.06, torch.float16: 0.02}
 )
-TRIALS = 4  # rounding may send a token to another expert now and then; what is built wrong is wrong every time
+TRIALS = 4  # rounding may route a token to another expert, so a failed comparison is repeated

@@ -1,8 +1,8 @@
-"""A pass whose shapes are fixed by a bucket, so that it can be recorded once and replayed.
+"""A pass of fixed shape, so that it can be recorded once and replayed.
 
-Everything that changes from round to round (ids, where to write, how far to see, who descends from whom) lies in
-buffers, and the pass is a function of the buffers and the cache alone: it runs the same on any device. Row r is slot r,
-so that stripes are read where they lie. What is padding writes to a spare entry behind each stripe, which nobody reads.
+Everything that changes between rounds (token ids, write positions, lengths, tree structure) is in buffers. The pass is
+a function of the buffers and the cache. Sequence r is in slot r. Padding writes to a spare entry at the end of each
+slot, which is never read.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from outrider.models.attention import Fixed, MaskRule
 
 
 class SpareCache(StaticCache):
-    """A static cache with one more entry behind each stripe, for padding."""
+    """A static cache with one more entry per slot, for padding."""
 
     def __init__(self, *, slots: int, capacity: int, device: torch.device) -> None:
         super().__init__(slots=slots, capacity=capacity + 1, device=device)
         self.spare = capacity
 
     def reserve(self, batch: Batch, guesses: Sequence[int], skip: int = -1) -> None:
-        """Make room as `stage` does, for a pass that finds its own places."""
+        """Reserve entries as `stage` does, without making a layout."""
         self._set_sequences(batch)
         for row, start, feed, count in zip(batch.seqs, batch.start, batch.feed, guesses, strict=True):
             if skip < 0 or count > skip:
@@ -38,28 +38,28 @@ class SpareCache(StaticCache):
                 self._clear(row.slot, stop)
 
     def of(self, layer: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Whole stripes of a layer; None until it has been written."""
+        """Return the keys and values of a layer for all slots; None before its first write."""
         return (self._keys[layer], self._values[layer]) if layer in self._keys else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
-    """What is fixed."""
+    """The shape of a pass."""
 
-    rows: int  # slots 0 to rows - 1, whoever of them takes part
-    columns: int  # of each row
-    length: int  # entries of each slot that are read
+    rows: int  # slots 0 to rows - 1
+    columns: int  # tokens per sequence
+    length: int  # cache entries per slot
     trees: bool = False
-    steps: int = 0  # greedy guesses that are grown; 0 = the pass scores
-    vocab: int = 0  # ids below which they are; 0 = all
+    steps: int = 0  # length of a greedy draft; 0: the pass scores
+    vocab: int = 0  # drafted ids are below it; 0: all
 
 
 def plan(bucket: Bucket, batch: Batch, draft: Draft, first: int, spare: int) -> list[int]:
-    """One round's numbers, laid out as `Cache.stage` does it, each row in its slot's place.
+    """Return the integers of one round, with the layout of `Cache.stage`, ordered by slot.
 
-    Of each column, by slot: the id that it feeds, or ~i for guess i of the flat guesses [R * L] in the batch's order;
-    and where in its slot it is written. Of each slot: where node 0 is written. Of each node, by row of the batch: its
-    column. Of each slot the budget; and of each row of the batch its slot.
+    In order: for each token its id, or ~i for draft token i of the flat draft [R * L] in batch order; the entry where
+    each token is written; for each slot the entry of node 0; for each node in batch order its token; for each slot its
+    budget; and for each sequence of the batch its slot.
     """
     rows, size, skip, fed = bucket.rows, bucket.columns, max(first, 0), first < 0
     source, place, keep = [0] * (rows * size), [spare] * (rows * size), [0] * (rows * size)
@@ -73,25 +73,25 @@ def plan(bucket: Bucket, batch: Batch, draft: Draft, first: int, spare: int) -> 
         source[begin:end] = [*feed, *(~(b * size + j) for j in range(guesses))]
         place[begin:end] = range(start, start + end - begin)
         wanted = [*range(end - guesses - fed, end)] or [begin]
-        keep[b * size : (b + 1) * size] = wanted + wanted[:1] * (size - len(wanted))  # padding repeats the first
+        keep[b * size : (b + 1) * size] = wanted + wanted[:1] * (size - len(wanted))  # padding repeats the first node
         budget[row.slot], order[b] = batch.draft_budget[b], row.slot
     return source + place + base + keep + budget + order
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Stage:
-    """One forward over fixed shapes, as the wrapped layers are told of it."""
+    """What the wrapped layers need in one pass of fixed shape."""
 
     place: torch.Tensor  # [R, L]
     positions: torch.Tensor  # [R, L]
-    seen: torch.Tensor  # [R, L, S] bool: by the order of the text and of the tree
+    seen: torch.Tensor  # [R, L, S] bool, by position and tree
     where: torch.Tensor  # [R, S] the position of each entry
     dtype: torch.dtype
     compiled: bool
     masks: dict[tuple[MaskRule | None, int], torch.Tensor]
 
     def mask(self, sight: MaskRule | None, sharing: int) -> torch.Tensor:
-        """As `Fixed.mask`; made once for all layers that see as far."""
+        """Return `Fixed.mask`. It is made once for all layers with the same rule."""
         if (sight, sharing) not in self.masks:
             seen = self.seen
             if sight is not None and sight.reach is not None and seen.shape[-1] > sight.reach:
@@ -103,9 +103,9 @@ class Stage:
 
 
 class _Layer:
-    """A decoder layer's `forward`, which hands the layer its own stripes where the shapes are fixed.
+    """The `forward` of a decoder layer. In passes of fixed shape it gives the layer its part of the cache.
 
-    What a compiled layer sees are tensors alone, so that one compilation serves all layers that are alike.
+    A compiled layer receives only tensors, so equal layers share one compilation.
     """
 
     def __init__(self, layer: Any, cache: SpareCache) -> None:
@@ -141,15 +141,15 @@ class _Layer:
 
 
 class StaticModel:
-    """A model whose layers take passes of fixed shapes beside those that they took before."""
+    """A model whose layers also support passes of fixed shape."""
 
     def __init__(
         self, model: Any, layers: Sequence[Any], cache: SpareCache, outputs: Mapping[int, torch.Tensor]
     ) -> None:
-        """Wrap the decoder `layers` of `model`; `outputs` fills with what is exported when a pass runs.
+        """Wrap the decoder `layers` of `model`. Passes write exported outputs to `outputs`.
 
         Raises:
-            UnsupportedModel: its layers cannot be told apart.
+            UnsupportedModel: the layers have no index.
         """
         wrapped = [_Layer(layer, cache) for layer in layers]
         self.layers = tuple(wrapper.index for wrapper in wrapped)
@@ -158,22 +158,22 @@ class StaticModel:
         for layer, wrapper in zip(layers, wrapped, strict=True):
             layer.forward = wrapper
         self.model, self.cache, self.outputs = model, cache, outputs
-        self.compiled = False  # whether passes run the compiled layers
+        self.compiled = False  # whether passes use the compiled layers
         self.dtype: torch.dtype = model.get_output_embeddings().weight.dtype
         self._embeddings: int = model.get_input_embeddings().num_embeddings
         self._keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     def ready(self) -> bool:
-        """Whether the cache has been written, and so has its memory."""
+        """Return whether the cache is allocated."""
         return all(self.cache.of(layer) is not None for layer in self.layers)
 
     def forward(self, tokens: torch.Tensor, stage: Stage, keep: torch.Tensor) -> torch.Tensor:
-        """Logits [K, V] of the columns `keep` [K] of `tokens` [R, L]."""
+        """Return the logits [K, V] of the columns `keep` [K] of `tokens` [R, L]."""
         ids = tokens.clamp(0, self._embeddings - 1).view(1, -1)
         out = self.model(
             input_ids=ids,
             position_ids=stage.positions.reshape(1, -1),
-            attention_mask=torch.ones_like(ids),  # or transformers finds packed texts by itself
+            attention_mask=torch.ones_like(ids),  # keeps transformers from detecting packed sequences itself
             use_cache=False,
             kv=stage,
             **({"logits_to_keep": keep} if self._keeps else {}),
@@ -182,7 +182,7 @@ class StaticModel:
 
 
 class StaticPass:
-    """One bucket's pass: buffers that are filled, and a function of them that never asks the host for anything."""
+    """The pass of one bucket: buffers, and a function of them that does not synchronize with the host."""
 
     def __init__(self, model: StaticModel, bucket: Bucket) -> None:
         self.bucket, self._model, self._spare = bucket, model, model.cache.spare
@@ -196,7 +196,7 @@ class StaticPass:
         return self._numbers.nbytes + self._guesses.nbytes + self._parents.nbytes
 
     def fill(self, batch: Batch, draft: Draft, first: int) -> None:
-        """Take a round's numbers, in one copy from the host, and its guesses from node `first` on."""
+        """Copy the integers of a round to the device, in one copy, and its draft tokens from node `first` on."""
         numbers = plan(self.bucket, batch, draft, first, self._spare)
         self._numbers.copy_(upload(numbers, self._numbers.device), non_blocking=True)
         if guesses := min(draft.size - max(first, 0), self.bucket.columns):
@@ -206,11 +206,11 @@ class StaticPass:
                 self._parents[:rows, :guesses] = draft.parent[:, :guesses]
 
     def score(self) -> tuple[torch.Tensor, torch.Tensor, dict[int, torch.Tensor], dict[int, torch.Tensor]]:
-        """What a pass says, by row of the batch and node, and what it exports besides.
+        """Run the pass.
 
         Returns:
-            logits [R, L, V], the likeliest ids as `Scores.best`, exported outputs alike [R, L, H], and these once more
-            of every column, by slot.
+            Logits [R, L, V], likeliest ids [R, L] and exported outputs [R, L, H], by sequence and node; and the
+            exported outputs of all tokens, by slot.
         """
         source, place, base, keep, _, _ = self._parts()
         guess, node = source < 0, (~source).clamp(min=0)
@@ -225,7 +225,7 @@ class StaticPass:
         return logits, best, {layer: out[0, keep] for layer, out in outputs}, whole
 
     def grow(self) -> torch.Tensor:
-        """[R, steps]: each row's greedy guesses, by row of the batch."""
+        """Draft greedily and return the tokens [R, steps] in batch order."""
         source, place, base, _, budget, order = self._parts()
         slots, most = torch.arange(len(order), device=order.device), self.bucket.vocab or None
         last = slots * self.bucket.columns + ((place < self._spare).sum(1) - 1).clamp(min=0)
@@ -244,7 +244,7 @@ class StaticPass:
         return [part.view(rows, size) if i in (0, 1, 3) else part for i, part in enumerate(parts)]
 
     def _stage(self, place: torch.Tensor) -> Stage:
-        """Each column sees what stands before it; padding sees all, so that its numbers are numbers."""
+        """Make the causal mask. Padding sees everything, so that its values stay finite."""
         entries = torch.arange(self.bucket.length, device=place.device)
         return Stage(
             place=place,
@@ -257,13 +257,13 @@ class StaticPass:
         )
 
     def _branch(self, stage: Stage, guess: torch.Tensor, node: torch.Tensor, base: torch.Tensor) -> None:
-        """Let guesses see, among guesses, their ancestors alone; and put guesses where their depth says."""
+        """Restrict draft tokens to their ancestors, and set their positions from their depth."""
         above = ancestors(self._parents)  # [R, N, N], N = L
         depth, nodes = above.sum(-1), above.shape[-1]
         stage.positions = torch.where(guess, base[:, None] - 1 + depth.flatten()[node], stage.positions)
-        behind = stage.where - base[:, None]  # [R, S]: which node an entry holds
+        behind = stage.where - base[:, None]  # [R, S]: the node of each entry
         index = behind.clamp(0, nodes - 1)
         related = above.flatten(0, 1)[node].gather(2, index[:, None].expand(*node.shape, -1))
         stage.seen = stage.seen & (~guess[..., None] | (behind < 0)[:, None] | related)
-        owner = node.amax(1) // nodes  # the row of the batch; 0 where the row has no guesses, which nobody sees
+        owner = node.amax(1) // nodes  # index in the batch; 0 for slots without draft tokens, whose result is not used
         stage.where = torch.where(behind < 0, stage.where, base[:, None] - 1 + depth[owner].gather(1, index))

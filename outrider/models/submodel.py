@@ -1,4 +1,4 @@
-"""A model made of some layers of another: the same weights, of which there is no second copy."""
+"""Models made of some layers of another model, without copying weights; and quantized copies."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ _HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always
 
 
 def make_submodel(model: Any, layers: Sequence[int]) -> Any:
-    """A transformers model of these decoder layers, in this order, between the embedding and head of `model`.
+    """Return a model of these decoder layers, in this order, with the embedding and output layer of `model`.
 
-    Whatever holds the layers is copied, and they themselves are, so that a hook or a wrapper around the one model is
-    not around the other; what they are made of is shared.
+    Modules are copied, so that hooks and wrappers are separate. Weights are shared.
     """
     path, stack = layer_stack(model)
     twins = _configs(model, layers)
@@ -36,17 +35,15 @@ def make_submodel(model: Any, layers: Sequence[int]) -> Any:
 
 
 def requantized_model(model: Any, bits: int) -> Any:
-    """A copy of a transformers model in bfloat16 whose linear layers have 8 or 4 bits.
-
-    What is in bfloat16 already and not quantised is shared.
+    """Return a bfloat16 copy of a model with linear layers of 8 or 4 bits. Other bfloat16 weights are shared.
 
     Raises:
-        OutriderError: the model is not on a CPU, or has no more bits as it is.
-        UnsupportedModel: it cannot be quantised here.
+        OutriderError: the model is not on a CPU, or does not have more bits.
+        UnsupportedModel: it cannot be quantized.
     """
     table = model.get_input_embeddings().weight
     if table.device.type != "cpu":
-        raise OutriderError("a quantised draft needs a CPU; use device cpu, or draft:DIR, exit:N or ngram")
+        raise OutriderError("a quantized draft needs a CPU; use device cpu, or draft:DIR, exit:N or ngram")
     held = [module.bits for module in model.modules() if isinstance(module, QuantizedLinear)]
     refuse_wider(bits, min(held, default=16))
     copied = _unpacked(model, table.dtype)
@@ -57,39 +54,42 @@ def requantized_model(model: Any, bits: int) -> Any:
 
 
 def refuse_wider(bits: int, held: int) -> None:
-    """Stop where a copy of the target would be no smaller than the target."""
+    """Raise if a quantized draft would not be smaller than the target."""
     if bits >= held:
         raise OutriderError(
-            f"a draft of {bits} bits is no smaller than this target of {held}; use fewer bits, or leave quantize out"
+            f"a draft with {bits} bits is not smaller than this target with {held}; use fewer bits, or leave"
+            " --quantize out"
         )
 
 
 def refuse_weight_update(source: object | None) -> None:
-    """Stop where weights are loaded into what is made of `source`."""
+    """Raise if weights are loaded into a model that was made from `source`."""
     if source is not None:
-        raise OutriderError("this draft is made of the target's own weights, and follows them; swap the target's")
+        raise OutriderError("this draft uses the weights of the target; update those of the target")
 
 
 def shared_weights(model: Any) -> SharedWeights:
-    """The tables of a transformers model (see `WeightSharer`)."""
+    """Return the weights of a model that draft heads share (see `WeightSharer`)."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     stack = layer_stack(model)[0].rpartition(".")[0]
     norm = getattr(model.get_submodule(stack), "norm", None)
     epsilon = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
     named = type(norm).__name__
     plain = getattr(head, "bias", None) is None and "RMSNorm" in named
-    if norm is None or epsilon is None or not plain or re.search("Gemma(?!3n|4)", named):  # whose weights count from 1
+    if (
+        norm is None or epsilon is None or not plain or re.search("Gemma(?!3n|4)", named)
+    ):  # their norm weights are offset by 1
         kind = model.config.model_type
-        raise OutriderError(f"drafts cannot be trained on the states of {kind}: its final norm or head is not Llama's")
+        raise OutriderError(f"draft heads do not support {kind}: its final norm or output layer differs from Llama's")
     table = embedding.weight * getattr(embedding, "embed_scale", 1.0)
     return SharedWeights(embedding=table, head=head.weight, norm=norm.weight, epsilon=float(epsilon))
 
 
 def layer_stack(model: Any) -> tuple[str, nn.ModuleList]:
-    """Name and modules of the stack of decoder layers: the first list as long as the configuration says.
+    """Return the name and the modules of the list of decoder layers.
 
     Raises:
-        UnsupportedModel: there is no such list.
+        UnsupportedModel: no module list has the number of layers of the configuration.
     """
     count = model.config.get_text_config(decoder=True).num_hidden_layers
     inside = {id(module) for module in model.get_decoder().modules()}
@@ -100,12 +100,12 @@ def layer_stack(model: Any) -> tuple[str, nn.ModuleList]:
     ]
     if not stacks:
         kind = model.config.model_type
-        raise UnsupportedModel(f"{kind}: there is no list of {count} decoder layers in it, as its configuration says")
+        raise UnsupportedModel(f"{kind}: it has no list of {count} decoder layers")
     return stacks[0]
 
 
 def _configs(model: Any, layers: Sequence[int]) -> Mapping[int, Any]:
-    """Configurations of a model of these layers, by the identity of those that they stand for."""
+    """Return the configurations of a model with these layers, by the id of the original ones."""
     old = model.config
     new = deepcopy(old)
     text = new.get_text_config(decoder=True)
@@ -116,7 +116,7 @@ def _configs(model: Any, layers: Sequence[int]) -> Mapping[int, Any]:
 
 
 def _shell(module: nn.Module, twins: Mapping[int, Any]) -> Any:
-    """A copy that shares its children and weights, with no hooks and no wrapper around its `forward`."""
+    """Return a copy of a module that shares children and weights, without hooks and wrappers of `forward`."""
     out = copy(module)
     out._modules = dict(module._modules)
     for hooks in _HOOKS:
@@ -128,7 +128,7 @@ def _shell(module: nn.Module, twins: Mapping[int, Any]) -> Any:
 
 
 def _unpacked(module: nn.Module, wide: torch.dtype) -> Any:
-    """A copy down to the leaves: packed linear layers are plain ones again, and what was `wide` is in bfloat16.
+    """Return a deep copy with plain linear layers and weights of dtype `wide` in bfloat16.
 
     Other weights are shared.
     """

@@ -1,1 +1,1 @@
-"""The decoder step for CPUs, in C++: weights read once, at the speed of the memory, with nothing in between."""
+"""Native CPU kernels in C++: forward passes, sampling and verification."""

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all."""
+"""Atomic writes of files."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from outrider.errors import OutriderError
 
 
 def check_writable(path: str | Path) -> None:
-    """Whether `write_whole` could write this file, asked before there is anything to lose; a leading ~ is the home.
+    """Check that a file can be written, before the work whose result it will hold. A leading ~ is the home folder.
 
     Raises:
-        OutriderError: it could not.
+        OutriderError: it cannot be written.
     """
     file = Path(path).expanduser()
     with _beside(file) as whole:
@@ -26,10 +26,10 @@ def check_writable(path: str | Path) -> None:
 
 
 def check_folder(path: str | Path, option: str) -> None:
-    """Whether files could be written into this folder, which need not be there yet; a leading ~ is the home.
+    """Check that a folder can be created or written to. A leading ~ is the home folder.
 
     Raises:
-        OutriderError: they could not; the message begins with the `option` that named it.
+        OutriderError: it cannot; the message starts with the name of the `option`.
     """
     folder = Path(path).expanduser()
     there = next(place for place in (folder, *folder.parents) if os.path.exists(place))
@@ -41,7 +41,7 @@ def check_folder(path: str | Path, option: str) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file whole or not at all, whoever else reads or writes it at the same time.
+    """Write a file atomically.
 
     Raises:
         OutriderError: it cannot be written.
@@ -53,7 +53,7 @@ def write_whole(path: Path, text: str) -> None:
 
 @contextmanager
 def _beside(path: Path) -> Iterator[Path]:
-    """Where a file can grow until it takes the place of `path`."""
+    """Return a temporary path in the same folder."""
     try:
         with TemporaryDirectory(dir=path.parent, prefix=".outrider-") as folder:
             yield Path(folder) / path.name

@@ -1,4 +1,4 @@
-"""What the C library does with freed memory, where it is glibc."""
+"""Settings of the memory allocator of glibc."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _GROWN = 1 << 31  # bytes, after which what is free is given back
 
 
 class Heap:
-    """Keeps what a step frees for the next one.
+    """Keeps memory that a training step frees for the next one.
 
-    By itself glibc maps large blocks anew each time, and a quarter of a step is the clearing of their pages; what lies
-    free between others it never gives back, so that the process grows from step to step.
+    By default glibc maps large blocks anew each time, and clearing their pages takes a quarter of a step. It never
+    returns free memory between used blocks, so the process grows.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class Heap:
         self._least = _resident() if self._libc else 0
 
     def tidy(self, *, grown: int = _GROWN) -> None:
-        """Give back all that is free, if the process has grown by so many bytes since."""
+        """Return free memory to the system, if the process has grown by enough bytes since the last call."""
         if self._libc and _resident() >= self._least + grown:
             self._libc.malloc_trim(0)
             self._least = _resident()

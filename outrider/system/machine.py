@@ -1,4 +1,4 @@
-"""The machine: how many threads to use, and where a number was measured (hardware, versions, commit)."""
+"""Thread counts, and the facts beside a measurement: hardware, versions, commit."""
 
 from __future__ import annotations
 
@@ -19,30 +19,29 @@ _PACKAGE = Path(__file__).resolve().parent.parent
 
 
 def use_threads(threads: int | None) -> None:
-    """Let torch run on so many CPU threads; None leaves it to OMP_NUM_THREADS, or else to `default_threads`.
+    """Set the number of CPU threads of torch. None: OMP_NUM_THREADS, or else `default_threads`.
 
     Raises:
-        OutriderError: not on a single one.
+        OutriderError: the number is below 1.
     """
     import torch
 
     if threads is not None and threads < 1:
         raise OutriderError(f"threads is {threads}; use at least 1")
     if threads is None and "OMP_NUM_THREADS" not in os.environ:
-        threads = min(torch.get_num_threads(), default_threads())  # where torch has fewer, somebody wanted fewer
+        threads = min(torch.get_num_threads(), default_threads())  # torch has fewer if the user has set fewer
     if threads is not None:
         torch.set_num_threads(threads)
 
 
 def default_threads(root: Path = Path("/")) -> int:
-    """How many threads read weights fastest: one for each physical core that this process may use, on one NUMA node.
+    """Return the number of threads that reads weights fastest: the usable physical cores of one NUMA node.
 
-    Two threads of a core share its way to memory. Weights lie on the node where the thread that loaded them ran, and
-    that node's bandwidth is all that a pass can use; of several nodes the one with the most cores counts. A CPU quota
-    is rounded down: threads wait for each other, so one that is held back holds back all.
+    Two threads of a core share its memory path. The weights are on the node of the thread that loaded them, so a pass
+    uses the bandwidth of one node. A CPU quota is rounded down, because threads wait for the slowest one.
 
     Args:
-        root: where /sys and /proc lie.
+        root: the folder of /sys and /proc.
     """
     system, cpus = root / "sys/devices/system", _cpus()
     cores = {cpu: _read(system / f"cpu/cpu{cpu}/topology/thread_siblings_list") or str(cpu) for cpu in cpus}
@@ -52,7 +51,7 @@ def default_threads(root: Path = Path("/")) -> int:
 
 
 def versions() -> dict[str, str]:
-    """Of Python and of the packages that speed depends on."""
+    """Return the versions of Python and of the packages that affect speed."""
     return {
         "python": platform.python_version(),
         "torch": version("torch"),
@@ -62,7 +61,7 @@ def versions() -> dict[str, str]:
 
 
 def hardware(device: str) -> dict[str, Any]:
-    """The CPU, its usable cores and its memory, torch's threads, and the GPU with its memory when `device` is one."""
+    """Return CPU, usable cores, memory, threads, and the GPU if `device` is one."""
     import torch
 
     gpu = torch.cuda.get_device_properties(torch.device(device)) if device.startswith("cuda") else None
@@ -78,10 +77,10 @@ def hardware(device: str) -> dict[str, Any]:
 
 
 def commit() -> str | None:
-    """The commit of the checkout that this package runs from, "+dirty" when it was changed; None outside of one."""
+    """Return the commit of the checkout, with "+dirty" after changes; None outside of a checkout."""
     try:
         top, head = _git("rev-parse", "--show-toplevel", "HEAD").split("\n")
-        if Path(top).resolve() != _PACKAGE.parent:  # installed inside somebody else's checkout
+        if Path(top).resolve() != _PACKAGE.parent:  # installed in the checkout of another project
             return None
         return head + ("+dirty" if _git("status", "--porcelain", "--", _PACKAGE.name) else "")
     except (OSError, subprocess.SubprocessError, ValueError):
@@ -94,18 +93,18 @@ def _git(*arguments: str) -> str:
 
 
 def _cpus() -> set[int]:
-    """Those that this process may run on."""
+    """Return the CPUs that this process may use."""
     return os.sched_getaffinity(0) if sys.platform == "linux" else set(range(os.cpu_count() or 1))
 
 
 def _parse_cpus(text: str) -> set[int]:
-    """Of "0-3,8": 0, 1, 2, 3 and 8."""
+    """Parse a CPU list: "0-3,8" is 0, 1, 2, 3 and 8."""
     spans = re.findall(r"(\d+)(?:-(\d+))?", text)
     return {cpu for first, last in spans for cpu in range(int(first), int(last or first) + 1)}
 
 
 def _quota(root: Path) -> float:
-    """How many CPUs' time the control groups of this process grant it, and those that hold them."""
+    """Return the CPU quota of the control groups of this process."""
     grants = [math.inf]
     for line in _read(root / "proc/self/cgroup").splitlines():  # "0::/path", or "4:cpu,cpuacct:/path" before version 2
         controllers, _, path = line.partition(":")[2].partition(":")
@@ -119,7 +118,7 @@ def _quota(root: Path) -> float:
 
 
 def _read(path: Path) -> str:
-    """What a file says, nothing where it cannot be read."""
+    """Return the text of a file; "" if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8").strip()
     except (OSError, ValueError):
@@ -127,7 +126,7 @@ def _read(path: Path) -> str:
 
 
 def free_memory() -> int | None:
-    """Bytes that a process may still take without others being swapped out; None on a system that does not say."""
+    """Return the available memory in bytes; None if the system does not report it."""
     said = re.search(r"MemAvailable: *(\d+) kB", _read(Path("/proc/meminfo")))
     group = Path("/sys/fs/cgroup")
     most, used = _read(group / "memory.max"), _read(group / "memory.current")
@@ -140,7 +139,7 @@ def free_memory() -> int | None:
 def _memory() -> int | None:
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):  # a system that does not say
+    except (AttributeError, ValueError, OSError):  # the system does not report it
         return None
 
 

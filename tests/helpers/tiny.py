@@ -206,7 +206,7 @@ REFUSED_BY_CHECK: Mapping[str, tuple[Callable[[], PreTrainedConfig], str]] = {
     "bert-generation": (_config("BertGenerationConfig", is_decoder=False), "differ from the model's own"),
     "diffllama": (_config("DiffLlamaConfig"), "differ from the model's own"),
     "doge": (_config("DogeConfig", pad_token_id=0), "its forward pass fails"),
-    "nemotron": (_config("NemotronConfig"), "do not hand keyword arguments on"),
+    "nemotron": (_config("NemotronConfig"), "do not pass keyword arguments"),
 }
 
 

@@ -422,7 +422,7 @@ def test_a_round_waits_for_the_device_once(temperature, shelf, monkeypatch):
         )
         engine.add(request)
     for model in (target, draft):  # no trials, which read on purpose
-        model.graphs._try = lambda recorded, ours, eager: ours
+        model.graphs._compare = lambda recorded, ours, eager: ours
     counted = []
     while engine.busy():
         with _Reads() as seen:

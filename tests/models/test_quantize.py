@@ -162,7 +162,7 @@ def test_what_stays_as_it_is_is_said(folders, caplog, tmp_path):
         assert not caplog.messages
         read(folders["tied"], 4)
     (message,) = caplog.messages
-    assert message.startswith("llama: 4 weights cannot be quantised and stay as they are: model.layers.0.mlp.down_proj")
+    assert message.startswith("llama: 4 weights cannot be quantized and keep their precision: model.layers.0.mlp.down_proj")
     assert message.endswith(", ...")
 
 
@@ -177,10 +177,10 @@ def test_what_cannot_be_quantised_is_refused(folders, monkeypatch, tmp_path):
         "head_dim": 8,
     }
     model = load(tiny.save(tmp_path, tiny.make_config("LlamaConfig", **sizes))).model
-    with pytest.raises(UnsupportedModel, match="llama: it has no linear layer that can be quantised"):
+    with pytest.raises(UnsupportedModel, match="llama: it has no linear layer that can be quantized"):
         quantize_model(model, 8)
     monkeypatch.setattr(quantize, "_OPERATORS", ("_no_such_operator",))
-    with pytest.raises(UnsupportedModel, match="this torch has no _no_such_operator, which quantize needs"):
+    with pytest.raises(UnsupportedModel, match="this torch has no operator _no_such_operator, which --quantize needs"):
         LLM(folders["olmo2"], quantize="int4", device="cpu")
 
 

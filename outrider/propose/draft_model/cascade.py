@@ -51,7 +51,9 @@ class Cascade(Wrapped):
             _look(watch, chains, laws)
         size = max(map(len, chains))
         tokens = tree.upload([chain + [0] * (size - len(chain)) for chain in chains], self.device)
-        return DraftChains(tokens=tokens, count=tuple(watch.count), margin=watch.margins, accept_prob=watch.chances)
+        return DraftChains(
+            tokens=tokens, count=tuple(watch.count), margin=watch.margins, accept_prob=watch.accept_probs
+        )
 
     def _say(
         self, batch: Batch, rows: Sequence[list[int]], first: int, vocab: int

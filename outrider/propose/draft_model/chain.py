@@ -217,12 +217,12 @@ class DraftModelProposer:
             draft = tree.chain(tokens, tuple(min(most, watch.depth) for most in watch.count))
         self._margins = watch.margins
         if self._setup.draw is Draw.ARGMAX or knobs.all_greedy or not laws:
-            return self._chain(draft.tokens, draft.width, watch.chances)
+            return self._chain(draft.tokens, draft.width, watch.accept_probs)
         sampled = tree.upload(knobs.sampled, self._setup.device, torch.bool)[:, None]
         law_of = torch.where(sampled, int(DraftKind.SAMPLED), int(DraftKind.ONE_HOT)).expand_as(draft.tokens)
         places = torch.arange(draft.tokens.numel(), device=self._setup.device).view(len(laws), -1).T
         q = Packed(values=torch.cat(laws), at=torch.where(sampled, places, -1))
-        return self._chain(draft.tokens, draft.width, watch.chances, law=law_of, q=q)
+        return self._chain(draft.tokens, draft.width, watch.accept_probs, law=law_of, q=q)
 
     def _chain(
         self,
