@@ -1,1 +1,1 @@
-"""Those who guess."""
+"""Proposers: they draft the tokens that the target verifies."""

@@ -1,4 +1,4 @@
-"""Proposers made of proposers."""
+"""Combinations of proposers: `first`, `switch` and `merge`."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from outrider.propose.base import Proposer, ProposerSetup
 from outrider.propose.tree_builder import TreeBuilder, depths
 from outrider.verify.verdict import normalize
 
-_LEVELS = 8  # of a chance that a part gives a guess
-_HOPE = 0.6  # that a guess is kept of which its proposer says nothing
+_LEVELS = 8  # levels of the acceptance probability that a part states
+_HOPE = 0.6  # prior acceptance if a part states none
 
 
 def check_parts(count: int, *, switches: bool) -> None:
-    """See that so many parts can be combined, and that none `switches` between its own."""
+    """Check the number of parts, and that none of them is a switch."""
     if count < 2:
         raise OutriderError("one proposer alone cannot be combined; name two or more, as in merge(ngram,recycle)")
     if switches:
@@ -31,10 +31,10 @@ def check_parts(count: int, *, switches: bool) -> None:
 
 
 class Combination:
-    """What all combinations share: every part lives through everything."""
+    """Base of combinations. All parts follow all requests."""
 
     def __init__(self, setup: ProposerSetup, parts: Sequence[Proposer]) -> None:
-        """Combine `parts`, the first of which has precedence where it matters."""
+        """Combine `parts`. Earlier parts have precedence."""
         check_parts(len(parts), switches=any(part.needs.alternatives > 1 for part in parts))
         self.parts = tuple(parts)
         layers = sorted({layer for part in parts for layer in part.needs.layers})
@@ -42,7 +42,7 @@ class Combination:
         self._setup = setup
         *self._places, self.voices = accumulate(
             map(noise_streams, self.parts), initial=0
-        )  # of each part's first one; of all
+        )  # first bit of each part; number of all bits
 
     def admit(self, slot: int, request: Request) -> None:
         for part in self.parts:
@@ -57,7 +57,7 @@ class Combination:
             part.release(slot)
 
     def _by(self, part: int, draft: Draft) -> tuple[tuple[int, ...], ...]:
-        """Who made each guess of a part: its bits in a `Draft.source` of this combination."""
+        """Return the bits in `Draft.source` for the draft tokens of a part."""
         place = self._places[part]
         if draft.source is None:
             return tuple((1 << place,) * width for width in draft.width)
@@ -65,12 +65,12 @@ class Combination:
 
 
 def noise_streams(proposer: Proposer) -> int:
-    """How many proposers it combines. Each has a bit in `Draft.source`."""
+    """Return the number of proposers. Each has a bit in `Draft.source`."""
     return int(getattr(proposer, "voices", 1))
 
 
 class First(Combination):
-    """The guesses of the first part that has any, row by row."""
+    """Uses the draft of the first part that has one, for each sequence."""
 
     def propose(self, batch: Batch) -> Draft:
         left, drafts = batch, []
@@ -83,7 +83,7 @@ class First(Combination):
 
 
 class Switch(Combination):
-    """One part at a time, for all rows but those that asked for another one; the planner says which."""
+    """Uses one part at a time. The planner chooses it, and a request can name another one."""
 
     def __init__(self, setup: ProposerSetup, parts: Sequence[Proposer]) -> None:
         super().__init__(setup, parts)
@@ -101,23 +101,23 @@ class Switch(Combination):
 
 
 def _only(batch: Batch, arms: Sequence[int], arm: int) -> Batch:
-    """The batch with guesses for the rows of one arm alone."""
+    """Return the batch with draft budgets for the sequences of one alternative only."""
     budget = tuple(most if own == arm else 0 for most, own in zip(batch.draft_budget, arms, strict=True))
     return batch if budget == batch.draft_budget else replace(batch, draft_budget=budget)
 
 
 class Merge(Combination):
-    """All parts' guesses in one tree, what they share once, the likeliest within the budget.
+    """Merges the drafts of all parts into one tree and keeps the likeliest nodes within the budget.
 
-    Where guesses are drawn, every drawn one is kept: to leave one out because of what it is would bias the output. The
-    parts then share the budget equally, and drawn siblings stand before picked ones, which may depend on them. Each
-    part draws with noise of its own: rules for siblings take what one part drew to say nothing of what another did.
+    Sampled draft tokens are all kept, because dropping one for its value would bias the output. The parts then share
+    the budget equally, and sampled siblings come before one-hot ones, which may depend on them. Each part samples with
+    its own noise stream, because verification of siblings assumes independent samples.
     """
 
     def __init__(self, setup: ProposerSetup, parts: Sequence[Proposer]) -> None:
         super().__init__(setup, parts)
-        self._chances = AcceptanceEstimator()  # of guesses by who made them, together or alone, and what they said
-        self._open: list[tuple[int, TreeBuilder, list[Hashable]]] = []  # row of the batch, guesses, kinds
+        self._chances = AcceptanceEstimator()  # by the parts that drafted a token, and the probability that they stated
+        self._open: list[tuple[int, TreeBuilder, list[Hashable]]] = []  # index in the batch, tree, kinds
 
     def propose(self, batch: Batch) -> Draft:
         self._open = []
@@ -140,7 +140,7 @@ class Merge(Combination):
         super().commit(round)
 
     def _union(self, b: int, parts: Sequence[_Part]) -> _Union:
-        """One row's merged tree, with the chances that guesses of such company have had."""
+        """Return the merged tree of a sequence, with estimated acceptance."""
         union = _Union.of(parts)
         if any(union.law):
             return union
@@ -159,7 +159,7 @@ class Merge(Combination):
         return -(-budget // len(self.parts)) if drawn else budget
 
     def _read(self, part: int, draft: Draft) -> list[_Part]:
-        """The draft on the host: each row's guesses, their laws and who made them."""
+        """Copy a draft to the host: trees, kinds and sources by sequence."""
         out = list[_Part]()
         host = (draft.tokens.tolist(), draft.parent.tolist(), draft.kind.tolist(), self._by(part, draft))
         for b, (count, tokens, parent, law, by) in enumerate(zip(draft.count.tolist(), *host, strict=True)):
@@ -176,17 +176,17 @@ class Merge(Combination):
         return out
 
 
-_Part = tuple[TreeBuilder, list[int], Sequence[int]]  # one row's guesses, their laws, who made them
+_Part = tuple[TreeBuilder, list[int], Sequence[int]]  # tree, kinds and sources of one sequence
 
 
 @dataclass(frozen=True, slots=True)
 class _Union:
-    """One row's merged tree, and where each node came from."""
+    """The merged tree of a sequence, with the origin of each node."""
 
     sketch: TreeBuilder
     law: list[int]
     source: list[tuple[int, int]]  # part, node
-    voices: list[int]  # who made the guess, as in `Draft.source`
+    voices: list[int]  # bits of `Draft.source`
 
     @classmethod
     def of(cls, parts: Sequence[_Part]) -> _Union:
@@ -197,7 +197,7 @@ class _Union:
         return union
 
     def _add(self, part: int, sketch: TreeBuilder, law: list[int], by: Sequence[int]) -> None:
-        home: list[int] = []  # of the part's nodes in here
+        home: list[int] = []  # nodes of the part in the merged tree
         known = {pair: node for node, pair in enumerate(zip(self.sketch.parent, self.sketch.tokens, strict=True))}
         for node, (token, parent, chance) in enumerate(
             zip(sketch.tokens, sketch.parent, sketch.accept_prob, strict=True)
@@ -209,18 +209,18 @@ class _Union:
                 self.law.append(law[node])
                 self.source.append((part, node))
                 self.voices.append(0)
-            elif not self.law[twin]:  # of a drawn one, the chance may not depend on what it is
+            elif not self.law[twin]:  # the estimate for a sampled token must not depend on its value
                 self.sketch.accept_prob[twin] = max(self.sketch.accept_prob[twin], chance)
             self.voices[twin] |= by[node]
             home.append(twin)
 
     def without_replacement(self) -> list[tuple[int, int]]:
-        """The sources of nodes that were drawn so."""
+        """Return the origins of nodes that were sampled in this way."""
         pairs = zip(self.source, self.law, strict=True)
         return [source for source, law in pairs if law == DraftKind.WITHOUT_REPLACEMENT]
 
     def drawn_before(self, at: int) -> list[int]:
-        """Tokens that a node's own part had drawn without replacement from the same law before it."""
+        """Return the earlier siblings that the same part has sampled without replacement."""
         part, own = self.source[at]
         nodes = zip(self.source, self.law, self.sketch.parent, self.sketch.tokens, strict=True)
         return [
@@ -233,7 +233,7 @@ class _Union:
         ]
 
     def best(self, budget: int) -> _Union:
-        """The drawn nodes and then the likeliest, parents before children."""
+        """Return the sampled nodes and then the likeliest, parents before children."""
         old = self.sketch
         order = sorted(
             range(len(old.tokens)), key=lambda node: (self.law[node] == DraftKind.ONE_HOT, -old.accept_prob[node])
@@ -277,10 +277,10 @@ def _draft(unions: Sequence[_Union], drafts: Sequence[Draft], device: torch.devi
 
 
 def _laws(unions: Sequence[_Union], drafts: Sequence[Draft], size: int) -> tuple[Packed, list[list[int]]]:
-    """[B, N]: what each drawn node was drawn from, and by which `DraftKind`.
+    """Return the distribution index [B, N] of each sampled node, and its `DraftKind`.
 
-    Without replacement means without any sibling that was drawn so before, whoever drew it. Where several parts draw
-    so, each node is therefore given the law that was left when its own part drew it.
+    WITHOUT_REPLACEMENT excludes all earlier siblings of that kind, of any part. If several parts sample without
+    replacement, each node therefore gets the distribution that remained for its own part.
     """
     both, places = _together(drafts)
     known = [at.tolist() for at in places]
@@ -301,7 +301,7 @@ def _laws(unions: Sequence[_Union], drafts: Sequence[Draft], size: int) -> tuple
 
 
 def _together(drafts: Sequence[Draft]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """What all guesses were drawn from, [T, V], and where in it that of each draft's guesses lies, [B, N]."""
+    """Join the distributions of all drafts to [T, V], with the indices [B, N] of each draft."""
     laws, places, count = [], [], 0
     for draft in drafts:
         at = torch.full_like(draft.tokens, -1)
@@ -314,7 +314,7 @@ def _together(drafts: Sequence[Draft]) -> tuple[torch.Tensor, list[torch.Tensor]
 
 
 def _beside(one: Draft, two: Draft) -> Draft:
-    """Row by row the first draft's guesses, or where it has none the second's."""
+    """Return for each sequence the first draft, or the second one if the first is empty."""
     if not two.size:
         return one
     if not one.size:
@@ -348,7 +348,7 @@ def _beside(one: Draft, two: Draft) -> Draft:
 
 
 def _widened(draft: Draft, size: int) -> Draft:
-    """Padded to `size` nodes; a chain's padding continues the chain."""
+    """Pad a draft to `size` nodes. The padding of a chain continues the chain."""
     more = size - draft.size
     if not more:
         return draft

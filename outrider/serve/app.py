@@ -1,4 +1,4 @@
-"""The routes, and what stands before them."""
+"""The FastAPI application: routes and middleware."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inl
 
 
 def make_app(driver: AsyncLLM, settings: Settings, *, name: str) -> FastAPI:
-    """The application, which starts the driver and stops it."""
+    """Make the application. It starts and stops the driver."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -42,7 +42,7 @@ def make_app(driver: AsyncLLM, settings: Settings, *, name: str) -> FastAPI:
     app.add_middleware(BodyLimitMiddleware, most=1024 * settings.max_body_kb)
     if settings.api_key:
         app.add_middleware(ApiKeyMiddleware, keys=settings.api_key)
-    if settings.allow_origin:  # before keys: a browser asks without one whether it may ask
+    if settings.allow_origin:  # before the key check: browsers send preflight requests without a key
         app.add_middleware(
             CORSMiddleware,
             allow_origins=settings.allow_origin,
@@ -86,7 +86,7 @@ def _add_routes(app: FastAPI, answers: RequestHandler, driver: AsyncLLM, name: s
     async def health() -> Response:
         if ill := driver.failure:
             return JSONResponse(problem(ill, kind="server_error"), 503)
-        if lost := driver.degraded:  # no reason to start it anew: 200
+        if lost := driver.degraded:  # degraded is not a reason to restart: 200
             return JSONResponse({"status": "degraded", "reasons": list(lost)})
         return JSONResponse({"status": "ok"})
 

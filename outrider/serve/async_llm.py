@@ -1,4 +1,4 @@
-"""The one thread that steps the engine, and what it is told from outside."""
+"""Runs the engine in a thread of its own, behind an asyncio interface."""
 
 from __future__ import annotations
 
@@ -26,43 +26,45 @@ from outrider.serve.stream.text import StreamText
 from outrider.serve.stream.ticket import TOGETHER, RequestStream, StreamChunk, StreamContent, Wakeup
 
 _log = logging.getLogger("outrider.serve")
-_IDLE = 0.05  # seconds between two looks at whether the server stops
-_DEGRADED = 8  # rounds that failed, one after another, until the server calls itself ill
-_LATELY, _LAME = 64, 8  # rounds that are looked back over, and failed ones of them until the server says so
+_IDLE = 0.05  # seconds between checks whether the server stops
+_DEGRADED = 8  # consecutive failed rounds until /health returns 503
+_LATELY, _LAME = 64, 8  # recent rounds, and failed ones among them, until the server is degraded
 
 
 class QueueFull(OutriderError):
-    """As many wait as may."""
+    """The queue is full."""
 
 
 class AsyncLLM:
-    """Steps the engine while there is anything to do.
+    """Steps the engine in a thread while there are requests.
 
-    Only its thread touches the engine; everybody else leaves a note. What clients call is safe from an event loop, and
-    never waits.
+    Only this thread uses the engine. Other threads send it commands. The methods for clients never block the event
+    loop.
     """
 
     def __init__(self, llm: LLM, *, max_queued_requests: int, max_num_seqs: int) -> None:
         """Accept at most `max_num_seqs + max_queued_requests` requests at a time."""
-        self.front = with_own_tokenizer(llm)  # the engine's thread decodes
+        self.front = with_own_tokenizer(llm)  # the engine thread uses the other tokenizer
         self.reader = PromptEncoder(self.front)
-        self.spell = cache(lambda token: self.front.decode([token]))  # what a token is alone, for the event loop
+        self.spell = cache(lambda token: self.front.decode([token]))  # text of a single token, for the event loop
         self.clocks = LatencyMetrics()
         self._llm = llm
         self.slots = max_num_seqs
         self._max_requests = max_num_seqs + max_queued_requests
         self._notes: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._open: dict[int, RequestStream] = {}
-        self._news: dict[RequestStream, SequenceState] = {}  # who has something to hear of
-        self._told = 0.0  # when they last did
-        self._bell: Wakeup | None = None  # of the event loop that asks
-        self._taken = self._ended = 0  # requests; the one is the event loop's to change, the other the thread's
+        self._news: dict[RequestStream, SequenceState] = {}  # streams with new tokens
+        self._told = 0.0  # time of the last notification
+        self._bell: Wakeup | None = None  # of the event loop of the clients
+        self._taken = self._ended = (
+            0  # counters of requests: the event loop changes the first, the engine thread the second
+        )
         self._stopping = False
-        self._over = False  # whether the thread does nothing more
+        self._over = False  # whether the thread has ended
         self.failed_rounds = 0
-        self._failing = 0  # those of them since the last good one
-        self._lately: deque[bool] = deque(maxlen=_LATELY)  # whether a round has failed
-        self._error, self._alike = "", 0  # what the last one died of, and how many in a row have
+        self._failing = 0  # since the last successful round
+        self._lately: deque[bool] = deque(maxlen=_LATELY)  # by recent round: whether it failed
+        self._error, self._alike = "", 0  # the last error, and how often it occurred in a row
         self.drifts = tuple(Drift() for _ in llm.parts.proposers)
         self._thread = Thread(target=self._run, name="engine", daemon=True)
 
@@ -73,24 +75,24 @@ class AsyncLLM:
 
     @property
     def running(self) -> int:
-        """Requests that hold a slot, as far as can be told from outside."""
+        """Number of requests with a slot."""
         return min(self._taken - self._ended, self.slots)
 
     @property
     def waiting(self) -> int:
-        """Requests that hold none yet."""
+        """Number of queued requests."""
         return self._taken - self._ended - self.running
 
     @property
     def failure(self) -> str:
-        """Why this server had better be started anew; empty while all is well."""
+        """Why the server must be restarted; "" while it works."""
         if self._failing >= _DEGRADED:
             return f"the last {self._failing} rounds of the engine have failed"
         return "" if self._stopping or (self._thread.is_alive() and not self._over) else "the engine does not run"
 
     @property
     def degraded(self) -> tuple[str, ...]:
-        """Why guesses are being lost: texts are right, and come no faster than without any. Empty while all is well."""
+        """Why errors reduce speculation. Texts are still right. Empty while there are none."""
         off = tuple(
             f"proposer {guard.name} is switched off for now: it has failed {guard.failures} times"
             for guard in self.front.parts.isolated
@@ -102,26 +104,26 @@ class AsyncLLM:
 
     @property
     def engine(self) -> Engine:
-        """To read what it counts; its thread alone may do more."""
+        """The engine, for its counters. Only the engine thread may do more."""
         return self._llm.engine
 
     def start(self) -> None:
-        """Let the engine's thread run."""
+        """Start the engine thread."""
         self._llm.engine.on_round = self._content
         self._thread.start()
 
     def stop(self) -> None:
-        """End what runs, and the thread; what the planner has learned is written, if it is to be and can be."""
+        """Stop the thread, end running requests, and write the plan file, if there is one."""
         self._stopping = True
         self._thread.join()
         self._llm.try_save_plan()
 
     def submit(self, prompt: Prompt, params: SamplingParams, watch: StreamContent) -> list[RequestStream]:
-        """Take in a prompt; its `n` completions come through tickets, in pieces as `watch` has them.
+        """Queue a prompt. Returns a stream for each of its `n` completions, with the content that `watch` names.
 
         Raises:
-            QueueFull: too many wait.
-            InvalidParam: the prompt or a parameter does not fit.
+            QueueFull: too many requests wait.
+            InvalidParam: the prompt or a parameter does not fit the model.
         """
         if self._stopping:
             raise QueueFull("the server is stopping; ask another one")
@@ -143,12 +145,12 @@ class AsyncLLM:
         ]
         self._taken += len(tickets)
         self._notes.put(lambda: self._add(tickets))
-        if self._over:  # after the note, which may have come too late for the thread to read it
+        if self._over:  # the thread may have ended before it read the command
             raise QueueFull("the engine does not run any more; ask another server")
         return tickets
 
     def cancel(self, tickets: Sequence[RequestStream]) -> None:
-        """Nobody waits for these any more; those that are done are left alone."""
+        """Cancel requests. Finished ones are not affected."""
         self._notes.put(lambda: self._drop(tickets))
 
     def _add(self, tickets: Sequence[RequestStream]) -> None:
@@ -179,7 +181,7 @@ class AsyncLLM:
             self._close(reason)
 
     def _close(self, reason: str) -> None:
-        """Let nobody wait for a thread that has ended, nor those whose notes it has not read."""
+        """End all requests, including those whose commands the thread has not read."""
         while not self._notes.empty():
             try:
                 self._notes.get_nowait()()
@@ -191,16 +193,16 @@ class AsyncLLM:
             _log.exception("what ran could not be taken back")
 
     def _run_round(self) -> None:
-        """Listen, and run a round if there is anything to do."""
+        """Handle commands, and run a round if there are requests."""
         engine = self._llm.engine
         self._handle_commands(wait=not engine.busy())
         if engine.busy():
             if self._news and engine.prefilling() and perf_counter() - self._told >= TOGETHER / 2:
-                self._publish_round()  # a round that reads takes a while
+                self._publish_round()  # a round with a prefill takes long
             self._step()
 
     def _handle_commands(self, *, wait: bool) -> None:
-        """Do what the notes say; where there is nothing else to do, wait for one a while."""
+        """Run the queued commands. Wait for one if there are no requests."""
         if not wait and self._notes.empty():
             return
         try:
@@ -221,7 +223,7 @@ class AsyncLLM:
                 self.clocks.record(row.request.id, now, row.num_output_tokens)
                 if ticket.watch >= StreamContent.ROUNDS:
                     self._publish(row, ticket)
-                    edge |= row.request.id not in self._open  # it could not be told, and no round may follow
+                    edge |= row.request.id not in self._open  # the round could not be published, so stop
                 if edge:
                     edges[ticket] = row
                 elif ticket.watch is not StreamContent.END:
@@ -231,7 +233,7 @@ class AsyncLLM:
         self._notify(edges)
 
     def _publish_round(self) -> None:
-        """Let readers hear of all rounds since the last time: to wake one costs more than its few tokens do."""
+        """Notify streams of all rounds since the last notification, because waking a reader is expensive."""
         self._told, news, self._news = perf_counter(), self._news, {}
         for drift, stats in zip(self.drifts, self._llm.engine.alternative_stats, strict=True):
             drift.update(stats)
@@ -250,7 +252,7 @@ class AsyncLLM:
             self._failing = 0
             self._lately.append(False)
             return rows
-        except Exception as error:  # whatever a model may raise: the server goes on
+        except Exception as error:  # whatever a model raises, the server continues
             self._failed(error)
             try:
                 return engine.recover(error)
@@ -259,7 +261,7 @@ class AsyncLLM:
                 return ()
 
     def _failed(self, error: Exception) -> None:
-        """Count a round that failed, and log it: what fails in each round would otherwise be all that a log holds."""
+        """Count a failed round. Repeated errors are logged at the 2nd, 4th, 8th... time only."""
         self.failed_rounds += 1
         self._failing += 1
         self._lately.append(True)
@@ -273,7 +275,7 @@ class AsyncLLM:
     def _publish(self, row: SequenceState, ticket: RequestStream) -> None:
         try:
             piece = self._chunk(row, ticket)
-        except Exception as error:  # of its text, which is nobody else's
+        except Exception as error:  # an error of this text does not affect other requests
             _log.exception("a completion could not be told")
             self._llm.abort(row.request.id)
             piece = StreamChunk(error=f"the text cannot be written: {error}")
@@ -304,14 +306,14 @@ class AsyncLLM:
             self._bell.notify(tickets)
 
     def _fail(self, reason: str) -> None:
-        """End all that is open."""
+        """End all open requests."""
         tickets = list(self._open.values())
         self._open.clear()
         for ticket in tickets:
             ticket.put(StreamChunk(error=reason))
             self._done(ticket, "error")
         self._wake(tickets)
-        for ticket in tickets:  # last, since a broken engine may refuse
+        for ticket in tickets:  # last, because a broken engine may raise
             self._llm.abort(ticket.request.id)
 
     def _done(self, ticket: RequestStream, how: str) -> None:
@@ -320,7 +322,7 @@ class AsyncLLM:
 
 
 def _blamed(parts: EngineParts, tokens: Sequence[int], params: SamplingParams) -> str:
-    """Which parameter it is that `LLM.requests` has refused: the first of these, in its order."""
+    """Return the parameter that `LLM.requests` has rejected."""
 
     def strange(ids: Iterable[int]) -> bool:
         return any(not 0 <= token < parts.vocab for token in ids)

@@ -1,4 +1,4 @@
-"""The verb `serve`, as a terminal sees it."""
+"""The command `outrider serve`."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from outrider.serve.settings import Settings
 if TYPE_CHECKING:
     import uvicorn
 
-_BACKLOG = 2048  # connections that wait to be taken
+_BACKLOG = 2048  # pending connections
 
 
 def serve(load: Callable[[], LLM], settings: Settings, *, target: str | None) -> None:
-    """Take the port, load, say where, and answer until a signal comes.
+    """Bind the port, load the models, and serve until a signal arrives.
 
     Raises:
-        OutriderError: what the server is made of is not installed, or it cannot listen there.
+        OutriderError: a package is missing, or the server cannot listen on the port.
     """
     try:
         import uvicorn
@@ -47,11 +47,11 @@ def serve(load: Callable[[], LLM], settings: Settings, *, target: str | None) ->
         typer.echo(_memory(llm), err=True)
         driver = AsyncLLM(llm, max_queued_requests=settings.max_queued_requests, max_num_seqs=settings.max_num_seqs)
         gc.collect()
-        gc.freeze()  # what has been loaded stays, and need not be looked through while others wait
+        gc.freeze()  # keep the garbage collector from scanning the loaded models
         config = uvicorn.Config(
             make_app(driver, settings, name=name),
             log_level="warning",
-            log_config=None,  # its lines are to look like ours
+            log_config=None,  # use the same log format
             timeout_graceful_shutdown=settings.shutdown_timeout,
         )
         server = uvicorn.Server(config)
@@ -64,12 +64,12 @@ def serve(load: Callable[[], LLM], settings: Settings, *, target: str | None) ->
 
 
 def bind(host: str, port: int) -> list[socket.socket]:
-    """Sockets at each address of a name, all at one port; port 0 takes a free one.
+    """Bind a socket to each address of a host name, at one port. Port 0: a free port.
 
-    They do not listen yet: while a model is loaded, who knocks is refused at once rather than kept waiting.
+    The sockets do not listen yet, so connections are refused while the models are loaded.
 
     Raises:
-        OutriderError: it is no address of this machine, or the port cannot be had.
+        OutriderError: the host is not an address of this machine, or the port is in use.
     """
     found: list[socket.socket] = []
     try:
@@ -78,7 +78,7 @@ def bind(host: str, port: int) -> list[socket.socket]:
             free = found[0].getsockname()[1] if found else port
             found.append(_bound((address[0], free, *address[2:]), family))
     except (OSError, UnicodeError) as error:
-        if found and not _taken(error):  # such as an address of IPv6 where the machine has none
+        if found and not _taken(error):  # for example IPv6 on a machine without it
             return found
         for each in found:
             each.close()
@@ -87,10 +87,10 @@ def bind(host: str, port: int) -> list[socket.socket]:
 
 
 def listen(taken: Sequence[socket.socket], host: str) -> None:
-    """Let people in.
+    """Start to listen.
 
     Raises:
-        OutriderError: another has come to listen there first, which can be as long as nobody does.
+        OutriderError: another process listens on the port.
     """
     for each in taken:
         try:
@@ -100,7 +100,7 @@ def listen(taken: Sequence[socket.socket], host: str) -> None:
 
 
 def _bound(address: tuple[Any, ...], family: int) -> socket.socket:
-    """As `socket.create_server` would have it before it listens."""
+    """Make a socket with the options of `socket.create_server`."""
     made = socket.socket(family, socket.SOCK_STREAM)
     try:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -134,16 +134,16 @@ def _url(host: str, listening: socket.socket) -> str:
 
 @contextmanager
 def _ends_well(server: uvicorn.Server) -> Iterator[None]:
-    """Let SIGTERM end the process with 0 once all is done: uvicorn raises it again then, and would die of it."""
+    """End the process with status 0 after SIGTERM. uvicorn raises the signal again after its shutdown."""
 
     def take(number: int, _: FrameType | None) -> None:
-        if not server.should_exit:  # before it listens to signals itself
+        if not server.should_exit:  # before uvicorn installs its handlers
             raise SystemExit(128 + number)
 
     before = signal(SIGTERM, take)
     try:
         yield
-    except KeyboardInterrupt:  # likewise, from a terminal
+    except KeyboardInterrupt:  # the same for Ctrl-C
         if not server.should_exit:
             raise
     finally:
@@ -151,10 +151,10 @@ def _ends_well(server: uvicorn.Server) -> Iterator[None]:
 
 
 def _memory(llm: LLM) -> str:
-    """What the caches take, and which part of it is the drafts'."""
+    """Return the memory of the KV caches, and the part of the draft models, as text."""
     use, target = llm.engine.cache_usage(), llm.parts.target
     drafts = sum(model.cache.bytes() for model in draft_models(llm.parts.proposer))
-    whole = f"{(target.cache.bytes() + drafts) / 1e9:.2f} GB of caches, {drafts / 1e9:.2f} of them the draft's"
+    whole = f"KV cache: {(target.cache.bytes() + drafts) / 1e9:.2f} GB, of which {drafts / 1e9:.2f} for drafts"
     if not use.block_tokens:
-        return f"{whole}, so far: each row has room for {llm.parts.context} tokens"
-    return f"{whole}: room for {use.blocks * use.block_tokens} tokens, {llm.parts.context} of one row at most"
+        return f"{whole}, so far; {llm.parts.context} tokens per sequence"
+    return f"{whole}; {use.blocks * use.block_tokens} tokens, at most {llm.parts.context} per sequence"

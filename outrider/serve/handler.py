@@ -1,4 +1,4 @@
-"""From a request to its answer, in one piece or as a stream; whoever hangs up gives the slot back."""
+"""Handles HTTP requests: whole responses, streams, and disconnects."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ from outrider.serve.settings import Settings
 from outrider.serve.stream.smoothing import smoothed
 from outrider.serve.stream.ticket import RequestStream, StreamChunk, StreamContent
 
-_GONE = 499  # who asked has hung up, so nobody reads it
+_GONE = 499  # nginx's status for a closed connection; nobody receives it
 
 
 class RequestHandler:
-    """Hands requests to the driver, and writes down what comes back."""
+    """Submits requests to the driver and builds the responses."""
 
     def __init__(self, driver: AsyncLLM, settings: Settings, *, name: str) -> None:
         self._driver, self._settings, self._name = driver, settings, name
         self._compiling = asyncio.Lock()
 
     def check_model(self, model: str | None) -> None:
-        """Raises UnknownModel for any other model than the one that is served."""
+        """Raise UnknownModel if the request names another model."""
         if model not in (None, self._name):
             raise UnknownModel("model", f"model {model!r} is not served here; use {self._name!r}")
 
     async def answer(self, asked: CompletionRequest | ChatRequest, request: Request) -> Response:
-        """Raises InvalidParam for a mistake, QueueFull where too many wait."""
+        """Respond to a request. Raises InvalidParam or QueueFull."""
         self.check_model(asked.model)
         with rename_param(asked):
             return await (
@@ -98,7 +98,7 @@ class RequestHandler:
                 f" {self._settings.max_n} at once",
             )
         if params.constraint:
-            async with self._compiling:  # elsewhere, one at a time: it may take seconds
+            async with self._compiling:  # in a thread, one at a time: it may take seconds
                 with about("constraint"):
                     await asyncio.to_thread(self._driver.front.prepare, params.constraint)
         watch = asked.stream_content()
@@ -123,13 +123,13 @@ class RequestHandler:
         return await self._whole(reply, tickets, len(prompts), request=request, gone=gone)
 
     async def _watch(self, request: Request, tickets: Sequence[RequestStream]) -> None:
-        """Take tickets back once whoever asked is gone, be it long before the first token."""
+        """Cancel the requests when the client disconnects."""
         while (await request.receive())["type"] != "http.disconnect":
             pass
         self._driver.cancel(tickets)
 
     def _submit(self, prompts: Sequence[Prompt], params: SamplingParams, watch: StreamContent) -> list[RequestStream]:
-        """All of them or none."""
+        """Submit all prompts, or none of them."""
         tickets: list[RequestStream] = []
         try:
             for prompt in prompts:
@@ -149,8 +149,8 @@ class RequestHandler:
         gone: asyncio.Task[None],
     ) -> Response:
         entry = entry_of(request.scope)
-        work = asyncio.gather(*(_end(each, entry) for each in tickets))
-        either: list[asyncio.Future[Any]] = [work, gone]
+        work = asyncio.create_task(_ends(tickets, entry))
+        either: list[asyncio.Task[Any]] = [work, gone]
         entry.finish = "cancelled"
         try:
             async with asyncio.timeout(self._settings.request_timeout or None):
@@ -201,7 +201,7 @@ class RequestHandler:
                         entry.end([ends[i] for i in sorted(ends)])
                         events += _event(reply.usage_chunk(entry.completions, prompts)) if tell else ""
                         events += "data: [DONE]\n\n"
-                    yield events  # in one call to the system
+                    yield events  # in one system call
         except TimeoutError:
             entry.finish = "timeout"
             yield _event(problem(self._late(), kind="timeout_error"))
@@ -213,8 +213,13 @@ class RequestHandler:
         return f"the request took longer than {self._settings.request_timeout:g} seconds"
 
 
+async def _ends(tickets: Sequence[RequestStream], entry: Entry) -> list[StreamChunk]:
+    """Return the last chunks of several completions."""
+    return await asyncio.gather(*(_end(each, entry) for each in tickets))
+
+
 async def _end(ticket: RequestStream, entry: Entry) -> StreamChunk:
-    """The last piece of a completion."""
+    """Return the last chunk of a completion."""
     async for pieces in ticket.chunks():
         for piece in pieces:
             entry.see(len(piece.tokens))
@@ -230,7 +235,7 @@ def _pieces(ticket: RequestStream) -> AsyncIterator[list[StreamChunk]]:
 
 
 async def _merged(tickets: Sequence[RequestStream]) -> AsyncIterator[tuple[int, list[StreamChunk]]]:
-    """The pieces of several completions as they come."""
+    """Yield the chunks of several completions as they arrive."""
     if len(tickets) == 1:
         async for pieces in _pieces(tickets[0]):
             yield 0, pieces
@@ -254,7 +259,7 @@ async def _merged(tickets: Sequence[RequestStream]) -> AsyncIterator[tuple[int, 
 
 
 def _told(parts: ChunkBuilder, pieces: Sequence[StreamChunk], entry: Entry) -> str:
-    """The events of some pieces of a completion, of which the last one may be an error."""
+    """Return the events of some chunks of a completion. The last one may be an error."""
     events = []
     for piece in pieces:
         entry.see(len(piece.tokens))

@@ -1,4 +1,4 @@
-"""What stands before every request: its size, and who asks."""
+"""Middleware: API keys and limits of the body size."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from outrider.serve.openai.responses import problem
 
-_OPEN = frozenset({"/health", "/"})  # paths that need no key
+_OPEN = frozenset({"/health", "/"})  # paths without a key
 
 
 class ApiKeyMiddleware:
-    """Lets requests through that carry one of the keys."""
+    """Rejects requests without a valid API key."""
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
         self._app = app
@@ -31,13 +31,13 @@ class ApiKeyMiddleware:
     def _known(self, headers: dict[bytes, bytes]) -> bool:
         kind, _, key = headers.get(b"authorization", b"").partition(b" ")
         given = _digest(key.strip())
-        # All are compared, in time that does not tell how much of one was right.
+        # Compare with all keys, in constant time.
         found = [hmac.compare_digest(given, key) for key in self._keys]
         return kind.lower() == b"bearer" and any(found)
 
 
 class BodyLimitMiddleware:
-    """Turns away requests larger than so many bytes, told or not."""
+    """Rejects bodies larger than a limit, with or without a Content-Length."""
 
     def __init__(self, app: ASGIApp, most: int) -> None:
         self._app, self._max_requests = app, most
@@ -49,7 +49,7 @@ class BodyLimitMiddleware:
         told = dict(scope["headers"]).get(b"content-length", b"0")
         body, more = bytearray(), told.isdigit() and int(told) <= self._max_requests
         fits = more
-        while more and fits:  # read whole, so that what is too long is refused before anybody parses it
+        while more and fits:  # read completely, so that it is rejected before it is parsed
             message = await receive()
             if message["type"] == "http.disconnect":
                 return
@@ -63,7 +63,7 @@ class BodyLimitMiddleware:
 
 
 def _again(body: bytes, receive: Receive) -> Receive:
-    """Receive what was read already, and then what comes."""
+    """Return a `receive` that replays what was read already."""
     given = False
 
     async def first() -> Message:

@@ -1,4 +1,4 @@
-"""What `outrider serve` is asked for, besides models."""
+"""The options of `outrider serve` besides models."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _WHERE, _LIMITS, _STREAMS = "Where", "Limits", "Streams"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """The options, each once."""
+    """The options of `outrider serve`, checked when made."""
 
     host: Annotated[str, typer.Option(help="Address to listen on.", rich_help_panel=_WHERE)] = "127.0.0.1"
     port: Annotated[

@@ -162,7 +162,9 @@ def test_what_stays_as_it_is_is_said(folders, caplog, tmp_path):
         assert not caplog.messages
         read(folders["tied"], 4)
     (message,) = caplog.messages
-    assert message.startswith("llama: 4 weights cannot be quantized and keep their precision: model.layers.0.mlp.down_proj")
+    assert message.startswith(
+        "llama: 4 weights cannot be quantized and keep their precision: model.layers.0.mlp.down_proj"
+    )
     assert message.endswith(", ...")
 
 

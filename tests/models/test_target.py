@@ -118,7 +118,9 @@ def test_the_layers_asked_for_last_are_those_that_are_exported(kernels, tmp_path
 def test_layers_that_are_not_there_are_refused(shelf):
     with pytest.raises(OutriderError, match="layer 4 was asked for; this target's layers are 0 to 3"):
         shelf.target("llama", [0, 4])
-    with pytest.raises(OutriderError, match="a recurrent target exports no hidden states; use a proposer that needs none"):
+    with pytest.raises(
+        OutriderError, match="a recurrent target exports no hidden states; use a proposer that needs none"
+    ):
         shelf.target("mamba2", [0])
     with pytest.raises(UnsupportedModel, match="its layers have several output streams"):
         score(shelf.target("gemma3n_text", [0]))

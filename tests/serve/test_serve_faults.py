@@ -195,8 +195,8 @@ def test_who_never_reads_is_let_go_when_time_is_up():
 
 
 RAW = {
-    "no JSON": (b"{oops", "no JSON"),
-    "half of it": (b'{"prompt": "x"', "no JSON"),
+    "not valid JSON": (b"{oops", "not valid JSON"),
+    "half of it": (b'{"prompt": "x"', "not valid JSON"),
     "a list": (b"[1]", ""),
     "nothing": (b"", ""),
     "no text": (b'{"prompt": "\xff\xfe"}', ""),
@@ -644,11 +644,16 @@ def test_each_request_has_a_name_and_a_line(server, caplog):
     ours = {"mine-7", odd.headers["x-request-id"], "streamed"}  # a line of an earlier test may come late
     first, second, third = (record.fields for record in caplog.records if record.fields["id"] in ours)
     usage = answer.json()["usage"]
-    assert (first["id"], first["status"], first["finish"], first["tokens"]) == ("mine-7", 200, "length", 40)
+    assert (first["id"], first["status"], first["finish_reason"], first["output_tokens"]) == (
+        "mine-7",
+        200,
+        "length",
+        40,
+    )
     assert first["tau"] == pytest.approx(usage["speculation"]["tokens_per_pass"], abs=1e-3)
-    assert 0 < first["first_seconds"] <= first["seconds"]
+    assert 0 < first["time_to_first_token_seconds"] <= first["seconds"]
     assert (second["status"], "tokens" in second) == (400, False)
-    assert (third["id"], third["finish"], third["tokens"]) == ("streamed", "length", 40)
+    assert (third["id"], third["finish_reason"], third["output_tokens"]) == ("streamed", "length", 40)
 
 
 def test_other_origins_only_where_they_are_named(server):

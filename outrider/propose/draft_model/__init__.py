@@ -1,1 +1,1 @@
-"""Proposers that run a draft model or a trained head."""
+"""Proposers that run a draft model or a draft head."""

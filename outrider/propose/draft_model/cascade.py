@@ -1,4 +1,4 @@
-"""A draft model that looks up what it is about to say, and reads several such words in one pass (Chen et al. 2024)."""
+"""A draft model with n-gram lookup of its own draft, which needs fewer passes (Chen et al. 2024)."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from outrider.models.base import Target
 from outrider.models.draft_chains import ChainBuilder
 from outrider.propose.vocabulary.wrapped_target import Wrapped
 
-_SIZES = (4, 3, 2, 1)  # tokens of an ending that is looked up, the longest first
-_REACH: Mapping[int, int] = MappingProxyType({1: 2, 2: 3, 3: 6})  # guesses that a match of so few tokens is good for
+_SIZES = (4, 3, 2, 1)  # lengths of the looked-up suffix, longest first
+_REACH: Mapping[int, int] = MappingProxyType({1: 2, 2: 3, 3: 6})  # draft tokens of a match, by its length
 
 
 class Cascade(Wrapped):
-    """A draft model as a `Target` whose greedy chains take fewer passes.
+    """A draft model whose greedy chains take fewer passes.
 
-    While a chain grows, what followed the last time that text and chain ended like this is read along with it, and
-    kept as far as it is what the model says itself. So the chain is the one that the model grows alone, token by
-    token; only the number of passes is another. Each pass waits for the host, so it is meant for the CPU.
+    It looks up what followed the last occurrence of the end of text and chain, scores it in the same pass, and keeps it
+    as far as the model agrees. The chain equals the one that the model drafts token by token. Each pass synchronizes
+    with the host, so it is meant for the CPU.
     """
 
     def __init__(self, inner: Target) -> None:
@@ -35,9 +35,9 @@ class Cascade(Wrapped):
         lookups = [self._lookup(row) for row in batch.seqs]
         watch = ChainBuilder(batch.draft_budget, stop_rule if tree.is_cpu(self.device) else None)
         chains: list[list[int]] = [[] for _ in batch.seqs]
-        laws: list[list[torch.Tensor]] = [[] for _ in batch.seqs]  # logits [V] that each token is the likeliest of
+        laws: list[list[torch.Tensor]] = [[] for _ in batch.seqs]  # logits [V] of each token
         while going := [b for b, most in enumerate(watch.count) if len(chains[b]) < most]:
-            # The last token of a chain has come out of a pass and been in none; those before it have been read.
+            # The last token of a chain has not been fed yet.
             first = min(len(chains[b]) for b in going) - 1
             guesses = {b: lookups[b].guess(chains[b], watch.count[b] - len(chains[b]) - 1) for b in going}
             nodes = [chain + guesses[b] if b in guesses else [] for b, chain in enumerate(chains)]
@@ -58,10 +58,7 @@ class Cascade(Wrapped):
     def _say(
         self, batch: Batch, rows: Sequence[list[int]], first: int, vocab: int
     ) -> tuple[list[list[int]], torch.Tensor]:
-        """The likeliest ids [B][M] after the nodes from `first` on, and the logits [B, M, V] that they come from.
-
-        Each of `rows` is a chain whose nodes before `first` have been read.
-        """
+        """Score the chains `rows` from node `first` on. Returns the likeliest ids [B][M] and the logits [B, M, V]."""
         size = max(map(len, rows))
         tokens = tree.upload([row + [0] * (size - len(row)) for row in rows], self.device)
         draft = tree.chain(tokens, tuple(map(len, rows))) if size else tree.empty(len(rows), self.device)
@@ -81,7 +78,7 @@ class Cascade(Wrapped):
 
 
 class _Lookup:
-    """Where in a row's text each short run of tokens was last followed by another."""
+    """An index of short token sequences in a text: where each one was last followed by a token."""
 
     def __init__(self, row: SequenceState) -> None:
         self.row = row
@@ -89,7 +86,7 @@ class _Lookup:
         self._after: dict[tuple[int, ...], int] = {}
 
     def read(self) -> None:
-        """Catch up with the row's text."""
+        """Add new tokens of the text."""
         text = self.row.token_ids
         for at in range(max(self._read, 1), len(text)):
             for size in _SIZES:
@@ -98,7 +95,7 @@ class _Lookup:
         self._read = len(text)
 
     def guess(self, chain: Sequence[int], count: int) -> list[int]:
-        """What followed the longest ending of text and chain that the text has seen before, up to `count` tokens."""
+        """Return up to `count` tokens that followed the longest known suffix of text and chain."""
         text = self.row.token_ids
         ending = [*text[-max(_SIZES) :], *chain]
         for size in _SIZES if count > 0 else ():
@@ -109,12 +106,12 @@ class _Lookup:
 
 
 def _look(watch: ChainBuilder, chains: Sequence[list[int]], laws: Sequence[list[torch.Tensor]]) -> None:
-    """Let `watch` see what all rows that go on have come to: it looks at one guess of each at a time."""
+    """Pass the draft tokens of all active sequences to `watch`, one position at a time."""
     while watch.margins is not None and watch.depth < max(watch.count):
         at = watch.depth
         if any(len(chain) <= at < most for chain, most in zip(chains, watch.count, strict=True)):
             return
-        # Rows that have ended earlier show their first guess, at which nobody looks any more.
+        # Sequences that have stopped pass their first token, which is ignored.
         shown = [at if at < len(chain) else 0 for chain in chains]
         seen = [law[i] for law, i in zip(laws, shown, strict=True)]
         logits = torch.stack(seen) if len(seen) > 1 else seen[0][None]

@@ -1,4 +1,4 @@
-"""A small model of the same vocabulary guesses a chain, token by token (Leviathan et al. 2023; Chen et al. 2023)."""
+"""A draft model of the target's vocabulary that drafts chains (Leviathan et al. 2023; Chen et al. 2023)."""
 
 from __future__ import annotations
 
@@ -34,16 +34,15 @@ from outrider.propose.draft_model.confidence import Confidence
 from outrider.verify.sampling import SamplingTensors, apply_sampling, draw_params_of
 
 _log = logging.getLogger("outrider")
-_PIECE = 512  # tokens of texts read in one round: those who decode beside it wait for no more
-_NEAR = 64  # tokens that a row may be behind and still be read whole
+_PIECE = 512  # most tokens that the draft model prefills in one round
+_NEAR = 64  # sequences at most this far behind are fed completely
 
 
 class DraftModelProposer:
-    """Runs a draft model over its own cache.
+    """Runs a draft model over its own KV cache.
 
-    The draft reads a text when it is first asked to go on with it, and so costs nothing while the planner does without
-    guesses. Its guesses are drawn under the request's own sampling parameters, since q close to p is what is accepted,
-    and q is kept as it was drawn from.
+    The draft model prefills a text when it first drafts for it, so it costs nothing while the planner does not
+    speculate. Draft tokens are sampled under the sampling parameters of the request, so that q is close to p.
     """
 
     needs = Needs()
@@ -52,11 +51,11 @@ class DraftModelProposer:
         self._setup, self._model = setup, model
         self._knobs: SamplingTensors | None = None
         self._noise: PositionNoise | None = None  # of the same rows
-        self._batch: Batch | None = None  # the rows and feeds that the draft has staged this round
-        self._draft = self._proposed = tree.empty(1, setup.device)  # what it guessed for them, and for all rows
+        self._batch: Batch | None = None  # what the draft model has staged in this round
+        self._draft = self._proposed = tree.empty(1, setup.device)  # its draft for these sequences, and for the batch
         self._confidence = Confidence()
-        self._margins: Sequence[Sequence[float]] | None = None  # of this round's guesses; None: nobody looked
-        self._looked: list[list[int]] = []  # the guesses that had them, those included at which a row stopped
+        self._margins: Sequence[Sequence[float]] | None = None  # of the draft of this round; None: not computed
+        self._looked: list[list[int]] = []  # their number, including the token at which a sequence stopped
         self._told = False
 
     def admit(self, slot: int, request: Request) -> None:
@@ -69,26 +68,26 @@ class DraftModelProposer:
         if ours is None:
             return replace(tree.empty(len(batch.seqs), self._setup.device), num_prefilling=unread)
         draft = self._guess(ours, where, len(batch.seqs))
-        return replace(draft, num_prefilling=unread) if unread else draft  # a copy forgets what was listed
+        return replace(draft, num_prefilling=unread) if unread else draft  # a copy loses the cached host tokens
 
     def commit(self, round: Round) -> None:
         if self._batch is None:
             return
         kept = self._kept(round)
-        # The last guess was never fed to the draft itself, so the draft's cache ends before it.
+        # The draft model was not fed its last token, so its cache ends before it.
         fed = zip(self._batch.seqs, self._draft.width, strict=True)
         path = tuple(tuple(range(min(kept[row.slot], max(width - 1, 0)))) for row, width in fed)
         self._model.cache.commit(replace(round, batch=self._batch, draft=self._draft, path=path))
 
     def _guess(self, batch: Batch, where: Sequence[int], rows: int) -> Draft:
-        """Guesses for `rows` rows, of which the draft runs those of `batch`; `where` says which they are."""
+        """Draft for the sequences of `batch`, which have the indices `where` among `rows` sequences."""
         self._draft = self._grow(batch)
         self._proposed = self._draft if len(where) == rows else _spread(self._draft, where, rows)
         return self._proposed
 
     def _kept(self, round: Round) -> dict[int, int]:
-        """By slot, how many of this round's guesses have become text; and learn from it where margins are known."""
-        if self._margins is None and tree.is_cut(round.draft, self._proposed):  # without a look at the device
+        """Return the number of accepted draft tokens by slot, and learn from them."""
+        if self._margins is None and tree.is_cut(round.draft, self._proposed):  # known without reading from the device
             return {row.slot: len(path) for row, path in zip(round.batch.seqs, round.path, strict=True)}
         assert self._batch is not None
         emitted = {row.slot: tokens for row, tokens in zip(round.batch.seqs, round.emitted, strict=True)}
@@ -98,7 +97,7 @@ class DraftModelProposer:
             pairs = zip(guesses[b][:width], emitted[row.slot], strict=False)
             kept[row.slot] = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
             if self._margins is not None:
-                # What was drawn and not offered says nothing: the target did not choose between it and another.
+                # Sampled tokens that were cut from the draft were not verified, so they show nothing.
                 looked = guesses[b] if self._draft.q is None else guesses[b][:width]
                 self._confidence.learn(looked, self._margins[b], emitted[row.slot])
         return kept
@@ -108,15 +107,15 @@ class DraftModelProposer:
 
     @property
     def model(self) -> Target:
-        """The draft model, with its cache."""
+        """The draft model."""
         return self._model
 
     def bytes(self) -> int:
-        """Memory of the draft's weights and cache, in bytes."""
+        """Bytes of the weights and the cache of the draft model."""
         return self._model.bytes() + self._model.cache.bytes()
 
     def _catch_up(self, batch: Batch) -> tuple[Batch | None, list[int]]:
-        """The rows that the draft runs, each with the committed text that it has not read; and which rows they are."""
+        """Return the sequences that the draft model runs, with the text it has not been fed, and their indices."""
         able = self._able(batch)
         where, starts, feeds, budgets = [], [], [], []
         left = _PIECE
@@ -152,12 +151,12 @@ class DraftModelProposer:
         return ours, where
 
     def _comes_again(self, row: SequenceState) -> bool:
-        """Whether its user gave a seed for a text in which guesses have a part: they must follow from it alone then."""
+        """Return whether the request has its own seed and a text that depends on the draft."""
         asked = row.request.params
         return asked.seed is not None and asked.temperature > 0 and self._setup.draw is Draw.SAMPLE
 
     def _able(self, batch: Batch) -> frozenset[int]:
-        """The slots whose texts and guesses the draft's cache has memory for."""
+        """Return the slots for which the draft model's cache has memory."""
         ends = zip(batch.seqs, batch.start, batch.feed, batch.draft_budget, strict=True)
         wanted = {
             row.slot: min(start + len(feed) + self._reads(budget), self._model.context)
@@ -167,12 +166,14 @@ class DraftModelProposer:
         return prompts_that_fit(self._model.cache, {}, wanted)
 
     def _reads(self, budget: int) -> int:
-        """Guesses that the draft may have to read itself to make `budget` of them."""
+        """Return the number of draft tokens that the draft model is fed to make `budget` of them."""
         return budget
 
     def _grow(self, batch: Batch) -> Draft:
         knobs = self._knobs_of(batch)
-        own = any(self._comes_again(row) for row in batch.seqs)  # others' ends may not stop its chain
+        own = any(
+            self._comes_again(row) for row in batch.seqs
+        )  # the end tokens of another sequence must not stop its chain
         ends = frozenset[int]() if own else frozenset.intersection(*(row.request.end_ids for row in batch.seqs))
         stop_rule = self._confidence.trust(batch.min_path_prob, batch.min_draft_probs, tuple(ends))
         grown = self._grown(batch, knobs, stop_rule) if max(batch.draft_budget) else None
@@ -184,12 +185,12 @@ class DraftModelProposer:
         return self._chain(grown.tokens, grown.count, grown.accept_prob, law=law, q=grown.q)
 
     def _grown(self, batch: Batch, knobs: SamplingTensors, stop_rule: StopRule) -> DraftChains | None:
-        """Chains that the model grows by itself; None where that is not how these rows want their guesses."""
-        if not min(batch.draft_budget):  # rows that are being read make one guess, of no use in the midst of a text
+        """Draft with one call of the model. None if the sampling parameters do not allow it."""
+        if not min(batch.draft_budget):  # sequences in prefill draft one token, which is dropped
             one = replace(batch, draft_budget=tuple(max(most, 1) for most in batch.draft_budget))
             return _without(self._grown(one, knobs, stop_rule), batch.draft_budget)
         model, vocab, draw = self._model, self._setup.vocab, self._setup.draw
-        if knobs.plain_greedy or (knobs.unmodified and draw is Draw.ARGMAX):  # no law has another likeliest token
+        if knobs.plain_greedy or (knobs.unmodified and draw is Draw.ARGMAX):  # sampling keeps the likeliest token
             return model.draft_greedy(batch, vocab, stop_rule)
         if knobs.unmodified and draw is Draw.SAMPLE and isinstance(model, ChainSampler):
             wants = tuple(draw_params_of(row, vocab) for row in batch.seqs)
@@ -209,7 +210,7 @@ class DraftModelProposer:
                 scores = self._model.score(batch, draft, first=watch.depth - 1)
             own = _fit(scores.logits, self._setup.vocab)
             law = apply_sampling(own, knobs, draft, last=True)[:, 0]
-            # A greedy row's law is one-hot, so every way of drawing finds its argmax, and this one is the quickest.
+            # The distribution of a greedy sequence is one-hot. The exponential race is the fastest way to its argmax.
             drawn = law.argmax(-1) if knobs.all_greedy else self._draw(law, noise, draws, watch.depth)
             tokens = torch.cat([draft.tokens, drawn[:, None]], 1)
             laws.append(law)
@@ -233,7 +234,7 @@ class DraftModelProposer:
         law: torch.Tensor | None = None,
         q: Packed | None = None,
     ) -> Draft:
-        """The first `width[b]` of the tokens; those behind were looked at and left."""
+        """Keep the first `width[b]` tokens of each chain."""
         size, said = max(width), None
         if chances is not None:
             said = tuple(tuple(row[:count]) for row, count in zip(chances, width, strict=True))
@@ -247,7 +248,7 @@ class DraftModelProposer:
         return draft
 
     def _draw(self, law: torch.Tensor, noise: PositionNoise, draws: torch.Tensor, depth: int) -> torch.Tensor:
-        """Guess number `depth` [B] from `law` [B, V]."""
+        """Choose draft token number `depth` [B] from `law` [B, V]."""
         match self._setup.draw:
             case Draw.ARGMAX:
                 return law.argmax(-1)
@@ -268,12 +269,12 @@ class DraftModelProposer:
 
 
 def prefilling_seqs(batch: Batch, ours: Batch | None) -> int:
-    """Rows that were to guess and cannot yet; `ours` are those that run."""
+    """Return the number of sequences with a budget that are still in prefill."""
     return sum(map(bool, batch.draft_budget)) - (sum(map(bool, ours.draft_budget)) if ours else 0)
 
 
 def _without(grown: DraftChains | None, budget: tuple[int, ...]) -> DraftChains | None:
-    """The same chains without those of rows that had no budget."""
+    """Drop the chains of sequences without a budget."""
     if grown is None:
         return None
     margin, chance = (
@@ -284,13 +285,13 @@ def _without(grown: DraftChains | None, budget: tuple[int, ...]) -> DraftChains 
 
 
 def _fit(logits: torch.Tensor, vocab: int) -> torch.Tensor:
-    """Logits over the target's ids: a family's members may pad their vocabularies differently."""
+    """Cut or pad logits to the target's ids. Models of a family may pad their vocabularies differently."""
     missing = vocab - logits.shape[-1]
     return functional.pad(logits, (0, missing), value=-torch.inf) if missing > 0 else logits[..., :vocab]
 
 
 def _spread(draft: Draft, where: Sequence[int], rows: int) -> Draft:
-    """The same draft among `rows` rows, of which it knows those at `where`; the others have no guesses."""
+    """Spread a draft to `rows` sequences. Those that are not in `where` have no draft."""
     index = tree.upload(where, draft.tokens.device)
     tokens = draft.tokens.new_zeros(rows, draft.size).index_copy_(0, index, draft.tokens)
     law = draft.kind.new_zeros(rows, draft.size).index_copy_(0, index, draft.kind)

@@ -1,7 +1,7 @@
-"""How far to trust a draft: a logistic on the margin of its logits, learned from what became of its guesses.
+"""Estimates acceptance from the margin of the draft's logits, with an online logistic regression.
 
-A draft with a confidence head says by itself, in log-odds, how likely a guess is kept. That then stands for the margin,
-and the logistic corrects it for this text and temperature.
+A draft with a confidence head states log-odds of acceptance itself. They replace the margin, and the regression
+corrects them for the current text and temperature.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from collections.abc import Sequence
 
 from outrider.core.types import StopRule
 
-_KINDS = 4  # positions told apart; from the last on they fare alike
-_WEIGHT, _BIAS = 0.9, 0.3  # the first estimate: a margin of 0 is a little more often right than wrong
-_SURE = ((8.0, 0.0), (0.0, 8.0))  # the first estimate counts as so much curvature
-_MEMORY = 0.998  # weight of a guess seen one guess earlier
+_KINDS = 4  # positions with their own coefficients; later ones share the last
+_WEIGHT, _BIAS = 0.9, 0.3  # initial coefficients
+_SURE = ((8.0, 0.0), (0.0, 8.0))  # weight of the initial coefficients
+_MEMORY = 0.998  # decay per draft token
 
 
 class Confidence:
-    """P(kept | margin, ancestors kept) = sigmoid(w m + b), with its own w and b for the first positions.
+    """P(accepted | margin, ancestors accepted) = sigmoid(w m + b), with separate w and b for the first positions.
 
-    Each guess moves w and b by a Newton step under the curvature that all guesses have left, older ones less and less:
-    online logistic regression, as an extended Kalman filter has it. The margin is a property of the draft's
-    distribution, not of what was drawn from it, so stopping by it does not bias what is sampled.
+    Each draft token moves w and b by a Newton step with a decayed curvature (online logistic regression, as an extended
+    Kalman filter). The margin depends on the distribution of the draft and not on the sampled token, so stopping by it
+    does not bias the output.
     """
 
     def __init__(self) -> None:
@@ -30,12 +30,12 @@ class Confidence:
         self._curve = [[_SURE[0][0], _SURE[0][1], _SURE[1][1]] for _ in range(_KINDS)]  # [[a, b], [b, c]]
 
     def trust(self, keep: float, worth: tuple[float, ...], ends: tuple[int, ...]) -> StopRule:
-        """As it stands, with when to stop (see `StopRule`)."""
+        """Return the current coefficients as a `StopRule`."""
         weight, bias = (tuple(theta[i] for theta in self._theta) for i in range(2))
         return StopRule(weight=weight, bias=bias, min_path_prob=keep, min_draft_probs=worth, ends=ends)
 
     def learn(self, tokens: Sequence[int], margins: Sequence[float], emitted: Sequence[int]) -> None:
-        """From what became of a row's chain when these tokens were emitted; what nobody looked at teaches nothing."""
+        """Learn from the chain of a sequence after the tokens `emitted` were committed."""
         for position, (token, margin, truth) in enumerate(zip(tokens, margins, emitted, strict=False)):
             self._step(min(position, _KINDS - 1), min(max(margin, -12.0), 12.0), token == truth)
             if token != truth:

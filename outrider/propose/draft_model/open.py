@@ -1,4 +1,4 @@
-"""Draft models by their folders: of the target's vocabulary or of another one, alone or with lookup of their own."""
+"""Open draft models and draft heads from their folders."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from outrider.propose.vocabulary.intersection import SharedVocabulary, Vocabular
 from outrider.propose.vocabulary.text_draft import TextProposer
 from outrider.propose.vocabulary.token_text import TokenText, token_text
 
-_ENOUGH = 0.9  # share of the target's tokens from which on guessing by tokens keeps as much as guessing by text
-_LEAST_SHARE = 0.1  # below it a draft would misread most of what it is fed
+_ENOUGH = 0.9  # share of the target's tokens from which drafting by tokens is as good as by text
+_LEAST_SHARE = 0.1  # smallest share for drafting by tokens
 _log = logging.getLogger("outrider")
 
 
 def draft_proposer(folder: str, setup: ProposerSetup) -> Proposer:
-    """`draft:DIR`: by tokens where the draft has most of the target's, else by text; or from the target's states."""
+    """`draft:DIR`: a head, or a model by tokens if it has most of the target's tokens, else by text."""
     if is_head(folder, lambda: _owner(setup)):
         return HeadProposer(setup, _head(folder, setup))
     found = _find("draft", folder, setup)
@@ -63,12 +63,12 @@ def draft_text_proposer(folder: str, setup: ProposerSetup) -> Proposer:
 
 
 def cascade_proposer(folder: str, setup: ProposerSetup) -> Proposer:
-    """`cascade:DIR`: by tokens, greedy chains in fewer passes."""
+    """`cascade:DIR`: by tokens, with n-gram lookup."""
     return DraftModelProposer(setup, Cascade(_find("cascade", folder, setup).speaking()))
 
 
 def tree_proposer(folder: str, setup: ProposerSetup) -> Proposer:
-    """`tree:DIR`: by tokens, or from the target's states, several ways to go on."""
+    """`tree:DIR`: a tree, of a head or of a model by tokens."""
     if is_head(folder, lambda: _owner(setup)):
         return HeadTreeProposer(setup, _head(folder, setup))
     return TreeProposer(setup, _find("tree", folder, setup).speaking())
@@ -76,7 +76,7 @@ def tree_proposer(folder: str, setup: ProposerSetup) -> Proposer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Found:
-    """A draft's checkpoint, and the house that it is to guess in."""
+    """A draft checkpoint and the setup of its proposer."""
 
     setup: ProposerSetup
     folder: str
@@ -84,22 +84,22 @@ class _Found:
 
     @property
     def akin(self) -> bool:
-        """Whether the same text is the same ids; how far the vocabularies are padded does not matter."""
+        """Return whether both tokenizers give the same ids. Padding of the vocabularies does not matter."""
         return bool(self.setup.tokenizer.get_vocab() == self.checkpoint.tokenizer.get_vocab())
 
     def model(self, room: int = 1) -> Target:
-        """What runs it; with `room` tokens of its own for each token of the target, as far as its context goes."""
+        """Make its target, with `room` tokens of its own per token of the target, up to its context."""
         size = min(self.checkpoint.context, room * self.setup.context)
         model = make_target(self.checkpoint, slots=self.setup.slots, context=size, kernels=self.setup.kernels)
         check_target(model, self.checkpoint)
         return model
 
     def dictionary(self) -> VocabularyMap:
-        """From the target's ids to the draft's."""
+        """The map from the target's ids to the draft's."""
         return VocabularyMap.of(*self._spellings(), (self.setup.vocab, self.checkpoint.vocab))
 
     def speaking(self) -> Target:
-        """The model, or what makes it speak the target's ids."""
+        """The model, wrapped if its ids differ from the target's."""
         if self.akin:
             return self.model()
         words = self.dictionary()
@@ -111,7 +111,7 @@ class _Found:
         return SharedVocabulary(self.model(), words)
 
     def text_proposer(self) -> Proposer:
-        """It goes on with the text; what it cuts finer needs more room."""
+        """Make a proposer that drafts by text."""
         target, draft = self._spellings()
         return TextProposer(self.setup, self.model(room=2), target=target, draft=draft)
 
@@ -120,7 +120,7 @@ class _Found:
 
 
 def _head(folder: str, setup: ProposerSetup) -> HeadTarget:
-    """A draft that was trained on the target's states."""
+    """Make the target of a draft head."""
     if not isinstance(setup.target, WeightSharer):
         raise OutriderError(f"{folder} reads states that this target does not show; use draft:DIR of a draft model")
     tables = setup.target.share_weights()
@@ -136,7 +136,7 @@ def _head(folder: str, setup: ProposerSetup) -> HeadTarget:
 
 
 def _owner(setup: ProposerSetup) -> TargetInfo | None:
-    """The target as whom a folder may belong to; None where no draft can be trained on its states."""
+    """Return the facts of the target that a head must match; None if it does not export hidden states."""
     if not isinstance(setup.target, WeightSharer):
         return None
     try:
@@ -158,25 +158,25 @@ def _partner(tables: SharedWeights, layers: int) -> TargetInfo:
 
 
 def check_draft(folder: str, *, name: str, heads: bool) -> None:
-    """See by its files that a folder holds a draft, before anything is loaded beside which it would guess.
+    """Check the files of a draft folder before any model is loaded.
 
     Args:
-        folder: of the draft.
-        name: what it is asked for as, for messages.
-        heads: whether it may be one that was trained on its target's states.
+        folder: the folder of the draft.
+        name: the name of the proposer, for messages.
+        heads: whether draft heads are allowed.
 
     Raises:
-        OutriderError: it does not, or one that cannot be had as this; the message says why.
+        OutriderError: the folder is not a draft, or does not fit this proposer.
     """
     if not folder:
         raise OutriderError(f"{name} needs the folder of a small model; write {name}:DIR")
-    # Whether a whole model is a head to its target is known once there is one.
+    # Whether a model folder contains a head is checked when the target is known.
     if not (heads and is_head(folder, lambda: _itself(folder))) and is_recurrent(folder):
         raise OutriderError(f"{folder} is recurrent, and a recurrent draft is not handled yet; use an attention model")
 
 
 def _itself(folder: str) -> TargetInfo | None:
-    """A whole model as the target of what came with it; None where its sizes are not known."""
+    """Return the facts of a model as the target of its own head; None if its sizes are unknown."""
     try:
         return read_target_info(folder)
     except OutriderError:

@@ -1,5 +1,5 @@
-"""The target drafts for itself: with its first layers (Elhoushi et al. 2024), without some of its layers (Zhang et al.
-2023), or with its weights in fewer bits (Tiwari et al. 2025)."""
+"""Self-speculation: the target drafts with its first layers (Elhoushi et al. 2024), without some layers (Zhang et al.
+2023), or with quantized weights (Tiwari et al. 2025)."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from outrider.propose.base import ProposerSetup, whole
 from outrider.propose.draft_model.chain import DraftModelProposer
 
 _BITS = {"int8": 8, "int4": 4}
-_LONG = 16  # tokens of a feed from which on reading it twice costs more than the guesses behind it save
+_LONG = 16  # after a longer feed there is no draft, because feeding it twice costs more than the draft saves
 
 
 class ExitProposer(DraftModelProposer):
-    """The target's first layers guess, over the target's own cache.
+    """Drafts with the first layers of the target, over the target's KV cache.
 
-    The target reads a feed right after them, and with it what they would have to read: so behind a long feed, the end
-    of a prompt, there are no guesses, and the round after it there is nothing left to read.
+    The target processes a feed right afterwards. So there is no draft after a long feed, such as the end of a prompt;
+    in the next round the first layers have nothing left to feed.
     """
 
     def propose(self, batch: Batch) -> Draft:
@@ -30,7 +30,7 @@ class ExitProposer(DraftModelProposer):
 
 
 def exit_proposer(argument: str, setup: ProposerSetup) -> DraftModelProposer:
-    """`exit:N`: the first N layers, then the final norm and the head."""
+    """`exit:N`: the first N layers, the final norm and the output layer."""
     target, count = _divisible(setup), exit_layers(argument)
     if count > target.layers:
         raise OutriderError(
@@ -41,7 +41,7 @@ def exit_proposer(argument: str, setup: ProposerSetup) -> DraftModelProposer:
 
 
 def exit_layers(argument: str) -> int:
-    """How many layers an `exit:N` names, whatever the target has."""
+    """Parse the number of layers of `exit:N`."""
     if not (count := whole(argument)):
         raise OutriderError(f"exit:{argument} names no layers to stop after; write for example exit:2")
     return count
@@ -60,7 +60,7 @@ def skip_proposer(argument: str, setup: ProposerSetup) -> DraftModelProposer:
 
 
 def skip_layers(argument: str) -> set[int]:
-    """The layers that a `skip:A+B+C` names, whatever the target has."""
+    """Parse the layers of `skip:A+B+C`."""
     named = [whole(word) for word in argument.split("+")]
     skipped = {layer for layer in named if layer is not None}
     if None in named:
@@ -94,7 +94,7 @@ def _divisible(setup: ProposerSetup) -> SelfDraftTarget:
 
 @torch.inference_mode()
 def _tried(model: Target, setup: ProposerSetup) -> Target:
-    """The same, once it has been seen to run: some families' layers rely on each other."""
+    """Return the model after a test pass. In some architectures, layers depend on each other."""
     try:
         model.draft_greedy(
             Batch(seqs=(SequenceState.of((0, 0)),), start=(0,), feed=((0, 0),), draft_budget=(2,)), setup.vocab

@@ -1,4 +1,4 @@
-"""Trained drafts guess: chains as a draft model's, and trees (Li et al. 2024, EAGLE-2)."""
+"""Proposers of draft heads: chains, and trees as in EAGLE-2 (Li et al. 2024)."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from outrider.propose.base import ProposerSetup
 from outrider.propose.draft_model.chain import DraftModelProposer
 from outrider.propose.draft_model.tree import TreeProposer
 
-_PILE = 1024  # states of a text that wait for the draft before it reads them although nobody asks for guesses
-_PIECE = 512  # of them are read in one round at most
+_PILE = 1024  # pending hidden states from which the head is fed without a draft
+_PIECE = 512  # most of them that are fed in one round
 
 
 class _Informed(DraftModelProposer):
-    """A draft model's proposer whose model reads the target's states, and so is told of every round."""
+    """Base of proposers whose model reads the hidden states of the target in every round."""
 
     _head: HeadTarget
 
@@ -35,7 +35,7 @@ class _Informed(DraftModelProposer):
 
 
 class HeadProposer(_Informed):
-    """A chain of guesses from the target's states."""
+    """Drafts a chain from the hidden states of the target."""
 
     def __init__(self, setup: ProposerSetup, head: HeadTarget) -> None:
         super().__init__(setup, head)
@@ -46,7 +46,7 @@ class HeadProposer(_Informed):
 
 
 class HeadTreeProposer(_Informed, TreeProposer):
-    """A tree of guesses from the target's states, as deep as the draft reaches."""
+    """Drafts a tree from the hidden states of the target."""
 
     def __init__(self, setup: ProposerSetup, head: HeadTarget) -> None:
         super().__init__(setup, head, reach=head.max_draft_tokens)
@@ -57,15 +57,14 @@ class HeadTreeProposer(_Informed, TreeProposer):
 
 
 def relieve(head: HeadTarget, batch: Batch) -> None:
-    """Let the draft read what has piled up of texts that it is not asked to go on with.
+    """Feed pending hidden states to the head, also for sequences that do not draft.
 
-    A state takes as much memory as the target's own cache for a token or two, and the caches' share of memory does not
-    count it. What is made of it does have its place there.
+    A hidden state takes as much memory as the KV cache of one or two tokens, and is not part of the cache budget.
     """
     left, due = _PIECE, list[tuple[int, int, int]]()
     for b, row in enumerate(batch.seqs):
         start = head.cache.length(row.slot)
-        stop = min(batch.start[b], start + left)  # the target has read as far, and the next feed is left to guess from
+        stop = min(batch.start[b], start + left)  # the last state stays pending, because the next draft starts from it
         if start < stop <= head.context and not batch.draft_budget[b] and head.piled(row.slot) >= _PILE:
             due.append((b, start, stop))
             left -= stop - start
@@ -83,10 +82,8 @@ def relieve(head: HeadTarget, batch: Batch) -> None:
 
 
 def within(batch: Batch, head: HeadTarget, reach: int) -> Batch:
-    """No row with more guesses than `reach`, and none where the target has yet to read what led to the last token."""
-    if (
-        head.description.parallel_draft_tokens
-    ):  # all guesses are made in one pass, so to do without the later ones spares nothing
+    """Limit the budgets to `reach`; 0 for sequences whose last token has no hidden state yet."""
+    if head.description.parallel_draft_tokens:  # all draft tokens come from one pass, so a shorter draft is not faster
         batch = replace(batch, min_draft_probs=())
     ready = (start and len(feed) == 1 for start, feed in zip(batch.start, batch.feed, strict=True))
     return replace(

@@ -170,7 +170,7 @@ class TreeProposer(DraftModelProposer):
             tokens = emitted[growth.row.slot]
             path = growth.sketch.path(tokens[:-1])  # the last token is to be fed, even if it was read as a guess
             paths.append(tuple(growth.place[node] for node in path if node in growth.place))
-            # What was drawn and not offered says nothing: the target did not choose between it and another.
+            # Sampled tokens that were cut from the draft were not verified, so they show nothing.
             if round.draft.size or not growth.drawn:
                 self._odds.learn(growth, tokens)
         self._model.cache.commit(replace(round, batch=self._batch, draft=self._read, path=tuple(paths)))

@@ -105,7 +105,7 @@ class TextProposer:
 
     @property
     def model(self) -> Target:
-        """The draft model, with its cache."""
+        """The draft model."""
         return self._model
 
     def _turn(self, batch: Batch, b: int) -> _Turn | None:

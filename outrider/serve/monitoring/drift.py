@@ -1,30 +1,29 @@
-"""Whether guesses are kept much less often than they used to be."""
+"""Detects that the acceptance of a proposer has dropped."""
 
 from __future__ import annotations
 
 from outrider.core.stats import Stats
 
-_RECENT, _BASELINE = 256, 16384  # first guesses that the two means look back over
-_KNOWN = 1024  # first guesses before anybody is alarmed
-_FALLEN, _RISEN = 0.7, 0.85  # of the usual rate: below the one the alarm begins, above the other it ends
+_RECENT, _BASELINE = 256, 16384  # window of the two means, in draft tokens at position 0
+_KNOWN = 1024  # draft tokens at position 0 before an alarm is possible
+_FALLEN, _RISEN = 0.7, 0.85  # ratios to the baseline at which the alarm starts and ends
 
 
 class Drift:
-    """One proposer's alarm.
+    """The drift alarm of one proposer.
 
-    It looks at the first guess of each pass alone, for how many of those are kept does not depend on how many the
-    planner allows. The alarm begins when the share kept of the last 256 or so falls below 0.7 of that of the last
-    16384 or so, and ends when it is above 0.85 of it again; before 1024 of them there is none. Texts that stay
-    different become the usual ones, and the alarm ends with that, too.
+    It uses draft tokens at position 0, whose acceptance does not depend on the draft length. The alarm starts when the
+    mean of the last 256 falls below 0.7 of the mean of the last 16384, and ends above 0.85 of it. There is no alarm
+    before 1024 draft tokens. If the traffic stays different, the baseline follows and the alarm ends.
     """
 
     def __init__(self) -> None:
-        self.recent = self.baseline = 0.0  # shares kept
+        self.recent = self.baseline = 0.0  # acceptance
         self.alarm = False
-        self._met = self._kept = 0  # as last told
+        self._met = self._kept = 0  # at the last update
 
     def update(self, stats: Stats) -> None:
-        """Its sums by now, which only ever grow."""
+        """Update with the current sums of the proposer."""
         met, kept = (counts[0] if counts else 0 for counts in (stats.reached, stats.accepted))
         new = met - self._met
         if not new:

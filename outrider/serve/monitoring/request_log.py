@@ -1,4 +1,4 @@
-"""One line for each request: what it asked of the server, and how it went."""
+"""The request log: one line per request."""
 
 from __future__ import annotations
 
@@ -16,59 +16,59 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from outrider.core.types import Completion
 
 _log = logging.getLogger("outrider.serve.requests")
-_QUIET = frozenset({"/health", "/metrics"})  # asked for every few seconds, by machines
+_QUIET = frozenset({"/health", "/metrics"})  # polled by machines, so not logged
 _HEADER, _LONGEST = b"x-request-id", 128
-_ENTRY = "outrider.entry"  # in an ASGI scope
+_ENTRY = "outrider.entry"  # key in the ASGI scope
 
 
 @dataclass(slots=True, kw_only=True)
 class Entry:
-    """What is told of one request, as far as it is known."""
+    """The log entry of one request."""
 
     id: str
     began: float = field(default_factory=perf_counter)
-    first: float | None = None  # when its first token was there
-    tokens: int = 0  # written, of all its completions
-    finish: str = ""  # of its completions, or how else it ended
+    first: float | None = None  # time of the first token
+    tokens: int = 0  # output tokens of all completions
+    finish: str = ""  # finish reason of the completions, or how the request ended otherwise
     completions: list[Completion] = field(default_factory=list)
 
     def see(self, tokens: int) -> None:
-        """So many tokens more."""
+        """Count new tokens."""
         if tokens and self.first is None:
             self.first = perf_counter()
         self.tokens += tokens
 
     def end(self, completions: Sequence[Completion]) -> None:
-        """All is done."""
+        """Record the finished completions."""
         self.completions = list(completions)
         self.tokens = sum(len(each.token_ids) for each in completions)
         self.finish = "+".join(sorted({str(each.finish_reason) for each in completions}))
 
     def fields(self, scope: Scope, status: int) -> dict[str, Any]:
-        """For the log."""
-        told: dict[str, Any] = {
+        """Return the fields of the log line."""
+        fields: dict[str, Any] = {
             "id": self.id,
             "route": f"{scope['method']} {scope['path']}",
             "status": status,
             "seconds": round(perf_counter() - self.began, 6),
         }
         if not self.finish:
-            return told
+            return fields
         passes = sum(each.stats.passes for each in self.completions)
         written = sum(each.stats.output_tokens for each in self.completions)
-        return told | {
-            "finish": self.finish,
-            "first_seconds": None if self.first is None else round(self.first - self.began, 6),
+        return fields | {
+            "finish_reason": self.finish,
+            "time_to_first_token_seconds": None if self.first is None else round(self.first - self.began, 6),
             "prompt_tokens": sum(len(each.prompt_token_ids) for each in self.completions),
-            "tokens": self.tokens,
+            "output_tokens": self.tokens,
             "tau": round(written / passes, 4) if passes else None,
-            "drafted": sum(each.stats.draft_tokens for each in self.completions),
-            "accepted": sum(sum(each.stats.accepted) for each in self.completions),
+            "draft_tokens": sum(each.stats.draft_tokens for each in self.completions),
+            "accepted_tokens": sum(sum(each.stats.accepted) for each in self.completions),
         }
 
 
 class RequestLog:
-    """Gives each request a name, which its answer carries, and writes its line when it is over."""
+    """Gives each request an id, which the response carries, and logs it at its end."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -95,17 +95,17 @@ class RequestLog:
 
 
 def entry_of(scope: Scope) -> Entry:
-    """The entry of a request that came through the journal."""
+    """Return the log entry of a request."""
     found = scope[_ENTRY]
     assert isinstance(found, Entry)
     return found
 
 
 class JsonLines(logging.Formatter):
-    """A record as one JSON object in one line."""
+    """Formats a record as a JSON object on one line."""
 
     def format(self, record: logging.LogRecord) -> str:
-        told = {
+        fields = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
             "logger": record.name,
@@ -113,12 +113,12 @@ class JsonLines(logging.Formatter):
             **getattr(record, "fields", {}),
         }
         if record.exc_info:
-            told["exception"] = self.formatException(record.exc_info)
-        return json.dumps(told, default=str)
+            fields["exception"] = self.formatException(record.exc_info)
+        return json.dumps(fields, default=str)
 
 
 class Lines(logging.Formatter):
-    """A record as people read it."""
+    """Formats a record as text."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -129,13 +129,13 @@ class Lines(logging.Formatter):
 
 
 def log_as(form: str) -> None:
-    """Write logs to standard error, as text or json."""
+    """Log to standard error, as text or json."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonLines() if form == "json" else Lines())
     logging.basicConfig(level=logging.INFO, handlers=[handler])
 
 
 def _name(asked: bytes) -> str:
-    """The client's own, if it is one that may stand in a header and a log."""
+    """Return the X-Request-Id of the client if it is printable and short, else None."""
     name = asked.decode("latin-1")
     return name if 0 < len(name) <= _LONGEST and name.isascii() and name.isprintable() else uuid4().hex

@@ -1,4 +1,4 @@
-"""Mistakes: what clients are told of them, and how the OpenAPI document describes that."""
+"""Error responses and their description in the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _LATER = {"Retry-After": "1"}
 
 
 class UnknownModel(InvalidParam):
-    """Another model than the one that is served."""
+    """The request names a model that is not served."""
 
 
 @contextmanager
 def about(param: str) -> Iterator[None]:
-    """What is refused in here is this parameter, where nobody says better."""
+    """Attribute an `OutriderError` of the block to a parameter."""
     try:
         yield
     except (InvalidParam, QueueFull):
@@ -38,7 +38,7 @@ def about(param: str) -> Iterator[None]:
 
 @contextmanager
 def rename_param(asked: SamplingFields) -> Iterator[None]:
-    """What is refused in here is named as the client has named it."""
+    """Name the parameter of an error as the client has named it."""
     try:
         yield
     except InvalidParam as error:
@@ -49,7 +49,7 @@ def rename_param(asked: SamplingFields) -> Iterator[None]:
 
 
 class ErrorBody(BaseModel):
-    """What went wrong."""
+    """An error of OpenAI's API."""
 
     message: str
     type: str
@@ -58,18 +58,18 @@ class ErrorBody(BaseModel):
 
 
 class Problem(BaseModel):
-    """An answer that is none."""
+    """The body of an error response."""
 
     error: ErrorBody
 
 
 RESPONSES: dict[int | str, dict[str, Any]] = {
-    "4XX": {"model": Problem, "description": "A mistake in the request, which the message names."},
-    "5XX": {"model": Problem, "description": "A mistake in the server, or a limit on time."},
+    "4XX": {"model": Problem, "description": "The request is invalid. The message says why."},
+    "5XX": {"model": Problem, "description": "The server failed, or the request timed out."},
 }
 STREAMED: dict[int | str, dict[str, Any]] = {
     200: {
-        "description": "OpenAI's object, or where a stream was asked for its parts.",
+        "description": "The response, or the chunks of a stream.",
         "content": {"application/json": {"schema": {"type": "object"}}, "text/event-stream": {}},
     },
     **RESPONSES,
@@ -77,14 +77,14 @@ STREAMED: dict[int | str, dict[str, Any]] = {
 
 
 def add_handlers(app: FastAPI) -> None:
-    """Answer what routes raise."""
+    """Install handlers that turn exceptions into error responses."""
     handlers: dict[type[Exception], Callable[[Any], JSONResponse]] = {
         RequestValidationError: _invalid,
         QueueFull: lambda error: JSONResponse(problem(str(error), kind="overloaded_error"), 429, _LATER),
         UnknownModel: lambda error: JSONResponse(problem(str(error), field=error.param), 404),
         InvalidParam: lambda error: JSONResponse(problem(str(error), field=error.param), 400),
         OutriderError: lambda error: JSONResponse(problem(str(error)), 400),
-        Exception: lambda _: JSONResponse(problem("the server failed; its log says why", kind="server_error"), 500),
+        Exception: lambda _: JSONResponse(problem("the server failed; see its log", kind="server_error"), 500),
         HTTPException: lambda error: JSONResponse(problem(str(error.detail)), error.status_code, error.headers),
     }
 
@@ -102,6 +102,6 @@ def _invalid(error: RequestValidationError) -> JSONResponse:
     first = error.errors()[0]
     if first["type"] == "json_invalid":
         said = first.get("ctx", {}).get("error", first["msg"])
-        return JSONResponse(problem(f"the request is no JSON: {said}"), 400)
+        return JSONResponse(problem(f"the request is not valid JSON: {said}"), 400)
     field = field_of(first)
     return JSONResponse(problem(f"{field or 'the request'}: {first['msg']}", field=field), 400)

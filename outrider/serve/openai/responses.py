@@ -1,4 +1,4 @@
-"""What clients get: OpenAI's objects, from completions and pieces of them."""
+"""Builds responses and stream chunks in the format of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ Decode = Callable[[Sequence[int]], str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseBuilder:
-    """One answer's heading, the same in all of its parts."""
+    """Builds the response to one request."""
 
     chat: bool
     model: str
     decode: Decode
-    logprobs: bool = False  # whether they were asked for
-    tokens: bool = False  # whether each part tells who wrote them
-    spell: Callable[[int], str] = str  # what a token is alone
-    calls: bool = False  # whether the text may hold calls of functions
+    logprobs: bool = False  # whether the request wants them
+    tokens: bool = False  # whether chunks have a `speculation` field
+    spell: Callable[[int], str] = str  # text of a single token
+    calls: bool = False  # whether the text may have function calls
     id: str = field(default_factory=lambda: uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
     def response(self, completions: Sequence[Completion], prompts: int) -> dict[str, Any]:
-        """All completions of `prompts` prompts at once."""
+        """Return the response with all completions of `prompts` prompts."""
         choices = [self._choice(i, each) for i, each in enumerate(completions)]
         return self._head(part=False) | {"choices": choices, "usage": usage(completions, prompts)}
 
     def chunks(self, index: int) -> ChunkBuilder:
-        """What makes the pieces of one completion into parts of a stream."""
+        """Return the builder of the stream chunks of one completion."""
         return ChunkBuilder(self, index)
 
     def chunk(
         self, index: int, piece: StreamChunk, *, delta: dict[str, Any], finish: str | None, offset: int = 0
     ) -> dict[str, Any]:
-        """One piece of one completion, which adds `delta` to a chat; `offset` characters of its tokens came before."""
+        """Return a stream chunk. `delta` is for chats; `offset` is the number of characters before it."""
         choice: dict[str, Any] = {"index": index, "finish_reason": finish, "logprobs": None}
         choice |= {"delta": delta} if self.chat else {"text": piece.text}
         if self.logprobs:
@@ -64,7 +64,7 @@ class ResponseBuilder:
         return told
 
     def usage_chunk(self, completions: Sequence[Completion], prompts: int) -> dict[str, Any]:
-        """What comes behind all pieces where usage was asked for."""
+        """Return the last chunk, with the usage."""
         return self._head(part=True) | {"choices": [], "usage": usage(completions, prompts)}
 
     def _head(self, *, part: bool) -> dict[str, Any]:
@@ -110,16 +110,16 @@ class ResponseBuilder:
 
 
 class ChunkBuilder:
-    """The stream of one completion."""
+    """Builds the stream chunks of one completion."""
 
     def __init__(self, reply: ResponseBuilder, index: int) -> None:
         self._reply, self._index = reply, index
         self._calls = ToolCallParser() if reply.calls else None
         self._begun = False
-        self._offset = 0  # characters of all tokens so far, each spelled alone
+        self._offset = 0  # characters of all tokens so far, decoded one by one
 
     def next(self, piece: StreamChunk) -> dict[str, Any]:
-        """The part that a piece becomes."""
+        """Return the stream chunk of an engine chunk."""
         finish = str(piece.completion.finish_reason) if piece.completion else None
         delta: dict[str, Any] = {"content": piece.text}
         if self._calls:
@@ -135,14 +135,14 @@ class ChunkBuilder:
 
 
 def _finish(completion: Completion, calls: ToolCallParser) -> str:
-    """Why it ended, as OpenAI's clients are told."""
+    """Return the finish reason in the words of OpenAI's API."""
     return (
         "tool_calls" if calls.made and completion.finish_reason is FinishReason.STOP else str(completion.finish_reason)
     )
 
 
 def usage(completions: Sequence[Completion], prompts: int) -> dict[str, Any]:
-    """Tokens, and what speculation did; a prompt counts once, however many completions it has."""
+    """Return the `usage` object. A prompt counts once for all of its completions."""
     each = len(completions) // prompts
     read = sum(len(completion.prompt_token_ids) for completion in completions[::each])
     made = sum(len(completion.token_ids) for completion in completions)
@@ -162,7 +162,7 @@ def usage(completions: Sequence[Completion], prompts: int) -> dict[str, Any]:
 
 
 def problem(message: str, *, kind: str = "invalid_request_error", field: str | None = None) -> dict[str, Any]:
-    """An error, as OpenAI's clients read it."""
-    said = message.encode(errors="replace").decode()  # whatever it quotes can then be sent
+    """Return the body of an error response."""
+    said = message.encode(errors="replace").decode()  # lone surrogates cannot be encoded
     named = field and field.encode(errors="replace").decode()
     return {"error": {"message": said, "type": kind, "param": named, "code": None}}

@@ -1,4 +1,4 @@
-"""What clients send: OpenAI's requests, and a few fields more. A field that is not known is refused, never ignored."""
+"""Request bodies: OpenAI's fields and some extensions. Unknown fields are errors."""
 
 from __future__ import annotations
 
@@ -22,19 +22,17 @@ class _Strict(BaseModel):
 
 
 class StreamOptions(_Strict):
-    """How a stream ends."""
+    """Options of a stream."""
 
     include_usage: bool = False
     include_tokens: bool = Field(
-        False, description="Extension. Tell of each token whether it was a guess that was kept."
+        False, description="Extension. Report for each token whether it is an accepted draft token."
     )
-    include_drafts: bool = Field(
-        False, description="Extension. The same, and all guesses of each round with those who made them."
-    )
+    include_drafts: bool = Field(False, description="Extension. Report the draft of each round as well.")
 
 
 class TextFormat(_Strict):
-    """Text of any form."""
+    """Text without a constraint."""
 
     type: Literal["text"]
 
@@ -46,16 +44,16 @@ class ObjectFormat(_Strict):
 
 
 class NamedSchema(_Strict):
-    """A JSON schema with a name, which nobody reads."""
+    """A JSON schema. The name is not used."""
 
     name: str
     description: str | None = None
     form: dict[str, Any] | None = Field(None, alias="schema")
-    strict: bool | None = Field(None, description="A schema always holds.")
+    strict: bool | None = Field(None, description="Accepted for compatibility. A schema is always enforced.")
 
 
 class SchemaFormat(_Strict):
-    """JSON of a schema."""
+    """JSON that matches a schema."""
 
     type: Literal["json_schema"]
     json_schema: NamedSchema
@@ -65,19 +63,19 @@ ResponseFormat = Annotated[TextFormat | ObjectFormat | SchemaFormat, Field(discr
 
 
 class StructuredOutputs(_Strict):
-    """What form the text has, in one of these ways; as vLLM names them."""
+    """A constraint of the text, in the format of vLLM. Exactly one field must be set."""
 
     form: dict[str, Any] | str | None = Field(None, alias="json", description="A JSON schema.")
     json_object: Literal[True] | None = None
     regex: str | None = None
     choice: list[str] | None = None
-    grammar: str | None = Field(None, description="In Lark's syntax or GBNF.")
+    grammar: str | None = Field(None, description="A grammar in the syntax of Lark or GBNF.")
 
     def constraint(self) -> Constraint:
-        """The same for the engine.
+        """Return the constraint.
 
         Raises:
-            OutriderError: it is none, or several.
+            OutriderError: no field is set, or several are.
         """
         makers: dict[str, Callable[[Any], Constraint]] = {
             "form": Constraint.json_schema,
@@ -95,7 +93,7 @@ class StructuredOutputs(_Strict):
 
 
 class _Asked(_Strict):
-    """A request: all of its strings are text, which JSON does not promise."""
+    """Base of requests. All strings must be valid text."""
 
     @model_validator(mode="before")
     @classmethod
@@ -105,40 +103,36 @@ class _Asked(_Strict):
 
 
 class SamplingFields(_Asked):
-    """What both kinds of completion take."""
+    """The fields of both kinds of completion."""
 
-    model: str | None = Field(None, description="The model's name, as /v1/models tells it; left out, there is but one.")
+    model: str | None = Field(None, description="Name of the model, as in /v1/models. Optional.")
     temperature: float = Field(1.0, ge=0, description="0 is greedy.")
     top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=0, description="Extension. 0 keeps every token.")
-    min_p: float = Field(0.0, ge=0, le=1, description="Extension. 0 keeps every token.")
+    top_k: int = Field(0, ge=0, description="Extension. 0 keeps all tokens.")
+    min_p: float = Field(0.0, ge=0, le=1, description="Extension. 0 keeps all tokens.")
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     repetition_penalty: float = Field(1.0, gt=0, description="Extension. 1 is off.")
-    logit_bias: dict[str, float] | None = Field(None, max_length=1024, description="By token id; -100 forbids.")
+    logit_bias: dict[str, float] | None = Field(None, max_length=1024, description="Added to the logits, by token id.")
     stop: str | list[str] | None = Field(None, description="Strings that end the completion; at most 16.")
     stop_token_ids: list[_Token] = Field([], max_length=256, description="Extension. Tokens that end the completion.")
-    ignore_eos: bool = Field(False, description="Extension. Go on past end-of-text.")
-    min_tokens: int = Field(0, ge=0, description="Extension.")
+    ignore_eos: bool = Field(False, description="Extension. Continue after end-of-text.")
+    min_tokens: int = Field(0, ge=0, description="Extension. Fewest output tokens.")
     seed: int | None = Field(None, ge=0, lt=2**63)
-    priority: int = Field(0, ge=-100, le=100, description="Extension. Lower ones are served first.")
-    k: int | None = Field(None, ge=0, le=256, description="Extension. Guesses a round at most; 0 is plain decoding.")
-    proposer: str | None = Field(
-        None, description="Extension. Who guesses: one of those that /v1/models names. Left out: the planner decides."
-    )
-    verifier: str | None = Field(
-        None, description="Extension. The exact rule that judges: one of those that /v1/models names."
-    )
+    priority: int = Field(0, ge=-100, le=100, description="Extension. Lower values are scheduled first.")
+    k: int | None = Field(None, ge=0, le=256, description="Extension. Most draft tokens per round. 0: plain decoding.")
+    proposer: str | None = Field(None, description="Extension. A proposer of /v1/models. Default: the planner chooses.")
+    verifier: str | None = Field(None, description="Extension. An exact verifier of /v1/models.")
     n: int = Field(1, ge=1)
     stream: bool = False
     stream_options: StreamOptions | None = None
-    user: str | None = Field(None, description="Whose request it is: what speculation learned serves its own user.")
-    metadata: dict[str, str] | None = Field(None, description="Kept by nobody.")
-    store: Literal[False] | None = Field(None, description="Nothing is stored.")
-    structured_outputs: StructuredOutputs | None = Field(None, description="Extension. What form the text has.")
+    user: str | None = Field(None, description="Prefix caching and learned outputs are separate for each user.")
+    metadata: dict[str, str] | None = Field(None, description="Accepted and not used.")
+    store: Literal[False] | None = Field(None, description="Only false is accepted.")
+    structured_outputs: StructuredOutputs | None = Field(None, description="Extension. A constraint of the text.")
 
     def stream_content(self) -> StreamContent:
-        """What of the completion is to be told, and when."""
+        """Return what the stream must contain."""
         if self.stream_options and self.stream_options.include_drafts:
             return StreamContent.DRAFTS
         if self.stream_options and self.stream_options.include_tokens:
@@ -146,17 +140,17 @@ class SamplingFields(_Asked):
         return StreamContent.TEXT if self.stream else StreamContent.END
 
     def param_name(self, param: str) -> str:
-        """What a client calls a parameter of `SamplingParams`."""
+        """Return the request field of a parameter of `SamplingParams`."""
         return _SPELLED.get(param, param)
 
     def constraint(self) -> Constraint | None:
-        """What form the text must have."""
+        """Return the constraint of the request."""
         return None if self.structured_outputs is None else self.structured_outputs.constraint()
 
     def params(
         self, *, most: int | None, logprobs: int | None, scope: str, constraint: Constraint | None
     ) -> SamplingParams:
-        """The same for the engine.
+        """Return the sampling parameters.
 
         Raises:
             OutriderError: a value is out of range.
@@ -193,9 +187,11 @@ class SamplingFields(_Asked):
 
 
 class CompletionRequest(SamplingFields):
-    """`/v1/completions`."""
+    """The body of `/v1/completions`."""
 
-    prompt: str | list[str] | list[_Token] | list[list[_Token]] = Field(description="Text or tokens, one or several.")
+    prompt: str | list[str] | list[_Token] | list[list[_Token]] = Field(
+        description="A string, a list of strings, token ids, or a list of token ids."
+    )
     max_tokens: int | None = Field(16, ge=1)
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: Literal[False] = False
@@ -203,21 +199,21 @@ class CompletionRequest(SamplingFields):
     suffix: None = None
 
     def prompts(self) -> list[str | list[int]]:
-        """One for each completion, before `n`."""
+        """Return the prompts."""
         one = isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int))
         many: list[Any] = [self.prompt] if one else list(self.prompt)
         return many
 
 
 class FunctionCall(_Strict):
-    """What was called, and with what."""
+    """The name and the arguments of a function call."""
 
     name: str
     arguments: str = Field(description="A JSON object.")
 
 
 class ToolCall(_Strict):
-    """A call that the model made."""
+    """A function call of the model."""
 
     id: str
     type: Literal["function"] = "function"
@@ -225,14 +221,14 @@ class ToolCall(_Strict):
 
 
 class Message(_Strict):
-    """One turn."""
+    """A message of the conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
     name: str | None = None
     refusal: None = None
-    tool_calls: list[ToolCall] | None = Field(None, description="Of the assistant.")
-    tool_call_id: str | None = Field(None, description="Which call a tool answers.")
+    tool_calls: list[ToolCall] | None = Field(None, description="Function calls of the assistant.")
+    tool_call_id: str | None = Field(None, description="The call that a tool message responds to.")
 
     @model_validator(mode="after")
     def _check(self) -> Message:
@@ -245,14 +241,14 @@ class Message(_Strict):
         return self
 
     def text(self) -> str:
-        """Its parts as one text; empty where it only calls functions."""
+        """Return the text of the message; "" if it has only function calls."""
         if self.content is None or isinstance(self.content, str):
             return self.content or ""
         return "".join(part.text for part in self.content)
 
 
 class TextPart(_Strict):
-    """A part of a turn."""
+    """A text part of a message."""
 
     type: Literal["text"]
     text: str
@@ -263,42 +259,48 @@ class Function(_Strict):
 
     name: str = Field(pattern="^[a-zA-Z0-9_-]{1,64}$")
     description: str | None = None
-    parameters: dict[str, Any] | None = Field(None, description="A JSON schema. Left out: no arguments.")
-    strict: bool | None = Field(None, description="A schema always holds.")
+    parameters: dict[str, Any] | None = Field(
+        None, description="A JSON schema of the arguments. Default: no arguments."
+    )
+    strict: bool | None = Field(None, description="Accepted for compatibility. A schema is always enforced.")
 
 
 class Tool(_Strict):
-    """A tool, which is a function."""
+    """A tool. Only functions are supported."""
 
     type: Literal["function"]
     function: Function
 
 
 class FunctionName(_Strict):
-    """A function by its name."""
+    """The name of a function."""
 
     name: str
 
 
 class NamedTool(_Strict):
-    """The one tool to call."""
+    """The tool that the model must call."""
 
     type: Literal["function"]
     function: FunctionName
 
 
 class ChatRequest(SamplingFields):
-    """`/v1/chat/completions`."""
+    """The body of `/v1/chat/completions`."""
 
     messages: list[Message] = Field(min_length=1)
     max_tokens: int | None = Field(None, ge=1, description="The older name of max_completion_tokens.")
-    max_completion_tokens: int | None = Field(None, ge=1, description="Left out: as far as the context goes.")
+    max_completion_tokens: int | None = Field(
+        None, ge=1, description="Most output tokens. Default: the rest of the context."
+    )
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
     response_format: ResponseFormat | None = None
     tools: list[Tool] | None = Field(None, max_length=128)
     tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
-    parallel_tool_calls: bool | None = Field(None, description="Whether several calls may follow each other: true.")
+    parallel_tool_calls: bool | None = Field(
+        None, description="Whether one response may have several calls. Default: true."
+    )
 
     def param_name(self, param: str) -> str:
         names = {"prompt": "messages", "logprobs": "top_logprobs"}
@@ -309,7 +311,7 @@ class ChatRequest(SamplingFields):
         return names.get(param) or super().param_name(param)
 
     def constraint(self) -> Constraint | None:
-        """What form the text must have, tools aside."""
+        """Return the constraint of `response_format`, without tools."""
         asked, other = self.response_format, super().constraint()
         if asked is None or isinstance(asked, TextFormat):
             return other
@@ -321,20 +323,20 @@ class ChatRequest(SamplingFields):
         return Constraint.json_schema(asked.json_schema.form)
 
     def max_output_tokens(self) -> int | None:
-        """Tokens of the answer."""
+        """Most output tokens."""
         if self.max_tokens and self.max_completion_tokens and self.max_tokens != self.max_completion_tokens:
             raise InvalidParam("max_completion_tokens", "max_tokens and max_completion_tokens differ; give one of them")
         return self.max_completion_tokens or self.max_tokens
 
     def num_logprobs(self) -> int | None:
-        """Likeliest tokens whose log-probabilities are reported; None: none at all."""
+        """Number of likeliest tokens with log-probabilities; None: no log-probabilities."""
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidParam("top_logprobs", "top_logprobs needs logprobs true; set it, or leave top_logprobs out")
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
 class TokenizeRequest(_Asked):
-    """`/tokenize`."""
+    """The body of `/tokenize`."""
 
     model: str | None = None
     prompt: str
@@ -365,14 +367,14 @@ def _biases(given: dict[str, float] | None) -> dict[int, float]:
 
 
 def field_of(error: Mapping[str, Any]) -> str | None:
-    """The field that a validation error is about, as a client spells it."""
+    """Return the field of a validation error, as the client has named it."""
     location = (*error["loc"], *error.get("ctx", {}).get("path", ()))
     names = [str(part) for part in location if part not in ("body", "query", "path")]
-    # Which of several forms of a field a value came near to is no name that a client knows.
+    # Skip the name of a union member, which clients do not know.
     return ".".join(name for name in names if name not in ("str", "int", "float") and "[" not in name) or None
 
 
 _SPELLED: Mapping[str, str] = MappingProxyType({"scope": "user", "constraint": "structured_outputs"})
 _STOPS, _STOP_LENGTH = 16, 1000
-_DIGITS = 18  # of a token id, and far more than any has
+_DIGITS = 18  # most digits of a token id
 Message.model_rebuild()

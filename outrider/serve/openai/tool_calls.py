@@ -1,4 +1,4 @@
-"""Calls of functions as a model writes them, read while they are written."""
+"""Parses function calls from generated text, incrementally."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ _HEAD = re.compile(r'\n\{"name": "([^"]*)", "arguments": ')
 
 @dataclass(slots=True, kw_only=True)
 class ParsedCall:
-    """One call, perhaps not whole yet."""
+    """A function call, possibly incomplete."""
 
     name: str
     id: str = field(default_factory=lambda: f"call_{uuid4().hex[:24]}")
     arguments: str = ""
 
     def whole(self) -> dict[str, Any]:
-        """As OpenAI's replies have it."""
+        """Return the call in the format of OpenAI's API."""
         return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 
 class ToolCallParser:
-    """Splits a text, as it comes, into what is said and what is called."""
+    """Splits a growing text into content and function calls."""
 
     def __init__(self) -> None:
         self.made: list[ParsedCall] = []
-        self._left = ""  # not told yet: it may be part of a mark
-        self._open = False  # whether a call has begun and not ended
-        self._named = False  # whether its name is known
+        self._left = ""  # held back, because it may be part of a marker
+        self._open = False  # inside of a call
+        self._named = False  # the name of the call is known
 
     def read(self, text: str, *, last: bool) -> dict[str, Any]:
-        """What a piece of text adds, as the `delta` of a stream: content, tool_calls, both or none."""
+        """Add text and return the `delta` of a stream: content, tool_calls, both or none."""
         self._left += text
         said, parts = "", dict[int, dict[str, Any]]()
         before = -1
@@ -53,7 +53,7 @@ class ToolCallParser:
         text, mark, rest = self._left.partition(_BEGIN)
         held = 0 if mark or last else _held(text, _BEGIN)
         self._open, self._left = bool(mark), rest if mark else text[len(text) - held :]
-        # Between two calls there is a line's end, which says nothing.
+        # Ignore the line break between two calls.
         return "" if self.made else text[: len(text) - held]
 
     def _name(self, parts: dict[int, dict[str, Any]]) -> None:
@@ -74,5 +74,5 @@ class ToolCallParser:
 
 
 def _held(text: str, mark: str) -> int:
-    """Characters at the end of a text that `mark` may begin with."""
+    """Return the number of characters at the end of a text that may start `mark`."""
     return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if mark.startswith(text[-n:])), 0)

@@ -1,7 +1,7 @@
-"""Functions that a model may call: how they are told to it, and the grammar that holds its calls to their schemas.
+"""Tools: their description in the prompt, and the grammar that enforces their schemas.
 
-A call is written as Hermes and Qwen models write it, whatever the model: {"name": ..., "arguments": ...} on a line of
-its own between <tool_call> and </tool_call>.
+Calls have the format of Hermes and Qwen models: {"name": ..., "arguments": ...} on a line between <tool_call> and
+</tool_call>.
 """
 
 from __future__ import annotations
@@ -16,7 +16,11 @@ from outrider.core.params import InvalidParam
 from outrider.errors import OutriderError
 from outrider.serve.openai.schema import ChatRequest, Function, FunctionCall, Message, NamedTool
 
-_NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}  # arguments of who takes none
+_NOTHING = {
+    "type": "object",
+    "properties": {},
+    "additionalProperties": False,
+}  # the schema of a function without arguments
 _TELL = """You may call functions. Each line between <tools> and </tools> describes one:
 <tools>
 {tools}
@@ -29,18 +33,18 @@ To call one, write its name and arguments as JSON between <tool_call> and </tool
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tools:
-    """What a request lets the model call."""
+    """The tools of a request."""
 
     functions: tuple[Function, ...]
-    must: bool  # a call is wanted, and no other text
-    many: bool  # several calls may follow each other
+    must: bool  # the response must be a call
+    many: bool  # several calls are allowed
 
     @classmethod
     def of(cls, asked: ChatRequest) -> Tools | None:
-        """Those of a request; None where it has none, or wants none used.
+        """Return the tools of a request; None without tools or with tool_choice "none".
 
         Raises:
-            OutriderError: the choice is of none that there are.
+            OutriderError: tool_choice names an unknown function.
         """
         choice, functions = asked.tool_choice, tuple(tool.function for tool in asked.tools or ())
         if isinstance(choice, NamedTool):
@@ -63,7 +67,7 @@ class Tools:
         )
 
     def constraint(self) -> Constraint:
-        """Any text, or calls; or calls alone where one must be made."""
+        """Return the constraint: text or calls, or only calls if one is required."""
         rules = ["%llguidance {}"]
         more = ' ("\\n<tool_call>" call)*' if self.many else ""
         if self.must:
@@ -80,7 +84,7 @@ class Tools:
         return Constraint.grammar("\n".join(rules))
 
     def described(self) -> list[dict[str, Any]]:
-        """As chat templates take them."""
+        """Return the tools in the format of chat templates."""
         return [
             {"type": "function", "function": each.model_dump(exclude={"strict"}, exclude_none=True)}
             for each in self.functions
@@ -88,19 +92,19 @@ class Tools:
 
 
 def knows_calls(template: str) -> bool:
-    """Whether a chat template writes tools and calls as they are written here."""
+    """Return whether a chat template uses this format of tools and calls."""
     return all(part in template for part in ("tools", "<tool_call>", '"name"', '"arguments"'))
 
 
 def conversation(messages: Sequence[Message], tools: Tools | None, *, known: bool) -> list[dict[str, Any]]:
-    """Turns for a chat template; one that is not `known` to have words for tools gets them as text."""
+    """Return the messages for a chat template. Without `known` support for tools, they become text."""
     if known:
         return [_turn(message) for message in messages]
     turns: list[dict[str, Any]] = []
     for message in messages:
         text = _as_text(message)
         if message.role == "tool" and turns and turns[-1]["role"] == "user":
-            turns[-1]["content"] += "\n" + text  # many templates take no two turns of one role
+            turns[-1]["content"] += "\n" + text  # many templates reject two messages of one role in a row
         else:
             turns.append({"role": "user" if message.role == "tool" else message.role, "content": text})
     if tools is None:
@@ -131,7 +135,7 @@ def _as_text(message: Message) -> str:
 
 
 def _called(call: FunctionCall) -> dict[str, Any]:
-    """A call with its arguments as an object, which is how templates want them."""
+    """Return a call with its arguments as an object, as templates expect it."""
     try:
         arguments = json.loads(call.arguments or "{}")
     except (json.JSONDecodeError, RecursionError) as error:

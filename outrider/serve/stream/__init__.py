@@ -1,1 +1,1 @@
-"""From committed tokens to the text of a stream."""
+"""Streams: committed tokens as text chunks."""

@@ -1,4 +1,4 @@
-"""What a round guessed, for those who want to see it."""
+"""The drafts of a round, for streams that show them."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from outrider.core.types import Round
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundDrafts:
-    """One row's guesses of one round, parents before children."""
+    """The draft of one sequence in one round, parents before children."""
 
     tokens: tuple[int, ...]
-    parents: tuple[int, ...]  # -1 = the last token before the round
+    parents: tuple[int, ...]  # -1: the last token before the round
     accepted: tuple[bool, ...]
-    source: tuple[str, ...]  # who made them
+    source: tuple[str, ...]  # names of the proposers
 
 
 def drafts_of(round: Round, b: int, names: Sequence[str]) -> RoundDrafts:
-    """Row b's; `names` are of those that `Draft.source` numbers."""
+    """Return the draft of sequence b. `names` are the names of the bits of `Draft.source`."""
     draft = round.draft
     count = int(draft.count[b])
     bits = [1] * count if draft.source is None else draft.source[b][:count]
@@ -34,5 +34,5 @@ def drafts_of(round: Round, b: int, names: Sequence[str]) -> RoundDrafts:
 
 def _named(bits: int, names: Sequence[str]) -> str:
     if not bits:
-        return "grammar"  # which forces it
+        return "grammar"  # forced by the grammar
     return "+".join(name for i, name in enumerate(names) if bits >> i & 1) or names[0]

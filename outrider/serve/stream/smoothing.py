@@ -1,4 +1,4 @@
-"""Tokens of a round, handed out over the time that rounds take."""
+"""Spreads the tokens of a round over the duration of a round."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from dataclasses import replace
 
 from outrider.serve.stream.ticket import StreamChunk
 
-_WEIGHT = 0.3  # of the last round, in what the next one is expected to take
+_WEIGHT = 0.3  # weight of the last round in the expected duration
 
 
 async def smoothed(
     pieces: AsyncIterator[list[StreamChunk]], times: asyncio.AbstractEventLoop
 ) -> AsyncIterator[list[StreamChunk]]:
-    """The same tokens one by one, spread until the next round's are expected.
+    """Yield the tokens one by one, spread until the next round is expected.
 
-    What a round brings sets out at once and ends before the next; where that comes early, all that is left goes out
-    with it, so that nothing is ever later than one round, nor out of order. The end waits for nothing.
+    The first token is sent at once. If the next round comes early, the remaining tokens are sent with it, so no token
+    is later than one round or out of order. The last chunk is never delayed.
     """
     left, due, step = deque[StreamChunk](), 0.0, 0.0
     expected, last = 0.0, 0.0
@@ -49,7 +49,7 @@ async def smoothed(
 
 
 def _parted(piece: StreamChunk) -> list[StreamChunk]:
-    """A piece for each token, as far as each has something to show."""
+    """Split a chunk into one chunk per token with text."""
     if len(piece.tokens) < 2:
         return [piece]
     parts, at = list[StreamChunk](), 0

@@ -1,4 +1,4 @@
-"""A completion's text as its reader sees it grow."""
+"""The text of a stream."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from outrider.core.types import Completion
 
 
 class StreamText:
-    """Spells out what the engine's thread has only counted: it has better things to do."""
+    """Detokenizes in the event loop, so that the engine thread does not have to."""
 
     def __init__(
         self, decode: Callable[[Sequence[int]], str], spell: Callable[[int], str], stop: Sequence[str]
     ) -> None:
-        """Decode with a tokenizer that no other thread uses; `spell` knows what each token decodes to alone."""
+        """Decode with a tokenizer that no other thread uses. `spell` returns the text of a single token."""
         self._spell = spell
         self._stream = TextStream(decode, stop)
         self._shown = 0  # characters

@@ -111,7 +111,7 @@ class RequestStream:
         try:
             text = self._wording.grow(piece.tokens, piece.completion)
             words = self._wording.words(piece.tokens) if self.watch >= StreamContent.TOKENS else ()
-        except Exception as error:  # of its text, which is nobody else's
+        except Exception as error:  # an error of this text does not affect other requests
             _log.exception("a completion could not be told")
             return StreamChunk(error=f"the text cannot be written: {error}")
         return replace(piece, text=text, token_texts=words)
