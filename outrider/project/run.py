@@ -18,24 +18,25 @@ from outrider.project.options import ProjectOptions
 from outrider.system import machine
 
 USABLE = 0.9  # of the memory; the rest is for buffers
-_MOST, _DEEPEST = 10**9, 1024  # users or tokens of each, and guesses a round
-_GUESS_US, _DRAFT_BITS = 20.0, 16.0  # where nothing is given
-_MOST_GUESSES = 12  # where nothing else limits k
-NOTE = "a projection: reckoned from datasheets and equations; nothing was measured on this machine"
+_MOST, _DEEPEST = 10**9, 1024  # limits of sequences or cached tokens, and of draft tokens per round
+_DRAFT_US, _DRAFT_BITS = 20.0, 16.0  # defaults
+_MAX_K = 12  # default limit of k
+NOTE = "an estimate, computed from datasheets and equations; nothing was measured"
 DEFINITIONS: Mapping[str, str] = MappingProxyType(
     {
         "pass": "max(r, a) + exposed x min(r, a) + layers x layer overhead, where r = bytes / bandwidth and a ="
-        " operations / rate; it reads its weights once and each user's cache, and a column costs two operations for"
-        " each weight that it meets",
-        "speedup": "tokens/s over those of plain decoding, both projected for the same machine, batch and case",
+        " operations / rate; a pass reads all weights once and the KV cache of each sequence, and a token costs two"
+        " operations per active weight",
+        "speedup": "tokens/s over those of plain decoding, both estimated for the same machine, batch and case",
         "k": "the fastest of those considered; 0 where plain decoding is the fastest",
         "bound": "what the target's pass waits for",
-        "stops_paying": "the batch from which no k gains; null where guesses still pay at 65536 users",
-        "ahead": "1 + draft / verify: what drafting beside verification, on other hardware, could gain more at most",
-        "free_tokens": "columns of a pass whose products take as long as reading the weights; null with experts, where"
-        " it depends on how many are read",
-        "draft_in_sequences": "(W_d + K_d) / K_t: users that could be served more without the draft",
-        "sequences": f"whose caches fit beside the weights in {USABLE:.0%} of the memory",
+        "stops_paying": "the batch from which no k gains; null if drafting still pays at 65536 sequences",
+        "ahead": "1 + draft / verify: the most that drafting in parallel on other hardware could gain in addition",
+        "free_tokens": "tokens of a pass whose arithmetic takes as long as reading the weights;"
+        " null with experts, where"
+        " it depends on the number of experts that are read",
+        "draft_in_sequences": "(W_d + K_d) / K_t: sequences that would fit in place of the draft",
+        "sequences": f"sequences whose KV caches fit beside the weights into {USABLE:.0%} of the memory",
     }
 )
 
@@ -119,7 +120,7 @@ def find_drafting(asked: ProjectOptions, target: Model) -> Drafting:
     if asked.draft_bits is not None and name != "draft":
         raise OutriderError(f"--draft-bits are those of a draft model, and {name} is none; leave it out")
     if name == "ngram" and not argument:
-        guess_us = _GUESS_US if asked.draft_us is None else asked.draft_us
+        guess_us = _DRAFT_US if asked.draft_us is None else asked.draft_us
         if not 0 <= guess_us <= _MOST:
             raise OutriderError(f"draft-us is {guess_us}; use a number from 0 to {_MOST}")
         return Drafting(row_seconds=guess_us / 1e6)
@@ -160,7 +161,7 @@ def _depths(wanted: Sequence[int], acceptance: Acceptance) -> tuple[int, ...]:
     most = acceptance.depth
     if most is not None and max(wanted, default=0) > most:
         raise OutriderError(f"k is {max(wanted)}, and acceptance is known for {most} positions; use --k 0..{most}")
-    return tuple(wanted) or tuple(range(1, (most or _MOST_GUESSES) + 1))
+    return tuple(wanted) or tuple(range(1, (most or _MAX_K) + 1))
 
 
 def _place(pairs: Sequence[Pair], batch: int, context: int, ks: Sequence[int], drafting: Drafting) -> dict[str, Any]:
@@ -235,6 +236,6 @@ def _model(model: Model) -> dict[str, Any]:
 def _drafting(drafting: Drafting) -> dict[str, Any]:
     return {
         "model": _model(drafting.model) if drafting.model else None,
-        "passes": None if drafting.model is None else ("one a round" if drafting.at_once else "one a guess"),
+        "passes": None if drafting.model is None else ("one per round" if drafting.at_once else "one per draft token"),
         "host_seconds_per_sequence": drafting.row_seconds,
     }

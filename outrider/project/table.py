@@ -27,14 +27,14 @@ def _assumed(document: dict[str, Any]) -> list[str]:
     memory = NONE if place["memory_bytes"] is None else f"{place['memory_bytes'] / 1e9:.0f} GB"
     note = f" ({place['note']})" if place["note"] else ""
     lines = [
-        f"[bold]Projection[/bold], not a measurement: {target['name']} on {place['name']}{note}.",
+        f"[bold]Estimate[/bold], not a measurement: {target['name']} on {place['name']}{note}.",
         f"Datasheet: {place['read_bytes_per_s'] / 1e9:.1f} GB/s, {place['bf16_flops_per_s'] / 1e12:.4g} TFLOP/s in"
         f" bf16, {place['int8_ops_per_s'] / 1e12:.4g} in 8 bits, memory {memory}.",
-        f"Target: {_size(target)}. {_guesser(document['arguments']['proposer'], draft)}",
+        f"Target: {_size(target)}. {_draft(document['arguments']['proposer'], draft)}",
         f"Acceptance, {kept['source']}: {_rates(document)}{_nodes(kept['nodes'])}.",
     ]
     if kept.get("exact") is False:
-        lines.append("[red]The benchmark's verifier was not exact[/red], and so is not what is projected here.")
+        lines.append("[red]The verifier of the benchmark was lossy[/red], and so is this estimate.")
     if kept.get("other"):
         lines.append(f"[red]Another proposer[/red]: {kept['other']}.")
     return [*lines, *(_case(document, each) for each in document["efficiency"])]
@@ -42,10 +42,11 @@ def _assumed(document: dict[str, Any]) -> list[str]:
 
 def _places(memory: dict[str, Any], places: list[dict[str, Any]]) -> Table:
     title = (
-        f"Projection, {memory['context']} tokens cached a user; tokens/s of one user, plain and guessing, and of all"
+        f"Estimate, {memory['context']} cached tokens per sequence; tokens/s of one sequence, plain and"
+        " speculative, and of all"
     )
     table = titled(title)
-    for name in ("batch", "case", "k", "tau", "plain", "guessing", "in all", "speedup", "draft, verify ms", "GB"):
+    for name in ("batch", "case", "k", "tau", "plain", "speculative", "total", "speedup", "draft, verify ms", "GB"):
         table.add_column(name, justify="left" if name == "case" else "right", no_wrap=True)
     table.add_column("bound by", no_wrap=True)
     table.add_column("fits", no_wrap=True)
@@ -76,12 +77,12 @@ def _ends(document: dict[str, Any]) -> list[str]:
     lines = []
     for each in document["stops_paying"]:
         cases = (f"{name} {_end(batch)}" for name, batch in each.items() if name != "context")
-        lines.append(f"Projected batch from which no guess pays, {each['context']} tokens cached: {', '.join(cases)}.")
+        lines.append(f"Batch from which no draft pays, {each['context']} cached tokens: {', '.join(cases)}.")
     aheads = [place["cases"][MIDDLE]["ahead"] for place in document["results"] if place["cases"][MIDDLE]["k"]]
     if aheads and aheads[0]:
         lines.append(
-            f"Drafting beside verification, on other hardware, could gain {max(aheads):.2f} times more at most"
-            " (1 + draft / verify, the middle case)."
+            f"Drafting in parallel on other hardware could gain at most another factor of {max(aheads):.2f}"
+            " (1 + draft / verify, middle case)."
         )
     return lines
 
@@ -91,36 +92,36 @@ def _memory(document: dict[str, Any]) -> list[str]:
     for each in document["memory"]:
         parts = [
             f"target weights {_bytes(each['target_weight_bytes'])}",
-            f"its cache {_bytes(each['target_cache_bytes_per_sequence'])} a user",
+            f"its cache {_bytes(each['target_cache_bytes_per_sequence'])} per sequence",
         ]
         if each["draft_weight_bytes"]:
             parts.append(f"draft weights {_bytes(each['draft_weight_bytes'])}")
-            parts.append(f"its cache {_bytes(each['draft_cache_bytes_per_sequence'])} a user")
-        users = (
-            "how many users fit is not known: give --memory in GB"
+            parts.append(f"its cache {_bytes(each['draft_cache_bytes_per_sequence'])} per sequence")
+        sequences = (
+            "the memory is unknown; give --memory in GB"
             if each["sequences"] is None
-            else f"{counted(each['sequences'], 'user')} fit in {_bytes(each['usable_bytes'])}, and"
+            else f"{counted(each['sequences'], 'sequence')} fit in {_bytes(each['usable_bytes'])}, and"
             f" {each['sequences_without_draft']} without a draft"
         )
-        lines.append(f"Memory with {each['context']} tokens cached: {', '.join(parts)}; {users}.")
+        lines.append(f"Memory with {each['context']} cached tokens: {', '.join(parts)}; {sequences}.")
     return lines
 
 
 def _range(document: dict[str, Any]) -> str:
-    return f"All of this is {document['projection']}."
+    return f"This is {document['projection']}."
 
 
 def _size(model: dict[str, Any]) -> str:
     size, active = model["weight_bytes"] * 8 / model["bits"], model["active_weights"]
-    experts = f", {active / 1e9:.3g}B of which a token meets" if model["experts"] else ""
+    experts = f", {active / 1e9:.3g}B active per token" if model["experts"] else ""
     count = f"{size / 1e9:.3g}B" if size >= 1e9 else f"{size / 1e6:.3g}M"
     return f"{count} weights of {model['bits']:g} bits{experts}"
 
 
-def _guesser(name: str, draft: dict[str, Any]) -> str:
+def _draft(name: str, draft: dict[str, Any]) -> str:
     if draft["model"] is None:
-        return f"Guesses by {name}: {1e6 * draft['host_seconds_per_sequence']:g} µs of the host for a user and round."
-    return f"Guesses by {name}: {_size(draft['model'])}, {draft['passes']}."
+        return f"Draft by {name}: {1e6 * draft['host_seconds_per_sequence']:g} µs of host time per sequence and round."
+    return f"Draft by {name}: {_size(draft['model'])}, {draft['passes']}."
 
 
 def _rates(document: dict[str, Any]) -> str:
@@ -129,21 +130,21 @@ def _rates(document: dict[str, Any]) -> str:
 
 
 def _nodes(nodes: float) -> str:
-    return "" if nodes == 1 else f", {nodes:.2f} guesses verified for each position"
+    return "" if nodes == 1 else f", {nodes:.2f} draft tokens per position"
 
 
 def _case(document: dict[str, Any], each: dict[str, Any]) -> str:
     parts = [
         f"{each['bandwidth']:.0%} of the bandwidth",
         f"{each['arithmetic']:.0%} of the arithmetic",
-        f"{each['exposed']:.0%} of the shorter exposed",
-        f"{1e3 * each['round_seconds']:g} ms a round",
-        f"{1e6 * each['layer_seconds']:g} µs a layer",
+        f"{each['exposed']:.0%} of the shorter time exposed",
+        f"{1e3 * each['round_seconds']:g} ms per round",
+        f"{1e6 * each['layer_seconds']:g} µs per layer",
     ]
     if document["machine"]["devices"] > 1:
-        parts.append(f"{1e6 * each['allreduce_seconds']:g} more for its sums over devices")
+        parts.append(f"{1e6 * each['allreduce_seconds']:g} µs per layer for all-reduces")
     free = document["free_tokens"][each["name"]]
-    return f"{each['name'].capitalize()}: {', '.join(parts)}{'' if free is None else f'; {free:.0f} free columns'}."
+    return f"{each['name'].capitalize()}: {', '.join(parts)}{'' if free is None else f'; {free:.0f} free tokens'}."
 
 
 def _fits(memory: dict[str, Any], batch: int) -> str:

@@ -26,18 +26,16 @@ from outrider.tune.wording import summary
 
 DEFINITIONS: Mapping[str, str] = MappingProxyType(
     {
-        "seconds": "of each batch of prompts the round of median speed; acceptance is of all rounds",
-        "prefill_share": "share of plain decoding's time until every row of a batch had a token",
-        "speedup": "tokens a second of decoding alone, after the first token of every row, over those of plain"
-        " decoding",
-        "overall": "tokens a second of the whole, from the prompts to the last token, over those of plain decoding",
-        "low, high": "95% interval: 1000 resamples of the batches of prompts, pooled; null where there is one batch"
-        " alone",
-        "total": "tau is tokens a pass of a decoding row, the bonus token included; acceptance is by position, of the"
-        " guesses whose ancestors were all accepted",
+        "seconds": "the repeat of median speed of each batch of prompts; acceptance is of all repeats",
+        "prefill_share": "share of the time of plain decoding until every sequence of a batch has a token",
+        "speedup": "tokens/s after the first token of every sequence, over those of plain decoding",
+        "overall": "tokens/s from the prompts to the last token, over those of plain decoding",
+        "low, high": "95% interval: 1000 resamples of the batches of prompts, pooled; null with one batch",
+        "total": "tau is output tokens per pass, with the bonus token; acceptance is by position, of the draft tokens"
+        " whose ancestors were all accepted",
         "output_thirds": "passes that began in the first, middle and last third of their output",
-        "parts": "milliseconds of a round of decoding: guessing, the target's pass, and all else",
-        "break_even_tau": "a round's time over that of a plain round: tokens that a pass must emit to pay",
+        "parts": "milliseconds of a decoding round: draft, the target's pass, and the rest",
+        "break_even_tau": "time of a round over that of a plain round: output tokens per pass from which it pays",
         "stops_paying_at_batch": "the smallest measured batch from which neither it nor a larger one gains 2%;"
         " null: every batch gains",
     }
@@ -45,17 +43,17 @@ DEFINITIONS: Mapping[str, str] = MappingProxyType(
 
 
 def run_tune(settings: Settings, *, progress: Console) -> dict[str, Any]:
-    """Measure, and answer.
+    """Measure and recommend.
 
     Args:
         settings: what to measure.
-        progress: where to show how far it is.
+        progress: the console of the progress bar.
 
     Returns:
-        The document to report, fit for JSON; with `settings` in it that `--config` reads.
+        The JSON document. `--config` reads its `settings`.
 
     Raises:
-        OutriderError: what was asked for cannot be measured; the message says why.
+        OutriderError: the settings cannot be measured.
     """
     measured = measure(settings, progress)
     plains, cases = figures(measured.trials, seed=settings.seed)

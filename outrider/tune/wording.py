@@ -37,12 +37,12 @@ def join_sentences(estimate: Estimate) -> str:
 
 
 def _bottleneck(advice: Advice) -> str:
-    share = f"{advice.plain.prefill_share:.0%} of the time of plain decoding goes to reading prompts"
-    most = f"no speculation can gain more than {advice.max_speedup:.1f} times overall" if advice.max_speedup else ""
+    share = f"{advice.plain.prefill_share:.0%} of the time of plain decoding is prefill"
+    most = f"speculation can gain at most a factor of {advice.max_speedup:.1f} overall" if advice.max_speedup else ""
     if advice.decoding:
         limit = f"; {most}" if advice.max_speedup and advice.max_speedup < 10 else ""
         return f"Decoding is the bottleneck: {share}{limit}."
-    return f"Prefill is the bottleneck: {share}, and speculation does not help there; {most}."
+    return f"Prefill is the bottleneck: {share}, which speculation does not shorten; {most}."
 
 
 def _answer(advice: Advice) -> str:
@@ -51,7 +51,7 @@ def _answer(advice: Advice) -> str:
     if advice.worth:
         fastest = f"{quote(pasted(way.proposer))} with k {way.k}"
         why = (
-            " k auto was a little slower than a fixed one, and stops by itself where guesses stop paying."
+            " It was a little slower than a fixed k, but it stops where drafting does not pay."
             if advice.adaptive
             else ""
         )
@@ -73,41 +73,43 @@ def _expected(advice: Advice) -> Iterator[str]:
         return
     place = f"batch {best.variant.batch} and temperature {best.variant.temperature:g}"
     decoding = f", decoding alone {join_sentences(best.speedup)}" if best.speedup else ""
-    unsure = "" if best.overall.low is not None else " One batch of prompts alone says nothing of how sure this is."
-    inexact = "" if best.exact else " Its verifier is not exact: it changes the text."
+    unsure = "" if best.overall.low is not None else " With one batch of prompts there is no interval."
+    inexact = "" if best.exact else " Its verifier is lossy: it changes the output distribution."
     yield f"Expected speedup at {place}: {join_sentences(best.overall)} overall{decoding}.{unsure}{inexact}"
 
 
 def _batches(advice: Advice) -> str:
     along, stops = advice.batches.speedups, advice.batches.stops_paying_at_batch
     if len(along) == 1:
-        return f"Batch {along[0][0]} alone was measured; where it stops paying, --batch 1,8,32 would show."
+        return f"Only batch {along[0][0]} was measured. Use --batch 1,8,32 to see where speculation stops paying."
     listed = ", ".join(f"{speedup:.2f} at batch {batch}" for batch, speedup in along)
     if not advice.worth:
         return f"Its speedups: {listed}."
     if stops is None:
-        return f"It pays at all batches that were measured: {listed}."
-    auto = ", where k auto mostly decodes plainly" if advice.best.variant.k == AUTO else ""
-    return f"From batch {stops} on it does not pay{auto}: {listed}."
+        return f"It pays at all measured batch sizes: {listed}."
+    auto = ", and k auto mostly decodes plainly there" if advice.best.variant.k == AUTO else ""
+    return f"It does not pay from batch {stops} on{auto}: {listed}."
 
 
 def _price(advice: Advice, held: MemoryUse) -> Iterator[str]:
     if not held.draft_weights:
-        yield f"{short(advice.best.variant.proposer)} has no weights of its own, so no user is left out for it."
+        yield f"{short(advice.best.variant.proposer)} has no weights, so it takes no memory from the KV cache."
         return
     size = (held.draft_weights + held.draft_cache) / 1e6
-    users = f"{held.draft_in_sequences:.1f} users" if held.draft_in_sequences >= _LITTLE else "less than one user"
+    room = "less than one sequence"
+    if held.draft_in_sequences >= _LITTLE:
+        room = f"{held.draft_in_sequences:.1f} sequences"
     yield (
-        f"Its draft takes {size:.0f} MB beside the target's {(held.target_weights + held.target_cache) / 1e6:.0f} MB:"
-        f" the room of {users} of {held.context} tokens each."
+        f"The draft takes {size:.0f} MB beside the target's {(held.target_weights + held.target_cache) / 1e6:.0f} MB:"
+        f" the memory of {room} of {held.context} tokens."
     )
 
 
 def _changes(advice: Advice) -> Iterator[str]:
-    """What would change the answer."""
+    """Yield what would change the answer."""
     best, way = advice.best, advice.best.variant
     yield (
-        f"A round takes {advice.break_even_tau:.2f} times as long as a plain one, so it pays while a pass emits more"
+        f"A round takes {advice.break_even_tau:.2f} times as long as a plain one, so it pays if a pass emits more"
         f" than {advice.break_even_tau:.2f} tokens; here it emits {best.total.tau:.2f}."
     )
     yield from _categories(best)
@@ -115,8 +117,8 @@ def _changes(advice: Advice) -> Iterator[str]:
     if advice.runner_up is not None and advice.close:
         rival = advice.runner_up
         yield (
-            f"{short(rival.variant.proposer)} with k {rival.variant.k} is too close to tell apart, at"
-            f" {join_sentences(rival.overall)} overall; more prompts would."
+            f"{short(rival.variant.proposer)} with k {rival.variant.k} is too close to decide, at"
+            f" {join_sentences(rival.overall)} overall; more prompts would tell."
         )
     for plain, case in advice.others:
         other = case.variant
@@ -125,12 +127,12 @@ def _changes(advice: Advice) -> Iterator[str]:
             continue
         where = f"At batch {plain.variant.batch} and temperature {plain.variant.temperature:g}"
         fastest = f"the fastest is {short(other.proposer)} with k {other.k}, {join_sentences(case.overall)} overall"
-        yield f"{where} {fastest}." if case.overall.value >= WORTHWHILE else f"{where} nothing pays; {fastest}."
+        yield f"{where} {fastest}." if case.overall.value >= WORTHWHILE else f"{where} no proposer pays; {fastest}."
 
 
 def _categories(best: Case) -> Iterator[str]:
-    """Between which kinds of text it differs most."""
-    known = {name: kept.speedup for name, kept in best.categories.items() if kept.speedup is not None}
+    """Yield the kinds of text with the highest and the lowest gain."""
+    known = {name: each.speedup for name, each in best.categories.items() if each.speedup is not None}
     if len(known) > 1:
         low, high = min(known, key=known.__getitem__), max(known, key=known.__getitem__)
         yield (
@@ -138,17 +140,17 @@ def _categories(best: Case) -> Iterator[str]:
             f" ({known[low]:.2f})."
         )
     elif len(best.categories) > 1:
-        taus = {name: kept.tau for name, kept in best.categories.items()}
+        taus = {name: each.tau for name, each in best.categories.items()}
         low, high = min(taus, key=taus.__getitem__), max(taus, key=taus.__getitem__)
-        yield f"It depends on the text: {taus[high]:.2f} tokens a pass on {high}, {taus[low]:.2f} on {low}."
+        yield f"It depends on the text: {taus[high]:.2f} tokens per pass on {high}, {taus[low]:.2f} on {low}."
 
 
 def _output_thirds(best: Case) -> Iterator[str]:
-    taus = [kept.tau for kept in best.output_thirds.values() if kept.tau]
+    taus = [each.tau for each in best.output_thirds.values() if each.tau]
     if len(taus) == len(best.output_thirds) and max(taus) > 1.1 * min(taus):
         first, middle, last = taus
         yield (
-            f"It depends on how long outputs are: {first:.2f} tokens a pass in their first third, {middle:.2f} in the"
+            f"It depends on the output length: {first:.2f} tokens per pass in their first third, {middle:.2f} in the"
             f" middle, {last:.2f} in the last."
         )
 

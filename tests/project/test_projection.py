@@ -444,8 +444,8 @@ ORDINARY = ("--target", "8B", "--machine", "h100", "--alpha", "0.8")
 def test_document_and_tables():
     words = ("--proposer", "draft:1B", "--batch", "1,16,400", "--context", "512,4096")
     document, text = projected(*ORDINARY, *words)
-    assert text.startswith("Projection, not a measurement: Llama 3.1 8B on H100")
-    assert text.count("Projection, ") == 3
+    assert text.startswith("Estimate, not a measurement: Llama 3.1 8B on H100")
+    assert text.count("Estimate, ") == 3
     assert "nothing was measured" in document["projection"]
     assert [place["batch"] for place in document["results"]] == [1, 16, 400] * 2
     (one, _, many), (_, deep) = document["results"][:3], document["memory"]
@@ -478,7 +478,7 @@ def test_options_arrive():
     assert (first["bandwidth"], first["arithmetic"], last["arithmetic"], first["exposed"]) == (0.5, 0.1, 0.3, 1)
     assert (first["round_seconds"], first["layer_seconds"], first["allreduce_seconds"]) == (2e-3, 3e-6, 4e-6)
     assert max(case["k"] for case in document["results"][0]["cases"].values()) <= 3
-    assert "4 more for its sums over devices" in " ".join(text.split())
+    assert "4 µs per layer for all-reduces" in " ".join(text.split())
 
 
 def test_own_machine_and_other_guessers():
@@ -487,10 +487,10 @@ def test_own_machine_and_other_guessers():
     assert document["machine"]["name"] == "a machine of your own"
     assert document["free_tokens"]["middle"] is None
     assert "give --memory" in text
-    assert "of which a token meets" in text
-    assert document["draft"]["passes"] == "one a round"
+    assert "active per token" in text
+    assert document["draft"]["passes"] == "one per round"
     assert projected(*own)[0]["draft"]["model"] is None
-    assert projected(*own, "--proposer", "head:0.1")[0]["draft"]["passes"] == "one a guess"
+    assert projected(*own, "--proposer", "head:0.1")[0]["draft"]["passes"] == "one per draft token"
 
 
 @pytest.mark.parametrize("name", SHEETS)
@@ -579,7 +579,7 @@ def test_passes_without_a_guess(tmp_path):
     measured = read_bench(str(file))
     assert measured.acceptance == Acceptance(rates=(0.8 * 1.0 / (0.8 + 0.8 * 0.5), 0.5), nodes=0.5)
     assert measured.acceptance.tau(2) == pytest.approx(2.0)
-    assert "not exact" in projected(*ORDINARY[:4], "--from", str(file))[1]
+    assert "was lossy" in projected(*ORDINARY[:4], "--from", str(file))[1]
 
 
 @pytest.mark.parametrize(
