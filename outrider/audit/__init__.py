@@ -1,1 +1,1 @@
-"""Users certify their own pair of target and proposer."""
+"""The command `audit`: test that speculation leaves the output of a pair unchanged."""

@@ -1,4 +1,4 @@
-"""Sampled speculation has the target's own law: counts of its first tokens against their exact joint law."""
+"""The distribution test: counts of the first sampled tokens against their exact joint distribution."""
 
 from __future__ import annotations
 
@@ -15,39 +15,39 @@ from outrider.audit.statistics import g_test
 from outrider.core.params import SamplingParams
 from outrider.verify.rules import EXACT, Verifier
 
-SIGNIFICANCE = 1e-4  # chance that an exact pair fails, over all tests of one audit together
+SIGNIFICANCE = 1e-4  # probability that an exact pair fails an audit, over all of its tests
 
-_DEPTH = 3  # tokens whose joint law is tested
-_WIDTH = 4  # likeliest tokens that are told apart at each position
-_CANDIDATES = 6  # prompts looked at
-_EDGE = 1e-3  # logits between the last token that top-k keeps and the first that it drops
+_DEPTH = 3  # number of tokens whose joint distribution is tested
+_WIDTH = 4  # likeliest tokens that are distinguished at each position
+_CANDIDATES = 6  # prompts considered
+_EDGE = 1e-3  # smallest gap in logits between the last token of top-k and the next
 _OTHER = -1
 
-Outcome = tuple[int, ...]  # the first tokens, up to the first that is none of the likeliest
+Outcome = tuple[int, ...]  # the first tokens, up to the first one that is not among the likeliest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Branches:
-    """What the target says after a prompt and after each likely beginning."""
+    """The target's logits after a prompt and after each likely beginning of the output."""
 
-    prompt: int  # which one
-    logits: Mapping[Outcome, torch.Tensor]  # [V] by beginning, from no token to _DEPTH - 1
-    likely: Mapping[Outcome, tuple[int, ...]]  # the _WIDTH likeliest tokens there, best first
-    edge: float  # smallest distance in logits between one of them and the next
+    prompt: int  # index of the prompt
+    logits: Mapping[Outcome, torch.Tensor]  # [V] by beginning, of 0 to _DEPTH - 1 tokens
+    likely: Mapping[Outcome, tuple[int, ...]]  # the _WIDTH likeliest tokens, best first
+    edge: float  # smallest gap in logits at the edge of top-k
 
 
 def check_distribution(pair: Pair, verifier: Verifier, *, k: int, samples: int, seed: int) -> dict[str, Any]:
-    """Test `verifier`, `walk`, and a rule that takes the proposer's q at its word.
+    """Test `verifier`, `walk`, and a rule that uses the proposer's q.
 
-    At a temperature of 1 with the whole vocabulary, where all but the likeliest tokens are one outcome; and, for
-    `verifier`, on another prompt with top-k, where target and draft each have tokens that the other lacks.
+    The tests run at temperature 1 with the full vocabulary. All unlikely tokens are one outcome. `verifier` also runs
+    on another prompt with top-k, where target and draft keep different tokens.
 
     Args:
-        pair: in float32 or steady, and run before, so that it is known whether its proposer makes trees.
-        verifier: the one that users will run.
-        k: guesses per round; at least 2 are used, so that the tokens tested are guesses and bonus alike.
-        samples: per test.
-        seed: of the samples.
+        pair: in float32, or on kernels without batch effects. It has run before, so `pair.trees` is known.
+        verifier: the verifier that users run.
+        k: draft length; at least 2, so that draft tokens and bonus tokens are tested.
+        samples: samples per test.
+        seed: the seed of the samples.
     """
     k, tests = max(k, 2), []
     spread = _strongest_tests(pair, verifier, k=k)
@@ -62,14 +62,14 @@ def check_distribution(pair: Pair, verifier: Verifier, *, k: int, samples: int, 
 
 
 def plan_tests(pair: Pair, verifier: Verifier) -> list[tuple[Verifier, int]]:
-    """Verifier and top-k of each test, in an order that loads a draft once for each way to guess."""
+    """Return verifier and top-k of each test, ordered so that each kind of draft is loaded once."""
     others = {"walk", "traversal" if pair.trees else "block"} - {verifier.name}
     tests = [(verifier, 0), (verifier, _WIDTH), *((EXACT[name], 0) for name in sorted(others))]
     return sorted(tests, key=lambda test: test[0].draw)
 
 
 def joint_distribution(pair: Pair, branches: Branches, params: SamplingParams) -> dict[Outcome, float]:
-    """The probability of every cell, by the chain rule in float64."""
+    """Return the probability of every outcome, by the chain rule in float64."""
     cells: dict[Outcome, float] = {}
     reach: dict[Outcome, float] = {(): 1.0}
     for beginning, logits in branches.logits.items():
@@ -84,7 +84,7 @@ def joint_distribution(pair: Pair, branches: Branches, params: SamplingParams) -
 
 
 def outcome_of(text: Sequence[int], branches: Branches) -> Outcome:
-    """The cell that a text begins with."""
+    """Return the outcome of a text."""
     cell: Outcome = ()
     for token in text[:_DEPTH]:
         if token not in branches.likely[cell]:
@@ -119,9 +119,9 @@ def _test(
 
 
 def _strongest_tests(pair: Pair, verifier: Verifier, *, k: int) -> list[Branches]:
-    """The best prompts for a test come first: those where guesses are made, then those that leave the most open.
+    """Order prompts for a test: first those with drafts, then by entropy.
 
-    Prompts where top-k is a near-tie come last: rounding would decide which token is possible.
+    Prompts with a near-tie at the edge of top-k come last, because rounding decides which token is possible.
     """
     params = SamplingParams(temperature=1.0, max_tokens=k + 1, seed=0)
 
@@ -134,7 +134,7 @@ def _strongest_tests(pair: Pair, verifier: Verifier, *, k: int) -> list[Branches
 
 
 def grow(pair: Pair, prompt: int) -> Branches:
-    """Read the prompt with every likely beginning, each afresh and without any speculation."""
+    """Score the prompt with every likely beginning, each without cache and speculation."""
     logits: dict[Outcome, torch.Tensor] = {}
     likely: dict[Outcome, tuple[int, ...]] = {}
     waiting: list[Outcome] = [()]
@@ -151,5 +151,5 @@ def grow(pair: Pair, prompt: int) -> Branches:
 
 
 def _entropy(law: Mapping[Outcome, float]) -> float:
-    """In nats."""
+    """Return the entropy in nats."""
     return -sum(chance * math.log(chance) for chance in law.values() if chance > 0)

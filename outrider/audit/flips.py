@@ -1,4 +1,4 @@
-"""In the precision that users run near-ties may flip. How often, and how near were they?"""
+"""The flip test: how often rounding swaps near-equal tokens in the precision that users run."""
 
 from __future__ import annotations
 
@@ -21,47 +21,47 @@ from outrider.verify.rules import Verifier
 # runs to be wrong about the same two tokens, so where a computed logit is off by at most e, the two differ by at most
 # 2 e. Rounding the logit alone costs half the format's epsilon times its size, and the layers before it a few times as
 # much: e is put at 2 epsilon times the largest logit. For logits of 8 in bfloat16 that makes 0.25 logits.
-NEAR = 4.0  # epsilons of the format, times the largest logit there; in float32 `LOGITS` at least
+NEAR = 4.0  # tolerance in epsilons of the format times the largest logit; at least `LOGITS` in float32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flip:
-    """Two runs that read the same text and went on differently."""
+    """A position where two runs continue the same text differently."""
 
-    prompt: int  # counted from 0
-    position: int  # of the emitted token, counted from 0
-    text: tuple[int, ...]  # that both had read
+    prompt: int  # from 0
+    position: int  # of the output token, from 0
+    text: tuple[int, ...]  # the common text
     plain_token: int
     other_token: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlipReport:
-    """Flips of one run against plain decoding."""
+    """The flips of a run against plain decoding."""
 
     flips: tuple[Flip, ...]
-    tokens: int  # compared
+    tokens: int  # compared tokens
     stats: Stats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObservedOutputs:
-    """What runs in the users' precision showed; how near the ties were is for float32 to say."""
+    """The flips in the users' precision. Their margins are measured in float32 later."""
 
     speculative: FlipReport
-    plain_batched: FlipReport  # the yardstick: plain decoding in a batch against plain decoding alone
+    plain_batched: FlipReport  # for comparison: plain decoding in a batch against plain decoding alone
     dtype: torch.dtype
     kernels: str
 
 
 def find_flips(pair: Pair, verifier: Verifier, *, k: int, tokens: int) -> ObservedOutputs:
-    """Greedy texts in the pair's precision, by speculation and by plain decoding.
+    """Generate greedy texts with speculation and with plain decoding, and find the flips.
 
     Args:
-        pair: in the precision in question.
-        verifier: the one that users will run.
-        k: guesses per round.
-        tokens: length of each text.
+        pair: the pair, in the users' precision.
+        verifier: the verifier that users run.
+        k: draft length.
+        tokens: output tokens per text.
     """
     requests = pair.requests(SamplingParams(max_tokens=tokens, seed=0))
     plain = pair.plain(requests, alone=True).tokens
@@ -74,7 +74,7 @@ def find_flips(pair: Pair, verifier: Verifier, *, k: int, tokens: int) -> Observ
 
 
 def explain_flips(exact: Pair, observed: ObservedOutputs) -> dict[str, Any]:
-    """Measure every flip in float32, in logits between the two tokens; one that is no near-tie fails."""
+    """Measure the margin of every flip in float32. A flip that is not a near-tie fails the test."""
     details = [_measure(exact, flip, observed.dtype) for flip in observed.speculative.flips]
     yardstick = [_measure(exact, flip, observed.dtype) for flip in observed.plain_batched.flips]
     tokens = observed.speculative.tokens
@@ -98,10 +98,10 @@ def explain_flips(exact: Pair, observed: ObservedOutputs) -> dict[str, Any]:
 def _follow(
     requests: Sequence[Request], plain: Sequence[Sequence[int]], answer: Callable[[Sequence[Request]], Outputs]
 ) -> FlipReport:
-    """Compare all along the plain texts: behind a flip the other run is put back on the plain text."""
+    """Compare along the plain texts. After a flip, the other run continues from the plain text."""
     flips: list[Flip] = []
     stats = Stats()
-    begin = dict.fromkeys(range(len(plain)), 0)  # by prompt, the token from which to compare
+    begin = dict.fromkeys(range(len(plain)), 0)  # by prompt: the first token to compare
     while begin:
         read = {i: (*requests[i].prompt_token_ids, *plain[i][:at]) for i, at in begin.items()}
         rest = [

@@ -1,4 +1,4 @@
-"""One target in one precision, and engines over it: plain, or speculative with any verifier and any k."""
+"""A target in one precision with its proposer, run plainly or speculatively with any verifier and k."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from outrider.propose.base import NoProposer, Proposer
 from outrider.verify.rules import EXACT, Verifier
 from outrider.verify.sampling import SamplingTensors, apply_sampling
 
-_ROWS = 16  # completions at once
-_GRID = 1 << 20  # cells by which a uniform number is read
+_ROWS = 16  # sequences at once
+_GRID = 1 << 20  # resolution of a uniform number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outputs:
-    """What requests were answered."""
+    """The outputs of requests."""
 
     tokens: tuple[tuple[int, ...], ...]  # in the order of the requests
     stats: Stats
 
 
 class Pair:
-    """A target and a proposer, loaded once, run in many ways."""
+    """A target and a proposer that are loaded once and run in several ways."""
 
     def __init__(
         self,
@@ -54,20 +54,20 @@ class Pair:
         kernels: str = "auto",
         quantize: str | None = None,
     ) -> None:
-        """Load both.
+        """Load target and proposer.
 
         Args:
             target: the model's folder.
             proposer: its name, as `LLM` takes it.
-            prompts: encoded into `prompts`.
+            prompts: the prompts, which are encoded.
             dtype: as `LLM` takes it.
             device: as `LLM` takes it.
-            room: tokens behind a prompt, guesses included.
+            room: tokens after a prompt, including draft tokens.
             kernels: as `LLM` takes them.
             quantize: as `LLM` takes it; in float32 the weights are as torch's kernels would have them.
 
         Raises:
-            OutriderError: with the fix in its message.
+            OutriderError: a model cannot be loaded.
         """
         bits = weight_bits(quantize)
         wide = bits < 16 and dtype == "float32"
@@ -76,8 +76,8 @@ class Pair:
         if wide:
             checkpoint, quantize = widen(checkpoint, bits), None
         self.dtype, self.device = checkpoint.dtype, checkpoint.device
-        self.trees = bool(tree_makers(proposer))  # whether it makes them, by its name or as it has been seen to
-        self.on_done: Callable[[], None] = lambda: None  # called at the end of every completion
+        self.trees = bool(tree_makers(proposer))  # whether the proposer drafts trees, by its type or as observed
+        self.on_done: Callable[[], None] = lambda: None  # called after every completion
         self._spec, self._context = proposer, max(map(len, self.prompts)) + room
         if self._context > checkpoint.context:
             raise OutriderError(
@@ -93,10 +93,10 @@ class Pair:
         self._proposer = make_proposer(proposer, self._setup)
         self._target.export_hidden_states(self._proposer.needs.layers)
         self.kernels = self._target.kernels
-        self.steady = isinstance(self._target, NativeTarget)  # a token's logits are the same bits in any company
+        self.steady = isinstance(self._target, NativeTarget)  # logits do not depend on the batch, bit for bit
 
     def requests(self, params: SamplingParams, prompts: Sequence[Sequence[int]] | None = None) -> list[Request]:
-        """One request per prompt, each with a seed of its own; nothing but their length ends them."""
+        """Return one request per prompt, with different seeds. Only max_tokens ends them."""
         assert params.seed is not None
         assert params.max_tokens is not None
         return [
@@ -112,7 +112,7 @@ class Pair:
         ]
 
     def plain(self, requests: Sequence[Request], *, alone: bool) -> Outputs:
-        """Answer by decoding token by token."""
+        """Run the requests with plain decoding."""
         engine = self._engine(NoProposer(self._setup), EXACT["walk"], 0)
         return self._run(engine, requests, alone=alone)
 
@@ -125,14 +125,14 @@ class Pair:
         alone: bool = False,
         enough: int | None = None,
     ) -> Outputs:
-        """Answer by speculation.
+        """Run the requests with speculation.
 
         Args:
-            requests: what to answer.
-            verifier: the rule; the proposer makes its guesses as the rule would have them.
-            k: guesses per round.
-            alone: one request at a time, instead of all together.
-            enough: tokens after which a request is taken back, whatever its limit.
+            requests: the requests.
+            verifier: the verifier, which decides how the proposer chooses draft tokens.
+            k: draft length.
+            alone: one request at a time instead of a batch.
+            enough: tokens after which a request is aborted.
         """
         if self._setup.draw is not verifier.draw:
             self._setup = replace(self._setup, draw=verifier.draw)
@@ -144,7 +144,7 @@ class Pair:
 
     @torch.inference_mode()
     def logits(self, text: Sequence[int]) -> torch.Tensor:
-        """[V] float32: what the target says after `text`, read afresh and whole."""
+        """Return the logits [V] float32 after `text`, in a fresh prefill."""
         self._target.cache.admit(0, text)
         batch = Batch(seqs=(SequenceState.of(text),), start=(0,), feed=(tuple(text),), draft_budget=(0,))
         logits = self._target.score(batch, tree.empty(1, self.device)).logits[0, 0]
@@ -152,12 +152,12 @@ class Pair:
         return logits
 
     def target_distribution(self, logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-        """[V]: what is sampled from after `logits` [V]; for parameters that do not look at the text."""
+        """Return the target distribution [V] of `logits` [V], for parameters that do not depend on the text."""
         knobs = SamplingTensors.of((SequenceState.of((0,), params=params),), self._setup.vocab, self.device)
         return apply_sampling(logits[None, None], knobs, tree.empty(1, self.device))[0, 0]
 
     def uniform(self, seed: int, position: int) -> float:
-        """The number in [0, 1) that picks the token at `position` of a text, to one part in a million."""
+        """Return the uniform number that samples the token at `position`, within 1e-6."""
         noise = PositionNoise(torch.tensor([seed]), torch.tensor([position]))
         cell = noise.sample(torch.ones(1, 1, _GRID), torch.zeros(1, 1, dtype=torch.int64))
         return (int(cell) + 0.5) / _GRID
@@ -186,7 +186,7 @@ class Pair:
 
 
 class _Watched:
-    """A proposer, and whether it makes trees: only some verifiers take those."""
+    """Wraps a proposer and records whether it drafts trees."""
 
     def __init__(self, proposer: Proposer) -> None:
         self.needs, self.trees = proposer.needs, False
@@ -208,7 +208,7 @@ class _Watched:
 
 
 def widen(checkpoint: Checkpoint, bits: int) -> Checkpoint:
-    """The model that torch's kernels make of `checkpoint` at so many bits, its weights held in float32."""
+    """Quantize a model as on torch, and keep the quantized weights in float32."""
     quantize_model(checkpoint.model, bits)
     for module in list(checkpoint.model.modules()):
         for name, child in list(module.named_children()):
@@ -222,5 +222,5 @@ def widen(checkpoint: Checkpoint, bits: int) -> Checkpoint:
 
 
 def first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:
-    """Where two texts of one length part; None where they do not."""
+    """Return the first position at which two texts of equal length differ, or None."""
     return next((at for at, (a, b) in enumerate(zip(left, right, strict=True)) if a != b), None)

@@ -1,4 +1,4 @@
-"""What the audit lets a model continue."""
+"""The prompts of the audit."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from outrider.measure.prompts import Line, chat_tokens, is_turn, read_lines, tex
 Prompt = str | Sequence[Mapping[str, str]]
 _FORM = '{"prompt": "..."} or {"messages": [...]}'
 
-# Prose, code, numbers and questions. Short, since the law of a prompt's continuation takes thousands of readings; most
-# end in words that occurred before, so that a proposer that copies has something to copy.
+# Short prompts of prose, code, numbers and questions: the exact distribution takes thousands of passes. Most end with
+# words that occurred before, so that lookup proposers find a match.
 DEFAULT: tuple[Prompt, ...] = (
     "In the beginning there was",
     "The sea was calm. The old man said that the sea was",
@@ -24,10 +24,10 @@ DEFAULT: tuple[Prompt, ...] = (
 
 
 def read_prompts(path: str | None) -> tuple[Prompt, ...]:
-    """Prompts of a JSONL file, one object with `prompt` or `messages` per line; None gives the default ones.
+    """Read prompts from JSON lines with `prompt` or `messages`. None: the default prompts.
 
     Raises:
-        OutriderError: the file cannot be read, or a line is neither; the message names the line.
+        OutriderError: the file cannot be read, or a line has neither field.
     """
     if path is None:
         return DEFAULT
@@ -35,7 +35,7 @@ def read_prompts(path: str | None) -> tuple[Prompt, ...]:
 
 
 def encode(tokenizer: Any, prompt: Prompt) -> tuple[int, ...]:
-    """A prompt's tokens: plain text as it is, messages under the model's chat template."""
+    """Encode a prompt. Messages use the chat template."""
     if isinstance(prompt, str):
         tokens = text_tokens(tokenizer, prompt)
     elif getattr(tokenizer, "chat_template", None) is None:

@@ -1,4 +1,4 @@
-"""Speculation gives the very tokens of plain decoding. Each text that differs is counted and explained."""
+"""The replay test: speculation gives the tokens of plain decoding. Differences are counted and explained."""
 
 from __future__ import annotations
 
@@ -14,42 +14,42 @@ from outrider.verify.rules import EXACT, Verifier
 # A pass over several tokens, or over several rows, adds up in another order than a pass over one, and so rounds
 # otherwise, by up to about 1e-4 logits in deep models in float32. A text may part from the plain one where two tokens
 # are as close as that, and nowhere else; on kernels that add up in one order whatever is in the pass, not even there.
-LOGITS = 1e-3  # between the two tokens of a greedy text
-PROBABILITY = 1e-4  # between the number that was drawn and the interval of the other token
+LOGITS = 1e-3  # largest gap in logits that rounding explains, for greedy texts
+PROBABILITY = 1e-4  # largest gap in probability that rounding explains, for sampled texts
 
 _TEMPERATURE = 0.8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One way to answer all prompts."""
+    """One configuration that runs all prompts."""
 
     sampled: bool
     verifier: Verifier
     k: int
-    alone: bool  # one prompt at a time; otherwise all together
+    alone: bool  # one prompt at a time instead of a batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mismatch:
-    """Where a text left the plain one."""
+    """A difference from the plain text."""
 
     temperature: float
     verifier: str
     k: int
     batched: bool
-    prompt: int  # counted from 0
-    position: int  # of the emitted token, counted from 0
+    prompt: int  # from 0
+    position: int  # of the output token, from 0
     plain_token: int
     speculative_token: int
-    gap: float  # logits of a greedy text, probability of a sampled one
-    rounding: bool  # the gap is small enough for rounding to explain it
+    gap: float  # in logits for greedy texts, in probability for sampled ones
+    rounding: bool  # whether rounding explains the gap
 
 
 def cases(pair: Pair, verifier: Verifier, *, k: int, depths: Sequence[int]) -> Iterator[Case]:
-    """All to be run: greedy through every exact verifier, sampled through `walk`, which any proposer replays."""
+    """Return all cases: greedy with every exact verifier, sampled with `walk`."""
     for rule in EXACT.values():
-        # Trees show themselves only where there is room for them, so the largest k comes first.
+        # The largest k comes first, because it shows whether the proposer drafts trees.
         for depth in sorted({*depths, k}, reverse=True):
             if pair.trees and not rule.trees:
                 continue
@@ -62,12 +62,12 @@ def replay(pair: Pair, verifier: Verifier, *, k: int, depths: Sequence[int], tok
     """Compare every case with plain decoding, token by token.
 
     Args:
-        pair: in float32, or steady.
-        verifier: the one that users will run, tried one prompt at a time as well.
-        k: the guesses per round that users will run.
-        depths: other numbers of guesses to try.
-        tokens: length of each text.
-        seed: of the sampled texts.
+        pair: in float32, or on kernels without batch effects.
+        verifier: the verifier that users run. It also runs one prompt at a time.
+        k: the draft length that users run.
+        depths: other draft lengths to run.
+        tokens: output tokens per text.
+        seed: the seed of the sampled texts.
     """
     wanted = {
         sampled: pair.requests(SamplingParams(max_tokens=tokens, seed=seed, temperature=_TEMPERATURE * sampled))
@@ -114,7 +114,7 @@ def _row(case: Case, *, mismatches: int, tau: float) -> dict[str, Any]:
 def _compare(
     pair: Pair, case: Case, request: Request, plain: dict[bool, tuple[tuple[int, ...], ...]], text: Sequence[int]
 ) -> Mismatch | None:
-    """Where `text` parts from the plain answer to `request`, and how close the two tokens are there."""
+    """Return the first difference from the plain text, with its gap; None if they are equal."""
     own = plain[case.sampled][request.id]
     at = first_difference(own, text)
     if at is None:
@@ -135,7 +135,7 @@ def _compare(
 
 
 def _gap(pair: Pair, request: Request, emitted: Sequence[int], tokens: tuple[int, int]) -> float:
-    """Logits between two tokens, or how far from the draw the interval of the further one begins."""
+    """Return the gap between two tokens: in logits if greedy, else the distance from the uniform number."""
     text = (*request.prompt_token_ids, *emitted)
     logits = pair.logits(text)
     if not request.params.temperature:

@@ -1,4 +1,4 @@
-"""The audit on a terminal: how far it is, and what it found."""
+"""Prints the progress and the result of an audit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.table import Table
 
 
 class ProgressBar:
-    """A progress bar of completions; silent without a console."""
+    """A progress bar of completions. Silent without a console."""
 
     def __init__(self, console: Console | None) -> None:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -29,17 +29,17 @@ class ProgressBar:
         self._bar.stop()
 
     def start(self, section: str, total: int | None = None) -> None:
-        """Begin a section of `total` completions; None does not know."""
+        """Start a section of `total` completions; None: unknown."""
         self._bar.remove_task(self._task)
         self._task = self._bar.add_task(section, total=total)
 
     def step(self) -> None:
-        """One more completion."""
+        """Count a completion."""
         self._bar.advance(self._task)
 
 
 def show(report: Mapping[str, Any], console: Console) -> None:
-    """Print a table with a verdict per section, and the verdict of all."""
+    """Print a table with a verdict per section, and the overall verdict."""
     table = Table(title=f"Audit of {report['target']} with {report['proposer']}, verifier {report['verifier']}")
     for heading in ("section", "what was done", "what was found", "verdict"):
         table.add_column(heading)
@@ -60,7 +60,7 @@ def show(report: Mapping[str, Any], console: Console) -> None:
 def _replay(section: Mapping[str, Any]) -> list[tuple[str, str]]:
     done = (
         f"{section['texts']} texts, {section['tokens']} tokens, {section['dtype']}, {section['kernels']} kernels:"
-        f" {len(section['cases'])} ways to answer {section['prompts']} prompts"
+        f" {len(section['cases'])} configurations for {section['prompts']} prompts"
     )
     found = f"{section['mismatches']} texts differ from plain decoding, {section['unexplained']} by more than rounding"
     return [(done, found)]
@@ -73,7 +73,7 @@ def _distribution(section: Mapping[str, Any]) -> list[tuple[str, str]]:
         done = f"{test['verifier']}, k {test['k']}, {kept}, {section['samples']} samples"
         found = (
             f"p = {test['p_value']:.2g} (fails below {section['significance']:.1g}), {test['outcomes']} outcomes,"
-            f" {test['acceptance']:.0%} of guesses kept, tau {test['tau']:.2f}"
+            f" {test['acceptance']:.0%} of draft tokens accepted, tau {test['tau']:.2f}"
         )
         lines.append((done, found))
     return lines

@@ -1,4 +1,4 @@
-"""One audit: replay and law where rounding cannot blur them, flips in the precision that users run."""
+"""Runs an audit: replay, distribution and flips."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from outrider.propose.registry import default_proposer
 from outrider.system.machine import commit, hardware, use_threads, versions
 from outrider.verify.rules import Verifier
 
-_DEPTHS = (1, 4, 8)  # guesses per round that are tried beside the user's k
-_TOKENS = 32  # of each text, unless told
-_LONGER = 4  # times as many for the flips, which are rare
-_FEWEST = 100  # samples below which a test of the law says nothing
+_DEPTHS = (1, 4, 8)  # draft lengths besides the user's k
+_TOKENS = 32  # default output tokens per text
+_LONGER = 4  # factor for the flip test, because flips are rare
+_FEWEST = 100  # smallest number of samples of a distribution test
 _SEED = 20230613
 
 
@@ -45,7 +45,7 @@ def run_audit(
     verifier: str | None = None,
     tokens: int = _TOKENS,
 ) -> dict[str, Any]:
-    """Certify a pair: does speculation with it give what the target alone would give?
+    """Test whether speculation leaves the output of a target and a proposer unchanged.
 
     Args:
         target: folder of the model; None is the embedded one.

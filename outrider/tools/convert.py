@@ -1,4 +1,4 @@
-"""The verb `convert`: a trained draft in another format."""
+"""The command `convert`: write a draft head in another format."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from outrider.system.atomic_files import check_folder
 
 
 def run_convert(folder: str, *, to: str, out: str, target: str | None, console: Console) -> dict[str, Any]:
-    """Read a draft, write it in another format, and read that again.
+    """Read a draft head, write it in another format, and read the result.
 
     Args:
-        folder: the draft.
-        to: the format's name.
-        out: a folder that is empty, or not there yet.
-        target: the folder of its target, where the one or the other format leaves something to it.
-        console: where to say what was done.
+        folder: the folder of the draft head.
+        to: the name of the format.
+        out: an empty or new folder.
+        target: the folder of the target, if a format needs it.
+        console: the console for messages.
 
     Returns:
-        What came of it, fit for JSON.
+        A summary as JSON values.
 
     Raises:
-        OutriderError: the draft is damaged, or the format cannot hold it; nothing is written then.
+        OutriderError: the draft is damaged, or the format cannot represent it. Nothing is written then.
     """
     format = None if to == OWN else format_of(to)
     path = Path(out).expanduser()
@@ -60,10 +60,10 @@ def run_convert(folder: str, *, to: str, out: str, target: str | None, console: 
 
 
 def checked(folder: str | Path, partner: TargetInfo | None) -> Trained:
-    """A folder's draft, after its weights have shown to fit.
+    """Read a draft head and check its weights.
 
     Raises:
-        OutriderError: they do not, or it cannot be read; of another target, if that is known.
+        OutriderError: it cannot be read, its weights do not fit, or it belongs to another target.
     """
     found = read_trained(folder, partner)
     filled(found.description, found.weights, where=str(folder))
@@ -78,12 +78,12 @@ def checked(folder: str | Path, partner: TargetInfo | None) -> Trained:
 
 
 def _partner(it: HeadDescription) -> TargetInfo:
-    """What is known of a target by its draft."""
+    """Return the facts of a target that its draft head states."""
     return TargetInfo(vocab=it.vocab, hidden=it.target_hidden, layers=it.target_layers)
 
 
 def _dtype(tensors: Tensors) -> str:
-    """The type that most of the numbers have."""
+    """Return the dtype of most of the weights."""
     counts: dict[torch.dtype, int] = {}
     for value in tensors.values():
         if value.is_floating_point():
@@ -103,7 +103,7 @@ def _tell(found: Trained, again: Trained, out: str, console: Console) -> None:
 
 
 def _changed(one: HeadDescription, two: HeadDescription) -> list[str]:
-    """Which parts of two descriptions differ."""
+    """Return the fields in which two descriptions differ."""
     left, right = one.to_json(), two.to_json()
     parts: Config = {}
     for name in left:

@@ -1,4 +1,4 @@
-"""The verb `index`: files become a datastore of the target's tokens, for the proposer `retrieval`."""
+"""The command `index`: make a datastore of files, for the proposer `retrieval`."""
 
 from __future__ import annotations
 
@@ -40,33 +40,33 @@ from outrider.propose.lookup.datastore import (
 )
 from outrider.system.atomic_files import check_folder
 
-FIELDS = ("text", "prompt", "messages")  # of a line of JSON, the first that it has
-_LINES = (".jsonl", ".ndjson")  # names of files of JSON lines end so
-_PIECE = 1 << 20  # characters that the tokenizer is given at once
+FIELDS = ("text", "prompt", "messages")  # fields of a JSON line; the first one that exists is used
+_LINES = (".jsonl", ".ndjson")  # suffixes of files with JSON lines
+_PIECE = 1 << 20  # characters per call of the tokenizer
 
-Tokens = NDArray[np.uint32]  # of one document
+Tokens = NDArray[np.uint32]  # tokens of one document
 
 
 def run_index(
     files: Sequence[str], *, target: str | None, out: str, field: str | None, force: bool, console: Console
 ) -> dict[str, Any]:
-    """Make a datastore of files, and say what it holds.
+    """Make a datastore of files.
 
-    A file whose name ends in .jsonl or .ndjson holds a document in each line, any other file is one document.
+    A file with the suffix .jsonl or .ndjson has one document per line. Any other file is one document.
 
     Args:
-        files: to read.
-        target: folder of the model whose tokenizer to use; None is the embedded one.
-        out: folder to write.
-        field: of each JSON line, which holds the text or the messages; None is the first of `FIELDS` that it has.
-        force: whether a datastore that is there already may be replaced.
-        console: where progress and summary are shown.
+        files: the files to read.
+        target: the folder of the model with the tokenizer; None: the embedded model.
+        out: the folder to write.
+        field: the field of a JSON line with the text or the messages; None: the first of `FIELDS` that exists.
+        force: replace an existing datastore.
+        console: the console for progress and summary.
 
     Returns:
-        The summary, fit for JSON.
+        The summary as JSON values.
 
     Raises:
-        OutriderError: a file cannot be read or holds no text, or the folder cannot be written.
+        OutriderError: a file cannot be read or is not text, or the folder cannot be written.
     """
     began = perf_counter()
     place, paths = Path(out).expanduser(), [Path(file).expanduser() for file in files]
@@ -98,13 +98,13 @@ def run_index(
 
 
 def write(place: Path, header: Header, tokens: Numbers, suffixes: NDArray[np.uint32], *, force: bool) -> int:
-    """Write a datastore beside its place first, and then have it there all at once.
+    """Write a datastore atomically.
 
     Returns:
-        Bytes written.
+        The bytes written.
 
     Raises:
-        OutriderError: see `check_place`; or the disk does not take it.
+        OutriderError: see `check_place`, or the disk is full.
     """
     check_place(place, force=force)
     try:
@@ -118,10 +118,10 @@ def write(place: Path, header: Header, tokens: Numbers, suffixes: NDArray[np.uin
 
 
 def check_place(place: Path, *, force: bool) -> None:
-    """See whether a datastore may be written there.
+    """Check that a datastore can be written to a folder.
 
     Raises:
-        OutriderError: what is there is no datastore, or only `force` would replace it.
+        OutriderError: the folder is not a datastore, or it is one and `force` is not set.
     """
     check_folder(place, "--out")
     if not place.exists():
@@ -134,7 +134,7 @@ def check_place(place: Path, *, force: bool) -> None:
 
 @contextmanager
 def _beside(place: Path) -> Iterator[Path]:
-    """A new folder, which takes its place when all went well, and leaves nothing behind when not."""
+    """Yield a temporary folder, which replaces the final one on success and is removed on failure."""
     place.parent.mkdir(parents=True, exist_ok=True)
     shelter = Path(mkdtemp(prefix=f".{place.name}.", dir=place.parent))
     new, old = shelter / "new", shelter / "old"
@@ -158,7 +158,7 @@ def _save(path: Path, content: bytes) -> None:
 
 
 def _check_files(paths: Sequence[Path], field: str | None) -> None:
-    """Before any is read."""
+    """Check the files before one is read."""
     for path in paths:
         if path.is_dir():
             raise OutriderError(f"{path} is a folder; name its files, as in {path / '*.txt'}")
@@ -177,14 +177,14 @@ def _load_tokenizer(folder: Path) -> Any:
         raise OutriderError(f"{folder} is not a folder; give the target's, which holds its tokenizer")
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # what the tokenizers' own library raises is no narrower
+    except Exception as error:  # the tokenizers library raises bare Exceptions
         raise OutriderError(f"{folder} holds no tokenizer that works ({error}); give the target's folder") from error
 
 
 def _read(
     path: Path, field: str | None, tokenizer: Any, documents: list[Tokens], tell: Callable[[int], None]
 ) -> Source:
-    """Append a file's documents; `tell` is told the characters done."""
+    """Append the documents of a file. `tell` receives the number of processed characters."""
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -211,7 +211,7 @@ def _decode(path: Path, content: bytes) -> str:
 
 
 def _lines(path: Path, content: bytes, field: str | None, tokenizer: Any) -> Iterator[str]:
-    """The text of each line; other separators than this one may stand within a string."""
+    """Yield the text of each line. Only \\n separates lines: JSON strings may contain other separators."""
     for number, line in enumerate(_decode(path, content).split("\n"), 1):
         if line.strip():
             yield _text_of(line, f"{path}:{number}", field, tokenizer)
@@ -240,7 +240,7 @@ def _is_turn(turn: Any) -> bool:
 
 
 def encode(tokenizer: Any, texts: Iterable[str], tell: Callable[[int], None]) -> Iterator[Tokens]:
-    """The tokens of each text, without any that the tokenizer would put around it; `tell` is told characters done."""
+    """Yield the tokens of each text, without special tokens. `tell` receives the number of processed characters."""
     parts: list[Tokens] = []
     for batch in _batches(texts):
         ids = tokenizer([piece for piece, _ in batch], add_special_tokens=False, verbose=False)["input_ids"]
@@ -253,7 +253,7 @@ def encode(tokenizer: Any, texts: Iterable[str], tell: Callable[[int], None]) ->
 
 
 def _batches(texts: Iterable[str]) -> Iterator[list[tuple[str, bool]]]:
-    """Pieces of texts, many short ones together."""
+    """Yield batches of pieces of texts."""
     batch: list[tuple[str, bool]] = []
     size = 0
     for text in texts:
@@ -268,7 +268,7 @@ def _batches(texts: Iterable[str]) -> Iterator[list[tuple[str, bool]]]:
 
 
 def _pieces(text: str) -> Iterator[tuple[str, bool]]:
-    """Pieces of a text, each up to the last end of a line that fits, and whether each is the last."""
+    """Split a text at line ends. Yields each piece and whether it is the last one."""
     at = 0
     while len(text) - at > _PIECE:
         end = text.rfind("\n", at, at + _PIECE) + 1 or at + _PIECE
@@ -287,7 +287,7 @@ def _join(documents: Sequence[Tokens], vocab: int) -> Numbers:
 
 
 def _show(summary: Mapping[str, Any], console: Console) -> None:
-    """Paths go out as they are: no wrapping, no markup."""
+    """Print paths without wrapping and markup."""
     left = f", {summary['empty']} of them empty" if summary["empty"] else ""
     told = (
         f"{summary['files']:,} files{left}: {summary['documents']:,} documents, {summary['tokens']:,} tokens in"

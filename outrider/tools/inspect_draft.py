@@ -1,4 +1,4 @@
-"""The verb `inspect`: what a trained draft is, and whether it belongs to its target as it is read here."""
+"""The command `inspect`: describe a draft head, and check it against its target."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from outrider.llm import LLM
 from outrider.loader.embedded import model_folder
 from outrider.tools.convert import checked
 
-ENOUGH = 0.4  # agreement below which a draft is read wrongly, or hardly trained
-_TOKENS = 32  # that the target writes behind each prompt
+ENOUGH = 0.4  # below this agreement, a draft is read incorrectly or hardly trained
+_TOKENS = 32  # output tokens per prompt
 _PROMPTS = (
     "def area(width, height):\n",
     "The river rises in the mountains and",
@@ -46,18 +46,18 @@ _NAMES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """How often a draft's first guess is what the target says next, in texts that the target wrote itself."""
+    """How often the first draft token equals the target's next token, in texts of the target."""
 
     agreement: float
     draft_tokens: int
-    checklist: tuple[str, ...]  # what to look at, where the agreement is low
+    checklist: tuple[str, ...]  # what to check if the agreement is low
 
 
 def probe(folder: str | Path, target: str, *, dtype: str = "auto") -> Probe:
-    """Let a target write greedily beside a draft that makes one guess a round.
+    """Let the target generate greedily with one draft token per round, and count the accepted ones.
 
     Raises:
-        OutriderError: one of them cannot be loaded, or they do not belong together.
+        OutriderError: a model cannot be loaded, or the draft does not belong to the target.
     """
     llm = LLM(
         target,
@@ -79,7 +79,7 @@ def probe(folder: str | Path, target: str, *, dtype: str = "auto") -> Probe:
 
 
 def checklist(it: HeadDescription) -> tuple[str, ...]:
-    """What makes a draft of the right shapes guess wrongly, likeliest first."""
+    """Return what may be wrong with a draft head of the right shape, likeliest first."""
     layers = ", ".join(map(str, it.aux_states.layers))
     out = [
         f"layer index: the head reads the outputs of layers {layers}, counted from 0; formats differ by 1"
@@ -107,18 +107,18 @@ def checklist(it: HeadDescription) -> tuple[str, ...]:
 
 
 def run_inspect(folder: str, *, target: str | None = None, as_json: bool = False) -> dict[str, Any]:
-    """Print what a folder holds, and with a target how often its first guess is right.
+    """Describe a draft head. With a target, measure how often its first draft token is right.
 
     Args:
         folder: the draft.
-        target: the folder of the model that it belongs to.
-        as_json: print the document on standard output, and what is for people on standard error.
+        target: the folder of its target.
+        as_json: print the JSON document to standard output, and everything else to standard error.
 
     Returns:
         The document.
 
     Raises:
-        OutriderError: there is no draft, it is damaged, or it belongs to another target.
+        OutriderError: the folder is not a draft head, is damaged, or belongs to another target.
     """
     say, place = ProgressPrinter(Console(stderr=as_json)), model_folder(folder)
     try:
@@ -144,7 +144,7 @@ def run_inspect(folder: str, *, target: str | None = None, as_json: bool = False
 
 
 class ProgressPrinter:
-    """Lines of a name and a text."""
+    """Prints lines with a name and a text."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -166,7 +166,7 @@ def _told(found: Trained, say: ProgressPrinter) -> dict[str, Any]:
 
 
 def _unowned(folder: Path, reason: UnusedTensors, say: ProgressPrinter) -> dict[str, Any]:
-    """What can be said of a draft whose target must be known."""
+    """Describe a draft head that can only be read with its target."""
     found = find(folder)
     assert found is not None
     at = found.format.module(found.stored) or ""
@@ -187,7 +187,7 @@ def _weighed(sizes: dict[str, int]) -> str:
 
 
 def describe(it: HeadDescription) -> list[tuple[str, str]]:
-    """A description for people: what, and how."""
+    """Return a description as pairs of name and text."""
     many = "s" if len(it.aux_states.layers) > 1 else ""
     layers = ", ".join(map(str, it.aux_states.layers))
     target = f"a target with {it.target_layers} layers, {it.target_hidden} wide, {it.vocab} tokens"

@@ -1,9 +1,9 @@
-"""Which layers a target can do without when it drafts for itself: a search on the user's own prompts.
+"""Search for the layers that a target can skip when it drafts for itself.
 
-A draft whose guesses were all right so far has read what the target wrote. So the target's own text, read once by some
-of its layers, tells at each place whether they would have guessed it, and that is enough to play through every round
-with every number of guesses. Layers are left out greedily, where Zhang et al. (2023) search by Bayesian optimisation;
-what is reported comes from prompts that the search has not seen.
+While all draft tokens are accepted, the draft reads the text of the target. So one pass of some layers over that text
+shows for each position whether they would have drafted the next token, which is enough to simulate all rounds with all
+draft lengths. Layers are removed greedily (Zhang et al. 2023 use Bayesian optimization). The reported figures are from
+prompts that the search has not seen.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from outrider.llm import LLM
 from outrider.measure.prompts import Prompt, by_category
 from outrider.models.base import SelfDraftTarget, Target
 
-_MOST = 8  # guesses a round
-_BREADTH = 4  # layers that each step tries to leave out besides those that are out already
-_PATIENCE = 2  # steps that may gain nothing before the search ends
-_REPEATS = 30  # of a pass that is timed
+_MOST = 8  # largest draft length
+_BREADTH = 4  # layers that each step tries to remove
+_PATIENCE = 2  # steps without gain until the search ends
+_REPEATS = 30  # repeats of a timed pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Text:
-    """A prompt and how the target goes on greedily."""
+    """A prompt with the greedy output of the target."""
 
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]
@@ -39,58 +39,58 @@ class Text:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """What rounds with some layers as the draft come to."""
+    """The simulated result of drafting with some layers."""
 
     expression: str
     accepted: tuple[int, ...]
     k: int
-    agreement: float  # share of tokens that the draft would have guessed, one at a time
+    agreement: float  # share of tokens that the draft predicts
     tau: float
-    cost: float  # of a guess, in passes of the target, by the weights that are read
+    cost: float  # cost of a draft token, in passes of the target, by the weights that are read
 
     @property
     def speedup(self) -> float:
-        """Expected, where a pass takes the time that it takes to read its weights."""
+        """The expected speedup, if a pass takes the time to read its weights."""
         return self.tau / (1 + self.k * self.cost)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """Milliseconds, measured here on a short text."""
+    """Milliseconds, measured on a short text."""
 
     draft: float
-    plain: float  # the target's pass without guesses
-    verify: float  # and with k of them
+    plain: float  # a pass of the target without draft tokens
+    verify: float  # a pass with k draft tokens
 
     def speedup(self, figures: Figures) -> float:
-        """tau plain / (k guess + verify): see `outrider.plan.speedup.speedup`, the host left out."""
+        """tau * plain / (k * draft + verify); see `outrider.plan.speedup.speedup`."""
         return figures.tau * self.plain / (figures.k * self.draft + self.verify)
 
 
 def rounds(agree: Sequence[bool], k: int) -> int:
-    """Rounds that a text takes of whose tokens the draft guesses those that `agree`, with k guesses a round."""
+    """Return the rounds that a text takes with draft length k, if the draft predicts the tokens in `agree`."""
     at = count = 0
     while at < len(agree):
         stop = at + k
         while at < stop and at < len(agree) and agree[at]:
             at += 1
-        at += 1  # the target's own
+        at += 1  # the bonus token
         count += 1
     return count
 
 
 def write(llm: LLM, prompts: Iterable[Prompt], max_tokens: int) -> list[Text]:
-    """The target's own texts."""
+    """Generate texts with the target."""
     encoded = [llm.encode_chat(p.messages) if p.messages else llm.encode(p.prompt or "") for p in prompts]
     done = llm.generate(encoded, SamplingParams(max_tokens=max_tokens))
     return [Text(prompt=each.prompt_token_ids, tokens=each.token_ids) for each in done if each.token_ids]
 
 
 def halves(prompts: Sequence[Prompt], seed: int) -> tuple[list[Prompt], list[Prompt]]:
-    """Prompts to search on and prompts to report on, of each category half.
+    """Split the prompts of each category into halves: to search on, and to report on.
 
     Raises:
-        OutriderError: there are not enough of them.
+        OutriderError: there are not enough prompts.
     """
     chance = random.Random(seed)
     parts: tuple[list[Prompt], list[Prompt]] = [], []
@@ -103,13 +103,13 @@ def halves(prompts: Sequence[Prompt], seed: int) -> tuple[list[Prompt], list[Pro
 
 
 class LayerSearch:
-    """Reads texts with parts of a target, and finds the part that is the best draft."""
+    """Searches for the layers of a target that make the best draft."""
 
     def __init__(self, target: Target, texts: Sequence[Text], *, max_trials: int, told: Callable[[str], None]) -> None:
-        """Search on `texts`, trying up to `max_trials` sets of layers; `told` hears how far it is.
+        """Search on `texts` with up to `max_trials` sets of layers. `told` receives the progress.
 
         Raises:
-            OutriderError: the target's layers cannot be had one by one, or there are no two of them.
+            OutriderError: the target cannot run a subset of its layers, or has only one.
         """
         if not isinstance(target, SelfDraftTarget) or target.layers < 2:
             raise OutriderError("this target has no layers to choose from; use draft:DIR or ngram")
@@ -122,14 +122,14 @@ class LayerSearch:
         self.layers = target.layers
 
     def best_exit(self) -> Figures:
-        """The first layers that promise most, of every number of them."""
+        """Return the best number of first layers (`exit:N`)."""
         kept = [tuple(range(count)) for count in range(1, self.layers)]
         return max((found for each in kept if (found := self._try(each))), key=_promise)
 
     def best_skip(self) -> Figures | None:
-        """Leave out one layer after another, each time the one without which most is gained.
+        """Remove one layer after another, each time the one that gains most (`skip:A+B+C`).
 
-        None where the max_trials is used up before a layer has been left out.
+        Returns None if `max_trials` is reached before a layer is removed.
         """
         everything = tuple(range(self.layers))
         single = {layer: self._try(_without(everything, layer)) for layer in everything}
@@ -150,15 +150,15 @@ class LayerSearch:
 
     @property
     def tried(self) -> int:
-        """Sets of layers that have been read with."""
+        """Number of sets of layers tried."""
         return len(self._known)
 
     def report(self, found: Figures, texts: Sequence[Text]) -> Figures:
-        """The same part with the same number of guesses, on other texts."""
+        """Evaluate the same layers and draft length on other texts."""
         return self._figures(found.accepted, texts, ks=(found.k,))
 
     def _try(self, kept: tuple[int, ...]) -> Figures | None:
-        """On the texts to search on; None where the max_trials is used up."""
+        """Evaluate layers on the search texts. None after `max_trials`."""
         if kept not in self._known:
             if len(self._known) == self._max_trials:
                 return None
@@ -186,7 +186,7 @@ class LayerSearch:
 
 
 def expression(kept: Sequence[int], layers: int) -> str:
-    """How the proposer is named that keeps these of the target's layers."""
+    """Return the proposer expression that keeps these layers."""
     if tuple(kept) == tuple(range(len(kept))):
         return f"exit:{len(kept)}"
     return "skip:" + "+".join(str(layer) for layer in range(layers) if layer not in kept)
@@ -194,7 +194,7 @@ def expression(kept: Sequence[int], layers: int) -> str:
 
 @torch.inference_mode()
 def agreement(part: Target, text: Text) -> list[bool]:
-    """Of each token that the target wrote, whether `part` would have guessed it from what stands before it."""
+    """Return for each output token of the target whether `part` predicts it."""
     tokens = torch.tensor([text.tokens], device=part.device)
     count = len(text.tokens) - 1
     draft = tree.chain(tokens[:, :-1], (count,)) if count else tree.empty(1, part.device)
@@ -206,7 +206,7 @@ def agreement(part: Target, text: Text) -> list[bool]:
 
 @torch.inference_mode()
 def measure(target: Target, figures: Figures, text: Text) -> Timing:
-    """Time guesses and passes behind `text`, in turns."""
+    """Time draft tokens and passes after `text`, interleaved."""
     assert isinstance(target, SelfDraftTarget)
     part = target.make_submodel(figures.accepted)
     row, base = SequenceState.of(text.prompt), len(text.prompt)
@@ -220,7 +220,7 @@ def measure(target: Target, figures: Figures, text: Text) -> Timing:
         guess = _milliseconds(target, lambda: part.draft_greedy(one, target.vocab)) / figures.k
         plain = _milliseconds(target, lambda: target.score(one, tree.empty(1, target.device)))
         took.append((guess, plain, _milliseconds(target, lambda: target.score(one, guesses))))
-    # The best of each: whatever else runs on the machine can only add to it.
+    # Use the minimum: disturbances only add time.
     guess, plain, verify = (min(each) for each in zip(*took, strict=True))
     return Timing(draft=guess, plain=plain, verify=verify)
 
@@ -234,7 +234,7 @@ def _milliseconds(target: Target, run: Callable[[], object]) -> float:
 
 
 def _promise(figures: Figures | None) -> float:
-    """What is searched for; what was not tried promises nothing."""
+    """Return the objective of the search; 0 for sets that were not tried."""
     return 0.0 if figures is None else figures.speedup
 
 

@@ -1,4 +1,4 @@
-"""The verb `layers`: find what a target can leave out when it drafts for itself, and say how to use it."""
+"""The command `layers`: find the layers that a target can skip when it drafts for itself."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from outrider.report.console import counted
 from outrider.system import machine
 from outrider.tools.layer_search import Figures, LayerSearch, Timing, halves, measure, write
 
-_ROWS = 4  # texts that the target writes at once
+_ROWS = 4  # sequences at once
 
 
 def run_layers(
     llm: LLM, *, prompts: str | None, limit: int | None, max_trials: int, max_tokens: int, seed: int, progress: Console
 ) -> dict[str, Any]:
-    """Search, and report on prompts that were held out.
+    """Run the search and report figures of held-out prompts.
 
     Args:
-        llm: around the target, with no proposer.
-        prompts: a file of JSON lines; None takes the embedded set.
+        llm: the target, without a proposer.
+        prompts: a file with JSON lines; None: the embedded set.
         limit: prompts of each category.
-        max_trials: sets of layers to try at most.
-        max_tokens: of each text that the target writes.
-        seed: of the choice of prompts to hold out.
-        progress: where to show how far it is.
+        max_trials: most sets of layers to try.
+        max_tokens: most output tokens per prompt.
+        seed: the seed of the split of the prompts.
+        progress: the console of the progress bar.
 
     Returns:
-        The document to report, fit for JSON.
+        The JSON document.
 
     Raises:
-        OutriderError: there is nothing to search on, or the target has no layers to choose from.
+        OutriderError: there are not enough prompts, or the target has too few layers.
     """
     target = llm.parts.target
     with progress.status("writing texts") as status:
@@ -78,7 +78,7 @@ def _entry(searched: Figures, held: Figures, timing: Timing) -> dict[str, Any]:
 
 
 def show_layers(document: dict[str, Any], console: Console) -> None:
-    """A table for people, and the expression to use."""
+    """Print a table and the proposer expression to use."""
     table = Table(title="The target as its own draft, on held-out prompts", box=box.SIMPLE_HEAD, title_justify="left")
     table.add_column("proposer", no_wrap=True)
     for name in ("k", "layers", "agrees, %", "tau", "guess, passes", "speedup", "guess, ms", "pass, ms", "by time"):
