@@ -82,9 +82,9 @@ def main(
             for way in ways if turn % 2 else reversed(ways):
                 turns = replace(
                     load,
-                    url=others.get(way, own),
-                    concurrency=level,
-                    requests=max(requests, 2 * level),
+                    base_url=others.get(way, own),
+                    max_concurrency=level,
+                    num_requests=max(requests, 2 * level),
                     k=0 if way in (PLAIN, BARE_PLAIN) else None,
                     user=f"{way} {turn} {level}",
                 )

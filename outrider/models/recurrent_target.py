@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ class RecurrentTarget:
         self.slots, self.context, self.version, self.kernels = slots, context, 0, "torch"
         self.cache = RecurrentCache(slots=slots, device=self.device, fresh=self._fresh, advance=self._advance)
         self._model = checkpoint.model
+        self._state_argument = _state_argument(checkpoint.model)
 
     def score(self, batch: Batch, draft: Draft, first: int = -1) -> Scores:
         self.cache.stage(batch, draft, first)
@@ -68,5 +70,11 @@ class RecurrentTarget:
         return DynamicCache(config=self._model.config)
 
     def _advance(self, state: Any, tokens: torch.Tensor) -> torch.Tensor:
-        logits = self._model(input_ids=tokens[None], cache_params=state, use_cache=True).logits
+        logits = self._model(input_ids=tokens[None], use_cache=True, **{self._state_argument: state}).logits
         return logits[0].float()  # type: ignore[no-any-return]
+
+
+def _state_argument(model: Any) -> str:
+    """Return the name of the argument of `model.forward` that takes the state. Newer releases of transformers rename it."""
+    names = inspect.signature(model.forward).parameters
+    return "cache" if "cache" in names else "cache_params"

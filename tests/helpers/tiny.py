@@ -175,13 +175,14 @@ ARCHITECTURES: Mapping[str, Callable[[], PreTrainedConfig]] = {
         intermediate_size=...,
     ),
 }
+if transformers.GPTJForCausalLM._supports_attention_backend:  # not before transformers 5.24
+    ARCHITECTURES["gptj"] = _gpt("GPTJConfig", rotary_dim=4)
 
 _UNREPLACED, _LAYERS = "cannot replace its attention", "layers of type .* are not supported yet"
 REFUSED: Mapping[str, tuple[Mapping[str, Any], str]] = {  # a config.json, and the reason
     "bloom": ({}, _UNREPLACED),
     "mpt": ({}, _UNREPLACED),
     "falcon": ({"alibi": True}, _UNREPLACED),
-    "gptj": ({}, _UNREPLACED),
     "stablelm": ({}, _UNREPLACED),
     "rwkv": ({}, _UNREPLACED),
     "mamba": ({}, _LAYERS),

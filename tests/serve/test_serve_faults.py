@@ -652,7 +652,7 @@ def test_each_request_has_a_name_and_a_line(server, caplog):
     )
     assert first["tau"] == pytest.approx(usage["speculation"]["tokens_per_pass"], abs=1e-3)
     assert 0 < first["time_to_first_token_seconds"] <= first["seconds"]
-    assert (second["status"], "tokens" in second) == (400, False)
+    assert (second["status"], "output_tokens" in second) == (400, False)
     assert (third["id"], third["finish_reason"], third["output_tokens"]) == ("streamed", "length", 40)
 
 
@@ -723,4 +723,4 @@ def test_killed_it_starts_clean_and_told_to_stop_it_ends_what_runs(tmp_path):
         assert server.wait(timeout=30) == 0
     assert json.loads(plan.read_text())["format"] == "outrider plan"
     told = [json.loads(line) for line in logged if line.startswith("{")]
-    assert [each["tokens"] for each in told if each.get("id") == "last"] == [400]
+    assert [each["output_tokens"] for each in told if each.get("id") == "last"] == [400]

@@ -284,19 +284,21 @@ def test_a_cache_spares_passes_and_changes_nothing(data, tmp_path):
     other = {"answers_per_prompt": 1, "epochs": 3}
     plain = Training("mtp", _settings(data, tmp_path / "plain", **other))
     plain.run(QUIET)
-    cached = Training("mtp", _settings(data, tmp_path / "cached", cache=str(tmp_path / "cache"), **other))
+    cached = Training("mtp", _settings(data, tmp_path / "cached", cache_dir=str(tmp_path / "cache"), **other))
     cached.run(QUIET)
     assert 0 < _rounds(cached) < _rounds(plain)
     assert _same(tmp_path / "plain", tmp_path / "cached")
-    later = Training("mtp", _settings(data, tmp_path / "later", cache=str(tmp_path / "cache"), **other))
+    later = Training("mtp", _settings(data, tmp_path / "later", cache_dir=str(tmp_path / "cache"), **other))
     later.run(QUIET)
     assert _rounds(later) == 0
     assert _same(tmp_path / "plain", tmp_path / "later")
     # Trainings share what they have in common: another loss asks for the same texts.
-    third = Training("mtp", _settings(data, tmp_path / "tv", cache=str(tmp_path / "cache"), loss="tv", **other))
+    third = Training("mtp", _settings(data, tmp_path / "tv", cache_dir=str(tmp_path / "cache"), loss="tv", **other))
     third.run(QUIET)
     assert _rounds(third) == 0
-    small = Training("mtp", _settings(data, tmp_path / "small", cache=str(tmp_path / "few"), cache_gb=1e-5, **other))
+    small = Training(
+        "mtp", _settings(data, tmp_path / "small", cache_dir=str(tmp_path / "few"), cache_gb=1e-5, **other)
+    )
     small.run(QUIET)
     assert 0 < sum(file.stat().st_size for file in (tmp_path / "few").rglob("*.safetensors")) < 2e4
     assert _same(tmp_path / "plain", tmp_path / "small")
