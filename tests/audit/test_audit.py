@@ -367,13 +367,13 @@ def test_errors_of_invalid_options(change, message):
 @pytest.mark.skipif(not tiny.compiles(), reason="no C++ compiler")
 def test_wrong_native_rule_fails(monkeypatch):
     """The audit runs the native rules, as `run` and `serve` do."""
-    judge = rules._judge
+    verify = rules._verify
 
-    def broken(library, rule, draft, p, noise):
-        verdict = judge(library, rule, draft, p, noise)
+    def wrong_verify(library, rule, draft, p, noise):
+        verdict = verify(library, rule, draft, p, noise)
         return replace(verdict, bonus=verdict.bonus ^ 1) if draft.size else verdict
 
-    monkeypatch.setattr(rules, "_judge", broken)
+    monkeypatch.setattr(rules, "_verify", wrong_verify)
     report = run_audit(None, "ngram", k=3, prompts=None, samples=100, device="cpu", threads=1, tokens=8, console=None)
     assert not report["passed"]
 
