@@ -14,7 +14,9 @@ from transformers import AutoConfig
 
 from outrider.bench.contestants import Job
 from outrider.llm import LLM
+from outrider.loader.gguf import is_gguf, open_gguf
 from outrider.models.prepack import can_prepack
+from outrider.native.target import NativeTarget
 from outrider.plan.speedup import sequences_instead
 from outrider.propose.base import Proposer
 from outrider.propose.registry import draft_model
@@ -98,8 +100,11 @@ def _draft_bytes(proposer: Proposer) -> tuple[int, int]:
 
 def bytes_per_pass(llm: LLM, folder: Path) -> int:
     """Return the bytes of weights that one pass reads: all weights, without an embedding that is only looked up."""
-    embedding_weights, tied = _embedding(folder)
     parts = llm.parts
+    if is_gguf(folder) and isinstance(parts.target, NativeTarget):
+        layers, head = parts.target.read_bytes()
+        return sum(layers) + head
+    embedding_weights, tied = _embedding(folder)
     # A packed or quantized LM head is a copy of its own.
     copied = can_prepack(parts.device, parts.dtype) or parts.target.kernels not in ("torch", "graphs")
     return parts.target.bytes() - (embedding_weights * parts.dtype.itemsize if copied or not tied else 0)
@@ -109,6 +114,8 @@ def flops_per_token(folder: Path) -> float:
     """Return two FLOPs per weight, without an embedding that is only looked up."""
     embedding_weights, tied = _embedding(folder)
     weights = 0
+    if is_gguf(folder):
+        weights = sum(int(tensor.n_elements) for tensor in open_gguf(folder).reader.tensors)
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, "pt") as tensors:
             weights += sum(prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
@@ -117,7 +124,10 @@ def flops_per_token(folder: Path) -> float:
 
 def _embedding(folder: Path) -> tuple[int, bool]:
     """Return the number of weights of the embedding, and whether the LM head shares them."""
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    if is_gguf(folder):
+        config = open_gguf(folder).config
+    else:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
     sizes = config.get_text_config()
     return sizes.vocab_size * sizes.hidden_size, bool(config.tie_word_embeddings)
 

@@ -13,7 +13,9 @@ from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteri
 from transformers.utils import logging as transformers_logging
 
 from outrider.bench.contestants import Job, Trial
+from outrider.errors import OutriderError
 from outrider.llm import LLM
+from outrider.loader.gguf import is_gguf
 from outrider.measure.clock import EmitEvent, decode_pace, token_gaps
 
 
@@ -87,5 +89,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _load(folder: Path, llm: LLM) -> Any:
+    if is_gguf(folder):
+        raise OutriderError(f"{folder} does not run on transformers here; leave --peer out, or give a folder")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=llm.parts.dtype, local_files_only=True)
     return model.to(llm.parts.device).eval()

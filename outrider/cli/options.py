@@ -23,7 +23,9 @@ PromptText = Annotated[
 Target = Annotated[
     str | None,
     typer.Option(
-        metavar="DIR", help="Folder of a decoder-only model. Default: @mini, an embedded model.", rich_help_panel=_MODEL
+        metavar="DIR",
+        help="Folder of a decoder-only model, or a GGUF file. Default: @mini, an embedded model.",
+        rich_help_panel=_MODEL,
     ),
 ]
 Proposer = Annotated[

@@ -11,6 +11,7 @@ from outrider.core.types import Batch, SequenceState
 from outrider.errors import MODEL_ERRORS, UnsupportedModel
 from outrider.models.base import Target
 from outrider.models.checkpoint import Checkpoint
+from outrider.models.gguf_linear import block_types
 from outrider.models.rounding import TOLERANCE, TRIALS
 
 _PROMPT = 9  # tokens
@@ -26,10 +27,13 @@ def check_target(target: Target, checkpoint: Checkpoint) -> None:
     """
     model_type = checkpoint.model.config.model_type
     errors = torch.full((1 + len(_PARENTS),), torch.inf)  # the smallest of all trials, by node
+    # The native kernels multiply quantized blocks with activations of 8 bits.
+    blocks = target.kernels != "torch" and block_types(checkpoint.model)
+    tolerance = TOLERANCE[torch.bfloat16 if blocks else checkpoint.dtype]
     try:
         for trial in range(TRIALS):
             errors = errors.fmin(_errors(target, checkpoint, trial).cpu())
-            if errors.max() < TOLERANCE[checkpoint.dtype]:
+            if errors.max() < tolerance:
                 return
     except torch.OutOfMemoryError:
         raise
@@ -45,11 +49,10 @@ def check_target(target: Target, checkpoint: Checkpoint) -> None:
 def _errors(target: Target, checkpoint: Checkpoint, seed: int) -> torch.Tensor:
     """Return [1 + N], the relative error of the logits of each node."""
     logits, prompt, drafted = _score(target, checkpoint, seed)
-    references = []
+    branches = []
     for node in range(-1, len(_PARENTS)):
-        branch = prompt + [drafted[i] for i in tree.path(_PARENTS, node)]
-        references.append(_reference(checkpoint, branch))
-    reference = torch.stack(references)
+        branches.append(prompt + [drafted[i] for i in tree.path(_PARENTS, node)])
+    reference = _reference(checkpoint, branches)
     return (logits[0] - reference).norm(dim=-1) / reference.norm(dim=-1)  # type: ignore[no-any-return]
 
 
@@ -80,15 +83,22 @@ def _score(target: Target, checkpoint: Checkpoint, seed: int) -> tuple[torch.Ten
     return logits, prompt, drafted
 
 
-def _reference(checkpoint: Checkpoint, tokens: list[int]) -> torch.Tensor:
-    """Return the logits [V] after `tokens` from transformers, without a cache."""
+def _reference(checkpoint: Checkpoint, branches: list[list[int]]) -> torch.Tensor:
+    """Return the logits [branches, V] after each branch from transformers, without a cache."""
     model: Any = checkpoint.model
-    ids = torch.tensor([tokens], device=checkpoint.device)
+    if block_types(model):  # they are dequantized in each pass, so one pass has all branches
+        longest = max(map(len, branches))
+        batches = [[branch + [0] * (longest - len(branch)) for branch in branches]]
+    else:
+        batches = [[branch] for branch in branches]
     attention = model.config._attn_implementation
     if not checkpoint.recurrent:
         model.set_attn_implementation("eager")
     try:
-        return model(input_ids=ids, use_cache=False).logits[0, -1].float()  # type: ignore[no-any-return]
+        logits = []
+        for batch in batches:
+            logits += model(input_ids=torch.tensor(batch, device=checkpoint.device), use_cache=False).logits
+        return torch.stack([each[len(branch) - 1].float() for each, branch in zip(logits, branches, strict=True)])
     finally:
         if not checkpoint.recurrent:
             model.set_attn_implementation(attention)

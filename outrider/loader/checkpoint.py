@@ -25,6 +25,7 @@ from transformers.utils import logging as transformers_logging
 
 from outrider.errors import OutriderError, UnsupportedModel
 from outrider.heads.store import is_head
+from outrider.loader.gguf import end_ids, is_gguf, load_model, load_tokenizer, open_gguf
 from outrider.models.attention import NAME, attend, receive_mask_rule
 from outrider.models.checkpoint import Checkpoint
 
@@ -58,9 +59,11 @@ def load_checkpoint(folder: str | Path, *, dtype: str = "auto", device: str = "a
         UnsupportedModel: the architecture is not supported.
     """
     path = Path(folder).expanduser()
+    torch_device = _device(device)
+    if is_gguf(path):
+        return _load_gguf(path, dtype, torch_device)
     config = _read_config(path)
     recurrent = _check_family(config)
-    torch_device = _device(device)
     torch_dtype = _dtype(dtype, config, torch_device)
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, receive_mask_rule)
@@ -79,6 +82,28 @@ def load_checkpoint(folder: str | Path, *, dtype: str = "auto", device: str = "a
     )
 
 
+def _load_gguf(path: Path, dtype: str, device: torch.device) -> Checkpoint:
+    file = open_gguf(path)
+    _check_family(file.config)
+    torch_dtype = _dtype(dtype, file.config, device)
+    if file.quantized and dtype == "auto":
+        # The kernels multiply the blocks as they are, and keys and values are bfloat16. torch computes in float32.
+        torch_dtype = torch.bfloat16 if device.type == "cpu" else torch.float32
+    AttentionInterface.register(NAME, attend)
+    AttentionMaskInterface.register(NAME, receive_mask_rule)
+    model = load_model(file, torch.float32 if file.quantized else torch_dtype)
+    return Checkpoint(
+        model=model.to(device),
+        tokenizer=load_tokenizer(file),
+        context=_context(file.config),
+        vocab=model.get_output_embeddings().weight.shape[0],
+        end_ids=end_ids(file),
+        recurrent=False,
+        dtype=torch_dtype,
+        device=device,
+    )
+
+
 def is_recurrent(folder: str | Path) -> bool:
     """Return whether a model is recurrent, from its config.
 
@@ -86,7 +111,8 @@ def is_recurrent(folder: str | Path) -> bool:
         OutriderError: the folder is not a causal language model.
         UnsupportedModel: the architecture is not supported.
     """
-    return _check_family(_read_config(Path(folder).expanduser()))
+    path = Path(folder).expanduser()
+    return False if is_gguf(path) else _check_family(_read_config(path))
 
 
 def _read_config(path: Path) -> Any:

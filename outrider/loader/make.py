@@ -11,6 +11,7 @@ from outrider.models.attention_target import AttentionTarget
 from outrider.models.base import Target
 from outrider.models.checkpoint import Checkpoint
 from outrider.models.cuda_graphs import CudaRecorder
+from outrider.models.gguf_linear import block_types
 from outrider.models.quantize import quantize_model
 from outrider.models.recurrent_target import RecurrentTarget
 from outrider.native.target import NativeTarget
@@ -47,6 +48,9 @@ def make_target(
     on_cpu = checkpoint.device.type == "cpu"
     if bits < 16 and not (on_cpu and checkpoint.dtype == torch.bfloat16):
         raise OutriderError("quantize needs a CPU and bfloat16; use device cpu and dtype auto, or leave quantize out")
+    types = block_types(checkpoint.model)
+    if bits < 16 and types:
+        raise OutriderError(f"the target is quantized already ({', '.join(types)}); leave quantize out")
     native = on_cpu and checkpoint.dtype in (torch.bfloat16, torch.float32) and not checkpoint.recurrent
     if kernels == "native" and not native:
         raise OutriderError("the native kernels need a CPU, and bfloat16 or float32; use kernels auto, or dtype auto")
@@ -57,6 +61,10 @@ def make_target(
             if kernels == "native":
                 raise
             _log.info("running on torch: %s", reason)
+    if types and checkpoint.dtype != torch.float32:
+        raise UnsupportedModel(
+            f"the {', '.join(types)} weights of this model run on torch in float32 only; use dtype float32"
+        )
     if bits < 16:
         quantize_model(checkpoint.model, bits)
     if checkpoint.recurrent:

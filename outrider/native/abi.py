@@ -17,12 +17,8 @@ class CLinear(ctypes.Structure):
     """`Linear` of linear.h."""
 
     _fields_ = (
-        ("weight", ctypes.c_void_p),
-        ("scale", ctypes.c_void_p),
-        ("bias", ctypes.c_void_p),
-        ("inputs", ctypes.c_int32),
-        ("outputs", ctypes.c_int32),
-        ("bits", ctypes.c_int32),
+        *((name, ctypes.c_void_p) for name in ("weight", "scale", "minimum", "sub_scale", "sub_minimum", "bias")),
+        *((name, ctypes.c_int32) for name in ("inputs", "outputs", "bits", "group", "offset")),
     )
 
 
@@ -30,7 +26,7 @@ class CLayer(ctypes.Structure):
     """`Layer` of decoder.cpp: the weights of one decoder layer."""
 
     _fields_ = (
-        *((name, CLinear) for name in ("qkv", "out", "gate_up", "down")),
+        *((name, CLinear) for name in ("qkv", "out", "gate_up", "down", "value")),
         *((name, ctypes.c_void_p) for name in ("attention_norm", "mlp_norm", "query_norm", "key_norm")),
         ("window", ctypes.c_int32),
     )
@@ -54,6 +50,7 @@ class CModel(ctypes.Structure):
         ("layer", ctypes.POINTER(CLayer)),
         *((name, ctypes.c_void_p) for name in ("embedding", "norm", "frequency", "entry", "id", "pool")),
         ("head", CLinear),
+        ("table", CLinear),
         *((name, ctypes.c_int32) for name in ("layers", "hidden", "heads", "key_heads", "dim", "ffn")),
         ("threads", ctypes.c_int32),
         *((name, ctypes.c_float) for name in ("epsilon", "scale", "rotary_scale")),

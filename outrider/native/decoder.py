@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
@@ -15,16 +16,20 @@ import torch
 from outrider.cache.paged import PagedCache
 from outrider.core.types import SharedWeights
 from outrider.errors import OutriderError, UnsupportedModel
+from outrider.models.gguf_linear import BlockEmbedding, BlockLinear, BlockWeight, block_types
 from outrider.models.submodel import refuse_weight_update
-from outrider.native.abi import MAX_HEAD_DIM, MAX_QUERIES_PER_KEY_HEAD, CLayer, CModel
+from outrider.native.abi import MAX_HEAD_DIM, MAX_QUERIES_PER_KEY_HEAD, CLayer, CLinear, CModel
+from outrider.native.blocks import PackedBlocks, can_pack, join_blocks, pack_blocks
 from outrider.native.calls import Passes
 from outrider.native.library import Library
-from outrider.native.pack import FLOAT_DTYPES, Arena, PackedWeight, interleave, pack, separate, unpack
+from outrider.native.pack import FLOAT_DTYPES, Arena, PackedWeight, address, interleave, pack, separate
 
 # Architectures whose layers consist of a norm, rotary attention, a norm and a gated SiLU MLP.
 FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 _EMBEDDING = "model.embed_tokens.weight"
 _HEAD = "lm_head"
+Weight = torch.Tensor | BlockWeight
+_log = logging.getLogger("outrider")
 _PACKED_GROUPS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -100,6 +105,35 @@ def _windows(config: Any) -> tuple[int, ...]:
     return tuple(window if layer_type == "sliding_attention" else 0 for layer_type in layer_types)
 
 
+def _weights(model: Any) -> dict[str, Weight]:
+    """Return the weights of a model by name. Those of GGUF files are in blocks."""
+    weights: dict[str, Weight] = {name: value.detach() for name, value in model.state_dict().items()}
+    for name, module in model.named_modules():
+        if isinstance(module, BlockLinear | BlockEmbedding):
+            weights[f"{name}.weight"] = module.blocks
+    return weights
+
+
+def _split_values(state: Mapping[str, Weight], layers: int) -> frozenset[int]:
+    """Return the layers whose value projection has another block type than the query and key projections."""
+    split = set()
+    for i in range(layers):
+        key, value = (state[f"model.layers.{i}.self_attn.{part}.weight"] for part in ("k_proj", "v_proj"))
+        if isinstance(key, BlockWeight) and isinstance(value, BlockWeight) and key.kind != value.kind:
+            split.add(i)
+    return frozenset(split)
+
+
+def _dense(weight: Weight) -> torch.Tensor:
+    return weight if isinstance(weight, torch.Tensor) else weight.dequantize()
+
+
+def _interleaved_rows(size: int) -> torch.Tensor:
+    """Return the order of rows in which `interleave` puts two matrices of `size` rows, one above the other."""
+    numbers = torch.arange(2 * size)[:, None]
+    return interleave(numbers[:size], numbers[size:]).flatten()
+
+
 class Decoder(Passes):
     """The packed weights of a model and its forward pass."""
 
@@ -118,14 +152,21 @@ class Decoder(Passes):
         super().__init__(library.code, hidden=self.shape.hidden)
         self._bits = bits
         self._arena = Arena()
-        state = {name: value.detach() for name, value in model.state_dict().items()}
+        state = _weights(model)
         self._shapes = {name: value.shape for name, value in state.items()}
         self._tied = bool(model.config.tie_word_embeddings)
-        self._norms = {name: value.float().clone() for name, value in state.items() if name.endswith("norm.weight")}
+        self.types = block_types(model)  # GGUF types, if the weights are in blocks
+        self._split_values = _split_values(state, self.shape.layers)
+        self._norms = {
+            name: value.float().clone()
+            for name, value in state.items()
+            if isinstance(value, torch.Tensor) and name.endswith("norm.weight")
+        }
         self._frequency = model.model.rotary_emb.inv_freq.float().clone()
         self._packed = {name: self._pack(name, parts, state) for name, parts in self._groups().items()}
         self.dtype = FLOAT_DTYPES[32 if bits == 32 else 16]  # of the embedding, keys and values
-        self._embedding = self._arena.keep(self._embed(state[_EMBEDDING]))
+        self._table = self._pack_table(state[_EMBEDDING])  # the embedding, if it is in blocks
+        self._embedding = None if self._table else self._arena.keep(self._embed(state[_EMBEDDING]))
         self._stack: Sequence[int] = range(self.shape.layers)  # indices of the layers that run, in order
         self._source: Decoder | None = None  # the decoder that this one shares weights with or was quantized from
         self._derived: weakref.WeakSet[Decoder] = weakref.WeakSet()  # decoders made from this one
@@ -169,6 +210,11 @@ class Decoder(Passes):
     def load(self, weights: Mapping[str, torch.Tensor]) -> None:
         """Replace weights, by their names in transformers. Nothing changes if one of them does not fit."""
         refuse_weight_update(self._source)
+        if self.types:
+            raise OutriderError(
+                f"a GGUF target keeps its {', '.join(self.types)} weights and takes no new ones; use the folder of the"
+                " Hugging Face model"
+            )
         for name, value in weights.items():
             if name not in self._shapes:
                 raise OutriderError(f"the model has no weight {name!r}; use the names of its state_dict")
@@ -188,6 +234,7 @@ class Decoder(Passes):
                 self._packed[name] = self._pack(name, parts, {**self._unpacked(name, parts), **new})
                 stale.append(name)
         if _EMBEDDING in new:
+            assert self._embedding is not None
             self._embedding.copy_(self._embed(new[_EMBEDDING]))
         self._open()
         for other in self._derived:
@@ -202,9 +249,13 @@ class Decoder(Passes):
 
     def share_weights(self) -> SharedWeights:
         """Return the weights that draft heads share."""
+        embedding = self._embedding
+        if embedding is None:
+            assert self._table is not None
+            embedding = self._table.unpack().to(self.dtype)
         return SharedWeights(
-            embedding=self._embedding,
-            head=unpack(self._packed[_HEAD]),
+            embedding=embedding,
+            head=self._packed[_HEAD].unpack(),
             norm=self._norms["model.norm.weight"],
             epsilon=self.shape.epsilon,
             packed=self._packed[_HEAD],
@@ -213,17 +264,19 @@ class Decoder(Passes):
     def bytes(self) -> int:
         """Return the bytes of the weights, without those of the decoder that this one was made from."""
         if self._source is None:
-            tensors = (self._embedding, self._frequency, *self._norms.values(), *self._packed.values())
-            return sum(tensor.nbytes for tensor in tensors)
+            separate_table = self._table if self._table is not self._packed[_HEAD] else None
+            tensors = (self._embedding, separate_table, self._frequency, *self._norms.values(), *self._packed.values())
+            return sum(tensor.nbytes for tensor in tensors if tensor is not None)
         if self._packed is self._source._packed:
             return 0
         return sum(weight.nbytes for weight in self._packed.values())
 
     def read_bytes(self) -> tuple[tuple[int, ...], int]:
         """Return the bytes of weights that a pass reads: of each layer, and of the LM head."""
-        layers = []
-        for i in range(self.shape.layers):
-            layers.append(sum(self._packed[f"{i}.{name}"].nbytes for name in _PACKED_GROUPS))
+        layers = [0] * self.shape.layers
+        for name, packed in self._packed.items():
+            if name != _HEAD:
+                layers[int(name.partition(".")[0])] += packed.nbytes
         return tuple(layers), self._packed[_HEAD].nbytes
 
     def _update_from_source(self, names: Iterable[str]) -> None:
@@ -241,18 +294,40 @@ class Decoder(Passes):
         for i in range(self.shape.layers):
             for name, parts in _PACKED_GROUPS.items():
                 groups[f"{i}.{name}"] = tuple(f"model.layers.{i}.{part}" for part in parts)
+            if i in self._split_values:
+                *query_key, value = groups[f"{i}.qkv"]
+                groups[f"{i}.qkv"] = tuple(query_key)
+                groups[f"{i}.value"] = (value,)
         return groups
 
-    def _embed(self, table: torch.Tensor) -> torch.Tensor:
+    def _embed(self, table: Weight) -> torch.Tensor:
         """Return the embedding table. If it is tied to the LM head, it is the table after quantization."""
-        return (unpack(self._packed[_HEAD]) if self._tied else table).to(self.dtype)
+        return (self._packed[_HEAD].unpack() if self._tied else _dense(table)).to(self.dtype)
 
-    def _pack(self, name: str, parts: Sequence[str], state: Mapping[str, torch.Tensor]) -> PackedWeight:
-        """Pack the linear layers `parts` together."""
+    def _pack_table(self, table: Weight) -> PackedBlocks | None:
+        """Return the embedding table in blocks, or None if it is dense."""
+        if not isinstance(table, BlockWeight) or not can_pack(table.kind.name):
+            return None
+        head = self._packed[_HEAD]
+        if self._tied and isinstance(head, PackedBlocks):
+            return head
+        return pack_blocks(table, arena=self._arena)
+
+    def _pack(self, name: str, parts: Sequence[str], state: Mapping[str, Weight]) -> PackedWeight | PackedBlocks:
+        """Pack the linear layers `parts` together. GGUF blocks of one type stay as they are."""
         weights = [state[f"{part}.weight"] for part in parts]
-        biases = [state.get(f"{part}.bias") for part in parts]
-        weight = interleave(*weights) if name.endswith("gate_up") else torch.cat(weights)
-        bias = torch.cat([bias for bias in biases if bias is not None]) if biases[0] is not None else None
+        biases = [bias for part in parts if isinstance(bias := state.get(f"{part}.bias"), torch.Tensor)]
+        bias = torch.cat(biases) if biases else None
+        gate_up = name.endswith("gate_up")
+        blocks = [weight for weight in weights if isinstance(weight, BlockWeight)]
+        types = {weight.kind.name for weight in blocks}
+        if len(blocks) == len(weights) and len(types) == 1 and can_pack(min(types)):
+            order = _interleaved_rows(blocks[0].shape[0]) if gate_up else None
+            return pack_blocks(join_blocks(blocks, order), bias, arena=self._arena)
+        if blocks:
+            _log.info("%s: weights of type %s are stored in %d bits", name, ", ".join(sorted(types)), self._bits)
+        dense = [_dense(weight) for weight in weights]
+        weight = interleave(*dense) if gate_up else torch.cat(dense)
         # Four bits are too few for the LM head.
         bits = max(self._bits, 8) if name == _HEAD else self._bits
         return pack(weight, bias, bits=bits, arena=self._arena)
@@ -261,7 +336,7 @@ class Decoder(Passes):
         """Return the weights and biases of the linear layers `parts` from their packed weight."""
         packed = self._packed[name]
         sizes = [self._shapes[f"{part}.weight"][0] for part in parts]
-        weight = unpack(packed)
+        weight = packed.unpack()
         weights = separate(weight) if name.endswith("gate_up") else torch.split(weight, sizes)
         state = {f"{part}.weight": weight for part, weight in zip(parts, weights, strict=True)}
         if packed.bias is not None:
@@ -280,11 +355,12 @@ class Decoder(Passes):
         shape = self.shape
         model = CModel(
             layer=layers,
-            embedding=self._embedding.data_ptr(),
+            embedding=address(self._embedding),
             norm=self._norms["model.norm.weight"].data_ptr(),
             frequency=self._frequency.data_ptr(),
             pool=self._memory.address(),
             head=self._packed[_HEAD].c(),
+            table=self._table.c() if self._table else CLinear(),
             layers=len(layers),
             hidden=shape.hidden,
             heads=shape.heads,
@@ -312,6 +388,7 @@ class Decoder(Passes):
             out=self._packed[f"{i}.out"].c(),
             gate_up=self._packed[f"{i}.gate_up"].c(),
             down=self._packed[f"{i}.down"].c(),
+            value=self._packed[f"{i}.value"].c() if i in self._split_values else CLinear(),
             attention_norm=norm("input_layernorm"),
             mlp_norm=norm("post_attention_layernorm"),
             query_norm=norm("self_attn.q_norm"),

@@ -61,12 +61,27 @@ class PackedWeight:
         """Return the structure for the kernels. It holds only addresses, so this object must outlive it."""
         return CLinear(
             weight=self.words.data_ptr(),
-            scale=0 if self.scale is None else self.scale.data_ptr(),
-            bias=0 if self.bias is None else self.bias.data_ptr(),
+            scale=address(self.scale),
+            bias=address(self.bias),
             inputs=self.words.shape[1] * 32 // self.bits,
             outputs=self.shape[0],
             bits=self.bits,
+            group=GROUP,
+            offset=self._offset,
         )
+
+    def unpack(self) -> torch.Tensor:
+        """Return the weight [outputs, inputs] of the kernels: bfloat16 if it has 16 bits, else float32."""
+        outputs, inputs = self.shape
+        if self.scale is None:
+            return from_panels(self.words).view(FLOAT_DTYPES[self.bits])[:outputs, :inputs]
+        scale = from_panels(self.scale).float().repeat_interleave(GROUP, 1)
+        weight = (integers(self.words, self.bits).float() - self._offset) * scale
+        return weight[:outputs, :inputs]
+
+    @property
+    def _offset(self) -> int:
+        return 0 if self.scale is None else 1 << (self.bits - 1)
 
 
 def pack(
@@ -90,26 +105,12 @@ def pack(
     else:
         values, scale = _quantize(padded, bits)
     return PackedWeight(
-        words=arena.keep(_to_panels(_to_words(values, bits))),
-        scale=None if scale is None else arena.keep(_to_panels(scale)),
+        words=arena.keep(to_panels(to_words(values, bits))),
+        scale=None if scale is None else arena.keep(to_panels(scale)),
         bias=None if bias is None else bias.float().contiguous(),
         shape=(outputs, inputs),
         bits=bits,
     )
-
-
-def unpack(packed: PackedWeight) -> torch.Tensor:
-    """Return the weight [outputs, inputs] that the kernels multiply with: bfloat16 if it has 16 bits, else float32."""
-    words = packed.words.transpose(1, 2).reshape(-1, packed.words.shape[1]).contiguous()
-    outputs, inputs = packed.shape
-    if packed.scale is None:
-        return words.view(FLOAT_DTYPES[packed.bits])[:outputs, :inputs]
-    values = words.view(torch.uint8)
-    if packed.bits == 4:
-        words_of_bytes = values.view(len(values), -1, 4)
-        values = torch.stack([words_of_bytes & 15, words_of_bytes >> 4], 2).reshape(len(values), -1)
-    scale = packed.scale.transpose(1, 2).reshape(len(values), -1).float().repeat_interleave(GROUP, 1)
-    return ((values.float() - (1 << (packed.bits - 1))) * scale)[:outputs, :inputs]
 
 
 def interleave(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -135,7 +136,7 @@ def _quantize(weight: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tens
     return values.to(torch.uint8).flatten(1), scale
 
 
-def _to_words(values: torch.Tensor, bits: int) -> torch.Tensor:
+def to_words(values: torch.Tensor, bits: int) -> torch.Tensor:
     """Pack values [outputs, inputs] into words [outputs, words] int32."""
     if bits == 4:
         eights = values.view(len(values), -1, 2, 4)
@@ -143,10 +144,29 @@ def _to_words(values: torch.Tensor, bits: int) -> torch.Tensor:
     return values.contiguous().view(torch.int32)
 
 
-def _to_panels(rows: torch.Tensor) -> torch.Tensor:
+def to_panels(rows: torch.Tensor) -> torch.Tensor:
     """Return a view [outputs / 32, n, 32] of rows [outputs, n]."""
     return rows.view(-1, PANEL, rows.shape[1]).transpose(1, 2)
 
 
 def _round_up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
+
+
+def from_panels(panels: torch.Tensor) -> torch.Tensor:
+    """[outputs / 32, n, 32] -> [outputs, n], contiguous."""
+    return panels.transpose(1, 2).reshape(-1, panels.shape[1]).contiguous()
+
+
+def integers(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return the integers [outputs, inputs] uint8 in packed words, with padding."""
+    values = from_panels(words).view(torch.uint8)
+    if bits == 4:
+        words_of_bytes = values.view(len(values), -1, 4)
+        values = torch.stack([words_of_bytes & 15, words_of_bytes >> 4], 2).reshape(len(values), -1)
+    return values
+
+
+def address(tensor: torch.Tensor | None) -> int:
+    """Return the address of a tensor; 0 for None."""
+    return 0 if tensor is None else tensor.data_ptr()

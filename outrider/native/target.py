@@ -53,6 +53,8 @@ class NativeTarget:
         self._layers: tuple[int, ...] = ()  # exported layers
         self._config = checkpoint.model.config.to_dict()
         self.kernels = "native" if bits == 16 else f"native int{bits}"
+        if self._decoder.types:
+            self.kernels = f"native {'+'.join(self._decoder.types)}"
         self.layers = self._decoder.shape.layers
         self._allocate_cache(self.layers)
 

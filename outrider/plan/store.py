@@ -150,10 +150,12 @@ def model_folders(proposer: str) -> Iterator[Path]:
 
 
 def model_print(folder: Path) -> str:
-    """Return a hash of a model folder. It reads samples of the weights, not all of them."""
+    """Return a hash of a model folder or a GGUF file. It reads samples of the weights, not all of them."""
     digest = hashlib.sha256()
-    for file in sorted(folder.expanduser().glob("*")):
-        if file.suffix not in (".json", ".safetensors", ".bin") or not file.is_file():
+    folder = folder.expanduser()
+    files = [folder] if folder.is_file() else sorted(folder.glob("*"))
+    for file in files:
+        if file.suffix not in (".json", ".safetensors", ".bin", ".gguf") or not file.is_file():
             continue
         size = file.stat().st_size
         digest.update(f"{file.name} {size}\n".encode())

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from outrider.loader.embedded import embedded
+from outrider.loader.gguf import is_gguf
 from outrider.propose.registry import COMBINATIONS, Expression, parse
 
 
@@ -31,7 +32,7 @@ def folder_of(argument: str) -> tuple[Path, str] | None:
     """
     head, colon, tail = argument.rpartition(":")
     for text, rest in ((argument, ""), (head, colon + tail)):
-        if text and (path := Path(text).expanduser()).is_dir():
+        if text and ((path := Path(text).expanduser()).is_dir() or (is_gguf(path) and path.is_file())):
             return path, rest
     return None
 

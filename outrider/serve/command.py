@@ -7,6 +7,7 @@ import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from errno import EACCES, EADDRINUSE
+from pathlib import Path
 from signal import SIGTERM, signal
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ import typer
 from outrider.errors import OutriderError
 from outrider.llm import LLM
 from outrider.loader.embedded import model_folder
+from outrider.loader.gguf import is_gguf
 from outrider.propose.registry import draft_models
 from outrider.serve.settings import Settings
 
@@ -45,7 +47,7 @@ def serve(load: Callable[[], LLM], settings: Settings, *, target: str | None) ->
     except ImportError as error:
         raise OutriderError(f'the server needs {error.name}; run pip install "outrider[serve]"') from error
     configure_logging(settings.log_format)
-    name = settings.served_model_name or model_folder(target).resolve().name
+    name = settings.served_model_name or _model_name(model_folder(target).resolve())
     with ExitStack() as stack:
         sockets = [stack.enter_context(closing(each)) for each in bind(settings.host, settings.port)]
         llm = load()
@@ -66,6 +68,11 @@ def serve(load: Callable[[], LLM], settings: Settings, *, target: str | None) ->
             server.run(sockets=sockets)
     if not server.started:
         raise typer.Exit(1)
+
+
+def _model_name(model: Path) -> str:
+    """Return the name of a model's folder, or that of its GGUF file without the suffix."""
+    return model.stem if is_gguf(model) else model.name
 
 
 def bind(host: str, port: int) -> list[socket.socket]:

@@ -21,7 +21,7 @@ from outrider.loader.embedded import embedded
 from outrider.loader.make import make_target
 from outrider.models.base import draft_by_scores
 from outrider.native import library
-from outrider.native.pack import Arena, interleave, pack, separate, unpack
+from outrider.native.pack import Arena, interleave, pack, separate
 from outrider.native.target import NativeTarget
 from outrider.testing.drive import random_tree
 from tests.helpers import tiny
@@ -353,14 +353,14 @@ def test_weight_update_equals_loading_the_other_checkpoint(bits, tmp_path):
 def test_pack_and_unpack_round_trip(outputs, inputs):
     float32_weight = torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(0))
     weight = float32_weight.to(torch.bfloat16)
-    assert torch.equal(unpack(pack(float32_weight, bits=32)), float32_weight)
-    assert torch.equal(unpack(pack(weight)), weight)
+    assert torch.equal(pack(float32_weight, bits=32).unpack(), float32_weight)
+    assert torch.equal(pack(weight).unpack(), weight)
     for bits in (8, 4):
-        quantized = unpack(pack(weight, bits=bits))
+        quantized = pack(weight, bits=bits).unpack()
         step = weight.float().abs().max() / ((1 << (bits - 1)) - 1)
         assert (quantized - weight.float()).abs().max() <= step * 0.51
-        assert torch.equal(unpack(pack(quantized, bits=bits)), quantized)
-    assert not unpack(pack(torch.zeros(outputs, inputs), bits=8)).any()
+        assert torch.equal(pack(quantized, bits=bits).unpack(), quantized)
+    assert not pack(torch.zeros(outputs, inputs), bits=8).unpack().any()
 
 
 def test_gate_and_up_are_interleaved():

@@ -16,6 +16,7 @@ extern "C" {
 
 struct Layer {
   Linear qkv, out, gate_up, down;
+  Linear value;                            // the value projection in another format; no outputs: `qkv` has it
   const float *attention_norm, *mlp_norm;  // [hidden]
   const float *query_norm, *key_norm;      // [dim] or null
   int32_t window;                          // 0: full attention
@@ -42,13 +43,14 @@ struct Entry {
 
 struct Model {
   const Layer* layer;
-  const void* embedding;      // [vocab][hidden], in the element type of the pool
+  const void* embedding;      // [vocab][hidden], in the element type of the pool; null: `table`
   const float* norm;          // [hidden], or null: the LM head reads the output of the last layer without a norm
   const float* frequency;     // [dim / 2]
   const Entry* entry;         // null: the input is the embedding alone
   const int32_t* id;          // [head.out], ascending: token ids of the outputs; null: output i is token i
   const Pool* pool;
   Linear head;
+  Linear table;               // the embedding in GGUF blocks, if `embedding` is null
   int32_t layers, hidden, heads, key_heads, dim, ffn, threads;
   float epsilon, scale, rotary_scale;
 };
@@ -110,7 +112,7 @@ class Decoder final : public Runner {
       if (pass.needs_fusion) fuse(team, pass);
       embed(team, pass);
       if (model_.entry && model_.entry->project.out) {
-        pack_rows(team, pass.num_columns, pair_.data(), 2 * model_.hidden, model_.entry->project.bits);
+        pack_rows(team, pass.num_columns, pair_.data(), 2 * model_.hidden, model_.entry->project);
         apply<Store::kSet>(team, model_.entry->project, packed_, pass.num_columns, residual_.data(), model_.hidden);
       }
       for (int i = 0; i < model_.layers; i++) {
@@ -245,12 +247,18 @@ class Decoder final : public Runner {
 
   // Every thread calls the functions that take a team.
 
+  // Write the embedding of a token [hidden].
+  void embed(int token, float* out) const {
+    if (!model_.embedding) return read_row(model_.table, token, model_.hidden, out);
+    const Element* from = static_cast<const Element*>(model_.embedding) + size_t(token) * model_.hidden;
+    for (int i = 0; i < model_.hidden; i++) out[i] = to_float(from[i]);
+  }
+
   // Write the embeddings to the residual stream, and compute rotary angles.
   void embed(const Team& team, const Pass& pass) {
     const int half = model_.dim / 2;
     team.share(pass.num_columns, [&](int c) {
-      const Element* from = static_cast<const Element*>(model_.embedding) + size_t(pass.token[c]) * model_.hidden;
-      for (int i = 0; i < model_.hidden; i++) residual_[size_t(c) * model_.hidden + i] = to_float(from[i]);
+      embed(pass.token[c], &residual_[size_t(c) * model_.hidden]);
       if (model_.entry) join_state(pass, c);
       for (int i = 0; i < half; i++) {
         const float angle = float(pass.position[c]) * model_.frequency[i];
@@ -272,7 +280,7 @@ class Decoder final : public Runner {
       for (int i = 0; entry.tap_norm && i < size; i += entry.normed)
         rms_norm(x + i, entry.tap_norm + i, entry.normed, x + i);
       if (entry.fuse.out)
-        pack_row(packed_, c, x, size, entry.fuse.bits);
+        pack_row(packed_, c, x, size, entry.fuse);
       else
         std::memcpy(&fused_[size_t(c) * size], x, 4 * size_t(size));
     });
@@ -302,10 +310,14 @@ class Decoder final : public Runner {
     const int width = model_.heads * model_.dim;
     const int qkv_width = width + 2 * model_.key_heads * model_.dim;
     if (reads_pair)
-      pack_rows(team, pass.num_columns, pair_.data(), 2 * model_.hidden, layer.qkv.bits);
+      pack_rows(team, pass.num_columns, pair_.data(), 2 * model_.hidden, layer.qkv);
     else
-      normalize_rows(team, pass.num_columns, nullptr, layer.attention_norm, layer.qkv.bits);
+      normalize_rows(team, pass.num_columns, nullptr, layer.attention_norm, layer.qkv);
     apply<Store::kSet>(team, layer.qkv, packed_, pass.num_columns, wide_.data(), qkv_width);
+    if (layer.value.out) {
+      normalize_rows(team, pass.num_columns, nullptr, layer.attention_norm, layer.value);
+      apply<Store::kSet>(team, layer.value, packed_, pass.num_columns, wide_.data() + layer.qkv.out, qkv_width);
+    }
     const int all_heads = model_.heads + 2 * model_.key_heads;
     team.share(pass.num_columns * all_heads, [&](int i) { store_head(pass, number, i / all_heads, i % all_heads); });
     const Columns columns{pass.position, pass.prefix, pass.tail_begin, pass.tail};
@@ -315,7 +327,7 @@ class Decoder final : public Runner {
       attend(columns, tile, i % model_.key_heads, heads, slot_entries(pass.slot[tile.first], number), query_.data(),
              wide_.data(), scratch_[team.thread]);
     });
-    pack_rows(team, pass.num_columns, wide_.data(), width, layer.out.bits);
+    pack_rows(team, pass.num_columns, wide_.data(), width, layer.out);
     apply<Store::kAdd>(team, layer.out, packed_, pass.num_columns, residual_.data(), model_.hidden);
   }
 
@@ -327,9 +339,9 @@ class Decoder final : public Runner {
   }
 
   void mlp(const Team& team, const Pass& pass, const Layer& layer) {
-    normalize_rows(team, pass.num_columns, nullptr, layer.mlp_norm, layer.gate_up.bits);
+    normalize_rows(team, pass.num_columns, nullptr, layer.mlp_norm, layer.gate_up);
     apply<Store::kGate>(team, layer.gate_up, packed_, pass.num_columns, wide_.data(), model_.ffn);
-    pack_rows(team, pass.num_columns, wide_.data(), model_.ffn, layer.down.bits);
+    pack_rows(team, pass.num_columns, wide_.data(), model_.ffn, layer.down);
     apply<Store::kAdd>(team, layer.down, packed_, pass.num_columns, residual_.data(), model_.hidden);
   }
 
@@ -345,7 +357,7 @@ class Decoder final : public Runner {
   }
 
   void lm_head(const Team& team, const Pass& pass) {
-    normalize_rows(team, pass.num_outputs, pass.output_columns, model_.norm, model_.head.bits);
+    normalize_rows(team, pass.num_outputs, pass.output_columns, model_.norm, model_.head);
     apply<Store::kSet>(team, model_.head, packed_, pass.num_outputs, pass.logits, model_.head.out);
     team.share(pass.num_outputs, [&](int k) {
       pass.best[k] = likeliest(pass.logits + size_t(k) * model_.head.out, num_candidates_);
@@ -354,12 +366,12 @@ class Decoder final : public Runner {
 
   // Pack rows of the residual stream for a linear layer, after RMSNorm (Zhang and Sennrich 2019) if it has weights.
   // `columns` selects the rows; null: the first `rows` rows.
-  void normalize_rows(const Team& team, int rows, const int32_t* columns, const float* weight, int bits) {
+  void normalize_rows(const Team& team, int rows, const int32_t* columns, const float* weight, const Linear& layer) {
     team.share(rows, [&](int r) {
       float* out = &normed_[size_t(team.thread) * model_.hidden];
       const float* from = &residual_[size_t(columns ? columns[r] : r) * model_.hidden];
       if (weight) rms_norm(from, weight, model_.hidden, out);
-      pack_row(packed_, r, weight ? out : from, model_.hidden, bits);
+      pack_row(packed_, r, weight ? out : from, model_.hidden, layer);
     });
   }
 
@@ -375,8 +387,8 @@ class Decoder final : public Runner {
     for (int i = 0; i < size; i += kLanes) store(out + i, load(x + i) * scale * load(weight + i));
   }
 
-  void pack_rows(const Team& team, int rows, const float* x, int size, int bits) {
-    team.share(rows, [&](int r) { pack_row(packed_, r, x + size_t(r) * size, size, bits); });
+  void pack_rows(const Team& team, int rows, const float* x, int size, const Linear& layer) {
+    team.share(rows, [&](int r) { pack_row(packed_, r, x + size_t(r) * size, size, layer); });
   }
 
   // Take head number `head` of a column's queries, keys and values. Normalize and rotate it, and store it in the query
@@ -447,9 +459,9 @@ class Decoder final : public Runner {
     sine_.resize(count * model_.dim / 2);
     const int words = widest * int(sizeof(Input<Element>)) / 4;  // enough for inputs in bytes, too
     words_.resize(count * words);
-    scale_.resize(count * widest / kGroup);
-    total_.resize(count * widest / kGroup);
-    packed_ = {words_.data(), scale_.data(), total_.data(), words, widest / kGroup};
+    scale_.resize(count * widest / kSmallGroup);
+    total_.resize(count * widest / kSmallGroup);
+    packed_ = {words_.data(), scale_.data(), total_.data(), words, widest / kSmallGroup};
   }
 
   Model model_;

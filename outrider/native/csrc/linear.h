@@ -16,16 +16,27 @@ namespace outrider {
 
 constexpr int kPanel = 2 * kLanes;  // outputs of a panel
 constexpr int kGroup = 64;          // inputs that share a scale; input lengths are padded to a multiple of it
+constexpr int kSmallGroup = 16;     // the smallest group of a format of GGUF blocks
+constexpr int kSuperBlock = 256;    // inputs that share the scale of their scales, in formats with two levels
 constexpr int kTile = kRegLanes == kLanes ? 12 : 6;  // rows whose sums fit into registers, for two registers of outputs
 constexpr int kAhead = 2048;        // bytes to prefetch ahead
 // Words of inputs after which the other outputs of the panel are computed, while the panel is still in the cache.
 constexpr int kRun = 64;
 
+// A quantized weight is (q - offset) * scale + minimum. q has 8 or 4 bits; scale and minimum are those of its group.
+//
+// Groups of 64 have bfloat16 scales and no minima. Groups of 32 and 16 are GGUF blocks, whose scales and minima are half
+// floats. In formats with two levels, each is the half float of 256 inputs times a small integer of the group.
 struct Linear {
-  const void* weight;      // [out / 32][in * bits / 32][32] of 32 bits
-  const uint16_t* scale;   // [out / 32][in / 64][32] bfloat16; null for 32 and 16 bits
-  const float* bias;       // [out] or null
-  int32_t in, out, bits;   // 32: float; 16: pairs of bfloat16; 8 and 4: unsigned with offset 128 and 8
+  const void* weight;         // [out / 32][in * bits / 32][32] of 32 bits
+  const uint16_t* scale;      // [out / 32][in / group, or in / 256 with two levels][32]; null for 32 and 16 bits
+  const uint16_t* minimum;    // the same, or null
+  const int8_t* sub_scale;    // [out / 32][in / group][32] with two levels, else null
+  const int8_t* sub_minimum;  // the same, or null
+  const float* bias;          // [out] or null
+  int32_t in, out;
+  int32_t bits;               // 32: float; 16: pairs of bfloat16; 8; 4
+  int32_t group, offset;
 };
 
 // Input rows in the format of a linear layer: float, bfloat16, or bytes with a scale and a sum for each group. If the
@@ -35,7 +46,7 @@ struct Rows {
   int32_t* words;   // [rows][stride]
   float* scale;     // [rows][groups]
   int32_t* total;   // [rows][groups]
-  int stride, groups;
+  int stride, groups;  // groups: capacity, for the smallest groups
 };
 
 inline int padded(int size) { return (size + kGroup - 1) / kGroup * kGroup; }
@@ -55,21 +66,22 @@ inline void set_byte(int32_t* row, int i, int32_t value) {
     reinterpret_cast<int16_t*>(row)[i / 4 * 4 + i % 2 * 2 + i / 2 % 2] = int16_t(value);
 }
 
-// Convert x [size] into row r, for a layer with weights of `bits` bits.
-inline void pack_row(const Rows& rows, int r, const float* x, int size, int bits) {
-  int length = padded(size);
-  if (bits == 32) return copy_row<float>(rows, r, x, size);
-  if (bits == 16) return copy_row<InputBfloat16>(rows, r, x, size);
+// Convert x [size] into row r, for a linear layer.
+inline void pack_row(const Rows& rows, int r, const float* x, int size, const Linear& layer) {
+  const int length = padded(size);
+  const int group = layer.group;
+  if (layer.bits == 32) return copy_row<float>(rows, r, x, size);
+  if (layer.bits == 16) return copy_row<InputBfloat16>(rows, r, x, size);
   int32_t* out = rows.words + size_t(r) * rows.stride;
-  for (int g = 0; g < length / kGroup; g++) {
-    int begin = g * kGroup;
-    int end = std::min(begin + kGroup, size);
+  for (int g = 0; g < length / group; g++) {
+    int begin = g * group;
+    int end = std::min(begin + group, size);
     float max = 0;
     for (int i = begin; i < end; i++) max = std::max(max, std::fabs(x[i]));
     float scale = max / 127;
     float inverse = max > 0 ? 127 / max : 0;
     int32_t total = 0;
-    for (int i = begin; i < begin + kGroup; i++) {
+    for (int i = begin; i < begin + group; i++) {
       int32_t value = i < end ? int32_t(std::nearbyint(x[i] * inverse)) : 0;
       set_byte(out, i, value);
       total += value;
@@ -130,24 +142,33 @@ inline void tile_words(const Linear& layer, int panel, const Rows& x, int r, Flo
   copy_sums(sums, acc);
 }
 
+// Return scales or minima of group `g` for the outputs of one register, which begin at `lane` in the panel. `g` counts
+// the groups of the panels before as well.
+template <int Group>
+inline FloatReg group_values(const uint16_t* value, const int8_t* sub_value, size_t g, int lane) {
+  if (Group == kGroup) return to_float_reg(value + g * kPanel + lane);
+  if (!sub_value) return half_to_float_reg(value + g * kPanel + lane);
+  const FloatReg super = half_to_float_reg(value + g * Group / kSuperBlock * kPanel + lane);
+  return super * byte_to_float_reg(sub_value + g * kPanel + lane);
+}
+
 // Compute a panel for M rows, with weights of 8 or 4 bits.
-template <int M, int Bits>
+template <int M, int Bits, int Group>
 inline void tile_bytes(const Linear& layer, int panel, const Rows& x, int r, Floats (&acc)[M][2]) {
   constexpr int regs = kPanel / kRegLanes;
   constexpr int regs_per_step = 2;
-  constexpr int kSteps = kGroup / 4;
-  constexpr int kOffset = 1 << (Bits - 1);
-  const int groups = layer.in / kGroup;
+  constexpr int kSteps = Group / 4;
+  const int groups = layer.in / Group;
   const int group_words = kSteps * Bits / 8 * kPanel;  // words of weights in a group
   const int32_t* w = static_cast<const int32_t*>(layer.weight) + size_t(panel) * groups * group_words;
-  const uint16_t* scale = layer.scale + size_t(panel) * groups * kPanel;
+  const size_t first_group = size_t(panel) * groups;
   FloatReg sums[regs / regs_per_step][M][regs_per_step] = {};
-  for (int g = 0; g < groups; g++, scale += kPanel, w += group_words)
+  for (int g = 0; g < groups; g++, w += group_words)
     for (int i = 0; i < regs / regs_per_step; i++) {
       IntReg group_sum[M][regs_per_step];
       for (int m = 0; m < M; m++)
         for (int p = 0; p < regs_per_step; p++)
-          group_sum[m][p] = IntReg{} - kOffset * x.total[size_t(r + m) * x.groups + g];
+          group_sum[m][p] = IntReg{} - layer.offset * x.total[size_t(r + m) * x.groups + g];
       const int32_t* from = w + i * regs_per_step * kRegLanes;
       const int32_t* inputs = x.words + size_t(r) * x.stride + g * kSteps * kByteWords;
       for (int k = 0; k < kSteps; k += 8 / Bits, from += kPanel) {
@@ -166,10 +187,17 @@ inline void tile_bytes(const Linear& layer, int panel, const Rows& x, int r, Flo
         }
       }
       for (int p = 0; p < regs_per_step; p++) {
-        const FloatReg scales = to_float_reg(scale + (i * regs_per_step + p) * kRegLanes);
+        const int lane = (i * regs_per_step + p) * kRegLanes;
+        const FloatReg scales = group_values<Group>(layer.scale, layer.sub_scale, first_group + g, lane);
         for (int m = 0; m < M; m++)
           sums[i][m][p] +=
               __builtin_convertvector(group_sum[m][p], FloatReg) * (scales * x.scale[size_t(r + m) * x.groups + g]);
+        if (Group == kGroup || !layer.minimum) continue;
+        const FloatReg minima = group_values<Group>(layer.minimum, layer.sub_minimum, first_group + g, lane);
+        for (int m = 0; m < M; m++) {
+          const size_t at = size_t(r + m) * x.groups + g;
+          sums[i][m][p] += minima * (x.scale[at] * float(x.total[at]));
+        }
       }
     }
   copy_sums(sums, acc);
@@ -206,10 +234,16 @@ void compute_tile(const Linear& layer, int panel, const Rows& x, int r, float* o
     tile_words<float>(layer, panel, x, r, acc);
   else if (layer.bits == 16)
     tile_words<uint16_t>(layer, panel, x, r, acc);
-  else if (layer.bits == 8)
-    tile_bytes<M, 8>(layer, panel, x, r, acc);
+  else if (layer.group == kGroup && layer.bits == 8)
+    tile_bytes<M, 8, kGroup>(layer, panel, x, r, acc);
+  else if (layer.group == kGroup)
+    tile_bytes<M, 4, kGroup>(layer, panel, x, r, acc);
+  else if (layer.bits == 4)
+    tile_bytes<M, 4, 32>(layer, panel, x, r, acc);
+  else if (layer.group == 32)
+    tile_bytes<M, 8, 32>(layer, panel, x, r, acc);
   else
-    tile_bytes<M, 4>(layer, panel, x, r, acc);
+    tile_bytes<M, 8, 16>(layer, panel, x, r, acc);
   for (int m = 0; m < M; m++) store_panel<mode>(layer, panel, acc[m][0], acc[m][1], out + size_t(r + m) * stride);
 }
 
@@ -229,6 +263,29 @@ void apply(const Team& team, const Linear& layer, const Rows& x, int rows, float
     for (int r = 0; r < rows; r += kTile)
       table.function[std::min(kTile, rows - r) - 1](layer, panel, x, r, out, stride);
   });
+}
+
+// Return the scale or minimum of one output in GGUF blocks.
+inline float group_value(const Linear& layer, const uint16_t* value, const int8_t* sub_value, size_t g, int lane) {
+  if (layer.group == kGroup) return to_float(value[g * kPanel + lane]);
+  if (!sub_value) return half_to_float(value[g * kPanel + lane]);
+  return half_to_float(value[g * layer.group / kSuperBlock * kPanel + lane]) * sub_value[g * kPanel + lane];
+}
+
+// Write the first `size` entries of a row of a quantized weight as floats.
+inline void read_row(const Linear& layer, int row, int size, float* out) {
+  const int panel = row / kPanel;
+  const int lane = row % kPanel;
+  const size_t first_group = size_t(panel) * (layer.in / layer.group);
+  const auto* words = static_cast<const int32_t*>(layer.weight) + size_t(panel) * (layer.in * layer.bits / 32) * kPanel;
+  for (int i = 0; i < size; i++) {
+    const size_t g = first_group + i / layer.group;
+    const uint32_t word = uint32_t(words[size_t(i * layer.bits / 32) * kPanel + lane]);
+    const int shift = i % 4 * 8 + (layer.bits == 4 ? i / 4 % 2 * 4 : 0);
+    const int q = int(word >> shift & (layer.bits == 8 ? 255u : 15u));
+    out[i] = float(q - layer.offset) * group_value(layer, layer.scale, layer.sub_scale, g, lane);
+    if (layer.minimum) out[i] += group_value(layer, layer.minimum, layer.sub_minimum, g, lane);
+  }
 }
 
 }  // namespace outrider

@@ -96,6 +96,32 @@ inline FloatReg to_float_reg(const uint16_t* from) {
   return bits<FloatReg>(__builtin_convertvector(raw, IntReg) << 16);
 }
 
+// Half floats as floats. Multiplying by 2^112 moves their exponent, and is exact for all finite numbers.
+inline FloatReg half_to_float_reg(const uint16_t* from) {
+#if defined(__AVX512F__)
+  return bits<FloatReg>(_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))));
+#else
+  typedef uint16_t Halves __attribute__((vector_size(2 * kRegLanes)));
+  Halves raw;
+  std::memcpy(&raw, from, sizeof raw);
+  const IntReg wide = __builtin_convertvector(raw, IntReg);
+  const FloatReg size = bits<FloatReg>((wide & 0x7fff) << 13) * 0x1p112f;
+  return bits<FloatReg>(bits<IntReg>(size) | ((wide & 0x8000) << 16));
+#endif
+}
+
+inline float half_to_float(uint16_t raw) {
+  const float size = bits<float>(uint32_t(raw & 0x7fff) << 13) * 0x1p112f;
+  return raw & 0x8000 ? -size : size;
+}
+
+inline FloatReg byte_to_float_reg(const int8_t* from) {
+  typedef int8_t Bytes __attribute__((vector_size(kRegLanes)));
+  Bytes raw;
+  std::memcpy(&raw, from, sizeof raw);
+  return __builtin_convertvector(raw, FloatReg);
+}
+
 // Round to sixteen elements and store them. Return the rounded values as floats. A NaN stays a NaN.
 inline Floats store_rounded(uint16_t* to, Floats value) {
   typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));

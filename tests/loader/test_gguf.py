@@ -1,0 +1,205 @@
+"""GGUF files as targets and drafts."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from outrider import LLM, OutriderError, SamplingParams
+from outrider.core import tree
+from outrider.errors import UnsupportedModel
+from outrider.loader.checkpoint import load_checkpoint
+from outrider.loader.gguf import load_model, open_gguf
+from outrider.models.gguf_linear import BlockLinear, block_types
+from tests.helpers import tiny
+from tests.helpers.gguf_files import CHAT, SIZES, write_gguf
+
+NAMES = {"llama": "LlamaConfig", "mistral": "MistralConfig", "qwen2": "Qwen2Config", "qwen3": "Qwen3Config"}
+
+
+def _model(name="llama", **settings):
+    torch.manual_seed(3)
+    config = tiny.make_config(
+        NAMES[name], **SIZES | {"head_dim": 32, "num_hidden_layers": 2, "initializer_range": 0.1} | settings
+    )
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight += 0.1 * torch.randn(weight.shape) if weight.dim() == 1 else 0
+    return model
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    return write_gguf(tmp_path_factory.mktemp("gguf") / "tiny.gguf", _model())
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("kind", ["F32", "F16"])
+@torch.inference_mode()
+def test_logits_are_those_of_the_model_that_was_written(tmp_path, name, kind):
+    model = _model(name, tie_word_embeddings=name == "qwen2")
+    path = write_gguf(tmp_path / "model.gguf", model, kind)
+    loaded = load_checkpoint(path, dtype="float32").model
+    loaded.set_attn_implementation("eager")
+    ids = torch.randint(tiny.VOCAB, (1, 20))
+    expected = model(ids).logits
+    assert torch.allclose(loaded(ids).logits, expected, atol=1e-4 if kind == "F32" else 0.05)
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.skipif(not tiny.compiles(), reason="needs a C++ compiler")
+@torch.inference_mode()
+def test_the_kernels_multiply_the_blocks(tmp_path, kind, tied):
+    """Activations of 8 bits leave errors of about a percent. Tree, chain and plain pass agree in all bits."""
+    path = write_gguf(tmp_path / "model.gguf", _model(tie_word_embeddings=tied), kind)
+    target = tiny.make_target(load_checkpoint(path), slots=2, context=64, kernels="native")
+    assert target.kernels == f"native {kind}"
+    model = load_checkpoint(path).model
+    model.set_attn_implementation("eager")
+    chance = random.Random(1)
+    seq = tiny.admit(target, 0, tiny.text(chance, 12))
+    draft = tree.chain(torch.tensor([tiny.text(chance, 3)]), (3,))
+    scores = target.score(tiny.everything([seq]), draft).logits[0]
+    ids = torch.tensor([list(seq.token_ids) + draft.tokens[0].tolist()])
+    expected = model(ids).logits[0, -4:]
+    assert ((scores - expected).norm(dim=-1) / expected.norm(dim=-1)).max() < 0.08
+    alone = target.score(tiny.everything([seq]), tree.empty(1, target.device)).logits[0]
+    assert torch.equal(alone[0], scores[0])
+
+
+@pytest.mark.skipif(not tiny.compiles(), reason="needs a C++ compiler")
+def test_types_may_differ_within_a_layer(tmp_path):
+    """As in Q4_K_M files, which give the values more bits than the queries and keys."""
+    kinds = {"attn_v": "Q8_0", "ffn_down": "Q5_1", "token_embd": "Q8_0", "ffn_up": "Q5_0"}
+    path = write_gguf(tmp_path / "model.gguf", _model(), "Q4_0", kinds=kinds)
+    llm = LLM(path, proposer="ngram", kernels="native", max_model_len=64, max_num_seqs=2)
+    assert llm.parts.target.kernels == "native Q4_0+Q5_0+Q5_1+Q8_0"
+    prompts = [[3, 4, 5, 3, 4], [7, 8, 9]]
+    params = {"max_tokens": 16, "ignore_eos": True}
+    texts = [each.token_ids for each in llm.generate(prompts, SamplingParams(k=4, **params))]
+    assert texts == [each.token_ids for each in llm.generate(prompts, SamplingParams(k=0, **params))]
+
+
+def test_weights_are_not_expanded(file):
+    model = load_checkpoint(file).model
+    layers = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
+    assert not layers
+    assert block_types(model) == ("Q8_0",)
+    blocks = next(module.blocks for module in model.modules() if isinstance(module, BlockLinear))
+    assert blocks.nbytes == blocks.shape.numel() * 34 // 32
+
+
+def test_a_file_is_a_draft(file):
+    llm = LLM(file, proposer=f"draft:{file}", k=3, max_model_len=64, max_num_seqs=1)
+    completion = llm.generate([[5, 6, 7]], SamplingParams(max_tokens=16, ignore_eos=True))[0]
+    assert completion.stats.tau > 3  # the draft is the target
+
+
+def test_tokenizer_template_and_end_tokens(file):
+    checkpoint = load_checkpoint(file)
+    assert checkpoint.end_ids == {1, 2}
+    assert checkpoint.tokenizer.chat_template == CHAT
+    assert checkpoint.tokenizer.decode(checkpoint.tokenizer("hello")["input_ids"]) == "hello"
+    assert checkpoint.context == 128
+
+
+def test_torch_computes_in_float32(file):
+    llm = LLM(file, proposer="ngram", kernels="torch", dtype="float32", max_model_len=64, max_num_seqs=1)
+    assert len(llm.generate([[5, 6, 7]], SamplingParams(max_tokens=4, ignore_eos=True))[0].token_ids) == 4
+    with pytest.raises(UnsupportedModel, match="run on torch in float32 only; use dtype float32"):
+        LLM(file, kernels="torch", dtype="bfloat16")
+
+
+def test_rotary_factors_divide_the_frequencies(tmp_path):
+    model = _model()
+    path = tmp_path / "factors.gguf"
+    write_gguf(path, model)
+    plain = load_model(open_gguf(path), torch.float32).model.rotary_emb.inv_freq
+    factors = np.linspace(1, 8, len(plain), dtype=np.float32)
+    add = gguf.GGUFWriter.write_header_to_file
+
+    def with_factors(writer, *args):
+        writer.add_tensor("rope_freqs.weight", factors)
+        add(writer, *args)
+
+    gguf.GGUFWriter.write_header_to_file = with_factors
+    try:
+        write_gguf(path, model)
+    finally:
+        gguf.GGUFWriter.write_header_to_file = add
+    scaled = load_model(open_gguf(path), torch.float32).model.rotary_emb.inv_freq
+    assert torch.allclose(scaled * torch.from_numpy(factors), plain)
+
+
+def test_quantize_is_refused(file):
+    with pytest.raises(OutriderError, match=r"quantized already \(Q8_0\); leave quantize out"):
+        LLM(file, quantize="int8")
+
+
+def test_new_weights_are_refused(file):
+    if not tiny.compiles():
+        pytest.skip("needs a C++ compiler")
+    target = LLM(file, max_model_len=64, max_num_seqs=1).parts.target
+    with pytest.raises(OutriderError, match="takes no new ones"):
+        target.update_weights({}, version=1)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]), "damaged or truncated"),
+        (lambda path: path.write_bytes(b"GGUF"), "damaged or truncated"),
+        (lambda path: path.write_bytes(b"PK" + path.read_bytes()), "is no GGUF file"),
+        (lambda path: path.write_bytes(b""), "is no GGUF file"),
+        (lambda path: path.unlink(), "cannot be read"),
+    ],
+)
+def test_damaged_files(tmp_path, file, damage, message):
+    path = shutil.copy(file, tmp_path / "damaged.gguf")
+    damage(path)
+    with pytest.raises(OutriderError, match=message):
+        load_checkpoint(path)
+
+
+def test_a_file_without_tokenizer(tmp_path):
+    path = write_gguf(tmp_path / "model.gguf", _model(), tokens=False)
+    with pytest.raises(OutriderError, match="has no tokenizer; convert the model again"):
+        load_checkpoint(path)
+
+
+def test_an_architecture_that_is_not_supported(tmp_path):
+    path = tmp_path / "bert.gguf"
+    writer = gguf.GGUFWriter(path, "bert")
+    writer.add_block_count(1)
+    for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
+        step()
+    with pytest.raises(UnsupportedModel, match="bert"):
+        load_checkpoint(path)
+
+
+def test_a_missing_tensor_is_named(tmp_path):
+    model = _model()
+    del model.model.layers[1].mlp.up_proj
+    path = write_gguf(tmp_path / "model.gguf", model)
+    with pytest.raises(OutriderError, match=r"has no tensor blk.1.ffn_up.weight"):
+        load_checkpoint(path)
+
+
+def test_run_answers_with_a_file(file):
+    from typer.testing import CliRunner
+
+    from outrider.cli.app import app
+
+    arguments = ["run", "hello", "--target", str(file), "--max-tokens", "4", "--max-model-len", "64", "--json"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout.splitlines()[-1])

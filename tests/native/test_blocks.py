@@ -1,0 +1,57 @@
+"""Blocks of GGUF files on the native kernels."""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from outrider.models.gguf_linear import BlockWeight
+from outrider.native.blocks import can_pack, join_blocks, pack_blocks
+
+KINDS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
+
+
+def _random(kind: str, outputs: int, inputs: int, seed: int = 0) -> BlockWeight:
+    """Return random blocks. Their half floats are finite."""
+    type_ = gguf.GGMLQuantizationType[kind]
+    block, size = gguf.GGML_QUANT_SIZES[type_]
+    source = np.random.default_rng(seed)
+    data = source.integers(0, 256, (outputs, inputs // block, size), dtype=np.uint8)
+    halves = {"Q6_K": (208,), "Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2)}.get(kind, (0,))
+    for at in halves:
+        numbers = source.uniform(-0.01, 0.01, (outputs, inputs // block)).astype(np.float16)
+        data[:, :, at : at + 2] = numbers[..., None].view(np.uint8)
+    return BlockWeight(data.reshape(outputs, -1), type_, inputs)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", [(40, 256), (32, 512)])
+def test_packing_loses_nothing(kind, shape):
+    weight = _random(kind, *shape)
+    assert torch.equal(pack_blocks(weight).unpack(), weight.dequantize())
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_1"])
+def test_inputs_that_are_no_multiple_of_64_are_padded(kind):
+    weight = _random(kind, 16, 96)
+    assert torch.equal(pack_blocks(weight).unpack(), weight.dequantize())
+
+
+def test_rows_can_be_joined_and_reordered():
+    first, second = _random("Q4_K", 3, 256, seed=1), _random("Q4_K", 2, 256, seed=2)
+    order = torch.tensor([4, 0, 3, 1, 2])
+    expected = torch.cat([first.dequantize(), second.dequantize()])[order]
+    assert torch.equal(join_blocks([first, second], order).dequantize(), expected)
+
+
+def test_four_bits_take_no_more_memory_than_in_the_file():
+    for kind in ("Q4_0", "Q4_1", "Q8_0"):
+        weight = _random(kind, 64, 256)
+        assert pack_blocks(weight).nbytes == weight.nbytes
+
+
+def test_types_that_are_not_packed():
+    assert not can_pack("IQ2_XXS")
+    assert not can_pack("F16")
