@@ -71,7 +71,8 @@ class Pair:
         """
         bits = weight_bits(quantize)
         wide = bits < 16 and dtype == "float32"
-        checkpoint = load_checkpoint(target, dtype="bfloat16" if wide else full_dtype(dtype, bits), device=device)
+        wanted = "bfloat16" if wide else full_dtype(dtype, bits)
+        checkpoint = load_checkpoint(target, dtype=wanted, device=device, kernels=kernels)
         self.prompts = tuple(encode(checkpoint.tokenizer, prompt) for prompt in prompts)
         if wide:
             checkpoint = widen(checkpoint, bits)

@@ -119,7 +119,8 @@ class Output:
         lines = _summary(outcome)
         if self._show:
             parts = self._llm.parts
-            lines[-1] += f"; {str(parts.dtype).removeprefix('torch.')}, {parts.target.kernels} kernels"
+            dtype = str(parts.dtype).removeprefix("torch.")
+            lines[-1] += f"; {dtype} {parts.loaded.checkpoint.dtype_reason}, {parts.target.kernels} kernels"
         for line in lines:
             self._stderr.print(line, style="dim")
         failed = [each for each in outcome.completions if each.finish_reason is FinishReason.ERROR]

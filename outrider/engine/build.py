@@ -127,7 +127,7 @@ def build(config: EngineConfig, *, planner: Planner | None = None) -> EnginePart
 def load_target(config: EngineConfig) -> LoadedTarget:
     """Load the target of a configuration."""
     dtype = full_dtype(config.dtype, config.bits)
-    checkpoint = load_checkpoint(model_folder(config.target), dtype=dtype, device=config.device)
+    checkpoint = load_checkpoint(model_folder(config.target), dtype=dtype, device=config.device, kernels=config.kernels)
     return prepare_target(checkpoint, config)
 
 

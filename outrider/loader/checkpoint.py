@@ -25,9 +25,11 @@ from transformers.utils import logging as transformers_logging
 
 from outrider.errors import OutriderError, UnsupportedModel
 from outrider.heads.store import is_head
+from outrider.loader.dtype import DtypeChoice, choose_dtype
 from outrider.loader.gguf import end_ids, is_gguf, load_model, load_tokenizer, open_gguf
 from outrider.models.attention import NAME, attend, receive_mask_rule
 from outrider.models.checkpoint import Checkpoint
+from outrider.native.support import may_run
 
 _RECURRENT = frozenset({"mamba2"})  # recurrent architectures that the tests show to be exact
 _INCONSISTENT = frozenset({"moshi"})  # generate and forward of transformers differ
@@ -46,13 +48,16 @@ _LOAD_ERRORS = (
 )
 
 
-def load_checkpoint(folder: str | Path, *, dtype: str = "auto", device: str = "auto") -> Checkpoint:
-    """Load a decoder-only model from a local folder of safetensors.
+def load_checkpoint(
+    folder: str | Path, *, dtype: str = "auto", device: str = "auto", kernels: str = "auto"
+) -> Checkpoint:
+    """Load a decoder-only model from a local folder of safetensors, or from a GGUF file.
 
     Args:
-        folder: a folder with config.json, the weights and the tokenizer.
-        dtype: auto, float32, bfloat16 or float16. auto: the dtype of the checkpoint, if the machine is fast in it.
+        folder: a folder with config.json, the weights and the tokenizer; or a GGUF file.
+        dtype: auto, float32, bfloat16 or float16. auto: see `choose_dtype`.
         device: auto, cpu, cuda, cuda:1, ... auto: the first GPU, or the CPU if there is none.
+        kernels: auto, native or torch: what will run the model. The best dtype depends on it.
 
     Raises:
         OutriderError: the folder is missing or damaged, or is not a causal language model.
@@ -61,13 +66,13 @@ def load_checkpoint(folder: str | Path, *, dtype: str = "auto", device: str = "a
     path = Path(folder).expanduser()
     torch_device = _device(device)
     if is_gguf(path):
-        return _load_gguf(path, dtype, torch_device)
+        return _load_gguf(path, dtype, torch_device, kernels)
     config = _read_config(path)
     recurrent = _check_family(config)
-    torch_dtype = _dtype(dtype, config, torch_device)
+    choice = choose_dtype(dtype, config, torch_device, kernels=kernels)
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, receive_mask_rule)
-    model = _read_model(path, config, torch_dtype, recurrent).to(torch_device)
+    model = _read_model(path, config, choice.dtype, recurrent).to(torch_device)
     for weight in model.parameters():
         weight.requires_grad_(False)
     return Checkpoint(
@@ -77,21 +82,21 @@ def load_checkpoint(folder: str | Path, *, dtype: str = "auto", device: str = "a
         vocab=model.get_output_embeddings().weight.shape[0],
         end_ids=_end_ids(path, config),
         recurrent=recurrent,
-        dtype=torch_dtype,
+        dtype=choice.dtype,
+        dtype_reason=choice.reason,
         device=torch_device,
     )
 
 
-def _load_gguf(path: Path, dtype: str, device: torch.device) -> Checkpoint:
+def _load_gguf(path: Path, dtype: str, device: torch.device, kernels: str) -> Checkpoint:
     file = open_gguf(path)
     _check_family(file.config)
-    torch_dtype = _dtype(dtype, file.config, device)
-    if file.quantized and dtype == "auto":
-        # The kernels multiply the blocks as they are, and keys and values are bfloat16. torch computes in float32.
-        torch_dtype = torch.bfloat16 if device.type == "cpu" else torch.float32
+    choice = choose_dtype(dtype, file.config, device, kernels=kernels)
+    if file.quantized and dtype == "auto" and device.type == "cpu" and kernels != "torch" and may_run(file.config):
+        choice = DtypeChoice(torch.bfloat16, "with quantized weights")  # of keys, values and dense weights
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, receive_mask_rule)
-    model = load_model(file, torch.float32 if file.quantized else torch_dtype)
+    model = load_model(file, torch.float32 if file.quantized else choice.dtype)
     return Checkpoint(
         model=model.to(device),
         tokenizer=load_tokenizer(file),
@@ -99,7 +104,8 @@ def _load_gguf(path: Path, dtype: str, device: torch.device) -> Checkpoint:
         vocab=model.get_output_embeddings().weight.shape[0],
         end_ids=end_ids(file),
         recurrent=False,
-        dtype=torch_dtype,
+        dtype=choice.dtype,
+        dtype_reason=choice.reason,
         device=device,
     )
 
@@ -246,17 +252,3 @@ def _device(name: str) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         raise OutriderError(f"device {name!r} cannot be used here; try auto or cpu") from error
     return device
-
-
-def _dtype(name: str, config: Any, device: torch.device) -> torch.dtype:
-    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    if name != "auto":
-        if name not in known:
-            raise OutriderError(f"dtype {name!r} is unknown; use auto, {', '.join(known)}")
-        return known[name]
-    checkpoint_dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
-    if device.type == "cpu":
-        fast_bfloat16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-        if checkpoint_dtype == torch.float16 or not fast_bfloat16:
-            return torch.float32
-    return checkpoint_dtype

@@ -18,5 +18,6 @@ class Checkpoint:
     vocab: int  # ids that have logits
     end_ids: frozenset[int]  # tokens that end the text
     recurrent: bool
-    dtype: torch.dtype
     device: torch.device
+    dtype: torch.dtype
+    dtype_reason: str = ""  # why it was chosen, such as "as the checkpoint is stored"

@@ -23,9 +23,8 @@ from outrider.native.blocks import PackedBlocks, can_pack, join_blocks, pack_blo
 from outrider.native.calls import Passes
 from outrider.native.library import Library
 from outrider.native.pack import FLOAT_DTYPES, Arena, PackedWeight, address, interleave, pack, separate
+from outrider.native.support import FAMILIES
 
-# Architectures whose layers consist of a norm, rotary attention, a norm and a gated SiLU MLP.
-FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 _EMBEDDING = "model.embed_tokens.weight"
 _HEAD = "lm_head"
 Weight = torch.Tensor | BlockWeight

@@ -43,7 +43,7 @@ def load_library() -> Library:
     Raises:
         UnsupportedModel: there is no compiler, the compiler fails, or the cache folder cannot be written.
     """
-    compiler = _compiler()
+    compiler = find_compiler()
     path = cache_folder() / f"kernels-{_fingerprint(compiler)}.so"
     try:
         seconds = 0.0 if path.is_file() else _compile(compiler, path)
@@ -88,7 +88,7 @@ def _declare_functions(code: ctypes.CDLL) -> None:
     code.outrider_suffix_draft.restype = None
 
 
-def _compiler() -> str:
+def find_compiler() -> str:
     """Return the path of the C++ compiler: `CXX` if it is set, else g++ or clang++."""
     name = os.environ.get("CXX")
     path = shutil.which(name) if name else shutil.which("g++") or shutil.which("clang++")

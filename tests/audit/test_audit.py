@@ -156,7 +156,8 @@ def test_audit_uses_the_kernels_and_quantization_of_the_user(kernels, quantize, 
     name = f"{kernels} {quantize}" if quantize else kernels
     assert report["passed"] is True
     assert report["weight_bits"] == {"int8": 8, "int4": 4, None: 16}[quantize]
-    dtype = "bfloat16" if quantize else str(load_checkpoint(embedded("nano")).dtype).removeprefix("torch.")
+    own_dtype = load_checkpoint(embedded("nano"), kernels=kernels).dtype
+    dtype = "bfloat16" if quantize else str(own_dtype).removeprefix("torch.")
     assert (report["flips"]["kernels"], report["flips"]["dtype"]) == (name, dtype)
     tested = (report["replay"]["kernels"], report["replay"]["dtype"])
     if kernels == "native":  # its rounding does not depend on the batch, so no difference is allowed

@@ -122,13 +122,31 @@ def test_generation_config_overrides_end_ids(folder):
     assert load_checkpoint(folder, device="cpu").end_ids == {3, 4}
 
 
-def test_auto_dtype_follows_checkpoint_if_machine_is_fast(folder):
-    assert load_checkpoint(folder, device="cpu").dtype == torch.float32
-    set_config(folder, dtype="float16")
-    assert load_checkpoint(folder, device="cpu").dtype == torch.float32
+@pytest.mark.parametrize(
+    ("stored", "kernels", "fast", "expected", "reason"),
+    [
+        ("float32", "auto", True, torch.float32, "as the checkpoint is stored"),
+        ("float16", "auto", True, torch.float32, "as CPUs have no fast float16"),
+        ("bfloat16", "auto", True, torch.bfloat16, "as the checkpoint is stored"),
+        ("bfloat16", "torch", True, torch.bfloat16, "as the checkpoint is stored"),
+        ("bfloat16", "torch", False, torch.float32, "as torch has no fast bfloat16 on this CPU"),
+    ],
+)
+def test_auto_dtype_follows_checkpoint_if_it_is_fast(folder, monkeypatch, stored, kernels, fast, expected, reason):
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: fast)
+    set_config(folder, dtype=stored)
+    checkpoint = load_checkpoint(folder, device="cpu", kernels=kernels)
+    assert (checkpoint.dtype, checkpoint.dtype_reason) == (expected, reason)
+
+
+@pytest.mark.parametrize(("compiler", "expected"), [(True, torch.bfloat16), (False, torch.float32)])
+def test_native_kernels_run_bfloat16_on_every_cpu(folder, monkeypatch, compiler, expected):
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    monkeypatch.setenv("CXX", "sh" if compiler else "no-such-compiler")
     set_config(folder, dtype="bfloat16")
-    fast = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    assert load_checkpoint(folder, device="cpu").dtype == (torch.bfloat16 if fast else torch.float32)
+    assert load_checkpoint(folder, device="cpu").dtype == expected
+    monkeypatch.setattr("outrider.native.support.FAMILIES", frozenset())
+    assert load_checkpoint(folder, device="cpu").dtype == torch.float32
 
 
 def test_longrope_context_ends_at_original_length(tmp_path):

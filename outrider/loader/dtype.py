@@ -1,0 +1,52 @@
+"""Chooses the type in which a model runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+
+from outrider.errors import OutriderError
+from outrider.native.support import may_run
+
+_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
+    {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+)
+
+
+class DtypeChoice(NamedTuple):
+    """A type, and why it was chosen."""
+
+    dtype: torch.dtype
+    reason: str
+
+
+def choose_dtype(name: str, config: Any, device: torch.device, *, kernels: str) -> DtypeChoice:
+    """Choose the fastest type that keeps the precision of the checkpoint.
+
+    Args:
+        name: auto, float32, bfloat16 or float16.
+        config: the configuration of the model, with the type of its weights.
+        device: where the model runs.
+        kernels: auto, native or torch.
+
+    Raises:
+        OutriderError: the name is unknown.
+    """
+    if name != "auto":
+        if name not in _DTYPES:
+            raise OutriderError(f"dtype {name!r} is unknown; use auto, {', '.join(_DTYPES)}")
+        return DtypeChoice(_DTYPES[name], "as asked for")
+    own = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+    as_stored = DtypeChoice(own, "as the checkpoint is stored")
+    if device.type != "cpu" or own == torch.float32:
+        return as_stored
+    if own != torch.bfloat16:
+        return DtypeChoice(torch.float32, "as CPUs have no fast float16")
+    if kernels != "torch" and may_run(config):
+        return as_stored  # the kernels widen bfloat16 in registers on CPUs without instructions for it
+    if torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return as_stored
+    return DtypeChoice(torch.float32, "as torch has no fast bfloat16 on this CPU")

@@ -1,0 +1,20 @@
+"""Which models the native kernels run, as far as it is known before a model is loaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from outrider.errors import UnsupportedModel
+from outrider.native.library import find_compiler
+
+FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})  # layers of norm, rotary attention, norm and gated SiLU
+
+
+def may_run(config: Any) -> bool:
+    """Return whether the kernels know the architecture of a configuration and can be compiled here."""
+    if config.model_type not in FAMILIES:
+        return False
+    try:
+        return bool(find_compiler())
+    except UnsupportedModel:
+        return False
