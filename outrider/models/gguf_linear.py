@@ -80,3 +80,19 @@ class BlockEmbedding(nn.Module):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         rows = self.blocks.dequantize(ids.reshape(-1).cpu().numpy())
         return rows.to(self.dtype).view(*ids.shape, -1)
+
+
+def expand_blocks(model: nn.Module) -> None:
+    """Replace modules with weights in blocks by dense ones, for programs that train or save the model."""
+    for name, module in list(model.named_modules()):
+        if not isinstance(module, BlockLinear | BlockEmbedding):
+            continue
+        outputs, inputs = module.blocks.shape
+        dense: nn.Module
+        if isinstance(module, BlockLinear):
+            dense = nn.Linear(inputs, outputs, bias=module.bias is not None, device="meta")
+            dense._parameters["bias"] = module.bias
+        else:
+            dense = nn.Embedding(outputs, inputs, device="meta")
+        dense._parameters["weight"] = nn.Parameter(module.weight, requires_grad=False)
+        model.set_submodule(name, dense)
