@@ -52,6 +52,8 @@ _NOT_FOR_CALIBRATION = (
     "seed",
     "report",
 )
+# Fields of an engine's configuration that are options of `outrider serve`.
+_SERVER_LIMITS = ("max_num_seqs", "max_num_batched_tokens", "max_round_ms", "cache_gb", "prefix_caching")
 _Models = TypeVar("_Models", bound=options.EngineOptions)
 
 
@@ -135,7 +137,8 @@ def run(
     from outrider.cli.output import Output
     from outrider.cli.run import ROWS, converse, load
 
-    llm = load(_configured(ctx, models, config), max_num_seqs=min(params.n, ROWS))
+    models, others = _merge(ctx, models, config)
+    llm = load(models, **{"max_num_seqs": min(params.n, ROWS), **others})
     if not converse(llm, params, prompt=prompt, chat=chat, teller=Output(llm, show=show, as_json=as_json)):
         raise typer.Exit(1)
 
@@ -170,8 +173,11 @@ def bench(
 
     batches, temperatures = parse_whole("--batch", batch), parse_real("--temperature", temperature)
     contexts = parse_whole("--context", context) if context else ()
+    models, others = _merge(ctx, models, config, min_k=1)
+    if others:
+        raise OutriderError(f"config {config}: {next(iter(others))} is no setting of outrider bench; leave it out")
     settings = Settings(
-        **asdict(_configured(ctx, models, config, least=1)),
+        **asdict(models),
         prompts=prompts,
         limit=limit,
         repeats=repeats,
@@ -207,7 +213,9 @@ def serve(
     from outrider.cli.run import load
     from outrider.serve.command import serve
 
-    models = _configured(ctx, models, config)
+    models, others = _merge(ctx, models, config)
+    limits = {name: others.pop(name) for name in _SERVER_LIMITS if name in others}
+    settings = replace(settings, **limits)
     loaded = partial(
         load,
         models,
@@ -216,7 +224,7 @@ def serve(
         max_round_ms=settings.max_round_ms or None,
         cache_gb=settings.cache_gb,
         prefix_caching=settings.prefix_caching,
-        isolate_faults=True,
+        **{"isolate_faults": True, **others},
     )
     serve(loaded, settings, target=models.target)
 
@@ -230,12 +238,13 @@ def load(*, settings: LoadSettings, as_json: options.BenchJson = False) -> None:
     command.load(settings, as_json=as_json)
 
 
-def _configured(ctx: typer.Context, models: _Models, config: str | None, *, least: int = 0) -> _Models:
-    if config is None:
-        return models
-    from outrider.tune.config import configured
+def _merge(
+    ctx: typer.Context, models: _Models, config: str | None, *, min_k: int = 0
+) -> tuple[_Models, dict[str, Any]]:
+    """Return the options with the settings of `--config`, and the settings that are no options of the command."""
+    from outrider.cli.config_file import merge_config
 
-    return configured(models, config, given=_given(ctx), least=least)
+    return merge_config(models, config, given=_given(ctx), min_k=min_k)
 
 
 def _given(ctx: typer.Context) -> set[str]:

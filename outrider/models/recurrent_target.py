@@ -75,6 +75,6 @@ class RecurrentTarget:
 
 
 def _state_argument(model: Any) -> str:
-    """Return the name of the argument of `model.forward` that takes the state. Newer releases of transformers rename it."""
+    """Return the name of the argument of `model.forward` that takes the state. transformers 5.24 renamed it."""
     names = inspect.signature(model.forward).parameters
     return "cache" if "cache" in names else "cache_params"

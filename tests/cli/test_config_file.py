@@ -1,0 +1,71 @@
+"""`--config` with a file of settings."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from outrider.cli.app import app
+from outrider.cli.config_file import merge_config
+from outrider.cli.options import ModelOptions
+from outrider.core.config import EngineConfig
+from outrider.errors import OutriderError
+
+
+def _write(path, **settings):
+    path.write_text(json.dumps(settings))
+    return str(path)
+
+
+def test_settings_fill_in_options_that_are_not_set(tmp_path):
+    file = _write(tmp_path / "engine.json", proposer="ngram", k=3, threads=2, cache_gb=0.5)
+    merged = merge_config(ModelOptions(k=5), file, given={"k"})
+    assert merged.options == ModelOptions(proposer="ngram", k=5, threads=2)
+    assert merged.others == {"cache_gb": 0.5}
+
+
+def test_no_file_changes_nothing():
+    assert merge_config(ModelOptions(), None, given=()) == (ModelOptions(), {})
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_seqs": 4}, "max_seqs is no option of an engine; did you mean max_num_seqs"),
+        ({"k": -1}, "k is -1"),
+        ({"quantize": "int3"}, "quantize 'int3' is unknown"),
+        ({"prefix_caching": 1}, "prefix_caching is 1; use True or False"),
+    ],
+)
+def test_a_wrong_setting_is_an_error_that_names_the_file(tmp_path, settings, message):
+    file = _write(tmp_path / "engine.json", **settings)
+    with pytest.raises(OutriderError, match=message) as error:
+        merge_config(ModelOptions(), file, given=())
+    assert str(error.value).startswith(f"config {file}: ")
+
+
+@pytest.mark.parametrize(
+    ("command", "unset"),
+    [(["run", "x"], {"max_num_seqs": 1}), (["serve"], {"isolate_faults": True, "max_round_ms": 60.0})],
+)
+def test_the_engine_gets_the_settings(tmp_path, monkeypatch, command, unset):
+    loaded = []
+
+    def load(*, config):
+        loaded.append(config)
+        raise OutriderError("stop here")
+
+    monkeypatch.setattr("outrider.cli.run.LLM", load)
+    settings = {"proposer": "ngram", "k": 2, "max_model_len": 128, "cache_gb": 0.2, "prefix_caching": False}
+    file = _write(tmp_path / "engine.json", **settings)
+    port = ["--port", "0"] if command == ["serve"] else []
+    result = CliRunner().invoke(app, [*command, "--config", file, "--k", "3", *port])
+    assert "stop here" in result.stderr
+    assert loaded == [EngineConfig(**settings | {"k": 3} | unset)]
+
+
+def test_bench_refuses_settings_that_it_has_no_use_for(tmp_path):
+    file = _write(tmp_path / "engine.json", cache_gb=0.2)
+    result = CliRunner().invoke(app, ["bench", "--config", file])
+    assert result.exit_code == 2
+    assert "cache_gb is no setting of outrider bench" in result.stderr
