@@ -90,6 +90,24 @@ def is_recurrent(folder: str | Path) -> bool:
     return _check_family(_read_config(Path(folder).expanduser()))
 
 
+def weight_bytes(folder: str | Path, *, dtype: str = "auto", device: str = "auto") -> int:
+    """Return the bytes that the weights of a model take in memory, from the sizes of its files, without loading it.
+
+    Weights that are converted to a wider type take more than their files.
+
+    Raises:
+        OutriderError: the folder is not a causal language model, or the type or the device is unknown.
+        UnsupportedModel: the architecture is not supported.
+    """
+    path = Path(folder).expanduser()
+    config = _read_config(path)
+    _check_family(config)
+    stored = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+    loaded = _dtype(dtype, config, _device(device))
+    size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+    return size * loaded.itemsize // stored.itemsize
+
+
 def _read_config(path: Path) -> Any:
     if not path.is_dir():
         raise OutriderError(f"{path} is not a folder; give the folder that holds the model's config.json")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from time import perf_counter
@@ -19,11 +19,14 @@ from outrider.core.noise import derive_seed
 from outrider.errors import OutriderError
 from outrider.loader.embedded import model_folder
 from outrider.measure.prompts import Prompt
+from outrider.plan.calibrate import known_costs
+from outrider.plan.pass_cost import CostModel
 from outrider.plan.store import model_print
-from outrider.propose.registry import check_proposer
+from outrider.propose.registry import check_proposer, draft_model
 from outrider.system import machine
 from outrider.system.atomic_files import check_folder
 from outrider.system.heap import Heap
+from outrider.train.budget import TimeBudget
 from outrider.train.data.answers import AnswerGenerator, AnswerParams
 from outrider.train.data.batches import Reader
 from outrider.train.data.feature_cache import FeatureCache, origin_of
@@ -43,6 +46,8 @@ FACTS = "training.json"
 _LOOKED_AT = 256  # tokens of a prompt on which the target is compared with what is taken from it
 _MEASURED = 128  # tokens of an answer where tau is measured
 _GIGABYTES = 10.0  # of the cache, where nobody says
+_EVALUATIONS = 8  # of a training with a time budget
+_SAVE_SECONDS = 60.0  # between two saves of a training with a time budget
 _log = logging.getLogger("outrider")
 
 
@@ -61,6 +66,8 @@ class Training:
         losses = parse(settings.loss)
         check_folder(settings.out, "--out")
         check_proposer(settings.proposer)
+        if settings.max_minutes is not None and world() > 1:
+            raise OutriderError("--max-minutes works with one process; use --epochs with several")
         found = read_prompts(settings.data, limit=settings.limit)
         texts, held = split(found, settings.eval_data, seed=settings.seed)
         self._twice = repeated(texts, held)
@@ -89,11 +96,28 @@ class Training:
         if state:
             self._trainer.load(state)
         self._wave = state["wave"] if state else 0
+        self._budget: TimeBudget | None = None
+        if settings.max_minutes is not None:
+            used = state.get("seconds", 0.0) if state else 0.0
+            self._budget = TimeBudget(60 * settings.max_minutes, used=used)
+        self._cycle_seconds = 0.0  # duration of the last generation cycle of this run
+        self._evaluation_seconds = 0.0  # duration of the last evaluation of this run
         measured = [self._read(prompt) for prompt in held]
         self._gauge = Evaluator(self._room.parts, measured, k=settings.k, tokens=_MEASURED, seed=settings.seed)
 
-    def run(self, progress: Console) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    def costs(self) -> CostModel:
+        """Measure what passes of the target and of the draft cost. The contents of their caches are lost."""
+        parts = self._room.parts
+        return known_costs(parts.target, draft_model(self._room.trainee.proposer(parts.setup)))
+
+    def run(
+        self, progress: Console, *, on_evaluation: Callable[[Mapping[str, Any], float], None] | None = None
+    ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """Train to the end.
+
+        Args:
+            progress: where the progress bar goes.
+            on_evaluation: is called after each evaluation, with its figures and the share of the training that is done.
 
         Returns:
             What came of it, fit for JSON, and the lines of the log; no lines where another process keeps it.
@@ -101,32 +125,76 @@ class Training:
         Raises:
             OutriderError: the disk is full, or the loss is not a number; what was saved before is whole.
         """
+        if self._budget is not None:
+            self._budget.start()
         if rank():
-            while self._wave < self._course.waves:
+            while not self._is_finished():
                 self._run_wave()
             part()
             return self._document({}), []
         log = Log(self._out, begin=self._wave, events=self._settings.tensorboard)
         figures = log.figures
-        if self._wave == self._course.waves:  # the run before may have been killed between two files
+        if self._is_finished():  # the run before may have been killed between two files
             self._write(figures)
         with _bar(progress) as bar:
-            task = bar.add_task("training", total=self._course.waves, completed=self._wave, told="")
-            while self._wave < self._course.waves:
+            task = bar.add_task("training", total=1.0, told="")
+            bar.update(task, completed=self._share())
+            finished = self._is_finished()
+            while not finished:
                 sums, seconds = self._run_wave()
-                if self._due(self._settings.eval_every):
+                # The time runs on: ask once, so that the last cycle is always evaluated and saved.
+                finished = self._is_finished()
+                evaluated = finished or self._evaluation_due()
+                if evaluated:
+                    began = perf_counter()
                     figures = self._gauge.measure(self._room.trainee)
+                    self._evaluation_seconds = perf_counter() - began
+                    finished = finished or self._is_finished()
                 log.add(self._wave, sums, figures, seconds)
-                if self._due(self._settings.save_every):
-                    self._trainer.save(self._out, wave=self._wave, identity=self._identity)
+                if finished or self._save_due():
+                    self._save(finished)
                     self._write(figures)
-                bar.update(task, advance=1, told=_told(sums, figures))
+                done = 1.0 if finished else self._share()
+                bar.update(task, completed=done, told=_told(sums, figures))
+                if evaluated and on_evaluation is not None:
+                    on_evaluation(figures, done)
         log.close()
         part()
         return self._document(figures), log.lines
 
+    def _is_finished(self) -> bool:
+        if self._budget is None:
+            return self._wave >= self._course.waves
+        return self._wave > 0 and self._budget.is_over(self._cycle_seconds)
+
+    def _share(self, cycle_share: float = 0.0) -> float:
+        """Return the share of the training that is done; `cycle_share` is that of the current generation cycle."""
+        if self._budget is None:
+            return (self._wave + cycle_share) / self._course.waves
+        return self._budget.share
+
+    def _evaluation_due(self) -> bool:
+        every = self._settings.eval_every
+        if self._budget is None or not every:
+            return self._due(every)
+        # An evaluation of a slow target may take long. Spend at most a tenth of the time on them.
+        interval = max(self._budget.seconds / _EVALUATIONS, 9 * self._evaluation_seconds)
+        return self._budget.is_due("evaluation", interval)
+
+    def _save_due(self) -> bool:
+        if self._budget is None:
+            return self._due(self._settings.save_every)
+        return self._budget.is_due("save", _SAVE_SECONDS)
+
     def _due(self, every: int) -> bool:
-        return self._wave == self._course.waves or bool(every and self._wave % every == 0)
+        return bool(every and self._wave % every == 0)
+
+    def _save(self, finished: bool) -> None:
+        facts = {}
+        if self._budget is not None:
+            # The last cycle may end a little early. A finished training stays finished.
+            facts["seconds"] = max(self._budget.elapsed, self._budget.seconds if finished else 0.0)
+        self._trainer.save(self._out, wave=self._wave, identity=self._identity, **facts)
 
     def _run_wave(self) -> tuple[list[Sums], dict[str, float]]:
         """Answers and steps; and the seconds that each took."""
@@ -138,13 +206,10 @@ class Training:
         out = []
         for i, grouped in enumerate(self._course.steps(samples, self._wave)):
             texts = (self._reader.read(some, everything=settings.train_on_prompts) for some in grouped)
-            out.append(
-                self._trainer.train(
-                    texts, progress=(self._wave + i / settings.steps_per_generation) / self._course.waves
-                )
-            )
+            out.append(self._trainer.train(texts, progress=self._share(i / settings.steps_per_generation)))
             self._heap.tidy()
         self._wave += 1
+        self._cycle_seconds = perf_counter() - began
         return out, {"answers": answered - began, "steps": perf_counter() - answered}
 
     def _prepare(self, texts: Sequence[Prompt]) -> tuple[PromptSchedule, Reader | GivenReader]:

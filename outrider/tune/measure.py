@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
+from time import perf_counter
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -28,6 +30,7 @@ from outrider.tune.settings import Settings
 from outrider.tune.trial import PromptBatch, Trial, Variant, run
 
 _WARM_TOKENS = 8
+_LEAST_BATCHES = 2  # batches of prompts that are measured whatever the time limit, so that there is an interval
 # Those that know nothing of a finished text. Any other one is made anew before it meets the same prompt again, or it
 # would remember the answer.
 _FORGETFUL = DRAWN | {"draft-text", "ngram", "suffix", "retrieval", "first", "merge", "switch"}
@@ -42,8 +45,10 @@ class Measured:
     memory: dict[str, MemoryUse]  # by proposer, with all rows running
 
 
-def measure(settings: Settings, progress: Console) -> Measured:
+def measure(settings: Settings, progress: Console, *, max_seconds: float = math.inf) -> Measured:
     """Run plain decoding and every proposer with every k at every place.
+
+    After `max_seconds`, the remaining batches of prompts are left out. Every proposer is measured on the same ones.
 
     Raises:
         OutriderError: what was asked for cannot be measured; the message says why.
@@ -56,7 +61,7 @@ def measure(settings: Settings, progress: Console) -> Measured:
             for batch in settings.batches
         ]
         heats = {place: _repeats(crew.base, settings, place) for place in places}
-    trials = tuple(_interleave(crew, settings, heats, progress))
+    trials = tuple(_interleave(crew, settings, heats, progress, max_seconds))
     with progress.status("weighing"):
         widest = next(heats[place][0].jobs for place in places if place.batch == settings.rows)
         memory = {
@@ -162,9 +167,14 @@ def _own_seed(job: Job, salt: int) -> Job:
 
 
 def _interleave(
-    crew: VariantEngines, settings: Settings, heats: dict[Condition, list[PromptBatch]], console: Console
+    crew: VariantEngines,
+    settings: Settings,
+    heats: dict[Condition, list[PromptBatch]],
+    console: Console,
+    max_seconds: float,
 ) -> Iterator[Trial]:
     """Round by round, place by place; who begins changes from heat to heat."""
+    deadline = perf_counter() + max_seconds
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         total = settings.repeats * sum(len(some) * len(variants(settings, place)) for place, some in heats.items())
@@ -172,18 +182,26 @@ def _interleave(
         for round in range(settings.repeats):
             for place, some in heats.items():
                 bar.update(task, description=f"round {round + 1} of {settings.repeats}  {place}")
-                for trial in _run_once(crew, variants(settings, place), some, round):
+                if round and perf_counter() >= deadline:
+                    return
+                for trial in _run_once(crew, variants(settings, place), some, round, deadline):
                     yield trial
                     bar.advance(task)
 
 
 def _run_once(
-    crew: VariantEngines, contestants: Sequence[Variant], heats: Sequence[PromptBatch], round: int
+    crew: VariantEngines,
+    contestants: Sequence[Variant],
+    heats: Sequence[PromptBatch],
+    round: int,
+    deadline: float,
 ) -> Iterator[Trial]:
     seats = [(way, crew.engine_for(way)) for way in contestants]
     for way, llm in seats:
         run(llm, way, _warm_up(heats[0]))
-    for heat in heats:
+    for i, heat in enumerate(heats):
+        if (round or i >= _LEAST_BATCHES) and perf_counter() >= deadline:
+            return
         seeded = replace(heat, jobs=tuple(_own_seed(job, round) for job in heat.jobs))
         for way, llm in seats[:: 1 if (round + heat.number) % 2 == 0 else -1]:
             yield run(llm, way, seeded)
