@@ -38,8 +38,17 @@ def check_memory(settings: Settings, folder: Path) -> None:
         OutriderError: they do not fit, or the folder is not a model.
     """
     dtype = full_dtype(settings.dtype, weight_bits(settings.quantize))
-    needed = weight_bytes(folder, dtype=dtype, device=settings.device)
-    free = _free_memory(settings.device)
+    check_weights(folder, dtype=dtype, device=settings.device)
+
+
+def check_weights(folder: Path, *, dtype: str, device: str) -> None:
+    """Check that the weights of a model fit into the free memory.
+
+    Raises:
+        OutriderError: they do not fit, or the folder is not a model.
+    """
+    needed = weight_bytes(folder, dtype=dtype, device=device)
+    free = _free_memory(device)
     if free is not None and needed > free:
         raise OutriderError(
             f"the weights of {folder} take {_gigabytes(needed)} in memory, and {_gigabytes(free)} are free; free some"

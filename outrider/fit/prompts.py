@@ -14,7 +14,7 @@ from outrider.measure.prompts import EMBEDDED, Prompt, by_category, read_prompts
 from outrider.system.atomic_files import write_whole
 
 _LEAST = 4  # prompts in each part
-_MOST = 32  # held-out prompts
+_USUAL, _MOST = 8, 32  # held-out prompts: of a small set, and of a large one
 _FIRST = 16  # prompts of the first measurement
 _EVALUATED = 8  # prompts of an evaluation during training
 
@@ -38,7 +38,7 @@ class PromptFiles:
 
 
 def read_split(file: str | None, *, batch: int, seed: int) -> PromptSplit:
-    """Read a file of prompts, and hold a quarter of them out.
+    """Read a file of prompts, and hold a quarter of them out, or up to half of a small set.
 
     Args:
         file: JSON lines; None is the embedded set.
@@ -56,7 +56,8 @@ def read_split(file: str | None, *, batch: int, seed: int) -> PromptSplit:
             f" {least} to measure on, and as many to train on; add more prompts"
         )
     order = _across_categories(prompts, seed=seed)
-    held_out = max(least, min(len(prompts) // 4, _MOST))
+    held_out = min(max(len(prompts) // 4, _USUAL), len(prompts) // 2, _MOST)
+    held_out = max(held_out, least)
     return PromptSplit(train=tuple(order[held_out:]), held_out=tuple(order[:held_out]))
 
 

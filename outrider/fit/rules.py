@@ -19,6 +19,7 @@ _DRAFT_VOCABULARY = 32_000
 _FINALISTS = 2  # untrained proposers that are measured again
 _CYCLES = 16  # generation cycles in the training time, if the answers alone took it
 _BATCH, _STEPS = 16, 8  # at most: sequences of a step, and steps of a generation cycle
+_LEAST_ANSWERS = 8  # of a generation cycle, however slow the target is
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +64,7 @@ def plan_training(
         tokens_per_s: speed of plain decoding.
     """
     answers = int(tokens_per_s * 60 * minutes / _CYCLES / max_tokens)
-    answers = min(max(answers, 1), prompts, _BATCH * _STEPS)
+    answers = min(max(answers, _LEAST_ANSWERS), prompts, _BATCH * _STEPS)
     batch_size = min(answers, _BATCH)
     return TrainingPlan(
         kind=head_kind(size) if head == AUTO_HEAD else head,

@@ -17,7 +17,7 @@ from outrider.fit.outcome import Outcome
 from outrider.fit.prompts import PromptSplit, read_split, write_files
 from outrider.fit.rules import TrainingPlan, finalists, plan_training
 from outrider.fit.settings import AUTO_HEAD, Settings
-from outrider.fit.stages import certify, measure_proposers, train_head, tune_settings
+from outrider.fit.stages import certify, make_training, measure_proposers, train_head, tune_settings
 from outrider.fit.state import CONFIG, HEAD, State
 from outrider.loader.checkpoint import is_recurrent
 from outrider.loader.embedded import model_folder
@@ -130,12 +130,13 @@ class Fit:
         write_whole(self.config, json.dumps(document) + "\n")
 
     def _measure_first(self) -> None:
-        prompts = sum(1 for _ in self._files.first.open(encoding="utf-8"))
+        prompts = len(self._files.first.read_text(encoding="utf-8").splitlines())
         self._announce(1, f"measure {len(self._proposers)} proposers that need no training, on {prompts} prompts")
         if self._state.get("first") is None:
             found = measure_proposers(self._settings, self._files.first, self._proposers, self._progress)
             self._state.put("first", found)
-            self.write(self.document())  # a killed process leaves it
+        if self._state.get("final") is None:
+            self.write(self.document())  # it stays if the process is killed
         self._say(self._fastest(self._state.get("first")))
 
     def _train(self) -> None:
@@ -156,12 +157,17 @@ class Fit:
             return {**skipped, "reason": "heads are trained for attention models, and this target is recurrent"}
         plan = self._stored_plan()
         try:
-            return train_head(settings, self._files, plan, self._head, self._progress)
+            with self._progress.status("loading models"):
+                training = make_training(settings, self._files, plan, self._head)
         except OutriderError as error:
             # A head that the user has not asked for by name may not fit the target. One that has begun does fit.
             if settings.head != AUTO_HEAD or self._head.exists():
                 raise
             return {**skipped, "reason": str(error)}
+        try:
+            return train_head(settings, plan, training, self._progress)
+        except OutriderError as error:
+            raise OutriderError(f"{error}; or use --minutes 0 for a fit without a head") from None
 
     def _measure_final(self) -> None:
         head = str(self._head) if self._state.get("training")["trained"] else None
@@ -174,13 +180,21 @@ class Fit:
         self._say(self._fastest(self._state.get("final")))
 
     def _certify(self) -> None:
-        advice = self._state.get("final")["advice"]
+        final = self._state.get("final")
+        advice = final["advice"]
         if not advice["speculate"] or not self._settings.samples:
             self._announce(4, "certify nothing" + ("" if self._settings.samples else ", as --samples is 0"))
             return
         self._announce(4, f"certify {short(advice['proposer'])}")
         if self._state.get("certificate") is None:
-            found = certify(self._settings, advice["proposer"], max(advice["fixed_k"], 1), self._progress)
+            found = certify(
+                self._settings,
+                self._target,
+                advice["proposer"],
+                max(advice["fixed_k"], 1),
+                final["kernels"],
+                self._progress,
+            )
             self._state.put("certificate", found)
         self.write(self.document())
 

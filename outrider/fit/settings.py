@@ -47,7 +47,7 @@ class Settings:
         float,
         typer.Option(
             min=0.0,
-            help="Time for training a head; loading and measuring come on top. 0: no training. A longer time continues"
+            help="Time for training a head; loading and measuring come on top. 0: no head. A longer time continues"
             " an earlier training.",
             rich_help_panel=_TRAIN,
         ),
@@ -123,7 +123,7 @@ class Settings:
         ),
     ] = None
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Start again in a folder that holds a fit with other options.")
+        bool, typer.Option("--overwrite", help="Start again in a folder that holds a fit already.")
     ] = False
 
     def __post_init__(self) -> None:

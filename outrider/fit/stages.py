@@ -11,6 +11,7 @@ from rich.console import Console
 
 from outrider.audit.run import run_audit
 from outrider.errors import OutriderError
+from outrider.fit.checks import check_weights
 from outrider.fit.prompts import PromptFiles
 from outrider.fit.rules import Gain, TrainingPlan, expected_gain
 from outrider.fit.settings import Settings
@@ -65,17 +66,23 @@ def tune_settings(settings: Settings, prompts: Path, proposers: Sequence[str]) -
     )
 
 
-def train_head(settings: Settings, files: PromptFiles, plan: TrainingPlan, folder: Path, progress: Console) -> Document:
-    """Train a head for the given time, or continue a training that was interrupted.
+def make_training(settings: Settings, files: PromptFiles, plan: TrainingPlan, folder: Path) -> Training:
+    """Load the target and make its head, or read those of a training that was interrupted.
 
     Raises:
-        OutriderError: the target or its head cannot be trained, or the disk is full.
+        OutriderError: the target cannot have a head of this kind, or the training cannot be read.
     """
-    training = Training(plan.kind, train_settings(settings, files, plan, folder))
+    return Training(plan.kind, train_settings(settings, files, plan, folder))
+
+
+def train_head(settings: Settings, plan: TrainingPlan, training: Training, progress: Console) -> Document:
+    """Train a head until its time is used.
+
+    Raises:
+        OutriderError: the loss is not a number, or the disk is full.
+    """
     report = _GainReport(settings, training, progress)
     document, _ = training.run(progress, on_evaluation=report.show)
-    del training, report.training
-    gc.collect()
     return {
         "trained": True,
         "minutes": settings.minutes,
@@ -134,13 +141,23 @@ class _GainReport:
         )
 
 
-def certify(settings: Settings, proposer: str, k: int, progress: Console) -> Document:
-    """Audit the chosen proposer, shorter than `outrider audit` does it.
+def certify(settings: Settings, target: Path, proposer: str, k: int, kernels: str, progress: Console) -> Document:
+    """Audit the chosen proposer, in less time than `outrider audit` takes by default.
+
+    Args:
+        settings: the options.
+        target: folder of the target.
+        proposer: the chosen proposer.
+        k: the draft length.
+        kernels: what the target ran on. Kernels whose rounding depends on the batch are audited in float32.
+        progress: where progress goes.
 
     Returns:
         Whether it passed, and the figures; or the reason why the audit could not be made.
     """
     try:
+        if not kernels.startswith("native"):
+            check_weights(target, dtype="float32", device=settings.device)
         with progress.status("certifying"):
             report = run_audit(
                 settings.target,

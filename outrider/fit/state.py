@@ -30,21 +30,21 @@ class State:
         Args:
             folder: the folder of the fit.
             identity: what the interrupted fit must have in common with this one.
-            overwrite: discard a state with another identity, and its head.
+            overwrite: discard a state that is there, and its head.
 
         Raises:
             OutriderError: the file is damaged, or belongs to a fit with other options.
         """
-        found = _read(folder / FILE, overwrite=overwrite)
-        if found is None:
+        file = folder / FILE
+        if overwrite and file.exists():
+            discard(folder)
+        if not file.exists():
             return cls(folder, identity, {})
+        found = _read(file)
         wanted = json.loads(json.dumps(identity))  # as it is read from a file
         theirs = found["identity"]
         if found["version"] == _VERSION and theirs == wanted:
             return cls(folder, identity, found["stages"])
-        if overwrite:
-            discard(folder)
-            return cls(folder, identity, {})
         names = sorted(name for name in {*theirs, *wanted} if theirs.get(name) != wanted.get(name))
         raise OutriderError(
             f"{folder} holds a fit with other values of {', '.join(names) or 'its version'}; use the same values,"
@@ -94,15 +94,11 @@ def discard(folder: Path) -> None:
     shutil.rmtree(folder / HEAD, ignore_errors=True)
 
 
-def _read(file: Path, *, overwrite: bool) -> dict[str, Any] | None:
-    if not file.exists():
-        return None
+def _read(file: Path) -> dict[str, Any]:
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         found = None
     if not isinstance(found, dict) or not {"version", "identity", "stages"} <= found.keys():
-        if overwrite:
-            return {"version": None, "identity": {}, "stages": {}}
         raise OutriderError(f"{file} cannot be read; use another --out, or --overwrite to start again")
     return found

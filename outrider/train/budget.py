@@ -9,20 +9,26 @@ from time import perf_counter
 class TimeBudget:
     """Measures how much of its time a training has used, over all its runs.
 
-    The time starts with the first call of `start`. Loading the models is not part of it.
+    Time counts between `start` and `stop`. Loading the models and evaluations are not part of it.
     """
 
     def __init__(self, seconds: float, *, used: float = 0.0, clock: Callable[[], float] = perf_counter) -> None:
         """Make a budget of `seconds`, of which earlier runs have used some."""
         self.seconds = seconds
+        self._began = used
         self._used = used
         self._clock = clock
         self._started: float | None = None
         self._last: dict[str, float] = {}  # elapsed seconds when an action last took place
 
     def start(self) -> None:
-        """Start the time of this run."""
+        """Let time count."""
         self._started = self._clock()
+
+    def stop(self) -> None:
+        """Let time not count until the next start."""
+        self._used = self.elapsed
+        self._started = None
 
     @property
     def elapsed(self) -> float:
@@ -39,8 +45,8 @@ class TimeBudget:
         return self.elapsed + cycle_seconds / 2 >= self.seconds
 
     def is_due(self, action: str, interval: float) -> bool:
-        """Return whether `interval` seconds have passed since this was last true, or since the start of the run."""
-        last = self._last.setdefault(action, self._used)
+        """Return whether `interval` seconds have counted since this was last true, or since the run began."""
+        last = self._last.setdefault(action, self._began)
         if self.elapsed - last < interval:
             return False
         self._last[action] = self.elapsed

@@ -125,8 +125,6 @@ class Training:
         Raises:
             OutriderError: the disk is full, or the loss is not a number; what was saved before is whole.
         """
-        if self._budget is not None:
-            self._budget.start()
         if rank():
             while not self._is_finished():
                 self._run_wave()
@@ -141,15 +139,15 @@ class Training:
             bar.update(task, completed=self._share())
             finished = self._is_finished()
             while not finished:
+                if self._budget is not None:
+                    self._budget.start()
                 sums, seconds = self._run_wave()
-                # The time runs on: ask once, so that the last cycle is always evaluated and saved.
+                if self._budget is not None:
+                    self._budget.stop()  # evaluations and saves do not count
                 finished = self._is_finished()
                 evaluated = finished or self._evaluation_due()
                 if evaluated:
-                    began = perf_counter()
-                    figures = self._gauge.measure(self._room.trainee)
-                    self._evaluation_seconds = perf_counter() - began
-                    finished = finished or self._is_finished()
+                    figures = self._evaluate()
                 log.add(self._wave, sums, figures, seconds)
                 if finished or self._save_due():
                     self._save(finished)
@@ -161,6 +159,12 @@ class Training:
         log.close()
         part()
         return self._document(figures), log.lines
+
+    def _evaluate(self) -> dict[str, Any]:
+        began = perf_counter()
+        figures = self._gauge.measure(self._room.trainee)
+        self._evaluation_seconds = perf_counter() - began
+        return figures
 
     def _is_finished(self) -> bool:
         if self._budget is None:
@@ -177,7 +181,7 @@ class Training:
         every = self._settings.eval_every
         if self._budget is None or not every:
             return self._due(every)
-        # An evaluation of a slow target may take long. Spend at most a tenth of the time on them.
+        # Evaluations of a slow target may take long. Let training take most of the time.
         interval = max(self._budget.seconds / _EVALUATIONS, 9 * self._evaluation_seconds)
         return self._budget.is_due("evaluation", interval)
 

@@ -71,7 +71,7 @@ class Settings:
         float | None,
         typer.Option(
             help="Train for so many minutes instead of --epochs: prompts repeat, and the learning rate follows the"
-            " time. A longer time continues a finished training.",
+            " time. Evaluations do not count. A longer time continues a finished training.",
             rich_help_panel=_HOW,
         ),
     ] = None
