@@ -183,8 +183,8 @@ class Outcome:
         taus = ", ".join(f"{each['tau']:.2f} at {name}" for name, each in self.training["held_out"].items())
         yield (
             f"The head of kind {self.training['kind']} has {self.training['parameters'] / 1e6:.1f}M parameters and"
-            f" trained for {self.training['minutes']:g} minutes ({self.training['steps']} steps): tau {taus}. More"
-            " minutes continue its training."
+            f" trained for {duration(self.training['minutes'])} ({counted(self.training['steps'], 'step')}): tau"
+            f" {taus}. More minutes continue its training."
         )
 
     def _certificate(self) -> Iterator[str]:
@@ -201,6 +201,11 @@ class Outcome:
             f"The certificate {verdict}: {replay['texts']} texts compared with plain decoding, and"
             f" {len(distribution['tests'])} distribution tests with {distribution['samples']} samples each."
         )
+
+
+def duration(minutes: float) -> str:
+    """Return a number of minutes in words."""
+    return f"{minutes:g} minute" + ("" if minutes == 1 else "s")
 
 
 def size(count: int) -> str:

@@ -13,7 +13,7 @@ from rich.console import Console
 from outrider.engine.verifiers import find_verifier
 from outrider.errors import OutriderError
 from outrider.fit.checks import check_disk, check_memory, target_size
-from outrider.fit.outcome import Outcome
+from outrider.fit.outcome import Outcome, duration
 from outrider.fit.prompts import PromptSplit, read_split, write_files
 from outrider.fit.rules import TrainingPlan, finalists, plan_training
 from outrider.fit.settings import AUTO_HEAD, Settings
@@ -142,7 +142,7 @@ class Fit:
     def _train(self) -> None:
         settings = self._settings
         if settings.minutes:
-            self._announce(2, f"train a head for {settings.minutes:g} minutes on {len(self._split.train)} prompts")
+            self._announce(2, f"train a head for {duration(settings.minutes)} on {len(self._split.train)} prompts")
         else:
             self._announce(2, "train no head, as --minutes is 0")
         if self._state.get("training") is None:
@@ -182,11 +182,15 @@ class Fit:
     def _certify(self) -> None:
         final = self._state.get("final")
         advice = final["advice"]
-        if not advice["speculate"] or not self._settings.samples:
-            self._announce(4, "certify nothing" + ("" if self._settings.samples else ", as --samples is 0"))
+        done = self._state.get("certificate")
+        if not advice["speculate"]:
+            self._announce(4, "certify nothing, as plain decoding is chosen")
+            return
+        if not self._settings.samples and done is None:
+            self._announce(4, "certify nothing, as --samples is 0")
             return
         self._announce(4, f"certify {short(advice['proposer'])}")
-        if self._state.get("certificate") is None:
+        if done is None or done["passed"] is None:
             found = certify(
                 self._settings,
                 self._target,

@@ -14,7 +14,9 @@ from outrider.errors import OutriderError
 AUTO_HEAD = "auto"  # the kind of head follows from the size of the target
 _MODEL, _MEASURE, _TRAIN = "Models", "Measuring", "Training"
 # Options that may change when a fit is resumed, and paths, whose contents are hashed instead.
-_NOT_IN_IDENTITY = frozenset({"out", "target", "prompts", "minutes", "measure_minutes", "threads", "overwrite"})
+_NOT_IN_IDENTITY = frozenset(
+    {"out", "target", "prompts", "minutes", "measure_minutes", "samples", "threads", "overwrite"}
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +66,7 @@ class Settings:
         typer.Option(
             metavar="LIST",
             help="Proposers that need no training, separated by semicolons. Default: ngram, suffix, suffix:100000,"
-            " recycle and merge(suffix,recycle), and the embedded draft model for the embedded target.",
+            " recycle, merge(suffix,recycle), and the embedded draft model for the embedded target.",
             rich_help_panel=_MODEL,
         ),
     ] = None
@@ -114,7 +116,13 @@ class Settings:
             rich_help_panel=_MODEL,
         ),
     ] = None
-    threads: Annotated[int | None, typer.Option(help="CPU threads.", rich_help_panel=_MODEL)] = None
+    threads: Annotated[
+        int | None,
+        typer.Option(
+            help="CPU threads. Default: OMP_NUM_THREADS, or else the physical cores of one NUMA node.",
+            rich_help_panel=_MODEL,
+        ),
+    ] = None
     max_model_len: Annotated[
         int | None,
         typer.Option(

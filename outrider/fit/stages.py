@@ -12,6 +12,7 @@ from rich.console import Console
 from outrider.audit.run import run_audit
 from outrider.errors import OutriderError
 from outrider.fit.checks import check_weights
+from outrider.fit.outcome import duration
 from outrider.fit.prompts import PromptFiles
 from outrider.fit.rules import Gain, TrainingPlan, expected_gain
 from outrider.fit.settings import Settings
@@ -134,7 +135,7 @@ class _GainReport:
         self.gain = gain
         expected = f"{gain.speedup:.2f} times plain decoding with k {gain.k}" if gain.k else "no gain yet"
         self._console.print(
-            f"  {done:.0%} of {self._settings.minutes:g} minutes: tau {near['tau']:.2f} on held-out prompts;"
+            f"  {done:.0%} of {duration(self._settings.minutes)}: tau {near['tau']:.2f} on held-out prompts;"
             f" expected: {expected}",
             highlight=False,
             soft_wrap=True,

@@ -163,7 +163,6 @@ def test_certificate_of_chosen_proposer(fit, copied, monkeypatch):
 
     monkeypatch.setattr(stages, "run_audit", audit)
     state = json.loads((copied / "state.json").read_text())
-    state["identity"]["samples"] = 100
     state["stages"]["final"]["advice"] |= {"speculate": True, "proposer": "ngram", "k": 2, "fixed_k": 2}
     (copied / "state.json").write_text(json.dumps(state))
     result = fit(copied, **{"--samples": 100})

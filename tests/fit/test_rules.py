@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from outrider.fit.outcome import Outcome, size
+from outrider.fit.outcome import Outcome, duration, size
 from outrider.fit.rules import TargetSize, expected_gain, finalists, head_kind, plan_training, ranked
 from outrider.plan.pass_cost import CostModel, PassCost
 from tests.fit.made_up import TRAINED, case, certificate, measured
@@ -148,5 +148,6 @@ def test_head_that_was_not_trained_has_a_reason():
     assert "No head was trained: it is recurrent." in words(found)
 
 
-def test_sizes_in_words():
+def test_amounts_in_words():
+    assert (duration(1.0), duration(30.0), duration(0.5)) == ("1 minute", "30 minutes", "0.5 minutes")
     assert (size(2_500_000), size(3_210_000_000)) == ("2.5 MB", "3.21 GB")
