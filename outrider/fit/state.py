@@ -61,18 +61,17 @@ class State:
         Raises:
             OutriderError: the file cannot be written. The file of before is whole.
         """
-        self._stages[stage] = result
-        self._write()
+        self._write({**self._stages, stage: result})
 
     def drop(self, *stages: str) -> None:
         """Forget the results of stages, so that they run again."""
-        self._stages = {name: result for name, result in self._stages.items() if name not in stages}
-        self._write()
+        self._write({name: result for name, result in self._stages.items() if name not in stages})
 
-    def _write(self) -> None:
+    def _write(self, stages: dict[str, Any]) -> None:
         make_folder(self._folder)
-        document = {"version": _VERSION, "identity": self._identity, "stages": self._stages}
+        document = {"version": _VERSION, "identity": self._identity, "stages": stages}
         write_whole(self._folder / FILE, json.dumps(document) + "\n")
+        self._stages = stages  # not before it is on the disk
 
 
 def make_folder(folder: Path) -> None:

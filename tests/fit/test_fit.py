@@ -322,6 +322,23 @@ def test_full_disk_is_one_line_and_keeps_finished_stages(fit, copied, monkeypatc
     assert fit(copied).exit_code == 0
 
 
+def test_disk_that_is_full_before_the_first_result(fit, tmp_path, monkeypatch):
+    measured = stages.measure_proposers
+
+    def filling(*words):
+        document = measured(*words)
+        monkeypatch.setattr("outrider.fit.state.write_whole", lambda *_: refuse())
+        return document
+
+    def refuse():
+        raise OutriderError("state.json cannot be written (No space left on device)")
+
+    monkeypatch.setattr(run, "measure_proposers", filling)
+    error = one_line(fit(tmp_path / "out"))
+    assert error.endswith("state.json cannot be written (No space left on device)")  # and no word of finished stages
+    assert not (tmp_path / "out" / "fit.json").exists()
+
+
 def test_too_little_memory_is_reported_before_loading(fit, tmp_path, monkeypatch):
     forbid(monkeypatch, "measure_proposers")
     monkeypatch.setattr(checks, "free_memory", lambda: 100_000)
