@@ -150,7 +150,7 @@ class Outcome:
         if held_out == self.complete and (case["proposer"], case["k"]) == (advice["proposer"], advice["k"]):
             return "not exact here: the certificate failed" if self._failed else "chosen"
         if not held_out and self.complete:
-            return "slower than others in the first measurement"
+            return "first measurement only"
         if value < 1:
             return "slower than plain decoding"
         if value < WORTHWHILE or (low is not None and low <= 1):

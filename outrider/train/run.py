@@ -182,7 +182,7 @@ class Training:
         if self._budget is None or not every:
             return self._due(every)
         # Evaluations of a slow target may take long. Let training take most of the time.
-        interval = max(self._budget.seconds / _EVALUATIONS, 9 * self._evaluation_seconds)
+        interval = max(self._budget.seconds / _EVALUATIONS, 3 * self._evaluation_seconds)
         return self._budget.is_due("evaluation", interval)
 
     def _save_due(self) -> bool:
