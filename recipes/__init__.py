@@ -1,1 +1,1 @@
-"""Ways to make models and data that Outrider works with; run them with python -m."""
+"""Recipes that make models and data for Outrider. Run them with python -m."""

@@ -1,15 +1,16 @@
-"""How close a GPU's decoding comes to the machine's limit, with models of real dimensions.
+"""Measure how close decoding on a GPU comes to the limit of the machine, with models of real dimensions.
 
-python benchmarks/gpu/gpu.py step     # ms of the target's pass at 1, 4, 16, 64 nodes, beside bytes over bandwidth
+python benchmarks/gpu/gpu.py step     # ms of the target's pass at 1, 4, 16, 64 nodes, and bytes over bandwidth
 python benchmarks/gpu/gpu.py race     # tokens/s: speculation, plain decoding, transformers' assisted generation
 python benchmarks/gpu/gpu.py round    # what a round takes beyond the target's pass and the draft's steps
 python benchmarks/gpu/gpu.py all      # the three, models loaded once
 
-The models are a small trained pair (the embedded one, unless --target and --draft say otherwise), written in the
-dimensions of Llama 3 8B and 1B with the same text and the large ones' cost; --inflated-target and --inflated-draft
-take what an earlier run, or benchmarks/gpu/inflate_model.py, has written. Batch 1, greedy, medians of interleaved
-rounds after a warm-up that compiles and records. --device cpu --like tiny tries it out anywhere. The last line is one
-JSON document.
+The models are a small trained pair (the embedded one, unless --target and --draft name another). They are inflated to
+the dimensions of Llama 3 8B and 1B, so that they generate the same text at the cost of the large models.
+--inflated-target and --inflated-draft name models that an earlier run, or benchmarks/gpu/inflate_model.py, has written.
+The batch size is 1, and decoding is greedy. The results are medians of interleaved rounds, after a warm-up that
+compiles the layers and records the CUDA graphs. Use --device cpu --like tiny to try the script without a GPU. The last
+line is one JSON document.
 """
 
 from __future__ import annotations
@@ -43,22 +44,23 @@ from outrider.models.base import Target
 from outrider.propose.draft_model.chain import DraftModelProposer
 from outrider.system import machine
 
-_LIKE = {  # Llama 3, with its vocabulary
+_DIMS_LIKE = {  # of target and draft; 8b: Llama 3 with its vocabulary
     "8b": tuple(replace(PRESETS[name], vocab=128256, untie=True) for name in ("8b", "1b")),
     "tiny": (Dims(), Dims()),
 }
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _REPEATS = 20  # passes that are timed together
+_MARGIN = 80  # tokens after the cached ones for which the warm-up records graphs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stand:
-    """What is measured, and how often."""
+class Setup:
+    """The loaded models and the settings of the measurements."""
 
     llm: LLM
     planner: SwitchPlanner
     peers: list[Variant]
-    weight_bytes: int  # that a pass of the target reads
+    weight_bytes: int  # read by a pass of the target
     jobs: tuple[Job, ...]
     k: int
     nodes: tuple[int, ...]
@@ -67,45 +69,47 @@ class Stand:
 
     @property
     def models(self) -> tuple[Target, Target]:
-        """The target and the draft."""
+        """The target and the draft model."""
         proposer = self.llm.parts.proposer
         assert isinstance(proposer, DraftModelProposer)
         return self.llm.parts.target, proposer.model
 
 
 def main(
-    row: Annotated[str, typer.Argument(help="step, race, round or all.")],
+    measurement: Annotated[str, typer.Argument(help="step, race, round or all.")],
     *,
     target: Annotated[Path | None, typer.Option(help="Small trained Llama. Default: the embedded one.")] = None,
-    draft: Annotated[Path | None, typer.Option(help="Its draft. Default: the embedded one's.")] = None,
-    inflated_target: Annotated[Path | None, typer.Option(help="Take this as it is.")] = None,
-    inflated_draft: Annotated[Path | None, typer.Option(help="Take this as it is.")] = None,
+    draft: Annotated[Path | None, typer.Option(help="Its draft model. Default: the embedded one.")] = None,
+    inflated_target: Annotated[Path | None, typer.Option(help="Inflated target, used as it is.")] = None,
+    inflated_draft: Annotated[Path | None, typer.Option(help="Inflated draft model, used as it is.")] = None,
     like: Annotated[str, typer.Option(help="8b (the draft is then like 1b) or tiny (as they are).")] = "8b",
     device: str = "auto",
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
-    k: Annotated[int, typer.Option(help="Guesses a round.", min=1)] = 4,
-    nodes: Annotated[str, typer.Option(help="Columns of the passes to time.")] = "1,4,16,64",
-    cached: Annotated[int, typer.Option(help="Tokens that lie in the cache for these.", min=1)] = 256,
+    k: Annotated[int, typer.Option(help="Draft tokens per round.", min=1)] = 4,
+    nodes: Annotated[str, typer.Option(help="Tokens of the passes to time.")] = "1,4,16,64",
+    cached: Annotated[int, typer.Option(help="Cached tokens during these passes.", min=1)] = 256,
     rounds: Annotated[int, typer.Option(min=1)] = 5,
     prompts: Annotated[Path | None, typer.Option(help="JSON lines. Default: one of each category.")] = None,
     max_tokens: Annotated[int, typer.Option(min=2)] = 128,
     compiled: Annotated[bool, typer.Option(help="Compile the layers before recording.")] = True,
 ) -> None:
-    """Measure one row of the table, or all."""
-    console, wanted = Console(stderr=True), [row] if row != "all" else ["step", "race", "round"]
-    given = {"like": like, "k": k, "cached": cached, "rounds": rounds, "max_tokens": max_tokens}
+    """Run one measurement, or all."""
+    console = Console(stderr=True)
+    names = [measurement] if measurement != "all" else ["step", "race", "round"]
+    arguments = {"like": like, "k": k, "cached": cached, "rounds": rounds, "max_tokens": max_tokens}
     try:
-        if row not in (*ROWS, "all") or like not in _LIKE or dtype not in _DTYPES:
-            raise OutriderError(f"{row}, {like} or {dtype} is unknown; see --help")
+        if measurement not in (*MEASUREMENTS, "all") or like not in _DIMS_LIKE or dtype not in _DTYPES:
+            raise OutriderError(f"{measurement}, {like} or {dtype} is unknown; see --help")
         with tempfile.TemporaryDirectory() as scratch, console.status("writing and loading models"):
-            small, ready = (target or embedded("mini"), draft or embedded("nano")), (inflated_target, inflated_draft)
-            folders = [done or Path(scratch) / str(i) for i, done in enumerate(ready)]
-            for folder, source, done, dims in zip(folders, small, ready, _LIKE[like], strict=True):
-                if done is None:
+            small = (target or embedded("mini"), draft or embedded("nano"))
+            inflated = (inflated_target, inflated_draft)
+            folders = [folder or Path(scratch) / str(i) for i, folder in enumerate(inflated)]
+            for source, given, folder, dims in zip(small, inflated, folders, _DIMS_LIKE[like], strict=True):
+                if given is None:
                     inflate_folder(source, folder, dims, dtype=_DTYPES[dtype])
             planner = SwitchPlanner()
             llm = _load(folders, device, dtype, planner)
-            stand = Stand(
+            setup = Setup(
                 llm=llm,
                 planner=planner,
                 peers=[peer for peer in load_peers(llm, *folders) if peer.name.endswith("assisted")],
@@ -120,21 +124,20 @@ def main(
         console.print(f"[red]error:[/] {error}", highlight=False)
         raise typer.Exit(1) from error
     with console.status("warming up, then measuring"):
-        document = {"benchmark": f"gpu {row}", "arguments": given, "warm_up": _warm(stand, compiled)}
-        document |= {name: ROWS[name](stand) for name in wanted}
+        document = {"benchmark": f"gpu {measurement}", "arguments": arguments, "warm_up": _warm_up(setup, compiled)}
+        document |= {name: MEASUREMENTS[name](setup) for name in names}
     _show(document)
-    print(json.dumps(document | _about(stand)))
+    print(json.dumps(document | _conditions(setup)))
 
 
 def _load(folders: Sequence[Path], device: str, dtype: str, planner: SwitchPlanner) -> LLM:
-    # Not the CPU's own kernels: what is tried out on a CPU is what a GPU takes.
-    kernels, spec = "torch" if device == "cpu" else "auto", f"draft:{folders[1]}"
     return LLM(
         folders[0],
-        proposer=spec,
+        proposer=f"draft:{folders[1]}",
         dtype=dtype,
         device=device,
-        kernels=kernels,
+        # On a CPU use torch rather than the native kernels, because a GPU uses torch.
+        kernels="torch" if device == "cpu" else "auto",
         max_num_seqs=1,
         planner=planner,
         prefix_caching=False,
@@ -143,139 +146,159 @@ def _load(folders: Sequence[Path], device: str, dtype: str, planner: SwitchPlann
 
 def _jobs(llm: LLM, file: Path | None, max_tokens: int) -> tuple[Job, ...]:
     prompts = read_prompts(file, limit=None if file else 1)
-    texts = [llm.encode_chat(p.messages) if p.messages else llm.encode(p.prompt or "") for p in prompts]
+    token_lists = [llm.encode_chat(p.messages) if p.messages else llm.encode(p.prompt or "") for p in prompts]
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-    return tuple(Job(prompt=text[max_tokens - llm.parts.context :], params=params) for text in texts)
+    return tuple(Job(prompt=tokens[max_tokens - llm.parts.context :], params=params) for tokens in token_lists)
 
 
-def _warm(stand: Stand, compiled: bool) -> dict[str, Any]:
-    """Compile and record all that will be measured; and, before and after it, the time to the first token."""
-    house, seconds = stand.llm.parts, {}
-    first = _first_token(stand)
-    reach = max(*(len(job.prompt) + (job.params.max_tokens or 0) for job in stand.jobs), stand.cached + 80)
-    for name, model in zip(("target", "draft"), stand.models, strict=True):
-        if graphs := getattr(model, "graphs", None):
-            columns = (1, 1 + stand.k, *stand.nodes) if name == "target" else (1, 2)
-            vocab, steps = house.vocab if house.vocab < model.vocab else 0, (stand.k,) if name == "draft" else ()
-            length = min(reach, model.context)
-            graphs.warm(rows=1, length=length, columns=columns, steps=steps, vocab=vocab, compiled=compiled)
-            seconds[name] = {"seconds": graphs.seconds, "recorded": len(graphs.buckets()), "compiled": graphs.compiled}
-    for k in (0, stand.k):
-        for job in stand.jobs:
-            OutriderRunner("warm up", stand.llm, stand.planner, k=k).run([job])
-    return {"models": seconds, "first_token_ms_cold": first, "first_token_ms": _first_token(stand)}
+def _warm_up(setup: Setup, compiled: bool) -> dict[str, Any]:
+    """Compile and record everything that is measured. Return the times, and the time to the first token."""
+    parts = setup.llm.parts
+    first_token_cold = _first_token_ms(setup)
+    longest_job = max(len(job.prompt) + (job.params.max_tokens or 0) for job in setup.jobs)
+    max_length = max(longest_job, setup.cached + _MARGIN)
+    models = {}
+    for name, model in zip(("target", "draft"), setup.models, strict=True):
+        graphs = getattr(model, "graphs", None)
+        if graphs:
+            graphs.warm(
+                rows=1,
+                length=min(max_length, model.context),
+                columns=(1, 1 + setup.k, *setup.nodes) if name == "target" else (1, 2),
+                steps=(setup.k,) if name == "draft" else (),
+                vocab=parts.vocab if parts.vocab < model.vocab else 0,
+                compiled=compiled,
+            )
+            models[name] = {"seconds": graphs.seconds, "recorded": len(graphs.buckets()), "compiled": graphs.compiled}
+    for k in (0, setup.k):
+        for job in setup.jobs:
+            OutriderRunner("warm up", setup.llm, setup.planner, k=k).run([job])
+    return {"models": models, "first_token_ms_cold": first_token_cold, "first_token_ms": _first_token_ms(setup)}
 
 
-def _first_token(stand: Stand) -> float:
-    """Median over the prompts of the time from asking to the first token."""
-    stand.planner.k, took = stand.k, []
-    for job in stand.jobs:
+def _first_token_ms(setup: Setup) -> float:
+    """Return the median time from the request to the first token, over the prompts."""
+    setup.planner.k = setup.k
+    seconds = []
+    for job in setup.jobs:
         began = perf_counter()
-        stand.llm.generate([list(job.prompt)], replace(job.params, max_tokens=1))
-        took.append(perf_counter() - began)
-    return 1e3 * median(took)
+        setup.llm.generate([list(job.prompt)], replace(job.params, max_tokens=1))
+        seconds.append(perf_counter() - began)
+    return 1e3 * median(seconds)
 
 
-def _step(stand: Stand) -> dict[str, Any]:
-    """Passes of the target over one row; its bytes are the weights' and those of the cached text."""
-    target, house = stand.models[0], stand.llm.parts
-    before = max(read_bandwidth(house.device).values())
-    passes = {count: _pass(target, stand.cached, count) for count in stand.nodes}
-    took: dict[int, list[float]] = {count: [] for count in stand.nodes}
-    for _ in range(stand.rounds):
+def _measure_step(setup: Setup) -> dict[str, Any]:
+    """Time passes of the target over one sequence. A pass reads the weights and the cached keys and values."""
+    target = setup.models[0]
+    device = setup.llm.parts.device
+    bandwidth_before = max(read_bandwidth(device).values())
+    passes = {count: _pass(target, setup.cached, count) for count in setup.nodes}
+    seconds: dict[int, list[float]] = {count: [] for count in setup.nodes}
+    for _ in range(setup.rounds):
         for count, run in passes.items():
-            took[count].append(_seconds(run, house.device))
-    bandwidth = max(before, *read_bandwidth(house.device).values())
-    size = stand.weight_bytes + stand.cached * cache_bytes_per_token(stand.llm)
+            seconds[count].append(_seconds(run, device))
+    bandwidth = max(bandwidth_before, *read_bandwidth(device).values())
+    size = setup.weight_bytes + setup.cached * cache_bytes_per_token(setup.llm)
     limit = 1e3 * size / bandwidth
     return {
         "bytes": size,
         "read_bytes_per_s": bandwidth,
         "limit_ms": limit,
         "nodes": {
-            count: {"ms": 1e3 * median(all), "limit_share": limit / (1e3 * median(all)), "all_seconds": all}
-            for count, all in took.items()
+            count: {"ms": 1e3 * median(times), "limit_share": limit / (1e3 * median(times)), "all_seconds": times}
+            for count, times in seconds.items()
         },
     }
 
 
-def _race(stand: Stand) -> dict[str, Any]:
-    own = [OutriderRunner(name, stand.llm, stand.planner, k=k) for name, k in (("plain", 0), ("speculative", stand.k))]
-    contestants: list[Variant] = [*own, *stand.peers]
-    for peer in stand.peers:
-        peer.run(stand.jobs[:1])
-    rates, taus = {each.name: list[float]() for each in contestants}, list[float]()
-    for turn in range(stand.rounds):
-        for each in contestants[:: 1 if turn % 2 == 0 else -1]:
-            trials = [each.run([job]) for job in stand.jobs]
-            rates[each.name].append(sum(t.pace.tokens for t in trials) / sum(t.pace.seconds for t in trials))
-            if each.name == "speculative":
+def _measure_race(setup: Setup) -> dict[str, Any]:
+    """Measure the tokens/s of plain decoding, speculation and the peers in turns."""
+    variants: list[Variant] = [
+        OutriderRunner("plain", setup.llm, setup.planner, k=0),
+        OutriderRunner("speculative", setup.llm, setup.planner, k=setup.k),
+        *setup.peers,
+    ]
+    for peer in setup.peers:
+        peer.run(setup.jobs[:1])  # to warm up
+    rates = {variant.name: list[float]() for variant in variants}
+    taus = list[float]()
+    for round in range(setup.rounds):
+        for variant in variants[:: 1 if round % 2 == 0 else -1]:
+            trials = [variant.run([job]) for job in setup.jobs]
+            tokens = sum(trial.pace.tokens for trial in trials)
+            rates[variant.name].append(tokens / sum(trial.pace.seconds for trial in trials))
+            if variant.name == "speculative":
                 taus += [trial.stats.tau for trial in trials if trial.stats]
-    found: dict[str, Any] = {name: {"tokens_per_s": median(all), "all": all} for name, all in rates.items()}
-    ours = found["speculative"]["tokens_per_s"]
-    versus = {f"against_{name}": ours / all["tokens_per_s"] for name, all in found.items() if name != "speculative"}
-    return found | versus | {"tau": sum(taus) / len(taus)}
+    results: dict[str, Any] = {name: {"tokens_per_s": median(all), "all": all} for name, all in rates.items()}
+    speculative = results["speculative"]["tokens_per_s"]
+    ratios = {
+        f"against_{name}": speculative / result["tokens_per_s"]
+        for name, result in results.items()
+        if name != "speculative"
+    }
+    return results | ratios | {"tau": sum(taus) / len(taus)}
 
 
-def _round(stand: Stand) -> dict[str, Any]:
-    """A whole round of speculation, and of it the target's pass and the draft's steps as they take by themselves."""
-    (target, draft), house = stand.models, stand.llm.parts
-    own = OutriderRunner("speculative", stand.llm, stand.planner, k=stand.k)
-    took: dict[str, list[float]] = {"round": [], "target": [], "draft": []}
-    for _ in range(stand.rounds):
-        trials = [own.run([job]) for job in stand.jobs]
-        count = sum(trial.stats.rounds for trial in trials if trial.stats)
-        took["round"].append(sum(trial.pace.seconds for trial in trials) / max(count, 1))
-        steps = partial(draft.draft_greedy, _text(draft, stand.cached, stand.k), house.vocab)
-        took["target"].append(_seconds(_pass(target, stand.cached, 1 + stand.k), house.device))
-        took["draft"].append(_seconds(steps, house.device))
-    parts = {name: median(all) for name, all in took.items()}
-    beyond = parts["round"] - parts["target"] - parts["draft"]
+def _measure_round(setup: Setup) -> dict[str, Any]:
+    """Time a round of speculation, and separately the target's pass and the draft's steps in it."""
+    target, draft = setup.models
+    parts = setup.llm.parts
+    runner = OutriderRunner("speculative", setup.llm, setup.planner, k=setup.k)
+    seconds: dict[str, list[float]] = {"round": [], "target": [], "draft": []}
+    for _ in range(setup.rounds):
+        trials = [runner.run([job]) for job in setup.jobs]
+        rounds = sum(trial.stats.rounds for trial in trials if trial.stats)
+        seconds["round"].append(sum(trial.pace.seconds for trial in trials) / max(rounds, 1))
+        draft_steps = partial(draft.draft_greedy, _batch(draft, setup.cached, setup.k), parts.vocab)
+        seconds["target"].append(_seconds(_pass(target, setup.cached, 1 + setup.k), parts.device))
+        seconds["draft"].append(_seconds(draft_steps, parts.device))
+    medians = {name: median(times) for name, times in seconds.items()}
+    beyond = medians["round"] - medians["target"] - medians["draft"]
     return {
-        **{f"{name}_ms": 1e3 * seconds for name, seconds in parts.items()},
+        **{f"{name}_ms": 1e3 * value for name, value in medians.items()},
         "beyond_ms": 1e3 * beyond,
-        "beyond_percent": 100 * beyond / parts["round"],
-        "all_seconds": took,
+        "beyond_percent": 100 * beyond / medians["round"],
+        "all_seconds": seconds,
     }
 
 
-def _pass(target: Target, cached: int, columns: int) -> Callable[[], object]:
-    """A pass over the last token of a text and `columns` - 1 guesses behind it."""
-    batch = _text(target, cached, columns - 1)
-    draft = tree.chain(torch.ones(1, columns - 1, dtype=torch.int64, device=target.device), (columns - 1,))
+def _pass(target: Target, cached: int, count: int) -> Callable[[], object]:
+    """Return a function that runs a pass over `count` tokens: the last committed token and draft tokens after it."""
+    batch = _batch(target, cached, count - 1)
+    draft = tree.chain(torch.ones(1, count - 1, dtype=torch.int64, device=target.device), (count - 1,))
     return lambda: target.score(batch, draft)
 
 
 @torch.inference_mode()
-def _text(model: Target, cached: int, budget: int) -> Batch:
-    """A row in slot 0 with `cached` tokens in the cache and one more to feed."""
-    text = [3 + i % 100 for i in range(cached + 1)]
+def _batch(model: Target, cached: int, budget: int) -> Batch:
+    """Return a batch of one sequence in slot 0, with `cached` tokens in the cache and one token to feed."""
+    tokens = [3 + i % 100 for i in range(cached + 1)]
     request = Request(
-        id=0, prompt_token_ids=tuple(text), params=SamplingParams(), seed=0, end_ids=frozenset(), max_tokens=1
+        id=0, prompt_token_ids=tuple(tokens), params=SamplingParams(), seed=0, end_ids=frozenset(), max_tokens=1
     )
-    row = SequenceState(request=request, slot=0, token_ids=text)
-    model.cache.admit(0, text)
-    none = tree.empty(1, model.device)
-    feed = Batch(seqs=(row,), start=(0,), feed=(tuple(text[:-1]),), draft_budget=(0,))
-    model.cache.commit(tree.prefill_round(feed, none, model.score(feed, none)))
-    return Batch(seqs=(row,), start=(cached,), feed=(tuple(text[-1:]),), draft_budget=(budget,))
+    seq = SequenceState(request=request, slot=0, token_ids=tokens)
+    model.cache.admit(0, tokens)
+    no_draft = tree.empty(1, model.device)
+    prefill = Batch(seqs=(seq,), start=(0,), feed=(tuple(tokens[:-1]),), draft_budget=(0,))
+    model.cache.commit(tree.prefill_round(prefill, no_draft, model.score(prefill, no_draft)))
+    return Batch(seqs=(seq,), start=(cached,), feed=(tuple(tokens[-1:]),), draft_budget=(budget,))
 
 
 @torch.inference_mode()
 def _seconds(run: Callable[[], object], device: torch.device) -> float:
-    """Of one call, among several that the device does one after another."""
-    wait = partial(torch.cuda.synchronize, device) if device.type == "cuda" else list
+    """Return the seconds of one call, the mean of several calls without a wait between them."""
+    synchronize = partial(torch.cuda.synchronize, device) if device.type == "cuda" else list
     for _ in range(3):
-        run()
-    wait()
+        run()  # to warm up
+    synchronize()
     began = perf_counter()
     for _ in range(_REPEATS):
         run()
-    wait()
+    synchronize()
     return (perf_counter() - began) / _REPEATS
 
 
-def _about(stand: Stand) -> dict[str, Any]:
+def _conditions(setup: Setup) -> dict[str, Any]:
     models = {
         name: {
             "kernels": model.kernels,
@@ -283,29 +306,34 @@ def _about(stand: Stand) -> dict[str, Any]:
             "cache_bytes": model.cache.bytes(),
             "graph_bytes": getattr(model, "graph_bytes", lambda: 0)(),
         }
-        for name, model in zip(("target", "draft"), stand.models, strict=True)
+        for name, model in zip(("target", "draft"), setup.models, strict=True)
     }
     return {
         "models": models,
-        "prompts": len(stand.jobs),
-        "dtype": str(stand.llm.parts.dtype).removeprefix("torch."),
-        "hardware": machine.hardware(str(stand.llm.parts.device)),
+        "prompts": len(setup.jobs),
+        "dtype": str(setup.llm.parts.dtype).removeprefix("torch."),
+        "hardware": machine.hardware(str(setup.llm.parts.device)),
         "versions": machine.versions(),
         "commit": machine.commit(),
     }
 
 
 def _show(document: dict[str, Any]) -> None:
-    for count, each in document.get("step", {}).get("nodes", {}).items():
-        print(f"{count:4} nodes  {each['ms']:8.3f} ms  {each['limit_share']:.0%} of the limit")
-    for name in (name for name, each in document.get("race", {}).items() if isinstance(each, dict)):
-        print(f"{name:24} {document['race'][name]['tokens_per_s']:8.1f} tokens/s")
-    if took := document.get("round"):
-        parts = ", ".join(f"{name} {took[f'{name}_ms']:.3f} ms" for name in ("round", "target", "draft"))
-        print(f"{parts}; beyond these two {took['beyond_percent']:.1f}%")
+    for count, result in document.get("step", {}).get("nodes", {}).items():
+        print(f"{count:4} nodes  {result['ms']:8.3f} ms  {result['limit_share']:.0%} of the limit")
+    for name, result in document.get("race", {}).items():
+        if isinstance(result, dict):
+            print(f"{name:24} {result['tokens_per_s']:8.1f} tokens/s")
+    if result := document.get("round"):
+        parts = ", ".join(f"{name} {result[f'{name}_ms']:.3f} ms" for name in ("round", "target", "draft"))
+        print(f"{parts}; {result['beyond_percent']:.1f}% of the round is neither")
 
 
-ROWS: dict[str, Callable[[Stand], dict[str, Any]]] = {"step": _step, "race": _race, "round": _round}
+MEASUREMENTS: dict[str, Callable[[Setup], dict[str, Any]]] = {
+    "step": _measure_step,
+    "race": _measure_race,
+    "round": _measure_round,
+}
 
 if __name__ == "__main__":
     typer.run(main)

@@ -1,11 +1,11 @@
-"""Write a small trained Llama in the dimensions of a large one: the large one's cost, the small one's text.
+"""Inflate a small trained Llama to the dimensions of a large one: the cost of the large one, the text of the small one.
 
 python benchmarks/gpu/inflate_model.py --model DIR --out DIR --like 8b
 python benchmarks/gpu/inflate_model.py --model DIR --out DIR --hidden 1024 --layers 8 --heads 16 --kv-heads 4 --ffn 4096
 
-Of a pair inflate both, each to the dimensions it stands for, and give both the same --vocab. A dimension that is not
-given is the preset's, and without one the small model's. With --check, the greedy texts of the small model are scored
-by both. The last line is one JSON document.
+To inflate a pair, inflate the target and the draft to their own dimensions, and give both the same --vocab. A dimension
+that is not given is that of the preset, or without a preset that of the small model. With --check, both models score
+greedy outputs of the small model. The last line is one JSON document.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Size = Annotated[int | None, typer.Option(min=1)]
 def main(
     *,
     model: Annotated[Path, typer.Option(help="Folder of the small model.")],
-    out: Annotated[Path, typer.Option(help="Folder to make.")],
+    out: Annotated[Path, typer.Option(help="New folder.")],
     like: Annotated[str | None, typer.Option(help="Dimensions of Llama 3: 8b or 1b.")] = None,
     hidden: Size = None,
     layers: Size = None,
@@ -44,14 +44,14 @@ def main(
     kv_heads: Size = None,
     head_dim: Size = None,
     ffn: Size = None,
-    vocab: Annotated[int | None, typer.Option(help="Llama 3 has 128256; added tokens never win.", min=1)] = None,
-    untie: Annotated[bool, typer.Option("--untie", help="Give tied embeddings a head of its own.")] = False,
+    vocab: Annotated[int | None, typer.Option(help="Llama 3 has 128256; added tokens are never chosen.", min=1)] = None,
+    untie: Annotated[bool, typer.Option("--untie", help="Give tied embeddings a separate LM head.")] = False,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "bfloat16",
     seed: int = 0,
-    check: Annotated[int, typer.Option(help="Tokens of each greedy text to compare on; 0 for none.", min=0)] = 0,
+    check: Annotated[int, typer.Option(help="Tokens of each greedy output to compare; 0 for none.", min=0)] = 0,
     threads: Annotated[int | None, typer.Option(help="CPU threads. Default: torch's choice.")] = None,
 ) -> None:
-    """Write a small trained Llama in the dimensions of a large one."""
+    """Inflate a small trained Llama to the dimensions of a large one."""
     given: dict[str, Any] = {
         "hidden": hidden,
         "layers": layers,
@@ -68,45 +68,46 @@ def main(
             raise OutriderError(f"dtype {dtype!r} is unknown; use {', '.join(_DTYPES)}")
         if threads:
             torch.set_num_threads(threads)
-        start = perf_counter()
-        made = inflate_folder(model, out, dims, seed=seed, dtype=_DTYPES[dtype])
-        seconds = perf_counter() - start
+        began = perf_counter()
+        inflated = inflate_folder(model, out, dims, seed=seed, dtype=_DTYPES[dtype])
+        seconds = perf_counter() - began
     except OutriderError as error:
         Console(stderr=True).print(f"[red]error:[/] {error}", highlight=False)
         raise typer.Exit(1) from error
     agreements = _check(model, out, _DTYPES[dtype], check) if check else {}
-    _show(made, seconds, agreements)
-    print(json.dumps(_document(made, seconds, agreements) | {"seed": seed, "dtype": dtype}))
+    _show(inflated, seconds, agreements)
+    print(json.dumps(_document(inflated, seconds, agreements) | {"seed": seed, "dtype": dtype}))
 
 
 def _preset(name: str | None) -> Dims:
     if name is None:
         return Dims()
     if name not in PRESETS:
-        raise OutriderError(f"no preset {name!r}; use {', '.join(PRESETS)}")
+        raise OutriderError(f"preset {name!r} is unknown; use {', '.join(PRESETS)}")
     return PRESETS[name]
 
 
 def _check(small: Path, large: Path, dtype: torch.dtype, count: int) -> dict[str, Agreement]:
-    """The large against the small, and beside it what the precision alone does to the small."""
-    same, exact = load(small, dtype), load(small, torch.float32)
-    texts = greedy(same, small, read_prompts(), count)
-    floor = compare(exact, same, texts)
-    big = load(large, dtype)
+    """Compare the large model with the small one, and for reference the small one with itself in float32."""
+    small_model = load(small, dtype)
+    small_float32 = load(small, torch.float32)
+    outputs = greedy(small_model, small, read_prompts(), count)
+    small_from_float32 = compare(small_float32, small_model, outputs)
+    large_model = load(large, dtype)
     return {
-        "small, from float32": floor,
-        "inflated, from float32": compare(exact, big, texts),
-        "inflated, from small": compare(same, big, texts),
+        "small, from float32": small_from_float32,
+        "inflated, from float32": compare(small_float32, large_model, outputs),
+        "inflated, from small": compare(small_model, large_model, outputs),
     }
 
 
-def _document(made: Inflated, seconds: float, agreements: dict[str, Agreement]) -> dict[str, object]:
-    config = made.config
+def _document(inflated: Inflated, seconds: float, agreements: dict[str, Agreement]) -> dict[str, object]:
+    config = inflated.config
     return {
         "dims": {key: getattr(config, key) for key in _KEYS},
-        "parameters": made.parameters,
-        "zero_share": made.zeros / made.parameters,
-        "bytes": made.bytes,
+        "parameters": inflated.parameters,
+        "zero_share": inflated.zeros / inflated.parameters,
+        "bytes": inflated.bytes,
         "seconds": seconds,
         "agreement": {name: asdict(each) for name, each in agreements.items()},
         "hardware": machine.hardware("cpu"),
@@ -128,16 +129,16 @@ _KEYS = (
 )
 
 
-def _show(made: Inflated, seconds: float, agreements: dict[str, Agreement]) -> None:
+def _show(inflated: Inflated, seconds: float, agreements: dict[str, Agreement]) -> None:
     console = Console()
     console.print(
-        f"{made.parameters / 1e6:.0f}M parameters, {made.bytes / 1e9:.2f} GB in {made.files} file(s), "
-        f"{made.zeros / made.parameters:.2%} zero, {seconds:.1f} s",
+        f"{inflated.parameters / 1e6:.0f}M parameters, {inflated.bytes / 1e9:.2f} GB in {inflated.files} file(s), "
+        f"{inflated.zeros / inflated.parameters:.2%} zero, {seconds:.1f} s",
         highlight=False,
     )
     if not agreements:
         return
-    table = Table("difference of", "same token", "same text", "mean |logit|", "worst", "KL")
+    table = Table("difference of", "same token", "same output", "mean |logit|", "largest", "KL")
     for name, each in agreements.items():
         table.add_row(
             name,

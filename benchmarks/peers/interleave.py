@@ -1,9 +1,9 @@
-"""Measure engines against each other: the same prompts, in turns, one process active at a time.
+"""Measure engines against each other with the same prompts, in turns. One process is active at a time.
 
     python benchmarks/peers/interleave.py outrider:draft outrider:plain openvino:draft:k=8 llamacpp:plain:dtype=int8 \\
         --target DIR --draft DIR --python openvino=VENV/bin/python --converted openvino=DIR --converted llamacpp=DIR
 
-Prints a table for people and, as the last line of stdout, one JSON document.
+Prints a table and, as the last line of stdout, one JSON document.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from outrider.errors import OutriderError
 from outrider.system import machine
 
 ENGINES = ("outrider", "transformers", "openvino", "vllm", "llamacpp")
-_OPTIONS = ("k", "dtype")  # that one contestant can have for itself
-_REST = 0.05  # seconds between turns: threads of some engines wait actively for a while before they sleep
-_WIDTH = 110  # columns of a table that no terminal limits
-_AGAIN = 2  # times that a disturbed turn is repeated
+_OPTIONS = ("k", "dtype")  # options that can be set for a single contestant
+_PAUSE = 0.05  # seconds between turns: threads of some engines wait actively for a while before they sleep
+_WIDTH = 110  # columns of the table if the output is not a terminal
+_RETRIES = 2  # repetitions of a disturbed turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """One prompt, and the token ids that every engine must read."""
+    """One prompt, with the token ids that every engine must use."""
 
     category: str
     text: str
@@ -43,7 +43,7 @@ class Prompt:
 
 
 def main() -> None:
-    """Compare; exit code 2 when that cannot be done as asked, 1 when no contestant could be measured."""
+    """Compare the engines. The exit code is 2 for invalid arguments, and 1 if no contestant could be measured."""
     parser = _parser()
     args = parser.parse_args()
     progress = Console(stderr=True)
@@ -58,35 +58,35 @@ def main() -> None:
         workers, failed = start(plans)
     ready = {name: worker.ready for name, worker in workers.items()}
     try:
-        samples = list(_race(workers, prompts, args, failed))
+        samples = list(_interleave(workers, prompts, args, failed))
     finally:
         for worker in workers.values():
             worker.close()
-    report = _about(args) | {"contestants": document(plans, ready, failed, samples)}
+    report = _conditions(args) | {"contestants": document(plans, ready, failed, samples)}
     show(report, Console(width=None if sys.stdout.isatty() else _WIDTH))
     print(json.dumps(report))
     sys.exit(0 if len(failed) < len(plans) else 1)
 
 
-def _race(
+def _interleave(
     workers: Mapping[str, Worker], prompts: Sequence[Prompt], args: argparse.Namespace, failed: dict[str, str]
 ) -> Iterator[Sample]:
-    """Everyone over every prompt, round by round; who begins changes from prompt to prompt.
+    """Run all contestants over every prompt, round by round. The order rotates from prompt to prompt.
 
-    Round 0 warms up, with a prompt of each category, and is not reported: some engines compile for shapes that they
-    have not met before. Who fails once is out, with the reason in `failed`.
+    Round 0 warms up with a prompt of each category and is not reported, because some engines compile for new shapes. A
+    contestant that fails once is removed, and the reason is added to `failed`.
     """
-    warm = list({prompt.category: prompt for prompt in reversed(prompts)}.values())
+    warmup_prompts = list({prompt.category: prompt for prompt in reversed(prompts)}.values())
     console = Console(stderr=True)
     for round in range(args.rounds + 1):
-        for p, prompt in enumerate(prompts if round else warm):
-            names = [name for name in _rotated(list(workers), round + p) if name not in failed]
+        for i, prompt in enumerate(prompts if round else warmup_prompts):
+            names = [name for name in _rotated(list(workers), round + i) if name not in failed]
             for name in names:
                 try:
                     sample = _turn(name, workers, prompt, round, args)
                 except PeerError as error:
                     failed[name] = reason(error)
-                    console.print(f"{name} is out: {failed[name]}", highlight=False, markup=False)
+                    console.print(f"{name} has failed: {failed[name]}", highlight=False, markup=False)
                 else:
                     if round:
                         yield sample
@@ -95,14 +95,14 @@ def _race(
 
 
 def _rotated(names: list[str], by: int) -> list[str]:
-    turn = by % len(names) if names else 0
-    return names[turn:] + names[:turn]
+    start = by % len(names) if names else 0
+    return names[start:] + names[:start]
 
 
 def _turn(name: str, workers: Mapping[str, Worker], prompt: Prompt, round: int, args: argparse.Namespace) -> Sample:
-    """One turn, taken again when strangers kept the cores busy: engines that wait actively crawl then."""
+    """Run one turn. Repeat it if other processes used the cores: engines that wait actively become very slow then."""
     sample = _attempt(name, workers, prompt, round, args.max_tokens)
-    for _ in range(_AGAIN if round and args.patience > 0 else 0):
+    for _ in range(_RETRIES if round and args.patience > 0 else 0):
         if not disturbed(sample.foreign, sample.seconds):
             break
         wait_until_quiet(args.patience)
@@ -111,13 +111,18 @@ def _turn(name: str, workers: Mapping[str, Worker], prompt: Prompt, round: int, 
 
 
 def _attempt(name: str, workers: Mapping[str, Worker], prompt: Prompt, round: int, max_tokens: int) -> Sample:
-    sleep(_REST)
-    before, began = Usage.now(), perf_counter()
+    sleep(_PAUSE)
+    before = Usage.now()
+    began = perf_counter()
     answer = workers[name].ask(prompt.text, max_tokens)
-    seconds, spent = perf_counter() - began, Usage.now().since(before)
+    seconds = perf_counter() - began
+    usage = Usage.now().since(before)
     if answer.pop("prompt_ids") != prompt.ids:
-        raise PeerError("it read other token ids than the target's tokenizer gives, so it is not comparable")
-    others = {other: worker.session for other, worker in workers.items() if other != name}
+        raise PeerError("the engine used other token ids than the target's tokenizer, so it is not comparable")
+    idle = {}
+    for other, worker in workers.items():
+        if other != name:
+            idle[other] = usage.sessions.get(worker.session, 0.0)
     return Sample(
         name=name,
         round=round,
@@ -125,8 +130,8 @@ def _attempt(name: str, workers: Mapping[str, Worker], prompt: Prompt, round: in
         prompt=prompt.text,
         answer=answer,
         seconds=seconds,
-        idle={other: spent.sessions.get(session, 0.0) for other, session in others.items()},
-        foreign=spent.strangers([worker.session for worker in workers.values()]),
+        idle=idle,
+        foreign=usage.others([worker.session for worker in workers.values()]),
     )
 
 
@@ -139,53 +144,69 @@ def _parser() -> argparse.ArgumentParser:
         help=f"engines: {', '.join(ENGINES)}; modes: {', '.join(Mode)}. Ratios are to the first.",
     )
     add_common_arguments(parser)
-    parser.add_argument("--rounds", type=int, default=5, help="how often each prompt is measured (default: 5)")
+    parser.add_argument("--rounds", type=int, default=5, help="measurements of each prompt (default: 5)")
     parser.add_argument(
         "--patience",
         type=float,
         default=30.0,
         metavar="SECONDS",
-        help="wait so long for a quiet machine before a disturbed turn is repeated; 0 never repeats (default: 30)",
+        help="maximum wait for a quiet machine before a disturbed turn is repeated; 0 never repeats (default: 30)",
     )
-    for option, what in {"python": "its Python (default: this one)", "converted": "its models, converted"}.items():
-        parser.add_argument(f"--{option}", action="append", default=[], metavar="ENGINE=PATH", help=what)
+    parser.add_argument(
+        "--python",
+        action="append",
+        default=[],
+        metavar="ENGINE=PATH",
+        help="Python of an engine (default: this one)",
+    )
+    parser.add_argument(
+        "--converted",
+        action="append",
+        default=[],
+        metavar="ENGINE=PATH",
+        help="models in the format of an engine",
+    )
     return parser
 
 
 def _plans(args: argparse.Namespace) -> list[Plan]:
     if args.rounds < 1 or args.max_tokens < 2:
-        raise PeerError("--rounds must be at least 1, and --max-tokens 2: speed needs a first and a last token")
-    pythons, converted = (_by_engine(values) for values in (args.python, args.converted))
+        raise PeerError(
+            "--rounds must be at least 1 and --max-tokens at least 2, because speed needs a first and a last token"
+        )
+    pythons = _by_engine(args.python)
+    converted = _by_engine(args.converted)
     plans = []
     for name in dict.fromkeys(args.contestants):
         engine, _, rest = name.partition(":")
-        mode, *options = rest.split(":")
-        own = dict(option.partition("=")[::2] for option in options)
-        if engine not in ENGINES or mode not in list(Mode) or not set(own) <= set(_OPTIONS):
-            raise PeerError(f"contestant {name!r} is unknown; use ENGINE:MODE, as outrider:draft:k=8:dtype=int8")
-        asked = {"mode": mode, "target": args.target, "k": args.k, "dtype": args.dtype, "threads": args.threads}
-        places = {"draft": args.draft, "converted": converted.get(engine)}
-        asked |= {place: path for place, path in places.items() if path} | own
-        arguments = {option: str(value) for option, value in asked.items()}
-        plans.append(Plan(name=name, engine=engine, options=arguments, python=pythons.get(engine, sys.executable)))
+        mode, *option_texts = rest.split(":")
+        own_options = dict(text.partition("=")[::2] for text in option_texts)
+        if engine not in ENGINES or mode not in list(Mode) or not set(own_options) <= set(_OPTIONS):
+            raise PeerError(f"contestant {name!r} is unknown; use ENGINE:MODE, such as outrider:draft:k=8:dtype=int8")
+        options = {"mode": mode, "target": args.target, "k": args.k, "dtype": args.dtype, "threads": args.threads}
+        folders = {"draft": args.draft, "converted": converted.get(engine)}
+        options |= {option: folder for option, folder in folders.items() if folder}
+        options |= own_options
+        texts = {option: str(value) for option, value in options.items()}
+        plans.append(Plan(name=name, engine=engine, options=texts, python=pythons.get(engine, sys.executable)))
     return plans
 
 
 def _by_engine(values: Sequence[str]) -> dict[str, str]:
     pairs = dict(value.partition("=")[::2] for value in values)
-    if bad := [engine for engine, path in pairs.items() if engine not in ENGINES or not path]:
-        raise PeerError(f"{bad[0]!r} is no ENGINE=PATH; engines are {', '.join(ENGINES)}")
+    if invalid := [engine for engine, path in pairs.items() if engine not in ENGINES or not path]:
+        raise PeerError(f"{invalid[0]!r} is not of the form ENGINE=PATH; engines are {', '.join(ENGINES)}")
     return {engine: str(Path(path).expanduser()) for engine, path in pairs.items()}
 
 
-def _about(args: argparse.Namespace) -> dict[str, Any]:
-    import torch  # late: those who mistyped need not wait for it
+def _conditions(args: argparse.Namespace) -> dict[str, Any]:
+    import torch  # slow to import, so not before the arguments are checked
 
-    torch.set_num_threads(args.threads)  # for the report: nothing is computed here
-    shown = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
+    torch.set_num_threads(args.threads)  # only for the report: this process computes nothing
+    arguments = {name: str(value) if isinstance(value, Path) else value for name, value in vars(args).items()}
     return {
         "benchmark": "peers",
-        "arguments": shown,
+        "arguments": arguments,
         "hardware": machine.hardware("cuda" if torch.cuda.is_available() else "cpu"),
         "versions": machine.versions(),
         "commit": machine.commit(),

@@ -1,4 +1,4 @@
-"""llama.cpp: its `llama-server`, over a socket in a folder of its own."""
+"""A worker for llama.cpp: its `llama-server`, over a Unix socket."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ import worker
 from worker import NGRAM_SIZE, Arguments, Mode, PeerError, Run
 
 _PROGRAM = "llama-server"
-_PATIENCE = 120.0  # seconds for loading
+_LOAD_SECONDS = 120.0
 
 
 class LlamaCpp:
-    """A server process: its own clock from a completion's first token to its last, so no chunk has to be sent."""
+    """A server process. It measures the times itself, so the completion is not streamed."""
 
     packages: Sequence[str] = ()
 
     def __init__(self, args: Arguments) -> None:
         program = shutil.which(_PROGRAM)
         if program is None:
-            raise PeerError(f"{_PROGRAM} is not on the PATH (see README.md)")
+            raise PeerError(f"{_PROGRAM} is not on the PATH; install it (see README.md)")
         folder = tempfile.mkdtemp(prefix="peer-")
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
         self._socket = Path(folder) / "server.sock"
@@ -39,11 +39,14 @@ class LlamaCpp:
         with self._log.open("wb") as log:
             self._server = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         atexit.register(self._server.kill)
-        self.settings: Mapping[str, Any] = {"version": _version(program), "options": " ".join(_shown(options))}
-        self._wait()
+        self.settings: Mapping[str, Any] = {
+            "version": _version(program),
+            "options": " ".join(_without_folders(options)),
+        }
+        self._wait_until_ready()
 
     def complete(self, prompt: Sequence[int], max_tokens: int) -> Run:
-        asked = {
+        request = {
             "prompt": list(prompt),
             "n_predict": max_tokens,
             "temperature": 0.0,
@@ -51,28 +54,34 @@ class LlamaCpp:
             "cache_prompt": False,
             "return_tokens": True,
         }
-        status, answer = self._ask("POST", "/completion", json.dumps(asked))
+        status, answer = self._request("POST", "/completion", json.dumps(request))
         if status != http.client.OK:
             raise PeerError(f"{_PROGRAM} answered {status}: {answer.get('error', {}).get('message', '')}")
-        clock = answer["timings"]
-        if clock["prompt_n"] != len(prompt):
-            raise PeerError(f"{_PROGRAM} read {clock['prompt_n']} tokens of a prompt of {len(prompt)}")
-        seconds, ttft = clock["predicted_ms"] / 1e3, clock["prompt_ms"] / 1e3
-        return Run(prompt=prompt, tokens=answer["tokens"], opening=1, seconds=seconds, ttft=ttft)
+        timings = answer["timings"]
+        if timings["prompt_n"] != len(prompt):
+            raise PeerError(f"{_PROGRAM} processed {timings['prompt_n']} tokens of a prompt of {len(prompt)}")
+        return Run(
+            prompt=prompt,
+            tokens=answer["tokens"],
+            first_chunk_tokens=1,
+            seconds=timings["predicted_ms"] / 1e3,
+            ttft=timings["prompt_ms"] / 1e3,
+        )
 
-    def _wait(self) -> None:
-        limit = monotonic() + _PATIENCE
-        while monotonic() < limit and self._server.poll() is None:
+    def _wait_until_ready(self) -> None:
+        deadline = monotonic() + _LOAD_SECONDS
+        while monotonic() < deadline and self._server.poll() is None:
             try:
-                if self._ask("GET", "/health")[0] == http.client.OK:
+                if self._request("GET", "/health")[0] == http.client.OK:
                     return
             except OSError:  # it does not listen yet
                 pass
             sleep(0.1)
         lines = self._log.read_text("utf-8", "replace").split("\n")
-        raise PeerError(f"{_PROGRAM} did not become ready: {next(filter(None, reversed(lines)), 'it printed nothing')}")
+        last_line = next(filter(None, reversed(lines)), "it printed nothing")
+        raise PeerError(f"{_PROGRAM} did not become ready: {last_line}")
 
-    def _ask(self, method: str, path: str, body: str | None = None) -> tuple[int, dict[str, Any]]:
+    def _request(self, method: str, path: str, body: str | None = None) -> tuple[int, dict[str, Any]]:
         connection = _Connection(self._socket)
         try:
             connection.request(method, path, body, {"Content-Type": "application/json"})
@@ -83,7 +92,7 @@ class LlamaCpp:
 
 
 class _Connection(http.client.HTTPConnection):
-    """HTTP over a Unix socket: no port to find, nothing that anyone outside could reach."""
+    """HTTP over a Unix socket: it needs no free port and cannot be reached from outside."""
 
     def __init__(self, path: Path) -> None:
         super().__init__("localhost")
@@ -109,14 +118,14 @@ def _options(args: Arguments) -> list[str]:
     return options
 
 
-def _shown(options: Sequence[str]) -> list[str]:
-    """Options as a report quotes them: models by their names, wherever they lie."""
+def _without_folders(options: Sequence[str]) -> list[str]:
+    """Return the options for the report: model files without their folders."""
     return [Path(option).name if option.endswith(".gguf") else option for option in options]
 
 
 def _version(program: str) -> str:
-    done = subprocess.run([program, "--version"], capture_output=True, text=True, check=False)
-    lines = (done.stdout + done.stderr).splitlines()
+    completed = subprocess.run([program, "--version"], capture_output=True, text=True, check=False)
+    lines = (completed.stdout + completed.stderr).splitlines()
     return next((line.removeprefix("version: ") for line in lines if line.startswith("version")), "unknown")
 
 

@@ -1,4 +1,4 @@
-"""OpenVINO GenAI: `LLMPipeline`, alone, with a draft model, and with its prompt lookup."""
+"""A worker for OpenVINO GenAI: `LLMPipeline` alone, with a draft model, or with prompt lookup."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _DEVICE = "CPU"
 
 
 class OpenVino:
-    """A pipeline over models that `optimum-cli export openvino` wrote."""
+    """A pipeline over models of `optimum-cli export openvino`."""
 
     packages: Sequence[str] = ("openvino-genai", "openvino")
 
@@ -44,13 +44,13 @@ class OpenVino:
         import numpy as np
         import openvino as ov  # type: ignore[import-not-found]
 
-        marks: list[tuple[float, Sequence[int]]] = []
+        chunks: list[tuple[float, Sequence[int]]] = []
 
-        class Watch(self._genai.StreamerBase):  # type: ignore[name-defined,misc]
-            """Notes when tokens come, once a round."""
+        class Recorder(self._genai.StreamerBase):  # type: ignore[name-defined,misc]
+            """Records the tokens and the time of each round."""
 
             def write(self, tokens: int | Sequence[int]) -> Any:
-                marks.append((perf_counter(), [tokens] if isinstance(tokens, int) else list(tokens)))
+                chunks.append((perf_counter(), [tokens] if isinstance(tokens, int) else list(tokens)))
                 return running
 
             def end(self) -> None: ...
@@ -59,9 +59,9 @@ class OpenVino:
         ids = np.array([list(prompt)], dtype=np.int64)
         inputs = self._genai.TokenizedInputs(ov.Tensor(ids), ov.Tensor(np.ones_like(ids)))
         self._config.max_new_tokens = max_tokens
-        asked = perf_counter()
-        self._pipeline.generate(inputs, self._config, Watch())
-        return Run.of_marks(prompt, marks, asked)
+        began = perf_counter()
+        self._pipeline.generate(inputs, self._config, Recorder())
+        return Run.of_chunks(prompt, chunks, began)
 
 
 if __name__ == "__main__":

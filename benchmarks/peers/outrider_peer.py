@@ -1,4 +1,4 @@
-"""Outrider itself, through its public door and with its defaults."""
+"""A worker for Outrider itself: its Python API with the defaults."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from worker import Arguments, Mode, Precision, Run
 
 
 class Outrider:
-    """`LLM.stream`: a chunk is what one round committed."""
+    """`LLM.stream`. A chunk has the tokens that one round has committed."""
 
     packages: Sequence[str] = ("outrider", "torch", "transformers")
 
@@ -19,16 +19,17 @@ class Outrider:
         from outrider import LLM, SamplingParams
 
         args.refuse_converted()
-        proposers = {Mode.PLAIN: lambda: "none", Mode.NGRAM: lambda: "ngram", Mode.DRAFT: args.draft_folder}
-        proposer = proposers[args.mode]()
+        proposer = {Mode.PLAIN: "none", Mode.NGRAM: "ngram"}.get(args.mode)
+        if proposer is None:
+            proposer = f"draft:{args.draft_folder()}"
         precision: dict[str, Any] = {
             Precision.BF16: {"dtype": "bfloat16"},
             Precision.INT8: {"quantize": "int8"},
         }[args.dtype]
-        self._params = SamplingParams
+        self._params_class = SamplingParams
         self._llm = LLM(
             args.target,
-            proposer=f"draft:{proposer}" if args.mode is Mode.DRAFT else str(proposer),
+            proposer=proposer,
             k=args.k,
             threads=args.threads,
             max_num_seqs=1,
@@ -39,12 +40,13 @@ class Outrider:
         self.settings: Mapping[str, Any] = precision | {"verifier": self._llm.parts.verifier.name}
 
     def complete(self, prompt: Sequence[int], max_tokens: int) -> Run:
-        asked = perf_counter()
-        marks = []
-        for chunk in self._llm.stream(prompt, self._params(max_tokens=max_tokens, temperature=0.0)):
+        params = self._params_class(max_tokens=max_tokens, temperature=0.0)
+        chunks = []
+        began = perf_counter()
+        for chunk in self._llm.stream(prompt, params):
             if chunk.token_ids:
-                marks.append((perf_counter(), chunk.token_ids))
-        return Run.of_marks(prompt, marks, asked)
+                chunks.append((perf_counter(), chunk.token_ids))
+        return Run.of_chunks(prompt, chunks, began)
 
 
 if __name__ == "__main__":

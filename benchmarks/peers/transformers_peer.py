@@ -1,4 +1,4 @@
-"""transformers: `generate`, its assisted generation, and its prompt lookup."""
+"""A worker for transformers: `generate` alone, with assisted generation, or with prompt lookup."""
 
 from __future__ import annotations
 
@@ -11,60 +11,62 @@ from worker import NGRAM_SIZE, Arguments, Mode, PeerError, Precision, Run
 
 
 class Transformers:
-    """`model.generate` on torch's own kernels."""
+    """`model.generate` on torch kernels."""
 
     packages: Sequence[str] = ("transformers", "torch")
 
     def __init__(self, args: Arguments) -> None:
         args.refuse_converted()
         if args.dtype is Precision.INT8:
-            raise PeerError("transformers has no int8 weights without a further package; use --dtype bf16")
+            raise PeerError("transformers has no int8 weights without another package; use --dtype bf16")
         import torch
 
         torch.set_num_threads(args.threads)
         device = "cuda" if torch.cuda.is_available() else "cpu"
         self._torch = torch
-        self._model = _read(args.target, device)
+        self._model = _load(args.target, device)
         self._options: dict[str, Any] = {}
         if args.mode is Mode.DRAFT:
-            assistant = _read(args.draft_folder(), device)
-            # k is the most it guesses: by its default it stops earlier where the draft is unsure, which pays.
+            assistant = _load(args.draft_folder(), device)
+            # k is a maximum: by default the assistant stops earlier at a low confidence, which makes it faster.
             assistant.generation_config.num_assistant_tokens = args.k
             assistant.generation_config.num_assistant_tokens_schedule = "constant"
             self._options = {"assistant_model": assistant}
         elif args.mode is Mode.NGRAM:
             self._options = {"prompt_lookup_num_tokens": args.k, "max_matching_ngram_size": NGRAM_SIZE}
-        shown = {name: value for name, value in self._options.items() if name != "assistant_model"}
-        self.settings: Mapping[str, Any] = {"device": device, "dtype": "bfloat16"} | shown
+        options = {name: value for name, value in self._options.items() if name != "assistant_model"}
+        self.settings: Mapping[str, Any] = {"device": device, "dtype": "bfloat16"} | options
 
     def complete(self, prompt: Sequence[int], max_tokens: int) -> Run:
         torch = self._torch
         tokens = torch.tensor([list(prompt)], device=self._model.device)
-        seen, marks = len(prompt), []
+        num_seen = len(prompt)
+        chunks = []
 
-        def watch(text: Any, scores: Any, **_: Any) -> Any:
-            """A stopping criterion that stops nothing: it notes when tokens come, once a round."""
-            nonlocal seen
-            if text.is_cuda:
+        def record(input_ids: Any, scores: Any, **_: Any) -> Any:
+            """Record the tokens and the time of each round. As a stopping criterion it never stops."""
+            nonlocal num_seen
+            if input_ids.is_cuda:
                 torch.cuda.synchronize()
-            new, seen = text[0, seen:], text.shape[1]
-            marks.append((perf_counter(), new))
-            return torch.zeros(1, dtype=torch.bool, device=text.device)
+            chunk = input_ids[0, num_seen:]
+            num_seen = input_ids.shape[1]
+            chunks.append((perf_counter(), chunk))
+            return torch.zeros(1, dtype=torch.bool, device=input_ids.device)
 
-        asked = perf_counter()
+        began = perf_counter()
         with torch.inference_mode():
             self._model.generate(
                 tokens,
                 attention_mask=torch.ones_like(tokens),
                 max_new_tokens=max_tokens,
                 do_sample=False,
-                stopping_criteria=[watch],
+                stopping_criteria=[record],
                 **self._options,
             )
-        return Run.of_marks(prompt, [(at, new.tolist()) for at, new in marks], asked)
+        return Run.of_chunks(prompt, [(at, chunk.tolist()) for at, chunk in chunks], began)
 
 
-def _read(folder: Any, device: str) -> Any:
+def _load(folder: Any, device: str) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging

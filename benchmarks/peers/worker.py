@@ -1,14 +1,14 @@
-"""What the processes of all peers share: arguments, prompts as tokens, and the protocol on their pipes.
+"""The shared part of all workers: arguments, tokenization of prompts, and the protocol on their pipes.
 
-A worker loads its engine once and says so in one line. From then on it answers each line it reads with one line, and in
-between it is blocked on reading:
+A worker loads its engine once and reports this in one line. Then it answers each line of input with one line. In
+between it blocks on reading:
 
     <- {"ready": true, "load_seconds": s, "versions": {...}, "settings": {...}}
     -> {"prompt": text, "max_tokens": n}
-    <- {"tokens": n, "opening": m, "seconds_decode": s, "ttft": s, "text": text, "prompt_ids": [...]}
+    <- {"tokens": n, "first_chunk_tokens": m, "seconds_decode": s, "ttft": s, "text": text, "prompt_ids": [...]}
 
-or with {"error": reason in one line}. It runs under the Python of its engine, so it imports nothing of Outrider's that
-needs a package.
+or with {"error": reason in one line}. It runs with the Python of its engine, so it only imports modules of Outrider
+that need no other package.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from platform import python_version
 from time import perf_counter
 from typing import Any, Protocol, TextIO
 
-NGRAM_SIZE = 3  # tokens that prompt lookup matches at most
+NGRAM_SIZE = 3  # longest n-gram that prompt lookup matches, in tokens
 
-_CONTEXT = 4096  # tokens of prompt and completion that an engine makes room for, where the model allows as many
+_CONTEXT = 4096  # context length of an engine in tokens, if the model allows it
 _REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 class PeerError(ValueError):
-    """This engine cannot be measured as asked; the message is the reason, in one line."""
+    """The engine cannot be measured with these arguments. The message is one line."""
 
 
 class Mode(StrEnum):
-    """Where guesses come from."""
+    """The source of draft tokens."""
 
     PLAIN = "plain"
     DRAFT = "draft"
@@ -46,7 +46,7 @@ class Mode(StrEnum):
 
 
 class Precision(StrEnum):
-    """Of weights; activations and caches stay in bf16 or f16 unless an engine has no other way."""
+    """Precision of the weights. Activations and caches are in bf16 or f16 if the engine supports it."""
 
     BF16 = "bf16"
     INT8 = "int8"
@@ -54,7 +54,7 @@ class Precision(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arguments:
-    """What a worker is asked to load."""
+    """Arguments of a worker."""
 
     target: Path
     draft: Path | None
@@ -73,9 +73,9 @@ class Arguments:
         return self.draft
 
     def converted_model(self, folder: Path, suffix: str = "") -> Path:
-        """Where the converted form of a model lies: its folder's name and the precision, as in base-bf16."""
+        """Return the path of a converted model. Its name is that of the model's folder and the precision: base-bf16."""
         if self.converted is None:
-            raise PeerError("this engine reads models of its own format; give --converted DIR (see README.md)")
+            raise PeerError("this engine needs models in its own format; give --converted DIR (see README.md)")
         path = self.converted / f"{folder.name}-{self.dtype}{suffix}"
         if not path.exists():
             raise PeerError(f"{path} is missing; convert the model first (see README.md)")
@@ -83,7 +83,7 @@ class Arguments:
 
     def refuse_converted(self) -> None:
         if self.converted is not None:
-            raise PeerError("this engine reads the target as it is; leave --converted out")
+            raise PeerError("this engine loads the target without conversion; leave --converted out")
 
     def context(self) -> int:
         config = json.loads((self.target / "config.json").read_text("utf-8"))
@@ -92,62 +92,66 @@ class Arguments:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One completion and its clock."""
+    """One completion and its times."""
 
-    prompt: Sequence[int]  # as the engine read it
-    tokens: Sequence[int]  # completed
-    opening: int  # tokens that came with the first of them; 1, unless the first pass already verified guesses
+    prompt: Sequence[int]  # the token ids that the engine has used
+    tokens: Sequence[int]  # of the completion
+    first_chunk_tokens: int  # tokens that arrived with the first one; 1 unless the first pass verified draft tokens
     seconds: float  # from the first token to the last
-    ttft: float  # seconds from asking to the first token
+    ttft: float  # seconds from the request to the first token
 
     @classmethod
-    def of_marks(cls, prompt: Sequence[int], marks: Sequence[tuple[float, Sequence[int]]], asked: float) -> Run:
-        """From when tokens came, and which."""
-        if not marks:
-            raise PeerError("the engine completed nothing")
-        (first, opening), (last, _) = marks[0], marks[-1]
-        tokens = [token for _, some in marks for token in some]
-        return cls(prompt=prompt, tokens=tokens, opening=len(opening), seconds=last - first, ttft=first - asked)
+    def of_chunks(cls, prompt: Sequence[int], chunks: Sequence[tuple[float, Sequence[int]]], began: float) -> Run:
+        """Return a run from its chunks (time and tokens) and the time of its request."""
+        if not chunks:
+            raise PeerError("the engine returned no tokens")
+        first_at, first_chunk = chunks[0]
+        last_at, _ = chunks[-1]
+        return cls(
+            prompt=prompt,
+            tokens=[token for _, chunk in chunks for token in chunk],
+            first_chunk_tokens=len(first_chunk),
+            seconds=last_at - first_at,
+            ttft=first_at - began,
+        )
 
 
 class Engine(Protocol):
-    """A loaded engine: greedy, one prompt at a time."""
+    """A loaded engine that completes one prompt at a time, greedily."""
 
-    packages: Sequence[str]  # whose versions matter
-    settings: Mapping[str, Any]  # chosen for this engine, for the report
+    packages: Sequence[str]  # packages whose versions are reported
+    settings: Mapping[str, Any]  # settings of the engine, for the report
 
     def complete(self, prompt: Sequence[int], max_tokens: int) -> Run:
-        """Complete token ids, up to the end of text or `max_tokens`."""
+        """Complete a prompt until an end-of-text token, or up to `max_tokens`."""
 
 
 def add_common_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments that one worker and the comparison of all have in common."""
-    parser.add_argument(
-        "--target", type=Path, required=True, metavar="DIR", help="the model, as Hugging Face stores it"
-    )
+    """Add the arguments that workers and `interleave.py` share."""
+    parser.add_argument("--target", type=Path, required=True, metavar="DIR", help="the model in Hugging Face format")
     parser.add_argument("--draft", type=Path, metavar="DIR", help="its draft model")
-    parser.add_argument("--k", type=int, default=4, help="guesses a round (default: 4)")
+    parser.add_argument("--k", type=int, default=4, help="draft tokens per round (default: 4)")
     parser.add_argument("--dtype", type=Precision, default=Precision.BF16, help="weights: bf16 or int8 (default: bf16)")
-    parser.add_argument("--prompts", type=Path, metavar="FILE", help="JSON lines, as `outrider bench` reads them")
+    parser.add_argument("--prompts", type=Path, metavar="FILE", help="JSON lines, as for `outrider bench`")
     parser.add_argument("--limit", type=int, help="prompts of each category (default: all)")
-    parser.add_argument("--max-tokens", type=int, default=128, help="completed at most (default: 128)")
+    parser.add_argument("--max-tokens", type=int, default=128, help="longest completion (default: 128)")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: 2)")
 
 
 def main(load: Callable[[Arguments], Engine]) -> None:
-    """Load an engine and serve it: for the lines on stdin, or, with --prompts, for those of a file."""
+    """Load an engine and answer the requests of standard input, or with --prompts those of a file."""
     parser = argparse.ArgumentParser()
     add_common_arguments(parser)
     parser.add_argument("--mode", type=Mode, default=Mode.PLAIN, help="plain, draft or ngram (default: plain)")
     parser.add_argument("--converted", type=Path, metavar="DIR", help="models in the engine's own format")
-    given = parser.parse_args()
-    args = Arguments(**{field.name: getattr(given, field.name) for field in fields(Arguments)})
-    os.environ["OMP_NUM_THREADS"] = str(args.threads)  # read when an engine is imported
+    parsed = parser.parse_args()
+    args = Arguments(**{field.name: getattr(parsed, field.name) for field in fields(Arguments)})
+    os.environ["OMP_NUM_THREADS"] = str(args.threads)  # engines read it when they are imported
     sys.exit(_serve(load, args, claim_stdout()))
 
 
 def claim_stdout() -> TextIO:
-    """The pipe of the protocol, ours alone: what engines print goes to stderr from now on."""
+    """Return the pipe of the protocol. Redirect everything else that is printed to standard error."""
     pipe = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
     os.dup2(2, 1)
     return pipe
@@ -158,7 +162,7 @@ def _serve(load: Callable[[Arguments], Engine], args: Arguments, pipe: TextIO) -
     try:
         tokenizer = read_tokenizer(args.target)
         engine = load(args)
-    except Exception as error:  # whatever an engine throws is a row of the table, not the end of it
+    except Exception as error:  # an engine may raise anything; the error becomes a row of the table
         print(json.dumps({"error": reason(error)}), file=pipe)
         return 1
     ready = {
@@ -172,7 +176,7 @@ def _serve(load: Callable[[Arguments], Engine], args: Arguments, pipe: TextIO) -
         try:
             prompt = encode(tokenizer, request["prompt"])
             answer = _answer(engine.complete(prompt, request["max_tokens"]), tokenizer)
-        except Exception as error:  # as above
+        except Exception as error:  # as above: it becomes a row of the table
             answer = {"error": reason(error)}
         print(json.dumps(answer), file=pipe)
     return 0
@@ -189,7 +193,7 @@ def _requests(args: Arguments) -> Iterator[dict[str, Any]]:
 def _answer(run: Run, tokenizer: Any) -> dict[str, Any]:
     return {
         "tokens": len(run.tokens),
-        "opening": run.opening,
+        "first_chunk_tokens": run.first_chunk_tokens,
         "seconds_decode": run.seconds,
         "ttft": run.ttft,
         "text": tokenizer.decode(list(run.tokens), skip_special_tokens=True),
@@ -198,8 +202,8 @@ def _answer(run: Run, tokenizer: Any) -> dict[str, Any]:
 
 
 def read_texts(file: Path | None, target: Path, *, limit: int | None) -> list[tuple[str, str]]:
-    """Category and text of each prompt; a conversation is written out by the target's chat template."""
-    sys.path.append(str(_REPOSITORY))  # its reader of prompts needs the standard library alone
+    """Return category and text of each prompt. The target's chat template turns a conversation into text."""
+    sys.path.append(str(_REPOSITORY))  # the Python of an engine does not have Outrider
     from outrider.measure.prompts import read_prompts
 
     prompts = read_prompts(file, limit=limit)
@@ -207,17 +211,17 @@ def read_texts(file: Path | None, target: Path, *, limit: int | None) -> list[tu
         return [(prompt.category, prompt.prompt or "") for prompt in prompts]
     from transformers import AutoTokenizer
 
-    template = AutoTokenizer.from_pretrained(target, local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(target, local_files_only=True)
 
-    def text(messages: Sequence[Mapping[str, str]]) -> str:
-        turns = [dict(message) for message in messages]
-        return str(template.apply_chat_template(turns, add_generation_prompt=True, tokenize=False))
+    def chat_text(messages: Sequence[Mapping[str, str]]) -> str:
+        conversation = [dict(message) for message in messages]
+        return str(tokenizer.apply_chat_template(conversation, add_generation_prompt=True, tokenize=False))
 
-    return [(prompt.category, prompt.prompt or text(prompt.messages or ())) for prompt in prompts]
+    return [(prompt.category, prompt.prompt or chat_text(prompt.messages or ())) for prompt in prompts]
 
 
 def read_tokenizer(folder: Path) -> Any:
-    """The target's own tokenizer, which all engines share: each is handed token ids."""
+    """Return the target's tokenizer. All engines get token ids from it."""
     from tokenizers import Tokenizer
 
     file = folder / "tokenizer.json"
@@ -227,32 +231,32 @@ def read_tokenizer(folder: Path) -> Any:
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
-    """Token ids; the text itself says where special tokens stand."""
+    """Return the token ids of a text. No special tokens are added: the text contains its own."""
     return list(tokenizer.encode(text, add_special_tokens=False).ids)
 
 
 def end_ids(folder: Path) -> list[int]:
-    """Tokens that end a completion."""
+    """Return the tokens that end a completion."""
     for name in ("generation_config.json", "config.json"):
         file = folder / name
-        ends = json.loads(file.read_text("utf-8")).get("eos_token_id") if file.is_file() else None
-        if ends is not None:
-            return list(ends) if isinstance(ends, list) else [ends]
-    raise PeerError(f"{folder} names no eos_token_id")
+        ids = json.loads(file.read_text("utf-8")).get("eos_token_id") if file.is_file() else None
+        if ids is not None:
+            return list(ids) if isinstance(ids, list) else [ids]
+    raise PeerError(f"{folder} has no eos_token_id; add it to generation_config.json")
 
 
 def reason(error: BaseException) -> str:
-    """An error in one line."""
+    """Return an error as one line."""
     if isinstance(error, ModuleNotFoundError):
-        return f"{error.name} is not installed for the Python of this engine (see README.md)"
+        return f"{error.name} is not installed for the Python of this engine; install it (see README.md)"
     line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     return line if isinstance(error, PeerError) else f"{type(error).__name__}: {line}"
 
 
 def installed(packages: Sequence[str]) -> dict[str, str]:
-    """Of those that are installed: some engines go by several names."""
-    found = {}
+    """Return the versions of the packages that are installed. Some engines have several package names."""
+    versions = {}
     for name in packages:
         with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
+            versions[name] = version(name)
+    return versions

@@ -1,7 +1,8 @@
-"""`outrider serve`, whose engine also runs without the server around it: asked by `launch.Server.bare`.
+"""Run `outrider serve` with an engine that also completes requests without the server (see `launch.Server.bare`).
 
-What stands on the command line goes to `outrider`. Lists of requests come in as JSON lines, [tokens, seconds] of each
-list go out; nothing may be asked of the server meanwhile. Two processes would differ by more than a server costs.
+The command line is that of `outrider`. Each line of standard input is a JSON list of requests. The answer is a line
+[tokens, seconds] on standard output. The server must be idle meanwhile. Server and engine are measured in one process,
+because two processes would differ by more than the overhead of the server.
 """
 
 from __future__ import annotations
@@ -18,29 +19,32 @@ from outrider.cli.app import app
 from outrider.core.params import SamplingParams
 
 
-class Driver(outrider.serve.async_llm.AsyncLLM):
-    """One that takes lists of requests from standard input, too."""
+class BenchmarkLLM(outrider.serve.async_llm.AsyncLLM):
+    """An `AsyncLLM` that also takes lists of requests from standard input."""
 
     def start(self) -> None:
         super().start()
-        Thread(target=self._obey, daemon=True).start()
+        Thread(target=self._serve_stdin, daemon=True).start()
 
-    def _obey(self) -> None:
-        done = SimpleQueue[tuple[int, float]]()
+    def _serve_stdin(self) -> None:
+        results = SimpleQueue[tuple[int, float]]()
         for line in sys.stdin:
             bodies = json.loads(line)
-            self._notes.put(lambda bodies=bodies: done.put(self._bare(bodies)))
-            print(json.dumps(done.get()), flush=True)
+            self._commands.put(lambda bodies=bodies: results.put(self._complete(bodies)))
+            print(json.dumps(results.get()), flush=True)
 
-    def _bare(self, bodies: list[dict[str, Any]]) -> tuple[int, float]:
-        """Tokens and seconds of such requests, one after another, with nobody told of them."""
-        llm, watch, tokens, began = self._llm, self._llm.engine.on_round, 0, perf_counter()
+    def _complete(self, bodies: list[dict[str, Any]]) -> tuple[int, float]:
+        """Complete requests one after another, without the callback of the server. Return tokens and seconds."""
+        llm = self._llm
+        on_round = llm.engine.on_round
+        tokens = 0
+        began = perf_counter()
         llm.engine.on_round = None
         for body in bodies:
             prompt = llm.encode_chat(body["messages"]) if "messages" in body else body["prompt"]
             (completion,) = llm.generate([prompt], _params(body))
             tokens += len(completion.token_ids)
-        llm.engine.on_round = watch
+        llm.engine.on_round = on_round
         return tokens, perf_counter() - began
 
 
@@ -55,5 +59,5 @@ def _params(body: dict[str, Any]) -> SamplingParams:
 
 
 if __name__ == "__main__":
-    outrider.serve.async_llm.AsyncLLM = Driver  # type: ignore[misc]
+    outrider.serve.async_llm.AsyncLLM = BenchmarkLLM  # type: ignore[misc]
     app()

@@ -1,4 +1,4 @@
-"""A server to measure, in a process of its own, and its bare engine."""
+"""Starts a server to measure in a separate process, and gives access to its engine."""
 
 from __future__ import annotations
 
@@ -17,33 +17,37 @@ from typing import Any
 
 import httpx
 
-_PATIENCE = 600.0  # seconds for a server to come up, and to come to rest
-_ENGINE = Path(__file__).parent / "engine.py"
+_TIMEOUT = 600.0  # seconds until a server has started, or is idle
+_ENGINE_SCRIPT = Path(__file__).parent / "engine.py"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Server:
-    """Where it is; its process is None where somebody else runs it."""
+    """A running server."""
 
-    url: str  # that of /v1
-    process: subprocess.Popen[str] | None
+    url: str  # with /v1
+    process: subprocess.Popen[str] | None  # None: another program runs it
 
     def kilobytes(self) -> int:
-        """Resident memory of the process, its file mappings aside: those are weights."""
+        """Return the resident memory of the process without file mappings, which are weights."""
         assert self.process is not None
         status = Path(f"/proc/{self.process.pid}/status").read_text()
-        found = re.search(r"RssAnon:\s+(\d+)", status)
-        assert found is not None
-        return int(found[1])
+        match = re.search(r"RssAnon:\s+(\d+)", status)
+        assert match is not None
+        return int(match[1])
 
     def gauges(self) -> dict[str, float]:
-        """What /metrics says, by name and labels as they are written."""
+        """Return the values of /metrics, by name and labels as text."""
         text = httpx.get(self.url.removesuffix("/v1") + "/metrics").text
         pairs = (line.rsplit(" ", 1) for line in text.splitlines() if line and line[0] != "#")
         return {name: float(value) for name, value in pairs}
 
     def bare(self, bodies: list[dict[str, Any]]) -> tuple[int, float]:
-        """Tokens and seconds of such requests, one after another, of its engine alone; it must be idle."""
+        """Complete requests one after another with the engine only. The server must be idle.
+
+        Returns:
+            Tokens and seconds.
+        """
         assert self.process is not None
         assert self.process.stdin is not None
         assert self.process.stdout is not None
@@ -52,40 +56,40 @@ class Server:
         return tokens, seconds
 
     def rest(self) -> dict[str, float]:
-        """Wait until nothing runs and nothing waits; returns the gauges then.
+        """Wait until no request runs or waits. Return the gauges.
 
         Raises:
-            RuntimeError: something runs on: a slot is lost.
+            RuntimeError: a request still runs or waits after the timeout, so a slot has leaked.
         """
-        until = time.monotonic() + _PATIENCE
-        while time.monotonic() < until:
+        deadline = time.monotonic() + _TIMEOUT
+        while time.monotonic() < deadline:
             gauges = self.gauges()
             if not gauges["outrider_num_requests_running"] and not gauges["outrider_num_requests_waiting"]:
                 return gauges
             time.sleep(0.2)
-        raise RuntimeError(f"requests are still open: {self.gauges()}")
+        raise RuntimeError(f"requests still run or wait: {self.gauges()}")
 
 
 @contextmanager
 def served(options: list[str], *, bare: bool = False) -> Iterator[Server]:
-    """`outrider serve` with such options, until the end of the block; on request its engine can be had bare."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
-    program = [_ENGINE] if bare else ["-m", "outrider"]
+    """Run `outrider serve` with these options until the end of the block. `bare` enables `Server.bare`."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    program = [_ENGINE_SCRIPT] if bare else ["-m", "outrider"]
     pipe = subprocess.PIPE if bare else None
     process = subprocess.Popen(
         [sys.executable, *program, "serve", "--port", str(port), *options], stdin=pipe, stdout=pipe, text=True
     )
     try:
-        until = time.monotonic() + _PATIENCE
+        deadline = time.monotonic() + _TIMEOUT
         while True:
             try:
                 httpx.get(f"http://127.0.0.1:{port}/health")
                 break
             except httpx.TransportError:
-                if process.poll() is not None or time.monotonic() > until:
-                    raise RuntimeError("the server did not come up; its own words are above") from None
+                if process.poll() is not None or time.monotonic() > deadline:
+                    raise RuntimeError("the server did not start; see its output above") from None
                 time.sleep(0.2)
         yield Server(url=f"http://127.0.0.1:{port}/v1", process=process)
     finally:

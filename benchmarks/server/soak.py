@@ -1,14 +1,14 @@
-"""Many streams for minutes on end: no error, no leak, and every text as it is alone.
+"""Run many streams against a server for minutes or hours, and check for errors, leaks and changed outputs.
 
 python benchmarks/server/soak.py -- --max-num-seqs 64 --dtype float32
 python benchmarks/server/soak.py --minutes 60 -- --target DIR --proposer draft:DIR2 --max-num-seqs 64 --dtype float32
 
-What stands behind -- goes to `outrider serve`. A number of requests is drawn, of mixed lengths, temperatures, penalties
-and seeds. Each is first answered alone. Then many streams ask them in random order, some of which hang up midway, and
-each text must be the one from before, or begin it. Meanwhile the server's memory is watched: after a warm-up it may not
-grow. In the end nothing may run and no block of the cache may be held. Texts are the same on the native kernels in
-any precision; on torch's, even in float32, rounding parts one now and then. The last line is one JSON document; the
-exit status is 1 if anything failed.
+The options after -- are those of `outrider serve`. The script generates a pool of requests with mixed lengths,
+temperatures, penalties and seeds. First each request is sent alone. Then many streams send them in random order, and
+some are cancelled midway. Each text must equal that of the request alone, or be a prefix of it. The memory of the
+server must not grow after a warm-up. At the end no request may run, and no block of the KV cache may be in use. On the
+native kernels the texts are equal in any precision. On torch, even in float32, rounding changes one now and then. The
+last line is one JSON document. The exit status is 1 if a check has failed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import typer
 from rich.console import Console
@@ -37,57 +37,74 @@ from outrider.loadgen.workload import PlannedRequest, plan_requests
 from outrider.measure.prompts import read_prompts
 from outrider.system.machine import commit, hardware, versions
 
-_LOOK = 2.0  # seconds between two looks at the server's memory
-_HELD = (
+_MEMORY_INTERVAL = 2.0  # seconds between two measurements of the server's memory
+_IDLE_GAUGES = (  # must be the same before and after the test
     "outrider_num_requests_running",
     "outrider_num_requests_waiting",
     "outrider_max_num_seqs",
     'outrider_kv_cache_blocks{state="held"}',
 )
-_WARM = 0.3  # of the time, after which memory may not grow
+_WARMUP_SHARE = 0.3  # of the duration, during which memory may grow
 
 
 @dataclass(slots=True)
-class Soak:
-    """What came of it."""
+class SoakResult:
+    """The results so far."""
 
     answers: int = 0
     cancelled: int = 0
     tokens: int = 0
     errors: list[str] = field(default_factory=list)
-    different: list[int] = field(default_factory=list)  # numbers of requests whose text was another
+    different: list[int] = field(default_factory=list)  # numbers of the requests with another text than alone
     gaps: list[float] = field(default_factory=list)
     memory: list[tuple[float, int]] = field(default_factory=list)  # seconds, kilobytes
 
-    def note(self, asked: RequestResult, alone: str) -> None:
-        self.answers += asked.done
-        self.cancelled += asked.cancelled
-        self.tokens += asked.tokens
-        self.errors += [asked.error] if asked.error else []
-        self.gaps += asked.inter_token_latencies if asked.done else []
-        if asked.text != alone if asked.done else not alone.startswith(asked.text):
-            self.different.append(asked.number)
+    def add(self, result: RequestResult, text_alone: str) -> None:
+        """Count the result of a request. `text_alone` is its text when it was sent alone."""
+        self.answers += result.done
+        self.cancelled += result.cancelled
+        self.tokens += result.tokens
+        if result.error:
+            self.errors.append(result.error)
+        if result.done:
+            self.gaps += result.inter_token_latencies
+            is_same = result.text == text_alone
+        else:
+            is_same = text_alone.startswith(result.text)
+        if not is_same:
+            self.different.append(result.number)
 
     def growth(self, seconds: float) -> float:
-        """Of memory: the most of the last third against the most around the end of the warm-up."""
-        early = [size for at, size in self.memory if _WARM / 2 * seconds <= at < _WARM * seconds]
+        """Return the relative growth of memory: the maximum of the last third over that near the end of the warm-up."""
+        warmup_end = _WARMUP_SHARE * seconds
+        early = [size for at, size in self.memory if _WARMUP_SHARE / 2 * seconds <= at < warmup_end]
         late = [size for at, size in self.memory if at >= 2 / 3 * seconds]
         return max(late) / max(early) - 1 if early and late else 0.0
 
 
+class SoakRun(NamedTuple):
+    """The results of a test, and the gauges of the idle server before and after it."""
+
+    result: SoakResult
+    before: dict[str, float]
+    after: dict[str, float]
+    num_alone: int  # requests that were sent alone
+
+
 def main(
-    options: Annotated[list[str] | None, typer.Argument(help="For `outrider serve`, behind --.")] = None,
+    options: Annotated[list[str] | None, typer.Argument(help="Options of `outrider serve`, after --.")] = None,
     *,
     minutes: Annotated[float, typer.Option(min=0.05)] = 10.0,
     streams: Annotated[int, typer.Option(min=1)] = 64,
-    pool: Annotated[int, typer.Option(min=1, help="Different requests.")] = 192,
-    cancel: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share that hangs up midway.")] = 0.15,
+    pool: Annotated[int, typer.Option(min=1, help="Number of different requests.")] = 192,
+    cancel: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of requests that are cancelled.")] = 0.15,
     max_tokens: Annotated[int, typer.Option(min=8)] = 256,
-    growth: Annotated[float, typer.Option(min=0.0, help="Of memory, at most.")] = 0.05,
+    growth: Annotated[float, typer.Option(min=0.0, help="Maximum growth of memory.")] = 0.05,
     prompts: Annotated[str | None, typer.Option(metavar="FILE", help="JSON lines. Default: an embedded set.")] = None,
     seed: int = 0,
 ) -> None:
-    """Soak, and say what came of it."""
+    """Run the test and print its results."""
+    seconds = 60 * minutes
     with served(list(options or ())) as server:
         load = Settings(
             base_url=server.url,
@@ -98,14 +115,17 @@ def main(
             cancel=cancel,
             seed=seed,
         )
-        soak, before, after, alone = asyncio.run(_soak(load, server, seconds=60 * minutes, streams=streams))
+        run = asyncio.run(_soak(load, server, seconds=seconds, streams=streams))
+    result = run.result
     failures = {
-        "requests went wrong": len(soak.errors),
-        "texts were not the same as alone": len(soak.different),
-        "memory grew too much": int(soak.growth(60 * minutes) > growth),
-        **{f"{name} was {before[name]:g} and is {after[name]:g}": 1 for name in before if before[name] != after[name]},
+        "requests failed": len(result.errors),
+        "texts differ from those alone": len(result.different),
+        "memory grew too much": int(result.growth(seconds) > growth),
     }
-    _show(soak, failures, 60 * minutes)
+    for name, before in run.before.items():
+        if run.after[name] != before:
+            failures[f"{name} was {before:g} and is {run.after[name]:g}"] = 1
+    _show(result, failures, seconds)
     document = {
         "benchmark": "serving soak",
         "server": list(options or ()),
@@ -114,16 +134,16 @@ def main(
         "hardware": hardware("cpu"),
         "versions": versions(),
         "commit": commit(),
-        "answers": soak.answers,
-        "cancelled": soak.cancelled,
-        "tokens": soak.tokens,
-        "alone": alone,
-        "errors": soak.errors[:20],
-        "different": sorted(set(soak.different)),
-        "between_tokens_ms": points(soak.gaps),
-        "memory_growth": round(soak.growth(60 * minutes), 4),
-        "memory_kb": [size for _, size in soak.memory],
-        "at_rest": after,
+        "answers": result.answers,
+        "cancelled": result.cancelled,
+        "tokens": result.tokens,
+        "alone": run.num_alone,
+        "errors": result.errors[:20],
+        "different": sorted(set(result.different)),
+        "between_tokens_ms": points(result.gaps),
+        "memory_growth": round(result.growth(seconds), 4),
+        "memory_kb": [size for _, size in result.memory],
+        "at_rest": run.after,
         "passed": not any(failures.values()),
     }
     print(json.dumps(document))
@@ -131,62 +151,62 @@ def main(
         raise typer.Exit(1)
 
 
-async def _soak(
-    load: Settings, server: Server, *, seconds: float, streams: int
-) -> tuple[Soak, dict[str, float], dict[str, float], int]:
-    """What came of it, what the server held before and after, and how many were answered alone."""
+async def _soak(load: Settings, server: Server, *, seconds: float, streams: int) -> SoakRun:
     async with connected(load) as (client, model):
-        wants = plan_requests(load, read_prompts(load.prompts), model)
-        patient = [PlannedRequest(path=want.path, body=want.body) for want in wants]
-        first = [await client.ask(want, i) for i, want in enumerate(patient)]
-        if wrong := [each.error for each in first if each.error]:
-            raise RuntimeError(f"{len(wrong)} requests went wrong alone, the first: {wrong[0]}")
-        texts = [each.text for each in first]
-        before, soak, chance = _held(server), Soak(), random.Random(load.seed)
+        requests = plan_requests(load, read_prompts(load.prompts), model)
+        uncancelled = [PlannedRequest(path=request.path, body=request.body) for request in requests]
+        results_alone = [await client.ask(request, i) for i, request in enumerate(uncancelled)]
+        if errors := [result.error for result in results_alone if result.error]:
+            raise RuntimeError(f"{len(errors)} requests failed alone, the first: {errors[0]}")
+        texts = [result.text for result in results_alone]
+        before = _idle_gauges(server)
+        soak = SoakResult()
+        generator = random.Random(load.seed)
         began = time.monotonic()
 
-        async def one_by_one() -> None:
+        async def stream() -> None:
             while time.monotonic() - began < seconds:
-                number = chance.randrange(len(wants))
-                soak.note(await client.ask(wants[number], number), texts[number])
+                number = generator.randrange(len(requests))
+                soak.add(await client.ask(requests[number], number), texts[number])
 
-        watch = asyncio.create_task(_watch(server, soak, began))
-        await asyncio.gather(*(one_by_one() for _ in range(streams)))
-        watch.cancel()
-    return soak, before, _held(server), len(texts)
+        memory_task = asyncio.create_task(_record_memory(server, soak, began))
+        await asyncio.gather(*(stream() for _ in range(streams)))
+        memory_task.cancel()
+    return SoakRun(result=soak, before=before, after=_idle_gauges(server), num_alone=len(texts))
 
 
-async def _watch(server: Server, soak: Soak, began: float) -> None:
+async def _record_memory(server: Server, soak: SoakResult, began: float) -> None:
     while True:
         soak.memory.append((time.monotonic() - began, server.kilobytes()))
-        await asyncio.sleep(_LOOK)
+        await asyncio.sleep(_MEMORY_INTERVAL)
 
 
-def _held(server: Server) -> dict[str, float]:
-    """What is held at rest: requests, slots, and blocks of the cache by those who run."""
+def _idle_gauges(server: Server) -> dict[str, float]:
+    """Return requests, slots, and used blocks of the KV cache when the server is idle."""
     gauges = server.rest()
-    return {name: gauges[name] for name in _HELD}
+    return {name: gauges[name] for name in _IDLE_GAUGES}
 
 
-def _show(soak: Soak, failures: dict[str, int], seconds: float) -> None:
+def _show(result: SoakResult, failures: dict[str, int], seconds: float) -> None:
     table = Table(title=f"{seconds / 60:g} minutes")
-    for name in ("answers", "hung up", "tokens/s", "between tokens ms p50 p99", "MiB at first", "at last", "growth"):
+    for name in ("answers", "cancelled", "tokens/s", "between tokens ms p50 p99", "MiB at first", "at last", "growth"):
         table.add_column(name, justify="right")
-    gaps, sizes = points(soak.gaps), [size for _, size in soak.memory]
+    gaps = points(result.gaps)
+    sizes = [size for _, size in result.memory]
     table.add_row(
-        str(soak.answers),
-        str(soak.cancelled),
-        f"{soak.tokens / seconds:.0f}",
+        str(result.answers),
+        str(result.cancelled),
+        f"{result.tokens / seconds:.0f}",
         f"{gaps['p50']:.1f} {gaps['p99']:.1f}" if gaps else "",
         f"{sizes[0] / 1024:.0f}",
         f"{sizes[-1] / 1024:.0f}",
-        f"{soak.growth(seconds):+.1%}",
+        f"{result.growth(seconds):+.1%}",
     )
     console = Console(width=120)
     console.print(table)
-    for what, count in failures.items():
+    for description, count in failures.items():
         if count:
-            console.print(f"failed: {what} ({count})", style="red")
+            console.print(f"failed: {description} ({count})", style="red")
 
 
 if __name__ == "__main__":

@@ -1,15 +1,20 @@
-"""Tokens a second of a server with its own planner against the same server without guesses, and the bare engine.
+"""Measure the tokens/s of a server with its planner against plain decoding, the bare engine, and other servers.
 
 python benchmarks/server/speed.py -- --max-num-seqs 64
 python benchmarks/server/speed.py --prompts FILE --rounds 7 -- --target DIR --proposer draft:DIR2 --max-num-seqs 64
-python benchmarks/server/speed.py --beside other=http://127.0.0.1:8001/v1 -- --target DIR     # one that runs already
+python benchmarks/server/speed.py --beside other=http://127.0.0.1:8001/v1 -- --target DIR     # a running server
 
-What stands behind -- goes to `outrider serve`. In each round and at each concurrency the ways take turns, in an order
-that alternates: `auto`, `plain` (the same requests with k = 0, to the same server), at one request at a time the same
-two of the server's engine alone, in the same process, and other servers of OpenAI's interface, which must be idle when
-it is not their turn. Prompts are shuffled, and each way gets the same ones in the same order, under a name of its own,
-so that none finds in our cache what another read; others had better be started without sharing prefixes. The last line
-is one JSON document.
+The options after -- are those of `outrider serve`. In each round and at each concurrency the variants take turns, in
+alternating order:
+
+- `auto`: the server with its planner.
+- `plain`: the same requests with k = 0, to the same server.
+- `bare` and `bare plain`, at concurrency 1: the same with the engine of the server only, in the same process.
+- Other servers of the OpenAI API. They must be idle when it is not their turn.
+
+Prompts are shuffled. Each variant gets the same prompts in the same order. Each has its own user name, so that none
+finds in our prefix cache what another one has put there. Start other servers without prefix caching. The last line is
+one JSON document.
 """
 
 from __future__ import annotations
@@ -19,7 +24,6 @@ import json
 import random
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
@@ -41,85 +45,88 @@ from outrider.measure.prompts import Prompt, read_prompts
 from outrider.system.machine import commit, hardware, versions
 
 AUTO, PLAIN, BARE, BARE_PLAIN = "auto", "plain", "bare", "bare plain"
-_ENGINE = {AUTO: BARE, PLAIN: BARE_PLAIN}  # what of the bare engine a way stands beside
+_BARE_VARIANTS = {AUTO: BARE, PLAIN: BARE_PLAIN}  # the engine variant to which a server variant is compared
 
 
 @dataclass(slots=True)
 class Record:
-    """What one way did at one concurrency, round by round."""
+    """The measurements of one variant at one concurrency."""
 
-    rates: list[float] = field(default_factory=list)  # tokens a second
+    rates: list[float] = field(default_factory=list)  # tokens/s, by round
     gaps: list[float] = field(default_factory=list)  # seconds between tokens
-    firsts: list[float] = field(default_factory=list)  # seconds to the first
+    ttfts: list[float] = field(default_factory=list)  # seconds to the first token
+
+
+Records = dict[tuple[int, str], Record]  # by concurrency and variant
 
 
 def main(
-    options: Annotated[list[str] | None, typer.Argument(help="For `outrider serve`, behind --.")] = None,
+    options: Annotated[list[str] | None, typer.Argument(help="Options of `outrider serve`, after --.")] = None,
     *,
     beside: Annotated[list[str] | None, typer.Option(metavar="NAME=URL", help="Another server; repeatable.")] = None,
     prompts: Annotated[str | None, typer.Option(metavar="FILE", help="JSON lines. Default: an embedded set.")] = None,
     concurrency: str = "1,4,16,64",
     rounds: Annotated[int, typer.Option(min=1)] = 5,
     requests: Annotated[
-        int, typer.Option(min=1, help="In a turn at least; twice the concurrency if that is more.")
+        int, typer.Option(min=1, help="Minimum per turn; at least twice the concurrency are sent.")
     ] = 16,
     max_tokens: Annotated[int, typer.Option(min=1)] = 128,
     temperature: Annotated[float, typer.Option(min=0.0)] = 0.0,
     seed: int = 0,
 ) -> None:
-    """Measure, and print what came out."""
-    asked, levels = list(options or ()), [int(level) for level in concurrency.split(",")]
-    texts = read_prompts(prompts)
-    records: dict[tuple[int, str], Record] = {}
-    others = {name: url for name, _, url in (each.partition("=") for each in beside or ())}
-    with ExitStack() as open:
-        server = open.enter_context(served(asked, bare=1 in levels))
-        own = server.url
-        load = Settings(base_url=own, max_tokens=max_tokens, temperature=temperature, ignore_eos=True)
-        for turn, level in product(range(-1, rounds), levels):  # the first round is for warming up
-            ways = [AUTO, PLAIN, *others, *(_ENGINE.values() if level == 1 else ())]
-            shuffled = _shuffled(texts, f"{seed}/{turn}/{level}")
-            for way in ways if turn % 2 else reversed(ways):
-                turns = replace(
+    """Run the measurement and print its results."""
+    serve_options = list(options or ())
+    levels = [int(level) for level in concurrency.split(",")]
+    prompt_set = read_prompts(prompts)
+    records: Records = {}
+    others = {}
+    for text in beside or ():
+        name, _, url = text.partition("=")
+        others[name] = url
+    with served(serve_options, bare=1 in levels) as server:
+        load = Settings(base_url=server.url, max_tokens=max_tokens, temperature=temperature, ignore_eos=True)
+        for round, level in product(range(-1, rounds), levels):  # round -1 warms up
+            variants = [AUTO, PLAIN, *others, *(_BARE_VARIANTS.values() if level == 1 else ())]
+            shuffled = _shuffled(prompt_set, f"{seed}/{round}/{level}")
+            for variant in variants if round % 2 else reversed(variants):
+                turn = replace(
                     load,
-                    base_url=others.get(way, own),
+                    base_url=others.get(variant, server.url),
                     max_concurrency=level,
                     num_requests=max(requests, 2 * level),
-                    k=0 if way in (PLAIN, BARE_PLAIN) else None,
-                    user=f"{way} {turn} {level}",
+                    k=0 if variant in (PLAIN, BARE_PLAIN) else None,
+                    user=f"{variant} {round} {level}",
                 )
-                record = Record() if turn < 0 else records.setdefault((level, way), Record())
-                _measure(turns, shuffled, record, server if way in _ENGINE.values() else None)
+                record = Record() if round < 0 else records.setdefault((level, variant), Record())
+                _measure(turn, shuffled, record, server if variant in _BARE_VARIANTS.values() else None)
     _show(records)
-    print(
-        json.dumps(
-            _document(records, asked, others) | {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
-        )
-    )
+    arguments = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
+    print(json.dumps(_document(records, serve_options, others) | arguments))
 
 
-def _measure(load: Settings, texts: Sequence[Prompt], record: Record, bare: Server | None) -> None:
+def _measure(load: Settings, prompts: Sequence[Prompt], record: Record, bare: Server | None) -> None:
+    """Send the requests of one turn and add the results to `record`. `bare` is the server whose engine runs them."""
     if bare:
-        tokens, seconds = bare.bare([want.body for want in plan_requests(load, texts, "")])
+        tokens, seconds = bare.bare([request.body for request in plan_requests(load, prompts, "")])
         record.rates.append(tokens / seconds)
         return
-    asked, seconds = asyncio.run(put_load(load, texts))
-    if wrong := [each.error for each in asked if each.error]:
-        raise RuntimeError(f"{len(wrong)} requests went wrong, the first: {wrong[0]}")
-    record.rates.append(sum(each.tokens for each in asked) / seconds)
-    record.gaps += [gap for each in asked for gap in each.inter_token_latencies]
-    record.firsts += [each.ttft for each in asked]
+    results, seconds = asyncio.run(put_load(load, prompts))
+    if errors := [result.error for result in results if result.error]:
+        raise RuntimeError(f"{len(errors)} requests failed, the first: {errors[0]}")
+    record.rates.append(sum(result.tokens for result in results) / seconds)
+    record.gaps += [gap for result in results for gap in result.inter_token_latencies]
+    record.ttfts += [result.ttft for result in results]
 
 
-def _shuffled(texts: Sequence[Prompt], seed: str) -> list[Prompt]:
-    return random.Random(seed).sample(texts, len(texts))
+def _shuffled(prompts: Sequence[Prompt], seed: str) -> list[Prompt]:
+    return random.Random(seed).sample(prompts, len(prompts))
 
 
-def _ratio(records: dict[tuple[int, str], Record], level: int, one: str, other: str) -> list[float]:
-    """Round by round, where both were measured."""
-    if one == other or (level, other) not in records:
+def _ratios(records: Records, level: int, variant: str, base: str) -> list[float]:
+    """Return the speed of a variant over that of another one in each round, or [] if only one was measured."""
+    if variant == base or (level, base) not in records:
         return []
-    return [a / b for a, b in zip(records[level, one].rates, records[level, other].rates, strict=True)]
+    return [rate / other for rate, other in zip(records[level, variant].rates, records[level, base].rates, strict=True)]
 
 
 def _spread(values: Sequence[float], form: str) -> str:
@@ -128,35 +135,36 @@ def _spread(values: Sequence[float], form: str) -> str:
     return f"{median(values):{form}} ({min(values):{form}} to {max(values):{form}})"
 
 
-def _show(records: dict[tuple[int, str], Record]) -> None:
+def _show(records: Records) -> None:
     table = Table(title="tokens/s: median over rounds (range)")
     for name in (
-        "at once",
-        "way",
+        "concurrency",
+        "variant",
         "tokens/s",
-        "against plain",
-        "of the bare engine",
-        "first ms p50",
-        "between ms p50 p99",
+        "over plain",
+        "over bare engine",
+        "ttft ms p50",
+        "between tokens ms p50 p99",
     ):
-        table.add_column(name, justify="left" if name == "way" else "right")
-    for (level, way), record in records.items():
-        against = _ratio(records, level, way, PLAIN)
-        engine = _ratio(records, level, way, _ENGINE.get(way, way))
-        gaps, firsts = points(record.gaps), points(record.firsts)
+        table.add_column(name, justify="left" if name == "variant" else "right")
+    for (level, variant), record in records.items():
+        over_plain = _ratios(records, level, variant, PLAIN)
+        over_bare = _ratios(records, level, variant, _BARE_VARIANTS.get(variant, variant))
+        gaps = points(record.gaps)
+        ttfts = points(record.ttfts)
         table.add_row(
             str(level),
-            way,
+            variant,
             _spread(record.rates, ".0f"),
-            _spread(against, ".2f"),
-            _spread(engine, ".3f"),
-            f"{firsts['p50']:.1f}" if firsts else "",
+            _spread(over_plain, ".2f"),
+            _spread(over_bare, ".3f"),
+            f"{ttfts['p50']:.1f}" if ttfts else "",
             f"{gaps['p50']:.1f} {gaps['p99']:.1f}" if gaps else "",
         )
     Console(width=140).print(table)
 
 
-def _document(records: dict[tuple[int, str], Record], options: Sequence[str], others: dict[str, str]) -> dict[str, Any]:
+def _document(records: Records, options: Sequence[str], others: dict[str, str]) -> dict[str, Any]:
     return {
         "benchmark": "serving speed",
         "server": list(options),
@@ -167,14 +175,14 @@ def _document(records: dict[tuple[int, str], Record], options: Sequence[str], ot
         "results": [
             {
                 "concurrency": level,
-                "way": way,
+                "way": variant,
                 "tokens_per_s": record.rates,
-                "against_plain": _ratio(records, level, way, PLAIN),
-                "of_bare_engine": _ratio(records, level, way, _ENGINE.get(way, way)),
-                "first_ms": points(record.firsts),
+                "against_plain": _ratios(records, level, variant, PLAIN),
+                "of_bare_engine": _ratios(records, level, variant, _BARE_VARIANTS.get(variant, variant)),
+                "first_ms": points(record.ttfts),
                 "between_tokens_ms": points(record.gaps),
             }
-            for (level, way), record in records.items()
+            for (level, variant), record in records.items()
         ],
     }
 

@@ -1,4 +1,4 @@
-"""The distribution test: counts of the first sampled tokens against their exact joint distribution."""
+"""The distribution test: compare counts of the first sampled tokens with their exact joint distribution."""
 
 from __future__ import annotations
 
@@ -49,16 +49,17 @@ def check_distribution(pair: Pair, verifier: Verifier, *, k: int, samples: int, 
         samples: samples per test.
         seed: the seed of the samples.
     """
-    k, tests = max(k, 2), []
-    spread = _strongest_tests(pair, verifier, k=k)
+    k = max(k, 2)
+    tests = []
+    candidates = _strongest_tests(pair, verifier, k=k)
     for rule, top_k in plan_tests(pair, verifier):
-        branches = spread[bool(top_k) % len(spread)]
+        branches = candidates[bool(top_k) % len(candidates)]
         params = SamplingParams(temperature=1.0, top_k=top_k, max_tokens=k + _DEPTH, seed=seed)
         tests.append(_test(pair, branches, rule, params, k=k, samples=samples))
     level = SIGNIFICANCE / len(tests)
     for test in tests:
         test["passed"] = test["p_value"] >= level
-    return {"passed": all(t["passed"] for t in tests), "significance": level, "samples": samples, "tests": tests}
+    return {"passed": all(test["passed"] for test in tests), "significance": level, "samples": samples, "tests": tests}
 
 
 def plan_tests(pair: Pair, verifier: Verifier) -> list[tuple[Verifier, int]]:
@@ -70,45 +71,46 @@ def plan_tests(pair: Pair, verifier: Verifier) -> list[tuple[Verifier, int]]:
 
 def joint_distribution(pair: Pair, branches: Branches, params: SamplingParams) -> dict[Outcome, float]:
     """Return the probability of every outcome, by the chain rule in float64."""
-    cells: dict[Outcome, float] = {}
-    reach: dict[Outcome, float] = {(): 1.0}
+    outcomes: dict[Outcome, float] = {}
+    prefixes: dict[Outcome, float] = {(): 1.0}  # probability of each beginning
     for beginning, logits in branches.logits.items():
         p = pair.target_distribution(logits, params).double()
         p = p / p.sum()
         likely = torch.tensor(branches.likely[beginning], device=p.device)
-        onwards = reach if len(beginning) < _DEPTH - 1 else cells
-        for token, chance in zip(likely.tolist(), p[likely].tolist(), strict=True):
-            onwards[*beginning, token] = reach[beginning] * chance
-        cells[*beginning, _OTHER] = reach[beginning] * float(p.index_fill(0, likely, 0.0).sum())
-    return cells
+        longer = prefixes if len(beginning) < _DEPTH - 1 else outcomes
+        for token, prob in zip(likely.tolist(), p[likely].tolist(), strict=True):
+            longer[*beginning, token] = prefixes[beginning] * prob
+        outcomes[*beginning, _OTHER] = prefixes[beginning] * float(p.index_fill(0, likely, 0.0).sum())
+    return outcomes
 
 
 def outcome_of(text: Sequence[int], branches: Branches) -> Outcome:
-    """Return the outcome of a text."""
-    cell: Outcome = ()
+    """Return the outcome of output tokens."""
+    outcome: Outcome = ()
     for token in text[:_DEPTH]:
-        if token not in branches.likely[cell]:
-            return (*cell, _OTHER)
-        cell = (*cell, token)
-    return cell
+        if token not in branches.likely[outcome]:
+            return (*outcome, _OTHER)
+        outcome = (*outcome, token)
+    return outcome
 
 
 def _test(
     pair: Pair, branches: Branches, rule: Verifier, params: SamplingParams, *, k: int, samples: int
 ) -> dict[str, Any]:
+    """Run one test and return its entry of the report."""
     requests = pair.requests(params, [pair.prompts[branches.prompt]] * samples)
-    texts = pair.speculative(requests, rule, k=k, enough=_DEPTH)
-    law = joint_distribution(pair, branches, params)
-    counts = Counter(outcome_of(text, branches) for text in texts.tokens)
-    result = g_test([counts[cell] for cell in law], list(law.values()))
-    stats = texts.stats
+    outputs = pair.speculative(requests, rule, k=k, enough=_DEPTH)
+    expected = joint_distribution(pair, branches, params)
+    counts = Counter(outcome_of(tokens, branches) for tokens in outputs.tokens)
+    result = g_test([counts[outcome] for outcome in expected], list(expected.values()))
+    stats = outputs.stats
     return {
         "verifier": rule.name,
         "prompt": branches.prompt,
         "top_k": params.top_k,
         "k": k,
-        "outcomes": sum(chance > 0 for chance in law.values()),
-        "entropy": _entropy(law),
+        "outcomes": sum(prob > 0 for prob in expected.values()),
+        "entropy": _entropy(expected),
         "statistic": result.statistic if math.isfinite(result.statistic) else None,
         "dof": result.dof,
         "p_value": result.p_value,
@@ -125,31 +127,34 @@ def _strongest_tests(pair: Pair, verifier: Verifier, *, k: int) -> list[Branches
     """
     params = SamplingParams(temperature=1.0, max_tokens=k + 1, seed=0)
 
-    def merit(branches: Branches) -> tuple[bool, bool, float]:
+    def strength(branches: Branches) -> tuple[bool, bool, float]:
         requests = pair.requests(params, [pair.prompts[branches.prompt]])
-        guessed = pair.speculative(requests, verifier, k=k, enough=1).stats.draft_tokens > 0
-        return branches.edge > _EDGE, guessed, _entropy(joint_distribution(pair, branches, params))
+        has_draft = pair.speculative(requests, verifier, k=k, enough=1).stats.draft_tokens > 0
+        return branches.edge > _EDGE, has_draft, _entropy(joint_distribution(pair, branches, params))
 
-    return sorted((grow(pair, i) for i in range(min(len(pair.prompts), _CANDIDATES))), key=merit, reverse=True)
+    candidates = [grow(pair, i) for i in range(min(len(pair.prompts), _CANDIDATES))]
+    return sorted(candidates, key=strength, reverse=True)
 
 
 def grow(pair: Pair, prompt: int) -> Branches:
-    """Score the prompt with every likely beginning, each without cache and speculation."""
+    """Score the prompt with every likely beginning, each in a fresh prefill without speculation."""
     logits: dict[Outcome, torch.Tensor] = {}
     likely: dict[Outcome, tuple[int, ...]] = {}
     waiting: list[Outcome] = [()]
     edge = math.inf
     while waiting:
         beginning = waiting.pop(0)
-        here = pair.logits((*pair.prompts[prompt], *beginning))
-        best = here.topk(min(_WIDTH + 1, len(here)))
-        logits[beginning], likely[beginning] = here, tuple(best.indices[:_WIDTH].tolist())
-        edge = min(edge, float(best.values[_WIDTH - 1] - best.values[-1])) if len(here) > _WIDTH else edge
+        scores = pair.logits((*pair.prompts[prompt], *beginning))
+        best = scores.topk(min(_WIDTH + 1, len(scores)))
+        logits[beginning] = scores
+        likely[beginning] = tuple(best.indices[:_WIDTH].tolist())
+        if len(scores) > _WIDTH:
+            edge = min(edge, float(best.values[_WIDTH - 1] - best.values[-1]))
         if len(beginning) < _DEPTH - 1:
             waiting += [(*beginning, token) for token in likely[beginning]]
     return Branches(prompt=prompt, logits=logits, likely=likely, edge=edge)
 
 
-def _entropy(law: Mapping[Outcome, float]) -> float:
+def _entropy(distribution: Mapping[Outcome, float]) -> float:
     """Return the entropy in nats."""
-    return -sum(chance * math.log(chance) for chance in law.values() if chance > 0)
+    return -sum(prob * math.log(prob) for prob in distribution.values() if prob > 0)

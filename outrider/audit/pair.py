@@ -1,4 +1,4 @@
-"""A target in one precision with its proposer, run plainly or speculatively with any verifier and k."""
+"""Run a target in one precision, with plain decoding or with speculation, any verifier and any k."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from outrider.propose.base import NoProposer, Proposer
 from outrider.verify.rules import EXACT, Verifier
 from outrider.verify.sampling import SamplingTensors, apply_sampling
 
-_ROWS = 16  # sequences at once
+_MAX_NUM_SEQS = 16  # sequences at once
 _GRID = 1 << 20  # resolution of a uniform number
 
 
@@ -57,14 +57,14 @@ class Pair:
         """Load target and proposer.
 
         Args:
-            target: the model's folder.
-            proposer: its name, as `LLM` takes it.
-            prompts: the prompts, which are encoded.
-            dtype: as `LLM` takes it.
-            device: as `LLM` takes it.
-            room: tokens after a prompt, including draft tokens.
-            kernels: as `LLM` takes them.
-            quantize: as `LLM` takes it; in float32 the weights are as torch's kernels would have them.
+            target: the folder of the model.
+            proposer: the proposer, as in `EngineConfig`.
+            prompts: the prompts.
+            dtype: as in `EngineConfig`.
+            device: as in `EngineConfig`.
+            room: number of tokens after a prompt, including draft tokens.
+            kernels: as in `EngineConfig`.
+            quantize: as in `EngineConfig`. With float32, the weights are quantized as on torch and then widened.
 
         Raises:
             OutriderError: a model cannot be loaded.
@@ -74,18 +74,25 @@ class Pair:
         checkpoint = load_checkpoint(target, dtype="bfloat16" if wide else full_dtype(dtype, bits), device=device)
         self.prompts = tuple(encode(checkpoint.tokenizer, prompt) for prompt in prompts)
         if wide:
-            checkpoint, quantize = widen(checkpoint, bits), None
-        self.dtype, self.device = checkpoint.dtype, checkpoint.device
+            checkpoint = widen(checkpoint, bits)
+            quantize = None
+        self.dtype = checkpoint.dtype
+        self.device = checkpoint.device
         self.trees = bool(tree_makers(proposer))  # whether the proposer drafts trees, by its type or as observed
         self.on_done: Callable[[], None] = lambda: None  # called after every completion
-        self._spec, self._context = proposer, max(map(len, self.prompts)) + room
+        self._proposer_name = proposer
+        self._context = max(map(len, self.prompts)) + room
         if self._context > checkpoint.context:
             raise OutriderError(
-                f"the longest prompt and {room} tokens behind it take {self._context} tokens, and the model holds"
+                f"the longest prompt and {room} more tokens are {self._context} tokens, and the context of the model is"
                 f" {checkpoint.context}; shorten the prompts"
             )
         config = EngineConfig(
-            kernels=kernels, quantize=quantize, max_num_seqs=_ROWS, max_model_len=self._context, prefix_caching=False
+            kernels=kernels,
+            quantize=quantize,
+            max_num_seqs=_MAX_NUM_SEQS,
+            max_model_len=self._context,
+            prefix_caching=False,
         )
         self._loaded = prepare_target(checkpoint, config)
         self._target = self._loaded.model
@@ -136,15 +143,15 @@ class Pair:
         """
         if self._setup.draw is not verifier.draw:
             self._setup = replace(self._setup, draw=verifier.draw)
-            self._proposer = make_proposer(self._spec, self._setup)
-        watched = _Watched(self._proposer)
-        texts = self._run(self._engine(watched, verifier, k), requests, alone=alone, enough=enough)
-        self.trees |= watched.trees
-        return texts
+            self._proposer = make_proposer(self._proposer_name, self._setup)
+        proposer = _TreeRecorder(self._proposer)
+        outputs = self._run(self._engine(proposer, verifier, k), requests, alone=alone, enough=enough)
+        self.trees |= proposer.trees
+        return outputs
 
     @torch.inference_mode()
     def logits(self, text: Sequence[int]) -> torch.Tensor:
-        """Return the logits [V] float32 after `text`, in a fresh prefill."""
+        """Return the logits [V] float32 after the tokens `text`, in a fresh prefill."""
         self._target.cache.admit(0, text)
         batch = Batch(seqs=(SequenceState.of(text),), start=(0,), feed=(tuple(text),), draft_budget=(0,))
         logits = self._target.score(batch, tree.empty(1, self.device)).logits[0, 0]
@@ -153,43 +160,43 @@ class Pair:
 
     def target_distribution(self, logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
         """Return the target distribution [V] of `logits` [V], for parameters that do not depend on the text."""
-        knobs = SamplingTensors.of((SequenceState.of((0,), params=params),), self._setup.vocab, self.device)
-        return apply_sampling(logits[None, None], knobs, tree.empty(1, self.device))[0, 0]
+        sampling = SamplingTensors.of((SequenceState.of((0,), params=params),), self._setup.vocab, self.device)
+        return apply_sampling(logits[None, None], sampling, tree.empty(1, self.device))[0, 0]
 
     def uniform(self, seed: int, position: int) -> float:
         """Return the uniform number that samples the token at `position`, within 1e-6."""
         noise = PositionNoise(torch.tensor([seed]), torch.tensor([position]))
-        cell = noise.sample(torch.ones(1, 1, _GRID), torch.zeros(1, 1, dtype=torch.int64))
-        return (int(cell) + 0.5) / _GRID
+        index = noise.sample(torch.ones(1, 1, _GRID), torch.zeros(1, 1, dtype=torch.int64))
+        return (int(index) + 0.5) / _GRID
 
     def _engine(self, proposer: Proposer, verifier: Verifier, k: int) -> Engine:
         return assemble(self._loaded, proposer=proposer, verifier=verifier, planner=FixedPlanner(k))
 
     @torch.inference_mode()
     def _run(self, engine: Engine, requests: Sequence[Request], *, alone: bool, enough: int | None = None) -> Outputs:
-        texts: dict[int, tuple[int, ...]] = {}
+        """Run the requests, one at a time or in a batch. `enough` tokens end a request."""
+        tokens: dict[int, tuple[int, ...]] = {}
         for group in [[request] for request in requests] if alone else [requests]:
             for request in group:
                 engine.add(request)
             while engine.busy():
-                for row in engine.step():
-                    if not row.finish_reason and enough and row.num_output_tokens >= enough:
-                        engine.abort(row.request.id)
-                    if row.finish_reason is FinishReason.ERROR:
-                        raise OutriderError(
-                            f"{row.error}; the audit cannot go on; try dtype float32, or mend the model"
-                        )
-                    if row.finish_reason:
-                        texts[row.request.id] = tuple(row.token_ids[len(row.request.prompt_token_ids) :])
+                for seq in engine.step():
+                    if not seq.finish_reason and enough and seq.num_output_tokens >= enough:
+                        engine.abort(seq.request.id)
+                    if seq.finish_reason is FinishReason.ERROR:
+                        raise OutriderError(f"{seq.error}; the audit stops; try dtype float32, or fix the model")
+                    if seq.finish_reason:
+                        tokens[seq.request.id] = tuple(seq.token_ids[len(seq.request.prompt_token_ids) :])
                         self.on_done()
-        return Outputs(tokens=tuple(texts[request.id] for request in requests), stats=engine.stats)
+        return Outputs(tokens=tuple(tokens[request.id] for request in requests), stats=engine.stats)
 
 
-class _Watched:
+class _TreeRecorder:
     """Wraps a proposer and records whether it drafts trees."""
 
     def __init__(self, proposer: Proposer) -> None:
-        self.needs, self.trees = proposer.needs, False
+        self.needs = proposer.needs
+        self.trees = False
         self._proposer = proposer
 
     def admit(self, slot: int, request: Request) -> None:
@@ -222,5 +229,5 @@ def widen(checkpoint: Checkpoint, bits: int) -> Checkpoint:
 
 
 def first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:
-    """Return the first position at which two texts of equal length differ, or None."""
+    """Return the first position at which two token lists of equal length differ, or None."""
     return next((at for at, (a, b) in enumerate(zip(left, right, strict=True)) if a != b), None)

@@ -11,8 +11,8 @@ from outrider.measure.prompts import Line, chat_tokens, is_turn, read_lines, tex
 Prompt = str | Sequence[Mapping[str, str]]
 _FORM = '{"prompt": "..."} or {"messages": [...]}'
 
-# Short prompts of prose, code, numbers and questions: the exact distribution takes thousands of passes. Most end with
-# words that occurred before, so that lookup proposers find a match.
+# Prompts of prose, code, numbers and questions. They are short, because the test of the distribution takes thousands of
+# passes. Most end with words that occurred before, so that lookup proposers find a match.
 DEFAULT: tuple[Prompt, ...] = (
     "In the beginning there was",
     "The sea was calm. The old man said that the sea was",
@@ -39,7 +39,7 @@ def encode(tokenizer: Any, prompt: Prompt) -> tuple[int, ...]:
     if isinstance(prompt, str):
         tokens = text_tokens(tokenizer, prompt)
     elif getattr(tokenizer, "chat_template", None) is None:
-        raise OutriderError("this model has no chat template; give prompts as plain text, in the field prompt")
+        raise OutriderError("this model has no chat template; give plain text in the field prompt")
     else:
         tokens = chat_tokens(tokenizer, prompt)
     if not tokens:
@@ -54,5 +54,5 @@ def _parse(line: Line) -> Prompt:
     if isinstance(prompt, list) and prompt and all(map(is_turn, prompt)):
         return tuple(prompt)
     raise OutriderError(
-        f"{line.where}: neither a prompt (a text) nor messages (objects with role and content); give one of them"
+        f"{line.where} has neither a prompt (a string) nor messages (objects with role and content); give one of them"
     )

@@ -1,4 +1,4 @@
-"""Prints the progress and the result of an audit."""
+"""Print the progress and the result of an audit."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ def _replay(section: Mapping[str, Any]) -> list[tuple[str, str]]:
 def _distribution(section: Mapping[str, Any]) -> list[tuple[str, str]]:
     lines = []
     for test in section["tests"]:
-        kept = f"top_k {test['top_k']}" if test["top_k"] else "all tokens"
-        done = f"{test['verifier']}, k {test['k']}, {kept}, {section['samples']} samples"
+        tokens = f"top_k {test['top_k']}" if test["top_k"] else "all tokens"
+        done = f"{test['verifier']}, k {test['k']}, {tokens}, {section['samples']} samples"
         found = (
             f"p = {test['p_value']:.2g} (fails below {section['significance']:.1g}), {test['outcomes']} outcomes,"
             f" {test['acceptance']:.0%} of draft tokens accepted, tau {test['tau']:.2f}"
@@ -89,7 +89,7 @@ def _flips(section: Mapping[str, Any]) -> list[tuple[str, str]]:
         f"{section['plain_batched_flips_per_1000']:.1f} flips per 1000 tokens,"
         f" largest margin {section['plain_batched_largest_margin']:.3f} logits"
     )
-    far = [
+    failures = [
         (
             f"prompt {flip['prompt']}, token {flip['position']}",
             f"margin {flip['margin']:.3f} logits, at most {flip['tolerance']:.3f} allowed",
@@ -101,7 +101,7 @@ def _flips(section: Mapping[str, Any]) -> list[tuple[str, str]]:
         (f"{section['tokens']} tokens, greedy, {section['dtype']}, {section['kernels']} kernels", speculative),
         ("the same by plain decoding in a batch", plain),
     ]
-    return lines + far
+    return lines + failures
 
 
 def _mismatch(detail: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Runs an audit: replay, distribution and flips."""
+"""Run an audit: the replay, distribution and flip tests."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from outrider.propose.registry import default_proposer
 from outrider.system.machine import commit, hardware, use_threads, versions
 from outrider.verify.rules import Verifier
 
-_DEPTHS = (1, 4, 8)  # draft lengths besides the user's k
-_TOKENS = 32  # default output tokens per text
-_LONGER = 4  # factor for the flip test, because flips are rare
-_FEWEST = 100  # smallest number of samples of a distribution test
+_DEPTHS = (1, 4, 8)  # draft lengths in addition to the user's k
+_TOKENS = 32  # default output tokens per prompt
+_FLIP_FACTOR = 4  # factor of the output tokens in the flip test, because flips are rare
+_MIN_SAMPLES = 100  # smallest number of samples of a distribution test
 _SEED = 20230613
 
 
@@ -48,33 +48,34 @@ def run_audit(
     """Test whether speculation leaves the output of a target and a proposer unchanged.
 
     Args:
-        target: folder of the model; None is the embedded one.
-        proposer: none, ngram, draft:DIR or pkg.module:Class; None is the embedded draft for the embedded target and
-            ngram for any other.
-        k: guesses per round that users will run.
-        prompts: a JSONL file with `prompt` or `messages` on each line; None takes a small set of our own.
-        samples: per test of the law.
+        target: folder of the model; None: the embedded model.
+        proposer: none, ngram, draft:DIR or pkg.module:Class; None: the embedded draft for the embedded target, and
+            ngram for other targets.
+        k: draft tokens per round that users will run.
+        prompts: a JSONL file with `prompt` or `messages` in each line; None: a small built-in set.
+        samples: samples per distribution test.
         device: auto, cpu, cuda, ...
-        threads: CPU threads, as `LLM` takes them.
-        kernels: as `LLM` takes them.
-        quantize: as `LLM` takes it; it is the quantised model that is certified.
-        console: where progress and findings go; None keeps silent.
-        verifier: by name; None is the proposer's default.
-        tokens: length of the texts that are replayed; those that are searched for flips are four times as long.
+        threads: CPU threads, as in `EngineConfig`.
+        kernels: as in `EngineConfig`.
+        quantize: as in `EngineConfig`. The audit tests the quantized model.
+        console: where to print progress and results; None: print nothing.
+        verifier: name of the verifier; None: the default of the proposer.
+        tokens: output tokens per prompt of the replay test. The flip test uses four times as many.
 
     Returns:
-        What a JSON document can hold: `passed`, and the sections `replay`, `law` and `flips` with their figures.
+        A JSON document: `passed`, and the sections `replay`, `distribution` and `flips`.
 
     Raises:
-        OutriderError: the audit cannot be made; the message names the fix.
+        OutriderError: the audit cannot run. The message says how to fix it.
     """
     _check(k=k, samples=samples, tokens=tokens)
     use_threads(threads)
-    began, spec = perf_counter(), default_proposer(target) if proposer is None else proposer
+    began = perf_counter()
+    proposer_name = default_proposer(target) if proposer is None else proposer
     task = _Task(
         target=str(model_folder(target)),
-        proposer=spec,
-        rule=find_verifier(verifier, spec),
+        proposer=proposer_name,
+        rule=find_verifier(verifier, proposer_name),
         prompts=read_prompts(prompts),
         k=k,
         samples=samples,
@@ -83,10 +84,10 @@ def run_audit(
         kernels=kernels,
         quantize=quantize,
     )
-    with ProgressBar(console) as meter:
-        report = task.run(meter)
+    with ProgressBar(console) as progress:
+        report = task.run(progress)
     report |= {"target": target or "the embedded model", "seconds": perf_counter() - began}
-    report["proposer"] = proposer or ("the embedded draft" if target is None else spec)
+    report["proposer"] = proposer or ("the embedded draft" if target is None else proposer_name)
     if console is not None:
         show(report, console)
     return report
@@ -94,7 +95,7 @@ def run_audit(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Task:
-    """What is to be audited, and how thoroughly."""
+    """The settings of an audit."""
 
     target: str
     proposer: str
@@ -107,17 +108,17 @@ class _Task:
     kernels: str
     quantize: str | None
 
-    def run(self, meter: ProgressBar) -> dict[str, Any]:
-        """The report, but for the names and the time."""
-        observed, pair = self._observe(meter)
-        if pair is None:  # and so gone: one target at a time is in memory
-            pair = self._load("float32", meter)
-        ways = sum(1 for _ in cases(pair, self.rule, k=self.k, depths=_DEPTHS))
-        meter.start("replay", (ways + 2) * len(self.prompts))
+    def run(self, progress: ProgressBar) -> dict[str, Any]:
+        """Run all tests. Returns the report without the names of the models and the time."""
+        observed, pair = self._observe(progress)
+        if pair is None:  # its memory is free now, so that only one target is loaded at a time
+            pair = self._load("float32", progress)
+        num_cases = sum(1 for _ in cases(pair, self.rule, k=self.k, depths=_DEPTHS))
+        progress.start("replay", (num_cases + 2) * len(self.prompts))
         replayed = replay(pair, self.rule, k=self.k, depths=_DEPTHS, tokens=self.tokens, seed=_SEED)
-        meter.start("distribution", len(plan_tests(pair, self.rule)) * self.samples)
-        law = check_distribution(pair, self.rule, k=self.k, samples=self.samples, seed=_SEED)
-        sections = {"replay": replayed, "distribution": law, "flips": explain_flips(pair, observed)}
+        progress.start("distribution", len(plan_tests(pair, self.rule)) * self.samples)
+        distribution = check_distribution(pair, self.rule, k=self.k, samples=self.samples, seed=_SEED)
+        sections = {"replay": replayed, "distribution": distribution, "flips": explain_flips(pair, observed)}
         return {
             "passed": self.rule.exact and all(section["passed"] for section in sections.values()),
             "verifier": self.rule.name,
@@ -131,15 +132,15 @@ class _Task:
             "commit": commit(),
         }
 
-    def _observe(self, meter: ProgressBar) -> tuple[ObservedOutputs, Pair | None]:
-        """Flips as users would meet them, and the pair itself if its rounding is no obstacle to the other tests."""
-        pair = self._load("auto", meter)
-        meter.start("flips")
-        observed = find_flips(pair, self.rule, k=self.k, tokens=self.tokens * _LONGER)
+    def _observe(self, progress: ProgressBar) -> tuple[ObservedOutputs, Pair | None]:
+        """Find flips in the users' precision. Also returns the pair, if the other tests can use it."""
+        pair = self._load("auto", progress)
+        progress.start("flips")
+        observed = find_flips(pair, self.rule, k=self.k, tokens=self.tokens * _FLIP_FACTOR)
         return observed, pair if pair.steady else None
 
-    def _load(self, dtype: str, meter: ProgressBar) -> Pair:
-        room = max(self.tokens * _LONGER, self.k + 4) + max(self.k, *_DEPTHS)
+    def _load(self, dtype: str, progress: ProgressBar) -> Pair:
+        room = max(self.tokens * _FLIP_FACTOR, self.k + 4) + max(self.k, *_DEPTHS)
         pair = Pair(
             self.target,
             self.proposer,
@@ -150,11 +151,11 @@ class _Task:
             quantize=self.quantize,
             room=room,
         )
-        pair.on_done = meter.step
+        pair.on_done = progress.step
         return pair
 
 
 def _check(*, k: int, samples: int, tokens: int) -> None:
-    for name, value, least in (("k", k, 1), ("samples", samples, _FEWEST), ("tokens", tokens, 2)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise OutriderError(f"{name} is {value!r}; an audit needs a whole number, at least {least}")
+    for name, value, minimum in (("k", k, 1), ("samples", samples, _MIN_SAMPLES), ("tokens", tokens, 2)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+            raise OutriderError(f"{name} is {value!r}; use a whole number of at least {minimum}")

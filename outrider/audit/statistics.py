@@ -1,4 +1,4 @@
-"""Is a count what a law says it is, and how far can a rate be trusted?"""
+"""Statistical tests of the audit: a G-test of counts, and confidence intervals of rates."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import torch
 
 from outrider.errors import OutriderError
 
-_FEWEST = 5.0  # expected observations in a cell; with fewer the chi-square law is no good approximation
-_ROUNDING = 1e-4  # by how much probabilities may miss a sum of 1
+_MIN_EXPECTED = 5.0  # expected count of a cell; with fewer, the chi-square approximation is poor
+_TOLERANCE = 1e-4  # largest difference between the sum of probabilities and 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GTest:
-    """What a G-test found."""
+    """The result of a G-test."""
 
-    statistic: float  # G; infinite where the impossible was observed
-    dof: int  # degrees of freedom: cells that are left after pooling, less one
-    p_value: float  # the chance of a G at least as large if the law is true
+    statistic: float  # G; infinite if an outcome of probability 0 was observed
+    dof: int  # degrees of freedom: the number of cells after pooling, minus 1
+    p_value: float  # probability of a G at least as large, if the distribution is right
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,70 +32,78 @@ class Interval:
 
 
 def g_test(observed: Sequence[int], expected: Sequence[float]) -> GTest:
-    """Do counts come from the law? G = 2 sum_i O_i ln(O_i / E_i), chi-square (Sokal & Rohlf 1995, Biometry, ch. 17.1).
+    """Test whether counts come from a distribution (Sokal & Rohlf 1995, Biometry, ch. 17.1).
 
-    Cells that expect fewer than 5 observations are pooled. The p-value is that of G / w, with
-    w = 1 + (sum_i 1 / p_i - 1) / (6 n (c - 1)) over the c cells left: the correction of Williams (1976), Biometrika 63,
-    without which a G-test rejects a true law too often.
+    G = 2 sum_i O_i ln(O_i / E_i) has approximately a chi-square distribution. Cells with fewer than 5 expected
+    observations are pooled. The p-value is that of G / w, with w = 1 + (sum_i 1 / p_i - 1) / (6 n (c - 1)) over the c
+    remaining cells. This is the correction of Williams (1976), Biometrika 63. Without it, a G-test rejects the right
+    distribution too often.
 
     Args:
         observed: counts by cell.
         expected: probabilities by cell; they sum to 1.
 
     Raises:
-        OutriderError: the two do not belong together, or are no counts and no law.
+        OutriderError: the lengths differ, a value is negative, or the probabilities do not sum to 1.
     """
     total = sum(observed)
     cells = _checked(observed, expected)
-    if any(count for count, chance in cells if chance == 0):
-        return GTest(statistic=math.inf, dof=max(sum(chance > 0 for _, chance in cells) - 1, 1), p_value=0.0)
+    if any(count for count, prob in cells if prob == 0):
+        return GTest(statistic=math.inf, dof=max(sum(prob > 0 for _, prob in cells) - 1, 1), p_value=0.0)
     pooled = _pool([cell for cell in cells if cell[1] > 0], total)
     dof = len(pooled) - 1
     if not dof:
         return GTest(statistic=0.0, dof=0, p_value=1.0)
-    statistic = 2 * sum(count * math.log(count / (total * chance)) for count, chance in pooled if count)
+    statistic = 2 * sum(count * math.log(count / (total * prob)) for count, prob in pooled if count)
     statistic = max(statistic, 0.0)
-    correction = 1 + (sum(1 / chance for _, chance in pooled) - 1) / (6 * total * dof)
+    correction = 1 + (sum(1 / prob for _, prob in pooled) - 1) / (6 * total * dof)
     return GTest(statistic=statistic, dof=dof, p_value=chi_square_tail(statistic / correction, dof))
 
 
 def chi_square_tail(value: float, dof: int) -> float:
-    """P(X >= value) for chi-square X: the regularised upper incomplete gamma function Q(dof / 2, value / 2)."""
+    """Return P(X >= value) for chi-square X: the regularized upper incomplete gamma function Q(dof / 2, value / 2)."""
     half = torch.tensor([dof / 2, value / 2], dtype=torch.float64)
     return float(torch.special.gammaincc(half[0], half[1]))
 
 
 def wilson(successes: int, trials: int, *, confidence: float = 0.95) -> Interval:
-    """Bounds of a rate that was seen `successes` times in `trials` (Wilson 1927, JASA 22); no trials say nothing."""
+    """Return the Wilson interval of a rate (Wilson 1927, JASA 22). Without trials it is from 0 to 1."""
     if not 0 <= successes <= trials or not 0 < confidence < 1:
-        raise OutriderError(f"{successes} of {trials} at confidence {confidence} is no rate; check the three numbers")
+        raise OutriderError(
+            f"{successes} successes in {trials} trials at confidence {confidence} is invalid; use 0 <= successes <="
+            " trials and 0 < confidence < 1"
+        )
     if not trials:
         return Interval(low=0.0, high=1.0)
     z = float(torch.special.ndtri(torch.tensor((1 + confidence) / 2, dtype=torch.float64)))
-    rate, scale = successes / trials, 1 + z * z / trials
-    middle = (rate + z * z / (2 * trials)) / scale
-    reach = z / scale * math.sqrt(rate * (1 - rate) / trials + z * z / (4 * trials * trials))
-    # At the ends the bound is the rate itself; rounding must not move it past.
-    low = 0.0 if successes == 0 else max(middle - reach, 0.0)
-    return Interval(low=low, high=1.0 if successes == trials else min(middle + reach, 1.0))
+    rate = successes / trials
+    scale = 1 + z * z / trials
+    center = (rate + z * z / (2 * trials)) / scale
+    margin = z / scale * math.sqrt(rate * (1 - rate) / trials + z * z / (4 * trials * trials))
+    # At 0 and 1 the bound is the rate itself. Rounding must not move it further.
+    low = 0.0 if successes == 0 else max(center - margin, 0.0)
+    high = 1.0 if successes == trials else min(center + margin, 1.0)
+    return Interval(low=low, high=high)
 
 
 def _checked(observed: Sequence[int], expected: Sequence[float]) -> list[tuple[int, float]]:
-    """(count, probability) by cell, the probabilities made to sum to 1."""
+    """Return (count, probability) by cell, with probabilities that sum to 1."""
     if len(observed) != len(expected):
-        raise OutriderError(f"{len(observed)} counts came with {len(expected)} probabilities; give one per cell")
+        raise OutriderError(
+            f"there are {len(observed)} counts and {len(expected)} probabilities; give one of each per cell"
+        )
     mass = math.fsum(expected)
-    if min(observed, default=0) < 0 or min(expected, default=0.0) < 0 or not abs(mass - 1) < _ROUNDING:
+    if min(observed, default=0) < 0 or min(expected, default=0.0) < 0 or not abs(mass - 1) < _TOLERANCE:
         raise OutriderError(f"probabilities sum to {mass:g}; give counts and probabilities of at least 0 that sum to 1")
-    return [(count, chance / mass) for count, chance in zip(observed, expected, strict=True)]
+    return [(count, prob / mass) for count, prob in zip(observed, expected, strict=True)]
 
 
 def _pool(cells: Sequence[tuple[int, float]], total: int) -> list[tuple[int, float]]:
-    """One cell for all that expect too little; where even that is too little, the smallest other cell joins it."""
+    """Pool cells with too few expected observations. If the pool is still too small, add the smallest other cells."""
     ordered = sorted(cells, key=lambda cell: cell[1], reverse=True)
-    large = [cell for cell in ordered if cell[1] * total >= _FEWEST]
+    large = [cell for cell in ordered if cell[1] * total >= _MIN_EXPECTED]
     small = ordered[len(large) :]
-    while small and large and sum(chance for _, chance in small) * total < _FEWEST:
+    while small and large and sum(prob for _, prob in small) * total < _MIN_EXPECTED:
         small.append(large.pop())
-    rest = (sum(count for count, _ in small), math.fsum(chance for _, chance in small))
-    return [*large, rest] if small else large
+    pooled = (sum(count for count, _ in small), math.fsum(prob for _, prob in small))
+    return [*large, pooled] if small else large

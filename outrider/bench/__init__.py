@@ -1,1 +1,1 @@
-"""Speed, measured against plain decoding in the same run."""
+"""`outrider bench`: the speed of speculation, measured against plain decoding in the same run."""

@@ -1,4 +1,4 @@
-"""What a pass costs here, as the planner sees it."""
+"""Measures the time of forward passes, from which the planner computes what a round costs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from outrider.system import machine
 
 
 def run_calibration(llm: LLM, *, progress: Console) -> dict[str, Any]:
-    """Measure the costs anew, keep them for `--k auto`, and return them, fit for JSON."""
+    """Measure the pass costs again, store them for `--k auto`, and return them as a JSON document."""
     parts = llm.parts
     draft = draft_model(parts.proposer)
     with progress.status("measuring passes"):
@@ -39,20 +39,25 @@ def run_calibration(llm: LLM, *, progress: Console) -> dict[str, Any]:
 
 
 def show_calibration(document: dict[str, Any], console: Console) -> None:
-    """A table for people."""
+    """Print the pass costs as a table."""
     costs = document["costs"]
-    passes = {name: PassCost(**costs[name]) for name in ("target", "draft") if costs[name]}
-    table = Table(title="A pass, milliseconds", box=box.SIMPLE_HEAD, title_justify="left")
-    table.add_column("columns", justify="right")
-    for name in passes:
+    pass_costs = {name: PassCost(**costs[name]) for name in ("target", "draft") if costs[name]}
+    table = Table(title="Time of a pass, ms", box=box.SIMPLE_HEAD, title_justify="left")
+    table.add_column("tokens", justify="right")
+    for name in pass_costs:
         table.add_column(name, justify="right")
-        table.add_column("a column", justify="right")
-    for columns in passes["target"].tokens:
-        seconds = [each(columns, rows=1, cached=0) for each in passes.values()]
-        cells = [f"{1e3 * value:.2f}" for took in seconds for value in (took, took / columns)]
-        table.add_row(str(columns), *cells)
+        table.add_column("per token", justify="right")
+    for tokens in pass_costs["target"].tokens:
+        cells = []
+        for cost in pass_costs.values():
+            seconds = cost(tokens, rows=1, cached=0)
+            cells += [f"{1e3 * seconds:.2f}", f"{1e3 * seconds / tokens:.2f}"]
+        table.add_row(str(tokens), *cells)
     console.print(table)
-    for name, cost in passes.items():
-        read, met = (1e6 * cost.entry, 1e6 * cost.pair)
-        console.print(f"{name}: 1000 cached tokens add {read:.3f} ms a row, and {met:.3f} ms for each column.")
-    console.print(f"A column is a token that is fed or guessed. Kernels: {document['kernels']}.")
+    for name, cost in pass_costs.items():
+        per_seq = 1e6 * cost.entry
+        per_token = 1e6 * cost.pair
+        console.print(
+            f"{name}: 1000 cached tokens add {per_seq:.3f} ms per sequence and {per_token:.3f} ms per token of a pass."
+        )
+    console.print(f"The tokens of a pass are fed tokens and draft tokens. Kernels: {document['kernels']}.")

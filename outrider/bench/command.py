@@ -1,4 +1,4 @@
-"""The verb `bench`, as a terminal sees it."""
+"""The command `outrider bench`: run a measurement, print it, and write its report."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from outrider.report.page import check_report, write_report
 
 
 def calibrate(settings: Settings, *, as_json: bool) -> None:
-    """Measure what passes cost, and print it."""
+    """Measure the time of passes and print it."""
     document = run_calibration(load(settings, SwitchPlanner()), progress=Console(stderr=True))
     print_document(document, show_calibration, as_json=as_json)
 
 
 def measure(settings: Settings, *, report: str | None, as_json: bool) -> None:
-    """Measure speculation, print it, and write the page that is asked for."""
+    """Measure speculation, print the results, and write the HTML report if `report` names a file."""
     if report:
         check_report(report)  # before the measurement rather than after it
     document = run_bench(settings, progress=Console(stderr=True))

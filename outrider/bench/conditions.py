@@ -1,10 +1,10 @@
-"""What the console and the page word alike: under what a document was measured, and figures as text."""
+"""Texts that the console and the HTML page share: the conditions of a measurement, and formatted numbers."""
 
 from __future__ import annotations
 
 from outrider.report.console import NONE, Document
 
-_PARTS = {
+_MEMORY_PARTS = {
     "target weights": "target_weight_bytes",
     "target cache": "target_cache_bytes",
     "draft weights": "draft_weight_bytes",
@@ -14,18 +14,19 @@ _PARTS = {
 
 
 def median_text(values: dict[str, float] | None) -> str:
-    """The median, rounded; a dash where nothing was measured."""
+    """Return the rounded median, or a dash if nothing was measured."""
     return f"{values['median']:.0f}" if values else NONE
 
 
 def latency_text(values: dict[str, float] | None) -> str:
-    """All percentiles, in milliseconds."""
+    """Return all percentiles in milliseconds, or a dash if nothing was measured."""
     return " ".join(f"{value:.1f}" for value in values.values()) if values else NONE
 
 
 def conditions(document: Document) -> list[tuple[str, str]]:
-    """Hardware, versions, commit, rates, needs and arguments."""
-    hardware, limits = document["hardware"], document["limits"]
+    """Return the conditions of the measurement: hardware, versions, commit, rates, bytes per pass and arguments."""
+    hardware = document["hardware"]
+    limits = document["limits"]
     pairs = [
         ("processor", f"{hardware['cpu']}, {hardware['threads']} of {hardware['cores']} cores"),
         ("memory", _size(hardware["memory_bytes"])),
@@ -35,59 +36,56 @@ def conditions(document: Document) -> list[tuple[str, str]]:
     pairs += rates(document)
     pairs += [
         (
-            "bytes a pass",
+            "bytes per pass",
             f"{_size(limits['bytes_per_pass'])}, of which weights {_size(limits['weight_bytes_per_pass'])}",
         ),
-        ("bytes a token, plain", _size(limits["bytes_per_token"])),
+        ("bytes per token, plain", _size(limits["bytes_per_token"])),
         ("versions", ", ".join(f"{name} {version}" for name, version in document["versions"].items())),
         ("commit", document["commit"] or "not from a checkout"),
         ("proposer, verifier", f"{document['proposer']}, {document['verifier']}"),
         ("precision, kernels, device", f"{document['dtype']}, {document['kernels']}, {hardware['device']}"),
-        ("bits of a weight", str(document["weight_bits"])),
+        ("bits per weight", str(document["weight_bits"])),
     ]
     if document["kernels"].startswith("native"):
-        took = document["compile_seconds"]
-        pairs.append(("compiling the kernels", f"{took:.1f} s" if took else "done by an earlier run"))
+        seconds = document["compile_seconds"]
+        pairs.append(("compilation of the kernels", f"{seconds:.1f} s" if seconds else "done by an earlier run"))
     return pairs + [(f"--{name.replace('_', '-')}", text) for name, text in arguments(document).items()]
 
 
 def rates(document: Document) -> list[tuple[str, str]]:
-    """What the machine delivered before the benchmark and after it."""
-    before, after = (document["rates"][moment] for moment in ("before", "after"))
-    pairs = [
-        (
-            f"reads from {kind.replace('_', ' ')}",
-            f"{speed / 1e9:.1f} GB/s, then {after['read_bytes_per_s'][kind] / 1e9:.1f}",
-        )
-        for kind, speed in before["read_bytes_per_s"].items()
-    ]
-    products = f"{before['gemm_flops_per_s'] / 1e9:.0f} GFLOP/s, then {after['gemm_flops_per_s'] / 1e9:.0f}"
-    return [*pairs, (f"multiplies in {document['dtype']}", products)]
+    """Return the memory bandwidth and the arithmetic rate before and after the benchmark."""
+    before = document["rates"]["before"]
+    after = document["rates"]["after"]
+    pairs = []
+    for kind, bandwidth in before["read_bytes_per_s"].items():
+        bandwidth_after = after["read_bytes_per_s"][kind]
+        text = f"{bandwidth / 1e9:.1f} GB/s, then {bandwidth_after / 1e9:.1f}"
+        pairs.append((f"read bandwidth, {kind.replace('_', ' ')}", text))
+    gemm = f"{before['gemm_flops_per_s'] / 1e9:.0f} GFLOP/s, then {after['gemm_flops_per_s'] / 1e9:.0f}"
+    return [*pairs, (f"matrix product in {document['dtype']}", gemm)]
 
 
 def memory(document: Document) -> list[tuple[str, str]]:
-    """What lies in memory, and what the draft's part of it could hold instead."""
-    held = document["memory"]
-    pairs = [(name, _size(held[key])) for name, key in _PARTS.items() if held[key]]
-    pairs.append(("sequences", f"{held['sequences']} of {held['context']} tokens"))
-    if held["draft_weight_bytes"]:
-        formula = "(draft weights + draft cache) / (target cache / rows)"
-        pairs.append(("without the draft", f"room for {held['draft_in_sequences']:.1f} more sequences: {formula}"))
+    """Return the memory use, and how many more sequences would fit without the draft."""
+    use = document["memory"]
+    pairs = [(name, _size(use[key])) for name, key in _MEMORY_PARTS.items() if use[key]]
+    pairs.append(("sequences", f"{use['sequences']} of {use['context']} tokens"))
+    if use["draft_weight_bytes"]:
+        formula = "(draft weights + draft cache) / (target cache / sequences)"
+        pairs.append(("without the draft", f"{use['draft_in_sequences']:.1f} more sequences would fit: {formula}"))
     return pairs
 
 
 def arguments(document: Document) -> dict[str, str]:
-    """Those that were given or have a default, the swept ones with all their values."""
-    given = {name: value for name, value in document["arguments"].items() if name != "sweep"}
-    swept = {name: values for name, values in document["arguments"]["sweep"].items() if values}
-    both = {
-        name: f"{value:g}" if isinstance(value, float) else str(value)
-        for name, value in given.items()
-        if value is not None
-    }
-    for name, values in swept.items():
-        both["sweep k" if name == "k" else name] = ", ".join(f"{value:g}" for value in values)
-    return both
+    """Return the arguments that have a value. A swept argument has all its values."""
+    texts = {}
+    for name, value in document["arguments"].items():
+        if name != "sweep" and value is not None:
+            texts[name] = f"{value:g}" if isinstance(value, float) else str(value)
+    for name, values in document["arguments"]["sweep"].items():
+        if values:
+            texts["sweep k" if name == "k" else name] = ", ".join(f"{value:g}" for value in values)
+    return texts
 
 
 def _size(size: float | None) -> str:

@@ -1,4 +1,4 @@
-"""The contestants: plain and speculative decoding with the same loaded weights."""
+"""The variants that a benchmark compares: plain and speculative decoding with the same loaded weights."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """One contestant's run over one batch of prompts."""
+    """One run of a variant over one batch of prompts."""
 
     pace: DecodeSpeed
     inter_token_latencies: tuple[float, ...]  # seconds between tokens
-    stats: Stats | None = None  # passes of the whole run, rounds and seconds of decoding; None of a peer
+    stats: Stats | None = None  # passes of the whole run; rounds and seconds of decoding only. None: a peer
 
 
 class Variant(Protocol):
@@ -41,15 +41,18 @@ class Variant(Protocol):
     name: str
 
     def run(self, jobs: Sequence[Job]) -> Trial:
-        """Complete them together."""
+        """Complete the prompts in one batch."""
 
 
 class SwitchPlanner:
-    """As many guesses as it is set to, so that one process with one copy of the weights does plain and speculative."""
+    """A planner whose draft length can be changed between runs.
+
+    One process with one copy of the weights can so measure plain and speculative decoding.
+    """
 
     def __init__(self) -> None:
         self.k: int | str = 0
-        self.auto: Planner | None = None  # who decides where k is auto
+        self.auto: Planner | None = None  # the planner for k auto
 
     def plan(self, batch: Batch, stats: Stats | StatsAccumulator) -> Batch:
         if isinstance(self.k, str):
@@ -62,37 +65,38 @@ class SwitchPlanner:
 
 
 class OutriderRunner:
-    """Outrider's engine with k guesses a round; 0 is plain decoding."""
+    """Outrider's engine with k draft tokens per round. k = 0 is plain decoding."""
 
     def __init__(self, name: str, llm: LLM, planner: SwitchPlanner, *, k: int | str) -> None:
         self.name = name
-        self._llm, self._planner, self._k = llm, planner, k
+        self._llm = llm
+        self._planner = planner
+        self._k = k
 
     def run(self, jobs: Sequence[Job]) -> Trial:
         engine = self._llm.engine
         self._planner.k = self._k
-        rows: dict[int, SequenceState | None] = {
-            id: None for job in jobs for id in self._llm.submit(job.prompt, job.params)
-        }
-        marks = [EmitEvent(at=perf_counter(), emitted=(0,) * len(rows))]
-        looks = [engine.stats]
+        seqs: dict[int, SequenceState | None] = {}
+        for job in jobs:
+            seqs |= dict.fromkeys(self._llm.submit(job.prompt, job.params))
+        events = [EmitEvent(at=perf_counter(), emitted=(0,) * len(seqs))]
+        snapshots = [engine.stats]
         while engine.busy():
-            for row in engine.step():
-                rows[row.request.id] = row
-            marks.append(
-                EmitEvent(
-                    at=perf_counter(), emitted=tuple(row.num_output_tokens if row else 0 for row in rows.values())
-                )
+            for seq in engine.step():
+                seqs[seq.request.id] = seq
+            now = perf_counter()
+            events.append(
+                EmitEvent(at=now, emitted=tuple(seq.num_output_tokens if seq else 0 for seq in seqs.values()))
             )
-            looks.append(engine.stats)
-        counts = [_counts(row, exact=engine.stats.exact) for row in rows.values() if row]
-        stats = timed(reduce(add, counts), looks[opening(marks)], looks[-1])
-        return Trial(pace=decode_pace(marks), inter_token_latencies=tuple(token_gaps(marks)), stats=stats)
+            snapshots.append(engine.stats)
+        counts = [_counts(seq, exact=engine.stats.exact) for seq in seqs.values() if seq]
+        stats = timed(reduce(add, counts), snapshots[opening(events)], snapshots[-1])
+        return Trial(pace=decode_pace(events), inter_token_latencies=tuple(token_gaps(events)), stats=stats)
 
 
-def _counts(row: SequenceState, *, exact: bool) -> Stats:
-    if row.finish_reason is FinishReason.ERROR:
-        raise OutriderError(f"a prompt could not be completed: {row.error}; try another dtype")
+def _counts(seq: SequenceState, *, exact: bool) -> Stats:
+    if seq.finish_reason is FinishReason.ERROR:
+        raise OutriderError(f"a prompt could not be completed: {seq.error}; try another dtype")
     return Stats.of_passes(
-        row.rounds, drafted=row.num_draft_tokens, prompt=len(row.request.prompt_token_ids), exact=exact
+        seq.rounds, drafted=seq.num_draft_tokens, prompt=len(seq.request.prompt_token_ids), exact=exact
     )

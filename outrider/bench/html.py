@@ -1,4 +1,4 @@
-"""The report of a benchmark as a page."""
+"""The report of a benchmark as an HTML page."""
 
 from __future__ import annotations
 
@@ -12,52 +12,52 @@ from outrider.report.page import framed, opening, pairs, section
 
 
 def page(document: Document) -> str:
-    """The page as text."""
+    """Return the HTML of the report."""
     from outrider.bench.plots import draw
 
-    tables = [section("By category", _results(document))]
-    tables += [section(f"Against {axis}", _sweep(axis, all)) for axis, all in document["sweeps"].items()]
-    tables += [section("Memory", pairs(memory(document))), section("Conditions", pairs(conditions(document)))]
-    words = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in document["definitions"].items())
-    glossary = f"<details><summary>What the words mean</summary><dl>{words}</dl></details>\n"
-    return framed("outrider bench", _opening(document), draw(document), "".join(tables) + glossary)
+    sections = [section("By category", _results(document))]
+    sections += [section(f"Against {axis}", _sweep(axis, entries)) for axis, entries in document["sweeps"].items()]
+    sections.append(section("Memory", pairs(memory(document))))
+    sections.append(section("Conditions", pairs(conditions(document))))
+    terms = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in document["definitions"].items())
+    glossary = f"<details><summary>Definitions</summary><dl>{terms}</dl></details>\n"
+    return framed("outrider bench", _header(document), draw(document), "".join(sections) + glossary)
 
 
-def _opening(document: Document) -> str:
-    overall, commit = document["results"][OVERALL], document["commit"]
-    speedup = overall[SPECULATIVE]["speedup"]
-    title = f"{speedup['median']:.2f} times plain decoding" if speedup else "Too little was decoded to tell a speed"
-    warning = "" if document["exact"] else "This verifier is not exact: the text may differ."
-    head, plus, changed = (commit or "").partition("+")
-    version = f"outrider {document['versions']['outrider']} bench" + (
-        f", commit {head[:10]}{plus}{changed}" if head else ""
-    )
+def _header(document: Document) -> str:
+    speedup = document["results"][OVERALL][SPECULATIVE]["speedup"]
+    title = f"{speedup['median']:.2f} times plain decoding" if speedup else "Too few tokens to measure speed"
+    warning = "" if document["exact"] else "This verifier is not exact: the output distribution may differ."
+    version = f"outrider {document['versions']['outrider']} bench"
+    commit_hash, plus, changes = (document["commit"] or "").partition("+")
+    if commit_hash:
+        version += f", commit {commit_hash[:10]}{plus}{changes}"
     return opening(version, title, summary(document), _tiles(document), warning=warning)
 
 
 def _tiles(document: Document) -> list[tuple[str, str]]:
-    """The figures that matter most, each with what it is."""
-    overall, limits, held = document["results"][OVERALL], document["limits"], document["memory"]
-    plain, guessing = overall[PLAIN], overall[SPECULATIVE]
+    """Return the most important numbers, each with its label."""
+    overall = document["results"][OVERALL]
+    limits = document["limits"]
+    use = document["memory"]
+    plain = overall[PLAIN]
+    speculative = overall[SPECULATIVE]
+    plain_rate = median_text(plain["tokens_per_s"])
     tiles = [
-        (median_text(guessing["tokens_per_s"]), f"tokens/s speculative; {median_text(plain['tokens_per_s'])} plain"),
-        (f"{guessing['tau']:.2f}", f"tau, tokens a pass; k is {document['arguments']['k']}"),
+        (median_text(speculative["tokens_per_s"]), f"tokens/s speculative; {plain_rate} plain"),
+        (f"{speculative['tau']:.2f}", f"tau, tokens per pass; k is {document['arguments']['k']}"),
     ]
-    if guessing["latency_ms"] and plain["latency_ms"]:
-        gaps = (f"{each['latency_ms']['p99']:.1f}" for each in (guessing, plain))
-        tiles.append((f"{next(gaps)} ms", f"between tokens at p99; {next(gaps)} plain"))
+    if speculative["latency_ms"] and plain["latency_ms"]:
+        plain_latency = f"{plain['latency_ms']['p99']:.1f}"
+        tiles.append((f"{speculative['latency_ms']['p99']:.1f} ms", f"between tokens at p99; {plain_latency} plain"))
     if limits[PLAIN]["share_of_limit"] is not None:
-        reached = [_percent(limits[name]["share_of_limit"]) for name in (PLAIN, SPECULATIVE)]
-        tiles.append(
-            (reached[0], f"of the limit reached by plain decoding; {reached[1]} of limit × tau by speculation")
-        )
-    if held["draft_weight_bytes"]:
-        tiles.append(
-            (
-                f"{held['draft_in_sequences']:.1f} sequences",
-                f"of {held['context']} tokens more would fit without the draft",
-            )
-        )
+        plain_share = _percent(limits[PLAIN]["share_of_limit"])
+        speculative_share = _percent(limits[SPECULATIVE]["share_of_limit"])
+        label = f"of the limit reached by plain decoding; {speculative_share} of limit × tau by speculation"
+        tiles.append((plain_share, label))
+    if use["draft_weight_bytes"]:
+        label = f"of {use['context']} tokens more would fit without the draft"
+        tiles.append((f"{use['draft_in_sequences']:.1f} sequences", label))
     return tiles
 
 
@@ -67,23 +67,33 @@ def _results(document: Document) -> str:
     head = ["category", *(name.replace("_", " ") for name in names), "speedup", "tau", "accepted, %", "p50 p95 p99, ms"]
     rows = []
     for category, figures in results.items():
-        guessing = figures[SPECULATIVE]
-        shares = " ".join(f"{100 * share:.0f}" for share in guessing["acceptance_by_position"])
+        speculative = figures[SPECULATIVE]
         rates = [median_text(figures[name]["tokens_per_s"]) for name in names]
-        rest = [_spread(guessing["speedup"], 2), f"{guessing['tau']:.2f}", shares, latency_text(guessing["latency_ms"])]
-        rows.append([escape(category.replace("_", " ")), *rates, *rest])
-    return _table(head, rows, marked=True) + _note("Tokens/s; latency and acceptance are those of speculation.")
+        acceptance = " ".join(f"{100 * share:.0f}" for share in speculative["acceptance_by_position"])
+        cells = [
+            _spread(speculative["speedup"], 2),
+            f"{speculative['tau']:.2f}",
+            acceptance,
+            latency_text(speculative["latency_ms"]),
+        ]
+        rows.append([escape(category.replace("_", " ")), *rates, *cells])
+    return _table(head, rows, marked=True) + _note("Tokens/s. Latency and acceptance are those of speculation.")
 
 
 def _sweep(axis: str, entries: Sequence[Document]) -> str:
     head = [axis, PLAIN, SPECULATIVE, "speedup", "tau", "p50 p95 p99, ms", "of the limit", "of limit × tau"]
     rows = []
     for entry in entries:
-        plain, guessing, limits = entry[PLAIN], entry[SPECULATIVE], entry["limits"]
-        rates = [_spread(each["tokens_per_s"], 0) for each in (plain, guessing)]
-        reached = [_percent(limits[name]["share_of_limit"]) for name in (PLAIN, SPECULATIVE)]
-        rest = [_spread(guessing["speedup"], 2), f"{guessing['tau']:.2f}", latency_text(guessing["latency_ms"])]
-        rows.append([f"{entry['value']:g}", *rates, *rest, *reached])
+        plain = entry[PLAIN]
+        speculative = entry[SPECULATIVE]
+        rates = [_spread(each["tokens_per_s"], 0) for each in (plain, speculative)]
+        cells = [
+            _spread(speculative["speedup"], 2),
+            f"{speculative['tau']:.2f}",
+            latency_text(speculative["latency_ms"]),
+        ]
+        shares = [_percent(entry["limits"][name]["share_of_limit"]) for name in (PLAIN, SPECULATIVE)]
+        rows.append([f"{entry['value']:g}", *rates, *cells, *shares])
     return _table(head, rows)
 
 
@@ -92,12 +102,12 @@ def _note(text: str) -> str:
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]], *, marked: bool = False) -> str:
-    """Cells are markup; with `marked` the last row stands out."""
-    top = "".join(f"<th>{escape(name)}</th>" for name in head)
+    """Return a table. Cells are HTML. `marked` highlights the last row."""
+    head_cells = "".join(f"<th>{escape(name)}</th>" for name in head)
     body = [f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows]
     if marked:
         body[-1] = body[-1].replace("<tr>", '<tr class="overall">', 1)
-    return f'<div class="table"><table><tr>{top}</tr>{"".join(body)}</table></div>'
+    return f'<div class="table"><table><tr>{head_cells}</tr>{"".join(body)}</table></div>'
 
 
 def _spread(values: dict[str, float] | None, digits: int) -> str:

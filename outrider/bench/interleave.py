@@ -1,4 +1,4 @@
-"""Everybody over every prompt, in turns, so that what drifts in a machine drifts for all."""
+"""Runs all variants over every prompt batch in turns, so that drift of the machine affects all of them equally."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from outrider.errors import OutriderError
 from outrider.llm import LLM
 from outrider.measure.prompts import Prompt
 
-_WARM_TOKENS = 16
+_WARMUP_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,88 +32,98 @@ class PromptBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """Who runs over what at one place of the sweep."""
+    """The variants and the prompt batches of one condition."""
 
     condition: Condition
     variants: tuple[Variant, ...]
-    repeats: tuple[PromptBatch, ...]
+    batches: tuple[PromptBatch, ...]
 
 
-def make_batches(llm: LLM, prompts: Sequence[Prompt], settings: Settings, place: Condition) -> tuple[PromptBatch, ...]:
-    """Batches within each category; its prompts are repeated until they fill the last one.
+def make_batches(
+    llm: LLM, prompts: Sequence[Prompt], settings: Settings, condition: Condition
+) -> tuple[PromptBatch, ...]:
+    """Return batches of prompts of one category each. Prompts of the category fill up its last batch.
 
     Raises:
-        OutriderError: a prompt does not fit.
+        OutriderError: a prompt does not fit into the context.
     """
-    texts = [_tokens(llm, prompt) for prompt in prompts]
-    if place.context is not None:
-        texts = _lengthen(texts, place.context - settings.max_tokens)
-    for prompt, text in zip(prompts, texts, strict=True):
-        _check_room(prompt, len(text), settings.max_tokens, llm.parts.context)
-    heats, number = [], 0
+    token_lists = [_tokens(llm, prompt) for prompt in prompts]
+    if condition.context is not None:
+        token_lists = _lengthen(token_lists, condition.context - settings.max_tokens)
+    for prompt, tokens in zip(prompts, token_lists, strict=True):
+        _check_length(prompt, len(tokens), settings.max_tokens, llm.parts.context)
+    batches = []
+    num_jobs = 0
     for category in dict.fromkeys(prompt.category for prompt in prompts):
-        group = [text for prompt, text in zip(prompts, texts, strict=True) if prompt.category == category]
-        padded = [*group, *islice(cycle(group), -len(group) % place.batch)]
-        for start in range(0, len(padded), place.batch):
-            some = padded[start : start + place.batch]
-            jobs = tuple(_job(text, settings, place, number + i) for i, text in enumerate(some))
-            heats.append(PromptBatch(category=category, jobs=jobs))
-            number += len(jobs)
-    return tuple(heats)
+        group = [tokens for prompt, tokens in zip(prompts, token_lists, strict=True) if prompt.category == category]
+        padded = [*group, *islice(cycle(group), -len(group) % condition.batch)]
+        for start in range(0, len(padded), condition.batch):
+            chunk = padded[start : start + condition.batch]
+            jobs = tuple(_job(tokens, settings, condition, num_jobs + i) for i, tokens in enumerate(chunk))
+            batches.append(PromptBatch(category=category, jobs=jobs))
+            num_jobs += len(jobs)
+    return tuple(batches)
 
 
-def interleave(stages: Sequence[Workload], rounds: int, console: Console) -> dict[Condition, list[Sample]]:
-    """Run all, round by round; who begins changes from heat to heat."""
-    for stage in stages:
-        for contestant in stage.variants:
-            contestant.run([_short(job) for job in stage.repeats[0].jobs])  # to warm up
-    samples: dict[Condition, list[Sample]] = {stage.condition: [] for stage in stages}
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+def interleave(workloads: Sequence[Workload], rounds: int, console: Console) -> dict[Condition, list[Sample]]:
+    """Run all workloads `rounds` times. The order of the variants alternates from batch to batch."""
+    for workload in workloads:
+        for variant in workload.variants:
+            variant.run([_shortened(job) for job in workload.batches[0].jobs])  # to warm up
+    samples: dict[Condition, list[Sample]] = {workload.condition: [] for workload in workloads}
+    total = rounds * sum(len(workload.batches) * len(workload.variants) for workload in workloads)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=rounds * sum(len(stage.repeats) * len(stage.variants) for stage in stages))
+        task = bar.add_task("", total=total)
         for round in range(rounds):
-            for stage in stages:
-                bar.update(task, description=f"round {round + 1} of {rounds}  {stage.condition}")
-                for sample in _run_once(stage, round):
-                    samples[stage.condition].append(sample)
+            for workload in workloads:
+                bar.update(task, description=f"round {round + 1} of {rounds}  {workload.condition}")
+                for sample in _run_once(workload, round):
+                    samples[workload.condition].append(sample)
                     bar.advance(task)
     return samples
 
 
-def _run_once(stage: Workload, round: int) -> Iterator[Sample]:
-    for h, heat in enumerate(stage.repeats):
-        for contestant in stage.variants[:: 1 if (round + h) % 2 == 0 else -1]:
-            trial = contestant.run([_seeded(job, round) for job in heat.jobs])
-            yield Sample(category=heat.category, name=contestant.name, repeat=round, trial=trial)
+def _run_once(workload: Workload, round: int) -> Iterator[Sample]:
+    for i, batch in enumerate(workload.batches):
+        for variant in workload.variants[:: 1 if (round + i) % 2 == 0 else -1]:
+            trial = variant.run([_seeded(job, round) for job in batch.jobs])
+            yield Sample(category=batch.category, name=variant.name, repeat=round, trial=trial)
 
 
 def _tokens(llm: LLM, prompt: Prompt) -> tuple[int, ...]:
     return llm.encode_chat(prompt.messages) if prompt.messages else llm.encode(prompt.prompt or "")
 
 
-def _lengthen(texts: Sequence[tuple[int, ...]], size: int) -> list[tuple[int, ...]]:
-    """Each text with the others in front of it, as often as it takes, cut to its last `size` tokens."""
-    repeats = 1 + size // sum(map(len, texts))
-    turned = ([*texts[i + 1 :], *texts[: i + 1]] for i in range(len(texts)))
-    return [tuple(chain.from_iterable(order * repeats))[-size:] for order in turned]
+def _lengthen(token_lists: Sequence[tuple[int, ...]], size: int) -> list[tuple[int, ...]]:
+    """Return prompts of `size` tokens: each ends with the original one, and the other prompts precede it.
+
+    The prompts are repeated as often as needed. Tokens before the last `size` are cut off.
+    """
+    repeats = 1 + size // sum(map(len, token_lists))
+    lengthened = []
+    for i in range(len(token_lists)):
+        rotated = [*token_lists[i + 1 :], *token_lists[: i + 1]]
+        lengthened.append(tuple(chain.from_iterable(rotated * repeats))[-size:])
+    return lengthened
 
 
-def _check_room(prompt: Prompt, length: int, max_tokens: int, context: int) -> None:
+def _check_length(prompt: Prompt, length: int, max_tokens: int, context: int) -> None:
     if length + max_tokens > context:
         raise OutriderError(
-            f"prompt {prompt.id} is {length} tokens long, and with max_tokens {max_tokens} the context of {context} is"
-            " too small; leave it out, lower max_tokens or raise context"
+            f"prompt {prompt.id} has {length} tokens, and with max_tokens {max_tokens} the context of {context} tokens"
+            " is too small; remove the prompt, lower max_tokens or raise context"
         )
 
 
-def _job(tokens: tuple[int, ...], settings: Settings, place: Condition, number: int) -> Job:
+def _job(tokens: tuple[int, ...], settings: Settings, condition: Condition, number: int) -> Job:
     seed = derive_seed(settings.seed, number)
-    params = SamplingParams(temperature=place.temperature, max_tokens=settings.max_tokens, seed=seed)
+    params = SamplingParams(temperature=condition.temperature, max_tokens=settings.max_tokens, seed=seed)
     return Job(prompt=tokens, params=params)
 
 
-def _short(job: Job) -> Job:
-    limit = min(_WARM_TOKENS, job.params.max_tokens or _WARM_TOKENS)
+def _shortened(job: Job) -> Job:
+    limit = min(_WARMUP_TOKENS, job.params.max_tokens or _WARMUP_TOKENS)
     return replace(job, params=replace(job.params, max_tokens=limit))
 
 

@@ -1,4 +1,4 @@
-"""The same prompts through transformers' own `generate`."""
+"""Runs the same prompts through `generate` of transformers."""
 
 from __future__ import annotations
 
@@ -17,51 +17,54 @@ from outrider.llm import LLM
 from outrider.measure.clock import EmitEvent, decode_pace, token_gaps
 
 
-class _Watch(StoppingCriteria):  # type: ignore[misc]
-    """Stops nothing: notes when tokens appear."""
+class _Recorder(StoppingCriteria):  # type: ignore[misc]
+    """Records when tokens are emitted. It never stops the generation."""
 
-    def __init__(self, prompt: int) -> None:
-        self._prompt = prompt
-        self.marks = [EmitEvent(at=perf_counter(), emitted=(0,))]
+    def __init__(self, prompt_tokens: int) -> None:
+        self._prompt_tokens = prompt_tokens
+        self.events = [EmitEvent(at=perf_counter(), emitted=(0,))]
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         if input_ids.is_cuda:
             torch.cuda.synchronize()
-        self.marks.append(EmitEvent(at=perf_counter(), emitted=(input_ids.shape[1] - self._prompt,)))
+        self.events.append(EmitEvent(at=perf_counter(), emitted=(input_ids.shape[1] - self._prompt_tokens,)))
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
 class Peer:
-    """`model.generate`, with a draft model also its assisted generation, both with transformers' own defaults."""
+    """`model.generate`, or assisted generation with a draft model, both with the defaults of transformers."""
 
     def __init__(self, name: str, model: Any, *, assistant: Any = None) -> None:
         self.name = name
-        self._model, self._assistant = model, assistant
+        self._model = model
+        self._assistant = assistant
 
     def run(self, jobs: Sequence[Job]) -> Trial:
         (job,) = jobs
         torch.manual_seed(job.params.seed or 0)
         tokens = torch.tensor([job.prompt], device=self._model.device)
-        watch = _Watch(len(job.prompt))
-        sampled = job.params.temperature > 0
-        law = {"temperature": job.params.temperature, "top_k": 0, "top_p": 1.0} if sampled else {}
+        recorder = _Recorder(len(job.prompt))
+        do_sample = job.params.temperature > 0
+        sampling = {"temperature": job.params.temperature, "top_k": 0, "top_p": 1.0} if do_sample else {}
         with _quiet():
             self._model.generate(
                 tokens,
                 attention_mask=torch.ones_like(tokens),
                 max_new_tokens=job.params.max_tokens,
-                do_sample=sampled,
-                stopping_criteria=StoppingCriteriaList([watch]),
+                do_sample=do_sample,
+                stopping_criteria=StoppingCriteriaList([recorder]),
                 assistant_model=self._assistant,
-                **law,
+                **sampling,
             )
-        return Trial(pace=decode_pace(watch.marks), inter_token_latencies=tuple(token_gaps(watch.marks)))
+        events = recorder.events
+        return Trial(pace=decode_pace(events), inter_token_latencies=tuple(token_gaps(events)))
 
 
 def load_peers(llm: LLM, target: Path, draft: Path | None) -> list[Peer]:
-    """Instances of their own, in the precision and on the device of `llm`."""
+    """Load separate copies of the models, in the precision and on the device of `llm`."""
     with _quiet():
-        model, assistant = (_load(folder, llm) if folder else None for folder in (target, draft))
+        model = _load(target, llm)
+        assistant = _load(draft, llm) if draft else None
     peers = [Peer("transformers", model)]
     if assistant is not None:
         peers.append(Peer("transformers_assisted", model, assistant=assistant))
@@ -70,15 +73,16 @@ def load_peers(llm: LLM, target: Path, draft: Path | None) -> list[Peer]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep transformers' bars and advice out of a benchmark's progress."""
-    shown, level = transformers_logging.is_progress_bar_enabled(), transformers_logging.get_verbosity()
+    """Silence the progress bars and warnings of transformers, which would disturb the progress of a benchmark."""
+    progress_bar = transformers_logging.is_progress_bar_enabled()
+    level = transformers_logging.get_verbosity()
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
     try:
         yield
     finally:
         transformers_logging.set_verbosity(level)
-        if shown:
+        if progress_bar:
             transformers_logging.enable_progress_bar()
 
 

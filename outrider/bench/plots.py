@@ -1,4 +1,4 @@
-"""The plots of a report, each from the document alone; one for which there is no data is left out."""
+"""Draws the plots of a report from its document. Plots without data are left out."""
 
 from __future__ import annotations
 
@@ -12,37 +12,38 @@ from outrider.bench.report import OVERALL, PLAIN, SPECULATIVE
 from outrider.report import svg
 from outrider.report.console import Document
 
-_BAR = 0.29  # inches for a bar
-_LINES = 2.7  # inches for a plot with lines
+_BAR_HEIGHT = 0.29  # inches per bar
+_LINE_PLOT_HEIGHT = 2.7  # inches
 _DASHED = (0, (4, 2))
 
 
 def draw(document: Document) -> list[svg.Plot]:
-    """All plots for which the document has data."""
+    """Return all plots for which the document has data."""
     return svg.drawn(_PLOTS, document)
 
 
-def _spoken(name: str) -> str:
-    """A contestant's or a category's name as people read it."""
+def _label(name: str) -> str:
+    """Return the name of a variant or a category as text."""
     return name.replace("_", " ")
 
 
 def _limit(document: Document) -> Figure | None:
-    rows = {name: each for name, each in document["results"][OVERALL].items() if each["tokens_per_s"]}
-    if not rows:
+    variants = {name: each for name, each in document["results"][OVERALL].items() if each["tokens_per_s"]}
+    if not variants:
         return None
-    figure, axes = svg.canvas(0.5 + 0.55 * len(rows), grid="")
-    for y, (name, each) in enumerate(rows.items()):
-        rate, limit = each["tokens_per_s"], document["limits"].get(name)
-        note = f"{_spoken(name)}: {rate['median']:.0f}"
-        if limit:
-            most = limit["limit_tokens_per_s"]
-            axes.barh(y, most, height=0.4, color=svg.TRACK)
-            axes.vlines(most, y - 0.28, y + 0.28, color=svg.LIMIT)
-            note += f", {100 * limit['share_of_limit']:.0f}% of at most {most:.0f}"
-        axes.barh(y, rate["median"], height=0.4, color=_colour(name, list(rows)))
-        axes.text(0, y - 0.27, note, va="bottom")
-    axes.set_ylim(len(rows) - 0.65, -0.75)
+    figure, axes = svg.canvas(0.5 + 0.55 * len(variants), grid="")
+    for y, (name, variant) in enumerate(variants.items()):
+        rate = variant["tokens_per_s"]["median"]
+        text = f"{_label(name)}: {rate:.0f}"
+        limits = document["limits"].get(name)
+        if limits:
+            limit = limits["limit_tokens_per_s"]
+            axes.barh(y, limit, height=0.4, color=svg.TRACK)
+            axes.vlines(limit, y - 0.28, y + 0.28, color=svg.LIMIT)
+            text += f", {100 * limits['share_of_limit']:.0f}% of at most {limit:.0f}"
+        axes.barh(y, rate, height=0.4, color=_colour(name, list(variants)))
+        axes.text(0, y - 0.27, text, va="bottom")
+    axes.set_ylim(len(variants) - 0.65, -0.75)
     axes.set_yticks([])
     axes.set_xlabel("tokens/s")
     return figure
@@ -53,60 +54,63 @@ def _speedup(document: Document) -> Figure | None:
     known = {name: spread for name, spread in spreads.items() if spread}
     if not known:
         return None
-    figure, axes = svg.canvas(0.5 + _BAR * len(known), grid="x")
-    most = max(spread["max"] for spread in known.values())
+    figure, axes = svg.canvas(0.5 + _BAR_HEIGHT * len(known), grid="x")
+    highest = max(spread["max"] for spread in known.values())
     for y, (name, spread) in enumerate(known.items()):
         axes.barh(y, spread["median"], height=0.62, color=svg.FAST, alpha=1 if name == OVERALL else 0.6)
         axes.hlines(y, spread["min"], spread["max"], color=svg.INK, linewidth=1.2)
-        axes.text(spread["max"] + 0.02 * most, y, f"{spread['median']:.2f}", va="center")
+        axes.text(spread["max"] + 0.02 * highest, y, f"{spread['median']:.2f}", va="center")
     axes.axvline(1, color=svg.PLAIN, linewidth=1.6, linestyle=_DASHED)
-    axes.set_xlim(0, 1.12 * most)
-    _label_rows(axes, map(_spoken, known))
-    axes.set_xlabel("times plain decoding, which is the dashed line")
+    axes.set_xlim(0, 1.12 * highest)
+    _label_bars(axes, map(_label, known))
+    axes.set_xlabel("speedup over plain decoding (dashed line)")
     return figure
 
 
 def _acceptance(document: Document) -> Figure | None:
-    shares = {name: each[SPECULATIVE]["acceptance_by_position"] for name, each in document["results"].items()}
-    overall = shares.pop(OVERALL)
+    by_category = {name: each[SPECULATIVE]["acceptance_by_position"] for name, each in document["results"].items()}
+    overall = by_category.pop(OVERALL)
     if not overall:
         return None
-    figure, axes = svg.canvas(_LINES)
-    met = [[each[i] for each in shares.values() if i < len(each)] for i in range(len(overall))]
+    figure, axes = svg.canvas(_LINE_PLOT_HEIGHT)
+    lowest = []
+    highest = []
+    for i in range(len(overall)):
+        shares = [acceptance[i] for acceptance in by_category.values() if i < len(acceptance)]
+        lowest.append(min(shares))
+        highest.append(max(shares))
     positions = range(1, len(overall) + 1)
-    axes.fill_between(
-        positions, list(map(min, met)), list(map(max, met)), color=svg.FAST, alpha=0.16, label="categories", lw=0
-    )
+    axes.fill_between(positions, lowest, highest, color=svg.FAST, alpha=0.16, label="categories", lw=0)
     axes.plot(positions, overall, color=svg.FAST, marker="o", label="overall")
-    _accepted_axes(axes, len(overall))
+    _acceptance_axes(axes, len(overall))
     return figure
 
 
 def _acceptance_by_temperature(document: Document) -> Figure | None:
     entries = document["sweeps"].get("temperature", [])
-    lines = {entry["value"]: entry[SPECULATIVE]["acceptance_by_position"] for entry in entries}
-    if not any(lines.values()):
+    by_temperature = {entry["value"]: entry[SPECULATIVE]["acceptance_by_position"] for entry in entries}
+    if not any(by_temperature.values()):
         return None
-    figure, axes = svg.canvas(_LINES)
-    for i, (temperature, shares) in enumerate(lines.items()):
+    figure, axes = svg.canvas(_LINE_PLOT_HEIGHT)
+    for i, (temperature, acceptance) in enumerate(by_temperature.items()):
         colour = svg.SERIES[i % len(svg.SERIES)]
-        axes.plot(range(1, len(shares) + 1), shares, color=colour, marker="o", label=f"T = {temperature:g}")
-    _accepted_axes(axes, max(map(len, lines.values())))
+        axes.plot(range(1, len(acceptance) + 1), acceptance, color=colour, marker="o", label=f"T = {temperature:g}")
+    _acceptance_axes(axes, max(map(len, by_temperature.values())))
     return figure
 
 
 def _latency(document: Document) -> Figure | None:
     overall = document["results"][OVERALL]
-    rows = {name: each["latency_ms"] for name, each in overall.items() if each["latency_ms"]}
-    if not rows:
+    latencies = {name: each["latency_ms"] for name, each in overall.items() if each["latency_ms"]}
+    if not latencies:
         return None
-    figure, axes = svg.canvas(_LINES)
-    width = 0.8 / len(rows)
-    for i, (name, marks) in enumerate(rows.items()):
-        places = [p + (i - (len(rows) - 1) / 2) * width for p in range(len(marks))]
-        bars = axes.bar(
-            places, marks.values(), width=0.9 * width, color=_colour(name, list(overall)), label=_spoken(name)
-        )
+    figure, axes = svg.canvas(_LINE_PLOT_HEIGHT)
+    width = 0.8 / len(latencies)
+    for i, (name, percentiles) in enumerate(latencies.items()):
+        offset = (i - (len(latencies) - 1) / 2) * width
+        xs = [x + offset for x in range(len(percentiles))]
+        colour = _colour(name, list(overall))
+        bars = axes.bar(xs, percentiles.values(), width=0.9 * width, color=colour, label=_label(name))
         axes.bar_label(bars, fmt="%.1f", padding=2, fontsize=8)
     axes.set_xticks(range(3), ["p50", "p95", "p99"])
     axes.set_ylabel("ms between tokens")
@@ -117,34 +121,34 @@ def _latency(document: Document) -> Figure | None:
 
 def _round(document: Document) -> Figure | None:
     if swept := document["sweeps"].get("k"):
-        rows = {f"k = {entry['value']}": entry[SPECULATIVE] for entry in swept}
+        variants = {f"k = {entry['value']}": entry[SPECULATIVE] for entry in swept}
     else:
-        rows = {name: document["results"][OVERALL][name] for name in (PLAIN, SPECULATIVE)}
-    rows = {name: stats for name, stats in rows.items() if stats.get("rounds")}
-    if not rows:
+        variants = {name: document["results"][OVERALL][name] for name in (PLAIN, SPECULATIVE)}
+    variants = {name: stats for name, stats in variants.items() if stats.get("rounds")}
+    if not variants:
         return None
-    figure, axes = svg.canvas(0.8 + _BAR * len(rows), grid="x")
-    left = [0.0] * len(rows)
-    parts = {"draft_ms": ("draft", svg.DRAFT), "target_ms": ("target", svg.TARGET)}
-    for part, (name, colour) in {**parts, "host_ms": ("host", svg.HOST)}.items():
-        widths = [stats[part] for stats in rows.values()]
-        axes.barh(range(len(rows)), widths, left=left, height=0.62, color=colour, label=name)
-        left = [a + b for a, b in zip(left, widths, strict=True)]
-    for y, whole in enumerate(left):
-        axes.text(whole + 0.015 * max(left), y, f"{whole:.1f}", va="center")
-    _label_rows(axes, rows)
-    axes.set_xlabel("ms a round")
+    figure, axes = svg.canvas(0.8 + _BAR_HEIGHT * len(variants), grid="x")
+    ends = [0.0] * len(variants)
+    parts = {"draft_ms": ("draft", svg.DRAFT), "target_ms": ("target", svg.TARGET), "host_ms": ("host", svg.HOST)}
+    for part, (name, colour) in parts.items():
+        widths = [stats[part] for stats in variants.values()]
+        axes.barh(range(len(variants)), widths, left=ends, height=0.62, color=colour, label=name)
+        ends = [end + width for end, width in zip(ends, widths, strict=True)]
+    for y, total in enumerate(ends):
+        axes.text(total + 0.015 * max(ends), y, f"{total:.1f}", va="center")
+    _label_bars(axes, variants)
+    axes.set_xlabel("ms per round")
     axes.margins(x=0.1)
     svg.legend(axes)
     return figure
 
 
 def _against_k(document: Document) -> Figure | None:
-    return _rates(document["sweeps"].get("k", []), "k, guesses a round")
+    return _rates(document["sweeps"].get("k", []), "k, draft tokens per round")
 
 
 def _against_batch(document: Document) -> Figure | None:
-    return _rates(document["sweeps"].get("batch", []), "batch, rows at once", doubling=True)
+    return _rates(document["sweeps"].get("batch", []), "batch, sequences at once", doubling=True)
 
 
 def _against_context(document: Document) -> Figure | None:
@@ -152,20 +156,26 @@ def _against_context(document: Document) -> Figure | None:
 
 
 def _rates(entries: Sequence[Document], label: str, *, doubling: bool = False) -> Figure | None:
-    """Tokens/s along an axis, with the limits; both scales are ratios, so that a speedup is a distance."""
+    """Plot tokens/s and the limits along an axis.
+
+    The y axis is logarithmic, so that the distance between two lines shows their ratio. `doubling` makes the x axis
+    logarithmic as well.
+    """
     known = [entry for entry in entries if entry[PLAIN]["tokens_per_s"] and entry[SPECULATIVE]["tokens_per_s"]]
     if not known:
         return None
-    figure, axes = svg.canvas(_LINES + 0.2)
+    figure, axes = svg.canvas(_LINE_PLOT_HEIGHT + 0.2)
     values = [entry["value"] for entry in known]
     for name, colour in ((SPECULATIVE, svg.FAST), (PLAIN, svg.PLAIN)):
-        spread = [entry[name]["tokens_per_s"] for entry in known]
-        low, high = ([each[end] for each in spread] for end in ("min", "max"))
-        axes.fill_between(values, low, high, color=colour, alpha=0.16, lw=0)
-        axes.plot(values, [each["median"] for each in spread], color=colour, marker="o", label=name)
-        limit = [entry["limits"][name]["limit_tokens_per_s"] for entry in known]
-        note = "limit" if name == PLAIN else "limit × tau"
-        axes.plot(values, limit, color=svg.LIMIT if name == PLAIN else colour, linestyle=_DASHED, lw=1.5, label=note)
+        spreads = [entry[name]["tokens_per_s"] for entry in known]
+        lowest = [spread["min"] for spread in spreads]
+        highest = [spread["max"] for spread in spreads]
+        axes.fill_between(values, lowest, highest, color=colour, alpha=0.16, lw=0)
+        axes.plot(values, [spread["median"] for spread in spreads], color=colour, marker="o", label=name)
+        limits = [entry["limits"][name]["limit_tokens_per_s"] for entry in known]
+        limit_label = "limit" if name == PLAIN else "limit × tau"
+        limit_colour = svg.LIMIT if name == PLAIN else colour
+        axes.plot(values, limits, color=limit_colour, linestyle=_DASHED, lw=1.5, label=limit_label)
     axes.set_yscale("log")
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
@@ -180,37 +190,38 @@ def _rates(entries: Sequence[Document], label: str, *, doubling: bool = False) -
     return figure
 
 
-def _accepted_axes(axes: Axes, positions: int) -> None:
+def _acceptance_axes(axes: Axes, positions: int) -> None:
     axes.set_ylim(0, 1.04)
     axes.yaxis.set_major_formatter(PercentFormatter(1))
     axes.set_xticks(range(1, positions + 1))
-    axes.set_xlabel("position of the guess in its round")
+    axes.set_xlabel("position of the draft token in its round")
     svg.legend(axes, columns=5)
 
 
-def _label_rows(axes: Axes, names: Iterable[str]) -> None:
-    words = list(names)
-    axes.set_yticks(range(len(words)), words)
-    axes.set_ylim(len(words) - 0.5, -0.5)
+def _label_bars(axes: Axes, names: Iterable[str]) -> None:
+    labels = list(names)
+    axes.set_yticks(range(len(labels)), labels)
+    axes.set_ylim(len(labels) - 0.5, -0.5)
 
 
 def _colour(name: str, names: Sequence[str]) -> str:
-    own = {PLAIN: svg.PLAIN, SPECULATIVE: svg.FAST}
-    return own.get(name) or svg.SERIES[(names.index(name) - len(own) + 1) % len(svg.SERIES)]
+    fixed = {PLAIN: svg.PLAIN, SPECULATIVE: svg.FAST}
+    return fixed.get(name) or svg.SERIES[(names.index(name) - len(fixed) + 1) % len(svg.SERIES)]
 
 
 _PLOTS: tuple[svg.Drawing[Document], ...] = (
     (
         _limit,
         "Tokens/s and the limit",
-        "The line is what the memory's bandwidth and the rate of products allow; for speculation times tau, as if the"
-        " draft cost nothing.",
+        "The line is the limit that memory bandwidth and arithmetic set. For speculation it is multiplied by tau, as if"
+        " drafting cost nothing.",
     ),
-    (_speedup, "Speedup by category", "Medians over rounds; the thin line is their range."),
+    (_speedup, "Speedup by category", "Medians over rounds. The thin line is the range."),
     (
         _acceptance,
         "Acceptance by position",
-        "Of the guesses whose ancestors were all accepted, the share accepted; the band spans the categories.",
+        "The share of draft tokens that were accepted, among those whose ancestors were all accepted. The band spans"
+        " the categories.",
     ),
     (
         _acceptance_by_temperature,
@@ -220,15 +231,23 @@ _PLOTS: tuple[svg.Drawing[Document], ...] = (
     (
         _latency,
         "Time between tokens",
-        "Percentiles over all tokens. The tokens of one round arrive together: the first waits for the round, the"
-        " others for nothing.",
+        "Percentiles over all tokens. The tokens of one round arrive together: the first one waits for the whole round,"
+        " the others do not wait.",
     ),
-    (_round, "Where a round's time goes", "Guessing, the target's pass, and all else on the host."),
-    (_against_k, "Tokens/s against k", "Every k in turns with plain decoding; bands are the range over rounds."),
+    (_round, "Time of a round", "Drafting, the target's forward pass, and the remaining work of the host."),
+    (
+        _against_k,
+        "Tokens/s against k",
+        "Each k is measured in turns with plain decoding. Bands are the range over rounds.",
+    ),
     (
         _against_batch,
         "Tokens/s against batch",
-        "The limit bends where arithmetic, and no longer memory, sets it.",
+        "The limit bends where arithmetic becomes slower than memory.",
     ),
-    (_against_context, "Tokens/s against context", "Prompts lengthened until prompt and completion fill the context."),
+    (
+        _against_context,
+        "Tokens/s against context",
+        "Prompts are lengthened until prompt and completion fill the context.",
+    ),
 )

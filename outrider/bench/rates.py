@@ -1,4 +1,4 @@
-"""What this machine can do at most, measured on the spot: reading memory, and multiplying matrices."""
+"""Measures the peak rates of this machine: memory reads and matrix products."""
 
 from __future__ import annotations
 
@@ -13,43 +13,48 @@ from typing import Any
 
 import torch
 
-_BUFFER = 1 << 29  # bytes: larger than the caches of all but a few machines
-_DEVICE_BUFFER = 1 << 32  # bytes: a GPU reads so fast that in less the wait for the answer would count
+_BUFFER = 1 << 29  # bytes: larger than the caches of most machines
+_DEVICE_BUFFER = 1 << 32  # bytes: large enough that the wait for a GPU does not count
 _REPEATS = 7
-_MATRIX = (512, 8192)  # the smallest and the largest that is multiplied
-_LONG_ENOUGH = 0.02  # seconds that a product should take
+_MATRIX = (512, 8192)  # smallest and largest size of the matrices
+_MIN_SECONDS = 0.02  # shortest time of a product that is measured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """Medians of several measurements at one moment."""
+    """Medians of several measurements at one time."""
 
-    read: Mapping[str, float]  # bytes a second, by the pages that the buffer lay in
-    gemm: float  # floating-point operations a second of a large matrix product
+    read: Mapping[str, float]  # bytes/s, by the kind of memory pages
+    gemm: float  # FLOP/s of a large matrix product
 
     def as_dict(self) -> dict[str, Any]:
         return {"read_bytes_per_s": dict(self.read), "gemm_flops_per_s": self.gemm}
 
 
 def measure_rates(device: torch.device, dtype: torch.dtype) -> Rates:
-    """Both rates as they are now."""
+    """Measure both rates."""
     return Rates(read=read_bandwidth(device), gemm=gemm_rate(device, dtype))
 
 
-def best_rates(moments: Sequence[Rates]) -> tuple[float, float]:
-    """The highest bandwidth and the highest rate of products seen: what one took for a limit must not be exceeded."""
-    return max(max(rates.read.values()) for rates in moments), max(rates.gemm for rates in moments)
+def best_rates(measurements: Sequence[Rates]) -> tuple[float, float]:
+    """Return the highest bandwidth and the highest arithmetic rate of several measurements.
+
+    They serve as limits, so no measured speed may exceed them.
+    """
+    bandwidth = max(max(rates.read.values()) for rates in measurements)
+    gemm = max(rates.gemm for rates in measurements)
+    return bandwidth, gemm
 
 
 def read_bandwidth(device: torch.device, size: int | None = None) -> dict[str, float]:
-    """Bytes a second of summing up a buffer, by the kind of its pages; the kinds are read in turns.
+    """Return the bytes/s of summing a buffer, by the kind of its memory pages. The kinds are read in turns.
 
-    On Linux a buffer in transparent huge pages can be read up to twice as fast as one in normal pages. Weights lie in
-    normal pages unless somebody asks for others, and could be moved; so both are measured.
+    On Linux a buffer in transparent huge pages can be read up to twice as fast as one in normal pages. Weights are in
+    normal pages by default and could be moved, so both kinds are measured.
     """
     buffers = _buffers(device, size or _size(device))
     for buffer in buffers.values():
-        buffer.fill_(1)  # by torch's threads, which will read it
+        buffer.fill_(1)  # first touch by the torch threads that read it later
     seconds: dict[str, list[float]] = {kind: [] for kind in buffers}
     for _ in range(_REPEATS):
         for kind, buffer in buffers.items():
@@ -58,24 +63,25 @@ def read_bandwidth(device: torch.device, size: int | None = None) -> dict[str, f
 
 
 def gemm_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """2 n^3 over the seconds of multiplying two n x n matrices, n being large enough to take a while."""
+    """Return 2 n^3 over the seconds of the product of two n x n matrices. n grows until a product takes long enough."""
     size, largest = _MATRIX
-    while (seconds := _product(size, device, dtype, repeats=1)) < _LONG_ENOUGH and size < largest:
+    while (seconds := _product_seconds(size, device, dtype, repeats=1)) < _MIN_SECONDS and size < largest:
         size *= 2
-    repeats = _REPEATS if seconds < 1 else 1  # an emulated precision takes seconds, and its rate is beside the point
-    return 2 * size**3 / _product(size, device, dtype, repeats=repeats)
+    # A product in an emulated precision takes seconds. It is far from any limit, so one measurement suffices.
+    repeats = _REPEATS if seconds < 1 else 1
+    return 2 * size**3 / _product_seconds(size, device, dtype, repeats=repeats)
 
 
-def _product(size: int, device: torch.device, dtype: torch.dtype, *, repeats: int) -> float:
+def _product_seconds(size: int, device: torch.device, dtype: torch.dtype, *, repeats: int) -> float:
     left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    work = partial(torch.matmul, left, right)
-    _timed(work)  # to warm up
-    return median(_timed(work) for _ in range(repeats))
+    product = partial(torch.matmul, left, right)
+    _timed(product)  # to warm up
+    return median(_timed(product) for _ in range(repeats))
 
 
-def _timed(work: Callable[[], torch.Tensor]) -> float:
+def _timed(function: Callable[[], torch.Tensor]) -> float:
     began = perf_counter()
-    work().view(-1)[0].item()  # waits for the device
+    function().view(-1)[0].item()  # waits for the device
     return perf_counter() - began
 
 
@@ -87,14 +93,14 @@ def _size(device: torch.device) -> int:
 
 
 def _buffers(device: torch.device, size: int) -> dict[str, torch.Tensor]:
-    """float32 buffers of `size` bytes, by the kind of their pages."""
+    """Return float32 buffers of `size` bytes, by the kind of their memory pages."""
     if device.type != "cpu":
         return {"device": torch.empty(size // 4, device=device)}
     advice = {"normal_pages": "MADV_NOHUGEPAGE", "huge_pages": "MADV_HUGEPAGE"}
     buffers = {}
     for kind, name in advice.items():
-        with suppress(AttributeError, OSError):  # another system, or a kernel built without them
-            # Private: a shared mapping, mmap's default, gets no huge pages whatever is advised.
+        with suppress(AttributeError, OSError):  # not Linux, or a kernel without huge pages
+            # The default of mmap is a shared mapping, which never gets huge pages.
             pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             pages.madvise(getattr(mmap, name))
             buffers[kind] = torch.frombuffer(pages, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""From trials to the numbers that are reported."""
+"""Computes the reported numbers from trials."""
 
 from __future__ import annotations
 
@@ -19,65 +19,69 @@ from outrider.measure.clock import DecodeSpeed
 from outrider.plan import speedup
 from outrider.report.console import counted
 
-PLAIN, SPECULATIVE = "plain", "speculative"
+PLAIN = "plain"
+SPECULATIVE = "speculative"
 OVERALL = "overall"
 DEFINITIONS: Mapping[str, str] = {
-    "tokens_per_s": "decoding alone: tokens after the first round by whose end every row had one, over the time from"
-    " the end of that round to the end of the last; pooled over prompts, then the median over rounds of the benchmark",
-    "speedup": "tokens_per_s over that of plain, the median over rounds of the benchmark of their ratio",
-    "tau": "tokens a pass of a decoding row, the bonus token included; 1 is plain decoding",
-    "acceptance_by_position": "of the guesses whose ancestors were all accepted, the share accepted",
-    "latency_ms": "time between a row's tokens; of the tokens of one round the first waits for the whole round and the"
-    " others for nothing",
-    "propose_ms, target_ms, host_ms": "a round of decoding: guessing, the target's pass, and all else; on a GPU the"
-    " wait for the device counts as host",
-    "expected_speedup": "E[tau] / (k c + v + h) of Leviathan et al. 2023, theorem 3.8, with acceptance, draft cost c,"
-    " verification cost v and host cost h as measured here, in times of a plain round",
+    "tokens_per_s": "decoding only: the tokens after the first round at whose end every sequence had one, over the time"
+    " from the end of that round to the end of the last; pooled over prompts, then the median over rounds of the"
+    " benchmark",
+    "speedup": "tokens_per_s over that of plain: the median of this ratio over rounds of the benchmark",
+    "tau": "tokens per pass of a decoding sequence, with the bonus token; 1 is plain decoding",
+    "acceptance_by_position": "the share of draft tokens that were accepted, among those whose ancestors were all"
+    " accepted",
+    "latency_ms": "time between the tokens of a sequence; the tokens of one round arrive together, so the first one"
+    " waits for the whole round and the others do not wait",
+    "propose_ms, target_ms, host_ms": "a round of decoding: drafting, the target's forward pass, and the rest; on a GPU"
+    " the wait for the device counts as host",
+    "expected_speedup": "E[tau] / (k c + v + h) of Leviathan et al. 2023, theorem 3.8, with the measured acceptance,"
+    " draft cost c, verification cost v and host cost h, in units of a plain round",
 }
 
 
 def summary(document: Mapping[str, Any]) -> str:
-    """What was measured and where, in a line."""
-    machine, asked = document["hardware"], document["arguments"]
-    where = machine["gpu"] or f"{machine['cpu']}, {machine['threads']} of {machine['cores']} cores"
-    law = f"temperature {asked['temperature']:g}" if asked["temperature"] else "greedy"
-    target = Path(asked["target"]).name if asked["target"] else "the embedded target"
+    """Return one line that says what was measured, and where."""
+    hardware = document["hardware"]
+    arguments = document["arguments"]
+    device = hardware["gpu"] or f"{hardware['cpu']}, {hardware['threads']} of {hardware['cores']} cores"
+    sampling = f"temperature {arguments['temperature']:g}" if arguments["temperature"] else "greedy"
+    target = Path(arguments["target"]).name if arguments["target"] else "the embedded target"
     exact = "exact" if document["exact"] else "not exact"
     return (
-        f"{target} with {document['proposer']}, k {asked['k']}, verifier {document['verifier']} ({exact}); {law},"
-        f" {document['dtype']}, {document['kernels']} kernels, {asked['batch']} at once,"
-        f" {counted(asked['repeats'], 'repeat')} on {where}"
+        f"{target} with {document['proposer']}, k {arguments['k']}, verifier {document['verifier']} ({exact});"
+        f" {sampling}, {document['dtype']}, {document['kernels']} kernels, {arguments['batch']} at once,"
+        f" {counted(arguments['repeats'], 'repeat')} on {device}"
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One trial with its place in the benchmark."""
+    """One trial, with its category, variant and repeat."""
 
     category: str
-    name: str  # the contestant
+    name: str  # of the variant
     repeat: int
     trial: Trial
 
 
 def report(samples: Sequence[Sample]) -> dict[str, dict[str, Any]]:
-    """The figures of each category, and of all under "overall"."""
+    """Return the figures of each category, and those of all categories under "overall"."""
     categories = list(dict.fromkeys(sample.category for sample in samples))
-    groups = {category: [s for s in samples if s.category == category] for category in categories}
-    return {name: _figures(group) for name, group in {**groups, OVERALL: list(samples)}.items()}
+    figures = {category: _figures([s for s in samples if s.category == category]) for category in categories}
+    return {**figures, OVERALL: _figures(samples)}
 
 
 def compare(samples: Sequence[Sample], *, name: str = SPECULATIVE) -> dict[str, dict[str, Any]]:
-    """The figures of plain decoding and of one other contestant, which then goes under "speculative"."""
+    """Return the figures of plain decoding and of the variant `name`, which is called "speculative" in the result."""
     plain = [sample for sample in samples if sample.name == PLAIN]
     other = [replace(sample, name=SPECULATIVE) for sample in samples if sample.name == name]
     return report([*plain, *other])
 
 
-def mean_cached(samples: Sequence[Sample], *, rows: int) -> float:
-    """Tokens that a row's cache held on average while it decoded plainly."""
+def mean_cached(samples: Sequence[Sample], *, seqs: int) -> float:
+    """Return the mean number of cached tokens of a sequence during plain decoding."""
     trials = [sample.trial.stats for sample in samples if sample.name == PLAIN and sample.trial.stats]
-    return sum(stats.prompt_tokens + stats.output_tokens / 2 for stats in trials) / rows / len(trials)
+    return sum(stats.prompt_tokens + stats.output_tokens / 2 for stats in trials) / seqs / len(trials)
 
 
 def _figures(samples: Sequence[Sample]) -> dict[str, Any]:
@@ -86,8 +90,9 @@ def _figures(samples: Sequence[Sample]) -> dict[str, Any]:
         by_name[sample.name].append(sample)
     rates = {name: _rates(group) for name, group in by_name.items()}
     figures = {name: _variant(group, rates[name], rates[PLAIN]) for name, group in by_name.items()}
-    plain, guessing = (_stats(by_name[name]) for name in (PLAIN, SPECULATIVE))
-    figures[SPECULATIVE]["expected_speedup"] = expected_speedup(plain, guessing)
+    plain = _stats(by_name[PLAIN])
+    speculative = _stats(by_name[SPECULATIVE])
+    figures[SPECULATIVE]["expected_speedup"] = expected_speedup(plain, speculative)
     return figures
 
 
@@ -100,11 +105,11 @@ def _variant(samples: Sequence[Sample], rates: Sequence[float | None], plain: Se
 
 
 def _rates(samples: Sequence[Sample]) -> list[float | None]:
-    """Tokens a second, round by round."""
-    paces: dict[int, DecodeSpeed] = {}
+    """Return the tokens/s of each round."""
+    speeds: dict[int, DecodeSpeed] = {}
     for sample in samples:
-        paces[sample.repeat] = paces.get(sample.repeat, DecodeSpeed(tokens=0, seconds=0.0)) + sample.trial.pace
-    return [paces[round].rate for round in sorted(paces)]
+        speeds[sample.repeat] = speeds.get(sample.repeat, DecodeSpeed(tokens=0, seconds=0.0)) + sample.trial.pace
+    return [speeds[round].rate for round in sorted(speeds)]
 
 
 def _stats(samples: Sequence[Sample]) -> Stats:
@@ -112,33 +117,37 @@ def _stats(samples: Sequence[Sample]) -> Stats:
 
 
 def _spread(values: Sequence[float | None]) -> dict[str, float] | None:
-    """None when every completion was over in its first round."""
+    """Return median and range, or None if every completion ended in its first round."""
     known = [value for value in values if value is not None]
     return {"median": median(known), "min": min(known), "max": max(known)} if known else None
 
 
 def _percentiles(gaps: Sequence[float]) -> dict[str, float] | None:
+    """Return percentiles in milliseconds of gaps in seconds."""
     if not gaps:
         return None
-    marks = torch.tensor(sorted(gaps), dtype=torch.float64)
-    at = {"p50": 0.50, "p95": 0.95, "p99": 0.99}
-    return {name: 1e3 * float(marks[round(share * (len(marks) - 1))]) for name, share in at.items()}
+    ordered = torch.tensor(sorted(gaps), dtype=torch.float64)
+    shares = {"p50": 0.50, "p95": 0.95, "p99": 0.99}
+    return {name: 1e3 * float(ordered[round(share * (len(ordered) - 1))]) for name, share in shares.items()}
 
 
-def expected_speedup(plain: Stats, guessing: Stats) -> float | None:
-    """What acceptance and costs, as measured, should have gained; None where too little was measured.
+def expected_speedup(plain: Stats, speculative: Stats) -> float | None:
+    """Return the speedup that follows from measured acceptance and costs, or None if too little was measured.
 
-    A pass that came without a guess counts as one whose guess was rejected, so E[tau] needs no case for it.
+    A pass without a draft counts as one whose first draft token was rejected. The formula so holds without a case for
+    it.
     """
-    if not plain.rounds or not guessing.rounds or not plain.seconds:
+    if not plain.rounds or not speculative.rounds or not plain.seconds:
         return None
-    met = (guessing.passes, *guessing.accepted[:-1])
-    acceptance = [kept / all if all else 0.0 for kept, all in zip(guessing.accepted, met, strict=False)]
-    unit = plain.seconds / plain.rounds * guessing.rounds  # as many plain rounds as there were guessing ones
+    reached = (speculative.passes, *speculative.accepted[:-1])
+    acceptance = [
+        accepted / count if count else 0.0 for accepted, count in zip(speculative.accepted, reached, strict=False)
+    ]
+    unit = plain.seconds / plain.rounds * speculative.rounds  # seconds of as many plain rounds
     return speedup.speedup(
         speedup.expected_tau(acceptance),
-        k=1,  # all guesses of a round are one item here
-        draft=guessing.draft_seconds / unit,
-        verify=guessing.target_seconds / unit,
-        host=guessing.host_seconds / unit,
+        k=1,  # the draft cost is that of all draft tokens of a round
+        draft=speculative.draft_seconds / unit,
+        verify=speculative.target_seconds / unit,
+        host=speculative.host_seconds / unit,
     )

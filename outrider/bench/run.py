@@ -1,4 +1,4 @@
-"""The benchmark from beginning to end."""
+"""Runs a benchmark and builds its document."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from outrider.engine.build import auto_planner
 from outrider.errors import OutriderError
 from outrider.llm import LLM
 from outrider.loader.embedded import model_folder
-from outrider.measure.prompts import read_prompts
+from outrider.measure.prompts import Prompt, read_prompts
 from outrider.native.target import NativeTarget
 from outrider.plan.planner import Planner
 from outrider.plan.store import PlanFile, restored
@@ -38,17 +38,17 @@ def run_bench(settings: Settings, *, progress: Console) -> dict[str, Any]:
 
     Args:
         settings: what to measure.
-        progress: where to show how far it is.
+        progress: the console of the progress bar.
 
     Returns:
-        The document to report, fit for JSON.
+        The JSON document.
 
     Raises:
-        OutriderError: what was asked for cannot be measured; the message says why.
+        OutriderError: the settings cannot be measured.
     """
     prompts = read_prompts(settings.prompts, limit=settings.limit)
     if any(prompt.category == OVERALL for prompt in prompts):
-        raise OutriderError(f"a category is called {OVERALL}, which is all of them in reports; name it otherwise")
+        raise OutriderError(f"a category is called {OVERALL}, which reports use for all categories; rename it")
     planner = SwitchPlanner()
     with progress.status("loading models"):
         llm = load(settings, planner)
@@ -56,33 +56,29 @@ def run_bench(settings: Settings, *, progress: Console) -> dict[str, Any]:
             planner.auto = auto_planner(llm.parts.target, llm.parts.proposer)
         models = {"target": settings.target, "proposer": settings.proposer, "quantize": settings.quantize}
         plan = restored(settings.plan, planner.auto, **models) if planner.auto else None
-        heats = {place: make_batches(llm, prompts, settings, place) for place in conditions(settings)}
-        stages = [
-            Workload(condition=place, variants=_variants(llm, planner, settings, place), repeats=some)
-            for place, some in heats.items()
-        ]
+        workloads = _workloads(llm, planner, prompts, settings)
     with progress.status("measuring the machine"):
         before = measure_rates(llm.parts.device, llm.parts.dtype)
-        first = stages[0].repeats[0].jobs
-        held = measure_memory(llm, list(islice(cycle(first), settings.rows)))
-    samples = interleave(stages, settings.repeats, progress)
+        first_jobs = workloads[0].batches[0].jobs
+        memory = measure_memory(llm, list(islice(cycle(first_jobs), settings.max_num_seqs)))
+    samples = interleave(workloads, settings.repeats, progress)
     if plan and planner.auto:
-        _keep(plan, planner.auto, progress)
+        _save_plan(plan, planner.auto, progress)
     with progress.status("measuring the machine"):
         after = measure_rates(llm.parts.device, llm.parts.dtype)
-    return _document(llm, settings, samples, rates=(before, after), held=held)
+    return _document(llm, settings, samples, rates=(before, after), memory=memory)
 
 
-def _keep(plan: PlanFile, planner: Planner, progress: Console) -> None:
-    """What was measured is worth more than what was learned on the way, and not lost with it."""
+def _save_plan(plan: PlanFile, planner: Planner, progress: Console) -> None:
+    """Save the plan. If that fails, print a message and go on, so that the measurement is not lost."""
     try:
         plan.save(planner)
     except OutriderError as error:
-        progress.print(f"what the planner has learned is not kept: {error}", markup=False, soft_wrap=True)
+        progress.print(f"the plan was not saved: {error}", markup=False, soft_wrap=True)
 
 
 def load(settings: Settings, planner: SwitchPlanner) -> LLM:
-    """The models to measure."""
+    """Load the models to measure."""
     return LLM(
         settings.target,
         proposer=settings.proposer,
@@ -93,23 +89,32 @@ def load(settings: Settings, planner: SwitchPlanner) -> LLM:
         kernels=settings.kernels,
         quantize=settings.quantize,
         threads=settings.threads,
-        max_num_seqs=settings.rows,
-        max_model_len=settings.capacity,
-        prefix_caching=False,  # a prompt is to cost the same each time
+        max_num_seqs=settings.max_num_seqs,
+        max_model_len=settings.max_model_len,
+        prefix_caching=False,  # the prefill of a prompt must cost the same each time
         planner=planner,
     )
 
 
-def _variants(llm: LLM, planner: SwitchPlanner, settings: Settings, place: Condition) -> tuple[Variant, ...]:
-    """Plain and speculative everywhere; every k of the sweep and the peers at home."""
-    at_home = place == default_condition(settings)
-    names = speculative_variants(settings) if at_home else {0: PLAIN, settings.k: SPECULATIVE}
-    own = tuple(OutriderRunner(name, llm, planner, k=k) for k, name in names.items())
-    if settings.peer is None or not at_home:
-        return own
+def _workloads(llm: LLM, planner: SwitchPlanner, prompts: Sequence[Prompt], settings: Settings) -> list[Workload]:
+    # Make all batches first: a prompt that does not fit must be reported before peers are loaded.
+    batches = {condition: make_batches(llm, prompts, settings, condition) for condition in conditions(settings)}
+    return [
+        Workload(condition=condition, variants=_variants(llm, planner, settings, condition), batches=group)
+        for condition, group in batches.items()
+    ]
+
+
+def _variants(llm: LLM, planner: SwitchPlanner, settings: Settings, condition: Condition) -> tuple[Variant, ...]:
+    """Return plain and speculative decoding. The default condition also has the swept k and the peers."""
+    is_default = condition == default_condition(settings)
+    names = speculative_variants(settings) if is_default else {0: PLAIN, settings.k: SPECULATIVE}
+    runners = tuple(OutriderRunner(name, llm, planner, k=k) for k, name in names.items())
+    if settings.peer is None or not is_default:
+        return runners
     from outrider.bench.peer import load_peers
 
-    return (*own, *load_peers(llm, model_folder(settings.target), _draft(settings)))
+    return (*runners, *load_peers(llm, model_folder(settings.target), _draft_folder(settings)))
 
 
 def _document(
@@ -118,13 +123,15 @@ def _document(
     samples: Mapping[Condition, Sequence[Sample]],
     *,
     rates: tuple[Rates, Rates],
-    held: MemoryUse,
+    memory: MemoryUse,
 ) -> dict[str, Any]:
-    parts, start = llm.parts, default_condition(settings)
+    parts = llm.parts
+    default = default_condition(settings)
     swept = {f"k={k}" for k in settings.sweep.k}
-    figures = report([sample for sample in samples[start] if sample.name not in swept])
+    figures = report([sample for sample in samples[default] if sample.name not in swept])
     roofline = _roofline(llm, settings, rates)
-    cached = mean_cached(samples[start], rows=start.batch)
+    cached = mean_cached(samples[default], seqs=default.batch)
+    before, after = rates
     return {
         "benchmark": "outrider bench",
         "arguments": asdict(settings),
@@ -138,9 +145,9 @@ def _document(
         "hardware": machine.hardware(str(parts.device)),
         "versions": machine.versions(),
         "commit": machine.commit(),
-        "rates": dict(zip(("before", "after"), (each.as_dict() for each in rates), strict=True)),
-        "limits": asdict(roofline) | limits.limits(roofline, figures[OVERALL], rows=start.batch, cached=cached),
-        "memory": held.as_dict(),
+        "rates": {"before": before.as_dict(), "after": after.as_dict()},
+        "limits": asdict(roofline) | limits.limits(roofline, figures[OVERALL], seqs=default.batch, cached=cached),
+        "memory": memory.as_dict(),
         "results": figures,
         "sweeps": sweeps(settings, samples, roofline),
         "definitions": {**DEFINITIONS, **limits.DEFINITIONS},
@@ -160,11 +167,11 @@ def _roofline(llm: LLM, settings: Settings, rates: tuple[Rates, Rates]) -> limit
 
 
 def _compile_seconds(llm: LLM) -> float:
-    """What the native kernels took to compile; 0 where none run, or an earlier run left them."""
+    """Return the compile time of the native kernels. It is 0 if none run, or an earlier run has compiled them."""
     models = (llm.parts.target, draft_model(llm.parts.proposer))
     return max((model.compile_seconds for model in models if isinstance(model, NativeTarget)), default=0.0)
 
 
-def _draft(settings: Settings) -> Path | None:
-    asked = parse(settings.proposer or default_proposer(settings.target))
-    return Path(asked.argument).expanduser() if asked.name == "draft" else None
+def _draft_folder(settings: Settings) -> Path | None:
+    expression = parse(settings.proposer or default_proposer(settings.target))
+    return Path(expression.argument).expanduser() if expression.name == "draft" else None

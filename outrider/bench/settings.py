@@ -1,4 +1,4 @@
-"""What a benchmark is asked to do, checked before anything is loaded."""
+"""Settings of a benchmark, checked before any model is loaded."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ PEERS = ("transformers",)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sweep:
-    """Values to measure one axis at a time, all else being as `Settings` has it; () leaves an axis alone."""
+    """The values of each swept axis. One axis varies at a time; () means that an axis is not swept."""
 
-    k: tuple[int, ...] = ()  # guesses a round; 0 is plain decoding
-    batch: tuple[int, ...] = ()  # rows at once
-    context: tuple[int, ...] = ()  # tokens of prompt and completion together, which prompts are lengthened to fill
+    k: tuple[int, ...] = ()  # draft tokens per round; 0 is plain decoding
+    batch: tuple[int, ...] = ()  # sequences at once
+    context: tuple[int, ...] = ()  # tokens of prompt and completion together; prompts are lengthened to fill it
     temperature: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Arguments of one benchmark; see the fields of the same names in `LLM` and `SamplingParams`."""
+    """Arguments of one benchmark. `LLM` and `SamplingParams` document the fields of the same names."""
 
     target: str | None = None
     proposer: str | None = None
     k: int | str = 4  # or auto
     verifier: str | None = None
-    prompts: str | None = None  # a file of JSON lines; None is the embedded set
-    limit: int | None = None  # prompts of each category
-    repeats: int = 3  # how often each prompt is measured in each way
-    batch: int = 1  # rows at once
+    prompts: str | None = None  # JSON Lines file; None: the embedded set
+    limit: int | None = None  # prompts per category
+    repeats: int = 3  # measurements of each prompt with each variant
+    batch: int = 1  # sequences at once
     peer: str | None = None
     temperature: float = 0.0
     max_tokens: int = 128
@@ -49,7 +49,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         if isinstance(self.k, str) and self.k != AUTO:
-            raise OutriderError(f"k is {self.k!r}; use a number of guesses, or {AUTO}")
+            raise OutriderError(f"k is {self.k!r}; use a number of draft tokens, or {AUTO}")
         check_plan(self.plan, k=self.k)
         k = None if isinstance(self.k, str) else self.k
         counts = {"repeats": self.repeats, "batch": self.batch, "limit": self.limit, "k": k}
@@ -60,40 +60,43 @@ class Settings:
         if min(self.sweep.k, default=0) < 0:
             raise OutriderError(f"k of the sweep is {min(self.sweep.k)}; use at least 0, which is plain decoding")
         if self.max_tokens < 2:
-            raise OutriderError(f"max_tokens is {self.max_tokens}; speed needs a first and a last token, so at least 2")
-        if (least := min(self.sweep.context, default=None)) is not None and least <= self.max_tokens:
             raise OutriderError(
-                f"context of the sweep is {least}, and max_tokens {self.max_tokens} leave no prompt; use a larger"
-                " context or fewer max_tokens"
+                f"max_tokens is {self.max_tokens}; a speed needs a first and a last token, so use at least 2"
+            )
+        shortest = min(self.sweep.context, default=None)
+        if shortest is not None and shortest <= self.max_tokens:
+            raise OutriderError(
+                f"context of the sweep is {shortest} and max_tokens is {self.max_tokens}, which leaves no tokens for a"
+                " prompt; use a larger context or fewer max_tokens"
             )
         for temperature in (self.temperature, *self.sweep.temperature):
-            SamplingParams(temperature=temperature)  # which raises
+            SamplingParams(temperature=temperature)  # raises if it is out of range
         if self.peer is not None and self.peer not in PEERS:
             raise OutriderError(f"peer {self.peer!r} is unknown; use {', '.join(PEERS)}")
         if self.peer and self.batch > 1:
-            raise OutriderError(f"batch is {self.batch}; the peer is measured one row at a time, so use batch 1")
+            raise OutriderError(f"batch is {self.batch}; the peer runs one sequence at a time, so use batch 1")
 
     @property
-    def rows(self) -> int:
-        """Rows that must run at once."""
+    def max_num_seqs(self) -> int:
+        """Sequences at once in the largest batch."""
         return max(self.batch, *self.sweep.batch, 1)
 
     @property
-    def capacity(self) -> int | None:
-        """Tokens that a row must hold; None is for the model to say."""
+    def max_model_len(self) -> int | None:
+        """Tokens of the longest sequence; None: the maximum of the model."""
         return max((self.context or 0, *self.sweep.context)) or None
 
 
 def parse_sweep(option: str, text: str) -> tuple[int, ...]:
-    """The values of k in "k=0..12".
+    """Return the values of k in "k=0..12".
 
     Raises:
-        OutriderError: the text is nothing of the kind.
+        OutriderError: `text` does not have this form.
     """
     axis, _, values = text.partition("=")
     if axis.strip() != "k":
         raise OutriderError(
-            f"{option} {text!r} names no axis of its own; use for example {option} k=0..8. The axes batch, context and"
-            " temperature take lists themselves: --batch 1,4"
+            f"{option} {text!r} does not sweep k; use for example {option} k=0..8. To sweep batch, context or"
+            " temperature, give a list to its own option: --batch 1,4"
         )
     return parse_whole(f"{option} k", values)

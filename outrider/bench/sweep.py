@@ -1,4 +1,4 @@
-"""Where a sweep measures: one axis at a time, the others at their first value."""
+"""The conditions of a sweep: one axis varies at a time, and the other axes keep their first value."""
 
 from __future__ import annotations
 
@@ -13,41 +13,48 @@ from outrider.bench.settings import Settings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Condition:
-    """What all contestants that are compared with each other have in common."""
+    """The settings that variants must share to be compared with each other."""
 
-    batch: int  # rows at once
+    batch: int  # sequences at once
     temperature: float
-    context: int | None = None  # tokens that prompt and completion fill; None leaves prompts as they are
+    context: int | None = None  # tokens of prompt and completion together; None: prompts are not lengthened
 
     def __str__(self) -> str:
-        filled = "" if self.context is None else f", context {self.context}"
-        return f"batch {self.batch}, temperature {self.temperature:g}{filled}"
+        context = "" if self.context is None else f", context {self.context}"
+        return f"batch {self.batch}, temperature {self.temperature:g}{context}"
 
 
 def default_condition(settings: Settings) -> Condition:
-    """Where all axes meet."""
+    """Return the condition in which every axis has its first value."""
     return Condition(batch=settings.batch, temperature=settings.temperature)
 
 
 def axes(settings: Settings) -> dict[str, dict[float, Condition]]:
-    """The places along each axis, by its values. k has none: all its values are measured at home."""
-    start, sweep = default_condition(settings), settings.sweep
-    found: dict[str, dict[float, Condition]] = {
-        "batch": {value: replace(start, batch=value) for value in sweep.batch},
-        "context": {value: replace(start, context=value) for value in sweep.context},
-        "temperature": {value: replace(start, temperature=value) for value in sweep.temperature},
+    """Return the conditions of each swept axis, by the axis value.
+
+    The axis k has no entry, because all its values are measured in the default condition.
+    """
+    default = default_condition(settings)
+    sweep = settings.sweep
+    by_axis: dict[str, dict[float, Condition]] = {
+        "batch": {value: replace(default, batch=value) for value in sweep.batch},
+        "context": {value: replace(default, context=value) for value in sweep.context},
+        "temperature": {value: replace(default, temperature=value) for value in sweep.temperature},
     }
-    return {axis: places for axis, places in found.items() if places}
+    return {axis: by_value for axis, by_value in by_axis.items() if by_value}
 
 
 def conditions(settings: Settings) -> list[Condition]:
-    """All of them, home first, each once."""
-    along = (place for places in axes(settings).values() for place in places.values())
-    return list(dict.fromkeys([default_condition(settings), *along]))
+    """Return all distinct conditions, the default condition first."""
+    swept = [condition for by_value in axes(settings).values() for condition in by_value.values()]
+    return list(dict.fromkeys([default_condition(settings), *swept]))
 
 
 def speculative_variants(settings: Settings) -> dict[int | str, str]:
-    """The names of those who run at home, by their k: plain decoding, `settings.k`, and those of the sweep."""
+    """Return the names of the variants in the default condition, by k.
+
+    They are plain decoding, `settings.k` and the values of k in the sweep.
+    """
     names: dict[int | str, str] = {0: PLAIN, settings.k: SPECULATIVE}
     return names | {k: f"k={k}" for k in settings.sweep.k if k not in names}
 
@@ -55,27 +62,29 @@ def speculative_variants(settings: Settings) -> dict[int | str, str]:
 def sweeps(
     settings: Settings, samples: Mapping[Condition, Sequence[Sample]], roofline: Roofline
 ) -> dict[str, list[dict[str, Any]]]:
-    """The figures along each axis, in the order of its values."""
-    start, names = default_condition(settings), speculative_variants(settings)
-    found: dict[str, list[dict[str, Any]]] = {}
+    """Return the figures along each axis, in the order of its values."""
+    default = default_condition(settings)
+    names = speculative_variants(settings)
+    by_axis: dict[str, list[dict[str, Any]]] = {}
     if settings.sweep.k:
-        figures = {k: compare(samples[start], name=names[k]) for k in settings.sweep.k}
-        found["k"] = [_entry(k, figures[k], start, samples[start], roofline) for k in sorted(figures)]
-    for axis, along in axes(settings).items():
-        found[axis] = [
-            _entry(value, compare(samples[place]), place, samples[place], roofline)
-            for value, place in sorted(along.items())
+        figures = {k: compare(samples[default], name=names[k]) for k in settings.sweep.k}
+        by_axis["k"] = [_entry(k, figures[k], default, samples[default], roofline) for k in sorted(figures)]
+    for axis, by_value in axes(settings).items():
+        by_axis[axis] = [
+            _entry(value, compare(samples[condition]), condition, samples[condition], roofline)
+            for value, condition in sorted(by_value.items())
         ]
-    return found
+    return by_axis
 
 
 def _entry(
-    value: float, figures: Mapping[str, Any], place: Condition, samples: Sequence[Sample], roofline: Roofline
+    value: float, figures: Mapping[str, Any], condition: Condition, samples: Sequence[Sample], roofline: Roofline
 ) -> dict[str, Any]:
     overall = figures[OVERALL]
+    cached = mean_cached(samples, seqs=condition.batch)
     return {
         "value": value,
         **overall,
         "speedup_by_category": {name: each[SPECULATIVE]["speedup"] for name, each in figures.items()},
-        "limits": limits(roofline, overall, rows=place.batch, cached=mean_cached(samples, rows=place.batch)),
+        "limits": limits(roofline, overall, seqs=condition.batch, cached=cached),
     }

@@ -1,1 +1,1 @@
-"""Memory of what the model has read."""
+"""KV caches: static, paged and shared, and snapshots of recurrent states."""

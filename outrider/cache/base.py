@@ -12,7 +12,7 @@ import torch
 from outrider.core import tree
 from outrider.core.types import Batch, Draft, Round
 
-MIN_CAPACITY = 16  # smallest capacity of a slot in tokens: the check at load needs it
+MIN_CAPACITY = 16  # smallest capacity of a slot, in tokens; the check after loading needs it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,8 +24,8 @@ class SequenceSpan:
     end: int  # one past the last column
     start: int  # where in the slot the first column is written
     nodes: int  # how many of its last columns are draft tokens
-    first: int  # node number of the first of them
-    base: int  # where in the slot node 0 is written
+    first: int  # index of the first of these draft tokens in the draft
+    base: int  # where in the slot draft token 0 is written
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,8 +82,8 @@ class Cache(Protocol):
     """The KV cache or recurrent state of each slot.
 
     Contract: after `commit`, scoring equals scoring after a fresh prefill of the committed tokens, whatever was cached
-    before. A cache is told what to keep and never what to undo. Recurrent states that cannot be trimmed satisfy the
-    same contract.
+    before. A cache keeps what is committed, and nothing is ever rolled back. So recurrent states, which cannot be
+    trimmed, satisfy the same contract.
     """
 
     def admit(self, slot: int, tokens: Sequence[int], scope: str | None = None) -> int:
@@ -100,10 +100,10 @@ class Cache(Protocol):
         """Change the number of blocks (see `CacheUsage`). No sequence may run."""
 
     def fits(self, ends: Mapping[int, int]) -> bool:
-        """Whether memory suffices for these slots to hold so many tokens each, draft tokens included."""
+        """Return whether there is memory for `ends[slot]` tokens in each slot, including draft tokens."""
 
     def usage(self) -> CacheUsage:
-        """Memory use and counters."""
+        """Return memory use and counters."""
 
     def stage(self, batch: Batch, draft: Draft, first: int = -1) -> Layout:
         """Reserve entries behind the committed tokens for the feed and the draft tokens of each sequence.
@@ -119,10 +119,10 @@ class Cache(Protocol):
         """End the sequence of a slot."""
 
     def length(self, slot: int) -> int:
-        """Committed tokens in the slot."""
+        """Return the number of committed tokens in the slot."""
 
     def bytes(self) -> int:
-        """Bytes in use."""
+        """Return the bytes in use."""
 
 
 class UnboundedCache:
@@ -132,7 +132,7 @@ class UnboundedCache:
         pass
 
     def resize(self, blocks: int) -> None:
-        raise NotImplementedError("it has no blocks")
+        raise NotImplementedError("this cache has no blocks")
 
     def fits(self, ends: Mapping[int, int]) -> bool:
         return True
@@ -192,34 +192,38 @@ def prompts_that_fit(cache: Cache, ends: Mapping[int, int], wanted: Mapping[int,
 
 
 def lay_out(batch: Batch, draft: Draft, first: int, device: torch.device) -> Layout:
-    """Pack the columns of `batch` and `draft` (see `Cache.stage`). Host work: no read of a device tensor."""
-    fed = first < 0
-    feeds = [len(feed) for feed in batch.feed]
-    lead = list(accumulate(feeds, initial=0))
-    skip = 0 if fed else first
-    spans, nodes, column = [], [], 0
-    pool: list[int] = []
+    """Pack the columns of `batch` and `draft` (see `Cache.stage`). It reads no tensor on the device."""
+    has_feed = first < 0
+    skip = 0 if has_feed else first
+    feed_lengths = [len(feed) for feed in batch.feed]
+    feed_begins = list(accumulate(feed_lengths, initial=0))
+    spans = []
+    nodes = []
+    columns: list[int] = []  # indices into all feeds followed by all nodes
     keep: list[int] = []
-    for b, row in enumerate(batch.seqs):
+    begin = 0
+    for b, seq in enumerate(batch.seqs):
         drafted = max(draft.width[b] - skip, 0)
-        length = (feeds[b] if fed else 0) + drafted
-        base = batch.start[b] + feeds[b]
-        start = batch.start[b] if fed else base + skip
-        end = column + length
+        length = (feed_lengths[b] if has_feed else 0) + drafted
+        base = batch.start[b] + feed_lengths[b]
+        start = batch.start[b] if has_feed else base + skip
+        end = begin + length
         spans.append(
-            SequenceSpan(slot=row.slot, begin=column, end=end, start=start, nodes=drafted, first=skip, base=base)
+            SequenceSpan(slot=seq.slot, begin=begin, end=end, start=start, nodes=drafted, first=skip, base=base)
         )
-        if fed:
-            pool += range(lead[b], lead[b + 1])
-        pool += range(lead[-1] + b * draft.size + skip, lead[-1] + b * draft.size + skip + drafted)
-        root = [len(keep)] if fed else []
-        wanted = range(column + length - drafted - len(root), column + length)
-        at = list(range(len(keep), len(keep) + len(wanted)))
-        nodes.append(at + [at[0] if at else 0] * (len(root) + draft.size - skip - len(at)))
-        keep += wanted
-        column += length
-    dense = [at for row in nodes for at in row] == list(range(len(keep)))
-    tokens, positions = _columns(batch, draft, pool, device)
+        if has_feed:
+            columns += range(feed_begins[b], feed_begins[b + 1])
+        first_node = feed_begins[-1] + b * draft.size + skip
+        columns += range(first_node, first_node + drafted)
+        roots = 1 if has_feed else 0  # the last column of the feed is node 0
+        kept = range(end - drafted - roots, end)
+        indices = list(range(len(keep), len(keep) + len(kept)))
+        padding = indices[0] if indices else 0
+        nodes.append(indices + [padding] * (roots + draft.size - skip - len(indices)))
+        keep += kept
+        begin = end
+    dense = [index for indices in nodes for index in indices] == list(range(len(keep)))
+    tokens, positions = _gather_columns(batch, draft, columns, device)
     return Layout(
         tokens=tokens,
         positions=positions,
@@ -230,17 +234,19 @@ def lay_out(batch: Batch, draft: Draft, first: int, device: torch.device) -> Lay
     )
 
 
-def _columns(batch: Batch, draft: Draft, pool: list[int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gather tokens and positions [T] from all feeds followed by all nodes."""
+def _gather_columns(
+    batch: Batch, draft: Draft, columns: list[int], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gather tokens and positions [T]. `columns` has indices into all feeds followed by all nodes."""
     ends = [start + len(feed) for start, feed in zip(batch.start, batch.feed, strict=True)]
     tokens = tree.upload([token for feed in batch.feed for token in feed], device)
-    places = [at for start, end in zip(batch.start, ends, strict=True) for at in range(start, end)]
-    positions = tree.upload(places, device)
+    feed_positions = [position for start, end in zip(batch.start, ends, strict=True) for position in range(start, end)]
+    positions = tree.upload(feed_positions, device)
     if draft.size:
-        depth = tree.upload(ends, device)[:, None] - 1 + tree.depths(draft)
+        node_positions = tree.upload(ends, device)[:, None] - 1 + tree.depths(draft)
         tokens = torch.cat([tokens, draft.tokens.flatten()])
-        positions = torch.cat([positions, depth.flatten()])
-    if pool == list(range(len(tokens))):
+        positions = torch.cat([positions, node_positions.flatten()])
+    if columns == list(range(len(tokens))):
         return tokens, positions
-    chosen = tree.upload(pool, device)
+    chosen = tree.upload(columns, device)
     return tokens[chosen], positions[chosen]

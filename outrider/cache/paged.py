@@ -17,7 +17,7 @@ from outrider.core.types import Batch, Draft, Round, SequenceState
 
 
 class CPool(ctypes.Structure):
-    """`Pool` of native/decoder.cpp."""
+    """The structure `Pool` of native/decoder.cpp."""
 
     _fields_ = (
         ("entries", ctypes.c_void_p),
@@ -53,22 +53,25 @@ class PagedCache:
     """Keys and values in bfloat16 or float32, which the native kernels read and write through a block table.
 
     A full block of committed tokens is shared read-only. Draft tokens are always written to a sequence's own blocks. A
-    prefix that ends within a shared block is copied. A sequence that has computed a block that exists already uses the
-    existing one, so keys and values must not depend on the batch, which the native kernels guarantee. Blocks of
+    prefix that ends within a shared block is copied. If a sequence computes a block that exists already, it uses the
+    existing one. So keys and values must not depend on the batch, which the native kernels guarantee. Blocks of
     finished sequences stay cached until they are evicted.
     """
 
     def __init__(self, *, slots: int, capacity: int, layers: int, heads: int, dim: int, dtype: torch.dtype) -> None:
         """Allocate blocks for `slots` sequences of `capacity` tokens. `resize` changes the number of blocks."""
-        self._capacity, self._reach = capacity, -(-capacity // BLOCK)
-        self._shape, self._dtype = (layers, heads, 2, BLOCK, dim), dtype
+        self._capacity = capacity
+        self._reach = -(-capacity // BLOCK)  # blocks of a full context
+        self._shape = (layers, heads, 2, BLOCK, dim)
+        self._dtype = dtype
         self._table = array("i", bytes(4 * slots * self._reach))
         self._tables = [_BlockTable() for _ in range(slots)]
         self._tree = PrefixTree()
         self._shares = False
-        self._query_tokens = self._hit_tokens = 0
+        self._query_tokens = 0
+        self._hit_tokens = 0
         self._pool = CPool(0, self._table.buffer_info()[0], layers, self._reach, 8 * dtype.itemsize)
-        # One more per slot: a sequence briefly holds a partly matching block and its copy.
+        # One more block per slot, because a sequence briefly uses both a partly matching block and its copy.
         self.resize(slots * (self._reach + 1))
 
     def resize(self, blocks: int) -> None:
@@ -77,7 +80,8 @@ class PagedCache:
         self._entries = zeros(blocks, *self._shape, dtype=self._dtype)
         self._keys, self._values = self._views(self._entries)
         self._pool.entries = self._entries.data_ptr()
-        self._tree, self._free = PrefixTree(), list(range(blocks))
+        self._tree = PrefixTree()
+        self._free = list(range(blocks))  # a heap
 
     @property
     def block_bytes(self) -> int:
@@ -101,12 +105,12 @@ class PagedCache:
         self.release(slot)
         table = self._tables[slot] = _BlockTable(scope if self._shares else None, len(tokens))
         if table.scope is not None:
-            found, table.partial, matched = self._tree.match(table.scope, tokens[:-1])
-            for block in found:
+            blocks, table.partial, matched = self._tree.match(table.scope, tokens[:-1])
+            for block in blocks:
                 self._append_shared(slot, block)
             if table.partial:
                 self._tree.acquire(table.partial)
-            table.length = BLOCK * len(found) + matched
+            table.length = BLOCK * len(blocks) + matched
         return table.length
 
     def stage(self, batch: Batch, draft: Draft, first: int = -1) -> Layout:
@@ -115,32 +119,30 @@ class PagedCache:
 
     def reserve(self, batch: Batch, widths: Sequence[int]) -> None:
         """Allocate blocks for the feed and `widths` [B] draft tokens of each sequence."""
-        for row, start, feed, count in zip(batch.seqs, batch.start, batch.feed, widths, strict=True):
-            table = self._tables[row.slot]
+        for seq, start, feed, count in zip(batch.seqs, batch.start, batch.feed, widths, strict=True):
+            table = self._tables[seq.slot]
             stop = start + len(feed) + count
             assert stop <= self._capacity, "slot overflow"
             if table.seq is None and table.scope is not None:
-                self._query_tokens, self._hit_tokens = (
-                    self._query_tokens + table.num_prompt_tokens,
-                    self._hit_tokens + table.length,
-                )
-            table.seq = row
+                self._query_tokens += table.num_prompt_tokens
+                self._hit_tokens += table.length
+            table.seq = seq
             while BLOCK * table.blocks < stop:
-                self._grow(row.slot)
+                self._grow(seq.slot)
 
     def commit(self, round: Round) -> None:
         batch = round.batch
-        for row, start, feed, path in zip(batch.seqs, batch.start, batch.feed, round.path, strict=True):
+        for seq, start, feed, path in zip(batch.seqs, batch.start, batch.feed, round.path, strict=True):
             base = start + len(feed)
-            self._tables[row.slot].length = base + len(path)
+            self._tables[seq.slot].length = base + len(path)
             if path != tuple(range(len(path))):
-                self._compact(row.slot, base, path)
-            self._publish(row.slot, base)  # the accepted tokens are not part of the text yet
+                self._compact(seq.slot, base, path)
+            self._publish(seq.slot, base)  # the scheduler has not appended the accepted tokens yet
 
     def release(self, slot: int) -> None:
         table = self._tables[slot]
         if table.seq is not None:
-            # A stop string may have cut the text.
+            # A stop string may have ended the sequence before the last committed tokens.
             self._publish(slot, min(table.length, len(table.seq.token_ids)), ended=True)
         if table.partial:
             self._tree.release(table.partial)
@@ -181,16 +183,19 @@ class PagedCache:
         """
         if not any(self._tables[slot].blocks for slot in slots):
             return None
-        first, last = begin // BLOCK, -(-end // BLOCK)
+        first = begin // BLOCK
+        last = -(-end // BLOCK)
         blocks = torch.zeros(len(slots), last - first, dtype=torch.int64)
         for b, slot in enumerate(slots):
-            held = self._table[slot * self._reach + first : slot * self._reach + min(last, self._tables[slot].blocks)]
-            blocks[b, : len(held)] = torch.tensor(held, dtype=torch.int64)
+            row = slot * self._reach
+            indices = self._table[row + first : row + min(last, self._tables[slot].blocks)]
+            blocks[b, : len(indices)] = torch.tensor(indices, dtype=torch.int64)
         keys, values = self._views(self._entries[blocks, layer])
-        keys = keys.permute(0, 2, 1, 3, 5, 4, 6)  # [rows, heads, blocks, groups, lanes, words, each]
-        values = values.permute(0, 2, 1, 3, 5, 4)  # [rows, heads, blocks, words, each, dim]
-        size, cut = (len(slots), keys.shape[1], -1, self._shape[-1]), slice(begin - first * BLOCK, end - first * BLOCK)
-        return keys.reshape(size)[:, :, cut], values.reshape(size)[:, :, cut]
+        keys = keys.permute(0, 2, 1, 3, 5, 4, 6)  # [slots, heads, blocks, groups, lanes, words, each]
+        values = values.permute(0, 2, 1, 3, 5, 4)  # [slots, heads, blocks, words, each, dim]
+        shape = (len(slots), keys.shape[1], -1, self._shape[-1])
+        wanted = slice(begin - first * BLOCK, end - first * BLOCK)
+        return keys.reshape(shape)[:, :, wanted], values.reshape(shape)[:, :, wanted]
 
     def _views(self, entries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """View blocks as keys [..., heads, groups, words, lanes, each] and values [..., heads, words, dim, each].
@@ -198,7 +203,8 @@ class PagedCache:
         A 4-byte word of keys holds `each` dimensions of one entry, with 16 entries side by side. A word of values holds
         one dimension of `each` adjacent entries. The kernels multiply this layout directly (native/attention.h).
         """
-        each, dim = 4 // self._dtype.itemsize, self._shape[-1]
+        each = 4 // self._dtype.itemsize
+        dim = self._shape[-1]
         keys, values = entries.flatten(-2).unbind(-2)
         groups = (BLOCK // _LANES, dim // each, _LANES, each)
         return keys.view(*keys.shape[:-1], *groups), values.view(*values.shape[:-1], BLOCK // each, dim, each)
@@ -226,7 +232,8 @@ class PagedCache:
 
     def _grow(self, slot: int) -> None:
         """Append an own block. The first one gets a copy of a partly matching block."""
-        table, block = self._tables[slot], self._new_block()
+        table = self._tables[slot]
+        block = self._new_block()
         if table.partial:
             self._entries[block] = self._entries[table.partial.index]
             self._tree.release(table.partial)
@@ -235,24 +242,29 @@ class PagedCache:
         table.own.append(block)
 
     def _new_block(self) -> int:
-        # Lowest first: the system allocates memory on first use.
+        # Use the lowest block first, because the system allocates memory on first use.
         if self._free:
             return heappop(self._free)
         if not self._tree.idle:
-            raise CacheFull(f"all {len(self._entries)} blocks of {BLOCK} tokens are in use")
+            raise CacheFull(
+                f"all {len(self._entries)} blocks of {BLOCK} tokens are in use; call Cache.fits before a pass"
+            )
         return self._tree.evict()
 
     def _compact(self, slot: int, base: int, path: Sequence[int]) -> None:
         """Move the accepted path of a tree to consecutive entries."""
         row = slot * self._reach
 
-        def places(entries: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        def locate(entries: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+            """Return the blocks of entries, and their indices in these blocks."""
             blocks = [self._table[row + entry // BLOCK] for entry in entries]
             return torch.tensor(blocks), torch.tensor([entry % BLOCK for entry in entries])
 
-        block, at = places([base + node for node in path])
-        to_block, to = places(range(base, base + len(path)))
-        keys, values, each = self._keys, self._values, self._keys.shape[-1]
+        block, at = locate([base + node for node in path])
+        to_block, to = locate(range(base, base + len(path)))
+        keys = self._keys
+        values = self._values
+        each = keys.shape[-1]
         keys[to_block, :, :, to // _LANES, :, to % _LANES] = keys[block, :, :, at // _LANES, :, at % _LANES]
         values[to_block, :, :, to // each, :, to % each] = values[block, :, :, at // each, :, at % each]
 

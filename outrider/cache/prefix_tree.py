@@ -1,8 +1,8 @@
 """The prefix tree of cached blocks, for prefix caching and eviction.
 
-A cached block holds committed tokens and is never written again. Its children continue its text, so a path from a root
-is a prefix of a text. Blocks are found by their tokens, not by hashes, so two texts are never confused. Each scope has
-its own root.
+A cached block has committed tokens and is never written again. Its children have the tokens that follow, so a path from
+a root is a prefix of a sequence. Blocks are compared by their tokens, not by hashes, so two prefixes are never
+confused. Each scope has its own root.
 """
 
 from __future__ import annotations
@@ -21,19 +21,20 @@ class CachedBlock:
 
     index: int
     parent: CachedBlock | None
-    tokens: tuple[int, ...]  # fewer than `BLOCK` only at the end of a finished text
+    tokens: tuple[int, ...]  # fewer than `BLOCK` only at the end of a finished sequence
     scope: str
     children: dict[tuple[int, ...], CachedBlock] = field(default_factory=dict)
     order: list[tuple[int, ...]] = field(default_factory=list)  # the keys of `children`, sorted
-    holders: int = 0  # sequences that use it; they use its ancestors, too
+    holders: int = 0  # sequences that use it; they also use its ancestors
     used: int = 0  # time of the last release
 
     def nearest(self, tokens: tuple[int, ...]) -> tuple[CachedBlock | None, int]:
         """Return the child that shares the longest prefix with `tokens`, and the length of that prefix."""
         at = bisect_left(self.order, tokens)
-        near = [(common_prefix(found, tokens), found) for found in self.order[max(at - 1, 0) : at + 1]]
-        length, found = max(near, default=(0, ()))
-        return (self.children[found], length) if length else (None, 0)
+        neighbors = self.order[max(at - 1, 0) : at + 1]
+        matches = [(common_prefix(key, tokens), key) for key in neighbors]
+        length, key = max(matches, default=(0, ()))
+        return (self.children[key], length) if length else (None, 0)
 
 
 class PrefixTree:
@@ -48,22 +49,23 @@ class PrefixTree:
         self._clock = 0
 
     def match(self, scope: str, tokens: Sequence[int]) -> tuple[list[CachedBlock], CachedBlock | None, int]:
-        """Find the longest cached prefix of a text.
+        """Find the longest cached prefix of `tokens`.
 
         Returns:
-            The blocks that match completely; one more block that matches in part, or None; and its matching tokens.
+            The blocks that match completely; one more block that matches in part, or None; and how many of its tokens
+            match.
         """
-        found: list[CachedBlock] = []
+        matching: list[CachedBlock] = []
         block = self._roots.get(scope)
         while block is not None:
-            begin = BLOCK * len(found)
+            begin = BLOCK * len(matching)
             child, matched = block.nearest(tuple(tokens[begin : begin + BLOCK]))
             if matched < BLOCK:
-                return found, child, matched
+                return matching, child, matched
             assert child is not None
-            found.append(child)
+            matching.append(child)
             block = child
-        return found, None, 0
+        return matching, None, 0
 
     def insert(self, scope: str, parent: CachedBlock | None, tokens: tuple[int, ...], index: int) -> CachedBlock:
         """Insert a block after `parent` (None: at the root). Returns the existing block with these tokens, if any."""
@@ -126,7 +128,8 @@ class PrefixTree:
 
 def common_prefix(one: Sequence[int], two: Sequence[int]) -> int:
     """Return the length of the common prefix of two lists or two tuples of tokens."""
-    low, high = 0, min(len(one), len(two))
+    low = 0
+    high = min(len(one), len(two))
     while low < high:
         middle = (low + high + 1) // 2
         if one[low:middle] == two[low:middle]:

@@ -12,7 +12,7 @@ class SharedCache:
     """Uses the cache of its owner, the target.
 
     The first layers have the same keys and values for committed tokens, so the draft needs no prefill. Its draft tokens
-    are staged after the committed tokens, and the pass of the owner overwrites them. So the owner's pass must come
+    are staged after the committed tokens, and the pass of the owner overwrites them. So the pass of the owner must come
     after the draft, and the owner commits for both.
     """
 

@@ -18,7 +18,7 @@ class StaticCache:
     Draft tokens are written after the committed tokens, at the index of their node. Commit moves the accepted path of
     a tree to consecutive entries. Memory of a layer is allocated at its first write, in the shape of its keys.
 
-    A slot keeps its text after a sequence ends, until another sequence gets the slot. With prefix caching, a new
+    A slot keeps its tokens after a sequence ends, until another sequence gets the slot. With prefix caching, a new
     sequence copies the longest common prefix from any slot of its scope.
     """
 
@@ -31,14 +31,15 @@ class StaticCache:
         self._keys: dict[int, torch.Tensor] = {}
         self._values: dict[int, torch.Tensor] = {}
         self._shares = False
-        self._query_tokens = self._hit_tokens = 0
+        self._query_tokens = 0
+        self._hit_tokens = 0
         self.forget()
 
     def forget(self) -> None:
-        """Stop sharing the cached texts, after a weight update."""
+        """Stop sharing the cached tokens, after a weight update."""
         self._scopes: list[str | None] = [None] * self._slots
-        self._texts: list[list[int]] = [[] for _ in range(self._slots)]  # of slots without a sequence
-        self._seqs: list[SequenceState | None] = [None] * self._slots  # the sequence whose text is in the slot
+        self._finished: list[list[int]] = [[] for _ in range(self._slots)]  # tokens of slots without a sequence
+        self._seqs: list[SequenceState | None] = [None] * self._slots  # the sequence in the slot
 
     def set_prefix_caching(self, on: bool) -> None:
         self._shares = on
@@ -50,7 +51,7 @@ class StaticCache:
         if scope is not None and self._shares:
             # The slot itself comes first. `max` prefers it among equals, and it needs no copy.
             same_scope = [other for other in (slot, *range(self._slots)) if self._scopes[other] == scope]
-            lengths = {other: common_prefix(self._text(other), prefix) for other in same_scope}
+            lengths = {other: common_prefix(self._cached_tokens(other), prefix) for other in same_scope}
             source = max(lengths, key=lambda other: lengths[other], default=slot)
             length = lengths.get(source, 0)
             if length and source != slot:
@@ -60,7 +61,7 @@ class StaticCache:
             self._query_tokens += len(tokens)
             self._hit_tokens += length
         self._scopes[slot] = scope
-        self._texts[slot] = prefix[:length]
+        self._finished[slot] = prefix[:length]
         self._length[slot] = length
         return length
 
@@ -76,14 +77,14 @@ class StaticCache:
 
     def commit(self, round: Round) -> None:
         batch = round.batch
-        for row, start, feed, path in zip(batch.seqs, batch.start, batch.feed, round.path, strict=True):
+        for seq, start, feed, path in zip(batch.seqs, batch.start, batch.feed, round.path, strict=True):
             base = start + len(feed)
-            self._length[row.slot] = base + len(path)
+            self._length[seq.slot] = base + len(path)
             if path != tuple(range(len(path))):
-                self._compact(row.slot, base, path)
+                self._compact(seq.slot, base, path)
 
     def release(self, slot: int) -> None:
-        self._texts[slot] = self._text(slot)
+        self._finished[slot] = self._cached_tokens(slot)
         self._seqs[slot] = None
         self._length[slot] = 0
 
@@ -116,10 +117,10 @@ class StaticCache:
         """
         if layer not in self._keys:
             return None
-        where: slice | torch.Tensor = slice(slots[0], slots[0] + len(slots))
+        index: slice | torch.Tensor = slice(slots[0], slots[0] + len(slots))
         if list(slots) != list(range(slots[0], slots[0] + len(slots))):
-            where = tree.upload(slots, self.device)
-        return self._keys[layer][where, :, begin:end], self._values[layer][where, :, begin:end]
+            index = tree.upload(slots, self.device)
+        return self._keys[layer][index, :, begin:end], self._values[layer][index, :, begin:end]
 
     def write(
         self, layer: int, layout: Layout, keys: torch.Tensor, values: torch.Tensor
@@ -136,17 +137,17 @@ class StaticCache:
         return all_keys, all_values
 
     def _set_sequences(self, batch: Batch) -> None:
-        """Note which sequences are in the slots."""
-        for row in batch.seqs:
-            self._seqs[row.slot] = row
+        """Record which sequences are in the slots."""
+        for seq in batch.seqs:
+            self._seqs[seq.slot] = seq
 
-    def _text(self, slot: int) -> list[int]:
-        """Return the tokens that a slot holds."""
+    def _cached_tokens(self, slot: int) -> list[int]:
+        """Return the tokens whose keys and values are in a slot."""
         seq = self._seqs[slot]
-        return self._texts[slot] if seq is None else seq.token_ids[: self._length[slot]]
+        return self._finished[slot] if seq is None else seq.token_ids[: self._length[slot]]
 
     def _clear(self, slot: int, stop: int) -> None:
-        """Set entries from `stop` on to zero. Longer sequences of the pass make the kernel read them under a mask."""
+        """Set entries from `stop` on to zero. The kernel reads them, masked, if another sequence is longer."""
         # A masked key has weight 0, but 0 * NaN is NaN.
         if stop < self._written[slot]:
             for tensor in (*self._keys.values(), *self._values.values()):
@@ -154,11 +155,12 @@ class StaticCache:
         self._written[slot] = stop
 
     def _allocate(self, like: torch.Tensor) -> torch.Tensor:
-        # Zeros, not empty; see `_clear`.
+        # Use zeros, not empty memory, for the reason in `_clear`.
         heads, _, dim = like.shape
         return torch.zeros(self._slots, heads, self._capacity, dim, dtype=like.dtype, device=like.device)
 
     def _compact(self, slot: int, base: int, path: tuple[int, ...]) -> None:
-        kept = tree.upload(path, self.device) + base
+        """Move the accepted path of a tree to consecutive entries."""
+        accepted = tree.upload(path, self.device) + base
         for tensor in (*self._keys.values(), *self._values.values()):
-            tensor[slot, :, base : base + len(path)] = tensor[slot, :, kept]
+            tensor[slot, :, base : base + len(path)] = tensor[slot, :, accepted]

@@ -17,7 +17,7 @@ _FORM = "Form"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConstraintOptions:
-    """At most one of them."""
+    """The options of a constraint. At most one may be given."""
 
     json_schema: Annotated[
         str | None,
@@ -35,18 +35,16 @@ class ConstraintOptions:
     ] = None
 
     def constraint(self) -> Constraint | None:
-        """The same, read.
+        """Return the constraint, or None if no option is given.
 
         Raises:
-            OutriderError: a file cannot be read or holds something else, or several are given.
+            OutriderError: a file cannot be read, a constraint is invalid, or several options are given.
         """
         given = [value for value in (self.json_schema, self.regex, self.grammar) if value is not None]
         if len(given) > 1:
-            raise OutriderError(
-                "--json-schema, --regex and --grammar each say what form the text has; give one of them"
-            )
+            raise OutriderError("--json-schema, --regex and --grammar cannot be combined; give one of them")
         if self.regex is not None and not is_utf8(self.regex):
-            raise OutriderError(f"--regex {self.regex!r} is not UTF-8 text, and nothing matches it; give text")
+            raise OutriderError(f"--regex {self.regex!r} is not UTF-8 text; give UTF-8 text")
         if self.json_schema is not None:
             return Constraint.json_schema(_read(self.json_schema))
         if self.grammar is not None:
@@ -55,9 +53,10 @@ class ConstraintOptions:
 
 
 def _read(file: str) -> str:
+    """Return the text of a file."""
     try:
         return Path(file).expanduser().read_text(encoding="utf-8")
     except OSError as error:
-        raise OutriderError(f"{file} cannot be read ({error.strerror}); give a file of text") from error
+        raise OutriderError(f"{file} cannot be read ({error.strerror}); give a text file") from error
     except UnicodeDecodeError as error:
-        raise OutriderError(f"{file} is not UTF-8 text; give a file of text") from error
+        raise OutriderError(f"{file} is not UTF-8 text; give a text file") from error

@@ -24,7 +24,7 @@ def index(
     force: options.Force = False,
     as_json: options.Json = False,
 ) -> None:
-    """Make a datastore of files, for `--proposer retrieval:DIR`.
+    """Build a datastore from files, for `--proposer retrieval:DIR`.
 
     Texts are stored as tokens of the target. With --json, the last line of standard output is a JSON document.
     """
@@ -105,8 +105,8 @@ def layers(
 ) -> None:
     """Find the layers that a target can skip when it drafts for itself, for --proposer exit:N or skip:A+B+C.
 
-    Half of the prompts are searched on, and the figures are of the other half. Prints a table, and as the last line one
-    JSON document: always into a file or a pipe, with --json on a terminal too.
+    Half of the prompts are used for the search, and the figures are from the other half. Prints a table, then one JSON
+    document as the last line if the output is not a terminal or with --json.
     """
     from outrider.llm import LLM
     from outrider.tools.layers import run_layers, show_layers

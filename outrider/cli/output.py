@@ -1,4 +1,4 @@
-"""What a person sees of a completion, and the document that a program gets."""
+"""Print completions as text for a person, and as a JSON document for a program."""
 
 from __future__ import annotations
 
@@ -41,55 +41,65 @@ class Painter:
     """Writes text as it is generated. Accepted draft tokens and tokens of the target have different colors."""
 
     def __init__(self, llm: LLM, console: Console, *, colour: bool) -> None:
-        self._llm, self._console, self._colour = llm, console, colour
-        self._pieces: deque[tuple[int, bool]] = deque()  # characters of a token, and whether it is from the draft
+        self._llm = llm
+        self._console = console
+        self._use_color = colour
+        self._pieces: deque[tuple[int, bool]] = (
+            deque()
+        )  # by token: number of characters, and whether it is a draft token
         self._stream = TextStream(llm.decode)
-        self._last = ""
+        self._last_char = ""
 
     def write(self, text: str, tokens: Sequence[int], from_draft: Sequence[bool]) -> None:
         """Write the next characters of the completion. `tokens` were committed with them."""
         # Write to the file: a console would wrap lines, expand tabs and drop control characters.
-        self._last = text[-1:] or self._last
-        self._console.file.write(self._painted(text, tokens, from_draft) if self._colour else text)
+        self._last_char = text[-1:] or self._last_char
+        self._console.file.write(self._colored(text, tokens, from_draft) if self._use_color else text)
         self._console.file.flush()
 
     def end(self) -> None:
         """Finish the line and prepare for another completion."""
-        if self._last != "\n":
+        if self._last_char != "\n":
             self._console.file.write("\n")
         self._pieces.clear()
-        self._stream, self._last = TextStream(self._llm.decode), ""
+        self._stream = TextStream(self._llm.decode)
+        self._last_char = ""
 
-    def _painted(self, text: str, tokens: Sequence[int], from_draft: Sequence[bool]) -> str:
-        for token, guess in zip(tokens, from_draft, strict=True):
+    def _colored(self, text: str, tokens: Sequence[int], from_draft: Sequence[bool]) -> str:
+        """Return the text with the colors of its tokens."""
+        for token, is_draft in zip(tokens, from_draft, strict=True):
             before = len(self._stream.text)
             self._stream.add_token(token)
-            self._pieces.append((len(self._stream.text) - before, guess))
-        out, at, guess = [], 0, False
-        while at < len(text):
-            length, guess = self._pieces.popleft() if self._pieces else (len(text) - at, guess)
-            piece = text[at : at + length]
-            out.append((_DRAFT if guess else _TARGET).render(piece))
-            at += len(piece)
-            if length > len(piece):  # a stop string may still remove the rest
-                self._pieces.appendleft((length - len(piece), guess))
-        return "".join(out)
+            self._pieces.append((len(self._stream.text) - before, is_draft))
+        parts = []
+        begin = 0
+        is_draft = False
+        while begin < len(text):
+            length, is_draft = self._pieces.popleft() if self._pieces else (len(text) - begin, is_draft)
+            piece = text[begin : begin + length]
+            parts.append((_DRAFT if is_draft else _TARGET).render(piece))
+            begin += len(piece)
+            if length > len(piece):  # the rest is held back, because a stop string may remove it
+                self._pieces.appendleft((length - len(piece), is_draft))
+        return "".join(parts)
 
 
 class Output:
-    """Prints text to standard output and everything else to standard error. With --json, text goes there, too."""
+    """Prints text to standard output and everything else to standard error. With --json, text goes there as well."""
 
     def __init__(self, llm: LLM, *, show: bool, as_json: bool) -> None:
-        self._llm, self._show, self._as_json = llm, show, as_json
+        self._llm = llm
+        self._show = show
+        self._as_json = as_json
         self._stderr = Console(stderr=True, highlight=False)
-        out = self._stderr if as_json else Console()
-        colour = show and out.is_terminal and not out.no_color
-        self._painter = Painter(llm, out, colour=colour)
-        if colour:
+        console = self._stderr if as_json else Console()
+        use_color = show and console.is_terminal and not console.no_color
+        self._painter = Painter(llm, console, colour=use_color)
+        if use_color:
             self._stderr.print(_legend())
 
     def head(self, text: str) -> None:
-        """Announce one of several completions."""
+        """Print a heading above one of several completions."""
         self._stderr.rule(text, align="left", style="dim")
 
     def write(self, text: str, tokens: Sequence[int], from_draft: Sequence[bool]) -> None:
@@ -106,16 +116,15 @@ class Output:
             if completion.logprobs:
                 self._stderr.print(_logprobs(completion, self._llm))
         self._stderr.print()
-        parts, lines = self._llm.parts, _summary(outcome)
+        lines = _summary(outcome)
         if self._show:
+            parts = self._llm.parts
             lines[-1] += f"; {str(parts.dtype).removeprefix('torch.')}, {parts.target.kernels} kernels"
         for line in lines:
             self._stderr.print(line, style="dim")
-        failed = [
-            completion.error for completion in outcome.completions if completion.finish_reason is FinishReason.ERROR
-        ]
-        for error in failed:
-            self._stderr.print(f"[red]error:[/red] {error}; try another dtype", soft_wrap=True)
+        failed = [each for each in outcome.completions if each.finish_reason is FinishReason.ERROR]
+        for completion in failed:
+            self._stderr.print(f"[red]error:[/red] {completion.error}; try another dtype", soft_wrap=True)
         if self._as_json:
             print(json.dumps(_document(outcome, self._llm)), flush=True)
         return not failed
@@ -127,37 +136,40 @@ def _legend() -> Text:
 
 def _summary(outcome: Outcome) -> list[str]:
     """Return the lines of the summary, four at most."""
-    tokens, stats = sum(len(completion.token_ids) for completion in outcome.completions), outcome.stats
+    stats = outcome.stats
+    tokens = sum(len(completion.token_ids) for completion in outcome.completions)
     speed = f"{outcome.pace.rate:.0f} tokens/s" if outcome.pace.rate else "too short to time"
     first = "" if outcome.first is None else f"the first after {1e3 * outcome.first:.0f} ms, then "
-    shares = " ".join(f"{share:.0%}" for share in stats.acceptance)
+    rates = " ".join(f"{rate:.0%}" for rate in stats.acceptance)
     lines = [
         f"{counted(tokens, 'token')} in {outcome.seconds:.2f} s: {first}{speed}",
-        f"tau {stats.tau:.2f} tokens per pass" + (f"; accepted by position {shares}" if shares else ""),
+        f"tau {stats.tau:.2f} tokens per pass" + (f"; accepted by position {rates}" if rates else ""),
     ]
     if stats.rounds:
-        ms = stats.as_dict()
-        parts = (f"{name} {ms[key]:.2f} ms" for name, key in _PARTS.items())
-        lines.append(f"a round: {', '.join(parts)}")
-    ends = [f"finish {' '.join(completion.finish_reason for completion in outcome.completions)}"]
+        document = stats.as_dict()
+        times = (f"{name} {document[key]:.2f} ms" for name, key in _TIMES.items())
+        lines.append(f"a round: {', '.join(times)}")
+    last = [f"finish {' '.join(completion.finish_reason for completion in outcome.completions)}"]
     if outcome.sampled:
-        ends.append(f"seed {outcome.completions[0].seed}")
-    ends.append("exact" if stats.exact else "not exact: this verifier changes the text")
-    return [*lines, "; ".join(ends)]
+        last.append(f"seed {outcome.completions[0].seed}")
+    last.append("exact" if stats.exact else "not exact: this verifier changes the text")
+    return [*lines, "; ".join(last)]
 
 
 def _logprobs(completion: Completion, llm: LLM) -> Table:
+    """Return the table of log-probabilities of a completion."""
     table = Table(box=box.SIMPLE_HEAD)
     for name in ("token", "log p", "as sampled", "likeliest"):
         table.add_column(name, justify="left" if name in ("token", "likeliest") else "right")
     for entry in completion.logprobs:
-        top = "  ".join(f"{_spelled(llm, token)} {value:.2f}" for token, value in entry.top)
+        top = "  ".join(f"{_quoted(llm, token)} {value:.2f}" for token, value in entry.top)
         numbers = (f"{entry.logprob:.3f}", f"{entry.sampled_logprob:.3f}")
-        table.add_row(Text(_spelled(llm, entry.token)), *numbers, Text(top))
+        table.add_row(Text(_quoted(llm, entry.token)), *numbers, Text(top))
     return table
 
 
-def _spelled(llm: LLM, token: int) -> str:
+def _quoted(llm: LLM, token: int) -> str:
+    """Return the text of a token in quotes."""
     return repr(llm.parts.tokenizer.decode([token]))
 
 
@@ -194,4 +206,4 @@ def _completion(completion: Completion) -> dict[str, Any]:
     return document
 
 
-_PARTS = {"draft": "draft_ms", "target": "target_ms", "host": "host_ms"}
+_TIMES = {"draft": "draft_ms", "target": "target_ms", "host": "host_ms"}

@@ -1,4 +1,4 @@
-"""The verb `run`: where prompts come from, and how they are completed."""
+"""The command `run`: read prompts and print their completions."""
 
 from __future__ import annotations
 
@@ -25,99 +25,115 @@ from outrider.errors import OutriderError
 from outrider.llm import LLM, Prompt
 from outrider.measure.clock import DecodeSpeed, EmitEvent, decode_pace, opening, timed
 
-ROWS = 16  # completions at once
+ROWS = 16  # maximum number of completions at once
 
 
 def load(models: ModelOptions, **others: Any) -> LLM:
-    """Load the models of the options; `others` are more fields of `EngineConfig`."""
+    """Load the models of the options. `others` are further fields of `EngineConfig`."""
     with Console(stderr=True).status("loading models"):
         return LLM(config=EngineConfig(**asdict(models), **others))
 
 
 def converse(llm: LLM, params: SamplingParams, *, prompt: str | None, chat: bool, teller: Output) -> bool:
-    """Complete one prompt, or on a terminal one after another; a chat goes on from what was said before.
+    """Complete one prompt, or the prompts that a user types on a terminal.
+
+    Args:
+        llm: the models.
+        params: the sampling parameters.
+        prompt: the prompt; None: read standard input.
+        chat: use the chat template, with all messages so far.
+        teller: prints the completions.
 
     Returns:
-        Whether all went well; if not, the teller has said why.
+        Whether all completions succeeded. Errors are printed.
     """
-    said: list[dict[str, str]] = []
-    well, talk = True, prompt is None and sys.stdin.isatty()
+    messages: list[dict[str, str]] = []
+    succeeded = True
+    interactive = prompt is None and sys.stdin.isatty()
     for text in _prompts(prompt):
         if not is_utf8(text):
-            raise OutriderError("the prompt is not UTF-8 text; give one that is")
-        said.append({"role": "user", "content": text})
-        asked = llm.encode_chat(said) if chat else text
-        # A seed that is reported must bring the text back, and so be one that the planner sees was asked for.
-        want = params if params.seed is not None else replace(params, seed=secrets.randbits(63))
-        complete = _one if params.n == 1 else _several
-        watch: AbstractContextManager[list[int]] = _interrupts() if talk else nullcontext([])
-        with watch as seen:
-            told = complete(llm, asked, want, teller, seen)
-        if isinstance(told, Outcome):
-            well &= teller.sum_up(told)
-        said.append({"role": "assistant", "content": told if isinstance(told, str) else told.completions[0].text})
-    return well
+            raise OutriderError("the prompt is not UTF-8 text; give UTF-8 text")
+        messages.append({"role": "user", "content": text})
+        encoded = llm.encode_chat(messages) if chat else text
+        # The reported seed must reproduce the text, so the planner must treat it as a seed of the user.
+        seeded = params if params.seed is not None else replace(params, seed=secrets.randbits(63))
+        complete = _complete_one if params.n == 1 else _complete_several
+        handler: AbstractContextManager[list[int]] = _interrupts() if interactive else nullcontext([])
+        with handler as interrupts:
+            result = complete(llm, encoded, seeded, teller, interrupts)
+        if isinstance(result, Outcome):
+            succeeded &= teller.sum_up(result)
+        answer = result if isinstance(result, str) else result.completions[0].text
+        messages.append({"role": "assistant", "content": answer})
+    return succeeded
 
 
 @contextmanager
 def _interrupts() -> Iterator[list[int]]:
-    """Collects the first Ctrl-C, so that it ends an answer between two rounds; a second one ends the program."""
-    seen: list[int] = []
+    """Collect the first Ctrl-C, so that it ends the answer after the current round. A second one ends the program."""
+    interrupts: list[int] = []
 
-    def note(number: int, frame: FrameType | None) -> None:
-        seen.append(number)
+    def record(number: int, frame: FrameType | None) -> None:
+        interrupts.append(number)
         signal(SIGINT, default_int_handler)
 
-    before = signal(SIGINT, note)
+    previous = signal(SIGINT, record)
     try:
-        yield seen
+        yield interrupts
     finally:
-        signal(SIGINT, before)
+        signal(SIGINT, previous)
 
 
-def _one(llm: LLM, prompt: Prompt, params: SamplingParams, teller: Output, seen: list[int]) -> Outcome | str:
-    """Complete and show as rounds commit; once an interrupt was seen, the text so far is all."""
-    marks, looks = [EmitEvent(at=perf_counter(), emitted=(0,))], [llm.stats]
+def _complete_one(
+    llm: LLM, prompt: Prompt, params: SamplingParams, output: Output, interrupts: list[int]
+) -> Outcome | str:
+    """Complete a prompt and print the text while it is generated. After an interrupt, return the text so far."""
+    events = [EmitEvent(at=perf_counter(), emitted=(0,))]
+    stats = [llm.stats]  # after each event
     text = ""
     for chunk in llm.stream(prompt, params):
         text += chunk.text
-        teller.write(chunk.text, chunk.token_ids, chunk.from_draft)
-        marks.append(EmitEvent(at=perf_counter(), emitted=(marks[-1].emitted[0] + len(chunk.token_ids),)))
-        looks.append(llm.stats)
-        if chunk.completion is None and seen:
-            teller.end()
+        output.write(chunk.text, chunk.token_ids, chunk.from_draft)
+        events.append(EmitEvent(at=perf_counter(), emitted=(events[-1].emitted[0] + len(chunk.token_ids),)))
+        stats.append(llm.stats)
+        if chunk.completion is None and interrupts:
+            output.end()
             return text
-    teller.end()
+    output.end()
     assert chunk.completion is not None
+    first = opening(events)
     return Outcome(
         completions=(chunk.completion,),
         sampled=params.temperature > 0,
-        seconds=marks[-1].at - marks[0].at,
-        first=marks[opening(marks)].at - marks[0].at,
-        pace=decode_pace(marks),
-        stats=timed(chunk.completion.stats, looks[opening(marks)], looks[-1]),
+        seconds=events[-1].at - events[0].at,
+        first=events[first].at - events[0].at,
+        pace=decode_pace(events),
+        stats=timed(chunk.completion.stats, stats[first], stats[-1]),
     )
 
 
-def _several(llm: LLM, prompt: Prompt, params: SamplingParams, teller: Output, seen: list[int]) -> Outcome | str:
-    """Complete together, show one after another; once an interrupt was seen, the texts so far are all."""
-    before, began = llm.stats, perf_counter()
-    rows = [llm.add(request) for request in llm.requests(prompt, params)]
+def _complete_several(
+    llm: LLM, prompt: Prompt, params: SamplingParams, output: Output, interrupts: list[int]
+) -> Outcome | str:
+    """Generate all completions in a batch, then print them. After an interrupt, return the first text so far."""
+    before = llm.stats
+    began = perf_counter()
+    seqs = [llm.add(request) for request in llm.requests(prompt, params)]
     try:
-        while not seen and not all(row.finish_reason for row in rows):
+        while not interrupts and not all(seq.finish_reason for seq in seqs):
             llm.engine.step()
     finally:
-        stopped = [row for row in rows if not row.finish_reason]
-        for row in stopped:
-            llm.abort(row.request.id)
+        unfinished = [seq for seq in seqs if not seq.finish_reason]
+        for seq in unfinished:
+            llm.abort(seq.request.id)
         llm.try_save_plan()
     seconds = perf_counter() - began
-    completions = tuple(llm.completion(row) for row in rows)
+    completions = tuple(llm.completion(seq) for seq in seqs)
     for i, completion in enumerate(completions, 1):
-        teller.head(f"{i} of {len(completions)}")
-        teller.write(completion.text, completion.token_ids, completion.from_draft)
-        teller.end()
-    if stopped:
+        output.head(f"{i} of {len(completions)}")
+        output.write(completion.text, completion.token_ids, completion.from_draft)
+        output.end()
+    if unfinished:
         return completions[0].text
     return Outcome(
         completions=completions,
@@ -130,7 +146,7 @@ def _several(llm: LLM, prompt: Prompt, params: SamplingParams, teller: Output, s
 
 
 def _prompts(prompt: str | None) -> Iterator[str]:
-    """The argument, else what is piped in, else what a person types until an empty line or the end of input."""
+    """Yield the argument, or the text of a pipe, or the lines that a user types, until an empty line or the end."""
     if prompt is not None:
         yield prompt
     elif not sys.stdin.isatty():
@@ -139,13 +155,14 @@ def _prompts(prompt: str | None) -> Iterator[str]:
         except UnicodeDecodeError as error:
             raise OutriderError("standard input is not UTF-8 text; give the prompt as text") from error
     else:
-        with suppress(ImportError):  # makes `input` remember and edit lines, where there is one
+        with suppress(ImportError):  # gives `input` a history and line editing, if available
             import readline  # noqa: F401
         while text := _ask():
             yield text
 
 
 def _ask() -> str:
+    """Return a line of the user, or "" at the end of the input."""
     try:
         return input("> " if sys.stdout.isatty() else "")
     except (EOFError, KeyboardInterrupt):

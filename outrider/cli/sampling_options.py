@@ -67,7 +67,7 @@ Logprobs = Annotated[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingOptions:
-    """Sampling options."""
+    """The sampling options."""
 
     temperature: Temperature = 0.0
     top_k: TopK = 0
@@ -87,7 +87,7 @@ class SamplingOptions:
     logprobs: Logprobs = None
 
     def params(self) -> SamplingParams:
-        """The same, checked.
+        """Return the sampling parameters.
 
         Raises:
             OutriderError: a value is out of range.
@@ -116,6 +116,7 @@ class SamplingOptions:
 
 
 def _parse_bias(entries: list[str] | None) -> dict[int, float]:
+    """Return the bias by token id."""
     bias: dict[int, float] = {}
     for entry in entries or ():
         name, _, value = entry.partition("=")

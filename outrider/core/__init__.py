@@ -1,1 +1,1 @@
-"""The records of a round, sampling parameters, noise, trees and statistics."""
+"""Data types of requests and rounds, sampling parameters, constraints, noise, trees and statistics."""

@@ -1,4 +1,4 @@
-"""Constraints on the text of a completion: a JSON schema, a regular expression, a grammar, or a list of choices."""
+"""Constraints on the text of a completion: JSON schemas, regular expressions, grammars and lists of choices."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Constraint:
 
     Attributes:
         kind: the language.
-        source: the constraint: JSON text of a schema, a regular expression (Rust's syntax), a grammar (Lark's
+        source: the constraint itself: JSON text of a schema, a regular expression (Rust's syntax), a grammar (Lark's
             syntax, as llguidance has it, or GBNF), or a JSON list of texts.
     """
 
@@ -105,7 +105,7 @@ def _check_depth(schema: Any) -> None:
     """Raise OutriderError if the schema is nested more deeply than its compiler can follow."""
     level = [schema]
     for _ in range(_MAX_DEPTH):
-        level = [inner for outer in level for inner in _children(outer)]
+        level = [child for value in level for child in _children(value)]
         if not level:
             return
     raise OutriderError(
@@ -114,6 +114,7 @@ def _check_depth(schema: Any) -> None:
 
 
 def _children(value: Any) -> list[Any]:
+    """Return the values inside an object or array; [] for other values."""
     if isinstance(value, Mapping):
         return list(value.values())
     return list(value) if isinstance(value, list | tuple) else []

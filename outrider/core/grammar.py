@@ -1,4 +1,4 @@
-"""Constraints compiled to token automata by llguidance. They say which tokens may follow and which must follow."""
+"""Compile constraints with llguidance, and compute which tokens may or must follow."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from outrider.core.constraint import STYLE, Constraint, Kind
 from outrider.errors import OutriderError
 
-_MAX_SECONDS = 1.0  # seconds for one token; milliseconds are usual. `_LIMITS` does not bound everything
+_MAX_SECONDS = 1.0  # for one token; usually it takes milliseconds. `_LIMITS` does not bound every case
 _MAX_REPEATS = 10_000  # most repetitions of a part of a regular expression or grammar
-_PROBED = 4  # forced tokens that `compile` tries, to reject constraints that never end
+_PROBED_TOKENS = 4  # forced tokens that `compile` consumes, to reject constraints that never end
 _CACHE_SIZE = 64  # compiled constraints in the cache
 # Limits in llguidance's units. They allow some seconds for compiling and 60 ms for a mask.
 _LIMITS: dict[str, Any] = {
@@ -32,12 +32,14 @@ _LIMITS: dict[str, Any] = {
 
 
 class Grammars:
-    """Compiles constraints for one tokenizer and caches the last ones."""
+    """Compiles constraints for one tokenizer and caches the most recent ones."""
 
     def __init__(self, tokenizer: Any, *, vocab: int, end_ids: Sequence[int]) -> None:
         """Prepare masks over `vocab` ids, of which `end_ids` end a text, for a tokenizer of transformers."""
-        self._tokenizer, self._vocab, self._ends = tokenizer, vocab, tuple(sorted(end_ids))
-        self._tokenizer_info: Any = None  # the tokenizer as llguidance needs it, made on first use
+        self._tokenizer = tokenizer
+        self._vocab = vocab
+        self._ends = tuple(sorted(end_ids))
+        self._tokenizer_info: Any = None  # the tokenizer in the form of llguidance, created on first use
         self._cache: OrderedDict[Constraint, Grammar] = OrderedDict()
 
     def compile(self, constraint: Constraint) -> Grammar:
@@ -49,14 +51,14 @@ class Grammars:
         if constraint in self._cache:
             self._cache.move_to_end(constraint)
             return self._cache[constraint]
-        matcher = self._compile(constraint)
-        grammar = Grammar(matcher, words=-(-self._tokenizer_info.vocab_size // 32), ends=self._ends)
-        first = grammar.start(frozenset())
-        if first.done or not first.allowed().any():
+        compiled = self._compile(constraint)
+        grammar = Grammar(compiled, words=-(-self._tokenizer_info.vocab_size // 32), ends=self._ends)
+        matcher = grammar.start(frozenset())
+        if matcher.done or not matcher.allowed().any():
             raise _invalid(constraint, "only the empty text satisfies it")
-        for _ in range(_PROBED):
-            if first.forced is not None and not first.done:
-                first.advance(first.forced)
+        for _ in range(_PROBED_TOKENS):
+            if matcher.forced is not None and not matcher.done:
+                matcher.advance(matcher.forced)
         self._cache[constraint] = grammar
         if len(self._cache) > _CACHE_SIZE:
             self._cache.popitem(last=False)
@@ -70,7 +72,7 @@ class Grammars:
         if self._tokenizer_info is None:
             self._tokenizer_info = self._make_tokenizer_info()
         try:
-            text = _translated(constraint)
+            text = _translate(constraint)
         except (ValueError, RecursionError) as error:
             raise _invalid(constraint, str(error)) from error
         limits = llguidance.LLParserLimits(**_LIMITS)
@@ -86,7 +88,9 @@ class Grammars:
         try:
             return from_tokenizer(self._tokenizer, n_vocab=size, eos_token=list(self._ends) or None)
         except ValueError as error:
-            raise OutriderError(f"constraints need a fast tokenizer, and this one is not ({error})") from error
+            raise OutriderError(
+                f"constraints need a fast tokenizer, and this one is not ({error}); use a model with a tokenizer.json"
+            ) from error
 
 
 class Grammar:
@@ -94,7 +98,9 @@ class Grammar:
 
     def __init__(self, matcher: Any, *, words: int, ends: Sequence[int]) -> None:
         """Wrap a fresh `matcher` whose masks have `words` words of 32 bits."""
-        self.matcher, self.words, self.ends = matcher, words, ends
+        self.matcher = matcher
+        self.words = words
+        self.ends = ends
 
     def start(self, end_ids: frozenset[int]) -> Matcher:
         """Start a matcher for a text that `end_ids` end."""
@@ -104,7 +110,7 @@ class Grammar:
 class Matcher:
     """The state of one text in its grammar.
 
-    Forced tokens are a function of the text: a run of forced tokens is computed at its start and holds to its end.
+    Forced tokens depend only on the text. So a run of forced tokens is computed once, where it begins.
     """
 
     def __init__(self, grammar: Grammar, end_ids: frozenset[int]) -> None:
@@ -113,8 +119,8 @@ class Matcher:
         self._ends = sorted(end_ids.difference(grammar.ends))  # end tokens that the grammar does not know
         self._committed: list[int] = []
         self._matcher = grammar.matcher.deep_copy()
-        self._forced_before: list[list[int]] = []  # by pushed draft token: the forced run before it
-        self._forced = self._forced_run()
+        self._forced_before: list[list[int]] = []  # for each pushed draft token, `_forced` before it
+        self._forced = self._forced_run()  # the tokens that must follow, in reverse order
 
     @property
     def done(self) -> bool:
@@ -186,11 +192,12 @@ class Matcher:
     def _forced_run(self) -> list[int]:
         """Return the tokens that must follow, in reverse order."""
         start = thread_time()
-        found: list[int] = self._matcher.compute_ff_tokens()
+        tokens: list[int] = self._matcher.compute_ff_tokens()
         self._check(start)
-        return found[::-1]
+        return tokens[::-1]
 
     def _check(self, start: float) -> None:
+        """Raise OutriderError if the matcher has failed, or has taken too long since `start`."""
         if self._matcher.is_error():
             reason = str(self._matcher.get_error()).partition("\n")[0]
             raise OutriderError(f"the grammar is too complex at this position; simplify it ({reason})")
@@ -198,7 +205,7 @@ class Matcher:
             raise OutriderError(f"the grammar took {seconds:.1f} seconds for one token; simplify it")
 
 
-def _translated(constraint: Constraint) -> str:
+def _translate(constraint: Constraint) -> str:
     """Translate a constraint to the syntax of llguidance. Raises ValueError if it is invalid."""
     from llguidance import LLMatcher, grammar_from
 

@@ -1,9 +1,9 @@
-"""Stateless random numbers, as a function of seed, stream and absolute position. They are equal on every device.
+"""Stateless random numbers: functions of seed, stream and absolute position. They are equal on every device.
 
 The noise that samples the token at a position (streams TARGET and RACE) is keyed by that position, which is emitted
 once. The noise that is used within a round (ACCEPT, DRAFT) is keyed by the first position of the round, which grows in
 every round. If it were keyed by the position of the node, the next round would reuse the noise of a rejected draft
-token, which is conditioned on the rejection, and the output would be biased.
+token. That noise is conditioned on the rejection, so the output would be biased.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-_STREAM_STRIDE = 1 << 20  # random numbers of one proposer in a round
+_STREAM_STRIDE = 1 << 20  # most random numbers that one proposer uses in a round
 
 
 class NoiseStream(IntEnum):
@@ -41,18 +41,18 @@ class Noise(Protocol):
 
 
 class PositionNoise:
-    """The noise of an engine."""
+    """The noise of an engine, for the sequences of a batch in one round."""
 
     def __init__(self, seed: torch.Tensor, first: torch.Tensor) -> None:
-        """Make the noise of sequences with `seed` [B] int64 whose first token of this round is at `first` [B] int64."""
+        """Create noise from `seed` [B] int64, for sequences whose round starts at position `first` [B] int64."""
         self.seed = seed
         self.first = first
-        self._starts: dict[NoiseStream, torch.Tensor] = {}  # [B] by stream, a function of the seed
+        self._stream_keys: dict[NoiseStream, torch.Tensor] = {}  # [B] by stream; they depend on the seed only
 
     def at(self, first: torch.Tensor) -> PositionNoise:
         """Return the noise of the same sequences in another round."""
         other = PositionNoise(self.seed, first)
-        other._starts = self._starts
+        other._stream_keys = self._stream_keys
         return other
 
     def sample(self, probs: torch.Tensor, ahead: torch.Tensor) -> torch.Tensor:
@@ -73,19 +73,19 @@ class PositionNoise:
         if self.first.device.type != "cpu":
             index = torch.arange(begin, begin + count, device=self.first.device).expand(len(self.first), count)
             return self._per_round(NoiseStream.DRAFT, index)
-        # NumPy takes a fifth of the time of torch for a few numbers.
-        key = mix(self._start(NoiseStream.DRAFT).numpy() + self.first.numpy() * GOLDEN)[:, None]
+        # For a few numbers, NumPy takes a fifth of the time of torch.
+        key = mix(self._stream_key(NoiseStream.DRAFT).numpy() + self.first.numpy() * GOLDEN)[:, None]
         bits = mix(key + np.arange(begin + 1, begin + count + 1) * GOLDEN)
         return torch.from_numpy(((bits >> 16) & 0xFFFFFFFFFFFF) * 2.0**-48)
 
     def _key(self, stream: NoiseStream, ahead: torch.Tensor) -> torch.Tensor:
         shape = (-1,) + (1,) * (ahead.dim() - 1)
-        return mix(self._start(stream).view(shape) + (self.first.view(shape) + ahead) * GOLDEN)
+        return mix(self._stream_key(stream).view(shape) + (self.first.view(shape) + ahead) * GOLDEN)
 
-    def _start(self, stream: NoiseStream) -> torch.Tensor:
-        if stream not in self._starts:
-            self._starts[stream] = mix(self.seed + torch.tensor(int(stream), device=self.seed.device) * GOLDEN)
-        return self._starts[stream]
+    def _stream_key(self, stream: NoiseStream) -> torch.Tensor:
+        if stream not in self._stream_keys:
+            self._stream_keys[stream] = mix(self.seed + torch.tensor(int(stream), device=self.seed.device) * GOLDEN)
+        return self._stream_keys[stream]
 
     def _uniform(self, stream: NoiseStream, ahead: torch.Tensor) -> torch.Tensor:
         return to_uniform(self._key(stream, ahead))

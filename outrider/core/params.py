@@ -1,4 +1,4 @@
-"""Sampling parameters of a request. They are checked when they are made."""
+"""Sampling parameters of a request. They are validated when they are created."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from dataclasses import dataclass, field
 from outrider.core.constraint import Constraint
 from outrider.errors import OutriderError
 
-AUTO = "auto"  # k: the planner decides in each round
-_FAR = 100  # largest priority in absolute value, so that no request waits forever
-# Limits of temperature and repetition penalty. Logits are float32: beyond these limits rounding decides between tokens,
-# and further on they overflow.
-_LEAST, _MOST = 1e-6, 1e4
+AUTO = "auto"  # as k: the planner decides in each round
+_MAX_PRIORITY = 100  # in absolute value, so that no request waits forever
+# Limits of temperature and repetition penalty. Logits are float32. Beyond these limits, rounding decides between tokens
+# and logits overflow.
+_MIN_SCALE = 1e-6
+_MAX_SCALE = 1e4
 
 
 class InvalidParam(OutriderError):
-    """A mistake in one parameter of a request, which `param` names."""
+    """An invalid parameter of a request. `param` is its name."""
 
     def __init__(self, param: str, message: str) -> None:
         super().__init__(message)
@@ -32,28 +33,28 @@ class SamplingParams:
     presence and frequency penalty (output), min_tokens, temperature, top_k, top_p, min_p.
 
     Attributes:
-        temperature: 0 is greedy; otherwise in [0.0001, 10000].
+        temperature: 0 is greedy; otherwise in [0.000001, 10000].
         top_k: keep the k likeliest tokens; 0 keeps all.
         top_p: keep the smallest set of likeliest tokens whose mass reaches top_p, in (0, 1].
         min_p: drop tokens below min_p times the likeliest one's probability, in [0, 1].
         repetition_penalty: above 1 discourages tokens of prompt and output (Keskar et al. 2019); 1 is off; in
-            [0.0001, 10000].
+            [0.000001, 10000].
         presence_penalty: subtracted once from the logit of a token in the output; in [-2, 2].
         frequency_penalty: subtracted once per occurrence in the output; in [-2, 2].
         logit_bias: added to the logits, by token id; in [-100, 100] or -inf to forbid.
-        max_tokens: most output tokens; None: until the context is full.
-        min_tokens: no end-of-text, stop token or stop string before this many tokens. A constraint takes precedence:
-            if nothing can follow, the text ends.
+        max_tokens: maximum number of output tokens; None: until the context is full.
+        min_tokens: minimum number of output tokens before end-of-text, a stop token or a stop string. A constraint
+            takes precedence: if no token can follow, the text ends.
         stop: strings that end the completion; they are not part of the text.
         stop_token_ids: tokens that end the completion; they are not part of the text.
         ignore_eos: continue after end-of-text.
         seed: the same seed gives the same completion, alone or in a batch. None: a random seed, which is reported. If
             the text depends on the draft, k="auto" uses a fixed draft length for a request with its own seed.
-        n: independent completions of the prompt.
-        logprobs: report the log-probabilities of each output token and of the N likeliest; None: none.
-        guesses: most draft tokens per round; 0: plain decoding; None: the planner decides.
+        n: number of independent completions of the prompt.
+        logprobs: report the log-probabilities of each output token and of this many likeliest tokens; None: no report.
+        k: maximum number of draft tokens per round; 0: plain decoding; None: the planner decides.
         proposer: the proposer of this request, one of `EngineParts.proposers`, with 4 draft tokens per round unless
-            `guesses` is given. None: the planner decides.
+            `k` is given. None: the planner decides.
         verifier: the exact rule of this request, one of `EngineParts.verifiers`. None: the engine's own.
         constraint: the form that the text must have.
         scope: the tenant of the request. Prefix caching and proposers that learn from finished outputs work within one
@@ -87,91 +88,100 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
-        self._check_kinds()
+        self._check_types()
         object.__setattr__(self, "stop", tuple(self.stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         self._check_numbers()
         self._check_stops()
         self._check_constraint()
 
-    def _check_kinds(self) -> None:
-        for name, kind, hint in (
-            ("stop", Iterable, "a string or several; () is none"),
-            ("stop_token_ids", Iterable, "several token ids; () is none"),
-            ("logit_bias", Mapping, "a mapping from token id to bias; {} is none"),
+    def _check_types(self) -> None:
+        for name, expected, hint in (
+            ("stop", Iterable, "a string or several strings; () for none"),
+            ("stop_token_ids", Iterable, "several token ids; () for none"),
+            ("logit_bias", Mapping, "a mapping from token id to bias; {} for none"),
             ("ignore_eos", bool, "True or False"),
             ("scope", str, "a string, such as a tenant's name"),
-            ("proposer", str | None, "a name, as EngineParts.proposers has it; None leaves it to the planner"),
-            ("verifier", str | None, "a name, as EngineParts.verifiers has it; None is the engine's own"),
+            ("proposer", str | None, "a name from EngineParts.proposers, or None to let the planner decide"),
+            ("verifier", str | None, "a name from EngineParts.verifiers, or None for the engine's verifier"),
         ):
-            if not isinstance(getattr(self, name), kind):
+            if not isinstance(getattr(self, name), expected):
                 raise InvalidParam(name, f"{name} is {getattr(self, name)!r}; use {hint}")
 
     def _check_numbers(self) -> None:
-        least = 0.0 if self.temperature == 0 else _LEAST
-        _real("temperature", self.temperature, least, _MOST, "0 is greedy, 1 samples the model's own law")
-        _whole("top_k", self.top_k, 0, "0 keeps every token")
-        _real("top_p", self.top_p, 0.0, 1.0, "1 keeps every token")
+        min_temperature = 0.0 if self.temperature == 0 else _MIN_SCALE
+        _check_number(
+            "temperature",
+            self.temperature,
+            min_temperature,
+            _MAX_SCALE,
+            "0 is greedy, 1 samples the model's distribution",
+        )
+        _check_whole("top_k", self.top_k, 0, "0 keeps every token")
+        _check_number("top_p", self.top_p, 0.0, 1.0, "1 keeps every token")
         if self.top_p == 0:
             raise InvalidParam(
                 "top_p", "top_p is 0, which keeps no token; use temperature=0 for greedy, or top_p in (0, 1]"
             )
-        _real("min_p", self.min_p, 0.0, 1.0, "0 keeps every token")
-        _real("repetition_penalty", self.repetition_penalty, _LEAST, _MOST, "1 is off")
-        _real("presence_penalty", self.presence_penalty, -2.0, 2.0, "0 is off")
-        _real("frequency_penalty", self.frequency_penalty, -2.0, 2.0, "0 is off")
+        _check_number("min_p", self.min_p, 0.0, 1.0, "0 keeps every token")
+        _check_number("repetition_penalty", self.repetition_penalty, _MIN_SCALE, _MAX_SCALE, "1 is off")
+        _check_number("presence_penalty", self.presence_penalty, -2.0, 2.0, "0 is off")
+        _check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0, "0 is off")
         if self.max_tokens is not None:
-            _whole("max_tokens", self.max_tokens, 1, "None fills the context")
-        _whole("min_tokens", self.min_tokens, 0, "0 is off")
+            _check_whole("max_tokens", self.max_tokens, 1, "None continues until the context is full")
+        _check_whole("min_tokens", self.min_tokens, 0, "0 is off")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            said = f"min_tokens is {self.min_tokens} and max_tokens {self.max_tokens}; lower the former"
-            raise InvalidParam("min_tokens", said)
-        _whole("n", self.n, 1, "1 gives one completion")
+            message = f"min_tokens is {self.min_tokens} and max_tokens is {self.max_tokens}; lower min_tokens"
+            raise InvalidParam("min_tokens", message)
+        _check_whole("n", self.n, 1, "1 gives one completion")
         if self.logprobs is not None:
-            _whole("logprobs", self.logprobs, 0, "0 reports the emitted token alone")
+            _check_whole("logprobs", self.logprobs, 0, "0 reports only the emitted token")
         if self.k is not None:
-            _whole("k", self.k, 0, "0 is plain decoding")
+            _check_whole("k", self.k, 0, "0 is plain decoding")
         if self.seed is not None:
-            _whole("seed", self.seed, 0, "any whole number below 2**63")
-        if not isinstance(self.priority, int) or isinstance(self.priority, bool) or abs(self.priority) > _FAR:
-            raise InvalidParam("priority", f"priority is {self.priority!r}; use a whole number from {-_FAR} to {_FAR}")
+            _check_whole("seed", self.seed, 0, "any whole number below 2**63")
+        if not isinstance(self.priority, int) or isinstance(self.priority, bool) or abs(self.priority) > _MAX_PRIORITY:
+            raise InvalidParam(
+                "priority",
+                f"priority is {self.priority!r}; use a whole number from {-_MAX_PRIORITY} to {_MAX_PRIORITY}",
+            )
         for token, bias in self.logit_bias.items():
-            _whole("logit_bias key", token, 0, "a token id")
+            _check_whole("logit_bias key", token, 0, "a token id")
             if bias != -math.inf:
-                _real(f"logit_bias[{token}]", bias, -100.0, 100.0, "or -inf to forbid the token")
+                _check_number(f"logit_bias[{token}]", bias, -100.0, 100.0, "or -inf to forbid the token")
 
     def _check_stops(self) -> None:
         for stop in self.stop:
             if not isinstance(stop, str) or not stop:
-                raise InvalidParam("stop", f"stop holds {stop!r}; each stop must be a string of at least one character")
+                raise InvalidParam("stop", f"stop contains {stop!r}; use strings of at least one character")
         for token in self.stop_token_ids:
-            _whole("stop_token_ids", token, 0, "token ids")
+            _check_whole("stop_token_ids", token, 0, "a token id")
 
     def _check_constraint(self) -> None:
         if self.constraint is None:
             return
         if not isinstance(self.constraint, Constraint):
-            said = f"constraint is {self.constraint!r}; use for example Constraint.json_schema({{...}})"
-            raise InvalidParam("constraint", said)
+            message = f"constraint is {self.constraint!r}; use for example Constraint.json_schema({{...}})"
+            raise InvalidParam("constraint", message)
         if -math.inf in self.logit_bias.values():
-            said = "logit_bias forbids tokens that the constraint may need; use -99 in place of -inf"
-            raise InvalidParam("logit_bias", said)
+            message = "logit_bias forbids tokens that the constraint may need; use -99 in place of -inf"
+            raise InvalidParam("logit_bias", message)
         if self.min_tokens and self.stop_token_ids:
-            said = "min_tokens forbids stop_token_ids that the constraint may need; leave one of them out"
-            raise InvalidParam("min_tokens", said)
+            message = "min_tokens forbids stop_token_ids that the constraint may need; leave one of them out"
+            raise InvalidParam("min_tokens", message)
 
 
-def _real(name: str, value: float, low: float, high: float, hint: str) -> None:
-    good = isinstance(value, int | float) and not isinstance(value, bool)
-    if not good or not low <= value <= high:
-        raise InvalidParam(_param(name), f"{name} is {value!r}; use a number from {low:g} to {high:g} ({hint})")
+def _check_number(name: str, value: float, low: float, high: float, hint: str) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not low <= value <= high:
+        raise InvalidParam(_parameter(name), f"{name} is {value!r}; use a number from {low:g} to {high:g} ({hint})")
 
 
-def _whole(name: str, value: int, low: int, hint: str) -> None:
+def _check_whole(name: str, value: int, low: int, hint: str) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value < 2**63:
-        raise InvalidParam(_param(name), f"{name} is {value!r}; use a whole number of at least {low} ({hint})")
+        raise InvalidParam(_parameter(name), f"{name} is {value!r}; use a whole number of at least {low} ({hint})")
 
 
-def _param(name: str) -> str:
-    """What `name`, perhaps of a part of it, is the name of."""
+def _parameter(name: str) -> str:
+    """Return the parameter that `name` belongs to, for example logit_bias for logit_bias[5]."""
     return name.partition("[")[0].partition(" ")[0]

@@ -1,4 +1,4 @@
-"""Counts and seconds of generation; rounds add up, and one inexact round makes the sum inexact."""
+"""Counts and times of generation, for one request or for many rounds."""
 
 from __future__ import annotations
 
@@ -10,23 +10,25 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stats:
-    """Sums over rounds or requests.
+    """Sums over rounds or requests. Add two of them with `+`; the sum is exact if both are.
 
-    A *pass* is one row decoding in one target pass; a row that only feeds its prompt makes none. Position i counts
-    from 0: `reached[i]` passes offered a guess at depth i and accepted all above it, `accepted[i]` kept it too.
+    A *pass* is one decoding sequence in one forward pass of the target. A sequence that only prefills makes no pass.
+
+    Counts by position are indexed by the depth i of a draft token, from 0. `offered[i]` passes had a draft token at
+    depth i. In `reached[i]` of them all of its ancestors were accepted, and in `accepted[i]` it was accepted as well.
     """
 
     rounds: int = 0
     passes: int = 0
-    prompt_tokens: int = 0  # tokens
-    output_tokens: int = 0  # tokens
-    draft_tokens: int = 0  # nodes
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    draft_tokens: int = 0  # nodes of the draft trees
     offered: tuple[int, ...] = ()
     reached: tuple[int, ...] = ()
     accepted: tuple[int, ...] = ()
     draft_seconds: float = 0.0
     target_seconds: float = 0.0
-    host_seconds: float = 0.0  # all else: scheduling, warping, verification, commit, text
+    host_seconds: float = 0.0  # everything else: scheduling, sampling, verification, commit, detokenization
     exact: bool = True
 
     @classmethod
@@ -38,18 +40,25 @@ class Stats:
         prompt: int = 0,
         exact: bool = True,
     ) -> Stats:
-        """Sum up (deepest guess, accepted, emitted) triples, one a pass; None drafted: they were chains."""
-        triples = list(passes)
-        depth = max((offered for offered, _, _ in triples), default=0)
+        """Return the statistics of passes.
+
+        Args:
+            passes: (draft depth, accepted tokens, emitted tokens) of each pass.
+            drafted: number of draft tokens; None: all drafts were chains.
+            prompt: number of prompt tokens.
+            exact: whether the verifier is exact.
+        """
+        counts = list(passes)
+        depth = max((offered for offered, _, _ in counts), default=0)
         return cls(
-            rounds=len(triples),
-            passes=len(triples),
+            rounds=len(counts),
+            passes=len(counts),
             prompt_tokens=prompt,
-            output_tokens=sum(emitted for _, _, emitted in triples),
-            draft_tokens=sum(offered for offered, _, _ in triples) if drafted is None else drafted,
-            offered=tuple(sum(offered > i for offered, _, _ in triples) for i in range(depth)),
-            reached=tuple(sum(offered > i and kept >= i for offered, kept, _ in triples) for i in range(depth)),
-            accepted=tuple(sum(kept > i for _, kept, _ in triples) for i in range(depth)),
+            output_tokens=sum(emitted for _, _, emitted in counts),
+            draft_tokens=sum(offered for offered, _, _ in counts) if drafted is None else drafted,
+            offered=tuple(sum(offered > i for offered, _, _ in counts) for i in range(depth)),
+            reached=tuple(sum(offered > i and accepted >= i for offered, accepted, _ in counts) for i in range(depth)),
+            accepted=tuple(sum(accepted > i for _, accepted, _ in counts) for i in range(depth)),
             exact=exact,
         )
 
@@ -60,9 +69,9 @@ class Stats:
             prompt_tokens=self.prompt_tokens + other.prompt_tokens,
             output_tokens=self.output_tokens + other.output_tokens,
             draft_tokens=self.draft_tokens + other.draft_tokens,
-            offered=_sum(self.offered, other.offered),
-            reached=_sum(self.reached, other.reached),
-            accepted=_sum(self.accepted, other.accepted),
+            offered=_add_counts(self.offered, other.offered),
+            reached=_add_counts(self.reached, other.reached),
+            accepted=_add_counts(self.accepted, other.accepted),
             draft_seconds=self.draft_seconds + other.draft_seconds,
             target_seconds=self.target_seconds + other.target_seconds,
             host_seconds=self.host_seconds + other.host_seconds,
@@ -71,26 +80,27 @@ class Stats:
 
     @property
     def total(self) -> Stats:
-        """As they stand: what a `StatsAccumulator` has, too."""
+        """The statistics themselves, so that `Stats` can replace a `StatsAccumulator`."""
         return self
 
     @property
     def tau(self) -> float:
-        """Mean tokens emitted a pass, the bonus included; 1 is plain decoding."""
+        """Mean number of tokens emitted per pass, including the bonus token. Plain decoding has 1."""
         return self.output_tokens / self.passes if self.passes else 0.0
 
     @property
     def acceptance(self) -> tuple[float, ...]:
-        """Conditional acceptance by position: of the guesses whose ancestors were all accepted, the share kept."""
-        return tuple(kept / met if met else 0.0 for kept, met in zip(self.accepted, self.reached, strict=True))
+        """Acceptance rate by position, among the draft tokens whose ancestors were all accepted."""
+        counts = zip(self.accepted, self.reached, strict=True)
+        return tuple(accepted / reached if reached else 0.0 for accepted, reached in counts)
 
     @property
     def seconds(self) -> float:
-        """Of all rounds, everything included."""
+        """Seconds of all rounds."""
         return self.draft_seconds + self.target_seconds + self.host_seconds
 
     def as_dict(self) -> dict[str, Any]:
-        """For a JSON report; ms are per round."""
+        """Return the statistics as JSON values. Times are milliseconds per round."""
         per_round = 1e3 / self.rounds if self.rounds else 0.0
         return {
             "rounds": self.rounds,
@@ -109,13 +119,19 @@ class Stats:
 
 
 class StatsAccumulator:
-    """`Stats` that grow in place: a round costs the host microseconds, and most sums are looked at by nobody."""
+    """`Stats` that are updated in place. This is faster than adding `Stats` in every round."""
 
     def __init__(self, *, exact: bool = True) -> None:
         self._exact = exact
-        self._rounds = self._passes = self._prompt = self._emitted = self._drafted = 0
-        self._offered, self._reached, self._accepted = list[int](), list[int](), list[int]()
-        self._seconds = [0.0, 0.0, 0.0]  # of proposing, of the target, of the host
+        self._rounds = 0
+        self._passes = 0
+        self._prompt_tokens = 0
+        self._output_tokens = 0
+        self._draft_tokens = 0
+        self._offered: list[int] = []
+        self._reached: list[int] = []
+        self._accepted: list[int] = []
+        self._seconds = (0.0, 0.0, 0.0)  # draft, target, host
 
     @property
     def rounds(self) -> int:
@@ -124,44 +140,45 @@ class StatsAccumulator:
     @property
     def total(self) -> Stats:
         """The sums so far."""
-        depth = len(self._accepted)  # which grows last: another thread may look in the middle of a round
-        propose, target, host = self._seconds
+        # `add` extends `_accepted` last. Another thread may read in the middle of a round.
+        depth = len(self._accepted)
+        draft, target, host = self._seconds
         return Stats(
             rounds=self._rounds,
             passes=self._passes,
-            prompt_tokens=self._prompt,
-            output_tokens=self._emitted,
-            draft_tokens=self._drafted,
+            prompt_tokens=self._prompt_tokens,
+            output_tokens=self._output_tokens,
+            draft_tokens=self._draft_tokens,
             offered=tuple(self._offered[:depth]),
             reached=tuple(self._reached[:depth]),
             accepted=tuple(self._accepted[:depth]),
-            draft_seconds=propose,
+            draft_seconds=draft,
             target_seconds=target,
             host_seconds=host,
             exact=self._exact,
         )
 
     def add(self, passes: Sequence[tuple[int, int, int]], *, drafted: int, prompt: int = 0) -> None:
-        """Count passes as `Stats.of_passes` does, but as no round."""
+        """Add passes, as in `Stats.of_passes`. This does not count a round."""
         self._passes += len(passes)
-        self._prompt += prompt
-        self._drafted += drafted
-        for offered, kept, emitted in passes:
-            self._emitted += emitted
+        self._prompt_tokens += prompt
+        self._draft_tokens += drafted
+        for offered, accepted, emitted in passes:
+            self._output_tokens += emitted
             if offered > len(self._accepted):
                 for counts in (self._offered, self._reached, self._accepted):
                     counts += [0] * (offered - len(counts))
             for i in range(offered):
                 self._offered[i] += 1
-                self._reached[i] += i <= kept
-                self._accepted[i] += i < kept
+                self._reached[i] += i <= accepted
+                self._accepted[i] += i < accepted
 
-    def took(self, *, propose: float, target: float, host: float) -> None:
-        """Count a round, and its seconds."""
+    def add_round(self, *, draft: float, target: float, host: float) -> None:
+        """Count one round and its seconds."""
         self._rounds += 1
         before = self._seconds
-        self._seconds = [before[0] + propose, before[1] + target, before[2] + host]
+        self._seconds = (before[0] + draft, before[1] + target, before[2] + host)
 
 
-def _sum(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(a + b for a, b in zip_longest(left, right, fillvalue=0))
+def _add_counts(one: tuple[int, ...], two: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(a + b for a, b in zip_longest(one, two, fillvalue=0))

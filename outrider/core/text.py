@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
-_REPLACEMENT = "�"  # what a tokenizer decodes an incomplete character to
+_REPLACEMENT = "�"  # a tokenizer decodes an incomplete character to it
 _MAX_CHAR_TOKENS = 4  # a UTF-8 character has at most 4 bytes
 _SURROGATE = re.compile("[\ud800-\udfff]")  # half of a surrogate pair
 _MAX_PENDING = 2 * _MAX_CHAR_TOKENS  # more pending tokens than this include invalid bytes or tokens without text
@@ -14,8 +14,8 @@ _MAX_PENDING = 2 * _MAX_CHAR_TOKENS  # more pending tokens than this include inv
 class TextStream:
     """Decodes a completion token by token.
 
-    `text` holds the characters that no later token can change. In many tokenizers the text of a token depends on the
-    token before it, so a window of recent tokens is decoded at a time.
+    `text` has the characters that no later token can change. In many tokenizers the text of a token depends on the
+    token before it. So a window of recent tokens is decoded each time.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], stop: Sequence[str] = ()) -> None:
@@ -23,7 +23,7 @@ class TextStream:
         self._stop = tuple(stop)
         self._tokens: list[int] = []
         self._context = 0  # tokens[context:decoded] are the left context of the window
-        self._decoded = 0
+        self._decoded = 0  # number of tokens whose text is in `_text`
         self._text = ""
         self.stopped = False
 
@@ -38,7 +38,7 @@ class TextStream:
         """Add a token. Returns True if it completes a stop string; `text` then ends before the stop string."""
         self._tokens.append(token)
         if not self._stop:
-            return False  # decoded when `text` is read, several tokens at once
+            return False  # `text` decodes several tokens at once when it is read
         searched = len(self._text)
         self._extend(len(self._tokens))
         return len(self._text) > searched and stoppable and self._find_stop(searched)
@@ -56,18 +56,18 @@ class TextStream:
         """Return the number of characters of `text` that no stop string can remove."""
         text = self.text
         longest = 0 if self.stopped else max((len(stop) for stop in self._stop), default=1)
-        for held in range(min(longest - 1, len(text)), 0, -1):
-            if any(stop.startswith(text[-held:]) for stop in self._stop):
-                return len(text) - held
+        for length in range(min(longest - 1, len(text)), 0, -1):
+            if any(stop.startswith(text[-length:]) for stop in self._stop):
+                return len(text) - length
         return len(text)
 
     def _extend(self, first: int) -> None:
-        """Append complete characters to the text. Prefixes shorter than `first` tokens have been tried before."""
+        """Append complete characters to the text. Earlier calls have tried prefixes shorter than `first` tokens."""
         if self._append_complete(len(self._tokens)):
             return
         if len(self._tokens) - self._decoded > _MAX_PENDING:  # drop special tokens, which have no text
-            held = self._tokens[self._decoded :]
-            self._tokens[self._decoded :] = [token for token in held if self._decode((token, token))]
+            pending = self._tokens[self._decoded :]
+            self._tokens[self._decoded :] = [token for token in pending if self._decode((token, token))]
         for count in range(first, len(self._tokens)):
             if not self._append_complete(count):
                 self._append_invalid(count)
@@ -85,13 +85,15 @@ class TextStream:
         """Append invalid bytes once more than `_MAX_PENDING` tokens are pending, to bound the decoded window."""
         if count - self._decoded <= _MAX_PENDING:
             return
-        window, whole = self._window(count - _MAX_CHAR_TOKENS), self._window(count)
-        if window and whole.startswith(window) and whole != window:  # otherwise it ends within a character
+        window = self._window(count - _MAX_CHAR_TOKENS)
+        whole = self._window(count)
+        if window and whole.startswith(window) and whole != window:  # otherwise `window` ends within a character
             self._append(window, count - _MAX_CHAR_TOKENS)
 
     def _append(self, window: str, count: int) -> None:
         self._text += window
-        self._context, self._decoded = self._decoded, count
+        self._context = self._decoded
+        self._decoded = count
 
     def _window(self, count: int) -> str:
         """Return the text of tokens[decoded:count] after their left context."""
@@ -99,10 +101,11 @@ class TextStream:
         return self._decode(self._tokens[self._context : count])[len(context) :]
 
     def _find_stop(self, searched: int) -> bool:
-        ends = ((stop, max(0, searched - len(stop) + 1)) for stop in self._stop)
-        found = [at for stop, start in ends if (at := self._text.find(stop, start)) >= 0]
-        if found:
-            self._text = self._text[: min(found)]
+        """Cut the text at its first stop string, if any. The first `searched` characters contain none."""
+        positions = (self._text.find(stop, max(0, searched - len(stop) + 1)) for stop in self._stop)
+        first = min((position for position in positions if position >= 0), default=-1)
+        if first >= 0:
+            self._text = self._text[:first]
             self.stopped = True
         return self.stopped
 

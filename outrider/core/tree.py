@@ -1,4 +1,4 @@
-"""Draft trees as tensors: constructors, and queries of ancestors and depths."""
+"""Build draft trees as tensors, cut them, and compute ancestors and depths."""
 
 from __future__ import annotations
 
@@ -32,13 +32,15 @@ def upload(
 
 
 @lru_cache(256)  # plain decoding asks for the same draft in every round
-@torch.inference_mode(False)  # callers outside of inference mode use the cached tensors, too
+@torch.inference_mode(False)  # callers outside of inference mode use the cached tensors as well
 def empty(batch_size: int, device: torch.device) -> Draft:
     """Return a draft without draft tokens for `batch_size` sequences."""
-    none = torch.zeros(batch_size, 0, dtype=torch.int64, device=device)
+    no_nodes = torch.zeros(batch_size, 0, dtype=torch.int64, device=device)
     count = torch.zeros(batch_size, dtype=torch.int64, device=device)
-    zero = (0,) * batch_size
-    return Draft(tokens=none, parent=none, count=count, kind=none, q=None, width=zero, depth=zero, chain=True)
+    zeros = (0,) * batch_size
+    return Draft(
+        tokens=no_nodes, parent=no_nodes, count=count, kind=no_nodes, q=None, width=zeros, depth=zeros, chain=True
+    )
 
 
 def chain(
@@ -122,7 +124,9 @@ def cut(draft: Draft, width: tuple[int, ...]) -> Draft:
 
 
 def _cut_rows(rows: tuple[tuple[T, ...], ...] | None, width: tuple[int, ...]) -> tuple[tuple[T, ...], ...] | None:
-    return None if rows is None else tuple(row[:keep] for row, keep in zip(rows, width, strict=True))
+    if rows is None:
+        return None
+    return tuple(values[:count] for values, count in zip(rows, width, strict=True))
 
 
 def is_cut(draft: Draft, whole: Draft) -> bool:
@@ -138,7 +142,7 @@ def valid_nodes(draft: Draft) -> torch.Tensor:
 def ancestors(parent: torch.Tensor) -> torch.Tensor:
     """Return [B, N, N] bool: `out[b, i, j]` is True if node j is on the path from the root to node i, or is i.
 
-    The paths of up to 1, 2, 4, ... steps are multiplied, so it takes log2(N) products.
+    Each matrix product doubles the length of the paths, so log2(N) products suffice.
     """
     order = torch.arange(parent.shape[1], device=parent.device)
     reach = (order[:, None] == order) | (parent[..., None] == order)
@@ -149,11 +153,11 @@ def ancestors(parent: torch.Tensor) -> torch.Tensor:
 
 def path(parents: Sequence[int], node: int) -> list[int]:
     """Return the path from the root's child to `node` in one tree; [] for -1, the root."""
-    out = []
+    nodes = []
     while node >= 0:
-        out.append(node)
+        nodes.append(node)
         node = parents[node]
-    return out[::-1]
+    return nodes[::-1]
 
 
 def depths(draft: Draft) -> torch.Tensor:
@@ -165,13 +169,13 @@ def depths(draft: Draft) -> torch.Tensor:
 
 def prefill_round(batch: Batch, draft: Draft, scores: Scores) -> Round:
     """Return the round of sequences that are still prefilling: nothing is accepted or emitted."""
-    none = ((),) * len(batch.seqs)
+    nothing = ((),) * len(batch.seqs)
     return Round(
         batch=batch,
         draft=draft,
         scores=scores,
-        path=none,
-        emitted=none,
-        sampled_logprob=none,
+        path=nothing,
+        emitted=nothing,
+        sampled_logprob=nothing,
         failed=(False,) * len(batch.seqs),
     )

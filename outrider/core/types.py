@@ -1,4 +1,4 @@
-"""The records of one round.
+"""Data types of requests, drafts and rounds.
 
 Shapes use these letters: B sequences, N draft nodes, V vocabulary size, H hidden size. p is the target distribution at
 a node, after bias, penalties, temperature and filters. q is the distribution that a draft token was sampled from
@@ -83,9 +83,15 @@ class SequenceState:
 
     @classmethod
     def of(cls, text: Sequence[int], slot: int = 0, params: SamplingParams | None = None) -> SequenceState:
-        """A sequence without a user's request, for checks and measurements."""
-        prompt, params = tuple(text), params or SamplingParams()
-        request = Request(id=-1, prompt_token_ids=prompt, params=params, seed=0, end_ids=frozenset(), max_tokens=1)
+        """Return a sequence that no user has requested, for checks and measurements."""
+        request = Request(
+            id=-1,
+            prompt_token_ids=tuple(text),
+            params=params or SamplingParams(),
+            seed=0,
+            end_ids=frozenset(),
+            max_tokens=1,
+        )
         return cls(request=request, slot=slot, token_ids=list(text))
 
     @property
@@ -104,26 +110,24 @@ class Batch:
     draft_budget: tuple[int, ...]  # [B] draft tokens the proposer may return; 0: do not speculate
     forced_budget: tuple[int, ...] = ()  # [B] the same including tokens that a grammar forces; (): none may be added
     num_waiting: int = 0  # sequences that hold a slot and take no part in this round
-    min_path_prob: float = (
-        0.0  # lowest acceptance probability at which a draft token pays for its place in the target's pass
-    )
-    min_draft_probs: tuple[
-        float, ...
-    ] = ()  # lowest probability at which drafting one more pays, if 1, 2, ... sequences draft
+    # The lowest acceptance probability at which a draft token is worth its time in the target's pass.
+    min_path_prob: float = 0.0
+    # The lowest probability at which drafting one more token pays, if 1, 2, ... sequences draft.
+    min_draft_probs: tuple[float, ...] = ()
     alternative: int = 0  # which alternative of the proposer drafts (see `Needs`)
     noise_stream: int = 0  # noise stream; proposers whose samples meet in one tree use different ones
 
     @property
     def emits(self) -> tuple[bool, ...]:
         """[B] whether the feed reaches the end of the committed tokens, so that the sequence emits in this round."""
-        ends = zip(self.seqs, self.start, self.feed, strict=True)
-        return tuple(start + len(feed) == len(row.token_ids) for row, start, feed in ends)
+        columns = zip(self.seqs, self.start, self.feed, strict=True)
+        return tuple(start + len(feed) == len(seq.token_ids) for seq, start, feed in columns)
 
     @property
     def alternatives(self) -> tuple[int, ...]:
         """[B] which alternative of the proposer drafts for each sequence."""
-        requested = (row.request.alternative for row in self.seqs)
-        return tuple(self.alternative if one is None else one for one in requested)
+        requested = (seq.request.alternative for seq in self.seqs)
+        return tuple(self.alternative if choice is None else choice for choice in requested)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -135,16 +139,16 @@ class Packed:
     """
 
     values: torch.Tensor  # [T, V]
-    at: torch.Tensor  # [B, M] int64: the index of each node in `values`; negative: the node has none
+    at: torch.Tensor  # [B, M] int64: the index of each node in `values`; negative: the node has no values
 
     @classmethod
     def of(cls, padded: torch.Tensor) -> Packed:
         """Wrap a padded tensor [B, M, V] without a copy."""
-        rows, nodes, _ = padded.shape
-        return cls(values=padded.flatten(0, 1), at=torch.arange(rows * nodes, device=padded.device).view(rows, nodes))
+        seqs, nodes, _ = padded.shape
+        return cls(values=padded.flatten(0, 1), at=torch.arange(seqs * nodes, device=padded.device).view(seqs, nodes))
 
     def padded(self) -> torch.Tensor:
-        """Copy to a padded tensor [B, M, V]. Nodes without values are 0."""
+        """Return a padded copy [B, M, V]. Nodes without values are 0."""
         return self.values[self.at.clamp(min=0)].masked_fill_(self.at[..., None] < 0, 0.0)
 
 
@@ -166,7 +170,7 @@ class Draft:
     count: torch.Tensor  # [B] int64; 0 is always legal
     kind: torch.Tensor  # [B, N] int64, values of DraftKind
     q: Packed | None  # only of sampled nodes; None if nothing was sampled
-    width: tuple[int, ...]  # [B] upper bound of count, known on the host; this many nodes are scored
+    width: tuple[int, ...]  # [B] upper bound of count, known on the host; the target scores this many nodes
     depth: tuple[int, ...]  # [B] length of the longest path
     chain: bool  # whether every sequence has a chain
     accept_prob: tuple[tuple[float, ...], ...] | None = None  # [B][width]; None: not estimated
@@ -175,7 +179,7 @@ class Draft:
     _host_tokens: list[list[int]] | None = field(default=None, init=False, repr=False, compare=False)
 
     def host_tokens(self) -> list[list[int]]:
-        """`tokens` on the host, with padding. The first call waits for the device."""
+        """Return `tokens` on the host, with padding. The first call waits for the device."""
         if self._host_tokens is None:
             object.__setattr__(self, "_host_tokens", self.tokens.tolist() if self.size else [[]] * len(self.width))
         assert self._host_tokens is not None
@@ -183,7 +187,7 @@ class Draft:
 
     @property
     def size(self) -> int:
-        """N, with padding."""
+        """N, the number of nodes of each sequence with padding."""
         return self.tokens.shape[1]
 
 
@@ -192,8 +196,8 @@ class StopRule:
     """When a draft model stops drafting.
 
     The acceptance probability of a draft token, given that its parent is accepted, is sigmoid(weight * margin + bias).
-    The margin is the difference of the two largest logits. A draft token whose path has a probability below `keep` is
-    dropped. A sequence stops after a token below `worth`, or after a token that ends the text.
+    The margin is the difference of the two largest logits. A draft token whose path has a probability below
+    `min_path_prob` is dropped. A sequence stops after a token below `min_draft_probs`, or after an end token.
     """
 
     weight: tuple[float, ...]  # by position; the last value holds for all later positions
@@ -203,7 +207,7 @@ class StopRule:
     ends: tuple[int, ...] = ()  # tokens that end the text
 
     def until(self, rows: int) -> float:
-        """The probability below which a sequence stops while this many sequences draft."""
+        """Return the probability below which a sequence stops, while `rows` sequences draft."""
         return self.min_draft_probs[min(rows, len(self.min_draft_probs)) - 1] if self.min_draft_probs else 0.0
 
 
@@ -248,19 +252,20 @@ class Scores:
 
     @property
     def packed(self) -> Packed | None:
-        """The logits without padding, if the pass has produced them so."""
+        """The logits without padding, if the pass produced them without padding."""
         return None
 
     @property
     def host(self) -> Sequence[Sequence[int]] | None:
-        """`best` [B, 1 + N] on the host, if the pass has left it there."""
+        """`best` [B, 1 + N] on the host, if the pass wrote it there."""
         return None
 
     def states(self, layers: Sequence[int], b: int, path: Sequence[int]) -> torch.Tensor:
-        """[n, layers, H] at the feed of sequence b and at the nodes of `path`. The result may be a view."""
+        """Return hidden states [n, layers, H] of sequence b: its feed, then the nodes of `path`. May be a view."""
         nodes = [node + 1 for node in path]
         return torch.stack(
-            [torch.cat([self.feed_hidden_states[at][b], self.hidden_states[at][b, nodes]]) for at in layers], 1
+            [torch.cat([self.feed_hidden_states[layer][b], self.hidden_states[layer][b, nodes]]) for layer in layers],
+            dim=1,
         )
 
 
@@ -283,7 +288,7 @@ class SharedWeights:
     norm: torch.Tensor  # [H], before the head
     epsilon: float
     packed: Any = None  # the output layer in the layout of the native kernels, for drafts that run on them
-    kv_view: KVView | None = None
+    kv_view: KVView | None = None  # for heads that attend to the target's keys and values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -316,8 +321,8 @@ class Round:
     path: tuple[tuple[int, ...], ...]  # [B] accepted draft nodes, in order
     emitted: tuple[tuple[int, ...], ...]  # [B] their tokens and the bonus token; () during prefill
     sampled_logprob: tuple[tuple[float, ...], ...]  # [B] under p, for each emitted token
-    failed: tuple[bool, ...]  # [B] the logits were not finite, or see `reasons`
-    reasons: Mapping[int, str] = field(default_factory=dict)  # by index in the batch
+    failed: tuple[bool, ...]  # [B] whether the sequence fails: its logits are not finite, or see `reasons`
+    reasons: Mapping[int, str] = field(default_factory=dict)  # other reasons for a failure, by index in the batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,1 +1,1 @@
-"""The engine: scheduler, rounds, builder."""
+"""The engine: its rounds, the scheduler, structured output and the builder."""

@@ -11,7 +11,7 @@ from outrider.engine.constraints import ConstrainedDraft
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundSeconds:
-    """Where the time of one round went."""
+    """The seconds of the parts of one round."""
 
     draft: float
     target: float
@@ -23,9 +23,9 @@ class Accounting:
 
     def __init__(self, *, alternatives: int, exact: bool) -> None:
         self.total = StatsAccumulator(exact=exact)
-        # Without the tokens that grammars force: the planner must judge the proposer alone.
+        # Without the tokens that grammars force, because the planner judges the proposer alone.
         self.proposed = StatsAccumulator(exact=exact)
-        # By alternative, the rounds in which a sequence had draft tokens.
+        # For each alternative, the rounds in which a sequence had draft tokens.
         self.by_alternative = tuple(StatsAccumulator(exact=exact) for _ in range(alternatives))
 
     def add(self, constrained: ConstrainedDraft, round: Round, seconds: RoundSeconds) -> None:
@@ -34,9 +34,9 @@ class Accounting:
         prompt_tokens = 0
         draft_tokens = 0
         columns = zip(round.batch.seqs, round.batch.feed, round.emitted, round.draft.width, strict=True)
-        for row, feed, emitted, width in columns:
+        for seq, feed, emitted, width in columns:
             if emitted:
-                passes.append(row.rounds[-1])
+                passes.append(seq.rounds[-1])
                 draft_tokens += width
             else:
                 prompt_tokens += len(feed)
@@ -44,14 +44,15 @@ class Accounting:
         proposed, proposed_tokens = constrained.unforced(round, passes, draft_tokens)
         self.proposed.add(proposed, drafted=proposed_tokens, prompt=prompt_tokens)
         for stats in (self.total, self.proposed):
-            stats.took(propose=seconds.draft, target=seconds.target, host=seconds.host)
+            stats.add_round(draft=seconds.draft, target=seconds.target, host=seconds.host)
         if draft_tokens:
             self._add_alternatives(constrained, round)
 
     def _add_alternatives(self, constrained: ConstrainedDraft, round: Round) -> None:
+        """Count the pass of each sequence for the alternative that drafted for it."""
         for b, alternative in enumerate(round.batch.alternatives):
             if not round.emitted[b]:
                 continue
-            own_pass, width = constrained.own_pass(round, b)
+            counts, width = constrained.proposed_pass(round, b)
             if width:
-                self.by_alternative[alternative].add([own_pass], drafted=width)
+                self.by_alternative[alternative].add([counts], drafted=width)

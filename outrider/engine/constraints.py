@@ -1,4 +1,4 @@
-"""Apply grammars to a round: mask the logits of each node, and add draft tokens that a grammar forces.
+"""Apply grammars to a round: mask the logits of each node, and add the draft tokens that a grammar forces.
 
 The grammar state at a node follows from the path to the node. Where a grammar allows a single token, p is one-hot, so a
 draft token with this value is always accepted and all others are always rejected.
@@ -47,7 +47,8 @@ class Masks:
 
     def best(self, scores: Scores) -> torch.Tensor:
         """Return the likeliest allowed tokens [B, 1 + N]; -1 where the logits are not finite."""
-        best, packed = scores.best, scores.packed
+        best = scores.best
+        packed = scores.packed
         at = (self.seq, self.node)
         if best is None:
             best = torch.where(has_finite_max(scores.logits), scores.logits.argmax(-1), -1)
@@ -70,20 +71,20 @@ class ConstrainedDraft:
         if not self.errors:
             return round
 
-        def emptied(parts: Sequence[tuple[Any, ...]]) -> tuple[tuple[Any, ...], ...]:
-            return tuple(() if b in self.errors else part for b, part in enumerate(parts))
+        def without_failed(rows: Sequence[tuple[Any, ...]]) -> tuple[tuple[Any, ...], ...]:
+            return tuple(() if b in self.errors else values for b, values in enumerate(rows))
 
         return replace(
             round,
-            path=emptied(round.path),
-            emitted=emptied(round.emitted),
-            sampled_logprob=emptied(round.sampled_logprob),
+            path=without_failed(round.path),
+            emitted=without_failed(round.emitted),
+            sampled_logprob=without_failed(round.sampled_logprob),
             failed=tuple(failed or b in self.errors for b, failed in enumerate(round.failed)),
             reasons=self.errors,
         )
 
-    def own_pass(self, round: Round, b: int) -> tuple[tuple[int, int, int], int]:
-        """Return the counts of the proposer's own draft for sequence b (see `SequenceState.rounds`), and its size."""
+    def proposed_pass(self, round: Round, b: int) -> tuple[tuple[int, int, int], int]:
+        """Return the counts of the proposer's draft for sequence b (see `SequenceState.rounds`), and its size."""
         last = round.batch.seqs[b].rounds[-1]
         original = self.original.get(b)
         if original is None:
@@ -98,8 +99,8 @@ class ConstrainedDraft:
         """Return the counts and the number of draft tokens of the proposer alone, without what grammars have added."""
         if not self.original:
             return passes, nodes
-        own = [self.own_pass(round, b) for b, tokens in enumerate(round.emitted) if tokens]
-        return [counts for counts, _ in own], sum(size for _, size in own)
+        proposed = [self.proposed_pass(round, b) for b, tokens in enumerate(round.emitted) if tokens]
+        return [counts for counts, _ in proposed], sum(size for _, size in proposed)
 
 
 def apply_constraints(batch: Batch, draft: Draft, vocab: int) -> ConstrainedDraft:
@@ -118,8 +119,8 @@ def apply_constraints(batch: Batch, draft: Draft, vocab: int) -> ConstrainedDraf
     trees = _host_nodes(draft)
     walks = {}
     for b in constrained:
-        room = batch.forced_budget[b] - len(trees[b]) if batch.forced_budget else 0
-        max_forced = min(max(room, 0), MAX_FORCED)
+        free = batch.forced_budget[b] - len(trees[b]) if batch.forced_budget else 0
+        max_forced = min(max(free, 0), MAX_FORCED)
         walks[b] = _GrammarWalk(batch.seqs[b], trees[b], vocab=vocab, max_forced=max_forced)
     complete = {b: walk for b, walk in walks.items() if not walk.error}
     changed = {}
@@ -223,7 +224,7 @@ class _GrammarWalk:
             raise
 
     def _visit(self, old: int, new: int) -> None:
-        """Add the children of draft node `old` (-2: a node that the draft does not have), which is node `new` here."""
+        """Add the children of a node. Its index is `old` in the draft (-2: not in it), and `new` in the result."""
         if self._matcher.done:
             return
         bits = self._matcher.allowed()
@@ -251,6 +252,7 @@ class _GrammarWalk:
         self._descend(token, index if index >= 0 else -2, node)
 
     def _descend(self, token: int, old: int, new: int) -> None:
+        """Visit the children of a node with this token, unless it ends the text."""
         if token not in self._end_ids:
             self._matcher.push(token)
             self._visit(old, new)
@@ -262,18 +264,20 @@ class _GrammarWalk:
 
 
 def _masks(walks: Mapping[int, _GrammarWalk], vocab: int, device: torch.device) -> Masks | None:
-    places = [(b, node) for b, walk in walks.items() for node, _ in walk.masks]
-    if not places:
+    """Return the masks of all visited nodes, or None if there are none."""
+    nodes = [(b, node) for b, walk in walks.items() for node, _ in walk.masks]
+    if not nodes:
         return None
     bits = torch.from_numpy(np.stack([bits for walk in walks.values() for _, bits in walk.masks]))
     if device.type == "cuda":
         bits = bits.pin_memory().to(device, non_blocking=True)
-    seq, node = zip(*places, strict=True)
+    seq, node = zip(*nodes, strict=True)
     bias = functional.embedding(bits.int(), _byte_biases(device)).flatten(1)[:, :vocab]
     return Masks(seq=tree.upload(seq, device), node=tree.upload(node, device), bias=bias)
 
 
 def _byte_biases(device: torch.device) -> torch.Tensor:
     """Return [256, 8], the bias of the 8 tokens of each byte. The lookup is faster than shifting bits."""
-    byte, bit = torch.arange(256, device=device)[:, None], torch.arange(8, device=device)
+    byte = torch.arange(256, device=device)[:, None]
+    bit = torch.arange(8, device=device)
     return torch.where((byte >> bit) & 1 > 0, 0.0, -torch.inf)

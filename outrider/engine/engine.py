@@ -56,11 +56,11 @@ class Engine:
         self._probs_function = shape
         self._accounting = Accounting(alternatives=proposer.needs.alternatives, exact=verifier.exact)
         self.on_round: Callable[[Round], None] | None = None  # called after each round, to show what was drafted
-        self._verifiers = {verifier.name: verifier}  # the default, and those that requests have asked for
+        self._verifiers = {verifier.name: verifier}  # the default verifier and those of requests, by name
         self._sampling: SamplingTensors | None = None  # of the last batch; most rounds run the same sequences
         self._noise: PositionNoise | None = None  # of the same sequences
-        self._open: Batch | None = None  # the batch of the round that runs
-        self._refused: list[SequenceState] = []  # requests that ended in this round before they began
+        self._open: Batch | None = None  # the batch of the current round
+        self._refused: list[SequenceState] = []  # requests that failed at admission in this round
         self._committing = False  # whether this round has begun to commit
 
     @property
@@ -79,20 +79,20 @@ class Engine:
 
     @torch.inference_mode()
     def abort(self, id: int) -> None:
-        """Remove a request, whether it waits or runs."""
-        if row := self._scheduler.abort(id):
-            self._release(row.slot)
+        """Remove a waiting or running request."""
+        if seq := self._scheduler.abort(id):
+            self._release(seq.slot)
 
     def cache_usage(self) -> CacheUsage:
-        """How full the target's cache is, its prefix-cache hits, and the number of preemptions."""
+        """Return the memory use of the target's cache, its prefix-cache hits, and the number of preemptions."""
         return replace(self._target.cache.usage(), preempted=self._scheduler.preempted)
 
     def prefilling(self) -> bool:
-        """Whether the next round prefills prompts, and so takes longer than others."""
+        """Return whether the next round prefills prompts. Such a round takes longer."""
         return self._scheduler.prefilling()
 
     def busy(self) -> bool:
-        """Whether a request runs or waits."""
+        """Return whether a request runs or waits."""
         return self._scheduler.busy()
 
     @torch.inference_mode()
@@ -103,7 +103,8 @@ class Engine:
             The sequences that took part. Those that are done have a `finish_reason`.
         """
         began = perf_counter()
-        self._open, self._committing = None, False
+        self._open = None
+        self._committing = False
         self._admit()
         batch = self._open = self._next_batch()
         if not batch.seqs:
@@ -115,17 +116,18 @@ class Engine:
         self._check(batch, draft)
         draft = self._planner.trim(batch, draft)
         constrained = apply_constraints(batch, draft, self._target.vocab)
-        round, target = self._verify(batch, constrained)
+        round, target_seconds = self._verify(batch, constrained)
         if round.draft.size and any(round.failed):
-            # A draft token may have caused it, which plain decoding would not meet. Run the round without drafts.
+            # A draft token may be the cause, which plain decoding would not score. Run the round without drafts.
             empty = tree.empty(len(batch.seqs), self._target.device)
             constrained = apply_constraints(replace(batch, forced_budget=()), empty, self._target.vocab)
-            round, again = self._verify(batch, constrained)
-            target += again
+            round, retry_seconds = self._verify(batch, constrained)
+            target_seconds += retry_seconds
         self._commit(round)
-        propose = proposed - planned
-        host = perf_counter() - began - propose - target
-        self._accounting.add(constrained, round, RoundSeconds(draft=propose, target=target, host=host))
+        draft_seconds = proposed - planned
+        host_seconds = perf_counter() - began - draft_seconds - target_seconds
+        seconds = RoundSeconds(draft=draft_seconds, target=target_seconds, host=host_seconds)
+        self._accounting.add(constrained, round, seconds)
         self._scheduler.record_round(batch, perf_counter() - began)
         return (*self._refused, *batch.seqs)
 
@@ -142,17 +144,19 @@ class Engine:
         Raises:
             Exception: `error`, if no round had begun.
         """
-        batch, committing, self._open = self._open, self._committing, None
+        batch = self._open
+        committing = self._committing
+        self._open = None
         if batch is None:
             raise error
-        for b, row in enumerate(batch.seqs):
+        for b, seq in enumerate(batch.seqs):
             if committing:
-                self._end(row, error)
+                self._end(seq, error)
                 continue
             try:
                 self._step_alone(batch, b)
-            except Exception as own:
-                self._end(row, own)
+            except Exception as error_alone:
+                self._end(seq, error_alone)
         return (*self._refused, *batch.seqs)
 
     def _step_alone(self, batch: Batch, b: int) -> None:
@@ -162,30 +166,31 @@ class Engine:
         draft = self._proposer.propose(single)
         proposed = perf_counter()
         constrained = apply_constraints(single, draft, self._target.vocab)
-        round, target = self._verify(single, constrained)
+        round, target_seconds = self._verify(single, constrained)
         self._commit(round)
-        host = perf_counter() - proposed - target
-        seconds = RoundSeconds(draft=proposed - began, target=target, host=host)
+        host_seconds = perf_counter() - proposed - target_seconds
+        seconds = RoundSeconds(draft=proposed - began, target=target_seconds, host=host_seconds)
         self._accounting.add(constrained, round, seconds)
 
-    def _end(self, row: SequenceState, error: Exception) -> None:
-        self._scheduler.abort(row.request.id)
-        row.finish_reason = FinishReason.ERROR
-        row.error = f"the engine failed: {error}"
-        self._release(row.slot)
+    def _end(self, seq: SequenceState, error: Exception) -> None:
+        """End a sequence with an error."""
+        self._scheduler.abort(seq.request.id)
+        seq.finish_reason = FinishReason.ERROR
+        seq.error = f"the engine failed: {error}"
+        self._release(seq.slot)
 
     def _admit(self) -> None:
         """Give free slots to waiting requests."""
         self._refused = []
-        for row in self._scheduler.admit(self._target.cache):
-            if row.finish_reason:
-                self._refused.append(row)
+        for seq in self._scheduler.admit(self._target.cache):
+            if seq.finish_reason:
+                self._refused.append(seq)
             else:
-                # After a preemption the text so far is the prompt, as far as the proposer is concerned.
-                self._proposer.admit(row.slot, replace(row.request, prompt_token_ids=tuple(row.token_ids)))
+                # After a preemption, the proposer receives all tokens so far as the prompt.
+                self._proposer.admit(seq.slot, replace(seq.request, prompt_token_ids=tuple(seq.token_ids)))
 
     def _next_batch(self) -> Batch:
-        """The sequences that run now. Preempts until their KV cache fits."""
+        """Return the batch of this round. Preempt sequences until the KV cache of the others fits."""
         while True:
             batch = self._scheduler.next()
             if self._target.cache.fits(_feed_ends(batch)):
@@ -197,13 +202,13 @@ class Engine:
         ends = _feed_ends(batch)
         forced = batch.forced_budget or (0,) * len(batch.seqs)
         wanted = {}
-        for row, most, budget in zip(batch.seqs, forced, batch.draft_budget, strict=True):
-            drafted = min(most, budget + MAX_FORCED) if row.matcher else budget
-            wanted[row.slot] = ends[row.slot] + drafted
-        able = prompts_that_fit(self._target.cache, ends, wanted)
-        if len(able) == len(ends):
+        for seq, forced_budget, budget in zip(batch.seqs, forced, batch.draft_budget, strict=True):
+            drafted = min(forced_budget, budget + MAX_FORCED) if seq.matcher else budget
+            wanted[seq.slot] = ends[seq.slot] + drafted
+        fitting = prompts_that_fit(self._target.cache, ends, wanted)
+        if len(fitting) == len(ends):
             return batch
-        fits = [row.slot in able for row in batch.seqs]
+        fits = [seq.slot in fitting for seq in batch.seqs]
         return replace(
             batch,
             draft_budget=tuple(count if fit else 0 for fit, count in zip(fits, batch.draft_budget, strict=True)),
@@ -211,8 +216,9 @@ class Engine:
         )
 
     def _verify(self, batch: Batch, constrained: ConstrainedDraft) -> tuple[Round, float]:
-        """Score the draft and verify it. Also returns the seconds of the target's pass."""
-        draft, masks = constrained.draft, constrained.masks
+        """Score the draft and verify it. Also return the seconds of the target's pass."""
+        draft = constrained.draft
+        masks = constrained.masks
         began = perf_counter()
         scores = self._target.score(batch, draft)
         seconds = perf_counter() - began
@@ -220,7 +226,7 @@ class Engine:
         if sampling.plain_greedy:
             return constrained.drop_failed(read_greedy(batch, draft, scores, masks)), seconds
         noise = self._noise_of(batch, sampling)
-        names = [row.request.params.verifier or self._verifier.name for row in batch.seqs]
+        names = [seq.request.params.verifier or self._verifier.name for seq in batch.seqs]
         packed = scores.packed
         if packed is None:
             logits = scores.logits if masks is None else masks.apply(scores.logits)
@@ -233,37 +239,41 @@ class Engine:
         return constrained.drop_failed(read_verdict(batch, draft, scores, select_by_name(verdicts, names))), seconds
 
     def _commit(self, round: Round) -> None:
-        """Tell every part what was accepted."""
+        """Commit the accepted tokens to the cache, the proposer and the scheduler."""
         self._committing = True
         self._target.cache.commit(round)
         self._proposer.commit(round)
         add_logprobs(round)
         if self.on_round:
             self.on_round(round)
-        for row in self._scheduler.commit(round):
-            self._release(row.slot)
+        for seq in self._scheduler.commit(round):
+            self._release(seq.slot)
 
     def _verifier_of(self, name: str) -> Verifier:
+        """Return the verifier with this name."""
         if name not in self._verifiers:
             self._verifiers[name] = fastest_verifier(EXACT[name], self._target.device)
         return self._verifiers[name]
 
     def _check(self, batch: Batch, draft: Draft) -> None:
+        """Raise OutriderError if the draft exceeds its budget, or if the verifier does not support it."""
         check_budget(batch, draft)
         if not draft.chain and not self._verifier.trees:
             raise OutriderError(
-                f"verifier {self._verifier.name} takes chains only; use walk, coupled, siblings or traversal"
+                f"verifier {self._verifier.name} verifies chains only; use walk, coupled, siblings or traversal"
             )
 
     def _sampling_of(self, batch: Batch) -> SamplingTensors:
+        """Return the sampling parameters of a batch. They are rebuilt only if its sequences have changed."""
         if self._sampling is None or self._sampling.seqs != batch.seqs:
             self._sampling = SamplingTensors.of(batch.seqs, self._target.vocab, self._target.device)
             self._noise = PositionNoise(self._sampling.seed, self._sampling.seed)
         return self._sampling
 
     def _noise_of(self, batch: Batch, sampling: SamplingTensors) -> PositionNoise:
+        """Return the noise of this round."""
         assert self._noise is not None
-        return self._noise.at(tree.upload([len(row.token_ids) for row in batch.seqs], sampling.seed.device))
+        return self._noise.at(tree.upload([len(seq.token_ids) for seq in batch.seqs], sampling.seed.device))
 
     def _release(self, slot: int) -> None:
         self._target.cache.release(slot)
@@ -271,6 +281,6 @@ class Engine:
 
 
 def _feed_ends(batch: Batch) -> dict[int, int]:
-    """By slot, the cached length after the feed."""
-    rows = zip(batch.seqs, batch.start, batch.feed, strict=True)
-    return {row.slot: start + len(feed) for row, start, feed in rows}
+    """Return the cached length after the feed, by slot."""
+    columns = zip(batch.seqs, batch.start, batch.feed, strict=True)
+    return {seq.slot: start + len(feed) for seq, start, feed in columns}

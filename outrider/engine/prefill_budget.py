@@ -1,39 +1,49 @@
-"""How much of the waiting prompts a round reads, so that those who decode beside it do not wait too long."""
+"""Limit the prompt tokens of a round, so that a long prompt does not delay decoding sequences."""
 
 from __future__ import annotations
 
 from outrider.errors import OutriderError
 
-_LEAST, _FIRST = 16, 64  # tokens, whatever the bound; and as long as nobody knows what one takes
-_WEIGHT, _SHARE = 0.2, 0.05  # of the last round; of a round's time, at the least, is what its prompts took
+_MIN_TOKENS = 16  # prompt tokens of a round, even if it then takes longer than the limit
+_INITIAL_TOKENS = 64  # prompt tokens of a round, until the time of a prompt token is known
+_LEARNING_RATE = 0.2  # weight of the last round in the means
+_MIN_PROMPT_SHARE = 0.05  # share of the time of a round that is always attributed to its prompt tokens
 
 
 class PrefillBudget:
-    """A number of tokens, or as many as the time of a round allows: base + each x tokens.
+    """A limit on the prompt tokens of a round, and optionally on its time.
 
-    Rounds without prompts teach the base, those with them the rest, at about as many tokens as are read.
+    The model of the time is `base + per_token * prompt tokens`. Rounds without prompts determine the base, and rounds
+    with prompts determine the time per token.
     """
 
     def __init__(self, most: int, *, seconds: float | None = None) -> None:
-        """At most `most` tokens a round, and a round of about `seconds` at most where some row decodes."""
+        """Allow at most `most` tokens per round, and about `seconds` for a round in which a sequence decodes."""
         if most < 1:
-            raise OutriderError(f"chunk is {most}; it must be at least 1")
+            raise OutriderError(f"max_num_batched_tokens is {most}; use at least 1")
         if seconds is not None and not seconds > 0:
-            raise OutriderError(f"a round may take {seconds} seconds; use a time above 0, or none at all")
-        self._most, self._seconds = most, seconds
-        self._base = self._each = 0.0
+            raise OutriderError(f"the time limit of a round is {seconds} seconds; use a number above 0, or None")
+        self._max_tokens = most
+        self._max_seconds = seconds
+        self._base_seconds = 0.0
+        self._token_seconds = 0.0
 
     def chunk(self, decoding: int) -> int:
-        """Tokens of prompts for the next round, in which so many rows decode."""
-        if self._seconds is None or not decoding:
-            return max(self._most - decoding, 1)
-        fits = int((self._seconds - self._base) / self._each) if self._each else _FIRST
-        return max(min(max(fits, _LEAST), self._most - decoding), 1)
+        """Return the number of prompt tokens for the next round, in which `decoding` sequences decode."""
+        if self._max_seconds is None or not decoding:
+            return max(self._max_tokens - decoding, 1)
+        if self._token_seconds:
+            tokens = int((self._max_seconds - self._base_seconds) / self._token_seconds)
+        else:
+            tokens = _INITIAL_TOKENS
+        return max(min(max(tokens, _MIN_TOKENS), self._max_tokens - decoding), 1)
 
     def learn(self, fed: int, seconds: float) -> None:
-        """From a round that read so many tokens of prompts."""
+        """Learn from a round that took `seconds` and processed `fed` prompt tokens."""
         if fed:
-            each = max(seconds - self._base, _SHARE * seconds) / fed
-            self._each += (each - self._each) * (_WEIGHT if self._each else 1.0)
+            token_seconds = max(seconds - self._base_seconds, _MIN_PROMPT_SHARE * seconds) / fed
+            rate = _LEARNING_RATE if self._token_seconds else 1.0
+            self._token_seconds += (token_seconds - self._token_seconds) * rate
         else:
-            self._base += (seconds - self._base) * (_WEIGHT if self._base else 1.0)
+            rate = _LEARNING_RATE if self._base_seconds else 1.0
+            self._base_seconds += (seconds - self._base_seconds) * rate

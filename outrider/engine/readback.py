@@ -1,4 +1,4 @@
-"""Read a verified round back from the device, in one copy."""
+"""Copy the result of a round from the device to the host, in one transfer."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from outrider.verify.sampling import has_finite_max
 
 
 def read_greedy(batch: Batch, draft: Draft, scores: Scores, masks: Masks | None) -> Round:
-    """The round in which every sequence takes the likeliest token.
+    """Return the round in which every sequence takes the likeliest token.
 
-    All exact rules agree for a one-hot target distribution, so none is called and no probabilities are written.
+    All exact rules give the same result for a one-hot target distribution, so no probabilities are computed.
     """
     best: torch.Tensor | Sequence[Sequence[int]] | None
     if masks is not None:
@@ -29,8 +29,8 @@ def read_greedy(batch: Batch, draft: Draft, scores: Scores, masks: Masks | None)
         best = scores.best
     else:
         best = torch.where(has_finite_max(scores.logits), scores.logits.argmax(-1), -1)
-    followed = verify_greedy(draft, best)
-    accepted = [pair if emits else ((), ()) for emits, pair in zip(batch.emits, followed, strict=True)]
+    verified = verify_greedy(draft, best)
+    accepted = [result if emits else ((), ()) for emits, result in zip(batch.emits, verified, strict=True)]
     return Round(
         batch=batch,
         draft=draft,
@@ -38,16 +38,19 @@ def read_greedy(batch: Batch, draft: Draft, scores: Scores, masks: Masks | None)
         path=tuple(path for path, _ in accepted),
         emitted=tuple(emitted for _, emitted in accepted),
         sampled_logprob=tuple((0.0,) * len(emitted) for _, emitted in accepted),
-        failed=tuple(not emitted for _, emitted in followed),
+        failed=tuple(not emitted for _, emitted in verified),
     )
 
 
 def read_verdict(batch: Batch, draft: Draft, scores: Scores, verdict: Verdict) -> Round:
-    """The round of a verdict: accepted paths, emitted tokens and their log-probabilities on the host."""
+    """Return the round of a verdict: accepted paths, emitted tokens and their log-probabilities on the host."""
     read = _read_host if tree.is_cpu(draft.tokens.device) else _read_device
-    paths, all_emitted, logprobs, failed = [], [], [], []
+    paths: list[tuple[int, ...]] = []
+    all_emitted: list[tuple[int, ...]] = []
+    all_logprobs: list[tuple[float, ...]] = []
+    failed: list[bool] = []
     columns = zip(*read(draft, verdict, scores), strict=True)
-    for (accepted, bonus, finite, nodes, tokens, chosen), emits in zip(columns, batch.emits, strict=True):
+    for (accepted, bonus, finite, nodes, tokens, logprobs), emits in zip(columns, batch.emits, strict=True):
         path: tuple[int, ...] = ()
         emitted: tuple[int, ...] = ()
         if emits and finite:
@@ -55,7 +58,7 @@ def read_verdict(batch: Batch, draft: Draft, scores: Scores, verdict: Verdict) -
             emitted = (*(tokens[node] for node in path), bonus)
         paths.append(path)
         all_emitted.append(emitted)
-        logprobs.append(tuple(chosen[: len(emitted)]))
+        all_logprobs.append(tuple(logprobs[: len(emitted)]))
         failed.append(not finite)
     return Round(
         batch=batch,
@@ -63,13 +66,13 @@ def read_verdict(batch: Batch, draft: Draft, scores: Scores, verdict: Verdict) -
         scores=scores,
         path=tuple(paths),
         emitted=tuple(all_emitted),
-        sampled_logprob=tuple(logprobs),
+        sampled_logprob=tuple(all_logprobs),
         failed=tuple(failed),
     )
 
 
 def _read_host(draft: Draft, verdict: Verdict, scores: Scores) -> tuple[list[Any], ...]:
-    """By sequence: accepted count, bonus token, finite logits, path, draft tokens, log-probabilities."""
+    """Return lists by sequence: accepted count, bonus token, finite logits, path, draft tokens, log-probabilities."""
     if scores.host is None:
         finite = _finite(scores).tolist()
     else:
@@ -85,8 +88,8 @@ def _read_host(draft: Draft, verdict: Verdict, scores: Scores) -> tuple[list[Any
 
 
 def _read_device(draft: Draft, verdict: Verdict, scores: Scores) -> tuple[list[Any], ...]:
-    """`_read_host` in one copy from the device."""
-    # Ids and counts are far below 2**53, so float64 carries them exactly beside the log-probabilities.
+    """Do what `_read_host` does, with one copy from the device."""
+    # Ids and counts are far below 2**53, so float64 represents them exactly.
     single = torch.stack([verdict.accepted, verdict.bonus, _finite(scores)], 1)
     parts = (single, verdict.path, draft.tokens, verdict.logprob)
     copied = torch.cat([part.double() for part in parts], 1).tolist()
@@ -98,6 +101,6 @@ def _read_device(draft: Draft, verdict: Verdict, scores: Scores) -> tuple[list[A
 
 
 def _finite(scores: Scores) -> torch.Tensor:
-    """[B] bool: sequences whose logits are finite."""
-    good = has_finite_max(scores.logits) if scores.best is None else scores.best >= 0
-    return good.all(1)
+    """Return [B] bool: whether the logits of a sequence are finite at all nodes."""
+    finite = has_finite_max(scores.logits) if scores.best is None else scores.best >= 0
+    return finite.all(1)

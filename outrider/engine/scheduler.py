@@ -1,4 +1,4 @@
-"""The scheduler: which sequences run, which tokens they feed, and when they are done."""
+"""The scheduler decides which sequences run, which tokens they feed, and when they are done."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Scheduler:
     `_AGING_ROUNDS` rounds later for each step of their better priority. So the number of requests that it waits for is
     bounded.
 
-    When the KV cache is full, the sequence with the last rank is preempted. It waits for a slot again, with its text so
-    far as its prompt. The first sequence is never preempted, so it ends and another becomes the first.
+    When the KV cache is full, the sequence with the last rank is preempted. It waits for a slot again, and its tokens
+    so far become its prompt. The first sequence is never preempted, so it ends and another one becomes the first.
     """
 
     def __init__(self, *, slots: int, chunk: int | PrefillBudget, context: int, first: int = 0) -> None:
@@ -81,16 +81,14 @@ class Scheduler:
         """
         admitted = []
         while self._waiting and self._free and (self._unfed_tokens() < self._prompt_budget() or not self._running):
-            seq, slot = (
-                self._waiting[0][1],
-                self._free[0],
-            )  # the lowest slot, so that running sequences are neighbors in memory
+            seq = self._waiting[0][1]
+            slot = self._free[0]  # the lowest slot, so that running sequences are neighbors in memory
             if not self._start_grammar(seq):
                 heapq.heappop(self._waiting)
                 admitted.append(seq)
                 continue
             seq.num_cached_tokens = cache.admit(slot, seq.token_ids, seq.request.params.scope)
-            ends = {each.slot: self._reserved_length(each) for each in self._running}
+            ends = {running.slot: self._reserved_length(running) for running in self._running}
             if self._running and not cache.fits({**ends, slot: self._reserved_length(seq)}):
                 cache.release(slot)
                 break
@@ -102,15 +100,15 @@ class Scheduler:
 
     def next(self) -> Batch:
         """Return the batch of this round, ordered by slot. Draft budgets are the most that each sequence can use."""
-        left = self._prompt_budget()
+        prompt_budget = self._prompt_budget()
         feed_lengths: dict[int, int] = {}
         for seq in self._running:
             missing = len(seq.token_ids) - seq.num_cached_tokens
-            if missing == 1:  # it decodes, which the prompt budget does not limit
+            if missing == 1:  # a decoding sequence is not limited by the prompt budget
                 length = 1
             else:
-                length = min(missing, left)
-                left -= length
+                length = min(missing, prompt_budget)
+                prompt_budget -= length
             if length:
                 feed_lengths[seq.slot] = length
         seqs = sorted((seq for seq in self._running if seq.slot in feed_lengths), key=lambda seq: seq.slot)
@@ -149,7 +147,8 @@ class Scheduler:
         for b, seq in enumerate(round.batch.seqs):
             seq.num_cached_tokens = round.batch.start[b] + len(round.batch.feed[b]) + len(round.path[b])
             if round.failed[b]:
-                seq.finish_reason, seq.error = FinishReason.ERROR, round.reasons.get(b, _NOT_FINITE)
+                seq.finish_reason = FinishReason.ERROR
+                seq.error = round.reasons.get(b, _NOT_FINITE)
             elif round.emitted[b]:
                 self._extend(seq, round, b)
         return self._retire([seq for seq in round.batch.seqs if seq.finish_reason])
@@ -173,7 +172,8 @@ class Scheduler:
             try:
                 seq.matcher = seq.request.grammar.start(seq.request.end_ids)
             except OutriderError as error:
-                seq.finish_reason, seq.error = FinishReason.ERROR, str(error)
+                seq.finish_reason = FinishReason.ERROR
+                seq.error = str(error)
         return seq.finish_reason is None
 
     def _requeue(self, seq: SequenceState) -> None:
@@ -197,7 +197,7 @@ class Scheduler:
         )
 
     def _max_draft_tokens(self, seq: SequenceState, feed: int) -> int:
-        """Return the most draft tokens that the completion can use. The bonus token takes the last place."""
+        """Return the most draft tokens that the completion can use. The bonus token needs the last position."""
         if seq.num_cached_tokens + feed < len(seq.token_ids):
             return 0
         limit = max(min(seq.request.max_tokens - seq.num_output_tokens, self._context - len(seq.token_ids)) - 1, 0)
@@ -205,6 +205,7 @@ class Scheduler:
         return limit if k is None else min(limit, k)
 
     def _extend(self, seq: SequenceState, round: Round, b: int) -> None:
+        """Append the emitted tokens of sequence b, up to the token that ends it."""
         accepted = len(round.path[b])
         before = seq.num_output_tokens
         for i, token in enumerate(round.emitted[b]):
@@ -213,7 +214,8 @@ class Scheduler:
             try:
                 seq.finish_reason = self._finish(seq, token)
             except OutriderError as error:
-                seq.finish_reason, seq.error = FinishReason.ERROR, str(error)
+                seq.finish_reason = FinishReason.ERROR
+                seq.error = str(error)
             if seq.finish_reason:
                 break
         emitted = seq.num_output_tokens - before
@@ -221,6 +223,7 @@ class Scheduler:
         seq.num_draft_tokens += round.draft.width[b]
 
     def _finish(self, seq: SequenceState, token: int) -> FinishReason | None:
+        """Return why the sequence ends with this token, or None if it continues."""
         request = seq.request
         if token in request.end_ids:
             return FinishReason.STOP
@@ -234,6 +237,7 @@ class Scheduler:
         return FinishReason.LENGTH if full else None
 
     def _retire(self, seqs: list[SequenceState]) -> list[SequenceState]:
+        """Remove sequences from the running ones and free their slots. Returns them."""
         for seq in seqs:
             self._running.remove(seq)
             heapq.heappush(self._free, seq.slot)

@@ -1,4 +1,4 @@
-"""Verifiers by their names, and those that fit how a proposer guesses."""
+"""Find a verifier by name, or the best one for a proposer."""
 
 from __future__ import annotations
 
@@ -10,54 +10,61 @@ from outrider.verify.rules import EXACT, Verifier
 
 
 def find_verifier(name: str | None, proposer: str | Maker, *, chains: bool = False) -> Verifier:
-    """A verifier by its name, or the one that fits how the proposer guesses.
+    """Return a verifier by its name, or the default for a proposer.
 
     Args:
-        name: of an exact rule or a lossy one; None is the fitting one.
-        proposer: who guesses.
-        chains: whether the target makes chains of all guesses, as a recurrent one does.
+        name: the name of an exact or lossy rule; None: the rule that accepts most of the proposer's draft tokens.
+        proposer: the proposer.
+        chains: whether the target turns all drafts into chains, as a recurrent target does.
 
     Raises:
-        OutriderError: one of the two is not known, or the rule takes no trees, which this proposer makes.
+        OutriderError: the name or the proposer is unknown, or the rule verifies chains only and the proposer drafts
+            trees.
     """
     check_proposer(proposer)
     known = {**EXACT, **LOSSY}
     if name is None:
-        return known[_fitting(proposer)]
+        return known[_default_name(proposer)]
     if not isinstance(name, str) or name not in known:
         raise OutriderError(f"verifier {name!r} is unknown; use one of {', '.join(known)}")
-    rule = known[name]
-    if not rule.trees and not chains and (growers := tree_makers(proposer)):
-        fit = ", ".join(other for other, each in EXACT.items() if each.trees)
+    verifier = known[name]
+    tree_proposers = tree_makers(proposer)
+    if not verifier.trees and not chains and tree_proposers:
+        names = ", ".join(other.name for other in EXACT.values() if other.trees)
         raise OutriderError(
-            f"verifier {name} takes chains of guesses only, and there are trees from {' and '.join(growers)}; use one"
-            f" of {fit}"
+            f"verifier {name} verifies chains only, and {' and '.join(tree_proposers)} drafts trees; use one of {names}"
         )
-    return rule
+    return verifier
 
 
 def tree_makers(proposer: str | Maker) -> list[str]:
-    """Names in an expression that make trees; of a proposer of the user's own that shows when it guesses."""
+    """Return the names in a proposer expression that draft trees. A class of the user is not checked."""
     names = parse(proposer).names() if isinstance(proposer, str) else ()
     return sorted({name for name in names if name in {*NAMED, *COMBINATIONS} - CHAINS})
 
 
 def fitting_verifiers(proposer: str | Maker, draw: Draw, *, chains: bool) -> tuple[str, ...]:
-    """Exact rules that may judge what such a proposer makes when its guesses are to be made by `draw`.
+    """Return the names of the exact rules that are valid for the drafts of a proposer.
 
-    Rules for chains take no trees. What the position's race has drawn may only be judged by who looks at the target's
-    own draw alone: the race is the same in the next round, and any other rule would have let it into what it rejects.
+    Rules for chains need a proposer that drafts chains. Draft tokens of `Draw.RACE` need a rule that compares them with
+    the target's own sample: the race noise of a position is the same in the next round, so any other rule would
+    condition it on a rejection.
+
+    Args:
+        proposer: the proposer.
+        draw: how the proposer chooses draft tokens.
+        chains: whether the target turns all drafts into chains.
     """
     chains |= isinstance(proposer, str) and CHAINS.issuperset(parse(proposer).names())
     return tuple(
         name
-        for name, rule in EXACT.items()
-        if (rule.trees or chains) and (draw is not Draw.RACE or rule.draw is not Draw.SAMPLE)
+        for name, verifier in EXACT.items()
+        if (verifier.trees or chains) and (draw is not Draw.RACE or verifier.draw is not Draw.SAMPLE)
     )
 
 
-def _fitting(proposer: str | Maker) -> str:
-    """The verifier that keeps most of what such a proposer guesses."""
+def _default_name(proposer: str | Maker) -> str:
+    """Return the name of the rule that accepts most draft tokens of a proposer."""
     if not isinstance(proposer, str):
         return "walk"
     expression = parse(proposer)

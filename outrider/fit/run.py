@@ -26,7 +26,7 @@ from outrider.propose.expression import short
 from outrider.propose.registry import default_proposer
 from outrider.report.console import Document
 from outrider.system.atomic_files import check_folder, write_whole
-from outrider.train.distributed import world
+from outrider.train.distributed import world_size
 from outrider.train.model.presets import KINDS
 from outrider.tune.config import FIT
 from outrider.tune.settings import read_proposers
@@ -52,7 +52,7 @@ class Fit:
         self._progress = progress
         self._folder = Path(settings.out).expanduser()
         self._target = model_folder(settings.target)
-        if world() > 1:
+        if world_size() > 1:
             raise OutriderError("fit works with one process; start it without torchrun")
         if settings.head not in (AUTO_HEAD, *KINDS):
             raise OutriderError(f"--head {settings.head} is unknown; use {AUTO_HEAD}, {', '.join(KINDS)}")

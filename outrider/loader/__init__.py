@@ -1,1 +1,1 @@
-"""From a folder to a checked model."""
+"""Load a model folder, choose its backend, and check the backend against the model."""

@@ -1,4 +1,4 @@
-"""Load a model folder, or refuse it with the reason."""
+"""Load a model folder. Unsupported models raise an error with the reason."""
 
 from __future__ import annotations
 
@@ -25,15 +25,14 @@ from transformers.utils import logging as transformers_logging
 
 from outrider.errors import OutriderError, UnsupportedModel
 from outrider.heads.store import is_head
-from outrider.models.attention import NAME, attend, look
+from outrider.models.attention import NAME, attend, receive_mask_rule
 from outrider.models.checkpoint import Checkpoint
 
 _RECURRENT = frozenset({"mamba2"})  # recurrent architectures that the tests show to be exact
 _INCONSISTENT = frozenset({"moshi"})  # generate and forward of transformers differ
-_ATTENTION_LAYERS = frozenset(
-    {"full_attention", "sliding_attention", "chunked_attention"}
-)  # layer types with a KV cache
-_DEFAULT_CONTEXT = 1 << 20  # of a model that does not name one
+# Layer types with a KV cache.
+_ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+_DEFAULT_CONTEXT = 1 << 20  # tokens, for a model whose config has no context length
 _LOAD_ERRORS = (
     OSError,
     ValueError,
@@ -50,9 +49,9 @@ def load_checkpoint(folder: str | Path, *, dtype: str = "auto", device: str = "a
     """Load a decoder-only model from a local folder of safetensors.
 
     Args:
-        folder: has config.json, the weights and the tokenizer.
-        dtype: auto, float32, bfloat16 or float16. auto: that of the checkpoint if the machine is fast in it.
-        device: auto, cpu, cuda, cuda:1, ... auto: the first GPU, or else the CPU.
+        folder: a folder with config.json, the weights and the tokenizer.
+        dtype: auto, float32, bfloat16 or float16. auto: the dtype of the checkpoint, if the machine is fast in it.
+        device: auto, cpu, cuda, cuda:1, ... auto: the first GPU, or the CPU if there is none.
 
     Raises:
         OutriderError: the folder is missing or damaged, or is not a causal language model.
@@ -61,13 +60,13 @@ def load_checkpoint(folder: str | Path, *, dtype: str = "auto", device: str = "a
     path = Path(folder).expanduser()
     config = _read_config(path)
     recurrent = _check_family(config)
-    where = _device(device)
-    kind = _dtype(dtype, config, where)
+    torch_device = _device(device)
+    torch_dtype = _dtype(dtype, config, torch_device)
     AttentionInterface.register(NAME, attend)
-    AttentionMaskInterface.register(NAME, look)
-    model = _read_model(path, config, kind, recurrent).to(where)
-    for weights in model.parameters():
-        weights.requires_grad_(False)
+    AttentionMaskInterface.register(NAME, receive_mask_rule)
+    model = _read_model(path, config, torch_dtype, recurrent).to(torch_device)
+    for weight in model.parameters():
+        weight.requires_grad_(False)
     return Checkpoint(
         model=model,
         tokenizer=_read_tokenizer(path),
@@ -75,8 +74,8 @@ def load_checkpoint(folder: str | Path, *, dtype: str = "auto", device: str = "a
         vocab=model.get_output_embeddings().weight.shape[0],
         end_ids=_end_ids(path, config),
         recurrent=recurrent,
-        dtype=kind,
-        device=where,
+        dtype=torch_dtype,
+        device=torch_device,
     )
 
 
@@ -109,6 +108,7 @@ def weight_bytes(folder: str | Path, *, dtype: str = "auto", device: str = "auto
 
 
 def _read_config(path: Path) -> Any:
+    """Return the transformers configuration of a model folder."""
     if not path.is_dir():
         raise OutriderError(f"{path} is not a folder; give the folder that holds the model's config.json")
     if not (path / "config.json").is_file():
@@ -116,50 +116,51 @@ def _read_config(path: Path) -> Any:
     if is_head(path):
         raise OutriderError(f"{path} is a draft head, which does not run alone; use it as draft:DIR or tree:DIR")
     try:
-        kind = json.loads((path / "config.json").read_text("utf-8")).get("model_type")
-        if kind in CONFIG_MAPPING:
+        model_type = json.loads((path / "config.json").read_text("utf-8")).get("model_type")
+        if model_type in CONFIG_MAPPING:
             return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except _LOAD_ERRORS as error:
         raise OutriderError(f"{path / 'config.json'} cannot be read ({error}); copy the checkpoint again") from error
     raise UnsupportedModel(
-        f"{path / 'config.json'} has model_type {kind!r}, which transformers {transformers.__version__} does not"
+        f"{path / 'config.json'} has model_type {model_type!r}, which transformers {transformers.__version__} does not"
         " support; update transformers (code in checkpoints is never executed)"
     )
 
 
 def _check_family(config: Any) -> bool:
-    """Raise for unsupported architectures. Returns whether the model is recurrent."""
-    kind = config.model_type
+    """Raise for unsupported architectures. Return whether the model is recurrent."""
+    model_type = config.model_type
     encoder = type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False)
     if encoder or getattr(config, "is_encoder_decoder", False) or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise OutriderError(f"{kind} is not a causal language model; give a decoder-only text model")
-    if kind in _RECURRENT:
+        raise OutriderError(f"{model_type} is not a causal language model; give a decoder-only text model")
+    if model_type in _RECURRENT:
         return True
     text = config.get_text_config(decoder=True)
     types = set(getattr(text, "layer_types", None) or ())
-    if odd := sorted(types - _ATTENTION_LAYERS):
-        raise _unsupported(kind, f"layers of type {', '.join(odd)} are not supported yet")
+    if unsupported := sorted(types - _ATTENTION_LAYERS):
+        raise _unsupported(model_type, f"layers of type {', '.join(unsupported)} are not supported yet")
     classes = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    family = classes[0] if isinstance(classes, tuple) else classes
-    if not getattr(family, "_supports_attention_backend", False):
-        raise _unsupported(kind, "transformers cannot replace its attention, which trees need")
-    if kind in _INCONSISTENT:
-        raise _unsupported(kind, "its cache and its mask in transformers use different windows")
+    model_class = classes[0] if isinstance(classes, tuple) else classes
+    if not getattr(model_class, "_supports_attention_backend", False):
+        raise _unsupported(model_type, "transformers cannot replace its attention, which trees need")
+    if model_type in _INCONSISTENT:
+        raise _unsupported(model_type, "its cache and its mask in transformers use different windows")
     if getattr(text, "attn_temperature_tuning", False):
-        raise _unsupported(kind, "its attention computes positions itself, which fails for packed batches")
+        raise _unsupported(model_type, "its attention computes positions itself, which fails for packed batches")
     if any("dynamic" in rope.get("rope_type", "") for rope in _ropes(config)):
-        raise _unsupported(kind, "dynamic rotary scaling changes keys that are already cached")
+        raise _unsupported(model_type, "dynamic rotary scaling changes keys that are already cached")
     return False
 
 
-def _unsupported(kind: str, reason: str) -> UnsupportedModel:
-    return UnsupportedModel(f"{kind}: {reason}; use another model, or transformers.generate for this one")
+def _unsupported(model_type: str, reason: str) -> UnsupportedModel:
+    return UnsupportedModel(f"{model_type}: {reason}; use another model, or transformers.generate for this one")
 
 
 def _read_model(path: Path, config: Any, dtype: torch.dtype, recurrent: bool) -> Any:
     if not any(path.glob("*.safetensors")):
         raise OutriderError(f"{path} holds no .safetensors; write the weights there with save_pretrained")
-    level, shown = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    verbosity = transformers_logging.get_verbosity()
+    shows_progress = transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     try:
@@ -177,16 +178,16 @@ def _read_model(path: Path, config: Any, dtype: torch.dtype, recurrent: bool) ->
     except (*_LOAD_ERRORS, SafetensorError) as error:
         raise OutriderError(f"the model in {path} cannot be read ({error}); copy the checkpoint again") from error
     finally:
-        transformers_logging.set_verbosity(level)
-        if shown:
+        transformers_logging.set_verbosity(verbosity)
+        if shows_progress:
             transformers_logging.enable_progress_bar()
     if missing := sorted(report["missing_keys"]):
         raise OutriderError(f"the weights in {path} lack {', '.join(missing[:3])}; copy the checkpoint again")
-    if odd := sorted(report["mismatched_keys"]):
-        name, found, wanted = odd[0]
+    if mismatched := sorted(report["mismatched_keys"]):
+        name, shape, expected_shape = mismatched[0]
         raise OutriderError(
-            f"the weights in {path} do not fit its config.json: {name} is {tuple(found)} and should be {tuple(wanted)};"
-            " copy both from one checkpoint"
+            f"the weights in {path} do not fit its config.json: {name} is {tuple(shape)} and should be"
+            f" {tuple(expected_shape)}; copy both from one checkpoint"
         )
     return model.eval()
 
@@ -199,31 +200,33 @@ def _read_tokenizer(path: Path) -> Any:
 
 
 def _end_ids(path: Path, config: Any) -> frozenset[int]:
+    """Return the tokens that end the text. The generation config overrides the model config."""
     ends = getattr(config.get_text_config(decoder=True), "eos_token_id", None)
     if (path / "generation_config.json").is_file():
         try:
-            own = GenerationConfig.from_pretrained(path, local_files_only=True).eos_token_id
+            generation_ends = GenerationConfig.from_pretrained(path, local_files_only=True).eos_token_id
         except _LOAD_ERRORS as error:
             raise OutriderError(
                 f"{path / 'generation_config.json'} cannot be read ({error}); copy the checkpoint again"
             ) from error
-        ends = ends if own is None else own
+        ends = ends if generation_ends is None else generation_ends
     return frozenset([ends] if isinstance(ends, int) else ends or ())
 
 
 def _context(config: Any) -> int:
+    """Return the context length of a model in tokens."""
     context = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) or _DEFAULT_CONTEXT
     for rope in _ropes(config):
         if rope.get("rope_type") == "longrope":
-            # Beyond the original length, all cached keys would need another rotation.
+            # The rotation of all keys changes beyond the original length, and cached keys would be wrong.
             context = min(context, int(rope.get("original_max_position_embeddings") or context))
     return int(context)
 
 
 def _ropes(config: Any) -> list[dict[str, Any]]:
-    """Return the rotary parameters: one set, or one per layer type."""
+    """Return the sets of rotary parameters: one for all layers, or one per layer type."""
     rope = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
-    return [rope, *(each for each in rope.values() if isinstance(each, dict))]
+    return [rope, *(value for value in rope.values() if isinstance(value, dict))]
 
 
 def _device(name: str) -> torch.device:
@@ -243,7 +246,9 @@ def _dtype(name: str, config: Any, device: torch.device) -> torch.dtype:
         if name not in known:
             raise OutriderError(f"dtype {name!r} is unknown; use auto, {', '.join(known)}")
         return known[name]
-    own = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
-    if device.type == "cpu" and (own == torch.float16 or not torch.ops.mkldnn._is_mkldnn_bf16_supported()):
-        return torch.float32
-    return own
+    checkpoint_dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+    if device.type == "cpu":
+        fast_bfloat16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        if checkpoint_dtype == torch.float16 or not fast_bfloat16:
+            return torch.float32
+    return checkpoint_dtype

@@ -1,4 +1,4 @@
-"""Models that come with Outrider: a target, its draft model, and drafts that were trained on its states."""
+"""The models that are included in Outrider: targets, a draft model and draft heads."""
 
 from __future__ import annotations
 
@@ -6,30 +6,36 @@ from pathlib import Path
 
 from outrider.errors import OutriderError
 
-_MODELS = Path(__file__).parent.parent / "assets"
+_ASSETS = Path(__file__).parent.parent / "assets"
 
 
 def embedded(name: str) -> Path:
-    """The folder of one of them; in an expression it is written @NAME.
+    """Return the folder of an included model. Command lines and expressions call it `@NAME`.
 
     Raises:
-        OutriderError: there is none of that name.
+        OutriderError: there is no included model of this name.
     """
-    folder = _MODELS / name
+    folder = _ASSETS / name
     if not name or not (folder / "config.json").is_file():
-        known = ", ".join(sorted(f"@{file.parent.name}" for file in _MODELS.glob("*/config.json")))
-        raise OutriderError(f"@{name} does not come with Outrider; use {known}")
+        names = ", ".join(sorted(f"@{file.parent.name}" for file in _ASSETS.glob("*/config.json")))
+        raise OutriderError(f"@{name} does not come with Outrider; use {names}")
     return folder
 
 
 def model_folder(name: str | Path | None) -> Path:
-    """What a user calls a model: a folder, or `@NAME`, one of these; None is the target among them.
+    """Return the folder of a model.
+
+    Args:
+        name: a folder, or `@NAME` for an included model; None: the included target.
 
     Raises:
-        OutriderError: `@NAME` is none of these, or it is no name at all.
+        OutriderError: there is no included model of this name, or `name` is not a name.
     """
     if name is None:
         return embedded("mini")
     if not isinstance(name, str | Path) or not str(name):
-        raise OutriderError(f"target is {name!r}; give the folder of a model, or nothing for the one that comes along")
-    return embedded(text[1:]) if (text := str(name)).startswith("@") else Path(text).expanduser()
+        raise OutriderError(
+            f"target is {name!r}; give the folder of a model, or leave it out to use the included model"
+        )
+    text = str(name)
+    return embedded(text[1:]) if text.startswith("@") else Path(text).expanduser()

@@ -27,27 +27,30 @@ def make_target(
     kernels: str = "auto",
     bits: int = 16,
 ) -> Target:
-    """The target that fits the checkpoint's kind of memory and the machine.
+    """Make the target for a checkpoint.
 
     Args:
-        checkpoint: what runs.
-        slots: rows at once.
-        context: tokens of a row.
-        kernels: native, torch, or auto: native on a CPU and CUDA graphs on a GPU, where type and model allow it.
-        bits: of the linear layers' weights: 16 as they are; 8 or 4 quantised, and then that is the checkpoint's model.
+        checkpoint: the loaded model.
+        slots: maximum number of running sequences.
+        context: tokens of a sequence.
+        kernels: native, torch or auto. auto chooses the native kernels on a CPU and CUDA graphs on a GPU, if the dtype
+            and the model allow it.
+        bits: bits per weight of linear layers. 16 leaves them unchanged. 8 and 4 quantize them, in `checkpoint.model`
+            as well.
 
     Raises:
-        UnsupportedModel: what was asked for by name cannot be had.
+        OutriderError: `kernels` or `bits` do not fit the device or the dtype.
+        UnsupportedModel: the native kernels were requested but do not support the model, or it cannot be quantized.
     """
     if kernels not in KERNELS:
         raise OutriderError(f"kernels {kernels!r} is unknown; use {', '.join(KERNELS)}")
-    fits = checkpoint.device.type == "cpu" and checkpoint.dtype in (torch.bfloat16, torch.float32)
-    if bits < 16 and not (fits and checkpoint.dtype == torch.bfloat16):
+    on_cpu = checkpoint.device.type == "cpu"
+    if bits < 16 and not (on_cpu and checkpoint.dtype == torch.bfloat16):
         raise OutriderError("quantize needs a CPU and bfloat16; use device cpu and dtype auto, or leave quantize out")
-    fits &= not checkpoint.recurrent
-    if kernels == "native" and not fits:
+    native = on_cpu and checkpoint.dtype in (torch.bfloat16, torch.float32) and not checkpoint.recurrent
+    if kernels == "native" and not native:
         raise OutriderError("the native kernels need a CPU, and bfloat16 or float32; use kernels auto, or dtype auto")
-    if fits and kernels != "torch":
+    if native and kernels != "torch":
         try:
             return NativeTarget(checkpoint, slots=slots, context=context, bits=bits)
         except UnsupportedModel as reason:

@@ -1,1 +1,1 @@
-"""Load for a server, and how long it lets people wait."""
+"""The command `outrider load`: a load generator for servers with OpenAI's API."""

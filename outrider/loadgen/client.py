@@ -1,4 +1,4 @@
-"""One request after another, and when each piece of its answer came."""
+"""Sends requests to a server and records when the chunks of each response arrive."""
 
 from __future__ import annotations
 
@@ -11,106 +11,117 @@ from time import perf_counter
 from aiohttp import ClientError, ClientSession, ClientTimeout, TCPConnector
 
 from outrider.errors import OutriderError
-from outrider.loadgen.response import TOLD, RequestResult, ResponseRecorder
+from outrider.loadgen.response import MAX_ERROR_LENGTH, RequestResult, ResponseRecorder
 from outrider.loadgen.settings import Settings
 from outrider.loadgen.workload import PlannedRequest, plan_requests
 from outrider.measure.prompts import Prompt
 
 
 class Client:
-    """Asks a server in streams."""
+    """A client that streams the responses of one server."""
 
     def __init__(self, http: ClientSession, url: str) -> None:
-        self._http, self._url = http, url
-        self._zero = perf_counter()
+        self._http = http
+        self._url = url
+        self._start = perf_counter()
 
     @property
     def seconds(self) -> float:
-        """Since the load began."""
-        return perf_counter() - self._zero
+        """Seconds since the start of the load test."""
+        return perf_counter() - self._start
 
-    async def ask(self, want: PlannedRequest, number: int) -> RequestResult:
-        """One answer to the end, or as long as the client stays; what goes wrong is noted."""
-        asked, tape = RequestResult(number=number, start=self.seconds), ResponseRecorder()
+    async def ask(self, planned: PlannedRequest, number: int) -> RequestResult:
+        """Send a request and return its result.
+
+        Read the response to its end, or cancel it after `planned.max_chunks` chunks. Errors are part of the result.
+        """
+        result = RequestResult(number=number, start=self.seconds)
+        recorder = ResponseRecorder()
         try:
-            async with self._http.post(f"{self._url}/{want.path}", json=want.body) as answer:
-                if not answer.ok:
-                    asked.error = f"{answer.status}: {(await answer.text(errors='replace'))[:TOLD]}"
-                    return asked
-                async for chunk in answer.content.iter_any():
-                    tape.add(self.seconds, chunk)
-                    if want.max_chunks is not None and tape.pieces >= want.max_chunks:
-                        asked.cancelled = True
+            async with self._http.post(f"{self._url}/{planned.path}", json=planned.body) as response:
+                if not response.ok:
+                    message = await response.text(errors="replace")
+                    result.error = f"{response.status}: {message[:MAX_ERROR_LENGTH]}"
+                    return result
+                async for chunk in response.content.iter_any():
+                    recorder.add(self.seconds, chunk)
+                    if planned.max_chunks is not None and recorder.num_events >= planned.max_chunks:
+                        result.cancelled = True
                         break
-            tape.play(asked)
+            recorder.parse(result)
         except (ClientError, TimeoutError, ValueError) as error:
-            asked.error = f"{type(error).__name__}: {error}"
-        if asked.done and not asked.times:
-            asked.times.append(self.seconds)  # it may have ended before it began
-            asked.error = "" if asked.finish else "the answer was empty"
-        return asked
+            result.error = f"{type(error).__name__}: {error}"
+        if result.done and not result.times:
+            # A completion without text is valid if it has a finish reason. Its latencies need a time.
+            result.times.append(self.seconds)
+            result.error = "" if result.finish else "the response is empty"
+        return result
 
 
 @asynccontextmanager
 async def connected(settings: Settings) -> AsyncIterator[tuple[Client, str]]:
-    """A client of a server, and the model to ask for.
+    """Connect to a server. Yield the client and the model name.
 
     Raises:
-        OutriderError: there is no such server.
+        OutriderError: the server cannot be reached, or it lists no model.
     """
     headers = {"authorization": f"Bearer {settings.api_key}"} if settings.api_key else {}
-    limit, everybody = ClientTimeout(total=settings.timeout), TCPConnector(limit=0)
-    async with ClientSession(headers=headers, timeout=limit, connector=everybody, trust_env=True) as http:
+    timeout = ClientTimeout(total=settings.timeout)
+    connector = TCPConnector(limit=0)  # no limit of connections
+    async with ClientSession(headers=headers, timeout=timeout, connector=connector, trust_env=True) as http:
         url = settings.base_url.rstrip("/")
-        model = settings.model or await _named(http, url)
+        model = settings.model or await _first_model(http, url)
         yield Client(http, url), model
 
 
 async def put_load(settings: Settings, prompts: Sequence[Prompt]) -> tuple[list[RequestResult], float]:
-    """All requests, in turns over the prompts.
+    """Send all requests, which cycle through the prompts.
 
     Returns:
-        What became of each, and the seconds that it took.
+        The result of each request, and the seconds of the whole load test.
 
     Raises:
-        OutriderError: there is no such server.
+        OutriderError: the server cannot be reached, or it lists no model.
     """
     async with connected(settings) as (client, model):
-        wants = plan_requests(settings, prompts, model)
+        requests = plan_requests(settings, prompts, model)
         if settings.request_rate is None:
-            asked = await _closed(client, wants, settings.max_concurrency or 1)
+            results = await _closed_loop(client, requests, settings.max_concurrency or 1)
         else:
-            asked = await _open(client, wants, settings.request_rate, random.Random(settings.seed))
-        return asked, client.seconds
+            results = await _open_loop(client, requests, settings.request_rate, random.Random(settings.seed))
+        return results, client.seconds
 
 
-async def _closed(client: Client, wants: Sequence[PlannedRequest], concurrency: int) -> list[RequestResult]:
-    """As many at a time, each followed at once by the next."""
-    left, done = iter(enumerate(wants)), list[RequestResult]()
+async def _closed_loop(client: Client, requests: Sequence[PlannedRequest], concurrency: int) -> list[RequestResult]:
+    """Keep `concurrency` requests running. When one ends, send the next one."""
+    remaining = iter(enumerate(requests))
+    results = list[RequestResult]()
 
-    async def one_by_one() -> None:
-        for number, want in left:
-            done.append(await client.ask(want, number))
+    async def send_sequentially() -> None:
+        for number, planned in remaining:  # all workers share this iterator
+            results.append(await client.ask(planned, number))
 
-    await asyncio.gather(*(one_by_one() for _ in range(concurrency)))
-    return done
+    await asyncio.gather(*(send_sequentially() for _ in range(concurrency)))
+    return results
 
 
-async def _open(
-    client: Client, wants: Sequence[PlannedRequest], rate: float, chance: random.Random
+async def _open_loop(
+    client: Client, requests: Sequence[PlannedRequest], rate: float, rng: random.Random
 ) -> list[RequestResult]:
-    """They come as they come, whether or not the server is done with those before."""
-    tasks, at = [], 0.0
-    for number, want in enumerate(wants):
-        at += chance.expovariate(rate)
-        await asyncio.sleep(max(at - client.seconds, 0))
-        tasks.append(asyncio.create_task(client.ask(want, number)))
+    """Send requests at random times, `rate` per second, whether or not earlier ones have ended."""
+    tasks = []
+    send_time = 0.0
+    for number, planned in enumerate(requests):
+        send_time += rng.expovariate(rate)
+        await asyncio.sleep(max(send_time - client.seconds, 0))
+        tasks.append(asyncio.create_task(client.ask(planned, number)))
     return await asyncio.gather(*tasks)
 
 
-async def _named(http: ClientSession, url: str) -> str:
+async def _first_model(http: ClientSession, url: str) -> str:
+    """Return the name of the first model of the server."""
     try:
-        async with http.get(f"{url}/models", raise_for_status=True) as answer:
-            return str((await answer.json(content_type=None))["data"][0]["id"])
+        async with http.get(f"{url}/models", raise_for_status=True) as response:
+            return str((await response.json(content_type=None))["data"][0]["id"])
     except (ClientError, TimeoutError, ValueError, KeyError, IndexError, TypeError) as error:
-        raise OutriderError(f"{url} names no model ({error}); check --base-url, or give --model") from error
+        raise OutriderError(f"{url} does not list a model ({error}); check --base-url, or give --model") from error

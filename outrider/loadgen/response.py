@@ -1,4 +1,4 @@
-"""What became of a request, from the bytes of its answer and when they came."""
+"""Records the response to a request, and computes latencies from the arrival times of its chunks."""
 
 from __future__ import annotations
 
@@ -8,87 +8,91 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-TOLD = 300  # characters of an answer that is no answer
+MAX_ERROR_LENGTH = 300  # characters of an error response that are kept
 
 
 @dataclass(slots=True, kw_only=True)
 class RequestResult:
-    """What became of one request; seconds since the load began."""
+    """The result of one request. Times are in seconds since the start of the load test."""
 
     number: int  # of the request
     start: float
-    times: list[float] = field(default_factory=list)  # when pieces of text came
+    times: list[float] = field(default_factory=list)  # arrival times of the chunks with text
     text: str = ""
-    tokens: int = 0
-    finish: str = ""
-    cancelled: bool = False  # the client hung up, as it was meant to
+    tokens: int = 0  # output tokens
+    finish: str = ""  # finish reason
+    cancelled: bool = False  # the client has cancelled the request, as planned
     error: str = ""
 
     @property
     def done(self) -> bool:
-        """Whether it was answered to the end."""
+        """Whether the response is complete."""
         return not self.cancelled and not self.error
 
     @property
     def ttft(self) -> float:
-        """Seconds to the first piece."""
+        """Time to first token, in seconds."""
         return self.times[0] - self.start
 
     @property
     def e2e(self) -> float:
-        """Seconds to the last piece."""
+        """Seconds from the request to the last chunk."""
         return self.times[-1] - self.start
 
     @property
     def chunk_gaps(self) -> list[float]:
-        """Seconds between pieces."""
+        """Seconds between consecutive chunks."""
         return [after - before for before, after in pairwise(self.times)]
 
     @property
     def inter_token_latencies(self) -> list[float]:
-        """Seconds between tokens: those of a piece come at once."""
+        """Seconds between consecutive tokens. They are 0 between the tokens of one chunk."""
         return self.chunk_gaps + [0.0] * (self.tokens - len(self.times))
 
     @property
     def tpot(self) -> float:
-        """Seconds a token behind the first piece, in the mean."""
+        """Mean time per output token after the first chunk, in seconds."""
         return (self.times[-1] - self.times[0]) / max(self.tokens - 1, 1)
 
 
 class ResponseRecorder:
-    """Chunks of a stream as they came: reading them can wait, and must not make the client late for others."""
+    """Records the raw chunks of a stream with their arrival times.
+
+    The chunks are parsed after the end of the response, so that parsing does not delay other requests.
+    """
 
     def __init__(self) -> None:
         self._chunks: list[tuple[float, bytes]] = []
-        self.pieces = 0  # at least so many have come
+        self.num_events = 0  # a lower bound, because a marker may be split between two chunks
 
-    def add(self, at: float, chunk: bytes) -> None:
-        """Keep a chunk that came at second `at`."""
-        self._chunks.append((at, chunk))
-        self.pieces += chunk.count(b"data:")
+    def add(self, seconds: float, chunk: bytes) -> None:
+        """Record a chunk that has arrived at time `seconds`."""
+        self._chunks.append((seconds, chunk))
+        self.num_events += chunk.count(b"data:")
 
-    def play(self, asked: RequestResult) -> None:
-        """Note all that it holds."""
-        parts = []
-        for at, event in self._events():
+    def parse(self, result: RequestResult) -> None:
+        """Parse the chunks and write text, times, tokens, finish reason and error to `result`."""
+        texts = []
+        for seconds, event in self._events():
             if "error" in event:
-                asked.error = str(event["error"])[:TOLD]
+                result.error = str(event["error"])[:MAX_ERROR_LENGTH]
             for choice in event.get("choices", ()):
                 text = choice.get("text") or (choice.get("delta") or {}).get("content")
                 if text:
-                    parts.append(text)
-                    asked.times.append(at)
-                asked.finish = choice.get("finish_reason") or asked.finish
+                    texts.append(text)
+                    result.times.append(seconds)
+                result.finish = choice.get("finish_reason") or result.finish
             if event.get("usage"):
-                asked.tokens = event["usage"]["completion_tokens"]
-        asked.text = "".join(parts)
-        asked.tokens = asked.tokens or len(asked.times)  # where no usage is told, a piece counts as a token
+                result.tokens = event["usage"]["completion_tokens"]
+        result.text = "".join(texts)
+        result.tokens = result.tokens or len(result.times)  # without usage, a chunk counts as one token
 
     def _events(self) -> Iterator[tuple[float, dict[str, Any]]]:
-        rest = b""
-        for at, chunk in self._chunks:
-            *lines, rest = (rest + chunk).split(b"\n")
+        """Yield each event with the arrival time of its last byte."""
+        incomplete_line = b""
+        for seconds, chunk in self._chunks:
+            *lines, incomplete_line = (incomplete_line + chunk).split(b"\n")
             for line in lines:
                 data = line.removeprefix(b"data:").strip()
                 if line.startswith(b"data:") and data != b"[DONE]":
-                    yield at, json.loads(data)
+                    yield seconds, json.loads(data)

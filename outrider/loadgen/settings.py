@@ -1,4 +1,4 @@
-"""What `outrider load` is asked for."""
+"""The options of `outrider load`."""
 
 from __future__ import annotations
 
@@ -9,67 +9,99 @@ import typer
 
 from outrider.errors import OutriderError
 
-_WHAT, _HOW, _BOUND = "Requests", "Load", "Bounds"
+# Titles of the groups of options in `outrider load --help`.
+_REQUESTS = "Requests"
+_LOAD = "Load"
+_GOODPUT = "Goodput"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """The options, each once."""
+    """The options of `outrider load`. They are checked when they are made."""
 
     base_url: Annotated[str, typer.Option(help="Base URL of the server, with /v1.")] = "http://127.0.0.1:8000/v1"
     model: Annotated[
-        str | None, typer.Option(help="Default: the first model of the server.", rich_help_panel=_WHAT)
+        str | None, typer.Option(help="Model name. Default: the first model of the server.", rich_help_panel=_REQUESTS)
     ] = None
     api_key: Annotated[
-        str, typer.Option(envvar="OUTRIDER_API_KEY", help="Sent with each request.", rich_help_panel=_WHAT)
+        str, typer.Option(envvar="OUTRIDER_API_KEY", help="API key for the server.", rich_help_panel=_REQUESTS)
     ] = ""
     prompts: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="JSON lines as for bench. Default: an embedded set.", rich_help_panel=_WHAT),
+        typer.Option(
+            metavar="FILE",
+            help="Prompts as JSON lines, as for bench. Default: an embedded set.",
+            rich_help_panel=_REQUESTS,
+        ),
     ] = None
-    max_tokens: Annotated[int, typer.Option(min=1, help="Most output tokens of a request.", rich_help_panel=_WHAT)] = (
-        128
-    )
-    temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature.", rich_help_panel=_WHAT)] = 0.0
+    max_tokens: Annotated[
+        int, typer.Option(min=1, help="Most output tokens of a request.", rich_help_panel=_REQUESTS)
+    ] = 128
+    temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature.", rich_help_panel=_REQUESTS)] = 0.0
     k: Annotated[
-        int | None, typer.Option("--k", min=0, help="Most draft tokens per round, for Outrider.", rich_help_panel=_WHAT)
+        int | None,
+        typer.Option("--k", min=0, help="Most draft tokens per round, for Outrider.", rich_help_panel=_REQUESTS),
     ] = None
     ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Outputs of full length; for Outrider and vLLM.", rich_help_panel=_WHAT)
+        bool,
+        typer.Option(
+            "--ignore-eos", help="Continue after end-of-text, for Outrider and vLLM.", rich_help_panel=_REQUESTS
+        ),
     ] = False
     user: Annotated[
         str | None,
-        typer.Option(help="Who asks; Outrider lets only one user's texts share what is cached.", rich_help_panel=_WHAT),
+        typer.Option(
+            help="User of all requests. Outrider shares cached prefixes only within one user.",
+            rich_help_panel=_REQUESTS,
+        ),
     ] = None
     mixed: Annotated[
         bool,
         typer.Option(
             "--mixed",
-            help="Draw each request's length (up to --max-tokens), temperature, top_p, penalty and seed.",
-            rich_help_panel=_WHAT,
+            help="Draw length (at most --max-tokens), temperature, top_p, penalty and seed of each request at random.",
+            rich_help_panel=_REQUESTS,
         ),
     ] = False
     cancel: Annotated[
         float,
-        typer.Option(min=0.0, max=1.0, help="Share of requests that hang up midway.", rich_help_panel=_WHAT),
+        typer.Option(
+            min=0.0,
+            max=1.0,
+            help="Share of requests that the client cancels while they run.",
+            rich_help_panel=_REQUESTS,
+        ),
     ] = 0.0
-    num_requests: Annotated[int, typer.Option(min=1, help="Number of requests.", rich_help_panel=_HOW)] = 64
+    num_requests: Annotated[int, typer.Option(min=1, help="Number of requests.", rich_help_panel=_LOAD)] = 64
     request_rate: Annotated[
         float | None,
-        typer.Option(min=0.0, help="Open loop: so many arrive a second, as Poisson has it.", rich_help_panel=_HOW),
+        typer.Option(
+            min=0.0, help="Open loop: mean number of requests per second, with Poisson arrivals.", rich_help_panel=_LOAD
+        ),
     ] = None
     max_concurrency: Annotated[
         int | None,
-        typer.Option(min=1, help="Closed loop: this many requests at a time. Default: 1.", rich_help_panel=_HOW),
+        typer.Option(
+            min=1, help="Closed loop: number of requests that run at a time. Default: 1.", rich_help_panel=_LOAD
+        ),
     ] = None
-    seed: Annotated[int, typer.Option(help="Seed of arrival times and random requests.", rich_help_panel=_HOW)] = 0
-    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds for one request.", rich_help_panel=_HOW)] = 300.0
+    seed: Annotated[int, typer.Option(help="Seed of arrival times and of random requests.", rich_help_panel=_LOAD)] = 0
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds until a request fails.", rich_help_panel=_LOAD)] = (
+        300.0
+    )
     goodput_ttft: Annotated[
-        float, typer.Option(min=0.0, help="Goodput: most seconds to the first token.", rich_help_panel=_BOUND)
+        float,
+        typer.Option(
+            min=0.0, help="Longest time to first token of a request that counts, in seconds.", rich_help_panel=_GOODPUT
+        ),
     ] = 1.0
     goodput_tpot: Annotated[
         float,
-        typer.Option(min=0.0, help="Goodput: most seconds per output token, in the mean.", rich_help_panel=_BOUND),
+        typer.Option(
+            min=0.0,
+            help="Longest mean time per output token of a request that counts, in seconds.",
+            rich_help_panel=_GOODPUT,
+        ),
     ] = 0.1
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""What each request asks, drawn from a seed."""
+"""Plans the requests of a load test from a seed."""
 
 from __future__ import annotations
 
@@ -10,51 +10,62 @@ from typing import Any
 from outrider.loadgen.settings import Settings
 from outrider.measure.prompts import Prompt
 
-_SHORTEST = 8  # of --max-tokens, what the shortest mixed answer gets at least
+_MIN_LENGTH_DIVISOR = 8  # with --mixed, a request has at least --max-tokens / 8 tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedRequest:
-    """One request, and whether whoever asks it will have the patience."""
+    """A request that the load generator will send."""
 
     path: str
     body: dict[str, Any]
-    max_chunks: int | None = None  # after so many of its answer the client hangs up; None: it stays
+    max_chunks: int | None = None  # the client cancels the request after this many chunks; None: never
 
 
 def plan_requests(settings: Settings, prompts: Sequence[Prompt], model: str) -> list[PlannedRequest]:
-    """All requests, in turns over the prompts; each is a function of the seed and its number alone."""
-    return [_one(settings, prompts[i % len(prompts)], model, i) for i in range(settings.num_requests)]
+    """Return all requests, which cycle through the prompts.
+
+    A request depends only on the seed and its number, not on the other requests.
+    """
+    return [_plan_request(settings, prompts[i % len(prompts)], model, i) for i in range(settings.num_requests)]
 
 
-def _one(settings: Settings, prompt: Prompt, model: str, number: int) -> PlannedRequest:
-    chance = random.Random(f"{settings.seed}/{number}")
-    body = {
+def _plan_request(settings: Settings, prompt: Prompt, model: str, number: int) -> PlannedRequest:
+    rng = random.Random(f"{settings.seed}/{number}")
+    body: dict[str, Any] = {
         "model": model,
         "max_tokens": settings.max_tokens,
         "temperature": settings.temperature,
         "stream": True,
         "stream_options": {"include_usage": True},
-        **({"messages": list(prompt.messages)} if prompt.messages else {"prompt": prompt.prompt}),
-        **({} if settings.k is None else {"k": settings.k}),
-        **({"user": settings.user} if settings.user else {}),
-        **({"ignore_eos": True} if settings.ignore_eos else {}),
-        **(_mixed(settings, chance) if settings.mixed else {}),
     }
-    quits = chance.random() < settings.cancel
+    if prompt.messages:
+        body["messages"] = list(prompt.messages)
+    else:
+        body["prompt"] = prompt.prompt
+    if settings.k is not None:
+        body["k"] = settings.k
+    if settings.user:
+        body["user"] = settings.user
+    if settings.ignore_eos:
+        body["ignore_eos"] = True
+    if settings.mixed:
+        body |= _random_params(settings, rng)
+    cancels = rng.random() < settings.cancel
     return PlannedRequest(
         path="chat/completions" if prompt.messages else "completions",
         body=body,
-        max_chunks=chance.randint(1, max(body["max_tokens"] // 2, 1)) if quits else None,
+        max_chunks=rng.randint(1, max(body["max_tokens"] // 2, 1)) if cancels else None,
     )
 
 
-def _mixed(settings: Settings, chance: random.Random) -> dict[str, Any]:
-    """Parameters that every server of OpenAI's interface knows."""
+def _random_params(settings: Settings, rng: random.Random) -> dict[str, Any]:
+    """Return random values of parameters that every server with OpenAI's API supports."""
+    min_tokens = -(-settings.max_tokens // _MIN_LENGTH_DIVISOR)  # rounded up
     return {
-        "max_tokens": chance.randint(-(-settings.max_tokens // _SHORTEST), settings.max_tokens),
-        "temperature": chance.choice((0.0, 0.0, 0.7, 1.0)),
-        "top_p": chance.choice((1.0, 0.9)),
-        "frequency_penalty": chance.choice((0.0, 0.0, 0.5)),
-        "seed": chance.randrange(2**31),
+        "max_tokens": rng.randint(min_tokens, settings.max_tokens),
+        "temperature": rng.choice((0.0, 0.0, 0.7, 1.0)),
+        "top_p": rng.choice((1.0, 0.9)),
+        "frequency_penalty": rng.choice((0.0, 0.0, 0.5)),
+        "seed": rng.randrange(2**31),
     }

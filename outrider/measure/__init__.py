@@ -1,1 +1,1 @@
-"""What all measuring programs share: prompts, clocks, lists of numbers."""
+"""Prompt sets, clocks and number lists that benchmarks, training and tuning share."""

@@ -1,4 +1,4 @@
-"""From the moments at which tokens appeared to speed and latency, without the reading of prompts."""
+"""Computes decoding speed and latency from the times at which tokens were emitted. Prefill is excluded."""
 
 from __future__ import annotations
 
@@ -13,57 +13,63 @@ class EmitEvent:
     """The end of one round."""
 
     at: float  # seconds
-    emitted: tuple[int, ...]  # tokens so far, row by row
+    emitted: tuple[int, ...]  # tokens so far, by sequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeSpeed:
-    """Decoding alone: from the first round by whose end every row had a token, to the last round."""
+    """Tokens and seconds of decoding only.
 
-    tokens: int  # emitted by all rows after that first round
+    Decoding begins with the end of the first round after which every sequence has a token. It ends with the last round.
+    """
+
+    tokens: int  # emitted by all sequences after that first round
     seconds: float
 
     @property
     def rate(self) -> float | None:
-        """Tokens a second; None when the first round was the last."""
+        """Tokens per second, or None if the first round was the last."""
         return self.tokens / self.seconds if self.tokens and self.seconds > 0 else None
 
     def __add__(self, other: DecodeSpeed) -> DecodeSpeed:
         return DecodeSpeed(tokens=self.tokens + other.tokens, seconds=self.seconds + other.seconds)
 
 
-def opening(marks: Sequence[EmitEvent]) -> int:
-    """Index of the first mark at which every row had a token; the last one if none is."""
-    return next((i for i, mark in enumerate(marks) if all(mark.emitted)), len(marks) - 1)
+def opening(events: Sequence[EmitEvent]) -> int:
+    """Return the index of the first event at which every sequence had a token, or else of the last event."""
+    return next((i for i, event in enumerate(events) if all(event.emitted)), len(events) - 1)
 
 
-def decode_pace(marks: Sequence[EmitEvent]) -> DecodeSpeed:
-    """The part of a run in which nothing but decoding happened."""
-    first, last = marks[opening(marks)], marks[-1]
+def decode_pace(events: Sequence[EmitEvent]) -> DecodeSpeed:
+    """Return the decoding speed of a run."""
+    first = events[opening(events)]
+    last = events[-1]
     return DecodeSpeed(tokens=sum(last.emitted) - sum(first.emitted), seconds=last.at - first.at)
 
 
-def token_gaps(marks: Sequence[EmitEvent]) -> list[float]:
-    """Seconds between a row's tokens, over all rows.
+def token_gaps(events: Sequence[EmitEvent]) -> list[float]:
+    """Return the seconds between the tokens of a sequence, over all sequences.
 
-    The tokens of one round arrive together: the first of them waited for the whole round, the others for nothing. A
-    row's first round is left out, since it waited for its prompt.
+    The tokens of one round arrive together: the first one waits for the whole round, the others do not wait. The first
+    round of a sequence is left out, because it includes the prefill.
     """
     gaps: list[float] = []
-    for row in range(len(marks[0].emitted)):
-        count, since = 0, None
-        for mark in marks:
-            new = mark.emitted[row] - count
-            if not new:
+    for i in range(len(events[0].emitted)):
+        count = 0
+        last_at = None
+        for event in events:
+            num_new = event.emitted[i] - count
+            if not num_new:
                 continue
-            if since is not None:
-                gaps += [mark.at - since] + [0.0] * (new - 1)
-            count, since = mark.emitted[row], mark.at
+            if last_at is not None:
+                gaps += [event.at - last_at] + [0.0] * (num_new - 1)
+            count = event.emitted[i]
+            last_at = event.at
     return gaps
 
 
 def timed(counts: Stats, before: Stats, after: Stats) -> Stats:
-    """`counts` with the rounds and seconds that an engine spent between two looks at its stats."""
+    """Return `counts` with the rounds and seconds that an engine spent between two snapshots of its statistics."""
     return replace(
         counts,
         rounds=after.rounds - before.rounds,

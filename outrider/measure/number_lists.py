@@ -1,4 +1,4 @@
-"""Lists and ranges of numbers, as they are written on a command line."""
+"""Parses lists and ranges of numbers of the command line."""
 
 from __future__ import annotations
 
@@ -7,41 +7,41 @@ from typing import TypeVar
 
 from outrider.errors import OutriderError
 
-_MOST = 64  # values of a list: beyond it a range was surely mistyped
+_MAX_VALUES = 64  # longer lists are typing errors in a range
 
 _Number = TypeVar("_Number", int, float)
 
 
 def parse_whole(option: str, text: str) -> tuple[int, ...]:
-    """Whole numbers and ranges: "0..2,8" is (0, 1, 2, 8).
+    """Return the whole numbers of a list with ranges: "0..2,8" is (0, 1, 2, 8).
 
     Raises:
-        OutriderError: the text is nothing of the kind.
+        OutriderError: `text` does not have this form.
     """
     return _parse(option, text, _range, "whole numbers such as 1,2,4 or 0..8")
 
 
 def parse_real(option: str, text: str) -> tuple[float, ...]:
-    """Numbers: "0,0.7" is (0.0, 0.7).
+    """Return the numbers of a list: "0,0.7" is (0.0, 0.7).
 
     Raises:
-        OutriderError: the text is nothing of the kind.
+        OutriderError: `text` does not have this form.
     """
     return _parse(option, text, lambda part: (float(part),), "numbers such as 0,0.7,1")
 
 
 def several(values: tuple[_Number, ...]) -> tuple[_Number, ...]:
-    """What a list sweeps: a single value is no sweep."""
+    """Return the values to sweep. A single value is not a sweep, so it gives ()."""
     return values if len(values) > 1 else ()
 
 
-def _parse(option: str, text: str, read: Callable[[str], tuple[_Number, ...]], form: str) -> tuple[_Number, ...]:
+def _parse(option: str, text: str, parse_part: Callable[[str], tuple[_Number, ...]], form: str) -> tuple[_Number, ...]:
     try:
-        values = tuple(dict.fromkeys(value for part in text.split(",") for value in read(part)))
+        values = tuple(dict.fromkeys(value for part in text.split(",") for value in parse_part(part)))
     except ValueError:
         values = ()
-    if not 0 < len(values) <= _MOST:
-        raise OutriderError(f"{option} is {text!r}; use up to {_MOST} {form}")
+    if not 0 < len(values) <= _MAX_VALUES:
+        raise OutriderError(f"{option} is {text!r}; use up to {_MAX_VALUES} {form}")
     return values
 
 
@@ -50,6 +50,6 @@ def _range(part: str) -> tuple[int, ...]:
     if not dots:
         return (int(first),)
     values = range(int(first), int(last) + 1)
-    if not values or len(values) > _MOST:
+    if not values or len(values) > _MAX_VALUES:
         raise ValueError(part)
     return tuple(values)

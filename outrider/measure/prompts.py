@@ -1,4 +1,4 @@
-"""Prompts from JSON lines."""
+"""Reads prompts from JSON Lines files and tokenizes them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from outrider.errors import OutriderError
 
 EMBEDDED = Path(__file__).parent / "prompts.jsonl"
 _FORM = '{"category": "...", "prompt": "..."} or "messages" in place of "prompt"'
-_NAMELESS = "prompts"  # the category of those that name none
+_DEFAULT_CATEGORY = "prompts"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """An object of a file of JSON lines."""
+    """One JSON object of a JSON Lines file."""
 
-    where: str  # file and number, for people
+    where: str  # FILE:NUMBER, for error messages
     number: int  # of the line, from 1
     fields: dict[str, Any]
 
@@ -39,62 +39,68 @@ class Prompt:
 
 
 def read_prompts(file: str | Path | None = None, *, limit: int | None = None) -> list[Prompt]:
-    """Prompts to measure on, of a file of JSON lines: the first `limit` of each category.
+    """Return the prompts of a JSON Lines file, by default of the embedded one: the first `limit` of each category.
 
-    A line holds either `prompt` or `messages`; `category` and `id` are optional, and other fields are left alone.
+    A line has either `prompt` or `messages`. `category` and `id` are optional, and other fields are ignored.
 
     Raises:
-        OutriderError: the file cannot be read, or a line is not as it should be; the message has its number.
+        OutriderError: the file cannot be read, or a line is invalid; the message has the line number.
     """
     if limit is not None and limit < 1:
         raise OutriderError(f"limit is {limit}; use at least 1")
-    found = [_parse(line) for line in read_lines(file or EMBEDDED, form=_FORM)]
-    return [prompt for group in by_category(found).values() for prompt in group[:limit]]
+    prompts = [_parse(line) for line in read_lines(file or EMBEDDED, form=_FORM)]
+    return [prompt for group in by_category(prompts).values() for prompt in group[:limit]]
 
 
 def read_lines(file: str | Path, *, form: str) -> Iterator[Line]:
-    """The objects of a file of JSON lines, at least one; `form` says what they should look like.
+    """Yield the objects of a JSON Lines file. There is at least one.
+
+    Args:
+        file: the file.
+        form: an example of a valid line, for error messages.
 
     Raises:
-        OutriderError: the file cannot be read, or a line is no object; the message has its number.
+        OutriderError: the file cannot be read, or a line is not an object; the message has the line number.
     """
     path = Path(file).expanduser()
-    try:  # some editors open a file with a mark of its encoding, and a text may hold other ends of lines than this one
+    try:
+        # Some editors begin a file with a byte order mark. Only \n ends a line, because a string may contain other
+        # line separators of Unicode.
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except OSError as error:
         raise OutriderError(f"{path} cannot be read ({error.strerror}); give a file of JSON lines") from error
     except UnicodeDecodeError as error:
         raise OutriderError(f"{path} is not UTF-8 text; give a file of JSON lines") from error
-    full = [(i, line) for i, line in enumerate(lines, 1) if line.strip()]
-    if not full:
+    numbered = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    if not numbered:
         raise OutriderError(f"{path} holds no prompts; give lines like {form}")
-    for number, line in full:
+    for number, line in numbered:
         where = f"{path}:{number}"
         yield Line(where=where, number=number, fields=_fields(line, where, form))
 
 
 def read_json(line: str, where: str) -> Any:
-    """What a line of JSON says.
+    """Return the value of a line of JSON.
 
     Raises:
-        OutriderError: it is none, or has text in it that is none; the message begins with `where`.
+        OutriderError: the line is not JSON, or a string in it is not valid Unicode; the message begins with `where`.
     """
     try:
-        entry = json.loads(line)
+        value = json.loads(line)
     except json.JSONDecodeError as error:
         raise OutriderError(f"{where}: not JSON ({error.msg} at column {error.colno})") from error
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets thousands deep
-        raise OutriderError(f"{where}: JSON that cannot be read ({error}); leave the line out") from error
-    if "\\u" in line and not is_utf8(json.dumps(entry, ensure_ascii=False)):
-        raise OutriderError(f"{where}: half a character, of those from \\ud800 to \\udfff; leave it out")
-    return entry
+    except (ValueError, RecursionError) as error:  # a number with thousands of digits, or very deep nesting
+        raise OutriderError(f"{where}: JSON that cannot be read ({error}); remove the line") from error
+    if "\\u" in line and not is_utf8(json.dumps(value, ensure_ascii=False)):
+        raise OutriderError(f"{where}: the text has half of a surrogate pair (\\ud800 to \\udfff); remove it")
+    return value
 
 
 def turns(messages: Any, where: str) -> tuple[dict[str, str], ...]:
-    """A conversation for a chat template.
+    """Return a conversation for a chat template.
 
     Raises:
-        OutriderError: it is none.
+        OutriderError: `messages` is not a list of messages with a role and a content.
     """
     if not isinstance(messages, list) or not messages or not all(map(is_turn, messages)):
         raise OutriderError(f'{where}: messages must be a list of {{"role": "...", "content": "..."}}')
@@ -102,7 +108,7 @@ def turns(messages: Any, where: str) -> tuple[dict[str, str], ...]:
 
 
 def is_turn(message: Any) -> bool:
-    """Whether it has a role and content, both texts."""
+    """Return whether a message has a role and a content, both strings."""
     return isinstance(message, dict) and all(isinstance(message.get(field), str) for field in ("role", "content"))
 
 
@@ -113,15 +119,21 @@ def chat_text(
     asks: bool,
     tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> str:
-    """A conversation in the words of the model's chat template; `asks` where the assistant's turn is to follow.
+    """Return a conversation as text, by the model's chat template.
+
+    Args:
+        tokenizer: the tokenizer with the chat template.
+        messages: the conversation.
+        asks: whether to add the generation prompt, after which the assistant answers.
+        tools: descriptions of tools for the template.
 
     Raises:
-        OutriderError: the template refuses it, as some do a system's turn, or cannot read it.
+        OutriderError: the template does not accept the messages. Some templates reject a system message, for example.
     """
-    turns = [dict(message) for message in messages]
-    given = {"tools": list(tools)} if tools else {}
+    conversation = [dict(message) for message in messages]
+    options = {"tools": list(tools)} if tools else {}
     try:
-        return str(tokenizer.apply_chat_template(turns, add_generation_prompt=asks, tokenize=False, **given))
+        return str(tokenizer.apply_chat_template(conversation, add_generation_prompt=asks, tokenize=False, **options))
     except (TemplateError, TypeError, ValueError) as error:
         raise OutriderError(f"the model's chat template does not take these messages ({error}); change them") from error
 
@@ -133,15 +145,20 @@ def chat_tokens(
     asks: bool = True,
     tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> tuple[int, ...]:
-    """The tokens of `chat_text`, which has all special ones in it already."""
+    """Return the tokens of `chat_text`. The template has added all special tokens already."""
     return text_tokens(tokenizer, chat_text(tokenizer, messages, asks=asks, tools=tools), special=False)
 
 
 def text_tokens(tokenizer: Any, text: str, *, special: bool = True) -> tuple[int, ...]:
-    """A text's tokens; with `special` those too that the tokenizer puts around it of its own accord.
+    """Return the tokens of a text.
+
+    Args:
+        tokenizer: the tokenizer.
+        text: the text.
+        special: whether the tokenizer adds its special tokens, such as a begin-of-text token.
 
     Raises:
-        OutriderError: it holds half of a surrogate pair, which no text does.
+        OutriderError: the text has half of a surrogate pair, which is not valid Unicode.
     """
     try:
         text.encode()
@@ -149,12 +166,12 @@ def text_tokens(tokenizer: Any, text: str, *, special: bool = True) -> tuple[int
         raise OutriderError(
             f"the text holds half of a surrogate pair, {text[error.start]!a} at character {error.start}; leave it out"
         ) from None
-    # Whether it is too long is ours to say; the tokenizer's own warning speaks of errors that do not follow.
+    # verbose=False: the tokenizer would warn about a long text and predict errors that do not occur here.
     return tuple(tokenizer.encode(text, add_special_tokens=special, verbose=False))
 
 
 def by_category(prompts: Sequence[Prompt]) -> dict[str, list[Prompt]]:
-    """Prompts under their categories, both in the order of appearance."""
+    """Return the prompts of each category. Both are in the order of appearance."""
     groups: dict[str, list[Prompt]] = defaultdict(list)
     for prompt in prompts:
         groups[prompt.category].append(prompt)
@@ -162,21 +179,26 @@ def by_category(prompts: Sequence[Prompt]) -> dict[str, list[Prompt]]:
 
 
 def _fields(line: str, where: str, form: str) -> dict[str, Any]:
-    entry = read_json(line, where)
-    if not isinstance(entry, dict):
+    value = read_json(line, where)
+    if not isinstance(value, dict):
         raise OutriderError(f"{where}: not a JSON object; use {form}")
-    return entry
+    return value
 
 
 def _parse(line: Line) -> Prompt:
-    where, fields = line.where, line.fields
-    category, prompt, messages = fields.get("category", _NAMELESS), fields.get("prompt"), fields.get("messages")
+    where = line.where
+    category = line.fields.get("category", _DEFAULT_CATEGORY)
+    prompt = line.fields.get("prompt")
+    messages = line.fields.get("messages")
     if not isinstance(category, str) or not category:
         raise OutriderError(f"{where}: category must be a string of at least one character; change it, or leave it out")
     if (prompt is None) == (messages is None):
         raise OutriderError(f"{where}: give one of prompt and messages; use {_FORM}")
     if prompt is not None and (not isinstance(prompt, str) or not prompt):
         raise OutriderError(f"{where}: prompt must be a string of at least one character")
-    name = str(fields.get("id", f"line-{line.number}"))
-    talk = None if messages is None else turns(messages, where)
-    return Prompt(id=name, category=category, prompt=prompt, messages=talk)
+    return Prompt(
+        id=str(line.fields.get("id", f"line-{line.number}")),
+        category=category,
+        prompt=prompt,
+        messages=None if messages is None else turns(messages, where),
+    )

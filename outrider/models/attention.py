@@ -18,7 +18,7 @@ from outrider.core import tree
 from outrider.errors import UnsupportedModel
 
 NAME = "outrider"  # in the attention and mask registries of transformers
-_SETTLED = frozenset({"position_ids", "cache_position"})  # tensors that the layout replaces
+_REPLACED = frozenset({"position_ids", "cache_position"})  # tensor inputs that the layout replaces
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,7 +26,7 @@ class MaskRule:
     """The mask rule of a layer: full, sliding or chunked attention."""
 
     rule: Callable[..., torch.Tensor]  # (sequence, head, query position, key position) -> visible
-    reach: int | None  # shorter texts are fully visible; None: all texts are
+    reach: int | None  # tokens; shorter sequences are fully visible; None: all sequences are
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,6 @@ class CacheReader:
     cache: StaticCache
     layout: Layout
     masks: dict[tuple[MaskRule | None, int, torch.dtype], list[torch.Tensor | None]] = field(default_factory=dict)
-
     groups: list[tuple[SequenceSpan, ...]] = field(init=False)  # sequences that one kernel call processes
 
     def __post_init__(self) -> None:
@@ -49,11 +48,11 @@ class Fixed:
 
     keys: torch.Tensor  # [slots, Hkv, capacity, D]
     values: torch.Tensor
-    place: torch.Tensor  # [R, L] index in the slot where each token is written
+    entries: torch.Tensor  # [R, L] entry of the slot where each token is written
     mask: torch.Tensor  # [R, 1, L, S], or repeated as in `_attention`; added to the scores
 
 
-def look(
+def receive_mask_rule(
     *,
     mask_function: Callable[..., torch.Tensor],
     local_size: int | None = None,
@@ -92,16 +91,17 @@ def attend(
     masks = _masks(kv, attention_mask, sharing, query.dtype)
     out = query.new_empty(query.shape[2], query.shape[1], value.shape[-1])
     for group, mask in zip(kv.groups, masks, strict=True):
-        rows, span = len(group), group[0]
+        batch_size = len(group)
+        span = group[0]
         size = span.end - span.begin
         stop = max(other.start for other in group) + size
-        ours = query[0, :, span.begin : group[-1].end]  # [Hq, rows * size, D]
-        ours = ours.view(key.shape[1], sharing, rows, size, -1).permute(2, 0, 1, 3, 4)
-        ours = ours.reshape(rows, key.shape[1], sharing * size, -1)
-        stripe = slice(span.slot, span.slot + rows)
-        seen = _attention(ours, keys[stripe, :, :stop], values[stripe, :, :stop], mask, scale, softcap, s_aux)
-        seen = seen.reshape(rows, -1, size, value.shape[-1]).transpose(1, 2)
-        out[span.begin : group[-1].end] = seen.reshape(rows * size, query.shape[1], -1)
+        queries = query[0, :, span.begin : group[-1].end]  # [Hq, R * L, D]
+        queries = queries.view(key.shape[1], sharing, batch_size, size, -1).permute(2, 0, 1, 3, 4)
+        queries = queries.reshape(batch_size, key.shape[1], sharing * size, -1)
+        slots = slice(span.slot, span.slot + batch_size)
+        attended = _attention(queries, keys[slots, :, :stop], values[slots, :, :stop], mask, scale, softcap, s_aux)
+        attended = attended.reshape(batch_size, -1, size, value.shape[-1]).transpose(1, 2)
+        out[span.begin : group[-1].end] = attended.reshape(batch_size * size, query.shape[1], -1)
     return out[None], None
 
 
@@ -115,29 +115,35 @@ def _attend_fixed(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    (rows, size), heads, sharing = kv.place.shape, key.shape[1], query.shape[1] // key.shape[1]
-    each = torch.arange(rows, device=kv.place.device)[:, None]
-    kv.keys[each, :, kv.place] = key[0].view(heads, rows, size, -1).permute(1, 2, 0, 3)
-    kv.values[each, :, kv.place] = value[0].view(heads, rows, size, -1).permute(1, 2, 0, 3)
-    ours = query[0].view(heads, sharing, rows, size, -1).permute(2, 0, 1, 3, 4)
-    ours = ours.reshape(rows, heads, sharing * size, -1)
+    """Do what `attend` does, in a pass of fixed shape."""
+    rows, size = kv.entries.shape
+    heads = key.shape[1]
+    sharing = query.shape[1] // heads
+    slots = torch.arange(rows, device=kv.entries.device)[:, None]
+    kv.keys[slots, :, kv.entries] = key[0].view(heads, rows, size, -1).permute(1, 2, 0, 3)
+    kv.values[slots, :, kv.entries] = value[0].view(heads, rows, size, -1).permute(1, 2, 0, 3)
+    queries = query[0].view(heads, sharing, rows, size, -1).permute(2, 0, 1, 3, 4)
+    queries = queries.reshape(rows, heads, sharing * size, -1)
     mask = kv.mask.repeat(1, 1, sharing * size // kv.mask.shape[2], 1).to(query.dtype)
     stop = mask.shape[-1]
-    seen = _attention(ours, kv.keys[:rows, :, :stop], kv.values[:rows, :, :stop], mask, scale, softcap, sinks)
-    seen = seen.view(rows, heads, sharing, size, -1).permute(0, 3, 1, 2, 4)
-    return seen.reshape(1, rows * size, heads * sharing, -1)
+    keys = kv.keys[:rows, :, :stop]
+    values = kv.values[:rows, :, :stop]
+    attended = _attention(queries, keys, values, mask, scale, softcap, sinks)
+    attended = attended.view(rows, heads, sharing, size, -1).permute(0, 3, 1, 2, 4)
+    return attended.reshape(1, rows * size, heads * sharing, -1)
 
 
 def _adjacent_groups(layout: Layout) -> list[tuple[SequenceSpan, ...]]:
     """Return groups of sequences in adjacent slots with equal numbers of tokens."""
-    runs: list[tuple[SequenceSpan, ...]] = []
+    groups: list[tuple[SequenceSpan, ...]] = []
     for span in layout.spans:
-        size, last = span.end - span.begin, runs[-1][-1] if runs else None
+        size = span.end - span.begin
+        last = groups[-1][-1] if groups else None
         if last and span.slot == last.slot + 1 and size == last.end - last.begin:
-            runs[-1] += (span,)
+            groups[-1] += (span,)
         elif size:
-            runs.append((span,))
-    return runs
+            groups.append((span,))
+    return groups
 
 
 def _check_inputs(kv: CacheReader | Fixed | None, mask_rule: object, others: dict[str, object]) -> None:
@@ -146,8 +152,9 @@ def _check_inputs(kv: CacheReader | Fixed | None, mask_rule: object, others: dic
         raise UnsupportedModel("its layers do not pass keyword arguments to their attention")
     if mask_rule is not None and not isinstance(mask_rule, MaskRule):
         raise UnsupportedModel("its layers make their own masks")
-    if odd := sorted(k for k, v in others.items() if isinstance(v, torch.Tensor) and k not in _SETTLED):
-        raise UnsupportedModel(f"its attention also takes {', '.join(odd)}")
+    tensors = {name for name, value in others.items() if isinstance(value, torch.Tensor)}
+    if unknown := sorted(tensors - _REPLACED):
+        raise UnsupportedModel(f"its attention also takes {', '.join(unknown)}")
 
 
 def _attention(
@@ -176,42 +183,51 @@ def _attention(
 
 def _masks(kv: CacheReader, mask_rule: MaskRule | None, sharing: int, dtype: torch.dtype) -> list[torch.Tensor | None]:
     """Return one mask per group. It is made once per pass for all layers with the same rule."""
-    wanted = (mask_rule, sharing, dtype)
-    if wanted not in kv.masks:
-        kv.masks[wanted] = [_mask(kv.layout, group, mask_rule, sharing, dtype) for group in kv.groups]
-    return kv.masks[wanted]
+    key = (mask_rule, sharing, dtype)
+    if key not in kv.masks:
+        kv.masks[key] = [_mask(kv.layout, group, mask_rule, sharing, dtype) for group in kv.groups]
+    return kv.masks[key]
 
 
 def _mask(
     layout: Layout, group: tuple[SequenceSpan, ...], mask_rule: MaskRule | None, sharing: int, dtype: torch.dtype
 ) -> torch.Tensor | None:
     """Return the mask [R, 1, G * L, S]: 0 for visible entries, -inf for others. None: everything is visible."""
-    starts, size, device = [span.start for span in group], group[0].end - group[0].begin, layout.positions.device
+    starts = [span.start for span in group]
+    size = group[0].end - group[0].begin
+    device = layout.positions.device
     stop = max(starts) + size
-    whole = mask_rule is None or mask_rule.reach is None or stop <= mask_rule.reach
-    if whole and size == 1 and layout.ancestors is None and min(starts) == max(starts):
+    causal = mask_rule is None or mask_rule.reach is None or stop <= mask_rule.reach
+    if causal and size == 1 and layout.ancestors is None and min(starts) == max(starts):
         return None
     columns = tree.upload(starts, device)[:, None] + torch.arange(size, device=device)  # [R, L]
     entries = torch.arange(stop, device=device)
-    seen = entries <= columns[..., None]  # [R, L, S]
-    where = entries.expand(len(group), stop)  # the position of each entry
+    visible = entries <= columns[..., None]  # [R, L, S]
+    entry_positions = entries.expand(len(group), stop)
     if layout.ancestors is not None:
-        where = where.clone()
+        entry_positions = entry_positions.clone()
         for r, span in enumerate(group):
-            _restrict(layout, span, seen[r], where[r])
-    if mask_rule is not None and not whole:
+            _restrict_to_ancestors(layout, span, visible[r], entry_positions[r])
+    if mask_rule is not None and not causal:
         positions = layout.positions[group[0].begin : group[-1].end].view(len(group), size)
-        row = torch.zeros((), dtype=torch.int64, device=device)
-        seen &= mask_rule.rule(row, row, positions[..., None], where[:, None])
-    added = torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, -torch.inf)
-    return added.repeat(1, sharing, 1)[:, None]
+        zero = torch.zeros((), dtype=torch.int64, device=device)  # index of sequence and head
+        visible &= mask_rule.rule(zero, zero, positions[..., None], entry_positions[:, None])
+    mask = torch.zeros(visible.shape, dtype=dtype, device=device).masked_fill_(~visible, -torch.inf)
+    return mask.repeat(1, sharing, 1)[:, None]
 
 
-def _restrict(layout: Layout, span: SequenceSpan, seen: torch.Tensor, where: torch.Tensor) -> None:
-    """Restrict draft tokens to their ancestors, and set their positions from their depth."""
+def _restrict_to_ancestors(
+    layout: Layout, span: SequenceSpan, visible: torch.Tensor, entry_positions: torch.Tensor
+) -> None:
+    """Restrict the draft tokens of a sequence to their ancestors, and set their positions from their depth.
+
+    `visible` [L, S] and `entry_positions` [S] are changed in place.
+    """
     assert layout.ancestors is not None
-    first, last = span.first, span.first + span.nodes
-    related = layout.ancestors[layout.spans.index(span)]
-    if span.nodes:
-        seen[-span.nodes :, span.base : span.base + last] = related[first:last, :last]
-        where[span.base : span.base + last] = span.base - 1 + related[:last].sum(-1)
+    if not span.nodes:
+        return
+    first = span.first
+    last = span.first + span.nodes
+    ancestors = layout.ancestors[layout.spans.index(span)]
+    visible[-span.nodes :, span.base : span.base + last] = ancestors[first:last, :last]
+    entry_positions[span.base : span.base + last] = span.base - 1 + ancestors[:last].sum(-1)

@@ -44,9 +44,13 @@ class AttentionTarget:
 
         With `record`, passes of fixed shapes are recorded as graphs, if the model allows it (see `Graphs`).
         """
-        self.vocab, self.device = checkpoint.vocab, checkpoint.device
-        self.slots, self.context, self.version = slots, context, 0
-        self._model, self._recorder = checkpoint.model, record
+        self.vocab = checkpoint.vocab
+        self.device = checkpoint.device
+        self.slots = slots
+        self.context = context
+        self.version = 0
+        self._model = checkpoint.model
+        self._recorder = record
         self.layers = len(layer_stack(self._model)[1])
         self._embeddings = checkpoint.model.get_input_embeddings().num_embeddings
         self._copies: WeakSet[AttentionTarget] = WeakSet()  # quantized copies
@@ -68,9 +72,11 @@ class AttentionTarget:
     def _score(self, batch: Batch, draft: Draft, first: int) -> Scores:
         layout = self._memory.stage(batch, draft, first)
         logits = self._forward(layout, CacheReader(self._memory, layout))
-        features = {layer: layout.per_node(out[0, layout.keep]) for layer, out in self._outputs.items()}
-        fed = {layer: layout.per_feed(out[0]) for layer, out in self._outputs.items()} if first < 0 else {}
-        return Scores(logits=layout.per_node(logits), hidden_states=features, feed_hidden_states=fed)
+        states = {layer: layout.per_node(out[0, layout.keep]) for layer, out in self._outputs.items()}
+        feed_states = {}
+        if first < 0:
+            feed_states = {layer: layout.per_feed(out[0]) for layer, out in self._outputs.items()}
+        return Scores(logits=layout.per_node(logits), hidden_states=states, feed_hidden_states=feed_states)
 
     def draft_greedy(self, batch: Batch, vocab: int, stop_rule: StopRule | None = None) -> DraftChains:
         tokens = self.graphs.draft_greedy(batch, vocab if vocab < self.vocab else 0) if self.graphs else None
@@ -82,12 +88,12 @@ class AttentionTarget:
         refuse_weight_update(self._source)
         for model in (self, *self._copies):
             load_weights(model._model, weights)
-        for memory in self._caches:
-            memory.forget()
+        for cache in self._caches:
+            cache.forget()
         self.version = version
 
     def bytes(self) -> int:
-        return weight_bytes(self._model, beside=self._source)
+        return weight_bytes(self._model, excluding=self._source)
 
     def read_bytes(self) -> tuple[tuple[int, ...], int]:
         head = torch.nn.ModuleList([self._model.get_output_embeddings()])
@@ -99,7 +105,8 @@ class AttentionTarget:
 
     def make_submodel(self, layers: Sequence[int]) -> AttentionTarget:
         other = copy(self)
-        other._model, other._source = make_submodel(self._model, layers), self._model
+        other._model = make_submodel(self._model, layers)
+        other._source = self._model
         if tuple(layers) == tuple(range(len(layers))):
             other.cache = SharedCache(self.cache)
         else:
@@ -110,7 +117,8 @@ class AttentionTarget:
 
     def make_requantized(self, bits: int) -> AttentionTarget:
         other = copy(self)
-        other._model, other._source = requantized_model(self._model, bits), self._model
+        other._model = requantized_model(self._model, bits)
+        other._source = self._model
         other._allocate_cache()
         other._reset()
         other.kernels += f" int{bits}"
@@ -119,14 +127,16 @@ class AttentionTarget:
 
     def _allocate_cache(self) -> None:
         """Allocate a KV cache."""
-        kind = SpareCache if self._recorder else StaticCache
-        self._memory: StaticCache = kind(slots=self.slots, capacity=max(self.context, MIN_CAPACITY), device=self.device)
+        cache_class = SpareCache if self._recorder else StaticCache
+        capacity = max(self.context, MIN_CAPACITY)
+        self._memory: StaticCache = cache_class(slots=self.slots, capacity=capacity, device=self.device)
         self._caches.add(self._memory)
         self.cache: Cache = self._memory
 
     def _reset(self) -> None:
         """Reset what a copy does not share with its source."""
-        self.kernels, self._outputs = "torch", dict[int, torch.Tensor]()
+        self.kernels = "torch"
+        self._outputs: dict[int, torch.Tensor] = {}  # of the last pass, by exported layer
         self._hooks: dict[int, RemovableHandle] = {}  # by exported layer
         self.graphs = self._record(self._recorder) if self._recorder else None
 
@@ -135,9 +145,8 @@ class AttentionTarget:
         out = self._model(
             input_ids=layout.tokens.clamp(0, self._embeddings - 1)[None],
             position_ids=layout.positions[None],
-            attention_mask=torch.ones_like(layout.tokens)[
-                None
-            ],  # keeps transformers from detecting packed sequences itself
+            # With a mask, transformers does not try to detect packed sequences itself.
+            attention_mask=torch.ones_like(layout.tokens)[None],
             use_cache=False,
             logits_to_keep=layout.keep,
             kv=reader,
@@ -146,6 +155,7 @@ class AttentionTarget:
         return logits.float()  # type: ignore[no-any-return]
 
     def _record(self, record: Recorder) -> Graphs | None:
+        """Return the recorded passes; None if the model does not support them."""
         assert isinstance(self._memory, SpareCache)
         try:
             self._static = StaticModel(self._model, list(layer_stack(self._model)[1]), self._memory, self._outputs)
@@ -161,16 +171,19 @@ class AttentionTarget:
         if set(layers) == self._hooks.keys():
             return
         stack = layer_stack(self._model)[1]
-        if odd := [layer for layer in layers if not 0 <= layer < len(stack)]:
-            raise OutriderError(f"layer {odd[0]} was asked for; this target's layers are 0 to {len(stack) - 1}")
+        if invalid := [layer for layer in layers if not 0 <= layer < len(stack)]:
+            raise OutriderError(f"this target has no layer {invalid[0]}; use layers 0 to {len(stack) - 1}")
         for hook in self._hooks.values():
             hook.remove()
+        self._hooks.clear()
         self._outputs.clear()
-        self._hooks = {layer: stack[layer].register_forward_hook(partial(self._keep, layer)) for layer in set(layers)}
-        if self.graphs and self._recorder:  # recorded passes export other layers
+        for layer in set(layers):
+            self._hooks[layer] = stack[layer].register_forward_hook(partial(self._save_output, layer))
+        if self.graphs and self._recorder:
+            # The recorded passes export other layers.
             self.graphs = Graphs(self._static, slots=self.slots, record=self._recorder)
 
-    def _keep(self, layer: int, _module: torch.nn.Module, _inputs: object, output: Any) -> None:
+    def _save_output(self, layer: int, _module: torch.nn.Module, _inputs: object, output: Any) -> None:
         out = output[0] if isinstance(output, tuple) else output
         if out.dim() != 3:  # [1, T, H]
             raise UnsupportedModel("its layers have several output streams, and a proposer needs one")

@@ -1,4 +1,4 @@
-"""The `Target` protocol, its optional extensions, and what all implementations share."""
+"""The `Target` protocol, its optional extensions, and greedy drafting by repeated scoring."""
 
 from __future__ import annotations
 
@@ -41,7 +41,9 @@ class Target(Protocol):
         """
 
     def export_hidden_states(self, layers: Sequence[int]) -> None:
-        """Return the outputs of these decoder layers, from 0, in `Scores.hidden_states` and `feed_hidden_states`.
+        """Export the outputs of these decoder layers, counted from 0.
+
+        They are in `Scores.hidden_states` and `Scores.feed_hidden_states` of later passes.
 
         A call replaces the layers of the call before. Prefix caching is off while layers are exported, because a cached
         token has no hidden states.
@@ -54,7 +56,7 @@ class Target(Protocol):
         """Load new values for some or all weights, by their names in the model's `state_dict`."""
 
     def bytes(self) -> int:
-        """Bytes of the weights."""
+        """Return the bytes of the weights."""
 
 
 @runtime_checkable
@@ -77,7 +79,7 @@ class SelfDraftTarget(Protocol):
     layers: int  # number of decoder layers
 
     def make_submodel(self, layers: Sequence[int]) -> Target:
-        """Make a target of these layers, in rising order, with the target's own embedding and output layer.
+        """Make a target of these layers, in rising order, with the target's own embedding and LM head.
 
         No weight is copied. The first layers also share the target's KV cache (see `SharedCache`). Any other choice
         has its own cache.
@@ -91,7 +93,7 @@ class SelfDraftTarget(Protocol):
         """
 
     def read_bytes(self) -> tuple[tuple[int, ...], int]:
-        """Bytes of weights that a pass reads: in each layer, and in the output layer."""
+        """Return the bytes of weights that a pass reads: in each layer, and in the LM head."""
 
 
 @runtime_checkable
@@ -101,7 +103,7 @@ class WeightSharer(Protocol):
     layers: int  # number of decoder layers
 
     def share_weights(self) -> SharedWeights:
-        """Return the embedding, final norm and output layer.
+        """Return the embedding, final norm and LM head.
 
         Raises:
             OutriderError: they are not a table, an RMS norm and a linear layer without bias.
@@ -111,13 +113,13 @@ class WeightSharer(Protocol):
 def draft_by_scores(target: Target, batch: Batch, vocab: int, stop_rule: StopRule | None = None) -> DraftChains:
     """Implement `Target.draft_greedy` by repeated calls of `score`."""
     draft = tree.empty(len(batch.seqs), target.device)
-    watch = ChainBuilder(batch.draft_budget, stop_rule if tree.is_cpu(target.device) else None)
-    while watch.depth < max(watch.count):
-        scores = target.score(batch, draft, first=watch.depth - 1)
+    builder = ChainBuilder(batch.draft_budget, stop_rule if tree.is_cpu(target.device) else None)
+    while builder.depth < max(builder.count):
+        scores = target.score(batch, draft, first=builder.depth - 1)
         logits = scores.logits[:, -1, :vocab]
         tokens = torch.cat([draft.tokens, logits.argmax(-1, keepdim=True)], 1)
-        watch.look(logits, tokens[:, -1], None if scores.confidence is None else scores.confidence[:, -1])
-        draft = tree.chain(tokens, tuple(min(most, watch.depth) for most in watch.count))
+        builder.look(logits, tokens[:, -1], None if scores.confidence is None else scores.confidence[:, -1])
+        draft = tree.chain(tokens, tuple(min(count, builder.depth) for count in builder.count))
     return DraftChains(
-        tokens=draft.tokens, count=tuple(watch.count), margin=watch.margins, accept_prob=watch.accept_probs
+        tokens=draft.tokens, count=tuple(builder.count), margin=builder.margins, accept_prob=builder.accept_probs
     )

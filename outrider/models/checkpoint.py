@@ -15,8 +15,8 @@ class Checkpoint:
     model: Any
     tokenizer: Any
     context: int  # tokens
-    vocab: int
-    end_ids: frozenset[int]
+    vocab: int  # ids that have logits
+    end_ids: frozenset[int]  # tokens that end the text
     recurrent: bool
     dtype: torch.dtype
     device: torch.device

@@ -25,9 +25,9 @@ from outrider.models.rounding import TOLERANCE, TRIALS
 from outrider.models.static_pass import Bucket, StaticModel, StaticPass
 
 _log = logging.getLogger("outrider")
-_COLUMNS = 64  # most tokens per sequence
-_ALL_COLUMNS = 512
-_LENGTH = 128  # cache entries: the shortest bucket, and the smallest step between buckets
+_MAX_COLUMNS = 64  # tokens per sequence
+_MAX_TOKENS = 512  # tokens of a pass
+_MIN_LENGTH = 128  # cache entries of the shortest bucket, and the smallest step between buckets
 _USES_UNTIL_RECORDED = 2  # uses of a bucket until it is recorded
 _RECOMPILATIONS = 256  # one per shape and kind of layer
 
@@ -39,14 +39,16 @@ class Recorder(Protocol):
         """Record `run`. It is called several times."""
 
     def bytes(self) -> int:
-        """Bytes of all recordings."""
+        """Return the bytes of all recordings."""
 
 
 class CudaRecorder:
     """Records CUDA graphs in one memory pool. Only one of them runs at a time."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._pool, self._bytes = device, torch.cuda.graph_pool_handle(), 0
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+        self._bytes = 0
 
     def bytes(self) -> int:
         return self._bytes
@@ -57,13 +59,15 @@ class CudaRecorder:
 
     def _capture(self, run: Callable[[], Any]) -> Callable[[], Any]:
         torch.cuda.empty_cache()
-        before, main = torch.cuda.memory_reserved(self._device), torch.cuda.current_stream()
+        reserved = torch.cuda.memory_reserved(self._device)
+        main = torch.cuda.current_stream()
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(main)
         with torch.cuda.stream(side):
             run()  # the first call creates library handles and compiles layers
             mode = torch.cuda.get_sync_debug_mode()
-            torch.cuda.set_sync_debug_mode("error")  # fail here rather than during the capture
+            # A synchronization with the host fails here rather than during the capture.
+            torch.cuda.set_sync_debug_mode("error")
             try:
                 run()
             finally:
@@ -72,7 +76,7 @@ class CudaRecorder:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
             out = run()
-        self._bytes += max(torch.cuda.memory_reserved(self._device) - before, 0)
+        self._bytes += max(torch.cuda.memory_reserved(self._device) - reserved, 0)
 
         def replay() -> Any:
             graph.replay()
@@ -83,14 +87,16 @@ class CudaRecorder:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Recorded:
+    """The recorded pass of one bucket."""
+
     buffers: StaticPass
     replay: Callable[[], Any]
-    trials: int = TRIALS  # rounds left to agree with the eager pass
+    trials: int = TRIALS  # comparisons with the eager pass that may still fail; 0: the pass is not compared
 
 
-def _fed(values: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, ...]:
+def _feed_states(values: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, ...]:
     """Copy the feed of each sequence from [slots, L, H]. The next pass writes to the same memory."""
-    return tuple(values[row.slot, : len(feed)].clone() for row, feed in zip(batch.seqs, batch.feed, strict=True))
+    return tuple(values[seq.slot, : len(feed)].clone() for seq, feed in zip(batch.seqs, batch.feed, strict=True))
 
 
 class Graphs:
@@ -99,46 +105,54 @@ class Graphs:
     def __init__(self, model: StaticModel, *, slots: int, record: Recorder) -> None:
         self.seconds = 0.0  # time of recording, including compilation
         self.compiled: bool | None = None  # whether the layers compile; None: not tried
-        self._model, self._slots, self._record = model, slots, record
+        self._model = model
+        self._slots = slots
+        self._record = record
         self._recorded: dict[Bucket, _Recorded] = {}
         self._uses: Counter[Bucket] = Counter()
-        self._works = True
+        self._enabled = True
 
     def bytes(self) -> int:
-        """Bytes of recordings and buffers."""
-        return self._record.bytes() + sum(each.buffers.bytes() for each in self._recorded.values())
+        """Return the bytes of recordings and buffers."""
+        return self._record.bytes() + sum(recorded.buffers.bytes() for recorded in self._recorded.values())
 
     def buckets(self) -> tuple[Bucket, ...]:
-        """The recorded buckets."""
+        """Return the recorded buckets."""
         return tuple(self._recorded)
 
     def score(self, batch: Batch, draft: Draft, first: int, eager: Callable[[], Scores]) -> Scores | None:
         """Do `Target.score` with a recorded pass. None: no bucket fits. `eager` is the pass without recording."""
-        skip, fed = max(first, 0), first < 0
-        nodes = draft.size - skip + fed
+        skip = max(first, 0)
+        has_feed = first < 0
+        num_nodes = draft.size - skip + has_feed
         lengths = zip(batch.feed, draft.width, strict=True)
-        sizes = [len(feed) * fed + max(width - skip, 0) for feed, width in lengths]
-        if not (draft.chain or fed):
+        columns = [len(feed) * has_feed + max(width - skip, 0) for feed, width in lengths]
+        if not (draft.chain or has_feed):
             return None
-        bucket = self._bucket(batch, max(*sizes, nodes), draft.width, trees=not draft.chain)
+        bucket = self._bucket(batch, max(*columns, num_nodes), draft.width, trees=not draft.chain)
         if bucket is None or (recorded := self._find(bucket)) is None:
             return None
         recorded.buffers.fill(batch, draft, first)
         self._model.cache.reserve(batch, draft.width, first)
-        logits, best, outputs, whole = recorded.replay()
-        rows = len(batch.seqs)
-        scores = Scores(  # copies, because the next pass writes to the same memory
-            logits=logits[:rows, :nodes].to(torch.float32, copy=True),
-            hidden_states={layer: out[:rows, :nodes].clone() for layer, out in outputs.items()},
-            best=best[:rows, :nodes].clone(),
-            feed_hidden_states={layer: _fed(out, batch) for layer, out in whole.items()} if fed else {},
+        logits, best, node_states, token_states = recorded.replay()
+        batch_size = len(batch.seqs)
+        # The results are copied, because the next pass writes to the same memory.
+        feed_states = {}
+        if has_feed:
+            feed_states = {layer: _feed_states(states, batch) for layer, states in token_states.items()}
+        scores = Scores(
+            logits=logits[:batch_size, :num_nodes].to(torch.float32, copy=True),
+            hidden_states={layer: states[:batch_size, :num_nodes].clone() for layer, states in node_states.items()},
+            best=best[:batch_size, :num_nodes].clone(),
+            feed_hidden_states=feed_states,
         )
         return scores if not recorded.trials else self._compare(recorded, scores, eager())
 
     def draft_greedy(self, batch: Batch, vocab: int) -> torch.Tensor | None:
         """Do `Target.draft_greedy` with a recorded pass. None: no bucket fits."""
-        steps, columns = max(batch.draft_budget), max(2, *(len(feed) for feed in batch.feed))
-        written = [budget - 1 for budget in batch.draft_budget]
+        steps = max(batch.draft_budget)
+        columns = max(2, *(len(feed) for feed in batch.feed))
+        written = [budget - 1 for budget in batch.draft_budget]  # the last draft token is not written to the cache
         bucket = self._bucket(batch, columns, written, steps=steps, vocab=vocab)
         if bucket is None or (recorded := self._find(bucket)) is None:
             return None
@@ -157,59 +171,62 @@ class Graphs:
         vocab: int = 0,
         compiled: bool = True,
     ) -> float:
-        """Record the passes that decode `rows` sequences of up to `length` tokens. Returns the seconds spent.
+        """Record the passes that decode `rows` sequences of up to `length` tokens. Return the seconds spent.
 
         `columns` are tokens per sequence of scoring passes; `steps` are draft lengths with ids below `vocab` (0: all).
         Nothing can be recorded before the first pass has allocated the cache.
         """
-        spent, wanted = self.seconds, []
-        for reach in _lengths(min(length, self._model.cache.spare), self._model.cache.spare):
-            plain = Bucket(rows=_power(rows, self._slots), columns=2, length=reach)
-            wanted += [replace(plain, columns=_power(count, _COLUMNS)) for count in columns]
-            wanted += [replace(plain, steps=count, vocab=vocab) for count in steps]
-        for bucket in dict.fromkeys(wanted):
-            if self._works and self._model.ready() and bucket not in self._recorded:
+        seconds_before = self.seconds
+        buckets = []
+        for bucket_length in _lengths(min(length, self._model.cache.spare), self._model.cache.spare):
+            base = Bucket(rows=_power(rows, self._slots), columns=2, length=bucket_length)
+            buckets += [replace(base, columns=_power(count, _MAX_COLUMNS)) for count in columns]
+            buckets += [replace(base, steps=count, vocab=vocab) for count in steps]
+        for bucket in dict.fromkeys(buckets):
+            if self._enabled and self._model.ready() and bucket not in self._recorded:
                 self._make(bucket, compiled=compiled)
-        return self.seconds - spent
+        return self.seconds - seconds_before
 
     def _bucket(
         self,
         batch: Batch,
         columns: int,
-        guesses: Sequence[int],
+        draft_sizes: Sequence[int],
         *,
         trees: bool = False,
         steps: int = 0,
         vocab: int = 0,
     ) -> Bucket | None:
-        rows = _power(1 + max(row.slot for row in batch.seqs), self._slots)
-        ends = zip(batch.start, batch.feed, guesses, strict=True)
-        stop = max(start + len(feed) + count for start, feed, count in ends)
-        size = _power(columns, _COLUMNS)
-        if columns > size or rows * size > _ALL_COLUMNS:
+        """Return the bucket of a pass with up to `columns` tokens per sequence; None if it is too large."""
+        rows = _power(1 + max(seq.slot for seq in batch.seqs), self._slots)
+        parts = zip(batch.start, batch.feed, draft_sizes, strict=True)
+        stop = max(start + len(feed) + count for start, feed, count in parts)
+        bucket_columns = _power(columns, _MAX_COLUMNS)
+        if columns > bucket_columns or rows * bucket_columns > _MAX_TOKENS:
             return None
         length = _round_up(stop, self._model.cache.spare)
-        return Bucket(rows=rows, columns=size, length=length, trees=trees, steps=steps, vocab=vocab)
+        return Bucket(rows=rows, columns=bucket_columns, length=length, trees=trees, steps=steps, vocab=vocab)
 
     def _find(self, bucket: Bucket) -> _Recorded | None:
-        """Return the recording of a bucket, or of one with longer drafts. Records it after enough uses."""
-        if not self._works or not self._model.ready():
+        """Return the recording of a bucket, or of one with longer drafts. Record the bucket after enough uses."""
+        if not self._enabled or not self._model.ready():
             return None
         if bucket in self._recorded:
             return self._recorded[bucket]
-        longer = [other for other in self._recorded if _serves(other, bucket)]
+        longer = [other for other in self._recorded if _can_replace(other, bucket)]
         if longer:
             return self._recorded[min(longer, key=lambda other: other.steps)]
         self._uses[bucket] += 1
         return self._make(bucket, compiled=False) if self._uses[bucket] >= _USES_UNTIL_RECORDED else None
 
     def _make(self, bucket: Bucket, *, compiled: bool) -> _Recorded | None:
-        began = perf_counter()
+        """Record a bucket. Without success, disable all recordings and return None."""
+        start = perf_counter()
         buffers = StaticPass(self._model, bucket)
         compiled &= self.compiled is not False
         self._model.compiled = compiled
         try:
-            run = buffers.grow if bucket.steps else buffers.score
+            run = buffers.draft_greedy if bucket.steps else buffers.score
             with torch._dynamo.config.patch(recompile_limit=_RECOMPILATIONS) if compiled else nullcontext():
                 replay = self._record(run)
             self.compiled = compiled or self.compiled
@@ -222,15 +239,19 @@ class Graphs:
             return None
         finally:
             self._model.compiled = False
-            self.seconds += perf_counter() - began
+            self.seconds += perf_counter() - start
         self._recorded[bucket] = _Recorded(buffers=buffers, replay=replay)
         return self._recorded[bucket]
 
-    def _compare(self, recorded: _Recorded, ours: Scores, eager: Scores) -> Scores:
-        """Compare a recorded pass with the eager pass, which has overwritten what the recorded pass wrote."""
-        sound = eager.logits.amax(-1).isfinite()
-        far = (ours.logits - eager.logits).norm(dim=-1) > TOLERANCE[self._model.dtype] * eager.logits.norm(dim=-1)
-        agree = not ((far | ~ours.logits.amax(-1).isfinite()) & sound).any()
+    def _compare(self, recorded: _Recorded, scores: Scores, eager: Scores) -> Scores:
+        """Compare the scores of a recorded pass with those of the eager pass, and return the latter.
+
+        The eager pass ran second, so its keys and values are in the cache.
+        """
+        finite = eager.logits.amax(-1).isfinite()
+        error = (scores.logits - eager.logits).norm(dim=-1)
+        differs = error > TOLERANCE[self._model.dtype] * eager.logits.norm(dim=-1)
+        agree = not ((differs | ~scores.logits.amax(-1).isfinite()) & finite).any()
         recorded.trials = 0 if agree else recorded.trials - 1
         if not agree and not recorded.trials:
             self._disable("a recorded pass differs from the eager pass")
@@ -238,29 +259,30 @@ class Graphs:
 
     def _disable(self, reason: str) -> None:
         _log.warning("CUDA graphs are disabled: %s", reason)
-        self._works = False
+        self._enabled = False
         self._recorded.clear()
 
 
-def _serves(longer: Bucket, bucket: Bucket) -> bool:
+def _can_replace(longer: Bucket, bucket: Bucket) -> bool:
+    """Return whether `longer` has the shape of `bucket` and at least as many draft steps."""
     same = all(getattr(longer, key) == getattr(bucket, key) for key in ("rows", "columns", "length", "trees", "vocab"))
     return same and longer.steps >= bucket.steps > 0
 
 
-def _power(count: int, most: int) -> int:
-    """Return the smallest power of two that is at least `count`, capped at `most`."""
-    return min(1 << (count - 1).bit_length(), most)
+def _power(count: int, limit: int) -> int:
+    """Return the smallest power of two that is at least `count`, capped at `limit`."""
+    return min(1 << (count - 1).bit_length(), limit)
 
 
-def _round_up(length: int, most: int) -> int:
-    """Round up to a bucket length, by at most a quarter from 512 on."""
-    step = max(_LENGTH, 1 << max((length - 1).bit_length() - 3, 0))
-    return min(-(-length // step) * step, most)
+def _round_up(length: int, limit: int) -> int:
+    """Return the bucket length of `length`, capped at `limit`. From 512 on it is at most a quarter longer."""
+    step = max(_MIN_LENGTH, 1 << max((length - 1).bit_length() - 3, 0))
+    return min(-(-length // step) * step, limit)
 
 
-def _lengths(length: int, most: int) -> list[int]:
+def _lengths(length: int, limit: int) -> list[int]:
     """Return all bucket lengths up to that of `length`."""
-    found = [_round_up(1, most)]
-    while found[-1] < min(length, most):
-        found.append(_round_up(found[-1] + 1, most))
-    return found
+    lengths = [_round_up(1, limit)]
+    while lengths[-1] < min(length, limit):
+        lengths.append(_round_up(lengths[-1] + 1, limit))
+    return lengths

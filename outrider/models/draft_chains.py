@@ -1,4 +1,4 @@
-"""Builds chains of a draft model token by token, and stops them early."""
+"""Build the chains of a draft model token by token, and stop them early."""
 
 from __future__ import annotations
 
@@ -14,35 +14,40 @@ class ChainBuilder:
     """Collects the margins of chains and decides where each sequence stops."""
 
     def __init__(self, budget: Sequence[int], stop_rule: StopRule | None) -> None:
-        """Start chains of up to `budget` [B] tokens. Without `stop_rule`, none stops earlier."""
-        self.count, self.depth = list(budget), 0
+        """Start chains of up to `budget` [B] tokens. Without `stop_rule`, no chain stops earlier."""
+        self.count = list(budget)  # [B] tokens of each chain
+        self.depth = 0  # tokens that were processed
         self._stop_rule = stop_rule
         self.margins: list[list[float]] | None = None if stop_rule is None else [[] for _ in budget]
         self.accept_probs: list[list[float]] | None = None if stop_rule is None else [[] for _ in budget]
 
     def look(self, logits: torch.Tensor, drawn: torch.Tensor, sure: torch.Tensor | None = None) -> None:
-        """Process the next draft token `drawn` [B] of each sequence and its logits [B, V].
+        """Process the next draft token of each sequence.
 
-        `sure` [B]: log-odds from a confidence head, which replace the margin of the logits.
+        Args:
+            logits: [B, V].
+            drawn: [B] the draft tokens.
+            sure: [B] log-odds of acceptance from a confidence head, which replace the margin of the logits.
         """
         if self._stop_rule is not None:
-            until = self._stop_rule.until(sum(count > self.depth for count in self.count))
+            min_prob = self._stop_rule.until(sum(count > self.depth for count in self.count))
             margins = margins_of(logits) if sure is None else sure.tolist()
             for b, (margin, token) in enumerate(zip(margins, drawn.tolist(), strict=True)):
                 if self.depth < self.count[b]:
                     prob = self._record(b, margin)
                     dropped = prob < self._stop_rule.min_path_prob
-                    if dropped or prob < until or token in self._stop_rule.ends:
+                    if dropped or prob < min_prob or token in self._stop_rule.ends:
                         self.count[b] = self.depth + (not dropped)
         self.depth += 1
 
     def _record(self, b: int, margin: float) -> float:
+        """Record the margin of a draft token. Return the acceptance probability of its path."""
         assert self._stop_rule is not None
         assert self.margins is not None
         assert self.accept_probs is not None
-        before = self.accept_probs[b][-1] if self.depth else 1.0
+        parent_prob = self.accept_probs[b][-1] if self.depth else 1.0
         self.margins[b].append(margin)
-        self.accept_probs[b].append(before * accept_prob_of(self._stop_rule, self.depth, margin))
+        self.accept_probs[b].append(parent_prob * accept_prob_of(self._stop_rule, self.depth, margin))
         return self.accept_probs[b][-1]
 
 

@@ -1,7 +1,7 @@
-"""Weights in the blocked layout of oneDNN's bfloat16 kernels.
+"""Pack weights into the blocked layout of oneDNN's bfloat16 kernels.
 
-A decode step is bound by reading the weights. torch's bfloat16 linear layer reorders them in every call and reaches
-about half of the memory bandwidth. Reordered once, oneDNN reads them at close to the full bandwidth.
+The memory bandwidth for the weights limits a decode step. torch's bfloat16 linear layer reorders the weights in every
+call and reaches about half of the bandwidth. If they are reordered once, oneDNN reaches almost all of it.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from torch import nn
 from outrider.errors import OutriderError
 from outrider.models.quantize import QuantizedLinear
 
-_ROWS = 8  # batch size that the layout is tuned for: one token and its draft
-_FEWEST = 4  # smaller batches are padded to this size, because oneDNN has slower kernels for them
-_TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # layers with the same input
+_LAYOUT_ROWS = 8  # input rows that the layout is tuned for: one token and its draft
+_MIN_ROWS = 4  # a single input row is padded to this number, because oneDNN has a slower kernel for it
+_SHARED_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # layers with the same input
 
 
 class _Stack:
@@ -33,17 +33,18 @@ class _Stack:
         self.packed = _pack(torch.cat([weight.detach() for weight in weights]))
         self._input: torch.Tensor | None = None
         self._parts: tuple[torch.Tensor, ...] = ()
-        self._wanted: set[int] = set()
+        self._pending: set[int] = set()  # layers that have not taken their outputs
 
     def __call__(self, x: torch.Tensor, index: int) -> torch.Tensor:
         if len(self._sizes) == 1:
             return _linear(x, self.packed, self.bias)
         if x is not self._input:
-            self._input, self._parts = x, torch.split(_linear(x, self.packed, self.bias), self._sizes, -1)
-            self._wanted = set(range(len(self._sizes)))
+            self._input = x
+            self._parts = torch.split(_linear(x, self.packed, self.bias), self._sizes, -1)
+            self._pending = set(range(len(self._sizes)))
         part = self._parts[index]
-        self._wanted.discard(index)
-        if not self._wanted:
+        self._pending.discard(index)
+        if not self._pending:
             self._forget()
         return part
 
@@ -60,7 +61,9 @@ class _Stack:
         self._forget()
 
     def _forget(self) -> None:
-        self._input, self._parts = None, ()
+        """Drop the last input and its outputs."""
+        self._input = None
+        self._parts = ()
 
 
 class PackedLinear(nn.Module):
@@ -68,15 +71,17 @@ class PackedLinear(nn.Module):
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__()
-        self._stack, self._index = _Stack([weight], [bias]), 0
+        self._stack = _Stack([weight], [bias])
+        self._index = 0
 
     @classmethod
     def together(cls, layers: Sequence[nn.Linear]) -> list[PackedLinear]:
-        """Pack layers that share one stack."""
+        """Return packed layers that share one stack. The layers have the same input."""
         packed = [cls(layers[0].weight[:1], None) for _ in layers]
         stack = _Stack([layer.weight for layer in layers], [layer.bias for layer in layers])
         for index, layer in enumerate(packed):
-            layer._stack, layer._index = stack, index
+            layer._stack = stack
+            layer._index = index
         return packed
 
     @property
@@ -107,68 +112,71 @@ class PackedLinear(nn.Module):
 
 
 def _pack(weight: torch.Tensor) -> torch.Tensor:
-    return torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS)  # type: ignore[no-any-return]
+    return torch.ops.mkldnn._reorder_linear_weight(weight, _LAYOUT_ROWS)  # type: ignore[no-any-return]
 
 
 def _linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     if x.numel() > x.shape[-1]:
         return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")  # type: ignore[no-any-return]
-    few = x.reshape(1, -1).expand(_FEWEST, -1).contiguous()
-    out = torch.ops.mkldnn._linear_pointwise(few, packed, bias, "none", [], "")[:1]
+    padded = x.reshape(1, -1).expand(_MIN_ROWS, -1).contiguous()
+    out = torch.ops.mkldnn._linear_pointwise(padded, packed, bias, "none", [], "")[:1]
     return out.view(*x.shape[:-1], -1)  # type: ignore[no-any-return]
 
 
 def can_prepack(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether this machine has the kernels."""
+    """Return whether this machine has oneDNN kernels for weights of this dtype."""
     return device.type == "cpu" and dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def prepack(model: nn.Module) -> None:
     """Replace every linear layer of `model` by a packed one. The original weights are freed."""
     for module in list(model.modules()):
-        plain = {name: child for name, child in module.named_children() if type(child) is nn.Linear}
-        for names in _TOGETHER:
-            layers = [plain[name] for name in names if name in plain]
-            same = len({(layer.in_features, layer.bias is None) for layer in layers}) == 1
-            if len(layers) == len(names) and same:
+        unpacked = {name: child for name, child in module.named_children() if type(child) is nn.Linear}
+        for names in _SHARED_INPUT:
+            layers = [unpacked[name] for name in names if name in unpacked]
+            compatible = len({(layer.in_features, layer.bias is None) for layer in layers}) == 1
+            if len(layers) == len(names) and compatible:
                 for name, packed in zip(names, PackedLinear.together(layers), strict=True):
                     setattr(module, name, packed)
-                    del plain[name]
-        for name, child in plain.items():
+                    del unpacked[name]
+        for name, child in unpacked.items():
             setattr(module, name, PackedLinear(child.weight, child.bias))
 
 
 def load_weights(model: torch.nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
     """Copy tensors into a model by name. Nothing changes if one of them does not fit. Packed layers are repacked."""
     tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", {})
-    twins = {**{source: target for target, source in tied.items()}, **tied}
-    kinds = PackedLinear | QuantizedLinear
-    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, kinds)}
+    tied_names = {**{source: target for target, source in tied.items()}, **tied}
+    layer_types = PackedLinear | QuantizedLinear
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, layer_types)}
     packed = {f"{name}.weight": layer for name, layer in layers.items()}
-    plain = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
-    plain |= {f"{name}.bias": layer.bias for name, layer in layers.items() if layer.bias is not None}
+    tensors = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+    tensors |= {f"{name}.bias": layer.bias for name, layer in layers.items() if layer.bias is not None}
     for name, value in weights.items():
-        if name not in packed and name not in plain:
+        if name not in packed and name not in tensors:
             raise OutriderError(f"the model has no weight {name!r}; use the names of its state_dict")
-        if value.shape != (shape := packed[name].shape if name in packed else plain[name].shape):
+        shape = packed[name].shape if name in packed else tensors[name].shape
+        if value.shape != shape:
             raise OutriderError(f"{name} has shape {tuple(value.shape)}; give {tuple(shape)}")
-    # A packed layer has a copy of a tied weight.
-    both = {**{twins[name]: value for name, value in weights.items() if name in twins}, **weights}
-    for name, value in both.items():
+    # A packed layer has its own copy of a tied weight, so tied weights are loaded under both names.
+    tied_weights = {tied_names[name]: value for name, value in weights.items() if name in tied_names}
+    for name, value in {**tied_weights, **weights}.items():
         if name in packed:
             packed[name].load(value)
         else:
-            plain[name].data.copy_(value)
+            tensors[name].data.copy_(value)
 
 
-def weight_bytes(model: nn.Module, *, beside: nn.Module | None = None) -> int:
-    """Bytes of all weights. Shared tensors count once, and those that `beside` has as well do not count."""
-    known = {} if beside is None else _weights(beside)
-    return sum(size for key, size in _weights(model).items() if key not in known)
+def weight_bytes(model: nn.Module, *, excluding: nn.Module | None = None) -> int:
+    """Return the bytes of all weights. Shared tensors count once. Tensors of `excluding` do not count."""
+    excluded = {} if excluding is None else _sizes_by_identity(excluding)
+    return sum(size for key, size in _sizes_by_identity(model).items() if key not in excluded)
 
 
-def _weights(model: nn.Module) -> dict[int, int]:
+def _sizes_by_identity(model: nn.Module) -> dict[int, int]:
     """Return the bytes of each tensor and packed layer, by identity."""
-    plain = {tensor.data_ptr(): tensor.nbytes for tensor in (*model.parameters(), *model.buffers())}
-    layers = (module for module in model.modules() if isinstance(module, PackedLinear | QuantizedLinear))
-    return plain | {id(module): module.nbytes for module in layers}
+    sizes = {tensor.data_ptr(): tensor.nbytes for tensor in (*model.parameters(), *model.buffers())}
+    for module in model.modules():
+        if isinstance(module, PackedLinear | QuantizedLinear):
+            sizes[id(module)] = module.nbytes
+    return sizes

@@ -1,4 +1,4 @@
-"""Models made of some layers of another model, without copying weights; and quantized copies."""
+"""Make models from some layers of another model without copying weights, and quantized copies."""
 
 from __future__ import annotations
 
@@ -20,17 +20,20 @@ _HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always
 
 
 def make_submodel(model: Any, layers: Sequence[int]) -> Any:
-    """Return a model of these decoder layers, in this order, with the embedding and output layer of `model`.
+    """Return a model of these decoder layers, in this order, with the embedding and LM head of `model`.
 
     Modules are copied, so that hooks and wrappers are separate. Weights are shared.
     """
     path, stack = layer_stack(model)
-    twins = _configs(model, layers)
-    root = at = _shell(model, twins)
+    configs = _configs(model, layers)
+    root = _copy_module(model, configs)
+    module = root
     *names, last = path.split(".")
     for name in names:
-        at._modules[name] = at = _shell(at._modules[name], twins)
-    at._modules[last] = nn.ModuleList(_shell(stack[i], {}) for i in layers)
+        child = _copy_module(module._modules[name], configs)
+        module._modules[name] = child
+        module = child
+    module._modules[last] = nn.ModuleList(_copy_module(stack[i], {}) for i in layers)
     return root
 
 
@@ -38,19 +41,19 @@ def requantized_model(model: Any, bits: int) -> Any:
     """Return a bfloat16 copy of a model with linear layers of 8 or 4 bits. Other bfloat16 weights are shared.
 
     Raises:
-        OutriderError: the model is not on a CPU, or does not have more bits.
-        UnsupportedModel: it cannot be quantized.
+        OutriderError: the model is not on a CPU, or its weights do not have more bits.
+        UnsupportedModel: the model cannot be quantized.
     """
     table = model.get_input_embeddings().weight
     if table.device.type != "cpu":
         raise OutriderError("a quantized draft needs a CPU; use device cpu, or draft:DIR, exit:N or ngram")
-    held = [module.bits for module in model.modules() if isinstance(module, QuantizedLinear)]
-    refuse_wider(bits, min(held, default=16))
-    copied = _unpacked(model, table.dtype)
-    quantize_model(copied, bits)
+    layer_bits = [module.bits for module in model.modules() if isinstance(module, QuantizedLinear)]
+    refuse_wider(bits, min(layer_bits, default=16))
+    quantized = _unpacked(model, table.dtype)
+    quantize_model(quantized, bits)
     if can_prepack(torch.device("cpu"), torch.bfloat16):
-        prepack(copied)
-    return copied
+        prepack(quantized)
+    return quantized
 
 
 def refuse_wider(bits: int, held: int) -> None:
@@ -70,17 +73,18 @@ def refuse_weight_update(source: object | None) -> None:
 
 def shared_weights(model: Any) -> SharedWeights:
     """Return the weights of a model that draft heads share (see `WeightSharer`)."""
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    embedding = model.get_input_embeddings()
+    head = model.get_output_embeddings()
     stack = layer_stack(model)[0].rpartition(".")[0]
     norm = getattr(model.get_submodule(stack), "norm", None)
     epsilon = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
-    named = type(norm).__name__
-    plain = getattr(head, "bias", None) is None and "RMSNorm" in named
-    if (
-        norm is None or epsilon is None or not plain or re.search("Gemma(?!3n|4)", named)
-    ):  # their norm weights are offset by 1
-        kind = model.config.model_type
-        raise OutriderError(f"draft heads do not support {kind}: its final norm or output layer differs from Llama's")
+    norm_class = type(norm).__name__
+    is_rms_norm = "RMSNorm" in norm_class
+    has_offset = re.search("Gemma(?!3n|4)", norm_class)  # the norm weights of these models are offset by 1
+    has_bias = getattr(head, "bias", None) is not None
+    if norm is None or epsilon is None or not is_rms_norm or has_offset or has_bias:
+        model_type = model.config.model_type
+        raise OutriderError(f"draft heads do not support {model_type}: its final norm or LM head differs from Llama's")
     table = embedding.weight * getattr(embedding, "embed_scale", 1.0)
     return SharedWeights(embedding=table, head=head.weight, norm=norm.weight, epsilon=float(epsilon))
 
@@ -92,15 +96,14 @@ def layer_stack(model: Any) -> tuple[str, nn.ModuleList]:
         UnsupportedModel: no module list has the number of layers of the configuration.
     """
     count = model.config.get_text_config(decoder=True).num_hidden_layers
-    inside = {id(module) for module in model.get_decoder().modules()}
+    decoder_modules = {id(module) for module in model.get_decoder().modules()}
     stacks = [
         (name, module)
         for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) == count and id(module) in inside
+        if isinstance(module, nn.ModuleList) and len(module) == count and id(module) in decoder_modules
     ]
     if not stacks:
-        kind = model.config.model_type
-        raise UnsupportedModel(f"{kind}: it has no list of {count} decoder layers")
+        raise UnsupportedModel(f"{model.config.model_type}: it has no list of {count} decoder layers")
     return stacks[0]
 
 
@@ -110,20 +113,23 @@ def _configs(model: Any, layers: Sequence[int]) -> Mapping[int, Any]:
     new = deepcopy(old)
     text = new.get_text_config(decoder=True)
     text.num_hidden_layers = len(layers)
-    if kinds := getattr(text, "layer_types", None):
-        text.layer_types = [kinds[i] for i in layers]
+    if layer_types := getattr(text, "layer_types", None):
+        text.layer_types = [layer_types[i] for i in layers]
     return {id(old): new, id(old.get_text_config(decoder=True)): text}
 
 
-def _shell(module: nn.Module, twins: Mapping[int, Any]) -> Any:
-    """Return a copy of a module that shares children and weights, without hooks and wrappers of `forward`."""
+def _copy_module(module: nn.Module, configs: Mapping[int, Any]) -> Any:
+    """Return a copy of a module that shares children and weights, without hooks and wrappers of `forward`.
+
+    `configs` maps the id of a configuration to the one that replaces it.
+    """
     out = copy(module)
     out._modules = dict(module._modules)
     for hooks in _HOOKS:
         setattr(out, hooks, OrderedDict())
     out.__dict__.pop("forward", None)
-    if id(getattr(out, "config", None)) in twins:
-        out.config = twins[id(out.config)]
+    if id(getattr(out, "config", None)) in configs:
+        out.config = configs[id(out.config)]
     return out
 
 
@@ -134,19 +140,17 @@ def _unpacked(module: nn.Module, wide: torch.dtype) -> Any:
     """
     if isinstance(module, PackedLinear | QuantizedLinear):
         outputs, inputs = module.shape
-        plain = nn.Linear(inputs, outputs, bias=module.bias is not None, device="meta")
-        plain.weight = nn.Parameter(module.weight, requires_grad=False)
+        linear = nn.Linear(inputs, outputs, bias=module.bias is not None, device="meta")
+        linear.weight = nn.Parameter(module.weight, requires_grad=False)
         if module.bias is not None:
-            plain.bias = nn.Parameter(module.bias, requires_grad=False)
-        return plain
-    out = _shell(module, {})
+            linear.bias = nn.Parameter(module.bias, requires_grad=False)
+        return linear
+    out = _copy_module(module, {})
     if wide != torch.bfloat16:
-        out._parameters = {
-            name: nn.Parameter(weight.bfloat16(), requires_grad=False)
-            if weight is not None and weight.dtype == wide
-            else weight
-            for name, weight in module._parameters.items()
-        }
+        out._parameters = dict(module._parameters)
+        for name, weight in module._parameters.items():
+            if weight is not None and weight.dtype == wide:
+                out._parameters[name] = nn.Parameter(weight.bfloat16(), requires_grad=False)
     for name, child in out._modules.items():
         out._modules[name] = child if child is None else _unpacked(child, wide)
     return out

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 MAX_HEAD_DIM = 256
-MAX_QUERIES_PER_KEY_HEAD = 48  # kQueries of attention.h
+MAX_QUERIES_PER_KEY_HEAD = 48  # kMaxTileRows of attention.h
 
 
 class CLinear(ctypes.Structure):
@@ -64,9 +64,10 @@ class CPass(ctypes.Structure):
     """`Pass` of decoder.cpp: addresses of the inputs and outputs of one forward pass."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("token", "position", "slot", "place", "seen", "tail_begin", "tail")),
-        *((name, ctypes.c_void_p) for name in ("keep", "logits", "best", "exported", "features", "state")),
-        *((name, ctypes.c_int32) for name in ("tapped", "columns", "kept", "exports")),
+        *((name, ctypes.c_void_p) for name in ("token", "position", "slot", "entry", "prefix", "tail_begin", "tail")),
+        *((name, ctypes.c_void_p) for name in ("output_columns", "logits", "best")),
+        *((name, ctypes.c_void_p) for name in ("export_layers", "hidden_states", "state")),
+        *((name, ctypes.c_int32) for name in ("needs_fusion", "num_columns", "num_outputs", "num_exports")),
     )
 
 
@@ -74,67 +75,67 @@ class CChain(ctypes.Structure):
     """`Chain` of decoder.cpp: chains of draft tokens that the kernels extend."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("slot", "position", "place", "budget", "weight", "bias", "end")),
-        *((name, ctypes.c_void_p) for name in ("token", "count", "looked", "margin", "chance")),
-        *((name, ctypes.c_void_p) for name in ("worth", "want", "uniform", "law", "law_at")),
-        ("keep", ctypes.c_float),
-        *((name, ctypes.c_int32) for name in ("rows", "depth", "vocab", "kinds", "ends")),
+        *((name, ctypes.c_void_p) for name in ("slot", "position", "entry", "budget", "weight", "bias", "end_ids")),
+        *((name, ctypes.c_void_p) for name in ("token", "count", "scored", "margin", "accept_prob")),
+        *((name, ctypes.c_void_p) for name in ("min_draft_prob", "params", "uniform", "q", "q_index")),
+        ("min_path_prob", ctypes.c_float),
+        *((name, ctypes.c_int32) for name in ("batch_size", "depth", "vocab", "num_weights", "num_end_ids")),
     )
 
 
-class CLaws(ctypes.Structure):
+class CDistributions(ctypes.Structure):
     """`Distributions` of rules.cpp."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("law", "want")),
-        *((name, ctypes.c_int32) for name in ("count", "vocab", "each")),
+        *((name, ctypes.c_void_p) for name in ("probs", "params")),
+        *((name, ctypes.c_int32) for name in ("count", "vocab", "nodes")),
     )
 
 
-class CTrial(ctypes.Structure):
-    """`Trial` of rules.cpp."""
+class CVerification(ctypes.Structure):
+    """`Verification` of rules.cpp."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("token", "parent", "law", "count", "p", "p_at", "q", "q_at")),
+        *((name, ctypes.c_void_p) for name in ("token", "parent", "kind", "count", "p", "p_index", "q", "q_index")),
         *((name, ctypes.c_void_p) for name in ("seed", "first", "path", "accepted", "bonus", "logprob")),
-        *((name, ctypes.c_int32) for name in ("rows", "nodes", "vocab", "rule")),
+        *((name, ctypes.c_int32) for name in ("batch_size", "nodes", "vocab", "rule")),
     )
+
+
+def _int_array() -> array[int]:
+    return array("i")
 
 
 @dataclass(slots=True, kw_only=True)
 class Columns:
     """The tokens of one forward pass. A column is a token of the pass."""
 
-    token: array[int] = field(default_factory=lambda: array("i"))
-    position: array[int] = field(default_factory=lambda: array("i"))
-    slot: array[int] = field(default_factory=lambda: array("i"))
-    place: array[int] = field(
-        default_factory=lambda: array("i")
-    )  # index in the slot where its keys and values are written
-    seen: array[int] = field(
-        default_factory=lambda: array("i")
-    )  # number of leading entries of the slot that it attends to
+    token: array[int] = field(default_factory=_int_array)
+    position: array[int] = field(default_factory=_int_array)
+    slot: array[int] = field(default_factory=_int_array)
+    entry: array[int] = field(default_factory=_int_array)  # index in the slot where keys and values are written
+    prefix: array[int] = field(default_factory=_int_array)  # leading entries of the slot that the column attends to
     tail_begin: array[int] = field(default_factory=lambda: array("i", [0]))
-    tail: array[int] = field(default_factory=lambda: array("i"))  # further entries that it attends to, for trees
-    keep: array[int] = field(default_factory=lambda: array("i"))  # columns that need logits
+    tail: array[int] = field(default_factory=_int_array)  # further entries that it attends to, for trees
+    output_columns: array[int] = field(default_factory=_int_array)  # columns that need logits
 
-    def text(self, tokens: Sequence[int], start: int, slot: int) -> None:
+    def add_consecutive(self, tokens: Sequence[int], start: int, slot: int) -> None:
         """Append consecutive tokens from entry `start` of a slot on. Each attends to all entries before it."""
         count = len(tokens)
         self.token.extend(tokens)
         self.position.extend(range(start, start + count))
         self.slot.extend([slot] * count)
-        self.place.extend(range(start, start + count))
-        self.seen.extend(range(start + 1, start + count + 1))
+        self.entry.extend(range(start, start + count))
+        self.prefix.extend(range(start + 1, start + count + 1))
         self.tail_begin.extend([len(self.tail)] * count)
 
-    def add(self, token: int, position: int, *, slot: int, place: int, seen: int, tail: Sequence[int] = ()) -> None:
-        """Append one column that attends to the first `seen` entries of the slot and to those in `tail`."""
+    def add(self, token: int, position: int, *, slot: int, entry: int, prefix: int, tail: Sequence[int] = ()) -> None:
+        """Append one column that attends to the first `prefix` entries of the slot and to those in `tail`."""
         self.token.append(token)
         self.position.append(position)
         self.slot.append(slot)
-        self.place.append(place)
-        self.seen.append(seen)
+        self.entry.append(entry)
+        self.prefix.append(prefix)
         self.tail.extend(tail)
         self.tail_begin.append(len(self.tail))
 
@@ -147,28 +148,28 @@ class Columns:
             token=self.token.buffer_info()[0],
             position=self.position.buffer_info()[0],
             slot=self.slot.buffer_info()[0],
-            place=self.place.buffer_info()[0],
-            seen=self.seen.buffer_info()[0],
+            entry=self.entry.buffer_info()[0],
+            prefix=self.prefix.buffer_info()[0],
             tail_begin=self.tail_begin.buffer_info()[0],
             tail=self.tail.buffer_info()[0],
-            keep=self.keep.buffer_info()[0],
+            output_columns=self.output_columns.buffer_info()[0],
             logits=output.logits,
             best=output.best,
-            exported=output.layers.buffer_info()[0],
-            features=output.hidden_states,
+            export_layers=output.layers.buffer_info()[0],
+            hidden_states=output.hidden_states,
             state=0 if state is None else state.data_ptr(),
-            tapped=state is not None and state.dim() == 3,  # states of several layers, which the kernels fuse
-            columns=len(self.token),
-            kept=len(self.keep),
-            exports=len(output.layers),
+            needs_fusion=state is not None and state.dim() == 3,  # states of several layers, which the kernels fuse
+            num_columns=len(self.token),
+            num_outputs=len(self.output_columns),
+            num_exports=len(output.layers),
         )
 
 
 @dataclass(slots=True, kw_only=True)
 class PassOutput:
-    """Addresses that a pass writes to; 0: not wanted."""
+    """Addresses that a pass writes to. 0 means that an output is not needed."""
 
     logits: int = 0
     best: int = 0
-    layers: array[int] = field(default_factory=lambda: array("i"))  # layers whose outputs are exported
+    layers: array[int] = field(default_factory=_int_array)  # layers whose outputs are exported
     hidden_states: int = 0

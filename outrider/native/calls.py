@@ -1,4 +1,4 @@
-"""Calls into the kernels: one forward pass, and chains of draft tokens that the kernels extend by themselves."""
+"""Run forward passes and draft chains of tokens on the native kernels."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ class Passes:
             layers: the layers whose outputs are returned.
             state: the input of a draft head at each column, [T, H] float32, or [T, layers, target H] before fusion.
         """
-        kept = len(columns.keep)
-        logits = torch.empty(kept, self.vocab)
-        best = array("i", bytes(4 * kept))
+        num_outputs = len(columns.output_columns)
+        logits = torch.empty(num_outputs, self.vocab)
+        best = array("i", bytes(4 * num_outputs))
         states = torch.empty(len(layers), len(columns.token), self._hidden) if layers else self._no_states
         output = PassOutput(
             logits=logits.data_ptr(),
@@ -71,19 +71,19 @@ class Passes:
         """Run one forward pass and extend a chain of draft tokens after it, for each sequence.
 
         Args:
-            columns: the last column of each sequence is kept; the chain is written after it.
+            columns: the columns of the pass. The last column of each sequence needs logits; the chain follows it.
             budget: [B] draft tokens per sequence, at least one.
             vocab: only ids below it are drafted.
-            stop_rule: when a sequence stops earlier; None: never.
-            draws: how draft tokens are sampled; None: greedily.
-            state: as in `run`. The input at a draft token is the output of the column before it.
+            stop_rule: when a sequence stops before its budget is used; None: never.
+            draws: how draft tokens are sampled; None: greedy.
+            state: as in `run`. At each draft token the input is the output of the column before it.
         """
-        ends = list(columns.keep)
+        ends = list(columns.output_columns)
         batch_size = len(budget)
         # The arrays must live until the call returns: the kernels get only their addresses.
         slot = array("i", [columns.slot[end] for end in ends])
         position = array("i", [columns.position[end] + 1 for end in ends])
-        place = array("i", [columns.place[end] + 1 for end in ends])
+        entry = array("i", [columns.entry[end] + 1 for end in ends])
         budgets = array("i", budget)
         weight = array("f", stop_rule.weight if stop_rule else [0])
         bias = array("f", stop_rule.bias if stop_rule else [0])
@@ -95,49 +95,52 @@ class Passes:
         chain = CChain(
             slot=_address(slot),
             position=_address(position),
-            place=_address(place),
+            entry=_address(entry),
             budget=_address(budgets),
             weight=_address(weight),
             bias=_address(bias),
-            end=_address(end_ids),
+            end_ids=_address(end_ids),
             token=_address(buffers.tokens),
             count=_address(buffers.counts),
-            looked=_address(buffers.scored),
+            scored=_address(buffers.scored),
             margin=_address(buffers.margins),
-            chance=_address(buffers.accept_probs),
-            worth=_address(thresholds),
-            want=_address(params) if draws else 0,
+            accept_prob=_address(buffers.accept_probs),
+            min_draft_prob=_address(thresholds),
+            params=_address(params) if draws else 0,
             uniform=0 if uniform is None else uniform.data_ptr(),
-            law=0 if buffers.q is None else buffers.q.data_ptr(),
-            law_at=_address(buffers.q_index),
-            keep=stop_rule.min_path_prob if stop_rule else 0.0,
-            rows=batch_size,
+            q=0 if buffers.q is None else buffers.q.data_ptr(),
+            q_index=_address(buffers.q_index),
+            min_path_prob=stop_rule.min_path_prob if stop_rule else 0.0,
+            batch_size=batch_size,
             depth=max(budget),
             vocab=vocab,
-            kinds=len(weight),
-            ends=len(end_ids),
+            num_weights=len(weight),
+            num_end_ids=len(end_ids),
         )
         c_pass = columns.c_pass(PassOutput(), state)
-        self._code.outrider_grow(self._handle, ctypes.byref(c_pass), ctypes.byref(chain))
+        self._code.outrider_draft_chains(self._handle, ctypes.byref(c_pass), ctypes.byref(chain))
         return buffers.chains(with_margins=stop_rule is not None)
 
 
 class _ChainBuffers:
-    """Arrays that the kernels fill with chains. They have the shape [B, K] unless another one is given."""
+    """Arrays that the kernels fill with chains. Their shape is [B, K] unless stated otherwise."""
 
     def __init__(self, budget: Sequence[int], vocab: int) -> None:
-        """Make room for `budget` [B] draft tokens, sampled from `vocab` ids each; 0: greedy."""
+        """Allocate arrays for `budget` [B] draft tokens. `vocab` is the number of ids to sample from; 0: greedy."""
         self._budget = tuple(budget)
-        self._shape = batch_size, depth = len(budget), max(budget)
+        batch_size = len(budget)
+        depth = max(budget)
+        self._shape = (batch_size, depth)
         self.tokens = array("i", bytes(4 * batch_size * depth))
         self.counts = array("i", bytes(4 * batch_size))  # [B]
-        self.scored = array("i", bytes(4 * batch_size))  # [B] draft tokens with margins
+        self.scored = array("i", bytes(4 * batch_size))  # [B] draft tokens that have a margin
         self.margins = array("f", bytes(4 * batch_size * depth))
         self.accept_probs = array("f", bytes(4 * batch_size * depth))
         self.q = torch.empty(sum(budget), vocab) if vocab else None  # [T, V]
         self.q_index = array("i", [-1]) * (batch_size * depth)
 
     def chains(self, *, with_margins: bool) -> DraftChains:
+        """Return the chains, with margins and acceptance probabilities if a stop rule has computed them."""
         tokens = torch.tensor(self.tokens.tolist()).view(self._shape)
         q = None
         if self.q is not None:
@@ -154,6 +157,7 @@ class _ChainBuffers:
         )
 
     def _by_sequence(self, values: array[float]) -> tuple[tuple[float, ...], ...]:
+        """Return the values at the scored draft tokens of each sequence."""
         depth = self._shape[1]
         return tuple(tuple(values[b * depth : b * depth + count]) for b, count in enumerate(self.scored))
 

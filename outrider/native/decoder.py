@@ -19,10 +19,12 @@ from outrider.models.submodel import refuse_weight_update
 from outrider.native.abi import MAX_HEAD_DIM, MAX_QUERIES_PER_KEY_HEAD, CLayer, CModel
 from outrider.native.calls import Passes
 from outrider.native.library import Library
-from outrider.native.pack import WHOLE, Arena, PackedWeight, interleave, pack, separate, unpack
+from outrider.native.pack import FLOAT_DTYPES, Arena, PackedWeight, interleave, pack, separate, unpack
 
-FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})  # layers of norm, rotary attention, norm and gated SiLU
-_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head"
+# Architectures whose layers consist of a norm, rotary attention, a norm and a gated SiLU MLP.
+FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+_EMBEDDING = "model.embed_tokens.weight"
+_HEAD = "lm_head"
 _PACKED_GROUPS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -41,7 +43,7 @@ class Dimensions:
     hidden: int
     heads: int
     key_heads: int
-    dim: int
+    dim: int  # of a head
     ffn: int
     epsilon: float
     scale: float
@@ -71,8 +73,9 @@ class Dimensions:
             rotary_scale=model.model.rotary_emb.attention_scaling,
             windows=_windows(config),
         )
-        odd = [name for name in ("hidden", "dim", "ffn") if getattr(shape, name) % 16]
-        if odd or shape.dim > MAX_HEAD_DIM or config.hidden_act != "silu" or getattr(config, "mlp_bias", False):
+        unaligned = any(size % 16 for size in (shape.hidden, shape.dim, shape.ffn))
+        other_mlp = config.hidden_act != "silu" or getattr(config, "mlp_bias", False)
+        if unaligned or shape.dim > MAX_HEAD_DIM or other_mlp:
             raise UnsupportedModel(
                 f"{config.model_type}: the native kernels need sizes that are multiples of 16, heads of at most"
                 f" {MAX_HEAD_DIM}, and SiLU MLPs without bias"
@@ -86,14 +89,15 @@ class Dimensions:
 
 
 def _windows(config: Any) -> tuple[int, ...]:
+    """Return the attention window of each layer; 0: full attention."""
     window = getattr(config, "sliding_window", None) or 0
-    every = "sliding_attention" if window else "full_attention"
-    kinds = getattr(config, "layer_types", None) or (every,) * config.num_hidden_layers
-    if odd := sorted(set(kinds) - {"sliding_attention", "full_attention"}):
+    default_type = "sliding_attention" if window else "full_attention"
+    layer_types = getattr(config, "layer_types", None) or (default_type,) * config.num_hidden_layers
+    if unsupported := sorted(set(layer_types) - {"sliding_attention", "full_attention"}):
         raise UnsupportedModel(
-            f"{config.model_type}: the native kernels do not support layers of type {', '.join(odd)}"
+            f"{config.model_type}: the native kernels do not support layers of type {', '.join(unsupported)}"
         )
-    return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
+    return tuple(window if layer_type == "sliding_attention" else 0 for layer_type in layer_types)
 
 
 class Decoder(Passes):
@@ -120,7 +124,7 @@ class Decoder(Passes):
         self._norms = {name: value.float().clone() for name, value in state.items() if name.endswith("norm.weight")}
         self._frequency = model.model.rotary_emb.inv_freq.float().clone()
         self._packed = {name: self._pack(name, parts, state) for name, parts in self._groups().items()}
-        self.dtype = WHOLE[32 if bits == 32 else 16]  # of the embedding, keys and values
+        self.dtype = FLOAT_DTYPES[32 if bits == 32 else 16]  # of the embedding, keys and values
         self._embedding = self._arena.keep(self._embed(state[_EMBEDDING]))
         self._stack: Sequence[int] = range(self.shape.layers)  # indices of the layers that run, in order
         self._source: Decoder | None = None  # the decoder that this one shares weights with or was quantized from
@@ -172,9 +176,12 @@ class Decoder(Passes):
                 raise OutriderError(f"{name} has shape {tuple(value.shape)}; give {tuple(self._shapes[name])}")
         new = {name: value.detach() for name, value in weights.items()}
         if self._tied:
-            both = new.get(_EMBEDDING, new.get(f"{_HEAD}.weight"))
-            new |= {} if both is None else {_EMBEDDING: both, f"{_HEAD}.weight": both}
-        self._norms |= {name: new[name].float().clone() for name in self._norms.keys() & new.keys()}
+            tied = new.get(_EMBEDDING, new.get(f"{_HEAD}.weight"))
+            if tied is not None:
+                new[_EMBEDDING] = tied
+                new[f"{_HEAD}.weight"] = tied
+        for name in self._norms.keys() & new.keys():
+            self._norms[name] = new[name].float().clone()
         stale = []
         for name, parts in self._groups().items():
             if any(f"{part}.{kind}" in new for part in parts for kind in ("weight", "bias")):
@@ -186,12 +193,14 @@ class Decoder(Passes):
         for other in self._derived:
             other._update_from_source(stale)
 
-    def quantised(self) -> dict[str, torch.Tensor]:
+    def quantized_weights(self) -> dict[str, torch.Tensor]:
         """Return the weights after quantization, by their names in transformers."""
-        groups = self._groups().items()
-        return {name: value for group, parts in groups for name, value in self._unpacked(group, parts).items()}
+        weights = {}
+        for group, parts in self._groups().items():
+            weights.update(self._unpacked(group, parts))
+        return weights
 
-    def tables(self) -> SharedWeights:
+    def share_weights(self) -> SharedWeights:
         """Return the weights that draft heads share."""
         return SharedWeights(
             embedding=self._embedding,
@@ -202,15 +211,19 @@ class Decoder(Passes):
         )
 
     def bytes(self) -> int:
-        """Bytes of the weights, without those of the decoder that this one was made from."""
+        """Return the bytes of the weights, without those of the decoder that this one was made from."""
         if self._source is None:
             tensors = (self._embedding, self._frequency, *self._norms.values(), *self._packed.values())
             return sum(tensor.nbytes for tensor in tensors)
-        return 0 if self._packed is self._source._packed else sum(weight.nbytes for weight in self._packed.values())
+        if self._packed is self._source._packed:
+            return 0
+        return sum(weight.nbytes for weight in self._packed.values())
 
     def read_bytes(self) -> tuple[tuple[int, ...], int]:
-        """Bytes of weights that a pass reads: of each layer, and of the output layer."""
-        layers = (sum(self._packed[f"{i}.{name}"].nbytes for name in _PACKED_GROUPS) for i in range(self.shape.layers))
+        """Return the bytes of weights that a pass reads: of each layer, and of the LM head."""
+        layers = []
+        for i in range(self.shape.layers):
+            layers.append(sum(self._packed[f"{i}.{name}"].nbytes for name in _PACKED_GROUPS))
         return tuple(layers), self._packed[_HEAD].nbytes
 
     def _update_from_source(self, names: Iterable[str]) -> None:
@@ -231,30 +244,33 @@ class Decoder(Passes):
         return groups
 
     def _embed(self, table: torch.Tensor) -> torch.Tensor:
-        """Return the embedding table. If it is tied to the output layer, it is the table after quantization."""
+        """Return the embedding table. If it is tied to the LM head, it is the table after quantization."""
         return (unpack(self._packed[_HEAD]) if self._tied else table).to(self.dtype)
 
     def _pack(self, name: str, parts: Sequence[str], state: Mapping[str, torch.Tensor]) -> PackedWeight:
+        """Pack the linear layers `parts` together."""
         weights = [state[f"{part}.weight"] for part in parts]
         biases = [state.get(f"{part}.bias") for part in parts]
         weight = interleave(*weights) if name.endswith("gate_up") else torch.cat(weights)
         bias = torch.cat([bias for bias in biases if bias is not None]) if biases[0] is not None else None
-        # Four bits are too few for the output layer.
+        # Four bits are too few for the LM head.
         bits = max(self._bits, 8) if name == _HEAD else self._bits
         return pack(weight, bias, bits=bits, arena=self._arena)
 
     def _unpacked(self, name: str, parts: Sequence[str]) -> dict[str, torch.Tensor]:
+        """Return the weights and biases of the linear layers `parts` from their packed weight."""
         packed = self._packed[name]
         sizes = [self._shapes[f"{part}.weight"][0] for part in parts]
         weight = unpack(packed)
         weights = separate(weight) if name.endswith("gate_up") else torch.split(weight, sizes)
-        out = {f"{part}.weight": weight for part, weight in zip(parts, weights, strict=True)}
+        state = {f"{part}.weight": weight for part, weight in zip(parts, weights, strict=True)}
         if packed.bias is not None:
-            out |= {f"{part}.bias": b for part, b in zip(parts, torch.split(packed.bias, sizes), strict=True)}
-        return out
+            for part, bias in zip(parts, torch.split(packed.bias, sizes), strict=True):
+                state[f"{part}.bias"] = bias
+        return state
 
     def _open(self) -> None:
-        """Open the model in the kernels. Called again whenever an address has changed."""
+        """Open the model in the kernels. This is called again whenever an address has changed."""
         if self._close is not None:
             self._close()
         if self._memory is None:

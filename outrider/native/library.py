@@ -1,4 +1,4 @@
-"""The C++ sources of this folder as a library: compiled at the first use on a machine, and kept."""
+"""Compile the C++ sources of this folder into a library, once per machine, and load it."""
 
 from __future__ import annotations
 
@@ -25,24 +25,23 @@ _SOURCE_FOLDER = Path(__file__).parent / "csrc"
 _UNITS = ("decoder.cpp", "rules.cpp", "suffix.cpp")
 _SOURCES = (*_UNITS, "simd.h", "sampling.h", "threads.h", "linear.h", "attention.h")
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-fopenmp")
-_PATIENCE = 600  # seconds
+_TIMEOUT = 600  # seconds for one call of the compiler
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Library:
-    """The compiled kernels, and what they took to make."""
+    """The compiled kernels."""
 
     code: ctypes.CDLL
-    compile_seconds: float  # 0 where an earlier run left them
+    compile_seconds: float  # 0 if an earlier run has compiled them
 
 
 @cache
 def load_library() -> Library:
-    """Compile the kernels, or find them compiled.
+    """Load the kernels. Compile them first if no earlier run has.
 
     Raises:
-        UnsupportedModel: there is no compiler here, it fails, or what it makes cannot be kept; the message says what
-            to do.
+        UnsupportedModel: there is no compiler, the compiler fails, or the cache folder cannot be written.
     """
     compiler = _compiler()
     path = cache_folder() / f"kernels-{_fingerprint(compiler)}.so"
@@ -50,70 +49,83 @@ def load_library() -> Library:
         seconds = 0.0 if path.is_file() else _compile(compiler, path)
     except OSError as error:
         raise UnsupportedModel(
-            f"the folder for kernels, {path.parent}, cannot be written ({error}); set XDG_CACHE_HOME to one that can"
+            f"the folder of the compiled kernels, {path.parent}, cannot be written ({error}); set XDG_CACHE_HOME to a"
+            " writable folder"
         ) from error
     try:
-        # OpenMP's symbols are left open and found in torch: two teams of threads would fight over the cores.
+        # The OpenMP symbols are not linked, so they resolve to torch's. Two thread teams would compete for the cores.
         code = ctypes.CDLL(str(path))
     except OSError as error:
         raise UnsupportedModel(f"the compiled kernels in {path} do not load ({error}); delete that file") from error
-    code.outrider_open.restype = ctypes.c_void_p
-    code.outrider_open.argtypes = code.outrider_close.argtypes = (ctypes.c_void_p,)
-    code.outrider_run.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
-    code.outrider_grow.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
-    code.outrider_judge.argtypes, code.outrider_judge.restype = (ctypes.c_void_p,), None
-    code.outrider_shape.argtypes, code.outrider_shape.restype = (ctypes.c_void_p,), None
-    _declare_texts(code)
-    code.outrider_close.restype = code.outrider_run.restype = code.outrider_grow.restype = None
+    _declare_functions(code)
     return Library(code=code, compile_seconds=seconds)
 
 
-def _declare_texts(code: ctypes.CDLL) -> None:
-    """Functions of suffix.cpp."""
-    code.outrider_text_open.argtypes, code.outrider_text_open.restype = (), ctypes.c_void_p
-    code.outrider_text_close.argtypes, code.outrider_text_close.restype = (ctypes.c_void_p,), None
-    code.outrider_text_extend.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32)
-    code.outrider_text_bytes.argtypes, code.outrider_text_bytes.restype = (ctypes.c_void_p,), ctypes.c_int64
-    code.outrider_text_grow.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
-    code.outrider_text_extend.restype = code.outrider_text_grow.restype = None
+def _declare_functions(code: ctypes.CDLL) -> None:
+    """Declare the argument and return types of all functions."""
+    pointer = ctypes.c_void_p
+    code.outrider_open.argtypes = (pointer,)
+    code.outrider_open.restype = pointer
+    code.outrider_close.argtypes = (pointer,)
+    code.outrider_close.restype = None
+    code.outrider_run.argtypes = (pointer, pointer)
+    code.outrider_run.restype = None
+    code.outrider_draft_chains.argtypes = (pointer, pointer, pointer)
+    code.outrider_draft_chains.restype = None
+    code.outrider_verify.argtypes = (pointer,)
+    code.outrider_verify.restype = None
+    code.outrider_target_probs.argtypes = (pointer,)
+    code.outrider_target_probs.restype = None
+    code.outrider_suffix_open.argtypes = ()
+    code.outrider_suffix_open.restype = pointer
+    code.outrider_suffix_close.argtypes = (pointer,)
+    code.outrider_suffix_close.restype = None
+    code.outrider_suffix_extend.argtypes = (pointer, pointer, ctypes.c_int32)
+    code.outrider_suffix_extend.restype = None
+    code.outrider_suffix_bytes.argtypes = (pointer,)
+    code.outrider_suffix_bytes.restype = ctypes.c_int64
+    code.outrider_suffix_draft.argtypes = (pointer, pointer)
+    code.outrider_suffix_draft.restype = None
 
 
 def _compiler() -> str:
-    wanted = os.environ.get("CXX")
-    found = shutil.which(wanted) if wanted else shutil.which("g++") or shutil.which("clang++")
-    if not found or sys.platform == "win32":
-        raise UnsupportedModel(f"no C++ compiler was found ({wanted or 'g++ or clang++'}); install one, such as g++")
-    return found
+    """Return the path of the C++ compiler: `CXX` if it is set, else g++ or clang++."""
+    name = os.environ.get("CXX")
+    path = shutil.which(name) if name else shutil.which("g++") or shutil.which("clang++")
+    if not path or sys.platform == "win32":
+        raise UnsupportedModel(f"no C++ compiler was found ({name or 'g++ or clang++'}); install one, such as g++")
+    return path
 
 
 def _compile(compiler: str, path: Path) -> float:
-    """Seconds that it took."""
+    """Compile the kernels to `path`. Return the time in seconds."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    began = perf_counter()
-    link = ("-undefined", "dynamic_lookup") if sys.platform == "darwin" else ()
+    start = perf_counter()
+    link_flags = ("-undefined", "dynamic_lookup") if sys.platform == "darwin" else ()
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        _log.warning("compiling the CPU kernels: once on a machine, some ten seconds")
+        _log.warning("compiling the CPU kernels, once per machine; this takes about ten seconds")
         objects = [str(Path(folder) / f"{unit}.o") for unit in _UNITS]
-        for unit, made in zip(_UNITS, objects, strict=True):
-            _call(compiler, *_FLAGS, "-c", str(_SOURCE_FOLDER / unit), "-o", made)
-        whole = Path(folder) / "kernels.so"
-        _call(compiler, "-shared", *link, *objects, "-o", str(whole))
-        os.replace(whole, path)  # whole or not at all, whoever else compiles at the same time
-    return perf_counter() - began
+        for unit, output in zip(_UNITS, objects, strict=True):
+            _run_compiler(compiler, *_FLAGS, "-c", str(_SOURCE_FOLDER / unit), "-o", output)
+        library = Path(folder) / "kernels.so"
+        _run_compiler(compiler, "-shared", *link_flags, *objects, "-o", str(library))
+        # An atomic move, since other processes may compile at the same time.
+        os.replace(library, path)
+    return perf_counter() - start
 
 
-def _call(*command: str) -> None:
+def _run_compiler(*command: str) -> None:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE, check=False)
+        result = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise UnsupportedModel(f"the C++ compiler does not run ({error}); name another in CXX") from error
-    if done.returncode:
-        said = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[-200:])
-        raise UnsupportedModel(f"{command[0]} cannot compile the kernels ({said.strip()}); name another in CXX")
+    if result.returncode:
+        message = next((line for line in result.stderr.splitlines() if "error" in line), result.stderr[-200:])
+        raise UnsupportedModel(f"{command[0]} cannot compile the kernels ({message.strip()}); name another in CXX")
 
 
 def _fingerprint(compiler: str) -> str:
-    """Of everything that the result depends on, this processor included."""
+    """Return a hash of everything that the compiled library depends on, including the processor."""
     digest = hashlib.sha256("\n".join((compiler, *_FLAGS, platform.machine(), torch.__version__)).encode())
     digest.update(torch.backends.cpu.get_cpu_capability().encode())
     if (info := Path("/proc/cpuinfo")).is_file():
@@ -124,5 +136,5 @@ def _fingerprint(compiler: str) -> str:
 
 
 def cache_folder() -> Path:
-    """Where what is made once on a machine is kept."""
+    """Return the folder of files that are made once per machine."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outrider"

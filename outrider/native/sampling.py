@@ -1,4 +1,4 @@
-"""Laws in the kernels' hands: what `outrider.verify.sampling.shape` says, without sorting a vocabulary."""
+"""Compute the target distribution with the native kernels. They do not sort the vocabulary."""
 
 from __future__ import annotations
 
@@ -8,23 +8,29 @@ from functools import partial
 import torch
 
 from outrider.errors import UnsupportedModel
-from outrider.native.abi import CLaws
+from outrider.native.abi import CDistributions
 from outrider.native.library import Library, load_library
 from outrider.verify.sampling import ProbsFunction, SamplingTensors, target_probs
 
 
 def fastest_sampling(device: torch.device) -> ProbsFunction:
-    """`sampling.shape`; on a CPU with kernels, made by them."""
+    """Return the native `target_probs` if the device is a CPU and the kernels are available, else the torch one."""
     if device.type != "cpu":
         return target_probs
     try:
-        return partial(_shape, load_library())
+        return partial(_target_probs, load_library())
     except UnsupportedModel:
-        return target_probs  # no compiler here, and the reference says the same
+        return target_probs  # no compiler; the torch function computes the same
 
 
-def _shape(library: Library, logits: torch.Tensor, knobs: SamplingTensors, of: torch.Tensor | slice) -> torch.Tensor:
-    law = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-    wants, (rows, nodes, vocab) = knobs.draw_params[of].contiguous(), law.shape
-    library.code.outrider_shape(ctypes.byref(CLaws(law.data_ptr(), wants.data_ptr(), rows * nodes, vocab, nodes)))
-    return law
+def _target_probs(
+    library: Library, logits: torch.Tensor, sampling: SamplingTensors, of: torch.Tensor | slice
+) -> torch.Tensor:
+    probs = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    params = sampling.draw_params[of].contiguous()
+    batch_size, nodes, vocab = probs.shape
+    arguments = CDistributions(
+        probs=probs.data_ptr(), params=params.data_ptr(), count=batch_size * nodes, vocab=vocab, nodes=nodes
+    )
+    library.code.outrider_target_probs(ctypes.byref(arguments))
+    return probs

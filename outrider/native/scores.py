@@ -1,4 +1,4 @@
-"""Scores as a pass of the native kernels leaves them."""
+"""Scores of a native forward pass, without padding."""
 
 from __future__ import annotations
 
@@ -12,39 +12,41 @@ from outrider.core.types import Packed, Scores
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Exported:
-    """Outputs of some layers at all columns of a pass, and where in it each row's lie."""
+    """Outputs of some layers at all columns of a pass, and the columns of each sequence."""
 
     layers: tuple[int, ...]
     values: torch.Tensor  # [layers, T, H]
-    nodes: torch.Tensor  # [B, 1 + N] columns; padding repeats the first of its row
-    begin: tuple[int, ...]  # [B] the first column of each feed; its guesses follow it
-    feed: tuple[int, ...]  # [B] its length; 0 where feeds were read by an earlier pass
+    nodes: torch.Tensor  # [B, 1 + N] column of each node; padding repeats the first node of the sequence
+    begin: tuple[int, ...]  # [B] first column of each feed; the draft tokens follow the feed
+    feed: tuple[int, ...]  # [B] length of the feed; 0 if an earlier pass has computed the feeds
 
     def states(self, layers: Sequence[int], b: int, path: Sequence[int]) -> torch.Tensor:
-        chosen = self.values
+        """Return [n, layers, H] at the feed of sequence b and at the nodes of `path`."""
+        values = self.values
         if tuple(layers) != self.layers:
-            chosen = chosen[[self.layers.index(layer) for layer in layers]]
-        begin, end = self.begin[b], self.begin[b] + self.feed[b]
+            values = values[[self.layers.index(layer) for layer in layers]]
+        begin = self.begin[b]
+        end = begin + self.feed[b]
         count = len(path)
         if tuple(path) == tuple(range(count)):
-            return chosen[:, begin : end + count].transpose(0, 1)
+            return values[:, begin : end + count].transpose(0, 1)
         columns = [*range(begin, end), *(end + node for node in path)]
-        return chosen[:, columns].transpose(0, 1)
+        return values[:, columns].transpose(0, 1)
 
 
 class NativeScores(Scores):
-    """Scores of which nothing is padded, copied or taken apart before somebody asks for it.
+    """Scores that are padded, copied and split only when a property is first used.
 
-    Who can do with the logits of the nodes that exist, with the likeliest tokens, or with the states at what was kept,
-    never pays for more.
+    Callers that need only the packed logits, the likeliest tokens, or the states at accepted tokens avoid that work.
     """
 
     __slots__ = ("_best", "_exported", "_host", "_packed", "_padded", "_values")
-    _host: Sequence[Sequence[int]]  # [B, M] the likeliest ids
-    _best: torch.Tensor | None  # the same, once somebody has asked
+    _host: Sequence[Sequence[int]]  # [B, M] likeliest ids
+    _best: torch.Tensor | None  # the same as a tensor; None before the first use
     _values: torch.Tensor  # [T, V] logits
-    _packed: Packed | None  # padding points to the first of its row; None where the rows are of one length
-    _padded: torch.Tensor | None  # [B, M, V], once somebody has asked
+    # Padding points to the first node of the sequence. None if all sequences have the same number of nodes.
+    _packed: Packed | None
+    _padded: torch.Tensor | None  # [B, M, V] logits; None before the first use
     _exported: Exported | None
 
     def __init__(
@@ -55,15 +57,22 @@ class NativeScores(Scores):
         packed: Packed | None,
         exported: Exported | None,
     ) -> None:
-        """Give the likeliest ids [B, M], `logits` [T, V], and `packed` where rows are not of one length."""
-        put = object.__setattr__
-        put(self, "confidence", None)
-        put(self, "_host", host)
-        put(self, "_best", None)
-        put(self, "_values", logits)
-        put(self, "_padded", None)
-        put(self, "_packed", packed)
-        put(self, "_exported", exported)
+        """Store the results of a pass.
+
+        Args:
+            host: [B, M] likeliest ids.
+            logits: [T, V].
+            packed: the logits by node; None if all sequences have the same number of nodes.
+            exported: the outputs of exported layers, if any.
+        """
+        set_field = object.__setattr__
+        set_field(self, "confidence", None)
+        set_field(self, "_host", host)
+        set_field(self, "_best", None)
+        set_field(self, "_values", logits)
+        set_field(self, "_padded", None)
+        set_field(self, "_packed", packed)
+        set_field(self, "_exported", exported)
 
     @property
     def host(self) -> Sequence[Sequence[int]]:
@@ -91,17 +100,21 @@ class NativeScores(Scores):
 
     @property
     def hidden_states(self) -> Mapping[int, torch.Tensor]:
-        it = self._exported
-        return {} if it is None else {layer: out[it.nodes] for layer, out in zip(it.layers, it.values, strict=True)}
+        exported = self._exported
+        if exported is None:
+            return {}
+        return {layer: out[exported.nodes] for layer, out in zip(exported.layers, exported.values, strict=True)}
 
     @property
     def feed_hidden_states(self) -> Mapping[int, tuple[torch.Tensor, ...]]:
-        it = self._exported
-        if it is None or not any(it.feed):
+        exported = self._exported
+        if exported is None or not any(exported.feed):
             return {}
-        spans = [(begin, begin + count) for begin, count in zip(it.begin, it.feed, strict=True)]
-        outs = zip(it.layers, it.values, strict=True)
-        return {layer: tuple(out[begin:end] for begin, end in spans) for layer, out in outs}
+        spans = [(begin, begin + count) for begin, count in zip(exported.begin, exported.feed, strict=True)]
+        states = {}
+        for layer, out in zip(exported.layers, exported.values, strict=True):
+            states[layer] = tuple(out[begin:end] for begin, end in spans)
+        return states
 
     def states(self, layers: Sequence[int], b: int, path: Sequence[int]) -> torch.Tensor:
         assert self._exported is not None

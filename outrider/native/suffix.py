@@ -1,73 +1,113 @@
-"""A text's suffix automaton in native memory, and the trees of guesses that it grows: see suffix.cpp."""
+"""A suffix automaton in native memory, and the draft trees that it proposes. See suffix.cpp."""
 
 from __future__ import annotations
 
 import ctypes
 from array import array
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from outrider.native.library import Library
 
-Guesses = tuple[list[int], list[int], list[float], list[int], list[int]]  # tokens, parents, chances, kinds, ways
+
+class SuffixTree(NamedTuple):
+    """A draft tree of N nodes."""
+
+    tokens: list[int]  # [N]
+    parents: list[int]  # [N] node index; -1: the root
+    path_probs: list[float]  # [N] acceptance probability of the path
+    kinds: list[int]  # [N]
+    continuations: list[int]  # [N] bit mask of the continuations that contain the path
 
 
-class _Growth(ctypes.Structure):
-    """`Growth` of suffix.cpp."""
+class _CSuffixDraft(ctypes.Structure):
+    """`SuffixDraft` of suffix.cpp."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("worth", "said", "words", "votes")),
-        *((name, ctypes.c_void_p) for name in ("token", "parent", "kind", "ways", "chance")),
-        *((name, ctypes.c_int32) for name in ("sayings", "agreed", "budget", "count")),
+        *((name, ctypes.c_void_p) for name in ("calibration", "continuation", "lengths", "outputs")),
+        *((name, ctypes.c_void_p) for name in ("token", "parent", "kind", "continuations", "prob")),
+        *((name, ctypes.c_int32) for name in ("num_continuations", "matched_outputs", "budget", "count")),
     )
 
 
 class SuffixText:
-    """What `Automaton` and `grow` do, in one call each."""
+    """The native implementation of `Automaton` and `grow` of `outrider.propose.lookup`."""
 
     def __init__(self, library: Library) -> None:
         self._code = library.code
-        self._text: int = self._code.outrider_text_open()
+        self._automaton: int = self._code.outrider_suffix_open()
         self._size = 0
-        self._room = 0  # guesses that there is space for
-        self._growth = _Growth()
+        self._capacity = 0  # draft tokens that the buffers have space for
+        self._draft = _CSuffixDraft()
 
     def __del__(self) -> None:
-        self._code.outrider_text_close(self._text)
+        self._code.outrider_suffix_close(self._automaton)
 
     def __len__(self) -> int:
         return self._size
 
     def extend(self, text: Sequence[int]) -> None:
-        """The text goes on with these tokens."""
+        """Append tokens."""
         tokens = array("I", text)
-        self._code.outrider_text_extend(self._text, tokens.buffer_info()[0], len(tokens))
+        self._code.outrider_suffix_extend(self._automaton, tokens.buffer_info()[0], len(tokens))
         self._size += len(tokens)
 
     def guess(
-        self, said: Sequence[tuple[array[int], Sequence[int]]], agreed: int, worth: array[float], budget: int
-    ) -> Guesses:
-        """The likeliest guesses, at most `budget`; `said` are tokens and the outputs that say them."""
-        growth = self._space(budget)
-        growth.worth, growth.agreed, growth.budget, growth.sayings = worth.buffer_info()[0], agreed, budget, len(said)
-        if said:
-            tokens = array("I", b"".join([way[0] for way in said]))
-            words, votes = array("i", [len(way[0]) for way in said]), array("i", [len(way[1]) for way in said])
-            growth.said, growth.words, growth.votes = (each.buffer_info()[0] for each in (tokens, words, votes))
-        self._code.outrider_text_grow(self._text, ctypes.byref(growth))
-        count = growth.count
-        token, parent, kind, ways = (numbers[:count] for numbers in self._numbers)
-        return token, parent, self._chances[:count], kind, ways
+        self,
+        continuations: Sequence[tuple[array[int], Sequence[int]]],
+        matched: int,
+        calibration: array[float],
+        budget: int,
+    ) -> SuffixTree:
+        """Return the tree of the likeliest draft tokens.
+
+        Args:
+            continuations: tokens, and the finished outputs that continued with them.
+            matched: tokens that these outputs have in common with the end of the sequence.
+            calibration: acceptance probability of a token divided by its share, by kind.
+            budget: maximum number of draft tokens.
+        """
+        self._reserve(budget)
+        draft = self._draft
+        draft.calibration = calibration.buffer_info()[0]
+        draft.matched_outputs = matched
+        draft.budget = budget
+        draft.num_continuations = len(continuations)
+        if continuations:
+            tokens = array("I", b"".join([tokens for tokens, _ in continuations]))
+            lengths = array("i", [len(tokens) for tokens, _ in continuations])
+            counts = array("i", [len(outputs) for _, outputs in continuations])
+            draft.continuation = tokens.buffer_info()[0]
+            draft.lengths = lengths.buffer_info()[0]
+            draft.outputs = counts.buffer_info()[0]
+        self._code.outrider_suffix_draft(self._automaton, ctypes.byref(draft))
+        size = draft.count
+        return SuffixTree(
+            tokens=self._tokens[:size],
+            parents=self._parents[:size],
+            path_probs=self._probs[:size],
+            kinds=self._kinds[:size],
+            continuations=self._masks[:size],
+        )
 
     def bytes(self) -> int:
-        """Memory, in bytes."""
-        return int(self._code.outrider_text_bytes(self._text))
+        """Return the memory of the automaton in bytes."""
+        return int(self._code.outrider_suffix_bytes(self._automaton))
 
-    def _space(self, budget: int) -> _Growth:
-        if budget > self._room:
-            self._room = budget
-            self._numbers = [(ctypes.c_int32 * budget)() for _ in range(4)]
-            self._chances = (ctypes.c_double * budget)()
-            growth = self._growth
-            growth.token, growth.parent, growth.kind, growth.ways = map(ctypes.addressof, self._numbers)
-            growth.chance = ctypes.addressof(self._chances)
-        return self._growth
+    def _reserve(self, budget: int) -> None:
+        """Grow the output buffers to `budget` draft tokens."""
+        if budget <= self._capacity:
+            return
+        self._capacity = budget
+        int_buffer = ctypes.c_int32 * budget
+        self._tokens = int_buffer()
+        self._parents = int_buffer()
+        self._kinds = int_buffer()
+        self._masks = int_buffer()
+        self._probs = (ctypes.c_double * budget)()
+        draft = self._draft
+        draft.token = ctypes.addressof(self._tokens)
+        draft.parent = ctypes.addressof(self._parents)
+        draft.kind = ctypes.addressof(self._kinds)
+        draft.continuations = ctypes.addressof(self._masks)
+        draft.prob = ctypes.addressof(self._probs)

@@ -1,4 +1,4 @@
-"""The target, and the draft, whose pass is one call into the kernels."""
+"""A model on the native kernels. Each forward pass is one call."""
 
 from __future__ import annotations
 
@@ -25,76 +25,85 @@ from outrider.native.scores import Exported, NativeScores
 
 
 class NativeTarget:
-    """A Llama-like model on the CPU.
+    """A Llama-like model on the CPU, as a target or a draft model.
 
-    What is computed for a token does not depend, in any bit, on what else is in the pass: the same text comes out
-    with any proposer, any number of guesses and any company, in float32 and in bfloat16.
+    The result for a token does not depend, in any bit, on the other tokens of the pass. The output is therefore the
+    same with any proposer, any number of draft tokens and any batch, in float32 and in bfloat16.
     """
 
     def __init__(self, checkpoint: Checkpoint, *, slots: int, context: int, bits: int = 16) -> None:
-        """Prepare for `slots` rows of up to `context` tokens; with `bits` below 16 the checkpoint is quantised.
+        """Pack the weights and allocate a cache for `slots` sequences of up to `context` tokens.
+
+        With `bits` below 16 the weights are quantized, and those of `checkpoint.model` are replaced by the quantized
+        ones.
 
         Raises:
-            UnsupportedModel: the kernels cannot be compiled here, or do not know this model.
+            UnsupportedModel: the kernels cannot be compiled, or do not support this model.
         """
         self._library = load_library()
-        held = bits if bits < 16 else 8 * checkpoint.dtype.itemsize
-        self._decoder = Decoder(checkpoint.model, self._library, bits=held)
-        if bits < 16:  # from here on the quantised model is the model
-            checkpoint.model.load_state_dict(self._decoder.quantised(), strict=False)
-        self.vocab, self.device, self.version = checkpoint.vocab, checkpoint.device, 0
-        self.slots, self.context = slots, context
-        self._layers: tuple[int, ...] = ()
+        weight_bits = bits if bits < 16 else 8 * checkpoint.dtype.itemsize
+        self._decoder = Decoder(checkpoint.model, self._library, bits=weight_bits)
+        if bits < 16:
+            checkpoint.model.load_state_dict(self._decoder.quantized_weights(), strict=False)
+        self.vocab = checkpoint.vocab
+        self.device = checkpoint.device
+        self.version = 0
+        self.slots = slots
+        self.context = context
+        self._layers: tuple[int, ...] = ()  # exported layers
         self._config = checkpoint.model.config.to_dict()
         self.kernels = "native" if bits == 16 else f"native int{bits}"
         self.layers = self._decoder.shape.layers
-        self._remember(self.layers)
+        self._allocate_cache(self.layers)
 
     @property
     def compile_seconds(self) -> float:
-        """What the kernels took to compile; 0 where an earlier run left them."""
+        """Time to compile the kernels; 0 if an earlier run has compiled them."""
         return self._library.compile_seconds
 
     def score(self, batch: Batch, draft: Draft, first: int = -1) -> Scores:
         self._memory.reserve(batch, draft.width)
         columns, order = columns_of(batch, draft, first, self.vocab)
-        logits, likeliest, features = self._decoder.run(columns, self._layers)
-        rows = len(batch.seqs)
-        packed = exported = None
+        logits, best, states = self._decoder.run(columns, self._layers)
+        batch_size = len(batch.seqs)
+        packed = None
+        exported = None
         if order is not None:
-            likeliest = array("i", [likeliest[at] for at in order])
-            packed = Packed(values=logits, at=torch.tensor(order).view(rows, -1))
+            best = array("i", [best[at] for at in order])
+            packed = Packed(values=logits, at=torch.tensor(order).view(batch_size, -1))
         if self._layers:
-            wanted = torch.tensor(columns.keep, dtype=torch.int64)
-            at = (wanted if packed is None else wanted[packed.at]).view(rows, -1)
+            output_columns = torch.tensor(columns.output_columns, dtype=torch.int64)
+            nodes = (output_columns if packed is None else output_columns[packed.at]).view(batch_size, -1)
             feed = tuple(len(feed) if first < 0 else 0 for feed in batch.feed)
-            columns_a_row = (fed + max(width - max(first, 0), 0) for fed, width in zip(feed, draft.width, strict=True))
-            begin = tuple(accumulate(columns_a_row, initial=0))[:-1]
-            exported = Exported(layers=self._layers, values=features, nodes=at, begin=begin, feed=feed)
-        nodes = len(likeliest) // rows
-        host = [likeliest[at : at + nodes].tolist() for at in range(0, len(likeliest), nodes)]
+            new_nodes = (max(width - max(first, 0), 0) for width in draft.width)
+            sizes = (fed + new for fed, new in zip(feed, new_nodes, strict=True))
+            begin = tuple(accumulate(sizes, initial=0))[:-1]
+            exported = Exported(layers=self._layers, values=states, nodes=nodes, begin=begin, feed=feed)
+        num_nodes = len(best) // batch_size
+        host = [best[at : at + num_nodes].tolist() for at in range(0, len(best), num_nodes)]
         return NativeScores(host=host, logits=logits, packed=packed, exported=exported)
 
     def draft_greedy(self, batch: Batch, vocab: int, stop_rule: StopRule | None = None) -> DraftChains:
-        return self._grow(batch, vocab, stop_rule, None)
+        return self._draft(batch, vocab, stop_rule, None)
 
     def draft_sampled(
         self, batch: Batch, vocab: int, draws: UniformDraws, stop_rule: StopRule | None = None
     ) -> DraftChains:
-        return self._grow(batch, vocab, stop_rule, draws)
+        return self._draft(batch, vocab, stop_rule, draws)
 
-    def _grow(self, batch: Batch, vocab: int, stop_rule: StopRule | None, draws: UniformDraws | None) -> DraftChains:
+    def _draft(self, batch: Batch, vocab: int, stop_rule: StopRule | None, draws: UniformDraws | None) -> DraftChains:
         self._memory.reserve(batch, batch.draft_budget)
         columns, _ = columns_of(batch, tree.empty(len(batch.seqs), self.device), -1, self.vocab)
         return self._decoder.grow(columns, batch.draft_budget, vocab, stop_rule, draws=draws)
 
     def export_hidden_states(self, layers: Sequence[int]) -> None:
-        most = self._decoder.shape.layers - 1
-        if odd := [layer for layer in layers if not 0 <= layer <= most]:
-            raise OutriderError(f"layer {odd[0]} was asked for; this target's layers are 0 to {most}")
+        last = self._decoder.shape.layers - 1
+        if invalid := [layer for layer in layers if not 0 <= layer <= last]:
+            raise OutriderError(f"this target has no layer {invalid[0]}; use layers 0 to {last}")
         self._layers = tuple(layers)
         if layers:
-            self.cache.set_prefix_caching(False)  # or the outputs at tokens that are cached already would be missing
+            # A prefix that is already cached is not computed, so its hidden states would be missing.
+            self.cache.set_prefix_caching(False)
 
     def update_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
         self._decoder.load(weights)
@@ -107,80 +116,110 @@ class NativeTarget:
         return self._decoder.read_bytes()
 
     def share_weights(self) -> SharedWeights:
-        return replace(self._decoder.tables(), kv_view=KVView(entries=self._memory.entries, layer_config=self._config))
+        kv_view = KVView(entries=self._memory.entries, layer_config=self._config)
+        return replace(self._decoder.share_weights(), kv_view=kv_view)
 
     def make_submodel(self, layers: Sequence[int]) -> NativeTarget:
+        count = len(layers)
         other = copy(self)
-        other._decoder, other._layers, count = self._decoder.make_submodel(layers), (), len(layers)
+        other._decoder = self._decoder.make_submodel(layers)
+        other._layers = ()
         other.kernels = f"{self.kernels}, {count} layers"
         if tuple(layers) == tuple(range(count)):
+            # The first layers compute the same keys and values as the whole model.
             other.cache = SharedCache(self.cache)
             other._decoder.attach(self._memory)
         else:
-            other._remember(count)
+            other._allocate_cache(count)
         return other
 
     def make_requantized(self, bits: int) -> NativeTarget:
         refuse_wider(bits, self._decoder.bits)
         other = copy(self)
-        other._decoder, other._layers, other.kernels = self._decoder.make_requantized(bits), (), f"native int{bits}"
-        other._remember(self.layers)
+        other._decoder = self._decoder.make_requantized(bits)
+        other._layers = ()
+        other.kernels = f"native int{bits}"
+        other._allocate_cache(self.layers)
         return other
 
-    def _remember(self, layers: int) -> None:
-        """Take a cache for so many layers."""
-        shape, capacity = self._decoder.shape, max(self.context, MIN_CAPACITY)
-        sizes = {"layers": layers, "heads": shape.key_heads, "dim": shape.dim}
-        self._memory = PagedCache(slots=self.slots, capacity=capacity, dtype=self._decoder.dtype, **sizes)
+    def _allocate_cache(self, layers: int) -> None:
+        """Allocate a KV cache of this many layers."""
+        shape = self._decoder.shape
+        self._memory = PagedCache(
+            slots=self.slots,
+            capacity=max(self.context, MIN_CAPACITY),
+            layers=layers,
+            heads=shape.key_heads,
+            dim=shape.dim,
+            dtype=self._decoder.dtype,
+        )
         self.cache: Cache = self._memory
         self._decoder.attach(self._memory)
 
 
 def columns_of(batch: Batch, draft: Draft, first: int, vocab: int) -> tuple[Columns, list[int] | None]:
-    """The columns of a pass, and where in what is kept each row's nodes lie; None where that is the order itself."""
-    columns, skip = Columns(), max(first, 0)
-    begins = []  # of each row in what is kept
+    """Return the columns of a pass and the order of their logits.
+
+    Args:
+        batch: B sequences with their feeds.
+        draft: N draft tokens at most per sequence.
+        first: -1: run the feeds and all draft tokens; else only draft tokens from this node on.
+        vocab: number of ids of the embedding.
+
+    Returns:
+        The columns, and for each sequence and node the index of its logits, flat. Padding repeats the first node of
+        the sequence. The order is None if it is 0, 1, 2, ...
+    """
+    columns = Columns()
+    skip = max(first, 0)
+    begins = []  # [B] index of the first logits of each sequence
     tokens = draft.host_tokens()
     parents = draft.parent.tolist() if draft.size and not draft.chain else None
-    for b, row in enumerate(batch.seqs):
-        begins.append(len(columns.keep))
-        start, feed, width = batch.start[b], batch.feed[b], draft.width[b]
+    for b, seq in enumerate(batch.seqs):
+        begins.append(len(columns.output_columns))
+        start = batch.start[b]
+        feed = batch.feed[b]
+        width = draft.width[b]
         if first < 0:
-            columns.text(_embedded(feed, vocab), start, row.slot)
-            columns.keep.append(len(columns.token) - 1)
+            columns.add_consecutive(_valid_ids(feed, vocab), start, seq.slot)
+            columns.output_columns.append(len(columns.token) - 1)
         if width <= skip:
             continue
-        guesses, base = _embedded(tokens[b][:width], vocab), start + len(feed)
-        columns.keep.extend(range(len(columns.token), len(columns.token) + width - skip))
+        draft_tokens = _valid_ids(tokens[b][:width], vocab)
+        base = start + len(feed)
+        columns.output_columns.extend(range(len(columns.token), len(columns.token) + width - skip))
         if parents is None:
-            columns.text(guesses[skip:], base + skip, row.slot)
+            columns.add_consecutive(draft_tokens[skip:], base + skip, seq.slot)
         else:
-            _branches(columns, guesses, parents[b], base, slot=row.slot, skip=skip)
-    wanted = draft.size - skip + (first < 0)
-    if len(columns.keep) == wanted * len(begins):
+            _add_tree(columns, draft_tokens, parents[b], base, slot=seq.slot, skip=skip)
+    num_nodes = draft.size - skip + (first < 0)
+    if len(columns.output_columns) == num_nodes * len(begins):
         return columns, None
-    ends = (*begins[1:], len(columns.keep))
+    ends = (*begins[1:], len(columns.output_columns))
     order: list[int] = []
     for begin, end in zip(begins, ends, strict=True):
-        order += [*range(begin, end), *[begin if end > begin else 0] * (wanted - (end - begin))]
+        padding = begin if end > begin else 0
+        order += range(begin, end)
+        order += [padding] * (num_nodes - (end - begin))
     return columns, order
 
 
-def _embedded(tokens: Sequence[int], vocab: int) -> Sequence[int]:
-    """Ids that the embedding has; a text may hold others, where its own model's embedding is padded further."""
+def _valid_ids(tokens: Sequence[int], vocab: int) -> Sequence[int]:
+    """Clamp ids to those of the embedding. A sequence may hold larger ids if another model has a larger vocabulary."""
     if min(tokens, default=0) >= 0 and max(tokens, default=0) < vocab:
         return tokens
     return [min(max(token, 0), vocab - 1) for token in tokens]
 
 
-def _branches(
+def _add_tree(
     columns: Columns, tokens: Sequence[int], parents: Sequence[int], base: int, *, slot: int, skip: int
 ) -> None:
-    """A row's tree of guesses behind the `base` entries of its text, from guess `skip` on."""
+    """Append the tree of a sequence from node `skip` on. It follows the `base` committed entries of the slot."""
     paths: list[list[int]] = []  # entries of each node's ancestors and itself
     for node, token in enumerate(tokens):
-        above = parents[node]
-        paths.append([*(paths[above] if above >= 0 else ()), base + node])
+        parent = parents[node]
+        ancestors = paths[parent] if parent >= 0 else []
+        paths.append([*ancestors, base + node])
         if node >= skip:
-            depth = base + len(paths[node]) - 1
-            columns.add(token, depth, slot=slot, place=base + node, seen=base, tail=paths[node])
+            position = base + len(paths[node]) - 1
+            columns.add(token, position, slot=slot, entry=base + node, prefix=base, tail=paths[node])

@@ -1,1 +1,1 @@
-"""How many tokens to draft: cost models and planners."""
+"""Cost models and planners, which decide how many tokens to draft in each round."""

@@ -27,8 +27,8 @@ _MAX_PER_SEQUENCE = 16  # wider passes have more sequences
 _SWEEPS, _REPEATS = 3, 3  # the first repeat of each shape is a warm-up
 _SLOW = 0.4  # seconds; wider passes are not measured after a pass this long
 _METHOD = 4  # version of the method; files of other versions are measured again
-_ASKED, _DRIFT = (1, 8), 1.4  # token counts that check a file, and the largest ratio between their deviations
-_FILES = 32  # most cached files
+_CHECKED, _DRIFT = (1, 8), 1.4  # token counts that check a file, and the largest ratio between their deviations
+_FILES = 32  # maximum number of cached files
 _PREFILL = 256  # tokens of the measured prefill
 _DEEP = 1024  # cached tokens of the measurements with a filled cache
 
@@ -49,7 +49,8 @@ def measure_pass(target: Target) -> PassCost:
 @torch.inference_mode()
 def _samples(target: Target) -> Iterator[Sample]:
     """Measure all shapes in several sweeps, so that a disturbance does not affect a single shape."""
-    shapes, widest = [], 1
+    shapes = []
+    widest = 1
     for columns, rows in _shapes(target):
         shapes.append((columns, rows, 0))
         widest = columns
@@ -57,19 +58,22 @@ def _samples(target: Target) -> Iterator[Sample]:
             break
     if not isinstance(target, RecurrentTarget):  # its passes do not depend on the cached tokens
         deep = {(1, 1), (min(widest, 8), 1), (min(target.slots, 4), min(target.slots, 4))}
-        long = ((columns, rows, min(_DEEP, target.context - 1 - columns)) for columns, rows in sorted(deep))
-        shapes += [shape for shape in long if shape[2] > 0]
+        for columns, rows in sorted(deep):
+            cached = min(_DEEP, target.context - 1 - columns)
+            if cached > 0:
+                shapes.append((columns, rows, cached))
     took: dict[tuple[int, int, int], list[float]] = {shape: [] for shape in shapes}
     for _ in range(_SWEEPS):
         for columns, rows, cached in took:
-            took[columns, rows, cached] += [_measure(target, rows, columns, cached) for _ in range(_REPEATS)][1:]
+            seconds = [_measure(target, rows, columns, cached) for _ in range(_REPEATS)]
+            took[columns, rows, cached] += seconds[1:]
     # Use the minimum: disturbances only add time.
-    for (columns, rows, cached), seconds in took.items():
-        yield Sample(tokens=columns, seqs=rows, cached=cached, seconds=min(seconds))
+    for (columns, rows, cached), measured in took.items():
+        yield Sample(tokens=columns, seqs=rows, cached=cached, seconds=min(measured))
     if not isinstance(target, HeadTarget):  # it always computes logits for the last token only
         columns = min(widest, _PREFILL, target.context - 1)
-        read = [_read(target, columns) for _ in range(_SWEEPS * _REPEATS)][1:]
-        yield Sample(tokens=columns, seqs=1, cached=0, seconds=min(read), scored=False)
+        prefills = [_measure_prefill(target, columns) for _ in range(_SWEEPS * _REPEATS)]
+        yield Sample(tokens=columns, seqs=1, cached=0, seconds=min(prefills[1:]), scored=False)
 
 
 def _shapes(target: Target) -> Iterator[tuple[int, int]]:
@@ -85,25 +89,24 @@ def _measure(target: Target, rows: int, columns: int, cached: int) -> float:
     """Return the seconds of a pass over `columns` tokens of `rows` sequences with `cached` tokens each."""
     shares = [columns // rows + (b < columns % rows) for b in range(rows)]
     if isinstance(target, HeadTarget):
-        return _head_measure(target, shares, cached)
+        return _measure_head(target, shares, cached)
     batch = Batch(
         seqs=tuple(_sequence(target, slot) for slot in range(rows)),
         start=(cached,) * rows,
         feed=((0,),) * rows,
         draft_budget=tuple(share - 1 for share in shares),
     )
-    draft = _guesses(shares, target.device)
-    return _timed(target, batch, draft)
+    return _timed(target, batch, _draft(shares, target.device))
 
 
-def _read(target: Target, columns: int) -> float:
+def _measure_prefill(target: Target, columns: int) -> float:
     """Return the seconds of a prefill of `columns` tokens."""
     batch = Batch(seqs=(_sequence(target, 0),), start=(0,), feed=((0,) * columns,), draft_budget=(0,))
     return _timed(target, batch, tree.empty(1, target.device))
 
 
-def _head_measure(target: HeadTarget, shares: list[int], cached: int) -> float:
-    """Return the seconds of a pass of a draft head, which needs hidden states of the text."""
+def _measure_head(target: HeadTarget, shares: list[int], cached: int) -> float:
+    """Return the seconds of a pass of a draft head, which needs hidden states of the committed tokens."""
     batch = Batch(
         seqs=tuple(_sequence(target, slot) for slot in range(len(shares))),
         start=(cached + 1,) * len(shares),  # the first token has no hidden state before it
@@ -116,17 +119,19 @@ def _head_measure(target: HeadTarget, shares: list[int], cached: int) -> float:
 
 
 def _timed(target: Target, batch: Batch, draft: Draft) -> float:
+    """Return the seconds of a pass, and release its sequences."""
     began = perf_counter()
     target.score(batch, draft)
     if target.device.type == "cuda":
         torch.cuda.synchronize(target.device)
-    took = perf_counter() - began
-    for row in batch.seqs:
-        target.cache.release(row.slot)
-    return took
+    seconds = perf_counter() - began
+    for seq in batch.seqs:
+        target.cache.release(seq.slot)
+    return seconds
 
 
-def _guesses(shares: list[int], device: torch.device) -> Draft:
+def _draft(shares: list[int], device: torch.device) -> Draft:
+    """Return chains of one draft token less than the share of each sequence."""
     if max(shares) == 1:
         return tree.empty(len(shares), device)
     tokens = torch.zeros(len(shares), max(shares) - 1, dtype=torch.int64, device=device)
@@ -134,17 +139,18 @@ def _guesses(shares: list[int], device: torch.device) -> Draft:
 
 
 def _sequence(target: Target, slot: int) -> SequenceState:
+    """Admit a sequence of one token."""
     target.cache.admit(slot, (0,))
     return SequenceState.of((0,), slot)
 
 
 @torch.inference_mode()
-def _holds(costs: CostModel, target: Target, draft: Target | None) -> bool:
-    """Return whether the file still fits: all passes deviate from it by about the same factor."""
+def _is_accurate(costs: CostModel, target: Target, draft: Target | None) -> bool:
+    """Return whether a file is still accurate: all passes deviate from it by about the same factor."""
     scales = []
     for model, cost in ((target, costs.target), (draft, costs.draft)):
         if model is not None and cost is not None:
-            for columns in _ASKED if model.context > max(_ASKED) else _ASKED[:1]:
+            for columns in _CHECKED if model.context > max(_CHECKED) else _CHECKED[:1]:
                 took = min(_measure(model, 1, columns, 0) for _ in range(_REPEATS))
                 scales.append(took / cost(columns, rows=1, cached=0))
     return max(scales) <= min(scales) * _DRIFT
@@ -153,12 +159,12 @@ def _holds(costs: CostModel, target: Target, draft: Target | None) -> bool:
 def cost_file(target: Target, draft: Target | None) -> Path:
     """Return the file for the costs of these models on this machine."""
     models = [
-        (each.kernels, each.bytes(), each.vocab, each.slots, each.context)
-        for each in (target, draft)
-        if each is not None
+        (model.kernels, model.bytes(), model.vocab, model.slots, model.context)
+        for model in (target, draft)
+        if model is not None
     ]
-    known = json.dumps([_METHOD, models, hardware(str(target.device)), versions()], sort_keys=True, default=str)
-    return cache_folder() / f"costs-{hashlib.sha256(known.encode()).hexdigest()[:16]}.json"
+    key = json.dumps([_METHOD, models, hardware(str(target.device)), versions()], sort_keys=True, default=str)
+    return cache_folder() / f"costs-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
 
 
 def known_costs(target: Target, draft: Target | None, *, fresh: bool = False) -> CostModel:
@@ -171,9 +177,9 @@ def known_costs(target: Target, draft: Target | None, *, fresh: bool = False) ->
         try:
             known = CostModel.loads(path.read_text("utf-8"))
         except (OSError, ValueError, TypeError, KeyError):
-            pass  # never measured, or by another version
+            pass  # there is no file yet, or another version has written it
         else:
-            if _holds(known, target, draft):
+            if _is_accurate(known, target, draft):
                 with suppress(OSError):
                     path.touch()  # `_remove_old_files` uses it
                 return known

@@ -21,8 +21,8 @@ _CONTEXT_STEP = 128  # cached tokens that change the best draft length
 _LENGTH_RATE = 0.1  # weight of the last completion in the mean output length
 _START_GAIN = 1.05  # expected speedup from which speculation starts
 _FREE_GAIN = 0.99  # the same for a proposer without a draft model, whose draft costs almost nothing
-_STAY_GAIN_TRIMMED = 0.95  # speedup from which a draft model continues, if it estimates acceptance probabilities
-_STAY_GAIN = 1.02  # the same for other draft models
+_CONTINUE_GAIN_TRIMMED = 0.95  # speedup from which a draft model continues, if it estimates acceptance probabilities
+_CONTINUE_GAIN = 1.02  # the same for other draft models
 _TRIAL_DRAFT_LENGTH = 4  # draft tokens in a trial of a proposer without acceptance probabilities
 _PROBE_SHARE = 0.006  # share of the time for rounds without draft tokens, which measure plain decoding
 _MIN_PROBE_GAIN = 0.05  # the least gain that decides how often to probe
@@ -43,9 +43,9 @@ class CostPlanner:
     It uses measured costs of a round (`CostModel`), corrected by the times of real rounds, and the observed acceptance
     of each alternative of the proposer (`ProposerStats`).
 
-    If a proposer estimates acceptance probabilities, its draft is trimmed where one more token would cost more than it
-    brings, over all sequences together. Any other proposer gets one k for all sequences, from the acceptance at each
-    position.
+    If a proposer estimates acceptance probabilities, its draft is trimmed where one more token would cost more time
+    than it saves, over all sequences together. Any other proposer gets one k for all sequences, from the acceptance at
+    each position.
 
     The planner is a state machine. Each decision opens a `PlanWindow`, whose `Mode` is the state:
 
@@ -126,7 +126,7 @@ class CostPlanner:
         return draft
 
     def state(self) -> dict[str, Any]:
-        """Return what has been learned of the proposers, as JSON values. Pass costs are not part of it."""
+        """Return what the planner has learned of the proposers, as JSON values. Pass costs are not included."""
         return {"proposers": [proposer.state() for proposer in self.proposers]}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -167,7 +167,7 @@ class CostPlanner:
         else:
             proposer = self.proposers[alternative]
             if not proposer.trial_passes_left and self._has_new_requests(alternative, load, known):
-                proposer.start_trial(strange=True)
+                proposer.start_trial(new_texts=True)
             self._drafted_ids = ids
             self._choice = _Choice(
                 alternative=alternative,
@@ -194,7 +194,7 @@ class CostPlanner:
         return budget
 
     def _expect_prefill(self, batch: Batch, budget: tuple[int, ...]) -> None:
-        """Note the sequences that the draft model prefills in this window, and the seconds that this takes."""
+        """Record which sequences the draft model prefills in this window, and the expected seconds of the prefills."""
         proposer = self.proposers[self._window.alternative]
         for seq, cached, count in zip(batch.seqs, batch.start, budget, strict=True):
             if count and seq.request.id not in self._prefilled_ids:
@@ -229,8 +229,8 @@ class CostPlanner:
         if gain < self._required_gain(alternative, in_use=in_use):
             return False
         self._excluded_ids = self._not_worth_prefill(alternative, gain, batch, load, in_use=in_use)
-        able = {seq.request.id for seq, count in zip(batch.seqs, batch.draft_budget, strict=True) if count}
-        return not able <= self._excluded_ids
+        can_draft = {seq.request.id for seq, count in zip(batch.seqs, batch.draft_budget, strict=True) if count}
+        return not can_draft <= self._excluded_ids
 
     def _gain(self, alternative: int, load: RoundLoad) -> float:
         """Return the expected speedup, the lower one of now and of when all prompts are prefilled."""
@@ -253,7 +253,7 @@ class CostPlanner:
             return _FREE_GAIN if proposer.estimates_acceptance else _START_GAIN
         if not in_use:
             return _START_GAIN
-        return _STAY_GAIN_TRIMMED if proposer.estimates_acceptance else _STAY_GAIN
+        return _CONTINUE_GAIN_TRIMMED if proposer.estimates_acceptance else _CONTINUE_GAIN
 
     def _draft_length(self, alternative: int, load: RoundLoad) -> int:
         """Return the most draft tokens per sequence."""
@@ -270,10 +270,10 @@ class CostPlanner:
         k = min(self._best_length(alternative, seqs, load.cached)[0] for seqs in {load.seqs, load.total_seqs})
         return self._pricing.length_with_prompts(proposer, load, k) if load.prompt_tokens else k
 
-    # Prefills of a draft model: it must process the whole text of a sequence before it can draft.
+    # Prefills of a draft model. It must process all tokens of a sequence before it can draft.
 
     def _has_new_requests(self, alternative: int, load: RoundLoad, known: frozenset[int]) -> bool:
-        """Return whether the draft model in use has not prefilled most requests, whose texts may differ in kind."""
+        """Return whether the draft model in use has not prefilled most requests. Their texts may differ in kind."""
         uses_model = self.proposers[alternative].costs.draft is not None and load.seqs > TRIAL_SEQS
         in_use = alternative == self._window.alternative and not self._window.trial_seqs
         return uses_model and in_use and self._mostly_new(known)
@@ -319,7 +319,8 @@ class CostPlanner:
         """Return the alternative whose trial runs or starts now, or None. `gain` is the speedup without the trial."""
         window = self._window
         for alternative, proposer in enumerate(self.proposers):
-            only_prefilled = window.prefilling_seqs and not window.drafting_seqs  # which shows no acceptance
+            # A window that only prefills shows no acceptance.
+            only_prefilled = window.prefilling_seqs and not window.drafting_seqs
             if alternative != window.alternative or not only_prefilled:
                 proposer.trial_passes_left = max(proposer.trial_passes_left - min(proposer.trial_seqs, load.seqs), 0)
         running = [alternative for alternative, proposer in enumerate(self.proposers) if proposer.trial_passes_left]
@@ -328,7 +329,7 @@ class CostPlanner:
             return None
         chosen = max(due, key=lambda alternative: self.proposers[alternative].idle_rounds)
         if not running:
-            self.proposers[chosen].start_trial(strange=self._mostly_new(self._drafted_ids))
+            self.proposers[chosen].start_trial(new_texts=self._mostly_new(self._drafted_ids))
             self._budget.count_trial()
         return chosen
 
@@ -338,36 +339,37 @@ class CostPlanner:
         new_texts = self._mostly_new(self._drafted_ids)
         if proposer.idle_rounds < ROUNDS_BEFORE_TRIAL and not (self._drafted_ids and new_texts):
             return False
-        hope = proposer.optimistic_gain(load.total_seqs, load.cached, self._clock)
+        optimistic_gain = proposer.optimistic_gain(load.total_seqs, load.cached, self._clock)
         trial_load = replace(load, seqs=min(load.seqs, TRIAL_SEQS))
-        if hope < self._required_gain(alternative, in_use=False):
+        if optimistic_gain < self._required_gain(alternative, in_use=False):
             return False
-        if not self._repays_prefill(alternative, hope, trial_load):
+        if not self._repays_prefill(alternative, optimistic_gain, trial_load):
             return False
         plain = self._clock.at(load.seqs, rows=load.seqs, cached=load.cached)
         cost = self._trial_seconds(proposer, load, plain, gain)
-        return self._budget.allows(cost, plain=plain, strange=new_texts, paid=self._has_saved_time)
+        return self._budget.allows(cost, plain=plain, new_texts=new_texts, has_saved=self._has_saved_time)
 
     @property
     def _has_saved_time(self) -> bool:
+        """Whether any alternative has saved time so far."""
         return any(proposer.saved_seconds > 0 for proposer in self.proposers)
 
     def _trial_seconds(self, proposer: ProposerStats, load: RoundLoad, plain: float, gain: float) -> float:
         """Return the time that a failed trial costs, where a plain round takes `plain` and the speedup is `gain`."""
         seqs = min(load.seqs, TRIAL_SEQS)
         verify = self._clock.verify(load.seqs, seqs * _TRIAL_DRAFT_LENGTH / load.seqs, cached=load.cached)
-        text = load.cached + load.prompt_tokens / load.total_seqs
+        length = load.cached + load.prompt_tokens / load.total_seqs  # mean tokens per sequence
         # The draft model has prefilled what came before its last trial, unless the requests are new.
-        unfed = text if self._mostly_new(self._drafted_ids) else min(text, proposer.idle_rounds)
+        unfed = length if self._mostly_new(self._drafted_ids) else min(length, proposer.idle_rounds)
         draft = _TRIAL_DRAFT_LENGTH * seqs * proposer.draft_seconds(seqs, load.cached)
         lost = plain * max(gain - 1, 0.0)
         return proposer.prefill_seconds(seqs, unfed) + TRIAL_PASSES / seqs * (verify - plain + draft + lost)
 
     def _limit_to_trial(self, batch: Batch, budget: tuple[int, ...]) -> tuple[int, ...]:
         """Keep the budget of the few sequences of a trial. It prefers sequences that the draft model has prefilled."""
-        able = [b for b in range(len(budget)) if budget[b]]
-        able.sort(key=lambda b: (batch.seqs[b].request.id not in self._trial_ids, batch.start[b]))
-        chosen = set(able[: self._window.trial_seqs])
+        candidates = [b for b in range(len(budget)) if budget[b]]
+        candidates.sort(key=lambda b: (batch.seqs[b].request.id not in self._trial_ids, batch.start[b]))
+        chosen = set(candidates[: self._window.trial_seqs])
         self._trial_ids = {batch.seqs[b].request.id for b in chosen}
         return tuple(count if b in chosen else 0 for b, count in enumerate(budget))
 
@@ -375,11 +377,12 @@ class CostPlanner:
 
     def _learn(self, stats: Stats) -> None:
         """Learn pass times and acceptance from the rounds of the window."""
-        before, self._stats = self._stats, stats
+        before = self._stats
+        self._stats = stats
         window = self._window
         load = window.load
         if not window.rounds or stats.rounds != before.rounds + window.rounds:
-            return  # a new engine, or rounds that another planner has planned
+            return  # the engine is new, or another planner has planned rounds in between
         target_seconds = stats.target_seconds - before.target_seconds
         host_seconds = stats.host_seconds - before.host_seconds
         seconds = target_seconds + host_seconds
@@ -412,6 +415,6 @@ class CostPlanner:
                 saved = decode * extra_tokens / seqs - (verify - with_prompts) * window.rounds - draft_seconds
                 self._budget.add_savings(saved)
                 self.proposers[window.alternative].saved_seconds += saved
-        self._budget.add_time(spent, paid=self._has_saved_time)
+        self._budget.add_time(spent, has_saved=self._has_saved_time)
         self.spent_seconds += spent
         self.plain_seconds += plain

@@ -1,4 +1,4 @@
-"""The cost model: how long a forward pass takes on this machine, by tokens, sequences and cached tokens."""
+"""The cost model: the time of a forward pass on this machine, by tokens, sequences and cached tokens."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class PassCost:
             cached: mean cached tokens per sequence.
             feed: prompt tokens without logits.
         """
-        least = self.base(columns + feed) if self.fed is None else self.base(columns) + self.fed * feed
-        return least + self.deep(columns + feed, rows=rows, cached=cached)
+        base = self.base(columns + feed) if self.fed is None else self.base(columns) + self.fed * feed
+        return base + self.deep(columns + feed, rows=rows, cached=cached)
 
     def deep(self, columns: float, *, rows: int, cached: float) -> float:
         """Return the seconds that the cached tokens add."""
@@ -66,10 +66,10 @@ class PassCost:
     @classmethod
     def fit(cls, samples: Sequence[Sample]) -> PassCost:
         """Fit the model to samples with an empty cache, and some with cached tokens: for one token and for many."""
-        plain = sorted((s.tokens, s.seconds) for s in samples if s.scored and not s.cached)
-        # More tokens never take less time. Measurements that say so were disturbed.
-        seconds = tuple(accumulate((s for _, s in reversed(plain)), min))[::-1]
-        base = cls(tokens=tuple(c for c, _ in plain), seconds=seconds, entry=0.0, pair=0.0)
+        empty = sorted((s.tokens, s.seconds) for s in samples if s.scored and not s.cached)
+        # More tokens never take less time. Measurements that say otherwise were disturbed.
+        seconds = tuple(accumulate((took for _, took in reversed(empty)), min))[::-1]
+        base = cls(tokens=tuple(tokens for tokens, _ in empty), seconds=seconds, entry=0.0, pair=0.0)
         deep = [(s.seqs * s.cached, s.tokens * s.cached, s.seconds - base.base(s.tokens)) for s in samples if s.cached]
         entry, pair = _least_squares(deep)
         fed = min((s.seconds / s.tokens for s in samples if not s.scored), default=None)
@@ -100,14 +100,19 @@ class CostModel:
         return 0.0 if self.draft is None else k * self.draft(rows, rows=rows, cached=cached)
 
     def dumps(self) -> str:
+        """Return the costs as JSON text."""
         return json.dumps(asdict(self))
 
     @classmethod
     def loads(cls, text: str) -> CostModel:
         """Parse a result of `dumps`. Raises ValueError, TypeError or KeyError for other texts."""
-        read = json.loads(text)
-        draft = read["draft"]
-        return cls(target=_cost(read["target"]), draft=None if draft is None else _cost(draft), host=read["host"])
+        document = json.loads(text)
+        draft = document["draft"]
+        return cls(
+            target=_pass_cost(document["target"]),
+            draft=None if draft is None else _pass_cost(draft),
+            host=document["host"],
+        )
 
 
 class Clock:
@@ -115,22 +120,22 @@ class Clock:
 
     t = (a + g [draft tokens]) t(1) + b (base(tokens) - base(1)) + c deep(tokens)
 
-    The factors a, b and c change with the load of the machine, and g is the work of a round with draft tokens besides
-    the pass. They are fitted by recursive least squares with forgetting, and stay near their defaults where the rounds
-    do not determine them.
+    The factors a, b and c change with the load of the machine, and g is the work outside of the pass in a round with
+    draft tokens. They are fitted by recursive least squares with forgetting. They stay near their defaults where the
+    rounds do not determine them.
     """
 
     def __init__(self, costs: CostModel) -> None:
         self._costs = costs
-        self._one = costs.target.base(1)
-        self._least = costs.host + self._one
-        self._theta = list(_USUAL)  # a, g, b, c
-        self._known = _PRIOR.copy()
+        self._one_token = costs.target.base(1)
+        self._one_token_round = costs.host + self._one_token
+        self._factors = list(_DEFAULTS)  # a, g, b, c
+        self._information = _PRIOR.copy()  # inverse covariance of the factors, in rounds
 
     @property
     def extra(self) -> float:
         """Seconds that a round with draft tokens takes in addition to its tokens."""
-        return self._theta[1] * self._least
+        return self._factors[1] * self._one_token_round
 
     def verify(self, rows: int, k: float, *, cached: float, feed: int = 0) -> float:
         """Return `CostModel.verify` with the current factors."""
@@ -138,31 +143,34 @@ class Clock:
 
     def at(self, columns: float, *, rows: int, cached: float) -> float:
         """Return the expected seconds of a round over `columns` tokens, without drafting and `extra`."""
-        a, _, b, c = self._theta
-        wide, deep = self._beyond(columns, rows, cached)
-        return a * self._least + b * wide + c * deep
+        a, _, b, c = self._factors
+        wide, deep = self._added_seconds(columns, rows, cached)
+        return a * self._one_token_round + b * wide + c * deep
 
     def learn(self, columns: float, rows: int, cached: float, took: float, *, drafted: bool) -> None:
         """Learn from a round of `took` seconds. Outliers are clipped to half and twice the expected time."""
         if columns > self._costs.target.tokens[-1]:
             return  # there is no measurement to compare with
-        wide, deep = self._beyond(columns, rows, cached)
-        terms = np.array((1.0, float(drafted), wide / self._least, deep / self._least))
-        expected = float(terms @ self._theta)
-        error = min(max(took / self._least, expected / 2), 2 * expected) - expected
-        believed = (1 - _MEMORY) * _PRIOR  # the prior returns as fast as rounds are forgotten
-        self._known = _MEMORY * self._known + believed + np.outer(terms, terms)
-        pull = error * terms + believed @ np.subtract(_USUAL, self._theta)
-        self._theta = np.maximum(self._theta + np.linalg.solve(self._known, pull), _LEAST).tolist()
+        unit = self._one_token_round
+        wide, deep = self._added_seconds(columns, rows, cached)
+        terms = np.array((1.0, float(drafted), wide / unit, deep / unit))
+        expected = float(terms @ self._factors)
+        error = min(max(took / unit, expected / 2), 2 * expected) - expected
+        prior = (1 - _DECAY) * _PRIOR  # the prior returns as fast as rounds are forgotten
+        self._information = _DECAY * self._information + prior + np.outer(terms, terms)
+        gradient = error * terms + prior @ np.subtract(_DEFAULTS, self._factors)
+        step = np.linalg.solve(self._information, gradient)
+        self._factors = np.maximum(self._factors + step, _MINIMA).tolist()
 
-    def _beyond(self, columns: float, rows: int, cached: float) -> tuple[float, float]:
+    def _added_seconds(self, columns: float, rows: int, cached: float) -> tuple[float, float]:
         """Return the measured seconds of the tokens after the first, and of the cached tokens."""
         target = self._costs.target
-        return target.base(columns) - self._one, target.deep(columns, rows=rows, cached=cached)
+        return target.base(columns) - self._one_token, target.deep(columns, rows=rows, cached=cached)
 
 
-def _cost(read: dict[str, Any]) -> PassCost:
-    return PassCost(**{**read, "tokens": tuple(read["tokens"]), "seconds": tuple(read["seconds"])})
+def _pass_cost(fields: dict[str, Any]) -> PassCost:
+    """Return the `PassCost` of a JSON object."""
+    return PassCost(**{**fields, "tokens": tuple(fields["tokens"]), "seconds": tuple(fields["seconds"])})
 
 
 def _least_squares(points: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
@@ -179,10 +187,10 @@ def _least_squares(points: Sequence[tuple[float, float, float]]) -> tuple[float,
     return (max(xz / xx, 0.0), 0.0) if xz * xz * yy > yz * yz * xx else (0.0, max(yz / yy, 0.0))
 
 
-_USUAL = (1.0, 0.0, 1.0, 1.0)  # a, g, b, c
-# Standard deviations: of a round's time, of a common factor of a, b and c, and of each factor.
-_NOISE, _ALIKE, _ALONE = 0.3, 0.3, 0.2
+_DEFAULTS = (1.0, 0.0, 1.0, 1.0)  # a, g, b, c
+# Standard deviations: of the time of a round, of a common factor of a, b and c, and of each factor alone.
+_NOISE, _COMMON, _SINGLE = 0.3, 0.3, 0.2
 # The prior: the inverse covariance of the factors, in rounds.
-_PRIOR = _NOISE**2 * np.linalg.inv(_ALONE**2 * np.eye(4) + _ALIKE**2 * np.outer(_USUAL, _USUAL))
-_MEMORY = 0.97  # decay per round
-_LEAST = (0.1, 0.0, 0.1, 0.1)
+_PRIOR = _NOISE**2 * np.linalg.inv(_SINGLE**2 * np.eye(4) + _COMMON**2 * np.outer(_DEFAULTS, _DEFAULTS))
+_DECAY = 0.97  # weight of a round after one more round
+_MINIMA = (0.1, 0.0, 0.1, 0.1)  # of the factors

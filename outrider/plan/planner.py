@@ -1,4 +1,4 @@
-"""The planner protocol, and the planner of a fixed draft length."""
+"""The `Planner` protocol, and a planner with a fixed draft length."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from outrider.errors import OutriderError
 class Planner(Protocol):
     """Decides how many tokens each sequence drafts in a round.
 
-    A planner decides from committed text, earlier rounds, and acceptance probabilities that a draft states, never from
-    the value of a token that it might drop. So the output stays exact. It may only lower `batch.draft_budget`.
+    A planner decides from committed tokens, earlier rounds, and the acceptance probabilities of a draft. It never uses
+    the value of a token that it might drop, so the output stays exact. It may only lower `batch.draft_budget`.
     """
 
     def plan(self, batch: Batch, stats: Stats | StatsAccumulator) -> Batch:
@@ -25,7 +25,7 @@ class Planner(Protocol):
 
 
 class FixedPlanner:
-    """Gives every sequence k draft tokens, plus tokens that a grammar forces. With k = 0 there are none of either."""
+    """Gives every sequence k draft tokens, plus tokens that a grammar forces. With k = 0 there are no draft tokens."""
 
     def __init__(self, k: int) -> None:
         if k < 0:

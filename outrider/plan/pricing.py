@@ -1,4 +1,4 @@
-"""What draft tokens are worth: an output token saves time, and a draft token costs time in the target's pass."""
+"""Weigh the time that draft tokens cost in a round against the time that their output tokens save."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ class DraftPricing:
         self._token_seconds = plain / (load.seqs * max(gain, 1.0))
 
     def thresholds(self, proposer: ProposerStats, load: RoundLoad, *, in_trial: bool) -> Thresholds:
-        """Return the probabilities from which a draft token pays for the target's pass, and for its draft pass too."""
+        """Return the probabilities from which a draft token pays for the target's pass, or for both passes."""
         if not proposer.estimates_acceptance:
             return Thresholds()
         verify = self._added_seconds(load.seqs * (1 + proposer.nodes) + load.prompt_tokens, load) / self._token_seconds
         # In a trial few sequences draft. Price their tokens as if all did.
         drafting = (load.seqs if in_trial else seqs for seqs in range(1, load.seqs + 1))
         draft = (proposer.draft_seconds(seqs, load.cached) / self._token_seconds for seqs in drafting)
-        return Thresholds(min(verify, 1.0), tuple(verify + step for step in draft))
+        return Thresholds(min(verify, 1.0), tuple(verify + cost for cost in draft))
 
     def profitable_widths(self, accept_probs: Sequence[Sequence[float]], load: RoundLoad) -> tuple[int, ...]:
         """Return the number of draft tokens to keep by sequence. The likeliest tokens of all sequences come first."""
@@ -51,7 +51,8 @@ class DraftPricing:
             gained -= negative_prob * self._token_seconds
             profit = gained - (self._clock.at(first + count, rows=load.seqs, cached=load.cached) - plain)
             if profit > best_profit:
-                best_profit, best_count = profit, count
+                best_profit = profit
+                best_count = count
         widths = [0] * len(accept_probs)
         for _, b in order[:best_count]:
             widths[b] += 1
@@ -73,7 +74,7 @@ class DraftPricing:
 
     def _added_seconds(self, tokens: float, load: RoundLoad) -> float:
         """Return the time that one more token adds to a pass of so many tokens."""
-        least = min(load.seqs + load.prompt_tokens, tokens)
-        wide = self._clock.at(max(tokens, least + 1), rows=load.seqs, cached=load.cached)
-        narrow = self._clock.at(least, rows=load.seqs, cached=load.cached)
-        return max(wide - narrow, 0.0) / max(tokens - least, 1.0)
+        plain_tokens = min(load.seqs + load.prompt_tokens, tokens)
+        speculative = self._clock.at(max(tokens, plain_tokens + 1), rows=load.seqs, cached=load.cached)
+        plain = self._clock.at(plain_tokens, rows=load.seqs, cached=load.cached)
+        return max(speculative - plain, 0.0) / max(tokens - plain_tokens, 1.0)

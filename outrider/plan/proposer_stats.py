@@ -1,4 +1,4 @@
-"""What the planner knows of one proposer: its acceptance, and the cost of its rounds."""
+"""Statistics of one proposer for the planner: its acceptance, and the cost of its rounds."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class RoundLoad:
 
     @classmethod
     def of(cls, batch: Batch) -> RoundLoad:
-        emits = batch.emits
-        rows = sum(emits)
+        """Return the load of a batch."""
+        decoding = sum(batch.emits)
         return cls(
-            seqs=rows,
+            seqs=decoding,
             total_seqs=len(batch.seqs) + batch.num_waiting,
-            prompt_tokens=sum(map(len, batch.feed)) - rows,
+            prompt_tokens=sum(map(len, batch.feed)) - decoding,
             cached=sum(batch.start) / len(batch.start),
-            remaining_tokens=1 + sum(batch.draft_budget) / max(rows, 1),
+            remaining_tokens=1 + sum(batch.draft_budget) / max(decoding, 1),
         )
 
     def same_size(self, other: RoundLoad) -> bool:
@@ -44,7 +44,7 @@ class RoundLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Sums over some rounds."""
+    """What a proposer achieved in some rounds, as sums over them."""
 
     rounds: int
     seqs: int  # sequences with a draft budget
@@ -69,8 +69,9 @@ class ProposerStats:
         self.trial_seqs = TRIAL_SEQS
         self.saved_seconds = 0.0  # sum over all its rounds
         # Decayed counts by position, as in `Stats`.
-        self._reached = [_PRIOR_WEIGHT_0, *[_PRIOR_WEIGHT] * (min(most, _MAX_POSITIONS) - 1)]
-        self._accepted = [_PRIOR_WEIGHT_0 * _PRIOR_0, *[_PRIOR_WEIGHT * _PRIOR] * (min(most, _MAX_POSITIONS) - 1)]
+        later_positions = min(most, _MAX_POSITIONS) - 1
+        self._reached = [_PRIOR_WEIGHT_0, *[_PRIOR_WEIGHT] * later_positions]
+        self._accepted = [_PRIOR_WEIGHT_0 * _PRIOR_0, *[_PRIOR_WEIGHT * _PRIOR] * later_positions]
         self._means = _Means()
         self._recent = _Means()  # since the last trial began
         self._token_cost = 1.0  # drafting time per draft token, in `_draft_unit`s
@@ -88,7 +89,7 @@ class ProposerStats:
     @property
     def has_estimate(self) -> bool:
         """Whether the means cover enough passes."""
-        return self._means.seen >= _ENOUGH
+        return self._means.seen >= _MIN_PASSES
 
     @property
     def is_new(self) -> bool:
@@ -104,9 +105,11 @@ class ProposerStats:
         if self.estimates_acceptance and self.has_estimate:
             plain = clock.verify(rows, 0, cached=cached)
             unit = self._draft_unit(rows, cached)
-            both = [means for means in (self._means, self._recent) if means.seen >= _ENOUGH]
-            spent = (clock.verify(rows, means.nodes, cached=cached) + means.drafted * unit for means in both)
-            gain = min(means.tau * plain / seconds for means, seconds in zip(both, spent, strict=True))
+            gain = inf
+            for means in (self._means, self._recent):
+                if means.seen >= _MIN_PASSES:
+                    seconds = clock.verify(rows, means.nodes, cached=cached) + means.drafted * unit
+                    gain = min(gain, means.tau * plain / seconds)
             # A confidence estimate that is not trained yet may draft too far. A shorter draft might pay.
             return max(gain, self.best_length(rows, cached, clock)[1]) if self.is_new else gain
         return self.best_length(rows, cached, clock)[1]
@@ -144,30 +147,32 @@ class ProposerStats:
 
     def prefill_seconds(self, rows: int, cached: float) -> float:
         """Return the time in which a draft model prefills `rows` sequences of `cached` tokens."""
-        draft, feed = self.costs.draft, rows * max(cached - 1, 0.0)
-        return 0.0 if draft is None else draft(rows, rows=rows, cached=cached / 2, feed=feed)
+        if self.costs.draft is None:
+            return 0.0
+        feed = rows * max(cached - 1, 0.0)
+        return self.costs.draft(rows, rows=rows, cached=cached / 2, feed=feed)
 
-    def learn(self, seen: Outcome, cached: float) -> None:
+    def learn(self, outcome: Outcome, cached: float) -> None:
         """Learn from rounds in which this alternative drafted."""
-        for i, reached, accepted in zip(range(len(self._reached)), seen.reached, seen.accepted, strict=False):
+        for i, reached, accepted in zip(range(len(self._reached)), outcome.reached, outcome.accepted, strict=False):
             decay = _TOKEN_DECAY**reached
             self._reached[i] = self._reached[i] * decay + reached
             self._accepted[i] = self._accepted[i] * decay + accepted
         # A draft token takes a pass of the draft model. Bound the time, since a round may include a prefill.
-        depth = seen.depth / seen.rounds
-        least, most = (depth, 1 + depth * max(self._token_cost, 1.0) * 2) if self.costs.draft else (0.0, inf)
-        unit = self._draft_unit(max(round(seen.seqs / seen.rounds), 1), cached)
-        drafted = min(max(seen.draft_seconds / seen.rounds / unit, least), most)
+        depth = outcome.depth / outcome.rounds
+        low, high = (depth, 1 + depth * max(self._token_cost, 1.0) * 2) if self.costs.draft else (0.0, inf)
+        unit = self._draft_unit(max(round(outcome.seqs / outcome.rounds), 1), cached)
+        drafted = min(max(outcome.draft_seconds / outcome.rounds / unit, low), high)
         for means in (self._means, self._recent):
-            means.learn(seen, drafted)
-        self._token_cost += seen.rounds * _COST_RATE * (drafted / max(depth, 1.0) - self._token_cost)
+            means.learn(outcome, drafted)
+        self._token_cost += outcome.rounds * _COST_RATE * (drafted / max(depth, 1.0) - self._token_cost)
 
-    def start_trial(self, *, strange: bool = False) -> None:
-        """Measure again on a few sequences. Earlier means weigh less, and even less for `strange`, other texts."""
+    def start_trial(self, *, new_texts: bool = False) -> None:
+        """Measure again on a few sequences. Earlier means weigh less, and even less for `new_texts`."""
         self.trial_passes_left = TRIAL_PASSES
         self.trial_seqs = TRIAL_SEQS
         self._recent = _Means()
-        self._means.seen = min(self._means.seen, _KEPT_PASSES_STRANGE if strange else _KEPT_PASSES)
+        self._means.seen = min(self._means.seen, _CARRIED_PASSES_NEW_TEXTS if new_texts else _CARRIED_PASSES)
 
     def widen_trial(self, rows: int) -> bool:
         """Repeat a successful trial with more sequences, if a draft model would have to prefill many more."""
@@ -179,24 +184,24 @@ class ProposerStats:
 
     def state(self) -> dict[str, Any]:
         """Return what has been learned, as JSON values. Costs are not part of it."""
-        own = {name.strip("_"): getattr(self, name) for name in _STATE_FIELDS}
-        return own | {name: getattr(self._means, name) for name in _Means.__slots__}
+        fields = {name.strip("_"): getattr(self, name) for name in _STATE_FIELDS}
+        return fields | {name: getattr(self._means, name) for name in _Means.__slots__}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from a result of `state`. Raises KeyError, TypeError or ValueError for other values."""
-        read = {name: state[name.strip("_")] for name in _STATE_FIELDS}
+        fields = {name: state[name.strip("_")] for name in _STATE_FIELDS}
         means = _Means(**{name: state[name] for name in _Means.__slots__})
-        if any(type(value) is not type(getattr(self, name)) for name, value in read.items()):
-            raise TypeError("values of other types")
-        rates = list(zip(read["_reached"], read["_accepted"], strict=True))
+        if any(type(value) is not type(getattr(self, name)) for name, value in fields.items()):
+            raise TypeError("a value has another type")
+        rates = list(zip(fields["_reached"], fields["_accepted"], strict=True))
         numbers = [number for pair in rates for number in pair]
-        numbers += [read["idle_rounds"], read["_token_cost"], *asdict(means).values()]
+        numbers += [fields["idle_rounds"], fields["_token_cost"], *asdict(means).values()]
         if not all(type(number) in (int, float) and 0 <= number <= _MAX_STATE_VALUE for number in numbers):
-            raise ValueError("numbers out of range")
+            raise ValueError("a number is out of range")
         if len(rates) != len(self._reached) or not all(accepted <= reached and reached for reached, accepted in rates):
-            raise ValueError("acceptance of another number of positions")
+            raise ValueError("the acceptance has another number of positions, or is not a rate")
         self._means = means
-        for name, value in read.items():
+        for name, value in fields.items():
             setattr(self, name, value)
 
     def _pass_seconds(self, rows: int, cached: float) -> float:
@@ -216,12 +221,13 @@ class _Means:
     nodes: float = 1.0  # draft tokens per pass
     drafted: float = 0.0  # drafting time per round, in `_draft_unit`s
 
-    def learn(self, new: Outcome, drafted: float) -> None:
-        before = self.seen * _PASS_DECAY**new.seqs
-        self.seen = before + new.seqs
-        self.tau = (self.tau * before + new.output_tokens) / self.seen
-        self.nodes = (self.nodes * before + new.nodes) / self.seen
-        self.drafted = (self.drafted * before + drafted * new.seqs) / self.seen
+    def learn(self, outcome: Outcome, drafted: float) -> None:
+        """Add an outcome, whose rounds spent `drafted` units of time on drafting each."""
+        before = self.seen * _PASS_DECAY**outcome.seqs
+        self.seen = before + outcome.seqs
+        self.tau = (self.tau * before + outcome.output_tokens) / self.seen
+        self.nodes = (self.nodes * before + outcome.nodes) / self.seen
+        self.drafted = (self.drafted * before + drafted * outcome.seqs) / self.seen
 
 
 _STATE_FIELDS = ("estimates_acceptance", "idle_rounds", "_reached", "_accepted", "_token_cost")
@@ -230,9 +236,9 @@ _MIN_PATH_PROB = 0.01  # draft tokens below this acceptance probability are neve
 _MAX_POSITIONS = 16  # longest draft of a proposer without acceptance probabilities
 _TOKEN_DECAY = 0.98  # of acceptance counts, per draft token
 _PASS_DECAY = 0.97  # of means, per pass
-_ENOUGH = 3.0  # passes from which a mean counts
+_MIN_PASSES = 3.0  # passes from which a mean is used
 _NEW_BELOW = 39.0  # decayed draft tokens at position 0, which is about 75 draft tokens
-_KEPT_PASSES, _KEPT_PASSES_STRANGE = 8.0, 2.0  # weight of earlier means when a trial starts
+_CARRIED_PASSES, _CARRIED_PASSES_NEW_TEXTS = 8.0, 2.0  # weight of earlier means when a trial starts
 _COST_RATE = 0.05  # learning rate of the drafting time per token
 ROUNDS_BEFORE_TRIAL = 32  # rounds without use before a trial
 TRIAL_SEQS = 2

@@ -1,4 +1,4 @@
-"""Equations: expected tau, speedup, and the limits of memory bandwidth and arithmetic."""
+"""The equations of speculative decoding: expected tau, speedup, and the limits of bandwidth and arithmetic."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from outrider.errors import OutriderError
 
 
 def expected_tau(acceptance: Sequence[float]) -> float:
-    """E[tau] = 1 + a_1 + a_1 a_2 + ... + a_1 ... a_k: Leviathan et al. 2023, sec. 3.1, one rate for each position.
+    """Return E[tau] = 1 + a_1 + a_1 a_2 + ... + a_1 ... a_k (Leviathan et al. 2023, sec. 3.1, one rate per position).
 
     Args:
         acceptance: a_i in [0, 1], the probability that draft token i is accepted if all before it are.
@@ -23,11 +23,11 @@ def expected_tau(acceptance: Sequence[float]) -> float:
     """
     for rate in acceptance:
         _check_rate(rate)
-    return 1.0 + sum(float(kept) for kept in accumulate(acceptance, mul))
+    return 1.0 + sum(float(path_prob) for path_prob in accumulate(acceptance, mul))
 
 
 def expected_tau_iid(alpha: float, k: int) -> float:
-    """E[tau] = (1 - a^(k+1)) / (1 - a): Leviathan et al. 2023, eq. 1.
+    """Return E[tau] = (1 - a^(k+1)) / (1 - a) (Leviathan et al. 2023, eq. 1).
 
     Args:
         alpha: acceptance rate in [0, 1], the same at each position.
@@ -45,7 +45,7 @@ def expected_tau_iid(alpha: float, k: int) -> float:
 
 
 def speedup(tau: float, *, k: int, draft: float, verify: float = 1.0, host: float = 0.0) -> float:
-    """S = E[tau] / (k c + v + h): Leviathan et al. 2023, theorem 3.8, which has v = 1 and h = 0.
+    """Return S = E[tau] / (k c + v + h) (Leviathan et al. 2023, theorem 3.8, which has v = 1 and h = 0).
 
     Args:
         tau: expected tokens per pass.
@@ -55,7 +55,7 @@ def speedup(tau: float, *, k: int, draft: float, verify: float = 1.0, host: floa
         host: h, the time of a round outside of the passes.
 
     Returns:
-        Tokens/s over those of plain decoding.
+        Tokens/s divided by the tokens/s of plain decoding.
 
     Raises:
         OutriderError: a cost is below 0, or all are 0.
@@ -68,14 +68,14 @@ def speedup(tau: float, *, k: int, draft: float, verify: float = 1.0, host: floa
 
 
 def decode_limit(bytes_per_pass: float, bandwidth: float) -> float:
-    """passes/s <= bandwidth / bytes: a pass reads every weight once (the roof line, Williams et al. 2009).
+    """Return bandwidth / bytes, because a pass reads every weight once (the roofline of Williams et al. 2009).
 
     Args:
         bytes_per_pass: bytes of weights that one pass of the target reads.
         bandwidth: memory bandwidth in bytes/s.
 
     Returns:
-        Most passes per second; at batch size 1, tokens/s of plain decoding.
+        Maximum passes per second. At batch size 1, this is the tokens/s of plain decoding.
 
     Raises:
         OutriderError: a quantity is not above 0.
@@ -86,7 +86,7 @@ def decode_limit(bytes_per_pass: float, bandwidth: float) -> float:
 
 
 def roof(*, bytes_per_pass: float, flops_per_pass: float, bandwidth: float, gemm: float) -> float:
-    """passes/s <= min(bandwidth / bytes, gemm / flops): the roof line of Williams et al. 2009, both of its parts.
+    """Return min(bandwidth / bytes, gemm / flops), the roofline of Williams et al. 2009.
 
     Args:
         bytes_per_pass: bytes of weights and KV cache that one pass of the target reads.
@@ -95,7 +95,7 @@ def roof(*, bytes_per_pass: float, flops_per_pass: float, bandwidth: float, gemm
         gemm: FLOP/s of a large matrix product.
 
     Returns:
-        Most passes per second.
+        Maximum passes per second.
 
     Raises:
         OutriderError: a quantity is not above 0.
@@ -106,7 +106,7 @@ def roof(*, bytes_per_pass: float, flops_per_pass: float, bandwidth: float, gemm
 
 
 def sequences_instead(*, draft_weights: float, draft_cache: float, row_cache: float) -> float:
-    """n = (W_d + K_d) / K_t: the memory of a draft model, counted in sequences.
+    """Return n = (W_d + K_d) / K_t, the memory of a draft model in sequences.
 
     Without the draft model, n more sequences could run at once in the same memory.
 

@@ -1,4 +1,4 @@
-"""Plan files: what the planner has learned, kept between processes."""
+"""Plan files store what the planner has learned, for later processes."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ _BLOCKS, _BLOCK = 16, 4096  # number and bytes of the samples of a weight file t
 
 
 class PlanFile:
-    """One file, bound to a target and a proposer.
+    """One plan file, for one target and one proposer.
 
-    Rates of acceptance belong to a pair of models. Times belong to a machine, but a planner corrects them by what
-    rounds take; so a file may move to another machine, and not to another model.
+    Acceptance rates belong to a pair of models. Times belong to a machine, but the planner corrects them with the times
+    of real rounds. So a file may move to another machine, but not to another model.
     """
 
     def __init__(
         self, path: str | Path, *, target: str | Path, proposer: str | Maker, quantize: str | None = None
     ) -> None:
-        """Bind a file to a target and a proposer. `quantize` is that of the target."""
+        """Use the file at `path` for a target and a proposer. `quantize` is the quantization of the target."""
         self._path = Path(path).expanduser()
         self._proposer = proposer_name(proposer)
         folders = [Path(target), *(model_folders(proposer) if isinstance(proposer, str) else ())]
         self._models = hashlib.sha256(json.dumps([*map(model_print, folders), quantize]).encode()).hexdigest()
 
     def restore(self, planner: Planner) -> None:
-        """Restore a planner from the file. If there is no file, the planner starts without.
+        """Restore a planner from the file. If there is no file, the planner starts from its defaults.
 
         Raises:
             OutriderError: the file cannot be read, or belongs to another proposer or other models.
@@ -74,6 +74,7 @@ class PlanFile:
         write_whole(self._path, json.dumps(document) + "\n")
 
     def _checked(self, text: str) -> dict[str, Any]:
+        """Return the document of a plan file. Raise OutriderError if it is not one, or does not belong here."""
         try:
             document = json.loads(text)
         except (ValueError, RecursionError):
@@ -87,8 +88,8 @@ class PlanFile:
             )
         if document.get("proposer") != self._proposer:
             raise OutriderError(
-                f"plan {self._path} is of proposer {document.get('proposer')}, not {self._proposer}; use another plan"
-                " file for each proposer"
+                f"plan {self._path} belongs to proposer {document.get('proposer')}, not {self._proposer}; use another"
+                " plan file for each proposer"
             )
         if document.get("models") != self._models:
             raise OutriderError(
@@ -98,7 +99,7 @@ class PlanFile:
 
 
 def check_plan(plan: str | Path | None, *, k: int | str, planned: bool = False) -> None:
-    """Check that a plan file fits the other settings. `planned`: the caller passes a planner of its own.
+    """Check that a plan file fits the other settings. `planned`: the caller passes its own planner.
 
     Raises:
         OutriderError: k is not auto, another planner decides, or the file cannot be written.

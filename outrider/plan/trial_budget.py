@@ -1,4 +1,4 @@
-"""A limit on the time of failed trials: a small share of the total time."""
+"""Limit the time of failed trials to a small share of the total time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class TrialBudget:
 
     def __init__(self) -> None:
         self._seconds = inf
-        self._savings = 0.0  # of the alternative in use, since it was chosen
+        self._savings = 0.0  # seconds that the alternative in use has saved since it was chosen
         self._trials = 0
 
     def count_trial(self) -> None:
@@ -31,24 +31,24 @@ class TrialBudget:
         """Add the time that the alternative in use has saved, or lost."""
         self._savings += seconds
 
-    def add_time(self, seconds: float, *, paid: bool) -> None:
-        """Grow the budget by a share of the time. `paid`: whether speculation has saved time before."""
-        self._seconds += self._share(paid) * seconds
+    def add_time(self, seconds: float, *, has_saved: bool) -> None:
+        """Grow the budget by a share of the time. `has_saved`: whether speculation has saved time before."""
+        self._seconds += self._share(has_saved) * seconds
 
-    def allows(self, cost: float, *, plain: float, strange: bool, paid: bool) -> bool:
+    def allows(self, cost: float, *, plain: float, new_texts: bool, has_saved: bool) -> bool:
         """Return whether a trial of `cost` seconds may start.
 
-        A further trial on the same texts (not `strange`) needs twice the budget. A new engine has some free trials,
-        because the beginning of a text is often hard to draft. The budget never exceeds two trials, and a trial waits
-        for at most `_MAX_ROUNDS_BEFORE_TRIAL` rounds of `plain` seconds.
+        A further trial on the same requests (not `new_texts`) needs twice the budget. A new engine has some free
+        trials, because the beginning of a text is often hard to draft. The budget never exceeds two trials, and a trial
+        waits for at most `_MAX_ROUNDS_BEFORE_TRIAL` rounds of `plain` seconds.
         """
         is_free = self._trials < _FREE_TRIALS
-        most = (_FREE_TRIALS if is_free else 2) * cost
-        least = cost - self._share(paid) * _MAX_ROUNDS_BEFORE_TRIAL * plain
-        self._seconds = min(max(self._seconds, least), most)
-        needed = cost if is_free or strange else 2 * cost
+        maximum = (_FREE_TRIALS if is_free else 2) * cost
+        minimum = cost - self._share(has_saved) * _MAX_ROUNDS_BEFORE_TRIAL * plain
+        self._seconds = min(max(self._seconds, minimum), maximum)
+        needed = cost if is_free or new_texts else 2 * cost
         return self._seconds + min(self._savings, 0.0) >= needed
 
     @staticmethod
-    def _share(paid: bool) -> float:
-        return _SHARE_SAVED if paid else _SHARE_NEVER_SAVED
+    def _share(has_saved: bool) -> float:
+        return _SHARE_SAVED if has_saved else _SHARE_NEVER_SAVED

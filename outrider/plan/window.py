@@ -1,4 +1,4 @@
-"""A window: some rounds under one decision of the planner, and what they have shown."""
+"""A window: consecutive rounds under one decision of the planner, and their outcome."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Mode(StrEnum):
 
 
 class _Progress(NamedTuple):
-    """What a sequence had done before a window."""
+    """The rounds and draft tokens of a sequence before a window."""
 
     rounds: int
     draft_tokens: int
@@ -49,18 +49,18 @@ class PlanWindow:
     # Sums over the rounds of the window:
     rounds: int = 0
     drafting_seqs: int = 0  # sequences with a draft budget
-    prefilling_seqs: int = 0  # those of them without a draft because the draft model was prefilling
+    prefilling_seqs: int = 0  # of these, sequences without a draft because the draft model was prefilling
     draft_tokens: int = 0  # verified draft tokens
     depth: int = 0  # depth of the deepest draft
     prefill_seconds: float = 0.0  # expected time of prefills of the draft model
-    # If some requests name their proposer, the others and what they had done before:
+    # If some requests name their proposer: the other sequences, and their progress before the window.
     unassigned: dict[SequenceState, _Progress] = field(default_factory=dict)
 
     @classmethod
     def of(cls, load: RoundLoad, alternative: int, trial_seqs: int, rounds: int) -> PlanWindow:
         """Open a window after a decision in round `rounds`."""
         length = _ROUNDS_SPECULATING if alternative >= 0 else _ROUNDS_PLAIN
-        if not load.seqs:  # there was nothing to decide
+        if not load.seqs:  # no sequence decodes, so there was nothing to decide
             length = 1
         return cls(load, alternative, trial_seqs, first_round=rounds, end_round=rounds + length)
 
@@ -84,7 +84,7 @@ class PlanWindow:
         self.end_round = self.first_round + 1
 
     def assign_budgets(self, batch: Batch, budget: tuple[int, ...]) -> tuple[int, ...]:
-        """Return budgets where requests that name their proposer always draft. Count the others apart."""
+        """Return budgets in which requests that name their proposer always draft. Track the others separately."""
         budgets = []
         for seq, planned, limit in zip(batch.seqs, budget, batch.draft_budget, strict=True):
             if seq.request.alternative is None:
@@ -122,14 +122,14 @@ class PlanWindow:
         return rounds == self.first_round + self.rounds < self.end_round
 
     def outcome(self, before: Stats, after: Stats) -> Outcome:
-        """Return what the drafting sequences of the window have shown."""
+        """Return the outcome of the drafting sequences of the window."""
         plain_tokens = self.load.seqs * self.rounds - self.drafting_seqs  # one for each sequence without a budget
         if self.unassigned:
             passes = [counts for seq, earlier in self.unassigned.items() for counts in seq.rounds[earlier.rounds :]]
             draft_tokens = sum(seq.num_draft_tokens - earlier.draft_tokens for seq, earlier in self.unassigned.items())
-            own = Stats.of_passes(passes, drafted=draft_tokens)
-            plain_tokens = own.passes - self.drafting_seqs
-            after = replace(own, draft_seconds=after.draft_seconds)
+            unassigned = Stats.of_passes(passes, drafted=draft_tokens)
+            plain_tokens = unassigned.passes - self.drafting_seqs
+            after = replace(unassigned, draft_seconds=after.draft_seconds)
             before = Stats(draft_seconds=before.draft_seconds)
         return Outcome(
             rounds=self.rounds,

@@ -1,1 +1,1 @@
-"""Projections: what speculation should gain on a machine that is not here."""
+"""The command `project`: estimate the speedup of speculation on any machine."""

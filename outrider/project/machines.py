@@ -1,4 +1,4 @@
-"""Machines by name, with the figures of public datasheets: dense, without sparsity."""
+"""Machines by name, with the figures of public datasheets. Arithmetic rates are dense, without sparsity."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from outrider.errors import OutriderError
 from outrider.project.equations import Efficiency, Machine
 
 PESSIMISTIC, MIDDLE, OPTIMISTIC = "pessimistic", "middle", "optimistic"
-_MOST = 1e9  # of any figure: what is mistyped is still a number then
+_MAX_FIGURE = 1e9  # limit of all figures, so that a typing error cannot overflow
 NAMES = (PESSIMISTIC, MIDDLE, OPTIMISTIC)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """What software usually makes of such machines: pessimistic, middle, optimistic."""
+    """Usual efficiencies on a kind of machine: pessimistic, middle and optimistic. See `Efficiency`."""
 
-    bandwidth: tuple[float, ...]  # shares of the datasheet's
-    arithmetic: tuple[float, ...]  # shares of the datasheet's
-    exposed: tuple[float, ...]  # shares of the shorter of reading and multiplying that the longer does not hide
+    bandwidth: tuple[float, ...]  # shares of the datasheet figure
+    arithmetic: tuple[float, ...]  # shares of the datasheet figure
+    exposed: tuple[float, ...]  # shares of the shorter time, of reading and arithmetic, that does not overlap
     round_ms: tuple[float, ...]
     layer_us: tuple[float, ...]
     allreduce_us: tuple[float, ...]
@@ -46,18 +46,18 @@ CPU = Kind(
 
 @dataclass(frozen=True, slots=True)
 class Datasheet:
-    """A datasheet in its own units; where arithmetic is not on it, `note` says how it was reckoned."""
+    """The figures of a datasheet. If it does not state arithmetic rates, `note` says how they were computed."""
 
     gigabytes_per_s: float
-    bf16: float  # tera-operations a second
-    int8: float  # tera-operations a second
-    gigabytes: float | None  # of memory; None where it is for the buyer to say
+    bf16: float  # tera-operations/s
+    int8: float  # tera-operations/s
+    gigabytes: float | None  # memory; None: it depends on the configuration
     kind: Kind = GPU
     note: str = ""
 
 
-_ZEN4 = "64 bf16 operations a cycle and core (AVX-512, twice as many in int8) at the base clock"
-_APPLE = "the GPU's fp32 rate; Apple publishes none for bf16 and int8"
+_ZEN4 = "64 bf16 operations per cycle and core (AVX-512, twice as many in int8) at the base clock"
+_APPLE = "the GPU's fp32 rate, because Apple publishes no rate for bf16 and int8"
 
 SHEETS: Mapping[str, Datasheet] = MappingProxyType(
     {
@@ -70,11 +70,11 @@ SHEETS: Mapping[str, Datasheet] = MappingProxyType(
         "L40S": Datasheet(864, 362, 733, 48),
         "L4": Datasheet(300, 121, 242, 24),
         "MI300X": Datasheet(5300, 1307.4, 2614.9, 192),
-        "RTX 5090": Datasheet(1792, 209.5, 838, 32, note="bf16 with fp32 sums"),
-        "RTX 4090": Datasheet(1008, 165.2, 660.6, 24, note="bf16 with fp32 sums"),
-        "RTX 3090": Datasheet(936, 71, 284, 24, note="bf16 with fp32 sums"),
+        "RTX 5090": Datasheet(1792, 209.5, 838, 32, note="bf16 with fp32 accumulation"),
+        "RTX 4090": Datasheet(1008, 165.2, 660.6, 24, note="bf16 with fp32 accumulation"),
+        "RTX 3090": Datasheet(936, 71, 284, 24, note="bf16 with fp32 accumulation"),
         "M1 Max": Datasheet(400, 10.4, 10.4, 64, note=_APPLE),
-        "M4 Max": Datasheet(546, 16.2, 16.2, 128, note=f"{_APPLE}: 40 cores, 256 operations a cycle, 1.58 GHz"),
+        "M4 Max": Datasheet(546, 16.2, 16.2, 128, note=f"{_APPLE}: 40 cores, 256 operations per cycle, 1.58 GHz"),
         "EPYC 2 cores": Datasheet(
             57.6, 0.397, 0.794, None, CPU, "two of an EPYC 9554's cores behind one die's link, 32 bytes at 1.8 GHz"
         ),
@@ -87,7 +87,7 @@ SHEETS: Mapping[str, Datasheet] = MappingProxyType(
             498,
             None,
             CPU,
-            "Xeon 8592+, 8 channels of DDR5-5600; AMX, 2048 bf16 operations a cycle, 1.9 GHz",
+            "Xeon 8592+, 8 channels of DDR5-5600; AMX, 2048 bf16 operations per cycle, 1.9 GHz",
         ),
         "Ryzen 16 cores": Datasheet(
             83.2, 4.6, 9.2, None, CPU, f"Ryzen 7950X, 2 channels of DDR5-5200; {_ZEN4}, 4.5 GHz"
@@ -97,67 +97,79 @@ SHEETS: Mapping[str, Datasheet] = MappingProxyType(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Own:
-    """A machine's figures as a user gives them; None is the datasheet's."""
+class MachineOverrides:
+    """Figures that replace those of a datasheet. None: use the datasheet."""
 
-    bandwidth: float | None = None  # gigabytes a second
-    flops: float | None = None  # tera-operations a second, whatever the weights are
-    memory: float | None = None  # gigabytes
+    bandwidth: float | None = None  # GB/s
+    flops: float | None = None  # tera-operations/s, for bf16 and int8
+    memory: float | None = None  # GB
     devices: int = 1
 
 
-def find_machine(name: str | None, own: Own) -> tuple[Machine, Datasheet]:
-    """A machine by its name, by a user's figures, or both, and the datasheet of one of its devices.
+def find_machine(name: str | None, overrides: MachineOverrides) -> tuple[Machine, Datasheet]:
+    """Return a machine and the datasheet of one of its devices.
+
+    Args:
+        name: a name in `SHEETS`; None: `overrides` must state the bandwidth and the arithmetic rate.
+        overrides: figures of the user.
 
     Raises:
-        OutriderError: nobody knows it, or a figure is not above 0.
+        OutriderError: the name is unknown, or a figure is not above 0.
     """
-    figures = {"bandwidth": own.bandwidth, "flops": own.flops, "memory": own.memory, "devices": own.devices}
-    for what, value in figures.items():
-        if value is not None and not 0 < value <= _MOST:
-            raise OutriderError(f"{what} is {value}; use a number above 0 and up to {_MOST:g}")
-    title, sheet = _sheet(name, own)
+    devices = overrides.devices
+    figures = {
+        "bandwidth": overrides.bandwidth,
+        "flops": overrides.flops,
+        "memory": overrides.memory,
+        "devices": devices,
+    }
+    for option, value in figures.items():
+        if value is not None and not 0 < value <= _MAX_FIGURE:
+            raise OutriderError(f"{option} is {value}; use a number above 0 and up to {_MAX_FIGURE:g}")
+    title, sheet = _find_sheet(name, overrides)
     sheet = replace(
         sheet,
-        gigabytes_per_s=own.bandwidth or sheet.gigabytes_per_s,
-        bf16=own.flops or sheet.bf16,
-        int8=own.flops or sheet.int8,
-        gigabytes=own.memory or sheet.gigabytes,
+        gigabytes_per_s=overrides.bandwidth or sheet.gigabytes_per_s,
+        bf16=overrides.flops or sheet.bf16,
+        int8=overrides.flops or sheet.int8,
+        gigabytes=overrides.memory or sheet.gigabytes,
     )
     machine = Machine(
-        name=f"{own.devices} x {title}" if own.devices > 1 else title,
-        bandwidth=own.devices * sheet.gigabytes_per_s * 1e9,
-        bf16=own.devices * sheet.bf16 * 1e12,
-        int8=own.devices * sheet.int8 * 1e12,
-        memory=None if sheet.gigabytes is None else own.devices * sheet.gigabytes * 1e9,
-        devices=own.devices,
+        name=f"{devices} x {title}" if devices > 1 else title,
+        bandwidth=devices * sheet.gigabytes_per_s * 1e9,
+        bf16=devices * sheet.bf16 * 1e12,
+        int8=devices * sheet.int8 * 1e12,
+        memory=None if sheet.gigabytes is None else devices * sheet.gigabytes * 1e9,
+        devices=devices,
     )
     return machine, sheet
 
 
-def _sheet(name: str | None, own: Own) -> tuple[str, Datasheet]:
+def _find_sheet(name: str | None, overrides: MachineOverrides) -> tuple[str, Datasheet]:
+    """Return the title and the datasheet of a machine."""
     if name is None:
-        if own.bandwidth is None or own.flops is None:
+        if overrides.bandwidth is None or overrides.flops is None:
             raise OutriderError(
                 "no machine is named; use --machine with one of "
                 f"{', '.join(SHEETS)}, or give --bandwidth in GB/s and --flops in TFLOP/s"
             )
-        return "a machine of your own", Datasheet(own.bandwidth, own.flops, own.flops, own.memory)
+        sheet = Datasheet(overrides.bandwidth, overrides.flops, overrides.flops, overrides.memory)
+        return "a machine of your own", sheet
     for title, sheet in SHEETS.items():
-        if _letters(title) == _letters(name):
+        if _normalize(title) == _normalize(name):
             return title, sheet
     raise OutriderError(f"machine {name!r} is unknown; use one of {', '.join(SHEETS)}, or give --bandwidth and --flops")
 
 
 def efficiencies(kind: Kind, given: Mapping[str, Sequence[float]]) -> tuple[Efficiency, ...]:
-    """The three cases of a kind, with a user's figures in place of its own.
+    """Return the pessimistic, middle and optimistic efficiency on a kind of machine.
 
     Args:
-        kind: of machine.
-        given: by the names of `Kind`'s fields, one figure for all cases or one for each.
+        kind: the usual figures.
+        given: figures of the user by field of `Kind`: one for all cases, or one for each. They replace those of `kind`.
 
     Raises:
-        OutriderError: these are neither one nor three figures, or not in range.
+        OutriderError: there are neither one nor three figures, or a figure is out of range.
     """
     figures = {name: _three(name, values) for name, values in given.items() if values}
     for name in ("bandwidth", "arithmetic"):
@@ -165,8 +177,10 @@ def efficiencies(kind: Kind, given: Mapping[str, Sequence[float]]) -> tuple[Effi
             raise OutriderError(f"{name} shares are {given[name]}; use shares above 0 and up to 1, such as 0.75")
     if not all(0 <= share <= 1 for share in figures.get("exposed", ())):
         raise OutriderError(f"exposed shares are {given['exposed']}; use shares from 0 to 1")
-    if wrong := [value for values in figures.values() for value in values if not 0 <= value <= _MOST]:
-        raise OutriderError(f"a time is {wrong[0]}; overheads are from 0 to {_MOST:g}")
+    for values in figures.values():
+        for value in values:
+            if not 0 <= value <= _MAX_FIGURE:
+                raise OutriderError(f"a time is {value}; use numbers from 0 to {_MAX_FIGURE:g}")
     kind = replace(kind, **figures)
     return tuple(
         Efficiency(
@@ -183,6 +197,7 @@ def efficiencies(kind: Kind, given: Mapping[str, Sequence[float]]) -> tuple[Effi
 
 
 def _three(name: str, values: Sequence[float]) -> tuple[float, ...]:
+    """Return one figure per case."""
     if len(values) not in (1, 3):
         raise OutriderError(
             f"{len(values)} figures are given for {name.replace('_', ' in ')}; give one, or three: pessimistic, middle,"
@@ -191,6 +206,6 @@ def _three(name: str, values: Sequence[float]) -> tuple[float, ...]:
     return tuple(values) * (3 // len(values))
 
 
-def _letters(name: str) -> str:
-    """So that "rtx-4090" is "RTX 4090"."""
+def _normalize(name: str) -> str:
+    """Return letters and digits in lower case, so that "rtx-4090" equals "RTX 4090"."""
     return "".join(letter for letter in name.casefold() if letter.isalnum())

@@ -1,4 +1,4 @@
-"""Models by folder or by size: from a configuration to what passes read, multiply and keep."""
+"""Get the size of a model from its configuration, or from a size such as 8B."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from outrider.errors import OutriderError
 from outrider.loader.embedded import model_folder
 from outrider.project.equations import Attention, Experts, Model
 
 TYPES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3")
-_LEAST, _MOST = 1e6, 1e14  # weights of what is given by its size
+_MIN_WEIGHTS, _MAX_WEIGHTS = 1e6, 1e14  # of a model that is given by its size
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)([MB])", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bits:
-    """How many bits numbers have."""
+    """The number of bits of weights and of cached keys and values."""
 
     weights: float = 16.0
     cache: float = 16.0
@@ -28,161 +28,191 @@ class Bits:
     def __post_init__(self) -> None:
         for name, value in {"weight bits": self.weights, "cache bits": self.cache}.items():
             if not 0 < value <= 32:
-                raise OutriderError(f"{name} are {value}; use for example 16, 8 or 4")
+                raise OutriderError(f"{name} are {value}; use a number above 0 and up to 32, such as 16, 8 or 4")
 
 
 def find_model(name: str, bits: Bits) -> Model:
-    """A model by its folder, or by its size.
+    """Return a model by the name of its folder, or by its size.
 
     Raises:
-        OutriderError: it is neither, or a folder whose configuration cannot be projected.
+        OutriderError: `name` is neither a folder nor a size, or the architecture is not supported.
     """
     if (size := name.upper()) in SIZES:
         title, settings = SIZES[size]
         return read_model(settings, bits, name=title)
-    if found := _SIZE.fullmatch(name):
-        weights = float(found[1]) * (1e9 if found[2].upper() == "B" else 1e6)
-        if not _LEAST <= weights <= _MOST:
-            raise OutriderError(f"{name} is no size of a model; use one from 1M to 100000B")
+    if match := _SIZE.fullmatch(name):
+        weights = float(match[1]) * (1e9 if match[2].upper() == "B" else 1e6)
+        if not _MIN_WEIGHTS <= weights <= _MAX_WEIGHTS:
+            raise OutriderError(f"{name} is not the size of a model; use a size from 1M to 100000B")
         return typical(weights, bits)
     folder = model_folder(name)
     if not (folder / "config.json").is_file():
         raise OutriderError(
-            f"{name} is no folder with a config.json, and no size; use a folder, a size such as 8B or 1.5B, or one of"
-            f" {', '.join(SIZES)}"
+            f"{name} is neither a folder with a config.json nor a size; use a folder, a size such as 8B or 1.5B, or one"
+            f" of {', '.join(SIZES)}"
         )
     try:
         settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except ValueError as error:
-        raise OutriderError(f"{folder / 'config.json'} is no JSON ({error}); mend the file, or use a size") from None
+        raise OutriderError(
+            f"{folder / 'config.json'} is not valid JSON ({error}); fix the file, or use a size"
+        ) from None
     if not isinstance(settings, dict):
-        raise OutriderError(f"{folder / 'config.json'} holds no settings; mend the file, or use a size")
+        raise OutriderError(f"{folder / 'config.json'} is not a JSON object; fix the file, or use a size")
     return read_model(settings, bits, name=folder.resolve().name)
 
 
 def read_model(settings: Mapping[str, Any], bits: Bits, *, name: str) -> Model:
-    """From the settings of a config.json; matrices are counted, norms and biases are too small to matter.
+    """Return a model from the settings of a config.json. Only matrices count; norms and biases are negligible.
 
     Raises:
-        OutriderError: the architecture is another, or a setting is missing.
+        OutriderError: the architecture is not supported, or a setting is missing.
     """
     kind = settings.get("model_type")
     if kind not in TYPES:
         raise OutriderError(
-            f"{name} is of type {kind!r}, which is not projected; known are {', '.join(TYPES)}. Use a size such as 8B"
+            f"{name} has the model type {kind!r}, which is not one of {', '.join(TYPES)}; use a size such as 8B"
         )
     try:
         return _decoder(settings, bits, name)
     except (KeyError, TypeError, ZeroDivisionError) as error:
-        raise OutriderError(f"the configuration of {name} is not sound ({error!r}); mend it, or use a size") from None
+        raise OutriderError(f"the configuration of {name} is invalid ({error!r}); fix it, or use a size") from None
 
 
 def typical(weights: float, bits: Bits) -> Model:
-    """A dense model of so many weights, in the proportions of Llama 3: 128 channels a layer, 8 key-value heads of 128.
+    """Return a dense model with this many weights, in the proportions of Llama 3.
 
-    A layer of h channels then has about 12.75 h^2 weights, so L layers have 12.75 (128 L)^2 L.
+    L layers have a hidden size of h = 128 L and 8 key-value heads of 128. A layer has about 12.75 h^2 weights, so the
+    model has 12.75 (128 L)^2 L.
     """
     layers = max(round((weights / (12.75 * 128**2)) ** (1 / 3)), 1)
-    seen = Attention(numbers=layers * 2.0 * 8 * 128, products=layers * 2.0 * 128 * layers)
+    attention = Attention(numbers=layers * 2.0 * 8 * 128, products=layers * 2.0 * 128 * layers)
     return Model(
         name=f"{weights / 1e9:g}B, a typical shape",
         layers=layers,
         weights=weights,
-        attention=(seen,),
+        attention=(attention,),
         bits=bits.weights,
         cache_bits=bits.cache,
         int8=bits.weights == 8,
     )
 
 
+class _LayerAttention(NamedTuple):
+    """The attention of one layer."""
+
+    weights: float
+    numbers: float  # cached numbers per token
+    products: float  # products of one token with one cached token
+
+
 def _decoder(settings: Mapping[str, Any], bits: Bits, name: str) -> Model:
-    layers, hidden = settings["num_hidden_layers"], settings["hidden_size"]
-    table = settings["vocab_size"] * hidden
-    latent = settings.get("kv_lora_rank") is not None
-    mixer, numbers, products = _latent(settings) if latent else _grouped(settings)
+    """Return a decoder of one of `TYPES`."""
+    layers = settings["num_hidden_layers"]
+    table = settings["vocab_size"] * settings["hidden_size"]
+    uses_latent = settings.get("kv_lora_rank") is not None
+    attention = _latent_attention(settings) if uses_latent else _grouped_attention(settings)
     dense, experts = _feed_forward(settings)
     return Model(
         name=name,
         layers=layers,
-        weights=float(layers * mixer + dense + table),  # the head is read, tied or not
+        weights=float(layers * attention.weights + dense + table),  # a pass reads the output layer, tied or not
         table=0.0 if settings.get("tie_word_embeddings", False) else float(table),
         experts=experts,
-        attention=_windows(settings, numbers, products),
+        attention=_windows(settings, attention),
         bits=bits.weights,
         cache_bits=bits.cache,
         int8=bits.weights == 8,
     )
 
 
-def _grouped(settings: Mapping[str, Any]) -> tuple[float, float, float]:
-    """Of one layer of attention with shared key-value heads: weights, cached numbers, products with a cached token."""
-    hidden, heads = settings["hidden_size"], settings["num_attention_heads"]
-    shared = settings.get("num_key_value_heads") or heads
-    size = settings.get("head_dim") or hidden // heads
-    return 2 * hidden * size * (heads + shared), 2 * shared * size, 2 * heads * size
+def _grouped_attention(settings: Mapping[str, Any]) -> _LayerAttention:
+    """Return attention whose query heads share key-value heads."""
+    hidden = settings["hidden_size"]
+    heads = settings["num_attention_heads"]
+    kv_heads = settings.get("num_key_value_heads") or heads
+    head_dim = settings.get("head_dim") or hidden // heads
+    return _LayerAttention(
+        weights=2 * hidden * head_dim * (heads + kv_heads),
+        numbers=2 * kv_heads * head_dim,
+        products=2 * heads * head_dim,
+    )
 
 
-def _latent(settings: Mapping[str, Any]) -> tuple[float, float, float]:
-    """The same of latent attention (DeepSeek 2024): one latent and one rotary key for all heads are cached."""
-    hidden, heads = settings["hidden_size"], settings["num_attention_heads"]
-    rank, rotary = settings["kv_lora_rank"], settings["qk_rope_head_dim"]
-    plain, value = settings["qk_nope_head_dim"], settings["v_head_dim"]
-    narrow = settings.get("q_lora_rank")
-    asked = heads * (plain + rotary)
-    queries = narrow * (hidden + asked) if narrow else hidden * asked
-    keys = hidden * (rank + rotary) + rank * heads * (plain + value)
-    # Queries and values are taken to the latent's own space: no keys are written out for each head.
-    return queries + keys + heads * value * hidden, rank + rotary, heads * (2 * rank + rotary)
+def _latent_attention(settings: Mapping[str, Any]) -> _LayerAttention:
+    """Return latent attention (DeepSeek 2024), which caches one latent and one rotary key for all heads."""
+    hidden = settings["hidden_size"]
+    heads = settings["num_attention_heads"]
+    rank = settings["kv_lora_rank"]
+    rotary_dim = settings["qk_rope_head_dim"]
+    plain_dim = settings["qk_nope_head_dim"]
+    value_dim = settings["v_head_dim"]
+    query_rank = settings.get("q_lora_rank")
+    query_dim = heads * (plain_dim + rotary_dim)
+    queries = query_rank * (hidden + query_dim) if query_rank else hidden * query_dim
+    keys = hidden * (rank + rotary_dim) + rank * heads * (plain_dim + value_dim)
+    # Attention runs in the space of the latent, so keys and values of single heads are not computed.
+    return _LayerAttention(
+        weights=queries + keys + heads * value_dim * hidden,
+        numbers=rank + rotary_dim,
+        products=heads * (2 * rank + rotary_dim),
+    )
 
 
 def _feed_forward(settings: Mapping[str, Any]) -> tuple[float, Experts | None]:
-    """Weights of all layers that every token meets, and the experts."""
-    hidden, layers = settings["hidden_size"], settings["num_hidden_layers"]
-    count = next((settings[key] for key in _COUNTS if settings.get(key)), 0)
+    """Return the feed-forward weights that every token uses, of all layers together, and the experts."""
+    hidden = settings["hidden_size"]
+    layers = settings["num_hidden_layers"]
+    count = next((settings[key] for key in _EXPERT_COUNTS if settings.get(key)), 0)
     if not count:
         return 3 * hidden * settings["intermediate_size"] * layers, None
-    # Mixtral has no other layers, and its experts are as wide as a dense layer would be.
+    # Mixtral has no dense layers, and `intermediate_size` is the size of its experts.
     size = settings.get("moe_intermediate_size") or settings["intermediate_size"]
-    plain = sum(_dense(settings, layer) for layer in range(layers))
-    shared = settings.get("shared_expert_intermediate_size") or (settings.get("n_shared_experts") or 0) * size
-    everywhere = 3 * hidden * settings["intermediate_size"] * plain
-    router = hidden * (count + bool(settings.get("shared_expert_intermediate_size")))  # Qwen2 weighs its shared expert
-    experts = Experts(
-        count=count, active=settings["num_experts_per_tok"], weights=3.0 * hidden * size * (layers - plain)
-    )
-    return everywhere + (layers - plain) * (3 * hidden * shared + router), experts
+    dense_layers = sum(_is_dense(settings, layer) for layer in range(layers))
+    expert_layers = layers - dense_layers
+    shared_size = settings.get("shared_expert_intermediate_size") or (settings.get("n_shared_experts") or 0) * size
+    dense = 3 * hidden * settings["intermediate_size"] * dense_layers
+    # Qwen2 has a gate for its shared expert.
+    router = hidden * (count + bool(settings.get("shared_expert_intermediate_size")))
+    experts = Experts(count=count, active=settings["num_experts_per_tok"], weights=3.0 * hidden * size * expert_layers)
+    return dense + expert_layers * (3 * hidden * shared_size + router), experts
 
 
-def _dense(settings: Mapping[str, Any], layer: int) -> bool:
-    """Whether a layer of a model with experts has none."""
+def _is_dense(settings: Mapping[str, Any], layer: int) -> bool:
+    """Return whether a layer of a model with experts has no experts."""
     if layer < (settings.get("first_k_dense_replace") or 0) or layer in (settings.get("mlp_only_layers") or ()):
         return True
-    every = settings.get("decoder_sparse_step") or 1
-    return bool((layer + 1) % every)
+    period = settings.get("decoder_sparse_step") or 1
+    return bool((layer + 1) % period)
 
 
-def _windows(settings: Mapping[str, Any], numbers: float, products: float) -> tuple[Attention, ...]:
-    layers, window = settings["num_hidden_layers"], settings.get("sliding_window")
-    kinds = settings.get("layer_types")
-    if strange := set(kinds or ()) - {"full_attention", "sliding_attention"}:
-        raise OutriderError(f"layers of type {', '.join(sorted(strange))} are not projected; use a size such as 8B")
+def _windows(settings: Mapping[str, Any], attention: _LayerAttention) -> tuple[Attention, ...]:
+    """Return the attention of all layers, by full attention and sliding windows."""
+    layers = settings["num_hidden_layers"]
+    window = settings.get("sliding_window")
+    layer_types = settings.get("layer_types")
+    if unsupported := set(layer_types or ()) - {"full_attention", "sliding_attention"}:
+        raise OutriderError(f"layers of type {', '.join(sorted(unsupported))} are not supported; use a size such as 8B")
     if not window or not settings.get("use_sliding_window", not str(settings["model_type"]).startswith("qwen")):
-        short = 0
-    elif kinds:
-        short = kinds.count("sliding_attention")
+        sliding = 0
+    elif layer_types:
+        sliding = layer_types.count("sliding_attention")
     else:
-        short = max(layers - (settings.get("max_window_layers") or 0), 0)
+        sliding = max(layers - (settings.get("max_window_layers") or 0), 0)
     return tuple(
-        Attention(numbers=float(n * numbers), products=float(n * products), window=reach)
-        for reach, n in ((None, layers - short), (window, short))
-        if n
+        Attention(
+            numbers=float(count * attention.numbers), products=float(count * attention.products), window=window_size
+        )
+        for window_size, count in ((None, layers - sliding), (window, sliding))
+        if count
     )
 
 
-_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
+_EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")  # settings with the number of experts
 
 
 def _dims(kind: str, *dims: int, **more: Any) -> dict[str, Any]:
+    """Return settings of a config.json: the sizes in the order of `keys`, and `more`."""
     keys = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
     return {"model_type": kind, **dict(zip((*keys, "vocab_size"), dims, strict=True)), **more}
 
@@ -202,7 +232,7 @@ _DEEPSEEK: dict[str, Any] = {
     "first_k_dense_replace": 3,
 }
 
-# Names, and settings of published configurations.
+# Titles and settings of published configurations, by size.
 SIZES: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType(
     {
         "0.5B": ("Qwen2.5 0.5B", _dims("qwen2", 896, 24, 14, 2, 4864, 151936, **_TIED)),

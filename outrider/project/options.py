@@ -7,12 +7,15 @@ from typing import Annotated
 
 import typer
 
-_WHAT, _WHERE, _KEPT, _SHARES = "Models", "Machine", "Speculation", "What software makes of the machine"
+_MODELS = "Models"
+_MACHINE = "Machine"
+_SPECULATION = "Speculation"
+_EFFICIENCY = "Efficiency of the software"
 
 Target = Annotated[
     str | None,
     typer.Option(
-        metavar="DIR|SIZE", help="Folder with a config.json, or a size: 8B, 70B, 30B-A3B.", rich_help_panel=_WHAT
+        metavar="DIR|SIZE", help="Folder with a config.json, or a size: 8B, 70B, 30B-A3B.", rich_help_panel=_MODELS
     ),
 ]
 Proposer = Annotated[
@@ -21,91 +24,110 @@ Proposer = Annotated[
         metavar="NAME",
         help="ngram, draft:DIR, draft:SIZE, head:SHARE (one pass for each draft token, which reads this share of the"
         " target, as EAGLE does) or block:SHARE (one pass for all draft tokens).",
-        rich_help_panel=_WHAT,
+        rich_help_panel=_MODELS,
     ),
 ]
-WeightBits = Annotated[float, typer.Option(help="Bits of the target's weights.", rich_help_panel=_WHAT)]
+WeightBits = Annotated[float, typer.Option(help="Bits of the target's weights.", rich_help_panel=_MODELS)]
 DraftBits = Annotated[
-    float | None, typer.Option(help="Bits of a draft model's weights. Default: 16.", rich_help_panel=_WHAT)
+    float | None, typer.Option(help="Bits of a draft model's weights. Default: 16.", rich_help_panel=_MODELS)
 ]
-CacheBits = Annotated[float, typer.Option(help="Bits of the KV cache.", rich_help_panel=_WHAT)]
+CacheBits = Annotated[float, typer.Option(help="Bits of the KV cache.", rich_help_panel=_MODELS)]
 
 MachineName = Annotated[
     str | None,
-    typer.Option(metavar="NAME", help="H100, RTX-4090, ...; an unknown one lists all.", rich_help_panel=_WHERE),
+    typer.Option(metavar="NAME", help="H100, RTX-4090, ...; an unknown name lists all.", rich_help_panel=_MACHINE),
 ]
-Devices = Annotated[int, typer.Option(help="Devices of tensor parallelism.", rich_help_panel=_WHERE)]
+Devices = Annotated[int, typer.Option(help="Devices of tensor parallelism.", rich_help_panel=_MACHINE)]
 Bandwidth = Annotated[
-    float | None, typer.Option(help="GB/s of one device. Default: its datasheet.", rich_help_panel=_WHERE)
+    float | None, typer.Option(help="GB/s of one device. Default: its datasheet.", rich_help_panel=_MACHINE)
 ]
 Flops = Annotated[
-    float | None, typer.Option(help="TFLOP/s of one device. Default: its datasheet.", rich_help_panel=_WHERE)
+    float | None, typer.Option(help="TFLOP/s of one device. Default: its datasheet.", rich_help_panel=_MACHINE)
 ]
-Memory = Annotated[float | None, typer.Option(help="GB of one device. Default: its datasheet.", rich_help_panel=_WHERE)]
+Memory = Annotated[
+    float | None, typer.Option(help="GB of one device. Default: its datasheet.", rich_help_panel=_MACHINE)
+]
 
 Alpha = Annotated[
     str | None,
     typer.Option(
         metavar="RATES",
         help="Acceptance: one value for all positions, such as 0.8, or one for each, such as 0.85,0.8,0.7.",
-        rich_help_panel=_KEPT,
+        rich_help_panel=_SPECULATION,
     ),
 ]
 From = Annotated[
     str | None,
-    typer.Option("--from", metavar="FILE", help="Take it from the output of outrider bench.", rich_help_panel=_KEPT),
+    typer.Option(
+        "--from",
+        metavar="FILE",
+        help="Read the acceptance from the output of outrider bench.",
+        rich_help_panel=_SPECULATION,
+    ),
 ]
 Category = Annotated[
-    str | None, typer.Option(metavar="NAME", help="Category of that benchmark. Default: all.", rich_help_panel=_KEPT)
+    str | None,
+    typer.Option(metavar="NAME", help="Category of that benchmark. Default: all.", rich_help_panel=_SPECULATION),
 ]
 Nodes = Annotated[
     float | None,
-    typer.Option(help="Guesses verified for each position: 1 for chains, more for trees.", rich_help_panel=_KEPT),
+    typer.Option(
+        help="Draft tokens verified per position: 1 for chains, more for trees.", rich_help_panel=_SPECULATION
+    ),
 ]
-Batch = Annotated[str, typer.Option(metavar="LIST", help="Sequences at once.", rich_help_panel=_KEPT)]
-Context = Annotated[str, typer.Option(metavar="LIST", help="Cached tokens of each sequence.", rich_help_panel=_KEPT)]
+Batch = Annotated[str, typer.Option(metavar="LIST", help="Batch sizes.", rich_help_panel=_SPECULATION)]
+Context = Annotated[
+    str, typer.Option(metavar="LIST", help="Cached tokens of each sequence.", rich_help_panel=_SPECULATION)
+]
 Depths = Annotated[
     str | None,
     typer.Option(
-        "--k", metavar="LIST", help="Draft tokens per round to choose from. Default: up to 12.", rich_help_panel=_KEPT
+        "--k",
+        metavar="LIST",
+        help="Draft tokens per round to choose from. Default: up to 12.",
+        rich_help_panel=_SPECULATION,
     ),
 ]
 
 _CASES = "One figure, or three: pessimistic, middle, optimistic. Default: by the machine's kind."
 BandwidthShare = Annotated[
-    str | None, typer.Option(metavar="LIST", help=f"Share of the bandwidth reached. {_CASES}", rich_help_panel=_SHARES)
+    str | None,
+    typer.Option(metavar="LIST", help=f"Share of the bandwidth reached. {_CASES}", rich_help_panel=_EFFICIENCY),
 ]
 ArithmeticShare = Annotated[
     str | None,
-    typer.Option(metavar="LIST", help="Share of the arithmetic throughput reached.", rich_help_panel=_SHARES),
+    typer.Option(metavar="LIST", help="Share of the arithmetic throughput reached.", rich_help_panel=_EFFICIENCY),
 ]
 Exposed = Annotated[
     str | None,
     typer.Option(
         metavar="LIST",
         help="Share of the shorter of memory and arithmetic time that does not overlap with the longer.",
-        rich_help_panel=_SHARES,
+        rich_help_panel=_EFFICIENCY,
     ),
 ]
 RoundMs = Annotated[
     str | None,
-    typer.Option(metavar="LIST", help="Milliseconds of a round outside its passes.", rich_help_panel=_SHARES),
+    typer.Option(metavar="LIST", help="Milliseconds of a round outside its passes.", rich_help_panel=_EFFICIENCY),
 ]
 LayerUs = Annotated[
-    str | None, typer.Option(metavar="LIST", help="Microseconds of overhead per layer.", rich_help_panel=_SHARES)
+    str | None, typer.Option(metavar="LIST", help="Microseconds of overhead per layer.", rich_help_panel=_EFFICIENCY)
 ]
 AllreduceUs = Annotated[
-    str | None, typer.Option(metavar="LIST", help="Microseconds of all-reduces per layer.", rich_help_panel=_SHARES)
+    str | None, typer.Option(metavar="LIST", help="Microseconds of all-reduces per layer.", rich_help_panel=_EFFICIENCY)
 ]
 DraftUs = Annotated[
     float | None,
-    typer.Option(help="Of the host's guessing by ngram, for each user. Default: 20.", rich_help_panel=_SHARES),
+    typer.Option(
+        help="Microseconds of host time that ngram takes per sequence and round. Default: 20.",
+        rich_help_panel=_EFFICIENCY,
+    ),
 ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProjectOptions:
-    """What to project, as it is written."""
+    """The options of `outrider project`, as strings and numbers of the command line."""
 
     target: Target = None
     proposer: Proposer = "ngram"

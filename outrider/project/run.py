@@ -1,4 +1,4 @@
-"""The projection from beginning to end: from what is asked to the document."""
+"""Run a projection: from the options to the JSON document."""
 
 from __future__ import annotations
 
@@ -10,17 +10,19 @@ from typing import Any
 from outrider._version import __version__
 from outrider.errors import OutriderError
 from outrider.project.equations import Acceptance, Drafting, Efficiency, Machine, Model, Pair, free_tokens, head
-from outrider.project.machines import Datasheet, Own, efficiencies, find_machine
+from outrider.project.machines import Datasheet, MachineOverrides, efficiencies, find_machine
 from outrider.project.measured import read_bench
 from outrider.project.memory import MemoryBudget
 from outrider.project.models import Bits, find_model
 from outrider.project.options import ProjectOptions
 from outrider.system import machine
 
-USABLE = 0.9  # of the memory; the rest is for buffers
-_MOST, _DEEPEST = 10**9, 1024  # limits of sequences or cached tokens, and of draft tokens per round
-_DRAFT_US, _DRAFT_BITS = 20.0, 16.0  # defaults
-_MAX_K = 12  # default limit of k
+USABLE = 0.9  # share of the memory for weights and caches; the rest is for buffers
+_MAX_NUMBER = 10**9  # largest batch size, context and --draft-us
+_MAX_DRAFT_TOKENS = 1024  # largest k
+_DEFAULT_DRAFT_US = 20.0
+_DEFAULT_DRAFT_BITS = 16.0
+_DEFAULT_MAX_K = 12
 NOTE = "an estimate, computed from datasheets and equations; nothing was measured"
 DEFINITIONS: Mapping[str, str] = MappingProxyType(
     {
@@ -28,22 +30,21 @@ DEFINITIONS: Mapping[str, str] = MappingProxyType(
         " operations / rate; a pass reads all weights once and the KV cache of each sequence, and a token costs two"
         " operations per active weight",
         "speedup": "tokens/s over those of plain decoding, both estimated for the same machine, batch and case",
-        "k": "the fastest of those considered; 0 where plain decoding is the fastest",
-        "bound": "what the target's pass waits for",
+        "k": "the fastest of the considered draft lengths; 0 if plain decoding is the fastest",
+        "bound": "what limits the speed of the target's pass",
         "stops_paying": "the batch from which no k gains; null if drafting still pays at 65536 sequences",
         "ahead": "1 + draft / verify: the most that drafting in parallel on other hardware could gain in addition",
-        "free_tokens": "tokens of a pass whose arithmetic takes as long as reading the weights;"
-        " null with experts, where"
-        " it depends on the number of experts that are read",
+        "free_tokens": "tokens of a pass whose arithmetic takes as long as reading the weights; null with experts,"
+        " because it depends on the number of experts that are read",
         "draft_in_sequences": "(W_d + K_d) / K_t: sequences that would fit in place of the draft",
-        "sequences": f"sequences whose KV caches fit beside the weights into {USABLE:.0%} of the memory",
+        "sequences": f"sequences whose KV caches fit with the weights into {USABLE:.0%} of the memory",
     }
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lists:
-    """The lists among the options, read; () is the default."""
+    """The options that are lists, parsed. () selects the default."""
 
     batch: tuple[int, ...]
     context: tuple[int, ...]
@@ -52,120 +53,131 @@ class Lists:
     shares: Mapping[str, tuple[float, ...]]  # by the names of `machines.Kind`
 
     def __post_init__(self) -> None:
-        for name, values, least, most in (
-            ("batch", self.batch, 1, _MOST),
-            ("context", self.context, 1, _MOST),
-            ("k", self.k, 0, _DEEPEST),
+        for name, values, low, high in (
+            ("batch", self.batch, 1, _MAX_NUMBER),
+            ("context", self.context, 1, _MAX_NUMBER),
+            ("k", self.k, 0, _MAX_DRAFT_TOKENS),
         ):
-            if min(values, default=least) < least:
-                raise OutriderError(f"{name} is {min(values)}; use at least {least}")
-            if max(values, default=least) > most:
-                raise OutriderError(f"{name} is {max(values)}; use at most {most}")
+            if min(values, default=low) < low:
+                raise OutriderError(f"{name} is {min(values)}; use at least {low}")
+            if max(values, default=low) > high:
+                raise OutriderError(f"{name} is {max(values)}; use at most {high}")
 
 
-def run_project(asked: ProjectOptions, lists: Lists) -> dict[str, Any]:
-    """Project each batch and context, in three cases.
+def run_project(options: ProjectOptions, lists: Lists) -> dict[str, Any]:
+    """Estimate the speedup for each batch size and context, in three cases.
 
     Returns:
-        The document to report, fit for JSON.
+        The JSON document.
 
     Raises:
-        OutriderError: what was asked for cannot be projected; the message says why.
+        OutriderError: an option is invalid, or the model or proposer is not supported.
     """
-    if asked.target is None:
+    if options.target is None:
         raise OutriderError("no target is named; use --target with a folder, or a size such as 8B")
-    target = find_model(asked.target, Bits(weights=asked.weight_bits, cache=asked.cache_bits))
-    drafting = find_drafting(asked, target)
-    own = Own(bandwidth=asked.bandwidth, flops=asked.flops, memory=asked.memory, devices=asked.devices)
-    place, sheet = find_machine(asked.machine, own)
-    if asked.allreduce_us and asked.devices == 1:
-        raise OutriderError("--allreduce-us is of sums over several devices, and there is one; give --devices as well")
-    acceptance, source = _acceptance(asked, lists.alpha)
-    ks = _depths(lists.k, acceptance)
+    target = find_model(options.target, Bits(weights=options.weight_bits, cache=options.cache_bits))
+    drafting = find_drafting(options, target)
+    overrides = MachineOverrides(
+        bandwidth=options.bandwidth, flops=options.flops, memory=options.memory, devices=options.devices
+    )
+    hardware, sheet = find_machine(options.machine, overrides)
+    if options.allreduce_us and options.devices == 1:
+        raise OutriderError("--allreduce-us needs several devices, and there is one; give --devices as well")
+    acceptance, source = _acceptance(options, lists.alpha)
+    ks = _draft_lengths(lists.k, acceptance)
     cases = efficiencies(sheet.kind, lists.shares)
     pairs = [
-        Pair(target=target, drafting=drafting, acceptance=acceptance, machine=place, efficiency=each) for each in cases
+        Pair(target=target, drafting=drafting, acceptance=acceptance, machine=hardware, efficiency=case)
+        for case in cases
     ]
+    results = []
+    for context in lists.context:
+        results += [_result(pairs, batch, context, ks, drafting) for batch in lists.batch]
+    stops_paying = []
+    for context in lists.context:
+        by_case = {pair.efficiency.name: pair.stops_paying(context, ks) for pair in pairs}
+        stops_paying.append({"context": context, **by_case})
     return {
         "benchmark": "outrider project",
         "projection": NOTE,
-        "arguments": asdict(asked),
-        "machine": _machine(place, sheet),
+        "arguments": asdict(options),
+        "machine": _machine(hardware, sheet),
         "target": _model(target),
         "draft": _drafting(drafting),
         "acceptance": {"rates": list(acceptance.rates), "nodes": acceptance.nodes} | source,
-        "efficiency": [asdict(each) for each in cases],
-        "free_tokens": {each.name: _free(target, place, each) for each in cases},
-        "memory": [_room(target, drafting, place, context, lists.batch) for context in lists.context],
-        "results": [_place(pairs, batch, context, ks, drafting) for context in lists.context for batch in lists.batch],
-        "stops_paying": [
-            {"context": context, **{pair.efficiency.name: pair.stops_paying(context, ks) for pair in pairs}}
-            for context in lists.context
-        ],
+        "efficiency": [asdict(case) for case in cases],
+        "free_tokens": {case.name: _free_tokens(target, hardware, case) for case in cases},
+        "memory": [_memory(target, drafting, hardware, context, lists.batch) for context in lists.context],
+        "results": results,
+        "stops_paying": stops_paying,
         "versions": {"outrider": __version__},
         "commit": machine.commit(),
         "definitions": dict(DEFINITIONS),
     }
 
 
-def find_drafting(asked: ProjectOptions, target: Model) -> Drafting:
-    """Who guesses.
+def find_drafting(options: ProjectOptions, target: Model) -> Drafting:
+    """Return the cost of the proposer.
 
     Raises:
-        OutriderError: nobody of that name can be projected.
+        OutriderError: the proposer is not supported, or an option does not apply to it.
     """
-    name, _, argument = asked.proposer.partition(":")
-    if asked.draft_us is not None and name != "ngram":
-        raise OutriderError(f"--draft-us is the host's time, and {name} takes the machine's; leave it out")
-    if asked.draft_bits is not None and name != "draft":
-        raise OutriderError(f"--draft-bits are those of a draft model, and {name} is none; leave it out")
+    name, _, argument = options.proposer.partition(":")
+    if options.draft_us is not None and name != "ngram":
+        raise OutriderError(f"--draft-us is the host time of ngram, and the proposer is {name}; leave it out")
+    if options.draft_bits is not None and name != "draft":
+        raise OutriderError(f"--draft-bits is for a draft model, and the proposer is {name}; leave it out")
     if name == "ngram" and not argument:
-        guess_us = _DRAFT_US if asked.draft_us is None else asked.draft_us
-        if not 0 <= guess_us <= _MOST:
-            raise OutriderError(f"draft-us is {guess_us}; use a number from 0 to {_MOST}")
-        return Drafting(row_seconds=guess_us / 1e6)
+        draft_us = _DEFAULT_DRAFT_US if options.draft_us is None else options.draft_us
+        if not 0 <= draft_us <= _MAX_NUMBER:
+            raise OutriderError(f"draft-us is {draft_us}; use a number from 0 to {_MAX_NUMBER}")
+        return Drafting(host_seconds=draft_us / 1e6)
     if name == "draft" and argument:
-        bits = Bits(weights=_DRAFT_BITS if asked.draft_bits is None else asked.draft_bits, cache=asked.cache_bits)
-        return Drafting(model=find_model(argument, bits))
+        weight_bits = _DEFAULT_DRAFT_BITS if options.draft_bits is None else options.draft_bits
+        return Drafting(model=find_model(argument, Bits(weights=weight_bits, cache=options.cache_bits)))
     if name in ("head", "block") and argument:
         try:
             share = float(argument)
         except ValueError:
-            raise OutriderError(f"{asked.proposer!r} names no share of the target; write {name}:0.04") from None
-        return Drafting(model=head(target, share), at_once=name == "block")
+            raise OutriderError(
+                f"{options.proposer!r} has no share of the target as a number; write for example {name}:0.04"
+            ) from None
+        return Drafting(model=head(target, share), parallel=name == "block")
     raise OutriderError(
-        f"proposer {asked.proposer!r} is not projected; use ngram, draft:DIR, draft:SIZE, head:SHARE or block:SHARE"
+        f"proposer {options.proposer!r} is not supported here; use ngram, draft:DIR, draft:SIZE, head:SHARE or"
+        " block:SHARE"
     )
 
 
-def _acceptance(asked: ProjectOptions, alpha: Sequence[float]) -> tuple[Acceptance, dict[str, Any]]:
-    """The acceptance, and where it is from."""
-    if bool(alpha) == bool(asked.source):
+def _acceptance(options: ProjectOptions, alpha: Sequence[float]) -> tuple[Acceptance, dict[str, Any]]:
+    """Return the acceptance, and its source for the document."""
+    if bool(alpha) == bool(options.source):
         raise OutriderError("give the acceptance once: --alpha 0.8, or --from a file that outrider bench wrote")
-    if asked.source:
-        measured = read_bench(asked.source, category=asked.category)
-        found = replace(measured.acceptance, nodes=asked.nodes or measured.acceptance.nodes)
-        return found, {
-            "source": measured.says,
+    if options.source:
+        measured = read_bench(options.source, category=options.category)
+        acceptance = replace(measured.acceptance, nodes=options.nodes or measured.acceptance.nodes)
+        return acceptance, {
+            "source": measured.description,
             "measured_tau": measured.tau,
             "exact": measured.exact,
-            "other": measured.other(asked.proposer),
+            "other": measured.mismatch(options.proposer),
         }
-    if asked.category:
-        raise OutriderError("--category names a part of a benchmark; give its output as well, with --from")
-    nodes = 1.0 if asked.nodes is None else asked.nodes
-    return Acceptance(rates=tuple(alpha), endless=len(alpha) == 1, nodes=nodes), {"source": "assumed"}
+    if options.category:
+        raise OutriderError("--category is a category of a benchmark; give its output as well, with --from")
+    nodes = 1.0 if options.nodes is None else options.nodes
+    return Acceptance(rates=tuple(alpha), repeat_last=len(alpha) == 1, nodes=nodes), {"source": "assumed"}
 
 
-def _depths(wanted: Sequence[int], acceptance: Acceptance) -> tuple[int, ...]:
-    most = acceptance.depth
-    if most is not None and max(wanted, default=0) > most:
-        raise OutriderError(f"k is {max(wanted)}, and acceptance is known for {most} positions; use --k 0..{most}")
-    return tuple(wanted) or tuple(range(1, (most or _MAX_K) + 1))
+def _draft_lengths(ks: Sequence[int], acceptance: Acceptance) -> tuple[int, ...]:
+    """Return the draft lengths to compare."""
+    known = acceptance.depth
+    if known is not None and max(ks, default=0) > known:
+        raise OutriderError(f"k is {max(ks)}, and acceptance is known for {known} positions; use --k 0..{known}")
+    return tuple(ks) or tuple(range(1, (known or _DEFAULT_MAX_K) + 1))
 
 
-def _place(pairs: Sequence[Pair], batch: int, context: int, ks: Sequence[int], drafting: Drafting) -> dict[str, Any]:
-    """One batch at one context, in all cases."""
+def _result(pairs: Sequence[Pair], batch: int, context: int, ks: Sequence[int], drafting: Drafting) -> dict[str, Any]:
+    """Return the entry of one batch size and context, with all cases."""
     best = {pair.efficiency.name: pair.best(batch, context, ks) for pair in pairs}
     return {
         "batch": batch,
@@ -189,38 +201,41 @@ def _place(pairs: Sequence[Pair], batch: int, context: int, ks: Sequence[int], d
     }
 
 
-def _room(target: Model, drafting: Drafting, place: Machine, context: int, batches: Sequence[int]) -> dict[str, Any]:
-    usable = None if place.memory is None else USABLE * place.memory
-    room = MemoryBudget.of(target, drafting.model, memory=usable, context=context)
+def _memory(
+    target: Model, drafting: Drafting, hardware: Machine, context: int, batches: Sequence[int]
+) -> dict[str, Any]:
+    usable = None if hardware.memory is None else USABLE * hardware.memory
+    budget = MemoryBudget.of(target, drafting.model, memory=usable, context=context)
     return {
         "context": context,
         "usable_bytes": usable,
-        "target_weight_bytes": room.target_weights,
-        "target_cache_bytes_per_sequence": room.target_row,
-        "draft_weight_bytes": room.draft_weights,
-        "draft_cache_bytes_per_sequence": room.draft_row,
-        "sequences": room.max_sequences(),
-        "sequences_without_draft": room.max_sequences(draft=False),
-        "draft_in_sequences": {str(rows): room.draft_in_sequences(rows) for rows in batches},
-        "held_bytes": {str(rows): room.held(rows) for rows in batches},
+        "target_weight_bytes": budget.target_weights,
+        "target_cache_bytes_per_sequence": budget.target_cache,
+        "draft_weight_bytes": budget.draft_weights,
+        "draft_cache_bytes_per_sequence": budget.draft_cache,
+        "sequences": budget.max_sequences(),
+        "sequences_without_draft": budget.max_sequences(draft=False),
+        "draft_in_sequences": {str(batch): budget.draft_in_sequences(batch) for batch in batches},
+        "held_bytes": {str(batch): budget.held(batch) for batch in batches},
     }
 
 
-def _free(target: Model, place: Machine, each: Efficiency) -> float | None:
+def _free_tokens(target: Model, hardware: Machine, case: Efficiency) -> float | None:
+    """Return the free tokens of a pass; None for a model with experts."""
     if target.experts:
         return None
-    rate = (place.int8 if target.int8 else place.bf16) * each.arithmetic
-    return free_tokens(bandwidth=place.bandwidth * each.bandwidth, arithmetic=rate, bits=target.bits)
+    rate = (hardware.int8 if target.int8 else hardware.bf16) * case.arithmetic
+    return free_tokens(bandwidth=hardware.bandwidth * case.bandwidth, arithmetic=rate, bits=target.bits)
 
 
-def _machine(place: Machine, sheet: Datasheet) -> dict[str, Any]:
+def _machine(hardware: Machine, sheet: Datasheet) -> dict[str, Any]:
     return {
-        "name": place.name,
-        "devices": place.devices,
-        "read_bytes_per_s": place.bandwidth,
-        "bf16_flops_per_s": place.bf16,
-        "int8_ops_per_s": place.int8,
-        "memory_bytes": place.memory,
+        "name": hardware.name,
+        "devices": hardware.devices,
+        "read_bytes_per_s": hardware.bandwidth,
+        "bf16_flops_per_s": hardware.bf16,
+        "int8_ops_per_s": hardware.int8,
+        "memory_bytes": hardware.memory,
         "note": sheet.note,
     }
 
@@ -236,6 +251,6 @@ def _model(model: Model) -> dict[str, Any]:
 def _drafting(drafting: Drafting) -> dict[str, Any]:
     return {
         "model": _model(drafting.model) if drafting.model else None,
-        "passes": None if drafting.model is None else ("one per round" if drafting.at_once else "one per draft token"),
-        "host_seconds_per_sequence": drafting.row_seconds,
+        "passes": None if drafting.model is None else ("one per round" if drafting.parallel else "one per draft token"),
+        "host_seconds_per_sequence": drafting.host_seconds,
     }

@@ -1,1 +1,1 @@
-"""Tables, JSON and HTML pages for people."""
+"""Console tables, JSON documents and HTML pages."""

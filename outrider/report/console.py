@@ -1,4 +1,4 @@
-"""What verbs print: tables for people, and one JSON document as the last line."""
+"""Prints the results of a command: tables, then one JSON document as the last line."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from rich.table import Table
 
 from outrider.errors import OutriderError
 
-NONE = "–"  # where there is no figure
-_FILE_WIDTH = 120  # columns of tables where no terminal sets them
+NONE = "–"  # printed in place of a missing number
+_FILE_WIDTH = 120  # columns of tables if the output is not a terminal
 
 Document = dict[str, Any]
 
 
 def standard_output() -> Console:
-    """For people."""
+    """Return a console for tables on standard output."""
     console = Console()
     if not console.is_terminal:
         console.width = _FILE_WIDTH
@@ -28,12 +28,12 @@ def standard_output() -> Console:
 
 
 def titled(title: str) -> Table:
-    """An empty table with the look that all reports of figures have."""
+    """Return an empty table in the common style."""
     return Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold", padding=(0, 1, 0, 0))
 
 
 def counted(count: int, noun: str) -> str:
-    """1 round, 2 rounds."""
+    """Return the count and the noun: 1 round, 2 rounds."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
@@ -44,33 +44,35 @@ def print_document(
     as_json: bool,
     keep: Callable[[Document], None] | None = None,
 ) -> None:
-    """Keep a document in a file, show it to people, and print it; what took long to find is not lost if one fails.
+    """Write the files of a document, print its tables, and print it as JSON.
+
+    If one of these steps fails, the JSON document is printed all the same, so that a long measurement is not lost.
 
     Args:
-        document: what was found.
-        show: prints it for people.
-        as_json: print it on a terminal, too.
-        keep: writes the files that were asked for; it goes first, because it can do without the others.
+        document: the results.
+        show: prints the tables.
+        as_json: print the JSON document on a terminal, too.
+        keep: writes the files. It runs first, because files do not depend on the output.
 
     Raises:
-        OutriderError: a file could not be written; the document has been printed then.
+        OutriderError: a file could not be written. The document has been printed.
     """
-    people = standard_output()
+    console = standard_output()
     try:
         if keep is not None:
             keep(document)
-        show(document, people)
+        show(document, console)
     except OutriderError as error:
         _print(document)
-        raise OutriderError(f"{error}. What was found is not lost: standard output has the document") from None
+        raise OutriderError(f"{error}. The results are not lost: standard output has the JSON document") from None
     except Exception:
         _print(document)
         raise
-    end(people, document, as_json=as_json)
+    end(console, document, as_json=as_json)
 
 
 def end(console: Console, document: Document, *, as_json: bool) -> None:
-    """Print the document behind what people read: into a file or a pipe always, on a terminal if it is asked for."""
+    """Print the JSON document after the tables, if the output is not a terminal or `as_json` is set."""
     if as_json or not console.is_terminal:
         _print(document)
 

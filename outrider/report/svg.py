@@ -1,4 +1,4 @@
-"""matplotlib's figures as SVG that belongs to the page around it: its colours, its font, its width."""
+"""Renders matplotlib figures as SVG with the colours, the font and the width of the page around them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-# Colours that stand for the page's own, which differ between its light and its dark dress.
+# Placeholder colours. `_to_svg` replaces them by CSS variables, which differ between light and dark mode.
 INK, MUTED, GRID, TRACK = "#000101", "#000102", "#000103", "#000104"
 PLAIN, FAST, LIMIT = "#000105", "#000106", "#000107"
 DRAFT, TARGET, HOST = "#000108", "#000109", "#000110"
 SERIES = ("#000111", "#000112", "#000113", "#000114", "#000115")
-_NAMES: Mapping[str, str] = MappingProxyType(
+_CSS_NAMES: Mapping[str, str] = MappingProxyType(
     {
         INK: "ink",
         MUTED: "muted",
@@ -33,11 +33,11 @@ _NAMES: Mapping[str, str] = MappingProxyType(
         **{colour: f"series-{i}" for i, colour in enumerate(SERIES)},
     }
 )
-_WIDTH = 4.0  # inches, of 72 units: about as wide as a phone, so that text keeps its size there
-_LOOK: Any = MappingProxyType(  # matplotlib's type of its keys differs from version to version
+_WIDTH = 4.0  # inches of 72 units: about the width of a phone, so that text is not scaled there
+_STYLE: Any = MappingProxyType(  # Any: matplotlib's type of the keys differs between versions
     {
         "svg.fonttype": "none",
-        "svg.hashsalt": "outrider",  # the same document makes the same page
+        "svg.hashsalt": "outrider",  # the same document gives the same page
         "font.size": 9.5,
         "text.color": INK,
         "axes.edgecolor": GRID,
@@ -70,12 +70,12 @@ _LOOK: Any = MappingProxyType(  # matplotlib's type of its keys differs from ver
 )
 
 _Data = TypeVar("_Data")
-Drawing = tuple[Callable[[_Data], Figure | None], str, str]  # what draws of data if they are there; title, caption
+Drawing = tuple[Callable[[_Data], Figure | None], str, str]  # function (None: no data), title and caption
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plot:
-    """A figure with the words around it."""
+    """An SVG figure with its title and caption."""
 
     title: str
     caption: str
@@ -83,9 +83,9 @@ class Plot:
 
 
 def drawn(drawings: Iterable[Drawing[_Data]], data: _Data) -> list[Plot]:
-    """The plots for which there are data, in the look of the page."""
+    """Return the plots for which there is data, in the style of the page."""
     plots = []
-    with mpl.rc_context(dict(_LOOK)):
+    with mpl.rc_context(dict(_STYLE)):
         for draw, title, caption in drawings:
             if figure := draw(data):
                 svg = _to_svg(figure, name=draw.__name__.strip("_"), label=title)
@@ -94,7 +94,12 @@ def drawn(drawings: Iterable[Drawing[_Data]], data: _Data) -> list[Plot]:
 
 
 def canvas(height: float, *, grid: str = "y") -> tuple[Figure, Axes]:
-    """An empty figure so many inches high, with a grid along x, y or neither."""
+    """Return an empty figure.
+
+    Args:
+        height: in inches.
+        grid: the axis with grid lines: x, y, or "" for neither.
+    """
     figure = Figure(figsize=(_WIDTH, height), layout="constrained")
     axes = figure.add_subplot()
     for axis in (axes.xaxis, axes.yaxis):
@@ -103,12 +108,12 @@ def canvas(height: float, *, grid: str = "y") -> tuple[Figure, Axes]:
 
 
 def legend(axes: Axes, columns: int = 4) -> None:
-    """Name the series above the axes, where nothing can be covered."""
+    """Draw the legend above the axes, where it covers no data."""
     axes.legend(loc="lower left", bbox_to_anchor=(-0.02, 1.0), ncols=columns, borderaxespad=0.2)
 
 
 def _to_svg(figure: Figure, *, name: str, label: str) -> str:
-    """The figure as an element of a page; `name` keeps its ids apart from those of other figures."""
+    """Return a figure as an SVG element. `name` makes its ids unique within the page."""
     out = StringIO()
     figure.savefig(out, format="svg", transparent=True, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
     text = out.getvalue()
@@ -120,9 +125,10 @@ def _to_svg(figure: Figure, *, name: str, label: str) -> str:
     text = re.sub(r'(?:xlink:)?href="#', f'href="#{name}-', text)
     text = text.replace("url(#", f"url(#{name}-")
     text = re.sub(r"font: (?:(\d+) )?([\d.]+)px [^;\"]*", _font, text)
-    return re.sub("|".join(_NAMES), lambda found: f"var(--{_NAMES[found[0]]})", text)
+    return re.sub("|".join(_CSS_NAMES), lambda match: f"var(--{_CSS_NAMES[match[0]]})", text)
 
 
-def _font(found: re.Match[str]) -> str:
-    weight = f"font-weight: {found[1]}; " if found[1] else ""
-    return f"{weight}font-size: {found[2]}px"
+def _font(match: re.Match[str]) -> str:
+    """Return the CSS of a font without its family, so that the page sets the family."""
+    weight = f"font-weight: {match[1]}; " if match[1] else ""
+    return f"{weight}font-size: {match[2]}px"

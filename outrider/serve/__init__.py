@@ -1,1 +1,1 @@
-"""The server: the OpenAI interface over one engine."""
+"""An HTTP server with OpenAI's API on one engine."""

@@ -17,32 +17,39 @@ from outrider.serve.handler import RequestHandler
 from outrider.serve.middleware import ApiKeyMiddleware, BodyLimitMiddleware
 from outrider.serve.monitoring.metrics import EngineMetrics, exposition
 from outrider.serve.monitoring.request_log import RequestLog
-from outrider.serve.openai.errors import RESPONSES, STREAMED, add_handlers
-from outrider.serve.openai.responses import problem
+from outrider.serve.openai.errors import RESPONSES, STREAM_RESPONSES, add_handlers
+from outrider.serve.openai.responses import error_response
 from outrider.serve.openai.schema import ChatRequest, CompletionRequest, TokenizeRequest
 from outrider.serve.settings import Settings
 
 _PAGE = Path(__file__).parent / "page.html"
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
+_PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
 
 
-def make_app(driver: AsyncLLM, settings: Settings, *, name: str) -> FastAPI:
-    """Make the application. It starts and stops the driver."""
+def make_app(async_llm: AsyncLLM, settings: Settings, *, name: str) -> FastAPI:
+    """Return the application. It starts `async_llm` at startup and stops it at shutdown.
+
+    Args:
+        async_llm: the engine with its thread.
+        settings: the options of `outrider serve`.
+        name: model name in the API.
+    """
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        driver.start()
+        async_llm.start()
         yield
-        driver.stop()
+        async_llm.stop()
 
     app = FastAPI(title="Outrider", version=__version__, lifespan=lifespan)
-    driver.clocks.registry.register(EngineMetrics(driver))
-    _add_routes(app, RequestHandler(driver, settings, name=name), driver, name)
+    async_llm.latency.registry.register(EngineMetrics(async_llm))
+    _add_routes(app, RequestHandler(async_llm, settings, name=name), async_llm, name)
     add_handlers(app)
-    app.add_middleware(BodyLimitMiddleware, most=1024 * settings.max_body_kb)
+    # A middleware that is added later runs earlier.
+    app.add_middleware(BodyLimitMiddleware, max_bytes=1024 * settings.max_body_kb)
     if settings.api_key:
         app.add_middleware(ApiKeyMiddleware, keys=settings.api_key)
-    if settings.allow_origin:  # before the key check: browsers send preflight requests without a key
+    if settings.allow_origin:  # runs before the key check, because browsers send preflight requests without a key
         app.add_middleware(
             CORSMiddleware,
             allow_origins=settings.allow_origin,
@@ -54,48 +61,56 @@ def make_app(driver: AsyncLLM, settings: Settings, *, name: str) -> FastAPI:
     return app
 
 
-def _add_routes(app: FastAPI, answers: RequestHandler, driver: AsyncLLM, name: str) -> None:
-    @app.post("/v1/completions", responses=STREAMED)
-    async def completions(asked: CompletionRequest, request: Request) -> Response:
-        return await answers.answer(asked, request)
+def _add_routes(app: FastAPI, handler: RequestHandler, async_llm: AsyncLLM, name: str) -> None:
+    @app.post("/v1/completions", responses=STREAM_RESPONSES)
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        return await handler.handle(body, request)
 
-    @app.post("/v1/chat/completions", responses=STREAMED)
-    async def chat_completions(asked: ChatRequest, request: Request) -> Response:
-        return await answers.answer(asked, request)
+    @app.post("/v1/chat/completions", responses=STREAM_RESPONSES)
+    async def chat_completions(body: ChatRequest, request: Request) -> Response:
+        return await handler.handle(body, request)
 
     @app.get("/v1/models", responses=RESPONSES)
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [_model(name, driver)]}
+        return {"object": "list", "data": [_model(name, async_llm)]}
 
     @app.get("/v1/models/{model:path}", responses=RESPONSES)
     async def model(model: str) -> dict[str, Any]:
-        answers.check_model(model)
-        return _model(name, driver)
+        handler.check_model(model)
+        return _model(name, async_llm)
 
     @app.post("/tokenize", responses=RESPONSES)
-    async def tokenize(asked: TokenizeRequest) -> dict[str, Any]:
-        answers.check_model(asked.model)
-        tokens = await driver.reader.encode(asked.prompt)
-        return {"tokens": list(tokens), "count": len(tokens), "max_model_len": driver.front.parts.context}
+    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+        handler.check_model(body.model)
+        tokens = await async_llm.prompt_encoder.encode(body.prompt)
+        return {"tokens": list(tokens), "count": len(tokens), "max_model_len": async_llm.frontend.parts.context}
 
     @app.get("/", include_in_schema=False)
     async def page() -> FileResponse:
-        return FileResponse(_PAGE, headers={"Content-Security-Policy": _POLICY})
+        return FileResponse(_PAGE, headers={"Content-Security-Policy": _PAGE_POLICY})
 
     @app.get("/health", responses=RESPONSES)
     async def health() -> Response:
-        if ill := driver.failure:
-            return JSONResponse(problem(ill, kind="server_error"), 503)
-        if lost := driver.degraded:  # degraded is not a reason to restart: 200
-            return JSONResponse({"status": "degraded", "reasons": list(lost)})
+        if failure := async_llm.failure:
+            return JSONResponse(error_response(failure, kind="server_error"), 503)
+        if reasons := async_llm.degraded:  # status 200, because a degraded server need not be restarted
+            return JSONResponse({"status": "degraded", "reasons": list(reasons)})
         return JSONResponse({"status": "ok"})
 
     @app.get("/metrics", response_class=PlainTextResponse, responses=RESPONSES)
     async def metrics() -> Response:
-        return Response(exposition(driver), media_type="text/plain; version=0.0.4")
+        return Response(exposition(async_llm), media_type="text/plain; version=0.0.4")
 
 
-def _model(name: str, driver: AsyncLLM) -> dict[str, Any]:
-    parts = driver.front.parts
-    own = {"max_model_len": parts.context, "proposers": list(parts.proposers), "verifiers": list(parts.verifiers)}
-    return {"id": name, "object": "model", "created": 0, "owned_by": "outrider"} | own
+def _model(name: str, async_llm: AsyncLLM) -> dict[str, Any]:
+    """Return the model object of OpenAI's API, with Outrider's extensions."""
+    parts = async_llm.frontend.parts
+    return {
+        "id": name,
+        "object": "model",
+        "created": 0,
+        "owned_by": "outrider",
+        "max_model_len": parts.context,
+        "proposers": list(parts.proposers),
+        "verifiers": list(parts.verifiers),
+    }

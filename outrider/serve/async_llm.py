@@ -1,4 +1,4 @@
-"""Runs the engine in a thread of its own, behind an asyncio interface."""
+"""Runs the engine in its own thread, behind an asyncio interface."""
 
 from __future__ import annotations
 
@@ -22,17 +22,18 @@ from outrider.serve.monitoring.drift import Drift
 from outrider.serve.monitoring.latency import LatencyMetrics
 from outrider.serve.prompt_encoder import PromptEncoder, with_own_tokenizer
 from outrider.serve.stream.drafts import drafts_of
+from outrider.serve.stream.request_stream import PUBLISH_INTERVAL, RequestStream, StreamChunk, StreamContent, Wakeup
 from outrider.serve.stream.text import StreamText
-from outrider.serve.stream.ticket import TOGETHER, RequestStream, StreamChunk, StreamContent, Wakeup
 
 _log = logging.getLogger("outrider.serve")
-_IDLE = 0.05  # seconds between checks whether the server stops
-_DEGRADED = 8  # consecutive failed rounds until /health returns 503
-_LATELY, _LAME = 64, 8  # recent rounds, and failed ones among them, until the server is degraded
+_STOP_CHECK_INTERVAL = 0.05  # seconds between checks whether the server stops, while there are no requests
+_UNHEALTHY_FAILURES = 8  # consecutive failed rounds until /health returns 503
+_RECENT_ROUNDS = 64  # rounds in which failures are counted
+_DEGRADED_FAILURES = 8  # failed rounds among the recent ones until the server is degraded
 
 
 class QueueFull(OutriderError):
-    """The queue is full."""
+    """The server cannot accept a request now: the queue is full, or the server stops."""
 
 
 class AsyncLLM:
@@ -44,27 +45,28 @@ class AsyncLLM:
 
     def __init__(self, llm: LLM, *, max_queued_requests: int, max_num_seqs: int) -> None:
         """Accept at most `max_num_seqs + max_queued_requests` requests at a time."""
-        self.front = with_own_tokenizer(llm)  # the engine thread uses the other tokenizer
-        self.reader = PromptEncoder(self.front)
-        self.spell = cache(lambda token: self.front.decode([token]))  # text of a single token, for the event loop
-        self.clocks = LatencyMetrics()
+        # For the event loop. It has its own tokenizer, because the engine thread uses the tokenizer of `llm`.
+        self.frontend = with_own_tokenizer(llm)
+        self.prompt_encoder = PromptEncoder(self.frontend)
+        self.token_text = cache(lambda token: self.frontend.decode([token]))  # for the event loop
+        self.latency = LatencyMetrics()
         self._llm = llm
-        self.slots = max_num_seqs
+        self.max_num_seqs = max_num_seqs
         self._max_requests = max_num_seqs + max_queued_requests
-        self._notes: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._open: dict[int, RequestStream] = {}
-        self._news: dict[RequestStream, SequenceState] = {}  # streams with new tokens
-        self._told = 0.0  # time of the last notification
-        self._bell: Wakeup | None = None  # of the event loop of the clients
-        self._taken = self._ended = (
-            0  # counters of requests: the event loop changes the first, the engine thread the second
-        )
+        self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._streams: dict[int, RequestStream] = {}  # streams of unfinished requests, by request id
+        self._unpublished: dict[RequestStream, SequenceState] = {}  # streams with tokens that are not published yet
+        self._last_publish = 0.0  # time
+        self._wakeup: Wakeup | None = None  # wakes the event loop of the clients
+        self._num_accepted = 0  # requests; changed only by the event loop
+        self._num_finished = 0  # requests; changed only by the engine thread
         self._stopping = False
-        self._over = False  # whether the thread has ended
+        self._thread_ended = False
         self.failed_rounds = 0
-        self._failing = 0  # since the last successful round
-        self._lately: deque[bool] = deque(maxlen=_LATELY)  # by recent round: whether it failed
-        self._error, self._alike = "", 0  # the last error, and how often it occurred in a row
+        self._consecutive_failures = 0
+        self._recent_failures: deque[bool] = deque(maxlen=_RECENT_ROUNDS)  # by round: whether it failed
+        self._last_error = ""
+        self._error_repeats = 0  # how often the last error has occurred in a row
         self.drifts = tuple(Drift() for _ in llm.parts.proposers)
         self._thread = Thread(target=self._run, name="engine", daemon=True)
 
@@ -76,262 +78,295 @@ class AsyncLLM:
     @property
     def running(self) -> int:
         """Number of requests with a slot."""
-        return min(self._taken - self._ended, self.slots)
+        return min(self._num_accepted - self._num_finished, self.max_num_seqs)
 
     @property
     def waiting(self) -> int:
         """Number of queued requests."""
-        return self._taken - self._ended - self.running
+        return self._num_accepted - self._num_finished - self.running
 
     @property
     def failure(self) -> str:
         """Why the server must be restarted; "" while it works."""
-        if self._failing >= _DEGRADED:
-            return f"the last {self._failing} rounds of the engine have failed"
-        return "" if self._stopping or (self._thread.is_alive() and not self._over) else "the engine does not run"
+        if self._consecutive_failures >= _UNHEALTHY_FAILURES:
+            return f"the last {self._consecutive_failures} rounds of the engine have failed; restart the server"
+        works = self._stopping or (self._thread.is_alive() and not self._thread_ended)
+        return "" if works else "the engine thread has ended; restart the server"
 
     @property
     def degraded(self) -> tuple[str, ...]:
-        """Why errors reduce speculation. Texts are still right. Empty while there are none."""
-        off = tuple(
+        """Why errors reduce speculation; () if they do not. Outputs are correct in either case."""
+        reasons = tuple(
             f"proposer {guard.name} is switched off for now: it has failed {guard.failures} times"
-            for guard in self.front.parts.isolated
+            for guard in self.frontend.parts.isolated
             if guard.disabled
         )
-        if (failed := sum(tuple(self._lately))) < _LAME:
-            return off
-        return (*off, f"{failed} of the last {_LATELY} rounds failed, and ran again without guesses: {self._error}")
+        num_failed = sum(tuple(self._recent_failures))  # a copy, because the engine thread appends to it
+        if num_failed < _DEGRADED_FAILURES:
+            return reasons
+        failures = (
+            f"{num_failed} of the last {_RECENT_ROUNDS} rounds failed and were repeated without draft tokens:"
+            f" {self._last_error}"
+        )
+        return (*reasons, failures)
 
     @property
     def engine(self) -> Engine:
-        """The engine, for its counters. Only the engine thread may do more."""
+        """The engine, to read its counters. Only the engine thread may call its methods."""
         return self._llm.engine
 
     def start(self) -> None:
         """Start the engine thread."""
-        self._llm.engine.on_round = self._content
+        self._llm.engine.on_round = self._store_drafts
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop the thread, end running requests, and write the plan file, if there is one."""
+        """Stop the engine thread, end all requests, and write the plan file, if there is one."""
         self._stopping = True
         self._thread.join()
         self._llm.try_save_plan()
 
-    def submit(self, prompt: Prompt, params: SamplingParams, watch: StreamContent) -> list[RequestStream]:
-        """Queue a prompt. Returns a stream for each of its `n` completions, with the content that `watch` names.
+    def submit(self, prompt: Prompt, params: SamplingParams, content: StreamContent) -> list[RequestStream]:
+        """Queue a prompt. Return a stream with this content for each of its `n` completions.
 
         Raises:
-            QueueFull: too many requests wait.
+            QueueFull: the queue is full, or the server stops.
             InvalidParam: the prompt or a parameter does not fit the model.
         """
         if self._stopping:
-            raise QueueFull("the server is stopping; ask another one")
-        if (open := self._taken - self._ended) + params.n > self._max_requests:
-            raise QueueFull(f"{open} completions run or wait, and {self._max_requests} may; try again later")
-        tokens = self.front.encode(prompt)
+            raise QueueFull("the server is stopping; send the request to another server")
+        num_open = self._num_accepted - self._num_finished
+        if num_open + params.n > self._max_requests:
+            raise QueueFull(
+                f"{num_open} completions run or wait, and at most {self._max_requests} may; try again later"
+            )
+        tokens = self.frontend.encode(prompt)
         try:
-            requests = self.front.requests(tokens, params)
+            requests = self.frontend.requests(tokens, params)
         except InvalidParam:
             raise
         except OutriderError as error:
-            raise InvalidParam(_blamed(self.front.parts, tokens, params), str(error)) from error
-        if (params.max_tokens or 0) > (context := self.front.parts.context):
-            said = f"max_tokens is {params.max_tokens}, and the context holds {context}; ask for fewer"
-            raise InvalidParam("max_tokens", said)
-        self._bell = self._bell or Wakeup(asyncio.get_running_loop())
-        tickets = [
-            RequestStream(each, StreamText(self.front.decode, self.spell, params.stop), watch) for each in requests
-        ]
-        self._taken += len(tickets)
-        self._notes.put(lambda: self._add(tickets))
-        if self._over:  # the thread may have ended before it read the command
-            raise QueueFull("the engine does not run any more; ask another server")
-        return tickets
+            raise InvalidParam(_invalid_param(self.frontend.parts, tokens, params), str(error)) from error
+        context = self.frontend.parts.context
+        if (params.max_tokens or 0) > context:
+            raise InvalidParam(
+                "max_tokens",
+                f"max_tokens is {params.max_tokens}, and the context length is {context}; use a smaller max_tokens",
+            )
+        self._wakeup = self._wakeup or Wakeup(asyncio.get_running_loop())
+        streams = []
+        for request in requests:
+            text = StreamText(self.frontend.decode, self.token_text, params.stop)
+            streams.append(RequestStream(request, text, content))
+        self._num_accepted += len(streams)
+        self._commands.put(lambda: self._add(streams))
+        if self._thread_ended:  # perhaps before it has run the command
+            raise QueueFull("the engine thread has ended; send the request to another server")
+        return streams
 
-    def cancel(self, tickets: Sequence[RequestStream]) -> None:
+    def cancel(self, streams: Sequence[RequestStream]) -> None:
         """Cancel requests. Finished ones are not affected."""
-        self._notes.put(lambda: self._drop(tickets))
+        self._commands.put(lambda: self._abort(streams))
 
-    def _add(self, tickets: Sequence[RequestStream]) -> None:
-        for ticket in tickets:
-            self._open[ticket.request.id] = ticket
-            self.clocks.begin(ticket.request.id)
-        for ticket in tickets:
-            self._llm.add(ticket.request)
+    # Everything below runs in the engine thread.
 
-    def _drop(self, tickets: Sequence[RequestStream]) -> None:
-        for ticket in tickets:
-            if self._open.pop(ticket.request.id, None):
-                self._llm.abort(ticket.request.id)
-                ticket.put(StreamChunk(error="nobody waits for this any more"))
-                self._done(ticket, "cancelled")
-        self._wake(tickets)
+    def _add(self, streams: Sequence[RequestStream]) -> None:
+        for stream in streams:
+            self._streams[stream.request.id] = stream
+            self.latency.begin(stream.request.id)
+        for stream in streams:
+            self._llm.add(stream.request)
+
+    def _abort(self, streams: Sequence[RequestStream]) -> None:
+        for stream in streams:
+            if self._streams.pop(stream.request.id, None):
+                self._llm.abort(stream.request.id)
+                stream.put(StreamChunk(error="the request was cancelled"))
+                self._finish(stream, "cancelled")
+        self._wake(streams)
 
     def _run(self) -> None:
-        reason = "the server was stopped before this was done"
+        reason = "the server was stopped before this request was finished"
         try:
             while not self._stopping:
                 self._run_round()
         except Exception as error:
-            _log.exception("the engine's thread has failed")
+            _log.exception("the engine thread has failed")
             reason = f"the engine failed: {error}"
         finally:
-            self._over = True
+            self._thread_ended = True
             self._close(reason)
 
     def _close(self, reason: str) -> None:
         """End all requests, including those whose commands the thread has not read."""
-        while not self._notes.empty():
+        while not self._commands.empty():
             try:
-                self._notes.get_nowait()()
+                self._commands.get_nowait()()
             except Exception:
-                _log.exception("a note was left undone")
+                _log.exception("a command has failed while the engine thread ended")
         try:
-            self._fail(reason)
+            self._fail_all(reason)
         except Exception:
-            _log.exception("what ran could not be taken back")
+            _log.exception("the running requests could not be aborted")
 
     def _run_round(self) -> None:
         """Handle commands, and run a round if there are requests."""
         engine = self._llm.engine
         self._handle_commands(wait=not engine.busy())
         if engine.busy():
-            if self._news and engine.prefilling() and perf_counter() - self._told >= TOGETHER / 2:
-                self._publish_round()  # a round with a prefill takes long
+            if self._unpublished and engine.prefilling() and self._seconds_unpublished() >= PUBLISH_INTERVAL / 2:
+                self._publish_all()  # before the round, because a prefill takes long
             self._step()
 
     def _handle_commands(self, *, wait: bool) -> None:
-        """Run the queued commands. Wait for one if there are no requests."""
-        if not wait and self._notes.empty():
+        """Run the queued commands. With `wait`, wait for the first one for a short time."""
+        if not wait and self._commands.empty():
             return
         try:
-            self._notes.get(timeout=_IDLE)() if wait else self._notes.get_nowait()()
+            command = self._commands.get(timeout=_STOP_CHECK_INTERVAL) if wait else self._commands.get_nowait()
+            command()
             while True:
-                self._notes.get_nowait()()
+                self._commands.get_nowait()()
         except Empty:
             pass
 
     def _step(self) -> None:
-        rows = self._round()
-        now, edges = perf_counter(), dict[RequestStream, SequenceState]()
-        for row in rows:
-            ticket = self._open.get(row.request.id)
-            if ticket and (row.num_output_tokens > ticket.written or row.finish_reason):
-                edge = bool(row.finish_reason) or not ticket.written
-                ticket.written = row.num_output_tokens
-                self.clocks.record(row.request.id, now, row.num_output_tokens)
-                if ticket.watch >= StreamContent.ROUNDS:
-                    self._publish(row, ticket)
-                    edge |= row.request.id not in self._open  # the round could not be published, so stop
-                if edge:
-                    edges[ticket] = row
-                elif ticket.watch is not StreamContent.END:
-                    self._news[ticket] = row
-        if now - self._told >= TOGETHER:
-            self._publish_round()
-        self._notify(edges)
+        """Run a round. Publish first and last tokens at once, and other tokens when they are due."""
+        seqs = self._run_engine()
+        now = perf_counter()
+        publish_now: dict[RequestStream, SequenceState] = {}
+        for seq in seqs:
+            stream = self._streams.get(seq.request.id)
+            if stream and (seq.num_output_tokens > stream.num_tokens or seq.finish_reason):
+                first_or_last = bool(seq.finish_reason) or not stream.num_tokens
+                stream.num_tokens = seq.num_output_tokens
+                self.latency.record(seq.request.id, now, seq.num_output_tokens)
+                if stream.content >= StreamContent.ROUNDS:
+                    self._publish(seq, stream)
+                    # A stream that has failed is no longer open. Its reader must be woken to end.
+                    first_or_last |= seq.request.id not in self._streams
+                if first_or_last:
+                    publish_now[stream] = seq
+                elif stream.content is not StreamContent.END:
+                    self._unpublished[stream] = seq
+        if now - self._last_publish >= PUBLISH_INTERVAL:
+            self._publish_all()
+        self._publish_and_wake(publish_now)
 
-    def _publish_round(self) -> None:
-        """Notify streams of all rounds since the last notification, because waking a reader is expensive."""
-        self._told, news, self._news = perf_counter(), self._news, {}
+    def _publish_all(self) -> None:
+        """Publish the tokens of all rounds since the last call, because waking a reader is expensive."""
+        self._last_publish = perf_counter()
+        unpublished = self._unpublished
+        self._unpublished = {}
         for drift, stats in zip(self.drifts, self._llm.engine.alternative_stats, strict=True):
             drift.update(stats)
-        self._notify(news)
+        self._publish_and_wake(unpublished)
 
-    def _notify(self, news: Mapping[RequestStream, SequenceState]) -> None:
-        for ticket, row in news.items():
-            if ticket.request.id in self._open and (row.num_output_tokens > ticket.given or row.finish_reason):
-                self._publish(row, ticket)
-        self._wake(list(news))
+    def _seconds_unpublished(self) -> float:
+        return perf_counter() - self._last_publish
 
-    def _round(self) -> Sequence[SequenceState]:
+    def _publish_and_wake(self, seqs: Mapping[RequestStream, SequenceState]) -> None:
+        for stream, seq in seqs.items():
+            is_open = stream.request.id in self._streams
+            if is_open and (seq.num_output_tokens > stream.num_published or seq.finish_reason):
+                self._publish(seq, stream)
+        self._wake(list(seqs))
+
+    def _run_engine(self) -> Sequence[SequenceState]:
+        """Run a round, and repeat it if it fails. Return the sequences of the round."""
         engine = self._llm.engine
         try:
-            rows = engine.step()
-            self._failing = 0
-            self._lately.append(False)
-            return rows
-        except Exception as error:  # whatever a model raises, the server continues
-            self._failed(error)
+            seqs = engine.step()
+            self._consecutive_failures = 0
+            self._recent_failures.append(False)
+            return seqs
+        except Exception as error:  # the server must survive every exception of a model
+            self._count_failure(error)
             try:
                 return engine.recover(error)
-            except Exception as last:
-                self._fail(f"the engine failed: {last}")
+            except Exception as recovery_error:
+                self._fail_all(f"the engine failed: {recovery_error}")
                 return ()
 
-    def _failed(self, error: Exception) -> None:
-        """Count a failed round. Repeated errors are logged at the 2nd, 4th, 8th... time only."""
+    def _count_failure(self, error: Exception) -> None:
+        """Count a failed round. An error that repeats is logged at the 1st, 2nd, 4th, 8th... time."""
         self.failed_rounds += 1
-        self._failing += 1
-        self._lately.append(True)
-        said = f"{type(error).__name__}: {error}"
-        self._error, self._alike = said, self._alike + 1 if said == self._error else 1
-        if self._alike == 1:
-            _log.error("a round failed; its rows take it again, each alone and without guesses", exc_info=error)
-        elif self._alike.bit_count() == 1:  # 2, 4, 8, ...
-            _log.error("%d rounds have failed alike, and ran again without guesses: %s", self._alike, said)
+        self._consecutive_failures += 1
+        self._recent_failures.append(True)
+        message = f"{type(error).__name__}: {error}"
+        self._error_repeats = self._error_repeats + 1 if message == self._last_error else 1
+        self._last_error = message
+        if self._error_repeats == 1:
+            _log.error("a round failed; its sequences run again one by one, without draft tokens", exc_info=error)
+        elif self._error_repeats.bit_count() == 1:  # a power of 2
+            _log.error(
+                "%d rounds failed with the same error and were repeated without draft tokens: %s",
+                self._error_repeats,
+                message,
+            )
 
-    def _publish(self, row: SequenceState, ticket: RequestStream) -> None:
+    def _publish(self, seq: SequenceState, stream: RequestStream) -> None:
+        """Put the new tokens of a sequence into its stream."""
         try:
-            piece = self._chunk(row, ticket)
+            chunk = self._make_chunk(seq, stream)
         except Exception as error:  # an error of this text does not affect other requests
-            _log.exception("a completion could not be told")
-            self._llm.abort(row.request.id)
-            piece = StreamChunk(error=f"the text cannot be written: {error}")
-        ticket.put(piece)
-        if row.finish_reason or piece.error:
-            del self._open[row.request.id]
-            self._done(ticket, "error" if piece.error else str(row.finish_reason))
+            _log.exception("cannot decode a completion")
+            self._llm.abort(seq.request.id)
+            chunk = StreamChunk(error=f"cannot decode the tokens of this completion: {error}")
+        stream.put(chunk)
+        if seq.finish_reason or chunk.error:
+            del self._streams[seq.request.id]
+            self._finish(stream, "error" if chunk.error else str(seq.finish_reason))
 
-    def _chunk(self, row: SequenceState, ticket: RequestStream) -> StreamChunk:
-        completion = self._llm.completion(row) if row.finish_reason else None
+    def _make_chunk(self, seq: SequenceState, stream: RequestStream) -> StreamChunk:
+        completion = self._llm.completion(seq) if seq.finish_reason else None
         return StreamChunk(
-            tokens=tuple(row.token_ids[len(row.request.prompt_token_ids) + ticket.given :]),
-            from_draft=tuple(row.from_draft[ticket.given :]),
-            logprobs=tuple(row.logprobs[ticket.given : row.num_output_tokens]),
-            drafts=ticket.guesses,
-            completion=None if row.error else completion,
-            error=row.error,
+            tokens=tuple(seq.token_ids[len(seq.request.prompt_token_ids) + stream.num_published :]),
+            from_draft=tuple(seq.from_draft[stream.num_published :]),
+            logprobs=tuple(seq.logprobs[stream.num_published : seq.num_output_tokens]),
+            drafts=stream.drafts,
+            completion=None if seq.error else completion,
+            error=seq.error,
         )
 
-    def _content(self, round: Round) -> None:
-        for b, row in enumerate(round.batch.seqs):
-            ticket = self._open.get(row.request.id)
-            if ticket and ticket.watch is StreamContent.DRAFTS:
-                ticket.guesses = drafts_of(round, b, self._llm.parts.draft_sources)
+    def _store_drafts(self, round: Round) -> None:
+        """Store the drafts of a round in the streams that show them."""
+        for b, seq in enumerate(round.batch.seqs):
+            stream = self._streams.get(seq.request.id)
+            if stream and stream.content is StreamContent.DRAFTS:
+                stream.drafts = drafts_of(round, b, self._llm.parts.draft_sources)
 
-    def _wake(self, tickets: Sequence[RequestStream]) -> None:
-        if tickets and self._bell:
-            self._bell.notify(tickets)
+    def _wake(self, streams: Sequence[RequestStream]) -> None:
+        if streams and self._wakeup:
+            self._wakeup.notify(streams)
 
-    def _fail(self, reason: str) -> None:
-        """End all open requests."""
-        tickets = list(self._open.values())
-        self._open.clear()
-        for ticket in tickets:
-            ticket.put(StreamChunk(error=reason))
-            self._done(ticket, "error")
-        self._wake(tickets)
-        for ticket in tickets:  # last, because a broken engine may raise
-            self._llm.abort(ticket.request.id)
+    def _fail_all(self, reason: str) -> None:
+        """End all open requests with an error."""
+        streams = list(self._streams.values())
+        self._streams.clear()
+        for stream in streams:
+            stream.put(StreamChunk(error=reason))
+            self._finish(stream, "error")
+        self._wake(streams)
+        for stream in streams:  # last, because a broken engine may raise
+            self._llm.abort(stream.request.id)
 
-    def _done(self, ticket: RequestStream, how: str) -> None:
-        self._ended += 1
-        self.clocks.end(ticket.request.id, how)
+    def _finish(self, stream: RequestStream, finish_reason: str) -> None:
+        self._num_finished += 1
+        self.latency.end(stream.request.id, finish_reason)
 
 
-def _blamed(parts: EngineParts, tokens: Sequence[int], params: SamplingParams) -> str:
+def _invalid_param(parts: EngineParts, tokens: Sequence[int], params: SamplingParams) -> str:
     """Return the parameter that `LLM.requests` has rejected."""
 
-    def strange(ids: Iterable[int]) -> bool:
+    def any_outside_vocab(ids: Iterable[int]) -> bool:
         return any(not 0 <= token < parts.vocab for token in ids)
 
-    wrong = {
-        "prompt": not tokens or len(tokens) >= parts.context or strange(tokens),
-        "stop_token_ids": strange(params.stop_token_ids),
-        "logit_bias": strange(params.logit_bias),
+    invalid = {
+        "prompt": not tokens or len(tokens) >= parts.context or any_outside_vocab(tokens),
+        "stop_token_ids": any_outside_vocab(params.stop_token_ids),
+        "logit_bias": any_outside_vocab(params.logit_bias),
         "proposer": params.proposer not in (None, *parts.proposers),
         "verifier": params.verifier not in (None, *parts.verifiers),
     }
-    return next(filter(wrong.get, wrong), "constraint")
+    return next((name for name, is_invalid in invalid.items() if is_invalid), "constraint")

@@ -28,6 +28,11 @@ _BACKLOG = 2048  # pending connections
 def serve(load: Callable[[], LLM], settings: Settings, *, target: str | None) -> None:
     """Bind the port, load the models, and serve until a signal arrives.
 
+    Args:
+        load: loads the models. It is called after the port is bound.
+        settings: the options of `outrider serve`.
+        target: folder of the target, whose name is the model name in the API if the settings have none.
+
     Raises:
         OutriderError: a package is missing, or the server cannot listen on the port.
     """
@@ -36,125 +41,130 @@ def serve(load: Callable[[], LLM], settings: Settings, *, target: str | None) ->
 
         from outrider.serve.app import make_app
         from outrider.serve.async_llm import AsyncLLM
-        from outrider.serve.monitoring.request_log import log_as
+        from outrider.serve.monitoring.request_log import configure_logging
     except ImportError as error:
         raise OutriderError(f'the server needs {error.name}; run pip install "outrider[serve]"') from error
-    log_as(settings.log_format)
+    configure_logging(settings.log_format)
     name = settings.served_model_name or model_folder(target).resolve().name
-    with ExitStack() as held:
-        taken = [held.enter_context(closing(each)) for each in bind(settings.host, settings.port)]
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(closing(each)) for each in bind(settings.host, settings.port)]
         llm = load()
-        typer.echo(_memory(llm), err=True)
-        driver = AsyncLLM(llm, max_queued_requests=settings.max_queued_requests, max_num_seqs=settings.max_num_seqs)
+        typer.echo(_cache_summary(llm), err=True)
+        async_llm = AsyncLLM(llm, max_queued_requests=settings.max_queued_requests, max_num_seqs=settings.max_num_seqs)
         gc.collect()
         gc.freeze()  # keep the garbage collector from scanning the loaded models
         config = uvicorn.Config(
-            make_app(driver, settings, name=name),
+            make_app(async_llm, settings, name=name),
             log_level="warning",
-            log_config=None,  # use the same log format
+            log_config=None,  # keep the logging that is configured above
             timeout_graceful_shutdown=settings.shutdown_timeout,
         )
         server = uvicorn.Server(config)
-        listen(taken, settings.host)
-        typer.echo(f"{name} at {_url(settings.host, taken[0])}, {settings.max_num_seqs} sequences at once", err=True)
-        with _ends_well(server):
-            server.run(sockets=taken)
+        listen(sockets, settings.host)
+        typer.echo(f"{name} at {_url(settings.host, sockets[0])}, {settings.max_num_seqs} sequences at once", err=True)
+        with _clean_exit(server):
+            server.run(sockets=sockets)
     if not server.started:
         raise typer.Exit(1)
 
 
 def bind(host: str, port: int) -> list[socket.socket]:
-    """Bind a socket to each address of a host name, at one port. Port 0: a free port.
+    """Return a socket for each address of a host name, all bound to one port. Port 0: a free port.
 
     The sockets do not listen yet, so connections are refused while the models are loaded.
 
     Raises:
         OutriderError: the host is not an address of this machine, or the port is in use.
     """
-    found: list[socket.socket] = []
+    sockets: list[socket.socket] = []
     try:
-        places = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        for family, address in dict.fromkeys((place[0], place[4]) for place in places):
-            free = found[0].getsockname()[1] if found else port
-            found.append(_bound((address[0], free, *address[2:]), family))
+        infos = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, address in dict.fromkeys((info[0], info[4]) for info in infos):
+            # All sockets use the port of the first one, which the system has chosen if `port` is 0.
+            common_port = sockets[0].getsockname()[1] if sockets else port
+            sockets.append(_bind_socket((address[0], common_port, *address[2:]), family))
     except (OSError, UnicodeError) as error:
-        if found and not _taken(error):  # for example IPv6 on a machine without it
-            return found
-        for each in found:
+        if sockets and not _is_in_use(error):  # for example an IPv6 address on a machine without IPv6
+            return sockets
+        for each in sockets:
             each.close()
-        raise OutriderError(_unheard(host, port, error)) from None
-    return found
+        raise OutriderError(_listen_error(host, port, error)) from None
+    return sockets
 
 
-def listen(taken: Sequence[socket.socket], host: str) -> None:
-    """Start to listen.
+def listen(sockets: Sequence[socket.socket], host: str) -> None:
+    """Start to listen on sockets that are bound.
 
     Raises:
         OutriderError: another process listens on the port.
     """
-    for each in taken:
+    for each in sockets:
         try:
             each.listen(_BACKLOG)
         except OSError as error:
-            raise OutriderError(_unheard(host, each.getsockname()[1], error)) from None
+            raise OutriderError(_listen_error(host, each.getsockname()[1], error)) from None
 
 
-def _bound(address: tuple[Any, ...], family: int) -> socket.socket:
-    """Make a socket with the options of `socket.create_server`."""
-    made = socket.socket(family, socket.SOCK_STREAM)
+def _bind_socket(address: tuple[Any, ...], family: int) -> socket.socket:
+    """Return a socket bound to an address, with the options of `socket.create_server`."""
+    bound = socket.socket(family, socket.SOCK_STREAM)
     try:
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
-            made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        made.bind(address)
+            bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        bound.bind(address)
     except BaseException:
-        made.close()
+        bound.close()
         raise
-    return made
+    return bound
 
 
-def _taken(error: Exception) -> bool:
+def _is_in_use(error: Exception) -> bool:
     return isinstance(error, OSError) and error.errno == EADDRINUSE
 
 
-def _unheard(host: str, port: int, error: Exception) -> str:
-    where = f"port {port} of {host or 'all addresses'}"
-    if _taken(error):
-        return f"{where} is in use; give another --port (0 takes a free one), or end what listens there"
+def _listen_error(host: str, port: int, error: Exception) -> str:
+    """Return the message for an address on which the server cannot listen."""
+    address = f"port {port} of {host or 'all addresses'}"
+    if _is_in_use(error):
+        return f"{address} is in use; give another --port (0: a free port), or stop the process that listens there"
     if isinstance(error, OSError) and error.errno == EACCES:
-        return f"{where} is not for every user; give a --port of at least 1024 (0 takes a free one)"
-    reason = error.strerror if isinstance(error, OSError) else "it is no name"
-    return f"--host {host!r} is no address of this machine ({reason}); use 127.0.0.1, or 0.0.0.0 for all that it has"
+        return f"{address} needs more permissions; give a --port of at least 1024 (0: a free port)"
+    reason = error.strerror if isinstance(error, OSError) else "it is not a valid host name"
+    return f"--host {host!r} is not an address of this machine ({reason}); use 127.0.0.1, or 0.0.0.0 for all addresses"
 
 
 def _url(host: str, listening: socket.socket) -> str:
+    """Return the base URL of the API."""
     port = listening.getsockname()[1]
     return f"http://{f'[{host}]' if ':' in host else host or '0.0.0.0'}:{port}/v1"
 
 
 @contextmanager
-def _ends_well(server: uvicorn.Server) -> Iterator[None]:
+def _clean_exit(server: uvicorn.Server) -> Iterator[None]:
     """End the process with status 0 after SIGTERM. uvicorn raises the signal again after its shutdown."""
 
-    def take(number: int, _: FrameType | None) -> None:
-        if not server.should_exit:  # before uvicorn installs its handlers
+    def handle_sigterm(number: int, _: FrameType | None) -> None:
+        if not server.should_exit:  # the signal has arrived before uvicorn installs its handlers
             raise SystemExit(128 + number)
 
-    before = signal(SIGTERM, take)
+    previous_handler = signal(SIGTERM, handle_sigterm)
     try:
         yield
-    except KeyboardInterrupt:  # the same for Ctrl-C
+    except KeyboardInterrupt:  # Ctrl-C is handled in the same way
         if not server.should_exit:
             raise
     finally:
-        signal(SIGTERM, before)
+        signal(SIGTERM, previous_handler)
 
 
-def _memory(llm: LLM) -> str:
-    """Return the memory of the KV caches, and the part of the draft models, as text."""
-    use, target = llm.engine.cache_usage(), llm.parts.target
-    drafts = sum(model.cache.bytes() for model in draft_models(llm.parts.proposer))
-    whole = f"KV cache: {(target.cache.bytes() + drafts) / 1e9:.2f} GB, of which {drafts / 1e9:.2f} for drafts"
-    if not use.block_tokens:
-        return f"{whole}, so far; {llm.parts.context} tokens per sequence"
-    return f"{whole}; {use.blocks * use.block_tokens} tokens, at most {llm.parts.context} per sequence"
+def _cache_summary(llm: LLM) -> str:
+    """Return the memory of the KV caches, and the share of the draft models, as text."""
+    usage = llm.engine.cache_usage()
+    context = llm.parts.context
+    draft_bytes = sum(model.cache.bytes() for model in draft_models(llm.parts.proposer))
+    total_bytes = llm.parts.target.cache.bytes() + draft_bytes
+    memory = f"KV cache: {total_bytes / 1e9:.2f} GB, of which {draft_bytes / 1e9:.2f} for drafts"
+    if not usage.block_tokens:
+        return f"{memory}, so far; {context} tokens per sequence"
+    return f"{memory}; {usage.blocks * usage.block_tokens} tokens, at most {context} per sequence"

@@ -1,4 +1,4 @@
-"""Handles HTTP requests: whole responses, streams, and disconnects."""
+"""Handles completion requests: full responses, streams, timeouts and disconnects."""
 
 from __future__ import annotations
 
@@ -16,264 +16,279 @@ from outrider.errors import OutriderError
 from outrider.llm import Prompt
 from outrider.serve.async_llm import AsyncLLM
 from outrider.serve.monitoring.request_log import Entry, entry_of
-from outrider.serve.openai.errors import UnknownModel, about, rename_param
-from outrider.serve.openai.responses import ChunkBuilder, ResponseBuilder, problem
+from outrider.serve.openai.errors import UnknownModel, attribute_errors, rename_param
+from outrider.serve.openai.responses import ChunkBuilder, ResponseBuilder, error_response
 from outrider.serve.openai.schema import ChatRequest, CompletionRequest, SamplingFields
-from outrider.serve.openai.tools import Tools, conversation, knows_calls
+from outrider.serve.openai.tools import Tools, conversation, supports_tool_calls
 from outrider.serve.settings import Settings
-from outrider.serve.stream.smoothing import smoothed
-from outrider.serve.stream.ticket import RequestStream, StreamChunk, StreamContent
+from outrider.serve.stream.request_stream import RequestStream, StreamChunk, StreamContent
+from outrider.serve.stream.smoothing import smooth_chunks
 
-_GONE = 499  # nginx's status for a closed connection; nobody receives it
+_CLIENT_CLOSED_REQUEST = 499  # the status that nginx logs for a closed connection; the client does not receive it
 
 
 class RequestHandler:
-    """Submits requests to the driver and builds the responses."""
+    """Submits requests to the engine thread and builds the responses."""
 
-    def __init__(self, driver: AsyncLLM, settings: Settings, *, name: str) -> None:
-        self._driver, self._settings, self._name = driver, settings, name
-        self._compiling = asyncio.Lock()
+    def __init__(self, async_llm: AsyncLLM, settings: Settings, *, name: str) -> None:
+        self._async_llm = async_llm
+        self._settings = settings
+        self._name = name  # of the model
+        self._grammar_lock = asyncio.Lock()
 
     def check_model(self, model: str | None) -> None:
         """Raise UnknownModel if the request names another model."""
         if model not in (None, self._name):
             raise UnknownModel("model", f"model {model!r} is not served here; use {self._name!r}")
 
-    async def answer(self, asked: CompletionRequest | ChatRequest, request: Request) -> Response:
-        """Respond to a request. Raises InvalidParam or QueueFull."""
-        self.check_model(asked.model)
-        with rename_param(asked):
-            return await (
-                self._chat(asked, request) if isinstance(asked, ChatRequest) else self._completion(asked, request)
-            )
+    async def handle(self, body: CompletionRequest | ChatRequest, request: Request) -> Response:
+        """Return the response to a request.
 
-    async def _completion(self, asked: CompletionRequest, request: Request) -> Response:
-        prompts = asked.prompts()
+        Raises:
+            UnknownModel: the request names another model.
+            InvalidParam: a field of the request is invalid.
+            QueueFull: the server cannot accept the request now.
+        """
+        self.check_model(body.model)
+        with rename_param(body):
+            if isinstance(body, ChatRequest):
+                return await self._handle_chat(body, request)
+            return await self._handle_completion(body, request)
+
+    async def _handle_completion(self, body: CompletionRequest, request: Request) -> Response:
+        prompts = body.prompts()
         if not prompts:
             raise InvalidParam("prompt", "prompt is an empty list; give at least one prompt")
-        with about("constraint"):
-            constraint = asked.constraint()
-        params = asked.params(
-            most=asked.max_tokens, logprobs=asked.logprobs, scope=asked.user or "", constraint=constraint
+        with attribute_errors("constraint"):
+            constraint = body.constraint()
+        params = body.params(
+            max_tokens=body.max_tokens, logprobs=body.logprobs, scope=body.user or "", constraint=constraint
         )
-        return await self._answer(asked, prompts, params, request)
+        return await self._respond(body, prompts, params, request)
 
-    async def _chat(self, asked: ChatRequest, request: Request) -> Response:
-        front, tools = self._driver.front, Tools.of(asked)
-        with about("constraint"):
-            constraint = asked.constraint()
+    async def _handle_chat(self, body: ChatRequest, request: Request) -> Response:
+        tools = Tools.of(body)
+        with attribute_errors("constraint"):
+            constraint = body.constraint()
         if tools and constraint:
-            said = "tools say what form calls have; leave response_format and structured_outputs out"
-            raise InvalidParam("structured_outputs" if asked.structured_outputs else "response_format", said)
-        known = knows_calls(str(front.parts.tokenizer.chat_template or ""))
-        with about("messages"):
-            turns = conversation(asked.messages, tools, known=known)
-        with about("tools"):
-            calls = tools.constraint() if tools else None
-        params = asked.params(
-            most=asked.max_output_tokens(),
-            logprobs=asked.num_logprobs(),
-            scope=asked.user or "",
-            constraint=calls or constraint,
+            field = "structured_outputs" if body.structured_outputs else "response_format"
+            raise InvalidParam(field, f"{field} cannot be combined with tools; remove one of them")
+        chat_template = str(self._async_llm.frontend.parts.tokenizer.chat_template or "")
+        template_has_tools = supports_tool_calls(chat_template)
+        with attribute_errors("messages"):
+            messages = conversation(body.messages, tools, template_has_tools=template_has_tools)
+        with attribute_errors("tools"):
+            tool_constraint = tools.constraint() if tools else None
+        params = body.params(
+            max_tokens=body.max_output_tokens(),
+            logprobs=body.num_logprobs(),
+            scope=body.user or "",
+            constraint=tool_constraint or constraint,
         )
-        with about("messages"):
-            prompt = await self._driver.reader.chat(turns, tools.described() if tools and known else None)
-        return await self._answer(asked, [prompt], params, request, calls=tools is not None)
+        template_tools = tools.descriptions() if tools and template_has_tools else None
+        with attribute_errors("messages"):
+            prompt = await self._async_llm.prompt_encoder.chat(messages, template_tools)
+        return await self._respond(body, [prompt], params, request, has_tools=tools is not None)
 
-    async def _answer(
+    async def _respond(
         self,
-        asked: SamplingFields,
+        body: SamplingFields,
         prompts: Sequence[Prompt],
         params: SamplingParams,
         request: Request,
         *,
-        calls: bool = False,
+        has_tools: bool = False,
     ) -> Response:
-        if asked.stream_options and not asked.stream:
-            raise InvalidParam("stream_options", "stream_options are for streams; set stream, or leave them out")
-        if len(prompts) * params.n > self._settings.max_n:
+        if body.stream_options and not body.stream:
+            raise InvalidParam("stream_options", "stream_options needs stream true; set it, or remove stream_options")
+        num_completions = len(prompts) * params.n
+        if num_completions > self._settings.max_n:
             raise InvalidParam(
                 "n" if params.n > 1 else "prompt",
-                f"{len(prompts)} prompts with n = {params.n} are {len(prompts) * params.n} completions; ask for at most"
+                f"{len(prompts)} prompts with n = {params.n} are {num_completions} completions; ask for at most"
                 f" {self._settings.max_n} at once",
             )
         if params.constraint:
-            async with self._compiling:  # in a thread, one at a time: it may take seconds
-                with about("constraint"):
-                    await asyncio.to_thread(self._driver.front.prepare, params.constraint)
-        watch = asked.stream_content()
-        if watch is StreamContent.TEXT and self._settings.smooth:
-            watch = StreamContent.TOKENS
-        reply = ResponseBuilder(
-            chat=isinstance(asked, ChatRequest),
+            # Compile the grammar in a thread, because it may take seconds. Compile one at a time.
+            async with self._grammar_lock:
+                with attribute_errors("constraint"):
+                    await asyncio.to_thread(self._async_llm.frontend.prepare, params.constraint)
+        content = body.stream_content()
+        if content is StreamContent.TEXT and self._settings.smooth:
+            content = StreamContent.TOKENS
+        builder = ResponseBuilder(
+            chat=isinstance(body, ChatRequest),
             model=self._name,
-            decode=self._driver.front.decode,
+            decode=self._async_llm.frontend.decode,
             logprobs=params.logprobs is not None,
-            tokens=watch >= StreamContent.ROUNDS,
-            spell=self._driver.spell,
-            calls=calls,
+            include_speculation=content >= StreamContent.ROUNDS,
+            token_text=self._async_llm.token_text,
+            has_tools=has_tools,
         )
-        tokens = [await self._driver.reader.encode(prompt) for prompt in prompts]
-        tickets = self._submit(tokens, params, watch)
-        gone = asyncio.create_task(self._watch(request, tickets))
-        if asked.stream:
-            tell = asked.stream_options is not None and asked.stream_options.include_usage
-            stream = self._stream(reply, tickets, len(prompts), tell=tell, request=request, gone=gone)
-            return StreamingResponse(stream, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        return await self._whole(reply, tickets, len(prompts), request=request, gone=gone)
+        tokens = [await self._async_llm.prompt_encoder.encode(prompt) for prompt in prompts]
+        streams = self._submit(tokens, params, content)
+        disconnected = asyncio.create_task(self._cancel_on_disconnect(request, streams))
+        if body.stream:
+            include_usage = body.stream_options is not None and body.stream_options.include_usage
+            events = self._stream_events(
+                builder, streams, len(prompts), include_usage=include_usage, request=request, disconnected=disconnected
+            )
+            return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        return await self._full_response(builder, streams, len(prompts), request=request, disconnected=disconnected)
 
-    async def _watch(self, request: Request, tickets: Sequence[RequestStream]) -> None:
-        """Cancel the requests when the client disconnects."""
+    async def _cancel_on_disconnect(self, request: Request, streams: Sequence[RequestStream]) -> None:
+        """Wait until the client disconnects, and cancel its requests."""
         while (await request.receive())["type"] != "http.disconnect":
             pass
-        self._driver.cancel(tickets)
+        self._async_llm.cancel(streams)
 
-    def _submit(self, prompts: Sequence[Prompt], params: SamplingParams, watch: StreamContent) -> list[RequestStream]:
+    def _submit(self, prompts: Sequence[Prompt], params: SamplingParams, content: StreamContent) -> list[RequestStream]:
         """Submit all prompts, or none of them."""
-        tickets: list[RequestStream] = []
+        streams: list[RequestStream] = []
         try:
             for prompt in prompts:
-                tickets += self._driver.submit(prompt, params, watch)
+                streams += self._async_llm.submit(prompt, params, content)
         except OutriderError:
-            self._driver.cancel(tickets)
+            self._async_llm.cancel(streams)
             raise
-        return tickets
+        return streams
 
-    async def _whole(
+    async def _full_response(
         self,
-        reply: ResponseBuilder,
-        tickets: Sequence[RequestStream],
-        prompts: int,
+        builder: ResponseBuilder,
+        streams: Sequence[RequestStream],
+        num_prompts: int,
         *,
         request: Request,
-        gone: asyncio.Task[None],
+        disconnected: asyncio.Task[None],
     ) -> Response:
-        entry = entry_of(request.scope)
-        work = asyncio.create_task(_ends(tickets, entry))
-        either: list[asyncio.Task[Any]] = [work, gone]
-        entry.finish = "cancelled"
+        """Wait for all completions and return them in one response."""
+        log_entry = entry_of(request.scope)
+        finished = asyncio.create_task(_last_chunks(streams, log_entry))
+        tasks: list[asyncio.Task[Any]] = [finished, disconnected]
+        log_entry.finish_reason = "cancelled"  # replaced below, unless the client disconnects
         try:
             async with asyncio.timeout(self._settings.request_timeout or None):
-                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            if not work.done():
-                return Response(status_code=_GONE)
-            ends = work.result()
+                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if not finished.done():
+                return Response(status_code=_CLIENT_CLOSED_REQUEST)
+            last_chunks = finished.result()
         except TimeoutError:
-            entry.finish = "timeout"
-            return JSONResponse(problem(self._late(), kind="timeout_error"), 504)
+            log_entry.finish_reason = "timeout"
+            return JSONResponse(error_response(self._timeout_message(), kind="timeout_error"), 504)
         finally:
-            entry.tokens = sum(each.written for each in tickets)
-            gone.cancel()
-            work.cancel()
-            self._driver.cancel(tickets)
-        if error := next((end.error for end in ends if end.error), ""):
-            entry.finish = "error"
-            return JSONResponse(problem(error, kind="server_error"), 500)
-        completions = [_completion(end) for end in ends]
-        entry.end(completions)
-        return JSONResponse(reply.response(completions, prompts))
+            log_entry.output_tokens = sum(stream.num_tokens for stream in streams)
+            disconnected.cancel()
+            finished.cancel()
+            self._async_llm.cancel(streams)
+        errors = [chunk.error for chunk in last_chunks if chunk.error]
+        if errors:
+            log_entry.finish_reason = "error"
+            return JSONResponse(error_response(errors[0], kind="server_error"), 500)
+        completions = [chunk.completion for chunk in last_chunks if chunk.completion]
+        log_entry.finish(completions)
+        return JSONResponse(builder.response(completions, num_prompts))
 
-    async def _stream(
+    async def _stream_events(
         self,
-        reply: ResponseBuilder,
-        tickets: Sequence[RequestStream],
-        prompts: int,
+        builder: ResponseBuilder,
+        streams: Sequence[RequestStream],
+        num_prompts: int,
         *,
-        tell: bool,
+        include_usage: bool,
         request: Request,
-        gone: asyncio.Task[None],
+        disconnected: asyncio.Task[None],
     ) -> AsyncIterator[str]:
-        entry = entry_of(request.scope)
-        entry.finish = "cancelled"
-        ends: dict[int, Completion] = {}
-        parts = [reply.chunks(index) for index in range(len(tickets))]
+        """Yield the server-sent events of all completions."""
+        log_entry = entry_of(request.scope)
+        log_entry.finish_reason = "cancelled"  # replaced below, unless the client disconnects
+        completions: dict[int, Completion] = {}  # by index of the stream
+        chunk_builders = [builder.chunks(index) for index in range(len(streams))]
         try:
             async with asyncio.timeout(self._settings.request_timeout or None):
-                async for index, pieces in _merged(tickets):
-                    events, end = _told(parts[index], pieces, entry), pieces[-1]
-                    if end.error:
-                        entry.finish = "cancelled" if gone.done() else "error"
+                async for index, chunks in _merge_streams(streams):
+                    events = _chunk_events(chunk_builders[index], chunks, log_entry)
+                    last_chunk = chunks[-1]
+                    if last_chunk.error:
+                        log_entry.finish_reason = "cancelled" if disconnected.done() else "error"
                         yield events
                         return
-                    if end.completion:
-                        ends[index] = end.completion
-                    if len(ends) == len(tickets):
-                        entry.end([ends[i] for i in sorted(ends)])
-                        events += _event(reply.usage_chunk(entry.completions, prompts)) if tell else ""
+                    if last_chunk.completion:
+                        completions[index] = last_chunk.completion
+                    if len(completions) == len(streams):
+                        log_entry.finish([completions[i] for i in sorted(completions)])
+                        if include_usage:
+                            events += _event(builder.usage_chunk(log_entry.completions, num_prompts))
                         events += "data: [DONE]\n\n"
-                    yield events  # in one system call
+                    yield events  # all events of a round together, so that they take one system call
         except TimeoutError:
-            entry.finish = "timeout"
-            yield _event(problem(self._late(), kind="timeout_error"))
+            log_entry.finish_reason = "timeout"
+            yield _event(error_response(self._timeout_message(), kind="timeout_error"))
         finally:
-            gone.cancel()
-            self._driver.cancel(tickets)
+            disconnected.cancel()
+            self._async_llm.cancel(streams)
 
-    def _late(self) -> str:
-        return f"the request took longer than {self._settings.request_timeout:g} seconds"
-
-
-async def _ends(tickets: Sequence[RequestStream], entry: Entry) -> list[StreamChunk]:
-    """Return the last chunks of several completions."""
-    return await asyncio.gather(*(_end(each, entry) for each in tickets))
+    def _timeout_message(self) -> str:
+        return f"the request took longer than {self._settings.request_timeout:g} seconds; ask for fewer tokens"
 
 
-async def _end(ticket: RequestStream, entry: Entry) -> StreamChunk:
+async def _last_chunks(streams: Sequence[RequestStream], log_entry: Entry) -> list[StreamChunk]:
+    """Return the last chunk of each completion."""
+    return await asyncio.gather(*(_last_chunk(stream, log_entry) for stream in streams))
+
+
+async def _last_chunk(stream: RequestStream, log_entry: Entry) -> StreamChunk:
     """Return the last chunk of a completion."""
-    async for pieces in ticket.chunks():
-        for piece in pieces:
-            entry.see(len(piece.tokens))
-    return piece
+    async for chunks in stream.chunks():
+        for chunk in chunks:
+            log_entry.add_tokens(len(chunk.tokens))
+    return chunk
 
 
-def _pieces(ticket: RequestStream) -> AsyncIterator[list[StreamChunk]]:
-    return (
-        smoothed(ticket.chunks(), asyncio.get_running_loop())
-        if ticket.watch is StreamContent.TOKENS
-        else ticket.chunks()
-    )
+def _chunks_of(stream: RequestStream) -> AsyncIterator[list[StreamChunk]]:
+    """Return the chunks of a stream, smoothed with `--smooth`."""
+    if stream.content is StreamContent.TOKENS:
+        return smooth_chunks(stream.chunks(), asyncio.get_running_loop())
+    return stream.chunks()
 
 
-async def _merged(tickets: Sequence[RequestStream]) -> AsyncIterator[tuple[int, list[StreamChunk]]]:
-    """Yield the chunks of several completions as they arrive."""
-    if len(tickets) == 1:
-        async for pieces in _pieces(tickets[0]):
-            yield 0, pieces
+async def _merge_streams(streams: Sequence[RequestStream]) -> AsyncIterator[tuple[int, list[StreamChunk]]]:
+    """Yield the index of a stream and its new chunks as they arrive."""
+    if len(streams) == 1:
+        async for chunks in _chunks_of(streams[0]):
+            yield 0, chunks
         return
-    ready: asyncio.Queue[tuple[int, list[StreamChunk]]] = asyncio.Queue(maxsize=len(tickets))
+    arrived: asyncio.Queue[tuple[int, list[StreamChunk]]] = asyncio.Queue(maxsize=len(streams))
 
-    async def read(index: int, ticket: RequestStream) -> None:
-        async for pieces in _pieces(ticket):
-            await ready.put((index, pieces))
+    async def read(index: int, stream: RequestStream) -> None:
+        async for chunks in _chunks_of(stream):
+            await arrived.put((index, chunks))
 
-    readers = [asyncio.create_task(read(i, ticket)) for i, ticket in enumerate(tickets)]
+    readers = [asyncio.create_task(read(index, stream)) for index, stream in enumerate(streams)]
     try:
-        left = len(tickets)
-        while left:
-            index, pieces = await ready.get()
-            yield index, pieces
-            left -= pieces[-1].last
+        num_open = len(streams)
+        while num_open:
+            index, chunks = await arrived.get()
+            yield index, chunks
+            if chunks[-1].last:
+                num_open -= 1
     finally:
         for reader in readers:
             reader.cancel()
 
 
-def _told(parts: ChunkBuilder, pieces: Sequence[StreamChunk], entry: Entry) -> str:
+def _chunk_events(builder: ChunkBuilder, chunks: Sequence[StreamChunk], log_entry: Entry) -> str:
     """Return the events of some chunks of a completion. The last one may be an error."""
     events = []
-    for piece in pieces:
-        entry.see(len(piece.tokens))
-        if piece.text or not piece.error:
-            events.append(_event(parts.next(piece)))
-        if piece.error:
-            events.append(_event(problem(piece.error, kind="server_error")))
+    for chunk in chunks:
+        log_entry.add_tokens(len(chunk.tokens))
+        if chunk.text or not chunk.error:
+            events.append(_event(builder.build(chunk)))
+        if chunk.error:
+            events.append(_event(error_response(chunk.error, kind="server_error")))
     return "".join(events)
 
 
-def _completion(end: StreamChunk) -> Completion:
-    assert end.completion is not None
-    return end.completion
-
-
 def _event(document: dict[str, Any]) -> str:
+    """Return a server-sent event."""
     return f"data: {json.dumps(document)}\n\n"

@@ -1,4 +1,4 @@
-"""Encodes prompts. Long ones are encoded in a thread, so that streams do not wait."""
+"""Encodes prompts. Long prompts are encoded in a thread, so that they do not block the event loop."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 
 from outrider.llm import LLM, Prompt
 
-_LONG = 20_000  # characters; encoding them takes some milliseconds
+_LONG_PROMPT = 20_000  # characters; encoding them takes some milliseconds
 _Tokens = tuple[int, ...]
 
 
 def with_own_tokenizer(llm: LLM) -> LLM:
-    """Return the same models with a copy of the tokenizer, which is not thread-safe."""
+    """Return an `LLM` with the same models and a copy of the tokenizer, which is not thread-safe."""
     parts = llm.parts
     return LLM.from_parts(replace(parts, setup=replace(parts.setup, tokenizer=deepcopy(parts.tokenizer))))
 
@@ -23,23 +23,25 @@ def with_own_tokenizer(llm: LLM) -> LLM:
 class PromptEncoder:
     """Encodes prompts for one event loop."""
 
-    def __init__(self, front: LLM) -> None:
-        """Use the tokenizer of `front`, which belongs to the event loop."""
-        self._front, self._apart = front, with_own_tokenizer(front)
-        self._reading = asyncio.Lock()
+    def __init__(self, frontend: LLM) -> None:
+        """Use the tokenizer of `frontend`, which no other thread uses."""
+        self._frontend = frontend
+        self._thread_llm = with_own_tokenizer(frontend)  # for long prompts
+        self._thread_lock = asyncio.Lock()
 
     async def encode(self, prompt: Prompt) -> _Tokens:
         """Return the tokens of a prompt."""
         length = len(prompt) if isinstance(prompt, str) else 0
-        return await self._read(lambda llm: llm.encode(prompt), length)
+        return await self._encode(lambda llm: llm.encode(prompt), length)
 
-    async def chat(self, turns: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> _Tokens:
+    async def chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> _Tokens:
         """Return the tokens of a conversation. Raises as `LLM.encode_chat` does."""
-        length = sum(len(str(turn.get("content") or "")) for turn in turns)
-        return await self._read(lambda llm: llm.encode_chat(turns, tools), length)
+        length = sum(len(str(message.get("content") or "")) for message in messages)
+        return await self._encode(lambda llm: llm.encode_chat(messages, tools), length)
 
-    async def _read(self, how: Callable[[LLM], _Tokens], length: int) -> _Tokens:
-        if length < _LONG:
-            return how(self._front)
-        async with self._reading:
-            return await asyncio.to_thread(how, self._apart)
+    async def _encode(self, encode: Callable[[LLM], _Tokens], length: int) -> _Tokens:
+        """Call `encode`, in a thread if the prompt is long. `length` is its number of characters."""
+        if length < _LONG_PROMPT:
+            return encode(self._frontend)
+        async with self._thread_lock:
+            return await asyncio.to_thread(encode, self._thread_llm)

@@ -1,4 +1,4 @@
-"""The options of `outrider serve` besides models."""
+"""The options of `outrider serve`, except those of the models."""
 
 from __future__ import annotations
 
@@ -10,24 +10,27 @@ import typer
 
 from outrider.errors import OutriderError
 
-_WHERE, _LIMITS, _STREAMS = "Where", "Limits", "Streams"
+# Titles of the groups of options in `outrider serve --help`.
+_SERVER = "Server"
+_LIMITS = "Limits"
+_STREAMING = "Streaming"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """The options of `outrider serve`, checked when made."""
+    """The options of `outrider serve`. They are checked when they are made."""
 
-    host: Annotated[str, typer.Option(help="Address to listen on.", rich_help_panel=_WHERE)] = "127.0.0.1"
+    host: Annotated[str, typer.Option(help="Address to listen on.", rich_help_panel=_SERVER)] = "127.0.0.1"
     port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Port to listen on. 0: a free port.", rich_help_panel=_WHERE)
+        int, typer.Option(min=0, max=65535, help="Port to listen on. 0: a free port.", rich_help_panel=_SERVER)
     ] = 8000
     served_model_name: Annotated[
         str | None,
         typer.Option(
             "--served-model-name",
             metavar="NAME",
-            help="Model name in the API. Default: the name of its folder.",
-            rich_help_panel=_WHERE,
+            help="Model name in the API. Default: the name of the target's folder.",
+            rich_help_panel=_SERVER,
         ),
     ] = None
     api_key: Annotated[
@@ -35,8 +38,8 @@ class Settings:
         typer.Option(
             metavar="KEY",
             envvar="OUTRIDER_API_KEY",
-            help="A key that clients must send. Repeatable. Default: none.",
-            rich_help_panel=_WHERE,
+            help="API key. If there are any, clients must send one of them. Repeatable. Default: none.",
+            rich_help_panel=_SERVER,
         ),
     ] = None
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Sequences that run at once.", rich_help_panel=_LIMITS)] = 16
@@ -50,7 +53,7 @@ class Settings:
         ),
     ] = None
     prefix_caching: Annotated[
-        bool, typer.Option(help="Reuse the KV cache of equal prompt prefixes of one user.", rich_help_panel=_LIMITS)
+        bool, typer.Option(help="Reuse the KV cache of common prompt prefixes of one user.", rich_help_panel=_LIMITS)
     ] = True
     max_num_batched_tokens: Annotated[
         int, typer.Option(min=1, help="Prompt tokens that one round may process.", rich_help_panel=_LIMITS)
@@ -67,7 +70,7 @@ class Settings:
     max_queued_requests: Annotated[
         int,
         typer.Option(
-            min=0, help="Requests that may wait. Further ones are answered with 429.", rich_help_panel=_LIMITS
+            min=0, help="Requests that may wait. The response to further requests is 429.", rich_help_panel=_LIMITS
         ),
     ] = 256
     max_n: Annotated[
@@ -75,19 +78,21 @@ class Settings:
         typer.Option(
             "--max-n",
             min=1,
-            help="Most completions of one request, over all of its prompts.",
+            help="Most completions of one request, summed over its prompts.",
             rich_help_panel=_LIMITS,
         ),
     ] = 16
     max_body_kb: Annotated[
-        int, typer.Option(min=1, help="Most kilobytes of a request body.", rich_help_panel=_LIMITS)
+        int, typer.Option(min=1, help="Largest request body, in kilobytes.", rich_help_panel=_LIMITS)
     ] = 1024
     request_timeout: Annotated[
-        float, typer.Option(min=0.0, help="Most seconds of a request. 0: no limit.", rich_help_panel=_LIMITS)
+        float, typer.Option(min=0.0, help="Seconds until a request is cancelled. 0: no limit.", rich_help_panel=_LIMITS)
     ] = 0.0
     smooth: Annotated[
         bool,
-        typer.Option("--smooth", help="Spread each round's tokens over the time of a round.", rich_help_panel=_STREAMS),
+        typer.Option(
+            "--smooth", help="Spread the tokens of a round over the duration of a round.", rich_help_panel=_STREAMING
+        ),
     ] = False
     allow_origin: Annotated[
         list[str] | None,
@@ -95,20 +100,22 @@ class Settings:
             metavar="ORIGIN",
             help="Origin that may send requests from a browser, such as https://example.org; *: any. Repeatable."
             " Default: the server's own page.",
-            rich_help_panel=_WHERE,
+            rich_help_panel=_SERVER,
         ),
     ] = None
     log_format: Annotated[
-        str, typer.Option(metavar="NAME", help="Format of the request log: text or json.", rich_help_panel=_WHERE)
+        str, typer.Option(metavar="NAME", help="Format of the request log: text or json.", rich_help_panel=_SERVER)
     ] = "text"
     shutdown_timeout: Annotated[
         int,
-        typer.Option(min=0, help="Seconds that requests have to end when the server stops.", rich_help_panel=_LIMITS),
+        typer.Option(
+            min=0, help="Seconds that running requests have to finish when the server stops.", rich_help_panel=_LIMITS
+        ),
     ] = 30
 
     def __post_init__(self) -> None:
         if any(not key.strip() for key in self.api_key or ()):
-            raise OutriderError("an API key is empty; give one of at least one character, or none")
+            raise OutriderError("an API key is empty; give a key of at least one character, or remove --api-key")
         if self.log_format not in ("text", "json"):
             raise OutriderError(f"--log-format is {self.log_format!r}; use text or json")
         for origin in self.allow_origin or ():

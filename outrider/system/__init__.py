@@ -1,1 +1,1 @@
-"""The machine: threads, hardware, files."""
+"""Access to the operating system: threads, hardware description, files and memory."""

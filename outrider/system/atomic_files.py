@@ -1,4 +1,4 @@
-"""Atomic writes of files."""
+"""Write files atomically, and check in advance whether files and folders can be written."""
 
 from __future__ import annotations
 
@@ -13,51 +13,49 @@ from outrider.errors import OutriderError
 
 
 def check_writable(path: str | Path) -> None:
-    """Check that a file can be written, before the work whose result it will hold. A leading ~ is the home folder.
+    """Check that a file can be written, before the work that produces it. A leading ~ is the home folder.
 
     Raises:
-        OutriderError: it cannot be written.
+        OutriderError: the file cannot be written.
     """
     file = Path(path).expanduser()
-    with _beside(file) as whole:
+    with _temporary_path(file) as temporary:
         if file.is_dir():
             raise IsADirectoryError(EISDIR, os.strerror(EISDIR))
-        whole.touch()
+        temporary.touch()
 
 
 def check_folder(path: str | Path, option: str) -> None:
     """Check that a folder can be created or written to. A leading ~ is the home folder.
 
     Raises:
-        OutriderError: it cannot; the message starts with the name of the `option`.
+        OutriderError: it cannot be created or written to. The message starts with the name of the `option`.
     """
     folder = Path(path).expanduser()
-    there = next(place for place in (folder, *folder.parents) if os.path.exists(place))
-    if not there.is_dir():
-        what = "is a file" if there == folder else f"is to be in {there}, which is a file"
-        raise OutriderError(f"{option} {path} {what}; name a folder, which is made where there is none")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise OutriderError(f"{option} {path} cannot be written, as {there} does not let you; name another folder")
+    existing = next(parent for parent in (folder, *folder.parents) if os.path.exists(parent))
+    if not existing.is_dir():
+        problem = "is a file" if existing == folder else f"is inside {existing}, which is a file"
+        raise OutriderError(f"{option} {path} {problem}; name a folder; it is created if it does not exist")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise OutriderError(f"{option} {path} cannot be written: no permission for {existing}; name another folder")
 
 
 def write_whole(path: Path, text: str) -> None:
     """Write a file atomically.
 
     Raises:
-        OutriderError: it cannot be written.
+        OutriderError: the file cannot be written.
     """
-    with _beside(path) as whole:
-        whole.write_text(text, encoding="utf-8")
-        os.replace(whole, path)
+    with _temporary_path(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, path)
 
 
 @contextmanager
-def _beside(path: Path) -> Iterator[Path]:
-    """Return a temporary path in the same folder."""
+def _temporary_path(path: Path) -> Iterator[Path]:
+    """Yield a path in a temporary folder next to `path`. Errors become `OutriderError`."""
     try:
         with TemporaryDirectory(dir=path.parent, prefix=".outrider-") as folder:
             yield Path(folder) / path.name
     except OSError as error:
-        raise OutriderError(
-            f"{path} cannot be written ({error.strerror}); name a file in a folder that can be"
-        ) from None
+        raise OutriderError(f"{path} cannot be written ({error.strerror}); name a file in a writable folder") from None

@@ -8,39 +8,41 @@ import sys
 from pathlib import Path
 from typing import Any
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt
-_BLOCK, _KEPT = 1 << 30, (1 << 31) - 1  # bytes
-_GROWN = 1 << 31  # bytes, after which what is free is given back
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # parameters of mallopt
+_MIN_MMAP_BYTES = 1 << 30  # smaller blocks come from the heap
+_MAX_FREE_BYTES = (1 << 31) - 1  # free memory at the end of the heap that is not returned
+_GROWTH_BYTES = 1 << 31  # growth of the process after which `tidy` returns free memory
 
 
 class Heap:
     """Keeps memory that a training step frees for the next one.
 
-    By default glibc maps large blocks anew each time, and clearing their pages takes a quarter of a step. It never
-    returns free memory between used blocks, so the process grows.
+    By default, glibc maps large blocks again for each step, and clearing their pages takes a quarter of the step. It
+    never returns free memory between used blocks, so the process grows.
     """
 
     def __init__(self) -> None:
         self._libc = _glibc()
         if self._libc:
-            self._libc.mallopt(_MMAP_THRESHOLD, _BLOCK)
-            self._libc.mallopt(_TRIM_THRESHOLD, _KEPT)
-        self._least = _resident() if self._libc else 0
+            self._libc.mallopt(_MMAP_THRESHOLD, _MIN_MMAP_BYTES)
+            self._libc.mallopt(_TRIM_THRESHOLD, _MAX_FREE_BYTES)
+        self._base_bytes = _resident_bytes() if self._libc else 0
 
-    def tidy(self, *, grown: int = _GROWN) -> None:
-        """Return free memory to the system, if the process has grown by enough bytes since the last call."""
-        if self._libc and _resident() >= self._least + grown:
+    def tidy(self, *, grown: int = _GROWTH_BYTES) -> None:
+        """Return free memory to the system, if the process has grown by `grown` bytes since the last return."""
+        if self._libc and _resident_bytes() >= self._base_bytes + grown:
             self._libc.malloc_trim(0)
-            self._least = _resident()
+            self._base_bytes = _resident_bytes()
 
 
 def _glibc() -> Any:
+    """Return glibc, or None on other systems."""
     if sys.platform != "linux":
         return None
     libc = ctypes.CDLL(None)
     return libc if hasattr(libc, "mallopt") and hasattr(libc, "malloc_trim") else None  # musl has neither
 
 
-def _resident() -> int:
-    """Bytes."""
+def _resident_bytes() -> int:
+    """Return the resident memory of the process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -1,4 +1,4 @@
-"""Thread counts, and the facts beside a measurement: hardware, versions, commit."""
+"""Thread counts, and the facts that a benchmark reports: hardware, versions and commit."""
 
 from __future__ import annotations
 
@@ -29,25 +29,28 @@ def use_threads(threads: int | None) -> None:
     if threads is not None and threads < 1:
         raise OutriderError(f"threads is {threads}; use at least 1")
     if threads is None and "OMP_NUM_THREADS" not in os.environ:
-        threads = min(torch.get_num_threads(), default_threads())  # torch has fewer if the user has set fewer
+        # torch has fewer threads if the user has set another limit.
+        threads = min(torch.get_num_threads(), default_threads())
     if threads is not None:
         torch.set_num_threads(threads)
 
 
 def default_threads(root: Path = Path("/")) -> int:
-    """Return the number of threads that reads weights fastest: the usable physical cores of one NUMA node.
+    """Return the fastest number of threads for a memory-bound pass: the usable physical cores of one NUMA node.
 
     Two threads of a core share its memory path. The weights are on the node of the thread that loaded them, so a pass
     uses the bandwidth of one node. A CPU quota is rounded down, because threads wait for the slowest one.
 
     Args:
-        root: the folder of /sys and /proc.
+        root: the folder that contains sys and proc.
     """
-    system, cpus = root / "sys/devices/system", _cpus()
+    system = root / "sys/devices/system"
+    cpus = _cpus()
     cores = {cpu: _read(system / f"cpu/cpu{cpu}/topology/thread_siblings_list") or str(cpu) for cpu in cpus}
     nodes = [cpus & _parse_cpus(_read(path)) for path in (system / "node").glob("node*/cpulist")]
-    most = max((len({cores[cpu] for cpu in node}) for node in nodes), default=0) or len(set(cores.values()))
-    return max(1, int(min(most, _quota(root))))
+    cores_per_node = (len({cores[cpu] for cpu in node}) for node in nodes)
+    usable = max(cores_per_node, default=0) or len(set(cores.values()))
+    return max(1, int(min(usable, _quota(root))))
 
 
 def versions() -> dict[str, str]:
@@ -79,8 +82,8 @@ def hardware(device: str) -> dict[str, Any]:
 def commit() -> str | None:
     """Return the commit of the checkout, with "+dirty" after changes; None outside of a checkout."""
     try:
-        top, head = _git("rev-parse", "--show-toplevel", "HEAD").split("\n")
-        if Path(top).resolve() != _PACKAGE.parent:  # installed in the checkout of another project
+        root, head = _git("rev-parse", "--show-toplevel", "HEAD").split("\n")
+        if Path(root).resolve() != _PACKAGE.parent:  # installed in the checkout of another project
             return None
         return head + ("+dirty" if _git("status", "--porcelain", "--", _PACKAGE.name) else "")
     except (OSError, subprocess.SubprocessError, ValueError):
@@ -88,6 +91,7 @@ def commit() -> str | None:
 
 
 def _git(*arguments: str) -> str:
+    """Return the output of a git command in the folder of the package."""
     command = ["git", "-C", str(_PACKAGE.parent), *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
 
@@ -98,23 +102,25 @@ def _cpus() -> set[int]:
 
 
 def _parse_cpus(text: str) -> set[int]:
-    """Parse a CPU list: "0-3,8" is 0, 1, 2, 3 and 8."""
+    """Parse a CPU list, for example "0-3,8" to {0, 1, 2, 3, 8}."""
     spans = re.findall(r"(\d+)(?:-(\d+))?", text)
     return {cpu for first, last in spans for cpu in range(int(first), int(last or first) + 1)}
 
 
 def _quota(root: Path) -> float:
-    """Return the CPU quota of the control groups of this process."""
-    grants = [math.inf]
-    for line in _read(root / "proc/self/cgroup").splitlines():  # "0::/path", or "4:cpu,cpuacct:/path" before version 2
+    """Return the CPU quota of the control groups of this process, in CPUs."""
+    quotas = [math.inf]
+    # A line is "0::/path", or "4:cpu,cpuacct:/path" in version 1 of control groups.
+    for line in _read(root / "proc/self/cgroup").splitlines():
         controllers, _, path = line.partition(":")[2].partition(":")
         folder = root / "sys/fs/cgroup" / controllers / path.lstrip("/")
         for group in (folder, *folder.parents):
             text = _read(group / "cpu.max")
             text = text or f"{_read(group / 'cpu.cfs_quota_us')} {_read(group / 'cpu.cfs_period_us')}"
-            if limit := re.fullmatch(r"\s*(\d+)\s+([1-9]\d*)\s*", text):  # not "max 100000", nor "-1 100000"
-                grants.append(int(limit[1]) / int(limit[2]))
-    return min(grants)
+            # "max 100000" and "-1 100000" mean no limit.
+            if limit := re.fullmatch(r"\s*(\d+)\s+([1-9]\d*)\s*", text):
+                quotas.append(int(limit[1]) / int(limit[2]))
+    return min(quotas)
 
 
 def _read(path: Path) -> str:
@@ -127,23 +133,27 @@ def _read(path: Path) -> str:
 
 def free_memory() -> int | None:
     """Return the available memory in bytes; None if the system does not report it."""
-    said = re.search(r"MemAvailable: *(\d+) kB", _read(Path("/proc/meminfo")))
+    limits = []
+    if available := re.search(r"MemAvailable: *(\d+) kB", _read(Path("/proc/meminfo"))):
+        limits.append(1024 * int(available[1]))
     group = Path("/sys/fs/cgroup")
-    most, used = _read(group / "memory.max"), _read(group / "memory.current")
-    bounds = [1024 * int(said[1])] if said else []
-    if most.isdecimal() and used.isdecimal():
-        bounds.append(int(most) - int(used))
-    return min(bounds, default=None)
+    maximum = _read(group / "memory.max")
+    used = _read(group / "memory.current")
+    if maximum.isdecimal() and used.isdecimal():
+        limits.append(int(maximum) - int(used))
+    return min(limits, default=None)
 
 
 def _memory() -> int | None:
+    """Return the physical memory in bytes; None if the system does not report it."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):  # the system does not report it
+    except (AttributeError, ValueError, OSError):
         return None
 
 
 def _cpu() -> str:
+    """Return the name of the CPU."""
     lines = _read(Path("/proc/cpuinfo")).splitlines()
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, platform.processor() or platform.machine())

@@ -1,4 +1,4 @@
-"""What the conformance suite drives implementations with: texts, trees, and lives of admit, propose and commit."""
+"""Helpers of the conformance suite: random drafts, rounds built by hand, and runs of a proposer with a toy target."""
 
 from __future__ import annotations
 
@@ -15,23 +15,33 @@ from outrider.core.types import Batch, Draft, DraftKind, Request, Round, Scores,
 from outrider.propose.base import Proposer
 from outrider.testing.toy_target import ToyTarget
 
+_PROMPT_TOKENS = 5  # length of a prompt of `FuzzedRun`
+_FIRST_CHUNK = 3  # tokens of a prompt in its first round
+
 
 class ConformanceError(AssertionError):
-    """An implementation breaks the law of its protocol; the message names the law."""
+    """An implementation violates its protocol. The message says which requirement."""
 
 
-def expect(good: bool, law: str) -> None:
-    """Hold an implementation to a law of its protocol.
+def expect(condition: bool, message: str) -> None:
+    """Check a requirement of a protocol.
 
     Raises:
-        ConformanceError: it is broken; the message is `law`.
+        ConformanceError: `condition` is False. The text is `message`.
     """
-    if not good:
-        raise ConformanceError(law)
+    if not condition:
+        raise ConformanceError(message)
 
 
 def random_tree(rows: Sequence[int], vocab: int, chance: random.Random, *, chain: bool = False) -> Draft:
-    """A draft of `rows[b]` one-hot nodes in row b, of random shape and tokens."""
+    """Return a draft of random shape and tokens, with `rows[b]` one-hot nodes for sequence b.
+
+    Args:
+        rows: the number of nodes of each sequence.
+        vocab: the vocabulary size.
+        chance: the random number generator.
+        chain: make chains instead of trees.
+    """
     size = max(rows)
     tokens = torch.tensor([[chance.randrange(vocab) for _ in range(size)] for _ in rows], dtype=torch.int64)
     if chain:
@@ -42,90 +52,97 @@ def random_tree(rows: Sequence[int], vocab: int, chance: random.Random, *, chain
 
 @dataclass(frozen=True, slots=True)
 class FuzzedRun:
-    """A proposer beside a toy target that commits given texts, with fuzzed budgets."""
+    """Runs a proposer with a toy target. It commits given tokens in rounds of random batches and draft budgets."""
 
     target: ToyTarget
     proposer: Proposer
-    chance: random.Random
+    rng: random.Random
 
     @classmethod
-    def fresh(cls, target: ToyTarget, proposer: Proposer, chance: random.Random) -> FuzzedRun:
-        """A life of which no text is committed yet."""
-        return cls(target, proposer, chance)
+    def fresh(cls, target: ToyTarget, proposer: Proposer, rng: random.Random) -> FuzzedRun:
+        """Return a run in which nothing is committed yet."""
+        return cls(target, proposer, rng)
 
     def propose_after(
         self, text: Sequence[int], length: int, params: SamplingParams, *, slots: Sequence[int], budget: int
     ) -> list[tuple[list[tuple[int, int, int]], torch.Tensor | None]]:
-        """What it proposes for each slot once `text[:length]` is committed there."""
-        rows = self._admit(text, params, slots)
-        self._commit_until(rows, text, length)
-        batch = self._batch(rows, [budget] * len(rows))
-        draft = self._checked(batch)
-        self._settle(batch, draft, text)
-        self._release(rows)
-        return [_nodes(draft, b) for b in range(len(rows))]
+        """Commit `text[:length]` in each slot, and return what the proposer then drafts there.
 
-    def live(self, text: Sequence[int], length: int, params: SamplingParams, *, slots: Sequence[int]) -> None:
-        """Commit a text in some slots, and leave."""
-        rows = self._admit(text, params, slots)
-        self._commit_until(rows, text, length)
-        self._release(rows)
+        Returns:
+            For each slot its nodes, as (token, parent, kind), and their q [N, V]; None if the draft has no q.
+        """
+        seqs = self._admit(text, params, slots)
+        self._commit_until(seqs, text, length)
+        batch = self._batch(seqs, [budget] * len(seqs))
+        draft = self._propose(batch)
+        self._commit_round(batch, draft, text)
+        self._release(seqs)
+        return [_nodes(draft, b) for b in range(len(seqs))]
+
+    def commit_text(self, text: Sequence[int], length: int, params: SamplingParams, *, slots: Sequence[int]) -> None:
+        """Commit `text[:length]` in each slot, and release the slots."""
+        seqs = self._admit(text, params, slots)
+        self._commit_until(seqs, text, length)
+        self._release(seqs)
 
     def _admit(self, text: Sequence[int], params: SamplingParams, slots: Sequence[int]) -> list[SequenceState]:
-        rows = [make_row(list(text[:5]), slot, params) for slot in sorted(slots)]
-        for row in rows:
-            self.target.cache.admit(row.slot, row.token_ids)
-            self.proposer.admit(row.slot, row.request)
-        return rows
+        seqs = [make_row(list(text[:_PROMPT_TOKENS]), slot, params) for slot in sorted(slots)]
+        for seq in seqs:
+            self.target.cache.admit(seq.slot, seq.token_ids)
+            self.proposer.admit(seq.slot, seq.request)
+        return seqs
 
-    def _release(self, rows: Sequence[SequenceState]) -> None:
-        for row in rows:
-            self.target.cache.release(row.slot)
-            self.proposer.release(row.slot)
+    def _release(self, seqs: Sequence[SequenceState]) -> None:
+        for seq in seqs:
+            self.target.cache.release(seq.slot)
+            self.proposer.release(seq.slot)
 
-    def _commit_until(self, rows: Sequence[SequenceState], text: Sequence[int], length: int) -> None:
-        while any(len(row.token_ids) < length for row in rows):
-            running = [row for row in rows if len(row.token_ids) < length]
-            running = running if len(running) == 1 or self.chance.random() < 0.5 else running[:-1]
-            spend = [self.chance.randint(0, min(6, length - len(row.token_ids) - 1)) for row in running]
-            batch = self._batch(running, spend)
-            self._settle(batch, self._checked(batch), text)
+    def _commit_until(self, seqs: Sequence[SequenceState], text: Sequence[int], length: int) -> None:
+        """Run rounds until each sequence has `length` tokens."""
+        while any(len(seq.token_ids) < length for seq in seqs):
+            running = [seq for seq in seqs if len(seq.token_ids) < length]
+            running = running if len(running) == 1 or self.rng.random() < 0.5 else running[:-1]
+            budget = [self.rng.randint(0, min(6, length - len(seq.token_ids) - 1)) for seq in running]
+            batch = self._batch(running, budget)
+            self._commit_round(batch, self._propose(batch), text)
 
-    def _batch(self, rows: Sequence[SequenceState], budget: Sequence[int]) -> Batch:
-        """A prompt is fed in two pieces, everything else at once."""
+    def _batch(self, seqs: Sequence[SequenceState], budget: Sequence[int]) -> Batch:
+        """Return a batch with these draft budgets. A prompt is fed in two rounds, everything else at once."""
         feeds = []
-        for row in rows:
-            missing = row.token_ids[row.num_cached_tokens :]
-            feeds.append(tuple(missing[:3] if len(missing) == 5 else missing))
+        for seq in seqs:
+            missing = seq.token_ids[seq.num_cached_tokens :]
+            feeds.append(tuple(missing[:_FIRST_CHUNK] if len(missing) == _PROMPT_TOKENS else missing))
         batch = Batch(
-            seqs=tuple(rows),
-            start=tuple(r.num_cached_tokens for r in rows),
+            seqs=tuple(seqs),
+            start=tuple(seq.num_cached_tokens for seq in seqs),
             feed=tuple(feeds),
             draft_budget=tuple(budget),
         )
-        spend = tuple(b if emits else 0 for b, emits in zip(budget, batch.emits, strict=True))
-        return replace(batch, draft_budget=spend)
+        allowed = tuple(count if emits else 0 for count, emits in zip(budget, batch.emits, strict=True))
+        return replace(batch, draft_budget=allowed)
 
-    def _checked(self, batch: Batch) -> Draft:
+    def _propose(self, batch: Batch) -> Draft:
+        """Return the draft of the proposer, after checking it."""
         draft = self.proposer.propose(batch)
         check_draft(draft, batch, self.target.vocab)
         return draft
 
-    def _settle(self, batch: Batch, draft: Draft, text: Sequence[int]) -> None:
-        """Accept what agrees with `text`, and tell everybody."""
+    def _commit_round(self, batch: Batch, draft: Draft, text: Sequence[int]) -> None:
+        """Accept the draft tokens that agree with `text`, and commit the round to the target and the proposer."""
         scores = self.target.score(batch, draft)
-        paths, emitted = [], []
-        for b, row in enumerate(batch.seqs):
+        paths = []
+        emitted = []
+        for b, seq in enumerate(batch.seqs):
+            begin = len(seq.token_ids)
             path: list[int] = []
-            at = -1
+            last = -1
             for node in range(draft.width[b]):
-                wanted = text[len(row.token_ids) + len(path)]
-                if int(draft.parent[b, node]) == at and int(draft.tokens[b, node]) == wanted:
+                expected = text[begin + len(path)]
+                if int(draft.parent[b, node]) == last and int(draft.tokens[b, node]) == expected:
                     path.append(node)
-                    at = node
+                    last = node
             paths.append(tuple(path))
-            emits = batch.emits[b]
-            emitted.append(tuple(text[len(row.token_ids) : len(row.token_ids) + len(path) + 1]) if emits else ())
+            emitted.append(tuple(text[begin : begin + len(path) + 1]) if batch.emits[b] else ())
         round = make_round(batch, draft, scores, paths, emitted)
         self.target.cache.commit(round)
         self.proposer.commit(round)
@@ -133,47 +150,51 @@ class FuzzedRun:
 
 
 def check_draft(draft: Draft, batch: Batch, vocab: int) -> None:
-    """What every proposer owes to `batch`: shapes, order of nodes, budget, ids, falling chances, and q [B, N, V].
+    """Check the requirements on every draft: shapes, order of nodes, budget, token ids, probabilities, and q [B, N, V].
 
     Raises:
-        ConformanceError: one of them is broken; the message names it.
+        ConformanceError: a requirement is violated. The message says which one.
     """
-    rows, size = len(batch.seqs), draft.size
-    expect(draft.tokens.shape == draft.parent.shape == draft.kind.shape == (rows, size), "its tensors must be [B, N]")
-    expect(all(w <= b for w, b in zip(draft.width, batch.draft_budget, strict=True)), "it overspends batch.budget")
-    expect(bool((draft.count <= torch.tensor(draft.width)).all()), "count exceeds width")
-    live = tree.valid_nodes(draft)
+    batch_size, size = len(batch.seqs), draft.size
+    shape = (batch_size, size)
+    expect(draft.tokens.shape == draft.parent.shape == draft.kind.shape == shape, "its tensors must be [B, N]")
+    expect(
+        all(width <= budget for width, budget in zip(draft.width, batch.draft_budget, strict=True)),
+        "its draft exceeds batch.draft_budget",
+    )
+    expect(bool((draft.count <= torch.tensor(draft.width)).all()), "count must not exceed width")
+    valid = tree.valid_nodes(draft)
     order = torch.arange(size)
-    expect(bool(((draft.parent < order) & (draft.parent >= -1) | ~live).all()), "parents must precede children")
-    expect(not draft.chain or bool(((draft.parent == order - 1) | ~live).all()), "it says chain and is a tree")
-    expect(bool(((draft.tokens >= 0) & (draft.tokens < vocab) | ~live).all()), "tokens must be ids of the target")
+    is_before = (draft.parent < order) & (draft.parent >= -1)
+    expect(bool((is_before | ~valid).all()), "parents must precede children")
+    is_chain = bool(((draft.parent == order - 1) | ~valid).all())
+    expect(not draft.chain or is_chain, "chain is True, but a draft is a tree")
+    expect(bool(((draft.tokens >= 0) & (draft.tokens < vocab) | ~valid).all()), "tokens must be ids of the target")
     if draft.accept_prob is not None:
-        expect(tuple(map(len, draft.accept_prob)) == draft.width, "chance must be [B][width]")
-        rising = any(a < b for row in draft.accept_prob for a, b in pairwise(row))
-        expect(
-            not rising and all(0 <= c <= 1 for row in draft.accept_prob for c in row),
-            "chances must fall, within 0 to 1",
-        )
-    sampled = live & (draft.kind != DraftKind.ONE_HOT)
+        expect(tuple(map(len, draft.accept_prob)) == draft.width, "accept_prob must be [B][width]")
+        rising = any(a < b for probs in draft.accept_prob for a, b in pairwise(probs))
+        in_range = all(0 <= prob <= 1 for probs in draft.accept_prob for prob in probs)
+        expect(not rising and in_range, "accept_prob must be from 0 to 1, and must not rise from node to node")
+    sampled = valid & (draft.kind != DraftKind.ONE_HOT)
     expect(draft.q is not None or not bool(sampled.any()), "sampled nodes need q")
     if draft.q is not None:
         q = draft.q.padded()
-        mass = q.gather(-1, draft.tokens[..., None])[..., 0]
-        expect(bool((mass[sampled] > 0).all()), "a sampled node's q must give its token some mass")
+        token_prob = q.gather(-1, draft.tokens[..., None])[..., 0]
+        expect(bool((token_prob[sampled] > 0).all()), "q of a sampled node must be above 0 for its token")
         expect(bool(((q.sum(-1) - 1).abs()[sampled] < 1e-4).all()), "q must sum to 1")
-        expect(bool((q[live & (draft.kind == DraftKind.ONE_HOT)] == 0).all()), "q of a one-hot node must be zero")
+        expect(bool((q[valid & (draft.kind == DraftKind.ONE_HOT)] == 0).all()), "q of a one-hot node must be zero")
 
 
-def random_text(target: ToyTarget, length: int, chance: random.Random) -> list[int]:
-    """A text that the target might write, so that guesses come true now and then."""
-    text = [chance.randrange(target.vocab) for _ in range(2)]
+def random_text(target: ToyTarget, length: int, rng: random.Random) -> list[int]:
+    """Return random tokens from the target's distribution, so that some draft tokens are accepted."""
+    text = [rng.randrange(target.vocab) for _ in range(2)]
     while len(text) < length:
-        text += chance.choices(range(target.vocab), target.table[text[-2], text[-1]].softmax(-1).tolist())
+        text += rng.choices(range(target.vocab), target.table[text[-2], text[-1]].softmax(-1).tolist())
     return text
 
 
 def make_row(text: list[int], slot: int, params: SamplingParams | None = None) -> SequenceState:
-    """A row in `slot` whose prompt is `text`, without an end; greedy unless `params` say otherwise."""
+    """Return a sequence in `slot` with the prompt `text`. It never ends, and it is greedy without `params`."""
     request = Request(
         id=slot,
         prompt_token_ids=tuple(text),
@@ -188,7 +209,7 @@ def make_row(text: list[int], slot: int, params: SamplingParams | None = None) -
 def make_round(
     batch: Batch, draft: Draft, scores: Scores, paths: Sequence[tuple[int, ...]], emitted: Sequence[tuple[int, ...]]
 ) -> Round:
-    """The round that accepted the nodes `paths` [B] and emitted these tokens [B]."""
+    """Return the round that accepts the nodes `paths` [B] and emits the tokens `emitted` [B]."""
     zeros = tuple((0.0,) * len(tokens) for tokens in emitted)
     failed = (False,) * len(batch.seqs)
     return Round(
@@ -203,15 +224,18 @@ def make_round(
 
 
 def append(round: Round) -> None:
-    """Commit to the rows what the round emitted, as the engine does."""
-    for b, row in enumerate(round.batch.seqs):
-        row.num_cached_tokens = round.batch.start[b] + len(round.batch.feed[b]) + len(round.path[b])
-        row.token_ids += round.emitted[b]
+    """Append the emitted tokens to the sequences, as the scheduler does."""
+    for b, seq in enumerate(round.batch.seqs):
+        seq.num_cached_tokens = round.batch.start[b] + len(round.batch.feed[b]) + len(round.path[b])
+        seq.token_ids += round.emitted[b]
 
 
 def _nodes(draft: Draft, b: int) -> tuple[list[tuple[int, int, int]], torch.Tensor | None]:
+    """Return the nodes of sequence b as (token, parent, kind), and q [N, V], which is 0 for one-hot nodes."""
     width = draft.width[b]
-    fields = (draft.tokens[b, :width], draft.parent[b, :width], draft.kind[b, :width])
+    kind = draft.kind[b, :width]
+    fields = (draft.tokens[b, :width], draft.parent[b, :width], kind)
     nodes = list(zip(*(field.tolist() for field in fields), strict=True))
-    q = None if draft.q is None else draft.q.padded()[b, :width] * (draft.kind[b, :width] != DraftKind.ONE_HOT)[:, None]
-    return nodes, q
+    if draft.q is None:
+        return nodes, None
+    return nodes, draft.q.padded()[b, :width] * (kind != DraftKind.ONE_HOT)[:, None]

@@ -1,8 +1,8 @@
-"""Proof that a verifier is exact: every draft, every coin and every token of a small instance, enumerated in float64.
+"""Prove that a verifier is exact: enumerate every draft and every random outcome of a small instance in float64.
 
-The law of what a round emits, path and bonus, is added up over all that chance can do and extended to a fixed length
-with the target's own tokens. An exact rule gives the target's joint law to rounding; a biased one does not. Nothing is
-sampled, so nothing depends on luck.
+The enumeration adds up the joint distribution of the emitted tokens, and extends it to a fixed length with the target
+distribution. An exact rule gives the joint distribution of the target, up to rounding. A biased rule does not. Nothing
+is sampled, so the result is deterministic.
 """
 
 from __future__ import annotations
@@ -19,32 +19,36 @@ from outrider.errors import OutriderError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Instance:
-    """A target and a proposer of known laws, over drafts of one shape.
+    """A target and a proposer with known distributions, and a tree shape of N draft tokens.
 
-    Tables are indexed by the tokens that precede the one in question, read as a number in base V.
+    A row of a table is the distribution after a path. The index of the row is the path, as a number in base V.
     """
 
-    vocab: int
-    parent: tuple[int, ...]  # [N] of each guess; -1 = the last committed token
-    laws: tuple[DraftKind, ...]  # [N]
-    target: tuple[torch.Tensor, ...]  # by depth d, from 0 to the deepest guess's: [V**d, V]
-    proposal: tuple[torch.Tensor, ...]  # by guess: [V**(depth - 1), V]; zeros stand for an id the target lacks
-    ends: tuple[torch.Tensor, ...]  # by guess: [V**(depth - 1)] the chance that the draft ends just before it
+    vocab: int  # V
+    parent: tuple[int, ...]  # [N] parent of each draft token; -1: the last committed token
+    kinds: tuple[DraftKind, ...]  # [N]
+    target: tuple[torch.Tensor, ...]  # by depth d, from 0 to the deepest draft token: [V**d, V]
+    proposal: tuple[torch.Tensor, ...]  # by draft token: [V**(depth - 1), V]; a row of zeros: an id outside of V
+    ends: tuple[torch.Tensor, ...]  # by draft token: [V**(depth - 1)] the probability that the draft ends before it
 
     def __post_init__(self) -> None:
         if any(not -1 <= parent < node for node, parent in enumerate(self.parent)):
-            raise OutriderError(f"parent is {self.parent}; each guess comes after its parent, and -1 is the root")
-        if not len(self.parent) == len(self.laws) == len(self.proposal) == len(self.ends):
-            raise OutriderError("parent, laws, proposal and ends differ in length; give each guess one entry")
+            raise OutriderError(
+                f"parent is {self.parent}; put each draft token after its parent, and use -1 for the root"
+            )
+        if not len(self.parent) == len(self.kinds) == len(self.proposal) == len(self.ends):
+            raise OutriderError("parent, kinds, proposal and ends differ in length; give one entry per draft token")
         if len(self.target) != max(_depths(self.parent)) + 1:
-            raise OutriderError("target holds too few or too many tables; give one per depth, from 0 to the deepest")
+            raise OutriderError(
+                f"target has {len(self.target)} tables; give one per depth, from 0 to {max(_depths(self.parent))}"
+            )
 
     @classmethod
     def random(
         cls,
         vocab: int,
         parent: tuple[int, ...],
-        laws: tuple[DraftKind, ...],
+        kinds: tuple[DraftKind, ...],
         *,
         generator: torch.Generator,
         zeros: float = 0.0,
@@ -54,289 +58,321 @@ class Instance:
         ending: float = 0.0,
         foreign: float = 0.0,
     ) -> Instance:
-        """Random conditional laws.
+        """Return an instance with random conditional distributions.
 
         Args:
             vocab: V.
             parent: [N] the shape of the tree.
-            laws: [N] how each guess is made. One-hot siblings are the likeliest tokens of q in order; what is sampled
-                after them is sampled from the rest.
-            generator: where the numbers come from.
-            zeros: the share of tokens that have no probability.
-            same: q is p.
+            kinds: [N] how each draft token is chosen. One-hot siblings are the likeliest tokens of q in order. Sampled
+                siblings after them are sampled from the other tokens.
+            generator: the random number generator.
+            zeros: share of tokens with probability 0.
+            same: q equals p.
             disjoint: p and q have no token in common.
-            apart: each guess has a law of its own, as in a tree merged from several proposers.
-            ending: the draft ends before a guess with a chance up to this, which depends on the path.
-            foreign: the share of paths at which the guess is an id that the target lacks.
+            apart: each draft token has its own q, as in a tree that is merged from several proposers.
+            ending: largest probability that the draft ends before a draft token. It depends on the path.
+            foreign: share of paths at which the draft token is an id that the target does not have.
         """
         depths = _depths(parent)[1:]
-        half = torch.arange(vocab) < vocab // 2 if disjoint else torch.ones(vocab, dtype=torch.bool)
+        p_tokens = torch.arange(vocab) < vocab // 2 if disjoint else torch.ones(vocab, dtype=torch.bool)
+        q_tokens = p_tokens ^ disjoint
 
         def table(depth: int, allowed: torch.Tensor) -> torch.Tensor:
             mass = -torch.rand(vocab**depth, vocab, generator=generator, dtype=torch.float64).log() * allowed
-            spared = mass == mass.amax(-1, keepdim=True)
-            gone = torch.rand(mass.shape, generator=generator) < zeros
-            return _normalised(torch.where(gone & ~spared, 0.0, mass), mass)
+            is_largest = mass == mass.amax(-1, keepdim=True)
+            removed = torch.rand(mass.shape, generator=generator) < zeros
+            return _normalize(torch.where(removed & ~is_largest, 0.0, mass), mass)
 
-        target = tuple(table(depth, half) for depth in range(max(depths, default=0) + 1))
-        shared = target if same else tuple(table(depth, half ^ disjoint) for depth in range(len(target)))
-        drawn = [table(depth - 1, half ^ disjoint) if apart else shared[depth - 1] for depth in depths]
-        proposal = _share_out(parent, laws, drawn)
-        rolls = [torch.rand(2, len(law), generator=generator, dtype=torch.float64) for law in drawn]
+        target = tuple(table(depth, p_tokens) for depth in range(max(depths, default=0) + 1))
+        by_depth = target if same else tuple(table(depth, q_tokens) for depth in range(len(target)))
+        q = [table(depth - 1, q_tokens) if apart else by_depth[depth - 1] for depth in depths]
+        proposal = _split_among_siblings(parent, kinds, q)
+        uniforms = [torch.rand(2, len(probs), generator=generator, dtype=torch.float64) for probs in q]
         return cls(
             vocab=vocab,
             parent=parent,
-            laws=laws,
+            kinds=kinds,
             target=target,
-            proposal=tuple(law * (roll[0] >= foreign)[:, None] for law, roll in zip(proposal, rolls, strict=True)),
-            ends=tuple(ending * roll[1] for roll in rolls),
+            proposal=tuple(
+                probs * (uniform[0] >= foreign)[:, None] for probs, uniform in zip(proposal, uniforms, strict=True)
+            ),
+            ends=tuple(ending * uniform[1] for uniform in uniforms),
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proof:
-    """What the enumeration found."""
+    """The result of an enumeration."""
 
-    error: float  # largest deviation of a sequence's probability from the target's
-    logprob_error: float  # largest deviation of a reported log-probability from the target's
-    accepted: float  # expected number of accepted guesses
-    cases: int  # drafts times outcomes of chance
+    error: float  # largest difference between the probability of a token sequence and that of the target
+    logprob_error: float  # largest difference between a reported log-probability and that of the target
+    accepted: float  # expected number of accepted draft tokens
+    cases: int  # number of drafts times random outcomes
 
 
 def prove(rule: Callable[[Draft, torch.Tensor, Noise], Verdict], instance: Instance) -> Proof:
-    """Enumerate all that `rule` can do on `instance`.
+    """Enumerate all drafts and all random outcomes of a rule on an instance.
 
-    The rule is run on all drafts at once, as the rows of a batch. Wherever it asks chance, each row is split into one
-    row per outcome and the rule is run again, until nothing is left to ask. Outcomes of no probability are left out;
-    a draw at all nodes at once has V**(1 + N) others, so that instances must be small.
+    The rule runs on a batch with one sequence per draft. Whenever it uses noise, each sequence is split into one per
+    outcome, and the rule runs again until it needs no more outcomes. Outcomes of probability 0 are left out. Sampling
+    at all nodes at once has V**(1 + N) outcomes, so instances must be small.
 
-    Nodes of one depth get independent noise, although real noise repeats at a position: a rule may follow one path
-    only. For `Noise.race`, the first SAMPLED guess at a node is taken to be the race's winner under its q, and other
-    guesses to be independent of the race.
+    Nodes of equal depth get independent noise, although real noise depends only on the position. This is valid because
+    a rule follows one path. For `Noise.sample_race`, the first SAMPLED child of a node is the winner of the race under
+    its q, and other draft tokens are independent of the race.
     """
     cases = _drafts(instance)
     draft, p = cases.batch()
     while True:
         try:
-            verdict = rule(draft, p, _Tape(cases, draft))
-        except _Asked as asked:
-            cases = cases.split(asked.law)
+            verdict = rule(draft, p, _ReplayedNoise(cases, draft))
+        except _OutcomeNeeded as needed:
+            cases = cases.split(needed.probs)
             draft, p = cases.batch()
         else:
-            return _conclude(cases, verdict, p)
+            return _compare(cases, verdict, p)
 
 
 def race_joint(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-    """P(x = i, y = j) [..., V, V] of x = argmin E_v / q_v and y = argmin E_v / p_v, with E_v independent Exp(1).
+    """Return P(x = i, y = j) [..., V, V] for x = argmin E_v / q_v and y = argmin E_v / p_v, E_v independent Exp(1).
 
     With r_v = q_v / p_v and M(r) = sum_v max(q_v, r p_v): P(i, i) = q_i / M(r_i), and for i != j
     P(i, j) = q_i p_j times the integral of dr / M(r)^2 from r_j to r_i, or 0 where r_i <= r_j.
-    Between neighbouring r_v, M is linear, and the integral is (r' - r) / (M(r) M(r')).
+    Between adjacent r_v, M is linear, and the integral is (r' - r) / (M(r) M(r')).
     """
     ratio = torch.where(q > 0, q / p, 0.0)
-    order, rank = ratio.sort(-1)
-    mass = torch.maximum(q[..., None, :], (order[..., :, None] * p[..., None, :]).nan_to_num(0.0, posinf=torch.inf))
-    total = mass.sum(-1)  # M at each r, in order
-    pieces = (order[..., 1:] - order[..., :-1]) / (total[..., 1:] * total[..., :-1])
-    last = order[..., 1:].isinf() & order[..., :-1].isfinite()
-    pieces = torch.where(last, 1 / (total[..., :-1] * p.sum(-1, keepdim=True)), pieces).nan_to_num(0.0)
-    area = torch.cat([torch.zeros_like(order[..., :1]), pieces.cumsum(-1)], -1)
-    area = torch.empty_like(area).scatter_(-1, rank, area)
-    apart = q[..., :, None] * p[..., None, :] * (area[..., :, None] - area[..., None, :]).clamp(min=0)
-    equal = q / torch.empty_like(total).scatter_(-1, rank, total)
-    return apart + torch.diag_embed(torch.where(q > 0, equal, 0.0))
+    ordered, index = ratio.sort(-1)
+    mass = torch.maximum(q[..., None, :], (ordered[..., :, None] * p[..., None, :]).nan_to_num(0.0, posinf=torch.inf))
+    total = mass.sum(-1)  # M at each r, in ascending order of r
+    pieces = (ordered[..., 1:] - ordered[..., :-1]) / (total[..., 1:] * total[..., :-1])
+    is_last = ordered[..., 1:].isinf() & ordered[..., :-1].isfinite()
+    pieces = torch.where(is_last, 1 / (total[..., :-1] * p.sum(-1, keepdim=True)), pieces).nan_to_num(0.0)
+    integral = torch.cat([torch.zeros_like(ordered[..., :1]), pieces.cumsum(-1)], -1)
+    integral = torch.empty_like(integral).scatter_(-1, index, integral)
+    different = q[..., :, None] * p[..., None, :] * (integral[..., :, None] - integral[..., None, :]).clamp(min=0)
+    equal = q / torch.empty_like(total).scatter_(-1, index, total)
+    return different + torch.diag_embed(torch.where(q > 0, equal, 0.0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Cases:
-    """All that can have happened so far: one row per draft and outcomes of the questions asked."""
+    """All cases so far: one row for each draft and each combination of random outcomes."""
 
     instance: Instance
     tokens: torch.Tensor  # [R, N]
     count: torch.Tensor  # [R]
     weight: torch.Tensor  # [R] probability
-    answers: tuple[torch.Tensor, ...] = ()  # [R, ...] in the order of the questions
+    outcomes: tuple[torch.Tensor, ...] = ()  # [R, ...] in the order in which the rule uses them
 
-    def split(self, law: torch.Tensor) -> _Cases:
-        """One row per row and outcome of a draw from `law` [R, K], or of draws at M nodes at once [R, M, K]."""
-        rows, weight = torch.arange(len(law)), self.weight
-        answer = torch.zeros(len(law), 0, dtype=torch.int64)
-        for draw in law.view(len(law), -1, law.shape[-1]).unbind(1):
-            chosen, outcome, weight = _fork(weight, draw[rows])
-            rows, answer = rows[chosen], torch.cat([answer[chosen], outcome[:, None]], 1)
-        answers = (*(old[rows] for old in self.answers), answer if law.dim() == 3 else answer[:, 0])
-        return replace(self, tokens=self.tokens[rows], count=self.count[rows], weight=weight, answers=answers)
+    def split(self, probs: torch.Tensor) -> _Cases:
+        """Split each row by the outcomes of a sample from `probs` [R, K], or of samples at M nodes [R, M, K]."""
+        rows = torch.arange(len(probs))
+        weight = self.weight
+        outcome = torch.zeros(len(probs), 0, dtype=torch.int64)
+        for node_probs in probs.view(len(probs), -1, probs.shape[-1]).unbind(1):
+            sources, node_outcome, weight = _fork(weight, node_probs[rows])
+            rows = rows[sources]
+            outcome = torch.cat([outcome[sources], node_outcome[:, None]], 1)
+        earlier = (values[rows] for values in self.outcomes)
+        outcomes = (*earlier, outcome if probs.dim() == 3 else outcome[:, 0])
+        return replace(self, tokens=self.tokens[rows], count=self.count[rows], weight=weight, outcomes=outcomes)
 
     def batch(self) -> tuple[Draft, torch.Tensor]:
-        """The rows as a verifier gets them: their drafts, and p [R, 1 + N, V]."""
-        of, (rows, size) = self.instance, self.tokens.shape
-        paths = _paths(of, self.tokens)
-        p = torch.stack([of.target[d][paths[:, j]] for j, d in enumerate(_depths(of.parent))], 1)
+        """Return the input of a verifier: the drafts, and p [R, 1 + N, V]."""
+        instance = self.instance
+        rows, size = self.tokens.shape
+        paths = _paths(instance, self.tokens)
+        p = torch.stack([instance.target[depth][paths[:, j]] for j, depth in enumerate(_depths(instance.parent))], 1)
         q = torch.zeros_like(p[:, 1:])
-        for node, parent in enumerate(of.parent):
-            if of.laws[node] != DraftKind.ONE_HOT:
-                q[:, node] = of.proposal[node][paths[:, parent + 1]]
+        for node, parent in enumerate(instance.parent):
+            if instance.kinds[node] != DraftKind.ONE_HOT:
+                q[:, node] = instance.proposal[node][paths[:, parent + 1]]
         draft = Draft(
             tokens=self.tokens,
-            parent=torch.tensor(of.parent, dtype=torch.int64).expand(rows, size),
+            parent=torch.tensor(instance.parent, dtype=torch.int64).expand(rows, size),
             count=self.count,
-            kind=torch.tensor(of.laws, dtype=torch.int64).expand(rows, size),
-            q=Packed.of(q) if any(of.laws) else None,
+            kind=torch.tensor(instance.kinds, dtype=torch.int64).expand(rows, size),
+            q=Packed.of(q) if any(instance.kinds) else None,
             width=(size,) * rows,
             depth=(size,) * rows,
-            chain=of.parent == tuple(range(-1, size - 1)),
+            chain=instance.parent == tuple(range(-1, size - 1)),
         )
         return draft, p
 
 
-class _Asked(Exception):
-    """The rule asks a question that no row has an answer to yet."""
+class _OutcomeNeeded(Exception):
+    """The rule uses noise whose outcome the cases do not have yet."""
 
-    def __init__(self, law: torch.Tensor) -> None:
-        super().__init__("unanswered")
-        self.law = law  # [R, K] or [R, M, K]
+    def __init__(self, probs: torch.Tensor) -> None:
+        super().__init__("an outcome is needed")
+        self.probs = probs  # [R, K] or [R, M, K]
 
 
-class _Tape:
-    """Noise that gives the answers of `cases` in turn, and raises the first question beyond them."""
+class _ReplayedNoise:
+    """Noise that returns the outcomes of `cases` in order. After the last one it raises `_OutcomeNeeded`."""
 
     def __init__(self, cases: _Cases, draft: Draft) -> None:
-        self._instance, self._answers, self._draft = cases.instance, iter(cases.answers), draft
-        self._tossed: list[torch.Tensor] = []
+        self._instance = cases.instance
+        self._outcomes = iter(cases.outcomes)
+        self._draft = draft
+        self._used_indices: list[torch.Tensor] = []  # of `bernoulli`
 
-    def sample(self, law: torch.Tensor, ahead: torch.Tensor) -> torch.Tensor:
-        return self._answer(law / law.sum(-1, keepdim=True))
+    def sample(self, probs: torch.Tensor, ahead: torch.Tensor) -> torch.Tensor:
+        return self._next_outcome(probs / probs.sum(-1, keepdim=True))
 
-    def sample_race(self, law: torch.Tensor, ahead: torch.Tensor) -> torch.Tensor:
-        """As `token`, given what the draft tells of its race."""
-        if law.dim() != 3:
-            raise OutriderError("race is asked of some nodes; ask it of all at once, with a law [B, 1 + N, V]")
-        law, draft, each = law / law.sum(-1, keepdim=True), self._draft, torch.arange(len(law))
-        raced = [node for node, made in enumerate(self._instance.laws) if made == DraftKind.SAMPLED]
-        first = {self._instance.parent[child] + 1: child for child in reversed(raced)}
-        for node, child in first.items():
+    def sample_race(self, probs: torch.Tensor, ahead: torch.Tensor) -> torch.Tensor:
+        """Sample as `sample` does, conditioned on the draft tokens that come from the same race."""
+        if probs.dim() != 3:
+            raise OutriderError("sample_race was called for some nodes; call it once, with probs [B, 1 + N, V]")
+        probs = probs / probs.sum(-1, keepdim=True)
+        draft = self._draft
+        rows = torch.arange(len(probs))
+        sampled = [node for node, kind in enumerate(self._instance.kinds) if kind == DraftKind.SAMPLED]
+        first_child = {self._instance.parent[child] + 1: child for child in reversed(sampled)}
+        for node, child in first_child.items():
             assert draft.q is not None
             token = draft.tokens[:, child]
-            known = (child < draft.count) & (token >= 0) & (token < law.shape[-1])
-            joint = race_joint(law[:, node], draft.q.padded()[:, child])[each, token.clamp(0, law.shape[-1] - 1)]
-            law[:, node] = torch.where(known[:, None], _normalised(joint, law[:, node]), law[:, node])
-        return self._answer(law)
+            valid = (child < draft.count) & (token >= 0) & (token < probs.shape[-1])
+            joint = race_joint(probs[:, node], draft.q.padded()[:, child])[rows, token.clamp(0, probs.shape[-1] - 1)]
+            probs[:, node] = torch.where(valid[:, None], _normalize(joint, probs[:, node]), probs[:, node])
+        return self._next_outcome(probs)
 
-    def bernoulli(self, chance: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        if chance.dim() > 1:
-            return torch.stack([self.bernoulli(chance[:, i], index[:, i]) for i in range(chance.shape[1])], 1)
-        chance = chance.nan_to_num(nan=0.0, posinf=1.0).clamp(0.0, 1.0)
-        coin = torch.where((chance > 0) & (chance < 1), index, -1 - len(self._tossed))
-        if any(bool((coin == old).any()) for old in self._tossed):
-            raise OutriderError("a coin is tossed twice in a round; give each toss an index of its own")
-        self._tossed.append(coin)
-        return self._answer(torch.stack([1 - chance, chance], -1)).bool()
+    def bernoulli(self, prob: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        if prob.dim() > 1:
+            return torch.stack([self.bernoulli(prob[:, i], index[:, i]) for i in range(prob.shape[1])], 1)
+        prob = prob.nan_to_num(nan=0.0, posinf=1.0).clamp(0.0, 1.0)
+        # A certain outcome uses no noise. It gets an index that no other call has.
+        used = torch.where((prob > 0) & (prob < 1), index, -1 - len(self._used_indices))
+        if any(bool((used == earlier).any()) for earlier in self._used_indices):
+            raise OutriderError("bernoulli was called twice with one index in a round; use each index once")
+        self._used_indices.append(used)
+        return self._next_outcome(torch.stack([1 - prob, prob], -1)).bool()
 
-    def _answer(self, law: torch.Tensor) -> torch.Tensor:
-        answer = next(self._answers, None)
-        if answer is None:
-            raise _Asked(law)
-        return answer
+    def _next_outcome(self, probs: torch.Tensor) -> torch.Tensor:
+        outcome = next(self._outcomes, None)
+        if outcome is None:
+            raise _OutcomeNeeded(probs)
+        return outcome
 
 
 def _drafts(instance: Instance) -> _Cases:
-    """Every draft that the proposer can make."""
+    """Return one case for each possible draft of the proposer."""
     vocab = instance.vocab
-    tokens, count = torch.zeros(1, 0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    tokens = torch.zeros(1, 0, dtype=torch.int64)
+    count = torch.zeros(1, dtype=torch.int64)
     weight = torch.ones(1, dtype=torch.float64)
     for node, parent in enumerate(instance.parent):
-        above = _paths(instance, tokens)[:, parent + 1]
-        law = _offer(instance, node, tokens)
-        end = torch.where(count == node, instance.ends[node][above], 1.0)[:, None]
-        foreign = (law.sum(-1, keepdim=True) == 0).double()
-        rows, choice, weight = _fork(weight, torch.cat([law * (1 - end), foreign * (1 - end), end], 1))
-        names = torch.tensor([*range(vocab), -1 if node % 2 else vocab, 0])  # the last one is padding
-        tokens = torch.cat([tokens[rows], names[choice][:, None]], 1)
+        path = _paths(instance, tokens)[:, parent + 1]
+        probs = _proposal_of(instance, node, tokens)
+        end = torch.where(count == node, instance.ends[node][path], 1.0)[:, None]
+        foreign = (probs.sum(-1, keepdim=True) == 0).double()
+        rows, choice, weight = _fork(weight, torch.cat([probs * (1 - end), foreign * (1 - end), end], 1))
+        foreign_id = -1 if node % 2 else vocab
+        padding = 0
+        ids = torch.tensor([*range(vocab), foreign_id, padding])
+        tokens = torch.cat([tokens[rows], ids[choice][:, None]], 1)
         count = count[rows] + (choice <= vocab)
     return _Cases(instance=instance, tokens=tokens, count=count, weight=weight)
 
 
-def _offer(instance: Instance, node: int, tokens: torch.Tensor) -> torch.Tensor:
-    """[R, V]: what a guess is drawn from, given the tokens [R, node] of the guesses before it."""
-    law = instance.proposal[node][_paths(instance, tokens)[:, instance.parent[node] + 1]]
-    left = law.clone()
+def _proposal_of(instance: Instance, node: int, tokens: torch.Tensor) -> torch.Tensor:
+    """Return [R, V], the distribution of a draft token after the tokens [R, node] of earlier draft tokens."""
+    probs = instance.proposal[node][_paths(instance, tokens)[:, instance.parent[node] + 1]]
+    remaining = probs.clone()
     for other in range(node):
         siblings = instance.parent[other] == instance.parent[node]
-        if siblings and instance.laws[other] == instance.laws[node] == DraftKind.WITHOUT_REPLACEMENT:
-            left[torch.arange(instance.vocab) == tokens[:, other, None]] = 0.0
-    return _normalised(left, law)
+        if siblings and instance.kinds[other] == instance.kinds[node] == DraftKind.WITHOUT_REPLACEMENT:
+            remaining[torch.arange(instance.vocab) == tokens[:, other, None]] = 0.0
+    return _normalize(remaining, probs)
 
 
-def _conclude(cases: _Cases, verdict: Verdict, p: torch.Tensor) -> Proof:
-    """Add up what the rows emit; a row whose verdict is not a path of its draft adds nothing, and so is an error."""
-    of, (rows, size) = cases.instance, cases.tokens.shape
-    at, index = torch.full((rows,), -1), torch.zeros(rows, dtype=torch.int64)
-    legal = (verdict.bonus >= 0) & (verdict.bonus < of.vocab)
-    parent, each = torch.tensor([*of.parent, -1]), torch.arange(rows)
-    off = torch.zeros((), dtype=torch.float64)
+def _compare(cases: _Cases, verdict: Verdict, p: torch.Tensor) -> Proof:
+    """Compare the joint distribution of the emitted tokens with that of the target.
+
+    A case whose verdict is not a path of its draft adds no probability, which shows as an error.
+    """
+    instance = cases.instance
+    rows, size = cases.tokens.shape
+    last = torch.full((rows,), -1)
+    emitted = torch.zeros(rows, dtype=torch.int64)  # the emitted tokens, as a number in base V
+    legal = (verdict.bonus >= 0) & (verdict.bonus < instance.vocab)
+    parent = torch.tensor([*instance.parent, -1])
+    all_rows = torch.arange(rows)
+    logprob_error = torch.zeros((), dtype=torch.float64)
     for i in range(size + 1):
-        kept, done = i < verdict.accepted, i > verdict.accepted
-        node = verdict.path[:, i] if i < size else torch.full_like(at, -1)
-        guess = cases.tokens.gather(1, node.clamp(min=0)[:, None])[:, 0] if size else node
-        legal &= torch.where(kept, (node >= 0) & (node < cases.count) & (parent[node] == at), node == -1)
-        legal &= ~kept | ((guess >= 0) & (guess < of.vocab))
-        token = torch.where(kept, guess, verdict.bonus).clamp(0, of.vocab - 1)
-        truth, told = torch.where(done, 0.0, p[each, at + 1, token].log()), verdict.logprob[:, i]
-        off = torch.maximum(off, torch.where(truth == told, 0.0, (truth - told).abs()).max())
-        index = torch.where(done, index, index * of.vocab + token)
-        at = torch.where(kept, node, at)
-    law, wanted = torch.zeros(1, dtype=torch.float64), torch.ones(1, dtype=torch.float64)
-    for depth, table in enumerate(of.target):
-        here = torch.zeros(of.vocab ** (depth + 1), dtype=torch.float64)
+        is_draft = i < verdict.accepted
+        done = i > verdict.accepted
+        node = verdict.path[:, i] if i < size else torch.full_like(last, -1)
+        draft_token = cases.tokens.gather(1, node.clamp(min=0)[:, None])[:, 0] if size else node
+        legal &= torch.where(is_draft, (node >= 0) & (node < cases.count) & (parent[node] == last), node == -1)
+        legal &= ~is_draft | ((draft_token >= 0) & (draft_token < instance.vocab))
+        token = torch.where(is_draft, draft_token, verdict.bonus).clamp(0, instance.vocab - 1)
+        expected = torch.where(done, 0.0, p[all_rows, last + 1, token].log())
+        reported = verdict.logprob[:, i]
+        errors = torch.where(expected == reported, 0.0, (expected - reported).abs())
+        logprob_error = torch.maximum(logprob_error, errors.max())
+        emitted = torch.where(done, emitted, emitted * instance.vocab + token)
+        last = torch.where(is_draft, node, last)
+    joint = torch.zeros(1, dtype=torch.float64)
+    target_joint = torch.ones(1, dtype=torch.float64)
+    for depth, table in enumerate(instance.target):
+        ended = torch.zeros(instance.vocab ** (depth + 1), dtype=torch.float64)
         chosen = legal & (verdict.accepted == depth)
-        here.index_add_(0, index[chosen], cases.weight[chosen])
-        law, wanted = here + (law[:, None] * table).view(-1), (wanted[:, None] * table).view(-1)
+        ended.index_add_(0, emitted[chosen], cases.weight[chosen])
+        joint = ended + (joint[:, None] * table).view(-1)
+        target_joint = (target_joint[:, None] * table).view(-1)
     return Proof(
-        error=float((law - wanted).abs().max()),
-        logprob_error=float(off),
+        error=float((joint - target_joint).abs().max()),
+        logprob_error=float(logprob_error),
         accepted=float((cases.weight * verdict.accepted).sum()),
         cases=rows,
     )
 
 
 def _paths(instance: Instance, tokens: torch.Tensor) -> torch.Tensor:
-    """[R, 1 + n]: the tokens on the path to the root and to each of n guesses, as a number in base V."""
-    out = [torch.zeros(len(tokens), dtype=torch.int64)]
+    """Return [R, 1 + n], the path to the root and to each of n draft tokens, as a number in base V."""
+    paths = [torch.zeros(len(tokens), dtype=torch.int64)]
     for node in range(tokens.shape[1]):
         token = tokens[:, node].clamp(0, instance.vocab - 1)
-        out.append(out[instance.parent[node] + 1] * instance.vocab + token)
-    return torch.stack(out, 1)
+        paths.append(paths[instance.parent[node] + 1] * instance.vocab + token)
+    return torch.stack(paths, 1)
 
 
-def _fork(weight: torch.Tensor, law: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Rows, outcomes and weights of everything that can follow rows of `weight` [R] by `law` [R, K]."""
-    mass = weight[:, None] * law
+def _fork(weight: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Split rows of `weight` [R] by outcomes of `probs` [R, K]. Returns source rows, outcomes and new weights."""
+    mass = weight[:, None] * probs
     rows, outcome = mass.nonzero(as_tuple=True)
     return rows, outcome, mass[rows, outcome]
 
 
-def _share_out(parent: tuple[int, ...], laws: tuple[DraftKind, ...], drawn: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Siblings of one law: the likeliest tokens one-hot and in order, what is sampled after them from the rest."""
-    out: list[torch.Tensor] = []
-    for node, law in enumerate(drawn):
-        rest = law
+def _split_among_siblings(
+    parent: tuple[int, ...], kinds: tuple[DraftKind, ...], q: list[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Return the distribution of each draft token, so that siblings of one q do not repeat its likeliest tokens.
+
+    One-hot siblings get the likeliest tokens of q in order. Sampled siblings after them get the other tokens.
+    """
+    proposal: list[torch.Tensor] = []
+    for node, probs in enumerate(q):
+        remaining = probs
         for other in range(node):
-            if parent[other] == parent[node] and laws[other] == DraftKind.ONE_HOT and drawn[other] is law:
-                rest = rest * (1 - out[other])
-        rest = _normalised(rest, law)
-        best = torch.nn.functional.one_hot(rest.argmax(-1), law.shape[-1]).double()
-        out.append(best if laws[node] == DraftKind.ONE_HOT else rest)
-    return out
+            if parent[other] == parent[node] and kinds[other] == DraftKind.ONE_HOT and q[other] is probs:
+                remaining = remaining * (1 - proposal[other])
+        remaining = _normalize(remaining, probs)
+        best = torch.nn.functional.one_hot(remaining.argmax(-1), probs.shape[-1]).double()
+        proposal.append(best if kinds[node] == DraftKind.ONE_HOT else remaining)
+    return proposal
 
 
 def _depths(parent: tuple[int, ...]) -> tuple[int, ...]:
-    """[1 + N]: tokens that precede the one sampled at the root and after each guess."""
-    out = [0]
+    """Return [1 + N], the number of draft tokens before the token that follows the root and each draft token."""
+    depths = [0]
     for above in parent:
-        out.append(1 + out[above + 1])
-    return tuple(out)
+        depths.append(1 + depths[above + 1])
+    return tuple(depths)
 
 
-def _normalised(mass: torch.Tensor, fallback: torch.Tensor) -> torch.Tensor:
+def _normalize(mass: torch.Tensor, fallback: torch.Tensor) -> torch.Tensor:
+    """Normalize `mass` over the last dimension. Use `fallback` where the sum is 0."""
     total = mass.sum(-1, keepdim=True)
     return torch.where(total > 0, mass / total, fallback)

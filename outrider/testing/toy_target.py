@@ -1,4 +1,4 @@
-"""A target so small that its law is known: the next token depends on the last two, through a table."""
+"""A tiny target for tests. The distribution of the next token is a table over the last two tokens."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from outrider.verify.sampling import SamplingTensors, apply_sampling
 
 
 class ToyCache(UnboundedCache):
-    """Holds the tokens themselves, and learns them from feeds and commits alone."""
+    """A cache that stores the tokens themselves. It gets them only from feeds and commits."""
 
     def __init__(self, slots: int) -> None:
-        self.text: list[list[int]] = [[] for _ in range(slots)]
+        self.text: list[list[int]] = [[] for _ in range(slots)]  # committed tokens by slot
 
     def admit(self, slot: int, tokens: Sequence[int], scope: str | None = None) -> int:
         self.text[slot] = []
@@ -29,9 +29,9 @@ class ToyCache(UnboundedCache):
 
     def commit(self, round: Round) -> None:
         tokens = round.draft.tokens.tolist()
-        for b, (row, feed, path) in enumerate(zip(round.batch.seqs, round.batch.feed, round.path, strict=True)):
-            assert len(self.text[row.slot]) == round.batch.start[b], "the feed does not continue what is cached"
-            self.text[row.slot] += [*feed, *(tokens[b][node] for node in path)]
+        for b, (seq, feed, path) in enumerate(zip(round.batch.seqs, round.batch.feed, round.path, strict=True)):
+            assert len(self.text[seq.slot]) == round.batch.start[b], "the feed does not continue the cached tokens"
+            self.text[seq.slot] += [*feed, *(tokens[b][node] for node in path)]
 
     def release(self, slot: int) -> None:
         self.text[slot] = []
@@ -46,65 +46,73 @@ class ToyCache(UnboundedCache):
 class ToyTarget:
     """A `Target` whose logits are a random table over the last two tokens.
 
-    It reads its own cache, never the rows' texts, so a wrong feed or a wrong commit changes what it says.
+    It uses the tokens of its own cache, never those of the sequences. So a wrong feed or a wrong commit changes its
+    logits.
     """
 
     def __init__(
         self, *, vocab: int = 6, slots: int = 16, context: int = 256, seed: int = 0, spread: float = 1.5
     ) -> None:
-        """Draw logits of standard deviation `spread` from `seed`."""
-        self.vocab, self.context, self.device, self.version = vocab, context, torch.device("cpu"), 0
-        self.cache, self.slots, self.kernels = ToyCache(slots), slots, "table"
+        """Sample the logits from `seed`, with standard deviation `spread`."""
+        self.vocab = vocab
+        self.slots = slots
+        self.context = context
+        self.device = torch.device("cpu")
+        self.version = 0
+        self.kernels = "table"
+        self.cache = ToyCache(slots)
         self.table = torch.randn(vocab, vocab, vocab, generator=torch.Generator().manual_seed(seed)) * spread
 
     def score(self, batch: Batch, draft: Draft, first: int = -1) -> Scores:
         self.cache.stage(batch, draft, first)
-        parents, tokens = draft.parent.tolist(), draft.tokens.clamp(0, self.vocab - 1).tolist()
-        states = []
-        for b, (row, feed) in enumerate(zip(batch.seqs, batch.feed, strict=True)):
-            ends = [tuple([0, 0, *self.cache.text[row.slot], *feed][-2:])]
+        parents = draft.parent.tolist()
+        tokens = draft.tokens.clamp(0, self.vocab - 1).tolist()
+        last_two = []  # [B, 1 + N, 2] the last two tokens at each node
+        for b, (seq, feed) in enumerate(zip(batch.seqs, batch.feed, strict=True)):
+            pairs = [tuple([0, 0, *self.cache.text[seq.slot], *feed][-2:])]
             for node in range(draft.size):
-                ends.append((ends[parents[b][node] + 1][1], tokens[b][node]))
-            states.append(ends[max(first + 1, 0) :])
-        last = torch.tensor(states)
-        return Scores(logits=self.table[last[..., 0], last[..., 1]])
+                pairs.append((pairs[parents[b][node] + 1][1], tokens[b][node]))
+            last_two.append(pairs[max(first + 1, 0) :])
+        index = torch.tensor(last_two)
+        return Scores(logits=self.table[index[..., 0], index[..., 1]])
 
     def draft_greedy(self, batch: Batch, vocab: int, stop_rule: StopRule | None = None) -> DraftChains:
         return draft_by_scores(self, batch, vocab, stop_rule)
 
     def export_hidden_states(self, layers: Sequence[int]) -> None:
-        assert not layers, "a toy has no layers"
+        assert not layers, "a toy target has no layers"
 
     def update_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
-        self.table, self.version = weights["table"], version
+        self.table = weights["table"]
+        self.version = version
 
     def bytes(self) -> int:
         return self.table.nbytes
 
 
 def joint_distribution(target: Target, prompt: Sequence[int], params: SamplingParams, length: int) -> torch.Tensor:
-    """The exact law [V, ..., V] of the first `length` tokens after `prompt`: the target's, with nothing speculated.
+    """Return the exact joint distribution [V, ..., V] of the first `length` tokens after `prompt`, without speculation.
 
-    Scores the tree of all V + V^2 + ... prefixes in one pass, and multiplies.
+    It scores the tree of all V + V^2 + ... prefixes in one pass and multiplies the probabilities along each path.
     """
-    row = SequenceState.of(prompt, params=params)
+    seq = SequenceState.of(prompt, params=params)
     draft = _all_prefixes(target.vocab, length - 1, target.device)
     target.cache.admit(0, prompt)
-    logits = target.score(
-        Batch(seqs=(row,), start=(0,), feed=(tuple(prompt),), draft_budget=(draft.size,)), draft
-    ).logits
+    batch = Batch(seqs=(seq,), start=(0,), feed=(tuple(prompt),), draft_budget=(draft.size,))
+    logits = target.score(batch, draft).logits
     target.cache.release(0)
-    p = apply_sampling(logits, SamplingTensors.of((row,), target.vocab, target.device), draft)[0].double()
-    law, begin = p[:1], 1
+    p = apply_sampling(logits, SamplingTensors.of((seq,), target.vocab, target.device), draft)[0].double()
+    joint = p[:1]
+    begin = 1
     for depth in range(1, length):
         nodes = target.vocab**depth
-        law = law.reshape(-1, 1) * p[begin : begin + nodes]
+        joint = joint.reshape(-1, 1) * p[begin : begin + nodes]
         begin += nodes
-    return law.reshape((target.vocab,) * length)
+    return joint.reshape((target.vocab,) * length)
 
 
 def _all_prefixes(vocab: int, depth: int, device: torch.device) -> Draft:
-    """The full tree of `depth` levels, level by level, children in the order of their ids."""
+    """Return the full tree of `depth` levels, in order of level and then of token id."""
     tokens: list[int] = []
     parents: list[int] = []
     level = [-1]
@@ -115,5 +123,6 @@ def _all_prefixes(vocab: int, depth: int, device: torch.device) -> Draft:
         level = list(range(begin, len(tokens)))
     if not tokens:
         return tree.empty(1, device)
-    ids, parent = torch.tensor([tokens], device=device), torch.tensor([parents], device=device)
-    return tree.one_hot_tree(ids, parent, (len(tokens),))
+    return tree.one_hot_tree(
+        torch.tensor([tokens], device=device), torch.tensor([parents], device=device), (len(tokens),)
+    )

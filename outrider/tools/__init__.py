@@ -1,1 +1,1 @@
-"""The commands that work on files: index, convert, inspect and layers."""
+"""The commands `index`, `convert`, `inspect` and `layers`."""

@@ -38,48 +38,55 @@ def run_convert(folder: str, *, to: str, out: str, target: str | None, console: 
     path = Path(out).expanduser()
     check_folder(out, "--out")
     if path.exists() and any(path.iterdir()):
-        raise OutriderError(f"{out} is there already; give a folder that is empty or new")
-    partner = read_target_info(model_folder(target)) if target else None
-    found = checked(model_folder(folder), partner)
+        raise OutriderError(f"{out} exists and is not empty; give a new or empty folder")
+    target_info = read_target_info(model_folder(target)) if target else None
+    head = checked(model_folder(folder), target_info)
     if format is None:
-        config, tensors, file = {"model_type": KEY, KEY: found.description.to_json()}, found.weights, WEIGHTS
+        config: Config = {"model_type": KEY, KEY: head.description.to_json()}
+        tensors = head.weights
+        file = WEIGHTS
     else:
-        config, tensors = format.write(found.description, found.weights, partner)
-        config, file = {**config, "torch_dtype": _dtype(tensors)}, format.file
+        config, tensors = format.write(head.description, head.weights, target_info)
+        config = {**config, "torch_dtype": _dtype(tensors)}
+        file = format.file
     write_folder(path, config, tensors, file)
-    again = checked(path, partner or _partner(found.description))
-    _tell(found, again, out, console)
+    converted = checked(path, target_info or _target_info(head.description))
+    _print_result(head, converted, out, console)
     return {
-        "from": found.format,
-        "to": again.format,
+        "from": head.format,
+        "to": converted.format,
         "out": out,
         "tensors": len(tensors),
-        "left_aside": {why: list(names) for why, names in found.ignored.items()},
-        "description": again.description.to_json(),
+        "left_aside": {reason: list(names) for reason, names in head.ignored.items()},
+        "description": converted.description.to_json(),
     }
 
 
 def checked(folder: str | Path, partner: TargetInfo | None) -> Trained:
     """Read a draft head and check its weights.
 
+    Args:
+        folder: the folder of the draft head.
+        partner: the sizes of the target; None: do not compare them.
+
     Raises:
-        OutriderError: it cannot be read, its weights do not fit, or it belongs to another target.
+        OutriderError: the head cannot be read, its weights do not fit, or it belongs to another target.
     """
-    found = read_trained(folder, partner)
-    filled(found.description, found.weights, where=str(folder))
-    it = found.description
-    sizes = it.vocab, it.target_hidden, it.target_layers
+    head = read_trained(folder, partner)
+    filled(head.description, head.weights, where=str(folder))
+    description = head.description
+    sizes = (description.vocab, description.target_hidden, description.target_layers)
     if partner and sizes != (partner.vocab, partner.hidden, partner.layers):
         raise OutriderError(
-            f"{folder} was trained on a target with vocabulary {sizes[0]}, width {sizes[1]} and {sizes[2]} layers; the"
-            f" one given has {partner.vocab}, {partner.hidden} and {partner.layers}, so give the one it belongs to"
+            f"{folder} was trained on a target with vocabulary {sizes[0]}, width {sizes[1]} and {sizes[2]} layers, and"
+            f" the given target has {partner.vocab}, {partner.hidden} and {partner.layers}; give the target of the head"
         )
-    return found
+    return head
 
 
-def _partner(it: HeadDescription) -> TargetInfo:
-    """Return the facts of a target that its draft head states."""
-    return TargetInfo(vocab=it.vocab, hidden=it.target_hidden, layers=it.target_layers)
+def _target_info(description: HeadDescription) -> TargetInfo:
+    """Return the sizes of the target, as the draft head states them."""
+    return TargetInfo(vocab=description.vocab, hidden=description.target_hidden, layers=description.target_layers)
 
 
 def _dtype(tensors: Tensors) -> str:
@@ -91,24 +98,26 @@ def _dtype(tensors: Tensors) -> str:
     return str(max(counts, key=lambda dtype: counts[dtype])).removeprefix("torch.")
 
 
-def _tell(found: Trained, again: Trained, out: str, console: Console) -> None:
-    def say(text: str) -> None:
+def _print_result(head: Trained, converted: Trained, out: str, console: Console) -> None:
+    def show(text: str) -> None:
         console.print(text, highlight=False, markup=False, soft_wrap=True)
 
-    say(f"{out}: {again.format}, from {found.format}; written and read again")
-    for why, names in found.ignored.items():
-        say(f"{len(names)} tensors were left aside ({why}): {names[0]}")
-    if again.description != found.description:
-        say("the new folder says the same in other terms: " + ", ".join(_changed(found.description, again.description)))
+    show(f"{out}: converted from {head.format} to {converted.format}, and read back")
+    for reason, names in head.ignored.items():
+        show(f"{len(names)} tensors were ignored ({reason}), such as {names[0]}")
+    if converted.description != head.description:
+        changes = ", ".join(_changes(head.description, converted.description))
+        show(f"the new format describes the head differently: {changes}")
 
 
-def _changed(one: HeadDescription, two: HeadDescription) -> list[str]:
+def _changes(before: HeadDescription, after: HeadDescription) -> list[str]:
     """Return the fields in which two descriptions differ."""
-    left, right = one.to_json(), two.to_json()
-    parts: Config = {}
-    for name in left:
-        if isinstance(left[name], dict) and isinstance(right[name], dict):
-            parts |= {f"{name}.{key}": (left[name][key], right[name][key]) for key in left[name]}
+    old = before.to_json()
+    new = after.to_json()
+    fields: Config = {}
+    for name in old:
+        if isinstance(old[name], dict) and isinstance(new[name], dict):
+            fields |= {f"{name}.{key}": (old[name][key], new[name][key]) for key in old[name]}
         else:
-            parts[name] = left[name], right[name]
-    return [f"{name} was {was} and is {now}" for name, (was, now) in parts.items() if was != now]
+            fields[name] = (old[name], new[name])
+    return [f"{name} was {was} and is {now}" for name, (was, now) in fields.items() if was != now]

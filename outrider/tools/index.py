@@ -1,4 +1,4 @@
-"""The command `index`: make a datastore of files, for the proposer `retrieval`."""
+"""The command `index`: build a datastore from files, for the proposer `retrieval`."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ FIELDS = ("text", "prompt", "messages")  # fields of a JSON line; the first one 
 _LINES = (".jsonl", ".ndjson")  # suffixes of files with JSON lines
 _PIECE = 1 << 20  # characters per call of the tokenizer
 
-Tokens = NDArray[np.uint32]  # tokens of one document
+Tokens = NDArray[np.uint32]  # the tokens of one document
 
 
 def run_index(
     files: Sequence[str], *, target: str | None, out: str, field: str | None, force: bool, console: Console
 ) -> dict[str, Any]:
-    """Make a datastore of files.
+    """Build a datastore from files.
 
     A file with the suffix .jsonl or .ndjson has one document per line. Any other file is one document.
 
@@ -58,7 +58,7 @@ def run_index(
         files: the files to read.
         target: the folder of the model with the tokenizer; None: the embedded model.
         out: the folder to write.
-        field: the field of a JSON line with the text or the messages; None: the first of `FIELDS` that exists.
+        field: the field of a JSON line that has the text or the messages; None: the first of `FIELDS` that exists.
         force: replace an existing datastore.
         console: the console for progress and summary.
 
@@ -69,24 +69,26 @@ def run_index(
         OutriderError: a file cannot be read or is not text, or the folder cannot be written.
     """
     began = perf_counter()
-    place, paths = Path(out).expanduser(), [Path(file).expanduser() for file in files]
-    check_place(place, force=force)
+    folder = Path(out).expanduser()
+    paths = [Path(file).expanduser() for file in files]
+    check_place(folder, force=force)
     _check_files(paths, field)
     tokenizer = _load_tokenizer(model_folder(target))
-    vocab, documents = vocabulary(tokenizer), list[Tokens]()
+    vocab = vocabulary(tokenizer)
+    documents: list[Tokens] = []
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         reading = progress.add_task("reading", total=sum(path.stat().st_size for path in paths))
         sorting = progress.add_task("sorting", total=1.0)
-        tell = partial(progress.advance, reading)
-        sources = [_read(path, field, tokenizer, documents, tell) for path in paths]
+        advance = partial(progress.advance, reading)
+        sources = [_read(path, field, tokenizer, documents, advance) for path in paths]
         progress.update(reading, completed=progress.tasks[0].total)  # a character may take several bytes
         tokens = _join(documents, vocab)
         suffixes = sort_suffixes(tokens, len(documents), lambda share: progress.update(sorting, completed=share))
     name = fingerprint(tokenizer)
     header = describe(tokens, documents=len(documents), vocab=vocab, tokenizer=name, files=sources)
     summary = {
-        "datastore": str(place),
-        "bytes": write(place, header, tokens, suffixes, force=force),
+        "datastore": str(folder),
+        "bytes": write(folder, header, tokens, suffixes, force=force),
         "files": len(sources),
         "empty": sum(not source.tokens for source in sources),
         "documents": len(documents),
@@ -97,7 +99,7 @@ def run_index(
     return summary
 
 
-def write(place: Path, header: Header, tokens: Numbers, suffixes: NDArray[np.uint32], *, force: bool) -> int:
+def write(folder: Path, header: Header, tokens: Numbers, suffixes: NDArray[np.uint32], *, force: bool) -> int:
     """Write a datastore atomically.
 
     Returns:
@@ -106,48 +108,49 @@ def write(place: Path, header: Header, tokens: Numbers, suffixes: NDArray[np.uin
     Raises:
         OutriderError: see `check_place`, or the disk is full.
     """
-    check_place(place, force=force)
+    check_place(folder, force=force)
     try:
-        with _beside(place) as folder:
-            _save(folder / TOKENS, tokens.tobytes())
-            _save(folder / SUFFIXES, suffixes.astype("<u4").tobytes())
-            _save(folder / HEADER, json.dumps(asdict(header), indent=1).encode())
-            return sum(file.stat().st_size for file in folder.iterdir())
+        with _temporary_folder(folder) as temporary:
+            _save(temporary / TOKENS, tokens.tobytes())
+            _save(temporary / SUFFIXES, suffixes.astype("<u4").tobytes())
+            _save(temporary / HEADER, json.dumps(asdict(header), indent=1).encode())
+            return sum(file.stat().st_size for file in temporary.iterdir())
     except OSError as error:
-        raise OutriderError(f"{place} cannot be written ({error.strerror}); choose another folder") from error
+        raise OutriderError(f"{folder} cannot be written ({error.strerror}); choose another folder") from error
 
 
-def check_place(place: Path, *, force: bool) -> None:
+def check_place(folder: Path, *, force: bool) -> None:
     """Check that a datastore can be written to a folder.
 
     Raises:
-        OutriderError: the folder is not a datastore, or it is one and `force` is not set.
+        OutriderError: the folder has other files, or it is a datastore and `force` is not set.
     """
-    check_folder(place, "--out")
-    if not place.exists():
+    check_folder(folder, "--out")
+    if not folder.exists():
         return
-    if any(place.iterdir()) and not (place / HEADER).is_file():
-        raise OutriderError(f"{place} exists and is no datastore; choose another folder")
+    if any(folder.iterdir()) and not (folder / HEADER).is_file():
+        raise OutriderError(f"{folder} exists and is not a datastore; choose another folder")
     if not force:
-        raise OutriderError(f"{place} exists; choose another folder, or replace it with --force")
+        raise OutriderError(f"{folder} exists; choose another folder, or replace it with --force")
 
 
 @contextmanager
-def _beside(place: Path) -> Iterator[Path]:
-    """Yield a temporary folder, which replaces the final one on success and is removed on failure."""
-    place.parent.mkdir(parents=True, exist_ok=True)
-    shelter = Path(mkdtemp(prefix=f".{place.name}.", dir=place.parent))
-    new, old = shelter / "new", shelter / "old"
+def _temporary_folder(folder: Path) -> Iterator[Path]:
+    """Yield a temporary folder. It replaces `folder` on success, and it is removed on failure."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    parent = Path(mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    new = parent / "new"
+    old = parent / "old"
     try:
         new.mkdir()
         yield new
-        if place.exists():
-            place.rename(old)
-        new.rename(place)
+        if folder.exists():
+            folder.rename(old)
+        new.rename(folder)
     finally:
-        if old.exists() and not place.exists():
-            old.rename(place)
-        rmtree(shelter)
+        if old.exists() and not folder.exists():
+            old.rename(folder)
+        rmtree(parent)
 
 
 def _save(path: Path, content: bytes) -> None:
@@ -158,14 +161,16 @@ def _save(path: Path, content: bytes) -> None:
 
 
 def _check_files(paths: Sequence[Path], field: str | None) -> None:
-    """Check the files before one is read."""
+    """Check all files before the first one is read."""
     for path in paths:
         if path.is_dir():
             raise OutriderError(f"{path} is a folder; name its files, as in {path / '*.txt'}")
         if not path.is_file():
-            raise OutriderError(f"{path} is not there; name files of text or of JSON lines")
+            raise OutriderError(f"{path} does not exist; name files with text or JSON lines")
     if field is not None and not any(map(_is_lines, paths)):
-        raise OutriderError(f"--field {field} is for JSON lines, in files named *.jsonl or *.ndjson; leave it out")
+        raise OutriderError(
+            f"--field {field} applies to files *.jsonl and *.ndjson only, and there are none; leave it out"
+        )
 
 
 def _is_lines(path: Path) -> bool:
@@ -174,24 +179,26 @@ def _is_lines(path: Path) -> bool:
 
 def _load_tokenizer(folder: Path) -> Any:
     if not folder.is_dir():
-        raise OutriderError(f"{folder} is not a folder; give the target's, which holds its tokenizer")
+        raise OutriderError(f"{folder} is not a folder; give the folder of the target, which has its tokenizer")
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the tokenizers library raises bare Exceptions
-        raise OutriderError(f"{folder} holds no tokenizer that works ({error}); give the target's folder") from error
+        raise OutriderError(
+            f"the tokenizer in {folder} cannot be loaded ({error}); give the folder of the target"
+        ) from error
 
 
 def _read(
-    path: Path, field: str | None, tokenizer: Any, documents: list[Tokens], tell: Callable[[int], None]
+    path: Path, field: str | None, tokenizer: Any, documents: list[Tokens], advance: Callable[[int], None]
 ) -> Source:
-    """Append the documents of a file. `tell` receives the number of processed characters."""
+    """Append the documents of a file to `documents`. `advance` receives the number of processed characters."""
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise OutriderError(f"{path} cannot be read ({error.strerror}); see who may read it") from error
+        raise OutriderError(f"{path} cannot be read ({error.strerror}); check its permissions") from error
     texts = _lines(path, content, field, tokenizer) if _is_lines(path) else [_decode(path, content)]
     before = len(documents)
-    documents += (document for document in encode(tokenizer, texts, tell) if len(document))
+    documents += (document for document in encode(tokenizer, texts, advance) if len(document))
     return Source(
         name=str(path),
         sha256=hashlib.sha256(content).hexdigest(),
@@ -206,7 +213,7 @@ def _decode(path: Path, content: bytes) -> str:
     except UnicodeDecodeError as error:
         raise OutriderError(f"{path} is not UTF-8 text (byte {error.start}); leave it out, or convert it") from error
     if "\0" in text:
-        raise OutriderError(f"{path} is not text (it holds a zero byte); leave it out")
+        raise OutriderError(f"{path} is not text (it has a zero byte); leave it out")
     return text
 
 
@@ -218,17 +225,19 @@ def _lines(path: Path, content: bytes, field: str | None, tokenizer: Any) -> Ite
 
 
 def _text_of(line: str, where: str, field: str | None, tokenizer: Any) -> str:
+    """Return the text of a JSON line. Messages are formatted with the chat template."""
     entry = read_json(line, where)
     names = FIELDS if field is None else (field,)
-    held = entry if isinstance(entry, dict) else {}
-    value = next((held[name] for name in names if name in held), None)
+    fields = entry if isinstance(entry, dict) else {}
+    value = next((fields[name] for name in names if name in fields), None)
     if isinstance(value, str):
         return value
     if not (isinstance(value, list) and value and all(map(_is_turn, value))):
-        wanted = " or ".join(names)
-        raise OutriderError(f"{where}: no {wanted} that is a text or a list of messages; name the field with --field")
+        raise OutriderError(
+            f"{where}: no {' or '.join(names)} that is a string or a list of messages; name the field with --field"
+        )
     if getattr(tokenizer, "chat_template", None) is None:
-        raise OutriderError(f"{where}: these are messages, and the target has no chat template; give texts")
+        raise OutriderError(f"{where} has messages, and the target has no chat template; give plain text")
     try:
         return chat_text(tokenizer, value, asks=False)
     except OutriderError as error:
@@ -253,7 +262,7 @@ def encode(tokenizer: Any, texts: Iterable[str], tell: Callable[[int], None]) ->
 
 
 def _batches(texts: Iterable[str]) -> Iterator[list[tuple[str, bool]]]:
-    """Yield batches of pieces of texts."""
+    """Yield batches of (piece, whether it is the last piece of its text), of about `_PIECE` characters each."""
     batch: list[tuple[str, bool]] = []
     size = 0
     for text in texts:
@@ -262,7 +271,8 @@ def _batches(texts: Iterable[str]) -> Iterator[list[tuple[str, bool]]]:
             size += len(piece[0])
             if size >= _PIECE:
                 yield batch
-                batch, size = [], 0
+                batch = []
+                size = 0
     if batch:
         yield batch
 
@@ -278,22 +288,25 @@ def _pieces(text: str) -> Iterator[tuple[str, bool]]:
 
 
 def _join(documents: Sequence[Tokens], vocab: int) -> Numbers:
+    """Return the tokens of all documents with separators."""
     size = sum(map(len, documents)) + len(documents)
     if not documents:
-        raise OutriderError("the files are empty; give files that hold text")
+        raise OutriderError("the files are empty; give files with text")
     if size > MOST_TOKENS:
-        raise OutriderError(f"the files make {size} tokens, and a datastore holds {MOST_TOKENS}; give fewer files")
+        raise OutriderError(
+            f"the files have {size} tokens, and a datastore has at most {MOST_TOKENS}; give fewer files"
+        )
     return join(documents, vocab)
 
 
 def _show(summary: Mapping[str, Any], console: Console) -> None:
-    """Print paths without wrapping and markup."""
-    left = f", {summary['empty']} of them empty" if summary["empty"] else ""
-    told = (
-        f"{summary['files']:,} files{left}: {summary['documents']:,} documents, {summary['tokens']:,} tokens in"
+    """Print the summary. Paths are printed without wrapping and markup."""
+    empty = f", {summary['empty']} of them empty" if summary["empty"] else ""
+    text = (
+        f"{summary['files']:,} files{empty}: {summary['documents']:,} documents, {summary['tokens']:,} tokens in"
         f" {summary['seconds']:.1f} s; {summary['bytes'] / 1e6:.1f} MB in {summary['datastore']}"
     )
-    console.print(told, markup=False, highlight=False, soft_wrap=True)
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
     console.print(
         f"use it with --proposer retrieval:{summary['datastore']}", markup=False, highlight=False, soft_wrap=True
     )

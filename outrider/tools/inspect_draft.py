@@ -21,7 +21,7 @@ from outrider.llm import LLM
 from outrider.loader.embedded import model_folder
 from outrider.tools.convert import checked
 
-ENOUGH = 0.4  # below this agreement, a draft is read incorrectly or hardly trained
+ENOUGH = 0.4  # below this agreement, a draft is loaded incorrectly or hardly trained
 _TOKENS = 32  # output tokens per prompt
 _PROMPTS = (
     "def area(width, height):\n",
@@ -32,21 +32,21 @@ _PROMPTS = (
     "The first thing to know about the weather is",
 )
 _NAMES = {
-    Kind.EAGLE: "EAGLE-1 or 2: the target's last state, carried on by decoder layers",
-    Kind.EAGLE3: "EAGLE-3: states of several layers, fused and carried on by decoder layers",
-    Kind.PEAGLE: "P-EAGLE: states of several layers, fused, and masks behind the text, all in one pass",
-    Kind.MTP: "a module for multi-token prediction",
-    Kind.MEDUSA: "Medusa: heads that guess independently of each other",
-    Kind.HYDRA: "Hydra: heads that read the guesses before them",
-    Kind.DFLASH: "DFlash: a block filled in by one pass",
-    Kind.DSPARK: "DSpark: a block filled in by one pass and corrected token by token",
+    Kind.EAGLE: "EAGLE-1 or 2: decoder layers on the last hidden state of the target",
+    Kind.EAGLE3: "EAGLE-3: decoder layers on the fused hidden states of several layers",
+    Kind.PEAGLE: "P-EAGLE: decoder layers on fused hidden states, with mask tokens; all draft tokens in one pass",
+    Kind.MTP: "MTP: a module for multi-token prediction",
+    Kind.MEDUSA: "Medusa: heads that predict tokens independently of each other",
+    Kind.HYDRA: "Hydra: heads that also use the draft tokens before them",
+    Kind.DFLASH: "DFlash: a block of tokens in one pass",
+    Kind.DSPARK: "DSpark: a block of tokens in one pass, corrected token by token",
     Kind.KV_SHARING: "kv-sharing: layers that attend to the keys and values of the target, as Gemma 4 assistants do",
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """How often the first draft token equals the target's next token, in texts of the target."""
+    """How often the first draft token equals the target's next token, in outputs of the target."""
 
     agreement: float
     draft_tokens: int
@@ -71,46 +71,48 @@ def probe(folder: str | Path, target: str, *, dtype: str = "auto") -> Probe:
     llm.generate(list(_PROMPTS), SamplingParams(temperature=0, max_tokens=_TOKENS, ignore_eos=True))
     stats = llm.stats
     if not stats.reached or not stats.reached[0]:
-        raise OutriderError(f"{folder} made no guess; give a target that goes on with a text")
+        raise OutriderError(f"{folder} drafted no token; give a target that continues the prompts")
     agreement = stats.accepted[0] / stats.reached[0]
-    low = agreement < ENOUGH
-    look = checklist(checked(folder, read_target_info(model_folder(target))).description) if low else ()
-    return Probe(agreement=agreement, draft_tokens=stats.reached[0], checklist=look)
+    checks: tuple[str, ...] = ()
+    if agreement < ENOUGH:
+        checks = checklist(checked(folder, read_target_info(model_folder(target))).description)
+    return Probe(agreement=agreement, draft_tokens=stats.reached[0], checklist=checks)
 
 
-def checklist(it: HeadDescription) -> tuple[str, ...]:
-    """Return what may be wrong with a draft head of the right shape, likeliest first."""
-    layers = ", ".join(map(str, it.aux_states.layers))
-    out = [
-        f"layer index: the head reads the outputs of layers {layers}, counted from 0; formats differ by 1"
+def checklist(description: HeadDescription) -> tuple[str, ...]:
+    """Return what may be wrong with a draft head of the right shape, most likely first."""
+    layers = ", ".join(map(str, description.aux_states.layers))
+    checks = [
+        f"layer index: the head uses the outputs of layers {layers}, counted from 0; formats differ by 1"
         " (docs/reference/formats.md)"
     ]
-    norm = "after" if it.aux_states.final else "before"
-    out.append(f"norm: the last of these states is taken {norm} the target's final norm, {_final(it)}")
-    if it.body:
-        scaled = f"scaled by {it.body.rope.scaling}" if it.body.rope else "not scaled"
-        out.append(
-            f"rotary: theta is {it.body.theta:g}, positions are {scaled}, and {it.body.rotary:.0%} of a head is turned,"
-            " in halves rather than in pairs of neighbours"
+    norm = "after" if description.aux_states.final else "before"
+    checks.append(f"norm: the last of these states is taken {norm} the target's final norm, {_final_norm(description)}")
+    if body := description.body:
+        scaled = f"scaled by {body.rope.scaling}" if body.rope else "not scaled"
+        checks.append(
+            f"rotary: theta is {body.theta:g}, positions are {scaled}, and {body.rotary:.0%} of a head is rotated, in"
+            " halves rather than in adjacent pairs"
         )
-    if it.input_fusion:
-        first = "the embedding first" if it.input_fusion.embedding_first else "the state first"
-        on = (
-            "masks have a state of their own" if it.masks else f"what goes on behind a guess is the {it.feedback} state"
-        )
-        out.append(f"concat order: {first}; {on}")
-    if it.block:
-        first = "guesses the token behind it" if it.block.sample_from_anchor else "guesses nothing"
-        out.append(f"sample_from_anchor: the column of the text's last token {first}")
-    out.append("target: a draft of the same shapes that was trained on another model, or on another tuning of this one")
-    return tuple(out)
+    if description.input_fusion:
+        first = "the embedding first" if description.input_fusion.embedding_first else "the state first"
+        if description.masks:
+            state = "mask tokens have their own state"
+        else:
+            state = f"the state after a draft token is the {description.feedback} state"
+        checks.append(f"concat order: {first}; {state}")
+    if description.block:
+        predicts = "predicts the next token" if description.block.sample_from_anchor else "predicts no token"
+        checks.append(f"sample_from_anchor: the column of the last committed token {predicts}")
+    checks.append("target: the draft may be trained on another model of this size, or on another fine-tuning of it")
+    return tuple(checks)
 
 
 def run_inspect(folder: str, *, target: str | None = None, as_json: bool = False) -> dict[str, Any]:
     """Describe a draft head. With a target, measure how often its first draft token is right.
 
     Args:
-        folder: the draft.
+        folder: the folder of the draft head.
         target: the folder of its target.
         as_json: print the JSON document to standard output, and everything else to standard error.
 
@@ -120,23 +122,25 @@ def run_inspect(folder: str, *, target: str | None = None, as_json: bool = False
     Raises:
         OutriderError: the folder is not a draft head, is damaged, or belongs to another target.
     """
-    say, place = ProgressPrinter(Console(stderr=as_json)), model_folder(folder)
+    show = ProgressPrinter(Console(stderr=as_json))
+    path = model_folder(folder)
+    target_info = read_target_info(model_folder(target)) if target else None
     try:
-        document = _told(checked(place, read_target_info(model_folder(target)) if target else None), say)
+        document = _show_head(checked(path, target_info), show)
     except UnusedTensors as reason:
-        document = _unowned(place, reason, say)
+        document = _show_without_target(path, reason, show)
     if target:
-        seen = probe(place, target)
-        say(
-            "first guess",
-            f"right in {seen.agreement:.0%} of {seen.draft_tokens} places, in texts that the target wrote",
+        result = probe(path, target)
+        show(
+            "first token",
+            f"{result.agreement:.0%} of {result.draft_tokens} first draft tokens equal the token of the target",
         )
-        for line in seen.checklist:
-            say("check", line)
+        for line in result.checklist:
+            show("check", line)
         document["probe"] = {
-            "agreement": seen.agreement,
-            "guesses": seen.draft_tokens,
-            "checklist": list(seen.checklist),
+            "agreement": result.agreement,
+            "guesses": result.draft_tokens,
+            "checklist": list(result.checklist),
         }
     if as_json:
         print(json.dumps(document))
@@ -153,28 +157,29 @@ class ProgressPrinter:
         self._console.print(f"{name:12}{text}", highlight=False, markup=False, soft_wrap=True)
 
 
-def _told(found: Trained, say: ProgressPrinter) -> dict[str, Any]:
-    say("format", found.format)
-    for name, text in describe(found.description):
-        say(name, text)
-    sizes = _sizes(value for name, value in found.weights.items() if name != "ids")
-    say("weights", _weighed(sizes))
-    for why, names in found.ignored.items():
-        say("left aside", f"{len(names)} tensors ({why}): {names[0]}")
-    left = {why: list(names) for why, names in found.ignored.items()}
-    return {"format": found.format, **sizes, "left_aside": left, "description": found.description.to_json()}
+def _show_head(head: Trained, show: ProgressPrinter) -> dict[str, Any]:
+    """Print the description of a draft head, and return its document."""
+    show("format", head.format)
+    for name, text in describe(head.description):
+        show(name, text)
+    sizes = _sizes(value for name, value in head.weights.items() if name != "ids")
+    show("weights", _size_text(sizes))
+    for reason, names in head.ignored.items():
+        show("ignored", f"{len(names)} tensors ({reason}), such as {names[0]}")
+    ignored = {reason: list(names) for reason, names in head.ignored.items()}
+    return {"format": head.format, **sizes, "left_aside": ignored, "description": head.description.to_json()}
 
 
-def _unowned(folder: Path, reason: UnusedTensors, say: ProgressPrinter) -> dict[str, Any]:
-    """Describe a draft head that can only be read with its target."""
-    found = find(folder)
-    assert found is not None
-    at = found.format.module(found.stored) or ""
-    sizes = _sizes(value for name, value in found.stored.items() if name.startswith(at))
-    say("format", found.format.title)
-    say("weights", _weighed(sizes))
-    say("reads", f"unknown: {reason}")
-    return {"format": found.format.title, **sizes, "unknown": str(reason)}
+def _show_without_target(folder: Path, reason: UnusedTensors, show: ProgressPrinter) -> dict[str, Any]:
+    """Print and return the sizes of a draft head whose description needs its target."""
+    match = find(folder)
+    assert match is not None
+    prefix = match.format.module(match.stored) or ""
+    sizes = _sizes(value for name, value in match.stored.items() if name.startswith(prefix))
+    show("format", match.format.title)
+    show("weights", _size_text(sizes))
+    show("inputs", f"unknown: {reason}")
+    return {"format": match.format.title, **sizes, "unknown": str(reason)}
 
 
 def _sizes(weights: Iterable[torch.Tensor]) -> dict[str, int]:
@@ -182,88 +187,98 @@ def _sizes(weights: Iterable[torch.Tensor]) -> dict[str, int]:
     return {"parameters": sum(count for count, _ in counts), "bytes": sum(size for _, size in counts)}
 
 
-def _weighed(sizes: dict[str, int]) -> str:
+def _size_text(sizes: dict[str, int]) -> str:
     return f"{sizes['parameters'] / 1e6:.2f}M parameters, {sizes['bytes'] / 1e6:.1f} MB"
 
 
-def describe(it: HeadDescription) -> list[tuple[str, str]]:
+def describe(description: HeadDescription) -> list[tuple[str, str]]:
     """Return a description as pairs of name and text."""
-    many = "s" if len(it.aux_states.layers) > 1 else ""
-    layers = ", ".join(map(str, it.aux_states.layers))
-    target = f"a target with {it.target_layers} layers, {it.target_hidden} wide, {it.vocab} tokens"
-    out = [
-        ("draft", _NAMES.get(it.kind, str(it.kind))),
-        ("reads", f"output{many} of layer{many} {layers}, counted from 0, of {target}"),
+    plural = "s" if len(description.aux_states.layers) > 1 else ""
+    layers = ", ".join(map(str, description.aux_states.layers))
+    target = (
+        f"a target with {description.target_layers} layers, hidden size {description.target_hidden} and"
+        f" {description.vocab} tokens"
+    )
+    lines = [
+        ("draft", _NAMES.get(description.kind, str(description.kind))),
+        ("inputs", f"output{plural} of layer{plural} {layers}, counted from 0, of {target}"),
     ]
-    if it.aux_states.final:
-        out.append(("", "the last of them after the target's final norm"))
-    if it.aux_states.norm is not FuseNorm.NONE:
-        out.append(
-            ("", "each normed before they are fused" if it.aux_states.norm is FuseNorm.EACH else "normed all at once")
+    if description.aux_states.final:
+        lines.append(("", "the last one after the target's final norm"))
+    if description.aux_states.norm is FuseNorm.EACH:
+        lines.append(("", "each normalized before they are fused"))
+    elif description.aux_states.norm is not FuseNorm.NONE:
+        lines.append(("", "normalized together"))
+    for view in sorted(set(description.shared_kv), key=lambda view: view.layer):
+        entries = f"the last {view.window} entries" if view.window else "all entries"
+        lines.append(("attends to", f"{entries} of layer {view.layer}: {view.key_heads} key heads of {view.dim}"))
+    if description.input_fusion:
+        lines.append(("fusion", _fusion_text(description)))
+    if description.body:
+        lines.append(("layers", _layers_text(description.body)))
+    if description.modules > 1:
+        lines.append(("modules", f"{description.modules}, each with such layers and for one draft token"))
+    if description.stack:
+        if description.stack.one_head:
+            output = "one output layer for all of them"
+        elif description.stack.shared_head:
+            output = "the target's output layer"
+        else:
+            output = "an output layer each"
+        lines.append(
+            ("heads", f"{description.stack.heads} with {description.stack.layers} residual blocks each, and {output}")
         )
-    for view in sorted(set(it.shared_kv), key=lambda view: view.layer):
-        far = f"the last {view.window} entries" if view.window else "all entries"
-        out.append(("looks at", f"{far} of layer {view.layer}: {view.key_heads} key heads of {view.dim}"))
-    if it.input_fusion:
-        out.append(("joins", _joined(it)))
-    if it.body:
-        out.append(("layers", _layers(it.body)))
-    if it.modules > 1:
-        out.append(("modules", f"{it.modules}, each with such layers and for one guess"))
-    if it.stack:
-        own = "the target's output layer" if it.stack.shared_head else "output layers of their own"
-        own = "one output layer of their own" if it.stack.one_head else own
-        out.append(("heads", f"{it.stack.heads} with {it.stack.layers} residual blocks each, and {own}"))
-    if it.masks:
-        out.append(
-            ("one pass", f"makes {it.masks.draft_tokens} guesses; masks have token {it.masks.token}'s embedding")
-        )
-    if it.block:
-        out.append(("block", _filled_in(it.block)))
-    elif it.body and not it.parallel_draft_tokens:
-        out.append(("carries on", "its normed output" if it.feedback is Feedback.NORMED else "its output as it is"))
-    tables = [name for name, has in (("embeddings", it.own_embedding), ("an output layer", it.own_lm_head)) if has]
-    out.append(
-        ("guesses", f"{it.output_vocab} tokens" + (f", with {' and '.join(tables)} of its own" if tables else ""))
-    )
-    return out
+    if masks := description.masks:
+        text = f"{masks.draft_tokens} draft tokens; mask tokens have the embedding of token {masks.token}"
+        lines.append(("one pass", text))
+    if description.block:
+        lines.append(("block", _block_text(description.block)))
+    elif description.body and not description.parallel_draft_tokens:
+        lines.append(("feedback", "its normalized output" if description.feedback is Feedback.NORMED else "its output"))
+    tables = [
+        name
+        for name, has in (("embeddings", description.own_embedding), ("output layer", description.own_lm_head))
+        if has
+    ]
+    own_tables = f", with its own {' and '.join(tables)}" if tables else ""
+    lines.append(("vocabulary", f"{description.output_vocab} tokens{own_tables}"))
+    return lines
 
 
-def _filled_in(block: DraftBlock) -> str:
+def _block_text(block: DraftBlock) -> str:
     traits = {
-        "the text's last token guesses, too": block.sample_from_anchor,
-        f"corrected by the token before, with rank {block.markov_rank}": block.markov_rank > 0,
-        "judged": block.confidence,
+        "the last committed token predicts one as well": block.sample_from_anchor,
+        f"corrected by the previous token, with rank {block.markov_rank}": block.markov_rank > 0,
+        "with a confidence head": block.confidence,
     }
-    return f"{block.draft_tokens} guesses of {block.size} columns" + "".join(
-        f", {t}" for t, has in traits.items() if has
+    text = f"{block.draft_tokens} draft tokens in {block.size} columns"
+    return text + "".join(f", {trait}" for trait, has in traits.items() if has)
+
+
+def _fusion_text(description: HeadDescription) -> str:
+    assert description.input_fusion is not None
+    point = (
+        "in a projection" if description.input_fusion.at is FusionPoint.PROJECTION else "at the input of the attention"
     )
+    order = "embedding, then state" if description.input_fusion.embedding_first else "state, then embedding"
+    zero = ", the first embedding as zeros" if description.input_fusion.zero_first else ""
+    return f"{order}, {point}, {'both normalized' if description.input_fusion.norms else 'without norms'}{zero}"
 
 
-def _joined(it: HeadDescription) -> str:
-    assert it.input_fusion is not None
-    place = "in a projection" if it.input_fusion.at is FusionPoint.PROJECTION else "at the attention's input"
-    order = "embedding, then state" if it.input_fusion.embedding_first else "state, then embedding"
-    zero = ", the text's first embedding as zeros" if it.input_fusion.zero_first else ""
-    return f"{order}, {place}, {'both normed' if it.input_fusion.norms else 'without norms'}{zero}"
-
-
-def _layers(body: Body) -> str:
+def _layers_text(body: Body) -> str:
     traits = {
         "norms of queries and keys": body.head_norms,
         "biases": body.attention_bias,
-        "a gate behind the attention": body.attention_gate,
-        "a perceptron without a gate": not body.gated,
+        "a gate after the attention": body.attention_gate,
+        "a feed-forward layer without a gate": not body.gated,
         "scaled rotary positions": body.rope is not None,
     }
     rest = "".join(f", {trait}" for trait, has in traits.items() if has)
     return (
-        f"{body.layers}, {body.hidden} wide, {body.heads} heads of {body.dim} over {body.key_heads}, perceptron"
-        f" {body.ffn}{rest}"
+        f"{body.layers}, {body.hidden} wide, {body.heads} heads of {body.dim} and {body.key_heads} key heads,"
+        f" feed-forward size {body.ffn}{rest}"
     )
 
 
-def _final(it: HeadDescription) -> str:
-    return (
-        "and the draft's own stands before its output layer" if it.final_norm else "and the draft has none of its own"
-    )
+def _final_norm(description: HeadDescription) -> str:
+    return "and the draft has its own final norm" if description.final_norm else "and the draft has no final norm"

@@ -1,9 +1,9 @@
 """Search for the layers that a target can skip when it drafts for itself.
 
-While all draft tokens are accepted, the draft reads the text of the target. So one pass of some layers over that text
-shows for each position whether they would have drafted the next token, which is enough to simulate all rounds with all
-draft lengths. Layers are removed greedily (Zhang et al. 2023 use Bayesian optimization). The reported figures are from
-prompts that the search has not seen.
+While all draft tokens are accepted, the draft has the same input as the target. So one pass of a subset of layers over
+an output of the target shows at each position whether the subset drafts the next token. This is enough to simulate all
+rounds with all draft lengths. Layers are removed greedily (Zhang et al. 2023 use Bayesian optimization). The reported
+figures are from prompts that the search does not use.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from outrider.llm import LLM
 from outrider.measure.prompts import Prompt, by_category
 from outrider.models.base import SelfDraftTarget, Target
 
-_MOST = 8  # largest draft length
-_BREADTH = 4  # layers that each step tries to remove
-_PATIENCE = 2  # steps without gain until the search ends
+_MAX_K = 8  # largest draft length
+_BREADTH = 4  # number of layers that each step tries to remove
+_PATIENCE = 2  # steps without improvement until the search ends
 _REPEATS = 30  # repeats of a timed pass
 
 
@@ -42,7 +42,7 @@ class Figures:
     """The simulated result of drafting with some layers."""
 
     expression: str
-    accepted: tuple[int, ...]
+    accepted: tuple[int, ...]  # the layers that are kept
     k: int
     agreement: float  # share of tokens that the draft predicts
     tau: float
@@ -68,8 +68,9 @@ class Timing:
 
 
 def rounds(agree: Sequence[bool], k: int) -> int:
-    """Return the rounds that a text takes with draft length k, if the draft predicts the tokens in `agree`."""
-    at = count = 0
+    """Return the number of rounds of a text with draft length k. `agree` says which tokens the draft predicts."""
+    at = 0
+    count = 0
     while at < len(agree):
         stop = at + k
         while at < stop and at < len(agree) and agree[at]:
@@ -79,110 +80,130 @@ def rounds(agree: Sequence[bool], k: int) -> int:
     return count
 
 
-def write(llm: LLM, prompts: Iterable[Prompt], max_tokens: int) -> list[Text]:
-    """Generate texts with the target."""
-    encoded = [llm.encode_chat(p.messages) if p.messages else llm.encode(p.prompt or "") for p in prompts]
-    done = llm.generate(encoded, SamplingParams(max_tokens=max_tokens))
-    return [Text(prompt=each.prompt_token_ids, tokens=each.token_ids) for each in done if each.token_ids]
+def generate_texts(llm: LLM, prompts: Iterable[Prompt], max_tokens: int) -> list[Text]:
+    """Generate greedy outputs of the target. Prompts without output are left out."""
+    encoded = []
+    for prompt in prompts:
+        encoded.append(llm.encode_chat(prompt.messages) if prompt.messages else llm.encode(prompt.prompt or ""))
+    completions = llm.generate(encoded, SamplingParams(max_tokens=max_tokens))
+    return [Text(prompt=done.prompt_token_ids, tokens=done.token_ids) for done in completions if done.token_ids]
 
 
-def halves(prompts: Sequence[Prompt], seed: int) -> tuple[list[Prompt], list[Prompt]]:
-    """Split the prompts of each category into halves: to search on, and to report on.
+def split_prompts(prompts: Sequence[Prompt], seed: int) -> tuple[list[Prompt], list[Prompt]]:
+    """Split the prompts of each category into halves: one for the search, and one for the reported figures.
 
     Raises:
         OutriderError: there are not enough prompts.
     """
-    chance = random.Random(seed)
-    parts: tuple[list[Prompt], list[Prompt]] = [], []
+    rng = random.Random(seed)
+    search: list[Prompt] = []
+    held_out: list[Prompt] = []
     for group in by_category(prompts).values():
-        for prompt in chance.sample(group, len(group)):
-            parts[len(parts[0]) > len(parts[1])].append(prompt)
-    if not parts[1]:
-        raise OutriderError("the search needs two prompts at least, one to search on and one to report on; give more")
-    return parts
+        for prompt in rng.sample(group, len(group)):
+            half = held_out if len(search) > len(held_out) else search
+            half.append(prompt)
+    if not held_out:
+        raise OutriderError("the search needs at least two prompts, one to search with and one to report; give more")
+    return search, held_out
 
 
 class LayerSearch:
     """Searches for the layers of a target that make the best draft."""
 
-    def __init__(self, target: Target, texts: Sequence[Text], *, max_trials: int, told: Callable[[str], None]) -> None:
-        """Search on `texts` with up to `max_trials` sets of layers. `told` receives the progress.
+    def __init__(
+        self, target: Target, texts: Sequence[Text], *, max_trials: int, on_progress: Callable[[str], None]
+    ) -> None:
+        """Search on `texts` with up to `max_trials` sets of layers. `on_progress` receives messages.
 
         Raises:
             OutriderError: the target cannot run a subset of its layers, or has only one.
         """
         if not isinstance(target, SelfDraftTarget) or target.layers < 2:
-            raise OutriderError("this target has no layers to choose from; use draft:DIR or ngram")
+            raise OutriderError("this target cannot skip layers; use --proposer draft:DIR or ngram")
         if max_trials < 1:
             raise OutriderError(f"--max-trials is {max_trials}; use at least 1")
-        self._target, self._texts, self._max_trials, self._told = target, texts, max_trials, told
-        self._known: dict[tuple[int, ...], Figures] = {}
-        layers, head = target.read_bytes()
-        self._costs, self._head = [each / (sum(layers) + head) for each in layers], head / (sum(layers) + head)
         self.layers = target.layers
+        self._target = target
+        self._texts = texts
+        self._max_trials = max_trials
+        self._on_progress = on_progress
+        self._results: dict[tuple[int, ...], Figures] = {}  # by kept layers
+        layer_bytes, head_bytes = target.read_bytes()
+        total = sum(layer_bytes) + head_bytes
+        self._layer_costs = [size / total for size in layer_bytes]  # in passes of the target
+        self._head_cost = head_bytes / total
 
     def best_exit(self) -> Figures:
         """Return the best number of first layers (`exit:N`)."""
-        kept = [tuple(range(count)) for count in range(1, self.layers)]
-        return max((found for each in kept if (found := self._try(each))), key=_promise)
+        prefixes = [tuple(range(count)) for count in range(1, self.layers)]
+        results = [figures for kept in prefixes if (figures := self._try(kept))]
+        return max(results, key=_objective)
 
     def best_skip(self) -> Figures | None:
-        """Remove one layer after another, each time the one that gains most (`skip:A+B+C`).
+        """Remove one layer after another, each time the one whose removal gains most (`skip:A+B+C`).
 
         Returns None if `max_trials` is reached before a layer is removed.
         """
         everything = tuple(range(self.layers))
         single = {layer: self._try(_without(everything, layer)) for layer in everything}
-        order = sorted(everything, key=lambda layer: -_promise(single[layer]))
-        if not (known := [figures for figures in single.values() if figures]):
+        order = sorted(everything, key=lambda layer: -_objective(single[layer]))
+        results = [figures for figures in single.values() if figures]
+        if not results:
             return None
-        best = kept = max(known, key=_promise).accepted
-        since = 0
-        while since < _PATIENCE and len(kept) > 1:
-            tried = [_without(kept, layer) for layer in order if layer in kept][:_BREADTH]
-            found = [figures for each in tried if (figures := self._try(each))]
-            if not found:
+        current = max(results, key=_objective)
+        best = current
+        steps_without_gain = 0
+        while steps_without_gain < _PATIENCE and len(current.accepted) > 1:
+            removable = [layer for layer in order if layer in current.accepted][:_BREADTH]
+            candidates = [_without(current.accepted, layer) for layer in removable]
+            results = [figures for kept in candidates if (figures := self._try(kept))]
+            if not results:
                 break
-            kept = max(found, key=_promise).accepted
-            better = _promise(self._known[kept]) > _promise(self._known[best])
-            best, since = (kept, 0) if better else (best, since + 1)
-        return self._known[best]
+            current = max(results, key=_objective)
+            if _objective(current) > _objective(best):
+                best = current
+                steps_without_gain = 0
+            else:
+                steps_without_gain += 1
+        return best
 
     @property
     def tried(self) -> int:
-        """Number of sets of layers tried."""
-        return len(self._known)
+        """The number of sets of layers that have been tried."""
+        return len(self._results)
 
     def report(self, found: Figures, texts: Sequence[Text]) -> Figures:
         """Evaluate the same layers and draft length on other texts."""
         return self._figures(found.accepted, texts, ks=(found.k,))
 
     def _try(self, kept: tuple[int, ...]) -> Figures | None:
-        """Evaluate layers on the search texts. None after `max_trials`."""
-        if kept not in self._known:
-            if len(self._known) == self._max_trials:
+        """Evaluate layers on the search texts. Return None if `max_trials` is reached."""
+        if kept not in self._results:
+            trial = len(self._results) + 1
+            if trial > self._max_trials:
                 return None
-            self._told(f"set {len(self._known) + 1} of {self._max_trials} at most: {expression(kept, self.layers)}")
-            self._known[kept] = self._figures(kept, self._texts, ks=range(1, _MOST + 1))
-        return self._known[kept]
+            self._on_progress(f"set {trial} of at most {self._max_trials}: {expression(kept, self.layers)}")
+            self._results[kept] = self._figures(kept, self._texts, ks=range(1, _MAX_K + 1))
+        return self._results[kept]
 
     def _figures(self, kept: tuple[int, ...], texts: Sequence[Text], *, ks: Iterable[int]) -> Figures:
+        """Return the figures of the best draft length."""
         assert isinstance(self._target, SelfDraftTarget)
-        part = self._target.make_submodel(kept)
-        agree = [agreement(part, text) for text in texts]
-        emitted = sum(map(len, agree))
-        options = (
+        submodel = self._target.make_submodel(kept)
+        agree = [agreement(submodel, text) for text in texts]
+        num_tokens = sum(map(len, agree))
+        candidates = (
             Figures(
                 expression=expression(kept, self.layers),
                 accepted=kept,
                 k=k,
-                agreement=sum(map(sum, agree)) / emitted,
-                tau=emitted / sum(rounds(each, k) for each in agree),
-                cost=self._head + sum(self._costs[layer] for layer in kept),
+                agreement=sum(map(sum, agree)) / num_tokens,
+                tau=num_tokens / sum(rounds(text_agree, k) for text_agree in agree),
+                cost=self._head_cost + sum(self._layer_costs[layer] for layer in kept),
             )
             for k in ks
         )
-        return max(options, key=_promise)
+        return max(candidates, key=_objective)
 
 
 def expression(kept: Sequence[int], layers: int) -> str:
@@ -208,24 +229,27 @@ def agreement(part: Target, text: Text) -> list[bool]:
 def measure(target: Target, figures: Figures, text: Text) -> Timing:
     """Time draft tokens and passes after `text`, interleaved."""
     assert isinstance(target, SelfDraftTarget)
-    part = target.make_submodel(figures.accepted)
-    row, base = SequenceState.of(text.prompt), len(text.prompt)
-    whole = Batch(seqs=(row,), start=(0,), feed=(text.prompt,), draft_budget=(0,))
-    for model in (part, target):
-        model.score(whole, tree.empty(1, target.device))
-    one = Batch(seqs=(row,), start=(base,), feed=(text.tokens[:1],), draft_budget=(figures.k,))
-    guesses = tree.chain(torch.full((1, figures.k), text.tokens[0], device=target.device), (figures.k,))
-    took: list[tuple[float, ...]] = []
+    submodel = target.make_submodel(figures.accepted)
+    seq = SequenceState.of(text.prompt)
+    prefill = Batch(seqs=(seq,), start=(0,), feed=(text.prompt,), draft_budget=(0,))
+    for model in (submodel, target):
+        model.score(prefill, tree.empty(1, target.device))
+    decode = Batch(seqs=(seq,), start=(len(text.prompt),), feed=(text.tokens[:1],), draft_budget=(figures.k,))
+    no_draft = tree.empty(1, target.device)
+    draft = tree.chain(torch.full((1, figures.k), text.tokens[0], device=target.device), (figures.k,))
+    draft_ms = []
+    plain_ms = []
+    verify_ms = []
     for _ in range(_REPEATS):
-        guess = _milliseconds(target, lambda: part.draft_greedy(one, target.vocab)) / figures.k
-        plain = _milliseconds(target, lambda: target.score(one, tree.empty(1, target.device)))
-        took.append((guess, plain, _milliseconds(target, lambda: target.score(one, guesses))))
+        draft_ms.append(_milliseconds(target, lambda: submodel.draft_greedy(decode, target.vocab)) / figures.k)
+        plain_ms.append(_milliseconds(target, lambda: target.score(decode, no_draft)))
+        verify_ms.append(_milliseconds(target, lambda: target.score(decode, draft)))
     # Use the minimum: disturbances only add time.
-    guess, plain, verify = (min(each) for each in zip(*took, strict=True))
-    return Timing(draft=guess, plain=plain, verify=verify)
+    return Timing(draft=min(draft_ms), plain=min(plain_ms), verify=min(verify_ms))
 
 
 def _milliseconds(target: Target, run: Callable[[], object]) -> float:
+    """Return the milliseconds that `run` takes on the target's device."""
     began = perf_counter()
     run()
     if target.device.type == "cuda":
@@ -233,10 +257,11 @@ def _milliseconds(target: Target, run: Callable[[], object]) -> float:
     return 1e3 * (perf_counter() - began)
 
 
-def _promise(figures: Figures | None) -> float:
-    """Return the objective of the search; 0 for sets that were not tried."""
+def _objective(figures: Figures | None) -> float:
+    """Return what the search maximizes; 0 for sets that were not tried."""
     return 0.0 if figures is None else figures.speedup
 
 
 def _without(kept: Sequence[int], layer: int) -> tuple[int, ...]:
+    """Return the layers without one of them."""
     return tuple(other for other in kept if other != layer)

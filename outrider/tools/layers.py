@@ -14,9 +14,7 @@ from outrider.llm import LLM
 from outrider.measure.prompts import read_prompts
 from outrider.report.console import counted
 from outrider.system import machine
-from outrider.tools.layer_search import Figures, LayerSearch, Timing, halves, measure, write
-
-_ROWS = 4  # sequences at once
+from outrider.tools.layer_search import Figures, LayerSearch, Timing, generate_texts, measure, split_prompts
 
 
 def run_layers(
@@ -28,10 +26,10 @@ def run_layers(
         llm: the target, without a proposer.
         prompts: a file with JSON lines; None: the embedded set.
         limit: prompts of each category.
-        max_trials: most sets of layers to try.
-        max_tokens: most output tokens per prompt.
-        seed: the seed of the split of the prompts.
-        progress: the console of the progress bar.
+        max_trials: maximum number of sets of layers to try.
+        max_tokens: maximum number of output tokens per prompt.
+        seed: the seed that splits the prompts.
+        progress: the console of the progress display.
 
     Returns:
         The JSON document.
@@ -40,40 +38,43 @@ def run_layers(
         OutriderError: there are not enough prompts, or the target has too few layers.
     """
     target = llm.parts.target
-    with progress.status("writing texts") as status:
-        parts = halves(read_prompts(prompts, limit=limit), seed)
-        ours, held = (write(llm, part, max_tokens) for part in parts)
-        if not ours or not held:
-            raise OutriderError("the target ends its texts at once; give prompts that it goes on with")
-        search = LayerSearch(target, ours, max_trials=max_trials, told=status.update)
-        found = {each.expression: each for each in (search.best_exit(), search.best_skip()) if each}
-        reported = [search.report(each, held) for each in found.values()]
-        timed = [measure(target, each, held[0]) for each in reported]
+    with progress.status("generating texts") as status:
+        search_prompts, held_out_prompts = split_prompts(read_prompts(prompts, limit=limit), seed)
+        search_texts = generate_texts(llm, search_prompts, max_tokens)
+        held_out_texts = generate_texts(llm, held_out_prompts, max_tokens)
+        if not search_texts or not held_out_texts:
+            raise OutriderError("the target generates no tokens after these prompts; give other prompts")
+        search = LayerSearch(target, search_texts, max_trials=max_trials, on_progress=status.update)
+        best = [figures for figures in (search.best_exit(), search.best_skip()) if figures]
+        searched = {figures.expression: figures for figures in best}
+        held_out = [search.report(figures, held_out_texts) for figures in searched.values()]
+        timings = [measure(target, figures, held_out_texts[0]) for figures in held_out]
     return {
         "benchmark": "outrider layers",
         "layers": search.layers,
         "tried": search.tried,
         "max_trials": max_trials,
-        "prompts": {"searched": len(ours), "held_out": len(held)},
+        "prompts": {"searched": len(search_texts), "held_out": len(held_out_texts)},
         "seed": seed,
         "kernels": target.kernels,
         "dtype": str(llm.parts.dtype).removeprefix("torch."),
         "hardware": machine.hardware(str(llm.parts.device)),
         "versions": machine.versions(),
         "commit": machine.commit(),
-        "found": [_entry(*each) for each in zip(found.values(), reported, timed, strict=True)],
+        "found": [_entry(*results) for results in zip(searched.values(), held_out, timings, strict=True)],
     }
 
 
-def _entry(searched: Figures, held: Figures, timing: Timing) -> dict[str, Any]:
+def _entry(searched: Figures, held_out: Figures, timing: Timing) -> dict[str, Any]:
+    """Return the entry of a set of layers in the document."""
     return {
-        **asdict(held),
-        "speedup": held.speedup,
+        **asdict(held_out),
+        "speedup": held_out.speedup,
         "speedup_searched": searched.speedup,
         "guess_ms": timing.draft,
         "plain_ms": timing.plain,
         "verify_ms": timing.verify,
-        "speedup_by_time": timing.speedup(held),
+        "speedup_by_time": timing.speedup(held_out),
     }
 
 
@@ -81,35 +82,36 @@ def show_layers(document: dict[str, Any], console: Console) -> None:
     """Print a table and the proposer expression to use."""
     table = Table(title="The target as its own draft, on held-out prompts", box=box.SIMPLE_HEAD, title_justify="left")
     table.add_column("proposer", no_wrap=True)
-    for name in ("k", "layers", "agrees, %", "tau", "guess, passes", "speedup", "guess, ms", "pass, ms", "by time"):
+    columns = ("k", "layers", "agreement, %", "tau", "draft cost", "speedup", "draft, ms", "pass, ms", "by time")
+    for name in columns:
         table.add_column(name, justify="right")
-    for each in document["found"]:
+    for entry in document["found"]:
         table.add_row(
-            each["expression"],
-            str(each["k"]),
-            f"{len(each['accepted'])} of {document['layers']}",
-            f"{100 * each['agreement']:.0f}",
-            f"{each['tau']:.2f}",
-            f"{each['cost']:.2f}",
-            f"{each['speedup']:.2f}",
-            f"{each['guess_ms']:.2f}",
-            f"{each['plain_ms']:.2f}",
-            f"{each['speedup_by_time']:.2f}",
+            entry["expression"],
+            str(entry["k"]),
+            f"{len(entry['accepted'])} of {document['layers']}",
+            f"{100 * entry['agreement']:.0f}",
+            f"{entry['tau']:.2f}",
+            f"{entry['cost']:.2f}",
+            f"{entry['speedup']:.2f}",
+            f"{entry['guess_ms']:.2f}",
+            f"{entry['plain_ms']:.2f}",
+            f"{entry['speedup_by_time']:.2f}",
         )
     console.print(table)
     counts = document["prompts"]
     console.print(
-        f"{counted(document['tried'], 'set')} of layers tried on {counted(counts['searched'], 'prompt')}; the figures"
-        f" are of {counted(counts['held_out'], 'other')}, greedy. speedup: expected where a pass takes as long as its"
-        " weights take to read; by time: from the passes' times here, which the search does not look at.",
+        f"{counted(document['tried'], 'set')} of layers tried on {counted(counts['searched'], 'prompt')}. The figures"
+        f" are from {counted(counts['held_out'], 'other')}, greedy. draft cost: of one draft token, in passes of the"
+        " target. speedup: expected if a pass takes the time to read its weights. by time: from measured pass times.",
         highlight=False,
     )
-    best = max(document["found"], key=lambda each: each["speedup"])
+    best = max(document["found"], key=lambda entry: entry["speedup"])
     if max(best["speedup"], best["speedup_by_time"]) > 1:
-        use = f"--proposer {best['expression']} --k {best['k']}"
-        console.print(f"Use it as: {use}. What it is worth in the end, `outrider bench` measures.", highlight=False)
+        options = f"--proposer {best['expression']} --k {best['k']}"
+        console.print(f"Use it with {options}. Measure the speedup with `outrider bench`.", highlight=False)
     else:
         console.print(
-            "No part of this target is expected to pay as its draft; a trained draft or ngram will do better.",
+            "No part of this target is expected to pay as its draft. Use a trained draft or ngram.",
             highlight=False,
         )

@@ -1,1 +1,1 @@
-"""Training drafts on the hidden states of a target."""
+"""The command `train`: train draft heads and draft models for a target."""

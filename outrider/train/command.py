@@ -1,4 +1,4 @@
-"""The verb `train`, as a terminal sees it."""
+"""Runs the command `train` and prints its results."""
 
 from __future__ import annotations
 
@@ -18,16 +18,19 @@ from outrider.train.settings import Settings
 
 
 def train(kind: str, settings: Settings, *, as_json: bool) -> None:
-    """Train, print what came of it, and write the page that is asked for; of several processes one speaks."""
+    """Train, print the results, and write the report if `settings` ask for one.
+
+    In a distributed training only the process of rank 0 prints and writes.
+    """
     if settings.report:
-        check_report(settings.report)  # before the training rather than after it
+        check_report(settings.report)  # fail before the training, not after it
     document, lines = Training(kind, settings).run(Console(stderr=True, quiet=bool(rank())))
     if rank():
         return
-    keep = partial(_write, settings.report, lines) if settings.report else None
-    print_document(document, show, as_json=as_json, keep=keep)
+    write_files = partial(_write_report, settings.report, lines) if settings.report else None
+    print_document(document, show, as_json=as_json, keep=write_files)
 
 
-def _write(report: str, lines: list[dict[str, Any]], document: Document) -> None:
+def _write_report(report: str, lines: list[dict[str, Any]], document: Document) -> None:
     write_report(page(document, lines), report)
     typer.echo(f"the report is in {report}", err=True)

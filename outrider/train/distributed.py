@@ -1,4 +1,4 @@
-"""Several processes that train one draft: torchrun begins them, and what they must agree on goes through here."""
+"""Distributed data-parallel training: the processes that torchrun starts, and their collective operations."""
 
 from __future__ import annotations
 
@@ -8,45 +8,45 @@ from datetime import timedelta
 import torch
 from torch import distributed
 
-# The first process alone measures tau and writes, and the others wait for it in their next sum: as long as that takes,
-# where torch's own 10 to 30 minutes would end the training. Should one die, torchrun ends the others without this.
-_PATIENCE = timedelta(days=1)
+# Only the process of rank 0 evaluates the draft and writes files. The others wait for it in their next all-reduce,
+# which can take longer than torch's default timeout of 10 to 30 minutes. If a process dies, torchrun ends the others.
+_TIMEOUT = timedelta(days=1)
 
 
 def rank() -> int:
-    """Which process this is, counted from 0."""
+    """Return the rank of this process, from 0."""
     return int(os.environ.get("RANK", "0"))
 
 
-def world() -> int:
-    """How many there are."""
+def world_size() -> int:
+    """Return the number of processes."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def device_of(name: str) -> str:
-    """The device of this process: where several share a machine's GPUs, each has its own."""
-    if world() > 1 and (name == "cuda" or (name == "auto" and torch.cuda.is_available())):
+def local_device(name: str) -> str:
+    """Return the device of this process. Several processes on a machine use one GPU each."""
+    if world_size() > 1 and (name == "cuda" or (name == "auto" and torch.cuda.is_available())):
         return f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
     return name
 
 
-def meet(device: torch.device) -> None:
-    """Join the others, if there are any."""
-    if world() == 1 or distributed.is_initialized():
+def join_group(device: torch.device) -> None:
+    """Join the process group, if there are several processes."""
+    if world_size() == 1 or distributed.is_initialized():
         return
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    distributed.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=_PATIENCE)
+    distributed.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=_TIMEOUT)
 
 
-def part() -> None:
-    """Leave the others, who may have work to do still."""
+def leave_group() -> None:
+    """Leave the process group. The other processes may still be working."""
     if distributed.is_initialized():
         distributed.destroy_process_group()
 
 
-def total(values: torch.Tensor) -> torch.Tensor:
-    """The sum over all processes, in place."""
-    if world() > 1:
+def all_reduce_sum(values: torch.Tensor) -> torch.Tensor:
+    """Sum `values` over all processes in place, and return them."""
+    if world_size() > 1:
         distributed.all_reduce(values)
     return values

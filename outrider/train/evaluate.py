@@ -1,4 +1,4 @@
-"""What counts of a draft: how far the engine gets with it on prompts that it was not trained on."""
+"""Measures tau and the acceptance of a draft on prompts that it is not trained on."""
 
 from __future__ import annotations
 
@@ -16,26 +16,32 @@ from outrider.propose.base import Proposer
 from outrider.train.model.trainee import DraftTrainee
 from outrider.verify.rules import EXACT
 
-_RULE = EXACT["block"]  # the one that a draft's chains are verified by where nobody says
+_VERIFIER = EXACT["block"]  # the default verifier of chains
 
 
 class Evaluator:
-    """Runs a target with whatever draft is handed to it."""
+    """Runs the engine with a draft in training."""
 
     def __init__(
         self, parts: EngineParts, prompts: Sequence[tuple[int, ...]], *, k: int, tokens: int, seed: int
     ) -> None:
-        self._parts, self._prompts, self._k, self._tokens, self._seed = parts, prompts, k, tokens, seed
+        """Evaluate on `prompts` with `k` draft tokens per round, and generate up to `tokens` tokens for each prompt."""
+        self._parts = parts
+        self._prompts = prompts
+        self._k = k
+        self._tokens = tokens
+        self._seed = seed
 
-    def measure(self, pupil: DraftTrainee) -> dict[str, Any]:
-        """tau and the acceptance by position, greedy and at temperature 1."""
-        proposer = pupil.proposer(replace(self._parts.setup, draw=_RULE.draw))
-        return {f"temperature {t:g}": _figures(self._run(proposer, t)) for t in (0.0, 1.0)}
+    def measure(self, trainee: DraftTrainee) -> dict[str, Any]:
+        """Return tau and the acceptance by position, for greedy decoding and for temperature 1."""
+        proposer = trainee.proposer(replace(self._parts.setup, draw=_VERIFIER.draw))
+        return {f"temperature {t:g}": _summary(self._generate(proposer, t)) for t in (0.0, 1.0)}
 
-    def _run(self, proposer: Proposer, temperature: float) -> Stats:
+    def _generate(self, proposer: Proposer, temperature: float) -> Stats:
+        """Answer all prompts, and return the statistics of the engine."""
         parts = self._parts
         params = SamplingParams(temperature=temperature, max_tokens=self._tokens)
-        engine = assemble(parts.loaded, proposer=proposer, verifier=_RULE, planner=FixedPlanner(self._k))
+        engine = assemble(parts.loaded, proposer=proposer, verifier=_VERIFIER, planner=FixedPlanner(self._k))
         for i, prompt in enumerate(self._prompts):
             limit = min(self._tokens, parts.context - len(prompt))
             seed = derive_seed(self._seed, i + 1)
@@ -49,5 +55,5 @@ class Evaluator:
         return engine.stats
 
 
-def _figures(stats: Stats) -> dict[str, Any]:
+def _summary(stats: Stats) -> dict[str, Any]:
     return {"tau": round(stats.tau, 4), "acceptance": [round(rate, 4) for rate in stats.acceptance]}

@@ -1,4 +1,4 @@
-"""The optimiser: Muon for matrices between layers, AdamW for everything else."""
+"""The optimizer: Muon for the weight matrices of layers, AdamW for all other parameters."""
 
 from __future__ import annotations
 
@@ -9,60 +9,63 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-_DECAY = 0.01  # of matrices; vectors keep their size
+_WEIGHT_DECAY = 0.01  # of matrices; vectors have none
 
 
 class Optimizer:
-    """Two optimisers with one learning rate.
+    """Muon and AdamW with one learning rate.
 
-    Muon (Jordan et al. 2024) moves a matrix by its slope made orthogonal, here with steps of AdamW's size (Liu et al.
-    2025, 2502.16982), and gets as far in half the steps. Tables, whose rows are tokens, and vectors take AdamW's.
+    Muon (Jordan et al. 2024) orthogonalizes the gradient of a matrix. Its updates are scaled to the size of AdamW's
+    (Liu et al. 2025, 2502.16982). It needs half as many steps as AdamW. Vectors, embeddings and LM heads use AdamW.
     """
 
     def __init__(self, module: nn.Module, *, lr: float, vocab: int) -> None:
-        """`vocab` tells tables from matrices: an output layer has that many rows."""
-        inner = {id(matrix) for matrix in _matrices(module, vocab)}
-        weights = list(module.parameters())
-        others = [weight for weight in weights if id(weight) not in inner]
-        self._parts: list[torch.optim.Optimizer] = [
-            torch.optim.AdamW(
-                [
-                    {"params": [weight for weight in others if weight.dim() > 1], "weight_decay": _DECAY},
-                    {"params": [weight for weight in others if weight.dim() < 2], "weight_decay": 0.0},
-                ],
-                lr=lr,
-                betas=(0.9, 0.95),
-            )
-        ]
-        if inner:
-            matrices = [weight for weight in weights if id(weight) in inner]
-            self._parts.append(torch.optim.Muon(matrices, lr=lr, weight_decay=_DECAY, adjust_lr_fn="match_rms_adamw"))
+        """Create the optimizers for all parameters of `module`.
+
+        Args:
+            module: the module to train.
+            lr: learning rate of the first step.
+            vocab: rows of the draft's LM head. A linear layer with as many rows is an LM head, which uses AdamW.
+        """
+        muon_ids = {id(matrix) for matrix in _layer_matrices(module, vocab)}
+        parameters = list(module.parameters())
+        adamw_parameters = [parameter for parameter in parameters if id(parameter) not in muon_ids]
+        tables = [parameter for parameter in adamw_parameters if parameter.dim() > 1]
+        vectors = [parameter for parameter in adamw_parameters if parameter.dim() < 2]
+        groups = [{"params": tables, "weight_decay": _WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}]
+        self._optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95))]
+        if muon_ids:
+            matrices = [parameter for parameter in parameters if id(parameter) in muon_ids]
+            muon = torch.optim.Muon(matrices, lr=lr, weight_decay=_WEIGHT_DECAY, adjust_lr_fn="match_rms_adamw")
+            self._optimizers.append(muon)
 
     def step(self, lr: float) -> None:
-        """Move all weights that have a slope."""
-        for part in self._parts:
-            for group in part.param_groups:
+        """Update all parameters that have a gradient."""
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
                 group["lr"] = lr
-            part.step()
+            optimizer.step()
 
-    def forget(self) -> None:
-        """Drop all slopes."""
-        for part in self._parts:
-            part.zero_grad(set_to_none=True)
+    def zero_grad(self) -> None:
+        """Remove all gradients."""
+        for optimizer in self._optimizers:
+            optimizer.zero_grad(set_to_none=True)
 
     def state_dict(self) -> list[dict[str, Any]]:
-        return [part.state_dict() for part in self._parts]
+        return [optimizer.state_dict() for optimizer in self._optimizers]
 
     def load_state_dict(self, states: list[dict[str, Any]]) -> None:
-        for part, state in zip(self._parts, states, strict=True):
-            part.load_state_dict(state)
+        for optimizer, state in zip(self._optimizers, states, strict=True):
+            optimizer.load_state_dict(state)
 
 
-def _matrices(module: nn.Module, vocab: int) -> Iterator[nn.Parameter]:
-    whole = [each for each in module.modules() if isinstance(each, PreTrainedModel)]
-    tables = [each.get_output_embeddings() for each in whole]  # which may hold more tokens than are guessed
-    for each in module.modules():
-        if not isinstance(each, nn.Linear) or each in tables:
+def _layer_matrices(module: nn.Module, vocab: int) -> Iterator[nn.Parameter]:
+    """Yield the weights of all linear layers except LM heads."""
+    # The LM head of a whole model may have more rows than the draft vocabulary has tokens.
+    models = [child for child in module.modules() if isinstance(child, PreTrainedModel)]
+    lm_heads = [model.get_output_embeddings() for model in models]
+    for layer in module.modules():
+        if not isinstance(layer, nn.Linear) or layer in lm_heads:
             continue
-        if each.weight.shape[0] != vocab and min(each.weight.shape) > 1:
-            yield each.weight  # type: ignore[misc]
+        if layer.weight.shape[0] != vocab and min(layer.weight.shape) > 1:
+            yield layer.weight  # type: ignore[misc]

@@ -1,19 +1,20 @@
-"""In which type matrices are multiplied while a draft learns."""
+"""Chooses the dtype of matrix products in training."""
 
 from __future__ import annotations
 
 import torch
 
 
-def products(device: torch.device) -> torch.dtype:
-    """bfloat16 where the machine has instructions for it, else float32.
+def matmul_dtype(device: torch.device) -> torch.dtype:
+    """Return bfloat16 if the hardware has instructions for it, else float32.
 
-    oneDNN takes bfloat16 on every CPU with AVX-512; without such instructions that is a third as fast as float32.
+    oneDNN accepts bfloat16 on every CPU with AVX-512. Without bfloat16 instructions it runs at a third of the speed of
+    float32.
     """
     if device.type != "cpu":
         return torch.bfloat16
     if torch.backends.cpu.get_cpu_capability().startswith("AVX"):
-        able = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+        supported = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     else:
-        able = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return torch.bfloat16 if able else torch.float32
+        supported = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return torch.bfloat16 if supported else torch.float32

@@ -1,4 +1,4 @@
-"""A training: answers, steps, measurements, and what is written about them."""
+"""Runs a training from its options to the files of the trained draft."""
 
 from __future__ import annotations
 
@@ -30,85 +30,95 @@ from outrider.train.budget import TimeBudget
 from outrider.train.data.answers import AnswerGenerator, AnswerParams
 from outrider.train.data.batches import Reader
 from outrider.train.data.feature_cache import FeatureCache, origin_of
-from outrider.train.data.prompts import encoded, read_prompts, repeated, split
+from outrider.train.data.prompts import count_repeated, encoded, read_prompts, split
 from outrider.train.data.schedule import PromptSchedule
-from outrider.train.distributed import meet, part, rank, world
+from outrider.train.distributed import join_group, leave_group, rank, world_size
 from outrider.train.evaluate import Evaluator
 from outrider.train.loss.losses import parse
-from outrider.train.model.joint import TARGET, Given, GivenReader
+from outrider.train.model.joint import TARGET, DatasetReader, DatasetTexts
 from outrider.train.model.presets import KINDS
 from outrider.train.report.log import Log, write
 from outrider.train.settings import DRAFT, Settings
 from outrider.train.setup import make_train_setup
-from outrider.train.trainer import STATE, Sums, Trainer, read_state
+from outrider.train.trainer import STATE, StepStats, Trainer, read_state
 
 FACTS = "training.json"
-_LOOKED_AT = 256  # tokens of a prompt on which the target is compared with what is taken from it
-_MEASURED = 128  # tokens of an answer where tau is measured
-_GIGABYTES = 10.0  # of the cache, where nobody says
+_CHECK_TOKENS = 256  # tokens of the prompt on which the target's distribution is checked
+_EVAL_TOKENS = 128  # most tokens of an answer in the evaluation
+_DEFAULT_CACHE_GB = 10.0
 _EVALUATIONS = 8  # of a training with a time budget
 _SAVE_SECONDS = 60.0  # between two saves of a training with a time budget
 _log = logging.getLogger("outrider")
 
 
 class Training:
-    """One run, from wherever the last one was stopped."""
+    """One training, new or resumed."""
 
     def __init__(self, kind: str, settings: Settings) -> None:
-        """Load everything.
+        """Load data and models, and resume an interrupted training in `settings.out`.
 
         Raises:
-            OutriderError: the data, the target or the options do not allow it; the message says how they would.
+            OutriderError: the data, the target or the options are not usable. The message says how to fix it.
         """
-        self._began, self._settings, self._kind = perf_counter(), settings, kind
+        self._start_time = perf_counter()
+        self._settings = settings
+        self._kind = kind
         if kind not in KINDS and kind != DRAFT:
             raise OutriderError(f"kind {kind!r} is unknown; use {', '.join([*KINDS, DRAFT])}")
         losses = parse(settings.loss)
         check_folder(settings.out, "--out")
         check_proposer(settings.proposer)
-        if settings.max_minutes is not None and world() > 1:
+        if settings.max_minutes is not None and world_size() > 1:
             raise OutriderError("--max-minutes works with one process; use --epochs with several")
-        found = read_prompts(settings.data, limit=settings.limit)
-        texts, held = split(found, settings.eval_data, seed=settings.seed)
-        self._twice = repeated(texts, held)
-        if self._twice and not rank():
+        prompts = read_prompts(settings.data, limit=settings.limit)
+        train_prompts, eval_prompts = split(prompts, settings.eval_data, seed=settings.seed)
+        self._num_repeated = count_repeated(train_prompts, eval_prompts)
+        if self._num_repeated and not rank():
             _log.warning(
-                "%d of the %d prompts to measure on are trained on, too, and tau will be better than that of others;"
-                " name others with --eval-data",
-                self._twice,
-                len(held),
+                "%d of the %d evaluation prompts are also training prompts, so tau will be too high; give other"
+                " prompts with --eval-data",
+                self._num_repeated,
+                len(eval_prompts),
             )
         self._out = Path(settings.out).expanduser()
         self._target = model_folder(settings.target)
         self._identity = _identity(kind, settings, self._target)
-        state = _state(self._out, self._identity, restart=settings.overwrite)
+        state = _read_resumable(self._out, self._identity, overwrite=settings.overwrite)
         machine.use_threads(settings.threads)
         self._heap = Heap()
         torch.manual_seed(settings.seed)
-        self._room = make_train_setup(kind, settings, self._target, most=max(len(texts), len(held)))
-        meet(self._room.parts.device)
-        self._course, self._reader = self._prepare(texts)
-        pupil = self._room.trainee
+        num_prompts = max(len(train_prompts), len(eval_prompts))
+        self._setup = make_train_setup(kind, settings, self._target, num_prompts=num_prompts)
+        join_group(self._setup.parts.device)
+        self._schedule, self._reader = self._prepare_data(train_prompts)
+        trainee = self._setup.trainee
         if state is None:
-            pupil.begin(lambda: self._course.samples(0))
-        steps, lr = settings.ttt_length or pupil.steps, settings.lr or pupil.lr
-        self._trainer = Trainer(pupil, losses=losses, steps=steps, decay=settings.loss_decay, lr=lr)
+            trainee.begin(lambda: self._schedule.samples(0))
+        steps = settings.ttt_length or trainee.steps
+        lr = settings.lr or trainee.lr
+        self._trainer = Trainer(trainee, losses=losses, steps=steps, decay=settings.loss_decay, lr=lr)
+        self._cycle = 0  # generation cycles that are done
         if state:
             self._trainer.load(state)
-        self._wave = state["wave"] if state else 0
+            self._cycle = state["wave"]
         self._budget: TimeBudget | None = None
         if settings.max_minutes is not None:
             used = state.get("seconds", 0.0) if state else 0.0
             self._budget = TimeBudget(60 * settings.max_minutes, used=used)
         self._cycle_seconds = 0.0  # duration of the last generation cycle of this run
         self._evaluation_seconds = 0.0  # duration of the last evaluation of this run
-        measured = [self._read(prompt) for prompt in held]
-        self._gauge = Evaluator(self._room.parts, measured, k=settings.k, tokens=_MEASURED, seed=settings.seed)
+        self._evaluator = Evaluator(
+            self._setup.parts,
+            [self._prompt_tokens(prompt) for prompt in eval_prompts],
+            k=settings.k,
+            tokens=_EVAL_TOKENS,
+            seed=settings.seed,
+        )
 
     def costs(self) -> CostModel:
         """Measure what passes of the target and of the draft cost. The contents of their caches are lost."""
-        parts = self._room.parts
-        return known_costs(parts.target, draft_model(self._room.trainee.proposer(parts.setup)))
+        parts = self._setup.parts
+        return known_costs(parts.target, draft_model(self._setup.trainee.proposer(parts.setup)))
 
     def run(
         self, progress: Console, *, on_evaluation: Callable[[Mapping[str, Any], float], None] | None = None
@@ -116,205 +126,260 @@ class Training:
         """Train to the end.
 
         Args:
-            progress: where the progress bar goes.
+            progress: the console for the progress bar.
             on_evaluation: is called after each evaluation, with its figures and the share of the training that is done.
 
         Returns:
-            What came of it, fit for JSON, and the lines of the log; no lines where another process keeps it.
+            The results as a JSON document, and the lines of the log. Only the process of rank 0 has log lines.
 
         Raises:
-            OutriderError: the disk is full, or the loss is not a number; what was saved before is whole.
+            OutriderError: the disk is full, or the loss is not finite. The files of the last save are intact.
         """
         if rank():
             while not self._is_finished():
-                self._run_wave()
-            part()
+                self._run_cycle()
+            leave_group()
             return self._document({}), []
-        log = Log(self._out, begin=self._wave, events=self._settings.tensorboard)
-        figures = log.figures
-        if self._is_finished():  # the run before may have been killed between two files
-            self._write(figures)
-        with _bar(progress) as bar:
-            task = bar.add_task("training", total=1.0, told="")
+        log = Log(self._out, begin=self._cycle, events=self._settings.tensorboard)
+        evaluation = log.last_evaluation
+        if self._is_finished():  # an earlier run may have been killed between two files
+            self._write_draft(evaluation)
+        with _progress_bar(progress) as bar:
+            task = bar.add_task("training", total=1.0, status="")
             bar.update(task, completed=self._share())
             finished = self._is_finished()
             while not finished:
                 if self._budget is not None:
                     self._budget.start()
-                sums, seconds = self._run_wave()
+                stats, seconds = self._run_cycle()
                 if self._budget is not None:
                     self._budget.stop()  # evaluations and saves do not count
                 finished = self._is_finished()
                 evaluated = finished or self._evaluation_due()
                 if evaluated:
-                    figures = self._evaluate()
-                log.add(self._wave, sums, figures, seconds)
+                    evaluation = self._evaluate()
+                log.add(self._cycle, stats, evaluation, seconds)
                 if finished or self._save_due():
                     self._save(finished)
-                    self._write(figures)
+                    self._write_draft(evaluation)
                 done = 1.0 if finished else self._share()
-                bar.update(task, completed=done, told=_told(sums, figures))
+                bar.update(task, completed=done, status=_status(stats, evaluation))
                 if evaluated and on_evaluation is not None:
-                    on_evaluation(figures, done)
+                    on_evaluation(evaluation, done)
         log.close()
-        part()
-        return self._document(figures), log.lines
+        leave_group()
+        return self._document(evaluation), log.lines
 
     def _evaluate(self) -> dict[str, Any]:
-        began = perf_counter()
-        figures = self._gauge.measure(self._room.trainee)
-        self._evaluation_seconds = perf_counter() - began
-        return figures
+        start = perf_counter()
+        evaluation = self._evaluator.measure(self._setup.trainee)
+        self._evaluation_seconds = perf_counter() - start
+        return evaluation
 
     def _is_finished(self) -> bool:
         if self._budget is None:
-            return self._wave >= self._course.waves
-        return self._wave > 0 and self._budget.is_over(self._cycle_seconds)
+            return self._cycle >= self._schedule.num_cycles
+        return self._cycle > 0 and self._budget.is_over(self._cycle_seconds)
 
     def _share(self, cycle_share: float = 0.0) -> float:
         """Return the share of the training that is done; `cycle_share` is that of the current generation cycle."""
         if self._budget is None:
-            return (self._wave + cycle_share) / self._course.waves
+            return (self._cycle + cycle_share) / self._schedule.num_cycles
         return self._budget.share
 
     def _evaluation_due(self) -> bool:
         every = self._settings.eval_every
         if self._budget is None or not every:
-            return self._due(every)
+            return self._is_due(every)
         # Evaluations of a slow target may take long. Let training take most of the time.
         interval = max(self._budget.seconds / _EVALUATIONS, 3 * self._evaluation_seconds)
         return self._budget.is_due("evaluation", interval)
 
     def _save_due(self) -> bool:
         if self._budget is None:
-            return self._due(self._settings.save_every)
+            return self._is_due(self._settings.save_every)
         return self._budget.is_due("save", _SAVE_SECONDS)
 
-    def _due(self, every: int) -> bool:
-        return bool(every and self._wave % every == 0)
+    def _is_due(self, every: int) -> bool:
+        """Return whether something is due that happens every `every` cycles. 0: never."""
+        return bool(every and self._cycle % every == 0)
 
     def _save(self, finished: bool) -> None:
         facts = {}
         if self._budget is not None:
             # The last cycle may end a little early. A finished training stays finished.
             facts["seconds"] = max(self._budget.elapsed, self._budget.seconds if finished else 0.0)
-        self._trainer.save(self._out, wave=self._wave, identity=self._identity, **facts)
+        self._trainer.save(self._out, wave=self._cycle, identity=self._identity, **facts)
 
-    def _run_wave(self) -> tuple[list[Sums], dict[str, float]]:
-        """Answers and steps; and the seconds that each took."""
-        settings, began = self._settings, perf_counter()
-        # What each process draws follows from the wave, as a saved state holds the luck of one process alone.
-        torch.manual_seed(derive_seed(derive_seed(settings.seed, self._wave + 1), rank()))
-        samples = self._course.samples(self._wave)
+    def _run_cycle(self) -> tuple[list[StepStats], dict[str, float]]:
+        """Run one generation cycle. Return the statistics of its steps, and the seconds of answers and steps."""
+        settings = self._settings
+        start = perf_counter()
+        # Each process seeds its generator anew in each cycle, because a saved state only has the generator of rank 0.
+        torch.manual_seed(derive_seed(derive_seed(settings.seed, self._cycle + 1), rank()))
+        samples = self._schedule.samples(self._cycle)
         answered = perf_counter()
-        out = []
-        for i, grouped in enumerate(self._course.steps(samples, self._wave)):
-            texts = (self._reader.read(some, everything=settings.train_on_prompts) for some in grouped)
-            out.append(self._trainer.train(texts, progress=self._share(i / settings.steps_per_generation)))
+        stats = []
+        for i, micro_batches in enumerate(self._schedule.steps(samples, self._cycle)):
+            batches = (self._reader.read(group, everything=settings.train_on_prompts) for group in micro_batches)
+            stats.append(self._trainer.train(batches, progress=self._share(i / settings.steps_per_generation)))
             self._heap.tidy()
-        self._wave += 1
-        self._cycle_seconds = perf_counter() - began
-        return out, {"answers": answered - began, "steps": perf_counter() - answered}
+        self._cycle += 1
+        self._cycle_seconds = perf_counter() - start
+        return stats, {"answers": answered - start, "steps": perf_counter() - answered}
 
-    def _prepare(self, texts: Sequence[Prompt]) -> tuple[PromptSchedule, Reader | GivenReader]:
-        """What is learned in which order, and how it is read."""
-        settings, room = self._settings, self._room
-        mine, most = range(rank(), len(texts), world()), -(-len(texts) // world())
-        if not mine:
-            raise OutriderError(f"{len(texts)} prompts are too few for {world()} processes; give more, or begin fewer")
-        pupil = room.trainee
-        reader = Reader(pupil.aux_states, room.recorder.layers, room.tables, pupil.ids, views=pupil.shared_kv)
-        reader.check(room.parts.target, self._read(texts[rank()])[:_LOOKED_AT])
-        if settings.train_target is not None:
-            given = {i: encoded(room.parts.tokenizer, texts[i], whole=True)[: room.parts.context] for i in mine}
-            return PromptSchedule(Given(given), mine, settings, most=most), GivenReader(pupil.ids, room.parts.vocab)
-        half = room.parts.context // 2  # and as much is left for the answer
-        whole = {i: encoded(room.parts.tokenizer, texts[i]) for i in mine}
-        prompts = {i: tokens[:half] for i, tokens in whole.items()}
-        if (cut := sum(len(tokens) > half for tokens in whole.values())) and not rank():
-            _log.warning("%d of %d prompts are longer than half of the context and are cut at %d", cut, len(mine), half)
-        archive = None
-        if settings.cache_dir is not None:
-            origin, layers = origin_of(room.parts, self._target, room.recorder.looked), room.recorder.layers
-            archive = FeatureCache(
-                settings.cache_dir, gigabytes=settings.cache_gb or _GIGABYTES, origin=origin, layers=layers
+    def _prepare_data(self, prompts: Sequence[Prompt]) -> tuple[PromptSchedule, Reader | DatasetReader]:
+        """Encode the prompts of this process. Return the schedule of samples, and the reader that batches them.
+
+        Raises:
+            OutriderError: there are too few prompts, or no draft can be trained for the target.
+        """
+        settings = self._settings
+        parts = self._setup.parts
+        recorder = self._setup.recorder
+        trainee = self._setup.trainee
+        numbers = range(rank(), len(prompts), world_size())  # of the prompts of this process
+        most_per_process = -(-len(prompts) // world_size())
+        if not numbers:
+            raise OutriderError(
+                f"{len(prompts)} prompts are too few for {world_size()} processes; give more prompts, or start fewer"
+                " processes"
             )
-        manner = AnswerParams(
-            temperature=settings.temperature,
-            max_tokens=settings.max_tokens,
-            ignore_eos=settings.ignore_eos,
-            seed=settings.seed,
+        reader = Reader(trainee.aux_states, recorder.layers, self._setup.tables, trainee.ids, views=trainee.shared_kv)
+        reader.check(parts.target, self._prompt_tokens(prompts[rank()])[:_CHECK_TOKENS])
+        if settings.train_target is not None:
+            texts = {i: encoded(parts.tokenizer, prompts[i], whole=True)[: parts.context] for i in numbers}
+            schedule = PromptSchedule(DatasetTexts(texts), numbers, settings, most_per_process=most_per_process)
+            return schedule, DatasetReader(trainee.ids, parts.vocab)
+        generator = AnswerGenerator(
+            parts,
+            recorder,
+            self._encode_prompts(prompts, numbers),
+            AnswerParams(
+                temperature=settings.temperature,
+                max_tokens=settings.max_tokens,
+                ignore_eos=settings.ignore_eos,
+                seed=settings.seed,
+            ),
+            cache=self._feature_cache(),
         )
-        author = AnswerGenerator(room.parts, room.recorder, prompts, manner, archive=archive)
-        return PromptSchedule(author, mine, settings, most=most), reader
+        return PromptSchedule(generator, numbers, settings, most_per_process=most_per_process), reader
 
-    def _read(self, prompt: Prompt) -> tuple[int, ...]:
-        """What is to be gone on with: a prompt, or the first half of a text."""
-        parts, whole = self._room.parts, self._settings.train_target is not None
-        tokens = encoded(parts.tokenizer, prompt, whole=whole)[: parts.context // 2]
-        return tokens[: max(len(tokens) // 2, 1)] if whole else tokens
+    def _encode_prompts(self, prompts: Sequence[Prompt], numbers: range) -> dict[int, tuple[int, ...]]:
+        """Return the tokens of prompts by number, cut to half of the context, which leaves as much for the answer."""
+        parts = self._setup.parts
+        limit = parts.context // 2
+        tokens = {i: encoded(parts.tokenizer, prompts[i]) for i in numbers}
+        num_cut = sum(len(prompt) > limit for prompt in tokens.values())
+        if num_cut and not rank():
+            _log.warning(
+                "%d of %d prompts are longer than half of the context and are cut to %d tokens",
+                num_cut,
+                len(numbers),
+                limit,
+            )
+        return {i: prompt[:limit] for i, prompt in tokens.items()}
 
-    def _write(self, figures: Mapping[str, Any]) -> None:
-        """The draft, and what it is."""
-        self._room.trainee.save(self._out)
-        facts = {**self._document(figures), "arguments": asdict(self._settings), "data": _hashes(self._settings)}
+    def _feature_cache(self) -> FeatureCache | None:
+        """Open the cache in `--cache-dir`, if this option is set."""
+        settings = self._settings
+        recorder = self._setup.recorder
+        if settings.cache_dir is None:
+            return None
+        return FeatureCache(
+            settings.cache_dir,
+            gigabytes=settings.cache_gb or _DEFAULT_CACHE_GB,
+            origin=origin_of(self._setup.parts, self._target, recorder.looked),
+            layers=recorder.layers,
+        )
+
+    def _prompt_tokens(self, prompt: Prompt) -> tuple[int, ...]:
+        """Return the tokens that the target continues: a prompt, or with --train-target the first half of a text."""
+        parts = self._setup.parts
+        is_text = self._settings.train_target is not None
+        tokens = encoded(parts.tokenizer, prompt, whole=is_text)[: parts.context // 2]
+        return tokens[: max(len(tokens) // 2, 1)] if is_text else tokens
+
+    def _write_draft(self, evaluation: Mapping[str, Any]) -> None:
+        """Write the draft, and a JSON file that describes the training."""
+        self._setup.trainee.save(self._out)
+        document = self._document(evaluation)
+        facts = {**document, "arguments": asdict(self._settings), "data": _data_hashes(self._settings)}
         write(self._out / FACTS, json.dumps(facts, indent=2) + "\n")
 
-    def _document(self, figures: Mapping[str, Any]) -> dict[str, Any]:
+    def _document(self, evaluation: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the results as a JSON document."""
         return {
             "benchmark": "outrider train",
             "kind": self._kind,
             "out": self._settings.out,
             "target": self._target.name,
             "taught_target": None if self._settings.train_target is None else str(Path(self._settings.out) / TARGET),
-            "waves": self._wave,
+            "waves": self._cycle,
             "steps": self._trainer.step,
-            "parameters": sum(weight.numel() for weight in self._room.trainee.module.parameters()),
+            "parameters": sum(weight.numel() for weight in self._setup.trainee.module.parameters()),
             "k": self._settings.k,
-            "held_out": dict(figures),
-            "held_out_in_data": self._twice,
-            "seconds": round(perf_counter() - self._began, 1),
-            "hardware": machine.hardware(str(self._room.parts.device)),
+            "held_out": dict(evaluation),
+            "held_out_in_data": self._num_repeated,
+            "seconds": round(perf_counter() - self._start_time, 1),
+            "hardware": machine.hardware(str(self._setup.parts.device)),
             "versions": machine.versions(),
             "commit": machine.commit(),
         }
 
 
-def _state(folder: Path, identity: str, *, restart: bool) -> dict[str, Any] | None:
-    """What a training with these options has saved in a folder."""
-    ours = (folder / FACTS).is_file()
-    if (folder / "config.json").is_file() and not (folder / STATE).is_file() and not (ours and restart):
-        way = "; use another --out" + (", or --overwrite to train it anew" if ours else "")
-        raise OutriderError(f"{folder} holds a model, and no training that could go on{way}")
-    state = None if restart else read_state(folder)
+def _read_resumable(folder: Path, identity: str, *, overwrite: bool) -> dict[str, Any] | None:
+    """Return the state of an interrupted training in a folder. None for a new training.
+
+    Raises:
+        OutriderError: the folder has the state of a training with other options, or a model without a state.
+    """
+    is_trained = (folder / FACTS).is_file()
+    has_model = (folder / "config.json").is_file()
+    if has_model and not (folder / STATE).is_file() and not (is_trained and overwrite):
+        hint = ", or --overwrite to train it anew" if is_trained else ""
+        raise OutriderError(f"{folder} has a model, but no training that can be resumed; use another --out{hint}")
+    state = None if overwrite else read_state(folder)
     if state and state["identity"] != identity:
         raise OutriderError(
-            f"{folder} holds a training with other options; use another --out, or --overwrite to begin anew"
+            f"{folder} has a training with other options; use another --out, or --overwrite to start anew"
         )
     return state
 
 
 def _identity(kind: str, settings: Settings, target: Path) -> str:
-    """What two runs must have in common if one is to go on with the other's weights."""
+    """Return what a run must have in common with the run that it resumes, as JSON."""
     draft = model_print(model_folder(settings.init_from)) if settings.init_from else None
-    facts = {"kind": kind, "target": model_print(target), "draft": draft, "processes": world()}
+    identity = {"kind": kind, "target": model_print(target), "draft": draft, "processes": world_size()}
     if settings.init_target:
-        facts["draft_target"] = model_print(model_folder(settings.init_target))
-    return json.dumps({**facts, **settings.identity(), "data": _hashes(settings)}, sort_keys=True)
+        identity["draft_target"] = model_print(model_folder(settings.init_target))
+    return json.dumps({**identity, **settings.identity(), "data": _data_hashes(settings)}, sort_keys=True)
 
 
-def _hashes(settings: Settings) -> list[str]:
+def _data_hashes(settings: Settings) -> list[str]:
+    """Return the SHA-256 hashes of the data files."""
     files = [*settings.data, *([settings.eval_data] if settings.eval_data else [])]
     return [hashlib.sha256(Path(file).expanduser().read_bytes()).hexdigest() for file in files]
 
 
-def _bar(console: Console) -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn(), TextColumn("{task.fields[told]}"))
+def _progress_bar(console: Console) -> Progress:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[status]}"),
+    )
     return Progress(*columns, console=console)
 
 
-def _told(sums: Sequence[Sums], figures: Mapping[str, Any]) -> str:
-    last = sums[-1]
-    kept = " ".join(f"{100 * share:.0f}" for share in next((s.acceptance for s in sums if s.met), []))
-    taus = ", ".join(f"{each['tau']:.2f}" for each in figures.values())
-    return f"loss {last.loss:.3f}" + (f", kept {kept}%" if kept else "") + (f", tau {taus}" if taus else "")
+def _status(stats: Sequence[StepStats], evaluation: Mapping[str, Any]) -> str:
+    """Return the text next to the progress bar: loss, acceptance by position, and tau."""
+    parts = [f"loss {stats[-1].loss:.3f}"]
+    acceptance = next((step.acceptance for step in stats if step.alpha_counts), [])
+    if acceptance:
+        rates = " ".join(f"{100 * rate:.0f}" for rate in acceptance)
+        parts.append(f"acceptance {rates}%")
+    if evaluation:
+        taus = ", ".join(f"{result['tau']:.2f}" for result in evaluation.values())
+        parts.append(f"tau {taus}")
+    return ", ".join(parts)

@@ -11,10 +11,17 @@ import typer
 from outrider.errors import OutriderError
 
 DRAFT = "draft"  # the kind that trains a small language model instead of a head
-_DEFAULT_MAX_TOKENS, _DEFAULT_PROPOSER = 256, "suffix:100000"
-_FAR, _WIDE, _SEEDS = 256, 1 << 20, 1 << 62  # limits of counts, widths and seeds
-_WHAT, _DATA, _HOW, _OUT = "Draft", "Data", "Training", "Output"
-# Options that do not change the trained weights, and paths, whose contents are hashed instead.
+_DEFAULT_MAX_TOKENS = 256
+_DEFAULT_PROPOSER = "suffix:100000"
+_MAX_COUNT = 256  # layers, heads, modules or draft tokens
+_MAX_WIDTH = 1 << 20
+_SEED_LIMIT = 1 << 62
+# Titles of the panels of the help text.
+_DRAFT = "Draft"
+_DATA = "Data"
+_TRAIN = "Training"
+_OUT = "Output"
+# Options that do not change the trained weights, and paths. The contents of these files are hashed instead.
 _NOT_IN_IDENTITY = frozenset(
     {
         "out",
@@ -39,13 +46,13 @@ _NOT_IN_IDENTITY = frozenset(
         "max_minutes",
     }
 )
-# Options that older trainings do not have. They count only if they are set.
+# Options that older versions do not have. They are part of the identity only if they are set.
 _OPTIONAL_IDENTITY = frozenset({"mask_token_id", "train_target", "hidden_size"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """The options of `outrider train`, checked when made."""
+    """The options of `outrider train`. The constructor checks them."""
 
     out: Annotated[str, typer.Option(metavar="DIR", help="Folder to write. An interrupted training in it is resumed.")]
     data: Annotated[
@@ -72,7 +79,7 @@ class Settings:
         typer.Option(
             help="Train for so many minutes instead of --epochs: prompts repeat, and the learning rate follows the"
             " time. Evaluations do not count. A longer time continues a finished training.",
-            rich_help_panel=_HOW,
+            rich_help_panel=_TRAIN,
         ),
     ] = None
     answers_per_prompt: Annotated[
@@ -108,7 +115,7 @@ class Settings:
         typer.Option(
             metavar="DIR",
             help="Weights to start from: a trained draft of the same kind, or a small model for the kind draft.",
-            rich_help_panel=_WHAT,
+            rich_help_panel=_DRAFT,
         ),
     ] = None
     init_target: Annotated[
@@ -117,31 +124,33 @@ class Settings:
             metavar="DIR",
             help="Target that --init-from was trained for, if it is not --target. Its input"
             " projection is fitted to the new target.",
-            rich_help_panel=_WHAT,
+            rich_help_panel=_DRAFT,
         ),
     ] = None
     depth: Annotated[
         int,
         typer.Option(
-            min=0, help="Decoder layers, or heads of medusa and hydra. 0: one layer, four heads.", rich_help_panel=_WHAT
+            min=0,
+            help="Decoder layers, or heads of medusa and hydra. 0: one layer, four heads.",
+            rich_help_panel=_DRAFT,
         ),
     ] = 0
     intermediate_size: Annotated[
         int,
-        typer.Option(min=0, help="Width of the MLP. 0: 8/3 of the hidden size, as in Llama.", rich_help_panel=_WHAT),
+        typer.Option(min=0, help="Width of the MLP. 0: 8/3 of the hidden size, as in Llama.", rich_help_panel=_DRAFT),
     ] = 0
     hidden_size: Annotated[
         int | None,
         typer.Option(
             min=1,
             help="Width of an EAGLE-3 draft. Default: the width of the target; half of it for slim.",
-            rich_help_panel=_WHAT,
+            rich_help_panel=_DRAFT,
         ),
     ] = None
     draft_vocab_size: Annotated[
         int,
         typer.Option(
-            min=0, help="Size of the draft vocabulary: the most frequent tokens. 0: all tokens.", rich_help_panel=_WHAT
+            min=0, help="Size of the draft vocabulary: the most frequent tokens. 0: all tokens.", rich_help_panel=_DRAFT
         ),
     ] = 0
     own_lm_head: Annotated[
@@ -149,19 +158,19 @@ class Settings:
         typer.Option(
             "--own-lm-head/--shared-lm-head",
             help="Train an output layer, or share that of the target. Default: own for the EAGLE-3 kinds.",
-            rich_help_panel=_WHAT,
+            rich_help_panel=_DRAFT,
         ),
     ] = None
     draft_tokens: Annotated[
         int,
-        typer.Option(min=0, help="Draft tokens per pass of peagle, dflash and dspark. 0: 7.", rich_help_panel=_WHAT),
+        typer.Option(min=0, help="Draft tokens per pass of peagle, dflash and dspark. 0: 7.", rich_help_panel=_DRAFT),
     ] = 0
     mask_token_id: Annotated[
         int | None,
         typer.Option(
             min=0,
             help="Mask a block with the embedding of this token, as other formats do. Default: a trained mask.",
-            rich_help_panel=_WHAT,
+            rich_help_panel=_DRAFT,
         ),
     ] = None
     mtp_modules: Annotated[
@@ -169,7 +178,7 @@ class Settings:
         typer.Option(
             min=1,
             help="Modules of mtp, one per draft token. 1: one module is applied repeatedly.",
-            rich_help_panel=_WHAT,
+            rich_help_panel=_DRAFT,
         ),
     ] = 1
     train_target: Annotated[
@@ -178,7 +187,7 @@ class Settings:
             metavar="WEIGHT",
             help="Train the target together with an mtp draft, on the texts of --data."
             " Weight of the draft's loss, for example 0.3.",
-            rich_help_panel=_HOW,
+            rich_help_panel=_TRAIN,
         ),
     ] = None
     ttt_length: Annotated[
@@ -187,7 +196,7 @@ class Settings:
             min=1,
             help="Draft tokens that training unrolls (training-time test). Default: 4; 1 for"
             " a draft model; all for heads, modules and blocks.",
-            rich_help_panel=_HOW,
+            rich_help_panel=_TRAIN,
         ),
     ] = None
     multi_step_share: Annotated[
@@ -196,41 +205,42 @@ class Settings:
             min=0.0,
             max=1.0,
             help="Share of positions that train more than the first draft token.",
-            rich_help_panel=_HOW,
+            rich_help_panel=_TRAIN,
         ),
     ] = 1.0
     loss_decay: Annotated[
-        float, typer.Option(min=0.0, help="Factor of the loss from one draft token to the next.", rich_help_panel=_HOW)
+        float,
+        typer.Option(min=0.0, help="Factor of the loss from one draft token to the next.", rich_help_panel=_TRAIN),
     ] = 0.8
     loss: Annotated[
-        str, typer.Option(help="ce, kl, rkl, jsd, tv, nla, hybrid, length; or ce:0.1,tv:0.9.", rich_help_panel=_HOW)
+        str, typer.Option(help="ce, kl, rkl, jsd, tv, nla, hybrid, length; or ce:0.1,tv:0.9.", rich_help_panel=_TRAIN)
     ] = "ce"
     lr: Annotated[
         float | None,
-        typer.Option(help="Peak learning rate. Default: 1e-3; 1e-4 for a draft model.", rich_help_panel=_HOW),
+        typer.Option(help="Peak learning rate. Default: 1e-3; 1e-4 for a draft model.", rich_help_panel=_TRAIN),
     ] = None
-    batch_size: Annotated[int, typer.Option(min=1, help="Sequences per step and device.", rich_help_panel=_HOW)] = 16
+    batch_size: Annotated[int, typer.Option(min=1, help="Sequences per step and device.", rich_help_panel=_TRAIN)] = 16
     micro_batch_tokens: Annotated[
-        int, typer.Option(min=1, help="Tokens per forward pass within a step.", rich_help_panel=_HOW)
+        int, typer.Option(min=1, help="Tokens per forward pass within a step.", rich_help_panel=_TRAIN)
     ] = 2048
     max_num_seqs: Annotated[
-        int, typer.Option(min=1, help="Prompts that the target answers at once.", rich_help_panel=_HOW)
+        int, typer.Option(min=1, help="Prompts that the target answers at once.", rich_help_panel=_TRAIN)
     ] = 32
     steps_per_generation: Annotated[
-        int, typer.Option(min=1, help="Training steps between two generations of answers.", rich_help_panel=_HOW)
+        int, typer.Option(min=1, help="Training steps between two generations of answers.", rich_help_panel=_TRAIN)
     ] = 8
     eval_every: Annotated[
         int,
         typer.Option(
-            min=0, help="Generations between two measurements of tau. 0: only at the end.", rich_help_panel=_HOW
+            min=0, help="Generations between two measurements of tau. 0: only at the end.", rich_help_panel=_TRAIN
         ),
     ] = 8
-    save_every: Annotated[int, typer.Option(min=1, help="Generations between two saves.", rich_help_panel=_HOW)] = 1
+    save_every: Annotated[int, typer.Option(min=1, help="Generations between two saves.", rich_help_panel=_TRAIN)] = 1
     k: Annotated[
-        int, typer.Option("--k", min=1, help="Draft tokens per round of the evaluation.", rich_help_panel=_HOW)
+        int, typer.Option("--k", min=1, help="Draft tokens per round of the evaluation.", rich_help_panel=_TRAIN)
     ] = 5
     seed: Annotated[
-        int, typer.Option(help="Seed of initial weights, data order and answers.", rich_help_panel=_HOW)
+        int, typer.Option(help="Seed of initial weights, data order and answers.", rich_help_panel=_TRAIN)
     ] = 0
     proposer: Annotated[
         str, typer.Option(help="Proposer that speeds up the generation of answers.", rich_help_panel=_DATA)
@@ -247,11 +257,11 @@ class Settings:
         float | None,
         typer.Option("--cache-gb", help="Most gigabytes of --cache-dir. Default: 10.", rich_help_panel=_DATA),
     ] = None
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, ...", rich_help_panel=_HOW)] = "auto"
-    threads: Annotated[int | None, typer.Option(help="CPU threads.", rich_help_panel=_HOW)] = None
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, ...", rich_help_panel=_TRAIN)] = "auto"
+    threads: Annotated[int | None, typer.Option(help="CPU threads.", rich_help_panel=_TRAIN)] = None
     overwrite: Annotated[
         bool,
-        typer.Option("--overwrite", help="Replace a training with other options.", rich_help_panel=_HOW),
+        typer.Option("--overwrite", help="Replace a training with other options.", rich_help_panel=_TRAIN),
     ] = False
     tensorboard: Annotated[
         bool,
@@ -283,7 +293,7 @@ class Settings:
             )
         if self.init_target is not None and self.init_from is None:
             raise OutriderError(
-                "--init-target says what --init-from was trained for; add --init-from DIR, or leave it out"
+                "--init-target names the target that --init-from was trained for; add --init-from DIR, or leave it out"
             )
         if not self.multi_step_share:
             raise OutriderError(
@@ -292,29 +302,27 @@ class Settings:
         if self.cache_gb is not None and (self.cache_dir is None or not self.cache_gb > 0):
             raise OutriderError("--cache-gb limits --cache-dir; use a number above 0, with --cache-dir DIR")
         if self.train_target is not None:
-            self._check_given(self.train_target)
+            self._check_train_target(self.train_target)
 
     def _check_sizes(self) -> None:
-        """Reject sizes that no machine could hold."""
-        far = {
-            "ttt-length": self.ttt_length or 0,
-            "depth": self.depth,
-            "draft-tokens": self.draft_tokens,
-            "mtp-modules": self.mtp_modules,
-        }
-        for name, size, most in (
-            *((name, size, _FAR) for name, size in far.items()),
-            ("intermediate-size", self.intermediate_size, _WIDE),
-            ("hidden-size", self.hidden_size or 0, _WIDE),
-        ):
-            if size > most:
-                raise OutriderError(f"--{name} is {size}; use {most} at most")
-        if not -_SEEDS <= self.seed < _SEEDS:
+        """Reject sizes that do not fit into any machine."""
+        limits = (
+            ("ttt-length", self.ttt_length or 0, _MAX_COUNT),
+            ("depth", self.depth, _MAX_COUNT),
+            ("draft-tokens", self.draft_tokens, _MAX_COUNT),
+            ("mtp-modules", self.mtp_modules, _MAX_COUNT),
+            ("intermediate-size", self.intermediate_size, _MAX_WIDTH),
+            ("hidden-size", self.hidden_size or 0, _MAX_WIDTH),
+        )
+        for name, size, limit in limits:
+            if size > limit:
+                raise OutriderError(f"--{name} is {size}; use {limit} at most")
+        if not -_SEED_LIMIT <= self.seed < _SEED_LIMIT:
             raise OutriderError(f"--seed is {self.seed}; use a number of fewer than 19 digits")
 
-    def _check_given(self, weight: float) -> None:
-        """Reject options of answers where the target learns from the texts of --data."""
-        answered = {
+    def _check_train_target(self, weight: float) -> None:
+        """Reject options for the generation of answers, because --train-target trains on the texts of --data."""
+        answer_options = {
             "--answers-per-prompt": self.answers_per_prompt,
             "--max-tokens": self.max_tokens != _DEFAULT_MAX_TOKENS,
             "--temperature": self.temperature != 1.0,
@@ -323,14 +331,14 @@ class Settings:
             "--cache-dir": self.cache_dir,
             "--proposer": self.proposer != _DEFAULT_PROPOSER,
         }
-        if found := [name for name, given in answered.items() if given]:
+        if given := [name for name, value in answer_options.items() if value]:
             raise OutriderError(
-                f"--train-target trains on the texts of --data and generates no answers; leave {found[0]} out"
+                f"--train-target trains on the texts of --data and generates no answers; leave {given[0]} out"
             )
         if not 0 < weight < math.inf:
             raise OutriderError(f"--train-target is {weight}; use a weight above 0, such as 0.3")
 
     def identity(self) -> dict[str, Any]:
-        """The options that a resumed training must have in common with the interrupted one, besides its files."""
+        """Return the options that a resumed training must have in common with the interrupted one."""
         unused = {name for name in _OPTIONAL_IDENTITY if getattr(self, name) is None}
         return {name: value for name, value in asdict(self).items() if name not in _NOT_IN_IDENTITY | unused}

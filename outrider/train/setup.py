@@ -1,4 +1,4 @@
-"""Load the target and the draft of a training run."""
+"""Loads the target and makes the draft of a training."""
 
 from __future__ import annotations
 
@@ -13,57 +13,58 @@ from outrider.plan.planner import FixedPlanner
 from outrider.propose.base import ProposerSetup
 from outrider.propose.registry import find_proposer
 from outrider.train.data.answers import Recorder
-from outrider.train.distributed import device_of
+from outrider.train.distributed import local_device
 from outrider.train.model.joint import JointTrainee
 from outrider.train.model.trainee import DraftTrainee, make_trainee, target_weights
 from outrider.train.settings import Settings
 
-_BATCHED_TOKENS = 1024  # prompt tokens of a round
+_BATCHED_TOKENS = 1024  # prompt tokens per round
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSetup:
-    """Who takes part."""
+    """The engine with the target, and the draft to train."""
 
     parts: EngineParts
     trainee: DraftTrainee
     recorder: Recorder
-    tables: SharedWeights  # the target's
+    tables: SharedWeights  # of the target
 
 
-def make_train_setup(kind: str, settings: Settings, target: Path, *, most: int) -> TrainSetup:
-    """Load the target, with memory for `--max-num-seqs` texts or for as many as there are, `most`; and make the draft.
+def make_train_setup(kind: str, settings: Settings, target: Path, *, num_prompts: int) -> TrainSetup:
+    """Load the target and make the draft.
+
+    The engine has slots for `settings.max_num_seqs` sequences, but not for more than `num_prompts`.
 
     Raises:
-        OutriderError: they cannot be had, or do not fit.
+        OutriderError: the target or the draft cannot be loaded, or they do not fit together.
     """
-    made: list[tuple[DraftTrainee, Recorder, SharedWeights]] = []
+    created: list[tuple[DraftTrainee, Recorder, SharedWeights]] = []
 
-    def maker(setup: ProposerSetup) -> Recorder:
+    def make_recorder(setup: ProposerSetup) -> Recorder:
         tables = target_weights(setup)
         assert isinstance(setup.target, WeightSharer)
-        pupil: DraftTrainee
+        trainee: DraftTrainee
         if settings.train_target is None:
-            pupil = make_trainee(kind, settings, setup, tables)
+            trainee = make_trainee(kind, settings, setup, tables)
         else:
-            pupil = JointTrainee(kind, replace(settings, target=str(target)), setup, tables)
-        layers = sorted({*pupil.aux_states.layers, setup.target.layers - 1})
-        inner = find_proposer(settings.proposer, setup)
-        recorder = Recorder(
-            inner, layers, memory=tables.kv_view, looked=sorted({view.layer for view in pupil.shared_kv})
-        )
-        made.append((pupil, recorder, tables))
+            trainee = JointTrainee(kind, replace(settings, target=str(target)), setup, tables)
+        layers = sorted({*trainee.aux_states.layers, setup.target.layers - 1})
+        kv_layers = sorted({view.layer for view in trainee.shared_kv})
+        proposer = find_proposer(settings.proposer, setup)
+        recorder = Recorder(proposer, layers, memory=tables.kv_view, looked=kv_layers)
+        created.append((trainee, recorder, tables))
         return recorder
 
     config = EngineConfig(
         target=target,
-        proposer=maker,
+        proposer=make_recorder,
         verifier="walk",
-        device=device_of(settings.device),
-        max_num_seqs=min(settings.max_num_seqs, most),
+        device=local_device(settings.device),
+        max_num_seqs=min(settings.max_num_seqs, num_prompts),
         max_num_batched_tokens=_BATCHED_TOKENS,
         prefix_caching=False,
     )
     parts = build(config, planner=FixedPlanner(0) if settings.proposer == "none" else None)
-    pupil, recorder, tables = made[0]
-    return TrainSetup(parts=parts, trainee=pupil, recorder=recorder, tables=tables)
+    trainee, recorder, tables = created[0]
+    return TrainSetup(parts=parts, trainee=trainee, recorder=recorder, tables=tables)

@@ -1,4 +1,4 @@
-"""Steps of training, and everything that must survive a kill."""
+"""Runs training steps, and saves and loads the state of a training."""
 
 from __future__ import annotations
 
@@ -15,161 +15,184 @@ from torch.nn import functional
 
 from outrider.errors import OutriderError
 from outrider.heads.files import save_tensors
-from outrider.train.distributed import total, world
+from outrider.train.distributed import all_reduce_sum, world_size
 from outrider.train.loss.chunked import chunked_loss
-from outrider.train.loss.losses import LENGTH, shortfall
+from outrider.train.loss.losses import LENGTH, length_loss
 from outrider.train.loss.steps import Texts
 from outrider.train.model.trainee import DraftTrainee
 from outrider.train.optimizer import Optimizer
-from outrider.train.precision import products
+from outrider.train.precision import matmul_dtype
 
 STATE = "state.pt"
-_WATCH = 4  # steps between looks at what is kept, which takes as long as the loss itself
-_WARM, _LAST = 0.03, 0.05  # share of the run in which the rate rises; what is left of it at the end
+_STATE_KEYS = frozenset({"module", "optimiser", "step", "random", "identity", "wave"})
+_ALPHA_EVERY = 4  # steps between two records of alpha; to read alpha takes as long as the loss itself
+_WARMUP = 0.03  # share of the training in which the learning rate rises
+_FINAL_LR = 0.05  # learning rate at the end, as a share of its peak
 
 
 @dataclass(slots=True)
-class Sums:
-    """What a step has seen, over its parts."""
+class StepStats:
+    """Statistics of one training step, over all of its micro-batches."""
 
-    loss: float = 0.0  # of a column, in the mean
-    columns: float = 0.0  # learned from, by the first guess
-    alpha: list[float] = field(default_factory=list)  # by position, summed up
-    met: list[float] = field(default_factory=list)
+    loss: float = 0.0  # mean per column
+    columns: float = 0.0  # columns whose first draft token is trained
+    alpha_sums: list[float] = field(default_factory=list)  # sum of alpha, by position of the draft token
+    alpha_counts: list[float] = field(default_factory=list)  # number of values in this sum, by position
 
-    def see(self, position: int, alpha: torch.Tensor) -> None:
-        """Note the shares [n] of guesses at a position."""
-        while len(self.met) <= position:
-            self.alpha.append(0.0)
-            self.met.append(0.0)
-        self.alpha[position] += float(alpha.sum())
-        self.met[position] += len(alpha)
+    def add_alpha(self, position: int, alpha: torch.Tensor) -> None:
+        """Add the acceptance probabilities [n] of draft tokens at a position."""
+        while len(self.alpha_counts) <= position:
+            self.alpha_sums.append(0.0)
+            self.alpha_counts.append(0.0)
+        self.alpha_sums[position] += float(alpha.sum())
+        self.alpha_counts[position] += len(alpha)
 
     @property
     def acceptance(self) -> list[float]:
-        """Mean alpha of each guess in a row, teacher forced."""
-        return [a / m if m else 0.0 for a, m in zip(self.alpha, self.met, strict=True)]
+        """Mean alpha by position of the draft token, with teacher forcing."""
+        pairs = zip(self.alpha_sums, self.alpha_counts, strict=True)
+        return [alpha_sum / count if count else 0.0 for alpha_sum, count in pairs]
 
 
 class Trainer:
-    """A pupil, its optimiser, and how far it has come.
+    """Trains a draft step by step.
 
-    The loss is a sum over columns divided by their number in the whole step, in all parts and all processes: how texts
-    are cut into parts, and shared among processes, changes nothing but rounding.
+    The loss of a step is the sum over all columns, divided by the number of columns in all micro-batches of all
+    processes. So the division into micro-batches and processes changes the result only by rounding.
     """
 
-    def __init__(self, pupil: DraftTrainee, *, losses: dict[str, float], steps: int, decay: float, lr: float) -> None:
-        self.pupil, self.step = pupil, 0
-        self._losses, self._steps, self._decay, self._lr = losses, steps, decay, lr
-        self._optimiser = Optimizer(pupil.module, lr=lr, vocab=len(pupil.ids))
-        self._device = next(pupil.module.parameters()).device
-        self._mixed = products(self._device) is torch.bfloat16  # with weights in float32
+    def __init__(self, trainee: DraftTrainee, *, losses: dict[str, float], steps: int, decay: float, lr: float) -> None:
+        """Create the optimizer.
 
-    def train(self, parts: Iterable[Texts], *, progress: float) -> Sums:
-        """One step over all parts; `progress` says which share of the run lies behind.
+        Args:
+            trainee: the draft to train.
+            losses: weights of the losses by name.
+            steps: draft tokens that training unrolls.
+            decay: factor of the loss from one draft token to the next.
+            lr: peak learning rate.
+        """
+        self.trainee = trainee
+        self.step = 0
+        self._losses = losses
+        self._steps = steps
+        self._decay = decay
+        self._lr = lr
+        self._optimizer = Optimizer(trainee.module, lr=lr, vocab=len(trainee.ids))
+        self._device = next(trainee.module.parameters()).device
+        self._mixed_precision = matmul_dtype(self._device) is torch.bfloat16  # weights are float32
+
+    def train(self, micro_batches: Iterable[Texts], *, progress: float) -> StepStats:
+        """Make one step on all micro-batches. `progress` is the share of the training that is done.
 
         Raises:
-            OutriderError: the loss or its slope is not a number; no weight has changed.
+            OutriderError: the loss or the gradient is not finite. No weight has changed.
         """
-        sums, module = Sums(), self.pupil.module
+        stats = StepStats()
+        module = self.trainee.module
         module.train()
-        for texts in parts:
+        for texts in micro_batches:
             if not bool(texts.learn.any()):
                 continue
-            with torch.autocast(self._device.type, torch.bfloat16, enabled=self._mixed):
-                loss = self._loss(texts, sums)
+            with torch.autocast(self._device.type, torch.bfloat16, enabled=self._mixed_precision):
+                loss = self._loss(texts, stats)
             if loss.requires_grad:
                 loss.backward()  # type: ignore[no-untyped-call]
-            sums.loss += float(loss.detach())
-        self._gather(sums)
+            stats.loss += float(loss.detach())
+        self._reduce(stats)
         norm = float(nn.utils.clip_grad_norm_(module.parameters(), 1.0))
-        if not math.isfinite(sums.loss) or not math.isfinite(norm):
-            self._optimiser.forget()
+        if not math.isfinite(stats.loss) or not math.isfinite(norm):
+            self._optimizer.zero_grad()
             raise OutriderError(
-                f"at step {self.step} the loss is {sums.loss} and the norm of its slope {norm}; use a smaller --lr"
+                f"the loss at step {self.step} is {stats.loss} and the norm of its gradient is {norm};"
+                " use a smaller --lr"
             )
-        if sums.columns:
-            self._optimiser.step(self._lr * rate(progress))
-        self._optimiser.forget()
+        if stats.columns:
+            self._optimizer.step(self._lr * lr_factor(progress))
+        self._optimizer.zero_grad()
         self.step += 1
-        return sums
+        return stats
 
-    def _loss(self, texts: Texts, sums: Sums) -> torch.Tensor:
-        """The sum over columns."""
-        lost, beside = torch.zeros((), device=self._device), torch.zeros((), device=self._device)
+    def _loss(self, texts: Texts, stats: StepStats) -> torch.Tensor:
+        """Return the loss of a micro-batch, summed over its columns."""
+        loss = torch.zeros((), device=self._device)
+        extra_loss = torch.zeros((), device=self._device)
         alphas: list[torch.Tensor] = []
-        heres: list[torch.Tensor] = []
-        shares: list[float] = []
-        for position, step in enumerate(self.pupil.unroll(texts, self._steps)):
-            learn, weight = step.learn, step.weight * self._decay**position
+        masks: list[torch.Tensor] = []
+        weights: list[float] = []
+        for position, step in enumerate(self.trainee.unroll(texts, self._steps)):
+            weight = step.weight * self._decay**position
             losses, alpha = chunked_loss(step.logits, step.target, self._losses)
-            lost = lost + weight * losses.sum()
-            if step.confidence is not None:  # beside what is asked for: it judges, and guesses nothing (DSpark)
-                lost = lost + weight * functional.binary_cross_entropy_with_logits(
+            loss = loss + weight * losses.sum()
+            if step.confidence is not None:
+                # The confidence head always has this loss, whatever `--loss` is (DSpark).
+                loss = loss + weight * functional.binary_cross_entropy_with_logits(
                     step.confidence, alpha.detach().clamp(0, 1), reduction="sum"
                 )
-            if step.beside is not None:
-                beside = beside + step.beside
-            sums.columns += 0 if position else float(learn.sum())
+            if step.extra_loss is not None:
+                extra_loss = extra_loss + step.extra_loss
+            if position == 0:
+                stats.columns += float(step.learn.sum())
             if LENGTH in self._losses:
-                alphas.append(torch.zeros(learn.shape, device=self._device).masked_scatter(learn, alpha))
-                heres.append(learn)
-                shares.append(step.weight)
-            if self.step % _WATCH == 0:
-                sums.see(position, alpha.detach())
-        weights = sum(self._decay**position for position in range(self._steps))
-        lost = lost / weights + beside
-        return lost + self._losses[LENGTH] * _shortfall(alphas, heres, shares) if alphas else lost
+                alphas.append(torch.zeros(step.learn.shape, device=self._device).masked_scatter(step.learn, alpha))
+                masks.append(step.learn)
+                weights.append(step.weight)
+            if self.step % _ALPHA_EVERY == 0:
+                stats.add_alpha(position, alpha.detach())
+        total_weight = sum(self._decay**position for position in range(self._steps))
+        loss = loss / total_weight + extra_loss
+        return loss + self._losses[LENGTH] * _total_length_loss(alphas, masks, weights) if alphas else loss
 
-    def _gather(self, sums: Sums) -> None:
-        """Make of sums over columns means over those of all processes."""
-        both = total(torch.tensor([sums.loss, sums.columns], dtype=torch.float32, device=self._device)).tolist()
-        sums.loss, sums.columns = both[0] / max(both[1], 1.0), both[1]
-        for weight in self.pupil.module.parameters():
-            if weight.grad is None and world() > 1:  # another process may have a slope for it
+    def _reduce(self, stats: StepStats) -> None:
+        """Sum loss and gradients over all processes, and divide them by the number of columns."""
+        sums = torch.tensor([stats.loss, stats.columns], dtype=torch.float32, device=self._device)
+        loss, columns = all_reduce_sum(sums).tolist()
+        stats.loss = loss / max(columns, 1.0)
+        stats.columns = columns
+        for weight in self.trainee.module.parameters():
+            if weight.grad is None and world_size() > 1:  # another process may have a gradient for it
                 weight.grad = torch.zeros_like(weight)
             if weight.grad is not None:
-                total(weight.grad)
-                weight.grad /= max(both[1], 1.0)
+                all_reduce_sum(weight.grad)
+                weight.grad /= max(columns, 1.0)
 
-    def save(self, folder: Path, **facts: Any) -> None:
-        """Write all that it takes to go on; what was saved before survives a failure.
+    def save(self, folder: Path, **extra: Any) -> None:
+        """Write the state of the training and `extra`. If this fails, the state that was saved before is intact.
 
         Raises:
             OutriderError: the disk is full, or the folder cannot be written.
         """
         state = {
-            "module": self.pupil.module.state_dict(),
-            "optimiser": self._optimiser.state_dict(),
+            "module": self.trainee.module.state_dict(),
+            "optimiser": self._optimizer.state_dict(),
             "step": self.step,
             "random": torch.get_rng_state(),
-            **facts,
+            **extra,
         }
-        fresh = folder / f"{STATE}.new"
+        temporary = folder / f"{STATE}.new"
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            save_tensors(state, fresh)
-            fresh.replace(folder / STATE)
+            save_tensors(state, temporary)
+            temporary.replace(folder / STATE)
         except (OSError, RuntimeError) as error:
-            fresh.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
             raise OutriderError(
-                f"{folder / STATE} cannot be written ({error}); what was saved before is whole. Free some space and"
-                " run the same command again"
+                f"{folder / STATE} cannot be written ({error}); the state that was saved before is intact. Free some"
+                " space and run the same command again"
             ) from error
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go on from what `save` wrote."""
-        self.pupil.module.load_state_dict(state["module"])
-        self._optimiser.load_state_dict(state["optimiser"])
+        """Continue from a state that `save` has written."""
+        self.trainee.module.load_state_dict(state["module"])
+        self._optimizer.load_state_dict(state["optimiser"])
         self.step = state["step"]
         torch.set_rng_state(state["random"].cpu())
 
 
 def read_state(folder: Path) -> dict[str, Any] | None:
-    """What a training before has saved, if anything.
+    """Return the state of the training in a folder, or None if there is none.
 
     Raises:
-        OutriderError: it cannot be read, or is something else.
+        OutriderError: the file cannot be read, or it is not the state of a training.
     """
     file = folder / STATE
     if not file.is_file():
@@ -179,22 +202,32 @@ def read_state(folder: Path) -> dict[str, Any] | None:
     except (OSError, RuntimeError, EOFError, ValueError, KeyError, pickle.UnpicklingError) as error:
         reason = str(error).partition("\n")[0]
         raise OutriderError(f"{file} cannot be read ({reason}); use --overwrite, or another --out") from error
-    if not isinstance(state, dict) or not {"module", "optimiser", "step", "random", "identity", "wave"} <= state.keys():
-        raise OutriderError(f"{file} is no state of a training; use --overwrite, or another --out")
+    if not isinstance(state, dict) or not state.keys() >= _STATE_KEYS:
+        raise OutriderError(f"{file} is not the state of a training; use --overwrite, or another --out")
     return state
 
 
-def rate(progress: float) -> float:
-    """The learning rate's share of its height: it rises, and falls again as a cosine does."""
-    if progress < _WARM:
-        return (progress + 1e-3) / (_WARM + 1e-3)
-    fall = (progress - _WARM) / (1 - _WARM)
-    return _LAST + (1 - _LAST) * (1 + math.cos(math.pi * min(fall, 1.0))) / 2
+def lr_factor(progress: float) -> float:
+    """Return the learning rate as a share of its peak: a linear warm-up, then a cosine decay.
+
+    `progress` is the share of the training that is done.
+    """
+    if progress < _WARMUP:
+        return (progress + 1e-3) / (_WARMUP + 1e-3)
+    decay = (progress - _WARMUP) / (1 - _WARMUP)
+    return _FINAL_LR + (1 - _FINAL_LR) * (1 + math.cos(math.pi * min(decay, 1.0))) / 2
 
 
-def _shortfall(alphas: list[torch.Tensor], learn: list[torch.Tensor], weights: list[float]) -> torch.Tensor:
-    """Summed over chains, from what is known [B, C] of each guess in a row; later ones reach fewer columns."""
-    size = learn[0].shape[1]
-    wide = [functional.pad(alpha, (0, size - alpha.shape[1])) for alpha in alphas]
-    here = [functional.pad(each, (0, size - each.shape[1])) for each in learn]
-    return shortfall(torch.stack(wide), torch.stack(here).cumprod(0).bool(), weights).sum()
+def _total_length_loss(alphas: list[torch.Tensor], masks: list[torch.Tensor], weights: list[float]) -> torch.Tensor:
+    """Return the length loss, summed over all columns.
+
+    Args:
+        alphas: by position of the draft token, its acceptance probabilities [B, C]. Later positions have fewer columns.
+        masks: by position, which columns [B, C] have this draft token.
+        weights: by position, the weight of a column.
+    """
+    size = masks[0].shape[1]
+    padded_alphas = [functional.pad(alpha, (0, size - alpha.shape[1])) for alpha in alphas]
+    padded_masks = [functional.pad(mask, (0, size - mask.shape[1])) for mask in masks]
+    exists = torch.stack(padded_masks).cumprod(0).bool()
+    return length_loss(torch.stack(padded_alphas), exists, weights).sum()

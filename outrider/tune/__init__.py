@@ -1,1 +1,1 @@
-"""The advisor: measures a workload, and says whether and how to speculate."""
+"""`outrider tune`: measures proposers on a workload and recommends whether and how to speculate."""

@@ -1,4 +1,4 @@
-"""The answer as a file: settings that `--config` of other verbs takes over."""
+"""Writes the recommendation as settings, and reads them for `--config` of other commands."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from outrider.tune.settings import Settings
 
 BENCHMARK, VERSION = "outrider tune", 1
 FIT = "outrider fit"  # its documents have the same settings
-_TAKEN = ("target", "proposer", "k", "verifier", "dtype", "kernels", "quantize")
-_OF_PROPOSER = ("k", "verifier")  # which were found for it, and say nothing of another one
+_OPTIONS = ("target", "proposer", "k", "verifier", "dtype", "kernels", "quantize")
+_PROPOSER_OPTIONS = ("k", "verifier")  # tuned for the proposer of the file, and useless for another one
 
 Options = TypeVar("Options")
 
 
 def settings_dict(settings: Settings, *, proposer: str, k: int | str, verifier: str) -> dict[str, Any]:
-    """What to run, with folders that mean the same wherever the file is read from, and hashes of the models."""
-    found = absolute(proposer)
+    """Return the settings to run, with absolute folders and with hashes of the models."""
+    expression = absolute(proposer)
     target = None if settings.target is None else str(model_folder(settings.target).resolve())
-    # The embedded target comes with the program, wherever that is.
-    folders = [*([Path(target)] if target else ()), *model_folders(found)]
+    # The embedded target has no folder here: it comes with the installed program.
+    folders = [*([Path(target)] if target else ()), *model_folders(expression)]
     return {
         "target": target,
-        "proposer": found,
+        "proposer": expression,
         "k": k,
         "verifier": verifier,
         "dtype": settings.dtype,
@@ -42,35 +42,38 @@ def settings_dict(settings: Settings, *, proposer: str, k: int | str, verifier: 
 
 
 def configured(options: Options, file: str, *, given: Collection[str], least: int = 0) -> Options:
-    """A verb's options with what the file has found in place of defaults.
+    """Return the options of a command, with the settings of a file in place of defaults.
 
     Args:
         options: a dataclass with fields of the names in the file.
-        file: what `outrider tune --out` wrote.
-        given: the fields that the user has set, which stay. With another proposer, what was found for the file's own
-            stays out of it.
-        least: guesses a round without which the verb makes no sense.
+        file: a file of `outrider tune --out`.
+        given: the fields that the user has set. They take precedence. If the user has set the proposer, the k and the
+            verifier of the file are not used either.
+        least: smallest k that the command accepts.
 
     Raises:
-        OutriderError: the file cannot be read, is none of ours, or its models are gone.
+        OutriderError: the file cannot be read, is not a file of `outrider tune`, or its models are missing.
     """
-    found = _read(file)
-    known = {field.name for field in fields(options)}  # type: ignore[arg-type]
-    stays = {*given, *(_OF_PROPOSER if "proposer" in given else ())}
-    taken = {name: found[name] for name in _TAKEN if name in known and name not in stays}
-    _check_models(file, found, taken)
-    if taken.get("proposer") == "none" and "k" in given:
-        raise OutriderError(f"{file} advises plain decoding, and k was given; give --proposer as well, or no --k")
-    if not isinstance(k := taken.get("k", least), str) and k < least:
-        raise OutriderError(f"{file} advises plain decoding, which leaves nothing to compare; give --proposer and --k")
-    return replace(options, **taken)  # type: ignore[type-var]
+    settings = _read(file)
+    names = {field.name for field in fields(options)}  # type: ignore[arg-type]
+    fixed = {*given, *(_PROPOSER_OPTIONS if "proposer" in given else ())}
+    values = {name: settings[name] for name in _OPTIONS if name in names and name not in fixed}
+    _check_models(file, settings, values)
+    if values.get("proposer") == "none" and "k" in given:
+        raise OutriderError(f"{file} recommends plain decoding, and k was given; give --proposer as well, or no --k")
+    k = values.get("k", least)
+    if not isinstance(k, str) and k < least:
+        raise OutriderError(
+            f"{file} recommends plain decoding, so there is nothing to compare; give --proposer and --k"
+        )
+    return replace(options, **values)  # type: ignore[type-var]
 
 
 def _read(file: str) -> Mapping[str, Any]:
     try:
         text = Path(file).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise OutriderError(
             f"config {file} cannot be read ({reason}); write one with: outrider tune --out {file}"
         ) from None
@@ -79,51 +82,53 @@ def _read(file: str) -> Mapping[str, Any]:
     except ValueError:
         document = None
     if not isinstance(document, dict) or document.get("benchmark") not in (BENCHMARK, FIT):
-        raise OutriderError(f"{file} is no advice; write it with: outrider tune --out {file}")
+        raise OutriderError(f"{file} is not a file of outrider tune; write it with: outrider tune --out {file}")
     if document.get("version") != VERSION:
         raise OutriderError(
-            f"{file} is advice of version {document.get('version')}, and this program reads version {VERSION}; write it"
-            f" anew with: outrider tune --out {file}"
+            f"{file} has version {document.get('version')}, and this program reads version {VERSION}; write it again"
+            f" with: outrider tune --out {file}"
         )
     settings = document.get("settings")
-    if not isinstance(settings, dict) or not {*_TAKEN, "models"} <= settings.keys():
-        raise OutriderError(f"{file} lacks settings; write it anew with: outrider tune --out {file}")
-    if wrong := [name for name, value in settings.items() if not _fits(name, value)]:
+    if not isinstance(settings, dict) or not {*_OPTIONS, "models"} <= settings.keys():
+        raise OutriderError(f"{file} lacks settings; write it again with: outrider tune --out {file}")
+    invalid = [name for name, value in settings.items() if not _is_valid(name, value)]
+    if invalid:
+        name = invalid[0]
         raise OutriderError(
-            f"{file} has {wrong[0]} {settings[wrong[0]]!r}, which is none; write it anew with:"
-            f" outrider tune --out {file}"
+            f"{file} has {name} {settings[name]!r}, which is invalid; write it again with: outrider tune --out {file}"
         )
     return settings
 
 
-def _fits(name: str, value: Any) -> bool:
-    """Whether a setting is of the kind that `settings_dict` writes."""
+def _is_valid(name: str, value: Any) -> bool:
+    """Return whether a setting has the type that `settings_dict` writes."""
     if name == "k":
         return value == AUTO or (isinstance(value, int) and not isinstance(value, bool) and value >= 0)
     if name == "models":
         return isinstance(value, dict) and all(isinstance(each, str) for each in value.values())
-    return isinstance(value, str) or (name in ("target", "quantize") and value is None) or name not in _TAKEN
+    return isinstance(value, str) or (name in ("target", "quantize") and value is None) or name not in _OPTIONS
 
 
-def _check_models(file: str, found: Mapping[str, Any], taken: Mapping[str, Any]) -> None:
-    """Those that are about to be used are there, and what they were."""
+def _check_models(file: str, settings: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+    """Check that the models to use exist and have not changed."""
+    hashes = settings["models"]
     used: list[Path] = []
-    if taken.get("target"):
-        used.append(Path(taken["target"]))
-    if "proposer" in taken:
-        used += [Path(folder) for folder in found["models"] if folder != found["target"]]
-        used += model_folders(taken["proposer"])  # those that are there; of one that is gone the file itself must know
+    if values.get("target"):
+        used.append(Path(values["target"]))
+    if "proposer" in values:
+        used += [Path(folder) for folder in hashes if folder != settings["target"]]
+        used += model_folders(values["proposer"])  # existing folders only; `hashes` also names missing ones
     for folder in dict.fromkeys(used):
         if not folder.is_dir():
             raise OutriderError(
-                f"{folder}, which {file} is about, is gone; name its place with --target or --proposer, or tune again"
+                f"{folder}, a model of {file}, is missing; give its folder with --target or --proposer, or tune again"
             )
-        if str(folder) not in found["models"]:
+        if str(folder) not in hashes:
             raise OutriderError(
-                f"{file} does not say what {folder} was, and it may have changed since; write it anew with:"
+                f"{file} has no hash of {folder}, which may have changed since; write it again with:"
                 f" outrider tune --out {file}"
             )
-        if found["models"][str(folder)] != model_print(folder):
+        if hashes[str(folder)] != model_print(folder):
             raise OutriderError(
                 f"{folder} has changed since {file} was written; tune again, or give --target and --proposer yourself"
             )

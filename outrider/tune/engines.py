@@ -1,6 +1,6 @@
-"""The same settings for other engines, or why they have none.
+"""Translates a recommendation into settings of vLLM and SGLang, or explains why it has none.
 
-Names are those of the engines' own documents: `--speculative-config` of vLLM, `--speculative-*` of SGLang.
+The names are those of their documentation: `--speculative-config` of vLLM, `--speculative-*` of SGLang.
 """
 
 from __future__ import annotations
@@ -11,26 +11,27 @@ from typing import Any
 
 from outrider.propose.registry import Expression, parse
 
-_WIDEST = 512  # rows: the last batch of vLLM's table, whose k is 0
-_DRAFTS = ("draft", "draft-tokens")
+_MAX_BATCH = 512  # largest batch in vLLM's table of k by batch size
+_DRAFT_MODELS = ("draft", "draft-tokens")
+_ALTERNATIVE = "use the best of draft, ngram and suffix from the table"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OtherEngine:
-    """What to give another engine."""
+    """The settings of another engine."""
 
     engine: str
-    settings: str | None  # None: it cannot do this
-    note: str  # what differs there, or why it cannot
+    settings: str | None  # None: the engine does not support it
+    note: str  # what differs in this engine, or why it has no settings
 
 
 def other_engines(proposer: str, k: int, *, stops: int | None) -> tuple[OtherEngine, ...]:
-    """vLLM's and SGLang's settings for a proposer.
+    """Return the settings of vLLM and SGLang for a proposer.
 
     Args:
-        proposer: an expression; none is plain decoding.
-        k: guesses a round.
-        stops: the batch from which nothing pays; None where that is not known.
+        proposer: an expression; "none" is plain decoding.
+        k: draft tokens per round.
+        stops: the batch from which speculation does not pay; None: unknown.
     """
     expression = parse(proposer)
     if expression.name == "none":
@@ -40,36 +41,38 @@ def other_engines(proposer: str, k: int, *, stops: int | None) -> tuple[OtherEng
 
 
 def _vllm(expression: Expression, k: int, stops: int | None) -> OtherEngine:
-    name, config, notes = expression.name, dict[str, Any](), []
-    if name in _DRAFTS:
+    name = expression.name
+    config: dict[str, Any]
+    notes = []
+    if name in _DRAFT_MODELS:
         config = {"method": "draft_model", "model": expression.argument, "num_speculative_tokens": k}
-        notes.append("guesses are drawn greedily there unless draft_sample_method is probabilistic")
         if name == "draft-tokens":
             config["use_heterogeneous_vocab"] = True
-            notes[0] = "guesses are drawn greedily there, which another vocabulary demands"
+            notes.append("draft tokens are greedy there, which a draft with another vocabulary requires")
         else:
-            notes.append("a draft with another vocabulary needs use_heterogeneous_vocab as well")
+            notes.append("draft tokens are greedy there unless draft_sample_method is probabilistic")
+            notes.append("a draft with another vocabulary also needs use_heterogeneous_vocab")
     elif name == "ngram":
-        least, _, most = (expression.argument or "1-5").partition("-")
+        shortest, _, longest = (expression.argument or "1-5").partition("-")
         config = {
             "method": "ngram",
             "num_speculative_tokens": k,
-            "prompt_lookup_min": int(least),
-            "prompt_lookup_max": int(most),
+            "prompt_lookup_min": int(shortest),
+            "prompt_lookup_max": int(longest),
         }
-        notes.append("it guesses one chain, with no chances to trim it by")
+        notes.append("it drafts one chain, without probabilities to trim it by")
     elif name == "suffix":
         config = {"method": "suffix", "num_speculative_tokens": k}
         if not expression.argument:
             config["suffix_decoding_max_cached_requests"] = 0
-        notes.append("it guesses one chain")
+        notes.append("it drafts one chain")
     else:
-        return OtherEngine(engine="vLLM", settings=None, note=f"vLLM has no {name}; {_INSTEAD}")
+        return OtherEngine(engine="vLLM", settings=None, note=f"vLLM has no {name}; {_ALTERNATIVE}")
     if stops is not None and stops > 1:
-        table = [[1, stops - 1, k], [stops, max(_WIDEST, stops), 0]]
+        k_by_batch = [[1, stops - 1, k], [stops, max(_MAX_BATCH, stops), 0]]
         notes.append(
-            f"to stop guessing in time, add num_speculative_tokens_per_batch_size {json.dumps(table)}, which is said to"
-            " be tested with EAGLE and DFlash"
+            "to stop drafting at large batches, add num_speculative_tokens_per_batch_size"
+            f" {json.dumps(k_by_batch)}, which its documentation calls tested with EAGLE and DFlash"
         )
     return OtherEngine(engine="vLLM", settings=f"--speculative-config '{json.dumps(config)}'", note="; ".join(notes))
 
@@ -81,16 +84,13 @@ def _sglang(expression: Expression, k: int) -> OtherEngine:
             f"--speculative-algorithm STANDALONE --speculative-draft-model-path {expression.argument}"
             f" --speculative-num-steps {k} --speculative-eagle-topk 1 --speculative-num-draft-tokens {k + 1}"
         )
-        note = "one chain; both models need the same vocabulary; there is no switch that stops guessing by batch"
+        note = "one chain; both models need the same vocabulary; no option stops drafting at large batches"
         return OtherEngine(engine="SGLang", settings=settings, note=note)
     if name in ("ngram", "suffix"):
         settings = f"--speculative-algorithm NGRAM --speculative-num-draft-tokens {k + 1}"
         note = (
-            "its NGRAM looks in a tree that all requests fill, so it finds more than ngram and remembers as"
-            " suffix:TOKENS does; CUDA alone"
+            "its NGRAM searches a tree of all requests, so it finds more than ngram and remembers outputs like"
+            " suffix:TOKENS; CUDA only"
         )
         return OtherEngine(engine="SGLang", settings=settings, note=note)
-    return OtherEngine(engine="SGLang", settings=None, note=f"SGLang has no {name}; {_INSTEAD}")
-
-
-_INSTEAD = "take the best of draft, ngram and suffix from the table"
+    return OtherEngine(engine="SGLang", settings=None, note=f"SGLang has no {name}; {_ALTERNATIVE}")

@@ -1,4 +1,4 @@
-"""From trials to figures: speedups and how sure they are, acceptance by category and phase, the parts of a round."""
+"""Computes figures from trials: speedups with intervals, acceptance by category and output third, times of a round."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from outrider.tune.settings import PHASES
 from outrider.tune.trial import Trial, Variant
 
 _RESAMPLES = 1000
-_TAIL = 0.025  # on each side of an interval
+_TAIL = 0.025  # share of the resamples on each side of an interval
 
 Amounts = tuple[float, float]  # tokens and seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """A ratio and its 95% interval over prompts; no interval where there was one batch of prompts alone."""
+    """A ratio with its 95% interval over prompts. There is no interval for a single batch of prompts."""
 
     value: float
     low: float | None = None
@@ -29,27 +29,27 @@ class Estimate:
 
     @property
     def sure(self) -> bool:
-        """Whether all of the interval is a gain."""
+        """Whether the whole interval is above 1."""
         return self.low is not None and self.low > 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AcceptanceSummary:
-    """How good guesses were, somewhere."""
+    """Acceptance of some of the passes."""
 
     tau: float
     acceptance: tuple[float, ...]  # by position
-    speedup: float | None = None  # of decoding; None where it was not told apart
+    speedup: float | None = None  # of decoding; None: not measured separately
 
     @classmethod
     def of(cls, stats: Stats, speedup: float | None = None) -> AcceptanceSummary:
-        """Of what was counted there."""
+        """Return the acceptance of statistics."""
         return cls(tau=stats.tau, acceptance=stats.acceptance, speedup=speedup)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundMs:
-    """Milliseconds of a round of decoding."""
+    """Milliseconds of a decoding round."""
 
     draft: float
     target: float
@@ -57,104 +57,116 @@ class RoundMs:
 
     @property
     def total(self) -> float:
-        """Of the round."""
+        """Milliseconds of the whole round."""
         return self.draft + self.target + self.host
 
     @classmethod
     def of(cls, stats: Stats) -> RoundMs:
-        """The mean of the rounds that were counted."""
+        """Return the means over the rounds of statistics."""
         unit = 1e3 / max(stats.rounds, 1)
         return cls(draft=stats.draft_seconds * unit, target=stats.target_seconds * unit, host=stats.host_seconds * unit)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plain:
-    """Plain decoding at one place."""
+    """Plain decoding at one batch size and temperature."""
 
     variant: Variant
-    tokens_per_s: float | None  # tokens/s of decoding; None where outputs were over in one round
-    prefill_share: float  # share of the time until every row had a token
+    tokens_per_s: float | None  # of decoding; None: outputs ended in one round
+    prefill_share: float  # share of the time until every sequence has a token
     parts: RoundMs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One way to guess at one place, beside plain decoding there."""
+    """A proposer and a k at one batch size and temperature, compared with plain decoding."""
 
     variant: Variant
-    tokens_per_s: float | None  # tokens/s of decoding
-    speedup: Estimate | None  # of decoding alone; None where outputs were over in one round
-    overall: Estimate  # of the whole, the reading of prompts included
+    tokens_per_s: float | None  # of decoding
+    speedup: Estimate | None  # of decoding; None: outputs ended in one round
+    overall: Estimate  # speedup with prefill
     total: AcceptanceSummary
-    nodes: float  # guesses verified a pass
+    nodes: float  # draft tokens per pass
     parts: RoundMs
     categories: Mapping[str, AcceptanceSummary]
     output_thirds: Mapping[str, AcceptanceSummary]
     exact: bool
 
     def break_even_tau(self, plain: Plain) -> float:
-        """Tokens that a pass must emit for a round to be worth its time."""
+        """Return the tokens per pass from which a round is worth its time."""
         return self.parts.total / plain.parts.total if plain.parts.total else 0.0
 
 
 def figures(trials: Sequence[Trial], *, seed: int) -> tuple[list[Plain], list[Case]]:
-    """All places' plain decoding, and all cases, in the order of their first trials."""
-    groups: dict[Variant, list[Trial]] = {}
+    """Return plain decoding at every batch and temperature, and all cases, in the order of their first trials."""
+    by_variant: dict[Variant, list[Trial]] = {}
     for trial in trials:
-        groups.setdefault(trial.variant, []).append(trial)
-    base = {(way.batch, way.temperature): some for way, some in groups.items() if way.plain}
-    plains = [_plain(some) for some in base.values()]
-    cases = [_case(some, base[way.batch, way.temperature], seed=seed) for way, some in groups.items() if not way.plain]
+        by_variant.setdefault(trial.variant, []).append(trial)
+    plain_trials = {}
+    for variant, group in by_variant.items():
+        if variant.plain:
+            plain_trials[variant.batch, variant.temperature] = group
+    plains = [_plain(group) for group in plain_trials.values()]
+    cases = []
+    for variant, group in by_variant.items():
+        if not variant.plain:
+            cases.append(_case(group, plain_trials[variant.batch, variant.temperature], seed=seed))
     return plains, cases
 
 
-def ratio(ours: Sequence[Amounts], theirs: Sequence[Amounts], *, seed: int) -> Estimate | None:
-    """Tokens a second over theirs, and a bootstrap over the pairs (Efron 1979): resampled pairs, pooled, percentiles.
+def ratio(amounts: Sequence[Amounts], base: Sequence[Amounts], *, seed: int) -> Estimate | None:
+    """Return the ratio of two speeds, with an interval from a bootstrap over pairs (Efron 1979).
+
+    Pairs are resampled and pooled. The interval is between percentiles of the resampled ratios.
 
     Args:
-        ours: tokens and seconds of each batch of prompts.
-        theirs: the same of plain decoding, in the same order.
+        amounts: tokens and seconds of each batch of prompts.
+        base: the same of plain decoding, in the same order.
         seed: of the resampling.
 
     Returns:
-        None where nothing was emitted, or in no time.
+        None if there were no tokens or no seconds.
     """
-    pairs = list(zip(ours, theirs, strict=True))
-    value = _pooled(pairs)
+    pairs = list(zip(amounts, base, strict=True))
+    value = _pooled_ratio(pairs)
     if value is None:
         return None
     if len(pairs) < 2:
         return Estimate(value=value)
-    chance = random.Random(seed)
-    drawn = (_pooled(chance.choices(pairs, k=len(pairs))) for _ in range(_RESAMPLES))
-    found = sorted(each for each in drawn if each is not None)
-    at = int(_TAIL * len(found))
-    return Estimate(value=value, low=found[at], high=found[-1 - at])
+    generator = random.Random(seed)
+    resampled = (_pooled_ratio(generator.choices(pairs, k=len(pairs))) for _ in range(_RESAMPLES))
+    ordered = sorted(each for each in resampled if each is not None)
+    tail = int(_TAIL * len(ordered))
+    return Estimate(value=value, low=ordered[tail], high=ordered[-1 - tail])
 
 
 def case_dict(case: Case) -> dict[str, Any]:
-    """For JSON: the way's own fields beside the figures."""
-    found = asdict(case)
-    return {**found.pop("variant"), **found}
+    """Return a case for JSON. The fields of its variant are on the top level."""
+    document = asdict(case)
+    return {**document.pop("variant"), **document}
 
 
-def _pooled(pairs: Iterable[tuple[Amounts, Amounts]]) -> float | None:
-    some = list(pairs)
-    tokens, seconds, base_tokens, base_seconds = (sum(pair[i][j] for pair in some) for i in (0, 1) for j in (0, 1))
+def _pooled_ratio(pairs: Sequence[tuple[Amounts, Amounts]]) -> float | None:
+    """Return the ratio of the speeds that summed tokens and seconds give."""
+    tokens = sum(amounts[0] for amounts, _ in pairs)
+    seconds = sum(amounts[1] for amounts, _ in pairs)
+    base_tokens = sum(base[0] for _, base in pairs)
+    base_seconds = sum(base[1] for _, base in pairs)
     if not (tokens and seconds and base_tokens and base_seconds):
         return None
     return (tokens / seconds) / (base_tokens / base_seconds)
 
 
 def typical(trials: Sequence[Trial]) -> list[Trial]:
-    """Of each batch of prompts the round of median speed: a round in which the machine was disturbed says nothing."""
-    rounds: dict[int, list[Trial]] = {}
+    """Return the trial of median speed of each batch of prompts, so that disturbed rounds do not count."""
+    by_batch: dict[int, list[Trial]] = {}
     for trial in trials:
-        rounds.setdefault(trial.repeat, []).append(trial)
-    return [
-        sorted(some, key=lambda trial: trial.tokens / trial.seconds, reverse=True)[(len(some) - 1) // 2]
-        for some in rounds.values()
-    ]
+        by_batch.setdefault(trial.batch_number, []).append(trial)
+    medians = []
+    for group in by_batch.values():
+        fastest_first = sorted(group, key=lambda trial: trial.tokens / trial.seconds, reverse=True)
+        medians.append(fastest_first[(len(group) - 1) // 2])
+    return medians
 
 
 def _decoding(trial: Trial) -> Amounts:
@@ -165,13 +177,13 @@ def _whole(trial: Trial) -> Amounts:
     return float(trial.tokens), trial.seconds
 
 
-def _compared(
-    ours: Sequence[Trial], theirs: Sequence[Trial], of: Callable[[Trial], Amounts], seed: int
+def _compare(
+    trials: Sequence[Trial], plain: Sequence[Trial], amounts: Callable[[Trial], Amounts], seed: int
 ) -> Estimate | None:
-    """Both by batches of prompts: rounds over the same ones are no prompts of their own."""
-    left = {trial.repeat: of(trial) for trial in typical(ours)}
-    right = {trial.repeat: of(trial) for trial in typical(theirs)}
-    return ratio([left[heat] for heat in right], list(right.values()), seed=seed)
+    """Compare trials with plain decoding, by batch of prompts: repeats of one batch are no independent samples."""
+    by_batch = {trial.batch_number: amounts(trial) for trial in typical(trials)}
+    plain_by_batch = {trial.batch_number: amounts(trial) for trial in typical(plain)}
+    return ratio([by_batch[number] for number in plain_by_batch], list(plain_by_batch.values()), seed=seed)
 
 
 def _rate(trials: Sequence[Trial]) -> float | None:
@@ -179,27 +191,28 @@ def _rate(trials: Sequence[Trial]) -> float | None:
 
 
 def _plain(trials: Sequence[Trial]) -> Plain:
-    some = typical(trials)
+    medians = typical(trials)
     return Plain(
         variant=trials[0].variant,
-        tokens_per_s=_rate(some),
-        prefill_share=sum(trial.prefill_seconds for trial in some) / sum(trial.seconds for trial in some),
-        parts=RoundMs.of(_sum(trial.stats for trial in some)),
+        tokens_per_s=_rate(medians),
+        prefill_share=sum(trial.prefill_seconds for trial in medians) / sum(trial.seconds for trial in medians),
+        parts=RoundMs.of(_sum(trial.stats for trial in medians)),
     )
 
 
 def _case(trials: Sequence[Trial], plain: Sequence[Trial], *, seed: int) -> Case:
-    stats, some = _sum(trial.stats for trial in trials), typical(trials)
-    overall = _compared(trials, plain, _whole, seed)
-    assert overall is not None  # a completion has a token, and takes time
+    stats = _sum(trial.stats for trial in trials)
+    medians = typical(trials)
+    overall = _compare(trials, plain, _whole, seed)
+    assert overall is not None  # a completion has at least one token and takes time
     return Case(
         variant=trials[0].variant,
-        tokens_per_s=_rate(some),
-        speedup=_compared(trials, plain, _decoding, seed),
+        tokens_per_s=_rate(medians),
+        speedup=_compare(trials, plain, _decoding, seed),
         overall=overall,
         total=AcceptanceSummary.of(stats),
         nodes=stats.draft_tokens / stats.passes,
-        parts=RoundMs.of(_sum(trial.stats for trial in some)),
+        parts=RoundMs.of(_sum(trial.stats for trial in medians)),
         categories=_categories(trials, plain, seed),
         output_thirds={
             name: AcceptanceSummary.of(_sum(trial.output_thirds[i] for trial in trials))
@@ -210,16 +223,23 @@ def _case(trials: Sequence[Trial], plain: Sequence[Trial], *, seed: int) -> Case
 
 
 def _categories(trials: Sequence[Trial], plain: Sequence[Trial], seed: int) -> dict[str, AcceptanceSummary]:
-    """Acceptance by category; speed as well where no batch holds two of them."""
+    """Return the acceptance by category, and the speedup of categories that share no batch with another one."""
     names = dict.fromkeys(name for trial in trials for name in trial.categories)
-    found = {}
+    summaries = {}
     for name in names:
         stats = _sum(trial.categories[name] for trial in trials if name in trial.categories)
-        ours, theirs = ([trial for trial in some if set(trial.categories) == {name}] for some in (trials, plain))
-        apart = not any(name in trial.categories and len(trial.categories) > 1 for trial in trials)
-        estimate = _compared(ours, theirs, _decoding, seed) if apart else None
-        found[name] = AcceptanceSummary.of(stats, estimate.value if estimate else None)
-    return found
+        shares_batch = any(name in trial.categories and len(trial.categories) > 1 for trial in trials)
+        speedup = None
+        if not shares_batch:
+            estimate = _compare(_only(name, trials), _only(name, plain), _decoding, seed)
+            speedup = estimate.value if estimate else None
+        summaries[name] = AcceptanceSummary.of(stats, speedup)
+    return summaries
+
+
+def _only(category: str, trials: Sequence[Trial]) -> list[Trial]:
+    """Return the trials whose prompts are all of one category."""
+    return [trial for trial in trials if set(trial.categories) == {category}]
 
 
 def _sum(stats: Iterable[Stats]) -> Stats:

@@ -1,4 +1,4 @@
-"""Everybody over every prompt, in turns, around one loaded target."""
+"""Runs all variants over every prompt batch in turns, with one loaded target."""
 
 from __future__ import annotations
 
@@ -29,50 +29,51 @@ from outrider.propose.registry import DRAWN, Expression, parse
 from outrider.tune.settings import Settings
 from outrider.tune.trial import PromptBatch, Trial, Variant, run
 
-_WARM_TOKENS = 8
-_LEAST_BATCHES = 2  # batches of prompts that are measured whatever the time limit, so that there is an interval
-# Those that know nothing of a finished text. Any other one is made anew before it meets the same prompt again, or it
-# would remember the answer.
+_WARMUP_TOKENS = 8
+_MIN_BATCHES = 2  # batches of prompts that are measured in spite of the time limit, so that there is an interval
+# Proposers without memory of finished outputs. Every other proposer is created again before it gets a prompt a second
+# time. Otherwise it would remember the output.
 _FORGETFUL = DRAWN | {"draft-text", "ngram", "suffix", "retrieval", "first", "merge", "switch"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What was found, and where."""
+    """The results of all runs."""
 
-    llm: LLM  # plain decoding, for what is to be said of the target
+    llm: LLM  # plain decoding, for information about the target
     trials: tuple[Trial, ...]
-    memory: dict[str, MemoryUse]  # by proposer, with all rows running
+    memory: dict[str, MemoryUse]  # by proposer, with the largest batch
 
 
 def measure(settings: Settings, progress: Console, *, max_seconds: float = math.inf) -> Measured:
-    """Run plain decoding and every proposer with every k at every place.
+    """Run plain decoding and every proposer with every k, at every batch size and temperature.
 
-    After `max_seconds`, the remaining batches of prompts are left out. Every proposer is measured on the same ones.
+    After `max_seconds`, the remaining batches of prompts are left out. Every variant runs the same ones.
 
     Raises:
-        OutriderError: what was asked for cannot be measured; the message says why.
+        OutriderError: the settings cannot be measured.
     """
     with progress.status("loading models"):
-        crew = VariantEngines(settings)
-        places = [
+        engines = VariantEngines(settings)
+        conditions = [
             Condition(batch=batch, temperature=temperature)
             for temperature in settings.temperatures
             for batch in settings.batches
         ]
-        heats = {place: _repeats(crew.base, settings, place) for place in places}
-    trials = tuple(_interleave(crew, settings, heats, progress, max_seconds))
-    with progress.status("weighing"):
-        widest = next(heats[place][0].jobs for place in places if place.batch == settings.rows)
+        batches = {condition: _prompt_batches(engines.base, settings, condition) for condition in conditions}
+    trials = tuple(_interleave(engines, settings, batches, progress, max_seconds))
+    with progress.status("measuring memory"):
+        largest = next(condition for condition in conditions if condition.batch == settings.max_num_seqs)
+        jobs = batches[largest][0].jobs
         memory = {
-            proposer: measure_memory(crew.engine_for(_variant(proposer, settings, places[0])), widest)
-            for proposer in crew.known
+            proposer: measure_memory(engines.engine_for(_variant(proposer, settings, conditions[0])), jobs)
+            for proposer in engines.proposers
         }
-    return Measured(llm=crew.base, trials=trials, memory=memory)
+    return Measured(llm=engines.base, trials=trials, memory=memory)
 
 
 class VariantEngines:
-    """Engines around one target: each way to decode has one of its own, so none learns from another's rounds."""
+    """Engines that share one target. Each variant has its own engine, so that none learns from another's rounds."""
 
     def __init__(self, settings: Settings) -> None:
         self.base = LLM(
@@ -84,137 +85,137 @@ class VariantEngines:
             kernels=settings.kernels,
             quantize=settings.quantize,
             threads=settings.threads,
-            max_num_seqs=settings.rows,
+            max_num_seqs=settings.max_num_seqs,
             max_model_len=settings.max_model_len,
-            prefix_caching=False,  # a prompt is to cost the same each time
+            prefix_caching=False,  # the prefill of a prompt must cost the same each time
         )
         self._settings = settings
-        self._exported: set[int] = set()  # what all of them need: they take their turns too often to ask each time
-        self.known: dict[str, Proposer] = {spec: self._proposer(spec) for spec in settings.proposers}
+        # Layers whose hidden states the target exports for any of the proposers. Changing them for each turn is slow.
+        self._exported_layers: set[int] = set()
+        self.proposers: dict[str, Proposer] = {spec: self._make_proposer(spec) for spec in settings.proposers}
         self._planners: dict[Variant, CostPlanner] = {}
 
-    def engine_for(self, way: Variant) -> LLM:
-        """Who decodes this way."""
-        if way.plain:
+    def engine_for(self, variant: Variant) -> LLM:
+        """Return the engine that runs a variant."""
+        if variant.plain:
             return self.base
         parts = self.base.parts
-        rule = find_verifier(self._settings.verifier, way.proposer)
-        proposer = self.known[way.proposer] if is_forgetful(parse(way.proposer)) else self._proposer(way.proposer)
-        planner = self._planner(way)
-        engine = assemble(parts.loaded, proposer=proposer, verifier=rule, planner=planner)
-        return LLM.from_parts(replace(parts, engine=engine, proposer=proposer, verifier=rule, planner=planner))
+        verifier = find_verifier(self._settings.verifier, variant.proposer)
+        if is_forgetful(parse(variant.proposer)):
+            proposer = self.proposers[variant.proposer]
+        else:
+            proposer = self._make_proposer(variant.proposer)
+        planner = self._planner(variant)
+        engine = assemble(parts.loaded, proposer=proposer, verifier=verifier, planner=planner)
+        return LLM.from_parts(replace(parts, engine=engine, proposer=proposer, verifier=verifier, planner=planner))
 
-    def _planner(self, way: Variant) -> Planner:
-        """With k auto one for all of a place's rounds: what it learns is acceptance, not texts."""
-        if not isinstance(way.k, str):
-            return FixedPlanner(way.k)
-        if way not in self._planners:
-            self._planners[way] = auto_planner(self.base.parts.target, self.known[way.proposer])
-        return self._planners[way]
+    def _planner(self, variant: Variant) -> Planner:
+        """Return the planner of a variant. That of k auto stays for all rounds: it learns acceptance, not outputs."""
+        if not isinstance(variant.k, str):
+            return FixedPlanner(variant.k)
+        if variant not in self._planners:
+            self._planners[variant] = auto_planner(self.base.parts.target, self.proposers[variant.proposer])
+        return self._planners[variant]
 
-    def _proposer(self, spec: str) -> Proposer:
+    def _make_proposer(self, spec: str) -> Proposer:
         parts = self.base.parts
-        made = make_proposer(spec, replace(parts.setup, draw=find_verifier(self._settings.verifier, spec).draw))
-        if not self._exported.issuperset(made.needs.layers):
-            self._exported.update(made.needs.layers)
-            parts.target.export_hidden_states(sorted(self._exported))
-        return made
+        draw = find_verifier(self._settings.verifier, spec).draw
+        proposer = make_proposer(spec, replace(parts.setup, draw=draw))
+        if not self._exported_layers.issuperset(proposer.needs.layers):
+            self._exported_layers.update(proposer.needs.layers)
+            parts.target.export_hidden_states(sorted(self._exported_layers))
+        return proposer
 
 
 def is_forgetful(expression: Expression) -> bool:
-    """Whether a proposer knows nothing of texts that are finished."""
+    """Return whether a proposer has no memory of finished outputs."""
     if expression.name not in _FORGETFUL or (expression.name == "suffix" and expression.argument):
         return False
     return all(map(is_forgetful, expression.parts))
 
 
-def variants(settings: Settings, place: Condition) -> list[Variant]:
-    """All ways to decode at one place, plain decoding first."""
-    plain = Variant(proposer="", k=0, batch=place.batch, temperature=place.temperature)
+def variants(settings: Settings, condition: Condition) -> list[Variant]:
+    """Return all variants of a condition, plain decoding first."""
+    plain = Variant(proposer="", k=0, batch=condition.batch, temperature=condition.temperature)
     return [plain, *(replace(plain, proposer=spec, k=k) for spec in settings.proposers for k in settings.ks)]
 
 
-def _variant(proposer: str, settings: Settings, place: Condition) -> Variant:
-    fixed = max((k for k in settings.ks if not isinstance(k, str)), default=4)
-    return Variant(proposer=proposer, k=fixed, batch=place.batch, temperature=place.temperature)
+def _variant(proposer: str, settings: Settings, condition: Condition) -> Variant:
+    """Return the variant with the largest fixed k."""
+    largest = max((k for k in settings.ks if not isinstance(k, str)), default=4)
+    return Variant(proposer=proposer, k=largest, batch=condition.batch, temperature=condition.temperature)
 
 
-def _repeats(llm: LLM, settings: Settings, place: Condition) -> list[PromptBatch]:
-    """Full batches across categories; prompts beyond the last full one are left out, and repeated where none is full.
+def _prompt_batches(llm: LLM, settings: Settings, condition: Condition) -> list[PromptBatch]:
+    """Return full batches across categories.
 
-    Whoever remembers outputs would know those of prompts that return in a later batch.
+    Prompts after the last full batch are left out. Prompts are repeated only to fill a single batch: a proposer that
+    remembers outputs would know those of prompts that return in a later batch.
     """
-    asked = BenchSettings(max_tokens=settings.max_tokens, seed=settings.seed)
+    bench_settings = BenchSettings(max_tokens=settings.max_tokens, seed=settings.seed)
     prompts = read_prompts(settings.prompts, limit=settings.limit)
-    singles = make_batches(llm, prompts, asked, replace(place, batch=1))
-    order = list(singles)
-    random.Random(settings.seed).shuffle(order)
-    count = max(len(order) // place.batch, 1)
-    filled = list(islice(cycle(order), count * place.batch))
-    some = [filled[at : at + place.batch] for at in range(0, len(filled), place.batch)]
-    return [
-        PromptBatch(
-            number=i,
-            jobs=tuple(_own_seed(heat.jobs[0], j) for j, heat in enumerate(group)),
-            categories=tuple(heat.category for heat in group),
-        )
-        for i, group in enumerate(some)
-    ]
+    singles = list(make_batches(llm, prompts, bench_settings, replace(condition, batch=1)))
+    random.Random(settings.seed).shuffle(singles)
+    count = max(len(singles) // condition.batch, 1)
+    filled = list(islice(cycle(singles), count * condition.batch))
+    batches = []
+    for number in range(count):
+        group = filled[number * condition.batch : (number + 1) * condition.batch]
+        jobs = tuple(_with_seed(single.jobs[0], i) for i, single in enumerate(group))
+        categories = tuple(single.category for single in group)
+        batches.append(PromptBatch(number=number, jobs=jobs, categories=categories))
+    return batches
 
 
-def _own_seed(job: Job, salt: int) -> Job:
+def _with_seed(job: Job, salt: int) -> Job:
     return replace(job, params=replace(job.params, seed=derive_seed(job.params.seed or 0, salt)))
 
 
 def _interleave(
-    crew: VariantEngines,
+    engines: VariantEngines,
     settings: Settings,
-    heats: dict[Condition, list[PromptBatch]],
+    batches: dict[Condition, list[PromptBatch]],
     console: Console,
     max_seconds: float,
 ) -> Iterator[Trial]:
-    """Round by round, place by place; who begins changes from heat to heat."""
+    """Run all variants of all conditions in each round. The order of the variants alternates from batch to batch."""
     deadline = perf_counter() + max_seconds
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    per_round = sum(len(group) * len(variants(settings, condition)) for condition, group in batches.items())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        total = settings.repeats * sum(len(some) * len(variants(settings, place)) for place, some in heats.items())
-        task = bar.add_task("", total=total)
+        task = bar.add_task("", total=settings.repeats * per_round)
         for round in range(settings.repeats):
-            for place, some in heats.items():
-                bar.update(task, description=f"round {round + 1} of {settings.repeats}  {place}")
+            for condition, group in batches.items():
+                bar.update(task, description=f"round {round + 1} of {settings.repeats}  {condition}")
                 if round and perf_counter() >= deadline:
                     return
-                for trial in _run_once(crew, variants(settings, place), some, round, deadline):
+                for trial in _run_once(engines, variants(settings, condition), group, round, deadline):
                     yield trial
                     bar.advance(task)
 
 
 def _run_once(
-    crew: VariantEngines,
-    contestants: Sequence[Variant],
-    heats: Sequence[PromptBatch],
+    engines: VariantEngines,
+    all_variants: Sequence[Variant],
+    batches: Sequence[PromptBatch],
     round: int,
     deadline: float,
 ) -> Iterator[Trial]:
-    seats = [(way, crew.engine_for(way)) for way in contestants]
-    for way, llm in seats:
-        run(llm, way, _warm_up(heats[0]))
-    for i, heat in enumerate(heats):
-        if (round or i >= _LEAST_BATCHES) and perf_counter() >= deadline:
+    pairs = [(variant, engines.engine_for(variant)) for variant in all_variants]
+    for variant, llm in pairs:
+        run(llm, variant, _warmup(batches[0]))
+    for i, batch in enumerate(batches):
+        if (round or i >= _MIN_BATCHES) and perf_counter() >= deadline:
             return
-        seeded = replace(heat, jobs=tuple(_own_seed(job, round) for job in heat.jobs))
-        for way, llm in seats[:: 1 if (round + heat.number) % 2 == 0 else -1]:
-            yield run(llm, way, seeded)
+        seeded = replace(batch, jobs=tuple(_with_seed(job, round) for job in batch.jobs))
+        for variant, llm in pairs[:: 1 if (round + batch.number) % 2 == 0 else -1]:
+            yield run(llm, variant, seeded)
 
 
-def _warm_up(heat: PromptBatch) -> PromptBatch:
-    """The prompts backwards, so that nobody has seen one when it is measured."""
-    jobs = tuple(
-        replace(
-            job,
-            prompt=job.prompt[::-1],
-            params=replace(job.params, max_tokens=_WARM_TOKENS, ignore_eos=True),
-        )
-        for job in heat.jobs
-    )
-    return replace(heat, jobs=jobs)
+def _warmup(batch: PromptBatch) -> PromptBatch:
+    """Return a batch for the warm-up. Its prompts are reversed, so that no proposer has seen a measured prompt."""
+    jobs = []
+    for job in batch.jobs:
+        params = replace(job.params, max_tokens=_WARMUP_TOKENS, ignore_eos=True)
+        jobs.append(replace(job, prompt=job.prompt[::-1], params=params))
+    return replace(batch, jobs=tuple(jobs))

@@ -1,4 +1,4 @@
-"""The options of `outrider tune` that no other verb has."""
+"""Options of `outrider tune` that no other command has."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ Out = Annotated[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TuneOptions:
-    """What to compare, as it is written."""
+    """What to compare, as text of the command line."""
 
     proposers: Proposers = None
     k: DraftLengths = "2,4,8,auto"

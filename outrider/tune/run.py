@@ -1,4 +1,4 @@
-"""The verb `tune` from beginning to end: from what is asked to the document."""
+"""Runs `outrider tune`: measures, recommends, and builds the document."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def make_document(settings: Settings, measured: Measured) -> dict[str, Any]:
         "summary": summary(advice, measured.memory),
         "plain": [_plain(plain) for plain in plains],
         "cases": [case_dict(case) for case in cases],
-        "memory": {proposer: held.as_dict() for proposer, held in measured.memory.items()},
+        "memory": {proposer: use.as_dict() for proposer, use in measured.memory.items()},
         "arguments": asdict(settings),
         **_conditions(measured),
         "definitions": dict(DEFINITIONS),
@@ -85,7 +85,12 @@ def write(document: Mapping[str, Any], file: str) -> None:
 
 
 def _advice(advice: Advice, memory: Mapping[str, MemoryUse]) -> dict[str, Any]:
-    best, rival = advice.best, advice.runner_up
+    best = advice.best
+    runner_up = None
+    if advice.runner_up:
+        variant = advice.runner_up.variant
+        runner_up = {"proposer": variant.proposer, "k": variant.k, "overall": asdict(advice.runner_up.overall)}
+    stops = advice.batches.stops_paying_at_batch
     return {
         "bottleneck": "decoding" if advice.decoding else "prefill",
         "prefill_share": advice.plain.prefill_share,
@@ -101,16 +106,11 @@ def _advice(advice: Advice, memory: Mapping[str, MemoryUse]) -> dict[str, Any]:
         "overall": asdict(best.overall),
         "break_even_tau": advice.break_even_tau,
         "tau": best.total.tau,
-        "stops_paying_at_batch": advice.batches.stops_paying_at_batch,
+        "stops_paying_at_batch": stops,
         "by_batch": {str(batch): speedup for batch, speedup in advice.batches.speedups},
         "draft_in_sequences": memory[best.variant.proposer].draft_in_sequences,
-        "runner_up": {"proposer": rival.variant.proposer, "k": rival.variant.k, "overall": asdict(rival.overall)}
-        if rival
-        else None,
-        "other_engines": [
-            asdict(each)
-            for each in other_engines(advice.proposer, advice.fixed_k, stops=advice.batches.stops_paying_at_batch)
-        ],
+        "runner_up": runner_up,
+        "other_engines": [asdict(each) for each in other_engines(advice.proposer, advice.fixed_k, stops=stops)],
     }
 
 

@@ -1,4 +1,4 @@
-"""What `outrider tune` is asked to measure, checked before anything is loaded."""
+"""Settings of `outrider tune`, checked before any model is loaded."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _PLAIN = "none"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Arguments of one measurement; see the fields of the same names in `LLM` and `SamplingParams`."""
+    """Arguments of one measurement. `LLM` and `SamplingParams` document the fields of the same names."""
 
     target: str | None = None
     proposers: tuple[str, ...]
     ks: tuple[int | str, ...] = (2, 4, 8, AUTO)
-    batches: tuple[int, ...] = (1, 8, 32)  # rows at once; the advice is for the first
-    temperatures: tuple[float, ...] = (0.0,)  # the advice is for the first
+    batches: tuple[int, ...] = (1, 8, 32)  # sequences at once; the recommendation is for the first
+    temperatures: tuple[float, ...] = (0.0,)  # the recommendation is for the first
     verifier: str | None = None
-    prompts: str | None = None  # a file of JSON lines; None is the embedded set
-    limit: int | None = None  # prompts of each category
-    repeats: int = 3  # how often each prompt is measured in each way
+    prompts: str | None = None  # JSON Lines file; None: the embedded set
+    limit: int | None = None  # prompts per category
+    repeats: int = 3  # measurements of each prompt with each variant
     max_tokens: int = 128
     seed: int = 0
     dtype: str = "auto"
@@ -42,58 +42,65 @@ class Settings:
         for name, values in {"proposers": self.proposers, "k": self.ks, "batch": self.batches}.items():
             if not values:
                 raise OutriderError(f"{name} names nothing to measure; give at least one")
-        whole = [k for k in self.ks if not isinstance(k, str)]
-        least = {
-            "k": min(whole, default=None),
+        fixed_ks = [k for k in self.ks if not isinstance(k, str)]
+        smallest = {
+            "k": min(fixed_ks, default=None),
             "batch": min(self.batches),
             "repeats": self.repeats,
             "limit": self.limit,
         }
-        for name, value in least.items():
+        for name, value in smallest.items():
             if value is not None and value < 1:
                 raise OutriderError(f"{name} is {value}; use at least 1")
         if self.max_tokens < len(PHASES):
             raise OutriderError(
-                f"max_tokens is {self.max_tokens}; an output is looked at in thirds, so use at least {len(PHASES)}"
+                f"max_tokens is {self.max_tokens}; outputs are divided into thirds, so use at least {len(PHASES)}"
             )
         for temperature in self.temperatures:
-            SamplingParams(temperature=temperature)  # which raises
+            SamplingParams(temperature=temperature)  # raises if it is out of range
         for proposer in self.proposers:
             find_verifier(self.verifier, proposer)
             if _PLAIN in parse(proposer).names():
-                raise OutriderError(f"proposer {proposer!r} guesses nothing; plain decoding is always measured as well")
+                raise OutriderError(
+                    f"proposer {proposer!r} drafts no tokens, and plain decoding is always measured as well; leave"
+                    f" {_PLAIN} out"
+                )
         weight_bits(self.quantize)
 
     @property
-    def rows(self) -> int:
-        """Rows that must run at once."""
+    def max_num_seqs(self) -> int:
+        """Sequences at once in the largest batch."""
         return max(self.batches)
 
 
 def read_proposers(text: str | None, target: str | Path | None) -> tuple[str, ...]:
-    """The expressions of "ngram;merge(ngram,recycle)"; what stands in double quotes may hold semicolons."""
+    """Return the expressions of a list such as "ngram;merge(ngram,recycle)".
+
+    A semicolon in double quotes does not separate. Without a list, return the default proposers of the target.
+    """
     if text is None:
         return tuple(dict.fromkeys(("ngram", "suffix", default_proposer(target))))
-    parts, quoted = [""], False
-    for letter in text:
-        quoted ^= letter == '"'
-        if letter == ";" and not quoted:
+    parts = [""]
+    quoted = False
+    for char in text:
+        quoted ^= char == '"'
+        if char == ";" and not quoted:
             parts.append("")
         else:
-            parts[-1] += letter
+            parts[-1] += char
     return tuple(dict.fromkeys(part.strip() for part in parts if part.strip()))
 
 
 def read_ks(text: str) -> tuple[int | str, ...]:
-    """The values of "2,4,8,auto".
+    """Return the values of "2,4,8,auto". auto comes last.
 
     Raises:
-        OutriderError: the text is nothing of the kind.
+        OutriderError: `text` does not have this form.
     """
     parts = [part.strip() for part in text.split(",")]
-    whole = ",".join(part for part in parts if part != AUTO)
+    numbers = ",".join(part for part in parts if part != AUTO)
     try:
-        ks: tuple[int | str, ...] = parse_whole("--k", whole) if whole else ()
+        ks: tuple[int | str, ...] = parse_whole("--k", numbers) if numbers else ()
     except OutriderError:
-        raise OutriderError(f"--k is {text!r}; use numbers of guesses and {AUTO}, such as 2,4,8,{AUTO}") from None
+        raise OutriderError(f"--k is {text!r}; use numbers of draft tokens and {AUTO}, such as 2,4,8,{AUTO}") from None
     return (*ks, AUTO) if AUTO in parts else ks

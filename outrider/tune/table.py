@@ -1,4 +1,4 @@
-"""The answer and what stands behind it, as people read them."""
+"""Prints the figures and the recommendation of `outrider tune`."""
 
 from __future__ import annotations
 
@@ -8,11 +8,25 @@ from rich.table import Table
 from outrider.propose.expression import short
 from outrider.report.console import NONE, Document, titled
 
-_SHOWN = 6  # positions
+_MAX_POSITIONS = 6  # positions whose acceptance is printed
+_LEFT_COLUMNS = ("proposer", "accepted, %")
+_COLUMNS = (
+    "batch",
+    "T",
+    "proposer",
+    "k",
+    "overall",
+    "decoding",
+    "tau",
+    "accepted, %",
+    "draft",
+    "target",
+    "host",
+)
 
 
 def show(document: Document, console: Console) -> None:
-    """Print every way to decode, the guesses of each proposer by kind of text, and then the answer."""
+    """Print all cases, the tokens per pass of each proposer by category and output third, and the summary."""
     console.print(_cases(document))
     console.print(_texts(document))
     for line in document["summary"]:
@@ -20,36 +34,38 @@ def show(document: Document, console: Console) -> None:
 
 
 def _cases(document: Document) -> Table:
-    table = titled("Tokens/s over plain decoding: overall with its 95% interval, and of decoding alone; ms of a round")
-    for name in ("batch", "T", "proposer", "k", "overall", "decoding", "tau", "kept, %", "draft", "target", "host"):
-        table.add_column(name, justify="left" if name in ("proposer", "kept, %") else "right", no_wrap=True)
+    table = titled("Tokens/s over plain decoding: overall with its 95% interval, and of decoding alone; ms per round")
+    for name in _COLUMNS:
+        table.add_column(name, justify="left" if name in _LEFT_COLUMNS else "right", no_wrap=True)
     for plain in document["plain"]:
         table.add_section()
-        place = (str(plain["batch"]), f"{plain['temperature']:g}")
+        condition = (str(plain["batch"]), f"{plain['temperature']:g}")
         rate = NONE if plain["tokens_per_s"] is None else f"{plain['tokens_per_s']:.0f} t/s"
-        table.add_row(*place, "plain", "0", f"prefill {plain['prefill_share']:.0%}", rate, "1.00", "", *_parts(plain))
-        for case in document["cases"]:
-            if (case["batch"], case["temperature"]) != (plain["batch"], plain["temperature"]):
-                continue
+        prefill = f"prefill {plain['prefill_share']:.0%}"
+        table.add_row(*condition, "plain", "0", prefill, rate, "1.00", "", *_parts(plain))
+        for case in _cases_at(document, plain):
             decoding = f"{case['speedup']['value']:.2f}" if case["speedup"] else NONE
-            kept = case["total"]
-            shares = " ".join(f"{100 * share:.0f}" for share in kept["acceptance"][:_SHOWN])
-            numbers = (_estimate(case["overall"]), decoding, f"{kept['tau']:.2f}", shares, *_parts(case))
-            table.add_row(*place, short(case["proposer"]), str(case["k"]), *numbers)
+            total = case["total"]
+            acceptance = " ".join(f"{100 * share:.0f}" for share in total["acceptance"][:_MAX_POSITIONS])
+            figures = (_estimate(case["overall"]), decoding, f"{total['tau']:.2f}", acceptance, *_parts(case))
+            table.add_row(*condition, short(case["proposer"]), str(case["k"]), *figures)
     return table
 
 
 def _texts(document: Document) -> Table:
-    """At the first place, tokens a pass by category and by third of the output, with each proposer's best k."""
-    home = document["plain"][0]
+    """Return tokens per pass by category and by output third, with the best k of each proposer.
+
+    They are those of the first batch size and the first temperature.
+    """
+    plain = document["plain"][0]
     best: dict[str, Document] = {}
-    for case in document["cases"]:
-        if (case["batch"], case["temperature"]) == (home["batch"], home["temperature"]):
-            known = best.setdefault(case["proposer"], case)
-            if case["overall"]["value"] > known["overall"]["value"]:
-                best[case["proposer"]] = case
-    title = f"Tokens a pass at batch {home['batch']}, T {home['temperature']:g}, by kind of text and third of output"
-    table = titled(title)
+    for case in _cases_at(document, plain):
+        best_so_far = best.setdefault(case["proposer"], case)
+        if case["overall"]["value"] > best_so_far["overall"]["value"]:
+            best[case["proposer"]] = case
+    table = titled(
+        f"Tokens per pass at batch {plain['batch']}, T {plain['temperature']:g}, by category and output third"
+    )
     table.add_column("", no_wrap=True)
     for proposer, case in best.items():
         table.add_column(f"{short(proposer)}, k {case['k']}", justify="right")
@@ -58,6 +74,12 @@ def _texts(document: Document) -> Table:
         for name in next(iter(best.values()))[part]:
             table.add_row(name, *(f"{case[part][name]['tau']:.2f}" for case in best.values()))
     return table
+
+
+def _cases_at(document: Document, plain: Document) -> list[Document]:
+    """Return the cases with the batch and the temperature of `plain`."""
+    key = (plain["batch"], plain["temperature"])
+    return [case for case in document["cases"] if (case["batch"], case["temperature"]) == key]
 
 
 def _parts(entry: Document) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""One contestant over one batch of prompts, and what became of its guesses on the way."""
+"""Runs one variant over one batch of prompts and records its acceptance."""
 
 from __future__ import annotations
 
@@ -20,97 +20,102 @@ from outrider.tune.settings import PHASES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """One way to decode, somewhere."""
+    """One way to decode, at one batch size and temperature."""
 
     proposer: str  # an expression; "" is plain decoding
     k: int | str
-    batch: int  # rows at once
+    batch: int  # sequences at once
     temperature: float
 
     @property
     def plain(self) -> bool:
-        """Whether nobody guesses."""
+        """Whether this is plain decoding."""
         return not self.proposer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptBatch:
-    """Prompts that run together, and the category of each."""
+    """Prompts that run together."""
 
     number: int
     jobs: tuple[Job, ...]
-    categories: tuple[str, ...]
+    categories: tuple[str, ...]  # of each prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """One heat, run one way."""
+    """One run of a variant over one batch of prompts."""
 
     variant: Variant
-    repeat: int
-    tokens: int  # emitted by all rows, in all
+    batch_number: int  # of the prompts
+    tokens: int  # emitted by all sequences
     seconds: float  # from the prompts to the last token
-    prefill_seconds: float  # seconds of them until every row had a token
-    pace: DecodeSpeed  # the rest: decoding alone
-    stats: Stats  # passes of the whole run, rounds and seconds of decoding
-    categories: Mapping[str, Stats]  # passes alone
+    prefill_seconds: float  # part of `seconds` until every sequence has a token
+    pace: DecodeSpeed  # the rest: decoding only
+    stats: Stats  # passes of the whole run; rounds and seconds of decoding only
+    categories: Mapping[str, Stats]  # passes only
     output_thirds: tuple[Stats, ...]  # passes that began in each third of their output
     exact: bool
 
 
-def run(llm: LLM, way: Variant, heat: PromptBatch) -> Trial:
-    """Complete the prompts of a heat together."""
+def run(llm: LLM, variant: Variant, batch: PromptBatch) -> Trial:
+    """Complete the prompts of a batch together."""
     engine = llm.engine
-    rows: dict[int, SequenceState | None] = {id: None for job in heat.jobs for id in llm.submit(job.prompt, job.params)}
-    marks, looks = [EmitEvent(at=perf_counter(), emitted=(0,) * len(rows))], [engine.stats]
+    running: dict[int, SequenceState | None] = {}
+    for job in batch.jobs:
+        running |= dict.fromkeys(llm.submit(job.prompt, job.params))
+    events = [EmitEvent(at=perf_counter(), emitted=(0,) * len(running))]
+    snapshots = [engine.stats]
     while engine.busy():
-        for row in engine.step():
-            rows[row.request.id] = row
-        marks.append(
-            EmitEvent(at=perf_counter(), emitted=tuple(row.num_output_tokens if row else 0 for row in rows.values()))
-        )
-        looks.append(engine.stats)
-    done = [_whole(row) for row in rows.values()]
-    first = opening(marks)
-    passes = [_stats(row.rounds, row) for row in done]
-    thirds = [[_stats(part, row) for part in split(row.rounds)] for row in done]
+        for seq in engine.step():
+            running[seq.request.id] = seq
+        now = perf_counter()
+        emitted = tuple(seq.num_output_tokens if seq else 0 for seq in running.values())
+        events.append(EmitEvent(at=now, emitted=emitted))
+        snapshots.append(engine.stats)
+    seqs = [_finished(seq) for seq in running.values()]
+    first = opening(events)
+    passes = [_stats(seq.rounds, seq) for seq in seqs]
+    thirds = [[_stats(third, seq) for third in split(seq.rounds)] for seq in seqs]
+    categories = {}
+    for category in dict.fromkeys(batch.categories):
+        group = [stats for stats, name in zip(passes, batch.categories, strict=True) if name == category]
+        categories[category] = reduce(add, group)
     return Trial(
-        variant=way,
-        repeat=heat.number,
-        tokens=sum(marks[-1].emitted),
-        seconds=marks[-1].at - marks[0].at,
-        prefill_seconds=marks[first].at - marks[0].at,
-        pace=decode_pace(marks),
-        stats=timed(reduce(add, passes), looks[first], looks[-1]),
-        categories={
-            category: reduce(
-                add, (each for each, name in zip(passes, heat.categories, strict=True) if name == category)
-            )
-            for category in dict.fromkeys(heat.categories)
-        },
-        output_thirds=tuple(reduce(add, each) for each in zip(*thirds, strict=True)),
+        variant=variant,
+        batch_number=batch.number,
+        tokens=sum(events[-1].emitted),
+        seconds=events[-1].at - events[0].at,
+        prefill_seconds=events[first].at - events[0].at,
+        pace=decode_pace(events),
+        stats=timed(reduce(add, passes), snapshots[first], snapshots[-1]),
+        categories=categories,
+        output_thirds=tuple(reduce(add, third) for third in zip(*thirds, strict=True)),
         exact=engine.stats.exact,
     )
 
 
 def split(passes: Sequence[tuple[int, int, int]]) -> Iterator[list[tuple[int, int, int]]]:
-    """The passes that began in each third of their output; a pass is (deepest guess, accepted, emitted)."""
-    ends = list(accumulate((emitted for _, _, emitted in passes), initial=0))
+    """Yield the passes that began in each third of their output.
+
+    A pass is a triple: depth of the draft, accepted draft tokens, emitted tokens.
+    """
+    starts = list(accumulate((emitted for _, _, emitted in passes), initial=0))
+    output_tokens = starts[-1]
     for third in range(len(PHASES)):
-        # A pass that began at token i of n is in the third that i / n is in.
-        yield [each for begin, each in zip(ends, passes, strict=False) if len(PHASES) * begin // ends[-1] == third]
+        yield [
+            each for start, each in zip(starts, passes, strict=False) if len(PHASES) * start // output_tokens == third
+        ]
 
 
-def _whole(row: SequenceState | None) -> SequenceState:
-    assert row is not None
-    if row.finish_reason is FinishReason.ERROR:
-        raise OutriderError(f"a prompt could not be completed: {row.error}; try another dtype")
-    return row
+def _finished(seq: SequenceState | None) -> SequenceState:
+    assert seq is not None
+    if seq.finish_reason is FinishReason.ERROR:
+        raise OutriderError(f"a prompt could not be completed: {seq.error}; try another dtype")
+    return seq
 
 
-def _stats(passes: Sequence[tuple[int, int, int]], row: SequenceState) -> Stats:
-    """Nodes are known of all passes of a row together alone."""
-    whole = len(passes) == len(row.rounds)
-    return Stats.of_passes(
-        passes, drafted=row.num_draft_tokens if whole else 0, prompt=len(row.request.prompt_token_ids)
-    )
+def _stats(passes: Sequence[tuple[int, int, int]], seq: SequenceState) -> Stats:
+    """Return the statistics of some passes. Draft tokens are only known for all passes of a sequence together."""
+    drafted = seq.num_draft_tokens if len(passes) == len(seq.rounds) else 0
+    return Stats.of_passes(passes, drafted=drafted, prompt=len(seq.request.prompt_token_ids))

@@ -1,4 +1,4 @@
-"""The answer in words: short sentences, in the order in which they are asked for."""
+"""Writes the recommendation as sentences."""
 
 from __future__ import annotations
 
@@ -12,25 +12,27 @@ from outrider.tune.advice import WORTHWHILE, Advice
 from outrider.tune.engines import other_engines
 from outrider.tune.figures import Case, Estimate
 
-_LITTLE = 0.5  # rows: a draft that takes less is not worth a word on users
+_MIN_SEQS = 0.5  # below this number of sequences the memory of a draft is called "less than one sequence"
+_MAX_SPEEDUP = 10  # above it the limit that prefill sets is not mentioned
+_THIRDS_RATIO = 1.1  # the output thirds are mentioned if tau differs by more than this factor
 
 
 def summary(advice: Advice, memory: Mapping[str, MemoryUse]) -> list[str]:
-    """What to do, how sure that is, and what would change it."""
-    held = memory[advice.best.variant.proposer]
+    """Return what to do, how certain that is, and what would change it."""
+    use = memory[advice.best.variant.proposer]
     return [
         _bottleneck(advice),
         _answer(advice),
         *_expected(advice),
         _batches(advice),
-        *_price(advice, held),
+        *_memory(advice, use),
         *_changes(advice),
         *_other_engines(advice),
     ]
 
 
-def join_sentences(estimate: Estimate) -> str:
-    """1.52 (1.40 to 1.63)."""
+def estimate_text(estimate: Estimate) -> str:
+    """Return an estimate with its interval: 1.52 (1.40 to 1.63)."""
     if estimate.low is None or estimate.high is None:
         return f"{estimate.value:.2f}"
     return f"{estimate.value:.2f} ({estimate.low:.2f} to {estimate.high:.2f})"
@@ -38,32 +40,29 @@ def join_sentences(estimate: Estimate) -> str:
 
 def _bottleneck(advice: Advice) -> str:
     share = f"{advice.plain.prefill_share:.0%} of the time of plain decoding is prefill"
-    most = f"speculation can gain at most a factor of {advice.max_speedup:.1f} overall" if advice.max_speedup else ""
+    limit = f"speculation can gain at most a factor of {advice.max_speedup:.1f} overall" if advice.max_speedup else ""
     if advice.decoding:
-        limit = f"; {most}" if advice.max_speedup and advice.max_speedup < 10 else ""
-        return f"Decoding is the bottleneck: {share}{limit}."
-    return f"Prefill is the bottleneck: {share}, which speculation does not shorten; {most}."
+        suffix = f"; {limit}" if advice.max_speedup and advice.max_speedup < _MAX_SPEEDUP else ""
+        return f"Decoding is the bottleneck: {share}{suffix}."
+    return f"Prefill is the bottleneck: {share}, which speculation does not shorten; {limit}."
 
 
 def _answer(advice: Advice) -> str:
-    way, overall = advice.best.variant, advice.best.overall
-    fastest = f"{short(way.proposer)} with k {way.k}"
+    variant = advice.best.variant
+    overall = advice.best.overall
     if advice.worth:
-        fastest = f"{quote(pasted(way.proposer))} with k {way.k}"
-        why = (
-            " It was a little slower than a fixed k, but it stops where drafting does not pay."
-            if advice.adaptive
-            else ""
-        )
-        return f"Use {fastest}.{why}"
+        reason = ""
+        if advice.adaptive:
+            reason = " It was a little slower than a fixed k, but it stops where drafting does not pay."
+        return f"Use {quote(pasted(variant.proposer))} with k {variant.k}.{reason}"
+    fastest = f"{short(variant.proposer)} with k {variant.k}"
     if overall.value < WORTHWHILE:
         return (
-            f"Use plain decoding: the fastest proposer, {fastest}, is {join_sentences(overall)} times as fast overall."
+            f"Use plain decoding: the fastest proposer, {fastest}, is {estimate_text(overall)} times as fast overall."
         )
     return (
-        f"Use plain decoding for now: {fastest} looks {join_sentences(overall)} times as fast overall, which may be"
-        " chance."
-        " Measure more prompts."
+        f"Use plain decoding for now: {fastest} looks {estimate_text(overall)} times as fast overall, which may be"
+        " chance. Measure more prompts."
     )
 
 
@@ -71,18 +70,19 @@ def _expected(advice: Advice) -> Iterator[str]:
     best = advice.best
     if not advice.worth:
         return
-    place = f"batch {best.variant.batch} and temperature {best.variant.temperature:g}"
-    decoding = f", decoding alone {join_sentences(best.speedup)}" if best.speedup else ""
-    unsure = "" if best.overall.low is not None else " With one batch of prompts there is no interval."
-    inexact = "" if best.exact else " Its verifier is lossy: it changes the output distribution."
-    yield f"Expected speedup at {place}: {join_sentences(best.overall)} overall{decoding}.{unsure}{inexact}"
+    condition = f"batch {best.variant.batch} and temperature {best.variant.temperature:g}"
+    decoding = f", decoding alone {estimate_text(best.speedup)}" if best.speedup else ""
+    no_interval = "" if best.overall.low is not None else " With one batch of prompts there is no interval."
+    lossy = "" if best.exact else " Its verifier is lossy: it changes the output distribution."
+    yield f"Expected speedup at {condition}: {estimate_text(best.overall)} overall{decoding}.{no_interval}{lossy}"
 
 
 def _batches(advice: Advice) -> str:
-    along, stops = advice.batches.speedups, advice.batches.stops_paying_at_batch
-    if len(along) == 1:
-        return f"Only batch {along[0][0]} was measured. Use --batch 1,8,32 to see where speculation stops paying."
-    listed = ", ".join(f"{speedup:.2f} at batch {batch}" for batch, speedup in along)
+    speedups = advice.batches.speedups
+    stops = advice.batches.stops_paying_at_batch
+    if len(speedups) == 1:
+        return f"Only batch {speedups[0][0]} was measured. Use --batch 1,8,32 to see where speculation stops paying."
+    listed = ", ".join(f"{speedup:.2f} at batch {batch}" for batch, speedup in speedups)
     if not advice.worth:
         return f"Its speedups: {listed}."
     if stops is None:
@@ -91,23 +91,24 @@ def _batches(advice: Advice) -> str:
     return f"It does not pay from batch {stops} on{auto}: {listed}."
 
 
-def _price(advice: Advice, held: MemoryUse) -> Iterator[str]:
-    if not held.draft_weights:
+def _memory(advice: Advice, use: MemoryUse) -> Iterator[str]:
+    if not use.draft_weights:
         yield f"{short(advice.best.variant.proposer)} has no weights, so it takes no memory from the KV cache."
         return
-    size = (held.draft_weights + held.draft_cache) / 1e6
-    room = "less than one sequence"
-    if held.draft_in_sequences >= _LITTLE:
-        room = f"{held.draft_in_sequences:.1f} sequences"
+    draft_mb = (use.draft_weights + use.draft_cache) / 1e6
+    target_mb = (use.target_weights + use.target_cache) / 1e6
+    seqs = "less than one sequence"
+    if use.draft_in_sequences >= _MIN_SEQS:
+        seqs = f"{use.draft_in_sequences:.1f} sequences"
     yield (
-        f"The draft takes {size:.0f} MB beside the target's {(held.target_weights + held.target_cache) / 1e6:.0f} MB:"
-        f" the memory of {room} of {held.context} tokens."
+        f"The draft takes {draft_mb:.0f} MB in addition to the target's {target_mb:.0f} MB: the memory of {seqs}"
+        f" of {use.context} tokens."
     )
 
 
 def _changes(advice: Advice) -> Iterator[str]:
-    """Yield what would change the answer."""
-    best, way = advice.best, advice.best.variant
+    """Yield what would change the recommendation."""
+    best = advice.best
     yield (
         f"A round takes {advice.break_even_tau:.2f} times as long as a plain one, so it pays if a pass emits more"
         f" than {advice.break_even_tau:.2f} tokens; here it emits {best.total.tau:.2f}."
@@ -115,43 +116,46 @@ def _changes(advice: Advice) -> Iterator[str]:
     yield from _categories(best)
     yield from _output_thirds(best)
     if advice.runner_up is not None and advice.close:
-        rival = advice.runner_up
+        runner_up = advice.runner_up
         yield (
-            f"{short(rival.variant.proposer)} with k {rival.variant.k} is too close to decide, at"
-            f" {join_sentences(rival.overall)} overall; more prompts would tell."
+            f"{short(runner_up.variant.proposer)} with k {runner_up.variant.k} is too close to decide, at"
+            f" {estimate_text(runner_up.overall)} overall; measure more prompts to decide."
         )
     for plain, case in advice.others:
         other = case.variant
-        alike = (other.proposer, other.k) == (way.proposer, way.k)
-        if alike and case.overall.value >= WORTHWHILE and advice.worth:
+        same_variant = (other.proposer, other.k) == (best.variant.proposer, best.variant.k)
+        if same_variant and case.overall.value >= WORTHWHILE and advice.worth:
             continue
-        where = f"At batch {plain.variant.batch} and temperature {plain.variant.temperature:g}"
-        fastest = f"the fastest is {short(other.proposer)} with k {other.k}, {join_sentences(case.overall)} overall"
-        yield f"{where} {fastest}." if case.overall.value >= WORTHWHILE else f"{where} no proposer pays; {fastest}."
+        condition = f"At batch {plain.variant.batch} and temperature {plain.variant.temperature:g}"
+        fastest = f"the fastest is {short(other.proposer)} with k {other.k}, {estimate_text(case.overall)} overall"
+        no_gain = "" if case.overall.value >= WORTHWHILE else " no proposer pays;"
+        yield f"{condition}{no_gain} {fastest}."
 
 
 def _categories(best: Case) -> Iterator[str]:
-    """Yield the kinds of text with the highest and the lowest gain."""
-    known = {name: each.speedup for name, each in best.categories.items() if each.speedup is not None}
-    if len(known) > 1:
-        low, high = min(known, key=known.__getitem__), max(known, key=known.__getitem__)
+    """Yield the categories with the highest and the lowest gain."""
+    speedups = {name: each.speedup for name, each in best.categories.items() if each.speedup is not None}
+    if len(speedups) > 1:
+        low = min(speedups, key=speedups.__getitem__)
+        high = max(speedups, key=speedups.__getitem__)
         yield (
-            f"It depends on the text: decoding gains most on {high} ({known[high]:.2f}) and least on {low}"
-            f" ({known[low]:.2f})."
+            f"It depends on the text: decoding gains most on {high} ({speedups[high]:.2f}) and least on {low}"
+            f" ({speedups[low]:.2f})."
         )
     elif len(best.categories) > 1:
         taus = {name: each.tau for name, each in best.categories.items()}
-        low, high = min(taus, key=taus.__getitem__), max(taus, key=taus.__getitem__)
+        low = min(taus, key=taus.__getitem__)
+        high = max(taus, key=taus.__getitem__)
         yield f"It depends on the text: {taus[high]:.2f} tokens per pass on {high}, {taus[low]:.2f} on {low}."
 
 
 def _output_thirds(best: Case) -> Iterator[str]:
     taus = [each.tau for each in best.output_thirds.values() if each.tau]
-    if len(taus) == len(best.output_thirds) and max(taus) > 1.1 * min(taus):
+    if len(taus) == len(best.output_thirds) and max(taus) > _THIRDS_RATIO * min(taus):
         first, middle, last = taus
         yield (
-            f"It depends on the output length: {first:.2f} tokens per pass in their first third, {middle:.2f} in the"
-            f" middle, {last:.2f} in the last."
+            f"It depends on the output length: {first:.2f} tokens per pass in the first third of an output,"
+            f" {middle:.2f} in the middle, {last:.2f} in the last."
         )
 
 

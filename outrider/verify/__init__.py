@@ -1,1 +1,1 @@
-"""From logits to accepted tokens: sampling distributions and verification rules."""
+"""Target distributions from logits, and the verification rules that accept draft tokens."""

@@ -17,24 +17,25 @@ from outrider.verify.verdict import accept_path, acceptable_nodes, prob_of
 def typical(epsilon: float = 0.09, delta: float = 0.3) -> VerifyFunction:
     """Accept a draft token if p(x) > min(epsilon, delta exp(-H(p))) (Cai et al. 2024, Medusa, sec. 2.3.1).
 
-    The deepest node whose whole path passes is accepted. The bonus token is sampled from p.
+    The rule accepts the longest path whose nodes all pass. The bonus token is sampled from p.
     """
 
     def rule(draft: Draft, p: torch.Tensor, noise: Noise) -> Verdict:
         entropy = -(p * p.clamp(min=torch.finfo(p.dtype).tiny).log()).sum(-1)  # [B, 1 + N]
         threshold = (delta * (-entropy).exp()).clamp(max=epsilon)
-        each, alive = torch.arange(len(p), device=p.device), acceptable_nodes(draft, p)
+        seqs = torch.arange(len(p), device=p.device)
+        acceptable = acceptable_nodes(draft, p)
         depth = torch.zeros_like(p[..., 0], dtype=torch.int64)  # [B, 1 + N] accepted depth; -1 where rejected
         for j in range(draft.size):
-            above = draft.parent[:, j] + 1
-            passes = (
-                alive[:, j]
-                & (prob_of(p[each, above], draft.tokens[:, j]) > threshold[each, above])
-                & (depth[each, above] >= 0)
+            parent = draft.parent[:, j] + 1
+            accept = (
+                acceptable[:, j]
+                & (prob_of(p[seqs, parent], draft.tokens[:, j]) > threshold[seqs, parent])
+                & (depth[seqs, parent] >= 0)
             )
-            depth[:, j + 1] = torch.where(passes, depth[each, above] + 1, -1)
-        at = depth.argmax(1)
-        return accept_path(draft, p, at - 1, p[each, at], noise)
+            depth[:, j + 1] = torch.where(accept, depth[seqs, parent] + 1, -1)
+        last = depth.argmax(1)
+        return accept_path(draft, p, last - 1, p[seqs, last], noise)
 
     return rule
 

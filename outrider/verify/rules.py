@@ -1,4 +1,4 @@
-"""Exact verification rules. They decide which draft tokens are accepted and which token follows.
+"""Exact verification rules. They decide which draft tokens are accepted, and they sample the bonus token.
 
 A rule is a pure function (draft, p, noise) -> Verdict. p [B, 1 + N, V] is the target distribution at the root and after
 each node. The emitted tokens, accepted path and bonus token together, have the same distribution as sampling from p
@@ -76,17 +76,19 @@ def rejection(draft: Draft, p: torch.Tensor, noise: Noise, *, lenience: float = 
     Chains only (Leviathan et al. 2023, algorithm 1; Chen et al. 2023). A `lenience` below 1 accepts with probability
     min(1, p / (lenience q)), which is not exact (Leviathan et al. 2023, appendix A.5).
     """
-    q, alive = draft_probs(draft, p), acceptable_nodes(draft, p)
+    q = draft_probs(draft, p)
+    acceptable = acceptable_nodes(draft, p)
     accepted = torch.zeros_like(draft.count)
     probs = p[:, 0]  # the bonus token is sampled from it
-    going = torch.ones_like(draft.count, dtype=torch.bool)
+    parent_accepted = torch.ones_like(draft.count, dtype=torch.bool)
     for i in range(draft.size):
-        reached = going & alive[:, i]
-        chance = prob_of(p[:, i], draft.tokens[:, i]) / (lenience * prob_of(q[:, i], draft.tokens[:, i]))
-        accept = noise.bernoulli(masked_prob(chance, reached), torch.full_like(accepted, i)) & reached
+        reached = parent_accepted & acceptable[:, i]
+        ratio = prob_of(p[:, i], draft.tokens[:, i]) / (lenience * prob_of(q[:, i], draft.tokens[:, i]))
+        accept = noise.bernoulli(masked_prob(ratio, reached), torch.full_like(accepted, i)) & reached
         probs = torch.where(accept[:, None], p[:, i + 1], probs)
         probs = torch.where((reached & ~accept)[:, None], normalize((p[:, i] - q[:, i]).clamp(min=0), p[:, i]), probs)
-        accepted, going = accepted + accept, accept
+        accepted = accepted + accept
+        parent_accepted = accept
     return accept_prefix(draft, p, accepted, probs, noise)
 
 
@@ -97,28 +99,31 @@ def block(draft: Draft, p: torch.Tensor, noise: Noise) -> Verdict:
     S_i / (S_i + 1 - P_i), and the whole chain of length g with P_g. The longest accepted prefix counts. No exact rule
     for a single path accepts more tokens in expectation. Chains only.
     """
-    q, alive = draft_probs(draft, p), acceptable_nodes(draft, p).cumprod(1).bool()
-    length, token = alive.sum(1), draft.tokens.clamp(0, p.shape[-1] - 1)[..., None]
+    q = draft_probs(draft, p)
+    acceptable = acceptable_nodes(draft, p).cumprod(1).bool()
+    length = acceptable.sum(1)
+    token = draft.tokens.clamp(0, p.shape[-1] - 1)[..., None]
     if not draft.size:
         return accept_prefix(draft, p, length, p[:, 0], noise)
     ratio = (p[:, :-1].gather(-1, token) / q.gather(-1, token))[..., 0]
-    share = _running_share(torch.where(alive, ratio.nan_to_num(nan=0.0), 0.0))
+    share = _running_share(torch.where(acceptable, ratio.nan_to_num(nan=0.0), 0.0))
     excess = (share[:, :-1, None] * p[:, 1:-1] - q[:, 1:]).clamp(min=0).sum(-1)
     partial = torch.cat([continue_prob(excess, share[:, :-1]), share[:, -1:]], 1)
     order = torch.arange(1, draft.size + 1, device=p.device)
-    chance = masked_prob(torch.where(order == length[:, None], share, partial), alive)
-    accepted = (noise.bernoulli(chance, (order - 1).expand_as(chance)) & alive).long().mul(order).amax(1)
-    each = torch.arange(len(accepted), device=p.device)
-    stands = torch.where(accepted > 0, share[each, accepted - 1], 1.0)
-    rest = (stands[:, None] * p[each, accepted] - q[each, accepted.clamp(max=draft.size - 1)]).clamp(min=0)
-    probs = torch.where((accepted < length)[:, None], normalize(rest, p[each, accepted]), p[each, accepted])
+    accept_prob = masked_prob(torch.where(order == length[:, None], share, partial), acceptable)
+    accept = noise.bernoulli(accept_prob, (order - 1).expand_as(accept_prob)) & acceptable
+    accepted = accept.long().mul(order).amax(1)
+    seqs = torch.arange(len(accepted), device=p.device)
+    last_share = torch.where(accepted > 0, share[seqs, accepted - 1], 1.0)
+    residual = (last_share[:, None] * p[seqs, accepted] - q[seqs, accepted.clamp(max=draft.size - 1)]).clamp(min=0)
+    probs = torch.where((accepted < length)[:, None], normalize(residual, p[seqs, accepted]), p[seqs, accepted])
     return accept_prefix(draft, p, accepted, probs, noise)
 
 
 def _running_share(ratio: torch.Tensor) -> torch.Tensor:
-    """Return P_i = min(1, P_{i-1} r_i), P_0 = 1, for ratios r [B, N]: a sum of logarithms that is capped at 0."""
-    level = ratio.log().cumsum(1)
-    return (level - level.cummax(1).values.clamp(min=0)).exp()
+    """Return P_i = min(1, P_{i-1} r_i), with P_0 = 1, for ratios r [B, N]. It is a sum of logarithms, capped at 0."""
+    log_sum = ratio.log().cumsum(1)
+    return (log_sum - log_sum.cummax(1).values.clamp(min=0)).exp()
 
 
 def siblings(draft: Draft, p: torch.Tensor, noise: Noise) -> Verdict:
@@ -127,17 +132,18 @@ def siblings(draft: Draft, p: torch.Tensor, noise: Noise) -> Verdict:
     A rejected child subtracts its q from p. For children that were sampled without replacement, q is renormalized
     without the rejected siblings (Miao et al. 2024; Jeon et al. 2024; Chen et al. 2024, Sequoia).
     """
-    q, alive = draft_probs(draft, p), acceptable_nodes(draft, p)
-    at = torch.full_like(draft.count, -1)
+    q = draft_probs(draft, p)
+    acceptable = acceptable_nodes(draft, p)
+    at = torch.full_like(draft.count, -1)  # the deepest accepted node
     probs = p[:, 0]
     rejected = torch.zeros_like(p[:, 0], dtype=torch.bool)
     for j in range(draft.size):
-        reached = alive[:, j] & (draft.parent[:, j] == at)
-        offer = without_rejected(q[:, j], rejected, draft.kind[:, j])
-        chance = prob_of(probs, draft.tokens[:, j]) / prob_of(offer, draft.tokens[:, j])
-        accept = noise.bernoulli(masked_prob(chance, reached), torch.full_like(at, j)) & reached
+        reached = acceptable[:, j] & (draft.parent[:, j] == at)
+        child_q = without_rejected(q[:, j], rejected, draft.kind[:, j])
+        ratio = prob_of(probs, draft.tokens[:, j]) / prob_of(child_q, draft.tokens[:, j])
+        accept = noise.bernoulli(masked_prob(ratio, reached), torch.full_like(at, j)) & reached
         rejected_now = reached & ~accept
-        probs = torch.where(rejected_now[:, None], normalize((probs - offer).clamp(min=0), probs), probs)
+        probs = torch.where(rejected_now[:, None], normalize((probs - child_q).clamp(min=0), probs), probs)
         probs = torch.where(accept[:, None], p[:, j + 1], probs)
         rejected = (rejected | rejected_token_mask(draft, j, rejected_now, p)) & ~accept[:, None]
         at = torch.where(accept, j, at)
@@ -147,15 +153,15 @@ def siblings(draft: Draft, p: torch.Tensor, noise: Noise) -> Verdict:
 def traversal(draft: Draft, p: torch.Tensor, noise: Noise) -> Verdict:
     """Traversal verification, from the leaves to the root (Weng et al. 2025, algorithm 1). Equals `block` on a chain.
 
-    A node c is entered with share a_c = min(1, a p(c) / q(c)), where a is the share of its parent. When its whole
-    subtree is rejected, its parent has the residual r = (a p - q)+ with S = sum r: p becomes r / S and a becomes
-    S / (S + 1 - a). A node without children left is accepted with probability a. The root is always accepted.
+    The traversal enters a node c with share a_c = min(1, a p(c) / q(c)), where a is the share of its parent. When the
+    whole subtree of c is rejected, its parent has the residual r = (a p - q)+ with S = sum r: p becomes r / S, and a
+    becomes S / (S + 1 - a). A node without more children is accepted with probability a. The root is always accepted.
     """
-    walker = _Traversal(draft, p, noise)
+    traversal = _Traversal(draft, p, noise)
     for _ in range(2 * draft.size + 1):
-        walker.step()
-    probs = walker.probs[walker.each, walker.at + 1]
-    return accept_path(draft, p, walker.at, probs, noise)
+        traversal.step()
+    probs = traversal.probs[traversal.seqs, traversal.at + 1]
+    return accept_path(draft, p, traversal.at, probs, noise)
 
 
 class _Traversal:
@@ -166,14 +172,15 @@ class _Traversal:
         self.noise = noise
         self.q = draft_probs(draft, p)
         self.unvisited = acceptable_nodes(draft, p)
-        self.probs = p.clone()
-        self.rejected = torch.zeros_like(p, dtype=torch.bool)
+        self.probs = p.clone()  # [B, 1 + N, V] the current residual at each node
+        self.rejected = torch.zeros_like(p, dtype=torch.bool)  # tokens of rejected children, by node
         self.share = torch.ones_like(p[..., 0])
-        self.each = torch.arange(len(p), device=p.device)
-        self.at = torch.full_like(draft.count, -1)
+        self.seqs = torch.arange(len(p), device=p.device)
+        self.at = torch.full_like(draft.count, -1)  # the current node
         self.done = torch.zeros_like(draft.count, dtype=torch.bool)
 
     def step(self) -> None:
+        """Enter the first child that has not been visited, or leave the current node if there is none."""
         if not self.draft.size:
             return
         children = self.unvisited & (self.draft.parent == self.at[:, None]) & ~self.done[:, None]
@@ -183,36 +190,41 @@ class _Traversal:
         self._leave(leaves)
         self._enter(enters, child)
 
-    def _offer(self, node: torch.Tensor, above: torch.Tensor) -> torch.Tensor:
+    def _child_q(self, node: torch.Tensor, parent: torch.Tensor) -> torch.Tensor:
+        """Return the distribution that `node` was sampled from, without its rejected siblings."""
         return without_rejected(
-            self.q[self.each, node], self.rejected[self.each, above + 1], self.draft.kind[self.each, node]
+            self.q[self.seqs, node], self.rejected[self.seqs, parent + 1], self.draft.kind[self.seqs, node]
         )
 
     def _enter(self, enters: torch.Tensor, child: torch.Tensor) -> None:
-        above, token = self.at, self.draft.tokens[self.each, child]
-        ratio = prob_of(self.probs[self.each, above + 1], token) / prob_of(self._offer(child, above), token)
-        share = masked_prob(self.share[self.each, above + 1] * ratio, enters)
-        self.share[self.each, child + 1] = torch.where(enters, share, self.share[self.each, child + 1])
-        self.unvisited[self.each, child] &= ~enters
+        """Move to `child` [B] in the trees where `enters` [B]."""
+        parent = self.at
+        token = self.draft.tokens[self.seqs, child]
+        ratio = prob_of(self.probs[self.seqs, parent + 1], token) / prob_of(self._child_q(child, parent), token)
+        share = masked_prob(self.share[self.seqs, parent + 1] * ratio, enters)
+        self.share[self.seqs, child + 1] = torch.where(enters, share, self.share[self.seqs, child + 1])
+        self.unvisited[self.seqs, child] &= ~enters
         self.at = torch.where(enters, child, self.at)
 
     def _leave(self, leaves: torch.Tensor) -> None:
+        """Accept the current node, or reject it and move to its parent, in the trees where `leaves` [B]."""
         node = self.at.clamp(min=0)
         root = leaves & (self.at < 0)
         inner = leaves & ~root
-        chance = self.share[self.each, self.at + 1]
-        accept = self.noise.bernoulli(masked_prob(chance, inner), node) & inner
+        accept_prob = self.share[self.seqs, self.at + 1]
+        accept = self.noise.bernoulli(masked_prob(accept_prob, inner), node) & inner
         rejected_now = inner & ~accept
-        above = torch.where(rejected_now, self.draft.parent[self.each, node], self.at)
-        share, probs = self.share[self.each, above + 1], self.probs[self.each, above + 1]
-        rest = (share[:, None] * probs - self._offer(node, above)).clamp(min=0)
-        excess = rest.sum(-1)
-        self.probs[self.each, above + 1] = torch.where(rejected_now[:, None], normalize(rest, probs), probs)
-        self.share[self.each, above + 1] = torch.where(rejected_now, continue_prob(excess, share), share)
-        drawn = rejected_now & (self.draft.kind[self.each, node] == DraftKind.WITHOUT_REPLACEMENT)
-        token = self.draft.tokens[self.each, node].clamp(0, probs.shape[-1] - 1)
-        self.rejected[self.each, above + 1, token] |= drawn
-        self.at = above
+        next_node = torch.where(rejected_now, self.draft.parent[self.seqs, node], self.at)
+        share = self.share[self.seqs, next_node + 1]
+        probs = self.probs[self.seqs, next_node + 1]
+        residual = (share[:, None] * probs - self._child_q(node, next_node)).clamp(min=0)
+        excess = residual.sum(-1)
+        self.probs[self.seqs, next_node + 1] = torch.where(rejected_now[:, None], normalize(residual, probs), probs)
+        self.share[self.seqs, next_node + 1] = torch.where(rejected_now, continue_prob(excess, share), share)
+        without_replacement = self.draft.kind[self.seqs, node] == DraftKind.WITHOUT_REPLACEMENT
+        token = self.draft.tokens[self.seqs, node].clamp(0, probs.shape[-1] - 1)
+        self.rejected[self.seqs, next_node + 1, token] |= rejected_now & without_replacement
+        self.at = next_node
         self.done = self.done | root | accept
 
 
@@ -228,7 +240,7 @@ def verify_greedy(
     Returns:
         For each sequence the accepted path and the emitted tokens; both empty if a node has no token.
     """
-    out: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+    results: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
     for (sample, tokens, parents), width in zip(_host_rows(draft, best), draft.width, strict=True):
         path: list[int] = []
         at = -1
@@ -237,8 +249,8 @@ def verify_greedy(
                 at = node
                 path.append(node)
         emitted = (*(tokens[node] for node in path), sample[at + 1])
-        out.append((tuple(path), emitted) if min(sample) >= 0 else ((), ()))
-    return out
+        results.append((tuple(path), emitted) if min(sample) >= 0 else ((), ()))
+    return results
 
 
 def _host_rows(
@@ -247,8 +259,10 @@ def _host_rows(
     """Yield best tokens, draft tokens and parents ([] for a chain) by sequence, with one copy from the device."""
     if isinstance(best, torch.Tensor):
         parts = (best, draft.tokens) if draft.chain else (best, draft.tokens, draft.parent)
-        ends = (draft.size + 1, 2 * draft.size + 1)
-        return ((row[: ends[0]], row[ends[0] : ends[1]], row[ends[1] :]) for row in torch.cat(parts, 1).tolist())
+        end_best = draft.size + 1
+        end_tokens = end_best + draft.size
+        rows = torch.cat(parts, 1).tolist()
+        return ((row[:end_best], row[end_best:end_tokens], row[end_tokens:]) for row in rows)
     parents = [[]] * len(best) if draft.chain else draft.parent.tolist()
     return zip(best, draft.host_tokens(), parents, strict=True)
 
@@ -260,15 +274,15 @@ def _verdict_of_samples(draft: Draft, p: torch.Tensor, sample: torch.Tensor) -> 
 
 def _follow_samples(draft: Draft, sample: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Follow the sampled tokens [B, 1 + N] down the tree. Returns the path, its length and the sample at its end."""
-    alive = tree.valid_nodes(draft)
+    valid = tree.valid_nodes(draft)
     if draft.chain:
-        accepted = (alive & (draft.tokens == sample[:, :-1])).long().cumprod(1).sum(1)
+        accepted = (valid & (draft.tokens == sample[:, :-1])).long().cumprod(1).sum(1)
         return prefix_of(draft, accepted), accepted, sample.gather(1, accepted[:, None])[:, 0]
     at = torch.full_like(draft.count, -1)
     for _ in range(draft.size):
-        wanted = sample.gather(1, at[:, None] + 1)
-        hit = alive & (draft.parent == at[:, None]) & (draft.tokens == wanted)
-        at = torch.where(hit.any(1), hit.to(torch.uint8).argmax(1), at)
+        token = sample.gather(1, at[:, None] + 1)
+        match = valid & (draft.parent == at[:, None]) & (draft.tokens == token)
+        at = torch.where(match.any(1), match.to(torch.uint8).argmax(1), at)
     path, accepted = path_to(draft, at)
     return path, accepted, sample.gather(1, at[:, None] + 1)[:, 0]
 

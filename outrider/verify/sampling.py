@@ -1,7 +1,7 @@
-"""Compute the target distribution p from logits: bias, penalties, temperature, then filters.
+"""Compute the target distribution p from logits: apply bias, penalties, temperature, then filters.
 
-Each step equals the logits processor of the same name in transformers. Penalties see the path of each draft token.
-Greedy decoding is a one-hot p.
+Each step gives the result of the logits processor of the same name in transformers. The penalties of a draft token
+count the tokens on its path. Greedy decoding is a one-hot p.
 """
 
 from __future__ import annotations
@@ -125,8 +125,8 @@ def apply_sampling(
     Args:
         logits: [B, 1 + N, V] float; [B, 1, V] with `last`. They must pass `has_finite_max`.
         sampling: the parameters of the same sequences.
-        draft: the draft whose paths the penalties see.
-        last: `logits` holds only the last node.
+        draft: the draft. The penalties of a node count the tokens on its path.
+        last: `logits` has only the last node.
         shape: computes probabilities from modified logits.
 
     Returns:
@@ -135,7 +135,8 @@ def apply_sampling(
     if sampling.bias is not None:
         logits = logits + sampling.bias[:, None]
     if sampling.any_penalty:
-        at, vocab = _node_indices(tokens_before(draft)), logits.shape[-1]
+        at = _node_indices(tokens_before(draft))
+        vocab = logits.shape[-1]
         output, prompt = _token_counts(sampling.seqs, draft, at, (at.numel(), vocab))
         output = output.view(*at.shape, vocab)
         logits = _penalize(logits, sampling, _ALL, output[:, -1:] if last else output, prompt)
@@ -149,7 +150,8 @@ def apply_sampling_packed(
     logits: Packed, sampling: SamplingTensors, draft: Draft, *, shape: ProbsFunction = target_probs
 ) -> Packed:
     """Do what `apply_sampling` does, for packed logits without padding."""
-    values, of = logits.values[:, None], _sequence_of(logits)  # T sequences of one node
+    values = logits.values[:, None]  # as if they were T sequences of one node
+    of = _sequence_of(logits)
     if sampling.bias is not None:
         values = values + sampling.bias[of][:, None]
     if sampling.any_penalty or sampling.any_minimum:
@@ -181,6 +183,7 @@ def _sequence_of(packed: Packed) -> torch.Tensor:
 
 
 def _one_hot(logits: torch.Tensor) -> torch.Tensor:
+    """Return the one-hot distribution of the likeliest token."""
     return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
 
 
@@ -195,9 +198,9 @@ def _filter(logits: torch.Tensor, sampling: SamplingTensors, of: torch.Tensor | 
         ordered, index = logits.sort(-1, descending=True)
         mass = ordered.softmax(-1)
         top_p = sampling.top_p[of]
-        nucleus = (mass.cumsum(-1) - mass >= top_p) & (top_p < 1)
-        nucleus[..., 0] = False
-        logits = torch.empty_like(logits).scatter_(-1, index, ordered.masked_fill(nucleus, -torch.inf))
+        removed = (mass.cumsum(-1) - mass >= top_p) & (top_p < 1)
+        removed[..., 0] = False
+        logits = torch.empty_like(logits).scatter_(-1, index, ordered.masked_fill(removed, -torch.inf))
     if sampling.any_min_p:
         mass = logits.softmax(-1)
         logits = logits.masked_fill(mass < sampling.min_p[of] * mass.amax(-1, keepdim=True), -torch.inf)
@@ -211,7 +214,9 @@ def _penalize(
     output: torch.Tensor,
     prompt: torch.Tensor,
 ) -> torch.Tensor:
-    seen, repetition = prompt[of] | (output > 0), sampling.repetition[of]
+    """Apply the penalties. `output` has token counts, `prompt` whether a token is in the prompt."""
+    seen = prompt[of] | (output > 0)
+    repetition = sampling.repetition[of]
     scaled = torch.where(logits < 0, logits * repetition, logits / repetition)
     logits = torch.where(seen, scaled, logits)
     return logits - sampling.frequency[of] * output - sampling.presence[of] * (output > 0)
@@ -231,14 +236,14 @@ def _token_counts(
     prompt = torch.zeros(len(seqs), 1, vocab, dtype=torch.bool, device=at.device)
     for b, seq in enumerate(seqs):
         split = len(seq.request.prompt_token_ids)
-        text = torch.tensor(seq.token_ids, device=at.device)
-        output[at[b, :1]] = text[split:].bincount(minlength=vocab)[:vocab].to(output)
-        prompt[b, 0, text[:split]] = True
-    each = torch.arange(len(seqs), device=at.device)
+        token_ids = torch.tensor(seq.token_ids, device=at.device)
+        output[at[b, :1]] = token_ids[split:].bincount(minlength=vocab)[:vocab].to(output)
+        prompt[b, 0, token_ids[:split]] = True
+    batch_index = torch.arange(len(seqs), device=at.device)
     for node in range(draft.size):
-        here = at[:, node + 1]
-        output[here] = output[at[each, draft.parent[:, node] + 1]]
-        output[here, draft.tokens[:, node].clamp(0, vocab - 1)] += 1
+        index = at[:, node + 1]
+        output[index] = output[at[batch_index, draft.parent[:, node] + 1]]
+        output[index, draft.tokens[:, node].clamp(0, vocab - 1)] += 1
     return output, prompt
 
 
@@ -249,14 +254,15 @@ def _forbid_ends(
     logits = functional.pad(logits, (0, 0, 0, 1))
     for b, seq in enumerate(sampling.seqs):
         ends = sorted(token for token in seq.request.end_ids if token < logits.shape[-1])
-        early = seq.num_output_tokens + depth[b] < seq.request.params.min_tokens
+        too_early = seq.num_output_tokens + depth[b] < seq.request.params.min_tokens
         if ends:
             nodes = at[b, :, None]
-            logits[nodes, ends] = logits[nodes, ends].masked_fill(early[:, None], -torch.inf)
+            logits[nodes, ends] = logits[nodes, ends].masked_fill(too_early[:, None], -torch.inf)
     return logits[:-1]
 
 
 def _bias(seqs: Sequence[SequenceState], vocab: int, device: torch.device) -> torch.Tensor | None:
+    """Return the logit bias [B, V], or None if no sequence has one."""
     if not any(seq.request.params.logit_bias for seq in seqs):
         return None
     bias = torch.zeros(len(seqs), vocab, device=device)

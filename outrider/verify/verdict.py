@@ -1,4 +1,4 @@
-"""Helpers of the verification rules: distributions of drafts, acceptable nodes, and verdicts from accepted paths."""
+"""Helpers of the verification rules: draft distributions, acceptable nodes, and verdicts from accepted paths."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def verdict_of(
 
     The log-probabilities of the emitted tokens are taken from p [B, 1 + N, V].
     """
-    rows, size = path.shape
+    batch_size, size = path.shape
     at = torch.cat([torch.zeros_like(bonus)[:, None], path + 1], 1)  # the node that each emitted token follows
     tokens = torch.cat([draft.tokens.gather(1, path.clamp(min=0)), bonus[:, None]], 1)
     tokens = tokens.scatter(1, accepted[:, None], bonus[:, None])
-    each = torch.arange(rows, device=p.device)[:, None]
+    batch_index = torch.arange(batch_size, device=p.device)[:, None]
     emitted = torch.arange(size + 1, device=p.device) <= accepted[:, None]
-    probs = p[each, at, tokens.clamp(0, p.shape[-1] - 1)]
+    probs = p[batch_index, at, tokens.clamp(0, p.shape[-1] - 1)]
     return Verdict(path=path, accepted=accepted, bonus=bonus, logprob=torch.where(emitted, probs.log(), 0.0))
 
 
@@ -43,20 +43,20 @@ def select_by_name(verdicts: Mapping[str, Verdict], names: Sequence[str]) -> Ver
     """Select the verdict of rule `names[b]` for each sequence b. Every rule has verified all sequences."""
     if len(verdicts) == 1:
         return next(iter(verdicts.values()))
-    out = None
-    for name, verdict in verdicts.items():
-        if out is None:
-            out = verdict
+    selected = None
+    for rule, verdict in verdicts.items():
+        if selected is None:
+            selected = verdict
             continue
-        own = torch.tensor([each == name for each in names], device=verdict.bonus.device)
-        out = Verdict(
-            path=torch.where(own[:, None], verdict.path, out.path),
-            accepted=torch.where(own, verdict.accepted, out.accepted),
-            bonus=torch.where(own, verdict.bonus, out.bonus),
-            logprob=torch.where(own[:, None], verdict.logprob, out.logprob),
+        use = torch.tensor([name == rule for name in names], device=verdict.bonus.device)
+        selected = Verdict(
+            path=torch.where(use[:, None], verdict.path, selected.path),
+            accepted=torch.where(use, verdict.accepted, selected.accepted),
+            bonus=torch.where(use, verdict.bonus, selected.bonus),
+            logprob=torch.where(use[:, None], verdict.logprob, selected.logprob),
         )
-    assert out is not None
-    return out
+    assert selected is not None
+    return selected
 
 
 def prefix_of(draft: Draft, accepted: torch.Tensor) -> torch.Tensor:
@@ -69,10 +69,10 @@ def path_to(draft: Draft, at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
     """Return the path [B, N] from the root to node `at` [B] (-1: the root), padded with -1, and its length [B]."""
     if not draft.size:
         return draft.tokens, draft.count
-    above = tree.ancestors(draft.parent)[torch.arange(len(at), device=at.device), at.clamp(min=0)]
-    above = above & (at >= 0)[:, None]
-    order = torch.where(above, torch.arange(draft.size, device=at.device), draft.size).sort(1).values
-    return torch.where(order < draft.size, order, -1), above.sum(1)
+    on_path = tree.ancestors(draft.parent)[torch.arange(len(at), device=at.device), at.clamp(min=0)]
+    on_path = on_path & (at >= 0)[:, None]
+    order = torch.where(on_path, torch.arange(draft.size, device=at.device), draft.size).sort(1).values
+    return torch.where(order < draft.size, order, -1), on_path.sum(1)
 
 
 def tokens_before(draft: Draft) -> torch.Tensor:
@@ -100,9 +100,10 @@ def without_rejected(q: torch.Tensor, rejected: torch.Tensor, kind: torch.Tensor
 
 def rejected_token_mask(draft: Draft, node: int, rejected: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
     """Return [B, V] bool: the token of a rejected node that was sampled without replacement."""
-    out = torch.zeros_like(p[:, 0], dtype=torch.bool)
-    sampled = rejected & (draft.kind[:, node] == DraftKind.WITHOUT_REPLACEMENT)
-    return out.scatter_(-1, draft.tokens[:, node].clamp(0, p.shape[-1] - 1)[:, None], sampled[:, None])
+    mask = torch.zeros_like(p[:, 0], dtype=torch.bool)
+    without_replacement = rejected & (draft.kind[:, node] == DraftKind.WITHOUT_REPLACEMENT)
+    token = draft.tokens[:, node].clamp(0, p.shape[-1] - 1)
+    return mask.scatter_(-1, token[:, None], without_replacement[:, None])
 
 
 def prob_of(probs: torch.Tensor, token: torch.Tensor) -> torch.Tensor:

@@ -1,1 +1,1 @@
-"""A target and a draft of one family, from a folder of texts."""
+"""Trains a target and a draft model of one family on a folder of text files."""

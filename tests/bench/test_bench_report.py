@@ -1,4 +1,4 @@
-"""The report as a page: whole, alone, and honest about what is not there."""
+"""Tests of the HTML report: it is complete and self-contained, and says what is missing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TITLES = [
     "Acceptance by position",
     "Acceptance by temperature",
     "Time between tokens",
-    "Where a round's time goes",
+    "Time of a round",
     "Tokens/s against k",
     "Tokens/s against batch",
     "Tokens/s against context",
@@ -45,10 +45,10 @@ def document(tmp_path_factory):
         return json.loads(json.dumps(run_bench(settings, progress=Console(quiet=True))))
 
 
-class Reader(HTMLParser):
-    """Checks that elements nest, and gathers ids and headings."""
+class PageParser(HTMLParser):
+    """Checks that elements nest, and collects ids and texts."""
 
-    VOID = frozenset({"meta", "path", "use", "rect", "circle", "br"})
+    VOID_TAGS = frozenset({"meta", "path", "use", "rect", "circle", "br"})
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -60,14 +60,14 @@ class Reader(HTMLParser):
 
     def handle_starttag(self, tag, attrs):
         self.ids += [value for name, value in attrs if name == "id"]
-        if tag not in self.VOID:
+        if tag not in self.VOID_TAGS:
             self.open.append(tag)
 
     def handle_startendtag(self, tag, attrs):
         self.ids += [value for name, value in attrs if name == "id"]
 
     def handle_endtag(self, tag):
-        if tag not in self.VOID:
+        if tag not in self.VOID_TAGS:
             assert self.open.pop() == tag
 
     def handle_data(self, data):
@@ -75,22 +75,22 @@ class Reader(HTMLParser):
             self.texts.setdefault(self.open[-1], []).append(data)
 
 
-def test_page(document):
+def test_page_is_complete(document):
     text = page(document)
-    reader = Reader(text)
-    assert not reader.open
-    assert reader.texts["h3"] == TITLES
-    assert len(reader.ids) == len(set(reader.ids))
-    assert set(re.findall(r'(?:href="|url\()#([^")]+)', text)) <= set(reader.ids)
+    parser = PageParser(text)
+    assert not parser.open
+    assert parser.texts["h3"] == TITLES
+    assert len(parser.ids) == len(set(parser.ids))
+    assert set(re.findall(r'(?:href="|url\()#([^")]+)', text)) <= set(parser.ids)
     headings = ["By category", "Against k", "Against batch", "Against context", "Against temperature"]
-    assert reader.texts["h2"] == [*headings, "Memory", "Conditions"]
-    cells = " ".join(reader.texts["td"])
+    assert parser.texts["h2"] == [*headings, "Memory", "Conditions"]
+    cells = " ".join(parser.texts["td"])
     for part in (document["hardware"]["cpu"], document["versions"]["torch"], "GB/s", "GFLOP/s", "float32"):
         assert part in cells
 
 
-def test_page_stands_alone(document):
-    """Nothing is fetched, nothing runs, and every colour is one of the page's own."""
+def test_page_is_self_contained(document):
+    """The page loads nothing and has no scripts, and every colour is a CSS variable of the page."""
     text = page(document)
     assert not re.search(r"https?:|//|<script|<link|@import|src=", text)
     assert "prefers-color-scheme: dark" in text
@@ -100,34 +100,34 @@ def test_page_stands_alone(document):
     assert set(re.findall(r"var\((--[\w-]+)\)", text)) <= set(re.findall(r"(--[\w-]+):", text))
 
 
-def test_names_are_escaped(document):
+def test_category_names_are_escaped(document):
     text = page(document)
     assert "a&lt;b&gt;&amp;c" in text
     assert "a<b>" not in text
 
 
-def test_only_plots_for_which_there_is_data(document):
+def test_plots_without_data_are_left_out(document):
     text = page(document | {"sweeps": {}})
-    assert Reader(text).texts["h3"] == [title for title in TITLES if title not in SWEPT]
+    assert PageParser(text).texts["h3"] == [title for title in TITLES if title not in SWEPT]
 
 
-def test_page_of_completions_that_end_at_once(document):
-    """No speed, no latency, no guess: the page says so."""
-    nothing = {"tokens_per_s": None, "speedup": None, "latency_ms": None, "acceptance_by_position": [], "rounds": 0}
-    figures = {name: each | nothing for name, each in document["results"]["overall"].items()}
+def test_page_of_completions_that_end_in_one_round(document):
+    """There is no speed, no latency and no draft token. The page says so."""
+    missing = {"tokens_per_s": None, "speedup": None, "latency_ms": None, "acceptance_by_position": [], "rounds": 0}
+    figures = {name: each | missing for name, each in document["results"]["overall"].items()}
     limits = {name: document["limits"][name] | {"share_of_limit": None} for name in ("plain", "speculative")}
     changed = {"results": {"overall": figures}, "sweeps": {}, "limits": document["limits"] | limits}
-    reader = Reader(page(document | changed))
-    assert "h3" not in reader.texts
-    assert reader.texts["h1"] == ["Too little was decoded to tell a speed"]
+    parser = PageParser(page(document | changed))
+    assert "h3" not in parser.texts
+    assert parser.texts["h1"] == ["Too few tokens to measure speed"]
 
 
-def test_inexact_is_said(document):
+def test_inexact_verifier_is_reported(document):
     assert "not exact" not in page(document)
     assert "not exact" in page(document | {"exact": False})
 
 
-def test_matplotlib_is_missed_before_anything_is_measured(monkeypatch, tmp_path):
+def test_missing_matplotlib_is_reported_before_measuring(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     result = CliRunner().invoke(app, ["bench", "--report", str(tmp_path / "r.html"), "--prompts", "nothing.jsonl"])
     assert result.exit_code == 2
@@ -135,13 +135,13 @@ def test_matplotlib_is_missed_before_anything_is_measured(monkeypatch, tmp_path)
 
 
 @pytest.mark.parametrize("file", [".", "nowhere/report.html"])
-def test_no_place_for_the_file(monkeypatch, tmp_path, file):
+def test_report_needs_a_file_in_an_existing_folder(monkeypatch, tmp_path, file):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(OutriderError, match="is no file in a folder that exists"):
+    with pytest.raises(OutriderError, match="is not a file in an existing folder"):
         check_report(file)
 
 
-def test_write(document, tmp_path):
+def test_write_report(document, tmp_path):
     file = tmp_path / "report.html"
     check_report(file)
     write_report(page(document), file)
@@ -150,7 +150,7 @@ def test_write(document, tmp_path):
         write_report(page(document), tmp_path / "nowhere" / "report.html")
 
 
-def test_command(monkeypatch, document, tmp_path):
+def test_command_writes_report(monkeypatch, document, tmp_path):
     monkeypatch.setattr("outrider.bench.command.run_bench", lambda settings, **_: document)
     file = tmp_path / "report.html"
     result = CliRunner().invoke(app, ["bench", "--report", str(file)])

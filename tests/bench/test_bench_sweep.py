@@ -1,4 +1,4 @@
-"""Sweeps: lists as they are typed, the places they lead to, and one short run along every axis."""
+"""Tests of sweeps: lists on the command line, conditions, and one short run along every axis."""
 
 from __future__ import annotations
 
@@ -42,31 +42,31 @@ def quick_rates(monkeypatch):
     ("text", "values"),
     [("4", (4,)), ("1,2,4", (1, 2, 4)), ("0..3", (0, 1, 2, 3)), ("0..2, 8,2", (0, 1, 2, 8)), ("5..5", (5,))],
 )
-def test_whole_numbers(text, values):
+def test_parse_whole_numbers(text, values):
     assert parse_whole("--batch", text) == values
     assert parse_sweep("--sweep", f"k={text}") == values
 
 
-def test_numbers():
+def test_parse_real_numbers():
     assert parse_real("--temperature", "0,0.7,1") == (0.0, 0.7, 1.0)
     assert several((1,)) == ()
     assert several((1, 2)) == (1, 2)
 
 
 @pytest.mark.parametrize("text", ["", "x", "1,", "1.5", "3..1", "1..", "0..1000000", "1..2..3"])
-def test_bad_whole_numbers(text):
+def test_invalid_whole_numbers(text):
     with pytest.raises(OutriderError, match=r"--batch is .*whole numbers such as"):
         parse_whole("--batch", text)
 
 
 @pytest.mark.parametrize("text", ["", "hot", "0;1"])
-def test_bad_numbers(text):
+def test_invalid_real_numbers(text):
     with pytest.raises(OutriderError, match=r"--temperature is .*numbers such as"):
         parse_real("--temperature", text)
 
 
 @pytest.mark.parametrize("text", ["0..4", "batch=1,2", "=1"])
-def test_bad_sweep(text):
+def test_invalid_sweep_option(text):
     with pytest.raises(OutriderError, match=r"use for example --sweep k=0\.\.8"):
         parse_sweep("--sweep", text)
 
@@ -76,16 +76,16 @@ def test_bad_sweep(text):
     [
         (Sweep(k=(-1, 2)), "k of the sweep is -1"),
         (Sweep(batch=(2, 0)), "batch of the sweep is 0"),
-        (Sweep(context=(128, 512)), "leave no prompt"),
+        (Sweep(context=(128, 512)), "leaves no tokens for a prompt"),
         (Sweep(temperature=(0.0, -0.5)), "temperature is -0.5"),
     ],
 )
-def test_bad_values(sweep, message):
+def test_invalid_sweep_values(sweep, message):
     with pytest.raises(OutriderError, match=message):
         Settings(sweep=sweep)
 
 
-def test_one_axis_at_a_time():
+def test_one_axis_varies_at_a_time():
     sweep = Sweep(k=(0, 2, 4), batch=(1, 4), context=(256, 512), temperature=(0.0, 1.0))
     settings = Settings(sweep=sweep)
     assert default_condition(settings) == Condition(batch=1, temperature=0.0)
@@ -97,24 +97,28 @@ def test_one_axis_at_a_time():
         Condition(batch=1, temperature=1.0),
     ]
     assert speculative_variants(settings) == {0: "plain", 4: "speculative", 2: "k=2"}
-    assert (settings.rows, settings.capacity) == (4, 512)
-    assert (Settings().rows, Settings().capacity, Settings(context=99).capacity) == (1, None, 99)
+    assert (settings.max_num_seqs, settings.max_model_len) == (4, 512)
+    assert (Settings().max_num_seqs, Settings().max_model_len, Settings(context=99).max_model_len) == (1, None, 99)
 
 
-def test_a_context_is_filled_with_other_prompts(prompts):
+def test_context_is_filled_with_other_prompts(prompts):
     llm = LLM(dtype="float32", proposer="none", max_num_seqs=1, max_model_len=256)
-    read, settings = read_prompts(prompts), Settings(max_tokens=8)
-    short = [heat.jobs[0].prompt for heat in make_batches(llm, read, settings, default_condition(settings))]
-    filled = Condition(batch=1, temperature=0.0, context=200)
-    long = [heat.jobs[0].prompt for heat in make_batches(llm, read, settings, filled)]
-    assert [len(text) for text in long] == [192, 192]
-    assert [text[-len(own) :] for text, own in zip(long, short, strict=True)] == short
+    prompt_set = read_prompts(prompts)
+    settings = Settings(max_tokens=8)
+
+    def token_lists(condition):
+        return [batch.jobs[0].prompt for batch in make_batches(llm, prompt_set, settings, condition)]
+
+    short = token_lists(default_condition(settings))
+    long = token_lists(Condition(batch=1, temperature=0.0, context=200))
+    assert [len(tokens) for tokens in long] == [192, 192]
+    assert [tokens[-len(original) :] for tokens, original in zip(long, short, strict=True)] == short
     assert long[0][-len(short[0]) - len(short[1]) : -len(short[0])] == short[1]
-    cut = Condition(batch=1, temperature=0.0, context=11)
-    assert [heat.jobs[0].prompt for heat in make_batches(llm, read, settings, cut)] == [text[-3:] for text in short]
+    cut = token_lists(Condition(batch=1, temperature=0.0, context=11))
+    assert cut == [tokens[-3:] for tokens in short]
 
 
-def test_run(prompts):
+def test_run_along_every_axis(prompts):
     sweep = Sweep(k=(0, 1, 4), batch=(1, 2), context=(32, 64), temperature=(0.0, 1.0))
     settings = Settings(prompts=prompts, repeats=1, max_tokens=6, dtype="float32", sweep=sweep)
     document = run_bench(settings, progress=Console(quiet=True))
@@ -139,34 +143,33 @@ def test_run(prompts):
     assert [entry["plain"]["prompt_tokens"] for entry in swept["context"]] == [2 * 26, 2 * 58]
     assert 58 < swept["context"][1]["limits"]["cached_tokens"] <= 64
     assert (document["memory"]["sequences"], document["memory"]["context"]) == (2, 64)
-    out = Console(width=120, record=True, quiet=True)
-    show(document, out)
+    show(document, Console(width=120, record=True, quiet=True))
 
 
-def test_command(prompts):
-    words = ["bench", "--prompts", prompts, "--repeats", "1", "--max-tokens", "4", "--dtype", "float32"]
-    result = CliRunner().invoke(app, [*words, "--proposer", "ngram", "--sweep", "k=1,2", "--temperature", "0,1"])
+def test_command_with_sweeps(prompts):
+    arguments = ["bench", "--prompts", prompts, "--repeats", "1", "--max-tokens", "4", "--dtype", "float32"]
+    result = CliRunner().invoke(app, [*arguments, "--proposer", "ngram", "--sweep", "k=1,2", "--temperature", "0,1"])
     assert result.exit_code == 0, result.output
     document = json.loads(result.stdout.splitlines()[-1])
     assert document["arguments"]["temperature"] == 0.0
     assert document["arguments"]["sweep"] == {"k": [1, 2], "batch": [], "context": [], "temperature": [0.0, 1.0]}
     assert document["memory"]["draft_in_sequences"] == 0
-    for words in ("Against k", "Against temperature", "This machine, before and after", "Memory: target weights"):
-        assert words in result.stdout
+    for text in ("Against k", "Against temperature", "This machine, before and after", "Memory: target weights"):
+        assert text in result.stdout
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("arguments", "message"),
     [
         (["--batch", "1;2"], "--batch is '1;2'"),
         (["--sweep", "k=a"], "--sweep k is 'a'"),
-        (["--sweep", "batch=1,2"], "--sweep 'batch=1,2' names no axis"),
+        (["--sweep", "batch=1,2"], "--sweep 'batch=1,2' does not sweep k"),
         (["--context", "64,128"], "context of the sweep is 64"),
         (["--batch", "2,4", "--peer", "transformers"], "so use batch 1"),
     ],
 )
-def test_command_mistakes(words, message):
-    result = CliRunner().invoke(app, ["bench", *words])
+def test_command_errors(arguments, message):
+    result = CliRunner().invoke(app, ["bench", *arguments])
     assert result.exit_code == 2
     (line,) = result.stderr.splitlines()
     assert message in line

@@ -1,4 +1,4 @@
-"""An inflated model says what the small one says; in exact arithmetic, in float32, and as far as bfloat16 can."""
+"""Tests of inflated models: their logits equal those of the small model, up to rounding."""
 
 from __future__ import annotations
 
@@ -27,31 +27,31 @@ MODELS = Path(__file__).parents[2] / "outrider" / "assets"
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu" / "inflate_model.py"
 PROMPTS = [prompt for prompt in read_prompts() if prompt.prompt]
 
-# A tiny model has hidden 32, 4 layers, 4 heads, 2 key-value heads, heads of 8, ffn 48, 256 tokens.
+# The tiny model has hidden 32, 4 layers, 4 heads, 2 key-value heads, head_dim 8, ffn 48, and 256 tokens.
 SIZES = {
     "same": Dims(),
     "hidden": Dims(hidden=64),
-    "hidden, a share of it spare": Dims(hidden=76),
-    "hidden, more than it copies": Dims(hidden=36),
+    "hidden, with spare channels": Dims(hidden=76),
+    "hidden, less than two copies": Dims(hidden=36),
     "layers": Dims(layers=9),
     "ffn": Dims(ffn=101),
     "ffn and layers, odd": Dims(ffn=49, layers=5),
     "heads": Dims(hidden=96, heads=12),
     "kv heads": Dims(hidden=96, heads=12, kv_heads=6),
-    "kv heads, not as many of each": Dims(hidden=100, heads=10, kv_heads=5),
-    "a group each": Dims(kv_heads=4),
+    "kv heads, unequal copies": Dims(hidden=100, heads=10, kv_heads=5),
+    "one kv head per head": Dims(kv_heads=4),
     "larger heads": Dims(head_dim=16),
     "four times larger heads": Dims(head_dim=32, hidden=40),
     "untied": Dims(untie=True, hidden=64),
-    "tokens, with room": Dims(hidden=72, vocab=600, untie=True),
-    "tokens, four copies made one": Dims(hidden=128, vocab=257, untie=True),
-    "tokens, one copy less": Dims(hidden=64, vocab=300, untie=True),
+    "tokens, with spare channels": Dims(hidden=72, vocab=600, untie=True),
+    "tokens, with a merged channel": Dims(hidden=128, vocab=257, untie=True),
+    "tokens, with one copy less": Dims(hidden=64, vocab=300, untie=True),
     "everything": Dims(hidden=200, layers=7, heads=20, kv_heads=10, head_dim=16, ffn=333, vocab=777, untie=True),
 }
 
 
 def tiny(**settings):
-    """Logits spread enough for tokens to differ, and no two norms alike."""
+    """Return a tiny model whose norm weights all differ."""
     torch.manual_seed(1)
     model = LlamaForCausalLM(make_config("LlamaConfig", **settings)).eval()
     with torch.no_grad():
@@ -61,7 +61,8 @@ def tiny(**settings):
     return model
 
 
-def grow(model, dims, **settings):
+def inflated(model, dims, **settings):
+    """Return the inflated model."""
     config, weights = inflate(model, dims, **settings)
     large = AutoModelForCausalLM.from_config(config, dtype=config.dtype).eval()
     large.load_state_dict(weights, strict=not config.tie_word_embeddings)
@@ -69,19 +70,20 @@ def grow(model, dims, **settings):
 
 
 def texts(vocab=VOCAB):
-    chance = torch.Generator().manual_seed(2)
-    return [Text(tokens=torch.randint(vocab, (length,), generator=chance), prompt=1) for length in (40, 7)]
+    """Return two random texts."""
+    generator = torch.Generator().manual_seed(2)
+    return [Text(tokens=torch.randint(vocab, (length,), generator=generator), prompt=1) for length in (40, 7)]
 
 
-def written(model, count=24):
+def greedy_output(model, count=24):
     prompt = torch.tensor([[5, 6, 7]])
-    out = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=count, do_sample=False)
-    return out.tolist()
+    output = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=count, do_sample=False)
+    return output.tolist()
 
 
 @pytest.fixture
 def exact_norm(monkeypatch):
-    """transformers computes norms in float32 whatever the model is in."""
+    """Compute norms in the precision of the model. transformers computes them in float32."""
 
     def norm(self, x):
         return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
@@ -91,46 +93,47 @@ def exact_norm(monkeypatch):
 
 @pytest.mark.usefixtures("exact_norm")
 @pytest.mark.parametrize("dims", SIZES.values(), ids=SIZES)
-@pytest.mark.parametrize("tied", [False, True], ids=["own head", "tied"])
-def test_exact(dims, tied):
+@pytest.mark.parametrize("tied", [False, True], ids=["separate head", "tied"])
+def test_logits_are_exact_in_float64(dims, tied):
     small = tiny(tie_word_embeddings=tied, rms_norm_eps=1e-3).double()
-    found = compare(small, grow(small, dims, dtype=torch.float64), texts())
-    assert found.worst_logit < 1e-10
-    assert found.same == found.positions
-    assert abs(found.kl) < 1e-9
+    agreement = compare(small, inflated(small, dims, dtype=torch.float64), texts())
+    assert agreement.worst_logit < 1e-10
+    assert agreement.same == agreement.positions
+    assert abs(agreement.kl) < 1e-9
 
 
 @pytest.mark.parametrize("dims", SIZES.values(), ids=SIZES)
-def test_float32(dims):
+def test_greedy_output_is_equal_in_float32(dims):
     small = tiny()
-    large = grow(small, dims)
-    found = compare(small, large, texts())
+    large = inflated(small, dims)
+    agreement = compare(small, large, texts())
     assert large.dtype == torch.float32
-    assert found.worst_logit < 1e-3
-    assert found.same == found.positions
-    assert written(large) == written(small)
+    assert agreement.worst_logit < 1e-3
+    assert agreement.same == agreement.positions
+    assert greedy_output(large) == greedy_output(small)
 
 
 @pytest.mark.usefixtures("exact_norm")
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (4, 1), (4, 4), (6, 2), (6, 3)])
 @pytest.mark.parametrize("large", [(12, 12), (12, 6), (24, 6)], ids=str)
-def test_groups(heads, kv_heads, large):
+def test_grouped_query_attention(heads, kv_heads, large):
     small = tiny(num_attention_heads=heads, num_key_value_heads=kv_heads, hidden_size=48, head_dim=8).double()
     dims = Dims(heads=large[0], kv_heads=large[1], hidden=120, head_dim=16)
     if heads // kv_heads > large[1] // kv_heads * (large[0] // large[1]):
         with pytest.raises(OutriderError, match="kv_heads"):
             inflate(small, dims)
         return
-    assert compare(small, grow(small, dims, dtype=torch.float64), texts()).worst_logit < 1e-10
+    assert compare(small, inflated(small, dims, dtype=torch.float64), texts()).worst_logit < 1e-10
 
 
 @pytest.mark.usefixtures("exact_norm")
-@pytest.mark.parametrize("kind", ["linear", "llama3"])
-def test_scaled_rotary(kind):
-    more = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
-    rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0} | (more if kind == "llama3" else {})
+@pytest.mark.parametrize("rope_type", ["linear", "llama3"])
+def test_scaled_rotary_embeddings(rope_type):
+    rope = {"rope_type": rope_type, "rope_theta": 1e4, "factor": 4.0}
+    if rope_type == "llama3":
+        rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
     small = tiny(rope_parameters=rope).double()
-    assert compare(small, grow(small, Dims(head_dim=16), dtype=torch.float64), texts()).worst_logit < 1e-10
+    assert compare(small, inflated(small, Dims(head_dim=16), dtype=torch.float64), texts()).worst_logit < 1e-10
 
 
 @pytest.mark.parametrize(
@@ -160,24 +163,24 @@ def test_dimensions_that_do_not_fit(settings, dims, message):
         inflate_config(config, dims)
 
 
-def test_other_architecture():
+def test_other_architecture_is_an_error():
     with pytest.raises(OutriderError, match="model_type llama"):
         inflate_config(make_config("Qwen3Config"), Dims())
 
 
 @pytest.mark.parametrize("copies", [*range(1, 20), 37, 64])
-def test_shares(copies):
-    found = shares([0] * copies)
-    assert sum(found) == 1
-    assert found == sorted(found, reverse=True)
-    assert found[0] <= 2 * found[-1]
-    assert all(share == 2.0 ** round(torch.tensor(share).log2().item()) for share in found)
+def test_shares_are_powers_of_two_that_add_up_to_1(copies):
+    values = shares([0] * copies)
+    assert sum(values) == 1
+    assert values == sorted(values, reverse=True)
+    assert values[0] <= 2 * values[-1]
+    assert all(share == 2.0 ** round(torch.tensor(share).log2().item()) for share in values)
 
 
 @pytest.mark.parametrize("small", [1, 2, 5, 32, 768])
 @pytest.mark.parametrize("large", [3, 32, 33, 63, 64, 128, 161, 4096])
 @pytest.mark.parametrize("constant", [False, True])
-def test_stream(small, large, constant):
+def test_read_of_what_a_stream_has_written_is_exact(small, large, constant):
     if large < small + constant:
         with pytest.raises(OutriderError, match="too small"):
             make_stream(small, large, constant=constant)
@@ -189,26 +192,27 @@ def test_stream(small, large, constant):
     assert stream.constant is None or stream.scale[stream.constant] == 0
     assert len(stream.source) == len(stream.scale) == len(stream.share) == large
     weight = torch.randn(7, small, generator=torch.Generator().manual_seed(0)).bfloat16().float()
-    there, back = stream.write(torch.eye(small), torch.bfloat16), stream.read(weight, torch.bfloat16)
-    assert torch.equal(back.float() @ there.float(), weight)  # exact: shares are powers of two
+    write = stream.write(torch.eye(small), torch.bfloat16)
+    read = stream.read(weight, torch.bfloat16)
+    assert torch.equal(read.float() @ write.float(), weight)  # exact, because shares are powers of two
 
 
-def test_read_is_finer_than_its_precision():
+def test_read_is_more_accurate_than_its_precision():
     stream = make_stream(64, 512, constant=False)
     weight = torch.randn(50, 64, generator=torch.Generator().manual_seed(0))
-    got = stream.read(weight, torch.bfloat16).float() @ stream.write(torch.eye(64), torch.bfloat16).float()
-    assert (got - weight).abs().max() < 0.2 * (weight.bfloat16().float() - weight).abs().max()
+    result = stream.read(weight, torch.bfloat16).float() @ stream.write(torch.eye(64), torch.bfloat16).float()
+    assert (result - weight).abs().max() < 0.2 * (weight.bfloat16().float() - weight).abs().max()
 
 
-def test_seed():
+def test_seed_determines_random_weights():
     small = tiny()
     dims = Dims(layers=6, head_dim=16)
-    (_, one), (_, again), (_, other) = (inflate(small, dims, seed=seed) for seed in (1, 1, 2))
-    assert all(torch.equal(one[name], again[name]) for name in one)
-    assert any(not torch.equal(one[name], other[name]) for name in one)
+    (_, weights), (_, same_seed), (_, other_seed) = (inflate(small, dims, seed=seed) for seed in (1, 1, 2))
+    assert all(torch.equal(weights[name], same_seed[name]) for name in weights)
+    assert any(not torch.equal(weights[name], other_seed[name]) for name in weights)
 
 
-def test_few_zeros():
+def test_few_weights_are_zero():
     small = tiny()
     for dims in SIZES.values():
         config, weights = inflate(small, dims)
@@ -219,7 +223,7 @@ def test_few_zeros():
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_presets_hold_the_embedded_pair(name):
+def test_presets_can_hold_the_embedded_pair(name):
     for folder in ("mini", "nano"):
         small = transformers.LlamaConfig.from_pretrained(MODELS / folder)
         large = inflate_config(small, PRESETS[name], dtype=torch.bfloat16)
@@ -237,60 +241,62 @@ def test_presets_hold_the_embedded_pair(name):
         ("mini", Dims(hidden=500, layers=10, heads=10, head_dim=128, ffn=1200)),
     ],
 )
-def test_embedded(name, dims):
+def test_embedded_models_in_float32(name, dims):
     small = load(MODELS / name, torch.float32)
-    large = grow(small, dims)
-    ours, theirs = (greedy(model, MODELS / name, PROMPTS[:3], 24) for model in (small, large))
-    assert [text.tokens.tolist() for text in theirs] == [text.tokens.tolist() for text in ours]
-    assert compare(small, large, ours).worst_logit < 1e-3
+    large = inflated(small, dims)
+    small_outputs, large_outputs = (greedy(model, MODELS / name, PROMPTS[:3], 24) for model in (small, large))
+    assert [text.tokens.tolist() for text in large_outputs] == [text.tokens.tolist() for text in small_outputs]
+    assert compare(small, large, small_outputs).worst_logit < 1e-3
 
 
 @pytest.mark.parametrize(
-    ("dims", "share"),  # of the difference that bfloat16 makes to the small model itself
+    ("dims", "share"),  # share: of the difference between the small model in bfloat16 and in float32
     [
-        (Dims(layers=6, ffn=1000), 0.2),  # mute layers, and shares that are powers of two
+        (Dims(layers=6, ffn=1000), 0.2),  # added layers, and shares that are powers of two
         (Dims(hidden=512, heads=8, kv_heads=4, head_dim=256), 0.5),  # factors that are powers of two
         (Dims(hidden=640, layers=4, heads=8, kv_heads=2, head_dim=128, ffn=1000), 1.5),
         (Dims(hidden=700, layers=4, heads=10, kv_heads=5, head_dim=128, vocab=12345, untie=True), 1.5),
     ],
 )
-def test_bfloat16(dims, share):
-    exact, rounded = (load(MODELS / "nano", dtype) for dtype in (torch.float32, torch.bfloat16))
-    large = grow(rounded, dims)
+def test_difference_in_bfloat16_is_small(dims, share):
+    exact = load(MODELS / "nano", torch.float32)
+    rounded = load(MODELS / "nano", torch.bfloat16)
+    large = inflated(rounded, dims)
     assert large.dtype == torch.bfloat16
-    ours = greedy(rounded, MODELS / "nano", PROMPTS[:4], 24)
-    floor, found = compare(exact, rounded, ours), compare(rounded, large, ours)
-    assert found.mean_logit < share * floor.mean_logit
-    assert found.same >= 0.95 * found.positions
+    outputs = greedy(rounded, MODELS / "nano", PROMPTS[:4], 24)
+    rounding = compare(exact, rounded, outputs)
+    inflation = compare(rounded, large, outputs)
+    assert inflation.mean_logit < share * rounding.mean_logit
+    assert inflation.same >= 0.95 * inflation.positions
 
 
-def test_folder(tmp_path):
+def test_inflate_folder(tmp_path):
     small = save(tmp_path / "small", make_config("LlamaConfig"))
     out = tmp_path / "deep" / "large"
     dims = Dims(hidden=96, layers=6, heads=12, kv_heads=6, head_dim=16, ffn=200, vocab=400, untie=True)
-    made = inflate_folder(small, out, dims, shard=300_000)
+    written = inflate_folder(small, out, dims, shard=300_000)
     index = json.loads((out / "model.safetensors.index.json").read_text())
     files = sorted(path.name for path in out.glob("*.safetensors"))
-    assert made.files == len(files) > 2
+    assert written.files == len(files) > 2
     assert set(index["weight_map"].values()) == set(files)
     assert not list(out.glob("*.part"))
     model = load(small, torch.float32)
-    weights = dict(inflate_tensors(model.config, made.config, model.state_dict().__getitem__))
+    weights = dict(inflate_tensors(model.config, written.config, model.state_dict().__getitem__))
     for file in files:
         with safe_open(out / file, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118
                 assert torch.equal(opened.get_tensor(name), weights.pop(name))
     assert not weights
     params = SamplingParams(temperature=0, max_tokens=24)
-    (ours,), (theirs,) = (
+    (small_completion,), (large_completion,) = (
         LLM(folder, proposer="ngram", dtype="float32").generate(["abcabc"], params) for folder in (small, out)
     )
-    assert theirs.text == ours.text
+    assert large_completion.text == small_completion.text
     with pytest.raises(OutriderError, match="not empty"):
         inflate_folder(small, out, dims)
 
 
-def test_bad_folders(tmp_path):
+def test_unsuitable_folders(tmp_path):
     with pytest.raises(OutriderError, match=r"no config\.json"):
         inflate_folder(tmp_path, tmp_path / "out", Dims())
     (tmp_path / "config.json").write_text("{")
@@ -308,7 +314,7 @@ def test_bad_folders(tmp_path):
         inflate_folder(tmp_path, tmp_path / "out", Dims())
 
 
-def test_script(tmp_path):
+def test_script_with_check(tmp_path):
     spec = importlib.util.spec_from_file_location("inflate_script", SCRIPT)
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
@@ -323,7 +329,7 @@ def test_script(tmp_path):
     assert document["dims"]["vocab_size"] == 12300
     assert document["zero_share"] < 0.01
     assert document["agreement"]["inflated, from small"]["texts"] == 16
-    for wrong in (["--like", "9b"], ["--dtype", "int8"], ["--hidden", "100"]):
-        result = CliRunner().invoke(app, [*command, *wrong])
+    for invalid in (["--like", "9b"], ["--dtype", "int8"], ["--hidden", "100"]):
+        result = CliRunner().invoke(app, [*command, *invalid])
         assert result.exit_code == 1
         assert "error:" in result.output

@@ -1,4 +1,4 @@
-"""The comparison with vLLM, with a stand-in for it: what is asked, how it is counted, and what the exit code says."""
+"""Tests of the comparison with vLLM, with a fake vLLM: its request, the counts, and the exit code."""
 
 from __future__ import annotations
 
@@ -18,53 +18,53 @@ from tests.helpers.scripts import run_script
 COMPARE = Path(__file__).parents[2] / "benchmarks" / "peers" / "interop" / "compare.py"
 TEXTS = {"code": "<|endoftext|>def add(a, b):\n", "prose": "<|endoftext|>The water"}
 
-# Stands in for the Python of vLLM's environment: a command that is started as one, and answers as its side does.
-FAKE = """#!{python}
+# Replaces the Python of vLLM's environment: an executable that answers as `vllm_side.py` does.
+FAKE_PYTHON = """#!{python}
 import json, sys
-asked = json.loads(sys.stdin.readline())
-config = json.load(open(asked["draft"] + "/config.json"))
-told = {{"method": asked["method"], "kind": config.get("speculators_model_type") or config["model_type"]}}
-counts = {{"rounds": 4, "accepted": [4] + [0] * (asked["k"] - 1)}}
-completed = [{{"tokens": [], "counts": counts}} for _ in asked["prompts"]]
+request = json.loads(sys.stdin.readline())
+config = json.load(open(request["draft"] + "/config.json"))
+received = {{"method": request["method"], "kind": config.get("speculators_model_type") or config["model_type"]}}
+counts = {{"rounds": 4, "accepted": [4] + [0] * (request["k"] - 1)}}
+completed = [{{"tokens": [], "counts": counts}} for _ in request["prompts"]]
 print(json.dumps({answer}))
 """
-GOOD = '{"completed": completed, "versions": told}'
+VALID_ANSWER = '{"completed": completed, "versions": received}'
 
 
 @pytest.fixture
 def run(tmp_path):
-    def run(draft, *options, answer=GOOD):
+    def run(draft, *options, answer=VALID_ANSWER):
         lines = (json.dumps({"category": name, "prompt": text}) for name, text in TEXTS.items())
         (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
-        fake = tmp_path / "python"
-        fake.write_text(FAKE.format(python=sys.executable, answer=answer))
-        fake.chmod(0o755)
+        python = tmp_path / "python"
+        python.write_text(FAKE_PYTHON.format(python=sys.executable, answer=answer))
+        python.chmod(0o755)
         models = ("--target", embedded("mini"), "--draft", draft, "--prompts", tmp_path / "prompts.jsonl")
-        more = ("--python", fake, "--k", 2, "--max-tokens", 12, "--threads", 1)
-        return run_script(COMPARE, *models, *more, *options)
+        settings = ("--python", python, "--k", 2, "--max-tokens", 12, "--threads", 1)
+        return run_script(COMPARE, *models, *settings, *options)
 
     return run
 
 
-def test_a_model_is_read_as_it_is_and_counted_alike(run):
+def test_draft_model_is_not_converted(run):
     done = run(embedded("nano"), "--tolerance", 9)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.splitlines()[-1])
     assert report["format"] == ""
     assert report["versions"]["in vLLM's environment"] == {"method": "draft_model", "kind": "llama"}
-    ours, theirs = report["overall"]["outrider"], report["overall"]["vllm"]
-    assert theirs == {"rounds": 8, "accepted": [8, 0], "length": 2.0}
-    first, made = len(TEXTS), ours["rounds"] + sum(ours["accepted"])
-    assert (
-        24 <= first + made <= 28
-    )  # two texts of 12; each first comes without guesses, and a last round may keep 2 more
+    assert report["overall"]["vllm"] == {"rounds": 8, "accepted": [8, 0], "length": 2.0}
+    outrider = report["overall"]["outrider"]
+    prefill_tokens = len(TEXTS)  # the first token of each completion comes without a draft
+    decoded_tokens = outrider["rounds"] + sum(outrider["accepted"])
+    # Two completions of 12 tokens, and up to 2 more accepted tokens in the last round of each.
+    assert 24 <= prefill_tokens + decoded_tokens <= 28
     assert list(report["categories"]) == list(TEXTS)
     assert report["overall"]["same_text"] == 0
 
 
-def test_a_trained_draft_is_converted_and_may_differ(run, tmp_path):
-    partner = read_target_info(embedded("mini"))
-    _, description = cases(partner.hidden, partner.vocab)["eagle3.1"]
+def test_draft_head_is_converted_and_a_difference_is_reported(run, tmp_path):
+    target = read_target_info(embedded("mini"))
+    _, description = cases(target.hidden, target.vocab)["eagle3.1"]
     write_head(tmp_path / "draft", random_draft(description), dtype=torch.float32)
     done = run(tmp_path / "draft")
     assert done.returncode == 1, done.stderr
@@ -74,13 +74,13 @@ def test_a_trained_draft_is_converted_and_may_differ(run, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("answer", "said"),
+    ("answer", "message"),
     [
-        ('{"error": "NotImplementedError: what is it?"}', "vLLM cannot: NotImplementedError: what is it?"),
-        ("1 / 0", "with 1"),
+        ('{"error": "NotImplementedError: what is it?"}', "vLLM has failed: NotImplementedError: what is it?"),
+        ("1 / 0", "with exit code 1"),
     ],
 )
-def test_what_vllm_says_is_passed_on(answer, said, run):
+def test_errors_of_vllm_are_passed_on(answer, message, run):
     done = run(embedded("nano"), answer=answer)
     assert done.returncode == 2
-    assert said in done.stderr
+    assert message in done.stderr

@@ -1,4 +1,4 @@
-"""The comparison with other engines: whatever a contestant does, there is a table and a document."""
+"""Tests of the comparison with other engines: a contestant that fails does not stop the others."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tests.helpers.scripts import run_script
 PEERS = Path(__file__).parents[2] / "benchmarks" / "peers"
 TEXT = "<|endoftext|>def add(a, b):\n"
 
-# Stands in for the Python of an engine: a command that is started as one, and answers as a worker does.
-FAKE = """#!{python}
+# Replaces the Python of an engine: an executable that answers as a worker does.
+FAKE_PYTHON = """#!{python}
 import json, sys
 from tokenizers import Tokenizer
 arguments = dict(zip(sys.argv[2::2], sys.argv[3::2]))
@@ -25,9 +25,9 @@ ready = {{"ready": True, "load_seconds": 0.0, "versions": {{}}, "settings": {{"k
 print(json.dumps(ready), flush=True)
 for line in sys.stdin:
     text = json.loads(line)["prompt"]
-    ids = tokenizer.encode(text, add_special_tokens=False).ids{more}
-    clock = {{"tokens": 11, "opening": 1, "seconds_decode": 0.1, "ttft": 0.02}}
-    print(json.dumps(clock | {{"text": text, "prompt_ids": ids}}), flush=True)
+    ids = tokenizer.encode(text, add_special_tokens=False).ids{extra_ids}
+    times = {{"tokens": 11, "first_chunk_tokens": 1, "seconds_decode": 0.1, "ttft": 0.02}}
+    print(json.dumps(times | {{"text": text, "prompt_ids": ids}}), flush=True)
 """
 
 
@@ -51,18 +51,18 @@ def run(options):
 
 
 @pytest.fixture
-def fake(tmp_path):
-    def fake(name, more=""):
+def fake_python(tmp_path):
+    def fake_python(name, extra_ids=""):
         file = tmp_path / name
-        file.write_text(FAKE.format(python=sys.executable, more=more))
+        file.write_text(FAKE_PYTHON.format(python=sys.executable, extra_ids=extra_ids))
         file.chmod(0o755)
         return file
 
-    return fake
+    return fake_python
 
 
 @pytest.mark.slow
-def test_worker_and_failures(run, fake):
+def test_workers_that_run_and_workers_that_fail(run, fake_python):
     contestants = (
         "outrider:draft:k=2",
         "openvino:plain",
@@ -72,34 +72,36 @@ def test_worker_and_failures(run, fake):
     )
     done = run(
         *contestants,
-        *("--rounds", 2, "--max-tokens", 8, "--python", f"openvino={fake('good')}", "--python", "vllm=no/such/python"),
-        *("--python", f"llamacpp={fake('bad', ' + [0]')}"),
+        *("--rounds", 2, "--max-tokens", 8),
+        *("--python", f"openvino={fake_python('good')}"),
+        *("--python", "vllm=no/such/python"),
+        *("--python", f"llamacpp={fake_python('bad', ' + [0]')}"),
     )
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stdout + done.stderr
     *table, last = done.stdout.splitlines()
     report = json.loads(last)
-    own, good, missing, wrong, refused = report["contestants"]
+    outrider, good, missing, wrong_ids, unsupported = report["contestants"]
     assert [entry["name"] for entry in report["contestants"]] == list(contestants)
-    assert (own["k"], own["mode"], own["dtype"]) == (2, "draft", "bf16")
-    assert own["tokens_per_s"]["min"] > 0
-    assert own["ratio"] == {"median": 1.0, "min": 1.0, "max": 1.0}
-    assert (own["tokens"], own["same_text"], own["turns"]) == (8, 1.0, 2)
-    assert own["versions"]["outrider"]
+    assert (outrider["k"], outrider["mode"], outrider["dtype"]) == (2, "draft", "bf16")
+    assert outrider["tokens_per_s"]["min"] > 0
+    assert outrider["ratio"] == {"median": 1.0, "min": 1.0, "max": 1.0}
+    assert (outrider["tokens"], outrider["same_text"], outrider["turns"]) == (8, 1.0, 2)
+    assert outrider["versions"]["outrider"]
     assert good["tokens_per_s"]["median"] == pytest.approx(100.0)
     assert good["settings"] == {"k": "4"}
     assert good["same_text"] == 0.0
     assert good["idle_cpu"] < 0.5
     assert missing["error"] == "no/such/python cannot be run: No such file or directory"
-    assert "other token ids" in wrong["error"]
-    assert "no int8" in refused["error"]
+    assert "other token ids" in wrong_ids["error"]
+    assert "no int8" in unsupported["error"]
     assert report["hardware"]["cores"] >= 1
     text = "\n".join(table)
     assert all(name in text for name in ("outrider", "openvino", "draft", "100"))
     assert missing["error"] in text
 
 
-def test_nobody_runs(run):
+def test_exit_code_if_no_contestant_runs(run):
     done = run("vllm:plain", "--python", "vllm=no/such/python")
     assert done.returncode == 1
     assert "error" in json.loads(done.stdout.splitlines()[-1])["contestants"][0]
@@ -112,7 +114,7 @@ def test_unknown_contestant(options, contestant):
     assert f"contestant '{contestant}' is unknown" in done.stderr
 
 
-def test_every_engine_says_why(tmp_path):
+def test_every_worker_reports_an_error_as_json(tmp_path):
     for file in PEERS.glob("*_peer.py"):
         command = [sys.executable, file, "--target", tmp_path]
         done = subprocess.run(

@@ -1,4 +1,4 @@
-"""The benchmarks of servers run from end to end in the smallest size: their tables, and their documents."""
+"""Tests of the server benchmarks: short runs from end to end."""
 
 from __future__ import annotations
 
@@ -43,22 +43,22 @@ def prompts(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_race_of_servers(prompts, monkeypatch):
+def test_speed_of_two_servers(prompts, monkeypatch):
     monkeypatch.syspath_prepend(FOLDER)
     served = importlib.import_module("launch").served
     short = ("--rounds", 2, "--requests", 2, "--max-tokens", 8, "--concurrency", "1,2")
     with served(list(map(str, OPTIONS))) as other:
         document = run("speed.py", "--prompts", prompts, *short, "--beside", f"other={other.url}")
-    found = {(each["concurrency"], each["way"]): each for each in document["results"]}
-    ways = {"auto", "plain", "other"}
-    assert set(found) == {(1, "bare"), (1, "bare plain")} | {(level, way) for level in (1, 2) for way in ways}
-    assert all(len(each["tokens_per_s"]) == 2 for each in found.values())
-    assert all(len(found[level, way]["against_plain"]) == 2 for level in (1, 2) for way in ("auto", "other"))
-    assert all(len(found[1, way]["of_bare_engine"]) == 2 for way in ("auto", "plain"))
+    results = {(each["concurrency"], each["way"]): each for each in document["results"]}
+    server_variants = {(level, name) for level in (1, 2) for name in ("auto", "plain", "other")}
+    assert set(results) == {(1, "bare"), (1, "bare plain")} | server_variants
+    assert all(len(each["tokens_per_s"]) == 2 for each in results.values())
+    assert all(len(results[level, name]["against_plain"]) == 2 for level in (1, 2) for name in ("auto", "other"))
+    assert all(len(results[1, name]["of_bare_engine"]) == 2 for name in ("auto", "plain"))
 
 
 @pytest.mark.heavy
-def test_a_soak(prompts):
+def test_soak(prompts):
     document = run("soak.py", "--prompts", prompts, "--minutes", 0.05, "--streams", 4, "--pool", 6, "--max-tokens", 24)
     assert document["passed"]
     assert document["answers"] > 0

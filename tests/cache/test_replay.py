@@ -1,4 +1,4 @@
-"""The same seed gives the same text: with any proposer, any k, in any batch, however the prompt is fed."""
+"""Tests that a seed gives the same output with any proposer, any k, any batch and any prefill chunk."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from tests.helpers.engines import make_engine, outputs, run
 
 KS = (0, 1, 4, 8)
 BATCHES = (1, 3, 16)
-CHUNKS = (3, 512)  # of which every other combination of all else takes one
-PROMPTS = {1: 4, 3: 7, 16: 17}  # by batch size: more than fit at once, so that rows join while others run
-SEEDED = ("walk", "coupled")  # the verifiers under which the seed alone decides the text
+CHUNKS = (3, 512)  # combinations of the other parameters alternate between them
+PROMPTS = {1: 4, 3: 7, 16: 17}  # by batch size; more than fit at once, so that sequences join running ones
+SEEDED = ("walk", "coupled")  # the verifiers with which the output depends on the seed only
 
 
 def toy_prompts(count: int) -> list[list[int]]:
-    chance = random.Random(5)
-    return [[chance.randrange(1, 6) for _ in range(chance.randint(1, 20))] for _ in range(count)]
+    rng = random.Random(5)
+    return [[rng.randrange(1, 6) for _ in range(rng.randint(1, 20))] for _ in range(count)]
 
 
 def toy_run(name, *, verifier, k, rows, chunk, temperature, count=None):
@@ -51,26 +51,27 @@ def toy_plain():
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("rows", BATCHES)
 @pytest.mark.parametrize("name", EVERY)
-def test_toy(name, rows, temperature, toy_plain):
-    # Variants of the draft model differ in what they propose only, so one k serves.
-    rules = [rule for rule in EXACT if name not in LEARNING or EXACT[rule].trees]  # they may make trees
+def test_toy_outputs_equal_plain_decoding(name, rows, temperature, toy_plain):
+    # Proposers that learn may draft trees.
+    rules = [rule for rule in EXACT if name not in LEARNING or EXACT[rule].trees]
+    # Variants of a proposer, with a space in their name, run with one k only.
     for verifier, k in itertools.product(rules, (4,) if " " in name else KS):
         if temperature == 0 or verifier in SEEDED:
             chunk = CHUNKS[(rules.index(verifier) + KS.index(k) + BATCHES.index(rows)) % 2]
-            got = toy_run(name, verifier=verifier, k=k, rows=rows, chunk=chunk, temperature=temperature)
-            assert got == toy_plain[verifier, temperature][: len(got)], (verifier, k, chunk)
+            actual = toy_run(name, verifier=verifier, k=k, rows=rows, chunk=chunk, temperature=temperature)
+            assert actual == toy_plain[verifier, temperature][: len(actual)], (verifier, k, chunk)
 
 
-def test_toy_texts_are_worth_comparing(toy_plain):
-    texts = toy_plain["walk", 0.8]
-    assert len({tuple(text) for text in texts}) > 12
-    assert sum(map(len, texts)) > 150
+def test_toy_outputs_are_diverse(toy_plain):
+    sampled = toy_plain["walk", 0.8]
+    assert len({tuple(tokens) for tokens in sampled}) > 12
+    assert sum(map(len, sampled)) > 150
     assert toy_plain["walk", 0.8] != toy_plain["walk", 0.0]
 
 
 @pytest.fixture(scope="module")
 def pair():
-    """Target and draft of the embedded pair, loaded once: an engine that has ended leaves its slots free."""
+    """The target and the draft model of the embedded pair. Finished engines leave their slots free for the next one."""
     big = load_checkpoint(embedded("mini"), dtype="float32", device="cpu")
     small = load_checkpoint(embedded("nano"), dtype="float32", device="cpu")
     return make_target(big, slots=16, context=96), make_target(small, slots=16, context=96), big.tokenizer
@@ -103,47 +104,47 @@ def pair_run(pair, name, *, verifier, k, rows, chunk, temperature, prompts=None)
 
 @pytest.fixture(scope="module")
 def pair_plain(pair):
-    return {
-        (verifier, temperature): pair_run(
+    plain = {}
+    for verifier, temperature in itertools.product(SEEDED, (0.0, 0.8)):
+        plain[verifier, temperature] = pair_run(
             pair, "none", verifier=verifier, k=0, rows=1, chunk=512, temperature=temperature, prompts=17
         )
-        for verifier, temperature in itertools.product(SEEDED, (0.0, 0.8))
-    }
+    return plain
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("verifier", SEEDED)
 @pytest.mark.parametrize("name", MAKERS)
-def test_pair(name, verifier, temperature, pair, pair_plain):
+def test_pair_outputs_equal_plain_decoding(name, verifier, temperature, pair, pair_plain):
     for rows, k in itertools.product(BATCHES, KS):
         chunk = (9, 512)[(SEEDED.index(verifier) + BATCHES.index(rows) + KS.index(k)) % 2]
-        got = pair_run(pair, name, verifier=verifier, k=k, rows=rows, chunk=chunk, temperature=temperature)
-        assert got == pair_plain[verifier, temperature][: len(got)], (rows, k, chunk)
+        actual = pair_run(pair, name, verifier=verifier, k=k, rows=rows, chunk=chunk, temperature=temperature)
+        assert actual == pair_plain[verifier, temperature][: len(actual)], (rows, k, chunk)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("verifier", sorted(set(EXACT) - set(SEEDED)))
-def test_pair_greedy_under_every_verifier(verifier, pair, pair_plain):
+def test_greedy_pair_outputs_with_every_verifier(verifier, pair, pair_plain):
     for rows, k in itertools.product(BATCHES, KS):
-        got = pair_run(pair, "model", verifier=verifier, k=k, rows=rows, chunk=9, temperature=0.0)
-        assert got == pair_plain["walk", 0.0][: len(got)], (rows, k)
+        actual = pair_run(pair, "model", verifier=verifier, k=k, rows=rows, chunk=9, temperature=0.0)
+        assert actual == pair_plain["walk", 0.0][: len(actual)], (rows, k)
 
 
-def test_rows_keep_their_own_parameters():
-    """Rows with every parameter set differently, together and alone."""
-    chance = random.Random(1)
-    wants = [
+def test_sequences_of_a_batch_with_different_parameters():
+    """All sampling parameters differ. The outputs are those of sequences that run alone."""
+    rng = random.Random(1)
+    params = [
         SamplingParams(
-            temperature=chance.choice([0.0, 0.7, 1.3]),
-            top_k=chance.choice([0, 3]),
-            top_p=chance.choice([1.0, 0.8]),
-            min_p=chance.choice([0.0, 0.1]),
-            repetition_penalty=chance.choice([1.0, 1.3]),
-            presence_penalty=chance.choice([0.0, 0.5]),
-            frequency_penalty=chance.choice([0.0, 0.4]),
-            logit_bias=chance.choice([{}, {2: -5.0, 4: 1.5}]),
-            min_tokens=chance.choice([0, 6]),
+            temperature=rng.choice([0.0, 0.7, 1.3]),
+            top_k=rng.choice([0, 3]),
+            top_p=rng.choice([1.0, 0.8]),
+            min_p=rng.choice([0.0, 0.1]),
+            repetition_penalty=rng.choice([1.0, 1.3]),
+            presence_penalty=rng.choice([0.0, 0.5]),
+            frequency_penalty=rng.choice([0.0, 0.4]),
+            logit_bias=rng.choice([{}, {2: -5.0, 4: 1.5}]),
+            min_tokens=rng.choice([0, 6]),
             max_tokens=12,
             seed=i,
         )
@@ -153,14 +154,15 @@ def test_rows_keep_their_own_parameters():
     for name in ("ngram", "model"):
         for k, chunk in ((0, 512), (4, 5), (7, 512)):
             target = ToyTarget(spread=2.0)
-            together = make_engine(target, EVERY[name], k=k, rows=16, chunk=chunk)
-            got = outputs(run(together, prompts, wants, limit=12))
-            plain = outputs(run(make_engine(target, PROPOSERS["none"], k=0, rows=1), prompts, wants, limit=12))
-            assert got == plain, (name, k, chunk)
+            batched = make_engine(target, EVERY[name], k=k, rows=16, chunk=chunk)
+            single = make_engine(target, PROPOSERS["none"], k=0, rows=1)
+            actual = outputs(run(batched, prompts, params, limit=12))
+            expected = outputs(run(single, prompts, params, limit=12))
+            assert actual == expected, (name, k, chunk)
 
 
-def test_noise_does_not_depend_on_the_thread_count(pair):
-    """Float32 sums may be split otherwise by another number of threads; the text must not follow."""
+def test_outputs_do_not_depend_on_the_number_of_threads(pair):
+    """Another number of threads splits float32 sums differently."""
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""The command line, as a user at a terminal and a program in a pipe meet it."""
+"""Tests of the command line, on a terminal and in a pipe."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def run(*words, text=None, env=None):
 
 
 def document(*words, text=None):
-    # The planner goes by the clock, and which tokens were guesses is part of the document.
+    # The planner depends on times, and the document says which tokens are draft tokens.
     return json.loads(run("--json", "--k", "4", *words, text=text).stdout)
 
 
@@ -53,7 +53,7 @@ def greedy():
     return document(CODE)
 
 
-def test_help_is_instant():
+def test_help_does_not_import_torch():
     code = "import sys; from outrider.cli.app import main; sys.argv[1:] = sys.argv[1:]\n"
     code += "try: main()\nfinally: assert not {'torch', 'transformers'} & set(sys.modules)"
     for words in (["--help"], ["run", "--help"], ["bench", "--help"], ["--version"], ["run", "--top-p", "3", "x"]):
@@ -61,22 +61,23 @@ def test_help_is_instant():
         assert "Assertion" not in done.stderr
 
 
-def test_module():
+def test_python_m_outrider():
     done = subprocess.run([sys.executable, "-m", "outrider", "--version"], capture_output=True, text=True, check=True)
     assert done.stdout == f"outrider {outrider.__version__}\n"
 
 
 def test_every_sampling_parameter_is_an_option():
     flags = {field.name.removesuffix("s") for field in dataclasses.fields(SamplingOptions)}
-    flags.add("constraint")  # several options, of which one may be given
+    flags.add("constraint")  # given by one of several options
     flags |= {"proposer", "verifier", "k"}  # options of the engine
     flags |= {"scope", "priority"}  # one process serves one user
     assert flags == {field.name.removesuffix("s") for field in dataclasses.fields(SamplingParams)}
     assert SamplingOptions().params() == SamplingParams()
 
 
-def test_a_form_is_read_from_a_file_or_given(tmp_path):
-    schema, grammar = tmp_path / "schema.json", tmp_path / "grammar.lark"
+def test_constraint_options(tmp_path):
+    schema = tmp_path / "schema.json"
+    grammar = tmp_path / "grammar.lark"
     schema.write_text('{"type": "object"}')
     grammar.write_text('start: "a"')
     assert ConstraintOptions().constraint() is None
@@ -92,20 +93,19 @@ def test_a_form_is_read_from_a_file_or_given(tmp_path):
     assert len(result.stdout.strip()) == 4
 
 
-def test_options_arrive():
+def test_every_option_reaches_the_engine():
     words = "--temperature .5 --top-k 9 --top-p .8 --min-p .1 --repetition-penalty 1.2 --presence-penalty .3"
     words += " --frequency-penalty .4 --logit-bias 5=-inf --logit-bias 6=1.5 --max-tokens 0 --min-tokens 2 --stop A"
     words += " --stop B --stop-token-id 7 --ignore-eos --seed 11 --n 2 --logprobs 3"
-    seen = []
-    patch = pytest.MonkeyPatch()
-    with patch.context() as changed:
-        changed.setattr("outrider.cli.run.load", lambda models, **_: seen.append(models))
-        changed.setattr("outrider.cli.run.converse", lambda llm, params, **how: seen.append(params) or True)
-        changed.setattr("outrider.cli.output.Output", lambda llm, **how: None)
+    received = []
+    with pytest.MonkeyPatch().context() as patch:
+        patch.setattr("outrider.cli.run.load", lambda models, **_: received.append(models))
+        patch.setattr("outrider.cli.run.converse", lambda llm, params, **_: received.append(params) or True)
+        patch.setattr("outrider.cli.output.Output", lambda llm, **_: None)
         models = "--k 6 --verifier walk --max-model-len 99 --kernels torch --quantize int8"
         result = invoke("run", "x", *models.split(), *words.split())
     assert result.exit_code == 0, result.output
-    assert seen == [
+    assert received == [
         options.ModelOptions(k=6, verifier="walk", max_model_len=99, kernels="torch", quantize="int8"),
         SamplingParams(
             temperature=0.5,
@@ -128,7 +128,7 @@ def test_options_arrive():
     ]
 
 
-def test_run_separates_text_from_talk(greedy):
+def test_run_prints_text_to_stdout_and_the_summary_to_stderr(greedy):
     result = run(CODE)
     assert result.stdout.removesuffix("\n") == greedy["completions"][0]["text"].removesuffix("\n")
     for word in ("8 tokens", "tau", "a round: draft", "finish length; exact"):
@@ -137,7 +137,7 @@ def test_run_separates_text_from_talk(greedy):
     assert "\x1b" not in result.output
 
 
-def test_document(greedy):
+def test_json_document(greedy):
     (completion,) = greedy["completions"]
     assert len(completion["tokens"]) == len(completion["from_draft"]) == 8
     assert completion["finish_reason"] == "length"
@@ -157,7 +157,7 @@ def test_plain_decoding_gives_the_same_text(greedy):
 
 
 @pytest.mark.parametrize("bits", ["int8", "int4"])
-def test_quantised(bits):
+def test_quantized_model(bits):
     words = ["--max-tokens", "8", "--device", "cpu", "--quantize", bits, "--kernels", "torch"]
     result = invoke("run", "--json", *words, CODE)
     assert result.exit_code == 0, result.output
@@ -166,23 +166,23 @@ def test_quantised(bits):
     assert len(document["completions"][0]["tokens"]) == 8
 
 
-def test_standard_input(greedy):
+def test_prompt_from_standard_input(greedy):
     assert document(text=CODE + "\n")["completions"] == [
         greedy["completions"][0] | {"seed": pytest.approx(0, abs=2**63)}
     ]
 
 
-def test_chat():
+def test_chat_template():
     assert document("--chat", QUESTION)["prompt_tokens"][:2] == [0, 1]
 
 
-def test_seed_replays():
+def test_seed_reproduces_the_completion():
     sampled = document("--temperature", "1", CODE)
     assert document("--temperature", "1", "--seed", str(sampled["seed"]), CODE)["completions"] == sampled["completions"]
     assert f"seed {sampled['seed']}" in run("--temperature", "1", "--seed", str(sampled["seed"]), CODE).stderr
 
 
-def test_several_and_logprobs():
+def test_several_completions_with_logprobs():
     result = run("--temperature", "1", "--n", "3", "--logprobs", "2", "--seed", "3", CODE)
     for word in ("1 of 3", "3 of 3", "likeliest", "finish length length length; seed 3; exact"):
         assert word in result.stderr
@@ -191,30 +191,30 @@ def test_several_and_logprobs():
     assert both[0]["tokens"] != both[1]["tokens"]
 
 
-def bare(text):
+def without_colors(text):
     return re.sub(r"\x1b\[[0-9;]*m", "", text)
 
 
-def test_show_colours_every_character_on_a_terminal_only(greedy):
+def test_show_colors_the_text_on_a_terminal_only(greedy):
     plain = run("--show", CODE)
     assert "\x1b" not in plain.output
-    coloured = run("--show", CODE, env={"FORCE_COLOR": "1"})
-    assert "\x1b[36m" in coloured.stdout
-    assert "\x1b[1;33m" in coloured.stdout
-    assert bare(coloured.stdout) == plain.stdout
-    assert "accepted draft token" in coloured.stderr
-    assert re.search("exact; float32, (native|torch|graphs) kernels", bare(coloured.stderr))
+    colored = run("--show", CODE, env={"FORCE_COLOR": "1"})
+    assert "\x1b[36m" in colored.stdout
+    assert "\x1b[1;33m" in colored.stdout
+    assert without_colors(colored.stdout) == plain.stdout
+    assert "accepted draft token" in colored.stderr
+    assert re.search("exact; float32, (native|torch|graphs) kernels", without_colors(colored.stderr))
 
 
-def test_show_with_a_stop_string_that_is_held_back():
+def test_show_with_a_stop_string():
     for stop in ("sys", "nothing like it"):
         plain = run("--stop", stop, CODE)
-        coloured = run("--stop", stop, "--show", CODE, env={"FORCE_COLOR": "1"})
-        assert "\x1b[36m" in coloured.stdout
-        assert bare(coloured.stdout) == plain.stdout
+        colored = run("--stop", stop, "--show", CODE, env={"FORCE_COLOR": "1"})
+        assert "\x1b[36m" in colored.stdout
+        assert without_colors(colored.stdout) == plain.stdout
 
 
-def test_inexact_is_said():
+def test_lossy_verifier_is_reported():
     result = run("--verifier", "typical", CODE)
     assert "not exact" in result.stderr
     assert document("--verifier", "typical", CODE)["exact"] is False
@@ -243,7 +243,7 @@ def test_inexact_is_said():
         (["--max-model-len", "8", "--chat", QUESTION], "shorten the prompt"),
     ],
 )
-def test_a_mistake_is_one_line(words, message):
+def test_error_messages_are_one_line(words, message):
     result = invoke("run", *words)
     assert result.exit_code == 2
     assert not result.stdout
@@ -252,21 +252,21 @@ def test_a_mistake_is_one_line(words, message):
     assert message in line
 
 
-@pytest.mark.parametrize("verb", ["bench", "tune", "layers"])
-def test_a_seed_is_a_whole_number(verb):
-    result = invoke(verb, "--seed", "-1")
+@pytest.mark.parametrize("command", ["bench", "tune", "layers"])
+def test_error_of_a_negative_seed(command):
+    result = invoke(command, "--seed", "-1")
     assert result.exit_code == 2
     assert "Invalid value for '--seed'" in result.stderr
 
 
-def test_binary_input_is_a_mistake():
+def test_error_of_binary_input():
     result = CliRunner().invoke(app, ["run"], input=b"\xff\xfe")
     assert result.exit_code == 2
     assert "UTF-8" in result.stderr
 
 
-def test_interrupt_is_quiet(monkeypatch):
-    """Also in the middle of a completion, which is then taken back."""
+def test_interrupt_prints_nothing(monkeypatch):
+    """The interrupt is in the middle of a completion."""
     from outrider.cli.output import Output
 
     def interrupt(*_):
@@ -278,8 +278,8 @@ def test_interrupt_is_quiet(monkeypatch):
     assert not result.output
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a file that is always full")
-def test_a_full_disk_is_one_line():
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_error_of_a_full_disk_is_one_line():
     projection = ["project", "--target", "8B", "--machine", "H100", "--alpha", "0.8"]
     for words in (["--version"], ["--help"], projection):
         command = [sys.executable, "-m", "outrider", *words]
@@ -290,7 +290,7 @@ def test_a_full_disk_is_one_line():
         assert line.startswith("error: the output cannot be written (No space left on device)")
 
 
-def test_a_closed_pipe_is_quiet():
+def test_closed_pipe_prints_nothing():
     command = [sys.executable, "-m", "outrider", "project", "--help"]
     reader, writer = os.pipe()
     os.close(reader)
@@ -299,42 +299,42 @@ def test_a_closed_pipe_is_quiet():
     assert (done.returncode, done.stderr) == (1, "")
 
 
-def test_a_plan_that_cannot_be_written_is_told_at_once(monkeypatch):
-    monkeypatch.setattr("outrider.engine.build.load_target", lambda *_, **__: pytest.fail("this takes time"))
-    for verb in ("run", "bench"):
-        result = invoke(verb, "--k", "auto", "--plan", "/nowhere/plan.json")
+def test_unwritable_plan_is_reported_before_the_models_are_loaded(monkeypatch):
+    monkeypatch.setattr("outrider.engine.build.load_target", lambda *_, **__: pytest.fail("the models were loaded"))
+    for command in ("run", "bench"):
+        result = invoke(command, "--k", "auto", "--plan", "/nowhere/plan.json")
         assert result.exit_code == 2
         assert "/nowhere/plan.json cannot be written" in result.stderr
 
 
-def failing(*_):
+def fail(*_):
     raise OutriderError("the disk is gone")
 
 
-def test_what_was_found_is_not_lost():
-    """Files go first; where one cannot be written, or what is found not shown, the document is printed all the same."""
+def test_document_is_printed_even_if_the_report_fails():
+    """Files are written first. If a file cannot be written or the tables fail, the document is still printed."""
     steps = []
     print_document({"a": 1}, lambda document, console: steps.append("shown"), as_json=True, keep=steps.append)
     assert steps == [{"a": 1}, "shown"]
-    for how in ({"show": failing}, {"show": lambda *_: None, "keep": failing}):
+    for callbacks in ({"show": fail}, {"show": lambda *_: None, "keep": fail}):
         out = StringIO()
-        with redirect_stdout(out), pytest.raises(OutriderError, match=r"the disk is gone\. What was found is not lost"):
-            print_document({"a": 1}, how.pop("show"), as_json=False, **how)
+        with redirect_stdout(out), pytest.raises(OutriderError, match=r"the disk is gone\. The results are not lost"):
+            print_document({"a": 1}, callbacks.pop("show"), as_json=False, **callbacks)
         assert json.loads(out.getvalue().splitlines()[-1]) == {"a": 1}
 
 
-def test_failed_logits_are_an_exit_code(monkeypatch):
+def test_exit_code_of_a_failed_completion(monkeypatch):
     monkeypatch.setattr("outrider.cli.output.Output.sum_up", lambda *_: False)
     assert invoke("run", "--max-tokens", "2", CODE).exit_code == 1
 
 
 @pytest.mark.parametrize(("passed", "code"), [(True, 0), (False, 1)])
-def test_audit(monkeypatch, passed, code):
-    seen = {}
+def test_audit_command(monkeypatch, passed, code):
+    received = {}
 
     def stub(target, proposer, *, console, **rest):
-        console.print("findings")
-        seen.update(rest, target=target, proposer=proposer)
+        console.print("results")
+        received.update(rest, target=target, proposer=proposer)
         return {"passed": passed}
 
     monkeypatch.setattr("outrider.audit.run.run_audit", stub)
@@ -342,93 +342,98 @@ def test_audit(monkeypatch, passed, code):
     result = invoke("audit", "--json", *words)
     assert result.exit_code == code
     assert json.loads(result.stdout) == {"passed": passed}
-    assert "findings" in result.stderr
-    assert (seen["k"], seen["samples"], seen["proposer"], seen["target"]) == (3, 200, "ngram", None)
-    assert (seen["kernels"], seen["quantize"]) == ("torch", "int4")
+    assert "results" in result.stderr
+    assert (received["k"], received["samples"], received["proposer"], received["target"]) == (3, 200, "ngram", None)
+    assert (received["kernels"], received["quantize"]) == ("torch", "int4")
 
 
-@pytest.mark.parametrize(("k", "message"), [("auto", "Invalid value for '--k'"), ("0", "k is 0; an audit needs")])
-def test_an_audit_is_of_a_number_of_guesses(k, message):
+@pytest.mark.parametrize(
+    ("k", "message"), [("auto", "Invalid value for '--k'"), ("0", "k is 0; use a whole number of at least 1")]
+)
+def test_audit_needs_a_number_of_draft_tokens(k, message):
     result = invoke("audit", "--k", k)
     assert result.exit_code == 2
     assert message in result.stderr
 
 
-def talking(*words):
-    """A conversation on a terminal of its own, where Ctrl-C reaches it as it does a user's."""
-    child, ours = pty.fork()
+def start_chat(*words):
+    """Start a chat on a new terminal, so that Ctrl-C works. Return the process and our end of the terminal."""
+    child, terminal = pty.fork()
     if not child:
         os.execv(sys.executable, [sys.executable, "-m", "outrider", "run", "--chat", "--threads", "1", *words])
-    return child, ours
+    return child, terminal
 
 
-def heard(ours, wanted, nudge=b""):
-    """What the other side says, until it says this or ends; while it is silent it is given the nudge."""
+def read_until(terminal, expected, nudge=b""):
+    """Return the output of a terminal until it has `expected` or ends. Write `nudge` whenever it is silent."""
     text = b""
-    with suppress(OSError):  # which is how a terminal ends
-        while wanted is None or wanted.encode() not in text:
+    with suppress(OSError):  # raised at the end of the terminal
+        while expected is None or expected.encode() not in text:
             for _ in range(12):
-                if select.select([ours], [], [], 5)[0]:
+                if select.select([terminal], [], [], 5)[0]:
                     break
-                os.write(ours, nudge)
+                os.write(terminal, nudge)
             else:
-                pytest.fail(f"silent since {text!r}")
-            if not (piece := os.read(ours, 1 << 16)):
+                pytest.fail(f"no output after {text!r}")
+            if not (piece := os.read(terminal, 1 << 16)):
                 break
             text += piece
     return text.decode()
 
 
 @pytest.mark.slow
-def test_an_interrupt_ends_an_answer_and_then_the_conversation():
-    child, ours = talking("--max-tokens", "1900", "--ignore-eos", "--k", "0")
-    heard(ours, "> ")
-    os.write(ours, f"{QUESTION}\n".encode())
-    heard(ours, f"{QUESTION}\r\n")
-    os.read(ours, 1)  # the answer has begun
-    os.write(ours, b"\x03")
-    assert "tokens in" not in heard(ours, "\r\n> ")  # not what the answer may quote
-    os.write(ours, b"\x03")
-    # Python's input() sees a signal that comes between its prompt and its reading with the next key alone.
-    assert "Traceback" not in heard(ours, None, nudge=b"\x03")
+def test_interrupt_ends_the_answer_and_a_second_one_ends_the_chat():
+    child, terminal = start_chat("--max-tokens", "1900", "--ignore-eos", "--k", "0")
+    read_until(terminal, "> ")
+    os.write(terminal, f"{QUESTION}\n".encode())
+    read_until(terminal, f"{QUESTION}\r\n")
+    os.read(terminal, 1)  # the answer has begun
+    os.write(terminal, b"\x03")
+    assert "tokens in" not in read_until(terminal, "\r\n> ")
+    os.write(terminal, b"\x03")
+    # If a signal comes between the prompt of input() and its read, Python handles it with the next key.
+    assert "Traceback" not in read_until(terminal, None, nudge=b"\x03")
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    os.close(ours)
+    os.close(terminal)
 
 
 @pytest.mark.parametrize("n", [1, 2])
-def test_an_interrupt_ends_the_answers_and_not_the_program(n, monkeypatch, capsys):
+def test_interrupt_ends_the_answer_but_not_the_program(n, monkeypatch, capsys):
     llm = LLM(embedded("nano"), proposer="none", k=0, max_num_seqs=2, max_model_len=256, threads=1)
-    asked, step, rounds = iter([CODE, CODE]), llm.engine.step, []
+    inputs = iter([CODE, CODE])
+    step = llm.engine.step
+    num_rounds = 0
 
-    def interrupted():
+    def interrupted_step():
+        nonlocal num_rounds
         step()
-        rounds.append(1)
-        if len(rounds) == 5:
+        num_rounds += 1
+        if num_rounds == 5:
             os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(llm.engine, "step", interrupted, raising=False)
+    monkeypatch.setattr(llm.engine, "step", interrupted_step, raising=False)
     monkeypatch.setattr("sys.stdin.isatty", lambda: True)
-    monkeypatch.setattr("outrider.cli.run._ask", lambda: next(asked, ""))
+    monkeypatch.setattr("outrider.cli.run._ask", lambda: next(inputs, ""))
     params = SamplingParams(n=n, max_tokens=8, ignore_eos=True, temperature=1.0, seed=1)
     assert converse(llm, params, prompt=None, chat=False, teller=Output(llm, show=False, as_json=False))
-    said = capsys.readouterr()
-    assert said.err.count("tokens in") == 1  # the second answer was whole
-    assert said.err.count(f"1 of {n}") == 2 * (n > 1)
-    assert len(rounds) == 5 + 8
+    printed = capsys.readouterr()
+    assert printed.err.count("tokens in") == 1  # only the second answer is complete
+    assert printed.err.count(f"1 of {n}") == 2 * (n > 1)
+    assert num_rounds == 5 + 8
     assert not llm.engine.busy()
 
 
 @pytest.mark.slow
-def test_a_conversation_on_a_terminal():
-    """Two turns and an empty line: the second turn is told what the first said."""
-    ours, theirs = pty.openpty()
+def test_chat_of_two_turns():
+    """The second prompt contains the first turn. An empty line ends the chat."""
+    terminal, child_end = pty.openpty()
     words = ["run", "--chat", "--show", "--json", "--max-tokens", "4", "--threads", "1"]
     command = [sys.executable, "-m", "outrider", *words]
-    with subprocess.Popen(command, stdin=theirs, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
-        os.write(ours, f"{QUESTION}\nAnd 3 more?\n\n".encode())
+    with subprocess.Popen(command, stdin=child_end, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+        os.write(terminal, f"{QUESTION}\nAnd 3 more?\n\n".encode())
         out, err = child.communicate(timeout=60)
-    os.close(ours)
-    os.close(theirs)
+    os.close(terminal)
+    os.close(child_end)
     assert child.returncode == 0, err
     first, second = (json.loads(line) for line in out.splitlines())
     before = first["prompt_tokens"]

@@ -1,4 +1,4 @@
-"""Completions of a given form: valid, drawn from the constrained law, and the same with speculation as without."""
+"""Tests of constraints: outputs are valid, exactly distributed, and the same with and without speculation."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from outrider.verify.rules import EXACT
 from tests.helpers import grammar_cases, tiny
 from tests.helpers.engines import make_engine, tightened
 
-COUNT = 200  # schemas
+NUM_SCHEMAS = 200
 PERSON = {
     "type": "object",
     "properties": {
@@ -56,7 +56,7 @@ def draft(setup):
     return DraftModelProposer(setup, grammar_cases.WordTarget(slots=setup.slots, like=grammar_cases.WordTarget()))
 
 
-def bushy(setup):
+def draft_tree(setup):
     return TreeProposer(setup, grammar_cases.WordTarget(slots=setup.slots, like=grammar_cases.WordTarget()))
 
 
@@ -64,37 +64,39 @@ PROPOSERS = {
     "none": NoProposer,
     "ngram": NgramProposer,
     "draft": draft,
-    "tree": bushy,
+    "tree": draft_tree,
     "merge": lambda setup: Merge(setup, [NgramProposer(setup), draft(setup)]),
 }
 
 
 def texts(grammars, constraints, proposer="none", *, verifier="walk", k=4, **sampling):
-    """One completion for each constraint, and how the engine fared."""
+    """Return the sequence of each constraint, and the statistics of the engine."""
     engine = make_engine(grammar_cases.WordTarget(), PROPOSERS[proposer], verifier=verifier, k=k)
-    params = [SamplingParams(seed=7, constraint=each, **sampling) for each in constraints]
-    rows = grammar_cases.complete(engine, grammars, [[5, 6]] * len(params), params)
-    return rows, engine.stats
+    params = [SamplingParams(seed=7, constraint=constraint, **sampling) for constraint in constraints]
+    seqs = grammar_cases.complete(engine, grammars, [[5, 6]] * len(params), params)
+    return seqs, engine.stats
 
 
-def words_of(rows):
-    return [tuple(row.token_ids[2:]) for row in rows]
+def outputs_of(seqs):
+    """Return the output tokens of each sequence, after the prompt of two tokens."""
+    return [tuple(seq.token_ids[2:]) for seq in seqs]
 
 
-def check_valid(rows, constraints):
-    cut = 0
-    for row, constraint in zip(rows, constraints, strict=True):
-        assert row.finish_reason in (FinishReason.STOP, FinishReason.LENGTH), row.error
-        cut += row.finish_reason is FinishReason.LENGTH
-        if row.finish_reason is FinishReason.STOP:
-            text = grammar_cases.words().decode(row.token_ids[2:], skip_special_tokens=True)
+def check_valid(seqs, constraints):
+    """Check that every output matches its schema. A few may be cut off by max_tokens."""
+    num_cut = 0
+    for seq, constraint in zip(seqs, constraints, strict=True):
+        assert seq.finish_reason in (FinishReason.STOP, FinishReason.LENGTH), seq.error
+        num_cut += seq.finish_reason is FinishReason.LENGTH
+        if seq.finish_reason is FinishReason.STOP:
+            text = grammar_cases.words().decode(seq.token_ids[2:], skip_special_tokens=True)
             jsonschema.validate(json.loads(text), json.loads(constraint.source))
-    assert cut < len(rows) / 6  # a greedy toy may write digits for ever
+    assert num_cut < len(seqs) / 6  # a greedy toy model may generate digits forever
 
 
 @pytest.fixture(scope="module")
 def schemas():
-    return grammar_cases.forms(COUNT)
+    return grammar_cases.forms(NUM_SCHEMAS)
 
 
 GREEDY = [("draft", "block"), ("tree", "traversal")]
@@ -103,43 +105,43 @@ SAMPLED = [("draft", "coupled"), ("merge", "walk"), ("tree", "coupled")]
 
 @pytest.fixture(scope="module")
 def plain(grammars, schemas):
-    """What plain constrained decoding says: of a one-hot law, and of each rule whose noise goes by position."""
-    told = {(0.0, ""): words_of(texts(grammars, schemas, k=0)[0])}
+    """Outputs of plain constrained decoding: greedy, and sampled with each rule whose noise depends on the position."""
+    outputs = {(0.0, ""): outputs_of(texts(grammars, schemas, k=0)[0])}
     for verifier in ("walk", "coupled"):
-        rows, stats = texts(grammars, schemas, k=0, verifier=verifier, temperature=1.0)
+        seqs, stats = texts(grammars, schemas, k=0, verifier=verifier, temperature=1.0)
         assert stats.passes == stats.output_tokens
-        check_valid(rows, schemas)
-        told[1.0, verifier] = words_of(rows)
-    return told
+        check_valid(seqs, schemas)
+        outputs[1.0, verifier] = outputs_of(seqs)
+    return outputs
 
 
 @pytest.mark.parametrize(("proposer", "verifier"), GREEDY)
-def test_schemas_hold_and_greedy_text_is_that_of_plain_decoding(grammars, schemas, plain, proposer, verifier):
-    rows, stats = texts(grammars, schemas, proposer, verifier=verifier)
-    check_valid(rows, schemas)
-    assert words_of(rows) == plain[0.0, ""]
+def test_greedy_outputs_match_schemas_and_equal_plain_decoding(grammars, schemas, plain, proposer, verifier):
+    seqs, stats = texts(grammars, schemas, proposer, verifier=verifier)
+    check_valid(seqs, schemas)
+    assert outputs_of(seqs) == plain[0.0, ""]
     assert stats.tau > 1.3
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("proposer", "verifier"), SAMPLED)
-def test_schemas_hold_and_a_seed_draws_what_it_draws_plainly(grammars, schemas, plain, proposer, verifier):
-    rows, stats = texts(grammars, schemas, proposer, verifier=verifier, temperature=1.0)
-    check_valid(rows, schemas)
-    assert words_of(rows) == plain[1.0, verifier]
+def test_sampled_outputs_match_schemas_and_equal_plain_decoding(grammars, schemas, plain, proposer, verifier):
+    seqs, stats = texts(grammars, schemas, proposer, verifier=verifier, temperature=1.0)
+    check_valid(seqs, schemas)
+    assert outputs_of(seqs) == plain[1.0, verifier]
     assert stats.tau > 1.3
 
 
 @pytest.mark.heavy
 @pytest.mark.parametrize(("proposer", "verifier"), [*GREEDY, *SAMPLED, ("ngram", "walk")])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_many_more_schemas(grammars, proposer, verifier, temperature):
+def test_many_schemas(grammars, proposer, verifier, temperature):
     schemas = grammar_cases.forms(1000, seed=1)
-    rows, _ = texts(grammars, schemas, proposer, verifier=verifier, temperature=temperature)
-    check_valid(rows, schemas)
+    seqs, _ = texts(grammars, schemas, proposer, verifier=verifier, temperature=temperature)
+    check_valid(seqs, schemas)
     if temperature == 0 or verifier in ("walk", "coupled"):
         other, _ = texts(grammars, schemas, k=0, verifier=verifier, temperature=temperature)
-        assert words_of(rows) == words_of(other)
+        assert outputs_of(seqs) == outputs_of(other)
 
 
 ALPHABET, LANGUAGE = "abcde", ["a", "ab", "abd", "bcda", "bcdb", "bcdbe", "cc", "ca", "eeee"]
@@ -147,188 +149,193 @@ ALPHABET, LANGUAGE = "abcde", ["a", "ab", "abd", "bcda", "bcdb", "bcdbe", "cc", 
 
 @pytest.mark.parametrize("proposer", ["none", "ngram", "draft"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_rows_that_give_way_come_back_to_their_forms(grammars, schemas, proposer, temperature):
-    wide, tight = (
+def test_preempted_sequences_keep_their_grammars(grammars, schemas, proposer, temperature):
+    large, small = (
         make_engine(target, PROPOSERS[proposer], rows=4)
         for target in (grammar_cases.WordTarget(slots=4), tightened(grammar_cases.WordTarget(slots=4), 210))
     )
     item = {"type": "integer", "minimum": 1, "maximum": 300}
-    long = [
+    arrays = [
         Constraint.json_schema({"type": "array", "items": item, "minItems": 40, "maxItems": 40 + i}) for i in range(5)
     ]
-    params = [SamplingParams(seed=7, temperature=temperature, constraint=each) for each in long]
-    rows, others = (
-        grammar_cases.complete(engine, grammars, [[5, 6]] * len(params), params) for engine in (tight, wide)
+    params = [SamplingParams(seed=7, temperature=temperature, constraint=constraint) for constraint in arrays]
+    preempted, not_preempted = (
+        grammar_cases.complete(engine, grammars, [[5, 6]] * len(params), params) for engine in (small, large)
     )
-    check_valid(rows, long)
-    assert words_of(rows) == words_of(others)
-    assert tight.cache_usage().preempted > 0
-    assert wide.cache_usage().preempted == 0
+    check_valid(preempted, arrays)
+    assert outputs_of(preempted) == outputs_of(not_preempted)
+    assert small.cache_usage().preempted > 0
+    assert large.cache_usage().preempted == 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_recurrent_targets_keep_forms(grammars, schemas, temperature, tmp_path):
+def test_recurrent_target_with_constraints(grammars, schemas, temperature, tmp_path):
     config = tiny.ARCHITECTURES["mamba2"]()
     config.vocab_size = grammar_cases.VOCAB
     folder = tiny.save(tmp_path / "mamba2", config, size=grammar_cases.VOCAB)
     checkpoint = load_checkpoint(folder, dtype="float32", device="cpu")
-    params = [SamplingParams(seed=7, temperature=temperature, constraint=each) for each in schemas[:12]]
-    found = []
-    for proposer, k in (("none", 0), ("none", 4), ("ngram", 4)):  # nothing guessed, what is forced, and more
+    params = [SamplingParams(seed=7, temperature=temperature, constraint=schema) for schema in schemas[:12]]
+    results = []
+    for proposer, k in (("none", 0), ("none", 4), ("ngram", 4)):  # no drafts, forced tokens, drafts and forced tokens
         engine = make_engine(make_target(checkpoint, slots=4, context=256), PROPOSERS[proposer], rows=4, k=k)
-        rows = grammar_cases.complete(engine, grammars, [[5, 6]] * len(params), params)
-        check_valid(rows, schemas[:12])
-        found.append((words_of(rows), engine.stats.tau))
-    assert found[0][0] == found[1][0] == found[2][0]
-    assert found[0][1] == 1.0 < found[1][1]
+        seqs = grammar_cases.complete(engine, grammars, [[5, 6]] * len(params), params)
+        check_valid(seqs, schemas[:12])
+        results.append((outputs_of(seqs), engine.stats.tau))
+    assert results[0][0] == results[1][0] == results[2][0]
+    assert results[0][1] == 1.0 < results[1][1]
 
 
-def constrained_law(target, prompt):
-    """Of each text of the language, the product of the target's laws over what can still become one."""
-    law = {}
+def constrained_distribution(target, prompt):
+    """Return the probability of each text of the language, as in constrained decoding token by token."""
+    distribution = {}
     for text in LANGUAGE:
-        chance, so_far = 1.0, ""
+        prob = 1.0
+        prefix = ""
         while True:
-            longer = {each[: len(so_far) + 1] for each in LANGUAGE if each.startswith(so_far) and each != so_far}
+            longer = {word[: len(prefix) + 1] for word in LANGUAGE if word.startswith(prefix) and word != prefix}
             if not longer:
                 break
-            allowed = [1 + ALPHABET.index(each[-1]) for each in longer] + [0] * (so_far in LANGUAGE)
-            before = [*prompt, *(1 + ALPHABET.index(c) for c in so_far)]
+            allowed = [1 + ALPHABET.index(word[-1]) for word in longer] + [0] * (prefix in LANGUAGE)
+            before = [*prompt, *(1 + ALPHABET.index(c) for c in prefix)]
             p = target.table[before[-2], before[-1]].double().softmax(-1)
-            token = 1 + ALPHABET.index(text[len(so_far)]) if so_far != text else 0
-            chance *= float(p[token] / p[allowed].sum())
-            if so_far == text:
+            token = 1 + ALPHABET.index(text[len(prefix)]) if prefix != text else 0
+            prob *= float(p[token] / p[allowed].sum())
+            if prefix == text:
                 break
-            so_far = text[: len(so_far) + 1]
-        law[text] = chance
-    return law
+            prefix = text[: len(prefix) + 1]
+        distribution[text] = prob
+    return distribution
 
 
 @pytest.mark.parametrize("name", EXACT)
-def test_texts_are_drawn_from_the_constrained_law(name):
-    made = grammar_cases.letters(ALPHABET)
-    grammars, target = Grammars(made, vocab=6, end_ids=[0]), ToyTarget(vocab=6, slots=250, context=16)
-    proposer = bushy_toy if EXACT[name].trees else toy
+def test_outputs_have_the_constrained_distribution(name):
+    tokenizer = grammar_cases.letters(ALPHABET)
+    grammars = Grammars(tokenizer, vocab=6, end_ids=[0])
+    target = ToyTarget(vocab=6, slots=250, context=16)
+    proposer = toy_tree if EXACT[name].trees else toy_chain
     engine = make_engine(target, proposer, verifier=name, k=3, rows=250)
     params = SamplingParams(temperature=1.0, seed=11, constraint=Constraint.regex("|".join(LANGUAGE)))
-    rows = grammar_cases.complete(engine, grammars, [[1, 2]] * 1200, [params] * 1200, limit=9)
-    counts = Counter("".join(ALPHABET[t - 1] for t in row.token_ids[2:] if t) for row in rows)
-    law = constrained_law(target, [1, 2])
-    assert sum(law.values()) == pytest.approx(1.0)
+    seqs = grammar_cases.complete(engine, grammars, [[1, 2]] * 1200, [params] * 1200, limit=9)
+    counts = Counter("".join(ALPHABET[token - 1] for token in seq.token_ids[2:] if token) for seq in seqs)
+    expected = constrained_distribution(target, [1, 2])
+    assert sum(expected.values()) == pytest.approx(1.0)
     assert set(counts) <= set(LANGUAGE)
-    assert g_test([counts[text] for text in LANGUAGE], [law[text] for text in LANGUAGE]).p_value > 1e-3
+    assert g_test([counts[text] for text in LANGUAGE], [expected[text] for text in LANGUAGE]).p_value > 1e-3
     assert engine.stats.tau > 1.3
 
 
-def toy(setup):
+def toy_chain(setup):
     return DraftModelProposer(setup, ToyTarget(vocab=6, slots=setup.slots, context=16, seed=1))
 
 
-def bushy_toy(setup):
+def toy_tree(setup):
     return TreeProposer(setup, ToyTarget(vocab=6, slots=setup.slots, context=16, seed=1))
 
 
-def test_what_is_forced_is_what_plain_decoding_must_say(grammars, schemas):
-    """Wherever a walk through guesses has led, the grammar says what it says to the text itself."""
-    chance = torch.Generator().manual_seed(0)
+def test_matcher_gives_the_same_tokens_after_push_and_advance(grammars, schemas):
+    """After `push`, `allowed` is the same as after `advance`, and `pop` restores it."""
+    generator = torch.Generator().manual_seed(0)
     for constraint in schemas[:40]:
-        grammar, ends = grammars.compile(constraint), frozenset({0})
-        walked, read, text = grammar.start(ends), grammar.start(ends), []
-        while not walked.done and len(text) < 60:
-            bits = torch.from_numpy(walked.allowed())
-            legal = ((bits[:, None] >> torch.arange(8)) & 1).flatten().nonzero()[:, 0].tolist()
-            if walked.forced is not None:
-                assert legal == [walked.forced]
-            token = legal[int(torch.randint(len(legal), (), generator=chance))]
+        grammar = grammars.compile(constraint)
+        ends = frozenset({0})
+        pushed = grammar.start(ends)
+        advanced = grammar.start(ends)
+        tokens = []
+        while not pushed.done and len(tokens) < 60:
+            bits = torch.from_numpy(pushed.allowed())
+            allowed = ((bits[:, None] >> torch.arange(8)) & 1).flatten().nonzero()[:, 0].tolist()
+            if pushed.forced is not None:
+                assert allowed == [pushed.forced]
+            token = allowed[int(torch.randint(len(allowed), (), generator=generator))]
             if token == 0:
                 break
-            for other in legal[:3]:
+            for other in allowed[:3]:
                 if other:
-                    walked.push(other)
-                    walked.pop()
-            assert walked.allowed().tobytes() == read.allowed().tobytes()
-            walked.push(token)
-            read.advance(token)
-            text.append(token)
-        for _ in text:
-            walked.pop()
-        assert walked.allowed().tobytes() == grammar.start(ends).allowed().tobytes()
+                    pushed.push(other)
+                    pushed.pop()
+            assert pushed.allowed().tobytes() == advanced.allowed().tobytes()
+            pushed.push(token)
+            advanced.advance(token)
+            tokens.append(token)
+        for _ in tokens:
+            pushed.pop()
+        assert pushed.allowed().tobytes() == grammar.start(ends).allowed().tobytes()
 
 
-def test_a_forced_text_takes_few_passes_and_none_where_k_is_0(grammars):
-    long = [Constraint.json_schema({"const": {"a long name": "and a long text behind it", "number": 12345}})]
-    rows, stats = texts(grammars, long)
-    plainly, slow = texts(grammars, long, k=0)
-    assert words_of(rows) == words_of(plainly)
+def test_forced_tokens_are_drafted_unless_k_is_0(grammars):
+    forced = [Constraint.json_schema({"const": {"a long name": "and a long text behind it", "number": 12345}})]
+    seqs, stats = texts(grammars, forced)
+    plain, plain_stats = texts(grammars, forced, k=0)
+    assert outputs_of(seqs) == outputs_of(plain)
     assert stats.passes <= 1 + stats.output_tokens // 30
-    assert slow.passes == slow.output_tokens
-    few = replace(SamplingParams(constraint=long[0]), k=2)
+    assert plain_stats.passes == plain_stats.output_tokens
+    two_tokens = replace(SamplingParams(constraint=forced[0]), k=2)
     engine = make_engine(grammar_cases.WordTarget(), NoProposer, k=4)
-    (row,) = grammar_cases.complete(engine, grammars, [[5, 6]], [few])
-    assert words_of([row]) == words_of(rows)
-    assert max(drafted for drafted, _, _ in row.rounds) == 2
-    assert all(row.from_draft[:2])
+    (seq,) = grammar_cases.complete(engine, grammars, [[5, 6]], [two_tokens])
+    assert outputs_of([seq]) == outputs_of(seqs)
+    assert max(drafted for drafted, _, _ in seq.rounds) == 2
+    assert all(seq.from_draft[:2])
 
 
-def test_the_planner_is_not_told_of_what_was_forced(grammars):
-    heard = []
+def test_statistics_of_the_planner_exclude_forced_tokens(grammars):
+    seen = []
 
     class Planner(FixedPlanner):
         def plan(self, batch, stats):
-            heard.append(stats.total)
+            seen.append(stats.total)
             return super().plan(batch, stats)
 
     engine = make_engine(grammar_cases.WordTarget(), draft, k=3)
     engine._planner = Planner(3)
     constraint = Constraint.json_schema(PERSON)
     grammar_cases.complete(engine, grammars, [[5, 6]] * 4, [SamplingParams(constraint=constraint)] * 4)
-    assert heard[-1].accepted[3:] == () != engine.stats.accepted[3:]
-    assert heard[-1].tau < engine.stats.tau
+    assert seen[-1].accepted[3:] == () != engine.stats.accepted[3:]
+    assert seen[-1].tau < engine.stats.tau
     assert engine.alternative_stats[0].accepted[3:] == ()
-    assert heard[-1].rounds == engine.stats.rounds - 1
+    assert seen[-1].rounds == engine.stats.rounds - 1
 
 
-def test_rows_without_a_grammar_are_as_they_were(grammars):
+def test_sequences_without_a_grammar_do_not_change(grammars):
     free = SamplingParams(temperature=1.0, seed=3, max_tokens=30)
-    bound = replace(free, constraint=Constraint.json_schema(PERSON))
+    constrained = replace(free, constraint=Constraint.json_schema(PERSON))
     engine = make_engine(grammar_cases.WordTarget(), draft, verifier="walk")
-    mixed = grammar_cases.complete(engine, grammars, [[5, 6], [7, 8], [9, 1]], [free, bound, free], limit=30)
+    mixed = grammar_cases.complete(engine, grammars, [[5, 6], [7, 8], [9, 1]], [free, constrained, free], limit=30)
     engine = make_engine(grammar_cases.WordTarget(), draft, verifier="walk")
     alone = grammar_cases.complete(engine, grammars, [[5, 6], [7, 8], [9, 1]], [free] * 3, limit=30)
-    assert [row.token_ids for row in mixed[::2]] == [row.token_ids for row in alone[::2]]
+    assert [seq.token_ids for seq in mixed[::2]] == [seq.token_ids for seq in alone[::2]]
     engine = make_engine(grammar_cases.WordTarget(), draft, verifier="walk")
     engine.add(alone[0].request)
     engine._scheduler.admit(engine._target.cache)
     batch = engine._scheduler.next()
-    none = tree.empty(1, torch.device("cpu"))
-    assert apply_constraints(batch, none, grammar_cases.VOCAB).draft is none
-    assert apply_constraints(batch, none, grammar_cases.VOCAB).masks is None
+    empty = tree.empty(1, torch.device("cpu"))
+    assert apply_constraints(batch, empty, grammar_cases.VOCAB).draft is empty
+    assert apply_constraints(batch, empty, grammar_cases.VOCAB).masks is None
 
 
-def test_ends_are_where_the_form_may_end(grammars):
+def test_end_tokens_are_allowed_only_where_the_grammar_may_end(grammars):
     open_ended = Constraint.regex("(ab)+")
-    (row,), _ = texts(grammars, [open_ended], "draft")
-    said = grammar_cases.words().decode(row.token_ids[2:], skip_special_tokens=True)
-    assert said == "ab" * (len(said) // 2) != ""
-    (row,), _ = texts(grammars, [open_ended], "draft", ignore_eos=True)
-    assert row.finish_reason is FinishReason.LENGTH
-    assert 0 not in row.token_ids
+    (seq,), _ = texts(grammars, [open_ended], "draft")
+    text = grammar_cases.words().decode(seq.token_ids[2:], skip_special_tokens=True)
+    assert text == "ab" * (len(text) // 2) != ""
+    (seq,), _ = texts(grammars, [open_ended], "draft", ignore_eos=True)
+    assert seq.finish_reason is FinishReason.LENGTH
+    assert 0 not in seq.token_ids
     stop = grammar_cases.words().encode("!")[0]
-    (row,), _ = texts(grammars, [open_ended], "draft", ignore_eos=True, stop_token_ids=(stop,), logit_bias={stop: 99.0})
-    assert row.finish_reason is FinishReason.STOP
-    assert row.token_ids[-1] == stop
-    assert grammar_cases.words().decode(row.token_ids[2:-1]) in ("ab", "abab")
-    (row,), _ = texts(grammars, [open_ended], "draft", min_tokens=9, logit_bias={0: 99.0})
-    assert len(row.token_ids) - 2 == 11
-    assert row.token_ids[-1] == 0
+    (seq,), _ = texts(grammars, [open_ended], "draft", ignore_eos=True, stop_token_ids=(stop,), logit_bias={stop: 99.0})
+    assert seq.finish_reason is FinishReason.STOP
+    assert seq.token_ids[-1] == stop
+    assert grammar_cases.words().decode(seq.token_ids[2:-1]) in ("ab", "abab")
+    (seq,), _ = texts(grammars, [open_ended], "draft", min_tokens=9, logit_bias={0: 99.0})
+    assert len(seq.token_ids) - 2 == 11
+    assert seq.token_ids[-1] == 0
 
 
-def test_a_grammar_that_fails_on_the_way_ends_its_own_row_alone(grammars, monkeypatch):
-    fine = Constraint.json_schema(PERSON)
-    wrong = Constraint.regex("[a-z]{40}")
-    grammar = grammars.compile(wrong)
-    (alone,), _ = texts(grammars, [fine], "draft")
+def test_grammar_that_fails_in_a_round_ends_only_its_sequence(grammars, monkeypatch):
+    valid = Constraint.json_schema(PERSON)
+    failing = Constraint.regex("[a-z]{40}")
+    grammar = grammars.compile(failing)
+    (alone,), _ = texts(grammars, [valid], "draft")
     start = grammar.start
 
     def start_failing(ends):
@@ -343,30 +350,31 @@ def test_a_grammar_that_fails_on_the_way_ends_its_own_row_alone(grammars, monkey
         return matcher
 
     monkeypatch.setattr(grammar, "start", start_failing)
-    rows, _ = texts(grammars, [fine, wrong], "draft")
-    assert rows[0].token_ids == alone.token_ids
-    assert rows[1].finish_reason is FinishReason.ERROR
-    assert rows[1].error == "too complex"
-    assert rows[1].num_output_tokens >= 10
+    (first, second), _ = texts(grammars, [valid, failing], "draft")
+    assert first.token_ids == alone.token_ids
+    assert second.finish_reason is FinishReason.ERROR
+    assert second.error == "too complex"
+    assert second.num_output_tokens >= 10
 
 
 @pytest.mark.parametrize("raises", [False, True])
-def test_a_grammar_that_cannot_be_started_ends_its_own_row_alone(grammars, monkeypatch, raises):
-    fine, wrong = Constraint.json_schema(PERSON), Constraint.regex("[b-z]{40}")
-    (alone,), _ = texts(grammars, [fine], "draft")
-    grammar = grammars.compile(wrong)
+def test_grammar_that_cannot_be_started_ends_only_its_sequence(grammars, monkeypatch, raises):
+    valid = Constraint.json_schema(PERSON)
+    failing = Constraint.regex("[b-z]{40}")
+    (alone,), _ = texts(grammars, [valid], "draft")
+    grammar = grammars.compile(failing)
     monkeypatch.setattr(grammar, "start", lambda ends: (_ for _ in ()).throw(OutriderError("too complex")))
     engine = make_engine(grammar_cases.WordTarget(), PROPOSERS["draft"], rows=2)
-    if raises:  # in the very round that the row ends in
+    if raises:  # in the round in which the sequence ends
         proposer, failed = engine._proposer, []
         propose = proposer.propose
         monkeypatch.setattr(proposer, "propose", lambda batch: propose(batch) if failed else failed.append(1) or 1 / 0)
         monkeypatch.setattr(engine, "step", lambda step=engine.step: recovering(engine, step))
-    params = [SamplingParams(seed=7, constraint=each) for each in (wrong, fine, wrong, wrong)]
-    rows = grammar_cases.complete(engine, grammars, [[5, 6]] * 4, params)
-    assert [row.finish_reason for row in rows if row.error] == [FinishReason.ERROR] * 3
-    assert {row.error for row in rows} == {"too complex", ""}
-    assert rows[1].token_ids == alone.token_ids
+    params = [SamplingParams(seed=7, constraint=constraint) for constraint in (failing, valid, failing, failing)]
+    seqs = grammar_cases.complete(engine, grammars, [[5, 6]] * 4, params)
+    assert [seq.finish_reason for seq in seqs if seq.error] == [FinishReason.ERROR] * 3
+    assert {seq.error for seq in seqs} == {"too complex", ""}
+    assert seqs[1].token_ids == alone.token_ids
     assert not engine.busy()
     assert engine.step() == ()
     (again,) = grammar_cases.complete(engine, grammars, [[5, 6]], params[1:2])
@@ -380,18 +388,21 @@ def recovering(engine, step):
         return engine.recover(error)
 
 
-def test_a_round_that_raises_leaves_grammars_where_they_were(grammars, monkeypatch):
-    bound = SamplingParams(seed=3, constraint=Constraint.json_schema(PERSON))
-    wanted = grammar_cases.complete(make_engine(grammar_cases.WordTarget(), draft), grammars, [[5, 6]] * 2, [bound] * 2)
-    engine, rounds = make_engine(grammar_cases.WordTarget(), draft), 0
-    step, enter = engine.step, Matcher.push
+def test_matcher_is_restored_after_a_round_that_raises(grammars, monkeypatch):
+    params = [SamplingParams(seed=3, constraint=Constraint.json_schema(PERSON))] * 2
+    undisturbed = make_engine(grammar_cases.WordTarget(), draft)
+    expected = grammar_cases.complete(undisturbed, grammars, [[5, 6]] * 2, params)
+    engine = make_engine(grammar_cases.WordTarget(), draft)
+    calls = 0
+    step = engine.step
+    push = Matcher.push
 
-    def broken(self, token):
-        nonlocal rounds
-        rounds += 1
-        enter(self, token)
-        if rounds % 5 == 0:
-            raise RuntimeError("out of luck")
+    def failing_push(self, token):
+        nonlocal calls
+        calls += 1
+        push(self, token)
+        if calls % 5 == 0:
+            raise RuntimeError("injected failure")
 
     def recovering():
         try:
@@ -399,14 +410,14 @@ def test_a_round_that_raises_leaves_grammars_where_they_were(grammars, monkeypat
         except RuntimeError as error:
             return engine.recover(error)
 
-    monkeypatch.setattr(Matcher, "push", broken)
+    monkeypatch.setattr(Matcher, "push", failing_push)
     monkeypatch.setattr(engine, "step", recovering)
-    rows = grammar_cases.complete(engine, grammars, [[5, 6]] * 2, [bound] * 2)
-    assert rounds > 10
-    assert [row.token_ids for row in rows] == [row.token_ids for row in wanted]
+    seqs = grammar_cases.complete(engine, grammars, [[5, 6]] * 2, params)
+    assert calls > 10
+    assert [seq.token_ids for seq in seqs] == [seq.token_ids for seq in expected]
 
 
-REFUSED = {
+INVALID = {
     "no JSON": lambda: Constraint.json_schema("{oops"),
     "no schema": lambda: Constraint.json_schema([1]),
     "a value that is no JSON": lambda: Constraint.json_schema({"const": {1, 2}}),
@@ -434,19 +445,19 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_is_wrong_or_too_large_is_refused(grammars, case):
+@pytest.mark.parametrize("case", INVALID)
+def test_errors_of_invalid_or_too_large_constraints(grammars, case):
     with pytest.raises(OutriderError) as caught:
-        grammars.compile(REFUSED[case]())
+        grammars.compile(INVALID[case]())
     assert len(str(caught.value)) < 500
 
 
-def test_parameters_that_a_form_cannot_keep_are_refused():
-    form = Constraint.choice(["a"])
-    for wrong in ({"logit_bias": {5: float("-inf")}}, {"min_tokens": 1, "stop_token_ids": (4,)}, {"constraint": "a"}):
+def test_errors_of_parameters_that_conflict_with_a_constraint():
+    constraint = Constraint.choice(["a"])
+    for fields in ({"logit_bias": {5: float("-inf")}}, {"min_tokens": 1, "stop_token_ids": (4,)}, {"constraint": "a"}):
         with pytest.raises(OutriderError, match="constraint"):
-            SamplingParams(**{"constraint": form} | wrong)
-    assert form == Constraint(kind=Kind.CHOICE, source='["a"]')
+            SamplingParams(**{"constraint": constraint} | fields)
+    assert constraint == Constraint(kind=Kind.CHOICE, source='["a"]')
     assert Constraint.json_schema('{"type":"object"}') == Constraint.json_object()
 
 
@@ -461,27 +472,27 @@ KINDS = {
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_embedded_pair(dtype):
-    """On the native kernels as well, whose logits stay packed and whose likeliest ids come with them."""
-    told = []
+    """The native kernels are tested as well. They return packed logits, and the likeliest ids with them."""
+    results = []
     for k in (0, 4):
         llm = LLM(
             embedded("nano"), proposer="suffix", verifier="walk", dtype=dtype, k=k, max_num_seqs=8, max_model_len=256
         )
         for temperature in (0.0, 1.0):
             params = [
-                SamplingParams(temperature=temperature, seed=2, max_tokens=60, logprobs=1, constraint=form)
-                for form, _ in KINDS.values()
+                SamplingParams(temperature=temperature, seed=2, max_tokens=60, logprobs=1, constraint=constraint)
+                for constraint, _ in KINDS.values()
             ]
             done = llm.generate(["x = 1\n"] * (len(params) + 1), [*params, SamplingParams(max_tokens=40, logprobs=1)])
-            told.append([(each.token_ids, each.finish_reason) for each in done])
-            for each, (_, good) in zip(done, KINDS.values(), strict=False):
-                assert each.finish_reason is FinishReason.LENGTH or good(each.text)
-                assert len(each.logprobs) == len(each.token_ids)
-                assert all(entry.logprob <= entry.top[0][1] for entry in each.logprobs)
-    assert told[:2] == told[2:]
+            results.append([(completion.token_ids, completion.finish_reason) for completion in done])
+            for completion, (_, is_valid) in zip(done, KINDS.values(), strict=False):
+                assert completion.finish_reason is FinishReason.LENGTH or is_valid(completion.text)
+                assert len(completion.logprobs) == len(completion.token_ids)
+                assert all(entry.logprob <= entry.top[0][1] for entry in completion.logprobs)
+    assert results[:2] == results[2:]
 
 
-def test_auto_takes_what_is_forced():
+def test_auto_draft_length_uses_forced_tokens():
     llm = LLM(embedded("nano"), proposer="none", dtype="float32", max_num_seqs=2, max_model_len=256)
     (done,) = llm.generate("x", SamplingParams(constraint=Constraint.json_schema(PERSON), max_tokens=80))
     assert done.stats.tau > 1.5

@@ -1,4 +1,4 @@
-"""What is packed says what is padded says: laws, verdicts and whole texts, in batches of rows of all widths."""
+"""Tests that packed and padded tensors give the same probabilities, verdicts and outputs, for all draft widths."""
 
 from __future__ import annotations
 
@@ -28,140 +28,142 @@ from tests.helpers import tiny
 from tests.helpers.engines import make_engine, outputs, run
 
 CPU = torch.device("cpu")
-ROWS, SIZE, VOCAB = 12, 5, 40
+BATCH, SIZE, VOCAB = 12, 5, 40
 RULES = {**EXACT, **LOSSY}
 
 
 def packed(padded, width, *, skip=-1):
-    """[B, M, V] without what stands beyond `width[b]` in row b; `skip` is where padding is said to lie."""
-    at, count = torch.full(padded.shape[:2], skip), 0
+    """Pack [B, M, V]: keep `width[b]` nodes of sequence b. Padding has index `skip`; -2: that of its first node."""
+    at = torch.full(padded.shape[:2], skip)
+    count = 0
     for b, nodes in enumerate(width):
         at[b] = count if skip == -2 else skip
         at[b, :nodes] = torch.arange(count, count + nodes)
         count += nodes
-    values = torch.cat([row[:nodes] for row, nodes in zip(padded, width, strict=True)])
+    values = torch.cat([rows[:nodes] for rows, nodes in zip(padded, width, strict=True)])
     return Packed(values=values, at=at)
 
 
 def packed_scores(padded, width):
-    """The same with a root in each row, to which padding points."""
+    """Pack scores, which have a root for each sequence. Padding points to the root."""
     return packed(padded, [1 + nodes for nodes in width], skip=-2)
 
 
-def some_row(b, chance):
-    """A row with every parameter set somehow."""
+def random_seq(b, rng):
+    """Return a sequence with random sampling parameters."""
     params = SamplingParams(
-        temperature=chance.choice([0.0, 0.7, 1.0, 1.3]),
-        top_k=chance.choice([0, 3, 9]),
-        top_p=chance.choice([1.0, 0.8]),
-        min_p=chance.choice([0.0, 0.1]),
-        repetition_penalty=chance.choice([1.0, 1.3]),
-        presence_penalty=chance.choice([0.0, 0.5]),
-        frequency_penalty=chance.choice([0.0, 0.4]),
-        logit_bias=chance.choice([{}, {2: -5.0, 4: 1.5}]),
-        min_tokens=chance.choice([0, 3, 6]),
+        temperature=rng.choice([0.0, 0.7, 1.0, 1.3]),
+        top_k=rng.choice([0, 3, 9]),
+        top_p=rng.choice([1.0, 0.8]),
+        min_p=rng.choice([0.0, 0.1]),
+        repetition_penalty=rng.choice([1.0, 1.3]),
+        presence_penalty=rng.choice([0.0, 0.5]),
+        frequency_penalty=rng.choice([0.0, 0.4]),
+        logit_bias=rng.choice([{}, {2: -5.0, 4: 1.5}]),
+        min_tokens=rng.choice([0, 3, 6]),
         seed=b,
     )
-    prompt = tuple(chance.randrange(VOCAB) for _ in range(4))
+    prompt = tuple(rng.randrange(VOCAB) for _ in range(4))
     request = Request(id=b, prompt_token_ids=prompt, params=params, seed=b, end_ids=frozenset({0, 7}), max_tokens=99)
-    return SequenceState(request=request, slot=b, token_ids=[*prompt, *(chance.randrange(VOCAB) for _ in range(b % 4))])
+    return SequenceState(request=request, slot=b, token_ids=[*prompt, *(rng.randrange(VOCAB) for _ in range(b % 4))])
 
 
-def guesses(seed, *, chain, drawn):
-    """Trees or chains of all widths, some guesses drawn from q; and their q, padded."""
-    source, chance = torch.Generator().manual_seed(seed), random.Random(seed)
-    width = (SIZE, *(chance.choice([0, 0, 1, SIZE - 1, SIZE]) for _ in range(ROWS - 1)))
-    parent = torch.arange(-1, SIZE - 1).expand(ROWS, SIZE)
+def random_draft(seed, *, chain, sampled):
+    """Return trees or chains of all widths, and padded q if packed_values draft tokens are `sampled`."""
+    generator = torch.Generator().manual_seed(seed)
+    rng = random.Random(seed)
+    width = (SIZE, *(rng.choice([0, 0, 1, SIZE - 1, SIZE]) for _ in range(BATCH - 1)))
+    parent = torch.arange(-1, SIZE - 1).expand(BATCH, SIZE)
     if not chain:
-        parent = random_tree([SIZE] * ROWS, VOCAB, chance).parent
-    kinds = [DraftKind.SAMPLED] if chain else [DraftKind.WITHOUT_REPLACEMENT, DraftKind.SAMPLED]
-    law = torch.tensor(
-        [[chance.choice([*kinds, DraftKind.ONE_HOT] if drawn else [DraftKind.ONE_HOT]) for _ in range(SIZE)]] * ROWS
-    )
-    q = (torch.randn(ROWS, SIZE, VOCAB, generator=source) * 2).softmax(-1) * (law != DraftKind.ONE_HOT)[..., None]
-    tokens = torch.multinomial(q.flatten(0, 1) + 1e-9, 1, generator=source).view(ROWS, SIZE)
+        parent = random_tree([SIZE] * BATCH, VOCAB, rng).parent
+    kinds = [DraftKind.ONE_HOT]
+    if sampled:
+        kinds = [DraftKind.SAMPLED] if chain else [DraftKind.WITHOUT_REPLACEMENT, DraftKind.SAMPLED]
+        kinds.append(DraftKind.ONE_HOT)
+    kind = torch.tensor([[rng.choice(kinds) for _ in range(SIZE)]] * BATCH)
+    q = (torch.randn(BATCH, SIZE, VOCAB, generator=generator) * 2).softmax(-1)
+    q = q * (kind != DraftKind.ONE_HOT)[..., None]
+    tokens = torch.multinomial(q.flatten(0, 1) + 1e-9, 1, generator=generator).view(BATCH, SIZE)
     draft = Draft(
         tokens=tokens,
         parent=parent,
         count=torch.tensor(width),
-        kind=law,
+        kind=kind,
         q=None,
         width=width,
         depth=width,
         chain=chain,
     )
-    return draft, q if drawn else None
+    return draft, q if sampled else None
 
 
-def test_what_is_packed_can_be_padded():
+def test_packed_values_can_be_padded():
     padded = torch.rand(3, 4, 5)
     assert torch.equal(Packed.of(padded).padded(), padded)
-    some = packed(padded, (4, 0, 2))
-    assert some.values.shape == (6, 5)
-    assert torch.equal(some.padded()[0], padded[0])
-    assert not some.padded()[1].any()
-    assert torch.equal(some.padded()[2, :2], padded[2, :2])
-    assert not some.padded()[2, 2:].any()
+    packed_values = packed(padded, (4, 0, 2))
+    assert packed_values.values.shape == (6, 5)
+    assert torch.equal(packed_values.padded()[0], padded[0])
+    assert not packed_values.padded()[1].any()
+    assert torch.equal(packed_values.padded()[2, :2], padded[2, :2])
+    assert not packed_values.padded()[2, 2:].any()
 
 
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("chain", [True, False], ids=["chain", "tree"])
-def test_laws(chain, seed):
-    """Bit by bit, under all parameters at once and under each alone."""
-    chance = random.Random(seed)
-    rows = [some_row(b, chance) for b in range(ROWS)]
+def test_packed_probabilities_equal_padded_ones_bitwise(chain, seed):
+    """Even seeds use all parameters together, odd seeds use one of them."""
+    rng = random.Random(seed)
+    seqs = [random_seq(b, rng) for b in range(BATCH)]
     if seed % 2:
-        alone = chance.choice(["temperature", "top_k", "top_p", "min_p", "repetition_penalty", "min_tokens"])
-        for row in rows:
-            kept = {"temperature": 1.0, alone: getattr(row.request.params, alone)}
-            row.request = replace(row.request, params=SamplingParams(**kept))
-    draft, _ = guesses(seed, chain=chain, drawn=False)
-    logits = torch.randn(ROWS, 1 + SIZE, VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
-    knobs = SamplingTensors.of(rows, VOCAB, CPU)
-    want, got = (
-        apply_sampling(logits, knobs, draft),
-        apply_sampling_packed(packed_scores(logits, draft.width), knobs, draft),
-    )
-    assert len(got.values) == ROWS + sum(draft.width)
+        name = rng.choice(["temperature", "top_k", "top_p", "min_p", "repetition_penalty", "min_tokens"])
+        for seq in seqs:
+            fields = {"temperature": 1.0, name: getattr(seq.request.params, name)}
+            seq.request = replace(seq.request, params=SamplingParams(**fields))
+    draft, _ = random_draft(seed, chain=chain, sampled=False)
+    logits = torch.randn(BATCH, 1 + SIZE, VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
+    sampling = SamplingTensors.of(seqs, VOCAB, CPU)
+    expected = apply_sampling(logits, sampling, draft)
+    actual = apply_sampling_packed(packed_scores(logits, draft.width), sampling, draft)
+    assert len(actual.values) == BATCH + sum(draft.width)
     for b, nodes in enumerate(draft.width):
-        assert torch.equal(got.padded()[b, : 1 + nodes], want[b, : 1 + nodes])
+        assert torch.equal(actual.padded()[b, : 1 + nodes], expected[b, : 1 + nodes])
 
 
-@pytest.mark.parametrize("drawn", [False, True], ids=["chosen", "drawn"])
+@pytest.mark.parametrize("sampled", [False, True], ids=["one-hot", "sampled"])
 @pytest.mark.parametrize("chain", [True, False], ids=["chain", "tree"])
 @pytest.mark.parametrize("name", RULES)
-def test_verdicts(name, chain, drawn):
+def test_packed_verdicts_equal_padded_ones(name, chain, sampled):
     if not (chain or RULES[name].trees):
         return
     for seed in range(20):
-        draft, q = guesses(seed, chain=chain, drawn=drawn)
-        source = torch.Generator().manual_seed(seed)
-        p = (torch.randn(ROWS, 1 + SIZE, VOCAB, generator=source) * 2).softmax(-1)
-        if q is not None:  # close enough that some guesses are kept
+        draft, q = random_draft(seed, chain=chain, sampled=sampled)
+        generator = torch.Generator().manual_seed(seed)
+        p = (torch.randn(BATCH, 1 + SIZE, VOCAB, generator=generator) * 2).softmax(-1)
+        if q is not None:  # make p similar to q, so that packed_values draft tokens are accepted
             p[:, 1:] = p[:, 1:] * 0.5 + q * 0.5
             p = p / p.sum(-1, keepdim=True)
-        noise = PositionNoise(torch.arange(ROWS), torch.arange(ROWS) * 3 + seed)
-        whole = draft if q is None else replace(draft, q=Packed.of(q))
-        spare = draft if q is None else replace(draft, q=packed(q, draft.width))
-        want = RULES[name].rule(whole, p, noise)
+        noise = PositionNoise(torch.arange(BATCH), torch.arange(BATCH) * 3 + seed)
+        padded_draft = draft if q is None else replace(draft, q=Packed.of(q))
+        packed_draft = draft if q is None else replace(draft, q=packed(q, draft.width))
+        expected = RULES[name].rule(padded_draft, p, noise)
         for verifier in (RULES[name], fastest_verifier(RULES[name], CPU)):
-            got = verifier.verify(spare, packed_scores(p, draft.width), noise)
-            assert got.path.tolist() == want.path.tolist()
-            assert got.accepted.tolist() == want.accepted.tolist()
-            assert got.bonus.tolist() == want.bonus.tolist()
-            torch.testing.assert_close(got.logprob, want.logprob)
+            actual = verifier.verify(packed_draft, packed_scores(p, draft.width), noise)
+            assert actual.path.tolist() == expected.path.tolist()
+            assert actual.accepted.tolist() == expected.accepted.tolist()
+            assert actual.bonus.tolist() == expected.bonus.tolist()
+            torch.testing.assert_close(actual.logprob, expected.logprob)
 
 
-def test_cutting_leaves_the_laws_of_what_is_left():
-    draft, q = guesses(1, chain=True, drawn=True)
+def test_cut_keeps_q_of_the_remaining_nodes():
+    draft, q = random_draft(1, chain=True, sampled=True)
     draft = replace(draft, q=packed(q, draft.width))
-    less = tree.cut(draft, (2,) * ROWS)
-    assert torch.equal(less.q.padded(), draft.q.padded()[:, :2])
-    assert less.q.values is draft.q.values
+    shorter = tree.cut(draft, (2,) * BATCH)
+    assert torch.equal(shorter.q.padded(), draft.q.padded()[:, :2])
+    assert shorter.q.values is draft.q.values
 
 
 class PlainTarget:
-    """A target whose passes leave nothing packed, and which draws no guesses by itself."""
+    """A target without packed logits and without `draft_sampled`."""
 
     def __init__(self, inner):
         self._inner = inner
@@ -182,16 +184,20 @@ class PlainTarget:
 
 
 class Uneven:
-    """The first guesses of another proposer: in row b no more than b % 5, and none in every third round."""
+    """Limits another proposer: request b gets at most b % 5 draft tokens, and none in every third round."""
 
     def __init__(self, inner):
-        self._inner, self._round = inner, 0
-        self.needs, self.admit, self.commit, self.release = inner.needs, inner.admit, inner.commit, inner.release
+        self._inner = inner
+        self._round = 0
+        self.needs = inner.needs
+        self.admit = inner.admit
+        self.commit = inner.commit
+        self.release = inner.release
 
     def propose(self, batch):
         self._round += 1
-        most = [row.request.id % 5 if self._round % 3 else 0 for row in batch.seqs]
-        budget = tuple(min(pair) for pair in zip(batch.draft_budget, most, strict=True))
+        limits = [seq.request.id % 5 if self._round % 3 else 0 for seq in batch.seqs]
+        budget = tuple(map(min, batch.draft_budget, limits))
         return self._inner.propose(replace(batch, draft_budget=budget))
 
 
@@ -206,13 +212,13 @@ PROPOSERS = {
 @pytest.fixture(scope="module")
 def pair():
     big, small = (load_checkpoint(embedded(name), dtype="bfloat16", device="cpu") for name in ("mini", "nano"))
-    make = [make_target(each, slots=10, context=96, kernels="native") for each in (big, small)]
-    return *make, big.tokenizer
+    targets = [make_target(checkpoint, slots=10, context=96, kernels="native") for checkpoint in (big, small)]
+    return *targets, big.tokenizer
 
 
 @pytest.mark.skipif(not tiny.compiles(), reason="no C++ compiler here")
 @pytest.mark.parametrize(
-    ("name", "rule", "rich"),
+    ("name", "rule", "random_params"),
     [
         *(("chain", rule, True) for rule in EXACT if rule != "traversal"),
         *(("chain", rule, False) for rule in ("walk", "rejection", "block")),
@@ -221,22 +227,22 @@ def pair():
         ("merge", "traversal", True),
     ],
 )
-def test_texts(name, rule, rich, pair):
-    """With kernels and packed, and with the plain rules over what is padded."""
+def test_outputs_of_native_kernels_equal_padded_ones(name, rule, random_params, pair):
     target, small, tokenizer = pair
-    chance = random.Random(5)
-    rows = [some_row(b, chance) for b in range(10)]
-    wants = [
-        row.request.params if rich and b % 3 else SamplingParams(temperature=(1.0, 0.0, 0.6, 1.0)[b % 4], seed=b)
-        for b, row in enumerate(rows)
-    ]
+    rng = random.Random(5)
+    seqs = [random_seq(b, rng) for b in range(10)]
+    params = []
+    for b, seq in enumerate(seqs):
+        simple = SamplingParams(temperature=(1.0, 0.0, 0.6, 1.0)[b % 4], seed=b)
+        params.append(seq.request.params if random_params and b % 3 else simple)
     texts = ("<|endoftext|>def add(a, b):\n    return a + b\n\ndef", "<|endoftext|>The old man and")
     prompts = [tokenizer.encode(texts[b % 2])[: 5 + b] for b in range(10)]
-    ways = (target, small, fastest_verifier(EXACT[rule], CPU)), (PlainTarget(target), PlainTarget(small), EXACT[rule])
-    engines = [
-        make_engine(one, lambda setup, two=two: Uneven(PROPOSERS[name](two)(setup)), verifier=verifier, rows=10)
-        for one, two, verifier in ways
-    ]
-    ours, plain = (outputs(run(engine, prompts, wants, limit=12)) for engine in engines)
-    assert ours == plain
-    assert len({tuple(text) for text in ours}) > 5
+    native = (target, small, fastest_verifier(EXACT[rule], CPU))
+    padded = (PlainTarget(target), PlainTarget(small), EXACT[rule])
+    results = []
+    for model, draft_model, verifier in (native, padded):
+        make = PROPOSERS[name](draft_model)
+        engine = make_engine(model, lambda setup, make=make: Uneven(make(setup)), verifier=verifier, rows=10)
+        results.append(outputs(run(engine, prompts, params, limit=12)))
+    assert results[0] == results[1]
+    assert len({tuple(tokens) for tokens in results[0]}) > 5

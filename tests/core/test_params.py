@@ -1,4 +1,4 @@
-"""A bad value is refused at the door, by name."""
+"""Tests of the validation of sampling parameters."""
 
 import math
 
@@ -8,7 +8,7 @@ from outrider.core.params import SamplingParams
 from outrider.errors import OutriderError
 
 NAN, INF = math.nan, math.inf
-BAD = {
+INVALID = {
     "temperature": [-0.1, NAN, INF, "hot", None, True, False, 1e-50, 1e-40, 1e-38, 9e-7, 10001, 1e300, 10**400],
     "top_k": [-1, 1.5, None, True, 2**63],
     "top_p": [0, 0.0, -0.1, 1.1, NAN, "all", None],
@@ -35,35 +35,35 @@ BAD = {
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [(name, value) for name, values in BAD.items() for value in values], ids=repr
+    ("name", "value"), [(name, value) for name, values in INVALID.items() for value in values], ids=repr
 )
-def test_a_bad_value_is_refused_by_name(name, value):
+def test_errors_of_invalid_values_name_the_parameter(name, value):
     with pytest.raises(OutriderError, match=name):
         SamplingParams(**{name: value})
 
 
-def test_every_field_has_a_bad_value():
-    assert set(BAD) == set(SamplingParams.__dataclass_fields__)
+def test_every_field_has_an_invalid_value():
+    assert set(INVALID) == set(SamplingParams.__dataclass_fields__)
 
 
-def test_the_edges_are_good():
+def test_limits_are_valid():
     SamplingParams(temperature=0, top_k=0, top_p=1, min_p=1, presence_penalty=-2, frequency_penalty=2, seed=0)
     SamplingParams(logit_bias={0: -INF, 1: -100, 2: 100.0}, logprobs=0, seed=2**63 - 1, max_tokens=None, min_tokens=500)
     SamplingParams(max_tokens=4, min_tokens=4, top_p=1e-9, repetition_penalty=1e-6, temperature=1e-6)
     SamplingParams(repetition_penalty=1e4, temperature=1e4)
 
 
-def test_a_range_is_said():
+def test_error_states_the_range():
     with pytest.raises(OutriderError, match=r"temperature is 1e-40; use a number from 1e-06 to 10000 \(0 is greedy"):
         SamplingParams(temperature=1e-40)
 
 
-def test_one_stop_string_is_a_tuple_of_one():
+def test_sequences_become_tuples():
     assert SamplingParams(stop="end").stop == ("end",)
     assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")
     assert SamplingParams(stop_token_ids=[1, 2]).stop_token_ids == (1, 2)
 
 
-def test_params_do_not_change():
+def test_params_are_immutable():
     with pytest.raises(AttributeError):
         SamplingParams().temperature = 1.0

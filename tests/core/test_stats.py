@@ -1,67 +1,68 @@
-"""Stats add up."""
+"""Tests of `Stats` and `StatsAccumulator`."""
 
 from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as some
+from hypothesis import strategies as st
 
 from outrider.core.stats import Stats, StatsAccumulator
 
 
-@some.composite
+@st.composite
 def passes(draw):
-    """(deepest guess, accepted, emitted): what a pass can be."""
-    offered = draw(some.integers(0, 4))
-    accepted = draw(some.integers(0, offered))
+    """Return (draft depth, accepted tokens, emitted tokens) of a pass."""
+    offered = draw(st.integers(0, 4))
+    accepted = draw(st.integers(0, offered))
     return offered, accepted, accepted + 1
 
 
-MANY = some.lists(passes(), max_size=6)
-LAWS = settings(deadline=None, derandomize=True, max_examples=50)
+PASSES = st.lists(passes(), max_size=6)
+PROPERTY = settings(deadline=None, derandomize=True, max_examples=50)
 
 
-@LAWS
-@given(MANY, MANY, some.booleans())
-def test_stats_of_a_whole_are_the_sum_of_its_parts(left, right, exact):
-    whole = Stats.of_passes(left + right, prompt=5, exact=exact)
-    assert Stats.of_passes(left, prompt=2) + Stats.of_passes(right, prompt=3, exact=exact) == whole
+@PROPERTY
+@given(PASSES, PASSES, st.booleans())
+def test_sum_equals_stats_of_all_passes(one, two, exact):
+    both = Stats.of_passes(one + two, prompt=5, exact=exact)
+    assert Stats.of_passes(one, prompt=2) + Stats.of_passes(two, prompt=3, exact=exact) == both
 
 
-@LAWS
-@given(MANY, MANY, MANY)
-def test_addition_is_a_sum(one, two, three):
-    a, b, c = (Stats.of_passes(each) for each in (one, two, three))
+@PROPERTY
+@given(PASSES, PASSES, PASSES)
+def test_addition_is_associative_and_commutative(one, two, three):
+    a, b, c = (Stats.of_passes(passes) for passes in (one, two, three))
     assert (a + b) + c == a + (b + c)
     assert a + b == b + a
     assert a + Stats() == a
     assert sum([a, b, c], Stats()) == a + b + c
 
 
-@LAWS
-@given(MANY)
-def test_every_count_is_one_of_the_passes(triples):
-    stats = Stats.of_passes(triples)
+@PROPERTY
+@given(PASSES)
+def test_counts_of_passes_are_consistent(counts):
+    stats = Stats.of_passes(counts)
     assert stats.output_tokens == sum(stats.accepted) + stats.passes
     assert stats.draft_tokens == sum(stats.offered)
     assert len(stats.offered) == len(stats.reached) == len(stats.accepted) == len(stats.acceptance)
     for offered, reached, accepted in zip(stats.offered, stats.reached, stats.accepted, strict=True):
         assert accepted <= reached <= offered
-    for kept, reached in zip(stats.accepted, stats.reached[1:], strict=False):
-        assert reached <= kept
-    assert all(0 <= share <= 1 for share in stats.acceptance)
+    for accepted, next_reached in zip(stats.accepted, stats.reached[1:], strict=False):
+        assert next_reached <= accepted
+    assert all(0 <= rate <= 1 for rate in stats.acceptance)
 
 
-@LAWS
-@given(some.lists(MANY, max_size=4), some.booleans())
-def test_a_tally_says_what_its_rounds_add_up_to(rounds, exact):
-    total, tally = Stats(exact=exact), StatsAccumulator(exact=exact)
-    for triples in rounds:
-        tally.add(triples, drafted=7, prompt=2)
-        tally.took(propose=0.25, target=0.5, host=0.125)
-        counted = Stats.of_passes(triples, drafted=7, prompt=2, exact=exact)
-        total += replace(counted, rounds=1, draft_seconds=0.25, target_seconds=0.5, host_seconds=0.125)
-        assert tally.total == total
+@PROPERTY
+@given(st.lists(PASSES, max_size=4), st.booleans())
+def test_accumulator_equals_the_sum_of_its_rounds(rounds, exact):
+    expected = Stats(exact=exact)
+    accumulator = StatsAccumulator(exact=exact)
+    for counts in rounds:
+        accumulator.add(counts, drafted=7, prompt=2)
+        accumulator.add_round(draft=0.25, target=0.5, host=0.125)
+        stats = Stats.of_passes(counts, drafted=7, prompt=2, exact=exact)
+        expected += replace(stats, rounds=1, draft_seconds=0.25, target_seconds=0.5, host_seconds=0.125)
+        assert accumulator.total == expected
 
 
 def test_one_inexact_round_makes_the_sum_inexact():
@@ -72,7 +73,7 @@ def test_one_inexact_round_makes_the_sum_inexact():
     assert not (inexact + inexact + exact).exact
 
 
-def test_acceptance_is_conditional_on_what_came_before():
+def test_acceptance_is_conditional_on_accepted_ancestors():
     stats = Stats.of_passes([(3, 3, 4), (3, 1, 2), (2, 2, 3), (1, 0, 1), (0, 0, 1)])
     assert stats.offered == (4, 3, 2)
     assert stats.reached == (4, 3, 1)
@@ -81,13 +82,13 @@ def test_acceptance_is_conditional_on_what_came_before():
     assert stats.tau == pytest.approx(11 / 5)
 
 
-def test_a_position_nobody_reached_has_no_acceptance():
+def test_acceptance_of_a_position_that_was_not_reached_is_zero():
     stats = Stats.of_passes([(2, 0, 1)])
     assert stats.reached == (1, 0)
     assert stats.acceptance == (0.0, 0.0)
 
 
-def test_nothing_divides_by_nothing():
+def test_empty_stats_do_not_divide_by_zero():
     stats = Stats()
     assert stats.tau == 0
     assert stats.acceptance == ()
@@ -95,7 +96,7 @@ def test_nothing_divides_by_nothing():
     assert stats.as_dict()["target_ms"] == 0
 
 
-def test_a_report_is_per_round():
+def test_times_of_as_dict_are_per_round():
     stats = Stats(rounds=4, passes=8, output_tokens=24, draft_seconds=0.004, target_seconds=0.02, host_seconds=0.002)
     report = stats.as_dict()
     assert report["draft_ms"] == pytest.approx(1)

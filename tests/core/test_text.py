@@ -1,11 +1,11 @@
-"""Text as it grows, with a byte-level tokenizer that splits characters over tokens."""
+"""Tests of incremental detokenization, with a byte-level tokenizer that splits characters into several tokens."""
 
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as some
+from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 import outrider
@@ -24,51 +24,53 @@ def stream(*stop):
 
 
 def push_all(text, tokens, **options):
-    """The text after each token, up to a stop."""
-    seen = []
+    """Add tokens until a stop string. Return the text after each token."""
+    texts = []
     for token in tokens:
         stopped = text.add_token(token, **options)
-        seen.append(text.text)
+        texts.append(text.text)
         if stopped:
             break
-    return seen
+    return texts
 
 
-def test_the_text_grows_by_whole_characters():
-    text, tokens = stream(), encode(HARD)
-    assert len(tokens) > len(HARD)  # characters are split
-    seen = push_all(text, tokens)
-    for before, after in pairwise(seen):
+def test_text_grows_by_complete_characters():
+    text = stream()
+    tokens = encode(HARD)
+    assert len(tokens) > len(HARD)  # some characters have several tokens
+    texts = push_all(text, tokens)
+    for before, after in pairwise(texts):
         assert after.startswith(before)
-    assert not any("�" in each for each in seen)
+    assert not any("�" in partial for partial in texts)
     assert text.finish() == TOKENIZER.decode(tokens)
 
 
 @settings(deadline=None, derandomize=True, max_examples=60)
-@given(some.text(alphabet=some.characters(exclude_categories=("Cs",)), max_size=20))
-def test_any_text_comes_out_as_it_is_decoded(raw):
-    text, tokens = stream(), encode(raw)
-    seen = push_all(text, tokens)
+@given(st.text(alphabet=st.characters(exclude_categories=("Cs",)), max_size=20))
+def test_incremental_text_equals_decoded_tokens(raw):
+    text = stream()
+    tokens = encode(raw)
+    texts = push_all(text, tokens)
     whole = text.finish()
     assert whole == TOKENIZER.decode(tokens)
-    assert all(whole.startswith(each) for each in seen)
+    assert all(whole.startswith(partial) for partial in texts)
 
 
-def test_half_a_character_is_held_back_until_the_end():
+def test_incomplete_character_is_held_back_until_the_end():
     text, tokens = stream(), encode("a世")
     push_all(text, tokens[:-1])
     assert text.text == "a"
     assert text.finish() == "a" + "�"
 
 
-def test_finishing_twice_changes_nothing():
+def test_finish_is_idempotent():
     text = stream()
     push_all(text, encode("a世")[:-1])
     assert text.finish() == text.finish()
 
 
 @pytest.mark.parametrize("stop", ["lo wor", "hello", "d", "o", " world"])
-def test_a_stop_string_ends_the_text_before_it(stop):
+def test_text_ends_before_the_stop_string(stop):
     text = stream(stop)
     push_all(text, encode("hello world and more"))
     assert text.stopped
@@ -76,27 +78,27 @@ def test_a_stop_string_ends_the_text_before_it(stop):
     assert text.finish() == text.text
 
 
-def test_a_stop_string_across_three_tokens():
+def test_stop_string_across_three_tokens():
     tokens = [TOKENIZER.token_to_id(char) for char in "xENDy"]
     text = stream("END")
     assert [text.add_token(token) for token in tokens[:4]] == [False, False, False, True]
     assert text.text == "x"
 
 
-def test_a_stop_string_of_split_characters():
+def test_stop_string_of_split_characters():
     text = stream("世界")
     push_all(text, encode("a 世界 b"))
     assert text.text == "a "
     assert text.stopped
 
 
-def test_the_earliest_of_several_stops_wins():
+def test_text_ends_at_the_earliest_of_several_stop_strings():
     text = stream("world", "lo w", "zzz")
     push_all(text, encode("hello world"))
     assert text.text == "hel"
 
 
-def test_too_early_to_stop():
+def test_stop_string_before_min_tokens_does_not_stop():
     tokens = [TOKENIZER.token_to_id(char) for char in "abcabc"]
     text = stream("bc")
     for token in tokens[:3]:
@@ -106,8 +108,8 @@ def test_too_early_to_stop():
     assert text.text == "abca"
 
 
-def test_a_stop_string_that_came_too_early_stays():
-    """However long the other stop strings are, which decides how far back the search goes."""
+def test_stop_string_before_min_tokens_is_not_found_later():
+    """A long stop string makes the search go further back, which must not find the early one."""
     tokens = [TOKENIZER.token_to_id(char) for char in "abc"]
     text = stream("b", "long enough")
     text.add_token(tokens[0], stoppable=False)
@@ -116,14 +118,14 @@ def test_a_stop_string_that_came_too_early_stays():
     assert text.text == "abc"
 
 
-def test_a_stop_string_begun_too_early_may_be_completed():
+def test_stop_string_that_begins_before_min_tokens_and_ends_after():
     tokens = [TOKENIZER.token_to_id(char) for char in "abc"]
     text = stream("abc")
     assert [text.add_token(token, stoppable=i == 2) for i, token in enumerate(tokens)] == [False, False, True]
     assert text.text == ""
 
 
-def test_what_is_safe_to_show():
+def test_safe_length_excludes_beginnings_of_stop_strings():
     text = stream("END", "EXIT")
     shown = []
     for char in "xENxEXEND":
@@ -134,74 +136,77 @@ def test_what_is_safe_to_show():
 
 
 @settings(deadline=None, derandomize=True, max_examples=60)
-@given(some.text(alphabet="ab", max_size=12), some.lists(some.text(alphabet="ab", min_size=1, max_size=4), max_size=3))
-def test_what_was_shown_is_never_taken_back(raw, stops):
-    text, shown = stream(*stops), ""
+@given(st.text(alphabet="ab", max_size=12), st.lists(st.text(alphabet="ab", min_size=1, max_size=4), max_size=3))
+def test_safe_text_is_never_removed(raw, stops):
+    text = stream(*stops)
+    shown = ""
     for char in raw:
         stopped = text.add_token(TOKENIZER.token_to_id(char))
-        now = text.text[: text.safe_length()]
-        assert now.startswith(shown)
-        shown = now
+        safe = text.text[: text.safe_length()]
+        assert safe.startswith(shown)
+        shown = safe
         if stopped:
             break
     assert text.stopped == any(stop in raw for stop in stops)
     assert text.finish().startswith(shown)
 
 
-def test_without_stops_everything_is_safe():
+def test_all_text_is_safe_without_stop_strings():
     text = stream()
     push_all(text, encode("hello"))
     assert text.safe_length() == len("hello")
 
 
-def test_a_stop_string_in_what_was_held_back_is_found_at_the_end():
-    """One token may hold the end of the stop string and half of the next character."""
-    spelled = (b"a", b"END\xe4")
-    text = TextStream(lambda tokens: b"".join(spelled[t] for t in tokens).decode(errors="replace"), ("END",))
+def test_finish_finds_a_stop_string_in_pending_text():
+    """One token may have the end of the stop string and half of the next character."""
+    pieces = (b"a", b"END\xe4")
+    text = TextStream(lambda tokens: b"".join(pieces[t] for t in tokens).decode(errors="replace"), ("END",))
     assert [text.add_token(token) for token in (0, 1)] == [False, False]
     assert text.finish() == "a"
 
 
-SILENT = 256  # as special tokens are; the others are bytes
-BYTES = some.one_of(
-    some.sampled_from([0xFF, 0x80, 0xE4, 0xF0, 0x90, SILENT]).map(lambda byte: [byte]),
-    some.sampled_from([*HARD, "�"]).map(lambda char: list(char.encode())),
-    some.sampled_from([[0xFF] * 12, [SILENT] * 12, [0xF0] * 11, [0xE4, *[SILENT] * 12, 0xB8, 0x96], [0xF0, 0x90] * 6]),
+SPECIAL = 256  # a token without text, as special tokens are; all other tokens are bytes
+BYTES = st.one_of(
+    st.sampled_from([0xFF, 0x80, 0xE4, 0xF0, 0x90, SPECIAL]).map(lambda byte: [byte]),
+    st.sampled_from([*HARD, "�"]).map(lambda char: list(char.encode())),
+    st.sampled_from([[0xFF] * 12, [SPECIAL] * 12, [0xF0] * 11, [0xE4, *[SPECIAL] * 12, 0xB8, 0x96], [0xF0, 0x90] * 6]),
 )
 
 
-def spelled(tokens):
-    return bytes(token for token in tokens if token != SILENT).decode(errors="replace")
+def decode_bytes(tokens):
+    return bytes(token for token in tokens if token != SPECIAL).decode(errors="replace")
 
 
 @settings(deadline=None, derandomize=True, max_examples=300)
-@given(some.lists(BYTES, max_size=12), some.booleans(), some.integers(1, 30))
-def test_broken_characters_come_out_as_they_are_decoded(parts, stops, step):
-    text = TextStream(spelled, ("never",) if stops else ())
-    tokens, seen = [token for part in parts for token in part], []
+@given(st.lists(BYTES, max_size=12), st.booleans(), st.integers(1, 30))
+def test_invalid_bytes_equal_decoded_tokens(parts, stops, step):
+    text = TextStream(decode_bytes, ("never",) if stops else ())
+    tokens = [token for part in parts for token in part]
+    texts = []
     for i, token in enumerate(tokens):
         text.add_token(token)
         if i % step == 0:
-            seen.append(text.text)
+            texts.append(text.text)
     whole = text.finish()
-    assert whole == spelled(tokens)
-    assert all(whole.startswith(each) for each in seen)
+    assert whole == decode_bytes(tokens)
+    assert all(whole.startswith(partial) for partial in texts)
 
 
-@pytest.mark.parametrize("tokens", [[0xFF], [SILENT], [0xF0, 0x90], [0xE4, SILENT, SILENT]])
-@pytest.mark.parametrize(("stop", "asked"), [((), 1), (("never",), 1), ((), 250)])
-def test_what_never_becomes_a_character_is_not_decoded_again_and_again(tokens, stop, asked):
-    sizes = []  # tokens that are decoded at a time
+@pytest.mark.parametrize("tokens", [[0xFF], [SPECIAL], [0xF0, 0x90], [0xE4, SPECIAL, SPECIAL]])
+@pytest.mark.parametrize(("stop", "period"), [((), 1), (("never",), 1), ((), 250)])
+def test_decoding_of_invalid_bytes_takes_linear_time(tokens, stop, period):
+    sizes = []  # number of tokens of each call of the tokenizer
 
     def decode(given_tokens):
         sizes.append(len(given_tokens))
-        return spelled(given_tokens)
+        return decode_bytes(given_tokens)
 
-    text, tokens = TextStream(decode, stop), (tokens * 500)[:500]
+    text = TextStream(decode, stop)
+    tokens = (tokens * 500)[:500]
     for i, token in enumerate(tokens, 1):
         text.add_token(token)
-        if i % asked == 0:
-            assert len(text.text) >= len(spelled(tokens[:i])) - 9
+        if i % period == 0:
+            assert len(text.text) >= len(decode_bytes(tokens[:i])) - 9
     assert len(sizes) < 30 * len(tokens)
     assert sum(sizes) < 300 * len(tokens)
-    assert text.finish() == spelled(tokens)
+    assert text.finish() == decode_bytes(tokens)

@@ -1,4 +1,4 @@
-"""Who made which guess, through every combination."""
+"""Tests of the proposer names that a stream reports for draft tokens, with every combination of proposers."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ PROMPT = "a = 1\nb = 1\nc = 1\nd = 1\n"
         ("mine.guess:Best", ("Best",)),
     ],
 )
-def test_those_who_guess_have_names(spec, names):
+def test_names_of_draft_sources(spec, names):
     assert draft_sources(spec) == names
 
 
 @pytest.mark.parametrize(
-    ("spec", "seen"),
+    ("spec", "allowed"),
     [
         ("ngram", {"ngram"}),
         ("first(ngram,recycle)", {"ngram", "recycle"}),
@@ -38,55 +38,55 @@ def test_those_who_guess_have_names(spec, names):
     ],
 )
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_each_guess_is_told_with_who_made_it(spec, seen, temperature):
+def test_source_of_each_draft_token(spec, allowed, temperature):
     llm = LLM(embedded("nano"), proposer=spec, dtype="float32", max_model_len=256, max_num_seqs=2, k=6)
-    rounds, told = [], []
+    drafts = []
 
-    def look(round):
-        rounds.append(round)
-        told.extend(drafts_of(round, b, llm.parts.draft_sources) for b in range(len(round.batch.seqs)))
+    def record(round):
+        drafts.extend(drafts_of(round, b, llm.parts.draft_sources) for b in range(len(round.batch.seqs)))
 
-    llm.engine.on_round = look
+    llm.engine.on_round = record
     llm.generate([PROMPT, "x = 2\ny = 2\nz = 2\n"], SamplingParams(max_tokens=40, temperature=temperature, seed=1))
-    names = {name for each in told for name in each.source}
-    assert names <= seen
+    names = {name for draft in drafts for name in draft.source}
+    assert names <= allowed
     assert ("+" in "".join(names)) == spec.startswith("merge")
-    assert sum(len(each.tokens) for each in told) >= llm.stats.draft_tokens > 0
-    assert sum(sum(each.accepted) for each in told) >= sum(llm.stats.accepted)
-    for each in told:
-        assert len(each.source) == len(each.parents) == len(each.accepted) == len(each.tokens)
-        assert all(parent < node for node, parent in enumerate(each.parents))
-        assert all(
-            each.accepted[parent] for node, parent in enumerate(each.parents) if each.accepted[node] and parent >= 0
-        )
+    assert sum(len(draft.tokens) for draft in drafts) >= llm.stats.draft_tokens > 0
+    assert sum(sum(draft.accepted) for draft in drafts) >= sum(llm.stats.accepted)
+    for draft in drafts:
+        assert len(draft.source) == len(draft.parents) == len(draft.accepted) == len(draft.tokens)
+        for node, parent in enumerate(draft.parents):
+            assert parent < node
+            if draft.accepted[node] and parent >= 0:
+                assert draft.accepted[parent]
 
 
-def test_what_a_grammar_forces_was_nobodys_guess():
+def test_source_of_forced_tokens_is_grammar():
     pytest.importorskip("llguidance")
     llm = LLM(
         embedded("nano"), proposer="merge(ngram,recycle)", dtype="float32", max_model_len=256, max_num_seqs=2, k=6
     )
-    told = []
-    llm.engine.on_round = lambda round: told.extend(
+    drafts = []
+    llm.engine.on_round = lambda round: drafts.extend(
         drafts_of(round, b, llm.parts.draft_sources) for b in range(len(round.batch.seqs))
     )
-    form = Constraint.regex('"name": "[a-z]{1,9}", "surname": "[a-z]{1,9}", "telephone number"')
-    llm.generate([PROMPT, PROMPT], [SamplingParams(max_tokens=60, constraint=form), SamplingParams(max_tokens=60)])
-    assert all(len(each.source) == len(each.tokens) for each in told)
-    names = {name for each in told for name in each.source}
+    constraint = Constraint.regex('"name": "[a-z]{1,9}", "surname": "[a-z]{1,9}", "telephone number"')
+    params = [SamplingParams(max_tokens=60, constraint=constraint), SamplingParams(max_tokens=60)]
+    llm.generate([PROMPT, PROMPT], params)
+    assert all(len(draft.source) == len(draft.tokens) for draft in drafts)
+    names = {name for draft in drafts for name in draft.source}
     assert {"grammar", "ngram"} <= names
     assert all(name == "grammar" or set(name.split("+")) <= {"ngram", "recycle"} for name in names)
 
 
 @pytest.mark.parametrize("spec", ["switch(merge(ngram,recycle),suffix)", "merge(ngram,recycle)"])
-def test_guards_let_names_through(spec):
+def test_draft_sources_with_isolated_proposers(spec):
     llm = LLM(
         embedded("nano"), proposer=spec, dtype="float32", max_model_len=256, max_num_seqs=2, k=6, isolate_faults=True
     )
-    told = []
-    llm.engine.on_round = lambda round: told.extend(drafts_of(round, 0, llm.parts.draft_sources).source)
-    arms = ("suffix", "merge") if spec.startswith("switch") else (None,)
-    for arm in arms:
-        llm.generate([PROMPT], SamplingParams(max_tokens=30, proposer=arm))
-    assert {"ngram", "recycle", "ngram+recycle"} & set(told)
-    assert ("suffix" in told) == (len(arms) > 1)
+    sources = []
+    llm.engine.on_round = lambda round: sources.extend(drafts_of(round, 0, llm.parts.draft_sources).source)
+    alternatives = ("suffix", "merge") if spec.startswith("switch") else (None,)
+    for alternative in alternatives:
+        llm.generate([PROMPT], SamplingParams(max_tokens=30, proposer=alternative))
+    assert {"ngram", "recycle", "ngram+recycle"} & set(sources)
+    assert ("suffix" in sources) == (len(alternatives) > 1)

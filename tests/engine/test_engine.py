@@ -1,4 +1,4 @@
-"""What the engine reads of a verdict."""
+"""Tests of how the engine copies a verdict to the host."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from outrider.core.types import Scores, Verdict
 from outrider.engine import readback
 
 
-def test_one_copy_from_a_device_reads_what_many_read():
-    source = torch.Generator().manual_seed(3)
-    draft = tree.chain(torch.randint(50000, (3, 4), generator=source), (4, 2, 0))
+def test_single_device_copy_equals_separate_copies():
+    generator = torch.Generator().manual_seed(3)
+    draft = tree.chain(torch.randint(50000, (3, 4), generator=generator), (4, 2, 0))
     verdict = Verdict(
         path=torch.tensor([[0, 1, -1, -1], [0, -1, -1, -1], [-1] * 4]),
         accepted=torch.tensor([2, 1, 0]),
-        bonus=torch.randint(50000, (3,), generator=source),
-        logprob=torch.rand(3, 5, generator=source).log(),
+        bonus=torch.randint(50000, (3,), generator=generator),
+        logprob=torch.rand(3, 5, generator=generator).log(),
     )
     scores = Scores(logits=torch.empty(3, 5, 0), best=torch.tensor([[1] * 5, [1, 1, -1, 1, 1], [0] * 5]))
-    one, many = readback._read_device(draft, verdict, scores), readback._read_host(draft, verdict, scores)
-    assert many[2] == [True, False, True]
-    assert [list(map(bool, one[2])), *one[:2], *one[3:]] == [many[2], *many[:2], *many[3:]]
+    single = readback._read_device(draft, verdict, scores)
+    separate = readback._read_host(draft, verdict, scores)
+    assert separate[2] == [True, False, True]
+    assert [list(map(bool, single[2])), *single[:2], *single[3:]] == [separate[2], *separate[:2], *separate[3:]]

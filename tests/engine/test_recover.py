@@ -1,4 +1,4 @@
-"""A round that raises costs nobody anything but the row that it was raised for."""
+"""Tests of `Engine.recover`: only the sequence that causes an error ends with it."""
 
 from __future__ import annotations
 
@@ -16,103 +16,110 @@ from tests.cache.test_replay import toy_prompts
 from tests.helpers.conformance import EVERY
 from tests.helpers.engines import make_engine, outputs, run
 
-COUNT, LIMIT, CURSED = 6, 24, 2
-SOME = ("none", "ngram", "model", "text draft", "suffix", "recycle", "lookahead", "switch", "merge", "tree")
+COUNT, LIMIT, FAILING = 6, 24, 2
+PROPOSER_NAMES = ("none", "ngram", "model", "text draft", "suffix", "recycle", "lookahead", "switch", "merge", "tree")
 
 
-class Cursed(ToyTarget):
-    """Raises for one request, from its fifth token on; and for any guess once in a while, if it is `touchy`."""
+class FailingTarget(ToyTarget):
+    """Raises for one request after five output tokens or, with `for_drafts`, in every third pass with draft tokens."""
 
-    def __init__(self, *, touchy: bool = False) -> None:
+    def __init__(self, *, for_drafts: bool = False) -> None:
         super().__init__(spread=3.0)
-        self.calls, self.touchy = itertools.count(1), touchy
+        self.calls = itertools.count(1)
+        self.for_drafts = for_drafts
 
     def score(self, batch, draft, first=-1):
-        if any(row.request.id == CURSED and row.num_output_tokens >= 5 for row in batch.seqs) and not self.touchy:
-            raise RuntimeError("cursed")
-        if self.touchy and draft.size and next(self.calls) % 3 == 0:
-            raise RuntimeError("touched")
+        has_failing = any(seq.request.id == FAILING and seq.num_output_tokens >= 5 for seq in batch.seqs)
+        if has_failing and not self.for_drafts:
+            raise RuntimeError("injected failure")
+        if self.for_drafts and draft.size and next(self.calls) % 3 == 0:
+            raise RuntimeError("injected failure of a draft")
         return super().score(batch, draft, first)
 
 
-def lives(engine, params, *, rows=COUNT):
-    """Run to the end, whatever is raised; the rows by request, and the rounds that raised."""
-    for i, prompt in enumerate(toy_prompts(rows)):
+def run_with_recovery(engine, params):
+    """Run all requests. Return the sequences by request, and the number of rounds that raised."""
+    for i, prompt in enumerate(toy_prompts(COUNT)):
         engine.add(
             Request(id=i, prompt_token_ids=tuple(prompt), params=params, seed=i, end_ids=frozenset(), max_tokens=LIMIT)
         )
-    done, raised = {}, 0
+    done = {}
+    num_raised = 0
     while engine.busy():
         try:
-            rows = engine.step()
+            seqs = engine.step()
         except Exception as error:
-            raised += 1
-            rows = engine.recover(error)
-        done |= {row.request.id: row for row in rows if row.finish_reason}
-    return done, raised
+            num_raised += 1
+            seqs = engine.recover(error)
+        done |= {seq.request.id: seq for seq in seqs if seq.finish_reason}
+    return done, num_raised
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("name", SOME)
-def test_the_guilty_row_alone_ends(name, temperature):
+@pytest.mark.parametrize("name", PROPOSER_NAMES)
+def test_only_the_failing_sequence_ends(name, temperature):
     params = SamplingParams(temperature=temperature, max_tokens=LIMIT)
-    plain, _ = lives(make_engine(ToyTarget(spread=3.0), EVERY["none"], rows=4), params)
-    engine = make_engine(Cursed(), EVERY[name], rows=4)
-    done, raised = lives(engine, params)
+    plain, _ = run_with_recovery(make_engine(ToyTarget(spread=3.0), EVERY["none"], rows=4), params)
+    engine = make_engine(FailingTarget(), EVERY[name], rows=4)
+    done, num_raised = run_with_recovery(engine, params)
     assert sorted(done) == list(range(COUNT))
-    assert raised == 1
-    for i, row in done.items():
-        wanted, (got,) = outputs([plain[i]])[0], outputs([row])
-        if i == CURSED:
-            assert (row.finish_reason, row.error) == (FinishReason.ERROR, "the engine failed: cursed")
-            assert got == wanted[: len(got)]
-            assert len(got) < LIMIT
+    assert num_raised == 1
+    for i, seq in done.items():
+        expected, actual = outputs([plain[i], seq])
+        if i == FAILING:
+            assert (seq.finish_reason, seq.error) == (FinishReason.ERROR, "the engine failed: injected failure")
+            assert actual == expected[: len(actual)]
+            assert len(actual) < LIMIT
         else:
-            assert row.finish_reason is FinishReason.LENGTH
-            assert got == wanted
-    assert sum(row.num_output_tokens for row in done.values()) == engine.stats.output_tokens
+            assert seq.finish_reason is FinishReason.LENGTH
+            assert actual == expected
+    assert sum(seq.num_output_tokens for seq in done.values()) == engine.stats.output_tokens
 
 
-@pytest.mark.parametrize("name", SOME)
-def test_a_round_that_raises_with_guesses_is_taken_without(name):
+@pytest.mark.parametrize("name", PROPOSER_NAMES)
+def test_round_that_fails_with_draft_tokens_runs_without_them(name):
     params = SamplingParams(temperature=0.8, max_tokens=LIMIT)
-    plain, _ = lives(make_engine(ToyTarget(spread=3.0), EVERY["none"], rows=4), params)
-    done, raised = lives(make_engine(Cursed(touchy=True), EVERY[name], rows=4), params)
-    assert (raised > 0) == (name != "none")
-    assert {i: outputs([row]) for i, row in done.items()} == {i: outputs([row]) for i, row in plain.items()}
+    plain, _ = run_with_recovery(make_engine(ToyTarget(spread=3.0), EVERY["none"], rows=4), params)
+    done, num_raised = run_with_recovery(make_engine(FailingTarget(for_drafts=True), EVERY[name], rows=4), params)
+    assert (num_raised > 0) == (name != "none")
+    assert {i: outputs([seq]) for i, seq in done.items()} == {i: outputs([seq]) for i, seq in plain.items()}
 
 
-def test_a_commit_that_raises_ends_the_rows_of_its_round(monkeypatch):
+def test_error_in_commit_ends_all_sequences_of_the_round(monkeypatch):
     engine = make_engine(ToyTarget(spread=3.0), NgramProposer, rows=4)
-    commit, calls = ToyCache.commit, itertools.count(1)
+    commit = ToyCache.commit
+    calls = itertools.count(1)
 
-    def broken(self, round):
+    def failing_commit(self, round):
         if next(calls) == 5:
-            raise RuntimeError("half of it")
+            raise RuntimeError("injected failure")
         commit(self, round)
 
-    monkeypatch.setattr(ToyCache, "commit", broken)
-    done, raised = lives(engine, SamplingParams(max_tokens=LIMIT))
-    ends = [done[i].finish_reason for i in range(COUNT)]
-    assert raised == 1
-    assert ends == [FinishReason.ERROR] * 4 + [FinishReason.LENGTH] * 2
+    monkeypatch.setattr(ToyCache, "commit", failing_commit)
+    done, num_raised = run_with_recovery(engine, SamplingParams(max_tokens=LIMIT))
+    reasons = [done[i].finish_reason for i in range(COUNT)]
+    assert num_raised == 1
+    assert reasons == [FinishReason.ERROR] * 4 + [FinishReason.LENGTH] * 2
 
 
-def test_where_no_round_had_begun_there_is_nothing_to_recover():
+def test_recover_raises_the_error_if_no_round_has_begun():
     with pytest.raises(RuntimeError, match="early"):
         make_engine(ToyTarget(), NgramProposer).recover(RuntimeError("early"))
 
 
 @pytest.mark.parametrize("name", ["ngram", "model", "merge"])
-def test_rows_of_one_batch_have_rules_of_their_own(name):
+def test_sequences_of_a_batch_with_different_verifiers(name):
     rules = [rule for rule in EXACT if name != "merge" or EXACT[rule].trees]
     params = [SamplingParams(temperature=0.9, seed=3, verifier=rule, max_tokens=LIMIT) for rule in rules]
     prompts = toy_prompts(len(rules))
-    together = outputs(run(make_engine(ToyTarget(), EVERY[name]), prompts, params, limit=LIMIT))
+    mixed = outputs(run(make_engine(ToyTarget(), EVERY[name]), prompts, params, limit=LIMIT))
     for i, rule in enumerate(rules):
         engine = make_engine(ToyTarget(), EVERY[name])
-        plain = [SamplingParams(temperature=0.9, seed=3, verifier=rule, max_tokens=LIMIT)] * len(rules)
-        alone = outputs(run(engine, prompts, plain, limit=LIMIT))
-        if rule in ("walk", "coupled"):  # elsewhere guesses learned from the others' rounds
-            assert together[i] == alone[i], rule
-    assert len({tuple(each) for each in together}) > 1
+        same_rule = [SamplingParams(temperature=0.9, seed=3, verifier=rule, max_tokens=LIMIT)] * len(rules)
+        uniform = outputs(run(engine, prompts, same_rule, limit=LIMIT))
+        if rule in (
+            "walk",
+            "coupled",
+        ):  # with other rules the output depends on the draft, which learns from all rounds
+            assert mixed[i] == uniform[i], rule
+    assert len({tuple(tokens) for tokens in mixed}) > 1

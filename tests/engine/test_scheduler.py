@@ -1,4 +1,4 @@
-"""The scheduler: nobody waits for ever, nobody is held up, and every row ends as it should."""
+"""Tests of the scheduler: chunked prefill, priorities, fairness, and the end of sequences."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def request(id, prompt, limit=5):
     )
 
 
-def test_prompts_are_fed_in_chunks_beside_decoding_rows():
+def test_chunked_prefill_with_decoding_sequences():
     scheduler = Scheduler(slots=4, chunk=8, context=64)
     for id, prompt in enumerate((1, 20, 3)):
         scheduler.add(request(id, prompt))
@@ -33,21 +33,21 @@ def test_prompts_are_fed_in_chunks_beside_decoding_rows():
     assert batch.draft_budget == (4, 0)
 
 
-@pytest.mark.parametrize(("base", "each"), [(0.01, 0.001), (0.03, 0.0001), (0.0, 0.01)])
-def test_a_bound_on_the_time_of_a_round(base, each):
-    """Prompts get what the bound leaves, once their price is known, and never nothing; alone they get all."""
-    tempo, took = PrefillBudget(512, seconds=0.05), []
-    tempo.learn(0, base)
+@pytest.mark.parametrize(("base", "per_token"), [(0.01, 0.001), (0.03, 0.0001), (0.0, 0.01)])
+def test_time_limit_of_a_round(base, per_token):
+    """The limit applies once the time of a token is known. A round prefills at least 16 tokens."""
+    budget = PrefillBudget(512, seconds=0.05)
+    budget.learn(0, base)
     for _ in range(40):
-        fed = tempo.chunk(decoding=3)
-        took.append(base + each * fed)
-        tempo.learn(fed, took[-1])
-    least = base + each * 16
-    assert took[-1] == pytest.approx(max(min(0.05, base + each * 509), least), rel=0.05)
-    assert tempo.chunk(decoding=0) == 512
+        tokens = budget.chunk(decoding=3)
+        seconds = base + per_token * tokens
+        budget.learn(tokens, seconds)
+    minimum = base + per_token * 16
+    assert seconds == pytest.approx(max(min(0.05, base + per_token * 509), minimum), rel=0.05)
+    assert budget.chunk(decoding=0) == 512
 
 
-def test_a_scheduler_learns_how_long_its_rounds_are():
+def test_scheduler_records_the_time_of_rounds():
     scheduler = Scheduler(slots=2, chunk=PrefillBudget(64, seconds=1.0), context=256)
     for id, prompt in enumerate((1, 200)):
         scheduler.add(request(id, prompt))
@@ -62,26 +62,26 @@ def test_a_scheduler_learns_how_long_its_rounds_are():
 
 
 @pytest.mark.parametrize("chunk", [1, 4, 64])
-def test_every_row_is_served(chunk):
-    """A crowd far larger than the slots, long prompts among short ones: all finish, within a bound on rounds."""
+def test_all_requests_finish(chunk):
+    """There are more requests than slots, with long and short prompts. All finish within a limit of rounds."""
     engine = make_engine(ToyTarget(), EVERY["ngram"], rows=3, chunk=chunk)
-    chance = random.Random(0)
-    prompts = [[1] * chance.choice([1, 2, 60]) for _ in range(12)]
-    rows = run(engine, prompts, SamplingParams(), limit=6, ends=frozenset())
-    assert [row.num_output_tokens for row in rows] == [6] * 12
+    rng = random.Random(0)
+    prompts = [[1] * rng.choice([1, 2, 60]) for _ in range(12)]
+    seqs = run(engine, prompts, SamplingParams(), limit=6, ends=frozenset())
+    assert [seq.num_output_tokens for seq in seqs] == [6] * 12
     assert engine.stats.rounds <= sum(-(-len(prompt) // chunk) + 6 for prompt in prompts)
 
 
-def test_decoding_rows_run_in_every_round():
+def test_decoding_sequences_run_in_every_round():
     engine = make_engine(ToyTarget(), PROPOSERS["none"], k=0, rows=4, chunk=2)
     engine.add(request(0, 1, limit=30))
     engine.add(request(1, 100))
     for _ in range(20):
-        assert 0 in {row.request.id for row in engine.step()}
+        assert 0 in {seq.request.id for seq in engine.step()}
 
 
 @pytest.mark.parametrize("rounds", range(5))
-def test_abort_at_any_point_frees_the_slot(rounds):
+def test_abort_frees_the_slot_after_any_round(rounds):
     target = ToyTarget(slots=2)
     engine = make_engine(target, PROPOSERS["model"], rows=2, chunk=4)
     for id in range(3):
@@ -92,13 +92,13 @@ def test_abort_at_any_point_frees_the_slot(rounds):
         engine.abort(id)
     finished = []
     while engine.busy():
-        finished += [row for row in engine.step() if row.finish_reason]
-    assert [row.request.id for row in finished] == [1]
+        finished += [seq for seq in engine.step() if seq.finish_reason]
+    assert [seq.request.id for seq in finished] == [1]
     assert finished[0].finish_reason is FinishReason.LENGTH
     assert target.cache.text == [[], []]
 
 
-def test_bad_sizes():
+def test_errors_of_invalid_sizes():
     with pytest.raises(OutriderError, match="at least 1"):
         Scheduler(slots=0, chunk=1, context=8)
     with pytest.raises(OutriderError, match="at least 1"):
@@ -107,43 +107,45 @@ def test_bad_sizes():
         PrefillBudget(64, seconds=0.0)
 
 
-def finished(engine):
+def finish_order(engine):
+    """Run all requests and return their ids in the order in which they finish."""
     order = []
     while engine.busy():
-        order += [row.request.id for row in engine.step() if row.finish_reason]
+        order += [seq.request.id for seq in engine.step() if seq.finish_reason]
     return order
 
 
-def urgent(id, priority, limit=4):
+def request_with_priority(id, priority, limit=4):
     params = SamplingParams(priority=priority)
     return Request(id=id, prompt_token_ids=(1,), params=params, seed=0, end_ids=frozenset(), max_tokens=limit)
 
 
-def test_lower_priorities_come_first_and_equals_in_order():
+def test_order_by_priority_then_arrival():
     engine = make_engine(ToyTarget(), PROPOSERS["none"], k=0, rows=1)
     for id, priority in enumerate((0, 5, -3, 0, 5, -3)):
-        engine.add(urgent(id, priority))
-    assert finished(engine) == [2, 5, 0, 3, 1, 4]
+        engine.add(request_with_priority(id, priority))
+    assert finish_order(engine) == [2, 5, 0, 3, 1, 4]
 
 
-def test_nobody_is_overtaken_for_ever():
-    """A request of low priority against a stream of better ones, one for each that ends."""
+def test_low_priority_request_is_not_delayed_forever():
+    """A new request of better priority arrives whenever one ends."""
     engine = make_engine(ToyTarget(), PROPOSERS["none"], k=0, rows=1)
-    engine.add(urgent(0, 1))
-    ended, came = [], 0
-    while 0 not in ended:
-        came += 1
-        engine.add(urgent(came, 0))
+    engine.add(request_with_priority(0, 1))
+    finished = []
+    arrivals = 0
+    while 0 not in finished:
+        arrivals += 1
+        engine.add(request_with_priority(arrivals, 0))
         done = []
         while not done:
-            done = [row.request.id for row in engine.step() if row.finish_reason]
-        ended += done
-    assert 5 < len(ended) <= 64 // 4 + 2
+            done = [seq.request.id for seq in engine.step() if seq.finish_reason]
+        finished += done
+    assert 5 < len(finished) <= 64 // 4 + 2
 
 
-def test_slots_are_given_when_prompts_can_be_fed():
+def test_admission_waits_until_the_prompt_can_be_fed():
     engine = make_engine(ToyTarget(), PROPOSERS["none"], k=0, rows=4, chunk=10)
     for id in range(4):
         engine.add(request(id, 25, limit=3))
-    assert {row.request.id for row in engine.step()} == {0}
-    assert sorted(finished(engine)) == [0, 1, 2, 3]
+    assert {seq.request.id for seq in engine.step()} == {0}
+    assert sorted(finish_order(engine)) == [0, 1, 2, 3]

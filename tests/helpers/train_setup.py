@@ -87,13 +87,13 @@ def spread(values, learn):
 
 def watched(trainer):
     """The slopes of all weights [*], a tensor for each step that the trainer makes from now on."""
-    slopes, move = [], trainer._optimiser.step
+    slopes, move = [], trainer._optimizer.step
 
     def step(lr):
-        slopes.append(torch.cat([weight.grad.flatten() for weight in trainer.pupil.module.parameters()]))
+        slopes.append(torch.cat([weight.grad.flatten() for weight in trainer.trainee.module.parameters()]))
         move(lr)
 
-    trainer._optimiser.step = step
+    trainer._optimizer.step = step
     return slopes
 
 

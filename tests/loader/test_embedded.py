@@ -1,4 +1,4 @@
-"""Models that come with Outrider, and how they are named."""
+"""The models that are included in Outrider, and their names `@NAME`."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from outrider.loader.embedded import embedded, model_folder
 from outrider.propose.registry import default_proposer, parse
 
 
-def test_they_are_named_in_expressions():
+def test_expressions_accept_embedded_names():
     merged = parse("merge(ngram,draft:@nano)")
     assert merged.parts[1].argument == str(embedded("nano"))
     assert parse("draft:@nano") == parse(f"draft:{embedded('nano')}")
 
 
 @pytest.mark.parametrize("name", ["", "nobody", "../models"])
-def test_others_are_refused(name):
+def test_unknown_embedded_name_raises(name):
     with pytest.raises(OutriderError, match="does not come with Outrider; use @"):
         parse(f"draft:@{name}")
 
 
-def test_a_folder_may_be_named_so(tmp_path, monkeypatch):
+def test_model_folder_accepts_embedded_names_and_home(tmp_path, monkeypatch):
     assert model_folder("@mini") == model_folder(None) == embedded("mini")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert model_folder("~/mini") == tmp_path / "mini"
@@ -44,36 +44,41 @@ def test_a_folder_may_be_named_so(tmp_path, monkeypatch):
         ["run", "--target", "@mini", "--max-tokens", "2", "one"],
     ],
 )
-def test_verbs_know_them(words, tmp_path, monkeypatch):
+def test_commands_accept_embedded_names(words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.txt").write_text("def add(a, b):\n    return a + b\n")
-    strange = ["@nobody" if word == "@mini" else word for word in words]
-    assert "@nobody does not come with Outrider" in CliRunner().invoke(app, strange).output
-    done = CliRunner().invoke(app, words)
-    assert done.exit_code == 0, done.output
+    unknown = ["@nobody" if word == "@mini" else word for word in words]
+    assert "@nobody does not come with Outrider" in CliRunner().invoke(app, unknown).output
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
 
 
-def test_training_goes_on_from_one_of_them(tmp_path):
+def test_training_can_start_from_an_embedded_head(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"prompt": "one"}\n' * 4)
     files = ["--data", str(tmp_path / "a.jsonl"), "--out", str(tmp_path / "out")]
     words = ["train", "medusa", "--target", "@mini", "--init-from", "@medusa", "--depth", "2", *files]
-    done = CliRunner().invoke(app, words)
-    assert "@medusa defines the shape of the draft; leave --depth" in done.output
+    result = CliRunner().invoke(app, words)
+    assert "@medusa defines the shape of the draft; leave --depth" in result.output
 
 
-def test_the_draft_by_its_name_is_the_default():
+def test_embedded_draft_model_is_the_default_proposer():
     params = SamplingParams(temperature=0.0, max_tokens=12)
-    named, usual = (LLM(proposer=name, max_num_seqs=1, max_model_len=64, k=4) for name in ("draft:@nano", None))
-    (one,), (two,) = (llm.generate(["def add(a, b):"], params) for llm in (named, usual))
-    assert (one.token_ids, one.stats.draft_tokens) == (two.token_ids, two.stats.draft_tokens)
+    completions = []
+    for proposer in ("draft:@nano", None):
+        llm = LLM(proposer=proposer, max_num_seqs=1, max_model_len=64, k=4)
+        completions += llm.generate(["def add(a, b):"], params)
+    named, default = completions
+    assert (named.token_ids, named.stats.draft_tokens) == (default.token_ids, default.stats.draft_tokens)
 
 
-@pytest.mark.parametrize(("name", "least"), [("mtp", 1.5), ("eagle31", 1.5), ("medusa", 1.05)])
-def test_heads_of_the_embedded_target_guess_for_it(name, least):
+@pytest.mark.parametrize(("name", "min_tau"), [("mtp", 1.5), ("eagle31", 1.5), ("medusa", 1.05)])
+def test_embedded_heads_draft_for_the_embedded_target(name, min_tau):
     prompts = ["def add(a, b):\n    return", "<|endoftext|><|user|>Count to ten.<|end|><|assistant|>"]
     params = SamplingParams(temperature=0.0, max_tokens=40)
     options = {"max_num_seqs": 2, "max_model_len": 128, "dtype": "float32", "verifier": "walk", "k": 4}
-    ours = LLM(proposer=f"draft:@{name}", **options).generate(prompts, params)
+    speculative = LLM(proposer=f"draft:@{name}", **options).generate(prompts, params)
     plain = LLM(proposer="none", **options).generate(prompts, params)
-    assert [each.token_ids for each in ours] == [each.token_ids for each in plain]
-    assert sum(each.stats.output_tokens for each in ours) / sum(each.stats.passes for each in ours) > least
+    assert [completion.token_ids for completion in speculative] == [completion.token_ids for completion in plain]
+    output_tokens = sum(completion.stats.output_tokens for completion in speculative)
+    passes = sum(completion.stats.passes for completion in speculative)
+    assert output_tokens / passes > min_tau

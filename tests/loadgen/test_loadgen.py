@@ -1,10 +1,11 @@
-"""The load tool: what it asks, what it reads out of streams, and what it makes of them."""
+"""Tests of the load generator: the planned requests, the parsed streams and the reported results."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 
@@ -19,71 +20,76 @@ from outrider.loadgen.settings import Settings
 from outrider.loadgen.workload import plan_requests
 from outrider.measure.prompts import read_prompts
 
-MIXED = Settings(num_requests=40, mixed=True, max_tokens=64, cancel=0.3)
+MIXED_SETTINGS = Settings(num_requests=40, mixed=True, max_tokens=64, cancel=0.3)
 
 
 def event(**fields):
+    """Return a server-sent event."""
     return b"data: " + json.dumps(fields).encode() + b"\n\n"
 
 
-def words(*texts, finish=None):
-    return b"".join(event(choices=[{"text": text, "finish_reason": finish}]) for text in texts)
+def text_events(*texts, finish_reason=None):
+    """Return one event for each text."""
+    return b"".join(event(choices=[{"text": text, "finish_reason": finish_reason}]) for text in texts)
 
 
-def played(*chunks):
-    tape, asked = ResponseRecorder(), RequestResult(number=0, start=0.0)
-    for at, chunk in enumerate(chunks, 1):
-        tape.add(float(at), chunk)
-    tape.play(asked)
-    return asked
+def parse_chunks(*chunks):
+    """Return the result of a stream whose chunks arrive at 1, 2, 3, ... seconds."""
+    recorder = ResponseRecorder()
+    result = RequestResult(number=0, start=0.0)
+    for seconds, chunk in enumerate(chunks, 1):
+        recorder.add(float(seconds), chunk)
+    recorder.parse(result)
+    return result
 
 
-def test_requests_are_drawn_from_the_seed():
+def test_planned_requests_depend_on_seed():
     prompts = read_prompts()
-    one, two = (plan_requests(MIXED, prompts, "m") for _ in range(2))
-    assert one == two
-    assert one != plan_requests(Settings(num_requests=40, mixed=True, max_tokens=64, cancel=0.3, seed=1), prompts, "m")
-    lengths = {each.body["max_tokens"] for each in one}
+    requests = plan_requests(MIXED_SETTINGS, prompts, "m")
+    assert requests == plan_requests(MIXED_SETTINGS, prompts, "m")
+    assert requests != plan_requests(replace(MIXED_SETTINGS, seed=1), prompts, "m")
+    lengths = {request.body["max_tokens"] for request in requests}
     assert min(lengths) >= 8
     assert max(lengths) <= 64
     assert len(lengths) > 10
-    assert len({each.body["temperature"] for each in one}) == 3
-    assert 0 < sum(each.max_chunks is not None for each in one) < 40
-    assert all("seed" not in each.body for each in plan_requests(Settings(num_requests=3), prompts, "m"))
+    assert len({request.body["temperature"] for request in requests}) == 3
+    assert 0 < sum(request.max_chunks is not None for request in requests) < 40
+    assert all("seed" not in request.body for request in plan_requests(Settings(num_requests=3), prompts, "m"))
 
 
-def test_pieces_have_the_time_at_which_their_last_byte_came():
-    whole = words("a", "b") + words("c", finish="length") + event(choices=[], usage={"completion_tokens": 5})
-    whole += b"data: [DONE]\n\n"
-    cut = len(words("a")) + 9
-    asked = played(whole[:cut], whole[cut:])
-    assert (asked.text, asked.tokens, asked.finish) == ("abc", 5, "length")
-    assert asked.times == [1.0, 2.0, 2.0]
-    assert asked.chunk_gaps == [1.0, 0.0]
-    assert asked.inter_token_latencies == [1.0, 0.0, 0.0, 0.0]
+def test_event_has_arrival_time_of_its_last_byte():
+    stream = text_events("a", "b") + text_events("c", finish_reason="length")
+    stream += event(choices=[], usage={"completion_tokens": 5})
+    stream += b"data: [DONE]\n\n"
+    cut = len(text_events("a")) + 9
+    result = parse_chunks(stream[:cut], stream[cut:])
+    assert (result.text, result.tokens, result.finish) == ("abc", 5, "length")
+    assert result.times == [1.0, 2.0, 2.0]
+    assert result.chunk_gaps == [1.0, 0.0]
+    assert result.inter_token_latencies == [1.0, 0.0, 0.0, 0.0]
 
 
-def test_other_servers_write_streams_in_other_ways():
+def test_stream_formats_of_other_servers():
     chat = b': ping\r\n\r\ndata:{"choices":[{"delta":{"role":"assistant","content":null}}]}\r\n\r\n'
     chat += b'data: {"choices": [{"delta": {"content": "hi"}, "finish_reason": "stop"}], "usage": null}\r\n\r\n'
-    asked = played(chat, b"data: [DONE]\r\n\r\n")
-    assert (asked.text, asked.tokens, asked.finish) == ("hi", 1, "stop")
+    result = parse_chunks(chat, b"data: [DONE]\r\n\r\n")
+    assert (result.text, result.tokens, result.finish) == ("hi", 1, "stop")
 
 
 @contextmanager
-def answering(status, content):
-    """A server that says the same to every request; what it is."""
+def fake_server(status, content):
+    """Run a server that gives every completion the same response. Yield its base URL."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):
-            self._say(200, b'{"data": [{"id": "m"}]}')
+            self._respond(200, b'{"data": [{"id": "m"}]}')
 
         def do_POST(self):
             self.rfile.read(int(self.headers["content-length"]))
-            self._say(status, content)
+            self._respond(status, content)
 
-        def _say(self, status, content):
-            with suppress(ConnectionError):  # who hangs up does not wait for all of it
+        def _respond(self, status, content):
+            with suppress(ConnectionError):  # the client has cancelled the request
                 self.send_response(status)
                 self.send_header("content-length", str(len(content)))
                 self.end_headers()
@@ -100,42 +106,42 @@ def answering(status, content):
 
 
 @pytest.mark.parametrize(
-    ("status", "content", "says"),
+    ("status", "content", "error"),
     [
         (503, b"not now", "503: not now"),
         (200, event(error={"message": "broken"}), "broken"),
         (200, b"data: {oops\n\n", "JSONDecodeError"),
-        (200, b"data: [DONE]\n\n", "the answer was empty"),
-        (200, words("", finish="stop"), ""),
+        (200, b"data: [DONE]\n\n", "the response is empty"),
+        (200, text_events("", finish_reason="stop"), ""),
     ],
 )
-def test_what_goes_wrong_is_noted(status, content, says):
-    async def ask(url):
+def test_result_has_error_of_response(status, content, error):
+    async def send_one(url):
         async with client.connected(Settings(base_url=url, num_requests=1)) as (connection, model):
-            (want,) = plan_requests(Settings(num_requests=1), read_prompts(), model)
-            return await connection.ask(want, 0)
+            (request,) = plan_requests(Settings(num_requests=1), read_prompts(), model)
+            return await connection.ask(request, 0)
 
-    with answering(status, content) as url:
-        asked = asyncio.run(ask(url))
-    assert asked.done == (not says)
-    assert says in asked.error
+    with fake_server(status, content) as url:
+        result = asyncio.run(send_one(url))
+    assert result.done == (not error)
+    assert error in result.error
 
 
-def test_no_server_is_said():
-    with answering(200, b"") as url:
-        pass
-    with pytest.raises(OutriderError, match="names no model"):
+def test_unreachable_server_is_an_error():
+    with fake_server(200, b"") as url:
+        pass  # the server has stopped after this block
+    with pytest.raises(OutriderError, match="does not list a model"):
         asyncio.run(client.put_load(Settings(base_url=url, num_requests=1), read_prompts()))
 
 
-def test_who_hangs_up_counts_apart():
-    with answering(200, words(*"abcdefgh", finish="length")) as url:
+def test_cancelled_requests_are_counted_separately():
+    with fake_server(200, text_events(*"abcdefgh", finish_reason="length")) as url:
         command = f"load --base-url {url} --num-requests 20 --mixed --cancel 0.4 --max-concurrency 4 --max-tokens 12"
-        done = CliRunner().invoke(app, command.split())
-    assert done.exit_code == 0, done.output
-    document = json.loads(done.output.splitlines()[-1])
+        result = CliRunner().invoke(app, command.split())
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.output.splitlines()[-1])
     assert document["completed"] + document["cancelled"] == 20
     assert document["cancelled"] > 2
     assert not document["errors"]
     assert document["ms"]["itl"]["p50"] == 0.0
-    assert "hung up" in done.output
+    assert f"and {document['cancelled']} cancelled requests" in result.output

@@ -1,4 +1,4 @@
-"""Conversations in the words of a model's chat template, and templates that do not take them."""
+"""Tests of chat templates: conversations as text, and templates that reject them."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from outrider.measure.prompts import Prompt, chat_text, chat_tokens
 from outrider.tools import index
 from outrider.train.data.prompts import encoded
 
-TURNS = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"})
-TALK = Prompt(id="one", category="", prompt=None, messages=TURNS)
-PLACES = {
-    "llm": lambda llm, tokenizer: llm.encode_chat(TURNS),
-    "audit": lambda llm, tokenizer: encode(tokenizer, TURNS),
-    "train": lambda llm, tokenizer: encoded(tokenizer, TALK),
+MESSAGES = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"})
+CONVERSATION = Prompt(id="one", category="", prompt=None, messages=MESSAGES)
+CALLERS = {
+    "llm": lambda llm, tokenizer: llm.encode_chat(MESSAGES),
+    "audit": lambda llm, tokenizer: encode(tokenizer, MESSAGES),
+    "train": lambda llm, tokenizer: encoded(tokenizer, CONVERSATION),
     "index": lambda llm, tokenizer: index._text_of(
         '{"messages": [{"role": "a", "content": "b"}]}', "x:1", None, tokenizer
     ),
-    "bench": lambda llm, tokenizer: chat_text(tokenizer, TURNS, asks=True),
+    "bench": lambda llm, tokenizer: chat_text(tokenizer, MESSAGES, asks=True),
 }
 
 
@@ -32,9 +32,9 @@ def llm():
     return LLM(target=embedded("nano"), proposer="none", dtype="float32", max_model_len=64, k=0)
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("caller", CALLERS)
 @pytest.mark.parametrize(
-    ("template", "said"),
+    ("template", "message"),
     [
         ("{{ raise_exception('System role not supported') }}", "System role not supported"),
         ("{{ messages[0]['content'] + messages }}", "concatenate"),
@@ -42,16 +42,17 @@ def llm():
         ("{% for", "change them"),
     ],
 )
-def test_a_template_that_refuses_is_a_mistake_with_its_words(llm, monkeypatch, place, template, said):
+def test_error_of_a_chat_template_is_in_the_message(llm, monkeypatch, caller, template, message):
     monkeypatch.setattr(llm.parts.tokenizer, "chat_template", template)
-    with pytest.raises(OutriderError, match=said):
-        PLACES[place](llm, llm.parts.tokenizer)
+    with pytest.raises(OutriderError, match=message):
+        CALLERS[caller](llm, llm.parts.tokenizer)
 
 
-def test_a_template_asks_for_an_answer_or_not(llm):
+def test_generation_prompt_is_optional(llm):
     tokenizer = deepcopy(llm.parts.tokenizer)
-    asks, whole = (chat_text(tokenizer, TURNS, asks=asks) for asks in (True, False))
-    assert asks.startswith(whole)
-    assert asks != whole
-    assert chat_tokens(tokenizer, TURNS) == llm.encode_chat(TURNS)
-    assert tokenizer.decode(list(chat_tokens(tokenizer, TURNS, asks=False))) == whole
+    with_prompt = chat_text(tokenizer, MESSAGES, asks=True)
+    without_prompt = chat_text(tokenizer, MESSAGES, asks=False)
+    assert with_prompt.startswith(without_prompt)
+    assert with_prompt != without_prompt
+    assert chat_tokens(tokenizer, MESSAGES) == llm.encode_chat(MESSAGES)
+    assert tokenizer.decode(list(chat_tokens(tokenizer, MESSAGES, asks=False))) == without_prompt

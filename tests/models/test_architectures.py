@@ -1,4 +1,4 @@
-"""One list of architectures, and each runs here as it runs in transformers; what cannot is refused."""
+"""Every supported architecture gives the results of transformers. Unsupported ones raise an error."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from outrider.testing import random_tree
 from tests.helpers import tiny
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # GPTBigCode
-LENGTHS = (31, 5, 18, 11, 1)  # of prompts; windows are 8 wide and chunks 7
-EXACT = 1e-4  # of the logits' norm
+LENGTHS = (31, 5, 18, 11, 1)  # of prompts; windows have 8 tokens and prefill chunks 7
+TOLERANCE = 1e-4  # relative to the norm of the logits
 SLOTS = (0, 1, 3)
-NO_LAYERS = ("mamba2", "gemma3n_text")  # that one could export
+NO_EXPORT = ("mamba2", "gemma3n_text")  # cannot export hidden states
 
 
 @pytest.fixture(scope="module")
@@ -28,15 +28,15 @@ def shelf(tmp_path_factory):
     return tiny.Shelf(tmp_path_factory.mktemp("architectures"))
 
 
-def distance(ours, theirs):
-    return float(((ours - theirs).norm(dim=-1) / theirs.norm(dim=-1)).max())
+def relative_error(actual, expected):
+    return float(((actual - expected).norm(dim=-1) / expected.norm(dim=-1)).max())
 
 
 @pytest.mark.parametrize("name", tiny.ARCHITECTURES)
-def test_greedy_is_transformers_greedy(name, shelf):
-    chance = random.Random(3)
-    prompts = [tiny.text(chance, length) for length in LENGTHS]
-    theirs = [tiny.greedy(shelf.model(name), prompt, 24) for prompt in prompts]
+def test_greedy_output_equals_transformers(name, shelf):
+    rng = random.Random(3)
+    prompts = [tiny.text(rng, length) for length in LENGTHS]
+    expected = [tiny.greedy(shelf.model(name), prompt, 24) for prompt in prompts]
     for proposer in ("none", "ngram"):
         options = {
             "dtype": "float32",
@@ -46,57 +46,64 @@ def test_greedy_is_transformers_greedy(name, shelf):
             "max_num_batched_tokens": 7,
         }
         llm = LLM(shelf.folder(name), proposer=proposer, k=4, **options)
-        ours = llm.generate(prompts, SamplingParams(max_tokens=24))
-        assert [list(completion.token_ids) for completion in ours] == theirs, proposer
+        completions = llm.generate(prompts, SamplingParams(max_tokens=24))
+        assert [list(completion.token_ids) for completion in completions] == expected, proposer
     assert llm.stats.draft_tokens > 0
 
 
 @pytest.mark.parametrize("name", tiny.ARCHITECTURES)
 @torch.inference_mode()
-def test_a_tree_scores_like_its_branches(name, shelf):
-    chance = random.Random(4)
-    layers = () if name in NO_LAYERS else (0, tiny.LAYERS - 2)
-    target, model = shelf.target(name, layers), shelf.model(name)
-    rows = [tiny.admit(target, slot, tiny.text(chance, 3 + 9 * i)) for i, slot in enumerate(SLOTS)]
-    for running in (rows, rows[1:], rows, rows[:1], rows):
-        tiny.grow(target, running, chance)
-    batch, draft = tiny.everything(rows), random_tree([6, 0, 5], tiny.VOCAB, chance)
+def test_tree_scores_equal_transformers_on_each_branch(name, shelf):
+    rng = random.Random(4)
+    layers = () if name in NO_EXPORT else (0, tiny.LAYERS - 2)
+    target = shelf.target(name, layers)
+    model = shelf.model(name)
+    seqs = [tiny.admit(target, slot, tiny.text(rng, 3 + 9 * i)) for i, slot in enumerate(SLOTS)]
+    for running in (seqs, seqs[1:], seqs, seqs[:1], seqs):
+        tiny.grow(target, running, rng)
+    batch = tiny.everything(seqs)
+    draft = random_tree([6, 0, 5], tiny.VOCAB, rng)
     scores = target.score(batch, draft)
-    for b, row in enumerate(rows):
-        for node in {-1, *range(draft.width[b])} - set(draft.parent[b].tolist()) or {-1}:
+    for b, seq in enumerate(seqs):
+        feed_span = slice(batch.start[b], batch.start[b] + len(batch.feed[b]))
+        leaves = {-1, *range(draft.width[b])} - set(draft.parent[b].tolist()) or {-1}
+        for node in leaves:
             path = tiny.branch(draft, b, node)
-            guesses = draft.tokens[b, path]
-            out = model(torch.tensor([row.token_ids + guesses.tolist()]), use_cache=False, output_hidden_states=True)
-            where, at = [0, *(i + 1 for i in path)], slice(len(row.token_ids) - 1, None)
-            assert distance(scores.logits[b, where], out.logits[0, at]) < EXACT
+            branch = draft.tokens[b, path]
+            out = model(torch.tensor([seq.token_ids + branch.tolist()]), use_cache=False, output_hidden_states=True)
+            nodes = [0, *(i + 1 for i in path)]
+            positions = slice(len(seq.token_ids) - 1, None)
+            assert relative_error(scores.logits[b, nodes], out.logits[0, positions]) < TOLERANCE
             for layer in layers:
-                assert distance(scores.hidden_states[layer][b, where], out.hidden_states[layer + 1][0, at]) < EXACT
-                fed, first = scores.feed_hidden_states[layer][b], batch.start[b]
-                assert distance(fed, out.hidden_states[layer + 1][0, first : first + len(batch.feed[b])]) < EXACT
-            alone = target.score(tiny.everything([row]), tree.chain(guesses[None], (len(path),)))
-            assert distance(scores.logits[b, where], alone.logits[0]) < EXACT
+                expected = out.hidden_states[layer + 1][0]
+                assert relative_error(scores.hidden_states[layer][b, nodes], expected[positions]) < TOLERANCE
+                assert relative_error(scores.feed_hidden_states[layer][b], expected[feed_span]) < TOLERANCE
+            alone = target.score(tiny.everything([seq]), tree.chain(branch[None], (len(path),)))
+            assert relative_error(scores.logits[b, nodes], alone.logits[0]) < TOLERANCE
 
 
 @pytest.mark.parametrize("name", tiny.ARCHITECTURES)
 @torch.inference_mode()
-def test_commit_is_a_fresh_read_of_the_text(name, shelf):
-    chance = random.Random(5)
-    target, fresh = shelf.target(name), shelf.target(name)
-    for slots in (SLOTS, (0, 2), (3,)):  # slots are used again
-        rows = [tiny.admit(target, slot, tiny.text(chance, chance.randint(1, 20))) for slot in slots]
+def test_committed_cache_equals_fresh_prefill(name, shelf):
+    rng = random.Random(5)
+    target = shelf.target(name)
+    fresh = shelf.target(name)
+    for slots in (SLOTS, (0, 2), (3,)):  # slots are reused
+        seqs = [tiny.admit(target, slot, tiny.text(rng, rng.randint(1, 20))) for slot in slots]
         for _ in range(5):
-            tiny.grow(target, sorted(chance.sample(rows, chance.randint(1, len(rows))), key=lambda r: r.slot), chance)
-        ours = target.score(tiny.everything(rows), tree.empty(len(rows), target.device)).logits
-        for row, logits in zip(rows, ours, strict=True):
-            again = tiny.admit(fresh, row.slot, row.token_ids)
-            theirs = fresh.score(tiny.everything([again]), tree.empty(1, target.device)).logits
-            assert distance(logits, theirs[0]) < EXACT
-            target.cache.release(row.slot)
-            fresh.cache.release(row.slot)
+            running = rng.sample(seqs, rng.randint(1, len(seqs)))
+            tiny.grow(target, sorted(running, key=lambda seq: seq.slot), rng)
+        all_logits = target.score(tiny.everything(seqs), tree.empty(len(seqs), target.device)).logits
+        for seq, logits in zip(seqs, all_logits, strict=True):
+            fresh_seq = tiny.admit(fresh, seq.slot, seq.token_ids)
+            expected = fresh.score(tiny.everything([fresh_seq]), tree.empty(1, target.device)).logits
+            assert relative_error(logits, expected[0]) < TOLERANCE
+            target.cache.release(seq.slot)
+            fresh.cache.release(seq.slot)
 
 
 @pytest.mark.parametrize("name", tiny.REFUSED)
-def test_refused_by_its_configuration(name, tmp_path):
+def test_unsupported_configuration_raises(name, tmp_path):
     settings, reason = tiny.REFUSED[name]
     (tmp_path / "config.json").write_text(json.dumps({"model_type": name, **settings}))
     with pytest.raises(OutriderError, match=f"{name}.*{reason}"):
@@ -104,7 +111,7 @@ def test_refused_by_its_configuration(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", tiny.REFUSED_BY_CHECK)
-def test_refused_by_the_check(name, tmp_path):
+def test_unsupported_model_fails_the_check(name, tmp_path):
     config, reason = tiny.REFUSED_BY_CHECK[name]
     folder = tiny.save(tmp_path / name, config())
     with pytest.raises(UnsupportedModel, match=f"{name}.*{reason}"):

@@ -1,4 +1,4 @@
-"""Passes of fixed shapes say what the eager pass says, touch nothing else, and never ask the host."""
+"""Recorded passes equal the eager pass, write to no other cache entry, and never synchronize with the host."""
 
 from __future__ import annotations
 
@@ -35,11 +35,12 @@ NAMES = ["llama", "qwen2", "gemma2", "gemma3n_text", "gpt2", "mixtral", "gpt_oss
 TEXT = list(b"the quick brown fox")
 
 
-class Replays:
-    """A stand-in for CUDA graphs: runs again, and leaves what comes out where the first run left it."""
+class FakeRecorder:
+    """A recorder without CUDA graphs. A replay runs the function again and writes the results to the same memory."""
 
     def __init__(self):
-        self.count, self.recorded = 0, 0
+        self.count = 0  # replays
+        self.recorded = 0  # recordings
 
     def __call__(self, run):
         self.recorded += 1
@@ -59,7 +60,7 @@ class Replays:
 
 @pytest.fixture(autouse=True)
 def short_buckets(monkeypatch):
-    monkeypatch.setattr(cuda_graphs, "_LENGTH", 16)
+    monkeypatch.setattr(cuda_graphs, "_MIN_LENGTH", 16)
 
 
 @pytest.fixture(scope="module")
@@ -67,132 +68,138 @@ def shelf(tmp_path_factory):
     return tiny.Shelf(tmp_path_factory.mktemp("graphs"))
 
 
-def read(folder, *, record=None, layers=(), device="cpu", dtype="float32", slots=4):
+def load_target(folder, *, record=None, layers=(), device="cpu", dtype="float32", slots=4):
     checkpoint = load_checkpoint(folder, dtype=dtype, device=device)
     target = AttentionTarget(checkpoint, slots=slots, context=CONTEXT, record=record)
     target.export_hidden_states(layers)
     return target
 
 
-def pair(folder, **kwargs):
-    """A target that replays, and one that does not."""
-    return read(folder, record=Replays(), **kwargs), read(folder, **kwargs)
+def load_pair(folder, **kwargs):
+    """Return a target with recorded passes and an eager one."""
+    return load_target(folder, record=FakeRecorder(), **kwargs), load_target(folder, **kwargs)
 
 
-def close(ours, theirs):
-    torch.testing.assert_close(ours, theirs, atol=3e-5, rtol=1e-5)
+def assert_close(actual, expected):
+    torch.testing.assert_close(actual, expected, atol=3e-5, rtol=1e-5)
 
 
-def replays(target):
+def replay_count(target):
     return target.graphs._record.count
 
 
-def warmed(target, texts):
-    """Rows whose texts are cached but for the last token, and a target that has recorded all that they may need."""
-    rows = [tiny.admit(target, slot, text) for slot, text in enumerate(texts)]
-    for _ in range(4):  # the last of them past the meeting that records, and past the trial
-        batch = tiny.everything(rows)
-        target.score(batch, tree.empty(len(rows), CPU))
-    return rows
+def admit_and_record(target, texts):
+    """Admit sequences, and score them until the pass is recorded and has passed its comparison."""
+    seqs = [tiny.admit(target, slot, text) for slot, text in enumerate(texts)]
+    for _ in range(4):
+        batch = tiny.everything(seqs)
+        target.score(batch, tree.empty(len(seqs), CPU))
+    return seqs
 
 
-def seen_often(target, score):
-    """What `score` returns once it is replayed."""
+def result_of_replay(target, score):
+    """Call `score` until it is replayed. Return the result of the replay."""
     for _ in range(3):
-        before = replays(target)
+        before = replay_count(target)
         out = score()
-    assert replays(target) == before + 1
+    assert replay_count(target) == before + 1
     return out
 
 
-def test_recordings_export_the_layers_of_now(shelf):
-    target = read(shelf.folder("llama"), record=Replays(), layers=(0,))
-    (row,) = warmed(target, [TEXT])
+def test_recorded_passes_export_the_current_layers(shelf):
+    target = load_target(shelf.folder("llama"), record=FakeRecorder(), layers=(0,))
+    (seq,) = admit_and_record(target, [TEXT])
     for layers in ((1, 2), ()):
         target.export_hidden_states(layers)
-        found = seen_often(target, lambda: target.score(tiny.everything([row]), tree.empty(1, CPU)))
-        assert set(found.hidden_states) == set(found.feed_hidden_states) == set(layers)
+        scores = result_of_replay(target, lambda: target.score(tiny.everything([seq]), tree.empty(1, CPU)))
+        assert set(scores.hidden_states) == set(scores.feed_hidden_states) == set(layers)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_replayed_rounds_are_eager_rounds(name, shelf):
-    """Ragged rows, chains and trees, over growing texts: the same logits, and the same cache after it."""
-    ours, theirs = pair(shelf.folder(name))
-    ours_chance, theirs_chance = random.Random(1), random.Random(1)
+def test_replayed_rounds_equal_eager_rounds(name, shelf):
+    """Logits and the cache after them are equal, for sequences of different lengths, chains and trees."""
+    recorded, eager = load_pair(shelf.folder(name))
+    recorded_rng = random.Random(1)
+    eager_rng = random.Random(1)
     texts = [TEXT[: 4 + 3 * slot] for slot in range(3)]
     with torch.inference_mode():
-        ours_rows, theirs_rows = ([tiny.admit(each, s, t) for s, t in enumerate(texts)] for each in (ours, theirs))
-        for turn in range(10):
-            batches = tiny.everything(ours_rows), tiny.everything(theirs_rows)
-            width = [turn % 4, 3, 5 - turn % 3]
-            draft = random_tree(width, tiny.VOCAB, random.Random(turn))
-            if turn % 2:
+        recorded_seqs = [tiny.admit(recorded, slot, text) for slot, text in enumerate(texts)]
+        eager_seqs = [tiny.admit(eager, slot, text) for slot, text in enumerate(texts)]
+        for i in range(10):
+            width = [i % 4, 3, 5 - i % 3]
+            draft = random_tree(width, tiny.VOCAB, random.Random(i))
+            if i % 2:
                 draft = tree.chain(draft.tokens, draft.width)
-            got, wanted = ours.score(batches[0], draft), theirs.score(batches[1], draft)
-            close(got.logits, wanted.logits)
-            if got.best is not None:
-                assert torch.equal(got.best, got.logits.argmax(-1))
-            tiny.grow(ours, ours_rows, ours_chance)
-            tiny.grow(theirs, theirs_rows, theirs_chance)
-    assert ours.kernels == "graphs"
-    assert replays(ours) > 3
+            scores = recorded.score(tiny.everything(recorded_seqs), draft)
+            expected = eager.score(tiny.everything(eager_seqs), draft)
+            assert_close(scores.logits, expected.logits)
+            if scores.best is not None:
+                assert torch.equal(scores.best, scores.logits.argmax(-1))
+            tiny.grow(recorded, recorded_seqs, recorded_rng)
+            tiny.grow(eager, eager_seqs, eager_rng)
+    assert recorded.kernels == "graphs"
+    assert replay_count(recorded) > 3
 
 
 @pytest.mark.parametrize("first", [-1, 0, 2])
-def test_nodes_from_the_first_on(first, shelf):
-    ours, theirs = pair(shelf.folder("llama"))
+def test_score_from_node_first_on(first, shelf):
+    recorded, eager = load_pair(shelf.folder("llama"))
     draft = tree.chain(torch.randint(tiny.VOCAB, (2, 4)), (4, 3))
     with torch.inference_mode():
         out = []
-        for target in (ours, theirs):
-            rows = [tiny.admit(target, slot, TEXT[: 5 + slot]) for slot in (0, 1)]
-            batch = tiny.everything(rows)
+        for target in (recorded, eager):
+            seqs = [tiny.admit(target, slot, TEXT[: 5 + slot]) for slot in (0, 1)]
+            batch = tiny.everything(seqs)
             before = tree.chain(draft.tokens[:, : max(first, 0)], tuple(min(w, max(first, 0)) for w in draft.width))
             target.score(batch, before)
             score = lambda target=target, batch=batch: target.score(batch, draft, first)  # noqa: E731
-            out.append(seen_often(target, score) if target.graphs else score())
+            out.append(result_of_replay(target, score) if target.graphs else score())
     for b, width in enumerate(draft.width):
-        live = 1 + width - max(first + 1, 0)
-        close(out[0].logits[b, :live], out[1].logits[b, :live])
+        count = 1 + width - max(first + 1, 0)
+        assert_close(out[0].logits[b, :count], out[1].logits[b, :count])
     assert out[0].logits.shape == out[1].logits.shape
 
 
-def test_exported_layers(shelf):
-    ours, theirs = pair(shelf.folder("qwen3"), layers=(1, 3))
+def test_exported_layers_equal_eager_pass(shelf):
+    recorded, eager = load_pair(shelf.folder("qwen3"), layers=(1, 3))
     draft = random_tree([4, 2], tiny.VOCAB, random.Random(0))
     with torch.inference_mode():
-        batches = [tiny.everything([tiny.admit(t, s, TEXT[:6]) for s in (0, 1)]) for t in (ours, theirs)]
-        theirs.score(batches[1], draft)
-        ours.score(batches[0], draft)
-        got, wanted = seen_often(ours, lambda: ours.score(batches[0], draft)), theirs.score(batches[1], draft)
-    assert got.hidden_states.keys() == {1, 3}
-    for layer, states in got.hidden_states.items():
-        close(states, wanted.hidden_states[layer])
-        for mine, other in zip(got.feed_hidden_states[layer], wanted.feed_hidden_states[layer], strict=True):
-            close(mine, other)
+        recorded_batch = tiny.everything([tiny.admit(recorded, slot, TEXT[:6]) for slot in (0, 1)])
+        eager_batch = tiny.everything([tiny.admit(eager, slot, TEXT[:6]) for slot in (0, 1)])
+        eager.score(eager_batch, draft)
+        recorded.score(recorded_batch, draft)
+        scores = result_of_replay(recorded, lambda: recorded.score(recorded_batch, draft))
+        expected = eager.score(eager_batch, draft)
+    assert scores.hidden_states.keys() == {1, 3}
+    for layer, states in scores.hidden_states.items():
+        assert_close(states, expected.hidden_states[layer])
+        feeds = zip(scores.feed_hidden_states[layer], expected.feed_hidden_states[layer], strict=True)
+        for feed_states, expected_states in feeds:
+            assert_close(feed_states, expected_states)
 
 
-def test_replays_write_where_the_pass_belongs_and_nowhere_else(shelf):
-    """A slot that sits out, columns that are padding, and rows of other lengths keep what they have."""
-    target = read(shelf.folder("llama"), record=Replays())
+def test_replay_writes_only_the_entries_of_its_tokens(shelf):
+    """Slots that are not in the batch, and entries before and after the tokens of the pass, do not change."""
+    target = load_target(shelf.folder("llama"), record=FakeRecorder())
     with torch.inference_mode():
-        rows = [tiny.admit(target, slot, TEXT[: 9 + slot]) for slot in range(4)]
-        batch = tiny.everything(rows)
+        seqs = [tiny.admit(target, slot, TEXT[: 9 + slot]) for slot in range(4)]
+        batch = tiny.everything(seqs)
         target.cache.commit(tree.prefill_round(batch, tree.empty(4, CPU), target.score(batch, tree.empty(4, CPU))))
-        some = [rows[3], rows[1]]  # not in the order of their slots
-        for row in some:
-            row.num_cached_tokens = len(row.token_ids)
-            row.token_ids += [1, 2]
-        batch, draft = tiny.everything(some), tree.chain(torch.tensor([[5, 6, 7], [8, 9, 9]]), (3, 2))
-        wanted = read(shelf.folder("llama"))
-        again = [tiny.admit(wanted, row.slot, row.token_ids) for row in some]
-        logits = wanted.score(tiny.everything(again), draft).logits
-        before = {key: stripes.clone() for key, stripes in target.cache._keys.items()}
-        got = seen_often(target, lambda: target.score(batch, draft))
+        running = [seqs[3], seqs[1]]  # not in the order of their slots
+        for seq in running:
+            seq.num_cached_tokens = len(seq.token_ids)
+            seq.token_ids += [1, 2]
+        batch = tiny.everything(running)
+        draft = tree.chain(torch.tensor([[5, 6, 7], [8, 9, 9]]), (3, 2))
+        eager = load_target(shelf.folder("llama"))
+        eager_seqs = [tiny.admit(eager, seq.slot, seq.token_ids) for seq in running]
+        expected = eager.score(tiny.everything(eager_seqs), draft).logits
+        before = {layer: keys.clone() for layer, keys in target.cache._keys.items()}
+        scores = result_of_replay(target, lambda: target.score(batch, draft))
     for b, width in enumerate(draft.width):
-        close(got.logits[b, : 1 + width], logits[b, : 1 + width])
-    for layer, stripes in target.cache._keys.items():
-        changed = (stripes != before[layer]).any(-1).any(1)[:, : target.cache.spare]  # [slots, entries]
+        assert_close(scores.logits[b, : 1 + width], expected[b, : 1 + width])
+    for layer, keys in target.cache._keys.items():
+        changed = (keys != before[layer]).any(-1).any(1)[:, : target.cache.spare]  # [slots, entries]
         for slot in range(4):
             start = 9 + slot if slot in (1, 3) else 0
             count = {3: 2 + 3, 1: 2 + 2}.get(slot, 0)
@@ -200,136 +207,146 @@ def test_replays_write_where_the_pass_belongs_and_nowhere_else(shelf):
 
 
 @pytest.mark.parametrize("budget", [(4, 4, 4), (1, 4, 3)])
-def test_growing_is_scoring_step_by_step(budget, shelf):
-    ours, theirs = pair(shelf.folder("mistral"))
+def test_recorded_draft_equals_step_by_step_scoring(budget, shelf):
+    recorded, eager = load_pair(shelf.folder("mistral"))
     texts = [TEXT[:7], TEXT[:8], TEXT[:3]]
     with torch.inference_mode():
-        grown = []
-        for target in (ours, theirs):
-            rows = [tiny.admit(target, slot, text) for slot, text in enumerate(texts)]
-            batch = tiny.everything(rows)
+        drafted = []
+        for target in (recorded, eager):
+            seqs = [tiny.admit(target, slot, text) for slot, text in enumerate(texts)]
+            batch = tiny.everything(seqs)
             target.cache.commit(tree.prefill_round(batch, tree.empty(3, CPU), target.score(batch, tree.empty(3, CPU))))
-            for row, new in zip(rows, ([1], [2, 3], [4]), strict=True):
-                row.num_cached_tokens, row.token_ids = len(row.token_ids), row.token_ids + new
-            feeds = tuple(tuple(row.token_ids[row.num_cached_tokens :]) for row in rows)
-            batch = Batch(
-                seqs=tuple(rows), start=tuple(row.num_cached_tokens for row in rows), feed=feeds, draft_budget=budget
-            )
-            one = lambda target=target, batch=batch: target.draft_greedy(batch, 200).tokens  # noqa: E731
-            grown.append(seen_often(target, one) if target.graphs else draft_by_scores(target, batch, 200).tokens)
+            for seq, new_tokens in zip(seqs, ([1], [2, 3], [4]), strict=True):
+                seq.num_cached_tokens = len(seq.token_ids)
+                seq.token_ids = seq.token_ids + new_tokens
+            starts = tuple(seq.num_cached_tokens for seq in seqs)
+            feeds = tuple(tuple(seq.token_ids[seq.num_cached_tokens :]) for seq in seqs)
+            batch = Batch(seqs=tuple(seqs), start=starts, feed=feeds, draft_budget=budget)
+            if target.graphs:
+                draft = lambda target=target, batch=batch: target.draft_greedy(batch, 200).tokens  # noqa: E731
+                drafted.append(result_of_replay(target, draft))
+            else:
+                drafted.append(draft_by_scores(target, batch, 200).tokens)
     for b, count in enumerate(budget):
-        assert grown[0][b, :count].tolist() == grown[1][b, :count].tolist()
-    assert int(grown[0].max()) < 200
-    assert Bucket(rows=4, columns=2, length=16, steps=4, vocab=200) in ours.graphs.buckets()
+        assert drafted[0][b, :count].tolist() == drafted[1][b, :count].tolist()
+    assert int(drafted[0].max()) < 200
+    assert Bucket(rows=4, columns=2, length=16, steps=4, vocab=200) in recorded.graphs.buckets()
 
 
-def test_growing_stops_where_the_slot_ends(shelf):
-    """A row without room takes part in steps that others still need, and writes nothing there."""
-    target = read(shelf.folder("llama"), record=Replays())
+def test_recorded_draft_stops_at_the_end_of_a_slot(shelf):
+    """A sequence with a full slot takes part in the steps of other sequences, but writes nothing."""
+    target = load_target(shelf.folder("llama"), record=FakeRecorder())
     with torch.inference_mode():
-        rows = [tiny.admit(target, 0, [3] * (CONTEXT - 2)), tiny.admit(target, 1, [4] * 5)]
-        batch = tiny.everything(rows)
+        seqs = [tiny.admit(target, 0, [3] * (CONTEXT - 2)), tiny.admit(target, 1, [4] * 5)]
+        batch = tiny.everything(seqs)
         target.cache.commit(tree.prefill_round(batch, tree.empty(2, CPU), target.score(batch, tree.empty(2, CPU))))
-        batch = Batch(seqs=tuple(rows), start=(CONTEXT - 2, 5), feed=((1,), (2,)), draft_budget=(1, 6))
-        grown = seen_often(target, lambda: target.draft_greedy(batch, tiny.VOCAB).tokens)
-        wanted = draft_by_scores(read_like(target, shelf, batch), batch, tiny.VOCAB).tokens
-    assert grown[0, 0] == wanted[0, 0]
-    assert grown[1].tolist() == wanted[1].tolist()
+        batch = Batch(seqs=tuple(seqs), start=(CONTEXT - 2, 5), feed=((1,), (2,)), draft_budget=(1, 6))
+        drafted = result_of_replay(target, lambda: target.draft_greedy(batch, tiny.VOCAB).tokens)
+        expected = draft_by_scores(load_eager_with_prefill(shelf, batch), batch, tiny.VOCAB).tokens
+    assert drafted[0, 0] == expected[0, 0]
+    assert drafted[1].tolist() == expected[1].tolist()
 
 
-def read_like(target, shelf, batch):
-    """An eager target that has read the same texts."""
-    other = read(shelf.folder("llama"))
-    rows = [tiny.admit(other, row.slot, row.token_ids[: batch.start[b]]) for b, row in enumerate(batch.seqs)]
-    other.score(tiny.everything(rows), tree.empty(len(rows), CPU))
-    return other
+def load_eager_with_prefill(shelf, batch):
+    """Return an eager target that has prefilled the cached tokens of a batch."""
+    target = load_target(shelf.folder("llama"))
+    seqs = [tiny.admit(target, seq.slot, seq.token_ids[: batch.start[b]]) for b, seq in enumerate(batch.seqs)]
+    target.score(tiny.everything(seqs), tree.empty(len(seqs), CPU))
+    return target
 
 
-def test_numbers_that_are_none_stay_in_their_row(shelf, tmp_path):
+def test_non_finite_logits_affect_only_their_sequence(shelf, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(shelf.folder("mixtral"))
     model.get_input_embeddings().weight.data[77] = torch.nan
-    ours, theirs = pair(tiny.save_model(tmp_path / "poisoned", model))
+    recorded, eager = load_pair(tiny.save_model(tmp_path / "nan", model))
     texts = [[77, *TEXT[:9]], TEXT[:9], TEXT[4:9]]
     with torch.inference_mode():
-        ours_rows, theirs_rows = ([tiny.admit(each, s, t) for s, t in enumerate(texts)] for each in (ours, theirs))
+        recorded_seqs = [tiny.admit(recorded, slot, text) for slot, text in enumerate(texts)]
+        eager_seqs = [tiny.admit(eager, slot, text) for slot, text in enumerate(texts)]
         draft = tree.chain(torch.tensor([[1, 2], [77, 3], [5, 6]]), (2, 2, 2))
-        wanted = theirs.score(tiny.everything(theirs_rows), draft).logits
-        ours.score(tiny.everything(ours_rows), draft)
-        got = seen_often(ours, lambda: ours.score(tiny.everything(ours_rows), draft))
-        torch.testing.assert_close(got.logits, wanted, atol=3e-5, rtol=1e-5, equal_nan=True)
-        assert got.best[:2].tolist() == [[-1] * 3] * 2  # a row of which any guess is poisoned is run again without
-        assert got.best[2].min() >= 0
-        # The slot's next text is shorter, and what the poisoned one left behind it counts for nothing.
-        short = tiny.admit(ours, 0, TEXT[:4])
-        good = seen_often(ours, lambda: ours.score(tiny.everything([short]), tree.empty(1, CPU)))
-    assert good.logits.isfinite().all()
+        expected = eager.score(tiny.everything(eager_seqs), draft).logits
+        recorded.score(tiny.everything(recorded_seqs), draft)
+        scores = result_of_replay(recorded, lambda: recorded.score(tiny.everything(recorded_seqs), draft))
+        torch.testing.assert_close(scores.logits, expected, atol=3e-5, rtol=1e-5, equal_nan=True)
+        # If a draft token is NaN, all nodes of its sequence are. The engine then repeats the pass without a draft.
+        assert scores.best[:2].tolist() == [[-1] * 3] * 2
+        assert scores.best[2].min() >= 0
+        # The next sequence of the slot is shorter. The NaN entries behind it must have no effect.
+        shorter = tiny.admit(recorded, 0, TEXT[:4])
+        scores = result_of_replay(recorded, lambda: recorded.score(tiny.everything([shorter]), tree.empty(1, CPU)))
+    assert scores.logits.isfinite().all()
 
 
-def text_of(target, draft, params, prompts):
+def run_engine(target, draft, params, prompts):
+    """Return the outputs of an engine with a draft model, or without a draft if `draft` is None."""
     make = (lambda setup: DraftModelProposer(setup, draft)) if draft else NoProposer
     engine = engines.make_engine(target, make, verifier="walk", rows=4, chunk=30)
     return engines.outputs(engines.run(engine, prompts, params, limit=24))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_the_same_text_with_and_without(temperature, shelf):
-    """A whole engine, prompts of many lengths coming and going, target and draft both recorded."""
+def test_engine_output_equals_eager_engine(temperature, shelf):
+    """Prompts have many lengths. The passes of target and draft model are both recorded."""
     prompts = [[1 + i, *TEXT[: 3 + 7 * i], *TEXT[:i]] for i in range(7)]
     params = SamplingParams(temperature=temperature, top_p=0.95, seed=3)
-    plain = text_of(read(shelf.folder("llama")), None, params, prompts)
-    target, draft = (read(shelf.folder(name), record=Replays()) for name in ("llama", "qwen3"))
-    assert text_of(target, draft, params, prompts) == plain
-    assert replays(target) > 10
-    assert replays(draft) > 10
+    plain = run_engine(load_target(shelf.folder("llama")), None, params, prompts)
+    target, draft = (load_target(shelf.folder(name), record=FakeRecorder()) for name in ("llama", "qwen3"))
+    assert run_engine(target, draft, params, prompts) == plain
+    assert replay_count(target) > 10
+    assert replay_count(draft) > 10
     assert target.graph_bytes() > 1000
     assert any(bucket.steps for bucket in draft.graphs.buckets())
 
 
-def test_what_is_recorded_wrongly_is_not_believed(shelf):
-    class Broken(Replays):
+def test_wrong_recording_is_disabled(shelf):
+    class WrongRecorder(FakeRecorder):
         def __call__(self, run):
             replay = super().__call__(run)
             return lambda: tree_map_only(torch.Tensor, lambda out: out + 1, replay())
 
-    params, prompts = SamplingParams(), [TEXT, TEXT[:4]]
-    plain = text_of(read(shelf.folder("llama")), None, params, prompts)
-    target = read(shelf.folder("llama"), record=Broken())
-    assert text_of(target, None, params, prompts) == plain
-    assert not target.graphs._works
+    params = SamplingParams()
+    prompts = [TEXT, TEXT[:4]]
+    plain = run_engine(load_target(shelf.folder("llama")), None, params, prompts)
+    target = load_target(shelf.folder("llama"), record=WrongRecorder())
+    assert run_engine(target, None, params, prompts) == plain
+    assert not target.graphs._enabled
     assert target.graphs.buckets() == ()
 
 
 @pytest.mark.parametrize("error", [RuntimeError("not while capturing"), UnsupportedModel("odd layers")])
-def test_what_cannot_be_recorded_runs_eagerly(error, shelf):
-    class Refusing(Replays):
+def test_failed_recording_falls_back_to_eager(error, shelf):
+    class FailingRecorder(FakeRecorder):
         def __call__(self, run):
             self.recorded += 1
             raise error
 
-    record = Refusing()
-    params, prompts = SamplingParams(), [TEXT, TEXT[:4]]
-    plain = text_of(read(shelf.folder("llama")), None, params, prompts)
-    assert text_of(read(shelf.folder("llama"), record=record), None, params, prompts) == plain
+    record = FailingRecorder()
+    params = SamplingParams()
+    prompts = [TEXT, TEXT[:4]]
+    plain = run_engine(load_target(shelf.folder("llama")), None, params, prompts)
+    assert run_engine(load_target(shelf.folder("llama"), record=record), None, params, prompts) == plain
     assert record.recorded == 1
 
 
-def test_warming_up_records_every_length_and_leaves_texts_alone(shelf):
-    ours, theirs = pair(shelf.folder("llama"))
-    assert ours.graphs.warm(rows=3, length=40, columns=(1,), compiled=False) == 0  # nothing has been cached yet
+def test_warm_records_all_lengths_and_does_not_change_the_cache(shelf):
+    target = load_target(shelf.folder("llama"), record=FakeRecorder())
+    assert target.graphs.warm(rows=3, length=40, columns=(1,), compiled=False) == 0  # the cache is not allocated
     with torch.inference_mode():
-        rows = [[tiny.admit(each, 0, TEXT[:12])] for each in (ours, theirs)]
-        for target, some in zip((ours, theirs), rows, strict=True):
-            target.score(tiny.everything(some), tree.empty(1, CPU))
-        before = ours.cache.of(0)[0][..., :CONTEXT, :].clone()
-        spent = ours.graphs.warm(rows=3, length=40, columns=(1, 5), steps=(3,), vocab=9, compiled=False)
-        assert torch.equal(ours.cache.of(0)[0][..., :CONTEXT, :], before)
-    assert 0 < spent == ours.graphs.seconds
-    found = {(b.rows, b.columns, b.length, b.steps, b.vocab) for b in ours.graphs.buckets()}
-    assert found == {(4, *rest) for n in (16, 32, 48) for rest in ((1, n, 0, 0), (8, n, 0, 0), (2, n, 3, 9))}
+        seq = tiny.admit(target, 0, TEXT[:12])
+        target.score(tiny.everything([seq]), tree.empty(1, CPU))
+        before = target.cache.of(0)[0][..., :CONTEXT, :].clone()
+        seconds = target.graphs.warm(rows=3, length=40, columns=(1, 5), steps=(3,), vocab=9, compiled=False)
+        assert torch.equal(target.cache.of(0)[0][..., :CONTEXT, :], before)
+    assert 0 < seconds == target.graphs.seconds
+    shapes = {(b.rows, b.columns, b.length, b.steps, b.vocab) for b in target.graphs.buckets()}
+    expected = set()
+    for length in (16, 32, 48):
+        expected |= {(4, 1, length, 0, 0), (4, 8, length, 0, 0), (4, 2, length, 3, 9)}
+    assert shapes == expected
 
 
-def test_lengths_are_rounded_up_by_a_quarter_at_most(monkeypatch):
-    monkeypatch.setattr(cuda_graphs, "_LENGTH", 128)
+def test_bucket_length_exceeds_length_by_at_most_a_quarter(monkeypatch):
+    monkeypatch.setattr(cuda_graphs, "_MIN_LENGTH", 128)
     for length in range(1, 9000, 7):
         rounded = cuda_graphs._round_up(length, 8192)
         assert rounded >= min(length, 8192)
@@ -337,17 +354,17 @@ def test_lengths_are_rounded_up_by_a_quarter_at_most(monkeypatch):
         assert rounded in cuda_graphs._lengths(length, 8192)
 
 
-def test_what_no_bucket_holds_runs_eagerly(shelf):
-    target = read(shelf.folder("llama"), record=Replays())
+def test_pass_without_a_bucket_runs_eagerly(shelf):
+    target = load_target(shelf.folder("llama"), record=FakeRecorder())
     with torch.inference_mode():
-        row = tiny.admit(target, 0, TEXT * 4)  # more columns than a bucket has
+        seq = tiny.admit(target, 0, TEXT * 4)  # more tokens than the largest bucket
         for _ in range(4):
-            target.score(tiny.everything([row]), tree.empty(1, CPU))
-    assert replays(target) == 0
+            target.score(tiny.everything([seq]), tree.empty(1, CPU))
+    assert replay_count(target) == 0
 
 
-class _NoHost(TorchDispatchMode):
-    """Fails where a device would have to answer the host, or be handed a number from it: no graph can hold that."""
+class _ForbidHostSync(TorchDispatchMode):
+    """Fails at operators that synchronize with the host or copy from it. CUDA graphs cannot contain them."""
 
     BANNED = ("_local_scalar_dense", "nonzero", "masked_select", "lift_fresh", "is_nonzero", "equal.default", "unique")
 
@@ -358,46 +375,47 @@ class _NoHost(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gemma2", "gemma3_text", "gpt_oss", "gpt2", "qwen3"])
-@pytest.mark.parametrize("kind", ["chain", "tree", "grow"])
-def test_a_pass_never_asks_the_host(name, kind, shelf):
-    """What CUDA graphs demand, as far as a CPU can tell; `mixtral` loops over its experts, and is not here."""
-    target = read(shelf.folder(name), record=Replays())
+@pytest.mark.parametrize("kind", ["chain", "tree", "draft"])
+def test_static_pass_never_synchronizes_with_the_host(name, kind, shelf):
+    """CUDA graphs require this. `mixtral` is left out, because it loops over its experts."""
+    target = load_target(shelf.folder(name), record=FakeRecorder())
     with torch.inference_mode():
-        row = tiny.admit(target, 0, TEXT[:12])
-        target.score(tiny.everything([row]), tree.empty(1, CPU))
-        bucket = Bucket(rows=2, columns=4, length=16, trees=kind == "tree", steps=3 if kind == "grow" else 0)
+        seq = tiny.admit(target, 0, TEXT[:12])
+        target.score(tiny.everything([seq]), tree.empty(1, CPU))
+        bucket = Bucket(rows=2, columns=4, length=16, trees=kind == "tree", steps=3 if kind == "draft" else 0)
         buffers = StaticPass(target.graphs._model, bucket)
-        with _NoHost():
-            (buffers.grow if kind == "grow" else buffers.score)()
+        with _ForbidHostSync():
+            (buffers.draft_greedy if kind == "draft" else buffers.score)()
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "mixtral"])
-@pytest.mark.parametrize("kind", ["chain", "tree", "grow"])
-def test_a_pass_needs_shapes_alone(name, kind):
-    """On a device without numbers: nothing is asked of them, and nothing comes from another device."""
+@pytest.mark.parametrize("kind", ["chain", "tree", "draft"])
+def test_static_pass_runs_on_the_meta_device(name, kind):
+    """The pass reads no values of tensors and uses no tensors of another device."""
     config = tiny.ARCHITECTURES[name]()
     with torch.inference_mode(), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, attn_implementation=NAME).eval().bfloat16()
         cache = SpareCache(slots=4, capacity=64, device=torch.device("meta"))
         dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         for layer in range(tiny.LAYERS):
-            stripes = torch.zeros(4, config.num_key_value_heads, 65, dim, dtype=torch.bfloat16)
-            cache._keys[layer] = cache._values[layer] = stripes
-    bucket = Bucket(rows=2, columns=4, length=16, trees=kind == "tree", steps=3 if kind == "grow" else 0)
+            entries = torch.zeros(4, config.num_key_value_heads, 65, dim, dtype=torch.bfloat16)
+            cache._keys[layer] = entries
+            cache._values[layer] = entries
+    bucket = Bucket(rows=2, columns=4, length=16, trees=kind == "tree", steps=3 if kind == "draft" else 0)
     with torch.inference_mode():
         buffers = StaticPass(StaticModel(model, list(model.model.layers), cache, {}), bucket)
-        out = buffers.grow() if bucket.steps else buffers.score()[0]
+        out = buffers.draft_greedy() if bucket.steps else buffers.score()[0]
     assert out.device.type == "meta"
     assert out.shape == ((2, 3) if bucket.steps else (2, 4, tiny.VOCAB))
 
 
-class _Reads(TorchFunctionMode):
-    """Counts the host's waits for a tensor, and numbers that are handed over otherwise than by `upload`."""
+class _HostSyncs(TorchFunctionMode):
+    """Records reads of tensor values by the host, and copies to the device that do not use `upload`."""
 
     def __init__(self):
         super().__init__()
         self.reads: list[str] = []
-        self.hands: list[str] = []
+        self.copies: list[str] = []
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         name = getattr(func, "__name__", "")
@@ -406,14 +424,14 @@ class _Reads(TorchFunctionMode):
         if func is torch.tensor:
             caller = sys._getframe(1).f_code.co_name
             if caller != "upload":
-                self.hands.append(caller)
+                self.copies.append(caller)
         return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_round_waits_for_the_device_once(temperature, shelf, monkeypatch):
+def test_round_reads_from_the_device_once(temperature, shelf, monkeypatch):
     monkeypatch.setattr(tree, "is_cpu", lambda device: False)
-    target, draft = (read(shelf.folder(name), record=Replays()) for name in ("llama", "qwen3"))
+    target, draft = (load_target(shelf.folder(name), record=FakeRecorder()) for name in ("llama", "qwen3"))
     engine = engines.make_engine(target, lambda setup: DraftModelProposer(setup, draft), verifier="block", rows=2)
     params = SamplingParams(temperature=temperature, max_tokens=60)
     for i in range(2):
@@ -421,81 +439,87 @@ def test_a_round_waits_for_the_device_once(temperature, shelf, monkeypatch):
             id=i, prompt_token_ids=tuple(TEXT[: 8 + i]), params=params, seed=i, end_ids=frozenset(), max_tokens=60
         )
         engine.add(request)
-    for model in (target, draft):  # no trials, which read on purpose
-        model.graphs._compare = lambda recorded, ours, eager: ours
-    counted = []
+    for model in (target, draft):  # the comparison with the eager pass reads from the device
+        model.graphs._compare = lambda recorded, scores, eager: scores
+    counts = []
     while engine.busy():
-        with _Reads() as seen:
+        with _HostSyncs() as syncs:
             engine.step()
-        counted.append((len(seen.reads), len(seen.hands)))
-    assert len(counted) > 8
-    assert counted[4:-4] == [(1, 0)] * len(counted[4:-4])
+        counts.append((len(syncs.reads), len(syncs.copies)))
+    assert len(counts) > 8
+    assert counts[4:-4] == [(1, 0)] * len(counts[4:-4])
 
 
 @pytest.mark.heavy
-@pytest.mark.filterwarnings("ignore")  # the compiler's own
-def test_compiled_layers_are_the_layers(shelf):
-    """Regional compilation on the CPU: one compilation for all layers and lengths, and the same numbers."""
+@pytest.mark.filterwarnings("ignore")  # warnings of the compiler
+def test_compiled_layers_equal_eager_layers(shelf):
+    """All layers and lengths share one compilation."""
     from torch._dynamo.utils import counters
 
     counters.clear()
-    ours, theirs = pair(shelf.folder("llama"))
+    recorded, eager = load_pair(shelf.folder("llama"))
     texts = [TEXT[:7], TEXT[:10]]
     with torch.inference_mode():
-        ours_rows, theirs_rows = ([tiny.admit(each, s, t) for s, t in enumerate(texts)] for each in (ours, theirs))
-        for target, rows in ((ours, ours_rows), (theirs, theirs_rows)):
-            target.score(tiny.everything(rows), tree.empty(2, CPU))
+        recorded_seqs = [tiny.admit(recorded, slot, text) for slot, text in enumerate(texts)]
+        eager_seqs = [tiny.admit(eager, slot, text) for slot, text in enumerate(texts)]
+        for target, seqs in ((recorded, recorded_seqs), (eager, eager_seqs)):
+            target.score(tiny.everything(seqs), tree.empty(2, CPU))
 
-        def recorded_compiled(run):
+        def record_compiled(run):
             run()
 
             def replay():
-                ours.graphs._model.compiled = True
+                recorded.graphs._model.compiled = True
                 try:
                     return run()
                 finally:
-                    ours.graphs._model.compiled = False
+                    recorded.graphs._model.compiled = False
 
             return replay
 
-        ours.graphs._record = recorded_compiled
-        ours.graphs.warm(rows=2, length=64, columns=(5,))
-        assert ours.graphs.compiled
+        recorded.graphs._record = record_compiled
+        recorded.graphs.warm(rows=2, length=64, columns=(5,))
+        assert recorded.graphs.compiled
         assert counters["stats"]["unique_graphs"] == 1
-        ours_chance, theirs_chance = random.Random(0), random.Random(0)
-        for turn in range(6):
+        recorded_rng = random.Random(0)
+        eager_rng = random.Random(0)
+        for i in range(6):
             draft = tree.chain(torch.randint(tiny.VOCAB, (2, 5)), (5, 4))
-            got = ours.score(tiny.everything(ours_rows), draft)
-            close(got.logits[0], theirs.score(tiny.everything(theirs_rows), draft).logits[0])
-            assert (got.best is not None) == (turn > 2)
-            tiny.grow(ours, ours_rows, ours_chance)
-            tiny.grow(theirs, theirs_rows, theirs_chance)
+            scores = recorded.score(tiny.everything(recorded_seqs), draft)
+            expected = eager.score(tiny.everything(eager_seqs), draft)
+            assert_close(scores.logits[0], expected.logits[0])
+            assert (scores.best is not None) == (i > 2)
+            tiny.grow(recorded, recorded_seqs, recorded_rng)
+            tiny.grow(eager, eager_seqs, eager_rng)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA here")
-@pytest.mark.filterwarnings("ignore")  # the compiler's own
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.filterwarnings("ignore")  # warnings of the compiler
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("name", ["llama", "mistral"])
-def test_cuda_graphs(name, compiled, shelf):
-    """Chains, trees and growing on the device, against the eager pass there."""
+def test_cuda_graphs_equal_eager_pass(name, compiled, shelf):
+    """Chains, trees and greedy drafts on a GPU."""
     device = torch.device("cuda")
-    ours = read(shelf.folder(name), record=CudaRecorder(device), device="cuda")
-    theirs = read(shelf.folder(name), device="cuda")
+    recorded = load_target(shelf.folder(name), record=CudaRecorder(device), device="cuda")
+    eager = load_target(shelf.folder(name), device="cuda")
     with torch.inference_mode():
-        rows = [[tiny.admit(each, s, TEXT[: 5 + 3 * s]) for s in range(2)] for each in (ours, theirs)]
-        for target, some in zip((ours, theirs), rows, strict=True):
-            target.score(tiny.everything(some), tree.empty(2, device))
-        ours.graphs.warm(rows=2, length=32, columns=(1, 5), steps=(4,), compiled=compiled)
-        assert ours.graphs.buckets()
-        for turn in range(5):
-            drawn = random_tree([4, 3], tiny.VOCAB, random.Random(turn))
-            ids, parent = drawn.tokens.to(device), drawn.parent.to(device)
-            draft = tree.one_hot_tree(ids, parent, drawn.width) if turn % 2 else tree.chain(ids, drawn.width)
-            batches = [tiny.everything(some) for some in rows]
-            close(ours.score(batches[0], draft).logits, theirs.score(batches[1], draft).logits)
-            grown = [
-                each.draft_greedy(batch, tiny.VOCAB).tokens for each, batch in zip((ours, theirs), batches, strict=True)
-            ]
-            assert grown[0][:, :4].tolist() == grown[1][:, :4].tolist()
-    assert ours.graphs._works
-    assert ours.graph_bytes() > 0
+        recorded_seqs = [tiny.admit(recorded, slot, TEXT[: 5 + 3 * slot]) for slot in range(2)]
+        eager_seqs = [tiny.admit(eager, slot, TEXT[: 5 + 3 * slot]) for slot in range(2)]
+        recorded.score(tiny.everything(recorded_seqs), tree.empty(2, device))
+        eager.score(tiny.everything(eager_seqs), tree.empty(2, device))
+        recorded.graphs.warm(rows=2, length=32, columns=(1, 5), steps=(4,), compiled=compiled)
+        assert recorded.graphs.buckets()
+        for i in range(5):
+            sampled = random_tree([4, 3], tiny.VOCAB, random.Random(i))
+            tokens = sampled.tokens.to(device)
+            parent = sampled.parent.to(device)
+            is_tree = i % 2
+            draft = tree.one_hot_tree(tokens, parent, sampled.width) if is_tree else tree.chain(tokens, sampled.width)
+            recorded_batch = tiny.everything(recorded_seqs)
+            eager_batch = tiny.everything(eager_seqs)
+            assert_close(recorded.score(recorded_batch, draft).logits, eager.score(eager_batch, draft).logits)
+            drafted = recorded.draft_greedy(recorded_batch, tiny.VOCAB).tokens
+            expected = eager.draft_greedy(eager_batch, tiny.VOCAB).tokens
+            assert drafted[:, :4].tolist() == expected[:, :4].tolist()
+    assert recorded.graphs._enabled
+    assert recorded.graph_bytes() > 0

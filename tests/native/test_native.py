@@ -1,4 +1,4 @@
-"""The CPU's own kernels: close to the model, and the same to the last bit whatever shares the pass."""
+"""The native kernels: close to the model, and equal in every bit whatever else is in the pass."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from outrider.native.target import NativeTarget
 from outrider.testing.drive import random_tree
 from tests.helpers import tiny
 
-pytestmark = pytest.mark.skipif(not tiny.compiles(), reason="no C++ compiler here")
+pytestmark = pytest.mark.skipif(not tiny.compiles(), reason="no C++ compiler")
 CPU = torch.device("cpu")
-WHOLE = pytest.mark.parametrize("bits", [32, 16])  # of weights that are not quantised
+FLOAT_BITS = pytest.mark.parametrize("bits", [32, 16])  # weights that are not quantized
 MODELS = {
     "llama": tiny.make_config("LlamaConfig", head_dim=16, hidden_size=48, intermediate_size=80),
     "tied": tiny.make_config("LlamaConfig", head_dim=32, tie_word_embeddings=True, vocab_size=250),
@@ -60,8 +60,8 @@ def folders(tmp_path_factory):
     return {name: tiny.save(root / name, config) for name, config in MODELS.items()}
 
 
-def read(folder, layers=(), *, bits=16):
-    """A target, and the transformers model that it was made from."""
+def load_target(folder, layers=(), *, bits=16):
+    """Return a target and the transformers model that it was made from."""
     checkpoint = load_checkpoint(folder, dtype="float32" if bits == 32 else "bfloat16", device="cpu")
     target = make_target(checkpoint, slots=4, context=128, kernels="native", bits=min(bits, 16))
     target.export_hidden_states(layers)
@@ -69,260 +69,279 @@ def read(folder, layers=(), *, bits=16):
     return target, checkpoint.model
 
 
-def ids(count, seed=0, vocab=250):
-    chance = random.Random(seed)
-    return [chance.randrange(vocab) for _ in range(count)]
+def random_ids(count, seed=0, vocab=250):
+    rng = random.Random(seed)
+    return [rng.randrange(vocab) for _ in range(count)]
 
 
 def feed(target, pieces, *, slot=0, draft=None):
-    """Logits of each piece's end, fed one after another; the last one with `draft` behind it."""
-    row = tiny.admit(target, slot, [token for piece in pieces for token in piece])
-    out, start = [], 0
+    """Feed pieces of a sequence, one pass each, and return the scores. The last pass also scores `draft`."""
+    seq = tiny.admit(target, slot, [token for piece in pieces for token in piece])
+    all_scores = []
+    start = 0
     for i, piece in enumerate(pieces):
         last = i == len(pieces) - 1
-        guesses = draft if last and draft is not None else tree.empty(1, CPU)
-        batch = Batch(seqs=(row,), start=(start,), feed=(tuple(piece),), draft_budget=(guesses.size,))
-        scores = target.score(batch, guesses)
-        out.append(scores)
+        piece_draft = draft if last and draft is not None else tree.empty(1, CPU)
+        batch = Batch(seqs=(seq,), start=(start,), feed=(tuple(piece),), draft_budget=(piece_draft.size,))
+        scores = target.score(batch, piece_draft)
+        all_scores.append(scores)
         if not last:
-            target.cache.commit(tree.prefill_round(batch, guesses, scores))
+            target.cache.commit(tree.prefill_round(batch, piece_draft, scores))
         start += len(piece)
-    return out
+    return all_scores
 
 
 def chain(tokens):
     return tree.chain(torch.tensor([tokens]), (len(tokens),))
 
 
-def distance(ours, theirs):
-    return float((ours - theirs).norm() / theirs.norm())
+def relative_error(actual, expected):
+    return float((actual - expected).norm() / expected.norm())
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_closer_to_float32_than_the_model_itself(name, folders):
-    target, model = read(folders[name])
-    text = ids(40)
+def test_bfloat16_is_closer_to_float32_than_transformers(name, folders):
+    target, model = load_target(folders[name])
+    tokens = random_ids(40)
     with torch.inference_mode():
-        logits = feed(target, [text[:1]], draft=chain(text[1:]))[0].logits[0]
-        rounded = model(torch.tensor([text])).logits[0].float()
-        wanted = model.float()(torch.tensor([text])).logits[0]
-    assert distance(logits, wanted) < 0.8 * distance(rounded, wanted)
+        logits = feed(target, [tokens[:1]], draft=chain(tokens[1:]))[0].logits[0]
+        rounded = model(torch.tensor([tokens])).logits[0].float()
+        exact = model.float()(torch.tensor([tokens])).logits[0]
+    assert relative_error(logits, exact) < 0.8 * relative_error(rounded, exact)
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_in_float32_it_is_the_model_itself(name, folders):
-    target, model = read(folders[name], bits=32)
-    text = ids(100)
+def test_float32_equals_transformers(name, folders):
+    target, model = load_target(folders[name], bits=32)
+    tokens = random_ids(100)
     with torch.inference_mode():
-        logits = feed(target, [text[:60], text[60:61]], draft=chain(text[61:]))[1].logits[0]
-        assert distance(logits, model(torch.tensor([text])).logits[0, 60:]) < 1e-4
+        logits = feed(target, [tokens[:60], tokens[60:61]], draft=chain(tokens[61:]))[1].logits[0]
+        assert relative_error(logits, model(torch.tensor([tokens])).logits[0, 60:]) < 1e-4
 
 
-def cut(text, sizes):
+def split(tokens, sizes):
+    """Split tokens into pieces. Return the pieces and the index of the last token of each."""
     ends = list(accumulate(sizes))
-    return [text[end - size : end] for end, size in zip(ends, sizes, strict=True)], torch.tensor(ends) - 1
+    pieces = [tokens[end - size : end] for end, size in zip(ends, sizes, strict=True)]
+    return pieces, torch.tensor(ends) - 1
 
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("bits", [32, 16, 8, 4])
-def test_the_same_bits_however_the_text_is_cut(name, bits, folders):
-    target, _ = read(folders[name], bits=bits)
-    text = ids(45)
+def test_bits_do_not_depend_on_prefill_chunks(name, bits, folders):
+    target, _ = load_target(folders[name], bits=bits)
+    tokens = random_ids(45)
     with torch.inference_mode():
-        whole = feed(target, [text[:1]], draft=chain(text[1:]))[0].logits[0]
+        reference = feed(target, [tokens[:1]], draft=chain(tokens[1:]))[0].logits[0]
         for sizes in ([1] * 45, [17, 16, 12], [44, 1], [3] * 15, [13, 31, 1]):
-            pieces, ends = cut(text, sizes)
+            pieces, ends = split(tokens, sizes)
             logits = torch.cat([scores.logits[0, -1:] for scores in feed(target, pieces, slot=2)])
-            assert torch.equal(logits, whole[ends])
+            assert torch.equal(logits, reference[ends])
 
 
-@WHOLE
-def test_the_same_bits_in_any_width(bits, folders):
-    """Each number of rows has code of its own."""
-    target, _ = read(folders["wide"], bits=bits)
-    text = ids(52)
+@FLOAT_BITS
+def test_bits_do_not_depend_on_pass_width(bits, folders):
+    """Each number of rows runs a different specialization of the kernels."""
+    target, _ = load_target(folders["wide"], bits=bits)
+    tokens = random_ids(52)
     with torch.inference_mode():
-        whole = feed(target, [text[:1]], draft=chain(text[1:]))[0].logits[0]
+        reference = feed(target, [tokens[:1]], draft=chain(tokens[1:]))[0].logits[0]
         for width in range(1, 14):
-            pieces, ends = cut(text, [width] * (52 // width))
+            pieces, ends = split(tokens, [width] * (52 // width))
             logits = torch.cat([scores.logits[0, -1:] for scores in feed(target, pieces, slot=2)])
-            assert torch.equal(logits, whole[ends])
+            assert torch.equal(logits, reference[ends])
 
 
-@WHOLE
-def test_the_same_bits_in_any_team(bits, folders):
-    before, text, found = torch.get_num_threads(), ids(40), []
+@FLOAT_BITS
+def test_bits_do_not_depend_on_thread_count(bits, folders):
+    threads_before = torch.get_num_threads()
+    tokens = random_ids(40)
+    logits = []
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            target, _ = read(folders["wide"], bits=bits)
+            target, _ = load_target(folders["wide"], bits=bits)
             with torch.inference_mode():
-                found.append(feed(target, [text[:20], text[20:21]], draft=chain(text[21:]))[1].logits)
+                logits.append(feed(target, [tokens[:20], tokens[20:21]], draft=chain(tokens[21:]))[1].logits)
     finally:
-        torch.set_num_threads(before)
-    assert torch.equal(found[0], found[1])
-    assert torch.equal(found[0], found[2])
+        torch.set_num_threads(threads_before)
+    assert torch.equal(logits[0], logits[1])
+    assert torch.equal(logits[0], logits[2])
 
 
-def test_a_pass_ends_with_fewer_threads_than_it_asks_for(folders, tmp_path):
-    """OpenMP says how many there are; a pass that waits for more waits for ever."""
+def test_pass_with_fewer_threads_than_requested(folders, tmp_path):
+    """OpenMP may grant fewer threads than requested. A barrier that waits for more threads never ends."""
     script = f"""if True:
         import torch
         from tests.native import test_native
         torch.set_num_threads(2)
-        target, _ = test_native.read({str(folders["wide"])!r})
-        text = test_native.ids(40)
+        target, _ = test_native.load_target({str(folders["wide"])!r})
+        tokens = test_native.random_ids(40)
         with torch.inference_mode():
-            scores = test_native.feed(target, [text[:20], text[20:21]], draft=test_native.chain(text[21:]))
+            scores = test_native.feed(target, [tokens[:20], tokens[20:21]], draft=test_native.chain(tokens[21:]))
         torch.save(scores[1].logits, {str(tmp_path / "logits")!r})
     """
     limited = os.environ | {"OMP_THREAD_LIMIT": "1"}
     subprocess.run([sys.executable, "-c", script], env=limited, timeout=120, check=True)
-    target, text = read(folders["wide"])[0], ids(40)
+    target, _ = load_target(folders["wide"])
+    tokens = random_ids(40)
     with torch.inference_mode():
-        wanted = feed(target, [text[:20], text[20:21]], draft=chain(text[21:]))[1].logits
-    assert torch.equal(torch.load(tmp_path / "logits"), wanted)
+        expected = feed(target, [tokens[:20], tokens[20:21]], draft=chain(tokens[21:]))[1].logits
+    assert torch.equal(torch.load(tmp_path / "logits"), expected)
 
 
-@WHOLE
+@FLOAT_BITS
 @pytest.mark.parametrize("name", ["llama", "mistral", "wide"])
-def test_the_same_bits_in_a_tree_and_in_company(name, bits, folders):
-    target, _ = read(folders[name], bits=bits)
-    texts = [ids(count, seed) for seed, count in enumerate((31, 16, 5))]
-    rows = [tiny.admit(target, slot, text) for slot, text in enumerate(texts)]
+def test_bits_of_tree_nodes_do_not_depend_on_the_batch(name, bits, folders):
+    target, _ = load_target(folders[name], bits=bits)
+    sequences = [random_ids(count, seed) for seed, count in enumerate((31, 16, 5))]
+    seqs = [tiny.admit(target, slot, tokens) for slot, tokens in enumerate(sequences)]
     draft = random_tree([9, 4, 0], 250, random.Random(1))
     with torch.inference_mode():
-        together = target.score(tiny.everything(rows), draft).logits
-        for b, text in enumerate(texts):
+        batched = target.score(tiny.everything(seqs), draft).logits
+        for b, tokens in enumerate(sequences):
             target.cache.release(b)
             for node in range(-1, draft.width[b]):
                 path = draft.tokens[b, tiny.branch(draft, b, node)].tolist()
-                alone = feed(target, [text + path], slot=3)[0].logits[0, -1]
-                assert torch.equal(together[b, node + 1], alone)
+                alone = feed(target, [tokens + path], slot=3)[0].logits[0, -1]
+                assert torch.equal(batched[b, node + 1], alone)
 
 
-@WHOLE
-def test_an_accepted_branch_is_the_text_itself(bits, folders):
-    target, _ = read(folders["llama"], bits=bits)
-    chance, row = random.Random(0), tiny.admit(target, 0, ids(21))
+@FLOAT_BITS
+def test_committed_branch_equals_fresh_prefill(bits, folders):
+    target, _ = load_target(folders["llama"], bits=bits)
+    rng = random.Random(0)
+    seq = tiny.admit(target, 0, random_ids(21))
     with torch.inference_mode():
         for _ in range(6):
-            tiny.grow(target, [row], chance)
-        on = target.score(tiny.everything([row]), tree.empty(1, CPU)).logits
-        assert torch.equal(on, feed(target, [row.token_ids], slot=1)[0].logits)
+            tiny.grow(target, [seq], rng)
+        committed = target.score(tiny.everything([seq]), tree.empty(1, CPU)).logits
+        assert torch.equal(committed, feed(target, [seq.token_ids], slot=1)[0].logits)
 
 
-@WHOLE
-def test_ids_that_the_embedding_does_not_have_are_its_last_one_wherever_they_stand(bits, folders):
-    target, _ = read(folders["llama"], bits=bits)
-    text, last = ids(11), target.vocab - 1
+@FLOAT_BITS
+def test_ids_beyond_the_embedding_are_clamped(bits, folders):
+    target, _ = load_target(folders["llama"], bits=bits)
+    tokens = random_ids(11)
+    last = target.vocab - 1
     with torch.inference_mode():
-        wanted = feed(target, [[*text, last]])[0].logits
+        expected = feed(target, [[*tokens, last]])[0].logits
         for token in (last + 1, last + 129, 10**8, 2**40):
-            assert torch.equal(feed(target, [[*text, token]], slot=1)[0].logits, wanted)
-            assert torch.equal(feed(target, [text], draft=chain([token]))[0].logits[:, -1], wanted[:, 0])
-        rows = [tiny.admit(target, slot, [*text, token]) for slot, token in enumerate((last, 10**8))]
-        batch = Batch(
-            seqs=tuple(rows), start=(0, 0), feed=tuple(tuple(row.token_ids) for row in rows), draft_budget=(3, 3)
-        )
-        grown = target.draft_greedy(batch, 200).tokens
-    assert torch.equal(grown[0], grown[1])
+            assert torch.equal(feed(target, [[*tokens, token]], slot=1)[0].logits, expected)
+            assert torch.equal(feed(target, [tokens], draft=chain([token]))[0].logits[:, -1], expected[:, 0])
+        seqs = [tiny.admit(target, slot, [*tokens, token]) for slot, token in enumerate((last, 10**8))]
+        feeds = tuple(tuple(seq.token_ids) for seq in seqs)
+        batch = Batch(seqs=tuple(seqs), start=(0, 0), feed=feeds, draft_budget=(3, 3))
+        drafted = target.draft_greedy(batch, 200).tokens
+    assert torch.equal(drafted[0], drafted[1])
 
 
-@WHOLE
-def test_grow_is_scoring_step_by_step(bits, folders):
-    target, _ = read(folders["biased"], bits=bits)
-    texts = [ids(count, seed) for seed, count in enumerate((11, 30, 4))]
-    rows = [tiny.admit(target, slot, text) for slot, text in enumerate(texts)]
-    batch = Batch(seqs=tuple(rows), start=(0, 0, 0), feed=tuple(tuple(text) for text in texts), draft_budget=(3, 7, 1))
-    with torch.inference_mode():
-        grown, wanted = target.draft_greedy(batch, 200).tokens, draft_by_scores(target, batch, 200).tokens
-    assert grown.shape == wanted.shape == (3, 7)
-    for b, budget in enumerate(batch.draft_budget):
-        assert grown[b, :budget].tolist() == wanted[b, :budget].tolist()
-    assert int(grown.max()) < 200
-
-
-@WHOLE
-def test_a_chain_stops_where_the_text_ends(bits, folders):
-    target, _ = read(folders["biased"], bits=bits)
-    row = tiny.admit(target, 0, ids(11))
-    batch = Batch(seqs=(row,), start=(0,), feed=(tuple(row.token_ids),), draft_budget=(7,))
-    with torch.inference_mode():
-        free = target.draft_greedy(batch, 200).tokens[0].tolist()
-        trust = StopRule(weight=(1.0,), bias=(0.0,), ends=(free[3], 777))
-        ours, theirs = target.draft_greedy(batch, 200, trust), draft_by_scores(target, batch, 200, trust)
-    assert ours.count == theirs.count == (free.index(free[3]) + 1,)
-
-
-@WHOLE
-@pytest.mark.parametrize("more", [0.0, 0.1])
-@pytest.mark.parametrize("keep", [0.0, 0.01, 0.2, 2.0])
-def test_a_chain_stops_where_its_chance_falls(folders, keep, more, bits):
-    target, _ = read(folders["biased"], bits=bits)
-    texts = [ids(count, seed) for seed, count in enumerate((11, 30, 4))]
-    rows = [tiny.admit(target, slot, text) for slot, text in enumerate(texts)]
-    batch = Batch(seqs=tuple(rows), start=(0, 0, 0), feed=tuple(tuple(text) for text in texts), draft_budget=(3, 7, 1))
-    trust = StopRule(
-        weight=(1.5, 0.8, 3.0), bias=(0.1, -0.4, 0.3), min_path_prob=keep, min_draft_probs=(keep + more, keep)
+@FLOAT_BITS
+def test_draft_greedy_equals_step_by_step_scoring(bits, folders):
+    target, _ = load_target(folders["biased"], bits=bits)
+    sequences = [random_ids(count, seed) for seed, count in enumerate((11, 30, 4))]
+    seqs = [tiny.admit(target, slot, tokens) for slot, tokens in enumerate(sequences)]
+    batch = Batch(
+        seqs=tuple(seqs), start=(0, 0, 0), feed=tuple(tuple(tokens) for tokens in sequences), draft_budget=(3, 7, 1)
     )
     with torch.inference_mode():
-        grown, wanted = target.draft_greedy(batch, 200, trust), draft_by_scores(target, batch, 200, trust)
-    assert grown.count == wanted.count
-    assert keep + more > 0 or grown.count == batch.draft_budget
-    assert keep < 2 or grown.count == (0, 0, 0)
-    for b, (ours, theirs) in enumerate(zip(grown.accept_prob, wanted.accept_prob, strict=True)):
-        assert ours == pytest.approx(theirs, rel=1e-5)
-        assert grown.margin[b] == pytest.approx(wanted.margin[b], rel=1e-5)
-        assert grown.count[b] <= len(ours) <= min(grown.count[b] + 1, batch.draft_budget[b])
-        assert grown.tokens[b, : len(ours)].tolist() == wanted.tokens[b, : len(ours)].tolist()
-        assert all(chance >= keep for chance in ours[: grown.count[b]])
-        assert all(chance < keep for chance in ours[grown.count[b] :])
+        drafted = target.draft_greedy(batch, 200).tokens
+        expected = draft_by_scores(target, batch, 200).tokens
+    assert drafted.shape == expected.shape == (3, 7)
+    for b, budget in enumerate(batch.draft_budget):
+        assert drafted[b, :budget].tolist() == expected[b, :budget].tolist()
+    assert int(drafted.max()) < 200
 
 
-@WHOLE
-def test_features_are_the_layers_outputs(bits, folders):
-    target, model = read(folders["qwen3"], layers=(1, 3), bits=bits)
-    text = ids(12)
+@FLOAT_BITS
+def test_chain_stops_at_end_of_text_token(bits, folders):
+    target, _ = load_target(folders["biased"], bits=bits)
+    seq = tiny.admit(target, 0, random_ids(11))
+    batch = Batch(seqs=(seq,), start=(0,), feed=(tuple(seq.token_ids),), draft_budget=(7,))
     with torch.inference_mode():
-        scores = feed(target, [text[:1]], draft=chain(text[1:]))[0]
-        states = model.float()(torch.tensor([text]), output_hidden_states=True).hidden_states
-    assert distance(scores.hidden_states[1][0], states[2][0]) < {32: 1e-5, 16: 0.02}[bits]
+        unstopped = target.draft_greedy(batch, 200).tokens[0].tolist()
+        stop_rule = StopRule(weight=(1.0,), bias=(0.0,), ends=(unstopped[3], 777))
+        drafted = target.draft_greedy(batch, 200, stop_rule)
+        expected = draft_by_scores(target, batch, 200, stop_rule)
+    assert drafted.count == expected.count == (unstopped.index(unstopped[3]) + 1,)
+
+
+@FLOAT_BITS
+@pytest.mark.parametrize("extra", [0.0, 0.1])
+@pytest.mark.parametrize("threshold", [0.0, 0.01, 0.2, 2.0])
+def test_chain_stops_below_acceptance_thresholds(folders, threshold, extra, bits):
+    target, _ = load_target(folders["biased"], bits=bits)
+    sequences = [random_ids(count, seed) for seed, count in enumerate((11, 30, 4))]
+    seqs = [tiny.admit(target, slot, tokens) for slot, tokens in enumerate(sequences)]
+    batch = Batch(
+        seqs=tuple(seqs), start=(0, 0, 0), feed=tuple(tuple(tokens) for tokens in sequences), draft_budget=(3, 7, 1)
+    )
+    stop_rule = StopRule(
+        weight=(1.5, 0.8, 3.0),
+        bias=(0.1, -0.4, 0.3),
+        min_path_prob=threshold,
+        min_draft_probs=(threshold + extra, threshold),
+    )
+    with torch.inference_mode():
+        drafted = target.draft_greedy(batch, 200, stop_rule)
+        expected = draft_by_scores(target, batch, 200, stop_rule)
+    assert drafted.count == expected.count
+    assert threshold + extra > 0 or drafted.count == batch.draft_budget
+    assert threshold < 2 or drafted.count == (0, 0, 0)
+    for b, (probs, expected_probs) in enumerate(zip(drafted.accept_prob, expected.accept_prob, strict=True)):
+        count = drafted.count[b]
+        assert probs == pytest.approx(expected_probs, rel=1e-5)
+        assert drafted.margin[b] == pytest.approx(expected.margin[b], rel=1e-5)
+        assert count <= len(probs) <= min(count + 1, batch.draft_budget[b])
+        assert drafted.tokens[b, : len(probs)].tolist() == expected.tokens[b, : len(probs)].tolist()
+        assert all(prob >= threshold for prob in probs[:count])
+        assert all(prob < threshold for prob in probs[count:])
+
+
+@FLOAT_BITS
+def test_exported_hidden_states_equal_layer_outputs(bits, folders):
+    target, model = load_target(folders["qwen3"], layers=(1, 3), bits=bits)
+    tokens = random_ids(12)
+    with torch.inference_mode():
+        scores = feed(target, [tokens[:1]], draft=chain(tokens[1:]))[0]
+        states = model.float()(torch.tensor([tokens]), output_hidden_states=True).hidden_states
+    assert relative_error(scores.hidden_states[1][0], states[2][0]) < {32: 1e-5, 16: 0.02}[bits]
     assert torch.equal(scores.feed_hidden_states[3][0], scores.hidden_states[3][0, :1])
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_a_quantised_model_is_a_model_of_its_own(bits, folders):
-    _, plain = read(folders["tied"])
-    target, model = read(folders["tied"], bits=bits)
-    text = ids(30)
+def test_quantized_target_equals_its_quantized_weights(bits, folders):
+    _, unquantized = load_target(folders["tied"])
+    target, model = load_target(folders["tied"], bits=bits)
+    tokens = random_ids(30)
     with torch.inference_mode():
-        logits = feed(target, [text[:1]], draft=chain(text[1:]))[0].logits[0]
-        own, other = (m.float()(torch.tensor([text])).logits[0] for m in (model, plain))
-    assert distance(logits, own) < 0.08  # what is left is the rounding of activations
-    assert distance(own, other) > {8: 0.005, 4: 0.1}[bits]
-    assert target.bytes() < read(folders["tied"])[0].bytes()
+        logits = feed(target, [tokens[:1]], draft=chain(tokens[1:]))[0].logits[0]
+        expected = model.float()(torch.tensor([tokens])).logits[0]
+        unquantized_logits = unquantized.float()(torch.tensor([tokens])).logits[0]
+    assert relative_error(logits, expected) < 0.08  # the rounding of activations remains
+    assert relative_error(expected, unquantized_logits) > {8: 0.005, 4: 0.1}[bits]
+    assert target.bytes() < load_target(folders["tied"])[0].bytes()
 
 
-@WHOLE
-def test_swap_is_loading_the_other_weights(bits, tmp_path):
+@FLOAT_BITS
+def test_weight_update_equals_loading_the_other_checkpoint(bits, tmp_path):
     config = MODELS["biased"]
     old, new = (tiny.save(tmp_path / str(seed), config, seed=seed) for seed in (0, 1))
-    target, _ = read(old, bits=bits)
-    wanted, other = read(new, bits=bits)
-    text = ids(20)
+    target, _ = load_target(old, bits=bits)
+    new_target, new_model = load_target(new, bits=bits)
+    tokens = random_ids(20)
     with torch.inference_mode():
-        goal = feed(wanted, [text])[0].logits
-        assert not torch.equal(feed(target, [text])[0].logits, goal)
-        some = {name: value for name, value in other.state_dict().items() if "k_proj" not in name}
-        rest = {name: value for name, value in other.state_dict().items() if "k_proj" in name}
-        target.update_weights(some, 1)
-        assert not torch.equal(feed(target, [text])[0].logits, goal)
-        target.update_weights(rest, 2)
-        assert torch.equal(feed(target, [text])[0].logits, goal)
-        for value in other.state_dict().values():
-            value.zero_()  # what was given is the giver's again
-        assert torch.equal(feed(target, [text])[0].logits, goal)
+        expected = feed(new_target, [tokens])[0].logits
+        assert not torch.equal(feed(target, [tokens])[0].logits, expected)
+        first_weights = {name: value for name, value in new_model.state_dict().items() if "k_proj" not in name}
+        other_weights = {name: value for name, value in new_model.state_dict().items() if "k_proj" in name}
+        target.update_weights(first_weights, 1)
+        assert not torch.equal(feed(target, [tokens])[0].logits, expected)
+        target.update_weights(other_weights, 2)
+        assert torch.equal(feed(target, [tokens])[0].logits, expected)
+        for value in new_model.state_dict().values():
+            value.zero_()  # the target must have copied the weights
+        assert torch.equal(feed(target, [tokens])[0].logits, expected)
     assert target.version == 2
     with pytest.raises(OutriderError, match="no weight 'x'"):
         target.update_weights({"x": torch.zeros(1)}, 3)
@@ -331,44 +350,44 @@ def test_swap_is_loading_the_other_weights(bits, tmp_path):
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), [(32, 64), (33, 65), (1, 1), (100, 130)])
-def test_packing_loses_nothing_but_what_it_says(outputs, inputs):
-    wide = torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(0))
-    weight = wide.to(torch.bfloat16)
-    assert torch.equal(unpack(pack(wide, bits=32)), wide)
+def test_pack_and_unpack_round_trip(outputs, inputs):
+    float32_weight = torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(0))
+    weight = float32_weight.to(torch.bfloat16)
+    assert torch.equal(unpack(pack(float32_weight, bits=32)), float32_weight)
     assert torch.equal(unpack(pack(weight)), weight)
     for bits in (8, 4):
-        packed = pack(weight, bits=bits)
-        back = unpack(packed)
-        assert (back - weight.float()).abs().max() <= weight.float().abs().max() / ((1 << (bits - 1)) - 1) * 0.51
-        assert torch.equal(unpack(pack(back, bits=bits)), back)
+        quantized = unpack(pack(weight, bits=bits))
+        step = weight.float().abs().max() / ((1 << (bits - 1)) - 1)
+        assert (quantized - weight.float()).abs().max() <= step * 0.51
+        assert torch.equal(unpack(pack(quantized, bits=bits)), quantized)
     assert not unpack(pack(torch.zeros(outputs, inputs), bits=8)).any()
 
 
-def test_gate_and_up_lie_side_by_side():
+def test_gate_and_up_are_interleaved():
     gate, up = torch.randn(48, 8), torch.randn(48, 8)
-    both = interleave(gate, up)
-    assert torch.equal(both[:16], gate[:16])
-    assert torch.equal(both[16:32], up[:16])
-    assert all(map(torch.equal, separate(both), (gate, up)))
+    interleaved = interleave(gate, up)
+    assert torch.equal(interleaved[:16], gate[:16])
+    assert torch.equal(interleaved[16:32], up[:16])
+    assert all(map(torch.equal, separate(interleaved), (gate, up)))
 
 
-def test_an_arena_keeps_tensors_apart():
+def test_arena_tensors_do_not_overlap():
     arena = Arena()
     tensors = [torch.randn(count) for count in (3, 1000, 1 << 20)]
-    kept = [arena.keep(tensor) for tensor in tensors]
-    assert all(map(torch.equal, kept, tensors))
-    assert all(tensor.data_ptr() % 64 == 0 for tensor in kept)
+    copies = [arena.keep(tensor) for tensor in tensors]
+    assert all(map(torch.equal, copies, tensors))
+    assert all(tensor.data_ptr() % 64 == 0 for tensor in copies)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_text_does_not_depend_on_speculation(temperature, dtype):
-    """Any proposer, any k, alone or in company."""
+def test_output_does_not_depend_on_speculation(temperature, dtype):
+    """The output is the same with any proposer and k, in a batch and alone."""
     prompts = ["def add(a, b):\n    return", "Once upon a time", "SELECT name FROM", "The sum of 3 and 4 is"]
     params = SamplingParams(max_tokens=24, temperature=temperature, seed=5)
     draft = f"draft:{embedded('nano')}"
 
-    def texts(proposer, k, together):
+    def outputs(proposer, k, batched):
         llm = LLM(
             None,
             proposer=proposer,
@@ -379,45 +398,49 @@ def test_text_does_not_depend_on_speculation(temperature, dtype):
             max_num_seqs=4,
             max_model_len=128,
         )
-        if together:
+        if batched:
             return [c.token_ids for c in llm.generate(prompts, params)]
         return [llm.generate(prompt, params)[0].token_ids for prompt in prompts]
 
-    plain = texts("none", 0, False)
-    assert plain == texts(draft, 1, True) == texts(draft, 5, False) == texts("ngram", 8, True) == texts("none", 0, True)
+    plain = outputs("none", 0, False)
+    assert outputs(draft, 1, True) == plain
+    assert outputs(draft, 5, False) == plain
+    assert outputs("ngram", 8, True) == plain
+    assert outputs("none", 0, True) == plain
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_sampled_texts_of_a_batch_are_those_alone(dtype):
-    """Many of them: one draw in some thousands lies so close to where the token changes that a last bit decides."""
+def test_sampled_output_in_a_batch_equals_output_alone(dtype):
+    """Many sequences are sampled, because the last bit of a probability changes only one sample in some thousands."""
     options = {"proposer": "none", "k": 0, "dtype": dtype, "kernels": "native", "max_model_len": 96}
-    many, alone = LLM(embedded("nano"), max_num_seqs=64, **options), LLM(embedded("nano"), max_num_seqs=1, **options)
-    texts = ("def add(a, b):", "Once upon a time", "SELECT name", "The")
-    prompts = [f"{texts[i % 4]} {'x' * (i // 4)}" for i in range(64)]
+    batched = LLM(embedded("nano"), max_num_seqs=64, **options)
+    alone = LLM(embedded("nano"), max_num_seqs=1, **options)
+    beginnings = ("def add(a, b):", "Once upon a time", "SELECT name", "The")
+    prompts = [f"{beginnings[i % 4]} {'x' * (i // 4)}" for i in range(64)]
     params = SamplingParams(max_tokens=32, temperature=1.0, seed=11, ignore_eos=True)
-    assert [c.token_ids for c in many.generate(prompts, params)] == [
-        c.token_ids for c in alone.generate(prompts, params)
-    ]
+    batched_tokens = [c.token_ids for c in batched.generate(prompts, params)]
+    alone_tokens = [c.token_ids for c in alone.generate(prompts, params)]
+    assert batched_tokens == alone_tokens
 
 
-def test_auto_takes_them_in_both_types(folders):
+def test_auto_uses_native_kernels_for_float32_and_bfloat16(folders):
     for dtype, kernels in (("float32", "native"), ("bfloat16", "native"), ("float16", "torch")):
         checkpoint = load_checkpoint(folders["llama"], dtype=dtype, device="cpu")
         assert make_target(checkpoint, slots=1, context=32).kernels == kernels
 
 
-def test_what_cannot_be_had_is_said(folders, monkeypatch):
+def test_error_messages_for_unsupported_options(folders, monkeypatch):
     with pytest.raises(OutriderError, match="kernels 'quick' is unknown; use auto, native, torch"):
         LLM(folders["llama"], kernels="quick")
     with pytest.raises(OutriderError, match="need a CPU, and bfloat16 or float32; use kernels auto"):
         LLM(folders["llama"], kernels="native", dtype="float16")
     with pytest.raises(OutriderError, match="quantize 'int3' is unknown; use int8, int4"):
         LLM(folders["llama"], quantize="int3")
-    with pytest.raises(OutriderError, match="layer 9 was asked for"):
-        read(folders["llama"], layers=(9,))
+    with pytest.raises(OutriderError, match="this target has no layer 9"):
+        load_target(folders["llama"], layers=(9,))
 
 
-def test_without_a_compiler_torch_takes_over(folders, monkeypatch, tmp_path):
+def test_falls_back_to_torch_without_a_compiler(folders, monkeypatch, tmp_path):
     monkeypatch.setenv("CXX", "no-such-compiler")
     library.load_library.cache_clear()
     try:
@@ -425,8 +448,8 @@ def test_without_a_compiler_torch_takes_over(folders, monkeypatch, tmp_path):
         with pytest.raises(UnsupportedModel, match="no C\\+\\+ compiler was found"):
             make_target(checkpoint, slots=1, context=32, kernels="native")
         assert make_target(checkpoint, slots=1, context=32).kernels == "torch"
-        again = load_checkpoint(folders["llama"], dtype="bfloat16", device="cpu")
-        assert make_target(again, slots=1, context=32, bits=8).kernels == "torch int8"
+        new_checkpoint = load_checkpoint(folders["llama"], dtype="bfloat16", device="cpu")
+        assert make_target(new_checkpoint, slots=1, context=32, bits=8).kernels == "torch int8"
         monkeypatch.setenv("CXX", "false")
         with pytest.raises(UnsupportedModel, match="cannot compile"):
             make_target(checkpoint, slots=1, context=32, kernels="native")
@@ -434,7 +457,7 @@ def test_without_a_compiler_torch_takes_over(folders, monkeypatch, tmp_path):
         library.load_library.cache_clear()
 
 
-def test_without_a_folder_for_them_torch_takes_over(folders, monkeypatch, tmp_path):
+def test_falls_back_to_torch_without_a_cache_folder(folders, monkeypatch, tmp_path):
     (tmp_path / "file").write_text("not a folder")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     library.load_library.cache_clear()
@@ -443,40 +466,40 @@ def test_without_a_folder_for_them_torch_takes_over(folders, monkeypatch, tmp_pa
         with pytest.raises(UnsupportedModel, match=r"file/outrider, cannot be written .*; set XDG_CACHE_HOME"):
             make_target(checkpoint, slots=1, context=32, kernels="native")
         assert make_target(checkpoint, slots=1, context=32).kernels == "torch"
-        llm = LLM(
-            embedded("nano"), proposer="ngram", max_model_len=64
-        )  # whose rules and laws have kernels of their own
+        # Verification and sampling also have native kernels.
+        llm = LLM(embedded("nano"), proposer="ngram", max_model_len=64)
         assert len(llm.generate("def", SamplingParams(max_tokens=4, ignore_eos=True))[0].token_ids) == 4
     finally:
         library.load_library.cache_clear()
 
 
-def test_other_families_and_sizes_run_on_torch(tmp_path):
-    odd = tiny.save(tmp_path / "odd", tiny.make_config("LlamaConfig", head_dim=8))
-    other = tiny.save(tmp_path / "other", tiny.make_config("Olmo2Config"))
-    for folder, reason in ((odd, "multiples of 16"), (other, "the native kernels support llama")):
+def test_unsupported_architectures_and_sizes_run_on_torch(tmp_path):
+    wrong_size = tiny.save(tmp_path / "size", tiny.make_config("LlamaConfig", head_dim=8))
+    wrong_architecture = tiny.save(tmp_path / "architecture", tiny.make_config("Olmo2Config"))
+    cases = ((wrong_size, "multiples of 16"), (wrong_architecture, "the native kernels support llama"))
+    for folder, reason in cases:
         checkpoint = load_checkpoint(folder, dtype="bfloat16", device="cpu")
         assert make_target(checkpoint, slots=1, context=32).kernels == "torch"
         with pytest.raises(UnsupportedModel, match=reason):
             make_target(checkpoint, slots=1, context=32, kernels="native")
 
 
-def test_query_heads_that_share_a_key_head_are_as_many_as_there_is_room_for(tmp_path):
+def test_limit_of_query_heads_per_key_head(tmp_path):
     for heads in (48, 64):
         sizes = {"hidden_size": 192, "num_attention_heads": heads, "num_key_value_heads": 1}
         config = tiny.make_config("LlamaConfig", head_dim=16, **sizes)
         tiny.save(tmp_path / str(heads), config)
-    target, model = read(tmp_path / "48", bits=32)
-    text = ids(20)
+    target, model = load_target(tmp_path / "48", bits=32)
+    tokens = random_ids(20)
     with torch.inference_mode():
-        logits = feed(target, [text[:12], text[12:13]], draft=chain(text[13:]))[1].logits[0]
-        assert distance(logits, model(torch.tensor([text])).logits[0, 12:]) < 1e-4
+        logits = feed(target, [tokens[:12], tokens[12:13]], draft=chain(tokens[13:]))[1].logits[0]
+        assert relative_error(logits, model(torch.tensor([tokens])).logits[0, 12:]) < 1e-4
     checkpoint = load_checkpoint(tmp_path / "64", dtype="float32", device="cpu")
     with pytest.raises(UnsupportedModel, match="at most 48 query heads per key head; this model has 64 for 1"):
         make_target(checkpoint, slots=1, context=32, kernels="native")
     assert make_target(checkpoint, slots=1, context=32).kernels == "torch"
 
 
-def test_the_embedded_pair_runs_here():
+def test_embedded_draft_model_runs_on_native_kernels():
     checkpoint = load_checkpoint(embedded("nano"), dtype="bfloat16", device="cpu")
     assert isinstance(make_target(checkpoint, slots=1, context=32), NativeTarget)

@@ -1,4 +1,4 @@
-"""The equations of speculation, against sums over every outcome and against each other."""
+"""Tests of the equations of speculative decoding, against sums over all outcomes and published values."""
 
 from __future__ import annotations
 
@@ -15,25 +15,26 @@ RATE = st.floats(0, 1)
 
 
 @given(st.lists(RATE, max_size=6))
-def test_expected_tau_is_the_mean_over_outcomes(acceptance):
-    mean, reached = 0.0, 1.0
-    for kept, rate in enumerate(acceptance):
-        mean += reached * (1 - rate) * (kept + 1)
+def test_expected_tau_equals_the_mean_over_outcomes(acceptance):
+    mean = 0.0
+    reached = 1.0
+    for accepted, rate in enumerate(acceptance):
+        mean += reached * (1 - rate) * (accepted + 1)
         reached *= rate
     mean += reached * (len(acceptance) + 1)
     assert expected_tau(acceptance) == pytest.approx(mean)
 
 
 @given(RATE, st.integers(0, 12))
-def test_iid_is_a_special_case(alpha, k):
+def test_expected_tau_iid_is_a_special_case(alpha, k):
     assert expected_tau_iid(alpha, k) == pytest.approx(expected_tau([alpha] * k))
 
 
 @pytest.mark.parametrize(
     ("alpha", "k", "factor"), [(0.6, 2, 1.96), (0.7, 3, 2.53), (0.8, 5, 3.69), (0.9, 2, 2.71), (0.9, 10, 6.86)]
 )
-def test_speedup_of_the_paper(alpha, k, factor):
-    """Leviathan et al. 2023, table 1: guesses that cost nothing."""
+def test_speedup_equals_the_paper(alpha, k, factor):
+    """Leviathan et al. 2023, table 1: drafting costs nothing."""
     assert speedup(expected_tau_iid(alpha, k), k=k, draft=0.0) == pytest.approx(factor, abs=0.005)
 
 
@@ -42,10 +43,10 @@ def test_speedup_of_plain_decoding_is_one():
 
 
 @given(st.floats(0.01, 0.99), st.floats(0, 1.5))
-def test_a_guess_pays_when_acceptance_exceeds_its_cost(alpha, guess):
+def test_speculation_pays_if_acceptance_exceeds_the_draft_cost(alpha, cost):
     """Corollary 3.9 of the same paper."""
-    best = max(speedup(expected_tau_iid(alpha, k), k=k, draft=guess) for k in range(1, 17))
-    assert (best > 1) == (alpha > guess) or math.isclose(alpha, guess, rel_tol=1e-9)
+    best = max(speedup(expected_tau_iid(alpha, k), k=k, draft=cost) for k in range(1, 17))
+    assert (best > 1) == (alpha > cost) or math.isclose(alpha, cost, rel_tol=1e-9)
 
 
 def test_decode_limit():
@@ -53,7 +54,7 @@ def test_decode_limit():
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    "call",
     [
         lambda: expected_tau([0.5, 1.5]),
         lambda: expected_tau([math.nan]),
@@ -65,6 +66,6 @@ def test_decode_limit():
         lambda: decode_limit(1e6, -1.0),
     ],
 )
-def test_mistakes(wrong):
+def test_errors_of_invalid_arguments(call):
     with pytest.raises(OutriderError):
-        wrong()
+        call()

@@ -1,4 +1,4 @@
-"""What a round costs, and how far it pays to speculate."""
+"""Tests of the cost model, its calibration, and the cost planner."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from outrider.plan.window import FIXED_DRAFT_LENGTH
 from outrider.testing.toy_target import ToyTarget
 
 
-def sample(columns, seconds, rows=1, cached=0):
-    return Sample(tokens=columns, seqs=rows, cached=cached, seconds=seconds)
+def sample(tokens, seconds, seqs=1, cached=0):
+    return Sample(tokens=tokens, seqs=seqs, cached=cached, seconds=seconds)
 
 
-FLAT = PassCost(tokens=(1, 64), seconds=(1.0, 1.0), entry=0.0, pair=0.0)  # as where reading the weights is all
-STEEP = PassCost(tokens=(1, 64), seconds=(1.0, 64.0), entry=0.0, pair=0.0)  # as where arithmetic is
+FLAT = PassCost(tokens=(1, 64), seconds=(1.0, 1.0), entry=0.0, pair=0.0)  # a pass only reads the weights
+STEEP = PassCost(tokens=(1, 64), seconds=(1.0, 64.0), entry=0.0, pair=0.0)  # a pass is limited by arithmetic
 FREE = PassCost(tokens=(1, 64), seconds=(0.01, 0.01), entry=0.0, pair=0.0)
 
 
@@ -38,24 +38,35 @@ def costs(target, draft=FREE):
 
 
 def batch(rows, start=10, first=0):
-    """Rows of requests that are numbered from `first` on."""
-    asked = {"prompt_token_ids": (0,), "params": SamplingParams(), "seed": 0, "end_ids": frozenset(), "max_tokens": 99}
-    some = tuple(
-        SequenceState(request=Request(id=first + b, **asked), slot=b, token_ids=[0] * (start + 1)) for b in range(rows)
+    """Return a batch of `rows` decoding sequences. Requests are numbered from `first` on."""
+    fields = {"prompt_token_ids": (0,), "params": SamplingParams(), "seed": 0, "end_ids": frozenset(), "max_tokens": 99}
+    seqs = tuple(
+        SequenceState(request=Request(id=first + b, **fields), slot=b, token_ids=[0] * (start + 1)) for b in range(rows)
     )
-    return Batch(seqs=some, start=(start,) * rows, feed=((0,),) * rows, draft_budget=(20,) * rows)
+    return Batch(seqs=seqs, start=(start,) * rows, feed=((0,),) * rows, draft_budget=(20,) * rows)
 
 
-def live(planner, rows, chances, rounds, *, took=lambda k: (1.0, 0.0), seed=0, waits=0, first=0):
-    """Rounds in which the guess at position i is kept with chances[i]; the k of each.
+def simulate(planner, rows, acceptance, rounds, *, took=lambda k: (1.0, 0.0), seed=0, waits=0, first=0):
+    """Simulate rounds, and return the draft length of each.
 
-    Texts must be read for so many rounds (`waits`) before there are guesses, whenever there were none before.
+    Args:
+        planner: the planner.
+        rows: number of sequences.
+        acceptance: acceptance rate by position.
+        rounds: number of rounds.
+        took: returns the seconds of the target and of the draft for a draft length.
+        seed: the seed of the accepted tokens.
+        waits: number of rounds of prefill of the draft model, after rounds without a draft.
+        first: number of the first request.
     """
-    chance, stats, chosen, read = random.Random(seed), Stats(), [], 0
+    rng = random.Random(seed)
+    stats = Stats()
+    chosen = []
+    prefill_rounds = 0
     for _ in range(rounds):
         planned = planner.plan(batch(rows, first=first), stats)
-        read = read + 1 if any(planned.draft_budget) else 0
-        if 0 < read <= waits:
+        prefill_rounds = prefill_rounds + 1 if any(planned.draft_budget) else 0
+        if 0 < prefill_rounds <= waits:
             draft = replace(tree.empty(rows, torch.device("cpu")), num_prefilling=sum(map(bool, planned.draft_budget)))
         else:
             draft = tree.chain(torch.zeros(rows, max(planned.draft_budget)), planned.draft_budget)
@@ -63,9 +74,9 @@ def live(planner, rows, chances, rounds, *, took=lambda k: (1.0, 0.0), seed=0, w
         chosen.append(max(ks))
         passes = []
         for k in ks:
-            kept = next((i for i in range(k) if chance.random() >= chances[i]), k)
-            passes.append((k, kept, kept + 1))
-        target, draft = took(ks[0])
+            accepted = next((i for i in range(k) if rng.random() >= acceptance[i]), k)
+            passes.append((k, accepted, accepted + 1))
+        target_seconds, draft_seconds = took(ks[0])
         stats = stats + Stats.of_passes(passes)
         stats = Stats(
             **{
@@ -73,41 +84,42 @@ def live(planner, rows, chances, rounds, *, took=lambda k: (1.0, 0.0), seed=0, w
                 for name in ("passes", "output_tokens", "draft_tokens", "offered", "reached", "accepted")
             },
             rounds=len(chosen),
-            target_seconds=stats.target_seconds + target,
-            draft_seconds=stats.draft_seconds + draft,
+            target_seconds=stats.target_seconds + target_seconds,
+            draft_seconds=stats.draft_seconds + draft_seconds,
         )
     return chosen
 
 
-def test_costs_lie_on_the_lines_between_what_was_measured():
+def test_costs_are_interpolated_between_measurements():
     cost = PassCost.fit([sample(1, 2.0), sample(4, 2.0), sample(8, 6.0)])
     assert [cost(c, rows=1, cached=0) for c in (1, 4, 6, 8, 10)] == [2.0, 2.0, 4.0, 6.0, 8.0]
 
 
-def test_a_disturbed_measurement_is_not_believed():
+def test_disturbed_measurement_is_ignored():
     cost = PassCost.fit([sample(1, 9.0), sample(2, 2.0), sample(4, 3.0)])
     assert [cost(c, rows=1, cached=0) for c in (1, 2, 4)] == [2.0, 2.0, 3.0]
 
 
-def test_reading_the_cache_and_multiplying_by_it_are_told_apart():
-    def true(columns, rows, cached):
+def test_fit_separates_reading_the_cache_from_attention():
+    def true_cost(columns, rows, cached):
         return 1.0 + columns * 0.5 + 3e-4 * rows * cached + 2e-5 * columns * cached
 
     shapes = [(1, 1, 0), (8, 1, 0), (1, 1, 1000), (8, 1, 1000), (4, 4, 1000)]
-    cost = PassCost.fit([sample(c, true(c, r, s), r, s) for c, r, s in shapes])
-    assert cost(5, rows=2, cached=700) == pytest.approx(true(5, 2, 700))
+    samples = [sample(tokens, true_cost(tokens, seqs, cached), seqs, cached) for tokens, seqs, cached in shapes]
+    cost = PassCost.fit(samples)
+    assert cost(5, rows=2, cached=700) == pytest.approx(true_cost(5, 2, 700))
     assert PassCost.fit([sample(1, 1.0), sample(8, 1.0), sample(1, 0.5, 1, 100)]).entry == 0
 
 
-def test_what_is_read_takes_less_than_what_is_scored():
-    """As in a small model, which spends most of its time on its output layer."""
-    read = Sample(tokens=200, seqs=1, cached=0, seconds=10.0, scored=False)
-    cost = PassCost.fit([sample(1, 1.0), sample(101, 51.0), read])
+def test_cost_of_prompt_tokens_without_logits():
+    """A small model spends most of its time on the output layer, so a prefill is faster."""
+    prefill = Sample(tokens=200, seqs=1, cached=0, seconds=10.0, scored=False)
+    cost = PassCost.fit([sample(1, 1.0), sample(101, 51.0), prefill])
     assert cost(1, rows=1, cached=0, feed=100) == pytest.approx(1.0 + 100 * 0.05)
     assert replace(cost, fed=None)(1, rows=1, cached=0, feed=100) == pytest.approx(51.0)
 
 
-def test_costs_are_written_and_read():
+def test_cost_model_round_trip_through_json():
     for model in (costs(STEEP), costs(FLAT, None)):
         assert CostModel.loads(model.dumps()) == model
     assert costs(STEEP).verify(2, 3, cached=0, feed=1) == 9.0
@@ -116,148 +128,154 @@ def test_costs_are_written_and_read():
         CostModel.loads("{}")
 
 
-def test_good_guesses_are_followed_far_and_bad_ones_not():
-    assert live(CostPlanner(costs(FLAT), most=12), 1, [0.95] * 12, 200)[-1] == 12
+def test_draft_length_follows_the_acceptance():
+    assert simulate(CostPlanner(costs(FLAT), most=12), 1, [0.95] * 12, 200)[-1] == 12
     tenth = PassCost(tokens=(1, 2), seconds=(0.1, 0.1), entry=0, pair=0)
-    middling = live(CostPlanner(costs(FLAT, tenth), most=12), 1, [0.6] * 12, 400, took=lambda k: (1.0, 0.1 * k))
-    assert 1 <= sorted(middling[200:])[100] <= 5  # 4 is best: (1 - a^5) / ((1 - a)(1 + 4 c)) at a = 0.6, c = 0.1
+    medium = simulate(CostPlanner(costs(FLAT, tenth), most=12), 1, [0.6] * 12, 400, took=lambda k: (1.0, 0.1 * k))
+    assert 1 <= sorted(medium[200:])[100] <= 5  # 4 is best: (1 - a^5) / ((1 - a)(1 + 4 c)) at a = 0.6, c = 0.1
 
 
-def test_where_a_guess_costs_as_much_as_a_token_nothing_is_guessed():
+def test_no_drafts_if_a_draft_token_costs_as_much_as_an_output_token():
     took = lambda k: (4.0 * (1 + k), 0.0)  # noqa: E731
-    assert set(live(CostPlanner(costs(STEEP), most=12), 4, [1.0] * 12, 100, took=took)) == {0}
+    assert set(simulate(CostPlanner(costs(STEEP), most=12), 4, [1.0] * 12, 100, took=took)) == {0}
 
 
-def test_speculation_is_given_up_and_tried_again():
+def test_speculation_stops_and_is_tried_again():
     fifth = PassCost(tokens=(1, 2), seconds=(0.2, 0.2), entry=0, pair=0)
-    chosen = live(CostPlanner(costs(FLAT, fifth), most=12), 1, [0.0] * 12, 3000, took=lambda k: (1.0, 0.2 * k))
+    chosen = simulate(CostPlanner(costs(FLAT, fifth), most=12), 1, [0.0] * 12, 3000, took=lambda k: (1.0, 0.2 * k))
     late = chosen[100:]
     assert 0 < sum(0.2 * k for k in late) < 0.012 * len(late)
     planner = CostPlanner(costs(FLAT), most=12)
-    live(planner, 1, [0.0] * 12, 60)
+    simulate(planner, 1, [0.0] * 12, 60)
     assert planner.proposers[0].acceptance[0] < 0.5
-    assert live(planner, 1, [1.0] * 12, 3000)[-1] > 5
+    assert simulate(planner, 1, [1.0] * 12, 3000)[-1] > 5
 
 
 @pytest.mark.parametrize("unit", [0.01, 0.2])
-def test_cheap_trials_come_sooner(unit):
-    """Whatever a trial costs, trials that come to nothing take about a hundredth of the time, and no row waits long."""
+def test_cheap_trials_are_more_frequent(unit):
+    """Failed trials take about 1% of the time, for any cost of a trial. The time between trials is limited."""
     draft = PassCost(tokens=(1, 64), seconds=(unit, unit), entry=0, pair=0)
     planner = CostPlanner(costs(FLAT, draft), most=12)
-    chosen = live(planner, 8, [0.0] * 12, 4000, took=lambda k: (1.0, unit * k))[1000:]
-    tries = [i for i, k in enumerate(chosen) if k]
+    chosen = simulate(planner, 8, [0.0] * 12, 4000, took=lambda k: (1.0, unit * k))[1000:]
+    drafting_rounds = [i for i, k in enumerate(chosen) if k]
     assert sum(chosen) * unit < 0.04 * len(chosen)
-    rests = [b - a for a, b in pairwise(tries) if b - a > 8]
-    assert max(rests) < (150 if unit == 0.01 else 800)
+    pauses = [after - before for before, after in pairwise(drafting_rounds) if after - before > 8]
+    assert max(pauses) < (150 if unit == 0.01 else 800)
 
 
-def test_what_has_paid_before_is_tried_more_often():
-    def tries(before):
-        planner, took = CostPlanner(costs(FLAT, fifth), most=12), lambda k: (1.0, 0.2 * k)
-        live(planner, 1, [0.95] * 12, before, took=took)
-        return sum(map(bool, live(planner, 1, [0.0] * 12, 3000, took=took)[500:]))
+def test_trials_are_more_frequent_if_speculation_has_paid_before():
+    def drafting_rounds(good_rounds):
+        planner = CostPlanner(costs(FLAT, fifth), most=12)
+        took = lambda k: (1.0, 0.2 * k)  # noqa: E731
+        simulate(planner, 1, [0.95] * 12, good_rounds, took=took)
+        return sum(map(bool, simulate(planner, 1, [0.0] * 12, 3000, took=took)[500:]))
 
     fifth = PassCost(tokens=(1, 2), seconds=(0.2, 0.2), entry=0, pair=0)
-    assert 0 < tries(0) < 0.7 * tries(200)
+    assert 0 < drafting_rounds(0) < 0.7 * drafting_rounds(200)
 
 
-def test_rounds_that_take_longer_than_expected_are_learnt_from():
-    # Guesses are said to be free, and take as long as a token.
-    chosen = live(CostPlanner(costs(FLAT), most=12), 1, [0.9] * 12, 400, took=lambda k: (1.0, 1.0 * k))
+def test_planner_learns_from_rounds_that_take_longer_than_expected():
+    # The cost model says that drafting is free, but a draft token takes as long as an output token.
+    chosen = simulate(CostPlanner(costs(FLAT), most=12), 1, [0.9] * 12, 400, took=lambda k: (1.0, 1.0 * k))
     assert set(chosen[-20:]) <= {0, 1}
 
 
-@pytest.mark.parametrize("chance", [0.4, 0.6, 0.8])
-def test_work_besides_the_columns_of_guesses_is_learnt_from_rounds_without_any(chance):
-    """Guesses make a round half as long again: nothing is lost by that, and what pays is still done."""
+@pytest.mark.parametrize("rate", [0.4, 0.6, 0.8])
+def test_planner_learns_the_fixed_cost_of_speculation(rate):
+    """Any draft makes a round 50% longer. The planner still chooses a nearly optimal draft length."""
     sloped = PassCost(tokens=(1, 64), seconds=(1.0, 7.3), entry=0.0, pair=0.0)
     draft = PassCost(tokens=(1, 2), seconds=(0.02, 0.02), entry=0.0, pair=0.0)
     took = lambda k: ((1.5 if k else 1.0) + 0.1 * k, 0.02 * k)  # noqa: E731
-    chosen = live(CostPlanner(costs(sloped, draft), most=12), 1, [chance] * 12, 1500, took=took)[500:]
-    tau = [sum(chance**i for i in range(k + 1)) for k in range(13)]
+    chosen = simulate(CostPlanner(costs(sloped, draft), most=12), 1, [rate] * 12, 1500, took=took)[500:]
+    tau = [sum(rate**i for i in range(k + 1)) for k in range(13)]
     speed = sum(tau[k] for k in chosen) / sum(sum(took(k)) for k in chosen)
     best = max(tau[k] / sum(took(k)) for k in range(13))
     assert speed > 0.98 * best
 
 
-@pytest.mark.parametrize("chances", [[0.95] * 12, [0.0] * 12])
-def test_rows_that_are_still_read_say_nothing_of_the_guesses(chances):
-    """A trial is of guesses, however long it takes until there are any; and one that comes to nothing still ends."""
+@pytest.mark.parametrize("acceptance", [[0.95] * 12, [0.0] * 12])
+def test_trial_continues_while_the_draft_model_prefills(acceptance):
+    """Prefill rounds do not count as rounds of the trial. A failed trial still ends."""
     planner = CostPlanner(costs(FLAT), most=12)
-    chosen = live(planner, 8, chances, 600, waits=9)
-    guessing = sum(map(bool, chosen[300:]))
-    assert guessing == 300 if chances[0] else 0 < guessing < 60
+    chosen = simulate(planner, 8, acceptance, 600, waits=9)
+    drafting = sum(map(bool, chosen[300:]))
+    assert drafting == 300 if acceptance[0] else 0 < drafting < 60
 
 
-def test_a_planner_at_rest_does_not_think_again_whenever_a_row_comes_or_goes():
-    planner, decided, rests, seconds = CostPlanner(costs(STEEP), most=12), [], 0, 8.0 * 40
-    assert set(live(planner, 8, [0.0] * 12, 40, took=lambda k: (8.0 * (1 + k), 0.0))) == {0}
+def test_plain_decoding_continues_when_sequences_join_or_leave():
+    planner = CostPlanner(costs(STEEP), most=12)
+    decisions = []
+    plain_rounds = 0
+    seconds = 8.0 * 40
+    assert set(simulate(planner, 8, [0.0] * 12, 40, took=lambda k: (8.0 * (1 + k), 0.0))) == {0}
     decide = planner._decide
-    planner._decide = lambda *args: (decided.append(len(args[0].seqs)), decide(*args))
+    planner._decide = lambda *args: (decisions.append(len(args[0].seqs)), decide(*args))
     for rounds in range(40, 240):
-        some = batch(7 + rounds // 3 % 2)  # every third round
-        rests += not any(planner.plan(some, Stats(rounds=rounds, target_seconds=seconds)).draft_budget)
-        seconds += len(some.seqs)
-    assert rests == 200
-    assert 200 / 32 < len(decided) <= 200 / 8  # and yet it does when that has gone on for a while
-    assert planner.proposers[0].idle_rounds > 200  # rounds: what is not tried waits for its trial all the while
+        changing = batch(7 + rounds // 3 % 2)  # the number of sequences changes in every third round
+        plain_rounds += not any(planner.plan(changing, Stats(rounds=rounds, target_seconds=seconds)).draft_budget)
+        seconds += len(changing.seqs)
+    assert plain_rounds == 200
+    assert 200 / 32 < len(decisions) <= 200 / 8
+    assert planner.proposers[0].idle_rounds > 200  # these rounds count until the next trial
 
 
-def test_guesses_begin_with_the_first_row_that_decodes():
-    """However many rounds have read its prompt."""
+def test_drafting_starts_when_the_first_sequence_decodes():
+    """Its prompt is prefilled in several rounds."""
     planner = CostPlanner(costs(FLAT), most=4)
-    assert live(planner, 1, [0.9] * 4, 40)[-1] == 4
-    (row,) = batch(1).seqs
-    long = SequenceState(request=replace(row.request, id=7), slot=0, token_ids=[0] * 31)
-    for rounds in range(3):  # ten tokens each, of thirty-one
-        reading = Batch(seqs=(long,), start=(10 * rounds,), feed=((0,) * 10,), draft_budget=(0,))
-        assert not any(planner.plan(reading, Stats(rounds=40 + rounds)).draft_budget)
-    decoding = Batch(seqs=(long,), start=(30,), feed=((0,),), draft_budget=(20,))
+    assert simulate(planner, 1, [0.9] * 4, 40)[-1] == 4
+    (other,) = batch(1).seqs
+    seq = SequenceState(request=replace(other.request, id=7), slot=0, token_ids=[0] * 31)
+    for rounds in range(3):  # ten of 31 tokens in each round
+        prefill = Batch(seqs=(seq,), start=(10 * rounds,), feed=((0,) * 10,), draft_budget=(0,))
+        assert not any(planner.plan(prefill, Stats(rounds=40 + rounds)).draft_budget)
+    decoding = Batch(seqs=(seq,), start=(30,), feed=((0,),), draft_budget=(20,))
     assert planner.plan(decoding, Stats(rounds=43)).draft_budget == (4,)
 
 
-def test_whoever_expects_the_same_text_again_gets_the_same_guesses_from_a_planner_at_rest():
-    planner, some = CostPlanner(costs(STEEP), most=12, replay=True), batch(2)
-    live(planner, 2, [0.0] * 12, 40, took=lambda k: (2.0 * (1 + k), 0.0))
-    at_rest = Stats(rounds=40, target_seconds=80.0)
-    assert not any(planner.plan(some, at_rest).draft_budget)
-    fixed = replace(some.seqs[0].request, id=9, params=SamplingParams(seed=1, temperature=1.0))
-    joined = (*some.seqs, SequenceState(request=fixed, slot=2, token_ids=[0] * 11))
-    more = Batch(seqs=joined, start=(10,) * 3, feed=((0,),) * 3, draft_budget=(20,) * 3)
-    assert planner.plan(more, replace(at_rest, rounds=41)).draft_budget == (FIXED_DRAFT_LENGTH,) * 3
+def test_seeded_request_gets_a_fixed_draft_length_during_plain_decoding():
+    planner = CostPlanner(costs(STEEP), most=12, replay=True)
+    unseeded = batch(2)
+    simulate(planner, 2, [0.0] * 12, 40, took=lambda k: (2.0 * (1 + k), 0.0))
+    stats = Stats(rounds=40, target_seconds=80.0)
+    assert not any(planner.plan(unseeded, stats).draft_budget)
+    request = replace(unseeded.seqs[0].request, id=9, params=SamplingParams(seed=1, temperature=1.0))
+    seqs = (*unseeded.seqs, SequenceState(request=request, slot=2, token_ids=[0] * 11))
+    with_seeded = Batch(seqs=seqs, start=(10,) * 3, feed=((0,),) * 3, draft_budget=(20,) * 3)
+    assert planner.plan(with_seeded, replace(stats, rounds=41)).draft_budget == (FIXED_DRAFT_LENGTH,) * 3
 
 
-def test_a_text_is_read_by_the_draft_only_if_its_own_guesses_repay_that():
-    reading = PassCost(tokens=(1, 1024), seconds=(0.1, 10.0), entry=0, pair=0)  # a tenth of a round, and more for more
-    planner = CostPlanner(costs(FLAT, reading), most=4)
+def test_draft_model_prefills_only_sequences_that_repay_it():
+    draft = PassCost(tokens=(1, 1024), seconds=(0.1, 10.0), entry=0, pair=0)  # 0.1 rounds, and more for long prefills
+    planner = CostPlanner(costs(FLAT, draft), most=4)
     took = lambda k: (1.0, 0.1 * k)  # noqa: E731
-    assert live(planner, 2, [0.9] * 4, 101, took=took)[-1] == 4
-    few, stats = batch(2), Stats(rounds=planner._stats.rounds + planner._window.rounds)
+    assert simulate(planner, 2, [0.9] * 4, 101, took=took)[-1] == 4
+    prefilled = batch(2)
+    stats = Stats(rounds=planner._stats.rounds + planner._window.rounds)
 
-    def later(left, start):
-        """Besides two rows that are read already, a third."""
-        other = replace(few.seqs[0].request, id=left + start)
-        rows = (*few.seqs, SequenceState(request=other, slot=2, token_ids=[0] * (start + 1)))
-        return Batch(seqs=rows, start=(10, 10, start), feed=((0,),) * 3, draft_budget=(20, 20, left))
+    def with_third(budget, start):
+        """Return the batch of two prefilled sequences and a third one."""
+        request = replace(prefilled.seqs[0].request, id=budget + start)
+        seqs = (*prefilled.seqs, SequenceState(request=request, slot=2, token_ids=[0] * (start + 1)))
+        return Batch(seqs=seqs, start=(10, 10, start), feed=((0,),) * 3, draft_budget=(20, 20, budget))
 
-    state, budgets = planner._window, []
-    for left, start in ((20, 10), (20, 1000), (2, 500)):
-        planner._window = replace(state)
-        budgets.append(planner.plan(later(left, start), stats).draft_budget)
+    window = planner._window
+    budgets = []
+    for budget, start in ((20, 10), (20, 1000), (2, 500)):
+        planner._window = replace(window)
+        budgets.append(planner.plan(with_third(budget, start), stats).draft_budget)
     assert [bool(third) for _, _, third in budgets] == [True, False, False]
-    assert all(one and two for one, two, _ in budgets)
+    assert all(first and second for first, second, _ in budgets)
 
 
-def test_budgets_are_never_raised():
+def test_plan_never_raises_a_budget():
     planner = CostPlanner(costs(FLAT), most=12)
-    some = batch(3)
-    short = Batch(seqs=some.seqs, start=some.start, feed=some.feed, draft_budget=(0, 2, 20))
-    budget = planner.plan(short, Stats()).draft_budget
+    limited = replace(batch(3), draft_budget=(0, 2, 20))
+    budget = planner.plan(limited, Stats()).draft_budget
     assert budget[0] == 0
     assert budget[1] <= 2
 
 
-def test_calibration_measures_what_runs():
+def test_calibration_of_a_toy_target():
     target = ToyTarget(slots=4, context=64)
     cost = measure_pass(target)
     assert cost.tokens[0] == 1
@@ -265,7 +283,7 @@ def test_calibration_measures_what_runs():
     assert calibrate(target, None).draft is None
 
 
-def test_costs_are_remembered(tmp_path, monkeypatch):
+def test_costs_are_cached_on_disk(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     target = ToyTarget(slots=2, context=32)
     monkeypatch.setattr("outrider.plan.calibrate._measure", lambda target, rows, columns, cached: columns * 1e-3)
@@ -278,7 +296,7 @@ def test_costs_are_remembered(tmp_path, monkeypatch):
     assert CostModel.loads(cost_file(target, None).read_text())
 
 
-def test_costs_asked_for_longest_ago_are_removed(tmp_path, monkeypatch):
+def test_least_recently_used_cost_files_are_removed(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("outrider.plan.calibrate._measure", lambda target, rows, columns, cached: columns * 1e-3)
     monkeypatch.setattr("outrider.plan.calibrate._FILES", 3)
@@ -287,14 +305,14 @@ def test_costs_asked_for_longest_ago_are_removed(tmp_path, monkeypatch):
     for age, target in enumerate(targets[:3]):
         known_costs(target, None)
         os.utime(files[age], (age, age))
-    known_costs(targets[0], None)  # and so the second was asked for longest ago
+    known_costs(targets[0], None)  # now the second file is the least recently used one
     for target in targets[3:]:
         known_costs(target, None)
     assert [file.exists() for file in files] == [True, False, False, True, True]
     assert set(files[0].parent.iterdir()) == {files[0], *files[3:]}
 
 
-def test_costs_are_written_whole_or_not(tmp_path, monkeypatch):
+def test_cost_file_is_written_atomically(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("outrider.plan.calibrate._measure", lambda target, rows, columns, cached: columns * 1e-3)
     target = ToyTarget(slots=2, context=32)
@@ -310,45 +328,46 @@ def test_costs_are_written_whole_or_not(tmp_path, monkeypatch):
     assert list(cost_file(target, None).parent.iterdir()) == [cost_file(target, None)]
 
 
-@pytest.mark.parametrize(("who", "least"), [("target", 2), ("draft", 1)])
-def test_costs_of_a_busy_moment_are_measured_anew(tmp_path, monkeypatch, who, least):
-    """What was slower then than beside all else is found out; what is slower altogether changes no decision."""
+@pytest.mark.parametrize(("slow_model", "first_slow"), [("target", 2), ("draft", 1)])
+def test_inaccurate_cost_file_is_measured_again(tmp_path, monkeypatch, slow_model, first_slow):
+    """A file is measured again if some of its passes were too slow, but not if all are slower by one factor."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    target, draft, passes = ToyTarget(slots=2, context=32), ToyTarget(slots=2, context=32), []
-    slow, scale = {"target": target, "draft": draft}[who], [1.0, 2.0]
+    target = ToyTarget(slots=2, context=32)
+    draft = ToyTarget(slots=2, context=32)
+    passes = []
+    slow = {"target": target, "draft": draft}[slow_model]
+    scale = {"all": 1.0, "slow": 2.0}
 
     def took(target, rows, columns, cached):
         passes.append(columns)
-        return columns * 1e-3 * scale[0] * (scale[1] if target is slow and columns >= least else 1.0)
+        factor = scale["slow"] if target is slow and columns >= first_slow else 1.0
+        return columns * 1e-3 * scale["all"] * factor
 
     monkeypatch.setattr("outrider.plan.calibrate._measure", took)
-    monkeypatch.setattr("outrider.plan.calibrate._read", lambda target, columns: columns * 5e-4)
+    monkeypatch.setattr("outrider.plan.calibrate._measure_prefill", lambda target, columns: columns * 5e-4)
     known_costs(target, draft)
-    scale[1] = 1.0
-    mended = known_costs(target, draft)
-    assert mended.target(8, rows=1, cached=0) == pytest.approx(8e-3)
-    assert mended.draft == mended.target
-    assert CostModel.loads(cost_file(target, draft).read_text()) == mended
+    scale["slow"] = 1.0
+    corrected = known_costs(target, draft)
+    assert corrected.target(8, rows=1, cached=0) == pytest.approx(8e-3)
+    assert corrected.draft == corrected.target
+    assert CostModel.loads(cost_file(target, draft).read_text()) == corrected
     passes.clear()
-    scale[0] = 3.0
-    assert known_costs(target, draft) == mended
+    scale["all"] = 3.0
+    assert known_costs(target, draft) == corrected
     assert len(passes) < 20
 
 
 @pytest.mark.usefixtures("measured_costs")
-def test_auto_writes_the_same_text(tmp_path, monkeypatch):
-    monkeypatch.setattr("outrider.plan.calibrate.cache_folder", lambda: tmp_path)  # that of the kernels stays
+def test_auto_draft_length_gives_the_output_of_plain_decoding(tmp_path, monkeypatch):
+    monkeypatch.setattr("outrider.plan.calibrate.cache_folder", lambda: tmp_path)  # not the cache folder of the kernels
     monkeypatch.setattr("outrider.plan.calibrate._SWEEPS", 1)
     params = SamplingParams(max_tokens=24)
     prompts = ["def add(a, b):\n    return", "Once upon a time"]
-    texts = [
-        [
-            c.token_ids
-            for c in LLM(None, k=k, max_num_seqs=2, max_model_len=96, dtype="float32").generate(prompts, params)
-        ]
-        for k in ("auto", 0)
-    ]
-    assert texts[0] == texts[1]
+    outputs = []
+    for k in ("auto", 0):
+        llm = LLM(None, k=k, max_num_seqs=2, max_model_len=96, dtype="float32")
+        outputs.append([completion.token_ids for completion in llm.generate(prompts, params)])
+    assert outputs[0] == outputs[1]
     with pytest.raises(OutriderError, match="k is 'many'; use a number of draft tokens"):
         LLM(embedded("nano"), k="many")
 
@@ -361,42 +380,42 @@ def test_calibration_leaves_an_empty_cache():
     assert llm.generate("def add(a, b):", SamplingParams(max_tokens=8))[0].token_ids == before
 
 
-def test_guesses_that_just_fail_to_pay_are_not_followed_by_rounds_to_look_at_for_ever():
-    """Where the gain is about 1, rounds without guesses cost nothing; but who makes only those never learns better."""
+def test_planner_does_not_probe_forever_if_speculation_almost_pays():
+    """With a gain of about 1, probes cost nothing. But with probes only, the planner would never learn that it pays."""
     tenth = PassCost(tokens=(1, 2), seconds=(0.1, 0.1), entry=0, pair=0)
     planner = CostPlanner(costs(FLAT, tenth), most=12)
-    poor = live(planner, 1, [0.08] * 12, 12, took=lambda k: (1.0, 0.1 * k))
+    poor = simulate(planner, 1, [0.08] * 12, 12, took=lambda k: (1.0, 0.1 * k))
     assert any(poor)
     planner.proposers[0].estimates_acceptance = True
-    good = live(planner, 1, [0.9] * 12, 300, took=lambda k: (1.0, 0.1 * k))
+    good = simulate(planner, 1, [0.9] * 12, 300, took=lambda k: (1.0, 0.1 * k))
     assert sum(map(bool, good[100:])) > 150
 
 
-def test_a_text_that_begins_badly_is_guessed_later_on():
-    """What fails in a text's first rounds is tried again within the text, and not only after a thousand tokens."""
+def test_speculation_is_tried_again_soon_after_a_bad_start():
+    """The beginning of a text is often hard to draft."""
     fifth = PassCost(tokens=(1, 2), seconds=(0.2, 0.2), entry=0, pair=0)
     planner = CostPlanner(costs(FLAT, fifth), most=12)
     took = lambda k: (1.0, 0.2 * k)  # noqa: E731
-    live(planner, 1, [0.0] * 12, 30, took=took)
-    assert sum(map(bool, live(planner, 1, [0.9] * 12, 150, took=took))) > 75
+    simulate(planner, 1, [0.0] * 12, 30, took=took)
+    assert sum(map(bool, simulate(planner, 1, [0.9] * 12, 150, took=took))) > 75
 
 
-def test_other_texts_are_tried_at_once():
-    """What failed of the texts before says little of them."""
+def test_trial_starts_at_once_for_new_requests():
+    """A failed trial on earlier requests does not delay it."""
     fifth = PassCost(tokens=(1, 2), seconds=(0.2, 0.2), entry=0, pair=0)
     took = lambda k: (1.0, 0.2 * k)  # noqa: E731
-    begun = []
+    started = []
     for first in (0, 1):
         planner = CostPlanner(costs(FLAT, fifth), most=12)
-        assert live(planner, 1, [0.0] * 12, 20, took=took)[-1] == 0
-        begun.append(any(live(planner, 1, [0.9] * 12, 3, took=took, first=first)))
-    assert begun == [False, True]
+        assert simulate(planner, 1, [0.0] * 12, 20, took=took)[-1] == 0
+        started.append(any(simulate(planner, 1, [0.9] * 12, 3, took=took, first=first)))
+    assert started == [False, True]
 
 
-def test_rows_of_a_trial_go_on_where_the_others_texts_are_too_dear_to_read():
-    dear = PassCost(tokens=(1, 64), seconds=(0.01, 0.01), entry=0, pair=0, fed=0.08)
-    planner = CostPlanner(costs(FLAT, dear), most=12)
-    live(planner, 8, [0.9] * 12, 9, took=lambda k: (1.0, 0.01 * k))
+def test_sequences_of_a_trial_continue_if_other_prefills_do_not_pay():
+    expensive_prefill = PassCost(tokens=(1, 64), seconds=(0.01, 0.01), entry=0, pair=0, fed=0.08)
+    planner = CostPlanner(costs(FLAT, expensive_prefill), most=12)
+    simulate(planner, 8, [0.9] * 12, 9, took=lambda k: (1.0, 0.01 * k))
     assert not planner.proposers[0].trial_passes_left
-    told = Stats(rounds=planner._stats.rounds + planner._window.rounds)
-    assert sum(map(bool, planner.plan(batch(8), told).draft_budget)) == 2
+    stats = Stats(rounds=planner._stats.rounds + planner._window.rounds)
+    assert sum(map(bool, planner.plan(batch(8), stats).draft_budget)) == 2

@@ -1,4 +1,4 @@
-"""Projections: the equations, the shapes, and what was measured here and elsewhere beside what they say."""
+"""Tests of `outrider project`: equations, model sizes, comparison with measurements, and the command line."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from outrider.project.equations import (
     loaded_experts,
     one_pass,
 )
-from outrider.project.machines import CPU, GPU, NAMES, SHEETS, Kind, Own, efficiencies, find_machine
+from outrider.project.machines import CPU, GPU, NAMES, SHEETS, Kind, MachineOverrides, efficiencies, find_machine
 from outrider.project.measured import read_bench
 from outrider.project.memory import MemoryBudget
 from outrider.project.models import SIZES, TYPES, Bits, find_model, read_model, typical
 from tests.helpers.tiny import ARCHITECTURES, make_config
 
-ROUND = Machine(name="round", bandwidth=100.0, bf16=1000.0, int8=2000.0)
+MACHINE = Machine(name="machine", bandwidth=100.0, bf16=1000.0, int8=2000.0)
 IDEAL = Efficiency(
     name="ideal",
     bandwidth=1.0,
@@ -72,17 +72,17 @@ LLAMA_70B = (8192, 80, 64, 8, 28672, 32000)
 
 
 def pairs(target, machine, *, kind: Kind = GPU, drafting=None, acceptance=None, devices=1, **given):
-    """One for each case."""
-    place, _ = find_machine(machine, Own(devices=devices))
+    """Return the pessimistic, middle and optimistic pair."""
+    hardware, _ = find_machine(machine, MachineOverrides(devices=devices))
     return [
         Pair(
             target=target,
             drafting=drafting or Drafting(),
-            acceptance=acceptance or Acceptance(rates=(0.8,), endless=True),
-            machine=place,
-            efficiency=each,
+            acceptance=acceptance or Acceptance(rates=(0.8,), repeat_last=True),
+            machine=hardware,
+            efficiency=efficiency,
         )
-        for each in efficiencies(kind, given)
+        for efficiency in efficiencies(kind, given)
     ]
 
 
@@ -90,56 +90,59 @@ def pairs(target, machine, *, kind: Kind = GPU, drafting=None, acceptance=None, 
 
 
 def test_loaded_experts():
-    """MoESD's formula for 128 experts of which each token takes 8."""
-    found = [loaded_experts(128, 8, tokens) for tokens in (1, 8, 16)]
-    assert found == pytest.approx([8, 51.6, 82.4], abs=0.05)
+    """The formula of MoESD, for 128 experts of which each token uses 8."""
+    experts = [loaded_experts(128, 8, tokens) for tokens in (1, 8, 16)]
+    assert experts == pytest.approx([8, 51.6, 82.4], abs=0.05)
     assert loaded_experts(128, 8, 1e6) == pytest.approx(128)
 
 
-@pytest.mark.parametrize(("bits", "columns"), [(16, 295), (4, 74)])
-def test_free_columns_of_an_h100(bits, columns):
-    place, _ = find_machine("H100", Own())
-    assert free_tokens(bandwidth=place.bandwidth, arithmetic=place.bf16, bits=bits) == pytest.approx(columns, abs=0.6)
+@pytest.mark.parametrize(("bits", "tokens"), [(16, 295), (4, 74)])
+def test_free_tokens_of_an_h100(bits, tokens):
+    hardware, _ = find_machine("H100", MachineOverrides())
+    assert free_tokens(bandwidth=hardware.bandwidth, arithmetic=hardware.bf16, bits=bits) == pytest.approx(
+        tokens, abs=0.6
+    )
 
 
 @pytest.mark.parametrize("k", [0, 1, 4, 9])
-def test_tau_is_the_closed_form(k):
-    assert Acceptance(rates=(0.7,), endless=True).tau(k) == pytest.approx(expected_tau_iid(0.7, k))
+def test_tau_equals_the_closed_form(k):
+    assert Acceptance(rates=(0.7,), repeat_last=True).tau(k) == pytest.approx(expected_tau_iid(0.7, k))
     assert Acceptance(rates=(0.9, 0.5)).tau(min(k, 2)) == pytest.approx([1, 1.9, 2.35][min(k, 2)])
 
 
-def test_a_pass_is_the_roof_line():
-    ours = one_pass(SMALL, ROUND, IDEAL, columns=6, rows=2, context=5)
-    size, operations = 50 * 2 + 2 * 5 * 2, 6 * 2 * (50 + 5)
-    assert 1 / ours.seconds == pytest.approx(
+def test_ideal_pass_equals_the_roofline():
+    estimate = one_pass(SMALL, MACHINE, IDEAL, tokens=6, seqs=2, context=5)
+    size = 50 * 2 + 2 * 5 * 2
+    operations = 6 * 2 * (50 + 5)
+    assert 1 / estimate.seconds == pytest.approx(
         roof(bytes_per_pass=size, flops_per_pass=operations, bandwidth=100, gemm=1000)
     )
-    assert ours.bound is Bound.BANDWIDTH
-    assert one_pass(SMALL, ROUND, IDEAL, columns=60, rows=2, context=5).bound is Bound.ARITHMETIC
+    assert estimate.bound is Bound.BANDWIDTH
+    assert one_pass(SMALL, MACHINE, IDEAL, tokens=60, seqs=2, context=5).bound is Bound.ARITHMETIC
 
 
 def test_efficiency_and_overheads_of_a_pass():
     worse = replace(IDEAL, bandwidth=0.5, arithmetic=0.25, exposed=1.0, layer_seconds=0.1, allreduce_seconds=0.3)
-    ours = one_pass(SMALL, ROUND, worse, columns=6, rows=2, context=5)
-    assert ours.seconds == pytest.approx(120 / 50 + 660 / 250 + 2 * 0.1)
-    shared = one_pass(SMALL, replace(ROUND, devices=2), worse, columns=6, rows=2, context=5)
-    assert shared.seconds == pytest.approx(ours.seconds + 2 * 0.3)
+    one_device = one_pass(SMALL, MACHINE, worse, tokens=6, seqs=2, context=5)
+    assert one_device.seconds == pytest.approx(120 / 50 + 660 / 250 + 2 * 0.1)
+    two_devices = one_pass(SMALL, replace(MACHINE, devices=2), worse, tokens=6, seqs=2, context=5)
+    assert two_devices.seconds == pytest.approx(one_device.seconds + 2 * 0.3)
 
 
-def test_bits_change_bytes_and_the_rate():
+def test_weight_bits_change_bytes_and_arithmetic_rate():
     eight = replace(SMALL, bits=8.0, int8=True)
     assert eight.read_bytes(1) == 50
-    assert one_pass(eight, ROUND, IDEAL, columns=600, rows=1, context=0).seconds == pytest.approx(600 * 100 / 2000)
+    assert one_pass(eight, MACHINE, IDEAL, tokens=600, seqs=1, context=0).seconds == pytest.approx(600 * 100 / 2000)
 
 
-def test_a_window_bounds_what_is_read():
+def test_sliding_window_limits_cache_bytes_and_operations():
     window = replace(SMALL, attention=(Attention(numbers=1.0, products=1.0, window=4), SMALL.attention[0]))
     assert window.cache_bytes(3) == 2 * 3 * 2
     assert window.cache_bytes(10) == 2 * (4 + 10)
     assert window.operations(10) == 2 * (50 + 4 + 10)
 
 
-def test_experts_are_read_by_need_and_held_whole():
+def test_pass_reads_only_active_experts():
     moe = replace(SMALL, experts=Experts(count=4, active=1, weights=10.0))
     assert moe.read_bytes(1) == 2 * (50 + 10)
     assert moe.read_bytes(1000) == pytest.approx(2 * (50 + 40))
@@ -148,18 +151,18 @@ def test_experts_are_read_by_need_and_held_whole():
 
 
 def small_pair(**changed):
-    whole = {
+    fields = {
         "target": SMALL,
         "drafting": Drafting(model=replace(SMALL, layers=1, weights=5.0)),
-        "acceptance": Acceptance(rates=(0.8,), endless=True),
-        "machine": ROUND,
+        "acceptance": Acceptance(rates=(0.8,), repeat_last=True),
+        "machine": MACHINE,
         "efficiency": IDEAL,
     }
-    return Pair(**(whole | changed))
+    return Pair(**(fields | changed))
 
 
-def test_a_round_by_hand():
-    """Reading 100 bytes takes 1 s, a draft's pass 0.1 s; 3 columns fit below the reading."""
+def test_point_computed_by_hand():
+    """Reading 100 bytes takes 1 s and a pass of the draft 0.1 s. The arithmetic of 3 tokens takes less."""
     point = small_pair().point(1, 0, 2)
     assert (point.draft_seconds, point.verify_seconds) == (pytest.approx(0.2), pytest.approx(1.0))
     assert point.tau == pytest.approx(1 + 0.8 + 0.64)
@@ -169,66 +172,69 @@ def test_a_round_by_hand():
     assert point.ahead == pytest.approx(1.2) == ahead_bound(draft=0.2, verify=1.0)
 
 
-def test_guesses_at_once_and_by_the_host():
-    at_once = small_pair(drafting=Drafting(model=replace(SMALL, weights=5.0), at_once=True))
-    assert at_once.point(1, 0, 2).draft_seconds == pytest.approx(0.1)
-    host = small_pair(drafting=Drafting(row_seconds=0.01))
+def test_parallel_drafting_and_host_drafting():
+    parallel = small_pair(drafting=Drafting(model=replace(SMALL, weights=5.0), parallel=True))
+    assert parallel.point(1, 0, 2).draft_seconds == pytest.approx(0.1)
+    host = small_pair(drafting=Drafting(host_seconds=0.01))
     assert host.point(3, 0, 2).draft_seconds == pytest.approx(0.03)
     assert host.point(3, 0, 0).draft_seconds == 0
 
 
-def test_a_tree_costs_its_nodes():
-    tree = small_pair(acceptance=Acceptance(rates=(0.8,), endless=True, nodes=10.0))
+def test_verification_time_grows_with_nodes_of_a_tree():
+    tree = small_pair(acceptance=Acceptance(rates=(0.8,), repeat_last=True, nodes=10.0))
     assert tree.point(1, 0, 2).verify_seconds == pytest.approx(21 * 100 / 1000)
 
 
-def test_plain_decoding_is_k_0():
+def test_k_0_equals_plain_decoding():
     point = small_pair(efficiency=replace(IDEAL, round_seconds=0.5)).point(4, 3, 0)
     assert point.speedup == pytest.approx(1)
     assert point.tokens_per_s == pytest.approx(point.plain_tokens_per_s)
 
 
-@pytest.mark.parametrize("rows", [1, 3, 8, 40])
-def test_best_is_the_best(rows):
-    pair, ks = small_pair(), range(1, 9)
-    best = pair.best(rows, 2, ks)
-    assert best.speedup == max(pair.point(rows, 2, k).speedup for k in (0, *ks))
+@pytest.mark.parametrize("seqs", [1, 3, 8, 40])
+def test_best_returns_the_largest_speedup(seqs):
+    pair = small_pair()
+    ks = range(1, 9)
+    best = pair.best(seqs, 2, ks)
+    assert best.speedup == max(pair.point(seqs, 2, k).speedup for k in (0, *ks))
 
 
 @pytest.mark.parametrize("alpha", [0.3, 0.6, 0.9])
-def test_where_it_stops_paying(alpha):
-    """Against trying every batch."""
-    pair, ks = small_pair(acceptance=Acceptance(rates=(alpha,), endless=True)), range(1, 5)
-    paying = [rows for rows in range(1, 65) if pair.best(rows, 0, ks).k]
+def test_stops_paying_equals_exhaustive_search(alpha):
+    pair = small_pair(acceptance=Acceptance(rates=(alpha,), repeat_last=True))
+    ks = range(1, 5)
+    paying = [seqs for seqs in range(1, 65) if pair.best(seqs, 0, ks).k]
     assert pair.stops_paying(0, ks) == max(paying, default=0) + 1
 
 
-def test_it_may_never_pay_or_always():
-    dear = small_pair(drafting=Drafting(model=SMALL))
-    assert dear.stops_paying(0, [1, 2]) == 1
-    deep = small_pair(target=replace(SMALL, attention=(Attention(numbers=1.0, products=0.01),)), drafting=Drafting())
-    assert deep.stops_paying(10**6, [1, 2]) is None
+def test_stops_paying_if_speculation_never_or_always_pays():
+    expensive_draft = small_pair(drafting=Drafting(model=SMALL))
+    assert expensive_draft.stops_paying(0, [1, 2]) == 1
+    long_context = small_pair(
+        target=replace(SMALL, attention=(Attention(numbers=1.0, products=0.01),)), drafting=Drafting()
+    )
+    assert long_context.stops_paying(10**6, [1, 2]) is None
 
 
-def test_a_head_is_a_share():
+def test_head_has_a_share_of_the_target():
     moe = replace(SMALL, experts=Experts(count=4, active=1, weights=10.0))
     assert head(moe, 0.1).read_bytes(5) == pytest.approx(2 * 6)
     assert head(moe, 0.1).cache_bytes(1) == moe.cache_bytes(1) / 2
 
 
-def test_room():
-    room = MemoryBudget.of(SMALL, replace(SMALL, weights=5.0), memory=200.0, context=5)
-    assert room.held(3) == 100 + 10 + 3 * (10 + 10)
-    assert (room.max_sequences(), room.max_sequences(draft=False)) == (4, 10)
-    assert room.draft_in_sequences(3) == pytest.approx((10 + 30) / 10)
+def test_memory_budget():
+    budget = MemoryBudget.of(SMALL, replace(SMALL, weights=5.0), memory=200.0, context=5)
+    assert budget.held(3) == 100 + 10 + 3 * (10 + 10)
+    assert (budget.max_sequences(), budget.max_sequences(draft=False)) == (4, 10)
+    assert budget.draft_in_sequences(3) == pytest.approx((10 + 30) / 10)
     assert MemoryBudget.of(SMALL, None, memory=50.0, context=5).max_sequences() == 0
     assert MemoryBudget.of(SMALL, None, memory=None, context=5).max_sequences() is None
 
 
-# Shapes
+# Model sizes
 
 
-def tiny(kind):
+def tiny_config(kind):
     if kind == "deepseek_v2":
         latent = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12}
         experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_shared_experts": 2}
@@ -238,15 +244,15 @@ def tiny(kind):
 
 
 @pytest.mark.parametrize("kind", TYPES)
-def test_shapes_count_the_matrices_that_transformers_makes(kind, tmp_path):
-    config = tiny(kind)
+def test_weights_equal_the_matrices_of_transformers(kind, tmp_path):
+    config = tiny_config(kind)
     config.save_pretrained(tmp_path)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    matrices = sum(weights.numel() for weights in model.parameters() if weights.ndim >= 2)
-    ours = find_model(str(tmp_path), Bits())
-    assert ours.held_bytes() / 2 == matrices
-    assert ours.layers == config.num_hidden_layers
+        reference = AutoModelForCausalLM.from_config(config)
+    matrices = sum(weights.numel() for weights in reference.parameters() if weights.ndim >= 2)
+    model = find_model(str(tmp_path), Bits())
+    assert model.held_bytes() / 2 == matrices
+    assert model.layers == config.num_hidden_layers
 
 
 @pytest.mark.parametrize(
@@ -263,34 +269,34 @@ def test_shapes_count_the_matrices_that_transformers_makes(kind, tmp_path):
     ],
 )
 def test_sizes_of_published_models(size, billions, active):
-    """As their authors count them, but for norms and biases; active without the table for looking up."""
+    """The published sizes, without norms and biases. `active` does not include the embedding table."""
     model = find_model(size, Bits())
     assert model.held_bytes() / 2e9 == pytest.approx(billions, rel=1e-3)
     assert model.active() / 1e9 == pytest.approx(active, rel=1e-3)
 
 
-def test_a_typical_shape_is_near_real_ones():
+def test_typical_model_is_similar_to_published_models():
     for size in ("8B", "70B"):
-        real = find_model(size, Bits())
-        near = typical(real.held_bytes() / 2, Bits())
-        assert near.cache_bytes(1) == pytest.approx(real.cache_bytes(1), rel=0.15)
-        assert near.layers == pytest.approx(real.layers, rel=0.15)
+        published = find_model(size, Bits())
+        estimate = typical(published.held_bytes() / 2, Bits())
+        assert estimate.cache_bytes(1) == pytest.approx(published.cache_bytes(1), rel=0.15)
+        assert estimate.layers == pytest.approx(published.layers, rel=0.15)
     assert find_model("13B", Bits()).read_bytes(1) == 26e9
     assert find_model("500m", Bits(weights=4)).held_bytes() == 250e6
 
 
 def test_cache_of_the_measured_pair():
-    """docs/explanation/performance.md, Memory: 12 KiB and 1.5 KiB a token."""
+    """docs/explanation/performance.md, Memory: 12 KiB and 1.5 KiB per token."""
     assert (BASE.cache_bytes(1), DRAFT.cache_bytes(1)) == (12 * 1024, 1.5 * 1024)
     assert replace(BASE, cache_bits=8.0).cache_bytes(1) == 6 * 1024
 
 
 def test_latent_attention_caches_one_latent():
-    """DeepSeek-V3: 512 + 64 numbers a layer and token, whatever the number of heads."""
+    """DeepSeek-V3 caches 512 + 64 numbers per layer and token, for any number of heads."""
     assert find_model("671B-A37B", Bits()).cache_bytes(1) == 61 * (512 + 64) * 2
 
 
-def test_windows_of_configurations():
+def test_sliding_windows_of_configurations():
     settings = dict(SIZES["7B"][1])
     full = read_model(settings, Bits(), name="full").cache_bytes(10000)
     assert read_model({**settings, "sliding_window": 1000}, Bits(), name="off").cache_bytes(10000) == full
@@ -302,17 +308,17 @@ def test_windows_of_configurations():
     assert read_model(mixed, Bits(), name="mixed").cache_bytes(10000) == pytest.approx(full * (0.25 + 0.075))
 
 
-# Measured points. Tolerances are those that docs/how-to/estimate.md states.
+# Comparison with measurements. docs/how-to/estimate.md states the tolerances.
 
 
 @pytest.mark.parametrize(
-    ("columns", "ms"),
+    ("tokens", "ms"),
     [(1, 4.4), (2, 4.4), (4, 4.5), (5, 4.6), (8, 5.6), (12, 7.2), (16, 8.5), (32, 16.0), (64, 33.0), (512, 246.0)],
 )
-def test_passes_measured_on_a_cpu(columns, ms):
-    """docs/explanation/performance.md, The limit: in the middle case within 25%, and between the outer ones."""
+def test_pass_time_measured_on_a_cpu(tokens, ms):
+    """docs/explanation/performance.md, The limit: within 25% of the middle case, and between the other cases."""
     slow, middle, fast = (
-        1e3 * one_pass(BASE, pair.machine, pair.efficiency, columns=columns, rows=1, context=0).seconds
+        1e3 * one_pass(BASE, pair.machine, pair.efficiency, tokens=tokens, seqs=1, context=0).seconds
         for pair in pairs(BASE, "EPYC 2 cores", kind=CPU)
     )
     assert middle == pytest.approx(ms, rel=0.25)
@@ -332,21 +338,21 @@ def test_passes_measured_on_a_cpu(columns, ms):
         ),
     ],
 )
-def test_speedups_measured_on_a_cpu(target, drafting, rates, speedup, plain):
-    """docs/explanation/performance.md, Temperature 1 and The embedded pair: projected too high, by up to 30%."""
-    found = [
+def test_speedup_measured_on_a_cpu(target, drafting, rates, speedup, plain):
+    """docs/explanation/performance.md, Temperature 1 and The embedded pair: the estimate is up to 30% too high."""
+    points = [
         pair.point(1, 200, 4)
         for pair in pairs(target, "EPYC 2 cores", kind=CPU, drafting=drafting, acceptance=Acceptance(rates=rates))
     ]
-    assert 1 <= found[1].speedup / speedup < 1.3
-    assert found[0].plain_tokens_per_s < plain < found[2].plain_tokens_per_s
+    assert 1 <= points[1].speedup / speedup < 1.3
+    assert points[0].plain_tokens_per_s < plain < points[2].plain_tokens_per_s
 
 
 def test_batch_32_on_a_cpu():
-    """docs/explanation/performance.md, Batch 32: no guess pays, and plain decoding makes 1163 tokens/s."""
-    found = pairs(BASE, "EPYC 2 cores", kind=CPU, drafting=Drafting(model=DRAFT))
-    assert [pair.best(32, 300, range(1, 9)).k for pair in found] == [0, 0, 0]
-    slow, _, fast = (pair.point(32, 300, 0).tokens_per_s for pair in found)
+    """docs/explanation/performance.md, Batch 32: no draft pays, and plain decoding has 1163 tokens/s."""
+    cases = pairs(BASE, "EPYC 2 cores", kind=CPU, drafting=Drafting(model=DRAFT))
+    assert [pair.best(32, 300, range(1, 9)).k for pair in cases] == [0, 0, 0]
+    slow, _, fast = (pair.point(32, 300, 0).tokens_per_s for pair in cases)
     assert slow < 1163 < fast
 
 
@@ -367,14 +373,14 @@ def test_batch_32_on_a_cpu():
     ],
 )
 def test_plain_decoding_of_gpt_fast(dims, bits, devices, measured, within):
-    """Its README's table for A100s; 4 bits in groups of 32 are 5 with their scales. Low bits are projected too high."""
+    """The A100 table of its README. 4 bits in groups of 32 are 5 bits with scales. With few bits, it is too high."""
     slow, middle, _ = (pair.point(1, 100, 0) for pair in pairs(llama(*dims, bits=bits), "A100", devices=devices))
     assert middle.tokens_per_s == pytest.approx(measured, rel=within)
     assert bits < 16 or slow.tokens_per_s < measured
 
 
-def test_plain_decoding_elsewhere():
-    """SGLang's 158.3 tokens/s of Llama 3.1 8B on an H100; vLLM's 15.73 ms of Qwen2.5 7B on an RTX 4090."""
+def test_plain_decoding_of_sglang_and_vllm():
+    """SGLang: 158.3 tokens/s with Llama 3.1 8B on an H100. vLLM: 15.73 ms with Qwen2.5 7B on an RTX 4090."""
     _, sglang, _ = (pair.point(1, 1000, 0) for pair in pairs(find_model("8B", Bits()), "H100"))
     assert sglang.tokens_per_s == pytest.approx(158.3, rel=0.1)
     _, middle, fast = (1e3 / pair.point(1, 500, 0).tokens_per_s for pair in pairs(find_model("7B", Bits()), "RTX 4090"))
@@ -382,8 +388,8 @@ def test_plain_decoding_elsewhere():
     assert middle == pytest.approx(15.73, rel=0.3)
 
 
-def test_reading_an_8b_model_on_an_h200():
-    """15 GB at 4.8 TB/s are 3.13 ms; 3.6 ms are 87% of the datasheet, which only the optimistic case allows."""
+def test_pass_of_an_8b_model_on_an_h200():
+    """15 GB at 4.8 TB/s take 3.13 ms. 3.6 ms are 87% of the datasheet, as in the optimistic case."""
     target = find_model("8B", Bits())
     _, middle, fast = (pair.point(1, 1, 0).verify_seconds * 1e3 for pair in pairs(target, "H200"))
     assert target.read_bytes(1) / 4.8e9 == pytest.approx(3.127, abs=1e-3)
@@ -402,22 +408,22 @@ def test_reading_an_8b_model_on_an_h200():
     ],
 )
 def test_spec_bench(method, tau, k, nodes, share, measured):
-    """Its leaderboard, Vicuna 7B on an A100, at the tau it reports: projected too high, the middle case by up to 30%.
+    """The leaderboard of Spec-Bench with Vicuna 7B on an A100, at its tau. The middle case is up to 30% too high.
 
-    Tree sizes and the heads' shares of the target are those of the papers, rounded.
+    Tree sizes and the shares of the heads are those of the papers, rounded.
     """
     target = llama(*LLAMA_7B)
-    drafting = Drafting(model=head(target, share) if share else None, at_once=method == "Medusa")
-    rates = ((tau - 1) / k, *[1.0] * (k - 1))  # any rates with this tau: the cost of a round knows only k
-    found = pairs(target, "A100", drafting=drafting, acceptance=Acceptance(rates=rates, nodes=nodes))
-    slow, middle, fast = (pair.point(1, 400, k).speedup for pair in found)
-    assert found[0].acceptance.tau(k) == pytest.approx(tau)
+    drafting = Drafting(model=head(target, share) if share else None, parallel=method == "Medusa")
+    rates = ((tau - 1) / k, *[1.0] * (k - 1))  # any rates with this tau, because the cost depends on k only
+    cases = pairs(target, "A100", drafting=drafting, acceptance=Acceptance(rates=rates, nodes=nodes))
+    slow, middle, fast = (pair.point(1, 400, k).speedup for pair in cases)
+    assert cases[0].acceptance.tau(k) == pytest.approx(tau)
     assert 0.99 < middle / measured < 1.3
     assert slow <= middle <= fast <= tau
 
 
 def test_drafting_ahead_of_a_70b_model():
-    """SSD reports up to 2 times speculation and 5 times plain decoding: Llama 3.1 70B on 4 H100 and a 1B draft."""
+    """SSD reports up to 2x over speculation and 5x over plain decoding: Llama 3.1 70B on 4 H100 with a 1B draft."""
     drafting = Drafting(model=find_model("1B", Bits()))
     for pair in pairs(find_model("70B", Bits()), "H100", devices=4, drafting=drafting):
         best = pair.best(1, 1024, range(1, 13))
@@ -425,7 +431,7 @@ def test_drafting_ahead_of_a_70b_model():
         assert 2.5 < best.speedup < best.speedup * best.ahead < 5
 
 
-# The program
+# The command line
 
 
 def project(*words):
@@ -433,27 +439,29 @@ def project(*words):
 
 
 def projected(*words):
+    """Return the JSON document and the whole output."""
     result = project(*words)
     assert result.exit_code == 0, result.output
     return json.loads(result.stdout.splitlines()[-1]), result.stdout
 
 
-ORDINARY = ("--target", "8B", "--machine", "h100", "--alpha", "0.8")
+OPTIONS = ("--target", "8B", "--machine", "h100", "--alpha", "0.8")
 
 
 def test_document_and_tables():
     words = ("--proposer", "draft:1B", "--batch", "1,16,400", "--context", "512,4096")
-    document, text = projected(*ORDINARY, *words)
+    document, text = projected(*OPTIONS, *words)
     assert text.startswith("Estimate, not a measurement: Llama 3.1 8B on H100")
     assert text.count("Estimate, ") == 3
     assert "nothing was measured" in document["projection"]
-    assert [place["batch"] for place in document["results"]] == [1, 16, 400] * 2
-    (one, _, many), (_, deep) = document["results"][:3], document["memory"]
-    assert tuple(one["cases"]) == NAMES
-    middle = one["cases"]["middle"]
+    assert [result["batch"] for result in document["results"]] == [1, 16, 400] * 2
+    batch_1, _, batch_400 = document["results"][:3]
+    _, memory_4096 = document["memory"]
+    assert tuple(batch_1["cases"]) == NAMES
+    middle = batch_1["cases"]["middle"]
     assert middle["tokens_per_s"] == pytest.approx(middle["speedup"] * middle["plain_tokens_per_s"])
-    assert middle["k"] > many["cases"]["middle"]["k"]
-    assert deep["sequences"] < deep["sequences_without_draft"] < 400
+    assert middle["k"] > batch_400["cases"]["middle"]["k"]
+    assert memory_4096["sequences"] < memory_4096["sequences_without_draft"] < 400
     rows = [line.split() for line in text.splitlines() if line.split()[:2] == ["400", "pessimistic"]]
     assert [row[-1] for row in rows] == ["yes", "no"]
     stops = document["stops_paying"]
@@ -462,11 +470,11 @@ def test_document_and_tables():
     assert "pessimistic " + str(stops[0]["pessimistic"]) in " ".join(text.split())
 
 
-def test_options_arrive():
+def test_every_option_reaches_the_document():
     words = "--devices 2 --bandwidth 1000 --flops 100 --memory 20 --weight-bits 8 --cache-bits 8 --draft-bits 4"
     words += " --bandwidth-share 0.5 --arithmetic-share 0.1,0.2,0.3 --exposed 1 --round-ms 2 --layer-us 3"
     words += " --allreduce-us 4 --k 0..3 --nodes 2 --batch 4 --proposer draft:0.5B"
-    document, text = projected(*ORDINARY, *words.split())
+    document, text = projected(*OPTIONS, *words.split())
     assert document["machine"]["name"] == "2 x H100"
     assert document["machine"]["read_bytes_per_s"] == 2e12
     assert document["machine"]["int8_ops_per_s"] == 2e14
@@ -474,50 +482,52 @@ def test_options_arrive():
     assert (document["target"]["bits"], document["target"]["cache_bits"], document["target"]["int8"]) == (8, 8, True)
     assert document["draft"]["model"]["bits"] == 4
     assert document["acceptance"]["nodes"] == 2
-    first, last = document["efficiency"][0], document["efficiency"][2]
-    assert (first["bandwidth"], first["arithmetic"], last["arithmetic"], first["exposed"]) == (0.5, 0.1, 0.3, 1)
-    assert (first["round_seconds"], first["layer_seconds"], first["allreduce_seconds"]) == (2e-3, 3e-6, 4e-6)
+    pessimistic, _, optimistic = document["efficiency"]
+    assert (pessimistic["bandwidth"], pessimistic["exposed"]) == (0.5, 1)
+    assert (pessimistic["arithmetic"], optimistic["arithmetic"]) == (0.1, 0.3)
+    overheads = (pessimistic["round_seconds"], pessimistic["layer_seconds"], pessimistic["allreduce_seconds"])
+    assert overheads == (2e-3, 3e-6, 4e-6)
     assert max(case["k"] for case in document["results"][0]["cases"].values()) <= 3
     assert "4 µs per layer for all-reduces" in " ".join(text.split())
 
 
-def test_own_machine_and_other_guessers():
-    own = ("--target", "30B-A3B", "--bandwidth", "500", "--flops", "50", "--alpha", "0.8,0.7")
-    document, text = projected(*own, "--proposer", "block:0.1")
+def test_machine_without_a_name_and_other_proposers():
+    options = ("--target", "30B-A3B", "--bandwidth", "500", "--flops", "50", "--alpha", "0.8,0.7")
+    document, text = projected(*options, "--proposer", "block:0.1")
     assert document["machine"]["name"] == "a machine of your own"
     assert document["free_tokens"]["middle"] is None
     assert "give --memory" in text
     assert "active per token" in text
     assert document["draft"]["passes"] == "one per round"
-    assert projected(*own)[0]["draft"]["model"] is None
-    assert projected(*own, "--proposer", "head:0.1")[0]["draft"]["passes"] == "one per draft token"
+    assert projected(*options)[0]["draft"]["model"] is None
+    assert projected(*options, "--proposer", "head:0.1")[0]["draft"]["passes"] == "one per draft token"
 
 
 @pytest.mark.parametrize("name", SHEETS)
-def test_every_machine(name):
-    place, sheet = find_machine(name.lower().replace(" ", "-"), Own())
-    assert place.int8 >= place.bf16 > 100 * place.bandwidth / 1e3 / 1e3
+def test_figures_of_every_machine(name):
+    hardware, sheet = find_machine(name.lower().replace(" ", "-"), MachineOverrides())
+    assert hardware.int8 >= hardware.bf16 > 100 * hardware.bandwidth / 1e3 / 1e3
     assert len(efficiencies(sheet.kind, {})) == 3
 
 
-def test_folder_of_a_model():
-    document, _ = projected("--target", str(embedded("mini")), *ORDINARY[2:], "--proposer", f"draft:{embedded('nano')}")
+def test_models_in_folders():
+    document, _ = projected("--target", str(embedded("mini")), *OPTIONS[2:], "--proposer", f"draft:{embedded('nano')}")
     assert document["target"]["name"] == "mini"
     for name, model in (("mini", document["target"]), ("nano", document["draft"]["model"])):
         size = (embedded(name) / "model.safetensors").stat().st_size
         assert model["weight_bytes"] == pytest.approx(size, rel=0.01)
 
 
-def test_needs_no_torch():
+def test_command_does_not_import_torch():
     code = "import sys; from outrider.cli.app import main; sys.argv[1:] = sys.argv[1:]\n"
     code += "try: main()\nfinally: assert not {'torch', 'transformers'} & set(sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code, "project", *ORDINARY], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", code, "project", *OPTIONS], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
 @pytest.fixture(scope="module")
 def benchmark(tmp_path_factory):
-    """What a small benchmark printed."""
+    """A file with the output of a small benchmark."""
     folder = tmp_path_factory.mktemp("bench")
     prompts = folder / "prompts.jsonl"
     prompts.write_text(json.dumps({"category": "code", "prompt": "<|endoftext|>import os\nimport sys\n"}) + "\n")
@@ -535,17 +545,18 @@ def test_acceptance_from_a_benchmark(benchmark):
     assert measured.acceptance.tau(measured.acceptance.depth) == pytest.approx(figures["tau"])
     assert measured.acceptance.rates[1:] == tuple(figures["acceptance_by_position"][1:])
     assert measured.exact
-    document, text = projected(*ORDINARY[:4], "--from", str(benchmark), "--category", "code")
+    document, text = projected(*OPTIONS[:4], "--from", str(benchmark), "--category", "code")
     assert document["acceptance"]["measured_tau"] == figures["tau"]
     assert "code of bench.txt: the embedded target with draft:@nano, k 3" in " ".join(text.split())
-    assert "Another proposer: the rates are those of draft:@nano" in text
-    assert "Another proposer" not in projected(*ORDINARY[:4], "--from", str(benchmark), "--proposer", "draft:1B")[1]
+    assert "Another proposer: the acceptance was measured with draft:@nano" in text
+    assert "Another proposer" not in projected(*OPTIONS[:4], "--from", str(benchmark), "--proposer", "draft:1B")[1]
 
 
 def bench_document(**figures):
-    whole = {"tau": 2.0, "acceptance_by_position": [0.8, 0.5], "passes": 10, "draft_tokens": 10}
+    """Return the document of a benchmark, with other figures."""
+    defaults = {"tau": 2.0, "acceptance_by_position": [0.8, 0.5], "passes": 10, "draft_tokens": 10}
     arguments = {"target": None, "k": 2, "temperature": 0.0}
-    results = {"overall": {"speculative": whole | figures}}
+    results = {"overall": {"speculative": defaults | figures}}
     return {
         "benchmark": "outrider bench",
         "results": results,
@@ -556,7 +567,7 @@ def bench_document(**figures):
 
 
 @pytest.mark.parametrize(
-    ("measured", "asked", "odd"),
+    ("measured", "proposer", "warns"),
     [
         ("ngram", "ngram", False),
         ("merge(ngram:1-3, suffix)", "ngram", False),
@@ -566,51 +577,52 @@ def bench_document(**figures):
         ("tree:small", "head:0.04", False),
     ],
 )
-def test_rates_of_another_proposer_are_told(tmp_path, measured, asked, odd):
+def test_warns_if_acceptance_is_of_another_kind_of_proposer(tmp_path, measured, proposer, warns):
     file = tmp_path / "bench.json"
     file.write_text(json.dumps(bench_document() | {"proposer": measured}))
-    assert ("Another proposer" in projected(*ORDINARY[:4], "--from", str(file), "--proposer", asked)[1]) is odd
+    _, text = projected(*OPTIONS[:4], "--from", str(file), "--proposer", proposer)
+    assert ("Another proposer" in text) is warns
 
 
-def test_passes_without_a_guess(tmp_path):
-    """Rates of 0.8 and 0.5 would give a tau of 2.2; half the positions came with a guess."""
+def test_acceptance_includes_passes_without_a_draft(tmp_path):
+    """Rates of 0.8 and 0.5 alone would give a tau of 2.2. Half of the positions had a draft token."""
     file = tmp_path / "bench.json"
     file.write_text(json.dumps(bench_document()))
     measured = read_bench(str(file))
     assert measured.acceptance == Acceptance(rates=(0.8 * 1.0 / (0.8 + 0.8 * 0.5), 0.5), nodes=0.5)
     assert measured.acceptance.tau(2) == pytest.approx(2.0)
-    assert "was lossy" in projected(*ORDINARY[:4], "--from", str(file))[1]
+    assert "was lossy" in projected(*OPTIONS[:4], "--from", str(file))[1]
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "is no JSON document"),
-        ("a table\nno document", "is no JSON document"),
-        ('{"benchmark": "outrider bench --calibrate"}', "is no output of outrider bench"),
-        ("[1]", "is no output of outrider bench"),
-        (json.dumps(bench_document(tau="x")), "holds no sound figures"),
-        (json.dumps(bench_document(passes=0)), "holds no sound figures"),
-        (json.dumps(bench_document(acceptance_by_position=[])), "no guess was kept"),
-        (json.dumps(bench_document(acceptance_by_position=[0.0])), "no guess was kept"),
+        ("", "is not a JSON document"),
+        ("a table\nno document", "is not a JSON document"),
+        ('{"benchmark": "outrider bench --calibrate"}', "is not the output of outrider bench"),
+        ("[1]", "is not the output of outrider bench"),
+        (json.dumps(bench_document(tau="x")), "the figures in .* are damaged"),
+        (json.dumps(bench_document(passes=0)), "the figures in .* are damaged"),
+        (json.dumps(bench_document(acceptance_by_position=[])), "no draft token was accepted"),
+        (json.dumps(bench_document(acceptance_by_position=[0.0])), "no draft token was accepted"),
         (json.dumps(bench_document(acceptance_by_position=[1.5])), "acceptance rate is"),
     ],
 )
-def test_documents_that_are_no_benchmark(tmp_path, text, message):
+def test_errors_of_invalid_benchmark_files(tmp_path, text, message):
     file = tmp_path / "out.txt"
     file.write_text(text)
     with pytest.raises(OutriderError, match=message):
         read_bench(str(file))
 
 
-def test_files_that_cannot_be_read(tmp_path):
+def test_errors_of_unreadable_benchmark_files(tmp_path):
     (tmp_path / "bytes").write_bytes(b"\xff\xfe")
-    for name, message in (("nowhere", "No such file"), ("bytes", "is no text"), ("", "directory")):
+    for name, message in (("nowhere", "No such file"), ("bytes", "is not UTF-8 text"), ("", "directory")):
         with pytest.raises(OutriderError, match=message):
             read_bench(str(tmp_path / name))
     file = tmp_path / "bench.json"
     file.write_text(json.dumps(bench_document()))
-    with pytest.raises(OutriderError, match="measured no category 'poems'; use one of overall"):
+    with pytest.raises(OutriderError, match="has no category 'poems'; use one of overall"):
         read_bench(str(file), category="poems")
 
 
@@ -618,13 +630,13 @@ def test_files_that_cannot_be_read(tmp_path):
     ("words", "message"),
     [
         (["--machine", "Z80"], "machine 'Z80' is unknown; use one of B200, H200"),
-        (["--target", "nowhere"], "nowhere is no folder with a config.json, and no size"),
+        (["--target", "nowhere"], "nowhere is neither a folder with a config.json nor a size"),
         (["--alpha", "1.2"], "an acceptance rate is 1.2"),
         (["--alpha", "0.5,x"], "--alpha is '0.5,x'"),
-        (["--proposer", "oracle"], "proposer 'oracle' is not projected"),
-        (["--proposer", "draft"], "proposer 'draft' is not projected"),
-        (["--proposer", "draft:nowhere"], "nowhere is no folder"),
-        (["--proposer", "head:much"], "names no share of the target; write head:0.04"),
+        (["--proposer", "oracle"], "proposer 'oracle' is not supported here"),
+        (["--proposer", "draft"], "proposer 'draft' is not supported here"),
+        (["--proposer", "draft:nowhere"], "nowhere is neither a folder"),
+        (["--proposer", "head:much"], "has no share of the target as a number; write for example head:0.04"),
         (["--proposer", "block:2"], "a head's share of the target is 2.0"),
         (["--alpha", "0.8,0.7", "--k", "1..3"], "acceptance is known for 2 positions; use --k 0..2"),
         (["--batch", "0"], "batch is 0"),
@@ -640,9 +652,12 @@ def test_files_that_cannot_be_read(tmp_path):
         (["--layer-us", "-1"], "a time is -1.0"),
         (["--draft-us", "-1"], "draft-us is -1.0"),
         (["--draft-us", "inf"], "draft-us is inf"),
-        (["--draft-us", "1", "--proposer", "draft:1B"], "--draft-us is the host's time, and draft takes"),
-        (["--draft-bits", "4"], "--draft-bits are those of a draft model, and ngram is none"),
-        (["--draft-bits", "4", "--proposer", "head:0.1"], "and head is none"),
+        (
+            ["--draft-us", "1", "--proposer", "draft:1B"],
+            "--draft-us is the host time of ngram, and the proposer is draft",
+        ),
+        (["--draft-bits", "4"], "--draft-bits is for a draft model, and the proposer is ngram"),
+        (["--draft-bits", "4", "--proposer", "head:0.1"], "and the proposer is head"),
         (["--allreduce-us", "4"], "give --devices as well"),
         (["--nodes", "inf"], "nodes is inf"),
         (["--nodes", "nan"], "nodes is nan"),
@@ -650,14 +665,14 @@ def test_files_that_cannot_be_read(tmp_path):
         (["--round-ms", "nan"], "a time is nan"),
         (["--k", "1000000"], "k is 1000000; use at most 1024"),
         (["--context", "9" * 400], "use at most 1000000000"),
-        (["--target", "9" * 400 + "B"], "is no size of a model"),
-        (["--target", "0B"], "0B is no size of a model"),
-        (["--category", "code"], "--category names a part of a benchmark"),
+        (["--target", "9" * 400 + "B"], "is not the size of a model"),
+        (["--target", "0B"], "0B is not the size of a model"),
+        (["--category", "code"], "--category is a category of a benchmark"),
         (["--from", "nowhere.json"], "give the acceptance once"),
     ],
 )
-def test_a_mistake_is_one_line(words, message):
-    result = project(*ORDINARY, *words)
+def test_error_messages_are_one_line(words, message):
+    result = project(*OPTIONS, *words)
     assert result.exit_code == 2
     (line,) = result.stderr.splitlines()
     assert message in line
@@ -673,7 +688,7 @@ def test_a_mistake_is_one_line(words, message):
         (["--target", "8B", "--machine", "H100", "--from", "nowhere"], "nowhere cannot be read"),
     ],
 )
-def test_what_must_be_given(words, message):
+def test_errors_of_missing_options(words, message):
     result = project(*words)
     assert result.exit_code == 2
     assert message in result.stderr
@@ -682,14 +697,14 @@ def test_what_must_be_given(words, message):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "is no JSON"),
-        ("[]", "holds no settings"),
-        ('{"model_type": "mamba2"}', "is of type 'mamba2', which is not projected; known are llama"),
-        ('{"model_type": "llama", "hidden_size": 8}', "is not sound .KeyError..num_hidden_layers"),
+        ("{", "is not valid JSON"),
+        ("[]", "is not a JSON object"),
+        ('{"model_type": "mamba2"}', "has the model type 'mamba2', which is not one of llama"),
+        ('{"model_type": "llama", "hidden_size": 8}', "is invalid .KeyError..num_hidden_layers"),
         (json.dumps(dict(SIZES["8B"][1]) | {"layer_types": ["linear_attention"] * 32}), "layers of type linear"),
     ],
 )
-def test_configurations_that_cannot_be_projected(tmp_path, text, message):
+def test_errors_of_unsupported_configurations(tmp_path, text, message):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(OutriderError, match=message):
         find_model(str(tmp_path), Bits())

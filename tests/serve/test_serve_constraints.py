@@ -1,18 +1,19 @@
-"""The server's forms and functions, asked by the official client."""
+"""Tests of structured output and function calls, with the official OpenAI client."""
 
 from __future__ import annotations
 
 import json
+from typing import NamedTuple
 
 import httpx
 import jsonschema
 import openai
 import pytest
 
-from outrider.core.grammar import Grammars
+from outrider.core.grammar import Grammars, Matcher
 from outrider.serve.openai.schema import ChatRequest
 from outrider.serve.openai.tool_calls import ToolCallParser
-from outrider.serve.openai.tools import Tools, conversation, knows_calls
+from outrider.serve.openai.tools import Tools, conversation, supports_tool_calls
 from tests.serve.test_serve import OPTIONS, serving
 
 SCHEMA = {
@@ -21,69 +22,71 @@ SCHEMA = {
     "required": ["name", "age"],
     "additionalProperties": False,
 }
-PLACE = {
+WEATHER_SCHEMA = {
     "type": "object",
     "properties": {"city": {"enum": ["Oslo", "Rome"]}, "note": {"type": "string", "maxLength": 20}},
     "required": ["city", "note"],
     "additionalProperties": False,
 }
 TOOLS = [
-    {"type": "function", "function": {"name": "weather", "description": "The weather.", "parameters": PLACE}},
+    {"type": "function", "function": {"name": "weather", "description": "The weather.", "parameters": WEATHER_SCHEMA}},
     {"type": "function", "function": {"name": "now", "strict": True}},
 ]
-SHORT = {"3": 4.0}  # the end is likelier
-ASK = [{"role": "user", "content": "What is the weather in Oslo?"}]
+END_BIAS = {"3": 4.0}  # makes end-of-text likelier, so that calls are short
+MESSAGES = [{"role": "user", "content": "What is the weather in Oslo?"}]
 
 
 @pytest.fixture(scope="module")
 def server():
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(OPTIONS, "max_model_len", 512)
-        with serving() as (url, driver):
-            yield url, driver
+        with serving() as (url, async_llm):
+            yield url, async_llm
 
 
 @pytest.fixture(scope="module")
 def client(server):
-    with openai.OpenAI(base_url=server[0] + "/v1", api_key="any", max_retries=0) as found:
-        yield found
+    with openai.OpenAI(base_url=server[0] + "/v1", api_key="any", max_retries=0) as openai_client:
+        yield openai_client
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_schema_holds_and_guesses_change_nothing(client, temperature):
-    form = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA, "strict": True}}
-    asked = {"model": "nano", "messages": ASK, "response_format": form, "temperature": temperature, "seed": 1}
-    free, plain = (client.chat.completions.create(**asked, extra_body=body) for body in ({}, {"k": 0}))
-    text = free.choices[0].message.content
+def test_json_schema_with_and_without_speculation(client, temperature):
+    response_format = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA, "strict": True}}
+    body = {"model": "nano", "messages": MESSAGES, "response_format": response_format}
+    body |= {"temperature": temperature, "seed": 1}
+    speculative = client.chat.completions.create(**body)
+    plain = client.chat.completions.create(**body, extra_body={"k": 0})
+    text = speculative.choices[0].message.content
     jsonschema.validate(json.loads(text), SCHEMA)
-    assert free.choices[0].finish_reason == "stop"
+    assert speculative.choices[0].finish_reason == "stop"
     assert text == plain.choices[0].message.content
-    assert free.usage.speculation["target_passes"] < plain.usage.speculation["target_passes"]
-    parts = client.chat.completions.create(**asked, stream=True)
-    assert "".join(part.choices[0].delta.content or "" for part in parts) == text
+    assert speculative.usage.speculation["target_passes"] < plain.usage.speculation["target_passes"]
+    chunks = client.chat.completions.create(**body, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == text
 
 
-def test_a_form_that_is_complete_ends_before_min_tokens(client):
+def test_complete_constraint_ends_text_before_min_tokens(client):
     body = {"structured_outputs": {"regex": "[0-9]{3}"}, "min_tokens": 20}
     reply = client.completions.create(model="nano", prompt="1", max_tokens=30, temperature=0, extra_body=body)
     assert reply.choices[0].text.isdigit()
     assert (len(reply.choices[0].text), reply.choices[0].finish_reason) == (3, "stop")
 
 
-def test_any_object(client):
+def test_json_object_and_text_formats(client):
     reply = client.chat.completions.create(
-        model="nano", messages=ASK, response_format={"type": "json_object"}, temperature=0, max_tokens=30
+        model="nano", messages=MESSAGES, response_format={"type": "json_object"}, temperature=0, max_tokens=30
     )
     text, reason = reply.choices[0].message.content, reply.choices[0].finish_reason
     assert text.startswith("{")
     assert reason == "length" or isinstance(json.loads(text), dict)
-    free = client.chat.completions.create(
-        model="nano", messages=ASK, response_format={"type": "text"}, temperature=0, max_tokens=5
+    unconstrained = client.chat.completions.create(
+        model="nano", messages=MESSAGES, response_format={"type": "text"}, temperature=0, max_tokens=5
     )
-    assert not free.choices[0].message.content.startswith("{")
+    assert not unconstrained.choices[0].message.content.startswith("{")
 
 
-EXTENSIONS = {
+CONSTRAINTS = {  # value of the field, check of the output
     "regex": (r"[0-9]{3}", lambda text: len(text) == 3 and text.isdigit()),
     "choice": (["yes", "no"], lambda text: text in ("yes", "no")),
     "grammar": ('root ::= "<" ("a" | "b")+ ">"', lambda text: set(text) <= set("<>ab")),
@@ -91,14 +94,14 @@ EXTENSIONS = {
 }
 
 
-@pytest.mark.parametrize("name", EXTENSIONS)
+@pytest.mark.parametrize("name", CONSTRAINTS)
 @pytest.mark.parametrize("chat", [False, True])
-def test_other_forms_by_the_names_that_vllm_gave_them(client, name, chat):
-    form, good = EXTENSIONS[name]
-    body = {"structured_outputs": {name: form}}
+def test_structured_outputs(client, name, chat):
+    value, is_valid = CONSTRAINTS[name]
+    body = {"structured_outputs": {name: value}}
     if chat:
         reply = client.chat.completions.create(
-            model="nano", messages=ASK, temperature=0.7, seed=1, max_tokens=60, extra_body=body
+            model="nano", messages=MESSAGES, temperature=0.7, seed=1, max_tokens=60, extra_body=body
         )
         choice, text = reply.choices[0], reply.choices[0].message.content
     else:
@@ -106,42 +109,52 @@ def test_other_forms_by_the_names_that_vllm_gave_them(client, name, chat):
             model="nano", prompt="x", temperature=0.7, seed=1, max_tokens=60, extra_body=body
         )
         choice, text = reply.choices[0], reply.choices[0].text
-    assert good(text) or choice.finish_reason == "length"
+    assert is_valid(text) or choice.finish_reason == "length"
 
 
-@pytest.mark.parametrize("choice", ["required", "named", "one"])
-def test_a_call_has_the_functions_schema(client, choice):
-    wanted = {"type": "function", "function": {"name": "weather"}} if choice == "named" else "required"
-    asked = {"model": "nano", "messages": ASK, "tools": TOOLS, "tool_choice": wanted, "temperature": 0.9, "seed": 4}
-    asked |= {"parallel_tool_calls": choice != "one", "logit_bias": SHORT}
-    reply = client.chat.completions.create(**asked, max_tokens=150)
+@pytest.mark.parametrize("choice", ["required", "named", "single"])
+def test_arguments_match_schema_of_function(client, choice):
+    tool_choice = {"type": "function", "function": {"name": "weather"}} if choice == "named" else "required"
+    body = {"model": "nano", "messages": MESSAGES, "tools": TOOLS, "tool_choice": tool_choice}
+    body |= {"temperature": 0.9, "seed": 4, "parallel_tool_calls": choice != "single", "logit_bias": END_BIAS}
+    reply = client.chat.completions.create(**body, max_tokens=150)
     calls = reply.choices[0].message.tool_calls
     assert reply.choices[0].finish_reason == "tool_calls"
     assert reply.choices[0].message.content is None
     assert len(calls) == 1 or choice == "required"
     for call in calls:
-        jsonschema.validate(json.loads(call.function.arguments), PLACE if call.function.name == "weather" else {})
+        jsonschema.validate(
+            json.loads(call.function.arguments), WEATHER_SCHEMA if call.function.name == "weather" else {}
+        )
         assert call.id
         assert call.type == "function"
-    streamed, reason, roles = {}, None, []
-    for part in client.chat.completions.create(**asked, max_tokens=150, stream=True):
-        delta = part.choices[0].delta
-        reason = part.choices[0].finish_reason or reason
+    streamed_calls = {}
+    finish_reason = None
+    roles = []
+    for chunk in client.chat.completions.create(**body, max_tokens=150, stream=True):
+        delta = chunk.choices[0].delta
+        finish_reason = chunk.choices[0].finish_reason or finish_reason
         roles += [delta.role] if delta.role else []
-        for piece in delta.tool_calls or ():
-            known = streamed.setdefault(piece.index, {"arguments": ""})
-            known |= {"id": piece.id, "name": piece.function.name} if piece.id else {}
-            known["arguments"] += piece.function.arguments or ""
-    assert [(each["name"], each["arguments"]) for each in streamed.values()] == [
+        for call_delta in delta.tool_calls or ():
+            call = streamed_calls.setdefault(call_delta.index, {"arguments": ""})
+            call |= {"id": call_delta.id, "name": call_delta.function.name} if call_delta.id else {}
+            call["arguments"] += call_delta.function.arguments or ""
+    assert [(call["name"], call["arguments"]) for call in streamed_calls.values()] == [
         (call.function.name, call.function.arguments) for call in calls
     ]
-    assert reason == "tool_calls"
+    assert finish_reason == "tool_calls"
     assert roles == ["assistant"]
 
 
-def test_the_clients_own_stream_of_calls(client):
+def test_stream_helper_of_openai_client(client):
     with client.chat.completions.stream(
-        model="nano", messages=ASK, tools=TOOLS, tool_choice="required", logit_bias=SHORT, seed=4, max_tokens=150
+        model="nano",
+        messages=MESSAGES,
+        tools=TOOLS,
+        tool_choice="required",
+        logit_bias=END_BIAS,
+        seed=4,
+        max_tokens=150,
     ) as stream:
         for _ in stream:
             pass
@@ -150,139 +163,164 @@ def test_the_clients_own_stream_of_calls(client):
     assert json.loads(message.tool_calls[0].function.arguments) is not None
 
 
-def test_a_call_that_is_cut_says_so(client):
-    asked = {"model": "nano", "messages": ASK, "tools": TOOLS[:1], "tool_choice": "required", "temperature": 0}
-    reply = client.chat.completions.create(**asked, max_tokens=14)
+def test_incomplete_call_has_finish_reason_length(client):
+    body = {"model": "nano", "messages": MESSAGES, "tools": TOOLS[:1], "tool_choice": "required", "temperature": 0}
+    reply = client.chat.completions.create(**body, max_tokens=14)
     assert reply.choices[0].finish_reason == "length"
-    parts = list(client.chat.completions.create(**asked, max_tokens=14, stream=True))
-    assert parts[-1].choices[0].finish_reason == "length"
+    chunks = list(client.chat.completions.create(**body, max_tokens=14, stream=True))
+    assert chunks[-1].choices[0].finish_reason == "length"
 
 
-def test_text_or_calls(client):
-    asked = {"model": "nano", "messages": ASK, "temperature": 0, "max_tokens": 20}
-    free = client.chat.completions.create(**asked, tools=TOOLS)
-    assert free.choices[0].message.content
-    assert free.choices[0].message.tool_calls is None
-    assert free.choices[0].finish_reason in ("stop", "length")
-    none = client.chat.completions.create(**asked, tools=TOOLS, tool_choice="none")
-    assert none.choices[0].message.content == client.chat.completions.create(**asked).choices[0].message.content
+def test_text_response_with_tools(client):
+    body = {"model": "nano", "messages": MESSAGES, "temperature": 0, "max_tokens": 20}
+    auto = client.chat.completions.create(**body, tools=TOOLS)
+    assert auto.choices[0].message.content
+    assert auto.choices[0].message.tool_calls is None
+    assert auto.choices[0].finish_reason in ("stop", "length")
+    none = client.chat.completions.create(**body, tools=TOOLS, tool_choice="none")
+    assert none.choices[0].message.content == client.chat.completions.create(**body).choices[0].message.content
 
 
-def test_a_conversation_with_calls_goes_on(client):
+def test_conversation_continues_after_calls(client):
     first = client.chat.completions.create(
-        model="nano", messages=ASK, tools=TOOLS, tool_choice="required", logit_bias=SHORT, seed=4, max_tokens=150
+        model="nano",
+        messages=MESSAGES,
+        tools=TOOLS,
+        tool_choice="required",
+        logit_bias=END_BIAS,
+        seed=4,
+        max_tokens=150,
     )
     message = first.choices[0].message
-    answers = [{"role": "tool", "tool_call_id": call.id, "content": "sunny"} for call in message.tool_calls]
+    results = [{"role": "tool", "tool_call_id": call.id, "content": "sunny"} for call in message.tool_calls]
     reply = client.chat.completions.create(
-        model="nano", messages=[*ASK, message, *answers], tools=TOOLS, temperature=0, max_tokens=8
+        model="nano", messages=[*MESSAGES, message, *results], tools=TOOLS, temperature=0, max_tokens=8
     )
     assert reply.choices[0].finish_reason
 
 
-WRONG = {
-    "two forms": {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
-    "two ways": {"structured_outputs": {"regex": "a", "choice": ["b"]}},
-    "no way": {"structured_outputs": {}},
-    "unknown way": {"structured_outputs": {"guess": "a"}},
-    "bad regex": {"structured_outputs": {"regex": "(a"}},
+INVALID_REQUESTS = {
+    "response_format and structured_outputs": {
+        "response_format": {"type": "json_object"},
+        "structured_outputs": {"regex": "a"},
+    },
+    "two constraints": {"structured_outputs": {"regex": "a", "choice": ["b"]}},
+    "empty structured_outputs": {"structured_outputs": {}},
+    "unknown constraint": {"structured_outputs": {"guess": "a"}},
+    "invalid regex": {"structured_outputs": {"regex": "(a"}},
     "huge regex": {"structured_outputs": {"regex": "a{1000000}"}},
     "long regex": {"structured_outputs": {"regex": "ab|" * 100_000}},
     "endless grammar": {"structured_outputs": {"grammar": 'start: "a" start'}},
-    "bad schema": {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "x"}}}},
-    "unknown type": {"response_format": {"type": "yaml"}},
-    "form beside tools": {"tools": TOOLS, "response_format": {"type": "json_object"}},
-    "no such tool": {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}},
-    "no tools": {"tool_choice": "required"},
-    "twins": {"tools": [TOOLS[0], TOOLS[0]]},
-    "odd name": {"tools": [{"type": "function", "function": {"name": "a b"}}]},
-    "bad parameters": {"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "x"}}}]},
-    "a user's call": {
+    "invalid schema": {
+        "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "x"}}}
+    },
+    "unknown response_format": {"response_format": {"type": "yaml"}},
+    "response_format and tools": {"tools": TOOLS, "response_format": {"type": "json_object"}},
+    "tool_choice not in tools": {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}},
+    "required call without tools": {"tool_choice": "required"},
+    "two tools with one name": {"tools": [TOOLS[0], TOOLS[0]]},
+    "invalid tool name": {"tools": [{"type": "function", "function": {"name": "a b"}}]},
+    "invalid schema of parameters": {
+        "tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "x"}}}]
+    },
+    "call in a user message": {
         "messages": [{"role": "user", "tool_calls": [{"id": "1", "function": {"name": "a", "arguments": ""}}]}]
     },
-    "no call's answer": {"messages": [{"role": "tool", "content": "x"}]},
-    "no content": {"messages": [{"role": "user"}]},
-    "arguments that are none": {
+    "tool message without tool_call_id": {"messages": [{"role": "tool", "content": "x"}]},
+    "message without content": {"messages": [{"role": "user"}]},
+    "arguments are not JSON": {
         "messages": [{"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "a", "arguments": "["}}]}]
     },
-    "a forbidden token": {"response_format": {"type": "json_object"}, "logit_bias": {"5": -100}},
+    "constraint and forbidden token": {"response_format": {"type": "json_object"}, "logit_bias": {"5": -100}},
 }
 
 
-@pytest.mark.parametrize("case", WRONG)
-def test_mistakes_are_named(server, case):
-    answer = httpx.post(server[0] + "/v1/chat/completions", json={"messages": ASK, **WRONG[case]}, timeout=60)
-    assert answer.status_code == 400
-    assert answer.json()["error"]["message"]
+@pytest.mark.parametrize("case", INVALID_REQUESTS)
+def test_invalid_request_is_status_400(server, case):
+    body = {"messages": MESSAGES, **INVALID_REQUESTS[case]}
+    response = httpx.post(server[0] + "/v1/chat/completions", json=body, timeout=60)
+    assert response.status_code == 400
+    assert response.json()["error"]["message"]
 
 
-SAID = 'Let me see.<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo", "note": "}"}}\n</tool_call>'
-TWICE = SAID + '\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+ONE_CALL = 'Let me see.<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo", "note": "}"}}\n</tool_call>'
+TWO_CALLS = ONE_CALL + '\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
-def test_calls_are_read_in_pieces_of_any_size(size):
-    calls, said, told = ToolCallParser(), "", {}
-    pieces = [TWICE[i : i + size] for i in range(0, len(TWICE), size)]
-    for i, piece in enumerate(pieces, 1):
-        delta = calls.read(piece, last=i == len(pieces))
-        said += delta.get("content", "")
-        for part in delta.get("tool_calls", ()):
-            known = told.setdefault(part["index"], part["function"] | {"arguments": ""})
-            known["arguments"] += part["function"]["arguments"]
-    assert said == "Let me see."
-    assert told == {
+def test_calls_are_parsed_from_chunks_of_any_size(size):
+    parser = ToolCallParser()
+    content = ""
+    functions = {}
+    chunks = [TWO_CALLS[i : i + size] for i in range(0, len(TWO_CALLS), size)]
+    for i, chunk in enumerate(chunks, 1):
+        delta = parser.add_text(chunk, last=i == len(chunks))
+        content += delta.get("content", "")
+        for call_delta in delta.get("tool_calls", ()):
+            function = functions.setdefault(call_delta["index"], call_delta["function"] | {"arguments": ""})
+            function["arguments"] += call_delta["function"]["arguments"]
+    assert content == "Let me see."
+    assert functions == {
         0: {"name": "weather", "arguments": '{"city": "Oslo", "note": "}"}'},
         1: {"name": "now", "arguments": "{}"},
     }
-    assert [call.arguments for call in calls.made] == [each["arguments"] for each in told.values()]
+    assert [call.arguments for call in parser.calls] == [function["arguments"] for function in functions.values()]
 
 
-def test_what_only_looks_like_a_call_is_text():
-    calls = ToolCallParser()
-    assert calls.read("a <tool", last=False) == {"content": "a "}
-    assert calls.read("_box> <", last=False) == {"content": "<tool_box> "}
-    assert calls.read("", last=True) == {"content": "<"}
-    assert not calls.made
+def test_text_that_starts_like_a_call_is_content():
+    parser = ToolCallParser()
+    assert parser.add_text("a <tool", last=False) == {"content": "a "}
+    assert parser.add_text("_box> <", last=False) == {"content": "<tool_box> "}
+    assert parser.add_text("", last=True) == {"content": "<"}
+    assert not parser.calls
 
 
-def allowed(client_tools, text, alone):
-    """How many tokens of a text the grammar of tools takes, of how many."""
-    parts = alone.parts
+class GrammarMatch(NamedTuple):
+    """How far the grammar of the tools accepts a text."""
+
+    num_accepted: int  # tokens
+    num_tokens: int
+    matcher: Matcher
+
+
+def match_tools_grammar(fields, text, llm):
+    """Match a text against the grammar of a request with `TOOLS` and these fields."""
+    parts = llm.parts
     grammars = Grammars(parts.tokenizer, vocab=parts.vocab, end_ids=sorted(parts.end_ids))
-    asked = ChatRequest.model_validate({"messages": ASK, "tools": TOOLS, **client_tools})
-    tools = Tools.of(asked)
+    body = ChatRequest.model_validate({"messages": MESSAGES, "tools": TOOLS, **fields})
+    tools = Tools.of(body)
     matcher = grammars.compile(tools.constraint()).start(parts.end_ids)
     tokens = parts.tokenizer.encode(text, add_special_tokens=False)
     for i, token in enumerate(tokens):
         bits = matcher.allowed()
         if not bits[token >> 3] >> (token & 7) & 1:
-            return i, len(tokens), matcher
+            return GrammarMatch(i, len(tokens), matcher)
         matcher.advance(token)
-    return len(tokens), len(tokens), matcher
+    return GrammarMatch(len(tokens), len(tokens), matcher)
 
 
-def test_a_text_may_turn_into_calls_and_these_keep_to_their_schemas(server):
-    alone = server[1].front
-    taken, of, matcher = allowed({}, "Just text, with { and < in it.", alone)
-    assert taken == of
-    assert not matcher.done
-    taken, of, matcher = allowed({"parallel_tool_calls": False}, SAID, alone)
-    assert taken == of
-    assert matcher.done
-    taken, of, matcher = allowed({}, TWICE, alone)
-    assert taken == of
-    assert not matcher.done
-    for wrong in (SAID.replace("Oslo", "Bonn"), SAID.replace("weather", "other"), SAID + " and more"):
-        taken, of, _ = allowed({}, wrong, alone)
-        assert taken < of
+def test_grammar_accepts_text_and_calls_that_match_their_schemas(server):
+    llm = server[1].frontend
+    match = match_tools_grammar({}, "Just text, with { and < in it.", llm)
+    assert match.num_accepted == match.num_tokens
+    assert not match.matcher.done
+    match = match_tools_grammar({"parallel_tool_calls": False}, ONE_CALL, llm)
+    assert match.num_accepted == match.num_tokens
+    assert match.matcher.done
+    match = match_tools_grammar({}, TWO_CALLS, llm)
+    assert match.num_accepted == match.num_tokens
+    assert not match.matcher.done
+    invalid_texts = (ONE_CALL.replace("Oslo", "Bonn"), ONE_CALL.replace("weather", "other"), ONE_CALL + " and more")
+    for text in invalid_texts:
+        match = match_tools_grammar({}, text, llm)
+        assert match.num_accepted < match.num_tokens
 
 
-def test_templates_that_know_calls_are_given_them():
-    asked = ChatRequest.model_validate(
+def test_conversation_for_templates_with_and_without_tools():
+    body = ChatRequest.model_validate(
         {
             "messages": [
-                *ASK,
+                *MESSAGES,
                 {
                     "role": "assistant",
                     "content": None,
@@ -294,15 +332,15 @@ def test_templates_that_know_calls_are_given_them():
             "tools": TOOLS,
         }
     )
-    tools = Tools.of(asked)
-    knowing = """{% if tools %}..{% endif %}<tool_call>\\n{"name": "..", "arguments": ..}"""
-    assert knows_calls(knowing)
-    assert not knows_calls("{{ message.content }}")
-    turns = conversation(asked.messages, tools, known=True)
-    assert [turn["role"] for turn in turns] == ["user", "assistant", "tool", "tool"]
-    assert turns[1]["tool_calls"][0]["function"] == {"name": "weather", "arguments": {"city": "Oslo"}}
-    turns = conversation(asked.messages, tools, known=False)
-    assert [turn["role"] for turn in turns] == ["system", "user", "assistant", "user"]
-    assert '"name": "weather"' in turns[0]["content"]
-    assert turns[2]["content"] == '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
-    assert turns[3]["content"].count("<tool_response>") == 2
+    tools = Tools.of(body)
+    template = """{% if tools %}..{% endif %}<tool_call>\\n{"name": "..", "arguments": ..}"""
+    assert supports_tool_calls(template)
+    assert not supports_tool_calls("{{ message.content }}")
+    messages = conversation(body.messages, tools, template_has_tools=True)
+    assert [message["role"] for message in messages] == ["user", "assistant", "tool", "tool"]
+    assert messages[1]["tool_calls"][0]["function"] == {"name": "weather", "arguments": {"city": "Oslo"}}
+    messages = conversation(body.messages, tools, template_has_tools=False)
+    assert [message["role"] for message in messages] == ["system", "user", "assistant", "user"]
+    assert '"name": "weather"' in messages[0]["content"]
+    assert messages[2]["content"] == '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+    assert messages[3]["content"].count("<tool_response>") == 2

@@ -1,4 +1,4 @@
-"""What a server counts, and what is drawn of it."""
+"""Tests of the metrics, the drift alarm and the Grafana dashboard."""
 
 from __future__ import annotations
 
@@ -27,55 +27,60 @@ from outrider.serve.monitoring.metrics import exposition
 from outrider.testing import ToyTarget
 from tests.cache.test_replay import toy_prompts
 from tests.helpers.engines import make_engine
-from tests.serve.test_serve import PROMPT, serving, settled
+from tests.serve.test_serve import PROMPT, serving, wait_until_idle
 
 DASHBOARD = Path(__file__).parents[2] / "deploy" / "grafana.json"
 COSTS = CostModel(target=PassCost(tokens=(1, 64), seconds=(1e-3, 2e-3), entry=0.0, pair=0.0), draft=None)
 
 
 @pytest.fixture(scope="module")
-def counted():
+def server_metrics():
+    """The `AsyncLLM` of a server that has served 4 completions, and the samples of its metrics."""
     options = {
         "proposer": "switch(ngram,recycle)",
         "isolate_faults": True,
         "k": "auto",
         "planner": CostPlanner(COSTS, COSTS),
     }
-    with serving(options) as (url, driver):
+    with serving(options) as (url, async_llm):
         for temperature in (0, 1):
             body = {"prompt": PROMPT, "max_tokens": 60, "temperature": temperature, "ignore_eos": True, "n": 2}
             assert httpx.post(url + "/v1/completions", json=body).status_code == 200
-        settled(driver)
-        families = text_string_to_metric_families(exposition(driver).decode())
-        yield driver, [sample for family in families for sample in family.samples]
+        wait_until_idle(async_llm)
+        families = text_string_to_metric_families(exposition(async_llm).decode())
+        yield async_llm, [sample for family in families for sample in family.samples]
 
 
 def value(samples, name, **labels):
-    (found,) = [each.value for each in samples if each.name == name and each.labels.items() >= labels.items()]
-    return found
+    """Return the value of the one sample with this name and these labels."""
+    matches = [each.value for each in samples if each.name == name and each.labels.items() >= labels.items()]
+    (match,) = matches
+    return match
 
 
-def test_the_cache_is_counted(counted):
-    driver, samples = counted
-    use = driver.engine.cache_usage()
+def test_cache_metrics(server_metrics):
+    async_llm, samples = server_metrics
+    usage = async_llm.engine.cache_usage()
     states = {state: value(samples, "outrider_kv_cache_blocks", state=state) for state in ("used", "cached", "free")}
-    assert states == {"used": use.used_blocks, "cached": use.cached_blocks, "free": use.free_blocks}
-    assert value(samples, "outrider_prefix_cache_queries_total") == use.query_tokens
-    assert value(samples, "outrider_prefix_cache_hits_total") == use.hit_tokens <= use.query_tokens
-    assert value(samples, "outrider_cache_evicted_blocks_total") == use.evicted_blocks
-    assert value(samples, "outrider_preemptions_total") == use.preempted
+    assert states == {"used": usage.used_blocks, "cached": usage.cached_blocks, "free": usage.free_blocks}
+    assert value(samples, "outrider_prefix_cache_queries_total") == usage.query_tokens
+    assert value(samples, "outrider_prefix_cache_hits_total") == usage.hit_tokens <= usage.query_tokens
+    assert value(samples, "outrider_cache_evicted_blocks_total") == usage.evicted_blocks
+    assert value(samples, "outrider_preemptions_total") == usage.preempted
 
 
-def test_sums_agree(counted):
-    driver, samples = counted
-    stats = driver.stats
+def test_token_metrics_are_consistent(server_metrics):
+    async_llm, samples = server_metrics
+    stats = async_llm.stats
     assert value(samples, "outrider_output_tokens_total") == stats.output_tokens == 240
     assert value(samples, "outrider_draft_tokens_total") == stats.draft_tokens > 0
-    wasted = value(samples, "outrider_rejected_tokens_total")
-    assert wasted == stats.draft_tokens - value(samples, "outrider_accepted_tokens_total")
+    rejected = value(samples, "outrider_rejected_tokens_total")
+    assert rejected == stats.draft_tokens - value(samples, "outrider_accepted_tokens_total")
     for part in ("draft_tokens", "accepted_tokens"):
-        own = sum(value(samples, f"outrider_proposer_{part}_total", proposer=name) for name in ("ngram", "recycle"))
-        assert own == value(samples, f"outrider_{part}_total")
+        by_proposer = [
+            value(samples, f"outrider_proposer_{part}_total", proposer=name) for name in ("ngram", "recycle")
+        ]
+        assert sum(by_proposer) == value(samples, f"outrider_{part}_total")
     drafts = value(samples, "outrider_drafts_total")
     assert drafts == sum(value(samples, "outrider_proposer_drafts_total", proposer=n) for n in ("ngram", "recycle"))
     assert value(samples, "outrider_tokens_per_pass") == pytest.approx(stats.tau)
@@ -84,104 +89,114 @@ def test_sums_agree(counted):
     assert sum(parts) == pytest.approx(stats.seconds)
 
 
-def test_the_histogram_of_guesses_adds_up(counted):
-    driver, samples = counted
+def test_draft_depth_histogram_is_consistent(server_metrics):
+    async_llm, samples = server_metrics
     buckets = [each.value for each in samples if each.name == "outrider_draft_depth_bucket"]
     assert buckets == sorted(buckets)
-    assert buckets[-1] == value(samples, "outrider_draft_depth_count") == driver.stats.passes
-    assert buckets[0] == driver.stats.passes - driver.stats.offered[0]
-    assert value(samples, "outrider_draft_depth_sum") == sum(driver.stats.offered)
+    assert buckets[-1] == value(samples, "outrider_draft_depth_count") == async_llm.stats.passes
+    assert buckets[0] == async_llm.stats.passes - async_llm.stats.offered[0]
+    assert value(samples, "outrider_draft_depth_sum") == sum(async_llm.stats.offered)
 
 
-def test_the_speedup_is_the_planners(counted):
-    driver, samples = counted
-    planner = driver.front.parts.planner
+def test_estimated_speedup_comes_from_planner(server_metrics):
+    async_llm, samples = server_metrics
+    planner = async_llm.frontend.parts.planner
     assert value(samples, "outrider_planned_seconds_total") == planner.spent_seconds > 0
     assert value(samples, "outrider_estimated_speedup") == planner.plain_seconds / planner.spent_seconds > 0
 
 
-def test_every_query_of_the_dashboard_names_a_metric(counted):
-    _, samples = counted
+def test_dashboard_queries_use_existing_metrics(server_metrics):
+    _, samples = server_metrics
     known = {(each.name, *sorted(each.labels)) for each in samples}
     names = {name for name, *_ in known}
     document = json.loads(DASHBOARD.read_text())
     queries = [target["expr"] for panel in document["panels"] for target in panel["targets"]]
     queries += [each["query"] for each in document["templating"]["list"]]
-    asked = {name for query in queries for name in re.findall(r"\boutrider_\w+", query)}
-    assert len(asked) > 20
-    assert asked <= names
+    queried = {name for query in queries for name in re.findall(r"\boutrider_\w+", query)}
+    assert len(queried) > 20
+    assert queried <= names
     for query in queries:
         for label in re.findall(r"by \((\w+)\)", query):
             for name in re.findall(r"\boutrider_\w+", query):
                 assert any(each[0] == name and label in each[1:] for each in known), (label, name)
 
 
-def fed(drift, stats, passes, rate):
-    stats += Stats(passes=passes, reached=(passes,), accepted=(round(passes * rate),))
+def add_passes(drift, stats, passes, acceptance):
+    """Update the drift alarm with passes of this acceptance. Return the new sums."""
+    stats += Stats(passes=passes, reached=(passes,), accepted=(round(passes * acceptance),))
     drift.update(stats)
     return stats
 
 
-def test_the_alarm_begins_when_guesses_are_kept_less_often_and_ends_again():
-    drift, stats = Drift(), Stats()
+def test_drift_alarm_starts_and_ends_with_acceptance():
+    drift = Drift()
+    stats = Stats()
     for _ in range(100):
-        stats = fed(drift, stats, 8, 0.25)
-    assert not drift.alarm  # too few to know, even were it less
+        stats = add_passes(drift, stats, 8, 0.25)
+    assert not drift.alarm  # too few draft tokens for an alarm
     for _ in range(500):
-        stats = fed(drift, stats, 8, 0.75)
+        stats = add_passes(drift, stats, 8, 0.75)
     assert not drift.alarm
     assert drift.recent == pytest.approx(0.75, abs=0.01)
     for _ in range(200):
-        stats = fed(drift, stats, 8, 0.25)
+        stats = add_passes(drift, stats, 8, 0.25)
     assert drift.alarm
     for _ in range(200):
-        stats = fed(drift, stats, 8, 0.75)
+        stats = add_passes(drift, stats, 8, 0.75)
     assert not drift.alarm
 
 
-def test_what_stays_different_becomes_usual():
-    drift, stats = Drift(), Stats()
-    stats = fed(drift, stats, 20_000, 0.8)
+def test_drift_baseline_follows_lasting_change():
+    drift = Drift()
+    stats = Stats()
+    stats = add_passes(drift, stats, 20_000, 0.8)
     for _ in range(50):
-        stats = fed(drift, stats, 100, 0.2)
+        stats = add_passes(drift, stats, 100, 0.2)
     assert drift.alarm
     for _ in range(1000):
-        stats = fed(drift, stats, 100, 0.2)
+        stats = add_passes(drift, stats, 100, 0.2)
     assert not drift.alarm
-    before = drift.recent
+    recent_before = drift.recent
     drift.update(stats)
-    assert drift.recent == before
+    assert drift.recent == recent_before
 
 
-class Seen(CostPlanner):
-    """Keeps what its arms were told."""
+class RecordingPlanner(CostPlanner):
+    """Records the outcomes that the statistics of its proposers learn from, and does not trim drafts."""
 
     def __init__(self, *costs):
         super().__init__(*costs)
-        self.told = [[], []]
-        for arm, told in zip(self.proposers, self.told, strict=True):
-            learn = arm.learn
-            arm.learn = lambda seen, cached, learn=learn, told=told: (told.append(seen), learn(seen, cached))
+        self.outcomes = [[], []]
+        for proposer, outcomes in zip(self.proposers, self.outcomes, strict=True):
+            proposer.learn = self._recorded(proposer.learn, outcomes)
+
+    def _recorded(self, learn, outcomes):
+        def record_and_learn(outcome, cached):
+            outcomes.append(outcome)
+            learn(outcome, cached)
+
+        return record_and_learn
 
     def trim(self, batch: Batch, draft: Draft) -> Draft:
         super().trim(batch, draft)
         return draft
 
 
-def test_who_chose_its_proposer_teaches_the_planner_nothing_of_the_others():
-    """The free rows' outcomes are summed from their own passes."""
-    target, planner = ToyTarget(spread=3.0), Seen(COSTS, COSTS)
-    spare = make_engine(target, lambda setup: Switch(setup, [NgramProposer(setup), RecycleProposer(setup)]))
+def test_planner_does_not_learn_from_requests_with_own_proposer():
+    """The planner learns only from the passes of the requests without a proposer."""
+    target = ToyTarget(spread=3.0)
+    planner = RecordingPlanner(COSTS, COSTS)
+    other_engine = make_engine(target, lambda setup: Switch(setup, [NgramProposer(setup), RecycleProposer(setup)]))
     engine = Engine(
         target=target,
-        proposer=spare._proposer,
-        verifier=spare._verifier,
+        proposer=other_engine._proposer,
+        verifier=other_engine._verifier,
         planner=planner,
         scheduler=Scheduler(slots=8, chunk=64, context=256),
     )
     params = SamplingParams(temperature=0.7)
     for i, prompt in enumerate(toy_prompts(4)):
-        arm = None if i < 2 else 1
+        alternative = None if i < 2 else 1
         request = Request(
             id=i,
             prompt_token_ids=tuple(prompt),
@@ -189,22 +204,23 @@ def test_who_chose_its_proposer_teaches_the_planner_nothing_of_the_others():
             seed=i,
             end_ids=frozenset(),
             max_tokens=120,
-            alternative=arm,
+            alternative=alternative,
         )
         engine.add(request)
-    free, pinned = set(), set()
+    without_proposer = set()
+    with_proposer = set()
     while engine.busy():
-        for row in engine.step():
-            (free if row.request.alternative is None else pinned).add(row)
-    assert all(row.num_draft_tokens > 0 for row in pinned)
-    told = [seen for arm in planner.told for seen in arm]
-    assert told
-    assert sum(seen.nodes for seen in told) <= sum(row.num_draft_tokens for row in free)
-    assert all(seen.output_tokens >= seen.seqs > 0 for seen in told)
+        for seq in engine.step():
+            (without_proposer if seq.request.alternative is None else with_proposer).add(seq)
+    assert all(seq.num_draft_tokens > 0 for seq in with_proposer)
+    outcomes = [outcome for each in planner.outcomes for outcome in each]
+    assert outcomes
+    assert sum(outcome.nodes for outcome in outcomes) <= sum(seq.num_draft_tokens for seq in without_proposer)
+    assert all(outcome.output_tokens >= outcome.seqs > 0 for outcome in outcomes)
     assert sum(each.draft_tokens for each in engine.alternative_stats) == engine.stats.draft_tokens
 
 
-def test_alternatives_have_short_names():
+def test_short_names_of_alternatives():
     assert alternatives("ngram") == ("ngram",)
     assert alternatives("draft:/a/b/nano") == ("draft",)
     assert alternatives("switch(ngram,draft:/a/one,draft:/a/two)") == ("ngram", "draft:one", "draft:two")
@@ -213,16 +229,17 @@ def test_alternatives_have_short_names():
     assert alternatives("pkg.module:Class") == ("pkg.module:Class",)
 
 
-def test_gaps_between_tokens_are_counted_by_the_round():
-    clocks = LatencyMetrics()
-    clocks.begin(0)
-    clocks.record(0, 1.0, 2)  # the first
-    clocks.record(0, 1.027, 5)
-    clocks.record(0, 1.04, 5)  # ended, with nothing more
-    clocks.record(0, 1.5, 6)
-    clocks.end(0, "stop")
-    (found,) = (each for each in clocks.registry.collect() if each.name == "outrider_inter_token_latency_seconds")
-    samples = {(each.name, each.labels.get("le")): each.value for each in found.samples}
+def test_tokens_of_a_round_share_its_latency():
+    latency = LatencyMetrics()
+    latency.begin(0)
+    latency.record(0, 1.0, 2)  # the first tokens have no inter-token latency
+    latency.record(0, 1.027, 5)
+    latency.record(0, 1.04, 5)  # no new token
+    latency.record(0, 1.5, 6)
+    latency.end(0, "stop")
+    families = {family.name: family for family in latency.registry.collect()}
+    histogram = families["outrider_inter_token_latency_seconds"]
+    samples = {(sample.name, sample.labels.get("le")): sample.value for sample in histogram.samples}
     assert samples["outrider_inter_token_latency_seconds_bucket", "0.005"] == 0
     assert samples["outrider_inter_token_latency_seconds_bucket", "0.01"] == 3
     assert (

@@ -1,8 +1,12 @@
-"""Tokens spread over time: never out of order, never later than a round, and the end at once; in a time of its own."""
+"""Tests of streams: smoothed chunks, and how the tokens of rounds become chunks of text.
+
+The tests of smoothing run on an event loop with simulated time.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
@@ -10,24 +14,25 @@ from outrider.core.params import SamplingParams
 from outrider.core.types import Completion, FinishReason
 from outrider.llm import LLM
 from outrider.serve.async_llm import AsyncLLM
-from outrider.serve.stream.smoothing import smoothed
+from outrider.serve.stream.request_stream import StreamChunk, StreamContent
+from outrider.serve.stream.smoothing import smooth_chunks
 from outrider.serve.stream.text import StreamText
-from outrider.serve.stream.ticket import StreamChunk, StreamContent
 from tests.serve.test_serve import OPTIONS
 
-END = object()
+LAST = object()  # marks the last round
 
 
-class Leaping(asyncio.SelectorEventLoop):
-    """A loop whose time passes only while all wait, and then at once."""
+class SimulatedTimeLoop(asyncio.SelectorEventLoop):
+    """An event loop with simulated time, which advances at once while all tasks wait."""
 
     def __init__(self):
         super().__init__()
-        self.now, look = 1.0, self._selector.select
+        self.now = 1.0
+        real_select = self._selector.select
 
         def select(timeout):
             self.now += timeout or 0.0
-            return look(0)
+            return real_select(0)
 
         self._selector.select = select
 
@@ -35,27 +40,28 @@ class Leaping(asyncio.SelectorEventLoop):
         return self.now
 
 
-def leap(work):
-    with asyncio.Runner(loop_factory=Leaping) as runner:
-        return runner.run(work)
+def run_simulated(coroutine):
+    with asyncio.Runner(loop_factory=SimulatedTimeLoop) as runner:
+        return runner.run(coroutine)
 
 
-def heard(driver, watch):
-    """The pieces of a text of 64 tokens."""
+def collect_chunks(async_llm, content):
+    """Return the chunks of a completion of 64 tokens."""
 
     async def run():
-        (mine,) = driver.submit("a = 1", SamplingParams(max_tokens=64, ignore_eos=True), watch)
-        return [each async for pieces in mine.chunks() for each in pieces]
+        (stream,) = async_llm.submit("a = 1", SamplingParams(max_tokens=64, ignore_eos=True), content)
+        return [chunk async for chunks in stream.chunks() for chunk in chunks]
 
-    driver.start()
+    async_llm.start()
     try:
         return asyncio.run(asyncio.wait_for(run(), 30))
     finally:
-        driver.stop()
+        async_llm.stop()
 
 
-def piece(*words, end=False):
-    done = Completion(
+def make_chunk(*texts, last=False):
+    """Return a chunk with one token for each text."""
+    completion = Completion(
         prompt_token_ids=(1,),
         token_ids=(),
         text="",
@@ -65,33 +71,35 @@ def piece(*words, end=False):
         logprobs=(),
         stats=None,
     )
-    tokens = tuple(map(ord, "".join(word[0] for word in words)))
     return StreamChunk(
-        text="".join(words),
-        token_texts=words,
-        tokens=tokens,
-        from_draft=(True,) * len(words),
-        completion=done if end else None,
+        text="".join(texts),
+        token_texts=texts,
+        tokens=tuple(ord(text[0]) for text in texts),
+        from_draft=(True,) * len(texts),
+        completion=completion if last else None,
     )
 
 
-async def told(rounds):
-    """(seconds, words) of what comes out where rounds come in so."""
-    loop, out = asyncio.get_running_loop(), []
+async def smoothed_texts(rounds):
+    """Return [(seconds, texts)] of the smoothed chunks. A round is (seconds after the round before, *token texts)."""
+    loop = asyncio.get_running_loop()
+    output = []
 
-    async def come():
-        for wait, *words in rounds:
+    async def chunks_of_rounds():
+        for wait, *texts in rounds:
             await asyncio.sleep(wait)
-            yield [piece(*[word for word in words if word is not END], end=words[-1] is END)]
+            yield [make_chunk(*[text for text in texts if text is not LAST], last=texts[-1] is LAST)]
 
-    began = loop.time()
-    async for pieces in smoothed(come(), loop):
-        out.append((round(loop.time() - began, 6), [each.text for each in pieces]))
-    return out
+    start = loop.time()
+    async for chunks in smooth_chunks(chunks_of_rounds(), loop):
+        output.append((round(loop.time() - start, 6), [chunk.text for chunk in chunks]))
+    return output
 
 
-def test_tokens_come_one_by_one_until_the_next_round():
-    assert leap(told([(0.0, "a"), (1.0, "b", "c", "d", "e"), (1.0, "f", "g"), (1.0, "h", END)])) == [
+def test_tokens_are_spread_until_next_round():
+    assert run_simulated(
+        smoothed_texts([(0.0, "a"), (1.0, "b", "c", "d", "e"), (1.0, "f", "g"), (1.0, "h", LAST)])
+    ) == [
         (0.0, ["a"]),
         (1.0, ["b"]),
         (1.25, ["c"]),
@@ -103,38 +111,38 @@ def test_tokens_come_one_by_one_until_the_next_round():
     ]
 
 
-def test_what_is_left_goes_out_with_the_next_round():
-    out = leap(told([(0.0, "a"), (1.0, "b", "c", "d", "e"), (0.3, "f", "g"), (5.0, "h", END)]))
-    assert out[:4] == [(0.0, ["a"]), (1.0, ["b"]), (1.25, ["c"]), (1.3, ["d", "e", "f"])]
-    assert out[-1] == (6.3, ["h"])
+def test_remaining_tokens_are_sent_with_early_round():
+    output = run_simulated(smoothed_texts([(0.0, "a"), (1.0, "b", "c", "d", "e"), (0.3, "f", "g"), (5.0, "h", LAST)]))
+    assert output[:4] == [(0.0, ["a"]), (1.0, ["b"]), (1.25, ["c"]), (1.3, ["d", "e", "f"])]
+    assert output[-1] == (6.3, ["h"])
 
 
-@pytest.mark.parametrize("last", [("z", END), ("y", "z", END)])
-def test_the_end_waits_for_nothing(last):
-    out = leap(told([(0.0, "a"), (1.0, "b", "c", "d"), (0.1, *last)]))
-    assert out[-1][0] == 1.1
-    assert "".join(word for _, words in out for word in words) == "abcd" + "".join(last[:-1])
+@pytest.mark.parametrize("last", [("z", LAST), ("y", "z", LAST)])
+def test_last_chunk_is_not_delayed(last):
+    output = run_simulated(smoothed_texts([(0.0, "a"), (1.0, "b", "c", "d"), (0.1, *last)]))
+    assert output[-1][0] == 1.1
+    assert "".join(text for _, texts in output for text in texts) == "abcd" + "".join(last[:-1])
 
 
-def test_text_that_is_held_back_stays_in_order():
-    async def come():
-        yield [piece("x")]
+def test_held_back_text_stays_in_order():
+    async def rounds():
+        yield [make_chunk("x")]
         await asyncio.sleep(1)
-        held = piece("ab", "cd", "ef")
-        yield [StreamChunk(text="abc", token_texts=held.token_texts, tokens=held.tokens, from_draft=held.from_draft)]
+        # "def" is held back, so the chunk has less text than its tokens.
+        yield [replace(make_chunk("ab", "cd", "ef"), text="abc")]
         await asyncio.sleep(1)
-        yield [StreamChunk(text="def", token_texts=(), completion=piece("x", end=True).completion)]
+        yield [StreamChunk(text="def", token_texts=(), completion=make_chunk("x", last=True).completion)]
 
     async def run():
-        return [each async for pieces in smoothed(come(), asyncio.get_running_loop()) for each in pieces]
+        return [chunk async for chunks in smooth_chunks(rounds(), asyncio.get_running_loop()) for chunk in chunks]
 
-    out = leap(run())
-    assert [each.text for each in out] == ["x", "ab", "c", "", "def"]
-    assert [len(each.tokens) for each in out] == [1, 1, 1, 1, 0]
+    output = run_simulated(run())
+    assert [chunk.text for chunk in output] == ["x", "ab", "c", "", "def"]
+    assert [len(chunk.tokens) for chunk in output] == [1, 1, 1, 1, 0]
 
 
 @pytest.mark.parametrize(
-    ("watch", "together", "told"),
+    ("content", "interval", "expected"),
     [
         (StreamContent.TEXT, 1e9, [1, 64]),
         (StreamContent.TEXT, 0.0, list(range(1, 65))),
@@ -142,79 +150,82 @@ def test_text_that_is_held_back_stays_in_order():
         (StreamContent.END, 0.0, [1, 64]),
     ],
 )
-def test_quick_rounds_are_told_together_and_edges_at_once(watch, together, told, monkeypatch):
-    monkeypatch.setattr("outrider.serve.async_llm.TOGETHER", together)
-    driver, given = (
-        AsyncLLM(LLM(**{**OPTIONS, "proposer": "none"}, max_num_seqs=1), max_queued_requests=1, max_num_seqs=1),
-        [],
-    )
-    wake = driver._wake
+def test_first_and_last_token_are_published_at_once(content, interval, expected, monkeypatch):
+    monkeypatch.setattr("outrider.serve.async_llm.PUBLISH_INTERVAL", interval)
+    llm = LLM(**{**OPTIONS, "proposer": "none"}, max_num_seqs=1)
+    async_llm = AsyncLLM(llm, max_queued_requests=1, max_num_seqs=1)
+    wake = async_llm._wake
+    published = []  # number of published tokens at each wakeup of the reader
 
-    def noted(tickets):
-        given.extend(each.given for each in tickets)
-        wake(tickets)
+    def record_and_wake(streams):
+        published.extend(stream.num_published for stream in streams)
+        wake(streams)
 
-    monkeypatch.setattr(driver, "_wake", noted)
+    monkeypatch.setattr(async_llm, "_wake", record_and_wake)
 
-    pieces = heard(driver, watch)
-    assert given == told  # tokens, each time that the reader was woken
-    assert sum(len(each.tokens) for each in pieces) == 64
-    assert len(pieces) == 64 if watch is StreamContent.ROUNDS else len(pieces) <= len(told)
-    assert pieces[-1].completion is not None
-    if watch is not StreamContent.END:
-        assert "".join(each.text for each in pieces) == pieces[-1].completion.text
+    chunks = collect_chunks(async_llm, content)
+    assert published == expected
+    assert sum(len(chunk.tokens) for chunk in chunks) == 64
+    assert len(chunks) == 64 if content is StreamContent.ROUNDS else len(chunks) <= len(expected)
+    assert chunks[-1].completion is not None
+    if content is not StreamContent.END:
+        assert "".join(chunk.text for chunk in chunks) == chunks[-1].completion.text
 
 
-def test_readers_hear_of_what_is_there_before_a_round_that_reads_prompts(monkeypatch):
-    monkeypatch.setattr("outrider.serve.async_llm.TOGETHER", 1e9)
-    driver = AsyncLLM(
-        LLM(**{**OPTIONS, "proposer": "none"}, max_num_seqs=2), max_queued_requests=2, max_num_seqs=2
-    )  # its thread does not run
+def test_tokens_are_published_before_round_with_prefill(monkeypatch):
+    monkeypatch.setattr("outrider.serve.async_llm.PUBLISH_INTERVAL", 1e9)
+    llm = LLM(**{**OPTIONS, "proposer": "none"}, max_num_seqs=2)
+    async_llm = AsyncLLM(llm, max_queued_requests=2, max_num_seqs=2)  # its thread is not started
     params = SamplingParams(max_tokens=64, ignore_eos=True)
 
     async def run():
-        (mine,) = driver.submit("a = 1", params, StreamContent.TEXT)
+        (stream,) = async_llm.submit("a = 1", params, StreamContent.TEXT)
         for _ in range(9):
-            driver._run_round()
-        before = mine.written, mine.given
-        monkeypatch.setattr("outrider.serve.async_llm.TOGETHER", 0.0)
-        monkeypatch.setattr(driver, "_step", lambda: None)
-        driver._run_round()  # a round in which nobody's prompt is read
-        quiet = mine.given
-        driver.submit("b = 2", params, StreamContent.TEXT)
-        driver._run_round()
-        return *before, quiet, mine.given
+            async_llm._run_round()
+        num_tokens = stream.num_tokens
+        published_by_first_round = stream.num_published
+        monkeypatch.setattr("outrider.serve.async_llm.PUBLISH_INTERVAL", 0.0)
+        monkeypatch.setattr(async_llm, "_step", lambda: None)
+        async_llm._run_round()  # a round without a prefill
+        published_without_prefill = stream.num_published
+        async_llm.submit("b = 2", params, StreamContent.TEXT)
+        async_llm._run_round()
+        return num_tokens, published_by_first_round, published_without_prefill, stream.num_published
 
     assert asyncio.run(run()) == (9, 1, 1, 9)
 
 
-@pytest.mark.parametrize("watch", [StreamContent.TEXT, StreamContent.ROUNDS])
-def test_what_cannot_be_told_ends_its_reader_although_no_round_follows(watch, monkeypatch):
-    monkeypatch.setattr("outrider.serve.async_llm.TOGETHER", 1e9)
-    driver = AsyncLLM(LLM(**{**OPTIONS, "proposer": "none"}, max_num_seqs=1), max_queued_requests=1, max_num_seqs=1)
-    whole = driver._chunk
+@pytest.mark.parametrize("content", [StreamContent.TEXT, StreamContent.ROUNDS])
+def test_decoding_error_ends_stream_without_further_round(content, monkeypatch):
+    monkeypatch.setattr("outrider.serve.async_llm.PUBLISH_INTERVAL", 1e9)
+    llm = LLM(**{**OPTIONS, "proposer": "none"}, max_num_seqs=1)
+    async_llm = AsyncLLM(llm, max_queued_requests=1, max_num_seqs=1)
+    make_chunk = async_llm._make_chunk
 
-    def broken(row, ticket):
-        if row.num_output_tokens > 40:
-            raise RuntimeError("out of words")
-        return whole(row, ticket)
+    def fail_after_40_tokens(seq, stream):
+        if seq.num_output_tokens > 40:
+            raise RuntimeError("injected failure")
+        return make_chunk(seq, stream)
 
-    monkeypatch.setattr(driver, "_chunk", broken)
+    monkeypatch.setattr(async_llm, "_make_chunk", fail_after_40_tokens)
 
-    pieces = heard(driver, watch)
-    assert "out of words" in pieces[-1].error
+    chunks = collect_chunks(async_llm, content)
+    assert "injected failure" in chunks[-1].error
 
 
-def test_words_add_up_to_the_text():
+def test_token_texts_concatenate_to_text():
     llm = LLM(**OPTIONS, max_num_seqs=1)
     tokens = llm.encode("naïve “quotes” – 日本語 🙂🙃 done")
-    wording = StreamText(llm.decode, lambda token: llm.decode([token]), ())
-    told = [(wording.grow(some, None), wording.words(some)) for some in (tokens[i : i + 3] for i in range(0, 99, 3))]
-    assert all("".join(words) == text for text, words in told)
-    assert "".join(text for text, _ in told) == llm.decode(tokens)
-    assert "�" not in "".join(text for text, _ in told)
+    stream_text = StreamText(llm.decode, lambda token: llm.decode([token]), ())
+    full_text = ""
+    for i in range(0, 99, 3):
+        text = stream_text.add_tokens(tokens[i : i + 3], None)
+        assert "".join(stream_text.token_texts(tokens[i : i + 3])) == text
+        full_text += text
+    assert full_text == llm.decode(tokens)
+    assert "�" not in full_text
 
 
-def test_a_stop_string_that_may_come_is_held_back():
-    wording = StreamText(lambda tokens: "".join(map(chr, tokens)), chr, ("END",))
-    assert [wording.grow([ord(letter)], None) for letter in "aENxEN"] == ["a", "", "", "ENx", "", ""]
+def test_possible_stop_string_is_held_back():
+    stream_text = StreamText(lambda tokens: "".join(map(chr, tokens)), chr, ("END",))
+    assert [stream_text.add_tokens([ord(letter)], None) for letter in "aENxEN"] == ["a", "", "", "ENx", "", ""]

@@ -1,4 +1,4 @@
-"""How many threads: told by trees of files that look like the system's."""
+"""Tests of thread counts, with folders that imitate /sys and /proc."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PAIRS = [f"{i % 8},{i % 8 + 8}" for i in range(16)]  # 8 cores of two threads
 
 @pytest.fixture
 def system(tmp_path, monkeypatch):
-    """A function that writes a machine: hyperthreads of its CPUs, CPUs of its nodes, and files besides."""
+    """A function that writes the files of a machine: the sibling threads of each CPU, the CPUs of each node, others."""
 
     def make(siblings=(), nodes=(), files=None, cpus=None):
         lists = {f"sys/devices/system/cpu/cpu{i}/topology/thread_siblings_list": s for i, s in enumerate(siblings)}
@@ -42,10 +42,10 @@ def system(tmp_path, monkeypatch):
         (None, ["0-3,8-11", "4-7,12-15"], 4),
         (None, ["0-5,8-13", "6-7,14-15", ""], 6),
         ([1, 6, 7], ["0-5,8-13", "6-7,14-15"], 2),
-        ([3], ["0-1"], 1),  # nodes that do not know the CPU
+        ([3], ["0-1"], 1),  # no node has this CPU
     ],
 )
-def test_threads_are_cores_of_one_node(system, cpus, nodes, threads):
+def test_default_threads_are_the_cores_of_one_node(system, cpus, nodes, threads):
     assert default_threads(system(PAIRS, nodes, cpus=cpus)) == threads
 
 
@@ -75,35 +75,35 @@ def test_threads_are_cores_of_one_node(system, cpus, nodes, threads):
         ({"proc/self/cgroup": "what is this?", "sys/fs/cgroup/cpu.max": "0 0"}, 8),
     ],
 )
-def test_a_quota_is_a_limit(system, files, threads):
+def test_cpu_quota_limits_threads(system, files, threads):
     assert default_threads(system(PAIRS, ["0-15"], files)) == threads
 
 
-def test_where_the_system_says_nothing(system):
+def test_default_threads_without_system_files(system):
     assert 1 <= default_threads() <= (os.cpu_count() or 1)
     assert default_threads(system(cpus=range(6))) == 6
     assert hardware("cpu")["cores"] == 6
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="affinity is Linux's")
-def test_affinity_counts():
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has CPU affinity")
+def test_usable_cpus_follow_the_affinity():
     assert machine._cpus() == os.sched_getaffinity(0)
 
 
-def test_who_decides(monkeypatch):
-    chosen = []
-    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+def test_precedence_of_thread_settings(monkeypatch):
+    set_to = []
+    monkeypatch.setattr(torch, "set_num_threads", set_to.append)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 6)
     monkeypatch.setattr(machine, "default_threads", lambda: 4)
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     use_threads(None)
-    assert chosen == []
+    assert set_to == []
     use_threads(3)
     monkeypatch.delenv("OMP_NUM_THREADS")
     use_threads(None)
     use_threads(8)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)  # by a call of the user's, or MKL_NUM_THREADS
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)  # set by the user or by MKL_NUM_THREADS
     use_threads(None)
-    assert chosen == [3, 4, 8, 2]
+    assert set_to == [3, 4, 8, 2]
     with pytest.raises(OutriderError, match="threads is 0; use at least 1"):
         LLM(threads=0)

@@ -1,4 +1,4 @@
-"""Each proposer and each cache keeps the law of its protocol; and the suite notices those who do not."""
+"""Tests that all proposers, caches and verifiers pass the conformance suite, and that wrong ones fail."""
 
 from __future__ import annotations
 
@@ -39,31 +39,31 @@ def test_verifier(name):
 
 
 @pytest.mark.parametrize("name", LOSSY)
-def test_lossy_verifiers_are_noticed(name):
+def test_lossy_verifiers_fail(name):
     with pytest.raises(ConformanceError, match=name):
         check_verifier(LOSSY[name])
 
 
-class Steady(NgramProposer):
-    """Forgets how good its guesses were, and so depends on nothing but the text."""
+class Stateless(NgramProposer):
+    """Resets its acceptance estimate, so that drafts depend on the committed tokens only."""
 
     def commit(self, round):
         super().commit(round)
-        self._chances = AcceptanceEstimator()
+        self._acceptance = AcceptanceEstimator()
 
 
-class Forgetful(Steady):
-    """Takes what the target added itself for what came next, whatever was kept before it."""
+class RepeatsBonusToken(Stateless):
+    """Appends the bonus token to its index a second time."""
 
     def commit(self, round):
         super().commit(round)
-        for row, tokens in zip(round.batch.seqs, round.emitted, strict=True):
+        for seq, tokens in zip(round.batch.seqs, round.emitted, strict=True):
             for token in tokens[-1:]:
-                self._indexes[row.slot].append(token)
+                self._indexes[seq.slot].append(token)
 
 
-class Leaky(Steady):
-    """Keeps the text of who had the slot before."""
+class KeepsEarlierSequence(Stateless):
+    """Keeps the tokens of the earlier sequence of a slot."""
 
     def admit(self, slot, request):
         if slot not in self._indexes:
@@ -73,15 +73,17 @@ class Leaky(Steady):
         pass
 
 
-class Greedy(Steady):
-    """Takes more than it was given."""
+class ExceedsBudget(Stateless):
+    """Drafts one token more than its budget."""
 
     def propose(self, batch):
-        return super().propose(replace(batch, draft_budget=tuple(b + 1 if b else 0 for b in batch.draft_budget)))
+        return super().propose(
+            replace(batch, draft_budget=tuple(budget + 1 if budget else 0 for budget in batch.draft_budget))
+        )
 
 
-class Stateful(DraftModelProposer):
-    """Guesses by a counter of its own."""
+class CountsCalls(DraftModelProposer):
+    """Changes its draft with the number of calls."""
 
     calls = 0
 
@@ -92,49 +94,53 @@ class Stateful(DraftModelProposer):
 
 
 @pytest.mark.parametrize(
-    ("make", "law"),
+    ("make", "message"),
     [
-        (Forgetful, "how the text came about|who had the slot"),
-        (Leaky, "who had the slot"),
-        (Greedy, "overspends"),
-        (lambda setup: Stateful(setup, ToyTarget(vocab=setup.vocab, slots=setup.slots)), "how the text|some mass"),
+        (RepeatsBonusToken, "how the tokens were committed|earlier sequence of the slot"),
+        (KeepsEarlierSequence, "earlier sequence of the slot"),
+        (ExceedsBudget, "exceeds batch.draft_budget"),
+        (
+            lambda setup: CountsCalls(setup, ToyTarget(vocab=setup.vocab, slots=setup.slots)),
+            "how the tokens|must be above 0 for its token",
+        ),
     ],
 )
-def test_broken_proposers_are_noticed(make, law):
-    check_proposer(Steady)
-    with pytest.raises(ConformanceError, match=law):
+def test_wrong_proposers_fail(make, message):
+    check_proposer(Stateless)
+    with pytest.raises(ConformanceError, match=message):
         check_proposer(make)
 
 
-class Off(ToyTarget):
-    """Loses the last accepted guess whenever a tree's path has gaps."""
+class LosesLastToken(ToyTarget):
+    """Loses the last accepted draft token if the path of a tree has gaps."""
 
     def __init__(self):
         super().__init__()
         commit = self.cache.commit
 
-        def wrong(round):
+        def wrong_commit(round):
             commit(round)
-            for row, path in zip(round.batch.seqs, round.path, strict=True):
+            for seq, path in zip(round.batch.seqs, round.path, strict=True):
                 if path and path != tuple(range(len(path))):
-                    self.cache.text[row.slot][-1] = 0
+                    self.cache.text[seq.slot][-1] = 0
 
-        self.cache.commit = wrong
+        self.cache.commit = wrong_commit
 
 
-def test_broken_cache_is_noticed():
+def test_wrong_cache_fails():
     with pytest.raises(ConformanceError, match="fresh prefill"):
-        check_cache(Off)
+        check_cache(LosesLastToken)
 
 
-def test_toy_law_is_its_table():
+def test_joint_distribution_of_the_toy_target():
     from outrider.core.params import SamplingParams
     from outrider.testing import joint_distribution
 
     target = ToyTarget(vocab=4)
-    law = joint_distribution(target, [1, 2], SamplingParams(temperature=1.0), 3)
-    first, second = target.table[1, 2].softmax(-1), target.table[2, 3].softmax(-1)
+    joint = joint_distribution(target, [1, 2], SamplingParams(temperature=1.0), 3)
+    first = target.table[1, 2].softmax(-1)
+    second = target.table[2, 3].softmax(-1)
     third = target.table[3, 0].softmax(-1)
-    assert law.shape == (4, 4, 4)
-    torch.testing.assert_close(law[3, 0, 1].item(), (first[3] * second[0] * third[1]).item())
+    assert joint.shape == (4, 4, 4)
+    torch.testing.assert_close(joint[3, 0, 1].item(), (first[3] * second[0] * third[1]).item())
     assert tree.empty(1, target.device).size == 0

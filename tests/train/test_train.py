@@ -1,4 +1,4 @@
-"""How a draft learns: losses, steps, and what is trained."""
+"""Losses, training steps, and the drafts that can be trained."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from outrider.heads.store import make_module, read_trained
 from outrider.loader.checkpoint import load_checkpoint
 from outrider.loader.embedded import embedded
 from outrider.train.loss import chunked
-from outrider.train.loss.losses import LOSSES, Distributions, parse, shortfall
+from outrider.train.loss.losses import LOSSES, Distributions, length_loss, parse
 from outrider.train.loss.steps import Step
-from outrider.train.model.init_weights import directions, init_weights
+from outrider.train.model.init_weights import init_weights, principal_directions
 from outrider.train.model.presets import KINDS, Sizes, describe
 from outrider.train.model.trainee import make_trainee
 from outrider.train.settings import DRAFT, Settings
-from outrider.train.trainer import Sums, Trainer, rate
+from outrider.train.trainer import StepStats, Trainer, lr_factor
 from tests.helpers import engines, tiny, train_setup
 from tests.helpers.train_setup import (
     NANO,
@@ -53,17 +53,18 @@ def nano():
 # Losses
 
 
-def _laws(*, guessed=7, vocab=7, seed=0):
-    """Random laws of the target over `vocab`, and of a draft over the first `guessed` of them."""
-    chance = torch.Generator().manual_seed(seed)
-    p = (torch.randn(5, vocab, generator=chance) * 2).softmax(-1)[:, :guessed]
-    return Distributions(p, (torch.randn(5, guessed, generator=chance) * 2).log_softmax(-1))
+def _distributions(*, draft_vocab=7, vocab=7, seed=0):
+    """Random target distributions over `vocab` tokens, and draft distributions over the first `draft_vocab` of them."""
+    generator = torch.Generator().manual_seed(seed)
+    p = (torch.randn(5, vocab, generator=generator) * 2).softmax(-1)[:, :draft_vocab]
+    return Distributions(p, (torch.randn(5, draft_vocab, generator=generator) * 2).log_softmax(-1))
 
 
-def _by_hand(name, p, q):
-    """A loss from its definition, for one pair of laws as lists of floats."""
-    alpha, whole = sum(map(min, p, q)), sum(p)
-    p = [x / whole for x in p]
+def _expected_loss(name, p, q):
+    """A loss by its definition, for one pair of distributions as lists of floats."""
+    alpha = sum(map(min, p, q))
+    total = sum(p)
+    p = [x / total for x in p]
 
     def kl(a, b):
         return sum(x * math.log(x / y) for x, y in zip(a, b, strict=True))
@@ -81,103 +82,108 @@ def _by_hand(name, p, q):
     }[name]
 
 
-@pytest.mark.parametrize("guessed", [7, 4])
+@pytest.mark.parametrize("draft_vocab", [7, 4])
 @pytest.mark.parametrize("name", sorted(LOSSES))
-def test_a_loss_is_what_it_says(name, guessed):
-    laws = _laws(guessed=guessed)
-    wanted = [_by_hand(name, p, q) for p, q in zip(laws.p.tolist(), laws.log_q.exp().tolist(), strict=True)]
-    assert LOSSES[name](laws).tolist() == pytest.approx(wanted, rel=1e-4)
+def test_loss_equals_its_definition(name, draft_vocab):
+    dist = _distributions(draft_vocab=draft_vocab)
+    pairs = zip(dist.p.tolist(), dist.log_q.exp().tolist(), strict=True)
+    expected = [_expected_loss(name, p, q) for p, q in pairs]
+    assert LOSSES[name](dist).tolist() == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.parametrize("name", ["kl", "rkl", "jsd", "tv", "nla", "hybrid"])
-def test_nothing_is_lost_by_the_same_law(name):
-    p = _laws().p
+def test_loss_of_equal_distributions_is_zero(name):
+    p = _distributions().p
     assert LOSSES[name](Distributions(p, p.log())).tolist() == pytest.approx([0] * 5, abs=1e-5)
 
 
-def test_losses_agree_with_each_other():
-    laws = _laws()
-    swapped = Distributions(laws.log_q.exp(), laws.p.log())
-    assert torch.allclose(LOSSES["rkl"](laws), LOSSES["kl"](swapped), atol=1e-5)
-    assert torch.allclose(LOSSES["jsd"](laws), LOSSES["jsd"](swapped), atol=1e-6)
-    assert LOSSES["jsd"](laws).max() < math.log(2)
-    assert torch.equal(LOSSES["tv"](laws), 1 - laws.alpha)
-    entropy = -(laws.p * laws.p.log()).sum(-1)
-    assert torch.allclose(LOSSES["ce"](laws) - LOSSES["kl"](laws), entropy, atol=1e-5)
+def test_identities_between_losses():
+    dist = _distributions()
+    swapped = Distributions(dist.log_q.exp(), dist.p.log())
+    assert torch.allclose(LOSSES["rkl"](dist), LOSSES["kl"](swapped), atol=1e-5)
+    assert torch.allclose(LOSSES["jsd"](dist), LOSSES["jsd"](swapped), atol=1e-6)
+    assert LOSSES["jsd"](dist).max() < math.log(2)
+    assert torch.equal(LOSSES["tv"](dist), 1 - dist.alpha)
+    entropy = -(dist.p * dist.p.log()).sum(-1)
+    assert torch.allclose(LOSSES["ce"](dist) - LOSSES["kl"](dist), entropy, atol=1e-5)
 
 
-def test_cross_entropy_and_divergence_have_one_slope():
-    slopes = []
+def test_cross_entropy_and_kl_have_the_same_gradient():
+    gradients = []
     for name in ("ce", "kl"):
         logits = torch.randn(5, 7, generator=torch.Generator().manual_seed(4)).requires_grad_()
-        LOSSES[name](Distributions(_laws().p, logits.log_softmax(-1))).sum().backward()
-        slopes.append(logits.grad)
-    assert torch.allclose(*slopes, atol=1e-6)
+        LOSSES[name](Distributions(_distributions().p, logits.log_softmax(-1))).sum().backward()
+        gradients.append(logits.grad)
+    assert torch.allclose(*gradients, atol=1e-6)
 
 
-def test_what_cannot_be_guessed_is_lost():
-    p = _laws(guessed=4).p
+def test_alpha_excludes_tokens_outside_the_draft_vocabulary():
+    p = _distributions(draft_vocab=4).p
     best = Distributions(p, (p / p.sum(-1, keepdim=True)).log())
     assert torch.allclose(best.alpha, p.sum(-1), atol=1e-6)
 
 
 @pytest.mark.parametrize("name", sorted(LOSSES))
-def test_slopes_are_numbers_where_laws_are_extreme(name):
+def test_gradients_of_extreme_distributions_are_finite(name):
     logits = torch.tensor([[80.0, -80.0, 0.0]], requires_grad=True)
     LOSSES[name](Distributions(torch.tensor([[0.0, 1.0, 0.0]]), logits.log_softmax(-1))).sum().backward()
     assert logits.grad.isfinite().all()
 
 
-def _shortfall_by_hand(alphas):
-    """Expected number of guesses lost, over all ways in which a chain can go."""
-    lost = 0.0
-    for kept in product((True, False), repeat=len(alphas)):
-        chance = math.prod(a if k else 1 - a for a, k in zip(alphas, kept, strict=True))
-        lost += chance * (len(alphas) - next((i for i, k in enumerate(kept) if not k), len(alphas)))
-    return lost
+def _expected_rejections(alphas):
+    """The expected number of rejected draft tokens, by enumeration of all outcomes of a chain."""
+    total = 0.0
+    for accepted in product((True, False), repeat=len(alphas)):
+        probability = math.prod(a if ok else 1 - a for a, ok in zip(alphas, accepted, strict=True))
+        first_rejected = next((i for i, ok in enumerate(accepted) if not ok), len(alphas))
+        total += probability * (len(alphas) - first_rejected)
+    return total
 
 
-def test_shortfall_is_the_expected_number_of_lost_guesses():
+def test_length_loss_is_the_expected_number_of_rejected_draft_tokens():
     alphas = torch.rand(4, 3, generator=torch.Generator().manual_seed(1)).requires_grad_()
-    here = torch.tensor([[1, 1, 0], [1, 1, 0], [1, 0, 0], [1, 0, 0]], dtype=torch.bool)
-    found = shortfall(alphas, here, [1.0] * 4)
-    columns = [alphas[:, c][here[:, c]].tolist() for c in range(3)]
-    assert found.tolist() == pytest.approx([_shortfall_by_hand(column) for column in columns], abs=1e-6)
-    found.sum().backward()
-    assert not alphas.grad[~here].any()
+    exists = torch.tensor([[1, 1, 0], [1, 1, 0], [1, 0, 0], [1, 0, 0]], dtype=torch.bool)
+    loss = length_loss(alphas, exists, [1.0] * 4)
+    columns = [alphas[:, c][exists[:, c]].tolist() for c in range(3)]
+    assert loss.tolist() == pytest.approx([_expected_rejections(column) for column in columns], abs=1e-6)
+    loss.sum().backward()
+    assert not alphas.grad[~exists].any()
 
 
-def test_shortfall_has_a_slope_where_a_guess_is_sure_to_be_lost():
+def test_length_loss_has_a_gradient_at_alpha_zero():
     alphas = torch.tensor([[1.0], [0.0], [0.5]], requires_grad=True)
-    shortfall(alphas, torch.ones(3, 1, dtype=torch.bool), [1.0] * 3).sum().backward()
+    length_loss(alphas, torch.ones(3, 1, dtype=torch.bool), [1.0] * 3).sum().backward()
     assert alphas.grad.flatten().tolist() == pytest.approx([-1.0, -1.5, 0.0])
 
 
 @pytest.mark.parametrize("text", [*sorted(LOSSES), "ce:0.3,tv:0.7", "length", "kl:0.5,length:2"])
-@pytest.mark.parametrize("at_once", [14, 1 << 20])
-def test_a_few_places_at_a_time_have_the_slopes_of_all(at_once, text, monkeypatch):
-    monkeypatch.setattr(chunked, "_AT_ONCE", {"cpu": at_once})
-    losses, weights = parse(text), torch.arange(1.0, 6.0)
+@pytest.mark.parametrize("chunk_logits", [14, 1 << 20])
+def test_chunked_loss_equals_loss_without_chunks(chunk_logits, text, monkeypatch):
+    """The loss, alpha and the gradient of the logits are the same."""
+    monkeypatch.setattr(chunked, "_CHUNK_LOGITS", {"cpu": chunk_logits})
+    losses = parse(text)
+    weights = torch.arange(1.0, 6.0)
 
-    def run(judge):
+    def run(compute):
         logits = torch.randn(5, 7, generator=torch.Generator().manual_seed(4)).requires_grad_()
-        lost, kept = judge(logits)
-        whole = (lost * weights).sum()
-        (whole + kept.square().sum() if "length" in losses else whole).backward()
-        return lost, kept, logits.grad
+        loss, alpha = compute(logits)
+        total = (loss * weights).sum()
+        (total + alpha.square().sum() if "length" in losses else total).backward()
+        return loss, alpha, logits.grad
 
-    def plain(logits):
-        laws = Distributions(_laws().p, logits.log_softmax(-1))
-        single = [share * LOSSES[name](laws) for name, share in losses.items() if name != "length"]
-        return sum(single, torch.zeros(5)), laws.alpha
+    def without_chunks(logits):
+        dist = Distributions(_distributions().p, logits.log_softmax(-1))
+        terms = [weight * LOSSES[name](dist) for name, weight in losses.items() if name != "length"]
+        return sum(terms, torch.zeros(5)), dist.alpha
 
-    ours, theirs = run(lambda logits: chunked.chunked_loss(logits, _laws().p, losses)), run(plain)
-    assert ours[1].requires_grad == ("length" in losses)
-    for found, wanted in zip(ours, theirs, strict=True):
-        assert torch.allclose(found, wanted, atol=1e-6)
+    actual = run(lambda logits: chunked.chunked_loss(logits, _distributions().p, losses))
+    expected = run(without_chunks)
+    assert actual[1].requires_grad == ("length" in losses)
+    for actual_tensor, expected_tensor in zip(actual, expected, strict=True):
+        assert torch.allclose(actual_tensor, expected_tensor, atol=1e-6)
 
 
-def test_weights_of_losses():
+def test_parse_losses_with_weights():
     assert parse("ce") == {"ce": 1.0}
     assert parse("ce:0.1, tv:0.9,length") == {"ce": 0.1, "tv": 0.9, "length": 1.0}
 
@@ -188,14 +194,14 @@ def test_weights_of_losses():
         ("nll", "loss 'nll' is unknown; use ce, kl"),
         ("", "loss '' is unknown"),
         ("ce:x", "'x' of loss ce is not a number; write ce:0.5"),
-        ("ce:0", "not above 0"),
-        ("ce:-1", "not above 0"),
-        ("ce:inf", "not above 0"),
-        ("ce:nan", "not above 0"),
-        ("ce,tv,ce", "stands in 'ce,tv,ce' twice"),
+        ("ce:0", "not a finite number above 0"),
+        ("ce:-1", "not a finite number above 0"),
+        ("ce:inf", "not a finite number above 0"),
+        ("ce:nan", "not a finite number above 0"),
+        ("ce,tv,ce", "loss ce occurs twice in 'ce,tv,ce'"),
     ],
 )
-def test_losses_that_cannot_be(text, message):
+def test_parse_rejects_invalid_losses(text, message):
     with pytest.raises(OutriderError, match=message):
         parse(text)
 
@@ -203,181 +209,187 @@ def test_losses_that_cannot_be(text, message):
 # Steps
 
 
-def _loss_by_hand(texts, weight, losses, decay):
-    total, columns, laws = 0.0, 0, spread(texts.target_probs, texts.learn)
+def _expected_step_loss(texts, logits, losses, decay):
+    """The loss of a step by its definition, column by column, for the `logits` [steps, V] of all columns."""
+    total = 0.0
+    num_columns = 0
+    target_probs = spread(texts.target_probs, texts.learn)
+    decay_sum = sum(decay**step for step in range(len(logits)))
     for b in range(len(texts.learn)):
         length = int(texts.learn[b].sum())
-        columns += length
+        num_columns += length
         for c in range(length):
             alphas = []
-            for step in range(min(len(weight), length - c)):
-                p, q = laws[b, c + step].tolist(), weight[step].softmax(-1).tolist()
+            for step in range(min(len(logits), length - c)):
+                p = target_probs[b, c + step].tolist()
+                q = logits[step].softmax(-1).tolist()
                 alphas.append(sum(map(min, p, q)))
-                shares = [share * _by_hand(name, p, q) for name, share in losses.items() if name != "length"]
-                total += decay**step * sum(shares)
-            whole = sum(decay**step for step in range(len(weight)))
-            total += whole * losses.get("length", 0) * _shortfall_by_hand(alphas)
-    return total / whole / columns
+                terms = [weight * _expected_loss(name, p, q) for name, weight in losses.items() if name != "length"]
+                total += decay**step * sum(terms)
+            total += decay_sum * losses.get("length", 0) * _expected_rejections(alphas)
+    return total / decay_sum / num_columns
 
 
 @pytest.mark.parametrize("text", ["ce", "kl:0.3,tv:0.7", "length", "ce:0.5,length:2"])
-def test_the_loss_of_a_step_is_a_mean_over_columns(text):
-    texts, losses = make_texts(vocab=11), parse(text)
-    pupil = Still(3, 11)
-    trainer = Trainer(pupil, losses=losses, steps=3, decay=0.8, lr=1e-3)
-    start = pupil.module.weight.detach().clone()
-    sums = trainer.train([texts], progress=0.5)
-    assert sums.columns == 19
-    assert sums.loss == pytest.approx(_loss_by_hand(texts, start, losses, 0.8), rel=1e-3)
+def test_step_loss_is_the_mean_over_columns(text):
+    texts = make_texts(vocab=11)
+    losses = parse(text)
+    trainee = Still(3, 11)
+    trainer = Trainer(trainee, losses=losses, steps=3, decay=0.8, lr=1e-3)
+    logits = trainee.module.weight.detach().clone()
+    stats = trainer.train([texts], progress=0.5)
+    assert stats.columns == 19
+    assert stats.loss == pytest.approx(_expected_step_loss(texts, logits, losses, 0.8), rel=1e-3)
 
 
 @pytest.mark.parametrize("kind", ["mtp", "medusa"])
-def test_parts_and_padding_change_nothing(kind, nano):
-    whole, weights = make_texts(), []
-    loud = replace(
-        whole,
-        aux_states=torch.where(whole.learn[..., None, None], whole.aux_states, 1e3),
-        tokens=torch.where(torch.nn.functional.pad(whole.learn, (1, 0), value=True), whole.tokens, 5),
+def test_micro_batches_and_padding_do_not_change_the_gradient(kind, nano):
+    batch = make_texts()
+    with_other_padding = replace(
+        batch,
+        aux_states=torch.where(batch.learn[..., None, None], batch.aux_states, 1e3),
+        tokens=torch.where(torch.nn.functional.pad(batch.learn, (1, 0), value=True), batch.tokens, 5),
     )
-    ways = ([whole], [loud], [cut(whole, b, length) for b, length in enumerate((9, 6, 4))])
-    for given in ways:
+    single_sequences = [cut(batch, b, length) for b, length in enumerate((9, 6, 4))]
+    results = []
+    for micro_batches in ([batch], [with_other_padding], single_sequences):
         torch.manual_seed(7)
-        pupil = make_trainee(kind, make_settings(), make_setup(nano), nano.tables)
-        trainer = Trainer(pupil, losses=parse("ce"), steps=pupil.steps, decay=0.8, lr=1e-3)
-        slopes = watched(trainer)
-        sums = trainer.train(given, progress=0.5)
-        weights.append((sums.loss, slopes[0]))
-    (loss, slope), *others = weights
-    for other_loss, other in others:
+        trainee = make_trainee(kind, make_settings(), make_setup(nano), nano.tables)
+        trainer = Trainer(trainee, losses=parse("ce"), steps=trainee.steps, decay=0.8, lr=1e-3)
+        gradients = watched(trainer)
+        stats = trainer.train(micro_batches, progress=0.5)
+        results.append((stats.loss, gradients[0]))
+    (loss, gradient), *other_results = results
+    for other_loss, other_gradient in other_results:
         assert other_loss == pytest.approx(loss, rel=1e-3)
-        assert torch.nn.functional.cosine_similarity(slope, other, dim=0) > 0.999
+        assert torch.nn.functional.cosine_similarity(gradient, other_gradient, dim=0) > 0.999
 
 
-class _Some(Still):
-    """Of three chains of equal guesses one goes on, for all of them."""
+class _PartialChains(Still):
+    """A trainee with three equal chains, of which only some have a second draft token."""
 
-    def __init__(self, going):
+    def __init__(self, has_second):
         super().__init__(2, 11)
-        self._going = torch.tensor(going)
+        self._has_second = torch.tensor(has_second)
 
     def unroll(self, texts, steps):
         yield next(super().unroll(texts, 1))
-        count = int(self._going.sum())
-        law = texts.target_probs[:1].expand(count, -1)
+        count = int(self._has_second.sum())
+        target = texts.target_probs[:1].expand(count, -1)
         logits = self.module.weight[1].expand(count, -1)
-        yield Step(logits=logits, target=law, learn=self._going[None], weight=3 / count)
+        yield Step(logits=logits, target=target, learn=self._has_second[None], weight=3 / count)
 
 
 @pytest.mark.parametrize("text", ["ce", "length", "tv:0.5,length:2"])
-def test_chains_that_go_on_stand_for_those_that_do_not(text):
+def test_chosen_chains_represent_all_chains(text):
     texts = make_texts(lengths=(3,), vocab=11)
     texts = replace(texts, target_probs=texts.target_probs[:1].expand(3, -1))
-    found = []
-    for going in ([True, True, True], [False, True, False]):
-        trainer = Trainer(_Some(going), losses=parse(text), steps=2, decay=0.8, lr=1e-3)
-        slopes = watched(trainer)
-        found.append((trainer.train([texts], progress=0.5).loss, slopes[0]))
-    assert found[0][0] == pytest.approx(found[1][0], rel=1e-5)
-    assert torch.allclose(found[0][1], found[1][1], atol=1e-6)
+    results = []
+    for has_second in ([True, True, True], [False, True, False]):
+        trainer = Trainer(_PartialChains(has_second), losses=parse(text), steps=2, decay=0.8, lr=1e-3)
+        gradients = watched(trainer)
+        loss = trainer.train([texts], progress=0.5).loss
+        results.append((loss, gradients[0]))
+    assert results[0][0] == pytest.approx(results[1][0], rel=1e-5)
+    assert torch.allclose(results[0][1], results[1][1], atol=1e-6)
 
 
-def test_a_step_without_anything_to_learn_changes_nothing():
-    pupil = Still(2, 11)
-    before = pupil.module.weight.detach().clone()
-    trainer = Trainer(pupil, losses=parse("ce"), steps=2, decay=0.8, lr=1e-3)
+def test_step_without_trained_columns_changes_no_weights():
+    trainee = Still(2, 11)
+    before = trainee.module.weight.detach().clone()
+    trainer = Trainer(trainee, losses=parse("ce"), steps=2, decay=0.8, lr=1e-3)
     texts = make_texts(vocab=11)
-    for given in ([], [replace(texts, learn=torch.zeros_like(texts.learn))]):
-        assert trainer.train(given, progress=0.5).columns == 0
+    for micro_batches in ([], [replace(texts, learn=torch.zeros_like(texts.learn))]):
+        assert trainer.train(micro_batches, progress=0.5).columns == 0
     assert trainer.step == 2
-    assert torch.equal(pupil.module.weight, before)
+    assert torch.equal(trainee.module.weight, before)
 
 
-def test_a_loss_that_is_no_number_ends_the_training():
-    pupil = Still(2, 11)
+def test_nan_loss_ends_the_training():
+    trainee = Still(2, 11)
     with torch.no_grad():
-        pupil.module.weight[0, 0] = torch.nan
-    before = pupil.module.weight.detach().clone()
-    trainer = Trainer(pupil, losses=parse("ce"), steps=2, decay=0.8, lr=1e-3)
-    with pytest.raises(OutriderError, match=r"at step 0 the loss is nan .* use a smaller --lr"):
+        trainee.module.weight[0, 0] = torch.nan
+    before = trainee.module.weight.detach().clone()
+    trainer = Trainer(trainee, losses=parse("ce"), steps=2, decay=0.8, lr=1e-3)
+    with pytest.raises(OutriderError, match=r"the loss at step 0 is nan .* use a smaller --lr"):
         trainer.train([make_texts(vocab=11)], progress=0.5)
-    assert torch.equal(pupil.module.weight.nan_to_num(), before.nan_to_num())
+    assert torch.equal(trainee.module.weight.nan_to_num(), before.nan_to_num())
 
 
-def test_a_judge_learns_how_often_guesses_are_kept(nano):
+def test_confidence_head_learns_the_acceptance(nano):
     torch.manual_seed(1)
-    pupil = make_trainee("dspark", make_settings(draft_tokens=2), make_setup(nano), nano.tables)
-    trainer = Trainer(pupil, losses=parse("tv"), steps=2, decay=1.0, lr=1e-2)
-    (step, *_) = list(pupil.unroll(make_texts(), 2))
+    trainee = make_trainee("dspark", make_settings(draft_tokens=2), make_setup(nano), nano.tables)
+    trainer = Trainer(trainee, losses=parse("tv"), steps=2, decay=1.0, lr=1e-2)
+    (step, *_) = list(trainee.unroll(make_texts(), 2))
     assert step.confidence is not None
     for _ in range(30):
         trainer.train([make_texts()], progress=0.5)
-    step, _ = pupil.unroll(make_texts(), 2)
-    laws = Distributions(step.target, step.logits.log_softmax(-1))
-    assert (step.confidence.sigmoid().mean() - laws.alpha.mean()).abs() < 0.1
+    step, _ = trainee.unroll(make_texts(), 2)
+    dist = Distributions(step.target, step.logits.log_softmax(-1))
+    assert (step.confidence.sigmoid().mean() - dist.alpha.mean()).abs() < 0.1
 
 
-def test_the_rate_rises_and_falls():
-    marks = [rate(i / 1000) for i in range(1001)]
-    top = marks.index(max(marks))
-    assert marks[top] == pytest.approx(1, abs=0.01)
-    assert 20 <= top <= 40
-    assert marks[:top] == sorted(marks[:top])
-    assert marks[top:] == sorted(marks[top:], reverse=True)
-    assert marks[0] > 0
-    assert marks[-1] == pytest.approx(0.05)
+def test_learning_rate_rises_and_falls():
+    factors = [lr_factor(i / 1000) for i in range(1001)]
+    peak = factors.index(max(factors))
+    assert factors[peak] == pytest.approx(1, abs=0.01)
+    assert 20 <= peak <= 40
+    assert factors[:peak] == sorted(factors[:peak])
+    assert factors[peak:] == sorted(factors[peak:], reverse=True)
+    assert factors[0] > 0
+    assert factors[-1] == pytest.approx(0.05)
 
 
-def test_a_mask_may_be_a_tokens_embedding_and_stays_it(nano, tmp_path):
-    pupil = make_trainee("dflash", make_settings(draft_tokens=2, mask_token_id=9), make_setup(nano), nano.tables)
+def test_mask_token_id_uses_a_frozen_embedding(nano, tmp_path):
+    trainee = make_trainee("dflash", make_settings(draft_tokens=2, mask_token_id=9), make_setup(nano), nano.tables)
     texts = make_texts()
-    taps = torch.randn(*texts.aux_states.shape[:2], len(pupil.aux_states.layers), 128)
-    trainer = Trainer(pupil, losses={"ce": 1.0}, steps=2, decay=1.0, lr=1e-2)
-    before = pupil.module.fuse.weight.clone()
-    trainer.train([replace(texts, aux_states=taps)], progress=0.5)
-    assert not torch.equal(pupil.module.fuse.weight, before)
-    assert torch.equal(pupil.module.mask, nano.tables.embedding[9])
-    pupil.save(tmp_path / "draft")
-    found = read_trained(tmp_path / "draft")
-    partner = TargetInfo(vocab=12288, hidden=128, layers=2, embedding=lambda: nano.tables.embedding)
-    config, _ = format_of("dflash").write(found.description, found.weights, partner)
+    aux_states = torch.randn(*texts.aux_states.shape[:2], len(trainee.aux_states.layers), 128)
+    trainer = Trainer(trainee, losses={"ce": 1.0}, steps=2, decay=1.0, lr=1e-2)
+    before = trainee.module.fuse.weight.clone()
+    trainer.train([replace(texts, aux_states=aux_states)], progress=0.5)
+    assert not torch.equal(trainee.module.fuse.weight, before)
+    assert torch.equal(trainee.module.mask, nano.tables.embedding[9])
+    trainee.save(tmp_path / "draft")
+    trained = read_trained(tmp_path / "draft")
+    target_info = TargetInfo(vocab=12288, hidden=128, layers=2, embedding=lambda: nano.tables.embedding)
+    config, _ = format_of("dflash").write(trained.description, trained.weights, target_info)
     assert config["dflash_config"]["mask_token_id"] == 9
 
 
-def test_kept_guesses_are_seen_by_position():
-    sums = Sums()
-    sums.see(0, torch.tensor([0.5, 1.0]))
-    sums.see(1, torch.tensor([]))
-    sums.see(0, torch.tensor([0.0]))
-    assert sums.acceptance == [0.5, 0.0]
+def test_acceptance_by_position():
+    stats = StepStats()
+    stats.add_alpha(0, torch.tensor([0.5, 1.0]))
+    stats.add_alpha(1, torch.tensor([]))
+    stats.add_alpha(0, torch.tensor([0.0]))
+    assert stats.acceptance == [0.5, 0.0]
 
 
-_TWO = """
+_TWO_PROCESSES = """
 import sys, torch
-from torch import distributed
 from outrider.train.loss.losses import parse
-from outrider.train.distributed import meet, part, rank
-from outrider.train.data.batches import frequent
+from outrider.train.distributed import join_group, leave_group, rank
+from outrider.train.data.batches import most_frequent_tokens
 from outrider.train.trainer import Trainer
 from tests.helpers.train_setup import CPU, Still, cut, make_sample, make_texts, watched
 torch.set_num_threads(1)
-meet(CPU)
-texts, pupil = make_texts(vocab=11), Still(3, 11)
-trainer = Trainer(pupil, losses=parse("ce:0.5,length:2"), steps=3, decay=0.8, lr=1e-3)
-own = [[cut(texts, 0, 9)], [cut(texts, 1, 6), cut(texts, 2, 4)]][rank()]
-slopes = watched(trainer)
-sums = trainer.train(own, progress=0.5)
-ids = frequent([make_sample([[0, 5, 5, 6], [0, 7, 7, 6]][rank()])], 10, 3, CPU)
-torch.save([sums.loss, sums.columns, slopes[0], ids], f"{sys.argv[1]}/{rank()}.pt")
-part()
+join_group(CPU)
+texts, trainee = make_texts(vocab=11), Still(3, 11)
+trainer = Trainer(trainee, losses=parse("ce:0.5,length:2"), steps=3, decay=0.8, lr=1e-3)
+micro_batches = [[cut(texts, 0, 9)], [cut(texts, 1, 6), cut(texts, 2, 4)]][rank()]
+gradients = watched(trainer)
+stats = trainer.train(micro_batches, progress=0.5)
+ids = most_frequent_tokens([make_sample([[0, 5, 5, 6], [0, 7, 7, 6]][rank()])], 10, 3, CPU)
+torch.save([stats.loss, stats.columns, gradients[0], ids], f"{sys.argv[1]}/{rank()}.pt")
+leave_group()
 """
 
 
 @pytest.mark.slow
-def test_two_processes_learn_as_one_does(tmp_path):
-    (tmp_path / "two.py").write_text(_TWO)
+def test_two_processes_make_the_same_step_as_one(tmp_path):
+    (tmp_path / "two.py").write_text(_TWO_PROCESSES)
     root = Path(__file__).parents[2]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
+    result = subprocess.run(
         [*command, str(tmp_path / "two.py"), str(tmp_path)],
         capture_output=True,
         text=True,
@@ -385,19 +397,19 @@ def test_two_processes_learn_as_one_does(tmp_path):
         env={"PYTHONPATH": str(root), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"},
         timeout=300,
     )
-    assert done.returncode == 0, done.stderr
-    pupil = Still(3, 11)
-    trainer = Trainer(pupil, losses=parse("ce:0.5,length:2"), steps=3, decay=0.8, lr=1e-3)
-    slopes = watched(trainer)
-    sums = trainer.train([make_texts(vocab=11)], progress=0.5)
-    for at in range(2):
-        loss, columns, slope, ids = torch.load(tmp_path / f"{at}.pt")
-        assert (loss, columns) == (pytest.approx(sums.loss, rel=1e-5), 19)
-        assert torch.allclose(slope.flatten(), slopes[0], atol=1e-6)
+    assert result.returncode == 0, result.stderr
+    trainee = Still(3, 11)
+    trainer = Trainer(trainee, losses=parse("ce:0.5,length:2"), steps=3, decay=0.8, lr=1e-3)
+    gradients = watched(trainer)
+    stats = trainer.train([make_texts(vocab=11)], progress=0.5)
+    for rank in range(2):
+        loss, columns, gradient, ids = torch.load(tmp_path / f"{rank}.pt")
+        assert (loss, columns) == (pytest.approx(stats.loss, rel=1e-5), 19)
+        assert torch.allclose(gradient.flatten(), gradients[0], atol=1e-6)
         assert ids.tolist() == [5, 6, 7]
 
 
-# What is trained
+# Drafts that can be trained
 
 
 @pytest.mark.parametrize(
@@ -437,13 +449,13 @@ def test_two_processes_learn_as_one_does(tmp_path):
         (DRAFT, {"init_from": "nowhere"}, "nowhere is not a folder"),
     ],
 )
-def test_options_that_a_kind_does_not_have(kind, options, message, nano):
+def test_options_that_do_not_fit_the_kind_are_rejected(kind, options, message, nano):
     with pytest.raises(OutriderError, match=message):
         make_trainee(kind, make_settings(**options), make_setup(nano), nano.tables)
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "eagle31", "slim", "peagle"])
-def test_a_narrow_draft_has_tables_of_its_own(kind):
+def test_narrow_draft_has_own_embedding_and_lm_head(kind):
     sizes = Sizes(hidden=384, layers=8, vocab=40, epsilon=1e-5)
     narrow = describe(kind, replace(sizes, width=128))
     assert (narrow.width, narrow.own_lm_head, narrow.own_embedding) == (128, True, True)
@@ -456,49 +468,51 @@ def test_a_narrow_draft_has_tables_of_its_own(kind):
         describe(kind, replace(sizes, width=100))
 
 
-def test_a_narrow_draft_begins_with_the_main_directions_of_the_tables():
+def test_narrow_draft_starts_with_principal_directions_of_the_tables():
     torch.manual_seed(1)
-    few, norm = torch.randn(64, 128), torch.rand(128) + 0.5
+    basis = torch.randn(64, 128)
+    norm = torch.rand(128) + 0.5
     tables = SharedWeights(
-        embedding=torch.randn(90, 128), head=torch.randn(90, 64) @ few / norm, norm=norm, epsilon=1e-6
+        embedding=torch.randn(90, 128), head=torch.randn(90, 64) @ basis / norm, norm=norm, epsilon=1e-6
     )
     sizes = Sizes(hidden=128, layers=4, vocab=90, epsilon=1e-6, width=64, draft_vocab=9)
     module = make_module(describe("slim", sizes))
     module.ids.copy_(torch.arange(3, 12))
     torch.nn.init.zeros_(module.fuse.weight)
     init_weights(module, tables)
-    state = torch.randn(5, 64) @ torch.linalg.qr(few.T).Q.T  # of which these tables see everything
-    through = module.fuse.weight[:, -128:].detach()
-    law = (normed(state, tables) @ tables.head.T).float()[:, 3:12].softmax(-1)
-    assert torch.allclose(module.logits(state @ through.T).softmax(-1), law, atol=1e-4)
-    assert torch.allclose(directions(few, 9).T @ directions(few, 9), torch.eye(9), atol=1e-5)
+    state = torch.randn(5, 64) @ torch.linalg.qr(basis.T).Q.T  # in the subspace on which the logits depend
+    projection = module.fuse.weight[:, -128:].detach()
+    target_probs = (normed(state, tables) @ tables.head.T).float()[:, 3:12].softmax(-1)
+    assert torch.allclose(module.logits(state @ projection.T).softmax(-1), target_probs, atol=1e-4)
+    directions = principal_directions(basis, 9)
+    assert torch.allclose(directions.T @ directions, torch.eye(9), atol=1e-5)
 
 
-def test_a_narrow_draft_goes_on_as_what_it_is(tmp_path):
+def test_narrow_draft_is_trained_further_as_the_same_kind(tmp_path):
     mini = train_setup.house(str(embedded("mini")))
     setup = make_setup(mini)
-    made = make_trainee("slim", make_settings(hidden_size=64, draft_vocab_size=50), setup, mini.tables)
-    made.save(tmp_path / "slim")
+    first = make_trainee("slim", make_settings(hidden_size=64, draft_vocab_size=50), setup, mini.tables)
+    first.save(tmp_path / "slim")
     with pytest.raises(OutriderError, match="at its projection, and eagle3 does so at its attention; train"):
         make_trainee("eagle31", make_settings(init_from=str(tmp_path / "slim")), setup, mini.tables)
-    again = make_trainee("slim", make_settings(init_from=str(tmp_path / "slim")), setup, mini.tables)
-    assert again.ids.tolist() == made.ids.tolist()
-    assert again.module.description.width == 64
+    second = make_trainee("slim", make_settings(init_from=str(tmp_path / "slim")), setup, mini.tables)
+    assert second.ids.tolist() == first.ids.tolist()
+    assert second.module.description.width == 64
 
 
-def test_a_draft_of_another_vocabulary_is_refused(nano):
+def test_draft_model_with_another_vocabulary_is_rejected(nano):
     setup = make_setup(nano)
-    other = SimpleNamespace(get_vocab=lambda: {"a": 0})
+    other_tokenizer = SimpleNamespace(get_vocab=lambda: {"a": 0})
     with pytest.raises(OutriderError, match="another vocabulary than the target"):
-        make_trainee(DRAFT, make_settings(init_from=NANO), replace(setup, tokenizer=other), nano.tables)
+        make_trainee(DRAFT, make_settings(init_from=NANO), replace(setup, tokenizer=other_tokenizer), nano.tables)
 
 
-def test_an_option_that_came_later_stops_no_training_that_does_without():
+def test_identity_has_newer_options_only_if_they_are_set():
     assert "mask_token_id" not in make_settings().identity()
     assert make_settings(mask_token_id=0).identity()["mask_token_id"] == 0
 
 
-def test_settings_that_cannot_be():
+def test_invalid_settings_are_rejected():
     for options, message in (
         ({"lr": 0.0}, "use --lr in"),
         ({"loss_decay": 1.5}, "use --lr in"),
@@ -516,7 +530,7 @@ def test_settings_that_cannot_be():
 
 
 @pytest.mark.parametrize("kind", ["mtp", "medusa", "dspark"])
-def test_a_head_that_was_trained_before_goes_on(kind, nano, tmp_path):
+def test_trained_head_can_be_trained_further(kind, nano, tmp_path):
     setup = make_setup(nano)
     first = make_trainee(kind, make_settings(draft_vocab_size=50), setup, nano.tables)
     first.begin(lambda: [make_sample([1, 2, 3, 9, 70, 700])])
@@ -524,74 +538,75 @@ def test_a_head_that_was_trained_before_goes_on(kind, nano, tmp_path):
         for weight in first.module.parameters():
             weight.add_(0.1)
     first.save(tmp_path / "head")
-    again = make_trainee(kind, make_settings(init_from=str(tmp_path / "head")), setup, nano.tables)
-    again.begin(lambda: pytest.fail("it knows what it guesses"))
-    assert again.ids.tolist() == first.ids.tolist()
+    second = make_trainee(kind, make_settings(init_from=str(tmp_path / "head")), setup, nano.tables)
+    second.begin(lambda: pytest.fail("the head already has its draft vocabulary"))
+    assert second.ids.tolist() == first.ids.tolist()
     for name, weight in first.module.state_dict().items():
-        assert torch.equal(again.module.state_dict()[name], weight.to(torch.bfloat16).to(weight.dtype))
+        assert torch.equal(second.module.state_dict()[name], weight.to(torch.bfloat16).to(weight.dtype))
     texts = make_texts(lengths=(6, 4))
-    texts = replace(texts, target_probs=texts.target_probs[:, again.ids])
-    trainer = Trainer(again, losses=parse("ce"), steps=2, decay=0.8, lr=1e-3)
+    texts = replace(texts, target_probs=texts.target_probs[:, second.ids])
+    trainer = Trainer(second, losses=parse("ce"), steps=2, decay=0.8, lr=1e-3)
     assert trainer.train([texts], progress=0.5).columns
-    other = "hydra" if kind == "medusa" else "medusa"
+    other_kind = "hydra" if kind == "medusa" else "medusa"
     with pytest.raises(OutriderError, match=f"is of kind {kind}, for a target with"):
-        make_trainee(other, make_settings(init_from=str(tmp_path / "head")), setup, nano.tables)
+        make_trainee(other_kind, make_settings(init_from=str(tmp_path / "head")), setup, nano.tables)
     with pytest.raises(OutriderError, match="defines the shape of the draft; leave --depth"):
         make_trainee(kind, make_settings(init_from=str(tmp_path / "head"), draft_vocab_size=9), setup, nano.tables)
 
 
-def test_a_draft_model_guesses_as_transformers_has_it(nano):
-    pupil = make_trainee(DRAFT, make_settings(init_from=NANO), make_setup(nano), nano.tables)
+def test_draft_model_has_the_logits_of_transformers(nano):
+    trainee = make_trainee(DRAFT, make_settings(init_from=NANO), make_setup(nano), nano.tables)
     texts = make_texts(lengths=(9, 6))
     model = AutoModelForCausalLM.from_pretrained(NANO, dtype=torch.float32)
-    wanted = model(texts.tokens[:, :9]).logits
-    steps = list(pupil.unroll(texts, 3))
-    for at, step in enumerate(steps):
-        assert torch.allclose(step.logits, wanted[:, at:][step.learn], atol=1e-4)
-        assert torch.equal(step.target, spread(texts.target_probs, texts.learn)[:, at:][step.learn])
-        assert torch.equal(step.learn, texts.learn[:, at:])
+    logits = model(texts.tokens[:, :9]).logits
+    target_probs = spread(texts.target_probs, texts.learn)
+    for i, step in enumerate(list(trainee.unroll(texts, 3))):
+        assert torch.allclose(step.logits, logits[:, i:][step.learn], atol=1e-4)
+        assert torch.equal(step.target, target_probs[:, i:][step.learn])
+        assert torch.equal(step.learn, texts.learn[:, i:])
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma2", "gpt_oss", "mixtral"])
-def test_models_of_many_kinds_can_be_taught(name, tmp_path):
-    for role, kind in (("target", "llama"), ("draft", name)):
-        tiny.save(tmp_path / role, tiny.ARCHITECTURES[kind](), seed=len(role))
-    house = train_setup.house(tmp_path / "target")
-    pupil = make_trainee(DRAFT, make_settings(init_from=str(tmp_path / "draft")), make_setup(house), house.tables)
+def test_draft_models_of_several_architectures_can_be_trained(name, tmp_path):
+    for role, architecture in (("target", "llama"), ("draft", name)):
+        tiny.save(tmp_path / role, tiny.ARCHITECTURES[architecture](), seed=len(role))
+    loaded = train_setup.house(tmp_path / "target")
+    settings = make_settings(init_from=str(tmp_path / "draft"))
+    trainee = make_trainee(DRAFT, settings, make_setup(loaded), loaded.tables)
     texts = make_texts(hidden=32, vocab=tiny.VOCAB)
-    trainer = Trainer(pupil, losses=parse("ce"), steps=1, decay=0.8, lr=1e-2)
+    trainer = Trainer(trainee, losses=parse("ce"), steps=1, decay=0.8, lr=1e-2)
     losses = [trainer.train([texts], progress=0.5).loss for _ in range(5)]
     assert losses[-1] < losses[0]
-    pupil.save(tmp_path / "taught")
-    engine = engines.make_engine(house.target, lambda _: pupil.proposer(make_setup(house)), k=3, rows=2)
+    trainee.save(tmp_path / "trained")
+    engine = engines.make_engine(loaded.target, lambda _: trainee.proposer(make_setup(loaded)), k=3, rows=2)
     engines.run(engine, [(1, 2, 3), (4, 5)], SamplingParams(temperature=1.0), limit=9)
     assert engine.stats.draft_tokens
-    again = load_checkpoint(tmp_path / "taught", dtype="float32", device="cpu").model.state_dict()
-    ours = pupil.module.state_dict()
-    assert again.keys() == ours.keys()
-    assert all(torch.equal(again[name], value.bfloat16().float()) for name, value in ours.items())
+    saved_state = load_checkpoint(tmp_path / "trained", dtype="float32", device="cpu").model.state_dict()
+    trained_state = trainee.module.state_dict()
+    assert saved_state.keys() == trained_state.keys()
+    assert all(torch.equal(saved_state[name], value.bfloat16().float()) for name, value in trained_state.items())
 
 
 @pytest.mark.parametrize("kind", ["mtp", "dspark", DRAFT])
-def test_a_proposer_is_a_copy_and_costs_no_luck(kind, nano):
+def test_proposer_is_a_copy_and_uses_no_random_numbers(kind, nano):
     torch.manual_seed(5)
-    pupil = make_trainee(kind, make_settings(init_from=NANO if kind == DRAFT else None), make_setup(nano), nano.tables)
+    settings = make_settings(init_from=NANO if kind == DRAFT else None)
+    trainee = make_trainee(kind, settings, make_setup(nano), nano.tables)
     state = torch.get_rng_state()
-    weights = [weight.detach().clone() for weight in pupil.module.parameters()]
-    proposer = pupil.proposer(make_setup(nano))
+    weights = [weight.detach().clone() for weight in trainee.module.parameters()]
+    proposer = trainee.proposer(make_setup(nano))
     assert torch.equal(torch.get_rng_state(), state)
-    assert all(torch.equal(a, b) for a, b in zip(weights, pupil.module.parameters(), strict=True))
-    assert all(weight.requires_grad for weight in pupil.module.parameters())
-    held = proposer.model.bytes()
+    assert all(torch.equal(a, b) for a, b in zip(weights, trainee.module.parameters(), strict=True))
+    assert all(weight.requires_grad for weight in trainee.module.parameters())
+    num_bytes = proposer.model.bytes()
     with torch.no_grad():
-        for weight in pupil.module.parameters():
+        for weight in trainee.module.parameters():
             weight.zero_()
-    assert proposer.model.bytes() == held
+    assert proposer.model.bytes() == num_bytes
 
 
-def test_every_kind_is_told_of():
-    message = "|".join(KINDS)
+def test_command_help_lists_all_kinds():
     from outrider.cli.drafts import train
 
     help = next(iter(train.__annotations__["kind"].__metadata__)).help
-    assert all(kind in help for kind in [*message.split("|"), DRAFT])
+    assert all(kind in help for kind in [*KINDS, DRAFT])

@@ -1,4 +1,4 @@
-"""Heads that go on with another target than the one that they were trained for."""
+"""Draft heads that move to another target than the one that they were trained for."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.console import Console
 
 from outrider.errors import OutriderError
 from outrider.heads.store import read_head
-from outrider.train.data.batches import read_alone
+from outrider.train.data.batches import score_sequence
 from outrider.train.data.sample import Sample
 from outrider.train.model.trainee import make_trainee
 from outrider.train.run import Training
@@ -23,104 +23,107 @@ QUIET = Console(quiet=True)
 
 @pytest.fixture(scope="module")
 def targets(tmp_path_factory):
-    """Two of one vocabulary, and one of another."""
+    """Two targets with one vocabulary, and one with another."""
     folder = tmp_path_factory.mktemp("targets")
-    for name, size in (("former", 128), ("new", 96)):
+    for name, size in (("previous", 128), ("new", 96)):
         tiny.save(folder / name, tiny.make_config("LlamaConfig", hidden_size=size, num_hidden_layers=6), seed=size)
-    wide = tiny.make_config("LlamaConfig", vocab_size=tiny.VOCAB + 8)
-    tiny.save(folder / "wordy", wide, size=tiny.VOCAB + 8)
+    config = tiny.make_config("LlamaConfig", vocab_size=tiny.VOCAB + 8)
+    tiny.save(folder / "other_vocab", config, size=tiny.VOCAB + 8)
     return folder
 
 
 @pytest.fixture(scope="module")
 def head(targets, tmp_path_factory):
-    """A slim head of `former`, all of whose weights say something."""
-    house, folder = train_setup.house(targets / "former"), tmp_path_factory.mktemp("head")
-    pupil = make_trainee("slim", make_settings(hidden_size=64, draft_vocab_size=50), make_setup(house), house.tables)
+    """A slim head for the target `previous`, with noise in all of its weights."""
+    loaded = train_setup.house(targets / "previous")
+    folder = tmp_path_factory.mktemp("head")
+    settings = make_settings(hidden_size=64, draft_vocab_size=50)
+    trainee = make_trainee("slim", settings, make_setup(loaded), loaded.tables)
     torch.manual_seed(3)
     with torch.no_grad():
-        for weight in pupil.module.parameters():
+        for weight in trainee.module.parameters():
             weight.add_(0.2 * torch.randn(weight.shape))
-    pupil.module.ids.copy_(torch.arange(7, 57))
-    pupil.save(folder)
+    trainee.module.ids.copy_(torch.arange(7, 57))
+    trainee.save(folder)
     return str(folder)
 
 
-def _samples(house, count=40, length=30):
-    """Texts, with the states of layers 1, 2, 4 and 5, the last."""
-    house.target.export_hidden_states((1, 2, 4, 5))
-    found = []
+def _samples(loaded, count=40, length=30):
+    """Random sequences with the states of the layers 1, 2, 4 and 5. Layer 5 is the last one."""
+    loaded.target.export_hidden_states((1, 2, 4, 5))
+    samples = []
     for id in range(count):
-        tokens = tuple(
-            torch.randint(0, tiny.VOCAB, (length + 1,), generator=torch.Generator().manual_seed(id)).tolist()
-        )
+        generator = torch.Generator().manual_seed(id)
+        tokens = tuple(torch.randint(0, tiny.VOCAB, (length + 1,), generator=generator).tolist())
         with torch.inference_mode():
-            states = read_alone(house.target, tokens[:-1]).states((1, 2, 4, 5), 0, ())
-        found.append(Sample(id=id, tokens=tokens, states=states.to(torch.bfloat16), prompt=1))
-    return found
+            states = score_sequence(loaded.target, tokens[:-1]).states((1, 2, 4, 5), 0, ())
+        samples.append(Sample(id=id, tokens=tokens, states=states.to(torch.bfloat16), prompt=1))
+    return samples
 
 
-def _options(head, former, **other):
-    return make_settings(init_from=head, init_target=str(former), **other)
+def _options(head, previous, **options):
+    return make_settings(init_from=head, init_target=str(previous), **options)
 
 
-def test_a_head_handed_to_its_own_target_sees_what_it_saw(targets, head):
-    house = train_setup.house(targets / "former")
-    samples = _samples(house)
-    old = read_head(head, dtype=torch.float32, device=torch.device("cpu"))
-    pupil = make_trainee("slim", _options(head, targets / "former"), make_setup(house), house.tables)
+def test_head_moved_to_its_own_target_is_unchanged(targets, head):
+    loaded = train_setup.house(targets / "previous")
+    samples = _samples(loaded)
+    original = read_head(head, dtype=torch.float32, device=torch.device("cpu"))
+    trainee = make_trainee("slim", _options(head, targets / "previous"), make_setup(loaded), loaded.tables)
     states = samples[0].states[:, :3].float()
 
     @torch.no_grad()
-    def missed():
-        seen, meant = pupil.module.fused(states), old.fused(states)
-        return float((seen - meant).norm() / (meant - meant.mean(0)).norm())
+    def relative_error():
+        fused = trainee.module.fused(states)
+        expected = original.fused(states)
+        return float((fused - expected).norm() / (expected - expected.mean(0)).norm())
 
-    before = missed()
-    pupil.begin(lambda: samples)
+    before = relative_error()
+    trainee.begin(lambda: samples)
     assert before > 0.5
-    assert missed() < 0.1
-    kept = {name for name in old.state_dict() if not name.startswith("fuse")}
-    assert all(torch.equal(old.state_dict()[name], pupil.module.state_dict()[name]) for name in kept)
-    assert pupil.ids.tolist() == list(range(7, 57))
+    assert relative_error() < 0.1
+    original_state = original.state_dict()
+    kept_names = {name for name in original_state if not name.startswith("fuse")}
+    assert all(torch.equal(original_state[name], trainee.module.state_dict()[name]) for name in kept_names)
+    assert trainee.ids.tolist() == list(range(7, 57))
 
 
-def test_what_is_found_is_the_nearest(targets, head):
-    """No fusion comes nearer, on the texts that were read, but for the ridge."""
-    former, new = (train_setup.house(targets / name) for name in ("former", "new"))
-    meant, samples = _samples(former), _samples(new)
-    pupil = make_trainee("slim", _options(head, targets / "former"), make_setup(new), new.tables)
-    assert pupil.module.description.target_hidden == 96
-    old = read_head(head, dtype=torch.float32, device=torch.device("cpu"))
-    pupil.begin(lambda: samples)
-    wanted = torch.cat([old.fused(each.states[:, :3].float()) for each in meant])
+def test_fitted_fusion_layer_is_optimal(targets, head):
+    """On the fitted sequences, no other fusion layer has a smaller error, apart from the regularization."""
+    previous, new = (train_setup.house(targets / name) for name in ("previous", "new"))
+    previous_samples = _samples(previous)
+    samples = _samples(new)
+    trainee = make_trainee("slim", _options(head, targets / "previous"), make_setup(new), new.tables)
+    assert trainee.module.description.target_hidden == 96
+    original = read_head(head, dtype=torch.float32, device=torch.device("cpu"))
+    trainee.begin(lambda: samples)
+    expected = torch.cat([original.fused(sample.states[:, :3].float()) for sample in previous_samples])
 
     @torch.no_grad()
-    def missed():
-        return float(
-            (torch.cat([pupil.module.fused(each.states[:, :3].float()) for each in samples]) - wanted).square().sum()
-        )
+    def squared_error():
+        fused = torch.cat([trainee.module.fused(sample.states[:, :3].float()) for sample in samples])
+        return float((fused - expected).square().sum())
 
-    best, nothing = missed(), float(wanted.square().sum())
-    assert best < nothing
-    found = pupil.module.fuse.weight.detach().clone()
+    best = squared_error()
+    error_of_zero = float(expected.square().sum())
+    assert best < error_of_zero
+    fitted = trainee.module.fuse.weight.detach().clone()
     for seed in range(3):
         torch.manual_seed(seed)
         for size in (0.03, 0.3):
+            direction = torch.nn.functional.normalize(torch.randn(fitted.shape), dim=(0, 1))
             with torch.no_grad():
-                pupil.module.fuse.weight.copy_(
-                    found + size * found.norm() * torch.nn.functional.normalize(torch.randn(found.shape), dim=(0, 1))
-                )
-            assert missed() > best
+                trainee.module.fuse.weight.copy_(fitted + size * fitted.norm() * direction)
+            assert squared_error() > best
 
 
-def test_a_training_goes_on_with_another_target(targets, head, tmp_path):
+def test_training_moves_a_head_to_another_target(targets, head, tmp_path):
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("one", "two and two", "three", "four")))
     settings = replace(
         _options(
             head,
-            targets / "former",
+            targets / "previous",
             batch_size=2,
             steps_per_generation=1,
             max_tokens=9,
@@ -135,27 +138,25 @@ def test_a_training_goes_on_with_another_target(targets, head, tmp_path):
     document, lines = Training("slim", settings).run(QUIET)
     assert document["waves"] == len(lines) == 2
     assert read_head(tmp_path / "out", dtype=torch.float32, device=torch.device("cpu")).description.target_hidden == 96
-    with pytest.raises(OutriderError, match="holds a training with other options"):
+    with pytest.raises(OutriderError, match="has a training with other options"):
         Training("slim", replace(settings, init_target=str(targets / "new")))
 
 
-def test_what_cannot_be_handed_on(targets, head, tmp_path):
-    former, new = (train_setup.house(targets / name) for name in ("former", "new"))
+def test_invalid_moves_are_rejected(targets, head, tmp_path):
+    previous, new = (train_setup.house(targets / name) for name in ("previous", "new"))
     with pytest.raises(OutriderError, match="add --init-from DIR, or leave it out"):
         make_settings(init_target="x")
-    with pytest.raises(OutriderError, match="reads no target's states"):
-        make_trainee("draft", _options(NANO, targets / "former"), make_setup(new), new.tables)
+    with pytest.raises(OutriderError, match="does not read the hidden states of a target"):
+        make_trainee("draft", _options(NANO, targets / "previous"), make_setup(new), new.tables)
     with pytest.raises(OutriderError, match="is of kind eagle3, for a target with"):
         make_trainee("slim", make_settings(init_from=head), make_setup(new), new.tables)
-    bound = make_trainee("mtp", make_settings(), make_setup(former), former.tables)
-    bound.save(tmp_path / "mtp")
+    mtp = make_trainee("mtp", make_settings(), make_setup(previous), previous.tables)
+    mtp.save(tmp_path / "mtp")
     with pytest.raises(OutriderError, match="uses its target's tables, or masks, is bound to that target"):
-        make_trainee("mtp", _options(str(tmp_path / "mtp"), targets / "former"), make_setup(new), new.tables)
-    wrong = make_trainee("slim", _options(head, targets / "new"), make_setup(new), new.tables)
-    with pytest.raises(
-        OutriderError, match="is not what --init-from was trained for, which is 128 wide and has 6 layers"
-    ):
-        wrong.begin(lambda: pytest.fail("that is known before"))
-    wordy = make_trainee("slim", _options(head, targets / "wordy"), make_setup(new), new.tables)
+        make_trainee("mtp", _options(str(tmp_path / "mtp"), targets / "previous"), make_setup(new), new.tables)
+    wrong_target = make_trainee("slim", _options(head, targets / "new"), make_setup(new), new.tables)
+    with pytest.raises(OutriderError, match="is not the target of --init-from, which has width 128 and 6 layers"):
+        wrong_target.begin(lambda: pytest.fail("the target is checked before samples are generated"))
+    other_vocab = make_trainee("slim", _options(head, targets / "other_vocab"), make_setup(new), new.tables)
     with pytest.raises(OutriderError, match="has another vocabulary than the target"):
-        wordy.begin(list)
+        other_vocab.begin(list)

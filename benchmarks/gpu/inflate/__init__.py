@@ -1,1 +1,1 @@
-"""Write a small trained Llama in the dimensions of a large one: the cost of the large, the text of the small."""
+"""Inflates a small trained Llama to the dimensions of a large one: the cost of the large, the text of the small."""

@@ -1,4 +1,4 @@
-"""What precision leaves of the agreement of a model with its inflated self."""
+"""Compares the logits of two models over the same texts."""
 
 from __future__ import annotations
 
@@ -17,71 +17,77 @@ from outrider.measure.prompts import Prompt, chat_text
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Text:
-    """A prompt and what follows it."""
+    """A prompt and its completion."""
 
     tokens: Tensor  # [L]
-    prompt: int  # tokens of it
+    prompt: int  # number of prompt tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreement:
-    """Two models over the same texts, at every position from the prompt's last on."""
+    """How far two models agree over some texts, at every position from the last prompt token on."""
 
     positions: int
     same: int  # positions with the same likeliest token
     texts: int
-    same_texts: int  # with the same likeliest token throughout
+    same_texts: int  # texts with the same likeliest token at all positions
     worst_logit: float  # largest difference, over tokens that both models have
     mean_logit: float  # mean absolute difference
-    kl: float  # mean, nats, of the second from the first
+    kl: float  # mean divergence of the second model from the first, in nats
 
 
 def compare(first: Any, second: Any, texts: Sequence[Text]) -> Agreement:
-    """Score texts with two models; the second may have more tokens than the first."""
-    same, gaps, kls = [], [], []
+    """Score texts with two models. The vocabulary of the second may extend that of the first."""
+    same = []
+    differences = []
+    divergences = []
     with torch.inference_mode():
         for text in texts:
-            one, two = (model(text.tokens[None]).logits[0, text.prompt - 1 :].double() for model in (first, second))
-            vocab = one.shape[1]
-            same.append(one.argmax(-1) == two.argmax(-1))
-            gaps.append((one - two[:, :vocab]).abs())
-            ours, theirs = one.log_softmax(-1), two.log_softmax(-1)[:, :vocab]
-            kls.append((ours.exp() * (ours - theirs)).sum(-1))
-    gap, equal = torch.cat(gaps), torch.cat(same)
+            first_logits, second_logits = (
+                model(text.tokens[None]).logits[0, text.prompt - 1 :].double() for model in (first, second)
+            )
+            vocab = first_logits.shape[1]
+            same.append(first_logits.argmax(-1) == second_logits.argmax(-1))
+            differences.append((first_logits - second_logits[:, :vocab]).abs())
+            first_log = first_logits.log_softmax(-1)
+            second_log = second_logits.log_softmax(-1)[:, :vocab]
+            divergences.append((first_log.exp() * (first_log - second_log)).sum(-1))
+    all_same = torch.cat(same)
+    all_differences = torch.cat(differences)
     return Agreement(
-        positions=len(equal),
-        same=int(equal.sum()),
+        positions=len(all_same),
+        same=int(all_same.sum()),
         texts=len(texts),
         same_texts=sum(bool(each.all()) for each in same),
-        worst_logit=float(gap.max()),
-        mean_logit=float(gap.mean()),
-        kl=float(torch.cat(kls).mean()),
+        worst_logit=float(all_differences.max()),
+        mean_logit=float(all_differences.mean()),
+        kl=float(torch.cat(divergences).mean()),
     )
 
 
 def greedy(model: Any, folder: Path, prompts: Sequence[Prompt], count: int) -> list[Text]:
-    """What a model writes, `count` tokens at most, by transformers' own `generate`.
+    """Complete prompts greedily by up to `count` tokens, with `generate` of transformers.
 
-    Conversations are left out where the tokenizer has no chat template.
+    Conversations are left out if the tokenizer has no chat template.
     """
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     texts = []
     for prompt in prompts:
         if prompt.messages and not tokenizer.chat_template:
             continue
-        plain = prompt.prompt or chat_text(tokenizer, prompt.messages or (), asks=True)
-        ids = torch.tensor([tokenizer(plain, add_special_tokens=False)["input_ids"]])
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False)
-        texts.append(Text(tokens=out[0, :-1], prompt=ids.shape[1]))
+        text = prompt.prompt or chat_text(tokenizer, prompt.messages or (), asks=True)
+        ids = torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]])
+        output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False)
+        texts.append(Text(tokens=output[0, :-1], prompt=ids.shape[1]))
     return texts
 
 
 def load(folder: Path, dtype: torch.dtype) -> Any:
-    """transformers' own model."""
-    shown = transformers_logging.is_progress_bar_enabled()
+    """Load a model with transformers, without a progress bar."""
+    progress_bar = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
         return LlamaForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True).eval()
     finally:
-        if shown:
+        if progress_bar:
             transformers_logging.enable_progress_bar()

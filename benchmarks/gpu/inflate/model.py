@@ -1,29 +1,31 @@
-"""A small trained Llama in the dimensions of a large one: the cost of the large, the text of the small.
+"""Inflates a small trained Llama to the dimensions of a large one: the cost of the large, the text of the small.
 
-What speculation gains depends on what the models cost and on how often they agree. Random weights of the right size
-have the cost without the agreement; a model inflated here has both, and needs no download.
+The gain of speculation depends on the cost of the models and on how often they agree. Random weights of the right size
+have the cost without the agreement. A model that is inflated here has both, and needs no download.
 
-It is Net2Net (Chen et al. 2016, arXiv:1511.05641) for a whole transformer: everything is *copied*, and whoever reads c
-copies gives each a share, a power of two; the shares add up to 1.
+The method is Net2Net (Chen et al. 2016, arXiv:1511.05641) for a whole transformer. Every unit is *copied*. A weight
+that multiplies c copies is divided into c shares, which are powers of two and add up to 1.
 
-- Residual channels are copied so that their mean square is the small model's times a known factor (`Stream`). Whoever
-  reads a norm is multiplied by its root, and eps is scaled with it.
-- MLP neurons, dimensions of values, query heads and key-value heads are copied; down_proj and o_proj hold the shares.
-- Rotary pair i of a head of d goes to pair i D/d of a head of D, which turns at the same frequency. Queries are
-  multiplied by sqrt(D/d), by which attention divides more. Queries of other pairs are random, and their keys are zero.
-- Added layers are random and mute: neighbouring neurons, and neighbouring dimensions of values, are twins, and what is
-  written of the one is the opposite of what is written of the other.
-- Added tokens are twins of real ones, less a lot: a channel that holds the same number for every token takes from their
-  logits, and from theirs alone. The number's square is taken out of eps.
+- Residual channels are copied so that their mean square is that of the small model times a known factor (`Stream`).
+  Weights after a norm are multiplied by the root of this factor, and eps is scaled with it.
+- MLP neurons, value dimensions, query heads and key-value heads are copied. down_proj and o_proj have the shares.
+- Rotary pair i of a head of d goes to pair i D/d of a head of D, which rotates at the same frequency. Queries are
+  multiplied by sqrt(D/d), because attention divides by more. Queries of other pairs are random, and their keys are
+  zero.
+- Added layers are random and add zero: neighbouring neurons, and neighbouring value dimensions, are equal pairs, and
+  the output weights of a pair are opposite.
+- Added tokens are copies of real ones with much lower logits: one channel has the same constant for every token, and
+  only the LM head rows of added tokens multiply it. The square of the constant is subtracted from eps.
 
-In exact arithmetic real tokens have the small model's logits. In floating point copies and powers of two are exact, and
-weights of the checkpoint's own precision are copied without rounding. What rounds is the norm's factor and sqrt(D/d)
-where they are no powers of two, to a fraction of an ulp (`Stream.read`), and sums that cancel in mute layers, by as
-much as any other sum.
+In exact arithmetic the real tokens have the logits of the small model. In floating point, copies and powers of two are
+exact, and weights in the precision of the checkpoint are copied without rounding. Two things round: the norm's factor
+and sqrt(D/d) if they are not powers of two, to a fraction of an ulp (`Stream.read`); and the sums that cancel in added
+layers, as much as any other sum.
 
-Zero are only: the keys of added rotary pairs, because no query may see them at any distance; what writes to and reads
-from spare channels, of which there are three at most, because the residual would else have another norm; and what the
-last neuron of a mute layer writes, if their number is odd. A constant channel is read by the added tokens alone.
+Only these weights are zero: the keys of added rotary pairs, because queries must not match them at any distance; the
+weights of spare channels, of which there are three at most, because they would change the norm of the residual; and the
+output weights of the last neuron of an added layer if their number is odd. Only the added tokens use the constant
+channel.
 """
 
 from __future__ import annotations
@@ -37,12 +39,12 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
-from inflate.layers import Maker, Read, constant
+from inflate.layers import Read, WeightBuilder, constant
 from inflate.wiring import make_stream
 from outrider.errors import OutriderError
 
-_PER_FREQUENCY = frozenset({"default", "linear", "llama3"})  # rotary types that treat each frequency by itself
-_NAMES = MappingProxyType(
+_PER_FREQUENCY = frozenset({"default", "linear", "llama3"})  # rotary types that treat each frequency separately
+_CONFIG_KEYS = MappingProxyType(
     {
         "hidden": "hidden_size",
         "layers": "num_hidden_layers",
@@ -57,7 +59,7 @@ _NAMES = MappingProxyType(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dims:
-    """Dimensions of the large model; None is the small one's."""
+    """Dimensions of the large model. None: that of the small model."""
 
     hidden: int | None = None
     layers: int | None = None
@@ -66,10 +68,11 @@ class Dims:
     head_dim: int | None = None
     ffn: int | None = None
     vocab: int | None = None
-    untie: bool = False  # give a model with tied embeddings a head of its own
+    untie: bool = False  # give a model with tied embeddings a separate LM head
 
 
-PRESETS: Mapping[str, Dims] = MappingProxyType(  # Llama 3; the vocabulary stays, unless it is asked for (128256)
+# Llama 3, with the small model's vocabulary. The vocabulary of Llama 3 has 128256 tokens.
+PRESETS: Mapping[str, Dims] = MappingProxyType(
     {
         "8b": Dims(hidden=4096, layers=32, heads=32, kv_heads=8, head_dim=128, ffn=14336, untie=True),
         "1b": Dims(hidden=2048, layers=16, heads=32, kv_heads=8, head_dim=64, ffn=8192),
@@ -80,85 +83,97 @@ PRESETS: Mapping[str, Dims] = MappingProxyType(  # Llama 3; the vocabulary stays
 def inflate(
     model: Any, dims: Dims, *, seed: int = 0, dtype: torch.dtype | None = None
 ) -> tuple[LlamaConfig, dict[str, Tensor]]:
-    """The configuration and the weights of a larger LlamaForCausalLM with the logits of `model`.
+    """Return configuration and weights of a larger LlamaForCausalLM with the logits of `model`.
 
     Raises:
-        OutriderError: these dimensions cannot hold the small model; the message says which to change.
+        OutriderError: the dimensions cannot hold the small model; the message says which to change.
     """
     config = inflate_config(model.config, dims, dtype=dtype)
     return config, dict(inflate_tensors(model.config, config, model.state_dict().__getitem__, seed=seed))
 
 
 def inflate_config(config: Any, dims: Dims, *, dtype: torch.dtype | None = None) -> LlamaConfig:
-    """The large model's configuration; `dtype` is the small one's unless given.
+    """Return the configuration of the large model. Without `dtype`, it has that of the small model.
 
     Raises:
-        OutriderError: these dimensions cannot hold the small model; the message says which to change.
+        OutriderError: the dimensions cannot hold the small model; the message says which to change.
     """
     if config.model_type != "llama" or config.attention_bias or config.mlp_bias:
         raise OutriderError("only a Llama without biases can be inflated; give a model of model_type llama")
-    given = {key: getattr(dims, name) for name, key in _NAMES.items()}
-    large = {key: getattr(config, key) if value is None else value for key, value in given.items()}
-    _check_sizes(config, large)
-    _check_heads(config, large)
-    grown = large["vocab_size"] > config.vocab_size
+    sizes = {}
+    for name, key in _CONFIG_KEYS.items():
+        size = getattr(dims, name)
+        sizes[key] = getattr(config, key) if size is None else size
+    _check_sizes(config, sizes)
+    _check_heads(config, sizes)
+    has_added_tokens = sizes["vocab_size"] > config.vocab_size
     tied = config.tie_word_embeddings and not dims.untie
-    if grown and tied:
-        raise OutriderError("a larger vocabulary needs a head of its own; give untie, or --untie")
-    stream = make_stream(config.hidden_size, large["hidden_size"], constant=grown)
+    if has_added_tokens and tied:
+        raise OutriderError("a larger vocabulary needs a separate LM head; give untie, or --untie")
+    stream = make_stream(config.hidden_size, sizes["hidden_size"], constant=has_added_tokens)
     squares = stream.energy * config.hidden_size * config.rms_norm_eps - constant(config, stream) ** 2
-    rest = {
-        "rms_norm_eps": squares / large["hidden_size"],
+    others = {
+        "rms_norm_eps": squares / sizes["hidden_size"],
         "tie_word_embeddings": tied,
         "dtype": dtype or config.dtype or torch.float32,
     }
-    return LlamaConfig.from_dict(config.to_dict() | large | rest)
+    return LlamaConfig.from_dict(config.to_dict() | sizes | others)
 
 
 def inflate_tensors(small: Any, large: Any, read: Read, *, seed: int = 0) -> Iterator[tuple[str, Tensor]]:
-    """Names and weights, one at a time and layer by layer, in the precision that the large configuration names.
+    """Yield names and weights, one at a time and layer by layer, in the precision of the large configuration.
 
     Args:
         small: configuration of the trained model.
-        large: from `inflate_config`.
-        read: gives a weight of the trained model by its name.
-        seed: of what is random.
+        large: result of `inflate_config`.
+        read: returns a weight of the trained model by its name.
+        seed: of random weights.
     """
-    maker = Maker(small=small, large=large, read=read, seed=seed)
-    ours, theirs = small.num_hidden_layers, large.num_hidden_layers
-    home = {(2 * i + 1) * theirs // (2 * ours): i for i in range(ours)}  # spread evenly among the mute ones
-    yield "model.embed_tokens.weight", maker.embedding()
-    for layer in range(theirs):
+    builder = WeightBuilder(small=small, large=large, read=read, seed=seed)
+    num_small = small.num_hidden_layers
+    num_large = large.num_hidden_layers
+    # The copied layers are spread evenly among the added ones.
+    sources = {(2 * i + 1) * num_large // (2 * num_small): i for i in range(num_small)}
+    yield "model.embed_tokens.weight", builder.embedding()
+    for layer in range(num_large):
         prefix = f"model.layers.{layer}."
-        made = maker.copy(f"model.layers.{home[layer]}.") if layer in home else maker.mute(prefix)
-        yield from ((prefix + name, weight) for name, weight in made)
-    yield "model.norm.weight", maker.last_norm()
+        if layer in sources:
+            weights = builder.copied_layer(f"model.layers.{sources[layer]}.")
+        else:
+            weights = builder.identity_layer(prefix)
+        yield from ((prefix + name, weight) for name, weight in weights)
+    yield "model.norm.weight", builder.last_norm()
     if not large.tie_word_embeddings:
-        yield "lm_head.weight", maker.head()
+        yield "lm_head.weight", builder.head()
 
 
-def _check_sizes(small: Any, large: Mapping[str, int]) -> None:
-    for name, key in _NAMES.items():
-        least = getattr(small, key)
-        if large[key] < least:
-            raise OutriderError(f"{name} {large[key]} is less than the small model's; give {least} or more")
-    if large["head_dim"] % small.head_dim:
+def _check_sizes(small: Any, sizes: Mapping[str, int]) -> None:
+    for name, key in _CONFIG_KEYS.items():
+        smallest = getattr(small, key)
+        if sizes[key] < smallest:
+            raise OutriderError(f"{name} {sizes[key]} is less than the small model's; give {smallest} or more")
+    if sizes["head_dim"] % small.head_dim:
         raise OutriderError(
-            f"heads of {large['head_dim']} lack the rotary frequencies of heads of {small.head_dim}; give a multiple of"
+            f"heads of {sizes['head_dim']} lack the rotary frequencies of heads of {small.head_dim}; give a multiple of"
             f" {small.head_dim} as head_dim"
         )
-    kind = small.rope_parameters["rope_type"]
-    if large["head_dim"] > small.head_dim and kind not in _PER_FREQUENCY:
-        raise OutriderError(f"rotary type {kind} depends on the size of heads; leave head_dim at {small.head_dim}")
+    rope_type = small.rope_parameters["rope_type"]
+    if sizes["head_dim"] > small.head_dim and rope_type not in _PER_FREQUENCY:
+        raise OutriderError(f"rotary type {rope_type} depends on the size of heads; leave head_dim at {small.head_dim}")
 
 
-def _check_heads(small: Any, large: Mapping[str, int]) -> None:
-    hidden, heads, kv_heads = large["hidden_size"], large["num_attention_heads"], large["num_key_value_heads"]
+def _check_heads(small: Any, sizes: Mapping[str, int]) -> None:
+    hidden = sizes["hidden_size"]
+    heads = sizes["num_attention_heads"]
+    kv_heads = sizes["num_key_value_heads"]
     if hidden % heads or heads % kv_heads:
-        raise OutriderError(f"{kv_heads} kv_heads must divide {heads} heads, and these hidden {hidden}; change one")
-    ours, theirs = small.num_attention_heads // small.num_key_value_heads, heads // kv_heads
-    if kv_heads // small.num_key_value_heads * theirs < ours:
         raise OutriderError(
-            f"{kv_heads} kv_heads with {theirs} heads each do not hold {small.num_key_value_heads} with {ours} each;"
-            f" give {small.num_key_value_heads} kv_heads, or more heads"
+            f"{kv_heads} kv_heads must divide {heads} heads, which must divide hidden {hidden}; change one of them"
+        )
+    small_group = small.num_attention_heads // small.num_key_value_heads
+    group = heads // kv_heads
+    if kv_heads // small.num_key_value_heads * group < small_group:
+        raise OutriderError(
+            f"{kv_heads} kv_heads with {group} heads each cannot hold {small.num_key_value_heads} with {small_group}"
+            f" each; give {small.num_key_value_heads} kv_heads, or more heads"
         )

@@ -1,4 +1,4 @@
-"""Which small index each large one copies, and the shares with which copies add up to the original."""
+"""Maps indices of the large model to those of the small one that they copy, and divides weights among the copies."""
 
 from __future__ import annotations
 
@@ -11,105 +11,116 @@ from torch import Tensor
 
 from outrider.errors import OutriderError
 
-_ROWS = 2048  # a matrix is filled so many rows at a time, to keep what is held in full precision small
+_ROWS = 2048  # rows that are filled at a time, so that few are in memory in full precision
 
 
 def shares(source: Sequence[int]) -> list[float]:
-    """A power of two for each copy, such that those of one source add up to 1; the smallest come last.
+    """Return a power of two for each copy. Those of one source add up to 1, and its smallest come last.
 
-    Multiplying by a power of two is exact in every floating-point type, and so is the sum of what was divided.
+    Multiplication by a power of two is exact in every floating-point type, and so is the sum of the shares.
     """
-    copies, seen = Counter(source), Counter[int]()
-    found = []
+    copies = Counter(source)
+    seen = Counter[int]()
+    result = []
     for index in source:
         depth = copies[index].bit_length() - 1
-        whole = (2 << depth) - copies[index]  # copies that need not be halved once more
-        found.append(0.5 ** (depth + (seen[index] >= whole)))
+        num_larger = (2 << depth) - copies[index]  # copies whose share is not halved once more
+        result.append(0.5 ** (depth + (seen[index] >= num_larger)))
         seen[index] += 1
-    return found
+    return result
 
 
 def spread(count: int, copies: int) -> list[int]:
-    """`count` sources over `copies` places, evenly, copies of one source side by side."""
-    return [place * count // copies for place in range(copies)]
+    """Spread `count` sources evenly over `copies` indices. Copies of one source are neighbours."""
+    return [index * count // copies for index in range(copies)]
 
 
 def divide(weight: Tensor, source: Sequence[int]) -> Tensor:
-    """Columns [n, copies] that together do what [n, sources] does where copies of one source carry the same."""
+    """Return columns [n, copies] that give the product of [n, sources] if the copies of a source are equal."""
     return weight[:, list(source)] * weight.new_tensor(shares(source))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stream:
-    """A residual stream of h channels, laid out over H.
+    """A residual stream of h channels, laid out over H channels.
 
-    Channel i is copied with scales s whose squares add up to `energy`, the same for all i. The sum of squares over the
-    large stream is `energy` times that over the small one, so RMSNorm divides by the same up to a known factor. Where
-    copies of scale 1 alone would leave channels over, one copy is split into four of scale 1/2, which takes three.
-    Spare channels (at most three) hold zero, or with `constant` one of them holds the same number for all tokens.
+    Channel i is copied with scales s whose squares add up to `energy`, which is the same for all i. The sum of squares
+    over the large stream is `energy` times that over the small one, so RMSNorm divides by the same value up to a known
+    factor. If copies of scale 1 would leave channels over, one copy is split into four of scale 1/2, which takes three
+    more channels. Spare channels (at most three) are zero. With `constant`, one of them has the same value for all
+    tokens.
     """
 
-    source: Tensor  # [H] int64; 0 at spare channels, where scale is 0
+    source: Tensor  # [H] int64, the small channel; 0 at spare channels
     scale: Tensor  # [H] powers of two; 0 at spare channels
-    share: Tensor  # [H] of one channel they add up to 1; 0 at spare channels
-    last: Tensor  # [h] the copy that takes what rounding left of the others
+    share: Tensor  # [H] add up to 1 over the copies of a channel; 0 at spare channels
+    last: Tensor  # [h] the copy that takes the rounding errors of the others
     energy: int
-    constant: int | None  # channel
+    constant: int | None  # a channel
 
     def write(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """Rows [H, n] that write what [h, n] writes to every copy; exact, and zero for spare channels."""
+        """Return rows [H, n] that write the output of [h, n] to every copy. Exact; zero at spare channels."""
         out = torch.empty(len(self.source), weight.shape[1], dtype=dtype)
-        for rows in range(0, len(out), _ROWS):
-            part = slice(rows, rows + _ROWS)
-            out[part] = weight[self.source[part]] * self.scale[part, None].to(weight.dtype)
+        for start in range(0, len(out), _ROWS):
+            rows = slice(start, start + _ROWS)
+            out[rows] = weight[self.source[rows]] * self.scale[rows, None].to(weight.dtype)
         return out
 
     def read(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """Columns [n, H] that read from all copies what [n, h] reads from the originals; zero for spare channels."""
+        """Return columns [n, H] whose product with the copies is that of [n, h] with the originals.
+
+        They are zero at spare channels.
+        """
         return self._fit(weight, self.share / self.scale.where(self.scale > 0, 1.0), self.scale, dtype)
 
     def norm_tied(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """The norm [H] in front of a head that reads with the scales that the embedding writes with."""
-        live = (self.scale > 0).to(self.scale.dtype)
-        return self._fit(weight[None], live / self.energy, self.scale.square(), dtype)[0]
+        """Return the norm weight [H] before an LM head that is tied to the embedding, and so has its scales."""
+        is_copy = (self.scale > 0).to(self.scale.dtype)
+        return self._fit(weight[None], is_copy / self.energy, self.scale.square(), dtype)[0]
 
     def _fit(self, weight: Tensor, nominal: Tensor, gain: Tensor, dtype: torch.dtype) -> Tensor:
-        """Solve sum_j gain_j out_j = weight over the copies j of each channel, out_j close to nominal_j weight.
+        """Solve sum_j gain_j out_j = weight over the copies j of each channel, with out_j close to nominal_j weight.
 
-        Rounding to `dtype` goes into the last copy, whose part is small and so rounds finely: with c copies the sum
-        is right to about 1/c of an ulp, and right altogether where the products are exact.
+        The last copy takes the rounding errors of `dtype`. Its value is small, so it rounds finely: with c copies the
+        sum is accurate to about 1/c of an ulp, and exact if the products are exact.
         """
         out = torch.empty(len(weight), len(self.source), dtype=dtype)
-        nominal, gain = nominal.to(weight.dtype), gain.to(weight.dtype)
-        for rows in range(0, len(out), _ROWS):
-            wanted = weight[rows : rows + _ROWS]
-            part = (wanted[:, self.source] * nominal).to(dtype)
-            got = torch.zeros_like(wanted).index_add_(1, self.source, part.to(weight.dtype) * gain)
-            rest = (wanted - got) / gain[self.last]
-            part[:, self.last] = (part[:, self.last].to(weight.dtype) + rest).to(dtype)
-            out[rows : rows + _ROWS] = part
+        nominal = nominal.to(weight.dtype)
+        gain = gain.to(weight.dtype)
+        for start in range(0, len(out), _ROWS):
+            target = weight[start : start + _ROWS]
+            values = (target[:, self.source] * nominal).to(dtype)
+            sums = torch.zeros_like(target).index_add_(1, self.source, values.to(weight.dtype) * gain)
+            correction = (target - sums) / gain[self.last]
+            values[:, self.last] = (values[:, self.last].to(weight.dtype) + correction).to(dtype)
+            out[start : start + _ROWS] = values
         return out
 
 
 def make_stream(small: int, large: int, *, constant: bool) -> Stream:
-    """Lay `small` channels out over `large`, with a spare one if there has to be a constant."""
+    """Lay out `small` channels over `large` ones, with a spare channel if there is a constant."""
     energy = large // small
-    room = large - energy * small - constant
-    merged = room < 0 and energy >= 4  # four copies of scale 1 make one of scale 2, which frees three channels
-    if room < 0 and not merged:
-        energy, room = energy - 1, room + small
+    spare = large - energy * small - constant
+    merged = spare < 0 and energy >= 4  # one copy of scale 2 replaces four of scale 1, which frees three channels
+    if spare < 0 and not merged:
+        energy -= 1
+        spare += small
     if energy < 1:
         raise OutriderError(f"hidden {large} is too small for {small} channels{' and a constant' * constant}; raise it")
-    scales = [[1.0] * (energy - 1) + ([0.5] * 4 if i < room // 3 else [1.0]) for i in range(small)]
+    scales = []  # of the copies of each channel
+    for i in range(small):
+        last_copy = [0.5] * 4 if i < spare // 3 else [1.0]
+        scales.append([1.0] * (energy - 1) + last_copy)
     if merged:
         scales[0] = [2.0] + [1.0] * (energy - 4)
-    source = [i for i, own in enumerate(scales) for _ in own]
-    spare = [0.0] * (large - len(source))
-    ends = torch.tensor([len(own) for own in scales]).cumsum(0)
+    source = [i for i, channel_scales in enumerate(scales) for _ in channel_scales]
+    zeros = [0.0] * (large - len(source))
+    all_scales = [scale for channel_scales in scales for scale in channel_scales]
+    ends = torch.tensor([len(channel_scales) for channel_scales in scales]).cumsum(0)
     return Stream(
-        source=torch.tensor(source + [0] * len(spare)),
-        scale=torch.tensor([scale for own in scales for scale in own] + spare, dtype=torch.float64),
-        share=torch.tensor(shares(source) + spare, dtype=torch.float64),
+        source=torch.tensor(source + [0] * len(zeros)),
+        scale=torch.tensor(all_scales + zeros, dtype=torch.float64),
+        share=torch.tensor(shares(source) + zeros, dtype=torch.float64),
         last=ends - 1,
         energy=energy,
         constant=large - 1 if constant else None,

@@ -1,11 +1,12 @@
-"""Outrider's side, counted as vLLM counts."""
+"""Runs the prompts in Outrider and counts rounds and accepted tokens as vLLM does."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import zip_longest
 
-from shared import Asked, Completed, Counts, cut
+from shared import Completed, Counts, Request, cut
 
 from outrider import LLM, SamplingParams
 from outrider.core.stats import Stats, StatsAccumulator
@@ -13,36 +14,41 @@ from outrider.core.types import Batch
 from outrider.plan.planner import FixedPlanner
 
 
-class AfterFirst(FixedPlanner):
-    """k guesses a round, but none beside the prompt: vLLM makes its first guesses when the first token is there."""
+class AfterFirstToken(FixedPlanner):
+    """Drafts k tokens per round, but none during prefill: vLLM drafts only after the first token."""
 
     def plan(self, batch: Batch, stats: Stats | StatsAccumulator) -> Batch:
-        most = (room if row.num_output_tokens else 0 for row, room in zip(batch.seqs, batch.draft_budget, strict=True))
-        return super().plan(replace(batch, draft_budget=tuple(most)), stats)
+        budgets = tuple(
+            budget if seq.num_output_tokens else 0 for seq, budget in zip(batch.seqs, batch.draft_budget, strict=True)
+        )
+        return super().plan(replace(batch, draft_budget=budgets), stats)
 
 
-def run(llm: LLM, asked: Asked) -> list[Completed]:
+def run(llm: LLM, request: Request) -> list[Completed]:
     """Complete the prompts.
 
-    vLLM offers k guesses in every round and counts all that the last one kept, though the text may end among them. So
-    there is room for k tokens more here, nothing ends a text, and the loop is left after the round in which one ended.
+    vLLM drafts k tokens in every round, and counts all that the last round accepts, even if the completion ends among
+    them. So the limit is k tokens higher here, end tokens are ignored, and the loop ends after the round that has
+    completed the output.
     """
-    params = SamplingParams(temperature=0.0, max_tokens=asked.max_tokens + asked.k, ignore_eos=True)
-    done = []
-    for prompt in asked.prompts:
-        before, tokens = llm.stats, list[int]()
+    params = SamplingParams(temperature=0.0, max_tokens=request.max_tokens + request.k, ignore_eos=True)
+    completions = []
+    for prompt in request.prompts:
+        before = llm.stats
+        tokens = list[int]()
         for chunk in llm.stream(prompt, params):
             tokens += chunk.token_ids
-            if len(tokens) >= asked.max_tokens or not set(asked.ends).isdisjoint(tokens):
+            if len(tokens) >= request.max_tokens or not set(request.ends).isdisjoint(tokens):
                 break
-        done.append(Completed(tokens=cut(tokens, asked), counts=_counts(before, llm.stats)))
-    return done
+        completions.append(Completed(tokens=cut(tokens, request), counts=_counts(before, llm.stats)))
+    return completions
 
 
 def _counts(before: Stats, after: Stats) -> Counts:
-    """What lies between two sums."""
-    offered, accepted = (
-        tuple(b - a for a, b in zip_longest(one, two, fillvalue=0))
-        for one, two in ((before.offered, after.offered), (before.accepted, after.accepted))
-    )
-    return Counts(rounds=offered[0] if offered else 0, accepted=accepted)
+    """Return the counts between two snapshots."""
+    offered = _difference(before.offered, after.offered)
+    return Counts(rounds=offered[0] if offered else 0, accepted=_difference(before.accepted, after.accepted))
+
+
+def _difference(before: Sequence[int], after: Sequence[int]) -> tuple[int, ...]:
+    return tuple(b - a for a, b in zip_longest(before, after, fillvalue=0))

@@ -1,4 +1,4 @@
-"""Both sides beside each other: by category, over all, and where the texts are the same."""
+"""Compares the results of both engines: by category, overall, and for prompts with equal completions."""
 
 from __future__ import annotations
 
@@ -13,69 +13,72 @@ from shared import Completed, total
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pair:
-    """One prompt, completed by both."""
+    """One prompt, completed by both engines."""
 
     category: str
-    ours: Completed
-    theirs: Completed
+    outrider: Completed
+    vllm: Completed
 
     @property
     def same(self) -> bool:
-        """Whether both came to the same tokens."""
-        return self.ours.tokens == self.theirs.tokens
+        """Whether both completions have the same tokens."""
+        return self.outrider.tokens == self.vllm.tokens
 
 
 def figures(pairs: Sequence[Pair], tolerance: float) -> dict[str, Any]:
-    """What is reported of them. Where two texts part, guesses are checked against different ones from then on."""
-    overall = _row(pairs)
+    """Return the figures for the document.
+
+    Once two completions differ, draft tokens are verified against different tokens, so their counts may differ too.
+    """
+    overall = _summary(pairs)
     return {
         "categories": {
-            category: _row([pair for pair in pairs if pair.category == category])
+            category: _summary([pair for pair in pairs if pair.category == category])
             for category in dict.fromkeys(pair.category for pair in pairs)
         },
         "overall": overall,
-        "same_text": _row([pair for pair in pairs if pair.same]),
+        "same_text": _summary([pair for pair in pairs if pair.same]),
         "agree": overall["vllm"]["rounds"] > 0 and abs(overall["difference"]) <= tolerance,
     }
 
 
 def show(report: dict[str, Any], console: Console) -> None:
-    """The table for people."""
-    ways = f"{report['method']}, {report['format'] or 'as it is'}, k {report['arguments']['k']}"
-    table = Table(title=f"mean acceptance length ({ways}, {report['arguments']['dtype']})")
+    """Print the table."""
+    arguments = report["arguments"]
+    draft = f"{report['method']}, {report['format'] or 'not converted'}, k {arguments['k']}"
+    table = Table(title=f"mean acceptance length ({draft}, {arguments['dtype']})")
     table.add_column("category")
     for column in ("prompts", "same text", "rounds", "in vLLM", "length", "in vLLM", "difference"):
         table.add_column(column, justify="right")
-    for name, row in report["categories"].items():
-        table.add_row(name, *_cells(row))
+    for name, summary in report["categories"].items():
+        table.add_row(name, *_cells(summary))
     table.add_section()
     table.add_row("overall", *_cells(report["overall"]))
     table.add_row("same text", *_cells(report["same_text"]))
     console.print(table)
-    for side in ("outrider", "vllm"):
-        row = report["overall"][side]
-        kept = ", ".join(f"{each / row['rounds']:.3f}" for each in row["accepted"]) if row["rounds"] else "none"
-        console.print(f"kept by position, {side}: {kept}", highlight=False)
+    for engine in ("outrider", "vllm"):
+        counts = report["overall"][engine]
+        rates = ", ".join(f"{count / counts['rounds']:.3f}" for count in counts["accepted"]) if counts["rounds"] else ""
+        console.print(f"accepted by position, {engine}: {rates or 'none'}", highlight=False)
     same = report["same_text"]
-    console.print(
-        f"{same['same_counts']} of {same['prompts']} equal texts were made in the same rounds", highlight=False
-    )
+    console.print(f"{same['same_counts']} of {same['prompts']} equal completions took the same rounds", highlight=False)
 
 
-def _row(pairs: Sequence[Pair]) -> dict[str, Any]:
-    ours, theirs = total([pair.ours.counts for pair in pairs]), total([pair.theirs.counts for pair in pairs])
+def _summary(pairs: Sequence[Pair]) -> dict[str, Any]:
+    outrider = total([pair.outrider.counts for pair in pairs])
+    vllm = total([pair.vllm.counts for pair in pairs])
     return {
         "prompts": len(pairs),
         "same_text": sum(pair.same for pair in pairs),
-        "same_counts": sum(pair.ours.counts == pair.theirs.counts for pair in pairs),
-        "outrider": ours.to_json(),
-        "vllm": theirs.to_json(),
-        "difference": theirs.length / ours.length - 1,
+        "same_counts": sum(pair.outrider.counts == pair.vllm.counts for pair in pairs),
+        "outrider": outrider.to_json(),
+        "vllm": vllm.to_json(),
+        "difference": vllm.length / outrider.length - 1,
     }
 
 
-def _cells(row: dict[str, Any]) -> list[str]:
-    ours, theirs = row["outrider"], row["vllm"]
-    rounds = [str(each["rounds"]) for each in (ours, theirs)]
-    lengths = [f"{each['length']:.3f}" for each in (ours, theirs)]
-    return [str(row["prompts"]), str(row["same_text"]), *rounds, *lengths, f"{row['difference']:+.1%}"]
+def _cells(summary: dict[str, Any]) -> list[str]:
+    both = (summary["outrider"], summary["vllm"])
+    rounds = [str(counts["rounds"]) for counts in both]
+    lengths = [f"{counts['length']:.3f}" for counts in both]
+    return [str(summary["prompts"]), str(summary["same_text"]), *rounds, *lengths, f"{summary['difference']:+.1%}"]

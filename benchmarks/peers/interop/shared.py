@@ -1,4 +1,4 @@
-"""What both sides share: what is asked of an engine, and what it counted. Standard library alone."""
+"""The request and the counts of both engines. It needs only the standard library."""
 
 from __future__ import annotations
 
@@ -8,44 +8,47 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """Greedy completions of token ids, one at a time, with a draft."""
+class Request:
+    """Greedy completions of prompts, one at a time, with a draft."""
 
     target: str
-    draft: str  # in the engine's own format
-    method: str  # what vLLM calls it
-    k: int  # guesses a round
+    draft: str  # folder, in the format of the engine
+    method: str  # vLLM's name of the method
+    k: int  # draft tokens per round
     dtype: str
     threads: int
     max_tokens: int
-    context: int  # tokens of the longest prompt, its completion, and the guesses behind it
+    context: int  # tokens of the longest prompt, its completion, and the draft tokens after it
     ends: Sequence[int]  # tokens that end a completion
-    prompts: Sequence[Sequence[int]]
+    prompts: Sequence[Sequence[int]]  # token ids
 
     def to_json(self) -> dict[str, Any]:
-        """For the other side's `Asked(**...)`."""
+        """Return the arguments from which the other process makes the same request."""
         return asdict(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:
-    """Rounds in which guesses were checked, the last one included with all that it kept, past the end or not."""
+    """Rounds with a draft, and accepted draft tokens.
+
+    The last round counts with all draft tokens that it accepts, even those after the end of the completion.
+    """
 
     rounds: int
-    accepted: tuple[int, ...]  # guesses kept, by position
+    accepted: tuple[int, ...]  # by position
 
     @classmethod
     def of_json(cls, data: Mapping[str, Any]) -> Counts:
-        """The inverse of `to_json`."""
+        """Return the counts of `to_json`."""
         return cls(rounds=data["rounds"], accepted=tuple(data["accepted"]))
 
     @property
     def length(self) -> float:
-        """Mean acceptance length: the target's own token, and the guesses kept before it."""
+        """Mean acceptance length: the accepted draft tokens and the target's own token."""
         return 1 + sum(self.accepted) / self.rounds if self.rounds else 1.0
 
     def to_json(self) -> dict[str, Any]:
-        """With the mean length, for people."""
+        """Return the counts and their mean acceptance length."""
         return {"rounds": self.rounds, "accepted": list(self.accepted), "length": self.length}
 
 
@@ -53,27 +56,27 @@ class Counts:
 class Completed:
     """One completion."""
 
-    tokens: tuple[int, ...]  # without what ends it
+    tokens: tuple[int, ...]  # without the end token
     counts: Counts
 
     @classmethod
     def of_json(cls, data: Mapping[str, Any]) -> Completed:
-        """The inverse of `to_json`."""
+        """Return the completion of `to_json`."""
         return cls(tokens=tuple(data["tokens"]), counts=Counts.of_json(data["counts"]))
 
     def to_json(self) -> dict[str, Any]:
-        """As lists and tables."""
+        """Return the completion for JSON."""
         return {"tokens": list(self.tokens), "counts": self.counts.to_json()}
 
 
 def total(counts: Sequence[Counts]) -> Counts:
-    """The sums of several, of different depths perhaps."""
+    """Return the sum of several counts. They may have different numbers of positions."""
     depth = max((len(each.accepted) for each in counts), default=0)
-    columns = [sum(each.accepted[i] for each in counts if i < len(each.accepted)) for i in range(depth)]
-    return Counts(rounds=sum(each.rounds for each in counts), accepted=tuple(columns))
+    accepted = [sum(each.accepted[i] for each in counts if i < len(each.accepted)) for i in range(depth)]
+    return Counts(rounds=sum(each.rounds for each in counts), accepted=tuple(accepted))
 
 
-def cut(tokens: Sequence[int], asked: Asked) -> tuple[int, ...]:
-    """Up to the end of text, `max_tokens` at most."""
-    stop = next((i for i, token in enumerate(tokens) if token in asked.ends), len(tokens))
-    return tuple(tokens[: min(stop, asked.max_tokens)])
+def cut(tokens: Sequence[int], request: Request) -> tuple[int, ...]:
+    """Return the tokens before the first end token, at most `max_tokens`."""
+    end = next((i for i, token in enumerate(tokens) if token in request.ends), len(tokens))
+    return tuple(tokens[: min(end, request.max_tokens)])

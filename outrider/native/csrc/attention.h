@@ -1,13 +1,14 @@
-// Attention of a pass over the cache, one tile of columns and one key head at a time.
+// Attention over the KV cache, for one tile of columns and one key head at a time.
 //
-// A slot's entries lie in blocks, which a table names in the order of the text. A column sees the first `seen` entries of
-// its slot and then the entries that its tail names. Entries are taken in that order, a block's number at a time, so that
-// the sums of a guess in a tree are those of the same token in a chain, and those of the same token alone, wherever its
-// blocks lie: not nearly, bit for bit.
+// The entries of a slot are stored in blocks. A block table lists the blocks in the order of the sequence. A column
+// attends to the first `prefix` entries of its slot and then to the entries in its tail. The kernel processes the
+// entries in this order, one block length at a time. A draft token in a tree therefore has bit for bit the same sums as
+// the same token in a chain or in the committed text, wherever its blocks are.
 //
-// Within a block keys and values lie as they are multiplied. Keys by sixteen entries, one a lane: [kBlock / 16][dim /
-// kInWord][16] words, so that scores come out side by side. Values by words of neighbouring entries: [kBlock /
-// kInWord][dim] words, so that bfloat16 is weighted in pairs.
+// Within a block, keys and values are stored in the order of the multiplications. Keys are grouped by sixteen entries,
+// one entry per lane: [kBlock / 16][dim / kPerWord][16] words. The scores of sixteen entries are then in one vector.
+// Values are grouped by words of neighboring entries: [kBlock / kPerWord][dim] words. bfloat16 values are then weighted
+// in pairs.
 #pragma once
 
 #include <cmath>
@@ -17,25 +18,26 @@
 
 namespace outrider {
 
-// Rows of a tile: columns times the query heads that share a key head, which are no more than this, as abi.py has it.
-constexpr int kQueries = 48;
-constexpr int kBlock = 64;    // entries of a block, as cache/paged.py has it
+// Maximum rows of a tile: columns times the query heads that share a key head. MAX_QUERIES_PER_KEY_HEAD in abi.py.
+constexpr int kMaxTileRows = 48;
+constexpr int kBlock = 64;  // entries of a block, as in cache/paged.py
 constexpr int kGroups = kBlock / kLanes;
-// Parts whose scores are summed at once, and parts of sums to which values are added at once: as many as registers hold.
-constexpr int kTogether = kPart == kLanes ? 2 : 1, kWide = 2 * kTogether;
+// Registers of scores that are summed together, and registers of outputs that are summed together. More do not fit.
+constexpr int kScoreRegs = kRegLanes == kLanes ? 2 : 1;
+constexpr int kOutputRegs = 2 * kScoreRegs;
 
-// What each column of a pass sees.
+// The entries that each column of a pass attends to.
 struct Columns {
   const int32_t* position;
-  const int32_t* seen;
+  const int32_t* prefix;      // number of leading entries of the slot
   const int32_t* tail_begin;  // [columns + 1] into `tail`
-  const int32_t* tail;        // entries of the slot, in order of depth
+  const int32_t* tail;        // further entries of the slot, in order of depth
 };
 
 struct Heads {
   int query, key, dim;
   float scale;
-  int window;  // entries that a column sees at most, itself included; 0 for all
+  int window;  // maximum entries that a column attends to, including itself; 0: no limit
 };
 
 // Columns first .. last - 1, all of one slot.
@@ -43,233 +45,256 @@ struct Tile {
   int first, last;
 };
 
-// Elements of a word: products are taken word by word.
+// Elements of a 32-bit word. Products are computed word by word.
 template <class Element>
-constexpr int kInWord = 4 / sizeof(Element);
+constexpr int kPerWord = 4 / sizeof(Element);
 
-// What one slot has of one layer, from key head 0 on. Elements are bfloat16, or float where the model is.
+// The keys and values of one slot in one layer. Elements are bfloat16, or float in a float32 model.
 template <class Element>
 struct Entries {
-  Element* first;        // of block 0
-  const int32_t* table;  // the slot's blocks
-  int64_t stride;        // from one block to the next, in elements
+  Element* first;        // key head 0 of block 0
+  const int32_t* table;  // block table of the slot
+  int64_t stride;        // elements from one block to the next
   int dim;
 
-  static constexpr int kEach = kInWord<Element>;
+  static constexpr int kEach = kPerWord<Element>;
 
-  // A head's keys in the block of an entry; its values lie behind them.
+  // Return the keys of a head in the block that holds `entry`. The values of the head follow them.
   Element* keys(uint32_t entry, int head) const {
     return first + table[entry / kBlock] * stride + int64_t(2 * head) * kBlock * dim;
   }
   Element* values(uint32_t entry, int head) const { return keys(entry, head) + kBlock * dim; }
 
-  // Element i of an entry's key lies at key(entry, head)[key_at(i)], and so for values.
-  Element* key(uint32_t entry, int head) const { return keys(entry, head) + key_in(entry % kBlock); }
-  Element* value(uint32_t entry, int head) const { return values(entry, head) + value_in(entry % kBlock); }
-  int key_in(int in) const { return in / kLanes * dim * kLanes + in % kLanes * kEach; }
-  int value_in(int in) const { return in / kEach * dim * kEach + in % kEach; }
-  static int key_at(int i) { return i / kEach * kLanes * kEach + i % kEach; }
-  static int value_at(int i) { return i * kEach; }
+  // Element i of the key of an entry is key(entry, head)[key_offset(i)]. The same holds for values.
+  Element* key(uint32_t entry, int head) const { return keys(entry, head) + key_start(entry % kBlock); }
+  Element* value(uint32_t entry, int head) const { return values(entry, head) + value_start(entry % kBlock); }
+  int key_start(int j) const { return j / kLanes * dim * kLanes + j % kLanes * kEach; }
+  int value_start(int j) const { return j / kEach * dim * kEach + j % kEach; }
+  static int key_offset(int i) { return i / kEach * kLanes * kEach + i % kEach; }
+  static int value_offset(int i) { return i * kEach; }
 };
 
-// A query row that waits to meet the entries low .. count - 1 of some that lie as in a block.
+// A query row that attends to the entries low .. count - 1 of a block.
 template <class Element>
-struct Guest {
+struct QueryRow {
   const Element* query;  // [dim]
   int row, low, count;
 };
 
-// What guests meet, and what will be met after it, if that is known.
+// The block that rows attend to, and the addresses to prefetch; null: nothing to prefetch.
 template <class Element>
 struct Block {
   const Element *keys, *values, *next_values, *next_keys;
 };
 
+// Buffers of one thread.
 template <class Element>
 struct Scratch {
-  std::vector<float> sums;
-  std::vector<Element> keys, values;        // entries that lay elsewhere
-  std::vector<Guest<Element>> guests, own;  // who meets the entries as they lie, and who brings entries of its own
-  float most[kQueries], mass[kQueries * kLanes];
-  explicit Scratch(int dim) : sums(kQueries * dim), keys(kBlock * dim), values(kBlock * dim) {}
+  std::vector<float> sums;                           // [rows][dim] weighted values
+  std::vector<Element> keys, values;                 // a block of gathered entries
+  std::vector<QueryRow<Element>> in_place, gathered;  // rows that read a block of the cache; rows with gathered entries
+  float max[kMaxTileRows];                           // largest score of each row
+  float mass[kMaxTileRows * kLanes];                 // sum of weights of each row
+  explicit Scratch(int dim) : sums(kMaxTileRows * dim), keys(kBlock * dim), values(kBlock * dim) {}
 };
 
 template <class Element>
-inline IntPart words(const Element* from) {
-  IntPart out;
+inline IntReg load_words(const Element* from) {
+  IntReg out;
   std::memcpy(&out, from, sizeof out);
   return out;
 }
 
-// Ask for what will be read soon, a little at a time beside the arithmetic: where the next block lies no processor
-// foresees, and asked for all at once it would come no sooner.
+// Prefetch one cache line. The processor cannot predict where the next block is. Prefetches are spread over the
+// arithmetic, since a burst of them would not arrive earlier.
 template <class Element>
-inline void foresee(const Element* from) {
+inline void prefetch(const Element* from) {
   __builtin_prefetch(from);
 }
 
 template <class Element>
-inline IntPart fill_word(const Element* from) {
+inline IntReg broadcast_word(const Element* from) {
   int32_t word;
   std::memcpy(&word, from, sizeof word);
-  return IntPart{} + word;
+  return IntReg{} + word;
 }
 
-// Put the entries seen by a column, `begin` and so many on, where it meets them: first those that lie in order.
+// Copy `count` of the entries that a column attends to, from number `begin` on, into one block. Whole groups of the
+// prefix are copied first.
 template <class Element>
-inline void gather(const Entries<Element>& from, int head, const Columns& columns, int column, int begin, int count,
-                   Scratch<Element>& s) {
-  const int dim = from.dim, seen = columns.seen[column] - begin;
-  const int whole = std::max(0, std::min(seen, count)) / kLanes * kLanes;
-  if (whole) {
-    std::memcpy(s.keys.data(), from.keys(begin, head), sizeof(Element) * whole * dim);
-    std::memcpy(s.values.data(), from.values(begin, head), sizeof(Element) * whole * dim);
+inline void gather_entries(const Entries<Element>& from, int head, const Columns& columns, int column, int begin,
+                           int count, Scratch<Element>& s) {
+  const int dim = from.dim;
+  const int prefix = columns.prefix[column] - begin;
+  const int copied = std::max(0, std::min(prefix, count)) / kLanes * kLanes;
+  if (copied) {
+    std::memcpy(s.keys.data(), from.keys(begin, head), sizeof(Element) * copied * dim);
+    std::memcpy(s.values.data(), from.values(begin, head), sizeof(Element) * copied * dim);
   }
-  for (int j = whole; j < count; j++) {
-    const uint32_t entry = j < seen ? begin + j : columns.tail[columns.tail_begin[column] + j - seen];
-    const Element *key = from.key(entry, head), *value = from.value(entry, head);
-    Element *to_key = &s.keys[from.key_in(j)], *to_value = &s.values[from.value_in(j)];
-    for (int i = 0; i < dim; i += kInWord<Element>) std::memcpy(to_key + from.key_at(i), key + from.key_at(i), 4);
-    for (int i = 0; i < dim; i++) to_value[from.value_at(i)] = value[from.value_at(i)];
+  for (int j = copied; j < count; j++) {
+    const uint32_t entry = j < prefix ? begin + j : columns.tail[columns.tail_begin[column] + j - prefix];
+    const Element* key = from.key(entry, head);
+    const Element* value = from.value(entry, head);
+    Element* to_key = &s.keys[from.key_start(j)];
+    Element* to_value = &s.values[from.value_start(j)];
+    for (int i = 0; i < dim; i += kPerWord<Element>)
+      std::memcpy(to_key + from.key_offset(i), key + from.key_offset(i), 4);
+    for (int i = 0; i < dim; i++) to_value[from.value_offset(i)] = value[from.value_offset(i)];
   }
 }
 
-// scores[i][g] = sixteen entries' products with row i's query.
+// scores[i][g] = products of the query of row i with the keys of group g.
 template <int R, class Element>
-inline void score(const Guest<Element>* guest, const Block<Element>& block, int groups, int dim,
-                  Floats (&scores)[R][kGroups]) {
-  constexpr int each = kInWord<Element>, split = kLanes / kPart, whole = std::max(kTogether / split, 1);
-  for (int p = 0; p < groups * split; p += kTogether) {
-    FloatPart even[R][kTogether] = {}, odd[R][kTogether] = {};  // two sums, so that no product waits for the one before
-    const size_t begin = size_t(p / split) * dim * kLanes;
-    const Element *from = block.keys + begin + p % split * kPart * each,
-                  *ahead = block.next_values && p % split == 0 ? block.next_values + begin : nullptr;
+inline void compute_scores(const QueryRow<Element>* rows, const Block<Element>& block, int groups, int dim,
+                           Floats (&scores)[R][kGroups]) {
+  constexpr int each = kPerWord<Element>;
+  constexpr int regs_per_group = kLanes / kRegLanes;
+  constexpr int groups_per_step = std::max(kScoreRegs / regs_per_group, 1);
+  for (int p = 0; p < groups * regs_per_group; p += kScoreRegs) {
+    // Two independent sums, so that a product does not wait for the one before it.
+    FloatReg even[R][kScoreRegs] = {};
+    FloatReg odd[R][kScoreRegs] = {};
+    const size_t begin = size_t(p / regs_per_group) * dim * kLanes;
+    const Element* from = block.keys + begin + p % regs_per_group * kRegLanes * each;
+    const Element* ahead = block.next_values && p % regs_per_group == 0 ? block.next_values + begin : nullptr;
     for (int d = 0; d < dim; d += 2 * each) {
-      for (int a = 0; ahead && a < 2 * whole; a++) foresee(ahead + (d * whole + a * each) * kLanes);
-      IntPart key[kTogether], next[kTogether];
-      for (int a = 0; a < kTogether; a++) {
-        key[a] = words(from + (a * dim + d) * kLanes);
-        next[a] = words(from + (a * dim + d + each) * kLanes);
+      for (int a = 0; ahead && a < 2 * groups_per_step; a++)
+        prefetch(ahead + (d * groups_per_step + a * each) * kLanes);
+      IntReg even_keys[kScoreRegs];
+      IntReg odd_keys[kScoreRegs];
+      for (int a = 0; a < kScoreRegs; a++) {
+        even_keys[a] = load_words(from + (a * dim + d) * kLanes);
+        odd_keys[a] = load_words(from + (a * dim + d + each) * kLanes);
       }
       for (int i = 0; i < R; i++) {
-        const IntPart query = fill_word(guest[i].query + d), follows = fill_word(guest[i].query + d + each);
-        for (int a = 0; a < kTogether; a++) {
-          even[i][a] = dot_words<Element>(even[i][a], key[a], query);
-          odd[i][a] = dot_words<Element>(odd[i][a], next[a], follows);
+        const IntReg even_query = broadcast_word(rows[i].query + d);
+        const IntReg odd_query = broadcast_word(rows[i].query + d + each);
+        for (int a = 0; a < kScoreRegs; a++) {
+          even[i][a] = dot_words<Element>(even[i][a], even_keys[a], even_query);
+          odd[i][a] = dot_words<Element>(odd[i][a], odd_keys[a], odd_query);
         }
       }
     }
     for (int i = 0; i < R; i++)
-      for (int a = 0; a < kTogether; a++)
-        store(reinterpret_cast<float*>(scores[i]) + (p + a) * kPart, even[i][a] + odd[i][a]);
+      for (int a = 0; a < kScoreRegs; a++)
+        store(reinterpret_cast<float*>(scores[i]) + (p + a) * kRegLanes, even[i][a] + odd[i][a]);
   }
 }
 
-// sums += weights * values of `count` entries, for Width parts of each of R rows.
+// sums = sums * rescale + weights * values of `count` entries, for Width registers of each of R rows.
 template <int R, int Width, class Element>
-inline void mix(const Guest<Element>* guest, const Element (&weight)[R][kBlock], const float (&keep)[R],
-                const Block<Element>& block, int count, int d, int dim, Scratch<Element>& s) {
-  constexpr int each = kInWord<Element>;
-  FloatPart total[R][Width];
+inline void add_values(const QueryRow<Element>* rows, const Element (&weight)[R][kBlock], const float (&rescale)[R],
+                       const Block<Element>& block, int count, int d, int dim, Scratch<Element>& s) {
+  constexpr int each = kPerWord<Element>;
+  FloatReg total[R][Width];
   for (int i = 0; i < R; i++)
-    for (int v = 0; v < Width; v++) total[i][v] = load_part(&s.sums[guest[i].row * dim + d + v * kPart]) * keep[i];
+    for (int v = 0; v < Width; v++)
+      total[i][v] = load_reg(&s.sums[rows[i].row * dim + d + v * kRegLanes]) * rescale[i];
   const auto add = [&](int j, int32_t mask) {
-    IntPart value[Width];
-    for (int v = 0; v < Width; v++) value[v] = words(block.values + j * dim + (d + v * kPart) * each) & mask;
+    IntReg value[Width];
+    for (int v = 0; v < Width; v++) value[v] = load_words(block.values + j * dim + (d + v * kRegLanes) * each) & mask;
     for (int i = 0; i < R; i++) {
-      const IntPart weights = fill_word(weight[i] + j);
+      const IntReg weights = broadcast_word(weight[i] + j);
       for (int v = 0; v < Width; v++) total[i][v] = dot_words<Element>(total[i][v], value[v], weights);
     }
   };
   int j = 0;
   for (; j + each <= count; j += each) {
-    for (int v = 0; block.next_keys && v < Width; v++) foresee(block.next_keys + j * dim + (d + v * kPart) * each);
+    for (int v = 0; block.next_keys && v < Width; v++) prefetch(block.next_keys + j * dim + (d + v * kRegLanes) * each);
     add(j, -1);
   }
-  if (j < count) add(j, 0xffff);  // its neighbour is nobody's, and need not be a number
+  if (j < count) add(j, 0xffff);  // the second element of the pair is unused memory and may be NaN
   for (int i = 0; i < R; i++)
-    for (int v = 0; v < Width; v++) store(&s.sums[guest[i].row * dim + d + v * kPart], total[i][v]);
+    for (int v = 0; v < Width; v++) store(&s.sums[rows[i].row * dim + d + v * kRegLanes], total[i][v]);
 }
 
-// Online softmax (Milakov and Gimelshein 2018, algorithm 3). What a row must not see has weight 0, exactly. Weights are
-// rounded as values are, and their mass is that of the rounded ones.
+// Update R rows with one block by online softmax (Milakov and Gimelshein 2018, algorithm 3). Masked entries have weight
+// 0, exactly. Weights are rounded to the type of the values, and `mass` sums the rounded weights.
 template <int R, class Element>
-inline void meet(const Guest<Element>* guest, const Heads& heads, const Block<Element>& block, Scratch<Element>& s) {
+inline void attend_block(const QueryRow<Element>* rows, const Heads& heads, const Block<Element>& block,
+                         Scratch<Element>& s) {
   const int dim = heads.dim;
   int count = 0;
-  for (int i = 0; i < R; i++) count = std::max(count, guest[i].count);
+  for (int i = 0; i < R; i++) count = std::max(count, rows[i].count);
   const int groups = (count + kLanes - 1) / kLanes;
   Floats scores[R][kGroups];
-  score<R>(guest, block, groups, dim, scores);
-  float keep[R];
+  compute_scores<R>(rows, block, groups, dim, scores);
+  float rescale[R];
   Element weight[R][kBlock];
   for (int i = 0; i < R; i++) {
-    float& most = s.most[guest[i].row];
-    Floats top = fill(-INFINITY);
+    float& max = s.max[rows[i].row];
+    Floats block_max = broadcast(-INFINITY);
     for (int g = 0; g < groups; g++) {
       const Ints at = lanes() + g * kLanes;
-      const auto visible = (at >= guest[i].low) & (at < guest[i].count);
-      scores[i][g] = visible ? scores[i][g] * heads.scale : fill(-INFINITY);
-      top = maximum(top, scores[i][g]);
+      const auto visible = (at >= rows[i].low) & (at < rows[i].count);
+      scores[i][g] = visible ? scores[i][g] * heads.scale : broadcast(-INFINITY);
+      block_max = maximum(block_max, scores[i][g]);
     }
-    const float before = most, found = largest(top);
-    most = found > before ? found : before;
-    keep[i] = before == most ? 1.0f : exponential(fill(before - most))[0];
-    float* mass = &s.mass[guest[i].row * kLanes];
-    Floats sum = load(mass) * keep[i];
-    for (int g = 0; g < groups; g++) sum += round_to(weight[i] + g * kLanes, exponential(scores[i][g] - most));
+    const float old_max = max;
+    const float new_max = largest(block_max);
+    max = new_max > old_max ? new_max : old_max;
+    rescale[i] = old_max == max ? 1.0f : exponential(broadcast(old_max - max))[0];
+    float* mass = &s.mass[rows[i].row * kLanes];
+    Floats sum = load(mass) * rescale[i];
+    for (int g = 0; g < groups; g++) sum += store_rounded(weight[i] + g * kLanes, exponential(scores[i][g] - max));
     store(mass, sum);
   }
   int d = 0;
-  for (; d + kWide * kPart <= dim; d += kWide * kPart) mix<R, kWide>(guest, weight, keep, block, count, d, dim, s);
-  for (; d < dim; d += kPart) mix<R, 1>(guest, weight, keep, block, count, d, dim, s);
+  for (; d + kOutputRegs * kRegLanes <= dim; d += kOutputRegs * kRegLanes)
+    add_values<R, kOutputRegs>(rows, weight, rescale, block, count, d, dim, s);
+  for (; d < dim; d += kRegLanes) add_values<R, 1>(rows, weight, rescale, block, count, d, dim, s);
 }
 
+// Update all `rows` with one block, four rows at a time, and clear `rows`.
 template <class Element>
-inline void meet_all(std::vector<Guest<Element>>& guests, const Heads& heads, Block<Element> block,
-                     Scratch<Element>& s) {
-  const Guest<Element>* guest = guests.data();
-  const Guest<Element>* end = guest + guests.size();
-  for (; guest + 4 <= end; guest += 4) {
-    meet<4>(guest, heads, block, s);
-    block.next_values = block.next_keys = nullptr;  // they have been asked for
+inline void attend_rows(std::vector<QueryRow<Element>>& rows, const Heads& heads, Block<Element> block,
+                        Scratch<Element>& s) {
+  const QueryRow<Element>* row = rows.data();
+  const QueryRow<Element>* end = row + rows.size();
+  for (; row + 4 <= end; row += 4) {
+    attend_block<4>(row, heads, block, s);
+    block.next_values = block.next_keys = nullptr;  // already prefetched
   }
-  if (end - guest == 3) meet<3>(guest, heads, block, s);
-  if (end - guest == 2) meet<2>(guest, heads, block, s);
-  if (end - guest == 1) meet<1>(guest, heads, block, s);
-  guests.clear();
+  if (end - row == 3) attend_block<3>(row, heads, block, s);
+  if (end - row == 2) attend_block<2>(row, heads, block, s);
+  if (end - row == 1) attend_block<1>(row, heads, block, s);
+  rows.clear();
 }
 
-// out [columns][query heads * dim], of the query heads that share key head `head`; query lies alike.
+// Write the attention outputs of a tile for the query heads that share key head `head`. `query` and `out` are
+// [columns][query heads * dim].
 template <class Element>
 inline void attend(const Columns& columns, const Tile& tile, int head, const Heads& heads,
                    const Entries<Element>& entries, const Element* query, float* out, Scratch<Element>& s) {
-  const int sharing = heads.query / heads.key, width = heads.query * heads.dim;
+  const int sharing = heads.query / heads.key;
+  const int width = heads.query * heads.dim;
   const int rows = (tile.last - tile.first) * sharing;
-  std::fill(s.most, s.most + rows, -INFINITY);
+  std::fill(s.max, s.max + rows, -INFINITY);
   std::fill(s.mass, s.mass + rows * kLanes, 0.0f);
   std::fill(s.sums.begin(), s.sums.begin() + size_t(rows) * heads.dim, 0.0f);
   int end = 0;
   for (int c = tile.first; c < tile.last; c++)
-    end = std::max(end, columns.seen[c] + columns.tail_begin[c + 1] - columns.tail_begin[c]);
+    end = std::max(end, columns.prefix[c] + columns.tail_begin[c + 1] - columns.tail_begin[c]);
   for (int begin = 0; begin < end; begin += kBlock) {
     for (int c = tile.first; c < tile.last; c++) {
-      const int tail = columns.tail_begin[c + 1] - columns.tail_begin[c], seen = columns.seen[c];
-      const int count = std::min(kBlock, seen + tail - begin);
+      const int tail = columns.tail_begin[c + 1] - columns.tail_begin[c];
+      const int prefix = columns.prefix[c];
+      const int count = std::min(kBlock, prefix + tail - begin);
       const int low = heads.window ? std::max(0, columns.position[c] + 1 - heads.window - begin) : 0;
       if (low >= count) continue;
       const Element* queries = query + size_t(c) * width + size_t(head) * sharing * heads.dim;
-      auto& guests = seen < begin + count ? s.own : s.guests;
+      auto& query_rows = prefix < begin + count ? s.gathered : s.in_place;
       for (int g = 0; g < sharing; g++)
-        guests.push_back({queries + g * heads.dim, (c - tile.first) * sharing + g, low, count});
-      if (s.own.empty()) continue;
-      gather(entries, head, columns, c, begin, count, s);
-      meet_all(s.own, heads, {s.keys.data(), s.values.data(), nullptr, nullptr}, s);
+        query_rows.push_back({queries + g * heads.dim, (c - tile.first) * sharing + g, low, count});
+      if (s.gathered.empty()) continue;
+      gather_entries(entries, head, columns, c, begin, count, s);
+      attend_rows(s.gathered, heads, {s.keys.data(), s.values.data(), nullptr, nullptr}, s);
     }
-    if (s.guests.empty()) continue;
-    const Element *keys = entries.keys(begin, head), *values = entries.values(begin, head);
-    meet_all(s.guests, heads, {keys, values, values, begin + kBlock < end ? entries.keys(begin + kBlock, head) : nullptr},
-             s);
+    if (s.in_place.empty()) continue;
+    const Element* keys = entries.keys(begin, head);
+    const Element* values = entries.values(begin, head);
+    const Element* next_keys = begin + kBlock < end ? entries.keys(begin + kBlock, head) : nullptr;
+    attend_rows(s.in_place, heads, {keys, values, values, next_keys}, s);
   }
   for (int r = 0; r < rows; r++) {
     float* to = out + size_t(tile.first + r / sharing) * width + size_t(head * sharing + r % sharing) * heads.dim;

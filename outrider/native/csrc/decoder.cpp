@@ -1,8 +1,8 @@
-// One pass of a Llama-like decoder over rows at different lengths, from tokens to logits in one call.
+// The forward pass of a Llama-like decoder, from tokens to logits in one call. Sequences may have different lengths.
 //
-// The residual stream is float32; what a layer reads is rounded to bfloat16, or to bytes where its weights are bytes, and
-// not at all where its weights are float32. Keys, values and queries are bfloat16, and float32 in a model that is.
-// A column's result does not depend, in any bit, on which other columns share the pass.
+// The residual stream is float32. Inputs of a linear layer are rounded to bfloat16, to bytes if its weights are bytes,
+// and not at all if its weights are float32. Keys, values and queries are bfloat16, or float32 in a float32 model. The
+// result at a column does not depend, in any bit, on the other columns of the pass.
 #include <omp.h>
 
 #include "attention.h"
@@ -18,68 +18,71 @@ struct Layer {
   Linear qkv, out, gate_up, down;
   const float *attention_norm, *mlp_norm;  // [hidden]
   const float *query_norm, *key_norm;      // [dim] or null
-  int32_t window;
+  int32_t window;                          // 0: full attention
 };
 
-// Keys and values of all layers, in blocks that rows may share.
+// Keys and values of all layers, in blocks that sequences may share.
 struct Pool {
   void* entries;         // [blocks][layers][key heads][keys, values][kBlock * dim], as in attention.h
-  const int32_t* table;  // [slots][reach] of blocks
+  const int32_t* table;  // [slots][reach] block tables
   int32_t layers, reach;
-  int32_t bits;          // of an element: 16 is bfloat16, 32 float
+  int32_t bits;          // of an element: 16 (bfloat16) or 32 (float)
 };
 
-// How a token's embedding meets the state before it, in a draft that was trained on another model's states.
+// How a draft head combines the embedding of a token with the hidden state of the target at the token before it.
 struct Entry {
-  Linear fuse;                // [hidden][tapped]; no outputs: what is tapped is the state
-  Linear project;             // [hidden][2 hidden]; no outputs: they meet at the first attention's input
-  const float *last_norm, *tap_norm;         // [tap]: of the last tap; [tapped]: of `normed` numbers at a time; or null
+  Linear fuse;                // [hidden][tapped]; no outputs: the auxiliary hidden states are the state
+  Linear project;             // [hidden][2 hidden]; no outputs: the first attention layer reads embedding and state
+  const float* last_norm;     // [tap] for the last auxiliary hidden state; or null
+  const float* tap_norm;      // [tapped] for all of them, `normed` numbers at a time; or null
   const float *embedding_norm, *state_norm;  // [hidden] or null
-  int32_t tapped, tap, normed;
+  int32_t tapped, tap, normed;               // sizes: all auxiliary hidden states, one of them, one normalized part
   int32_t embedding_first, zero_first, residual_normed, recycle_normed;
 };
 
 struct Model {
   const Layer* layer;
-  const void* embedding;      // [vocab][hidden], of the pool's elements
-  const float* norm;          // [hidden], or null: the head reads the last layer's output as it is
+  const void* embedding;      // [vocab][hidden], in the element type of the pool
+  const float* norm;          // [hidden], or null: the LM head reads the output of the last layer without a norm
   const float* frequency;     // [dim / 2]
-  const Entry* entry;         // null: embeddings alone enter
-  const int32_t* id;          // [head.out]: what the head's outputs are called; null: their own numbers
+  const Entry* entry;         // null: the input is the embedding alone
+  const int32_t* id;          // [head.out], ascending: token ids of the outputs; null: output i is token i
   const Pool* pool;
   Linear head;
   int32_t layers, hidden, heads, key_heads, dim, ffn, threads;
   float epsilon, scale, rotary_scale;
 };
 
-// One pass. A column is a token to read, at a position, written at a place of its slot.
+// One forward pass. A column is a token at a position. Its keys and values are written to an entry of its slot.
 struct Pass {
-  const int32_t *token, *position, *slot, *place, *seen, *tail_begin, *tail;  // [columns]
-  const int32_t* keep;       // [kept]: the columns whose logits are wanted
-  float* logits;             // [kept][vocab]
-  int32_t* best;             // [kept]: the likeliest id, -1 where logits are not numbers
-  const int32_t* exported;   // [exports]: layers, counted from 0, whose output is wanted
-  float* features;           // [exports][columns][hidden]
-  const float* state;        // [columns][hidden]: what stood before each column, where the model has an entry
-  int32_t tapped;            // whether it is [columns][Entry::tapped], as it was tapped
-  int32_t columns, kept, exports;
+  const int32_t *token, *position, *slot, *entry;  // [num_columns]
+  const int32_t *prefix, *tail_begin, *tail;       // see `Columns` in attention.h
+  const int32_t* output_columns;                   // [num_outputs] columns that need logits
+  float* logits;                                   // [num_outputs][vocab]
+  int32_t* best;                                   // [num_outputs] likeliest ids; -1 if logits are not finite
+  const int32_t* export_layers;                    // [num_exports] layers whose outputs are exported
+  float* hidden_states;                            // [num_exports][num_columns][hidden]
+  const float* state;      // [num_columns][hidden] hidden state before each column, for a draft head
+  int32_t needs_fusion;    // whether `state` is [num_columns][Entry::tapped], before fusion
+  int32_t num_columns, num_outputs, num_exports;
 };
 
-// Rows that go on by themselves after a pass that keeps one column of each.
+// Chains of draft tokens that follow a pass with one output column per sequence.
 struct Chain {
-  const int32_t *slot, *position, *place;  // [rows]: of the next token
-  const int32_t* budget;                   // [rows]: tokens wanted, at least one
-  const float *weight, *bias;              // [kinds]: of a guess's chance by its margin; the last kind goes on
-  const int32_t* end;                      // [ends]: ids after which nothing comes
-  int32_t *token, *count, *looked;         // [rows][depth]; [rows]: guesses worth their place; guesses looked at
-  float *margin, *chance;                  // [rows][depth]: how far the guess lay before the next one; of the path
-  const float* worth;                      // [rows]: a row stops after a chance below, where 1, 2, ... rows go on
-  const Taste* want;                       // [rows]: how guesses are drawn; no pointer: the likeliest are taken
-  const double* uniform;                   // [rows][depth]: what each one is drawn with
-  float* law;                              // [guesses drawn][vocab]: what they were drawn from
-  int32_t* law_at;                         // [rows][depth]: where it lies; below 0 for what was not drawn
-  float keep;                              // a guess with a chance below is not counted
-  int32_t rows, depth, vocab, kinds, ends;  // ids below vocab are chosen from
+  const int32_t *slot, *position, *entry;  // [batch_size] of the first draft token
+  const int32_t* budget;                   // [batch_size] draft tokens, at least one
+  const float *weight, *bias;              // [num_weights] by position: log-odds of acceptance = weight * margin + bias
+  const int32_t* end_ids;                  // [num_end_ids] ids that end the text
+  int32_t* token;                          // [batch_size][depth]
+  int32_t *count, *scored;                 // [batch_size] draft tokens of the draft; draft tokens with a margin
+  float *margin, *accept_prob;             // [batch_size][depth] difference of the two largest logits; of the path
+  const float* min_draft_prob;             // [batch_size] a sequence stops below [n - 1] if n sequences still draft
+  const SamplingParams* params;            // [batch_size]; null: greedy
+  const double* uniform;                   // [batch_size][depth] in [0, 1): samples the draft tokens
+  float* q;                                // [sampled draft tokens][vocab] distributions they were sampled from
+  int32_t* q_index;                        // [batch_size][depth] index in `q`; negative: not sampled
+  float min_path_prob;                     // draft tokens with a smaller accept_prob are not in the draft
+  int32_t batch_size, depth, vocab, num_weights, num_end_ids;  // only ids below vocab are drafted
 };
 }
 
@@ -88,348 +91,379 @@ namespace {
 struct Runner {
   virtual ~Runner() = default;
   virtual void run(const Pass& pass) = 0;
-  virtual void grow(Pass pass, const Chain& chain) = 0;
+  virtual void draft_chains(Pass pass, const Chain& chain) = 0;
 };
 
 template <class Element>
 class Decoder final : public Runner {
  public:
-  explicit Decoder(const Model& model) : m_(model), choice_(model.head.out) {
-    for (int i = 0; i < m_.threads; i++) scratch_.emplace_back(m_.dim);
+  explicit Decoder(const Model& model) : model_(model), num_candidates_(model.head.out) {
+    for (int i = 0; i < model_.threads; i++) scratch_.emplace_back(model_.dim);
   }
 
   void run(const Pass& pass) override {
-    reserve(pass.columns);
-    cut(pass);
-#pragma omp parallel num_threads(m_.threads)
+    reserve(pass.num_columns);
+    make_tiles(pass);
+#pragma omp parallel num_threads(model_.threads)
     {
       const Team team{barrier_, omp_get_thread_num(), omp_get_num_threads()};
-      if (pass.tapped) fuse(team, pass);
-      begin(team, pass);
-      if (m_.entry && m_.entry->project.out) {
-        pack(team, pass.columns, pair_.data(), 2 * m_.hidden, m_.entry->project.bits);
-        apply<Then::kStore>(team, m_.entry->project, rows_, pass.columns, stream_.data(), m_.hidden);
+      if (pass.needs_fusion) fuse(team, pass);
+      embed(team, pass);
+      if (model_.entry && model_.entry->project.out) {
+        pack_rows(team, pass.num_columns, pair_.data(), 2 * model_.hidden, model_.entry->project.bits);
+        apply<Store::kSet>(team, model_.entry->project, packed_, pass.num_columns, residual_.data(), model_.hidden);
       }
-      for (int i = 0; i < m_.layers; i++) {
-        attention(team, pass, i, !i && m_.entry && !m_.entry->project.out);
-        mlp(team, pass, m_.layer[i]);
-        hand_out(team, pass, i);
+      for (int i = 0; i < model_.layers; i++) {
+        attention(team, pass, i, !i && model_.entry && !model_.entry->project.out);
+        mlp(team, pass, model_.layer[i]);
+        export_layer(team, pass, i);
       }
-      head(team, pass);
+      lm_head(team, pass);
     }
   }
 
-  // Guess: the first token of each row follows from `pass`, every other one from a pass over the one before.
-  void grow(Pass pass, const Chain& chain) override {
-    std::vector<int32_t> active(chain.rows), fields[6];
-    int laws = 0;
-    for (int b = 0; b < chain.rows; b++) active[b] = b;
-    logits_.resize(size_t(chain.rows) * m_.head.out);
-    best_.resize(chain.rows);
+  // Draft a chain for each sequence. The first draft token follows from `pass`, each further one from a pass over the
+  // one before it.
+  void draft_chains(Pass pass, const Chain& chain) override {
+    std::vector<int32_t> active(chain.batch_size), fields[6];
+    int sampled = 0;
+    for (int b = 0; b < chain.batch_size; b++) active[b] = b;
+    logits_.resize(size_t(chain.batch_size) * model_.head.out);
+    best_.resize(chain.batch_size);
     pass.logits = logits_.data();
     pass.best = best_.data();
-    choice_ = std::min(chain.vocab, m_.head.out);
+    num_candidates_ = std::min(chain.vocab, model_.head.out);
     for (int depth = 0;; depth++) {
       run(pass);
-      std::vector<char> over(chain.rows);
-      const int going = int(active.size());
+      std::vector<char> stopped(chain.batch_size);
+      const int num_active = int(active.size());
       for (int b : active)
-        if (chain.want && chain.want[b].temperature > 0) chain.law_at[b * chain.depth + depth] = laws++;
-#pragma omp parallel for num_threads(m_.threads) if (chain.want && going > 1)
-      for (int i = 0; i < going; i++)
-        over[active[i]] =
-            guess(chain, active[i], depth, best_[i], &logits_[size_t(i) * m_.head.out], chain.worth[going - 1]);
-      const auto done = [&](int b) { return chain.budget[b] <= depth + 1 || over[b]; };
-      std::vector<int32_t> kept;  // the columns that rows go on from
+        if (chain.params && chain.params[b].temperature > 0) chain.q_index[b * chain.depth + depth] = sampled++;
+#pragma omp parallel for num_threads(model_.threads) if (chain.params && num_active > 1)
+      for (int i = 0; i < num_active; i++)
+        stopped[active[i]] = add_draft_token(chain, active[i], depth, best_[i], &logits_[size_t(i) * model_.head.out],
+                                             chain.min_draft_prob[num_active - 1]);
+      const auto done = [&](int b) { return chain.budget[b] <= depth + 1 || stopped[b]; };
+      std::vector<int32_t> previous_columns;  // of the sequences that draft further
       for (size_t i = 0; i < active.size(); i++)
-        if (!done(active[i])) kept.push_back(pass.keep[i]);
+        if (!done(active[i])) previous_columns.push_back(pass.output_columns[i]);
       active.erase(std::remove_if(active.begin(), active.end(), done), active.end());
       if (active.empty()) break;
       for (auto& field : fields) field.clear();
       for (size_t i = 0; i < active.size(); i++) {
         const int b = active[i];
-        const int32_t column[] = {chain.token[b * chain.depth + depth], chain.position[b] + depth, chain.slot[b],
-                                  chain.place[b] + depth, chain.place[b] + depth + 1, int32_t(i)};
+        const int32_t column[] = {chain.token[b * chain.depth + depth],
+                                  chain.position[b] + depth,
+                                  chain.slot[b],
+                                  chain.entry[b] + depth,
+                                  chain.entry[b] + depth + 1,
+                                  int32_t(i)};
         for (int f = 0; f < 6; f++) fields[f].push_back(column[f]);
       }
       const int count = int(active.size());
-      none_.assign(count + 1, 0);
-      if (m_.entry) recycle(kept);
-      pass = {fields[0].data(), fields[1].data(), fields[2].data(), fields[3].data(), fields[4].data(), none_.data(),
-              nullptr, fields[5].data(), logits_.data(), best_.data(), nullptr, nullptr, states_.data(), 0, count, count, 0};
+      empty_tails_.assign(count + 1, 0);
+      if (model_.entry) save_states(previous_columns);
+      pass = {fields[0].data(), fields[1].data(), fields[2].data(), fields[3].data(), fields[4].data(),
+              empty_tails_.data(), nullptr, fields[5].data(), logits_.data(), best_.data(), nullptr, nullptr,
+              states_.data(), 0, count, count, 0};
     }
-    choice_ = m_.head.out;
+    num_candidates_ = model_.head.out;
   }
 
  private:
-  // The states behind some columns of a pass, for the pass after it.
-  void recycle(const std::vector<int32_t>& kept) {
-    states_.resize(kept.size() * m_.hidden);
-    for (size_t i = 0; i < kept.size(); i++)
-      hand_on(&stream_[size_t(kept[i]) * m_.hidden], m_.entry->recycle_normed ? m_.norm : nullptr, m_.hidden,
-              &states_[i * m_.hidden]);
+  // Save the outputs at some columns of a pass as the hidden states of the next pass.
+  void save_states(const std::vector<int32_t>& columns) {
+    states_.resize(columns.size() * model_.hidden);
+    for (size_t i = 0; i < columns.size(); i++)
+      normalize_or_copy(&residual_[size_t(columns[i]) * model_.hidden],
+                        model_.entry->recycle_normed ? model_.norm : nullptr, model_.hidden,
+                        &states_[i * model_.hidden]);
   }
 
-  // Write down one guess, and whether it is worth its place; returns whether its row stops.
-  bool guess(const Chain& chain, int b, int depth, int best, const float* logits, float worth) const {
+  // Choose and record one draft token. Return whether its sequence stops drafting.
+  bool add_draft_token(const Chain& chain, int b, int depth, int best, const float* logits,
+                       float min_draft_prob) const {
     const size_t at = size_t(b) * chain.depth + depth;
-    chain.token[at] = choose(chain, b, at, best, logits);
-    chain.margin[at] = best < 0 ? 0.0f : logits[best] - largest_but(logits, std::min(chain.vocab, m_.head.out), best);
-    const int kind = std::min(depth, chain.kinds - 1);
-    const float odds = chain.weight[kind] * chain.margin[at] + chain.bias[kind];
-    chain.chance[at] = (depth ? chain.chance[at - 1] : 1.0f) / (1 + std::exp(-odds));
-    chain.count[b] = depth + (chain.chance[at] >= chain.keep);
-    chain.looked[b] = depth + 1;
-    const auto* end = chain.end + chain.ends;
-    return chain.count[b] <= depth || chain.chance[at] < worth || std::find(chain.end, end, chain.token[at]) != end;
+    chain.token[at] = choose_token(chain, b, at, best, logits);
+    chain.margin[at] =
+        best < 0 ? 0.0f : logits[best] - max_except(logits, std::min(chain.vocab, model_.head.out), best);
+    const int i = std::min(depth, chain.num_weights - 1);
+    const float log_odds = chain.weight[i] * chain.margin[at] + chain.bias[i];
+    chain.accept_prob[at] = (depth ? chain.accept_prob[at - 1] : 1.0f) / (1 + std::exp(-log_odds));
+    chain.count[b] = depth + (chain.accept_prob[at] >= chain.min_path_prob);
+    chain.scored[b] = depth + 1;
+    const auto* end = chain.end_ids + chain.num_end_ids;
+    return chain.count[b] <= depth || chain.accept_prob[at] < min_draft_prob ||
+           std::find(chain.end_ids, end, chain.token[at]) != end;
   }
 
-  // The likeliest id, or one drawn from the law of all.
-  int32_t choose(const Chain& chain, int b, size_t at, int best, const float* logits) const {
-    const int32_t sure = m_.id ? m_.id[std::max(0, best)] : std::max(0, best);
-    if (!chain.want || chain.law_at[at] < 0) return sure;
-    float* law = chain.law + size_t(chain.law_at[at]) * chain.vocab;
-    if (best < 0) {  // not numbers: then this is what is guessed for certain
-      std::fill(law, law + chain.vocab, 0.0f);
-      law[sure] = 1;
-      return sure;
+  // Return the likeliest id, or sample one and write its distribution to `chain.q`.
+  int32_t choose_token(const Chain& chain, int b, size_t at, int best, const float* logits) const {
+    const int32_t best_id = model_.id ? model_.id[std::max(0, best)] : std::max(0, best);
+    if (!chain.params || chain.q_index[at] < 0) return best_id;
+    float* q = chain.q + size_t(chain.q_index[at]) * chain.vocab;
+    if (best < 0) {  // the logits are not finite: q is one-hot
+      std::fill(q, q + chain.vocab, 0.0f);
+      q[best_id] = 1;
+      return best_id;
     }
-    const int said = std::min(chain.vocab, m_.head.out);
-    if (!m_.id) {
-      std::copy(logits, logits + said, law);
-      std::fill(law + said, law + chain.vocab, -INFINITY);
-      shape(law, chain.vocab, chain.want[b]);
-      return int32_t(draw(law, chain.vocab, chain.uniform[at]));
+    const int num_logits = std::min(chain.vocab, model_.head.out);
+    if (!model_.id) {
+      std::copy(logits, logits + num_logits, q);
+      std::fill(q + num_logits, q + chain.vocab, -INFINITY);
+      apply_sampling(q, chain.vocab, chain.params[b]);
+      return int32_t(sample(q, chain.vocab, chain.uniform[at]));
     }
-    thread_local std::vector<float> few;  // what cannot be guessed needs no shaping
-    const auto* end = std::lower_bound(m_.id, m_.id + said, chain.vocab);
-    few.assign(logits, logits + (end - m_.id));
-    shape(few.data(), int(few.size()), chain.want[b]);
-    std::fill(law, law + chain.vocab, 0.0f);
-    for (size_t i = 0; i < few.size(); i++) law[m_.id[i]] = few[i];
-    return m_.id[draw(few.data(), int(few.size()), chain.uniform[at])];
+    // A draft vocabulary: compute probabilities only for its ids.
+    thread_local std::vector<float> probs;
+    const auto* end = std::lower_bound(model_.id, model_.id + num_logits, chain.vocab);
+    probs.assign(logits, logits + (end - model_.id));
+    apply_sampling(probs.data(), int(probs.size()), chain.params[b]);
+    std::fill(q, q + chain.vocab, 0.0f);
+    for (size_t i = 0; i < probs.size(); i++) q[model_.id[i]] = probs[i];
+    return model_.id[sample(probs.data(), int(probs.size()), chain.uniform[at])];
   }
 
-  static float largest_but(const float* logits, int vocab, int best) {
-    Floats most = fill(-INFINITY);
+  // Return the largest logit of all ids except `best`.
+  static float max_except(const float* logits, int vocab, int best) {
+    Floats max = broadcast(-INFINITY);
     int i = 0;
     for (; i + kLanes <= vocab; i += kLanes) {
       if (best - i >= 0 && best - i < kLanes) {
-        float some[kLanes];
-        store(some, load(logits + i));
-        some[best - i] = -INFINITY;
-        most = maximum(most, load(some));
+        float others[kLanes];
+        store(others, load(logits + i));
+        others[best - i] = -INFINITY;
+        max = maximum(max, load(others));
       } else {
-        most = maximum(most, load(logits + i));
+        max = maximum(max, load(logits + i));
       }
     }
-    float out = largest(most);
+    float out = largest(max);
     for (; i < vocab; i++) out = i == best ? out : std::max(out, logits[i]);
     return out;
   }
 
-  // What takes a team is called by all its threads.
+  // Every thread calls the functions that take a team.
 
-  void begin(const Team& team, const Pass& pass) {
-    const int half = m_.dim / 2;
-    team.share(pass.columns, [&](int c) {
-      const Element* from = static_cast<const Element*>(m_.embedding) + size_t(pass.token[c]) * m_.hidden;
-      for (int i = 0; i < m_.hidden; i++) stream_[size_t(c) * m_.hidden + i] = widen(from[i]);
-      if (m_.entry) join(pass, c);
+  // Write the embeddings to the residual stream, and compute rotary angles.
+  void embed(const Team& team, const Pass& pass) {
+    const int half = model_.dim / 2;
+    team.share(pass.num_columns, [&](int c) {
+      const Element* from = static_cast<const Element*>(model_.embedding) + size_t(pass.token[c]) * model_.hidden;
+      for (int i = 0; i < model_.hidden; i++) residual_[size_t(c) * model_.hidden + i] = to_float(from[i]);
+      if (model_.entry) join_state(pass, c);
       for (int i = 0; i < half; i++) {
-        const float angle = float(pass.position[c]) * m_.frequency[i];
-        cosine_[c * half + i] = std::cos(angle) * m_.rotary_scale;
-        sine_[c * half + i] = std::sin(angle) * m_.rotary_scale;
+        const float angle = float(pass.position[c]) * model_.frequency[i];
+        cosine_[c * half + i] = std::cos(angle) * model_.rotary_scale;
+        sine_[c * half + i] = std::sin(angle) * model_.rotary_scale;
       }
     });
   }
 
-  // States of what was tapped.
+  // Fuse the auxiliary hidden states of each column into one state.
   void fuse(const Team& team, const Pass& pass) {
-    const Entry& entry = *m_.entry;
-    const int size = entry.tapped, last = size - entry.tap;
-    team.share(pass.columns, [&](int c) {
-      float* x = &tapped_[size_t(c) * size];
+    const Entry& entry = *model_.entry;
+    const int size = entry.tapped;
+    const int last = size - entry.tap;
+    team.share(pass.num_columns, [&](int c) {
+      float* x = &aux_states_[size_t(c) * size];
       std::memcpy(x, pass.state + size_t(c) * size, 4 * size_t(size));
-      if (entry.last_norm) root_mean_square(x + last, entry.last_norm, entry.tap, x + last);
+      if (entry.last_norm) rms_norm(x + last, entry.last_norm, entry.tap, x + last);
       for (int i = 0; entry.tap_norm && i < size; i += entry.normed)
-        root_mean_square(x + i, entry.tap_norm + i, entry.normed, x + i);
+        rms_norm(x + i, entry.tap_norm + i, entry.normed, x + i);
       if (entry.fuse.out)
-        pack_row(rows_, c, x, size, entry.fuse.bits);
+        pack_row(packed_, c, x, size, entry.fuse.bits);
       else
         std::memcpy(&fused_[size_t(c) * size], x, 4 * size_t(size));
     });
-    if (entry.fuse.out) apply<Then::kStore>(team, entry.fuse, rows_, pass.columns, fused_.data(), m_.hidden);
+    if (entry.fuse.out) apply<Store::kSet>(team, entry.fuse, packed_, pass.num_columns, fused_.data(), model_.hidden);
   }
 
-  // Put a column's embedding, which lies in the stream, beside the state before it; what goes on is the stream.
-  void join(const Pass& pass, int c) {
-    const Entry& entry = *m_.entry;
-    const int size = m_.hidden;
-    float *stream = &stream_[size_t(c) * size], *pair = &pair_[size_t(c) * 2 * size];
-    float *embedding = pair + (entry.embedding_first ? 0 : size), *state = pair + (entry.embedding_first ? size : 0);
-    const float* given = (pass.tapped ? fused_.data() : pass.state) + size_t(c) * size;
+  // Concatenate the embedding of a column, which is in the residual stream, with the state before it. Then write the
+  // state to the residual stream.
+  void join_state(const Pass& pass, int c) {
+    const Entry& entry = *model_.entry;
+    const int size = model_.hidden;
+    float* residual = &residual_[size_t(c) * size];
+    float* pair = &pair_[size_t(c) * 2 * size];
+    float* embedding = pair + (entry.embedding_first ? 0 : size);
+    float* state = pair + (entry.embedding_first ? size : 0);
+    const float* input = (pass.needs_fusion ? fused_.data() : pass.state) + size_t(c) * size;
     if (entry.zero_first && !pass.position[c])
       std::memset(embedding, 0, 4 * size_t(size));
     else
-      hand_on(stream, entry.embedding_norm, size, embedding);
-    hand_on(given, entry.state_norm, size, state);
-    std::memcpy(stream, entry.residual_normed ? state : given, 4 * size_t(size));
+      normalize_or_copy(residual, entry.embedding_norm, size, embedding);
+    normalize_or_copy(input, entry.state_norm, size, state);
+    std::memcpy(residual, entry.residual_normed ? state : input, 4 * size_t(size));
   }
 
-  void attention(const Team& team, const Pass& pass, int number, bool joined) {
-    const Layer& layer = m_.layer[number];
-    const int width = m_.heads * m_.dim, all = width + 2 * m_.key_heads * m_.dim;
-    if (joined)
-      pack(team, pass.columns, pair_.data(), 2 * m_.hidden, layer.qkv.bits);
+  void attention(const Team& team, const Pass& pass, int number, bool reads_pair) {
+    const Layer& layer = model_.layer[number];
+    const int width = model_.heads * model_.dim;
+    const int qkv_width = width + 2 * model_.key_heads * model_.dim;
+    if (reads_pair)
+      pack_rows(team, pass.num_columns, pair_.data(), 2 * model_.hidden, layer.qkv.bits);
     else
-      normalise(team, pass.columns, nullptr, layer.attention_norm, layer.qkv.bits);
-    apply<Then::kStore>(team, layer.qkv, rows_, pass.columns, wide_.data(), all);
-    const int lots = m_.heads + 2 * m_.key_heads;
-    team.share(pass.columns * lots, [&](int i) { place(pass, number, i / lots, i % lots); });
-    const Columns columns{pass.position, pass.seen, pass.tail_begin, pass.tail};
-    const Heads heads{m_.heads, m_.key_heads, m_.dim, m_.scale, layer.window};
-    team.deal(int(tiles_.size()) * m_.key_heads, [&](int i) {
-      const Tile& tile = tiles_[i / m_.key_heads];
-      attend(columns, tile, i % m_.key_heads, heads, entries(pass.slot[tile.first], number), query_.data(),
+      normalize_rows(team, pass.num_columns, nullptr, layer.attention_norm, layer.qkv.bits);
+    apply<Store::kSet>(team, layer.qkv, packed_, pass.num_columns, wide_.data(), qkv_width);
+    const int all_heads = model_.heads + 2 * model_.key_heads;
+    team.share(pass.num_columns * all_heads, [&](int i) { store_head(pass, number, i / all_heads, i % all_heads); });
+    const Columns columns{pass.position, pass.prefix, pass.tail_begin, pass.tail};
+    const Heads heads{model_.heads, model_.key_heads, model_.dim, model_.scale, layer.window};
+    team.share_interleaved(int(tiles_.size()) * model_.key_heads, [&](int i) {
+      const Tile& tile = tiles_[i / model_.key_heads];
+      attend(columns, tile, i % model_.key_heads, heads, slot_entries(pass.slot[tile.first], number), query_.data(),
              wide_.data(), scratch_[team.thread]);
     });
-    pack(team, pass.columns, wide_.data(), width, layer.out.bits);
-    apply<Then::kAdd>(team, layer.out, rows_, pass.columns, stream_.data(), m_.hidden);
+    pack_rows(team, pass.num_columns, wide_.data(), width, layer.out.bits);
+    apply<Store::kAdd>(team, layer.out, packed_, pass.num_columns, residual_.data(), model_.hidden);
   }
 
-  Entries<Element> entries(int slot, int layer) const {
-    const Pool& pool = *m_.pool;
-    const int64_t one = int64_t(2) * m_.key_heads * kBlock * m_.dim;  // elements that a block has of a layer
-    Element* first = static_cast<Element*>(pool.entries) + layer * one;
-    return {first, pool.table + int64_t(slot) * pool.reach, pool.layers * one, m_.dim};
+  Entries<Element> slot_entries(int slot, int layer) const {
+    const Pool& pool = *model_.pool;
+    const int64_t layer_size = int64_t(2) * model_.key_heads * kBlock * model_.dim;  // elements of a layer in a block
+    Element* first = static_cast<Element*>(pool.entries) + layer * layer_size;
+    return {first, pool.table + int64_t(slot) * pool.reach, pool.layers * layer_size, model_.dim};
   }
 
   void mlp(const Team& team, const Pass& pass, const Layer& layer) {
-    normalise(team, pass.columns, nullptr, layer.mlp_norm, layer.gate_up.bits);
-    apply<Then::kGate>(team, layer.gate_up, rows_, pass.columns, wide_.data(), m_.ffn);
-    pack(team, pass.columns, wide_.data(), m_.ffn, layer.down.bits);
-    apply<Then::kAdd>(team, layer.down, rows_, pass.columns, stream_.data(), m_.hidden);
+    normalize_rows(team, pass.num_columns, nullptr, layer.mlp_norm, layer.gate_up.bits);
+    apply<Store::kGate>(team, layer.gate_up, packed_, pass.num_columns, wide_.data(), model_.ffn);
+    pack_rows(team, pass.num_columns, wide_.data(), model_.ffn, layer.down.bits);
+    apply<Store::kAdd>(team, layer.down, packed_, pass.num_columns, residual_.data(), model_.hidden);
   }
 
-  void hand_out(const Team& team, const Pass& pass, int layer) {
-    for (int e = 0; e < pass.exports; e++) {
-      if (pass.exported[e] != layer) continue;
-      team.share(pass.columns, [&](int c) {
-        const size_t size = m_.hidden;
-        std::memcpy(pass.features + (size_t(e) * pass.columns + c) * size, &stream_[c * size], 4 * size);
+  void export_layer(const Team& team, const Pass& pass, int layer) {
+    for (int e = 0; e < pass.num_exports; e++) {
+      if (pass.export_layers[e] != layer) continue;
+      team.share(pass.num_columns, [&](int c) {
+        const size_t size = model_.hidden;
+        float* to = pass.hidden_states + (size_t(e) * pass.num_columns + c) * size;
+        std::memcpy(to, &residual_[c * size], 4 * size);
       });
     }
   }
 
-  void head(const Team& team, const Pass& pass) {
-    normalise(team, pass.kept, pass.keep, m_.norm, m_.head.bits);
-    apply<Then::kStore>(team, m_.head, rows_, pass.kept, pass.logits, m_.head.out);
-    team.share(pass.kept, [&](int k) { pass.best[k] = likeliest(pass.logits + size_t(k) * m_.head.out, choice_); });
-  }
-
-  // Rows of the residual stream, x / rms(x) * weight (Zhang and Sennrich 2019), ready for a linear layer. Without
-  // weights, rows as they are.
-  void normalise(const Team& team, int rows, const int32_t* which, const float* weight, int bits) {
-    team.share(rows, [&](int r) {
-      float* out = &normed_[size_t(team.thread) * m_.hidden];
-      const float* from = &stream_[size_t(which ? which[r] : r) * m_.hidden];
-      if (weight) root_mean_square(from, weight, m_.hidden, out);
-      pack_row(rows_, r, weight ? out : from, m_.hidden, bits);
+  void lm_head(const Team& team, const Pass& pass) {
+    normalize_rows(team, pass.num_outputs, pass.output_columns, model_.norm, model_.head.bits);
+    apply<Store::kSet>(team, model_.head, packed_, pass.num_outputs, pass.logits, model_.head.out);
+    team.share(pass.num_outputs, [&](int k) {
+      pass.best[k] = likeliest(pass.logits + size_t(k) * model_.head.out, num_candidates_);
     });
   }
 
-  // The same of one row; without weights, the row as it is.
-  void hand_on(const float* x, const float* weight, int size, float* out) const {
-    if (weight) return root_mean_square(x, weight, size, out);
+  // Pack rows of the residual stream for a linear layer, after RMSNorm (Zhang and Sennrich 2019) if it has weights.
+  // `columns` selects the rows; null: the first `rows` rows.
+  void normalize_rows(const Team& team, int rows, const int32_t* columns, const float* weight, int bits) {
+    team.share(rows, [&](int r) {
+      float* out = &normed_[size_t(team.thread) * model_.hidden];
+      const float* from = &residual_[size_t(columns ? columns[r] : r) * model_.hidden];
+      if (weight) rms_norm(from, weight, model_.hidden, out);
+      pack_row(packed_, r, weight ? out : from, model_.hidden, bits);
+    });
+  }
+
+  void normalize_or_copy(const float* x, const float* weight, int size, float* out) const {
+    if (weight) return rms_norm(x, weight, size, out);
     std::memcpy(out, x, 4 * size_t(size));
   }
 
-  void root_mean_square(const float* x, const float* weight, int size, float* out) const {
+  void rms_norm(const float* x, const float* weight, int size, float* out) const {
     Floats squares = {};
     for (int i = 0; i < size; i += kLanes) squares += load(x + i) * load(x + i);
-    const float scale = 1 / std::sqrt(sum(squares) / size + m_.epsilon);
+    const float scale = 1 / std::sqrt(sum(squares) / size + model_.epsilon);
     for (int i = 0; i < size; i += kLanes) store(out + i, load(x + i) * scale * load(weight + i));
   }
 
-  void pack(const Team& team, int rows, const float* x, int size, int bits) {
-    team.share(rows, [&](int r) { pack_row(rows_, r, x + size_t(r) * size, size, bits); });
+  void pack_rows(const Team& team, int rows, const float* x, int size, int bits) {
+    team.share(rows, [&](int r) { pack_row(packed_, r, x + size_t(r) * size, size, bits); });
   }
 
-  // Take one head's share of a column's queries, keys and values: normalise, rotate, and put it where it is read.
-  void place(const Pass& pass, int number, int c, int lot) {
-    const Layer& layer = m_.layer[number];
-    const int key_heads = m_.key_heads, dim = m_.dim, half = dim / 2;
-    const bool query = lot < m_.heads, key = !query && lot < m_.heads + key_heads;
-    float* x = &wide_[(size_t(c) * (m_.heads + 2 * key_heads) + lot) * dim];
-    const float* norm = query ? layer.query_norm : key ? layer.key_norm : nullptr;
-    if (norm) root_mean_square(x, norm, dim, x);
-    if (!query && !key) {
-      const Entries<Element> slot = entries(pass.slot[c], number);
-      Element* to = slot.value(pass.place[c], lot - m_.heads - key_heads);
-      for (int i = 0; i < dim; i++) set(to[slot.value_at(i)], x[i]);
+  // Take head number `head` of a column's queries, keys and values. Normalize and rotate it, and store it in the query
+  // buffer or in the cache.
+  void store_head(const Pass& pass, int number, int c, int head) {
+    const Layer& layer = model_.layer[number];
+    const int key_heads = model_.key_heads;
+    const int dim = model_.dim;
+    const int half = dim / 2;
+    const bool is_query = head < model_.heads;
+    const bool is_key = !is_query && head < model_.heads + key_heads;
+    float* x = &wide_[(size_t(c) * (model_.heads + 2 * key_heads) + head) * dim];
+    const float* norm = is_query ? layer.query_norm : is_key ? layer.key_norm : nullptr;
+    if (norm) rms_norm(x, norm, dim, x);
+    if (!is_query && !is_key) {
+      const Entries<Element> entries = slot_entries(pass.slot[c], number);
+      Element* to = entries.value(pass.entry[c], head - model_.heads - key_heads);
+      for (int i = 0; i < dim; i++) set(to[entries.value_offset(i)], x[i]);
       return;
     }
     for (int i = 0; i < half; i++) {
-      const float a = x[i], b = x[i + half], cosine = cosine_[c * half + i], sine = sine_[c * half + i];
+      const float a = x[i];
+      const float b = x[i + half];
+      const float cosine = cosine_[c * half + i];
+      const float sine = sine_[c * half + i];
       x[i] = a * cosine - b * sine;
       x[i + half] = b * cosine + a * sine;
     }
-    if (query) {
-      Element* to = &query_[(size_t(c) * m_.heads + lot) * dim];
+    if (is_query) {
+      Element* to = &query_[(size_t(c) * model_.heads + head) * dim];
       for (int i = 0; i < dim; i++) set(to[i], x[i]);
     } else {
-      const Entries<Element> slot = entries(pass.slot[c], number);
-      Element* to = slot.key(pass.place[c], lot - m_.heads);
-      for (int i = 0; i < dim; i++) set(to[slot.key_at(i)], x[i]);
+      const Entries<Element> entries = slot_entries(pass.slot[c], number);
+      Element* to = entries.key(pass.entry[c], head - model_.heads);
+      for (int i = 0; i < dim; i++) set(to[entries.key_offset(i)], x[i]);
     }
   }
 
-  // Cut the pass into tiles of neighbouring columns of the same slot.
-  void cut(const Pass& pass) {
-    const int most = std::max(1, kQueries / (m_.heads / m_.key_heads));
+  // Divide the pass into tiles of adjacent columns of the same slot.
+  void make_tiles(const Pass& pass) {
+    const int max_columns = std::max(1, kMaxTileRows / (model_.heads / model_.key_heads));
     tiles_.clear();
-    for (int c = 0; c < pass.columns; c++) {
-      if (c && pass.slot[c] == pass.slot[c - 1] && c - tiles_.back().first < most)
+    for (int c = 0; c < pass.num_columns; c++) {
+      if (c && pass.slot[c] == pass.slot[c - 1] && c - tiles_.back().first < max_columns)
         tiles_.back().last = c + 1;
       else
         tiles_.push_back({c, c + 1});
     }
   }
 
+  // Grow the buffers for a pass of this many columns.
   void reserve(int columns) {
-    if (columns <= room_) return;
-    room_ = columns;
-    const int heads = (m_.heads + 2 * m_.key_heads) * m_.dim, tapped = m_.entry ? m_.entry->tapped : 0;
-    const int entering = m_.entry ? 2 * m_.hidden : m_.hidden;
-    const int widest = padded(std::max({entering, heads, m_.ffn, tapped}));
-    const size_t many = columns;
-    stream_.resize(many * m_.hidden);
-    pair_.resize(many * (m_.entry ? entering : 0));
-    fused_.resize(many * (m_.entry ? m_.hidden : 0));
-    tapped_.resize(many * tapped);
-    normed_.resize(size_t(m_.threads) * m_.hidden);
-    wide_.resize(many * widest);
-    query_.resize(many * m_.heads * m_.dim);
-    cosine_.resize(many * m_.dim / 2);
-    sine_.resize(many * m_.dim / 2);
-    const int words = widest * int(sizeof(Facing<Element>)) / 4;  // which bytes fit into, too
-    words_.resize(many * words);
-    scale_.resize(many * widest / kGroup);
-    total_.resize(many * widest / kGroup);
-    rows_ = {words_.data(), scale_.data(), total_.data(), words, widest / kGroup};
+    if (columns <= capacity_) return;
+    capacity_ = columns;
+    const int heads = (model_.heads + 2 * model_.key_heads) * model_.dim;
+    const int aux_size = model_.entry ? model_.entry->tapped : 0;
+    const int input_size = model_.entry ? 2 * model_.hidden : model_.hidden;
+    const int widest = padded(std::max({input_size, heads, model_.ffn, aux_size}));
+    const size_t count = columns;
+    residual_.resize(count * model_.hidden);
+    pair_.resize(count * (model_.entry ? input_size : 0));
+    fused_.resize(count * (model_.entry ? model_.hidden : 0));
+    aux_states_.resize(count * aux_size);
+    normed_.resize(size_t(model_.threads) * model_.hidden);
+    wide_.resize(count * widest);
+    query_.resize(count * model_.heads * model_.dim);
+    cosine_.resize(count * model_.dim / 2);
+    sine_.resize(count * model_.dim / 2);
+    const int words = widest * int(sizeof(Input<Element>)) / 4;  // enough for inputs in bytes, too
+    words_.resize(count * words);
+    scale_.resize(count * widest / kGroup);
+    total_.resize(count * widest / kGroup);
+    packed_ = {words_.data(), scale_.data(), total_.data(), words, widest / kGroup};
   }
 
-  Model m_;
+  Model model_;
   Barrier barrier_;
-  int choice_;  // ids below it are chosen from
-  int room_ = 0;
+  int num_candidates_;  // `best` is the likeliest of the ids below it
+  int capacity_ = 0;    // columns that the buffers have space for
   std::vector<Tile> tiles_;
-  std::vector<Scratch<Element>> scratch_;  // one a thread
-  std::vector<float> tapped_, fused_, pair_, states_, stream_, normed_, wide_, cosine_, sine_, scale_, logits_;
+  std::vector<Scratch<Element>> scratch_;  // [threads]
+  // [columns][...]. `pair_` holds embedding and state of a draft head. `wide_` holds the outputs of qkv, attention and
+  // gate_up.
+  std::vector<float> aux_states_, fused_, pair_, states_, residual_, normed_, wide_, cosine_, sine_, scale_, logits_;
   std::vector<Element> query_;
-  std::vector<int32_t> words_, total_, none_, best_;
-  Rows rows_{};
+  std::vector<int32_t> words_, total_, empty_tails_, best_;
+  Rows packed_{};  // inputs of the next linear layer
 };
 
 }  // namespace
@@ -442,7 +476,7 @@ void* outrider_open(const Model* model) {
 }
 void outrider_close(void* decoder) { delete static_cast<Runner*>(decoder); }
 void outrider_run(void* decoder, const Pass* pass) { static_cast<Runner*>(decoder)->run(*pass); }
-void outrider_grow(void* decoder, const Pass* pass, const Chain* chain) {
-  static_cast<Runner*>(decoder)->grow(*pass, *chain);
+void outrider_draft_chains(void* decoder, const Pass* pass, const Chain* chain) {
+  static_cast<Runner*>(decoder)->draft_chains(*pass, *chain);
 }
 }

@@ -1,12 +1,13 @@
-// Laws and verification on the CPU, in one call each: what sampling.py and verify.py say, whose equations these are.
+// Sampling parameters and exact verification rules on the CPU. Each function computes what the Python function of the
+// same name in verify/sampling.py or verify/rules.py does, in one call.
 #include "sampling.h"
 
 namespace outrider {
 namespace {
 
-constexpr int64_t kOneHot = 0, kWithoutReplacement = 2;                        // of Law
-constexpr uint64_t kTarget = 1, kRace = 2, kAccept = 3;  // of Stream
-constexpr uint64_t kGolden = 0x9E3779B97F4A7C15ULL;      // noise.py's constant
+constexpr int64_t kOneHot = 0, kWithoutReplacement = 2;     // of DraftKind in core/types.py
+constexpr uint64_t kTarget = 1, kRace = 2, kAccept = 3;     // of NoiseStream in core/noise.py
+constexpr uint64_t kGolden = 0x9E3779B97F4A7C15ULL;         // as in core/noise.py
 
 uint64_t mix(uint64_t x) {
   x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ULL;
@@ -18,221 +19,237 @@ double to_uniform(uint64_t bits) { return double((bits >> 16) & 0xFFFFFFFFFFFFUL
 
 }  // namespace
 
-extern "C" struct Laws {
-  float* law;         // [T, V]: logits, and then what is made of them
-  const Taste* want;  // [T / each]: for so many laws after each other
-  int32_t count, vocab, each;
+extern "C" struct Distributions {
+  float* probs;                  // [count, vocab] logits, which are replaced by probabilities
+  const SamplingParams* params;  // [count / nodes] one for each sequence
+  int32_t count, vocab, nodes;   // each sequence has `nodes` distributions, one after another
 };
 
-extern "C" struct Trial {
-  const int64_t *token, *parent, *law;  // [B, N]
-  const int64_t* count;                 // [B]
-  const float* p;                       // [T, V]
-  const int64_t* p_at;                  // [B, 1 + N]: where in p a node's law lies
-  const float* q;                       // [Q, V]
-  const int64_t* q_at;                  // [B, N]: where in q the law of a guess lies; below 0, or null: nowhere
-  const int64_t *seed, *first;          // [B]
-  int64_t *path, *accepted, *bonus;     // [B, N], [B], [B]: what is found
-  float* logprob;                       // [B, 1 + N]
-  int32_t rows, nodes, vocab, rule;
+extern "C" struct Verification {
+  const int64_t *token, *parent, *kind;  // [B, N]
+  const int64_t* count;                  // [B]
+  const float* p;                        // [T, V]
+  const int64_t* p_index;                // [B, 1 + N] index of each node in p
+  const float* q;                        // [Q, V]
+  const int64_t* q_index;                // [B, N] index of each draft token in q; negative, or null: it has none
+  const int64_t *seed, *first;           // [B] see core/noise.py
+  int64_t *path, *accepted, *bonus;      // [B, N], [B], [B] results
+  float* logprob;                        // [B, 1 + N] result
+  int32_t batch_size, nodes, vocab, rule;
 };
 
 namespace {
 
-// One row of a trial.
-class Judge {
+// Verifies the draft of one sequence. Node -1 is the root.
+class SequenceVerifier {
  public:
-  Judge(const Trial& t, int row)
-      : token_(t.token + size_t(row) * t.nodes), parent_(t.parent + size_t(row) * t.nodes),
-        law_(t.law + size_t(row) * t.nodes), count_(int(t.count[row])), nodes_(t.nodes), vocab_(t.vocab),
-        p_(t.p), p_at_(t.p_at + size_t(row) * (1 + t.nodes)), q_(t.q), q_at_(t.q_at ? t.q_at + size_t(row) * t.nodes : nullptr),
-        seed_(uint64_t(t.seed[row])), first_(uint64_t(t.first[row])), path_(t.path + size_t(row) * t.nodes),
-        accepted_(t.accepted[row]), bonus_(t.bonus[row]), logprob_(t.logprob + size_t(row) * (1 + t.nodes)) {}
+  SequenceVerifier(const Verification& v, int b)
+      : token_(v.token + size_t(b) * v.nodes),
+        parent_(v.parent + size_t(b) * v.nodes),
+        kind_(v.kind + size_t(b) * v.nodes),
+        count_(int(v.count[b])),
+        nodes_(v.nodes),
+        vocab_(v.vocab),
+        p_(v.p),
+        p_index_(v.p_index + size_t(b) * (1 + v.nodes)),
+        q_(v.q),
+        q_index_(v.q_index ? v.q_index + size_t(b) * v.nodes : nullptr),
+        seed_(uint64_t(v.seed[b])),
+        first_(uint64_t(v.first[b])),
+        path_(v.path + size_t(b) * v.nodes),
+        accepted_(v.accepted[b]),
+        bonus_(v.bonus[b]),
+        logprob_(v.logprob + size_t(b) * (1 + v.nodes)) {}
 
   void walk() {
-    follow([&](const float* law, int ahead) { return draw(law, ahead); });
+    follow_samples([&](const float* probs, int ahead) { return sample(probs, ahead); });
   }
 
   void coupled() {
-    follow([&](const float* law, int ahead) { return race(law, ahead); });
+    follow_samples([&](const float* probs, int ahead) { return sample_race(probs, ahead); });
   }
 
-  // Down the guesses that are what `said` says of p there.
-  template <class Said>
-  void follow(Said said) {
+  // Sample a token from p at each node and descend while it is a child of the node.
+  template <class Sampler>
+  void follow_samples(Sampler sampler) {
     std::vector<int> path;
     for (int at = -1;;) {
-      const int64_t sample = said(p(at), int(path.size()));
-      const int child = find(at, sample);
-      if (child < 0) return settle(path, sample);
+      const int64_t token = sampler(p(at), int(path.size()));
+      const int child = find_child(at, token);
+      if (child < 0) return write_verdict(path, token);
       path.push_back(at = child);
     }
   }
 
-  // P_i, S_i and the chances of Sun et al. 2024, algorithm 2.
+  // P_i, S_i and the acceptance probabilities of Sun et al. 2024, algorithm 2.
   void block() {
     int length = 0;
-    while (length < count_ && alive(length)) length++;
+    while (length < count_ && acceptable(length)) length++;
     std::vector<double> share(length + 1, 1.0);
-    int kept = 0;
+    int accepted = 0;
     for (int i = 1; i <= length; i++) {
-      const double ratio = law_at(p(i - 2), i - 1) / own_chance(i - 1);
+      const double ratio = prob_of(p(i - 2), i - 1) / draft_prob(i - 1);
       share[i] = std::isnan(ratio) ? 0.0 : std::min(1.0, share[i - 1] * ratio);
     }
     for (int i = 1; i <= length; i++) {
-      const double chance = i == length ? share[i] : share_of(excess(share[i], p(i - 1), i), share[i]);
-      if (flip(i - 1) < gate(chance)) kept = i;
+      const double prob = i == length ? share[i] : continue_prob(excess(share[i], p(i - 1), i), share[i]);
+      if (accept_uniform(i - 1) < clamp_prob(prob)) accepted = i;
     }
-    std::vector<int> path(kept);
-    for (int i = 0; i < kept; i++) path[i] = i;
-    const float* law = p(kept - 1);
-    if (kept == length) return settle(path, draw(law, kept));
-    const double left = excess(share[kept], law, kept);
-    settle(path, draw(left > 0 ? rest_.data() : law, kept));
+    std::vector<int> path(accepted);
+    for (int i = 0; i < accepted; i++) path[i] = i;
+    const float* probs = p(accepted - 1);
+    if (accepted == length) return write_verdict(path, sample(probs, accepted));
+    const double residual_mass = excess(share[accepted], probs, accepted);
+    write_verdict(path, sample(residual_mass > 0 ? residual_.data() : probs, accepted));
   }
 
   // Weng et al. 2025, algorithm 1.
   void traversal() {
     std::vector<double> share(1 + nodes_, 1.0);
-    std::vector<std::vector<float>> left(1 + nodes_);    // what is left of p at a node, once it differs from p
-    std::vector<std::vector<int64_t>> gone(1 + nodes_);  // tokens of its children that were drawn and rejected
-    std::vector<char> waiting(nodes_, 0);
-    for (int node = 0; node < count_; node++) waiting[node] = alive(node);
-    auto law = [&](int at) { return left[at + 1].empty() ? p(at) : left[at + 1].data(); };
+    std::vector<std::vector<float>> residuals(1 + nodes_);   // replaces p at a node after a child is rejected
+    std::vector<std::vector<int64_t>> rejected(1 + nodes_);  // rejected children that were sampled without replacement
+    std::vector<char> unvisited(nodes_, 0);
+    for (int node = 0; node < count_; node++) unvisited[node] = acceptable(node);
+    auto probs_at = [&](int at) { return residuals[at + 1].empty() ? p(at) : residuals[at + 1].data(); };
     int at = -1;
     for (;;) {
       int child = 0;
-      while (child < count_ && !(waiting[child] && parent_[child] == at)) child++;
+      while (child < count_ && !(unvisited[child] && parent_[child] == at)) child++;
       if (child < count_) {
-        const double offer = own_chance(child, gone[at + 1]);
-        share[child + 1] = gate(share[at + 1] * law_at(law(at), child) / offer);
-        waiting[child] = 0;
+        const double offer = draft_prob(child, rejected[at + 1]);
+        share[child + 1] = clamp_prob(share[at + 1] * prob_of(probs_at(at), child) / offer);
+        unvisited[child] = 0;
         at = child;
-      } else if (at < 0 || flip(at) < gate(share[at + 1])) {
+      } else if (at < 0 || accept_uniform(at) < clamp_prob(share[at + 1])) {
         break;
       } else {
         const int above = int(parent_[at]);
-        std::vector<float> rest(vocab_);
-        subtract(share[above + 1], law(above), at, gone[above + 1], rest.data());
-        const double sum = total(rest.data());
-        share[above + 1] = share_of(sum, share[above + 1]);
-        if (sum > 0) {
-          for (float& mass : rest) mass = float(mass / sum);
-          left[above + 1] = std::move(rest);
+        std::vector<float> residual(vocab_);
+        subtract_draft(share[above + 1], probs_at(above), at, rejected[above + 1], residual.data());
+        const double mass = total(residual.data());
+        share[above + 1] = continue_prob(mass, share[above + 1]);
+        if (mass > 0) {
+          for (float& value : residual) value = float(value / mass);
+          residuals[above + 1] = std::move(residual);
         }
-        if (law_[at] == kWithoutReplacement) gone[above + 1].push_back(token_[at]);
+        if (kind_[at] == kWithoutReplacement) rejected[above + 1].push_back(token_[at]);
         at = above;
       }
     }
     std::vector<int> path;
     for (int node = at; node >= 0; node = int(parent_[node])) path.insert(path.begin(), node);
-    const int64_t sample = draw(law(at), int(path.size()));
-    settle(path, sample);
+    const int64_t token = sample(probs_at(at), int(path.size()));
+    write_verdict(path, token);
   }
 
  private:
-  // p after a node; -1 is the root.
-  const float* p(int node) const { return p_ + size_t(p_at_[node + 1]) * vocab_; }
+  // The target distribution after a node.
+  const float* p(int node) const { return p_ + size_t(p_index_[node + 1]) * vocab_; }
 
-  // What a node was drawn from.
+  // The distribution that a draft token was sampled from; zeros if it has none.
   const float* q(int node) {
-    if (q_at_ && q_at_[node] >= 0) return q_ + size_t(q_at_[node]) * vocab_;
-    nothing_.resize(vocab_);
-    return nothing_.data();
+    if (q_index_ && q_index_[node] >= 0) return q_ + size_t(q_index_[node]) * vocab_;
+    zeros_.resize(vocab_);
+    return zeros_.data();
   }
 
-  bool alive(int node) const { return token_[node] >= 0 && token_[node] < vocab_; }
+  bool acceptable(int node) const { return token_[node] >= 0 && token_[node] < vocab_; }
 
-  int find(int at, int64_t token) const {
+  int find_child(int at, int64_t token) const {
     for (int node = 0; node < count_; node++)
       if (parent_[node] == at && token_[node] == token) return node;
     return -1;
   }
 
-  static double gate(double chance) { return std::isnan(chance) ? 0.0 : std::clamp(chance, 0.0, 1.0); }
+  static double clamp_prob(double prob) { return std::isnan(prob) ? 0.0 : std::clamp(prob, 0.0, 1.0); }
 
-  static double share_of(double excess, double share) {
-    const double whole = excess + 1 - share;
-    return whole > 0 ? excess / whole : 1.0;
+  // S / (S + 1 - P), where S is the excess and P the share.
+  static double continue_prob(double excess, double share) {
+    const double denominator = excess + 1 - share;
+    return denominator > 0 ? excess / denominator : 1.0;
   }
 
-  double law_at(const float* law, int node) const { return law[token_[node]]; }
+  double prob_of(const float* probs, int node) const { return probs[token_[node]]; }
 
-  // q of a node at its own token, without the siblings that are gone where it was drawn so.
-  double own_chance(int node, const std::vector<int64_t>& gone = {}) {
-    if (law_[node] == kOneHot) return 1.0;
+  // Return q(token) of a node. If it was sampled without replacement, q excludes the rejected siblings.
+  double draft_prob(int node, const std::vector<int64_t>& rejected = {}) {
+    if (kind_[node] == kOneHot) return 1.0;
     const float* q = this->q(node);
-    const double scale = law_[node] == kWithoutReplacement ? scale_without(q, gone) : 1.0;
-    const bool out = scale > 0 && law_[node] == kWithoutReplacement &&
-                     std::find(gone.begin(), gone.end(), token_[node]) != gone.end();
-    return out ? 0.0 : q[token_[node]] * (scale > 0 ? scale : 1.0);
+    const double scale = kind_[node] == kWithoutReplacement ? scale_without(q, rejected) : 1.0;
+    const bool excluded = scale > 0 && kind_[node] == kWithoutReplacement &&
+                          std::find(rejected.begin(), rejected.end(), token_[node]) != rejected.end();
+    return excluded ? 0.0 : q[token_[node]] * (scale > 0 ? scale : 1.0);
   }
 
-  // 1 over what is left of q; 0 where nothing is, and q then stands as it is.
-  double scale_without(const float* q, const std::vector<int64_t>& gone) const {
-    if (gone.empty()) return 1.0;
-    thread_local std::vector<float> left;
-    left.assign(q, q + vocab_);
-    for (int64_t token : gone) left[token] = 0;
-    const double sum = total(left.data());
+  // Return the factor that normalizes q without the rejected siblings. Return 0 if they have all the mass; q is then
+  // used unchanged.
+  double scale_without(const float* q, const std::vector<int64_t>& rejected) const {
+    if (rejected.empty()) return 1.0;
+    thread_local std::vector<float> remaining;
+    remaining.assign(q, q + vocab_);
+    for (int64_t token : rejected) remaining[token] = 0;
+    const double sum = total(remaining.data());
     return sum > 0 ? 1 / sum : 0.0;
   }
 
-  // out = (share * law - q of the node)+
-  void subtract(double share, const float* law, int node, const std::vector<int64_t>& gone, float* out) {
+  // out = (share * probs - q of the node)+
+  void subtract_draft(double share, const float* probs, int node, const std::vector<int64_t>& rejected, float* out) {
     const float a = float(share);
-    if (law_[node] == kOneHot) {
-      for (int v = 0; v < vocab_; v++) out[v] = a * law[v];
+    if (kind_[node] == kOneHot) {
+      for (int v = 0; v < vocab_; v++) out[v] = a * probs[v];
       out[token_[node]] = std::max(out[token_[node]] - 1, 0.0f);
       return;
     }
     const float* q = this->q(node);
-    const bool without = law_[node] == kWithoutReplacement;
-    const double scale = without ? scale_without(q, gone) : 1.0;
+    const bool without_replacement = kind_[node] == kWithoutReplacement;
+    const double scale = without_replacement ? scale_without(q, rejected) : 1.0;
     const float b = float(scale > 0 ? scale : 1.0);
-    for (int v = 0; v < vocab_; v++) out[v] = std::max(a * law[v] - b * q[v], 0.0f);
-    if (without && scale > 0)
-      for (int64_t token : gone) out[token] = a * law[token];
+    for (int v = 0; v < vocab_; v++) out[v] = std::max(a * probs[v] - b * q[v], 0.0f);
+    if (without_replacement && scale > 0)
+      for (int64_t token : rejected) out[token] = a * probs[token];
   }
 
-  double excess(double share, const float* law, int node) {
-    rest_.resize(vocab_);
-    subtract(share, law, node, {}, rest_.data());
-    return total(rest_.data());
+  // Write (share * probs - q)+ to `residual_` and return its sum.
+  double excess(double share, const float* probs, int node) {
+    residual_.resize(vocab_);
+    subtract_draft(share, probs, node, {}, residual_.data());
+    return total(residual_.data());
   }
 
   double total(const float* mass) const { return outrider::total(mass, vocab_); }
 
-  // The token `ahead` places after the round's first.
-  int64_t draw(const float* law, int ahead) const {
+  // Sample the token that is `ahead` positions after the first one of the round.
+  int64_t sample(const float* probs, int ahead) const {
     const uint64_t key = mix(mix(seed_ + kTarget * kGolden) + (first_ + uint64_t(ahead)) * kGolden);
-    return outrider::draw(law, vocab_, to_uniform(key));
+    return outrider::sample(probs, vocab_, to_uniform(key));
   }
 
-  // The same by the exponential race: the first to arrive at -log(1 - u) / p. That is never before u / p, so most who
-  // come too late are known without a logarithm.
-  int64_t race(const float* law, int ahead) const {
+  // Sample that token by an exponential race instead: the smallest -log(1 - u) / p wins. It is at least u / p, so most
+  // tokens lose without computing a logarithm.
+  int64_t sample_race(const float* probs, int ahead) const {
     const uint64_t key = mix(mix(seed_ + kRace * kGolden) + (first_ + uint64_t(ahead)) * kGolden);
-    double least = INFINITY;
+    double smallest = INFINITY;
     int64_t winner = 0;
     for (int v = 0; v < vocab_; v++) {
-      const double uniform = to_uniform(mix(key + uint64_t(v) * kGolden)), mass = law[v];
-      if (!(mass > 0) || uniform > least * mass * (1 + 1e-9)) continue;
-      const double arrival = -std::log1p(-uniform) / mass;
-      if (arrival < least) {
-        least = arrival;
+      const double uniform = to_uniform(mix(key + uint64_t(v) * kGolden));
+      const double prob = probs[v];
+      if (!(prob > 0) || uniform > smallest * prob * (1 + 1e-9)) continue;
+      const double arrival = -std::log1p(-uniform) / prob;
+      if (arrival < smallest) {
+        smallest = arrival;
         winner = v;
       }
     }
     return winner;
   }
 
-  double flip(int index) const {
+  // Return the uniform number of acceptance decision `index`.
+  double accept_uniform(int index) const {
     const uint64_t key = mix(mix(seed_ + kAccept * kGolden) + first_ * kGolden);
     return to_uniform(mix(key + uint64_t(index + 1) * kGolden));
   }
 
-  void settle(const std::vector<int>& path, int64_t bonus) {
+  void write_verdict(const std::vector<int>& path, int64_t bonus) {
     std::fill(path_, path_ + nodes_, -1);
     std::fill(logprob_, logprob_ + 1 + nodes_, 0.0f);
     accepted_ = int64_t(path.size());
@@ -245,33 +262,33 @@ class Judge {
     }
   }
 
-  const int64_t *token_, *parent_, *law_;
+  const int64_t *token_, *parent_, *kind_;
   const int count_, nodes_, vocab_;
   const float* p_;
-  const int64_t* p_at_;
+  const int64_t* p_index_;
   const float* q_;
-  const int64_t* q_at_;
+  const int64_t* q_index_;
   const uint64_t seed_, first_;
   int64_t *path_, &accepted_, &bonus_;
   float* logprob_;
-  std::vector<float> rest_, nothing_;
+  std::vector<float> residual_, zeros_;
 };
 
 }  // namespace
 
-extern "C" void outrider_shape(const Laws* laws) {
-#pragma omp parallel for if (laws->count > 3)
-  for (int i = 0; i < laws->count; i++) shape(laws->law + size_t(i) * laws->vocab, laws->vocab, laws->want[i / laws->each]);
+extern "C" void outrider_target_probs(const Distributions* d) {
+#pragma omp parallel for if (d->count > 3)
+  for (int i = 0; i < d->count; i++) apply_sampling(d->probs + size_t(i) * d->vocab, d->vocab, d->params[i / d->nodes]);
 }
 
-extern "C" void outrider_judge(const Trial* trial) {
-#pragma omp parallel for if (trial->rows > 3)
-  for (int row = 0; row < trial->rows; row++) {
-    Judge judge(*trial, row);
-    if (trial->rule == 0) judge.walk();
-    if (trial->rule == 1) judge.block();
-    if (trial->rule == 2) judge.traversal();
-    if (trial->rule == 3) judge.coupled();
+extern "C" void outrider_verify(const Verification* verification) {
+#pragma omp parallel for if (verification->batch_size > 3)
+  for (int b = 0; b < verification->batch_size; b++) {
+    SequenceVerifier verifier(*verification, b);
+    if (verification->rule == 0) verifier.walk();
+    if (verification->rule == 1) verifier.block();
+    if (verification->rule == 2) verifier.traversal();
+    if (verification->rule == 3) verifier.coupled();
   }
 }
 

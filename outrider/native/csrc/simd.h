@@ -1,7 +1,7 @@
-// Sixteen lanes of float, on any machine that gcc or clang know.
+// Vectors of sixteen lanes, on any processor that gcc or clang supports.
 //
-// Results must not depend on how many rows a pass has, so everything here has one order of operations, and nothing is
-// left to a vectoriser that would treat a loop's tail otherwise than its body.
+// Results must not depend on the number of rows in a pass. Every function here therefore has a fixed order of
+// operations. Automatic vectorization would compute the tail of a loop in another order than its body.
 #pragma once
 
 #include <cstdint>
@@ -19,16 +19,16 @@ constexpr int kLanes = 16;
 typedef float Floats __attribute__((vector_size(4 * kLanes)));
 typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
 
-// What a register holds. Compilers keep what is wider in memory, which in the innermost loops takes twice the time.
+// Lanes of one register. Compilers keep wider vectors in memory, which makes the innermost loops half as fast.
 #if defined(__AVX512F__)
-constexpr int kPart = 16;
+constexpr int kRegLanes = 16;
 #elif defined(__AVX__)
-constexpr int kPart = 8;
+constexpr int kRegLanes = 8;
 #else
-constexpr int kPart = 4;
+constexpr int kRegLanes = 4;
 #endif
-typedef float FloatPart __attribute__((vector_size(4 * kPart)));
-typedef int32_t IntPart __attribute__((vector_size(4 * kPart)));
+typedef float FloatReg __attribute__((vector_size(4 * kRegLanes)));
+typedef int32_t IntReg __attribute__((vector_size(4 * kRegLanes)));
 
 inline Floats load(const float* from) {
   Floats out;
@@ -36,14 +36,14 @@ inline Floats load(const float* from) {
   return out;
 }
 
-inline IntPart load_part(const int32_t* from) {
-  IntPart out;
+inline IntReg load_reg(const int32_t* from) {
+  IntReg out;
   std::memcpy(&out, from, sizeof out);
   return out;
 }
 
-inline FloatPart load_part(const float* from) {
-  FloatPart out;
+inline FloatReg load_reg(const float* from) {
+  FloatReg out;
   std::memcpy(&out, from, sizeof out);
   return out;
 }
@@ -51,8 +51,8 @@ inline FloatPart load_part(const float* from) {
 template <class F>
 inline void store(float* to, F value) { std::memcpy(to, &value, sizeof value); }
 
-inline Floats fill(float value) { return Floats{} + value; }
-inline Ints fill(int32_t value) { return Ints{} + value; }
+inline Floats broadcast(float value) { return Floats{} + value; }
+inline Ints broadcast(int32_t value) { return Ints{} + value; }
 
 inline Ints lanes() { return Ints{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}; }
 
@@ -64,41 +64,43 @@ inline To bits(From value) {
   return out;
 }
 
-inline float widen(uint16_t value) { return bits<float>(uint32_t(value) << 16); }
-inline float widen(float value) { return value; }
+inline float to_float(uint16_t value) { return bits<float>(uint32_t(value) << 16); }
+inline float to_float(float value) { return value; }
 
-// Round to the nearest bfloat16, ties to even. A NaN stays one.
-inline uint16_t narrow(float value) {
+// Round to the nearest bfloat16, ties to even. A NaN stays a NaN.
+inline uint16_t to_bfloat16(float value) {
   uint32_t raw = bits<uint32_t>(value);
   if ((raw & 0x7fffffff) > 0x7f800000) return 0x7fc0;
   return uint16_t((raw + 0x7fff + ((raw >> 16) & 1)) >> 16);
 }
 
-// As an element holds it: bfloat16, or float itself.
-inline void set(uint16_t& to, float value) { to = narrow(value); }
+// Store a float as an element: rounded to bfloat16, or unchanged.
+inline void set(uint16_t& to, float value) { to = to_bfloat16(value); }
 inline void set(float& to, float value) { to = value; }
 
-// What meets an element of a matrix: the same, and where no instruction multiplies pairs of bfloat16, a float rounded to it.
+// The type of an input that is multiplied with a weight of type Element. For bfloat16 weights it is bfloat16. If the
+// processor has no instruction that multiplies pairs of bfloat16, it is a float that is rounded to bfloat16.
 #if defined(__AVX512BF16__)
-typedef uint16_t Partner;
+typedef uint16_t InputBfloat16;
 #else
-struct Partner { float value; };
-inline void set(Partner& to, float value) { to.value = widen(narrow(value)); }
+struct InputBfloat16 { float value; };
+inline void set(InputBfloat16& to, float value) { to.value = to_float(to_bfloat16(value)); }
 #endif
 template <class Element>
-using Facing = std::conditional_t<sizeof(Element) == 2, Partner, float>;
+using Input = std::conditional_t<sizeof(Element) == 2, InputBfloat16, float>;
 
-inline FloatPart widen_part(const uint16_t* from) {
-  typedef uint16_t Halves __attribute__((vector_size(2 * kPart)));
+inline FloatReg to_float_reg(const uint16_t* from) {
+  typedef uint16_t Halves __attribute__((vector_size(2 * kRegLanes)));
   Halves raw;
   std::memcpy(&raw, from, sizeof raw);
-  return bits<FloatPart>(__builtin_convertvector(raw, IntPart) << 16);
+  return bits<FloatReg>(__builtin_convertvector(raw, IntReg) << 16);
 }
 
-// Round to sixteen elements, a NaN staying one; returns what they stand for.
-inline Floats round_to(uint16_t* to, Floats value) {
+// Round to sixteen elements and store them. Return the rounded values as floats. A NaN stays a NaN.
+inline Floats store_rounded(uint16_t* to, Floats value) {
   typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
-  const Ints raw = bits<Ints>(value), nan = fill(0x7fc0);
+  const Ints raw = bits<Ints>(value);
+  const Ints nan = broadcast(0x7fc0);
   const Ints upper = (raw + 0x7fff + ((raw >> 16) & 1)) >> 16;
   const Ints half = value == value ? upper : nan;
   const Halves out = __builtin_convertvector(half, Halves);
@@ -106,15 +108,15 @@ inline Floats round_to(uint16_t* to, Floats value) {
   return bits<Floats>(half << 16);
 }
 
-inline Floats round_to(float* to, Floats value) {
+inline Floats store_rounded(float* to, Floats value) {
   store(to, value);
   return value;
 }
 
 inline Floats maximum(Floats a, Floats b) { return a > b ? a : b; }
 
-// Lane i is a[at[i]], or b[at[i] - 16].
-inline Ints pick(Ints a, Ints b, Ints at) {
+// Return the vector whose lane i is a[at[i]], or b[at[i] - 16] if at[i] is 16 or more.
+inline Ints permute(Ints a, Ints b, Ints at) {
 #if defined(__AVX512F__)
   return bits<Ints>(_mm512_permutex2var_epi32(bits<__m512i>(a), bits<__m512i>(at), bits<__m512i>(b)));
 #else
@@ -124,43 +126,44 @@ inline Ints pick(Ints a, Ints b, Ints at) {
 #endif
 }
 
-// Fold the upper half onto the lower one, until one lane is left.
+// Combine the upper half of the lanes with the lower half until one lane is left.
 template <class Combine>
-inline float fold(Floats value, Combine combine) {
+inline float reduce(Floats value, Combine combine) {
   for (int width = kLanes / 2; width; width /= 2) {
     const Ints raw = bits<Ints>(value);
-    value = combine(value, bits<Floats>(pick(raw, raw, lanes() + width)));
+    value = combine(value, bits<Floats>(permute(raw, raw, lanes() + width)));
   }
   return value[0];
 }
 
 inline float sum(Floats value) {
-  return fold(value, [](Floats a, Floats b) { return a + b; });
+  return reduce(value, [](Floats a, Floats b) { return a + b; });
 }
 
-inline float largest(Floats value) { return fold(value, maximum); }
+inline float largest(Floats value) { return reduce(value, maximum); }
 
-// e^x, to about two units in the last place; exactly 0 below -87, which is how what is masked vanishes.
+// e^x, accurate to about two units in the last place. Exactly 0 below -87, so masked scores get weight 0.
 inline Floats exponential(Floats x) {
-  Floats low = fill(-87.0f), high = fill(88.0f);
-  Floats inside = x < low ? low : x;
-  inside = inside > high ? high : inside;
-  Floats shift = fill(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
-  Floats whole = (inside * 1.44269504f + shift) - shift;
-  Floats rest = inside - whole * 0.693359375f + whole * 2.12194440e-4f;
-  Floats poly = fill(1.9875691500e-4f);
+  Floats low = broadcast(-87.0f);
+  Floats high = broadcast(88.0f);
+  Floats clamped = x < low ? low : x;
+  clamped = clamped > high ? high : clamped;
+  Floats shift = broadcast(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+  Floats exponent = (clamped * 1.44269504f + shift) - shift;
+  Floats rest = clamped - exponent * 0.693359375f + exponent * 2.12194440e-4f;
+  Floats poly = broadcast(1.9875691500e-4f);
   poly = poly * rest + 1.3981999507e-3f;
   poly = poly * rest + 8.3334519073e-3f;
   poly = poly * rest + 4.1665795894e-2f;
   poly = poly * rest + 1.6666665459e-1f;
   poly = poly * rest + 5.0000001201e-1f;
   poly = poly * rest * rest + rest + 1.0f;
-  Ints power = (__builtin_convertvector(whole, Ints) + 127) << 23;
+  Ints power = (__builtin_convertvector(exponent, Ints) + 127) << 23;
   Floats out = poly * bits<Floats>(power);
   return x < low ? Floats{} : out;
 }
 
-// acc + w[even] x[even] + w[odd] x[odd], for pairs of bfloat16 in each lane.
+// acc + w[even] x[even] + w[odd] x[odd], for a pair of bfloat16 in each lane.
 template <class F, class I>
 inline F dot_pairs(F acc, I w, I x) {
 #if defined(__AVX512BF16__)
@@ -172,7 +175,7 @@ inline F dot_pairs(F acc, I w, I x) {
 #endif
 }
 
-// acc + w x; said outright where the machine does it in one step, so that no compiler does so here and not there.
+// acc + w x. Uses the fused instruction explicitly, so that the compiler cannot fuse in some places only.
 template <class F>
 inline F multiply_add(F acc, F w, F x) {
 #if defined(__AVX512F__)
@@ -182,7 +185,7 @@ inline F multiply_add(F acc, F w, F x) {
 #endif
 }
 
-// acc + the products of what a word holds: two of bfloat16, or one of float.
+// acc + the products of the elements in each word: two of bfloat16, or one of float.
 template <class Element, class F, class I>
 inline F dot_words(F acc, I w, I x) {
   if constexpr (sizeof(Element) == 2)
@@ -191,27 +194,27 @@ inline F dot_words(F acc, I w, I x) {
     return multiply_add(acc, bits<F>(w), bits<F>(x));
 }
 
-// The first or second of the pair of bfloat16 in each lane, as float.
+// Return the first or second bfloat16 of the pair in each lane, as float bits.
 template <class I>
 inline I half_of(I pair, int second) {
   return second ? pair & (I{} + int32_t(0xffff0000)) : pair << 16;
 }
 
-// Words in which four neighbouring bytes of a row lie: one where an instruction multiplies four of them with four of a
-// matrix, else two, of the first and third and of the second and fourth, as 16 bits each.
+// Words that hold four neighboring bytes of an input row. One word if an instruction multiplies four bytes with four
+// bytes of the matrix. Otherwise two words with two 16-bit numbers each: bytes 1 and 3, then bytes 2 and 4.
 #if defined(__AVX512VNNI__)
 constexpr int kByteWords = 1;
 #else
 constexpr int kByteWords = 2;
 #endif
 
-// Of four unsigned bytes in each lane those that meet such a word.
+// Select, from four unsigned weight bytes in each lane, those that are multiplied with input word number `word`.
 template <class I>
 inline I bytes_for(I four, int word) {
   return kByteWords == 1 ? four : (word ? four >> 8 : four) & 0x00ff00ff;
 }
 
-// acc + the products of what `bytes_for` left with such words.
+// acc + the products of weights from `bytes_for` with input words.
 template <class I>
 inline I dot_bytes(I acc, I w, I x) {
 #if defined(__AVX512VNNI__)

@@ -1,5 +1,5 @@
-// A text's suffix automaton, and trees of guesses from it: suffix_automaton.py and suffix_tree.py of propose/, number for
-// number, in a hundredth of the time.
+// The suffix automaton of a sequence, and draft trees from it. Computes exactly what suffix_automaton.py and
+// suffix_tree.py of propose/lookup/ compute, about a hundred times faster.
 #include <algorithm>
 #include <cstdint>
 #include <queue>
@@ -7,23 +7,28 @@
 
 namespace outrider {
 
-extern "C" struct Growth {
-  const double* worth;           // by kind
-  const uint32_t* said;          // what outputs say, one way behind the other
-  const int32_t *words, *votes;  // how much each way says, and how many outputs say it
-  int32_t *token, *parent, *kind, *ways;
-  double* chance;
-  int32_t sayings, agreed, budget, count;
+// Inputs and outputs of `outrider_suffix_draft`. A continuation is how some finished outputs continued after a match.
+extern "C" struct SuffixDraft {
+  const double* calibration;        // by kind: acceptance probability divided by the share of the token
+  const uint32_t* continuation;     // tokens of all continuations, one after another
+  const int32_t *lengths, *outputs;  // [num_continuations] tokens, and finished outputs that continued so
+  int32_t *token, *parent, *kind, *continuations;  // [budget]; `continuations` is a bit mask
+  double* prob;                     // [budget] acceptance probability of the path
+  int32_t num_continuations, matched_outputs, budget, count;  // matched_outputs: tokens that outputs have in common
 };
 
 namespace {
 
-constexpr int kReach = 16, kBranches = 16, kLong = 6, kGrades = 4, kKinds = (kLong + 1) * (kGrades + 1);
-constexpr double kLeast = 0.02;
+constexpr int kMaxCounted = 16;       // matches whose count a new token increases
+constexpr int kBranches = 16;         // children of a node that are considered
+constexpr int kMaxMatchBits = 6;      // bits of a match length that kinds distinguish
+constexpr int kShareLevels = 4;       // levels of a token's share that kinds distinguish, besides all of it
+constexpr int kKinds = (kMaxMatchBits + 1) * (kShareLevels + 1);
+constexpr double kMinPathProb = 0.02;
 
 struct State {
-  int32_t first = -1, next = -1;  // the first token behind its strings, and where it leads to
-  int32_t head = -1, tail = -1;   // the other ones
+  int32_t first = -1, next = -1;  // the first transition: its token, and the state it leads to
+  int32_t head = -1, tail = -1;   // first and last of the other transitions, in `edges_`
   int32_t link = 0, length = 0, count = 0;
 };
 
@@ -31,14 +36,14 @@ struct Edge {
   int32_t state, token, next, sibling;
 };
 
-class Text {
+class SuffixAutomaton {
  public:
-  Text() : states_(1), table_(16, -1) { states_[0].link = -1; }
+  SuffixAutomaton() : states_(1), table_(16, -1) { states_[0].link = -1; }
 
   void extend(const uint32_t* tokens, int32_t count) {
     for (int32_t i = 0; i < count; ++i) {
       last_ = append(last_, int32_t(tokens[i]));
-      for (int32_t state = last_, reach = 0; state > 0 && reach < kReach; ++reach) {
+      for (int32_t state = last_, counted = 0; state > 0 && counted < kMaxCounted; ++counted) {
         ++states_[state].count;
         state = states_[state].link;
       }
@@ -47,6 +52,8 @@ class Text {
 
   const State& at(int32_t state) const { return states_[state]; }
   const Edge& edge(int32_t i) const { return edges_[i]; }
+
+  // Return the state of the longest suffix that occurred before.
   int32_t longest() const { return std::max(states_[last_].link, 0); }
 
   int64_t bytes() const {
@@ -54,69 +61,73 @@ class Text {
   }
 
  private:
+  // Append a token to the sequence that ends in `state`. Return the state of the longer sequence.
   int32_t append(int32_t state, int32_t token) {
-    const int32_t made = add(State());
-    states_[made].length = states_[state].length + 1;
+    const int32_t created = add_state(State());
+    states_[created].length = states_[state].length + 1;
     for (; state >= 0; state = states_[state].link) {
-      if (int32_t* known = follow(state, token)) {
-        const int32_t link = ending(state, token, *known);
-        states_[made].link = link;
+      if (int32_t* next = find_transition(state, token)) {
+        const int32_t link = split(state, token, *next);
+        states_[created].link = link;
         break;
       }
-      connect(state, token, made);
+      add_transition(state, token, created);
     }
-    return made;
+    return created;
   }
 
-  int32_t ending(int32_t state, int32_t token, int32_t old) {
+  // Return the state of the longest string of `state` followed by `token`. Split it from `old` if `old` has longer
+  // strings.
+  int32_t split(int32_t state, int32_t token, int32_t old) {
     const int32_t length = states_[state].length + 1;
     if (states_[old].length == length) return old;
     State copy = states_[old];
     copy.length = length;
     int32_t from = copy.head;
     copy.head = copy.tail = -1;
-    const int32_t part = add(copy);
-    for (; from >= 0; from = edges_[from].sibling) connect(part, edges_[from].token, edges_[from].next);
-    states_[old].link = part;
+    const int32_t shorter = add_state(copy);
+    for (; from >= 0; from = edges_[from].sibling) add_transition(shorter, edges_[from].token, edges_[from].next);
+    states_[old].link = shorter;
     for (; state >= 0; state = states_[state].link) {
-      int32_t* known = follow(state, token);
-      if (known == nullptr || *known != old) break;
-      *known = part;
+      int32_t* next = find_transition(state, token);
+      if (next == nullptr || *next != old) break;
+      *next = shorter;
     }
-    return part;
+    return shorter;
   }
 
-  int32_t add(const State& state) {
+  int32_t add_state(const State& state) {
     states_.push_back(state);
     return int32_t(states_.size()) - 1;
   }
 
-  int32_t* follow(int32_t state, int32_t token) {
+  int32_t* find_transition(int32_t state, int32_t token) {
     if (states_[state].first == token) return &states_[state].next;
     if (states_[state].head < 0) return nullptr;
-    const int32_t found = table_[place(state, token)];
-    return found < 0 ? nullptr : &edges_[found].next;
+    const int32_t edge = table_[table_index(state, token)];
+    return edge < 0 ? nullptr : &edges_[edge].next;
   }
 
-  void connect(int32_t state, int32_t token, int32_t next) {
+  void add_transition(int32_t state, int32_t token, int32_t next) {
     State& from = states_[state];
     if (from.first < 0) {
       from.first = token;
       from.next = next;
       return;
     }
-    const int32_t made = int32_t(edges_.size());
+    const int32_t created = int32_t(edges_.size());
     edges_.push_back({state, token, next, -1});
-    (from.head < 0 ? from.head : edges_[from.tail].sibling) = made;
-    from.tail = made;
+    (from.head < 0 ? from.head : edges_[from.tail].sibling) = created;
+    from.tail = created;
     if (2 * edges_.size() > table_.size()) {
       table_.assign(2 * table_.size(), -1);
-      for (int32_t i = 0; i < made; ++i) table_[place(edges_[i].state, edges_[i].token)] = i;
+      for (int32_t i = 0; i < created; ++i) table_[table_index(edges_[i].state, edges_[i].token)] = i;
     }
-    table_[place(state, token)] = made;
+    table_[table_index(state, token)] = created;
   }
 
-  size_t place(int32_t state, int32_t token) const {
+  // Return the index in the hash table of a transition, or a free index if it does not exist.
+  size_t table_index(int32_t state, int32_t token) const {
     const size_t mask = table_.size() - 1;
     size_t at = (uint64_t(state) * 0x9E3779B97F4A7C15ULL + uint64_t(token)) * 0xBF58476D1CE4E5B9ULL >> 32 & mask;
     while (table_[at] >= 0 && (edges_[table_[at]].state != state || edges_[table_[at]].token != token))
@@ -126,119 +137,147 @@ class Text {
 
   std::vector<State> states_;
   std::vector<Edge> edges_;
-  std::vector<int32_t> table_;  // of edges, by state and token
+  std::vector<int32_t> table_;  // hash table of edges, by state and token
   int32_t last_ = 0;
 };
 
-struct Step {
-  int32_t token, kind, state, matched, ways;
-  double chance;
+// A token that may follow a node: its kind, the state it leads to and the match length there, the continuations that
+// contain it, and its probability given the node.
+struct NextToken {
+  int32_t token, kind, state, matched, continuations;
+  double prob;
 };
 
-struct Bud {
-  double chance;
+// A draft token that may be added to the tree.
+struct Candidate {
+  double path_prob;
   int32_t age, parent, depth;
-  Step step;
+  NextToken next;
 
-  bool operator<(const Bud& other) const { return chance != other.chance ? chance < other.chance : age > other.age; }
+  bool operator<(const Candidate& other) const {
+    return path_prob != other.path_prob ? path_prob < other.path_prob : age > other.age;
+  }
 };
 
-int32_t whole(int32_t matched) {
-  int32_t digits = 0;
-  while (digits < kLong && matched >> digits) ++digits;
-  return digits * (kGrades + 1) + kGrades;
+// Return the kind of a token that always followed a match of this length. Kinds of smaller shares precede it.
+int32_t full_share_kind(int32_t matched) {
+  int32_t bits = 0;
+  while (bits < kMaxMatchBits && matched >> bits) ++bits;
+  return bits * (kShareLevels + 1) + kShareLevels;
 }
 
-class Tree {
+// Builds a draft tree by adding the likeliest candidate until the budget is used.
+class DraftTreeBuilder {
  public:
-  Tree(const Text& text, Growth& growth) : text_(text), g_(growth), begin_(1, 0) {
-    for (int32_t way = 0; way < g_.sayings; ++way) begin_.push_back(begin_.back() + g_.words[way]);
+  DraftTreeBuilder(const SuffixAutomaton& automaton, SuffixDraft& draft)
+      : automaton_(automaton), draft_(draft), begin_(1, 0) {
+    for (int32_t i = 0; i < draft_.num_continuations; ++i) begin_.push_back(begin_.back() + draft_.lengths[i]);
   }
 
-  void grow() {
-    const int32_t state = text_.longest();
-    Bud place{1.0, 0, -1, 0, {0, 0, state, text_.at(state).length, (1 << g_.sayings) - 1, 1.0}};
+  void build() {
+    const int32_t state = automaton_.longest();
+    const int32_t all_continuations = (1 << draft_.num_continuations) - 1;
+    Candidate current{1.0, 0, -1, 0, {0, 0, state, automaton_.at(state).length, all_continuations, 1.0}};
     int32_t node = -1;
-    while (g_.count < g_.budget) {
-      if (place.chance >= kLeast) sprout(node, place);
-      if (buds_.empty()) return;
-      place = buds_.top();
-      buds_.pop();
-      node = g_.count++;
-      g_.token[node] = place.step.token;
-      g_.parent[node] = place.parent;
-      g_.kind[node] = place.step.kind;
-      g_.ways[node] = place.step.ways;
-      g_.chance[node] = place.chance;
+    while (draft_.count < draft_.budget) {
+      if (current.path_prob >= kMinPathProb) add_children(node, current);
+      if (candidates_.empty()) return;
+      current = candidates_.top();
+      candidates_.pop();
+      node = draft_.count++;
+      draft_.token[node] = current.next.token;
+      draft_.parent[node] = current.parent;
+      draft_.kind[node] = current.next.kind;
+      draft_.continuations[node] = current.next.continuations;
+      draft_.prob[node] = current.path_prob;
     }
   }
 
  private:
-  void sprout(int32_t node, const Bud& place) {
-    steps_.clear();
-    if (place.step.matched) in_text(place.step.state, place.step.matched);
-    if (place.step.ways) in_outputs(place.step.ways, place.depth);
-    int32_t age = g_.count * 2 * kBranches;
-    for (const Step& step : steps_) {
-      const double chance = place.chance * step.chance;
-      if (chance >= kLeast) buds_.push({chance, age++, node, place.depth + 1, step});
+  void add_children(int32_t node, const Candidate& candidate) {
+    next_tokens_.clear();
+    if (candidate.next.matched) add_from_sequence(candidate.next.state, candidate.next.matched);
+    if (candidate.next.continuations) add_from_outputs(candidate.next.continuations, candidate.depth);
+    int32_t age = draft_.count * 2 * kBranches;
+    for (const NextToken& next : next_tokens_) {
+      const double path_prob = candidate.path_prob * next.prob;
+      if (path_prob >= kMinPathProb) candidates_.push({path_prob, age++, node, candidate.depth + 1, next});
     }
   }
 
-  double chance(int32_t kind, int32_t count, int32_t total) const {
-    return std::min(g_.worth[kind] * count / total, 1.0);
+  double prob(int32_t kind, int32_t count, int32_t total) const {
+    return std::min(draft_.calibration[kind] * count / total, 1.0);
   }
 
-  void in_text(int32_t state, int32_t matched) {
-    for (; text_.at(state).first < 0; matched = text_.at(state).length)
-      if ((state = text_.at(state).link) <= 0) return;
-    const State& from = text_.at(state);
-    int32_t token[kBranches] = {from.first}, next[kBranches] = {from.next}, found = 1, total = 0;
-    for (int32_t i = from.head; i >= 0 && found < kBranches; i = text_.edge(i).sibling, ++found)
-      token[found] = text_.edge(i).token, next[found] = text_.edge(i).next;
-    for (int32_t i = 0; i < found; ++i) total += text_.at(next[i]).count;
-    if (found == kBranches) total = std::max(total, from.count);
-    for (int32_t i = 0; i < found; ++i) {
-      const int32_t count = text_.at(next[i]).count;
+  // Add the tokens that followed the longest match in the sequence itself that anything followed.
+  void add_from_sequence(int32_t state, int32_t matched) {
+    for (; automaton_.at(state).first < 0; matched = automaton_.at(state).length)
+      if ((state = automaton_.at(state).link) <= 0) return;
+    const State& from = automaton_.at(state);
+    int32_t tokens[kBranches] = {from.first};
+    int32_t states[kBranches] = {from.next};
+    int32_t size = 1;
+    int32_t total = 0;
+    for (int32_t i = from.head; i >= 0 && size < kBranches; i = automaton_.edge(i).sibling, ++size) {
+      tokens[size] = automaton_.edge(i).token;
+      states[size] = automaton_.edge(i).next;
+    }
+    for (int32_t i = 0; i < size; ++i) total += automaton_.at(states[i]).count;
+    if (size == kBranches) total = std::max(total, from.count);
+    for (int32_t i = 0; i < size; ++i) {
+      const int32_t count = automaton_.at(states[i]).count;
       if (count * kBranches < total) continue;
-      const int32_t kind = whole(matched) - kGrades + count * kGrades / total;
-      steps_.push_back({token[i], kind, next[i], matched + 1, 0, chance(kind, count, total)});
+      const int32_t kind = full_share_kind(matched) - kShareLevels + count * kShareLevels / total;
+      next_tokens_.push_back({tokens[i], kind, states[i], matched + 1, 0, prob(kind, count, total)});
     }
   }
 
-  void in_outputs(int32_t ways, int32_t depth) {
+  // Add the tokens at `depth` of the given continuations.
+  void add_from_outputs(int32_t continuations, int32_t depth) {
     groups_.clear();
     int32_t total = 0;
-    for (int32_t way = 0; way < g_.sayings; ++way) {
-      if (!(ways >> way & 1) || depth >= g_.words[way]) continue;
-      const int32_t token = int32_t(g_.said[begin_[way] + depth]);
-      auto known = std::find_if(groups_.begin(), groups_.end(), [&](const Step& step) { return step.token == token; });
-      if (known == groups_.end()) known = groups_.insert(known, Step{token, 0, 0, 0, 0, 0.0});
-      known->ways |= 1 << way;
-      known->state += g_.votes[way];  // for now, its votes
-      total += g_.votes[way];
+    for (int32_t i = 0; i < draft_.num_continuations; ++i) {
+      if (!(continuations >> i & 1) || depth >= draft_.lengths[i]) continue;
+      const int32_t token = int32_t(draft_.continuation[begin_[i] + depth]);
+      const auto has_token = [&](const Group& group) { return group.token == token; };
+      auto group = std::find_if(groups_.begin(), groups_.end(), has_token);
+      if (group == groups_.end()) group = groups_.insert(group, Group{token, 0, 0});
+      group->continuations |= 1 << i;
+      group->outputs += draft_.outputs[i];
+      total += draft_.outputs[i];
     }
-    for (const Step& group : groups_) {
-      const int32_t kind = whole(g_.agreed + depth) + kKinds - kGrades + group.state * kGrades / total;
-      join({group.token, kind, 0, 0, group.ways, chance(kind, group.state, total)});
+    for (const Group& group : groups_) {
+      const int32_t kind = full_share_kind(draft_.matched_outputs + depth) + kKinds - kShareLevels +
+                           group.outputs * kShareLevels / total;
+      merge({group.token, kind, 0, 0, group.continuations, prob(kind, group.outputs, total)});
     }
   }
 
-  void join(Step other) {
-    for (Step& step : steps_) {
-      if (step.token != other.token) continue;
-      step.ways = other.ways;
-      if (other.chance > step.chance) step.chance = other.chance, step.kind = other.kind;
+  // Add a token. If the sequence itself suggests it as well, keep the larger probability.
+  void merge(NextToken other) {
+    for (NextToken& next : next_tokens_) {
+      if (next.token != other.token) continue;
+      next.continuations = other.continuations;
+      if (other.prob > next.prob) {
+        next.prob = other.prob;
+        next.kind = other.kind;
+      }
       return;
     }
-    steps_.push_back(other);
+    next_tokens_.push_back(other);
   }
 
-  const Text& text_;
-  Growth& g_;
-  std::vector<int32_t> begin_;  // of each way
-  std::vector<Step> steps_, groups_;
-  std::priority_queue<Bud> buds_;
+  // A token that continuations contain at some depth.
+  struct Group {
+    int32_t token, continuations, outputs;
+  };
+
+  const SuffixAutomaton& automaton_;
+  SuffixDraft& draft_;
+  std::vector<int32_t> begin_;  // of each continuation
+  std::vector<NextToken> next_tokens_;
+  std::vector<Group> groups_;
+  std::priority_queue<Candidate> candidates_;
 };
 
 }  // namespace
@@ -246,18 +285,18 @@ class Tree {
 
 extern "C" {
 
-void* outrider_text_open() { return new outrider::Text(); }
+void* outrider_suffix_open() { return new outrider::SuffixAutomaton(); }
 
-void outrider_text_close(void* text) { delete static_cast<outrider::Text*>(text); }
+void outrider_suffix_close(void* automaton) { delete static_cast<outrider::SuffixAutomaton*>(automaton); }
 
-void outrider_text_extend(void* text, const uint32_t* tokens, int32_t count) {
-  static_cast<outrider::Text*>(text)->extend(tokens, count);
+void outrider_suffix_extend(void* automaton, const uint32_t* tokens, int32_t count) {
+  static_cast<outrider::SuffixAutomaton*>(automaton)->extend(tokens, count);
 }
 
-int64_t outrider_text_bytes(void* text) { return static_cast<outrider::Text*>(text)->bytes(); }
+int64_t outrider_suffix_bytes(void* automaton) { return static_cast<outrider::SuffixAutomaton*>(automaton)->bytes(); }
 
-void outrider_text_grow(void* text, outrider::Growth* growth) {
-  growth->count = 0;
-  outrider::Tree(*static_cast<outrider::Text*>(text), *growth).grow();
+void outrider_suffix_draft(void* automaton, outrider::SuffixDraft* draft) {
+  draft->count = 0;
+  outrider::DraftTreeBuilder(*static_cast<outrider::SuffixAutomaton*>(automaton), *draft).build();
 }
 }

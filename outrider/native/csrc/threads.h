@@ -1,4 +1,4 @@
-// The threads that run a pass together.
+// The team of threads that runs a forward pass.
 #pragma once
 
 #include <atomic>
@@ -10,20 +10,21 @@
 
 namespace outrider {
 
-// Waiting is short, a hundred times a pass, and so it spins. OpenMP's own barriers fall asleep after a while, and on a
-// busy machine each of them is then woken a scheduler's tick too late.
+// A barrier that spins. A pass waits at about a hundred barriers, each for a short time. The barriers of OpenMP put a
+// thread to sleep after a while, and on a busy machine it wakes up a scheduler tick too late.
 class Barrier {
  public:
-  // Called by each of so many threads. The team says how many: OpenMP may grant fewer than were asked for.
+  // Wait until `threads` threads have called. Pass the size of the team, since OpenMP may grant fewer threads than
+  // requested.
   void wait(int threads) {
-    const unsigned round = round_.load(std::memory_order_relaxed);
+    const unsigned generation = generation_.load(std::memory_order_relaxed);
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == threads) {
       arrived_.store(0, std::memory_order_relaxed);
-      round_.store(round + 1, std::memory_order_release);
+      generation_.store(generation + 1, std::memory_order_release);
       return;
     }
-    for (int spins = 0; round_.load(std::memory_order_acquire) == round; spins++) {
-      if (spins < kPatience)
+    for (int spins = 0; generation_.load(std::memory_order_acquire) == generation; spins++) {
+      if (spins < kMaxSpins)
         pause();
       else
         std::this_thread::yield();
@@ -31,7 +32,7 @@ class Barrier {
   }
 
  private:
-  static constexpr int kPatience = 2000;
+  static constexpr int kMaxSpins = 2000;
 
   static void pause() {
 #if defined(__x86_64__)
@@ -40,25 +41,26 @@ class Barrier {
   }
 
   alignas(64) std::atomic<int> arrived_{0};
-  alignas(64) std::atomic<unsigned> round_{0};  // starts again at 0 after a day or so, which changes nothing
+  alignas(64) std::atomic<unsigned> generation_{0};  // may overflow to 0
 };
 
-// One thread's view of the team.
+// The team as one thread sees it.
 struct Team {
   Barrier& barrier;
   int thread, threads;
 
-  // Call work(i) for this thread's share of 0 .. count - 1; all have finished when it returns.
+  // Call work(i) for this thread's contiguous part of 0 .. count - 1. Return when all threads have finished.
   template <class Work>
   void share(int count, Work work) const {
-    for (int i = int(int64_t(count) * thread / threads), end = int(int64_t(count) * (thread + 1) / threads); i < end; i++)
-      work(i);
+    const int begin = int(int64_t(count) * thread / threads);
+    const int end = int(int64_t(count) * (thread + 1) / threads);
+    for (int i = begin; i < end; i++) work(i);
     barrier.wait(threads);
   }
 
-  // The same where neighbours are as much work as each other, and others are not.
+  // Do the same with every `threads`-th item, for items whose cost changes slowly with the index.
   template <class Work>
-  void deal(int count, Work work) const {
+  void share_interleaved(int count, Work work) const {
     for (int i = thread; i < count; i += threads) work(i);
     barrier.wait(threads);
   }

@@ -1,1 +1,1 @@
-"""Metrics, latencies and the request log."""
+"""Metrics, the drift alarm and the request log."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from outrider.core.stats import Stats
 
-_RECENT, _BASELINE = 256, 16384  # window of the two means, in draft tokens at position 0
-_KNOWN = 1024  # draft tokens at position 0 before an alarm is possible
-_FALLEN, _RISEN = 0.7, 0.85  # ratios to the baseline at which the alarm starts and ends
+_RECENT_WINDOW = 256  # draft tokens at position 0 in the recent mean
+_BASELINE_WINDOW = 16384  # draft tokens at position 0 in the baseline
+_MIN_DRAFT_TOKENS = 1024  # draft tokens at position 0 before an alarm is possible
+_ALARM_RATIO = 0.7  # the alarm starts when recent / baseline falls below this
+_RECOVERED_RATIO = 0.85  # the alarm ends when recent / baseline rises to this
 
 
 class Drift:
@@ -18,18 +20,23 @@ class Drift:
     """
 
     def __init__(self) -> None:
-        self.recent = self.baseline = 0.0  # acceptance
+        self.recent = 0.0  # acceptance
+        self.baseline = 0.0  # acceptance
         self.alarm = False
-        self._met = self._kept = 0  # at the last update
+        self._verified = 0  # draft tokens at position 0 until the last update
+        self._accepted = 0  # of these, the accepted ones
 
     def update(self, stats: Stats) -> None:
         """Update with the current sums of the proposer."""
-        met, kept = (counts[0] if counts else 0 for counts in (stats.reached, stats.accepted))
-        new = met - self._met
-        if not new:
+        verified = stats.reached[0] if stats.reached else 0
+        accepted = stats.accepted[0] if stats.accepted else 0
+        num_new = verified - self._verified
+        if not num_new:
             return
-        rate = (kept - self._kept) / new
-        self.recent += (rate - self.recent) * min(new / min(met, _RECENT), 1.0)
-        self.baseline += (rate - self.baseline) * min(new / min(met, _BASELINE), 1.0)
-        self._met, self._kept = met, kept
-        self.alarm = met >= _KNOWN and self.recent < (_RISEN if self.alarm else _FALLEN) * self.baseline
+        acceptance = (accepted - self._accepted) / num_new
+        self.recent += (acceptance - self.recent) * min(num_new / min(verified, _RECENT_WINDOW), 1.0)
+        self.baseline += (acceptance - self.baseline) * min(num_new / min(verified, _BASELINE_WINDOW), 1.0)
+        self._verified = verified
+        self._accepted = accepted
+        threshold = _RECOVERED_RATIO if self.alarm else _ALARM_RATIO
+        self.alarm = verified >= _MIN_DRAFT_TOKENS and self.recent < threshold * self.baseline

@@ -1,4 +1,4 @@
-"""Metrics of the engine in the Prometheus text format. They are computed from the engine's counters on each scrape."""
+"""Computes the metrics of the engine from its counters on each scrape, in the Prometheus text format."""
 
 from __future__ import annotations
 
@@ -13,80 +13,84 @@ from outrider.core.stats import Stats
 from outrider.plan.cost_planner import CostPlanner
 from outrider.serve.async_llm import AsyncLLM
 
-_DEPTHS = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)  # buckets of the draft depth
+_DEPTH_BUCKETS = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)  # draft tokens
 
 
 class EngineMetrics:
-    """A collector of the counters of engine, planner and proposers. Counters only grow."""
+    """A Prometheus collector for the counters of engine, planner and proposers."""
 
-    def __init__(self, driver: AsyncLLM) -> None:
-        self._driver = driver
-        self._parts = driver.front.parts
+    def __init__(self, async_llm: AsyncLLM) -> None:
+        self._async_llm = async_llm
+        self._parts = async_llm.frontend.parts
 
     def collect(self) -> Iterator[Metric]:
-        stats = self._driver.stats
+        stats = self._async_llm.stats
         yield from _token_metrics(stats)
         yield from _position_metrics(stats)
         yield _draft_depth(stats)
         yield from self._proposer_metrics()
         yield from self._planner_metrics()
         yield from self._request_metrics()
-        yield from _cache_metrics(self._driver.engine.cache_usage())
+        yield from _cache_metrics(self._async_llm.engine.cache_usage())
         yield _gauge("tokens_per_pass", "tau: output tokens per pass", stats.tau)
         info = GaugeMetricFamily("outrider_build_info", "Always 1", labels=["version", "verifier"])
         info.add_metric([__version__, self._parts.verifier.name], 1)
         yield info
 
     def _proposer_metrics(self) -> Iterator[Metric]:
-        names, stats = self._parts.proposers, self._driver.engine.alternative_stats
+        proposers = self._parts.proposers
+        stats = self._async_llm.engine.alternative_stats
         for name, help, counts in (
             ("drafts", "Drafts of this proposer", [_first(each.offered) for each in stats]),
             ("draft_tokens", "Draft tokens that were verified", [each.draft_tokens for each in stats]),
             ("accepted_tokens", "Draft tokens that were accepted", [sum(each.accepted) for each in stats]),
-            ("output_tokens", "Output tokens of passes with drafts", [each.output_tokens for each in stats]),
+            ("output_tokens", "Output tokens of rounds with drafts", [each.output_tokens for each in stats]),
         ):
-            yield _by_proposer(CounterMetricFamily, name, help, names, counts)
-        failures = [guard.failures for guard in self._parts.isolated] or [0] * len(names)
-        yield _by_proposer(CounterMetricFamily, "failures", "Exceptions of this proposer", names, failures)
-        disabled = [guard.disabled for guard in self._parts.isolated] or [False] * len(names)
-        drifts = self._driver.drifts
+            yield _by_proposer(CounterMetricFamily, name, help, proposers, counts)
+        failures = [guard.failures for guard in self._parts.isolated] or [0] * len(proposers)
+        yield _by_proposer(CounterMetricFamily, "failures", "Exceptions of this proposer", proposers, failures)
+        disabled = [guard.disabled for guard in self._parts.isolated] or [False] * len(proposers)
+        drifts = self._async_llm.drifts
         for name, help, values in (
             ("disabled", "1 while the proposer is switched off after failures", disabled),
             ("acceptance_recent", "Acceptance at position 0, recently", [each.recent for each in drifts]),
             ("acceptance_baseline", "Acceptance at position 0, in the long run", [each.baseline for each in drifts]),
             ("drift", "1 while recent acceptance is far below the baseline", [each.alarm for each in drifts]),
         ):
-            yield _by_proposer(GaugeMetricFamily, name, help, names, values)
+            yield _by_proposer(GaugeMetricFamily, name, help, proposers, values)
 
     def _planner_metrics(self) -> Iterator[Metric]:
-        """Only the cost planner (k auto) knows what plain decoding would take. With a fixed k the values stay 0."""
+        """Yield the metrics of the cost planner. They stay 0 with a fixed k, whose planner has no cost model."""
         planner = self._parts.planner
-        planned = plain = 0.0
+        planned_seconds = 0.0
+        plain_seconds = 0.0
         if isinstance(planner, CostPlanner):
-            planned, plain = planner.spent_seconds, planner.plain_seconds
-        yield _counter("planned_seconds", "Time of the rounds that k auto planned", planned)
-        yield _counter("plain_seconds", "Time that plain decoding would have taken for their tokens", plain)
-        speedup = plain / planned if planned else 0.0
+            planned_seconds = planner.spent_seconds
+            plain_seconds = planner.plain_seconds
+        yield _counter("planned_seconds", "Time of the rounds that k auto planned", planned_seconds)
+        yield _counter("plain_seconds", "Time that plain decoding would have taken for their tokens", plain_seconds)
+        speedup = plain_seconds / planned_seconds if planned_seconds else 0.0
         yield _gauge("estimated_speedup", "plain_seconds / planned_seconds; 0 before the first planned round", speedup)
 
     def _request_metrics(self) -> Iterator[Metric]:
-        driver = self._driver
-        yield _gauge("num_requests_running", "Completions that hold a slot", driver.running)
-        yield _gauge("num_requests_waiting", "Completions in the queue", driver.waiting)
-        yield _gauge("max_num_seqs", "Completions that can run at once", driver.slots)
-        yield _counter("failed_rounds", "Rounds that raised and were repeated by sequence", driver.failed_rounds)
-        yield _gauge("degraded", "1 while errors reduce speculation; see /health", bool(driver.degraded))
+        async_llm = self._async_llm
+        failed_help = "Rounds that raised an exception and were repeated sequence by sequence"
+        yield _gauge("num_requests_running", "Completions that hold a slot", async_llm.running)
+        yield _gauge("num_requests_waiting", "Completions in the queue", async_llm.waiting)
+        yield _gauge("max_num_seqs", "Completions that can run at once", async_llm.max_num_seqs)
+        yield _counter("failed_rounds", failed_help, async_llm.failed_rounds)
+        yield _gauge("degraded", "1 while errors reduce speculation; see /health", bool(async_llm.degraded))
 
 
 def _cache_metrics(usage: CacheUsage) -> Iterator[Metric]:
-    """Metrics of the target's KV cache. A cache without blocks reports 0 blocks."""
+    """Yield the metrics of the target's KV cache. A cache without blocks reports 0 blocks."""
     blocks = GaugeMetricFamily("outrider_kv_cache_blocks", "Blocks of the target's KV cache", labels=["state"])
     states = {"used": usage.used_blocks, "cached": usage.cached_blocks, "free": usage.free_blocks}
     for state, count in states.items():
         blocks.add_metric([state], count)
     yield blocks
     yield _counter("prefix_cache_queries", "Tokens of the sequences that got a slot", usage.query_tokens)
-    yield _counter("prefix_cache_hits", "Those of them that were in the cache", usage.hit_tokens)
+    yield _counter("prefix_cache_hits", "Tokens of these sequences that were in the cache", usage.hit_tokens)
     yield _counter("cache_evicted_blocks", "Cached blocks that were evicted", usage.evicted_blocks)
     yield _counter("preemptions", "Sequences that lost their slot and continue later", usage.preempted)
 
@@ -111,7 +115,7 @@ def _token_metrics(stats: Stats) -> Iterator[Metric]:
 def _position_metrics(stats: Stats) -> Iterator[Metric]:
     for name, help, counts in (
         ("outrider_reached_by_position", "Draft tokens whose ancestors were all accepted", stats.reached),
-        ("outrider_accepted_by_position", "Those of them that were accepted", stats.accepted),
+        ("outrider_accepted_by_position", "Draft tokens at this position that were accepted", stats.accepted),
     ):
         family = CounterMetricFamily(name, help, labels=["position"])
         for position, count in enumerate(counts):
@@ -120,9 +124,10 @@ def _position_metrics(stats: Stats) -> Iterator[Metric]:
 
 
 def _draft_depth(stats: Stats) -> Metric:
-    """`stats.offered[i]` passes had a draft deeper than i, so the rest is the bucket up to i."""
-    deeper = [stats.offered[depth] if depth < len(stats.offered) else 0 for depth in _DEPTHS]
-    buckets = [(str(float(depth)), stats.passes - count) for depth, count in zip(_DEPTHS, deeper, strict=True)]
+    """Return the histogram of the draft depth."""
+    # `stats.offered[i]` passes had a draft deeper than i. The other passes are in the cumulative bucket of depth i.
+    deeper = [stats.offered[depth] if depth < len(stats.offered) else 0 for depth in _DEPTH_BUCKETS]
+    buckets = [(str(float(depth)), stats.passes - count) for depth, count in zip(_DEPTH_BUCKETS, deeper, strict=True)]
     return HistogramMetricFamily(
         "outrider_draft_depth",
         "Depth of the draft of one sequence in one round",
@@ -156,6 +161,6 @@ def _first(counts: Sequence[int]) -> int:
     return counts[0] if counts else 0
 
 
-def exposition(driver: AsyncLLM) -> bytes:
-    """All metrics in the Prometheus text format."""
-    return generate_latest(driver.clocks.registry)
+def exposition(async_llm: AsyncLLM) -> bytes:
+    """Return all metrics in the Prometheus text format."""
+    return generate_latest(async_llm.latency.registry)

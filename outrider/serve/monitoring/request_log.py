@@ -16,9 +16,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from outrider.core.types import Completion
 
 _log = logging.getLogger("outrider.serve.requests")
-_QUIET = frozenset({"/health", "/metrics"})  # polled by machines, so not logged
-_HEADER, _LONGEST = b"x-request-id", 128
-_ENTRY = "outrider.entry"  # key in the ASGI scope
+_UNLOGGED_PATHS = frozenset({"/health", "/metrics"})  # polled by monitoring systems
+_ID_HEADER = b"x-request-id"
+_MAX_ID_LENGTH = 128
+_SCOPE_KEY = "outrider.entry"  # key of the entry in the ASGI scope
 
 
 @dataclass(slots=True, kw_only=True)
@@ -26,23 +27,23 @@ class Entry:
     """The log entry of one request."""
 
     id: str
-    began: float = field(default_factory=perf_counter)
-    first: float | None = None  # time of the first token
-    tokens: int = 0  # output tokens of all completions
-    finish: str = ""  # finish reason of the completions, or how the request ended otherwise
+    start: float = field(default_factory=perf_counter)
+    first_token: float | None = None  # time
+    output_tokens: int = 0  # of all completions
+    finish_reason: str = ""  # of the completions, or how the request ended otherwise
     completions: list[Completion] = field(default_factory=list)
 
-    def see(self, tokens: int) -> None:
-        """Count new tokens."""
-        if tokens and self.first is None:
-            self.first = perf_counter()
-        self.tokens += tokens
+    def add_tokens(self, count: int) -> None:
+        """Count new output tokens."""
+        if count and self.first_token is None:
+            self.first_token = perf_counter()
+        self.output_tokens += count
 
-    def end(self, completions: Sequence[Completion]) -> None:
+    def finish(self, completions: Sequence[Completion]) -> None:
         """Record the finished completions."""
         self.completions = list(completions)
-        self.tokens = sum(len(each.token_ids) for each in completions)
-        self.finish = "+".join(sorted({str(each.finish_reason) for each in completions}))
+        self.output_tokens = sum(len(completion.token_ids) for completion in completions)
+        self.finish_reason = "+".join(sorted({str(completion.finish_reason) for completion in completions}))
 
     def fields(self, scope: Scope, status: int) -> dict[str, Any]:
         """Return the fields of the log line."""
@@ -50,25 +51,31 @@ class Entry:
             "id": self.id,
             "route": f"{scope['method']} {scope['path']}",
             "status": status,
-            "seconds": round(perf_counter() - self.began, 6),
+            "seconds": round(perf_counter() - self.start, 6),
         }
-        if not self.finish:
+        if not self.finish_reason:  # the request did not reach the engine
             return fields
-        passes = sum(each.stats.passes for each in self.completions)
-        written = sum(each.stats.output_tokens for each in self.completions)
+        stats = [completion.stats for completion in self.completions]
+        passes = sum(each.passes for each in stats)
+        tokens_of_passes = sum(each.output_tokens for each in stats)
         return fields | {
-            "finish_reason": self.finish,
-            "time_to_first_token_seconds": None if self.first is None else round(self.first - self.began, 6),
-            "prompt_tokens": sum(len(each.prompt_token_ids) for each in self.completions),
-            "output_tokens": self.tokens,
-            "tau": round(written / passes, 4) if passes else None,
-            "draft_tokens": sum(each.stats.draft_tokens for each in self.completions),
-            "accepted_tokens": sum(sum(each.stats.accepted) for each in self.completions),
+            "finish_reason": self.finish_reason,
+            "time_to_first_token_seconds": (
+                None if self.first_token is None else round(self.first_token - self.start, 6)
+            ),
+            "prompt_tokens": sum(len(completion.prompt_token_ids) for completion in self.completions),
+            "output_tokens": self.output_tokens,
+            "tau": round(tokens_of_passes / passes, 4) if passes else None,
+            "draft_tokens": sum(each.draft_tokens for each in stats),
+            "accepted_tokens": sum(sum(each.accepted) for each in stats),
         }
 
 
 class RequestLog:
-    """Gives each request an id, which the response carries, and logs it at its end."""
+    """ASGI middleware that gives each request an id and logs the request at its end.
+
+    The response has the id in its X-Request-Id header.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -77,32 +84,33 @@ class RequestLog:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        entry = scope[_ENTRY] = Entry(id=_name(dict(scope["headers"]).get(_HEADER, b"")))
+        entry = Entry(id=_request_id(dict(scope["headers"]).get(_ID_HEADER, b"")))
+        scope[_SCOPE_KEY] = entry
         status = 500
 
-        async def tell(message: Message) -> None:
+        async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message.get("headers", ()), (_HEADER, entry.id.encode())]
+                message["headers"] = [*message.get("headers", ()), (_ID_HEADER, entry.id.encode())]
             await send(message)
 
         try:
-            await self._app(scope, receive, tell)
+            await self._app(scope, receive, send_with_id)
         finally:
-            if scope["path"] not in _QUIET:
+            if scope["path"] not in _UNLOGGED_PATHS:
                 _log.info("request", extra={"fields": entry.fields(scope, status)})
 
 
 def entry_of(scope: Scope) -> Entry:
     """Return the log entry of a request."""
-    found = scope[_ENTRY]
-    assert isinstance(found, Entry)
-    return found
+    entry = scope[_SCOPE_KEY]
+    assert isinstance(entry, Entry)
+    return entry
 
 
-class JsonLines(logging.Formatter):
-    """Formats a record as a JSON object on one line."""
+class JsonFormatter(logging.Formatter):
+    """Formats a log record as a JSON object on one line."""
 
     def format(self, record: logging.LogRecord) -> str:
         fields = {
@@ -117,8 +125,8 @@ class JsonLines(logging.Formatter):
         return json.dumps(fields, default=str)
 
 
-class Lines(logging.Formatter):
-    """Formats a record as text."""
+class TextFormatter(logging.Formatter):
+    """Formats a log record as text, followed by its fields as name=value."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -128,14 +136,15 @@ class Lines(logging.Formatter):
         return super().format(record) + "".join(f" {name}={value}" for name, value in fields.items())
 
 
-def log_as(form: str) -> None:
-    """Log to standard error, as text or json."""
+def configure_logging(log_format: str) -> None:
+    """Log to standard error. `log_format` is "text" or "json"."""
     handler = logging.StreamHandler()
-    handler.setFormatter(JsonLines() if form == "json" else Lines())
+    handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
     logging.basicConfig(level=logging.INFO, handlers=[handler])
 
 
-def _name(asked: bytes) -> str:
-    """Return the X-Request-Id of the client if it is printable and short, else None."""
-    name = asked.decode("latin-1")
-    return name if 0 < len(name) <= _LONGEST and name.isascii() and name.isprintable() else uuid4().hex
+def _request_id(header: bytes) -> str:
+    """Return the X-Request-Id of the client if it is short, printable ASCII; otherwise a new id."""
+    id = header.decode("latin-1")
+    usable = 0 < len(id) <= _MAX_ID_LENGTH and id.isascii() and id.isprintable()
+    return id if usable else uuid4().hex

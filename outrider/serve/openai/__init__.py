@@ -1,1 +1,1 @@
-"""The OpenAI schema: requests, responses, tools and errors."""
+"""OpenAI's API: requests, responses, tools and errors."""

@@ -15,10 +15,10 @@ from starlette.responses import JSONResponse
 from outrider.core.params import InvalidParam
 from outrider.errors import OutriderError
 from outrider.serve.async_llm import QueueFull
-from outrider.serve.openai.responses import problem
+from outrider.serve.openai.responses import error_response
 from outrider.serve.openai.schema import SamplingFields, field_of
 
-_LATER = {"Retry-After": "1"}
+_RETRY_HEADERS = {"Retry-After": "1"}  # seconds
 
 
 class UnknownModel(InvalidParam):
@@ -26,8 +26,8 @@ class UnknownModel(InvalidParam):
 
 
 @contextmanager
-def about(param: str) -> Iterator[None]:
-    """Attribute an `OutriderError` of the block to a parameter."""
+def attribute_errors(param: str) -> Iterator[None]:
+    """Turn an `OutriderError` of the block into an `InvalidParam` of this parameter."""
     try:
         yield
     except (InvalidParam, QueueFull):
@@ -37,15 +37,16 @@ def about(param: str) -> Iterator[None]:
 
 
 @contextmanager
-def rename_param(asked: SamplingFields) -> Iterator[None]:
-    """Name the parameter of an error as the client has named it."""
+def rename_param(body: SamplingFields) -> Iterator[None]:
+    """Replace the parameter of an `InvalidParam` by the field of the request that sets it."""
     try:
         yield
     except InvalidParam as error:
-        said, name = str(error), asked.param_name(error.param)
-        if said.startswith(f"{error.param} "):
-            said = name + said[len(error.param) :]
-        raise InvalidParam(name, said) from error
+        message = str(error)
+        field = body.param_name(error.param)
+        if message.startswith(f"{error.param} "):
+            message = field + message[len(error.param) :]
+        raise InvalidParam(field, message) from error
 
 
 class ErrorBody(BaseModel):
@@ -67,7 +68,7 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
     "4XX": {"model": Problem, "description": "The request is invalid. The message says why."},
     "5XX": {"model": Problem, "description": "The server failed, or the request timed out."},
 }
-STREAMED: dict[int | str, dict[str, Any]] = {
+STREAM_RESPONSES: dict[int | str, dict[str, Any]] = {
     200: {
         "description": "The response, or the chunks of a stream.",
         "content": {"application/json": {"schema": {"type": "object"}}, "text/event-stream": {}},
@@ -78,30 +79,31 @@ STREAMED: dict[int | str, dict[str, Any]] = {
 
 def add_handlers(app: FastAPI) -> None:
     """Install handlers that turn exceptions into error responses."""
-    handlers: dict[type[Exception], Callable[[Any], JSONResponse]] = {
-        RequestValidationError: _invalid,
-        QueueFull: lambda error: JSONResponse(problem(str(error), kind="overloaded_error"), 429, _LATER),
-        UnknownModel: lambda error: JSONResponse(problem(str(error), field=error.param), 404),
-        InvalidParam: lambda error: JSONResponse(problem(str(error), field=error.param), 400),
-        OutriderError: lambda error: JSONResponse(problem(str(error)), 400),
-        Exception: lambda _: JSONResponse(problem("the server failed; see its log", kind="server_error"), 500),
-        HTTPException: lambda error: JSONResponse(problem(str(error.detail)), error.status_code, error.headers),
+    responses: dict[type[Exception], Callable[[Any], JSONResponse]] = {
+        RequestValidationError: _validation_response,
+        QueueFull: lambda error: JSONResponse(error_response(str(error), kind="overloaded_error"), 429, _RETRY_HEADERS),
+        UnknownModel: lambda error: JSONResponse(error_response(str(error), field=error.param), 404),
+        InvalidParam: lambda error: JSONResponse(error_response(str(error), field=error.param), 400),
+        OutriderError: lambda error: JSONResponse(error_response(str(error)), 400),
+        Exception: lambda _: JSONResponse(error_response("the server failed; see its log", kind="server_error"), 500),
+        HTTPException: lambda error: JSONResponse(error_response(str(error.detail)), error.status_code, error.headers),
     }
 
-    def add(kind: type[Exception], answer: Callable[[Any], JSONResponse]) -> None:
+    def add(kind: type[Exception], make_response: Callable[[Any], JSONResponse]) -> None:
         async def handle(_: Request, error: Exception) -> JSONResponse:
-            return answer(error)
+            return make_response(error)
 
         app.add_exception_handler(kind, handle)
 
-    for kind, answer in handlers.items():
-        add(kind, answer)
+    for kind, make_response in responses.items():
+        add(kind, make_response)
 
 
-def _invalid(error: RequestValidationError) -> JSONResponse:
+def _validation_response(error: RequestValidationError) -> JSONResponse:
+    """Return the response to a body that pydantic has rejected. It reports the first error."""
     first = error.errors()[0]
     if first["type"] == "json_invalid":
-        said = first.get("ctx", {}).get("error", first["msg"])
-        return JSONResponse(problem(f"the request is not valid JSON: {said}"), 400)
+        reason = first.get("ctx", {}).get("error", first["msg"])
+        return JSONResponse(error_response(f"the request is not valid JSON: {reason}"), 400)
     field = field_of(first)
-    return JSONResponse(problem(f"{field or 'the request'}: {first['msg']}", field=field), 400)
+    return JSONResponse(error_response(f"{field or 'the request'}: {first['msg']}", field=field), 400)

@@ -11,7 +11,7 @@ from uuid import uuid4
 
 from outrider.core.types import Completion, FinishReason, TokenLogprobs
 from outrider.serve.openai.tool_calls import ToolCallParser
-from outrider.serve.stream.ticket import StreamChunk
+from outrider.serve.stream.request_stream import StreamChunk
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -24,54 +24,62 @@ class ResponseBuilder:
     model: str
     decode: Decode
     logprobs: bool = False  # whether the request wants them
-    tokens: bool = False  # whether chunks have a `speculation` field
-    spell: Callable[[int], str] = str  # text of a single token
-    calls: bool = False  # whether the text may have function calls
+    include_speculation: bool = False  # whether chunks have a `speculation` field
+    token_text: Callable[[int], str] = str  # returns the text of a single token
+    has_tools: bool = False  # whether the text may have function calls
     id: str = field(default_factory=lambda: uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def response(self, completions: Sequence[Completion], prompts: int) -> dict[str, Any]:
-        """Return the response with all completions of `prompts` prompts."""
-        choices = [self._choice(i, each) for i, each in enumerate(completions)]
-        return self._head(part=False) | {"choices": choices, "usage": usage(completions, prompts)}
+    def response(self, completions: Sequence[Completion], num_prompts: int) -> dict[str, Any]:
+        """Return the response with all completions of `num_prompts` prompts."""
+        choices = [self._choice(index, completion) for index, completion in enumerate(completions)]
+        return self._head(is_chunk=False) | {"choices": choices, "usage": usage(completions, num_prompts)}
 
     def chunks(self, index: int) -> ChunkBuilder:
         """Return the builder of the stream chunks of one completion."""
         return ChunkBuilder(self, index)
 
     def chunk(
-        self, index: int, piece: StreamChunk, *, delta: dict[str, Any], finish: str | None, offset: int = 0
+        self, index: int, chunk: StreamChunk, *, delta: dict[str, Any], finish_reason: str | None, offset: int = 0
     ) -> dict[str, Any]:
-        """Return a stream chunk. `delta` is for chats; `offset` is the number of characters before it."""
-        choice: dict[str, Any] = {"index": index, "finish_reason": finish, "logprobs": None}
-        choice |= {"delta": delta} if self.chat else {"text": piece.text}
+        """Return a stream chunk in the format of OpenAI's API.
+
+        Args:
+            index: of the completion.
+            chunk: what the engine has added.
+            delta: the new part of the message, for chats.
+            finish_reason: in the last chunk.
+            offset: number of characters before the chunk, for `text_offset`.
+        """
+        choice: dict[str, Any] = {"index": index, "finish_reason": finish_reason, "logprobs": None}
+        choice |= {"delta": delta} if self.chat else {"text": chunk.text}
         if self.logprobs:
-            choice["logprobs"] = self._logprobs(piece.logprobs, offset)
-        if self.tokens:
-            choice["speculation"] = self._speculation(piece)
-        return self._head(part=True) | {"choices": [choice]}
+            choice["logprobs"] = self._logprobs(chunk.logprobs, offset)
+        if self.include_speculation:
+            choice["speculation"] = self._speculation(chunk)
+        return self._head(is_chunk=True) | {"choices": [choice]}
 
-    def _speculation(self, piece: StreamChunk) -> dict[str, Any]:
-        told: dict[str, Any] = {"tokens": piece.token_texts, "from_draft": piece.from_draft}
-        if guesses := piece.drafts:
-            words = [self.spell(token) for token in guesses.tokens]
-            told["drafts"] = {
-                "tokens": words,
-                "parents": guesses.parents,
-                "accepted": guesses.accepted,
-                "source": guesses.source,
+    def _speculation(self, chunk: StreamChunk) -> dict[str, Any]:
+        speculation: dict[str, Any] = {"tokens": chunk.token_texts, "from_draft": chunk.from_draft}
+        if drafts := chunk.drafts:
+            speculation["drafts"] = {
+                "tokens": [self.token_text(token) for token in drafts.tokens],
+                "parents": drafts.parents,
+                "accepted": drafts.accepted,
+                "source": drafts.source,
             }
-        return told
+        return speculation
 
-    def usage_chunk(self, completions: Sequence[Completion], prompts: int) -> dict[str, Any]:
+    def usage_chunk(self, completions: Sequence[Completion], num_prompts: int) -> dict[str, Any]:
         """Return the last chunk, with the usage."""
-        return self._head(part=True) | {"choices": [], "usage": usage(completions, prompts)}
+        return self._head(is_chunk=True) | {"choices": [], "usage": usage(completions, num_prompts)}
 
-    def _head(self, *, part: bool) -> dict[str, Any]:
-        kind = ("chat.completion.chunk" if part else "chat.completion") if self.chat else "text_completion"
+    def _head(self, *, is_chunk: bool) -> dict[str, Any]:
+        """Return the fields that responses and chunks have in common."""
+        chat_object = "chat.completion.chunk" if is_chunk else "chat.completion"
         return {
             "id": ("chatcmpl-" if self.chat else "cmpl-") + self.id,
-            "object": kind,
+            "object": chat_object if self.chat else "text_completion",
             "created": self.created,
             "model": self.model,
         }
@@ -82,78 +90,87 @@ class ResponseBuilder:
         if not self.chat:
             return choice | {"text": completion.text}
         message: dict[str, Any] = {"role": "assistant", "content": completion.text, "refusal": None}
-        if self.calls:
-            calls = ToolCallParser()
-            message["content"] = calls.read(completion.text, last=True).get("content")
-            choice["finish_reason"] = _finish(completion, calls)
-            if calls.made:
-                message["tool_calls"] = [call.whole() for call in calls.made]
+        if self.has_tools:
+            parser = ToolCallParser()
+            message["content"] = parser.add_text(completion.text, last=True).get("content")
+            choice["finish_reason"] = _finish_reason(completion, parser)
+            if parser.calls:
+                message["tool_calls"] = [call.to_openai() for call in parser.calls]
         return choice | {"message": message}
 
     def _logprobs(self, entries: Sequence[TokenLogprobs], offset: int = 0) -> dict[str, Any]:
+        """Return the `logprobs` object. Chats and completions have different formats."""
         if self.chat:
-            return {"content": [self._entry(each) for each in entries], "refusal": None}
-        words = [self.decode([each.token]) for each in entries]
+            return {"content": [self._chat_logprobs(entry) for entry in entries], "refusal": None}
+        texts = [self.decode([entry.token]) for entry in entries]
+        top_logprobs = []
+        for entry in entries:
+            top_logprobs.append({self.decode([token]): logprob for token, logprob in entry.top})
         return {
-            "tokens": words,
-            "token_logprobs": [each.logprob for each in entries],
-            "top_logprobs": [{self.decode([id]): value for id, value in each.top} for each in entries],
-            "text_offset": list(accumulate(map(len, words), initial=offset))[:-1],
+            "tokens": texts,
+            "token_logprobs": [entry.logprob for entry in entries],
+            "top_logprobs": top_logprobs,
+            "text_offset": list(accumulate(map(len, texts), initial=offset))[:-1],
         }
 
-    def _entry(self, entry: TokenLogprobs) -> dict[str, Any]:
-        return self._word(entry.token, entry.logprob) | {"top_logprobs": [self._word(*each) for each in entry.top]}
+    def _chat_logprobs(self, entry: TokenLogprobs) -> dict[str, Any]:
+        """Return the log-probabilities at one token of a chat."""
+        top_logprobs = [self._token_logprob(token, logprob) for token, logprob in entry.top]
+        return self._token_logprob(entry.token, entry.logprob) | {"top_logprobs": top_logprobs}
 
-    def _word(self, token: int, logprob: float) -> dict[str, Any]:
-        word = self.decode([token])
-        return {"token": word, "logprob": logprob, "bytes": list(word.encode())}
+    def _token_logprob(self, token: int, logprob: float) -> dict[str, Any]:
+        text = self.decode([token])
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
 
 
 class ChunkBuilder:
     """Builds the stream chunks of one completion."""
 
-    def __init__(self, reply: ResponseBuilder, index: int) -> None:
-        self._reply, self._index = reply, index
-        self._calls = ToolCallParser() if reply.calls else None
-        self._begun = False
+    def __init__(self, builder: ResponseBuilder, index: int) -> None:
+        self._builder = builder
+        self._index = index  # of the completion
+        self._parser = ToolCallParser() if builder.has_tools else None
+        self._started = False
         self._offset = 0  # characters of all tokens so far, decoded one by one
 
-    def next(self, piece: StreamChunk) -> dict[str, Any]:
-        """Return the stream chunk of an engine chunk."""
-        finish = str(piece.completion.finish_reason) if piece.completion else None
-        delta: dict[str, Any] = {"content": piece.text}
-        if self._calls:
-            delta = self._calls.read(piece.text, last=piece.completion is not None)
-            finish = _finish(piece.completion, self._calls) if piece.completion else None
-        if not self._begun:
-            delta = {"role": "assistant", "content": None if self._calls else ""} | delta
-            self._begun = True
-        part = self._reply.chunk(self._index, piece, delta=delta, finish=finish, offset=self._offset)
-        if self._reply.logprobs and not self._reply.chat:
-            self._offset += sum(map(len, part["choices"][0]["logprobs"]["tokens"]))
-        return part
+    def build(self, chunk: StreamChunk) -> dict[str, Any]:
+        """Return the stream chunk for what the engine has added."""
+        finish_reason = str(chunk.completion.finish_reason) if chunk.completion else None
+        delta: dict[str, Any] = {"content": chunk.text}
+        if self._parser:
+            delta = self._parser.add_text(chunk.text, last=chunk.completion is not None)
+            finish_reason = _finish_reason(chunk.completion, self._parser) if chunk.completion else None
+        if not self._started:
+            delta = {"role": "assistant", "content": None if self._parser else ""} | delta
+            self._started = True
+        document = self._builder.chunk(
+            self._index, chunk, delta=delta, finish_reason=finish_reason, offset=self._offset
+        )
+        if self._builder.logprobs and not self._builder.chat:
+            self._offset += sum(map(len, document["choices"][0]["logprobs"]["tokens"]))
+        return document
 
 
-def _finish(completion: Completion, calls: ToolCallParser) -> str:
-    """Return the finish reason in the words of OpenAI's API."""
-    return (
-        "tool_calls" if calls.made and completion.finish_reason is FinishReason.STOP else str(completion.finish_reason)
-    )
+def _finish_reason(completion: Completion, parser: ToolCallParser) -> str:
+    """Return the finish reason of a chat with tools, as OpenAI's API names it."""
+    if parser.calls and completion.finish_reason is FinishReason.STOP:
+        return "tool_calls"
+    return str(completion.finish_reason)
 
 
-def usage(completions: Sequence[Completion], prompts: int) -> dict[str, Any]:
+def usage(completions: Sequence[Completion], num_prompts: int) -> dict[str, Any]:
     """Return the `usage` object. A prompt counts once for all of its completions."""
-    each = len(completions) // prompts
-    read = sum(len(completion.prompt_token_ids) for completion in completions[::each])
-    made = sum(len(completion.token_ids) for completion in completions)
+    completions_per_prompt = len(completions) // num_prompts
+    prompt_tokens = sum(len(completion.prompt_token_ids) for completion in completions[::completions_per_prompt])
+    output_tokens = sum(len(completion.token_ids) for completion in completions)
     passes = sum(completion.stats.passes for completion in completions)
     return {
-        "prompt_tokens": read,
-        "completion_tokens": made,
-        "total_tokens": read + made,
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": output_tokens,
+        "total_tokens": prompt_tokens + output_tokens,
         "speculation": {
             "target_passes": passes,
-            "tokens_per_pass": made / passes if passes else 0.0,
+            "tokens_per_pass": output_tokens / passes if passes else 0.0,
             "draft_tokens": sum(completion.stats.draft_tokens for completion in completions),
             "accepted_tokens": sum(sum(completion.stats.accepted) for completion in completions),
             "exact": all(completion.stats.exact for completion in completions),
@@ -161,8 +178,15 @@ def usage(completions: Sequence[Completion], prompts: int) -> dict[str, Any]:
     }
 
 
-def problem(message: str, *, kind: str = "invalid_request_error", field: str | None = None) -> dict[str, Any]:
-    """Return the body of an error response."""
-    said = message.encode(errors="replace").decode()  # lone surrogates cannot be encoded
-    named = field and field.encode(errors="replace").decode()
-    return {"error": {"message": said, "type": kind, "param": named, "code": None}}
+def error_response(message: str, *, kind: str = "invalid_request_error", field: str | None = None) -> dict[str, Any]:
+    """Return the body of an error response.
+
+    Args:
+        message: what is wrong and how to fix it.
+        kind: the type of the error.
+        field: the field of the request that is wrong.
+    """
+    # Lone surrogates in a message or a field name cannot be encoded in UTF-8, so they are replaced.
+    utf8_message = message.encode(errors="replace").decode()
+    utf8_field = field and field.encode(errors="replace").decode()
+    return {"error": {"message": utf8_message, "type": kind, "param": utf8_field, "code": None}}

@@ -1,4 +1,4 @@
-"""Request bodies: OpenAI's fields and some extensions. Unknown fields are errors."""
+"""Request bodies of OpenAI's API with some extensions. Unknown fields are errors."""
 
 from __future__ import annotations
 
@@ -12,16 +12,23 @@ from pydantic_core import PydanticCustomError
 from outrider.core.constraint import Constraint
 from outrider.core.params import InvalidParam, SamplingParams
 from outrider.core.text import is_utf8
-from outrider.serve.stream.ticket import StreamContent
+from outrider.serve.stream.request_stream import StreamContent
 
 _Token = Annotated[int, Field(ge=0)]
+_MAX_STOP_STRINGS = 16
+_MAX_STOP_LENGTH = 1000  # characters
+_MAX_TOKEN_ID_DIGITS = 18
+# Request fields of the parameters of `SamplingParams` that have another name there.
+_FIELD_NAMES: Mapping[str, str] = MappingProxyType({"scope": "user", "constraint": "structured_outputs"})
 
 
-class _Strict(BaseModel):
+class _StrictModel(BaseModel):
+    """A model without conversion of types and without unknown fields."""
+
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
-class StreamOptions(_Strict):
+class StreamOptions(_StrictModel):
     """Options of a stream."""
 
     include_usage: bool = False
@@ -31,28 +38,28 @@ class StreamOptions(_Strict):
     include_drafts: bool = Field(False, description="Extension. Report the draft of each round as well.")
 
 
-class TextFormat(_Strict):
+class TextFormat(_StrictModel):
     """Text without a constraint."""
 
     type: Literal["text"]
 
 
-class ObjectFormat(_Strict):
+class ObjectFormat(_StrictModel):
     """Any JSON object."""
 
     type: Literal["json_object"]
 
 
-class NamedSchema(_Strict):
+class NamedSchema(_StrictModel):
     """A JSON schema. The name is not used."""
 
     name: str
     description: str | None = None
-    form: dict[str, Any] | None = Field(None, alias="schema")
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
     strict: bool | None = Field(None, description="Accepted for compatibility. A schema is always enforced.")
 
 
-class SchemaFormat(_Strict):
+class SchemaFormat(_StrictModel):
     """JSON that matches a schema."""
 
     type: Literal["json_schema"]
@@ -62,10 +69,10 @@ class SchemaFormat(_Strict):
 ResponseFormat = Annotated[TextFormat | ObjectFormat | SchemaFormat, Field(discriminator="type")]
 
 
-class StructuredOutputs(_Strict):
-    """A constraint of the text, in the format of vLLM. Exactly one field must be set."""
+class StructuredOutputs(_StrictModel):
+    """A constraint of the output, in the format of vLLM. Exactly one field must be set."""
 
-    form: dict[str, Any] | str | None = Field(None, alias="json", description="A JSON schema.")
+    json_: dict[str, Any] | str | None = Field(None, alias="json", description="A JSON schema.")
     json_object: Literal[True] | None = None
     regex: str | None = None
     choice: list[str] | None = None
@@ -75,35 +82,38 @@ class StructuredOutputs(_Strict):
         """Return the constraint.
 
         Raises:
-            OutriderError: no field is set, or several are.
+            InvalidParam: no field is set, or several are.
+            OutriderError: the constraint is invalid.
         """
-        makers: dict[str, Callable[[Any], Constraint]] = {
-            "form": Constraint.json_schema,
+        factories: dict[str, Callable[[Any], Constraint]] = {
+            "json_": Constraint.json_schema,
             "json_object": lambda _: Constraint.json_object(),
             "regex": Constraint.regex,
             "choice": Constraint.choice,
             "grammar": Constraint.grammar,
         }
-        given = [name for name in makers if getattr(self, name) is not None]
+        given = [name for name in factories if getattr(self, name) is not None]
         if len(given) != 1:
             raise InvalidParam(
-                "structured_outputs", "structured_outputs takes one of json, json_object, regex, choice and grammar"
+                "structured_outputs",
+                f"structured_outputs has {len(given)} fields; give one of json, json_object, regex, choice and grammar",
             )
-        return makers[given[0]](getattr(self, given[0]))
+        (name,) = given
+        return factories[name](getattr(self, name))
 
 
-class _Asked(_Strict):
-    """Base of requests. All strings must be valid text."""
+class _RequestBody(_StrictModel):
+    """Base of all request bodies. Every string must be valid UTF-8."""
 
     @model_validator(mode="before")
     @classmethod
-    def _is_text(cls, given: Any) -> Any:
-        _check_text(given)
-        return given
+    def _check_strings(cls, value: Any) -> Any:
+        _check_utf8(value)
+        return value
 
 
-class SamplingFields(_Asked):
-    """The fields of both kinds of completion."""
+class SamplingFields(_RequestBody):
+    """The fields that completions and chat completions have in common."""
 
     model: str | None = Field(None, description="Name of the model, as in /v1/models. Optional.")
     temperature: float = Field(1.0, ge=0, description="0 is greedy.")
@@ -129,7 +139,7 @@ class SamplingFields(_Asked):
     user: str | None = Field(None, description="Prefix caching and learned outputs are separate for each user.")
     metadata: dict[str, str] | None = Field(None, description="Accepted and not used.")
     store: Literal[False] | None = Field(None, description="Only false is accepted.")
-    structured_outputs: StructuredOutputs | None = Field(None, description="Extension. A constraint of the text.")
+    structured_outputs: StructuredOutputs | None = Field(None, description="Extension. A constraint of the output.")
 
     def stream_content(self) -> StreamContent:
         """Return what the stream must contain."""
@@ -141,25 +151,27 @@ class SamplingFields(_Asked):
 
     def param_name(self, param: str) -> str:
         """Return the request field of a parameter of `SamplingParams`."""
-        return _SPELLED.get(param, param)
+        return _FIELD_NAMES.get(param, param)
 
     def constraint(self) -> Constraint | None:
-        """Return the constraint of the request."""
+        """Return the constraint of the output, or None."""
         return None if self.structured_outputs is None else self.structured_outputs.constraint()
 
     def params(
-        self, *, most: int | None, logprobs: int | None, scope: str, constraint: Constraint | None
+        self, *, max_tokens: int | None, logprobs: int | None, scope: str, constraint: Constraint | None
     ) -> SamplingParams:
         """Return the sampling parameters.
 
         Raises:
-            OutriderError: a value is out of range.
+            InvalidParam: a value is out of range.
         """
-        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        if len(stops) > _STOPS:
-            raise InvalidParam("stop", f"stop holds {len(stops)} strings; use at most {_STOPS}")
-        if any(len(stop) > _STOP_LENGTH for stop in stops):
-            raise InvalidParam("stop", f"stop holds a string of more than {_STOP_LENGTH} characters; use shorter ones")
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        if len(stop) > _MAX_STOP_STRINGS:
+            raise InvalidParam("stop", f"stop has {len(stop)} strings; use at most {_MAX_STOP_STRINGS}")
+        if any(len(string) > _MAX_STOP_LENGTH for string in stop):
+            raise InvalidParam(
+                "stop", f"stop has a string of more than {_MAX_STOP_LENGTH} characters; use shorter strings"
+            )
         return SamplingParams(
             temperature=self.temperature,
             top_k=self.top_k,
@@ -168,10 +180,10 @@ class SamplingFields(_Asked):
             repetition_penalty=self.repetition_penalty,
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,
-            logit_bias=_biases(self.logit_bias),
-            max_tokens=most,
+            logit_bias=_parse_logit_bias(self.logit_bias),
+            max_tokens=max_tokens,
             min_tokens=self.min_tokens,
-            stop=tuple(stops),
+            stop=tuple(stop),
             stop_token_ids=tuple(self.stop_token_ids),
             ignore_eos=self.ignore_eos,
             seed=self.seed,
@@ -199,20 +211,20 @@ class CompletionRequest(SamplingFields):
     suffix: None = None
 
     def prompts(self) -> list[str | list[int]]:
-        """Return the prompts."""
-        one = isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int))
-        many: list[Any] = [self.prompt] if one else list(self.prompt)
-        return many
+        """Return the prompts, each as text or token ids."""
+        is_single = isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int))
+        prompts: list[Any] = [self.prompt] if is_single else list(self.prompt)
+        return prompts
 
 
-class FunctionCall(_Strict):
+class FunctionCall(_StrictModel):
     """The name and the arguments of a function call."""
 
     name: str
     arguments: str = Field(description="A JSON object.")
 
 
-class ToolCall(_Strict):
+class ToolCall(_StrictModel):
     """A function call of the model."""
 
     id: str
@@ -220,7 +232,7 @@ class ToolCall(_Strict):
     function: FunctionCall
 
 
-class Message(_Strict):
+class Message(_StrictModel):
     """A message of the conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -233,11 +245,13 @@ class Message(_Strict):
     @model_validator(mode="after")
     def _check(self) -> Message:
         if self.tool_calls and self.role != "assistant":
-            raise ValueError("tool_calls are the assistant's")
-        if (self.tool_call_id is None) == (self.role == "tool"):
-            raise ValueError("a tool's turn, and no other, has a tool_call_id")
+            raise ValueError(f"a message with role {self.role} has tool_calls; only assistant messages may have them")
+        if self.role == "tool" and self.tool_call_id is None:
+            raise ValueError("a message with role tool has no tool_call_id; give the id of the call")
+        if self.role != "tool" and self.tool_call_id is not None:
+            raise ValueError(f"a message with role {self.role} has a tool_call_id; only tool messages may have one")
         if self.content is None and not self.tool_calls:
-            raise ValueError("content is missing")
+            raise ValueError("the message has no content; give content or tool_calls")
         return self
 
     def text(self) -> str:
@@ -247,14 +261,14 @@ class Message(_Strict):
         return "".join(part.text for part in self.content)
 
 
-class TextPart(_Strict):
+class TextPart(_StrictModel):
     """A text part of a message."""
 
     type: Literal["text"]
     text: str
 
 
-class Function(_Strict):
+class Function(_StrictModel):
     """A function that the model may call."""
 
     name: str = Field(pattern="^[a-zA-Z0-9_-]{1,64}$")
@@ -265,20 +279,20 @@ class Function(_Strict):
     strict: bool | None = Field(None, description="Accepted for compatibility. A schema is always enforced.")
 
 
-class Tool(_Strict):
+class Tool(_StrictModel):
     """A tool. Only functions are supported."""
 
     type: Literal["function"]
     function: Function
 
 
-class FunctionName(_Strict):
+class FunctionName(_StrictModel):
     """The name of a function."""
 
     name: str
 
 
-class NamedTool(_Strict):
+class NamedTool(_StrictModel):
     """The tool that the model must call."""
 
     type: Literal["function"]
@@ -311,70 +325,72 @@ class ChatRequest(SamplingFields):
         return names.get(param) or super().param_name(param)
 
     def constraint(self) -> Constraint | None:
-        """Return the constraint of `response_format`, without tools."""
-        asked, other = self.response_format, super().constraint()
-        if asked is None or isinstance(asked, TextFormat):
-            return other
-        if other:
-            said = "response_format and structured_outputs both say what form the text has; give one"
-            raise InvalidParam("response_format", said)
-        if isinstance(asked, ObjectFormat) or asked.json_schema.form is None:
+        """Return the constraint of `response_format` or `structured_outputs`, or None. Tools are not included."""
+        response_format = self.response_format
+        structured_outputs = super().constraint()
+        if response_format is None or isinstance(response_format, TextFormat):
+            return structured_outputs
+        if structured_outputs:
+            raise InvalidParam(
+                "response_format", "response_format and structured_outputs both constrain the output; give one of them"
+            )
+        if isinstance(response_format, ObjectFormat) or response_format.json_schema.schema_ is None:
             return Constraint.json_object()
-        return Constraint.json_schema(asked.json_schema.form)
+        return Constraint.json_schema(response_format.json_schema.schema_)
 
     def max_output_tokens(self) -> int | None:
-        """Most output tokens."""
+        """Return the most output tokens; None: the rest of the context."""
         if self.max_tokens and self.max_completion_tokens and self.max_tokens != self.max_completion_tokens:
             raise InvalidParam("max_completion_tokens", "max_tokens and max_completion_tokens differ; give one of them")
         return self.max_completion_tokens or self.max_tokens
 
     def num_logprobs(self) -> int | None:
-        """Number of likeliest tokens with log-probabilities; None: no log-probabilities."""
+        """Return the number of likeliest tokens with log-probabilities; None: no log-probabilities."""
         if self.top_logprobs is not None and not self.logprobs:
-            raise InvalidParam("top_logprobs", "top_logprobs needs logprobs true; set it, or leave top_logprobs out")
+            raise InvalidParam("top_logprobs", "top_logprobs needs logprobs true; set it, or remove top_logprobs")
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-class TokenizeRequest(_Asked):
+class TokenizeRequest(_RequestBody):
     """The body of `/tokenize`."""
 
     model: str | None = None
     prompt: str
 
 
-def _check_text(given: Any, *path: str) -> None:
-    if isinstance(given, str):
-        if not is_utf8(given):
-            said = "a string holds half of a surrogate pair, which is no text"
-            raise PydanticCustomError("no_text", said, {"path": path})
-    elif isinstance(given, dict):
-        for name, each in given.items():
-            _check_text(name, *path)
-            _check_text(each, *path, name)
-    elif isinstance(given, list):
-        for i, each in enumerate(given):
-            if not isinstance(each, int):
-                _check_text(each, *path, str(i))
+def _check_utf8(value: Any, *path: str) -> None:
+    """Check all strings of a JSON value. `path` is where the value is in the body."""
+    if isinstance(value, str):
+        if not is_utf8(value):
+            message = "a string has a lone surrogate, which is not valid UTF-8; send both halves of the pair"
+            raise PydanticCustomError("invalid_utf8", message, {"path": path})
+    elif isinstance(value, dict):
+        for name, field in value.items():
+            _check_utf8(name, *path)
+            _check_utf8(field, *path, name)
+    elif isinstance(value, list):
+        for i, item in enumerate(value):
+            if not isinstance(item, int):  # token ids, of which there may be many
+                _check_utf8(item, *path, str(i))
 
 
-def _biases(given: dict[str, float] | None) -> dict[int, float]:
-    out: dict[int, float] = {}
-    for token, bias in (given or {}).items():
-        if not token.isdecimal() or len(token) > _DIGITS:
-            raise InvalidParam("logit_bias", f"logit_bias has the key {token[:_DIGITS]!r}; use token ids")
-        out[int(token)] = float("-inf") if bias == -100 else bias
-    return out
+def _parse_logit_bias(logit_bias: dict[str, float] | None) -> dict[int, float]:
+    """Return the biases by token id. A bias of -100 forbids a token, as in OpenAI's API."""
+    biases: dict[int, float] = {}
+    for token, bias in (logit_bias or {}).items():
+        if not token.isdecimal() or len(token) > _MAX_TOKEN_ID_DIGITS:
+            key = token[:_MAX_TOKEN_ID_DIGITS]
+            raise InvalidParam("logit_bias", f"logit_bias has the key {key!r}; use token ids")
+        biases[int(token)] = float("-inf") if bias == -100 else bias
+    return biases
 
 
 def field_of(error: Mapping[str, Any]) -> str | None:
-    """Return the field of a validation error, as the client has named it."""
+    """Return the field of a validation error in the names of the API; None: the whole body."""
     location = (*error["loc"], *error.get("ctx", {}).get("path", ()))
     names = [str(part) for part in location if part not in ("body", "query", "path")]
     # Skip the name of a union member, which clients do not know.
     return ".".join(name for name in names if name not in ("str", "int", "float") and "[" not in name) or None
 
 
-_SPELLED: Mapping[str, str] = MappingProxyType({"scope": "user", "constraint": "structured_outputs"})
-_STOPS, _STOP_LENGTH = 16, 1000
-_DIGITS = 18  # most digits of a token id
-Message.model_rebuild()
+Message.model_rebuild()  # `Message` refers to `TextPart`, which is defined after it

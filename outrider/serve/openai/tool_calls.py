@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
 
-_BEGIN, _END = "<tool_call>", "}\n</tool_call>"
-_HEAD = re.compile(r'\n\{"name": "([^"]*)", "arguments": ')
+_CALL_START = "<tool_call>"
+_CALL_END = "}\n</tool_call>"
+_CALL_NAME = re.compile(r'\n\{"name": "([^"]*)", "arguments": ')
 
 
 @dataclass(slots=True, kw_only=True)
@@ -19,60 +20,70 @@ class ParsedCall:
     id: str = field(default_factory=lambda: f"call_{uuid4().hex[:24]}")
     arguments: str = ""
 
-    def whole(self) -> dict[str, Any]:
+    def to_openai(self) -> dict[str, Any]:
         """Return the call in the format of OpenAI's API."""
         return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 
 class ToolCallParser:
-    """Splits a growing text into content and function calls."""
+    """Splits generated text into content and function calls."""
 
     def __init__(self) -> None:
-        self.made: list[ParsedCall] = []
-        self._left = ""  # held back, because it may be part of a marker
-        self._open = False  # inside of a call
-        self._named = False  # the name of the call is known
+        self.calls: list[ParsedCall] = []
+        self._buffer = ""  # text that is not parsed yet, because it may end with a part of a marker
+        self._in_call = False
+        self._has_name = False  # whether the name of the current call is parsed
 
-    def read(self, text: str, *, last: bool) -> dict[str, Any]:
+    def add_text(self, text: str, *, last: bool) -> dict[str, Any]:
         """Add text and return the `delta` of a stream: content, tool_calls, both or none."""
-        self._left += text
-        said, parts = "", dict[int, dict[str, Any]]()
-        before = -1
-        while before != len(self._left):
-            before = len(self._left)
-            if not self._open:
-                said += self._said(last)
-            elif not self._named:
-                self._name(parts)
+        self._buffer += text
+        content = ""
+        call_deltas: dict[int, dict[str, Any]] = {}  # by index of the call
+        length_before = -1
+        while length_before != len(self._buffer):
+            length_before = len(self._buffer)
+            if not self._in_call:
+                content += self._parse_content(last)
+            elif not self._has_name:
+                self._parse_name(call_deltas)
             else:
-                self._argue(parts)
-        delta: dict[str, Any] = {"content": said} if said else {}
-        return delta | ({"tool_calls": list(parts.values())} if parts else {})
+                self._parse_arguments(call_deltas)
+        delta: dict[str, Any] = {"content": content} if content else {}
+        return delta | ({"tool_calls": list(call_deltas.values())} if call_deltas else {})
 
-    def _said(self, last: bool) -> str:
-        text, mark, rest = self._left.partition(_BEGIN)
-        held = 0 if mark or last else _held(text, _BEGIN)
-        self._open, self._left = bool(mark), rest if mark else text[len(text) - held :]
+    def _parse_content(self, last: bool) -> str:
+        text, marker, rest = self._buffer.partition(_CALL_START)
+        num_held = 0 if marker or last else _partial_marker_length(text, _CALL_START)
+        end = len(text) - num_held
+        self._in_call = bool(marker)
+        self._buffer = rest if marker else text[end:]
         # Ignore the line break between two calls.
-        return "" if self.made else text[: len(text) - held]
+        return "" if self.calls else text[:end]
 
-    def _name(self, parts: dict[int, dict[str, Any]]) -> None:
-        if found := _HEAD.match(self._left):
-            call, self._left, self._named = ParsedCall(name=found[1]), self._left[found.end() :], True
-            self.made.append(call)
-            parts[len(self.made) - 1] = {"index": len(self.made) - 1} | call.whole()
+    def _parse_name(self, call_deltas: dict[int, dict[str, Any]]) -> None:
+        if match := _CALL_NAME.match(self._buffer):
+            call = ParsedCall(name=match[1])
+            index = len(self.calls)
+            self._buffer = self._buffer[match.end() :]
+            self._has_name = True
+            self.calls.append(call)
+            call_deltas[index] = {"index": index} | call.to_openai()
 
-    def _argue(self, parts: dict[int, dict[str, Any]]) -> None:
-        text, mark, rest = self._left.partition(_END)
-        held = 0 if mark else _held(text, _END)
-        more, at = text[: len(text) - held], len(self.made) - 1
-        if more:
-            self.made[at].arguments += more
-            part = parts.setdefault(at, {"index": at, "function": {"arguments": ""}})
-            part["function"]["arguments"] += more
-        self._open, self._named, self._left = not mark, not mark, rest if mark else text[len(text) - held :]
+    def _parse_arguments(self, call_deltas: dict[int, dict[str, Any]]) -> None:
+        text, marker, rest = self._buffer.partition(_CALL_END)
+        num_held = 0 if marker else _partial_marker_length(text, _CALL_END)
+        end = len(text) - num_held
+        index = len(self.calls) - 1
+        if arguments := text[:end]:
+            self.calls[index].arguments += arguments
+            call_delta = call_deltas.setdefault(index, {"index": index, "function": {"arguments": ""}})
+            call_delta["function"]["arguments"] += arguments
+        self._in_call = not marker
+        self._has_name = not marker
+        self._buffer = rest if marker else text[end:]
 
 
-def _held(text: str, mark: str) -> int:
-    """Return the number of characters at the end of a text that may start `mark`."""
-    return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if mark.startswith(text[-n:])), 0)
+def _partial_marker_length(text: str, marker: str) -> int:
+    """Return the number of characters at the end of a text that may be the start of `marker`."""
+    longest = min(len(marker) - 1, len(text))
+    return next((length for length in range(longest, 0, -1) if marker.startswith(text[-length:])), 0)

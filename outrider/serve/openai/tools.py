@@ -1,4 +1,4 @@
-"""Tools: their description in the prompt, and the grammar that enforces their schemas.
+"""Describes tools in the prompt, and makes the grammar that enforces their schemas.
 
 Calls have the format of Hermes and Qwen models: {"name": ..., "arguments": ...} on a line between <tool_call> and
 </tool_call>.
@@ -16,12 +16,9 @@ from outrider.core.params import InvalidParam
 from outrider.errors import OutriderError
 from outrider.serve.openai.schema import ChatRequest, Function, FunctionCall, Message, NamedTool
 
-_NOTHING = {
-    "type": "object",
-    "properties": {},
-    "additionalProperties": False,
-}  # the schema of a function without arguments
-_TELL = """You may call functions. Each line between <tools> and </tools> describes one:
+# The schema of a function without arguments.
+_NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
+_TOOLS_PROMPT = """You may call functions. Each line between <tools> and </tools> describes one:
 <tools>
 {tools}
 </tools>
@@ -36,110 +33,118 @@ class Tools:
     """The tools of a request."""
 
     functions: tuple[Function, ...]
-    must: bool  # the response must be a call
-    many: bool  # several calls are allowed
+    required: bool  # the response must be a call
+    parallel: bool  # several calls are allowed
 
     @classmethod
-    def of(cls, asked: ChatRequest) -> Tools | None:
+    def of(cls, body: ChatRequest) -> Tools | None:
         """Return the tools of a request; None without tools or with tool_choice "none".
 
         Raises:
-            OutriderError: tool_choice names an unknown function.
+            InvalidParam: tool_choice does not fit the tools, or two tools have the same name.
         """
-        choice, functions = asked.tool_choice, tuple(tool.function for tool in asked.tools or ())
+        choice = body.tool_choice
+        functions = tuple(tool.function for tool in body.tools or ())
         if isinstance(choice, NamedTool):
-            functions = tuple(each for each in functions if each.name == choice.function.name)
+            functions = tuple(function for function in functions if function.name == choice.function.name)
             if not functions:
-                raise InvalidParam(
-                    "tool_choice", f"tool_choice names {choice.function.name!r}, and tools have none of that name"
-                )
+                name = choice.function.name
+                raise InvalidParam("tool_choice", f"tool_choice names {name!r}, which is not in tools; add it to tools")
         elif choice == "required" and not functions:
-            raise InvalidParam("tool_choice", "tool_choice is required, and there are no tools; give some")
-        if len({each.name for each in functions}) < len(functions):
+            raise InvalidParam("tool_choice", "tool_choice is required, but there are no tools; give tools")
+        if len({function.name for function in functions}) < len(functions):
             raise InvalidParam("tools", "two tools have the same name; rename one")
         if not functions or choice == "none":
             return None
-        named = isinstance(choice, NamedTool)
+        is_named = isinstance(choice, NamedTool)
         return cls(
             functions=functions,
-            must=named or choice == "required",
-            many=asked.parallel_tool_calls is not False and not named,
+            required=is_named or choice == "required",
+            parallel=body.parallel_tool_calls is not False and not is_named,
         )
 
     def constraint(self) -> Constraint:
-        """Return the constraint: text or calls, or only calls if one is required."""
+        """Return the constraint of the output: text or calls, or only calls if one is required."""
         rules = ["%llguidance {}"]
-        more = ' ("\\n<tool_call>" call)*' if self.many else ""
-        if self.must:
-            rules.append(f'start: "<tool_call>" call{more}')
+        more_calls = ' ("\\n<tool_call>" call)*' if self.parallel else ""
+        if self.required:
+            rules.append(f'start: "<tool_call>" call{more_calls}')
         else:
-            rules += [f"start: TEXT | head call{more}", 'head[lazy]: TEXT "<tool_call>"', r"TEXT: /(.|\n)*/"]
+            rules += [f"start: TEXT | head call{more_calls}", 'head[lazy]: TEXT "<tool_call>"', r"TEXT: /(.|\n)*/"]
         rules.append('call: "\\n" body "\\n</tool_call>"')
         rules.append("body: " + " | ".join(f"body_{i}" for i in range(len(self.functions))))
-        for i, each in enumerate(self.functions):
-            opening = json.dumps(f'{{"name": "{each.name}", "arguments": ')
-            schema = {"x-guidance": dict(STYLE)} | (each.parameters if each.parameters is not None else _NOTHING)
+        for i, function in enumerate(self.functions):
+            opening = json.dumps(f'{{"name": "{function.name}", "arguments": ')
+            parameters = _NO_ARGUMENTS if function.parameters is None else function.parameters
+            schema = {"x-guidance": dict(STYLE)} | parameters
             rules.append(f'body_{i}: {opening} arguments_{i} "}}"')
             rules.append(f"arguments_{i}: %json {json.dumps(schema)}")
         return Constraint.grammar("\n".join(rules))
 
-    def described(self) -> list[dict[str, Any]]:
+    def descriptions(self) -> list[dict[str, Any]]:
         """Return the tools in the format of chat templates."""
         return [
-            {"type": "function", "function": each.model_dump(exclude={"strict"}, exclude_none=True)}
-            for each in self.functions
+            {"type": "function", "function": function.model_dump(exclude={"strict"}, exclude_none=True)}
+            for function in self.functions
         ]
 
 
-def knows_calls(template: str) -> bool:
+def supports_tool_calls(template: str) -> bool:
     """Return whether a chat template uses this format of tools and calls."""
     return all(part in template for part in ("tools", "<tool_call>", '"name"', '"arguments"'))
 
 
-def conversation(messages: Sequence[Message], tools: Tools | None, *, known: bool) -> list[dict[str, Any]]:
-    """Return the messages for a chat template. Without `known` support for tools, they become text."""
-    if known:
-        return [_turn(message) for message in messages]
-    turns: list[dict[str, Any]] = []
+def conversation(messages: Sequence[Message], tools: Tools | None, *, template_has_tools: bool) -> list[dict[str, Any]]:
+    """Return the messages for a chat template. If the template does not support tools, tools and calls become text."""
+    if template_has_tools:
+        return [_template_message(message) for message in messages]
+    converted: list[dict[str, Any]] = []
     for message in messages:
         text = _as_text(message)
-        if message.role == "tool" and turns and turns[-1]["role"] == "user":
-            turns[-1]["content"] += "\n" + text  # many templates reject two messages of one role in a row
+        if message.role == "tool" and converted and converted[-1]["role"] == "user":
+            converted[-1]["content"] += "\n" + text  # many templates reject two messages of one role in a row
         else:
-            turns.append({"role": "user" if message.role == "tool" else message.role, "content": text})
+            converted.append({"role": "user" if message.role == "tool" else message.role, "content": text})
     if tools is None:
-        return turns
-    told = _TELL.format(tools="\n".join(map(json.dumps, tools.described())))
-    if turns[0]["role"] not in ("system", "developer"):
-        return [{"role": "system", "content": told}, *turns]
-    return [turns[0] | {"content": f"{turns[0]['content']}\n\n{told}"}, *turns[1:]]
+        return converted
+    tools_prompt = _TOOLS_PROMPT.format(tools="\n".join(map(json.dumps, tools.descriptions())))
+    first = converted[0]
+    if first["role"] not in ("system", "developer"):
+        return [{"role": "system", "content": tools_prompt}, *converted]
+    return [first | {"content": f"{first['content']}\n\n{tools_prompt}"}, *converted[1:]]
 
 
-def _turn(message: Message) -> dict[str, Any]:
-    turn: dict[str, Any] = {"role": message.role, "content": message.text()}
+def _template_message(message: Message) -> dict[str, Any]:
+    """Return a message for a chat template that supports tools."""
+    converted: dict[str, Any] = {"role": message.role, "content": message.text()}
     if message.tool_calls:
-        turn["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": _called(call.function)} for call in message.tool_calls
+        converted["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": _parse_call(call.function)} for call in message.tool_calls
         ]
     if message.tool_call_id:
-        turn["tool_call_id"] = message.tool_call_id
-    return turn
+        converted["tool_call_id"] = message.tool_call_id
+    return converted
 
 
 def _as_text(message: Message) -> str:
+    """Return a message as text, including its calls, for a chat template without tools."""
+    text = message.text()
     if message.role == "tool":
-        return f"<tool_response>\n{message.text()}\n</tool_response>"
-    calls = [json.dumps(_called(call.function)) for call in message.tool_calls or ()]
-    written = [f"<tool_call>\n{call}\n</tool_call>" for call in calls]
-    return "\n".join([*([message.text()] if message.text() else []), *written])
+        return f"<tool_response>\n{text}\n</tool_response>"
+    parts = [text] if text else []
+    for call in message.tool_calls or ():
+        parts.append(f"<tool_call>\n{json.dumps(_parse_call(call.function))}\n</tool_call>")
+    return "\n".join(parts)
 
 
-def _called(call: FunctionCall) -> dict[str, Any]:
+def _parse_call(call: FunctionCall) -> dict[str, Any]:
     """Return a call with its arguments as an object, as templates expect it."""
     try:
         arguments = json.loads(call.arguments or "{}")
     except (json.JSONDecodeError, RecursionError) as error:
-        raise OutriderError(f"arguments of a tool call are not JSON ({error}); give them back as they came") from error
+        raise OutriderError(
+            f"the arguments of a tool call are not JSON ({error}); send them as the server returned them"
+        ) from error
     if not isinstance(arguments, dict):
-        raise OutriderError("arguments of a tool call are no JSON object; give them back as they came")
+        raise OutriderError("the arguments of a tool call are not a JSON object; send them as the server returned them")
     return {"name": call.name, "arguments": arguments}

@@ -1,1 +1,1 @@
-"""Streams: committed tokens as text chunks."""
+"""Turns committed tokens into the text chunks of a stream."""

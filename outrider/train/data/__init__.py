@@ -1,1 +1,1 @@
-"""Training data: answers, hidden states, batches."""
+"""The training data: prompts, the target's answers, its hidden states, and batches of them."""

@@ -1,9 +1,10 @@
-"""What a target says, and the states that it was in: texts written by the engine, and read off the same passes."""
+"""Generates the target's answers with the engine, and records the hidden states of the same forward passes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 
@@ -17,94 +18,122 @@ from outrider.train.data.feature_cache import FeatureCache
 from outrider.train.data.sample import Sample
 
 
+@dataclass(slots=True)
+class _Recording:
+    """What is recorded of a running request, in one tensor per round."""
+
+    request_id: int
+    states: list[torch.Tensor] = field(default_factory=list)  # [tokens, layers, H]
+    keys_and_values: list[torch.Tensor] = field(default_factory=list)  # [tokens, n]
+
+
+class _Recorded(NamedTuple):
+    """What was recorded of a finished request."""
+
+    states: torch.Tensor  # [L, layers, H]
+    keys_and_values: torch.Tensor | None  # [L, n]
+
+
 class Recorder:
-    """Another proposer's guesses, while states are written down."""
+    """A proposer that drafts with another proposer and records hidden states."""
 
     def __init__(
         self, inner: Proposer, layers: Sequence[int], *, memory: KVView | None = None, looked: Sequence[int] = ()
     ) -> None:
-        """Write down the outputs of `layers`, and of the layers looked at keys and values as they lie in a `memory`."""
-        self.inner, self.layers, self.looked, self._memory = inner, tuple(layers), tuple(looked), memory
+        """Wrap a proposer.
+
+        Args:
+            inner: the proposer that drafts.
+            layers: the layers of the target whose outputs are recorded.
+            memory: the target's keys and values.
+            looked: the layers whose keys and values are recorded.
+        """
+        self.inner = inner
+        self.layers = tuple(layers)
+        self.looked = tuple(looked)
         self.needs = replace(inner.needs, layers=tuple(sorted({*inner.needs.layers, *layers})))
-        # By slot: the request, and what was seen of it, states and keys and values.
-        self._open: dict[int, tuple[int, list[torch.Tensor], list[torch.Tensor]]] = {}
-        self._done: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
+        self._kv_view = memory
+        self._running: dict[int, _Recording] = {}  # by slot
+        self._finished: dict[int, _Recorded] = {}  # by request id
 
     def admit(self, slot: int, request: Request) -> None:
         self.inner.admit(slot, request)
-        self._open[slot] = request.id, [], []
+        self._running[slot] = _Recording(request.id)
 
     def propose(self, batch: Batch) -> Draft:
         return self.inner.propose(batch)
 
     def commit(self, round: Round) -> None:
-        for b, (row, path) in enumerate(zip(round.batch.seqs, round.path, strict=True)):
-            _, seen, shown = self._open[row.slot]
+        for b, (seq, path) in enumerate(zip(round.batch.seqs, round.path, strict=True)):
+            recording = self._running[seq.slot]
             begin = round.batch.start[b]
-            assert seen or not begin, "a text's first states come from no cache"
-            states = round.scores.states(self.layers, b, path)  # perhaps a view, which would hold on to all rows'
-            seen.append(states.to(torch.bfloat16, copy=True))
+            assert recording.states or not begin, "the first states of a sequence cannot come from the prefix cache"
+            states = round.scores.states(self.layers, b, path)
+            # A copy: the states may be a view that keeps those of all sequences in memory.
+            recording.states.append(states.to(torch.bfloat16, copy=True))
             if self.looked:
-                shown.append(self._shown(row.slot, begin, begin + len(seen[-1])))
+                recording.keys_and_values.append(self._read_kv(seq.slot, begin, begin + len(states)))
         self.inner.commit(round)
 
     def release(self, slot: int) -> None:
         self.inner.release(slot)
-        id, seen, shown = self._open.pop(slot)
-        if seen:
-            self._done[id] = torch.cat(seen), torch.cat(shown) if shown else None
+        recording = self._running.pop(slot)
+        if recording.states:
+            keys_and_values = torch.cat(recording.keys_and_values) if recording.keys_and_values else None
+            self._finished[recording.request_id] = _Recorded(torch.cat(recording.states), keys_and_values)
 
     def take(self, id: int) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        """States of a finished request, and keys and values if layers are looked at, once."""
-        return self._done.pop(id, None)
+        """Remove and return what was recorded of a finished request: states, and keys and values or None."""
+        return self._finished.pop(id, None)
 
-    def _shown(self, slot: int, begin: int, end: int) -> torch.Tensor:
-        """[end - begin, n] of entries that have just been committed."""
-        assert self._memory is not None
-        found = []
+    def _read_kv(self, slot: int, begin: int, end: int) -> torch.Tensor:
+        """Return the concatenated keys and values [end - begin, n] of tokens that were just committed."""
+        assert self._kv_view is not None
+        tensors = []
         for layer in self.looked:
-            entries = self._memory.entries(layer, [slot], begin, end)
+            entries = self._kv_view.entries(layer, [slot], begin, end)
             assert entries is not None
-            found += [each[0].transpose(0, 1).flatten(1).to(torch.bfloat16) for each in entries]
-        return torch.cat(found, 1)
+            tensors += [tensor[0].transpose(0, 1).flatten(1).to(torch.bfloat16) for tensor in entries]
+        return torch.cat(tensors, 1)
 
 
-def written(engine: Engine, recorder: Recorder, requests: Iterable[Request]) -> Iterator[Sample]:
-    """Run requests to their ends, and hand each text over when it is done; one that failed is left out."""
+def generate_samples(engine: Engine, recorder: Recorder, requests: Iterable[Request]) -> Iterator[Sample]:
+    """Run requests to their end, and yield a sample for each as soon as it ends. Failed requests are left out."""
     for request in requests:
         engine.add(request)
     while engine.busy():
-        for row in engine.step():
-            if row.finish_reason is None:
+        for seq in engine.step():
+            if seq.finish_reason is None:
                 continue
-            seen = recorder.take(row.request.id)
-            if seen is None or row.finish_reason is FinishReason.ERROR:
+            recorded = recorder.take(seq.request.id)
+            if recorded is None or seq.finish_reason is FinishReason.ERROR:
                 continue
-            states, shown = seen
-            length = min(len(states), len(row.token_ids) - 1)
+            states, shown = recorded
+            length = min(len(states), len(seq.token_ids) - 1)
             yield Sample(
-                id=row.request.id,
-                tokens=tuple(row.token_ids[: length + 1]),
+                id=seq.request.id,
+                tokens=tuple(seq.token_ids[: length + 1]),
                 states=states[:length],
                 shown=None if shown is None else shown[:length],
-                prompt=len(row.request.prompt_token_ids),
+                prompt=len(seq.request.prompt_token_ids),
             )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerParams:
-    """How prompts are answered."""
+    """Parameters of the answers."""
 
     temperature: float
-    max_tokens: int  # of an answer at most
-    ignore_eos: bool  # past the end of text
+    max_tokens: int  # most tokens of an answer
+    ignore_eos: bool  # continue after the end-of-text token
     seed: int
 
 
 class AnswerGenerator:
-    """Has prompts answered. An answer depends on the prompt, its number and the turn, and on nothing that came before.
+    """Lets the target answer prompts.
 
-    Where a token's logits depend on what else is in its pass, as torch's kernels have it, that holds up to rounding.
+    An answer depends only on the prompt, its number, the number of the answer and the seed. On torch kernels logits
+    depend slightly on the batch, so there this holds up to rounding.
     """
 
     def __init__(
@@ -112,38 +141,43 @@ class AnswerGenerator:
         parts: EngineParts,
         recorder: Recorder,
         prompts: Mapping[int, tuple[int, ...]],
-        manner: AnswerParams,
+        params: AnswerParams,
         *,
-        archive: FeatureCache | None,
+        cache: FeatureCache | None,
     ) -> None:
-        self._parts, self._recorder, self._prompts = parts, recorder, prompts
-        self._manner, self._archive = manner, archive
+        """Answer `prompts`, given by their numbers, with the engine. Answers in the `cache` are not generated again."""
+        self._parts = parts
+        self._recorder = recorder
+        self._prompts = prompts
+        self._params = params
+        self._cache = cache
 
-    def write(self, numbers: Sequence[int], *, turn: int) -> list[Sample]:
-        """Answers to some of the prompts, in the order of their numbers; each turn answers them anew."""
-        requests = {number: self._request(number, turn) for number in sorted(numbers)}
-        done: dict[int, Sample] = {}
-        if self._archive:
-            found = {number: self._archive.read(request) for number, request in requests.items()}
-            done = {number: sample for number, sample in found.items() if sample}
-        missing = [request for number, request in requests.items() if number not in done]
+    def samples(self, numbers: Sequence[int], *, answer: int) -> list[Sample]:
+        """Return a sample for each of these prompts, in ascending order. Each number of `answer` is another answer."""
+        requests = {number: self._request(number, answer) for number in sorted(numbers)}
+        samples: dict[int, Sample] = {}
+        if self._cache:
+            for number, request in requests.items():
+                if cached := self._cache.read(request):
+                    samples[number] = cached
+        missing = [request for number, request in requests.items() if number not in samples]
         with torch.inference_mode():
-            for sample in written(self._parts.engine, self._recorder, missing):
-                done[sample.id] = sample
-                if self._archive:
-                    self._archive.write(requests[sample.id], sample)
-        return [done[number] for number in sorted(done)]
+            for sample in generate_samples(self._parts.engine, self._recorder, missing):
+                samples[sample.id] = sample
+                if self._cache:
+                    self._cache.write(requests[sample.id], sample)
+        return [samples[number] for number in sorted(samples)]
 
-    def _request(self, number: int, turn: int) -> Request:
-        manner, parts = self._manner, self._parts
+    def _request(self, number: int, answer: int) -> Request:
+        params = self._params
         prompt = self._prompts[number]
         return Request(
             id=number,
             prompt_token_ids=prompt,
             params=SamplingParams(
-                temperature=manner.temperature, max_tokens=manner.max_tokens, ignore_eos=manner.ignore_eos
+                temperature=params.temperature, max_tokens=params.max_tokens, ignore_eos=params.ignore_eos
             ),
-            seed=derive_seed(derive_seed(manner.seed, turn), number),
-            end_ids=frozenset() if manner.ignore_eos else parts.end_ids,
-            max_tokens=min(manner.max_tokens, parts.context - len(prompt)),
+            seed=derive_seed(derive_seed(params.seed, answer), number),
+            end_ids=frozenset() if params.ignore_eos else self._parts.end_ids,
+            max_tokens=min(params.max_tokens, self._parts.context - len(prompt)),
         )

@@ -1,4 +1,4 @@
-"""From texts and states to what a step trains on."""
+"""Makes training batches from samples."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from outrider.heads.description import AuxStates, SharedKV
 from outrider.heads.hidden_states import normed
 from outrider.models.base import Target
 from outrider.train.data.sample import Sample
-from outrider.train.distributed import total
+from outrider.train.distributed import all_reduce_sum
 from outrider.train.loss.steps import Texts
-from outrider.train.precision import products
+from outrider.train.precision import matmul_dtype
 
-_AGREES = 0.9  # share of a law that must be the same; bfloat16 moves less than a hundredth of it
+_MIN_OVERLAP = 0.9  # of two distributions that should be equal; bfloat16 changes less than a hundredth
 
 
 class Reader:
-    """Makes batches for drafts that read `taps` of a target."""
+    """Makes batches for drafts that read the hidden states `taps` of a target."""
 
     def __init__(
         self,
@@ -35,109 +35,125 @@ class Reader:
         *,
         views: Sequence[SharedKV] = (),
     ) -> None:
-        """`layers` are what samples hold, the target's last one at the end; `ids` is what the draft guesses.
+        """Prepare for samples of one target.
 
-        `views` say what it sees of the target, of which samples hold each layer once, in rising order.
+        Args:
+            taps: the states that the draft reads.
+            layers: the layers whose states samples have. The last one is the target's last layer.
+            tables: the target's weights.
+            ids: [Vd] token ids of the draft vocabulary.
+            views: the keys and values that the draft attends to. Samples have those of each layer once, in ascending
+                order.
         """
+        self._taps = taps
         self._views = sorted({view.layer: view for view in views}.items())
-        self._taps, self._where = taps, [layers.index(at) for at in taps.layers]
-        self._tables, self._ids, self._last = tables, ids, layers[-1]
-        self._head = tables.head.to(products(tables.head.device))
+        self._tap_indices = [layers.index(layer) for layer in taps.layers]
+        self._tables = tables
+        self._ids = ids
+        self._last_layer = layers[-1]
+        self._head = tables.head.to(matmul_dtype(tables.head.device))
 
     def read(self, samples: Sequence[Sample], *, everything: bool) -> Texts:
-        """Side by side; only answers are learned from unless `everything` is."""
+        """Return a padded batch. The loss mask covers the answers only; with `everything` also the prompts."""
         device = self._head.device
         states = pad_sequence([sample.states.to(device) for sample in samples], batch_first=True)
         tokens = pad_sequence([torch.tensor(sample.tokens) for sample in samples], batch_first=True).to(device)
-        last = normed(states[:, :, -1], self._tables)
-        taps = states[:, :, self._where].float()
+        last_states = normed(states[:, :, -1], self._tables)
+        aux_states = states[:, :, self._tap_indices].float()
         if self._taps.final:
-            taps[:, :, -1] = last
-        places = torch.arange(states.shape[1], device=device)
-        lengths, prompts = (torch.tensor(each, device=device)[:, None] for each in _sizes(samples))
-        learn = (places < lengths) & ((places >= prompts - 1) | everything)
-        laws = self._laws(last[learn])
-        if len(self._ids) != laws.shape[-1]:
-            laws = laws[:, self._ids]
-        return Texts(tokens=tokens, aux_states=taps, learn=learn, target_probs=laws, shown=self._shown(samples))
+            aux_states[:, :, -1] = last_states
+        positions = torch.arange(states.shape[1], device=device)
+        lengths = torch.tensor([len(sample.states) for sample in samples], device=device)[:, None]
+        prompts = torch.tensor([sample.prompt for sample in samples], device=device)[:, None]
+        learn = (positions < lengths) & ((positions >= prompts - 1) | everything)
+        target_probs = self._target_probs(last_states[learn])
+        if len(self._ids) != target_probs.shape[-1]:
+            target_probs = target_probs[:, self._ids]
+        return Texts(
+            tokens=tokens,
+            aux_states=aux_states,
+            learn=learn,
+            target_probs=target_probs,
+            shown=self._keys_and_values(samples),
+        )
 
-    def _shown(self, samples: Sequence[Sample]) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-        """Keys and values of the layers that are looked at."""
+    def _keys_and_values(self, samples: Sequence[Sample]) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+        """Return the keys and values [B, key heads, L, D] by layer of the target."""
         if not self._views:
             return {}
-        held = [sample.shown for sample in samples if sample.shown is not None]
-        padded = pad_sequence([each.to(self._head.device) for each in held], batch_first=True).float()
+        tensors = [sample.shown.to(self._head.device) for sample in samples if sample.shown is not None]
+        padded = pad_sequence(tensors, batch_first=True).float()
         sizes = [view.key_heads * view.dim for _, view in self._views for _ in range(2)]
         parts = iter(torch.split(padded, sizes, -1))
-        out = {}
+        by_layer = {}
         for layer, view in self._views:
-            heads = -1, view.key_heads, view.dim
-            keys, values = (next(parts).reshape(len(padded), *heads).transpose(1, 2) for _ in range(2))
-            out[layer] = keys, values
-        return out
+            shape = (len(padded), -1, view.key_heads, view.dim)
+            keys = next(parts).reshape(shape).transpose(1, 2)
+            values = next(parts).reshape(shape).transpose(1, 2)
+            by_layer[layer] = keys, values
+        return by_layer
 
     @torch.inference_mode()
     def check(self, target: Target, text: tuple[int, ...]) -> None:
-        """See to it that states lead to the law that the target itself gives.
+        """Check on the tokens `text` that the target's distribution can be computed from its last hidden state.
 
         Raises:
-            OutriderError: they do not, so its head does more than multiply by a table.
+            OutriderError: it cannot, because the LM head does more than a matrix product.
         """
-        scores = read_alone(target, text)
-        own, ours = (
-            scores.logits[0, 0].softmax(-1),
-            self._laws(normed(scores.feed_hidden_states[self._last][0][-1], self._tables)),
-        )
-        shared = float(torch.minimum(own, ours).sum())
-        if not shared > _AGREES:
+        scores = score_sequence(target, text)
+        last_state = scores.feed_hidden_states[self._last_layer][0][-1]
+        expected = scores.logits[0, 0].softmax(-1)
+        computed = self._target_probs(normed(last_state, self._tables))
+        overlap = float(torch.minimum(expected, computed).sum())
+        if not overlap > _MIN_OVERLAP:
             raise OutriderError(
-                f"the target's last states and its head give {shared:.0%} of its own law, so no draft can be trained on"
-                " it: its logits are scaled or capped; use it with --proposer suffix"
+                f"the target's last hidden states and its LM head give only {overlap:.0%} of its own distribution, so"
+                " no draft can be trained on it: its logits are scaled or capped; use it with --proposer suffix"
             )
 
-    def _laws(self, last: torch.Tensor) -> torch.Tensor:
-        """The target's probabilities [*, V] from its last states [*, H] after the final norm."""
-        return functional.linear(last.to(self._head), self._head).float().softmax(-1)
+    def _target_probs(self, last_states: torch.Tensor) -> torch.Tensor:
+        """Return the target's probabilities [*, V] from its last states [*, H] after the final norm."""
+        return functional.linear(last_states.to(self._head), self._head).float().softmax(-1)
 
 
-def read_alone(target: Target, text: tuple[int, ...]) -> Scores:
-    """What a target that does nothing else says of a text, in one pass."""
-    batch = Batch(seqs=(SequenceState.of(text),), start=(0,), feed=(text,), draft_budget=(0,))
-    target.cache.admit(0, text)
+def score_sequence(target: Target, tokens: tuple[int, ...]) -> Scores:
+    """Score a sequence in one pass. The target must have no running sequences."""
+    batch = Batch(seqs=(SequenceState.of(tokens),), start=(0,), feed=(tokens,), draft_budget=(0,))
+    target.cache.admit(0, tokens)
     scores = target.score(batch, tree.empty(1, target.device))
     target.cache.release(0)
     return scores
 
 
-def _sizes(samples: Sequence[Sample]) -> tuple[list[int], list[int]]:
-    return [len(sample.states) for sample in samples], [sample.prompt for sample in samples]
+def micro_batches(samples: Sequence[Sample], max_tokens: int) -> list[list[Sample]]:
+    """Group samples of similar length.
 
-
-def parts(samples: Sequence[Sample], most: int) -> list[list[Sample]]:
-    """Samples of like lengths together, each part of up to `most` tokens with its padding, or of one sample."""
-    out: list[list[Sample]] = []
+    A group has up to `max_tokens` tokens with its padding, or consists of one sample.
+    """
+    groups: list[list[Sample]] = []
     for sample in sorted(samples, key=lambda sample: len(sample.tokens)):
-        if out and len(sample.tokens) * (len(out[-1]) + 1) <= most:
-            out[-1].append(sample)
+        if groups and len(sample.tokens) * (len(groups[-1]) + 1) <= max_tokens:
+            groups[-1].append(sample)
         else:
-            out.append([sample])
-    return out
+            groups.append([sample])
+    return groups
 
 
-def frequent(samples: Sequence[Sample], vocab: int, size: int, device: torch.device) -> torch.Tensor:
-    """The `size` tokens [size] that are written most, in rising order: what a draft of a small vocabulary guesses.
+def most_frequent_tokens(samples: Sequence[Sample], vocab: int, size: int, device: torch.device) -> torch.Tensor:
+    """Return the `size` most frequent tokens of the answers [size] in ascending order, for a draft vocabulary.
 
-    All processes count together, and find the same.
+    Counts are summed over all processes, so that all of them get the same result.
     """
     counts = torch.zeros(vocab, dtype=torch.int64)
     for sample in samples:
-        counts += torch.bincount(torch.tensor(sample.tokens[sample.prompt :], dtype=torch.int64), minlength=vocab)
-    counts = total(counts.to(device)).cpu()
-    order = counts.sort(descending=True, stable=True).indices  # of equals the smaller ids, wherever this runs
+        answer = torch.tensor(sample.tokens[sample.prompt :], dtype=torch.int64)
+        counts += torch.bincount(answer, minlength=vocab)
+    counts = all_reduce_sum(counts.to(device)).cpu()
+    order = counts.sort(descending=True, stable=True).indices  # ties by ascending id, on every device
     return order[:size].sort().values
 
 
-def shares(things: int, count: int) -> list[range]:
-    """So many things in `count` runs of nearly equal length."""
-    bounds = [things * i // count for i in range(count + 1)]
-    return [range(a, b) for a, b in pairwise(bounds)]
+def split_evenly(size: int, count: int) -> list[range]:
+    """Split the indices below `size` into `count` ranges of nearly equal length."""
+    bounds = [size * i // count for i in range(count + 1)]
+    return [range(begin, end) for begin, end in pairwise(bounds)]

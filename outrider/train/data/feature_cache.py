@@ -1,4 +1,4 @@
-"""Answers and states on disk, so that what was written once need not be written again."""
+"""Caches answers and hidden states on disk, so that later trainings need not generate them again."""
 
 from __future__ import annotations
 
@@ -18,82 +18,86 @@ from outrider.engine.build import EngineParts
 from outrider.errors import OutriderError
 from outrider.plan.store import model_print
 from outrider.train.data.sample import Sample
-from outrider.train.distributed import world
+from outrider.train.distributed import world_size
 
-_FORM = 2  # of what is kept; a file of another form is never found
+_FORMAT = 2  # version of the files; files of another version are not found
 _log = logging.getLogger("outrider")
 
 
 class FeatureCache:
-    """A folder of samples by what they answer.
+    """A folder of samples by request.
 
-    A name is a hash of everything that an answer and its states follow from, so trainings with other options share what
-    they have in common. Nothing is ever thrown out: prompts come round in turns, and of what comes round in turns one
-    keeps most by keeping the first.
+    The name of a file is a hash of everything that determines the answer and its states, so trainings with other
+    options share samples. Nothing is evicted: trainings use prompts cyclically, and for a cyclic order the best policy
+    is to keep the first samples that fit.
     """
 
     def __init__(self, folder: str | Path, *, gigabytes: float, origin: str, layers: Sequence[int]) -> None:
-        """Keep up to `gigabytes` (1e9 bytes) in a folder.
+        """Open the folder, or make it.
 
-        `origin` says whose states they are (see `origin_of`), and `layers` which of them samples hold. What was kept
-        with more layers will do.
+        Args:
+            folder: the folder.
+            gigabytes: the most 1e9 bytes that it holds.
+            origin: where the states come from; see `origin_of`.
+            layers: the layers whose states samples have. A cached sample may have more.
 
         Raises:
             OutriderError: the folder cannot be made.
         """
-        self._folder, self._origin, self._layers = Path(folder).expanduser(), origin, list(layers)
+        self._folder = Path(folder).expanduser()
+        self._origin = origin
+        self._layers = list(layers)
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            held = sum(file.stat().st_size for file in self._folder.glob("*/*.safetensors"))
+            used_bytes = sum(file.stat().st_size for file in self._folder.glob("*/*.safetensors"))
         except OSError as error:
             raise OutriderError(f"{folder} cannot be used ({error}); give --cache-dir another folder") from error
-        self._left = max(gigabytes * 1e9 - held, 0) / world()
+        self._free_bytes = max(gigabytes * 1e9 - used_bytes, 0) / world_size()  # share of this process
 
     def read(self, request: Request) -> Sample | None:
-        """What was kept of this very request; what is damaged counts as not there."""
+        """Return the sample of a request. None if there is none, or if the file is damaged."""
         file = self._file(request)
         try:
-            held = load_file(file)
-            tokens, layers = tuple(held["tokens"].tolist()), held["layers"].tolist()
-            states = held["states"][:, [layers.index(layer) for layer in self._layers]]
-            shown = held.get("shown")
+            tensors = load_file(file)
+            tokens = tuple(tensors["tokens"].tolist())
+            layers = tensors["layers"].tolist()
+            states = tensors["states"][:, [layers.index(layer) for layer in self._layers]]
+            shown = tensors.get("shown")
         except (OSError, SafetensorError, KeyError, ValueError, IndexError):
             return None
-        if (
-            states.dim() != 3
-            or len(states) + 1 != len(tokens)
-            or tokens[: len(request.prompt_token_ids)] != request.prompt_token_ids
-        ):
+        prompt = request.prompt_token_ids
+        if states.dim() != 3 or len(states) + 1 != len(tokens) or tokens[: len(prompt)] != prompt:
             return None
-        return Sample(id=request.id, tokens=tokens, states=states, prompt=len(request.prompt_token_ids), shown=shown)
+        return Sample(id=request.id, tokens=tokens, states=states, prompt=len(prompt), shown=shown)
 
     def write(self, request: Request, sample: Sample) -> None:
-        """Keep a sample where there is room for it; a disk that is full ends the keeping, and not the training."""
+        """Write a sample if there is space. If the disk is full, nothing more is cached, and the training goes on."""
         size = sample.states.nbytes + 8 * len(sample.tokens) + (0 if sample.shown is None else sample.shown.nbytes)
-        if size > self._left:
+        if size > self._free_bytes:
             return
         file = self._file(request)
-        fresh = file.with_suffix(f".{os.getpid()}.new")
+        temporary = file.with_suffix(f".{os.getpid()}.new")
         try:
             file.parent.mkdir(exist_ok=True)
-            held = {
+            tensors = {
                 "tokens": torch.tensor(sample.tokens),
                 "layers": torch.tensor(self._layers),
                 "states": sample.states.cpu().contiguous(),
             }
-            held |= {} if sample.shown is None else {"shown": sample.shown.cpu().contiguous()}
-            fresh.write_bytes(save(held))
-            fresh.replace(file)
-            self._left -= size
+            if sample.shown is not None:
+                tensors["shown"] = sample.shown.cpu().contiguous()
+            temporary.write_bytes(save(tensors))
+            temporary.replace(file)
+            self._free_bytes -= size
         except (OSError, SafetensorError) as error:
-            self._left = 0
-            _log.warning("no more states are kept in %s: %s", self._folder, error)
-            fresh.unlink(missing_ok=True)
+            self._free_bytes = 0
+            _log.warning("no more states are cached in %s: %s; free some space", self._folder, error)
+            temporary.unlink(missing_ok=True)
 
     def _file(self, request: Request) -> Path:
         params = request.params
-        facts = [
-            _FORM,
+        key = [
+            _FORMAT,
             self._origin,
             request.prompt_token_ids,
             params.temperature,
@@ -101,11 +105,11 @@ class FeatureCache:
             request.seed,
             sorted(request.end_ids),
         ]
-        name = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+        name = hashlib.sha256(json.dumps(key).encode()).hexdigest()
         return self._folder / name[:2] / f"{name}.safetensors"
 
 
-def origin_of(parts: EngineParts, folder: str | Path, looked: Sequence[int] = ()) -> str:
-    """Whose states these are: the target's weights, what they run on, and the layers that are looked at, if any are."""
-    seen = [list(looked)] if looked else []
-    return json.dumps([model_print(Path(folder)), str(parts.dtype), parts.target.kernels, *seen])
+def origin_of(parts: EngineParts, folder: str | Path, kv_layers: Sequence[int] = ()) -> str:
+    """Return where states come from: the target's weights, its dtype and kernels, and the layers of recorded KV."""
+    optional = [list(kv_layers)] if kv_layers else []
+    return json.dumps([model_print(Path(folder)), str(parts.dtype), parts.target.kernels, *optional])

@@ -1,4 +1,4 @@
-"""Prompts to train on, and some to measure on."""
+"""Reads the prompts of a training, and divides them into training and evaluation prompts."""
 
 from __future__ import annotations
 
@@ -11,54 +11,59 @@ from typing import Any
 from outrider.errors import OutriderError
 from outrider.measure.prompts import Line, Prompt, by_category, chat_tokens, read_lines, text_tokens, turns
 
-_HELD, _MOST = 0.05, 64  # of the data, where no prompts to measure on are named; and at most
-_FORM = '{"prompt": "..."} or {"messages": [...]}'
+_EVAL_SHARE = 0.05  # of the prompts, if there is no --eval-data
+_MAX_EVAL_PROMPTS = 64
+_LINE_FORMAT = '{"prompt": "..."} or {"messages": [...]}'
 
 
 def read_prompts(files: Sequence[str], *, limit: int | None = None) -> list[Prompt]:
-    """All lines of all files, the first `limit` of them; a line without a category is of none.
+    """Return the prompts of all files, up to the first `limit`. A line without a category has the category "".
 
     Raises:
-        OutriderError: a file or a line is not as it should be.
+        OutriderError: a file cannot be read, or a line is not a prompt.
     """
-    return [_prompt(line) for file in files for line in read_lines(file, form=_FORM)][:limit]
+    return [_prompt(line) for file in files for line in read_lines(file, form=_LINE_FORMAT)][:limit]
 
 
-def split(prompts: Sequence[Prompt], held_out: str | None, *, seed: int) -> tuple[list[Prompt], list[Prompt]]:
-    """What to train on, and what to measure on: lines that are not trained on.
+def split(prompts: Sequence[Prompt], eval_data: str | None, *, seed: int) -> tuple[list[Prompt], list[Prompt]]:
+    """Return the prompts for training and those for the evaluation.
 
-    Where none are named, some of the data are taken; a prompt that the data hold once rather than one that comes again.
+    Without the file `eval_data`, a part of `prompts` is held out: first of all prompts that occur only once.
 
     Raises:
-        OutriderError: there are too few.
+        OutriderError: there are too few prompts.
     """
-    if held_out:
-        groups = by_category(read_prompts([held_out]))
-        each = max(_MOST // len(groups), 1)
-        return list(prompts), [prompt for group in groups.values() for prompt in group[:each]]
+    if eval_data:
+        groups = by_category(read_prompts([eval_data]))
+        most = max(_MAX_EVAL_PROMPTS // len(groups), 1)
+        return list(prompts), [prompt for group in groups.values() for prompt in group[:most]]
     if len(prompts) < 2:
-        raise OutriderError("one prompt is not enough to train and to measure; give more, or --eval-data FILE")
+        raise OutriderError(
+            "one prompt is not enough for training and evaluation; give more prompts, or --eval-data FILE"
+        )
     shuffled = random.Random(seed).sample(list(prompts), len(prompts))
-    times = Counter(_content(prompt) for prompt in shuffled)
-    shuffled.sort(key=lambda prompt: times[_content(prompt)] > 1)
-    held = min(max(int(len(prompts) * _HELD), 1), _MOST)
-    return shuffled[held:], shuffled[:held]
+    counts = Counter(_content(prompt) for prompt in shuffled)
+    shuffled.sort(key=lambda prompt: counts[_content(prompt)] > 1)
+    held_out = min(max(int(len(prompts) * _EVAL_SHARE), 1), _MAX_EVAL_PROMPTS)
+    return shuffled[held_out:], shuffled[:held_out]
 
 
-def repeated(prompts: Sequence[Prompt], held: Sequence[Prompt]) -> int:
-    """How many of those to measure on are trained on, too."""
-    learned = set(map(_content, prompts))
-    return sum(_content(prompt) in learned for prompt in held)
+def count_repeated(train_prompts: Sequence[Prompt], eval_prompts: Sequence[Prompt]) -> int:
+    """Return the number of evaluation prompts that are also training prompts."""
+    train_contents = set(map(_content, train_prompts))
+    return sum(_content(prompt) in train_contents for prompt in eval_prompts)
 
 
 def encoded(tokenizer: Any, prompt: Prompt, *, whole: bool = False) -> tuple[int, ...]:
-    """A prompt's tokens, at least one; `whole` where nothing is to follow.
+    """Return the tokens of a prompt, at least one.
+
+    With `whole` the prompt is a complete text: messages get no start of an answer.
 
     Raises:
-        OutriderError: there are none, or the model has no template that takes its messages.
+        OutriderError: the prompt has no tokens, or the model has no chat template for its messages.
     """
     if prompt.messages is not None and getattr(tokenizer, "chat_template", None) is None:
-        raise OutriderError(f"{prompt.id} holds messages, and this target has no chat template; give prompt instead")
+        raise OutriderError(f"{prompt.id} has messages, and this target has no chat template; give prompt instead")
     try:
         if prompt.messages is None:
             tokens = text_tokens(tokenizer, prompt.prompt or "")
@@ -76,10 +81,16 @@ def _content(prompt: Prompt) -> str:
 
 
 def _prompt(line: Line) -> Prompt:
-    where, fields = line.where, line.fields
-    prompt, messages, category = fields.get("prompt"), fields.get("messages"), str(fields.get("category", ""))
+    """Return the prompt of a line.
+
+    Raises:
+        OutriderError: the line has neither a prompt nor messages.
+    """
+    prompt = line.fields.get("prompt")
+    messages = line.fields.get("messages")
+    category = str(line.fields.get("category", ""))
     if messages is not None:
-        return Prompt(id=where, category=category, prompt=None, messages=turns(messages, where))
+        return Prompt(id=line.where, category=category, prompt=None, messages=turns(messages, line.where))
     if not isinstance(prompt, str) or not prompt:
-        raise OutriderError(f"{where}: no prompt; give lines like {_FORM}")
-    return Prompt(id=where, category=category, prompt=prompt, messages=None)
+        raise OutriderError(f"{line.where}: no prompt; give lines like {_LINE_FORMAT}")
+    return Prompt(id=line.where, category=category, prompt=prompt, messages=None)

@@ -1,4 +1,4 @@
-"""A finished text with the states that its writer was in."""
+"""A training sample: one sequence and the target's hidden states."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Sample:
-    """What is learned from."""
+    """A finished sequence of L + 1 tokens."""
 
-    id: int  # of the request
-    tokens: tuple[int, ...]  # L + 1
-    states: torch.Tensor  # [L, layers, H] bfloat16, outputs of the layers asked for, at all tokens but the last
-    prompt: int  # how many of the tokens were given
-    shown: torch.Tensor | None = None  # [L, n] bfloat16, keys and values of the layers asked for, one behind another
+    id: int  # of the request: the number of the prompt
+    tokens: tuple[int, ...]  # [L + 1]
+    states: torch.Tensor  # [L, layers, H] bfloat16, outputs of the recorded layers at all tokens but the last
+    prompt: int  # number of prompt tokens
+    shown: torch.Tensor | None = None  # [L, n] bfloat16, concatenated keys and values of the recorded layers

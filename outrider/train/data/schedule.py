@@ -1,4 +1,4 @@
-"""In which order a training goes through its prompts."""
+"""Plans the order in which a training uses its prompts."""
 
 from __future__ import annotations
 
@@ -7,41 +7,53 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from outrider.core.noise import derive_seed
-from outrider.train.data.batches import parts, shares
+from outrider.train.data.batches import micro_batches, split_evenly
 from outrider.train.data.sample import Sample
 from outrider.train.settings import Settings
 
 
-class Writer(Protocol):
-    """Who has the texts that are learned from."""
+class SampleSource(Protocol):
+    """Provides the samples of a training."""
 
-    def write(self, numbers: Sequence[int], *, turn: int) -> list[Sample]:
-        """Texts that begin with some of the prompts, in the order of their numbers."""
+    def samples(self, numbers: Sequence[int], *, answer: int) -> list[Sample]:
+        """Return a sample for each of these prompts, in ascending order. `answer` is the number of the answer."""
 
 
 class PromptSchedule:
-    """Waves, each of some prompts answered together and some steps on their answers.
+    """Divides the training of one process into generation cycles.
 
-    An epoch goes through all prompts of this process once. What a wave holds follows from its number alone.
+    In a generation cycle the target answers some prompts, and the draft trains for some steps on the answers. An epoch
+    goes through all prompts of the process once. The contents of a cycle depend only on its number.
     """
 
-    def __init__(self, author: Writer, numbers: Sequence[int], settings: Settings, *, most: int) -> None:
-        """`numbers` are this process's prompts; `most` says how many a process has at most."""
-        self._author, self._numbers, self._settings = author, sorted(numbers), settings
-        self._of_epoch = -(-most // (settings.batch_size * settings.steps_per_generation))
-        self.waves = self._of_epoch * settings.epochs
+    def __init__(
+        self, source: SampleSource, numbers: Sequence[int], settings: Settings, *, most_per_process: int
+    ) -> None:
+        """Plan the cycles.
 
-    def samples(self, wave: int) -> list[Sample]:
-        """The wave's answers, in the order of the prompts' numbers."""
+        Args:
+            source: provides the samples.
+            numbers: the prompts of this process.
+            settings: the options of the training.
+            most_per_process: the largest number of prompts of a process, so that all processes have as many cycles.
+        """
+        self._source = source
+        self._numbers = sorted(numbers)
+        self._settings = settings
+        self._cycles_per_epoch = -(-most_per_process // (settings.batch_size * settings.steps_per_generation))
+        self.num_cycles = self._cycles_per_epoch * settings.epochs
+
+    def samples(self, cycle: int) -> list[Sample]:
+        """Return the samples of a cycle, in the order of their prompts."""
         settings = self._settings
-        epoch, place = divmod(wave, self._of_epoch)
+        epoch, cycle_of_epoch = divmod(cycle, self._cycles_per_epoch)
         order = random.Random(derive_seed(settings.seed, epoch)).sample(self._numbers, len(self._numbers))
-        mine = shares(len(order), self._of_epoch)[place]
-        turn = epoch % settings.answers_per_prompt if settings.answers_per_prompt else epoch
-        return self._author.write([order[at] for at in mine], turn=turn)
+        indices = split_evenly(len(order), self._cycles_per_epoch)[cycle_of_epoch]
+        answer = epoch % settings.answers_per_prompt if settings.answers_per_prompt else epoch
+        return self._source.samples([order[i] for i in indices], answer=answer)
 
-    def steps(self, samples: Sequence[Sample], wave: int) -> list[list[list[Sample]]]:
-        """What each of the wave's steps learns from, in parts that fit into memory."""
-        mixed = random.Random(derive_seed(self._settings.seed, wave)).sample(samples, len(samples))
-        runs = shares(len(mixed), self._settings.steps_per_generation)
-        return [parts([mixed[at] for at in run], self._settings.micro_batch_tokens) for run in runs]
+    def steps(self, samples: Sequence[Sample], cycle: int) -> list[list[list[Sample]]]:
+        """Shuffle the samples of a cycle. Return the micro-batches of each of its steps."""
+        shuffled = random.Random(derive_seed(self._settings.seed, cycle)).sample(samples, len(samples))
+        step_indices = split_evenly(len(shuffled), self._settings.steps_per_generation)
+        return [micro_batches([shuffled[i] for i in run], self._settings.micro_batch_tokens) for run in step_indices]

@@ -1,1 +1,1 @@
-"""Training steps and their losses."""
+"""The unrolled steps of a draft, and the losses of training."""

@@ -1,9 +1,11 @@
-"""Blocks behind tokens drawn at random, filled in by one masked pass (DFlash, 2602.06036; DSpark, 2607.05147).
+"""Unrolls a block head: blocks at random positions, filled in by one pass (DFlash, 2602.06036; DSpark, 2607.05147).
 
-A text's states are read once, and many blocks stand beside each other. Each sees what the engine's one block at that
-place would see: the states before it, and itself both ways. Guess k of a block stands behind k given tokens, as it will
-stand behind kept ones. Papers weigh it by exp(-k / gamma), counted from 0, and so by a decay of exp(-1 / gamma) from
-guess to guess: 0.78 for blocks of 7 guesses, 0.82 for 9 and 0.87 for 15.
+The hidden states of a sequence are projected once, for many blocks side by side. A block attends to the states before
+it, and bidirectionally to itself, like the one block that the engine drafts at this position. Draft token k of a block
+is trained after k given tokens, as the engine uses it after k accepted ones.
+
+The papers weight draft token k by exp(-k / gamma), counted from 0. This is a loss decay of exp(-1 / gamma): 0.78 for
+blocks of 7 draft tokens, 0.82 for 9 and 0.87 for 15.
 """
 
 from __future__ import annotations
@@ -14,79 +16,99 @@ import torch
 
 from outrider.heads.modules.block import BlockHead
 from outrider.heads.modules.layers import Attention
-from outrider.train.loss.steps import Step, Texts, drawn
+from outrider.train.loss.steps import Step, Texts, sample_columns
 
-_MOST = 512  # blocks of a text
+_MAX_BLOCKS = 512  # per sequence
 
 
-def in_blocks(module: BlockHead, texts: Texts, steps: int, share: float) -> Iterator[Step]:
-    """The guesses 0, 1, ... of blocks behind a share of each text's places; column c is the same block in all steps."""
-    places, live = anchors(texts.learn, share)
-    out = _pass(module, texts, places)
-    rows = torch.arange(len(places), device=places.device)[:, None]
-    row = rows.expand_as(places)
+def unroll_blocks(module: BlockHead, texts: Texts, steps: int, share: float) -> Iterator[Step]:
+    """Yield the draft tokens 0, 1, ... of blocks at a share of the positions. A column is the same block in all steps.
+
+    Args:
+        module: the block head.
+        texts: the batch.
+        steps: the most steps.
+        share: share of the trained positions at which a block begins, in (0, 1].
+    """
+    starts, live = anchors(texts.learn, share)
+    out = _forward(module, texts, starts)
+    rows = torch.arange(len(starts), device=starts.device)[:, None].expand_as(starts)
     last = texts.learn.shape[1] - 1
-    for guess in range(min(steps, module.block.draft_tokens)):
-        at = (places + guess).clamp(max=last)  # the token before the guess
-        live = live & (places + guess <= last) & texts.learn[rows, at]
-        ours, before = out[:, :, guess], texts.tokens[rows, at]
-        ours, before = ours[live], before[live]
+    for index in range(min(steps, module.block.draft_tokens)):
+        position = (starts + index).clamp(max=last)  # of the token before the draft token
+        live = live & (starts + index <= last) & texts.learn[rows, position]
+        index_out = out[:, :, index][live]
+        previous_tokens = texts.tokens[rows, position][live]
         yield Step(
             learn=live,
-            logits=module.corrected(module.logits(ours), before),
-            target=texts.target_probs_at(row[live], at[live]),
-            confidence=module.confidence(ours, before) if module.block.confidence else None,
+            logits=module.corrected(module.logits(index_out), previous_tokens),
+            target=texts.target_probs_at(rows[live], position[live]),
+            confidence=module.confidence(index_out, previous_tokens) if module.block.confidence else None,
         )
 
 
 def anchors(learn: torch.Tensor, share: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where blocks begin.
+    """Choose the positions at which blocks begin, at random.
 
     Args:
-        learn: [B, L] whether the law after a token is learned from.
-        share: of such places, in (0, 1].
+        learn: [B, L] bool: whether to train on the distribution after a token.
+        share: share of these positions to choose, in (0, 1].
 
     Returns:
-        Places [B, A] whose laws are, with a token before them, drawn at random and in rising order; and whether they
-        are [B, A] such: texts with fewer than others have padding behind.
+        The positions [B, A] in ascending order, never the first of a sequence; and whether [B, A] they are trained.
+        Sequences with fewer positions have padding at the end.
     """
-    able = learn.clone()
-    able[:, 0] = False
+    allowed = learn.clone()
+    allowed[:, 0] = False
     if share < 1:
-        able &= torch.rand(able.shape).to(able.device) < share
-    return drawn(able, _MOST)
+        allowed &= torch.rand(allowed.shape).to(allowed.device) < share
+    return sample_columns(allowed, _MAX_BLOCKS)
 
 
-def _pass(module: BlockHead, texts: Texts, places: torch.Tensor) -> torch.Tensor:
-    """Outputs [B, A, guesses, H] of blocks that begin at `places` [B, A]."""
-    states, device = module.fused(texts.aux_states), places.device
+def _forward(module: BlockHead, texts: Texts, starts: torch.Tensor) -> torch.Tensor:
+    """Return the outputs [B, A, draft tokens, H] of blocks that begin at positions `starts` [B, A]."""
+    states = module.fused(texts.aux_states)
+    device = starts.device
     positions = torch.arange(states.shape[1], device=device)
-    columns = places[..., None] + torch.arange(module.block.size, device=device)
-    look = _Look(module.shown(states, positions.expand(len(states), -1)), positions >= places[..., None])
-    return module(texts.tokens.gather(1, places), columns.flatten(1), look)  # type: ignore[no-any-return]
+    block_positions = starts[..., None] + torch.arange(module.block.size, device=device)
+    state_kv = module.shown(states, positions.expand(len(states), -1))
+    attention = _BlockAttention(state_kv, positions >= starts[..., None])
+    first_tokens = texts.tokens.gather(1, starts)
+    return module(first_tokens, block_positions.flatten(1), attention)  # type: ignore[no-any-return]
 
 
-class _Look:
-    """Who sees whom."""
+class _BlockAttention:
+    """Attention of a block to the states before it and to itself."""
 
-    def __init__(self, shown: Sequence[tuple[torch.Tensor, torch.Tensor]], unseen: torch.Tensor) -> None:
-        """Take keys and values [B, Hkv, L, D] of states by layer, and which [B, A, L] of them a block does not see."""
-        self._shown, self._unseen = shown, unseen[:, None, None, :, None]
+    def __init__(self, state_kv: Sequence[tuple[torch.Tensor, torch.Tensor]], hidden: torch.Tensor) -> None:
+        """Take the keys and values of states, and the attention mask.
+
+        Args:
+            state_kv: keys and values [B, Hkv, L, D] of the target's states, by layer.
+            hidden: [B, A, L] bool: the states that a block does not attend to.
+        """
+        self._state_kv = state_kv
+        self._hidden = hidden[:, None, None, :, None]
 
     def __call__(
         self,
-        of: Attention,
+        attention: Attention,
         query: torch.Tensor,  # [B, Hq, A * size, D]
         key: torch.Tensor,  # [B, Hkv, A * size, D]
         value: torch.Tensor,
     ) -> torch.Tensor:
-        keys, values = (each[:, :, None] for each in self._shown[of.layer_idx])  # [B, Hkv, 1, L, D]
-        (rows, heads, columns, dim), blocks = key.shape, self._unseen.shape[3]
+        state_keys, state_values = (tensor[:, :, None] for tensor in self._state_kv[attention.layer_idx])
+        length = state_keys.shape[3]  # of [B, Hkv, 1, L, D]
+        rows, heads, columns, dim = key.shape
+        blocks = self._hidden.shape[3]
+        by_block = (blocks, columns // blocks)
         query = (query * dim**-0.5).view(rows, heads, -1, columns, dim)
-        apart = (blocks, columns // blocks)
-        key, value = (each.reshape(rows, heads, 1, *apart, dim) for each in (key, value))
-        before = (query @ keys.transpose(-1, -2)).view(rows, heads, -1, *apart, keys.shape[3])
-        own = query.view(rows, heads, -1, *apart, dim) @ key.transpose(-1, -2)  # [B, Hkv, G, A, size, size]
-        weights = torch.cat([before.masked_fill(self._unseen, -torch.inf), own], -1).float().softmax(-1).to(value.dtype)
-        far, near = weights[..., : keys.shape[3]], weights[..., keys.shape[3] :]
-        return (far.flatten(3, 4) @ values + (near @ value).flatten(3, 4)).flatten(1, 2)
+        key, value = (tensor.reshape(rows, heads, 1, *by_block, dim) for tensor in (key, value))
+        state_scores = (query @ state_keys.transpose(-1, -2)).view(rows, heads, -1, *by_block, length)
+        block_scores = query.view(rows, heads, -1, *by_block, dim) @ key.transpose(-1, -2)
+        # block_scores is [B, Hkv, G, A, size, size]
+        scores = torch.cat([state_scores.masked_fill(self._hidden, -torch.inf), block_scores], -1)
+        weights = scores.float().softmax(-1).to(value.dtype)
+        from_states = weights[..., :length].flatten(3, 4) @ state_values
+        from_block = (weights[..., length:] @ value).flatten(3, 4)
+        return (from_states + from_block).flatten(1, 2)

@@ -1,7 +1,8 @@
-"""What a draft is trained to make small, from the target's law p and its own law q at each position.
+"""The losses, computed from the target distribution p and the draft distribution q at each position.
 
-The share of guesses drawn from q that are kept is alpha = sum over x of min(p(x), q(x)) = 1 - TV(p, q). What a draft
-cannot guess is lost to it: p is not rescaled there, so alpha is what the engine will see.
+A draft token that is sampled from q is accepted with probability alpha = sum over x of min(p(x), q(x)) = 1 - TV(p, q).
+Tokens that are not in the draft vocabulary are always missed. p is not renormalized without them, so alpha is the
+acceptance that the engine will have.
 """
 
 from __future__ import annotations
@@ -16,65 +17,70 @@ import torch
 
 from outrider.errors import OutriderError
 
-_LN2, _TINY = math.log(2), 1e-20
+_LN2 = math.log(2)
+_TINY = 1e-20
 
 
 @dataclass(frozen=True, eq=False)
 class Distributions:
-    """Over what the draft can guess."""
+    """Target and draft distributions over the draft vocabulary."""
 
     p: torch.Tensor  # [*, Vd] the target's probabilities, which may sum to less than 1
     log_q: torch.Tensor  # [*, Vd] the draft's log-probabilities
 
     @cached_property
     def alpha(self) -> torch.Tensor:
-        """[*] the share of drawn guesses that are kept: Leviathan et al. 2023, theorem 3.5."""
+        """[*] acceptance probability of a token sampled from q: Leviathan et al. 2023, theorem 3.5."""
         return torch.minimum(self.p, self.log_q.exp()).sum(-1)
 
     @property
     def log_p(self) -> torch.Tensor:
-        """[*, Vd] log-probabilities of the target, given that it can be guessed what it says."""
+        """[*, Vd] the target's log-probabilities, renormalized over the draft vocabulary."""
         return self.p.clamp(min=_TINY).log() - self.p.sum(-1, keepdim=True).clamp(min=_TINY).log()
 
 
-def cross_entropy(laws: Distributions) -> torch.Tensor:
-    """-sum p log q, with p given that it can be guessed; its slope is that of the forward divergence."""
-    return -(laws.p * laws.log_q).sum(-1) / laws.p.sum(-1).clamp(min=_TINY)
+def cross_entropy(dist: Distributions) -> torch.Tensor:
+    """Return -sum p log q, with p renormalized. Its gradient is that of the forward KL divergence."""
+    return -(dist.p * dist.log_q).sum(-1) / dist.p.sum(-1).clamp(min=_TINY)
 
 
-def forward_kl(laws: Distributions) -> torch.Tensor:
-    """sum p log(p / q)."""
-    log_p = laws.log_p
-    return (log_p.exp() * (log_p - laws.log_q)).sum(-1)
+def forward_kl(dist: Distributions) -> torch.Tensor:
+    """Return sum p log(p / q)."""
+    log_p = dist.log_p
+    return (log_p.exp() * (log_p - dist.log_q)).sum(-1)
 
 
-def reverse_kl(laws: Distributions) -> torch.Tensor:
-    """sum q log(q / p)."""
-    return (laws.log_q.exp() * (laws.log_q - laws.log_p)).sum(-1)
+def reverse_kl(dist: Distributions) -> torch.Tensor:
+    """Return sum q log(q / p)."""
+    return (dist.log_q.exp() * (dist.log_q - dist.log_p)).sum(-1)
 
 
-def jensen_shannon(laws: Distributions) -> torch.Tensor:
-    """(KL(p, m) + KL(q, m)) / 2 with m = (p + q) / 2."""
-    p, q = laws.log_p, laws.log_q
-    middle = torch.logaddexp(p, q) - _LN2
-    return ((p.exp() * (p - middle)).sum(-1) + (q.exp() * (q - middle)).sum(-1)) / 2
+def jensen_shannon(dist: Distributions) -> torch.Tensor:
+    """Return (KL(p, m) + KL(q, m)) / 2 with m = (p + q) / 2."""
+    log_p = dist.log_p
+    log_q = dist.log_q
+    log_m = torch.logaddexp(log_p, log_q) - _LN2
+    return ((log_p.exp() * (log_p - log_m)).sum(-1) + (log_q.exp() * (log_q - log_m)).sum(-1)) / 2
 
 
-def total_variation(laws: Distributions) -> torch.Tensor:
-    """1 - alpha."""
-    return 1 - laws.alpha
+def total_variation(dist: Distributions) -> torch.Tensor:
+    """Return 1 - alpha."""
+    return 1 - dist.alpha
 
 
-def negative_log_alpha(laws: Distributions) -> torch.Tensor:
-    """-log alpha (LK losses, 2602.23881)."""
-    return -laws.alpha.clamp(min=1e-6).log()
+def negative_log_alpha(dist: Distributions) -> torch.Tensor:
+    """Return -log alpha (LK losses, 2602.23881)."""
+    return -dist.alpha.clamp(min=1e-6).log()
 
 
-def hybrid(laws: Distributions) -> torch.Tensor:
-    """w KL + (1 - w)(1 - alpha) with w = exp(-3 alpha): first the shape, then what is kept (LK losses, 2602.23881)."""
-    alpha = laws.alpha
+def hybrid(dist: Distributions) -> torch.Tensor:
+    """Return w KL + (1 - w)(1 - alpha) with w = exp(-3 alpha) (LK losses, 2602.23881).
+
+    While alpha is small, the loss fits the whole distribution. When alpha is large, it maximizes the acceptance.
+    """
+    alpha = dist.alpha
     weight = (-3 * alpha.detach()).exp()
-    return weight * forward_kl(laws) + (1 - weight) * (1 - alpha)
+    return weight * forward_kl(dist) + (1 - weight) * (1 - alpha)
 
 
 LOSSES: Mapping[str, Callable[[Distributions], torch.Tensor]] = MappingProxyType(
@@ -88,39 +94,46 @@ LOSSES: Mapping[str, Callable[[Distributions], torch.Tensor]] = MappingProxyType
         "hybrid": hybrid,
     }
 )
-LENGTH = "length"  # of all steps together
+LENGTH = "length"  # the loss of all draft tokens of a chain together: `length_loss`
 
 
-def shortfall(alphas: torch.Tensor, here: torch.Tensor, weights: Sequence[float]) -> torch.Tensor:
-    """[*] guesses of each chain that are expected to be lost: S - sum_j prod_(i <= j) alpha_i (Bebop, 2606.12370).
+def length_loss(alphas: torch.Tensor, exists: torch.Tensor, weights: Sequence[float]) -> torch.Tensor:
+    """Return the expected number of rejected draft tokens of each chain [*] (Bebop, 2606.12370).
+
+    For a chain of S draft tokens this is S - sum_j prod_(i <= j) alpha_i. A draft token after a rejected one counts as
+    rejected.
 
     Args:
-        alphas: [S, *] of the chain's guesses behind each column.
-        here: [S, *] where there is such a guess, and all before it.
-        weights: [S] of such a guess, which may stand for those of columns that do not go on so far.
+        alphas: [S, *] acceptance probabilities of the draft tokens of each chain.
+        exists: [S, *] whether this draft token and all before it exist.
+        weights: [S] weight of a draft token by position. It is above 1 if some columns stand for others, whose
+            chains are shorter.
     """
-    chance = torch.where(here, alphas, 1.0).cumprod(0) * here
-    lost = here.float() - chance  # and no product of matrices, which would be in bfloat16
-    return torch.stack([weight * each for weight, each in zip(weights, lost, strict=True)]).sum(0)
+    accepted = torch.where(exists, alphas, 1.0).cumprod(0) * exists
+    rejected = exists.float() - accepted
+    # Not a matrix product, which autocast would compute in bfloat16.
+    return torch.stack([weight * row for weight, row in zip(weights, rejected, strict=True)]).sum(0)
 
 
 def parse(text: str) -> dict[str, float]:
-    """Weights by name from `ce`, or from `ce:0.1,tv:0.9`.
+    """Return the weight of each loss from a text such as `ce` or `ce:0.1,tv:0.9`.
 
     Raises:
-        OutriderError: a name or a weight is none, or a name stands there twice.
+        OutriderError: a name is unknown or occurs twice, or a weight is not a number above 0.
     """
-    out: dict[str, float] = {}
+    losses: dict[str, float] = {}
     for part in text.split(","):
         name, _, weight = part.strip().partition(":")
-        if name in out:
-            raise OutriderError(f"loss {name} stands in {text!r} twice; give it one weight, as in ce:0.1,tv:0.9")
+        if name in losses:
+            raise OutriderError(f"loss {name} occurs twice in {text!r}; give it one weight, as in ce:0.1,tv:0.9")
         if name not in LOSSES and name != LENGTH:
             raise OutriderError(f"loss {name!r} is unknown; use {', '.join([*LOSSES, LENGTH])}, or ce:0.1,tv:0.9")
         try:
-            out[name] = float(weight or 1)
+            losses[name] = float(weight or 1)
         except ValueError:
             raise OutriderError(f"the weight {weight!r} of loss {name} is not a number; write {name}:0.5") from None
-        if not out[name] > 0 or math.isinf(out[name]):
-            raise OutriderError(f"the weight {weight} of loss {name} is not above 0; leave the loss out instead")
-    return out
+        if not losses[name] > 0 or math.isinf(losses[name]):
+            raise OutriderError(
+                f"the weight {weight} of loss {name} is not a finite number above 0; leave the loss out instead"
+            )
+    return losses

@@ -1,11 +1,11 @@
-"""Masks behind tokens drawn at random, in one pass with the texts that they stand behind (P-EAGLE, 2602.01469).
+"""Unrolls a head with mask tokens: masks after random columns, in one pass with the sequence (P-EAGLE, 2602.01469).
 
-The columns of a text come first, as in any draft that follows states, and see each other as text does. Behind each
-column that is drawn stand masks, which see the text up to it and the masks before them: what the engine's masks will
-see there. Mask k guesses behind k given tokens, as it will behind kept ones, and has seen none of them.
+The columns of a sequence come first, with causal attention. The masks of a chosen column follow. They attend to the
+sequence up to their column and to the masks before them, as in the engine. Mask k is trained after k given tokens, as
+the engine uses it after k accepted ones, but it attends to none of them.
 
-The paper drops more of the masks the deeper they stand. Here a share of the columns has all of its masks, for the same
-work, and each of these weighs as much as all.
+The paper leaves out more of the deeper masks. Here a share of the columns has all of its masks, which costs the same
+work. The weight of these columns makes up for the others.
 """
 
 from __future__ import annotations
@@ -17,66 +17,76 @@ from torch.nn import functional
 
 from outrider.heads.modules.autoregressive import AutoregressiveHead
 from outrider.heads.modules.layers import Attention
-from outrider.train.loss.steps import Chains, Step, Texts, everywhere
+from outrider.train.loss.steps import Chains, Step, Texts, all_columns_step
 
-_MOST = 512  # columns of a text with masks behind them
+_MAX_COLUMNS = 512  # with masks, per sequence
 
 
-def behind_masks(module: AutoregressiveHead, texts: Texts, steps: int, later: float) -> Iterator[Step]:
-    """The guesses of columns, and of the masks behind a share `later` of them."""
+def unroll_masks(module: AutoregressiveHead, texts: Texts, steps: int, later: float) -> Iterator[Step]:
+    """Yield the first draft token of all columns, then those of the masks after a share `later` of the columns."""
     assert module.description.masks is not None
     states = module.fused(texts.aux_states[:, :-1])
     rows, size = states.shape[:2]
     masks = max(min(steps, module.description.masks.draft_tokens, size) - 1, 0)
-    chains = Chains.of(texts.learn[:, 1:], later, _MOST)
-    device, count = states.device, chains.columns.shape[1]
-    tokens = texts.tokens.new_full((rows, count * masks), module.description.masks.token)
+    chains = Chains.of(texts.learn[:, 1:], later, _MAX_COLUMNS)
+    device = states.device
+    count = chains.columns.shape[1]
+    mask_tokens = texts.tokens.new_full((rows, count * masks), module.description.masks.token)
+    mask_states = module.masked().to(states.dtype).expand(rows, count * masks, -1)
     depths = torch.arange(1, 1 + masks, device=device)
-    every = torch.arange(size, device=device).expand(rows, -1)
+    mask_positions = (chains.columns[..., None] + depths).flatten(1)
+    positions = torch.arange(size, device=device).expand(rows, -1)
     out = module(
-        torch.cat([texts.tokens[:, 1 : 1 + size], tokens], 1),
-        torch.cat([states, module.masked().to(states.dtype).expand(rows, count * masks, -1)], 1),
-        torch.cat([every, (chains.columns[..., None] + depths).flatten(1)], 1),
-        _Look(size, chains.columns),
+        torch.cat([texts.tokens[:, 1 : 1 + size], mask_tokens], 1),
+        torch.cat([states, mask_states], 1),
+        torch.cat([positions, mask_positions], 1),
+        _MaskAttention(size, chains.columns),
     )
-    yield everywhere(texts, 0, out, module.logits)
-    behind = out[:, size:].reshape(rows, count, masks, out.shape[-1])
-    for guess in range(1, 1 + masks):
-        yield chains.step(texts, guess, behind[:, :, guess - 1], module.logits)
+    yield all_columns_step(texts, 0, out, module.logits)
+    mask_out = out[:, size:].reshape(rows, count, masks, out.shape[-1])
+    for index in range(1, 1 + masks):
+        yield chains.step(texts, index, mask_out[:, :, index - 1], module.logits)
 
 
-class _Look:
-    """Who sees whom."""
+class _MaskAttention:
+    """Causal attention of the sequence, and attention of masks to the sequence before them and to earlier masks."""
 
     def __init__(self, size: int, columns: torch.Tensor) -> None:
-        """Take `size` columns of each text, and behind which of them [B, A] masks stand."""
+        """Take the number of columns of each sequence, and the columns [B, A] that have masks."""
         self._size = size
-        self._unseen = (torch.arange(size, device=columns.device) > columns[..., None])[:, None, None, :, None]
+        self._hidden = (torch.arange(size, device=columns.device) > columns[..., None])[:, None, None, :, None]
 
     def __call__(
         self,
-        of: Attention,
+        attention: Attention,
         query: torch.Tensor,  # [B, Hq, C + A * masks, D]
         key: torch.Tensor,  # [B, Hkv, C + A * masks, D]
         value: torch.Tensor,
     ) -> torch.Tensor:
-        size, sharing = self._size, query.shape[1] // key.shape[1]
-        keys, values = (each[:, :, :size].repeat_interleave(sharing, 1) for each in (key, value))
-        seen = functional.scaled_dot_product_attention(query[:, :, :size], keys, values, is_causal=True)
+        size = self._size
+        groups = query.shape[1] // key.shape[1]
+        keys, values = (tensor[:, :, :size].repeat_interleave(groups, 1) for tensor in (key, value))
+        sequence_out = functional.scaled_dot_product_attention(query[:, :, :size], keys, values, is_causal=True)
         if query.shape[2] == size:
-            return seen
-        return torch.cat([seen, self._masks(query, key, value)], 2)
+            return sequence_out
+        return torch.cat([sequence_out, self._attend_masks(query, key, value)], 2)
 
-    def _masks(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        size, chains = self._size, self._unseen.shape[3]
-        (rows, heads, columns, dim), masks = key.shape, (key.shape[2] - size) // chains
-        apart, together = (rows, heads, -1, chains, masks), (rows, heads, -1, columns - size)
-        query = query[:, :, size:].reshape(*together, dim) * dim**-0.5  # [B, Hkv, G, A * masks, D]
-        own, shown = (each[:, :, size:].reshape(*apart, dim) for each in (key, value))  # [B, Hkv, 1, A, masks, D]
-        keys, values = (each[:, :, None, :size] for each in (key, value))
-        before = (query @ keys.transpose(-1, -2)).view(*apart, size).masked_fill(self._unseen, -torch.inf)
-        after = torch.ones(masks, masks, dtype=torch.bool, device=query.device).triu(1)
-        beside = (query.view(*apart, dim) @ own.transpose(-1, -2)).masked_fill(after, -torch.inf)
-        weights = torch.cat([before, beside], -1).float().softmax(-1).to(value.dtype)
-        far, near = weights[..., :size].reshape(*together, size), weights[..., size:]
-        return (far @ values + (near @ shown).view(*together, dim)).flatten(1, 2)
+    def _attend_masks(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Return the attention outputs [B, Hq, A * masks, D] of the masks."""
+        size = self._size
+        chains = self._hidden.shape[3]
+        rows, heads, columns, dim = key.shape
+        masks = (columns - size) // chains
+        by_chain = (rows, heads, -1, chains, masks)
+        flat = (rows, heads, -1, columns - size)
+        query = query[:, :, size:].reshape(*flat, dim) * dim**-0.5  # [B, Hkv, G, A * masks, D]
+        # Both are [B, Hkv, 1, A, masks, D].
+        mask_keys, mask_values = (tensor[:, :, size:].reshape(*by_chain, dim) for tensor in (key, value))
+        keys, values = (tensor[:, :, None, :size] for tensor in (key, value))
+        sequence_scores = (query @ keys.transpose(-1, -2)).view(*by_chain, size).masked_fill(self._hidden, -torch.inf)
+        future = torch.ones(masks, masks, dtype=torch.bool, device=query.device).triu(1)
+        mask_scores = (query.view(*by_chain, dim) @ mask_keys.transpose(-1, -2)).masked_fill(future, -torch.inf)
+        weights = torch.cat([sequence_scores, mask_scores], -1).float().softmax(-1).to(value.dtype)
+        from_sequence = weights[..., :size].reshape(*flat, size) @ values
+        from_masks = (weights[..., size:] @ mask_values).view(*flat, dim)
+        return (from_sequence + from_masks).flatten(1, 2)

@@ -1,4 +1,4 @@
-"""What a step of training reads, and what a draft says of it."""
+"""The batch that a training step reads, and what a draft predicts from it."""
 
 from __future__ import annotations
 
@@ -11,109 +11,126 @@ import torch
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Texts:
-    """Texts as the target has read them, side by side, padded behind."""
+    """A batch of B sequences with the target's hidden states and distributions, padded at the end."""
 
     tokens: torch.Tensor  # [B, L + 1] int64
-    aux_states: torch.Tensor  # [B, L, taps, H] states of all tokens but the last
-    learn: torch.Tensor  # [B, L] bool: whether the law after it is learned from
-    target_probs: (
-        torch.Tensor
-    )  # [n, Vd] the target's probabilities of what can be guessed, after each of those that are
-    # By layer of the target that is looked at, its keys and values [B, key heads, L, D] of the same tokens.
+    aux_states: torch.Tensor  # [B, L, taps, H] hidden states of the target, of all tokens but the last
+    learn: torch.Tensor  # [B, L] bool, the loss mask: whether to train on the distribution after a token
+    # [n, Vd] the target's distributions over the draft vocabulary, where `learn` is true
+    target_probs: torch.Tensor
+    # By layer of the target, its keys and values [B, key heads, L, D] of the same tokens.
     shown: Mapping[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     @cached_property
-    def _number(self) -> torch.Tensor:
-        """[B, L] which of the laws is the one after a token."""
+    def _row_index(self) -> torch.Tensor:
+        """[B, L] the row of `target_probs` that belongs to a token."""
         return self.learn.flatten().cumsum(0).view(self.learn.shape) - 1
 
-    def target_probs_at(self, rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        """The laws [m, Vd] after tokens at places [m] of rows [m], all of which are learned from."""
-        return self.target_probs[self._number[rows, places]]
+    def target_probs_at(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Return the target's distributions [m, Vd] after the tokens at `positions` [m] of sequences `rows` [m].
+
+        `learn` must be true for all of them.
+        """
+        return self.target_probs[self._row_index[rows, positions]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Step:
-    """Guesses that lie as many guesses behind the target's own states, at the n columns that are learned from."""
+    """The draft tokens of one step, in the n columns that are trained.
 
-    learn: torch.Tensor  # [B, C] which columns these are; column c is the same chain of guesses in all steps
-    logits: torch.Tensor  # [n, Vd] the draft's
-    target: torch.Tensor  # [n, Vd] the target's probabilities, at the same places
-    confidence: torch.Tensor | None = None  # [n] log-odds of being kept, by the draft's own judgement, if it has any
-    weight: float = 1.0  # of each, which may stand for others that are left out
-    beside: torch.Tensor | None = None  # [] a loss that is no guess's, summed over the tokens of the same texts
+    In step s, each of these draft tokens is the one at index s of its chain.
+    """
+
+    learn: torch.Tensor  # [B, C] bool, the trained columns; a column is the same chain in all steps
+    logits: torch.Tensor  # [n, Vd] of the draft
+    target: torch.Tensor  # [n, Vd] the target's probabilities for the same tokens
+    confidence: torch.Tensor | None = None  # [n] log-odds of acceptance that the draft itself predicts
+    weight: float = 1.0  # of each column; above 1 if it stands for columns that are left out
+    extra_loss: torch.Tensor | None = None  # [] a loss without draft tokens, summed over the batch
 
 
-def everywhere(
+def all_columns_step(
     texts: Texts,
-    guess: int,
-    out: torch.Tensor,  # [B, C, H] the draft's outputs, of all columns from which texts reach so far
-    logits: Callable[[torch.Tensor], torch.Tensor],  # of outputs
+    index: int,
+    out: torch.Tensor,  # [B, C, H] the draft's outputs, of all columns that have this draft token
+    logits: Callable[[torch.Tensor], torch.Tensor],  # LM head: from outputs to logits
 ) -> Step:
-    """What is learned from guess number `guess` behind all columns."""
-    learn = texts.learn[:, 1 + guess :]
+    """Return the step that trains draft token number `index` of all columns."""
+    learn = texts.learn[:, 1 + index :]
     row, column = learn.nonzero(as_tuple=True)
-    return Step(learn=learn, logits=logits(out[row, column]), target=texts.target_probs_at(row, column + 1 + guess))
+    return Step(learn=learn, logits=logits(out[row, column]), target=texts.target_probs_at(row, column + 1 + index))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Chains:
-    """Columns of texts from which guesses go on behind the first one.
+    """The columns that train more than their first draft token.
 
-    Column c holds the token x_(c+1), and guesses x_(c+2) first. Not all of them need go on: those that stand beside
-    each other in a text teach much the same, and the ones that do weigh as much as all.
+    Column c holds token x_(c+1), and its first draft token predicts x_(c+2). Adjacent columns of a sequence teach much
+    the same, so a random share of the columns is enough. Their weight makes up for the others.
     """
 
-    size: int  # columns
-    columns: torch.Tensor  # [B, A] that go on
-    live: torch.Tensor  # [B, A] whether they are such; texts with fewer than others have padding behind
-    weight: float  # of each
+    size: int  # columns of the batch
+    columns: torch.Tensor  # [B, A] the chosen columns
+    live: torch.Tensor  # [B, A] bool: false for padding, in sequences with fewer chosen columns
+    weight: float  # of each chosen column
 
     @classmethod
     def of(cls, learn: torch.Tensor, share: float, most: int) -> Chains:
-        """A share of the columns whose first guess is learned from [B, C], up to `most` of a text, drawn at random."""
+        """Choose a random share of the columns whose first draft token is trained, up to `most` per sequence.
+
+        Args:
+            learn: [B, C] bool, the columns whose first draft token is trained.
+            share: the share to choose, in (0, 1].
+            most: the most columns of a sequence.
+        """
         size = learn.shape[1]
         if share == 1.0 and size <= most:
-            every = torch.arange(size, device=learn.device).expand(learn.shape)
-            return cls(size=size, columns=every, live=torch.ones_like(learn), weight=1.0)
-        lucky = torch.rand(learn.shape).to(learn.device) < share
-        columns, live = drawn(learn & lucky, most)
-        return cls(size=size, columns=columns, live=live, weight=float(learn.sum()) / max(float(live.sum()), 1.0))
+            columns = torch.arange(size, device=learn.device).expand(learn.shape)
+            return cls(size=size, columns=columns, live=torch.ones_like(learn), weight=1.0)
+        in_share = torch.rand(learn.shape).to(learn.device) < share
+        columns, live = sample_columns(learn & in_share, most)
+        weight = float(learn.sum()) / max(float(live.sum()), 1.0)
+        return cls(size=size, columns=columns, live=live, weight=weight)
 
     @property
     def rows(self) -> torch.Tensor:
-        """[B, A] the text that each is of."""
+        """[B, A] the sequence of each column."""
         return torch.arange(len(self.columns), device=self.columns.device)[:, None].expand_as(self.columns)
 
-    def places(self, guess: int) -> torch.Tensor:
-        """[B, A] where the token before guess number `guess` stands, or the last place where there is none."""
-        return (self.columns + 1 + guess).clamp(max=self.size)
+    def positions(self, index: int) -> torch.Tensor:
+        """Return the positions [B, A] of the token before draft token number `index`.
+
+        Positions beyond the sequence are cut to its last one.
+        """
+        return (self.columns + 1 + index).clamp(max=self.size)
 
     def step(
         self,
         texts: Texts,
-        guess: int,
+        index: int,
         out: torch.Tensor,  # [B, A, H] the draft's outputs
-        logits: Callable[[torch.Tensor], torch.Tensor],  # of outputs
+        logits: Callable[[torch.Tensor], torch.Tensor],  # LM head: from outputs to logits
     ) -> Step:
-        """What is learned from guess number `guess`."""
-        rows, places = self.rows, self.places(guess)
-        here = self.live & (self.columns + 1 + guess <= self.size) & texts.learn[rows, places]
-        learn = torch.zeros(len(rows), self.size, dtype=torch.bool, device=here.device)
-        learn[rows[here], self.columns[here]] = True
-        laws = texts.target_probs_at(rows[here], places[here])
-        return Step(learn=learn, logits=logits(out[here]), target=laws, weight=self.weight)
+        """Return the step that trains draft token number `index` of the chosen columns."""
+        rows = self.rows
+        positions = self.positions(index)
+        trained = self.live & (self.columns + 1 + index <= self.size) & texts.learn[rows, positions]
+        learn = torch.zeros(len(rows), self.size, dtype=torch.bool, device=trained.device)
+        learn[rows[trained], self.columns[trained]] = True
+        target = texts.target_probs_at(rows[trained], positions[trained])
+        return Step(learn=learn, logits=logits(out[trained]), target=target, weight=self.weight)
 
 
-def drawn(able: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Up to `most` of the columns of each text that are able [B, C] to, at random.
+def sample_columns(allowed: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choose up to `most` of the allowed columns [B, C] of each sequence at random.
 
     Returns:
-        Columns [B, A] in rising order, and whether they are [B, A] such: texts with fewer than others have padding.
+        The columns [B, A] in ascending order, and whether [B, A] they are allowed. Sequences with fewer allowed columns
+        have padding at the end.
     """
-    # Drawn on the host, whose generator is what a training saves to go on from.
-    luck = torch.rand(able.shape).to(able.device).masked_fill(~able, 2.0)
-    found = luck.topk(min(max(int(able.sum(1).max()), 1), most), largest=False).indices
-    beyond = able.shape[1]
-    columns = torch.where(able.gather(1, found), found, beyond).sort(1).values
-    return torch.where(columns < beyond, columns, min(1, beyond - 1)), columns < beyond
+    # The random numbers come from the CPU generator, whose state a training saves.
+    keys = torch.rand(allowed.shape).to(allowed.device).masked_fill(~allowed, 2.0)
+    chosen = keys.topk(min(max(int(allowed.sum(1).max()), 1), most), largest=False).indices
+    size = allowed.shape[1]
+    columns = torch.where(allowed.gather(1, chosen), chosen, size).sort(1).values
+    return torch.where(columns < size, columns, min(1, size - 1)), columns < size

@@ -1,1 +1,1 @@
-"""What is trained, and its initial weights."""
+"""The drafts that can be trained, and their initial weights."""

@@ -1,4 +1,4 @@
-"""A draft model in training: a small causal language model that learns the target's laws (Hinton et al. 2015)."""
+"""Trains a draft model: a small causal language model that learns the target's distributions (Hinton et al. 2015)."""
 
 from __future__ import annotations
 
@@ -30,37 +30,38 @@ from outrider.train.settings import DRAFT, Settings
 
 
 class DraftModelTrainee:
-    """The draft in the folder that `settings.draft` names, and what training makes of it.
+    """A draft model in training, loaded from the folder `settings.init_from`.
 
-    It reads the text alone, so a guess is the same however many guesses it comes after: one step says everything. More
-    steps weigh the same guesses more often, and are there for losses of several guesses together.
+    A draft model only reads tokens, so its prediction does not depend on which of them are draft tokens. One step
+    trains all predictions. More steps repeat them, which the losses of whole chains need.
     """
 
-    steps, lr = 1, 1e-4
+    steps = 1
+    lr = 1e-4
     shared_kv: tuple[SharedKV, ...] = ()
 
     def __init__(self, settings: Settings, setup: ProposerSetup) -> None:
-        """Load it.
+        """Load the draft model.
 
         Raises:
-            OutriderError: there is no such model, or it cannot be a draft for this target.
+            OutriderError: there is no such model, or it cannot draft for this target.
         """
-        folder = _folder(settings)
-        self._checkpoint = it = teachable(folder, setup.device)
-        if it.recurrent:
-            raise OutriderError(f"{folder} is recurrent, and a recurrent draft is not handled yet; use another one")
-        if it.tokenizer.get_vocab() != setup.tokenizer.get_vocab():
+        folder = _draft_folder(settings)
+        self._checkpoint = load_trainable(folder, setup.device)
+        if self._checkpoint.recurrent:
+            raise OutriderError(f"{folder} is a recurrent model, which cannot be trained yet; use another draft model")
+        if self._checkpoint.tokenizer.get_vocab() != setup.tokenizer.get_vocab():
             raise OutriderError(
-                f"the draft in {folder} has another vocabulary than the target, so their laws cannot be compared; use"
-                " one of the target's family"
+                f"the draft in {folder} has another vocabulary than the target, so their distributions cannot be"
+                " compared; use a model of the target's family"
             )
         assert isinstance(setup.target, WeightSharer)
-        self.module: Any = it.model
+        self.module: Any = self._checkpoint.model
         self.aux_states = AuxStates(layers=(setup.target.layers - 1,), final=True)
-        self.ids = torch.arange(min(it.vocab, setup.vocab), device=setup.device)
+        self.ids = torch.arange(min(self._checkpoint.vocab, setup.vocab), device=setup.device)
 
     def begin(self, samples: Callable[[], Sequence[Sample]]) -> None:
-        """Nothing follows from texts here: the draft has its weights, and guesses all tokens."""
+        """Do nothing: the draft model has its weights and predicts all tokens."""
 
     def unroll(self, texts: Texts, steps: int) -> Iterator[Step]:
         size = min(texts.learn.shape[1], self._checkpoint.context)
@@ -71,68 +72,69 @@ class DraftModelTrainee:
             yield Step(learn=learn, logits=logits[row, column + step], target=texts.target_probs_at(row, column + step))
 
     def proposer(self, setup: ProposerSetup) -> Proposer:
-        still = still_of(self.module, setup.dtype)
-        still.set_attn_implementation(NAME)
-        checkpoint = replace(self._checkpoint, model=still, dtype=setup.dtype)
-        size = min(checkpoint.context, setup.context)
-        return DraftModelProposer(
-            setup, make_target(checkpoint, slots=setup.slots, context=size, kernels=setup.kernels)
-        )
+        model = frozen_copy(self.module, setup.dtype)
+        model.set_attn_implementation(NAME)
+        checkpoint = replace(self._checkpoint, model=model, dtype=setup.dtype)
+        context = min(checkpoint.context, setup.context)
+        target = make_target(checkpoint, slots=setup.slots, context=context, kernels=setup.kernels)
+        return DraftModelProposer(setup, target)
 
     def save(self, folder: Path) -> None:
         write_model(folder, self._checkpoint)
 
 
-def teachable(folder: Path, device: torch.device) -> Checkpoint:
-    """A model whose weights can be trained, in float32, with attention that has slopes.
+def load_trainable(folder: Path, device: torch.device) -> Checkpoint:
+    """Load a model for training: in float32, with gradients, and with an attention that has a backward pass.
 
     Raises:
-        OutriderError: there is none.
+        OutriderError: the folder holds no model that can be loaded.
     """
-    it = load_checkpoint(folder, dtype="float32", device=str(device))
-    it.model.requires_grad_(True)
+    checkpoint = load_checkpoint(folder, dtype="float32", device=str(device))
+    checkpoint.model.requires_grad_(True)
     try:
-        it.model.set_attn_implementation("sdpa")
-    except ValueError:  # it knows the plain one alone
-        it.model.set_attn_implementation("eager")
-    return it
+        checkpoint.model.set_attn_implementation("sdpa")
+    except ValueError:  # the architecture only supports eager attention
+        checkpoint.model.set_attn_implementation("eager")
+    return checkpoint
 
 
-def still_of(model: nn.Module, dtype: torch.dtype) -> Any:
-    """A copy that is not trained."""
+def frozen_copy(model: nn.Module, dtype: torch.dtype) -> Any:
+    """Return a copy of the model in evaluation mode, without gradients."""
     return deepcopy(model).to(dtype).requires_grad_(False).eval()
 
 
 def write_model(folder: Path, checkpoint: Checkpoint) -> None:
-    """Write a model in bfloat16 and its tokenizer as a Hugging Face folder; what lay there survives a failure.
+    """Write a model in bfloat16 and its tokenizer as a Hugging Face folder. If this fails, existing files are intact.
 
     Raises:
         OutriderError: the disk is full, or the folder cannot be written.
     """
-    fresh = folder / "model.new"
-    level, shown = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    temporary = folder / "model.new"
+    verbosity = transformers_logging.get_verbosity()
+    progress_bar = transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        still_of(checkpoint.model, torch.bfloat16).save_pretrained(fresh)
-        checkpoint.tokenizer.save_pretrained(fresh)
-        for file in fresh.glob("*.safetensors"):
-            shutil.copymode(fresh / "config.json", file)  # safetensors lets nobody but the owner read what it writes
-        for file in sorted(fresh.iterdir()):
+        frozen_copy(checkpoint.model, torch.bfloat16).save_pretrained(temporary)
+        checkpoint.tokenizer.save_pretrained(temporary)
+        for file in temporary.glob("*.safetensors"):
+            # safetensors makes files that only their owner can read.
+            shutil.copymode(temporary / "config.json", file)
+        for file in sorted(temporary.iterdir()):
             file.replace(folder / file.name)
     except (OSError, RuntimeError, SafetensorError) as error:
         raise OutriderError(f"{folder} cannot be written ({error}); free some space, or give another folder") from error
     finally:
-        shutil.rmtree(fresh, ignore_errors=True)
-        transformers_logging.set_verbosity(level)
-        if shown:
+        shutil.rmtree(temporary, ignore_errors=True)
+        transformers_logging.set_verbosity(verbosity)
+        if progress_bar:
             transformers_logging.enable_progress_bar()
 
 
-def _folder(settings: Settings) -> Path:
-    """Where the draft lies that is to be trained; and no option is ignored."""
-    shaping = {
+def _draft_folder(settings: Settings) -> Path:
+    """Return the folder of the draft model to train, after a check that no option would be ignored."""
+    shape_options = {
         "--depth": settings.depth,
         "--intermediate-size": settings.intermediate_size,
         "--hidden-size": settings.hidden_size,
@@ -142,14 +144,19 @@ def _folder(settings: Settings) -> Path:
         "--mtp-modules": settings.mtp_modules > 1,
         "--own-lm-head": settings.own_lm_head is not None,
     }
-    if given := [name for name, value in shaping.items() if value]:
-        raise OutriderError(f"{given[0]} shapes a new draft, and a draft model has its shape; leave it out")
+    if given := [name for name, value in shape_options.items() if value]:
+        raise OutriderError(f"{given[0]} shapes a new draft, and a draft model already has its shape; leave it out")
     if settings.init_target:
-        raise OutriderError("a draft model reads no target's states, and goes with any; leave --init-target out")
+        raise OutriderError(
+            "a draft model does not read the hidden states of a target, so it works with any target;"
+            " leave --init-target out"
+        )
     if settings.multi_step_share != 1:
         raise OutriderError("a draft model trains all draft tokens at every position; leave --multi-step-share out")
     if not settings.init_from:
-        raise OutriderError(f"the kind {DRAFT} goes on training a small model; name its folder with --init-from DIR")
+        raise OutriderError(
+            f"the kind {DRAFT} continues the training of a small model; name its folder with --init-from DIR"
+        )
     folder = model_folder(settings.init_from)
     if folder.resolve() == Path(settings.out).expanduser().resolve():
         raise OutriderError(f"--init-from and --out are both {settings.out}; write into another folder")

@@ -1,4 +1,4 @@
-"""Where the weights of a fresh draft begin: with what the target knows already."""
+"""Initializes a new draft head from the weights of its target."""
 
 from __future__ import annotations
 
@@ -10,20 +10,25 @@ from outrider.heads.store import HeadModule
 
 @torch.no_grad()
 def init_weights(module: HeadModule, tables: SharedWeights) -> None:
-    """Let a fresh draft speak as its target does, as far as the two have tables and norms in common.
+    """Initialize the weights of `module` that have a counterpart in the target.
 
-    A draft of the target's width begins with the target's last norm and output layer, and with a fusion that hands on
-    the highest tap. A narrower one sees all of them through the directions in which the target's tables vary most.
+    A draft as wide as the target starts with the target's final norm and LM head. Its fusion layer passes on the
+    deepest tapped layer. A narrower draft sees tables and states through a projection to the directions in which the
+    target's tables vary most.
     """
-    it = module.description
-    through = _narrowed(module, tables) if it.width != it.target_hidden else _alike(module, tables)
+    description = module.description
+    if description.width == description.target_hidden:
+        projection = _init_same_width(module, tables)
+    else:
+        projection = _init_narrow(module, tables)
     fuse = getattr(module, "fuse", None)
-    if fuse is not None:  # the highest tap, which says most, and a little of the others
-        fuse.weight.mul_(0.1)[:, -it.target_hidden :] += through.T
+    if fuse is not None:
+        # Mostly the deepest layer, which is the most informative, and a little of the others.
+        fuse.weight.mul_(0.1)[:, -description.target_hidden :] += projection.T
 
 
-def _alike(module: HeadModule, tables: SharedWeights) -> torch.Tensor:
-    """Begin with the target's output layer and norm; returns how its states are seen [H, H]."""
+def _init_same_width(module: HeadModule, tables: SharedWeights) -> torch.Tensor:
+    """Copy the target's LM head and final norm. Return the identity as the projection [H, H] of states."""
     norm = getattr(module, "norm", None)
     if module.description.own_lm_head:
         module.output_table().copy_(tables.head[module.ids])
@@ -32,20 +37,22 @@ def _alike(module: HeadModule, tables: SharedWeights) -> torch.Tensor:
     return torch.eye(module.description.width, device=tables.head.device)
 
 
-def _narrowed(module: HeadModule, tables: SharedWeights) -> torch.Tensor:
-    """Begin with what is left of the target's tables; returns how its states are seen [target H, H]."""
-    it, norm = module.description, getattr(module, "norm", None)
-    weighted = tables.head.float() * tables.norm.float()
-    through = directions(weighted - weighted.mean(0), it.width)  # a law says nothing of what all logits share
-    module.output_table().copy_((weighted @ through)[module.ids])
-    table = tables.embedding.float()
-    module.get_parameter("embedding.weight").copy_(table @ directions(table, it.width))
-    if norm is not None:  # a state keeps nearly all of its length in fewer numbers
-        norm.weight.fill_((it.target_hidden / it.width) ** 0.5)
-    return through
+def _init_narrow(module: HeadModule, tables: SharedWeights) -> torch.Tensor:
+    """Project the target's tables to the draft's width. Return the projection [target H, H] of states."""
+    description = module.description
+    norm = getattr(module, "norm", None)
+    normed_head = tables.head.float() * tables.norm.float()
+    # The mean row adds the same number to all logits, which does not change the distribution.
+    projection = principal_directions(normed_head - normed_head.mean(0), description.width)
+    module.output_table().copy_((normed_head @ projection)[module.ids])
+    embedding = tables.embedding.float()
+    module.get_parameter("embedding.weight").copy_(embedding @ principal_directions(embedding, description.width))
+    if norm is not None:  # a projected state has fewer components, but nearly the same length
+        norm.weight.fill_((description.target_hidden / description.width) ** 0.5)
+    return projection
 
 
-def directions(table: torch.Tensor, count: int) -> torch.Tensor:
-    """Orthonormal columns [H, count] in which the rows of a table [V, H] vary most, the first one most of all."""
-    rising: torch.Tensor = torch.linalg.eigh(table.T @ table).eigenvectors
-    return rising[:, -count:].flip(1)
+def principal_directions(table: torch.Tensor, count: int) -> torch.Tensor:
+    """Return the orthonormal columns [H, count] along which the rows of `table` [V, H] vary most, in falling order."""
+    eigenvectors: torch.Tensor = torch.linalg.eigh(table.T @ table).eigenvectors  # by ascending eigenvalue
+    return eigenvectors[:, -count:].flip(1)

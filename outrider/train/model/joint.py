@@ -1,9 +1,9 @@
-"""A module for multi-token prediction and its target, trained together (DeepSeek-AI 2024, 2.2).
+"""Trains an MTP module together with its target (DeepSeek-AI 2024, 2.2).
 
-The target goes on learning to write the data's own texts, by the cross entropy of each next token, and the module to
-guess them from the states that the target is in meanwhile. Its slopes reach the target, whose tables it shares: what is
-made small is the target's loss and, with a weight, the module's. Nothing is answered, so the law at each place is that
-the text goes on as it does.
+The target keeps training on the texts of the dataset, with the cross entropy of each next token. The module learns to
+predict the same texts from the target's current hidden states. It shares the target's embedding and LM head, and its
+gradients reach the target. The loss is the target's loss plus the weighted loss of the module. The target generates no
+answers: the target distribution at each position is all on the next token of the text.
 """
 
 from __future__ import annotations
@@ -26,52 +26,63 @@ from outrider.train.data.sample import Sample
 from outrider.train.loss.losses import LENGTH, parse
 from outrider.train.loss.steps import Step, Texts
 from outrider.train.loss.unroll import unrolled
-from outrider.train.model.draft_model import teachable, write_model
+from outrider.train.model.draft_model import load_trainable, write_model
 from outrider.train.model.trainee import HeadTrainee, target_weights
 from outrider.train.settings import Settings
 
-TARGET = "target"  # the folder beside the draft's files
+TARGET = "target"  # folder of the trained target, next to the files of the draft
 
 
 class JointTrainee(HeadTrainee):
-    """Both of them; `proposer` gives the engine's target the weights of now as well."""
+    """An MTP module and its target in training.
+
+    `proposer` also copies the current weights of the target into the engine.
+    """
 
     lr = 1e-4
 
     def __init__(self, kind: str, settings: Settings, setup: ProposerSetup, tables: SharedWeights) -> None:
-        """A fresh module, beside the target in the folder that `settings.target` names.
+        """Make a new module, and load a trainable copy of the target in the folder `settings.target`.
 
         Raises:
-            OutriderError: the options and the kind, or the target, do not fit.
+            OutriderError: the options do not fit the kind or the target.
         """
         if kind != Kind.MTP:
             raise OutriderError(
-                f"{kind} is trained on a target that stays as it is; use mtp, or leave --train-target out"
+                f"{kind} cannot be trained together with its target; use mtp, or leave --train-target out"
             )
         super().__init__(kind, settings, setup, tables)
         assert settings.target is not None
         assert settings.train_target is not None
         if LENGTH in parse(settings.loss):
-            raise OutriderError(f"loss {LENGTH} weighs chains of drawn guesses, and texts are given here; use ce")
-        self._checkpoint = teachable(Path(settings.target), setup.device)
-        self._share, self._version = settings.train_target, 0
+            raise OutriderError(
+                f"loss {LENGTH} is about sampled draft tokens, and --train-target trains on given texts; use ce"
+            )
+        self._checkpoint = load_trainable(Path(settings.target), setup.device)
+        self._draft_weight = settings.train_target
+        self._version = 0
         self.module = nn.ModuleDict({"target": self._checkpoint.model, "draft": self._module})
 
     def unroll(self, texts: Texts, steps: int) -> Iterator[Step]:
-        model, size = self._checkpoint.model, texts.learn.shape[1]
+        model = self._checkpoint.model
+        size = texts.learn.shape[1]
         out = model(input_ids=texts.tokens[:, :size], use_cache=False, output_hidden_states=True)
         tables = shared_weights(model)
         self._module.share_weights(tables.embedding, tables.head)
-        seen = replace(texts, aux_states=out.hidden_states[-1][:, :, None])  # the last one stands behind the final norm
-        said, told = out.logits[texts.learn].float(), texts.tokens[:, 1:][texts.learn]
-        own = functional.cross_entropy(said, told, reduction="sum")
-        for guess, step in enumerate(unrolled(self._module, seen, steps, self._later)):
-            yield replace(step, weight=step.weight * self._share, beside=None if guess else own)
+        # transformers applies the final norm to the last of the hidden states.
+        draft_texts = replace(texts, aux_states=out.hidden_states[-1][:, :, None])
+        logits = out.logits[texts.learn].float()
+        next_tokens = texts.tokens[:, 1:][texts.learn]
+        target_loss = functional.cross_entropy(logits, next_tokens, reduction="sum")
+        for index, step in enumerate(unrolled(self._module, draft_texts, steps, self._later_share)):
+            extra_loss = target_loss if index == 0 else None
+            yield replace(step, weight=step.weight * self._draft_weight, extra_loss=extra_loss)
 
     def proposer(self, setup: ProposerSetup) -> Proposer:
         self._version += 1
-        now = {name: weight.detach().to(setup.dtype) for name, weight in self._checkpoint.model.state_dict().items()}
-        setup.target.update_weights(now, self._version)
+        state = self._checkpoint.model.state_dict()
+        weights = {name: weight.detach().to(setup.dtype) for name, weight in state.items()}
+        setup.target.update_weights(weights, self._version)
         self._tables = target_weights(setup)
         return super().proposer(setup)
 
@@ -80,36 +91,37 @@ class JointTrainee(HeadTrainee):
         write_model(folder / TARGET, self._checkpoint)
 
 
-class Given:
-    """The data's own texts, where an author would write answers."""
+class DatasetTexts:
+    """Returns texts of the dataset where an `AnswerGenerator` would return answers."""
 
     def __init__(self, texts: Mapping[int, tuple[int, ...]]) -> None:
+        """`texts` are the tokens of each text, by the number of its line."""
         self._texts = texts
 
-    def write(self, numbers: Sequence[int], *, turn: int) -> list[Sample]:
-        """Some of the texts, in the order of their numbers; they are the same in each turn."""
-        none = torch.empty(0)
-        texts = {number: self._texts[number] for number in sorted(numbers)}
-        return [Sample(id=number, tokens=text, states=none, prompt=1) for number, text in texts.items()]
+    def samples(self, numbers: Sequence[int], *, answer: int) -> list[Sample]:
+        """Return the texts with these numbers, in ascending order. `answer` has no effect."""
+        no_states = torch.empty(0)
+        return [Sample(id=number, tokens=self._texts[number], states=no_states, prompt=1) for number in sorted(numbers)]
 
 
-class GivenReader:
-    """Makes batches of them."""
+class DatasetReader:
+    """Makes batches of samples without hidden states."""
 
     def __init__(self, ids: torch.Tensor, vocab: int) -> None:
-        """`ids` is what the draft guesses, of so many tokens."""
-        self._ids, self._vocab = ids, vocab
+        """`ids` [Vd] are the tokens of the draft vocabulary, out of a vocabulary of `vocab` tokens."""
+        self._ids = ids
+        self._vocab = vocab
 
     def read(self, samples: Sequence[Sample], *, everything: bool) -> Texts:
+        """Return a padded batch that trains on every token. `everything` has no effect."""
         device = self._ids.device
         tokens = pad_sequence([torch.tensor(sample.tokens) for sample in samples], batch_first=True).to(device)
         lengths = torch.tensor([len(sample.tokens) - 1 for sample in samples], device=device)
         learn = torch.arange(tokens.shape[1] - 1, device=device) < lengths[:, None]
-        place = torch.full((self._vocab,), -1, device=device)
-        place[self._ids] = torch.arange(len(self._ids), device=device)
-        after = place[tokens[:, 1:][learn]]
-        laws = torch.zeros(len(after), len(self._ids), device=device)
-        laws[after >= 0] = functional.one_hot(after[after >= 0], len(self._ids)).float()
-        return Texts(
-            tokens=tokens, aux_states=torch.empty(*learn.shape, 0, 0, device=device), learn=learn, target_probs=laws
-        )
+        draft_ids = torch.full((self._vocab,), -1, device=device)  # by token; -1: not in the draft vocabulary
+        draft_ids[self._ids] = torch.arange(len(self._ids), device=device)
+        next_ids = draft_ids[tokens[:, 1:][learn]]
+        target_probs = torch.zeros(len(next_ids), len(self._ids), device=device)
+        target_probs[next_ids >= 0] = functional.one_hot(next_ids[next_ids >= 0], len(self._ids)).float()
+        no_states = torch.empty(*learn.shape, 0, 0, device=device)
+        return Texts(tokens=tokens, aux_states=no_states, learn=learn, target_probs=target_probs)

@@ -1,4 +1,4 @@
-"""What a draft can look at in a target's memory: which layer's keys, and how positions have turned them."""
+"""Finds the keys and values of a target that a kv-sharing draft can attend to, and the rotary encoding of the keys."""
 
 from __future__ import annotations
 
@@ -17,73 +17,80 @@ from outrider.heads.formats.llama import read_rope
 from outrider.heads.modules.layers import rotate, rotation
 from outrider.models.base import Target, WeightSharer
 
-_TOKEN, _TIMES = 1, 9  # the text that a target is tried with
-_LIKE = 0.05  # of the largest number, by which keys that are the same may differ in bfloat16
+# The probe sequence: one token, repeated.
+_TOKEN = 1
+_LENGTH = 9
+_TOLERANCE = 0.05  # difference of equal keys in bfloat16, relative to the largest number
 
 
 @torch.inference_mode()
 def find_view(target: Target, tables: SharedWeights) -> SharedKV:
-    """The last layer that sees a whole text.
+    """Return a description of the keys and values of the last layer with full attention.
 
-    In a text of one token, over and over, all places look alike to every layer: values are the same, and so is whatever
-    attention makes of them. So keys that are turned back by their positions must be the same, or they were turned in
-    another way than is known here.
+    In a sequence that repeats one token, every layer computes the same values at all positions, and so does attention.
+    So keys without their rotary encoding must be the same, too. If they are not, the encoding is an unknown one.
 
     Raises:
-        OutriderError: the target shows no keys, or turns them so.
+        OutriderError: the target does not export its keys, or their layout or rotary encoding is unknown.
     """
-    memory = tables.kv_view
-    if memory is None:
+    kv_view = tables.kv_view
+    if kv_view is None:
         raise OutriderError(
             "kv-sharing reads the keys and values of the target, and this target does not export them; use mtp"
         )
-    kinds = list(memory.layer_config.get("layer_types") or ())
-    layer = max((i for i, kind in enumerate(kinds) if kind == "full_attention"), default=-1)
     assert isinstance(target, WeightSharer)
-    layer = layer if layer >= 0 else target.layers - 1
-    keys, values = _tried(target, memory, layer)
+    layer_types = list(kv_view.layer_config.get("layer_types") or ())
+    full_layers = [i for i, layer_type in enumerate(layer_types) if layer_type == "full_attention"]
+    layer = full_layers[-1] if full_layers else target.layers - 1
+    keys, values = _probe(target, kv_view, layer)
     if keys.shape == values.shape:
-        for view in _ways(memory.layer_config, layer, keys):
-            if _still(keys, view):
+        for view in _candidates(kv_view.layer_config, layer, keys):
+            if _matches(keys, view):
                 return view
     raise OutriderError(
-        f"the keys of this target's layer {layer} lie or turn in a way that is not known here; train mtp instead"
+        f"the layout or rotary encoding of the keys in layer {layer} of this target is not supported; use mtp"
     )
 
 
-def _tried(target: Target, memory: KVView, layer: int) -> tuple[torch.Tensor, ...]:
-    """Keys and values [key heads, T, D] of a text of one token."""
-    text = (_TOKEN,) * _TIMES
-    batch = Batch(seqs=(SequenceState.of(text),), start=(0,), feed=(text,), draft_budget=(0,))
-    target.cache.admit(0, text)
+def _probe(target: Target, kv_view: KVView, layer: int) -> tuple[torch.Tensor, ...]:
+    """Return the keys and values [key heads, T, D] of the probe sequence."""
+    tokens = (_TOKEN,) * _LENGTH
+    batch = Batch(seqs=(SequenceState.of(tokens),), start=(0,), feed=(tokens,), draft_budget=(0,))
+    target.cache.admit(0, tokens)
     target.score(batch, tree.empty(1, target.device))
-    entries = memory.entries(layer, [0], 0, _TIMES)
+    entries = kv_view.entries(layer, [0], 0, _LENGTH)
     assert entries is not None
-    found = tuple(each[0].float() for each in entries)
+    keys_and_values = tuple(tensor[0].float() for tensor in entries)
     target.cache.release(0)
-    return found
+    return keys_and_values
 
 
-def _ways(config: Mapping[str, Any], layer: int, keys: torch.Tensor) -> list[SharedKV]:
-    """Ways in which positions may have turned them: as the config says, and not at all."""
-    given = config.get("rope_parameters")
-    if isinstance(given, dict) and "full_attention" in given:
-        config = {**config, "rope_parameters": given["full_attention"]}
-    still = SharedKV(layer=layer, key_heads=keys.shape[0], dim=keys.shape[2], rotary=0.0)
+def _candidates(config: Mapping[str, Any], layer: int, keys: torch.Tensor) -> list[SharedKV]:
+    """Return the possible rotary encodings: the one in the config, and none."""
+    parameters = config.get("rope_parameters")
+    if isinstance(parameters, dict) and "full_attention" in parameters:
+        config = {**config, "rope_parameters": parameters["full_attention"]}
+    without_rope = SharedKV(layer=layer, key_heads=keys.shape[0], dim=keys.shape[2], rotary=0.0)
     try:
         theta, rope, rotary = read_rope(Settings(config))
     except OutriderError:
-        return [still]
-    return [
-        SharedKV(layer=layer, key_heads=still.key_heads, dim=still.dim, theta=theta, rope=rope, rotary=rotary),
-        still,
-    ]
+        return [without_rope]
+    return [replace(without_rope, theta=theta, rope=rope, rotary=rotary), without_rope]
 
 
-def _still(keys: torch.Tensor, view: SharedKV) -> bool:
-    """Whether they are the same at all places when they are turned back."""
-    plain = Body(layers=1, hidden=view.dim, heads=view.key_heads, key_heads=view.key_heads, dim=view.dim, ffn=1)
-    body = replace(plain, theta=view.theta, rope=view.rope, rotary=view.rotary)
-    back = -torch.arange(keys.shape[1], device=keys.device)
-    found = rotate(keys, *rotation(back, body, torch.float32))
-    return bool((found - found[:, :1]).abs().max() < _LIKE * found.abs().max())
+def _matches(keys: torch.Tensor, view: SharedKV) -> bool:
+    """Return whether the keys are the same at all positions after the rotary encoding of `view` is undone."""
+    body = Body(
+        layers=1,
+        hidden=view.dim,
+        heads=view.key_heads,
+        key_heads=view.key_heads,
+        dim=view.dim,
+        ffn=1,
+        theta=view.theta,
+        rope=view.rope,
+        rotary=view.rotary,
+    )
+    negative_positions = -torch.arange(keys.shape[1], device=keys.device)
+    plain_keys = rotate(keys, *rotation(negative_positions, body, torch.float32))
+    return bool((plain_keys - plain_keys[:, :1]).abs().max() < _TOLERANCE * plain_keys.abs().max())

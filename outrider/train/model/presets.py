@@ -1,4 +1,4 @@
-"""What is trained where nothing else is said, for a target of any size."""
+"""The default description of each kind of draft head, for a target of any size."""
 
 from __future__ import annotations
 
@@ -23,48 +23,50 @@ from outrider.heads.description import (
 )
 
 KV_SHARING = "kv-sharing"
-_THREE = frozenset({"eagle3", "eagle31", "peagle", "slim"})  # kinds that read three layers, and fuse them
-_GUESSES = 7  # of a pass that makes them all
-_RANK, _TAPS = 256, 5  # at most: of the correction by the token before; layers that a block reads
+# Kinds that fuse the hidden states of three layers.
+_EAGLE3_KINDS = frozenset({"eagle3", "eagle31", "peagle", "slim"})
+_DRAFT_TOKENS = 7  # default of the kinds that draft all tokens in one pass
+_MAX_MARKOV_RANK = 256  # of the matrix that corrects a draft token by the token before it
+_MAX_TAPS = 5  # layers of the target that a block head reads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """What the target is, and how much of a draft is wanted."""
+    """Sizes of the target, and the options for the draft."""
 
-    hidden: int
-    layers: int
-    vocab: int
-    epsilon: float
-    draft_vocab: int = 0  # 0 = all
-    depth: int = 1  # decoder layers, or independent heads
-    ffn: int = 0  # 0 = as Llama has it
-    width: int = 0  # of decoder layers; 0 = the target's, for slim half of it
-    guesses: int = 0  # of a pass that makes them all; 0 = 7
-    modules: int = 1  # for multi-token prediction
-    view: SharedKV | None = None  # what can be seen of the target's memory
-    own_lm_head: bool | None = None  # an output layer of its own, or the target's; None = as the kind is published
+    hidden: int  # of the target
+    layers: int  # of the target
+    vocab: int  # of the target
+    epsilon: float  # of the target's norms
+    draft_vocab: int = 0  # 0: all tokens
+    depth: int = 1  # decoder layers, or parallel heads
+    ffn: int = 0  # width of the MLP; 0: as in Llama
+    width: int = 0  # of decoder layers; 0: that of the target, half of it for slim
+    guesses: int = 0  # draft tokens of the kinds that draft all tokens in one pass; 0: 7
+    modules: int = 1  # of mtp
+    view: SharedKV | None = None  # the target's keys and values, for kv-sharing
+    own_lm_head: bool | None = None  # whether the draft has its own LM head; None: as the kind was published
 
 
 def describe(kind: str, sizes: Sizes) -> HeadDescription:
-    """The description of a draft of this kind.
+    """Return the description of a draft head of this kind.
 
     Raises:
-        OutriderError: there is no such kind, or the target is too small for it.
+        OutriderError: the kind is unknown, or the sizes do not fit it.
     """
     if kind not in KINDS:
         raise OutriderError(f"kind {kind!r} is unknown; use {', '.join(KINDS)}")
-    if sizes.layers < 4 and kind in _THREE:
+    if sizes.layers < 4 and kind in _EAGLE3_KINDS:
         raise OutriderError(f"{kind} reads three layers, and this target has {sizes.layers}; use mtp or medusa")
-    if sizes.width and kind not in _THREE:
+    if sizes.width and kind not in _EAGLE3_KINDS:
         raise OutriderError(f"{kind} is as wide as its target; leave --hidden-size out, or train slim or eagle31")
     if sizes.width > sizes.hidden:
-        raise OutriderError(f"--hidden-size is {sizes.width}, and the target is {sizes.hidden} wide; use that at most")
+        raise OutriderError(f"--hidden-size is {sizes.width}, and the target is {sizes.hidden} wide; use at most that")
     return KINDS[kind](sizes)
 
 
-def body(sizes: Sizes) -> Body:
-    """Decoder layers of the target's width, or of the one that is asked for."""
+def _body(sizes: Sizes) -> Body:
+    """Return decoder layers of width `sizes.width`, or of the target's width."""
     width = sizes.width or sizes.hidden
     dim = next((size for size in (128, 64, 32, 16) if width % size == 0 and width // size >= 4), 0)
     if not dim:
@@ -84,13 +86,13 @@ def body(sizes: Sizes) -> Body:
 
 
 def _eagle3(sizes: Sizes) -> HeadDescription:
-    # Small targets say little four layers before their end, where large ones are tapped.
-    high = sizes.layers - (4 if sizes.layers >= 16 else 2)
-    own = sizes.width not in (0, sizes.hidden)  # the target's tables have another width
-    if own and sizes.own_lm_head is False:
+    # In a small target, the fourth layer from the end carries too little information.
+    last_tap = sizes.layers - (4 if sizes.layers >= 16 else 2)
+    has_own_width = sizes.width not in (0, sizes.hidden)  # then the target's tables do not fit
+    if has_own_width and sizes.own_lm_head is False:
         raise OutriderError(
-            f"a draft {sizes.width} wide cannot use the output layer of a target {sizes.hidden} wide; leave"
-            " --shared-lm-head out, or --hidden-size"
+            f"a draft of width {sizes.width} cannot share the LM head of a target of width {sizes.hidden};"
+            " leave --shared-lm-head out, or --hidden-size"
         )
     return HeadDescription(
         kind=Kind.EAGLE3,
@@ -98,35 +100,37 @@ def _eagle3(sizes: Sizes) -> HeadDescription:
         target_layers=sizes.layers,
         vocab=sizes.vocab,
         draft_vocab=sizes.draft_vocab,
-        aux_states=AuxStates(layers=(1, sizes.layers // 2 - 1, high), fused=True),
+        aux_states=AuxStates(layers=(1, sizes.layers // 2 - 1, last_tap), fused=True),
         input_fusion=InputFusion(at=FusionPoint.ATTENTION),
-        body=body(sizes),
+        body=_body(sizes),
         own_lm_head=sizes.own_lm_head is not False,
-        own_embedding=own,
+        own_embedding=has_own_width,
     )
 
 
 def _eagle31(sizes: Sizes) -> HeadDescription:
-    plain = _eagle3(sizes)
-    return replace(plain, aux_states=replace(plain.aux_states, norm=FuseNorm.EACH), feedback=Feedback.NORMED)
+    eagle3 = _eagle3(sizes)
+    aux_states = replace(eagle3.aux_states, norm=FuseNorm.EACH)
+    return replace(eagle3, aux_states=aux_states, feedback=Feedback.NORMED)
 
 
 def _slim(sizes: Sizes) -> HeadDescription:
-    half = (sizes.hidden // 2 + 63) // 64 * 64
-    wide = _eagle31(replace(sizes, width=sizes.width or half))
-    return replace(wide, input_fusion=InputFusion(at=FusionPoint.PROJECTION))
+    half_width = (sizes.hidden // 2 + 63) // 64 * 64
+    eagle31 = _eagle31(replace(sizes, width=sizes.width or half_width))
+    return replace(eagle31, input_fusion=InputFusion(at=FusionPoint.PROJECTION))
 
 
 def _peagle(sizes: Sizes) -> HeadDescription:
     if sizes.guesses == 1:
         raise OutriderError("peagle drafts all tokens after the first with masks; use --draft-tokens 2 or more")
-    # The last token of a vocabulary is padding, kept in reserve, or as rare as any.
-    masks = MaskTokens(draft_tokens=sizes.guesses or _GUESSES, token=sizes.vocab - 1)
+    # The last token of a vocabulary is padding, reserved or rare.
+    masks = MaskTokens(draft_tokens=sizes.guesses or _DRAFT_TOKENS, token=sizes.vocab - 1)
     return replace(_eagle3(sizes), kind=Kind.PEAGLE, masks=masks)
 
 
 def _mtp(sizes: Sizes) -> HeadDescription:
-    several = sizes.modules > 1  # as DeepSeek has them: theirs is the one naming that holds several
+    # Several modules work as in DeepSeek-V3, whose checkpoint format is the only one that can hold them.
+    several = sizes.modules > 1
     return HeadDescription(
         kind=Kind.MTP,
         target_hidden=sizes.hidden,
@@ -135,7 +139,7 @@ def _mtp(sizes: Sizes) -> HeadDescription:
         draft_vocab=sizes.draft_vocab,
         aux_states=AuxStates(layers=(sizes.layers - 1,), final=True),
         input_fusion=InputFusion(at=FusionPoint.PROJECTION, zero_first=several),
-        body=body(sizes),
+        body=_body(sizes),
         modules=sizes.modules,
         feedback=Feedback.RAW if several else Feedback.NORMED,
         own_lm_head=bool(sizes.own_lm_head),
@@ -148,7 +152,7 @@ def _kv_sharing(sizes: Sizes) -> HeadDescription:
         raise OutriderError(
             "kv-sharing reads the keys and values of the target, and this target does not export them; use mtp"
         )
-    # As many heads as fit into the width, and each key head has as many of them.
+    # As many query heads as fit into the width, in equal groups for the key heads.
     heads = max(sizes.hidden // view.dim // view.key_heads, 1) * view.key_heads
     return HeadDescription(
         kind=Kind.KV_SHARING,
@@ -158,15 +162,18 @@ def _kv_sharing(sizes: Sizes) -> HeadDescription:
         draft_vocab=sizes.draft_vocab,
         aux_states=AuxStates(layers=(sizes.layers - 1,), final=True),
         input_fusion=InputFusion(at=FusionPoint.PROJECTION),
-        body=replace(body(sizes), heads=heads, key_heads=view.key_heads, dim=view.dim, head_norms=True),
+        body=replace(_body(sizes), heads=heads, key_heads=view.key_heads, dim=view.dim, head_norms=True),
         shared_kv=(view,) * sizes.depth,
         own_lm_head=bool(sizes.own_lm_head),
     )
 
 
-def _stack(kind: Kind) -> Callable[[Sizes], HeadDescription]:
-    def make(sizes: Sizes) -> HeadDescription:
-        own = bool(sizes.own_lm_head)
+def _parallel_heads(kind: Kind) -> Callable[[Sizes], HeadDescription]:
+    """Return a function that describes a draft of this kind, medusa or hydra."""
+
+    def describe_kind(sizes: Sizes) -> HeadDescription:
+        own_lm_head = bool(sizes.own_lm_head)
+        heads = sizes.depth if sizes.depth > 1 else 4
         return HeadDescription(
             kind=kind,
             target_hidden=sizes.hidden,
@@ -174,42 +181,46 @@ def _stack(kind: Kind) -> Callable[[Sizes], HeadDescription]:
             vocab=sizes.vocab,
             draft_vocab=sizes.draft_vocab,
             aux_states=AuxStates(layers=(sizes.layers - 1,), final=True),
-            stack=ParallelHeads(heads=sizes.depth if sizes.depth > 1 else 4, shared_head=not own, one_head=own),
-            own_lm_head=own,
+            stack=ParallelHeads(heads=heads, shared_head=not own_lm_head, one_head=own_lm_head),
+            own_lm_head=own_lm_head,
         )
 
-    return make
+    return describe_kind
 
 
 def _block(kind: Kind) -> Callable[[Sizes], HeadDescription]:
-    def make(sizes: Sizes) -> HeadDescription:
-        corrected, guesses = kind is Kind.DSPARK, sizes.guesses or _GUESSES
+    """Return a function that describes a draft of this kind, dflash or dspark."""
+
+    def describe_kind(sizes: Sizes) -> HeadDescription:
+        is_dspark = kind is Kind.DSPARK
+        draft_tokens = sizes.guesses or _DRAFT_TOKENS
         return HeadDescription(
             kind=kind,
             target_hidden=sizes.hidden,
             target_layers=sizes.layers,
             vocab=sizes.vocab,
             draft_vocab=sizes.draft_vocab,
-            aux_states=AuxStates(layers=_evenly(sizes.layers), fused=True),
-            body=replace(body(sizes), head_norms=True),
+            aux_states=AuxStates(layers=_block_taps(sizes.layers), fused=True),
+            body=replace(_body(sizes), head_norms=True),
             block=DraftBlock(
-                size=guesses if corrected else guesses + 1,
-                sample_from_anchor=corrected,
-                # At most a quarter of the width: two tables of all tokens would outweigh a small draft.
-                markov_rank=min(_RANK, sizes.hidden // 4) if corrected else 0,
-                confidence=corrected,
+                size=draft_tokens if is_dspark else draft_tokens + 1,
+                sample_from_anchor=is_dspark,
+                # At most a quarter of the width, because its two tables have a row for every token.
+                markov_rank=min(_MAX_MARKOV_RANK, sizes.hidden // 4) if is_dspark else 0,
+                confidence=is_dspark,
             ),
             own_lm_head=bool(sizes.own_lm_head),
         )
 
-    return make
+    return describe_kind
 
 
-def _evenly(layers: int) -> tuple[int, ...]:
-    """Layers from the second one to one near the end, at like distances."""
-    last = max(layers - (3 if layers >= 16 else 2), 0)  # small targets say little three layers before their end
+def _block_taps(layers: int) -> tuple[int, ...]:
+    """Return evenly spaced layers, from the second one to one near the end."""
+    # In a small target, the third layer from the end carries too little information.
+    last = max(layers - (3 if layers >= 16 else 2), 0)
     first = min(1, last)
-    count = min(_TAPS, last - first + 1)
+    count = min(_MAX_TAPS, last - first + 1)
     return tuple(first + (last - first) * i // max(count - 1, 1) for i in range(count))
 
 
@@ -220,8 +231,8 @@ KINDS: Mapping[str, Callable[[Sizes], HeadDescription]] = MappingProxyType(
         "peagle": _peagle,
         "slim": _slim,
         "mtp": _mtp,
-        "medusa": _stack(Kind.MEDUSA),
-        "hydra": _stack(Kind.HYDRA),
+        "medusa": _parallel_heads(Kind.MEDUSA),
+        "hydra": _parallel_heads(Kind.HYDRA),
         "dflash": _block(Kind.DFLASH),
         "dspark": _block(Kind.DSPARK),
         KV_SHARING: _kv_sharing,

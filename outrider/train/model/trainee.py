@@ -1,4 +1,4 @@
-"""What is trained: a draft that reads the target's states, or a draft model that reads the text alone."""
+"""The protocol of a draft in training, and its implementation for draft heads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from outrider.loader.embedded import model_folder
 from outrider.models.base import WeightSharer
 from outrider.propose.base import Proposer, ProposerSetup
 from outrider.propose.draft_model.trained_head import HeadProposer
-from outrider.train.data.batches import frequent
+from outrider.train.data.batches import most_frequent_tokens
 from outrider.train.data.sample import Sample
 from outrider.train.loss.steps import Step, Texts
 from outrider.train.loss.unroll import unrolled
@@ -38,24 +38,27 @@ class DraftTrainee(Protocol):
     `proposer` and `save` return copies that later training does not change.
     """
 
-    module: nn.Module  # whose parameters are trained, in float32
-    aux_states: AuxStates  # what it reads of the target's pass, besides what the target says
-    shared_kv: tuple[SharedKV, ...]  # what it looks at in the target's memory
-    ids: torch.Tensor  # [Vd] the target's ids of what it guesses
-    steps: int  # guesses in a row that are trained where nobody says how many
-    lr: float  # learning rate at its height, likewise
+    module: nn.Module  # its parameters are trained, in float32
+    aux_states: AuxStates  # the hidden states of the target that it reads
+    shared_kv: tuple[SharedKV, ...]  # the target's keys and values that it attends to
+    ids: torch.Tensor  # [Vd] token ids of the draft vocabulary
+    steps: int  # default number of draft tokens to unroll
+    lr: float  # default peak learning rate
 
     def begin(self, samples: Callable[[], Sequence[Sample]]) -> None:
-        """Settle what follows from texts; called once, before training, unless that goes on from a saved state."""
+        """Finish the initialization with samples of the first generation cycle.
+
+        Called once before the training, but not if the training is resumed.
+        """
 
     def unroll(self, texts: Texts, steps: int) -> Iterator[Step]:
-        """The guesses of steps 0, 1, ..., as far as texts reach."""
+        """Yield steps 0, 1, ..., as far as the sequences reach."""
 
     def proposer(self, setup: ProposerSetup) -> Proposer:
-        """It guesses, with the weights of now."""
+        """Return a proposer with the current weights."""
 
     def save(self, folder: Path) -> None:
-        """Write it as the engine loads it; what lay there survives a failure.
+        """Write the draft in the format that the engine loads. If this fails, existing files are intact.
 
         Raises:
             OutriderError: the disk is full, or the folder cannot be written.
@@ -63,92 +66,111 @@ class DraftTrainee(Protocol):
 
 
 class HeadTrainee:
-    """A draft on the target's states."""
+    """A draft head in training."""
 
     lr = 1e-3
 
     def __init__(self, kind: str, settings: Settings, setup: ProposerSetup, tables: SharedWeights) -> None:
-        """Fresh weights or those of `settings.draft`, for the target of this engine, which lends its tables.
+        """Make a new head, or load the one in `settings.init_from`.
+
+        Args:
+            kind: the kind of the head.
+            settings: the options of the training.
+            setup: the engine with the target.
+            tables: the weights that the head shares with the target.
 
         Raises:
-            OutriderError: the options and the kind, or the target, do not fit.
+            OutriderError: the options do not fit the kind or the target.
         """
-        self._tables, self._later = tables, settings.multi_step_share
+        self._tables = tables
+        self._later_share = settings.multi_step_share
         sizes = _sizes(settings, setup, tables)
         if kind == KV_SHARING:
             sizes = replace(sizes, view=find_view(setup.target, tables))
-        wanted = describe(kind, sizes)
-        self._fresh, self._former = settings.init_from is None, None
-        self._module = make_module(wanted).to(setup.device) if self._fresh else _begun(settings, wanted, setup)
+        description = describe(kind, sizes)
+        self._is_new = settings.init_from is None
+        if self._is_new:
+            self._module = make_module(description).to(setup.device)
+        else:
+            self._module = _load_head(settings, description, setup)
+        self._previous: PreviousTarget | None = None
         if settings.init_target is not None:
-            self._former = PreviousTarget(self._module, model_folder(settings.init_target), setup)
-            self._module = self._former.successor(wanted)
-        self._description = it = self._module.description
-        _check(kind, settings, it)
+            self._previous = PreviousTarget(self._module, model_folder(settings.init_target), setup)
+            self._module = self._previous.make_moved_head(description)
+        self._description = self._module.description
+        _check_options(kind, settings, self._description)
         if settings.mask_token_id is not None:
             self._module.get_parameter("mask").requires_grad_(False).copy_(tables.embedding[settings.mask_token_id])
-        self._lend()
-        # Which tokens are guessed is loaded too.
-        self._module.register_load_state_dict_post_hook(lambda *_: self._lend())  # type: ignore[no-untyped-call]
+        self._share_weights()
+        # The shared weights depend on the draft vocabulary, which is part of the state.
+        self._module.register_load_state_dict_post_hook(lambda *_: self._share_weights())  # type: ignore[no-untyped-call]
         self.module: nn.Module = self._module
-        self.aux_states, self.shared_kv, self.ids = it.aux_states, it.shared_kv, self._module.ids
-        self.steps = it.max_draft_tokens or 4
+        self.aux_states = self._description.aux_states
+        self.shared_kv = self._description.shared_kv
+        self.ids = self._module.ids
+        self.steps = self._description.max_draft_tokens or 4
 
     def begin(self, samples: Callable[[], Sequence[Sample]]) -> None:
-        it, module = self._description, self._module
-        if self._former:
-            self._former.open_eyes(module, samples)
-        if not self._fresh:
+        """Fit the fusion layer of a moved head, or initialize a new one. A new head gets its draft vocabulary first."""
+        description = self._description
+        module = self._module
+        if self._previous:
+            self._previous.fit_fusion(module, samples)
+        if not self._is_new:
             return
-        if it.draft_vocab:
-            module.ids.copy_(frequent(samples(), it.vocab, it.draft_vocab, module.ids.device))
-            self._lend()
+        if description.draft_vocab:
+            ids = most_frequent_tokens(samples(), description.vocab, description.draft_vocab, module.ids.device)
+            module.ids.copy_(ids)
+            self._share_weights()
         init_weights(module, self._tables)
 
     def unroll(self, texts: Texts, steps: int) -> Iterator[Step]:
-        return unrolled(self._module, texts, steps, self._later)
+        return unrolled(self._module, texts, steps, self._later_share)
 
     def proposer(self, setup: ProposerSetup) -> Proposer:
-        still = self._still(setup.dtype)
-        return HeadProposer(setup, make_head_target(still, self._tables, slots=setup.slots, context=setup.context))
+        module = self._frozen_copy(setup.dtype)
+        return HeadProposer(setup, make_head_target(module, self._tables, slots=setup.slots, context=setup.context))
 
     def save(self, folder: Path) -> None:
         write_head(folder, self._module, dtype=torch.bfloat16)
 
-    def _lend(self) -> None:
+    def _share_weights(self) -> None:
         self._module.share_weights(self._tables.embedding, self._tables.head.float())
 
-    def _still(self, dtype: torch.dtype) -> HeadModule:
-        """A copy that is not trained."""
+    def _frozen_copy(self, dtype: torch.dtype) -> HeadModule:
+        """Return a copy of the module in evaluation mode, without gradients."""
         weights = {
             name: weight.detach().to(dtype, copy=True) if weight.is_floating_point() else weight.clone()
             for name, weight in self._module.state_dict().items()
         }
-        still = filled(self._description, weights, where="the draft in training")
-        return still.to(self.ids.device).requires_grad_(False).eval()
+        module = filled(self._description, weights, where="the draft in training")
+        return module.to(self.ids.device).requires_grad_(False).eval()
 
 
 def make_trainee(kind: str, settings: Settings, setup: ProposerSetup, tables: SharedWeights) -> DraftTrainee:
-    """What is trained for this engine, whose target lends its tables.
+    """Return a draft of this kind to train for the target of `setup`, which has the weights `tables`.
 
     Raises:
-        OutriderError: the options, the kind and the target do not fit.
+        OutriderError: the options do not fit the kind or the target.
     """
     return DraftModelTrainee(settings, setup) if kind == DRAFT else HeadTrainee(kind, settings, setup, tables)
 
 
 def target_weights(setup: ProposerSetup) -> SharedWeights:
-    """The target's tables.
+    """Return the weights that a draft shares with the target.
 
     Raises:
-        OutriderError: it has none to lend.
+        OutriderError: the target does not export them.
     """
     if not isinstance(setup.target, WeightSharer):
-        raise OutriderError("this target shows no states; drafts are trained on attention models")
+        raise OutriderError(
+            "this target does not export its hidden states, so no draft can be trained for it; use an attention model"
+        )
     return setup.target.share_weights()
 
 
 def _sizes(settings: Settings, setup: ProposerSetup, tables: SharedWeights) -> Sizes:
+    """Return the sizes of the target and the options for a new head."""
     assert isinstance(setup.target, WeightSharer)
     if settings.draft_vocab_size > setup.vocab:
         raise OutriderError(
@@ -170,67 +192,100 @@ def _sizes(settings: Settings, setup: ProposerSetup, tables: SharedWeights) -> S
     )
 
 
-def _begun(settings: Settings, wanted: HeadDescription, setup: ProposerSetup) -> HeadModule:
-    """A draft that was trained before, to go on with."""
+def _load_head(settings: Settings, wanted: HeadDescription, setup: ProposerSetup) -> HeadModule:
+    """Load the head in `settings.init_from`, and check that it fits the training.
+
+    Args:
+        settings: the options of the training.
+        wanted: the description of a new head for this target.
+        setup: the engine with the target.
+
+    Raises:
+        OutriderError: the head is of another kind or for another target, or an option would change its shape.
+    """
     assert settings.init_from is not None
     module = read_head(model_folder(settings.init_from), dtype=torch.float32, device=setup.device).requires_grad_(True)
-    it = module.description
-    shaping = (
-        settings.depth,
-        settings.intermediate_size,
-        settings.hidden_size,
-        settings.draft_vocab_size,
-        settings.draft_tokens,
-    )
-    chosen = settings.own_lm_head, settings.mask_token_id
-    if any(shaping) or settings.mtp_modules > 1 or chosen != (None, None):
+    loaded = module.description
+    if _has_shape_options(settings):
         raise OutriderError(
             f"--init-from {settings.init_from} defines the shape of the draft; leave --depth, --intermediate-size,"
             " --hidden-size, --draft-vocab-size, --own-lm-head, --draft-tokens, --mtp-modules and --mask-token-id out"
         )
-    ours, theirs = ((each.kind, each.vocab, each.target_hidden, each.target_layers) for each in (wanted, it))
-    same = 4 if settings.init_target is None else 2
-    if ours[:same] != theirs[:same]:
+    differs = loaded.kind != wanted.kind or loaded.vocab != wanted.vocab
+    if settings.init_target is None:  # otherwise the head moves to a target of another shape
+        differs |= loaded.target_hidden != wanted.target_hidden or loaded.target_layers != wanted.target_layers
+    if differs:
         raise OutriderError(
-            f"{settings.init_from} is of kind {it.kind}, for a target with vocabulary {it.vocab},"
-            f" width {it.target_hidden} and {it.target_layers} layers; this training needs kind {wanted.kind}, for a"
-            f" target with vocabulary {ours[1]}, width {ours[2]} and {ours[3]} layers"
+            f"{settings.init_from} is of kind {loaded.kind}, for a target with vocabulary {loaded.vocab},"
+            f" width {loaded.target_hidden} and {loaded.target_layers} layers; this training needs kind {wanted.kind},"
+            f" for a target with vocabulary {wanted.vocab}, width {wanted.target_hidden} and {wanted.target_layers}"
+            " layers"
         )
-    if it.input_fusion and wanted.input_fusion and it.input_fusion.at is not wanted.input_fusion.at:
+    if loaded.input_fusion and wanted.input_fusion and loaded.input_fusion.at is not wanted.input_fusion.at:
         raise OutriderError(
-            f"{settings.init_from} fuses embeddings and hidden states at its {it.input_fusion.at},"
+            f"{settings.init_from} fuses embeddings and hidden states at its {loaded.input_fusion.at},"
             f" and {wanted.kind} does so at its {wanted.input_fusion.at};"
-            f" train {'slim' if it.input_fusion.at is FusionPoint.PROJECTION else 'eagle31'} instead"
+            f" train {'slim' if loaded.input_fusion.at is FusionPoint.PROJECTION else 'eagle31'} instead"
         )
-    if set(it.shared_kv) != set(wanted.shared_kv):
+    if set(loaded.shared_kv) != set(wanted.shared_kv):
         raise OutriderError(
             f"{settings.init_from} reads other keys and values than this target exports; leave --init-from out"
         )
     return module
 
 
-def _check(kind: str, settings: Settings, it: HeadDescription) -> None:
-    """No option is ignored."""
-    count, heads = it.max_draft_tokens, it.stack.heads if it.stack else 0
-    problems = {
-        f"{kind} has no MLP; leave --intermediate-size out": settings.intermediate_size and it.body is None,
-        f"{kind} has no block; leave --draft-tokens out": settings.draft_tokens and not it.parallel_draft_tokens,
-        f"{kind} has no block; leave --mask-token-id out": settings.mask_token_id is not None and it.block is None,
-        f"--mask-token-id is {settings.mask_token_id}, and the target has {it.vocab} tokens": (
-            settings.mask_token_id or 0
-        )
-        >= it.vocab,
-        f"{kind} has no modules; leave --mtp-modules out": settings.mtp_modules > it.modules,
-        f"{kind} drafts {count} tokens and trains all of them; leave --ttt-length out": count
-        and settings.ttt_length not in (None, count),
-        f"{kind} trains all draft tokens at every position; leave --multi-step-share out": settings.multi_step_share
-        != 1
-        and (heads or it.modules > 1),
-        "--ttt-length 1 trains only the first draft token; leave --multi-step-share out": settings.multi_step_share != 1
-        and settings.ttt_length == 1
-        and not count,
-        f"{kind} has {heads} heads where --depth is {settings.depth}; use 2 or more": heads
-        and settings.depth not in (0, heads),
-    }
-    if found := [text for text, wrong in problems.items() if wrong]:
-        raise OutriderError(found[0])
+def _has_shape_options(settings: Settings) -> bool:
+    """Return whether the settings have an option that changes the shape of a head."""
+    sizes = (
+        settings.depth,
+        settings.intermediate_size,
+        settings.hidden_size,
+        settings.draft_vocab_size,
+        settings.draft_tokens,
+    )
+    return (
+        any(sizes) or settings.mtp_modules > 1 or settings.own_lm_head is not None or settings.mask_token_id is not None
+    )
+
+
+def _check_options(kind: str, settings: Settings, description: HeadDescription) -> None:
+    """Reject options that have no effect on this kind of head, and values that it cannot have."""
+    fixed_length = description.max_draft_tokens
+    heads = description.stack.heads if description.stack else 0
+    mask_token_id = settings.mask_token_id
+    has_share = settings.multi_step_share != 1
+    problems = (
+        (settings.intermediate_size and description.body is None, f"{kind} has no MLP; leave --intermediate-size out"),
+        (
+            settings.draft_tokens and not description.parallel_draft_tokens,
+            f"{kind} has no block; leave --draft-tokens out",
+        ),
+        (
+            mask_token_id is not None and description.block is None,
+            f"{kind} has no block; leave --mask-token-id out",
+        ),
+        (
+            (mask_token_id or 0) >= description.vocab,
+            f"--mask-token-id is {mask_token_id}, and the target has {description.vocab} tokens; use a smaller id",
+        ),
+        (settings.mtp_modules > description.modules, f"{kind} has no modules; leave --mtp-modules out"),
+        (
+            fixed_length and settings.ttt_length not in (None, fixed_length),
+            f"{kind} drafts {fixed_length} tokens and trains all of them; leave --ttt-length out",
+        ),
+        (
+            has_share and (heads or description.modules > 1),
+            f"{kind} trains all draft tokens at every position; leave --multi-step-share out",
+        ),
+        (
+            has_share and settings.ttt_length == 1 and not fixed_length,
+            "--ttt-length 1 trains only the first draft token; leave --multi-step-share out",
+        ),
+        (
+            heads and settings.depth not in (0, heads),
+            f"{kind} has {heads} heads where --depth is {settings.depth}; use 2 or more",
+        ),
+    )
+    for is_wrong, message in problems:
+        if is_wrong:
+            raise OutriderError(message)

@@ -1,8 +1,8 @@
-"""A head that goes on with another target than the one that it was trained for.
+"""Moves a draft head to another target than the one that it was trained for.
 
-A head with tables of its own meets its target in one place alone, where states are fused. So all else is kept, and that
-place is made anew: the fusion under which the new target's states look most, in least squares over texts that both have
-read, as the former's did.
+A head with its own embedding and LM head depends on its target in one place: the fusion layer, which reads hidden
+states. All other weights are kept. The new fusion layer is fitted by least squares: on the same sequences, its outputs
+from the new target's states should equal the old outputs from the previous target's states.
 """
 
 from __future__ import annotations
@@ -21,99 +21,111 @@ from outrider.heads.modules.autoregressive import AutoregressiveHead
 from outrider.heads.store import HeadModule, make_module
 from outrider.models.base import Target, WeightSharer
 from outrider.propose.base import ProposerSetup
-from outrider.train.data.batches import read_alone
+from outrider.train.data.batches import score_sequence
 from outrider.train.data.sample import Sample
-from outrider.train.distributed import total
+from outrider.train.distributed import all_reduce_sum
 
-_RIDGE = 0.01  # beside the mean square of what is fused: more texts would say more
+_RIDGE = 0.01  # regularization, relative to the mean square of the inputs
 
 
 class PreviousTarget:
-    """A head, and the target that it was trained for."""
+    """A draft head and the target that it was trained for."""
 
     def __init__(self, head: HeadModule, folder: Path, setup: ProposerSetup) -> None:
-        """`folder` is the target's; it is loaded when texts are there to be read, and with the engine's tokenizer.
+        """Check the head. The target in `folder` is loaded later, by `fit_fusion`.
 
         Raises:
-            OutriderError: the head shares tables with its target, or it holds what that target alone would show.
+            OutriderError: the head shares tables with its target, or it has masks, which depend on the target.
         """
-        it = head.description
+        description = head.description
         if (
             not isinstance(head, AutoregressiveHead)
-            or it.masks
-            or not (it.aux_states.fused and it.own_embedding and it.own_lm_head)
+            or description.masks
+            or not (description.aux_states.fused and description.own_embedding and description.own_lm_head)
         ):
             raise OutriderError(
-                f"a draft of kind {it.kind} that uses its target's tables, or masks, is bound to that target; leave"
-                " --init-target out, or go on with what was trained as slim or with --hidden-size"
+                f"a draft of kind {description.kind} that uses its target's tables, or masks, is bound to that target;"
+                " leave --init-target out, or continue from a draft that was trained as slim or with --hidden-size"
             )
-        self._head, self._folder, self._setup = head, folder, setup
+        self._head = head
+        self._folder = folder
+        self._setup = setup
 
-    def successor(self, wanted: HeadDescription) -> HeadModule:
-        """The same head for the target of another description, whose layers it taps; it does not see them yet."""
-        it = self._head.description
-        taps = replace(it.aux_states, layers=wanted.aux_states.layers)
-        its = replace(it, aux_states=taps, target_hidden=wanted.target_hidden, target_layers=wanted.target_layers)
-        heir = make_module(its).to(self._setup.device)
-        kept = {name: value for name, value in self._head.state_dict().items() if not _seeing(name)}
-        heir.load_state_dict(kept, strict=False)
-        return heir
+    def make_moved_head(self, description: HeadDescription) -> HeadModule:
+        """Return the head for another target, which `description` describes. Its fusion layer is not fitted yet."""
+        old = self._head.description
+        moved_description = replace(
+            old,
+            aux_states=replace(old.aux_states, layers=description.aux_states.layers),
+            target_hidden=description.target_hidden,
+            target_layers=description.target_layers,
+        )
+        moved = make_module(moved_description).to(self._setup.device)
+        state = self._head.state_dict()
+        moved.load_state_dict({name: value for name, value in state.items() if not _is_fusion(name)}, strict=False)
+        return moved
 
     @torch.no_grad()
-    def open_eyes(self, heir: HeadModule, samples: Callable[[], Sequence[Sample]]) -> None:
-        """Find the fusion; all processes look at their own texts, and find the same.
+    def fit_fusion(self, moved: HeadModule, samples: Callable[[], Sequence[Sample]]) -> None:
+        """Fit the fusion layer. Each process uses its own samples, and all get the same result.
 
         Raises:
-            OutriderError: the former target cannot be loaded, or is not the head's.
+            OutriderError: the previous target cannot be loaded, or the head was not trained for it.
         """
-        assert isinstance(heir, AutoregressiveHead)
-        target, size = self._load(), heir.fuse.in_features
-        seen = torch.zeros(size, size, dtype=torch.float64, device=self._setup.device)
-        meant = torch.zeros(size, heir.fuse.out_features, dtype=torch.float64, device=self._setup.device)
-        for shown, fused in self._pairs(target, heir, samples()):
-            seen += shown.T @ shown
-            meant += shown.T @ fused
-        total(seen)
-        total(meant)
-        seen.diagonal().add_(_RIDGE * seen.diagonal().mean())
-        heir.fuse.weight.copy_(torch.linalg.solve(seen, meant).T)
+        assert isinstance(moved, AutoregressiveHead)
+        target = self._load_target()
+        size = moved.fuse.in_features
+        device = self._setup.device
+        # The normal equations: the Gram matrix of the inputs, and the products of inputs and outputs.
+        gram = torch.zeros(size, size, dtype=torch.float64, device=device)
+        products = torch.zeros(size, moved.fuse.out_features, dtype=torch.float64, device=device)
+        for inputs, outputs in self._regression_pairs(target, moved, samples()):
+            gram += inputs.T @ inputs
+            products += inputs.T @ outputs
+        all_reduce_sum(gram)
+        all_reduce_sum(products)
+        gram.diagonal().add_(_RIDGE * gram.diagonal().mean())
+        moved.fuse.weight.copy_(torch.linalg.solve(gram, products).T)
 
-    def _pairs(
-        self, target: Target, heir: AutoregressiveHead, samples: Sequence[Sample]
+    def _regression_pairs(
+        self, target: Target, moved: AutoregressiveHead, samples: Sequence[Sample]
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Of each text what the heir is shown [L, taps x H], and what the head made of the former's states [L, W]."""
-        it = heir.description
-        layers = sorted({*it.aux_states.layers, it.target_layers - 1})  # that samples hold
-        where = [layers.index(at) for at in it.aux_states.layers]
+        """Yield inputs [L, taps x H] and wanted outputs [L, W] of the new fusion layer, sequence by sequence."""
+        description = moved.description
+        sample_layers = sorted({*description.aux_states.layers, description.target_layers - 1})
+        tap_indices = [sample_layers.index(layer) for layer in description.aux_states.layers]
         for sample in samples:
-            text = sample.tokens[:-1][: target.context]
-            states = read_alone(target, text).states(self._head.description.aux_states.layers, 0, ())
-            fused = self._head.fused(states.float())
-            if self._head.fuse.bias is not None:
-                fused = fused - self._head.fuse.bias
-            shown = heir.gathered(sample.states[: len(text), where].to(fused))
-            yield shown.double(), fused.double()
+            tokens = sample.tokens[:-1][: target.context]
+            states = score_sequence(target, tokens).states(self._head.description.aux_states.layers, 0, ())
+            outputs = self._head.fused(states.float())
+            if self._head.fuse.bias is not None:  # the bias is kept, not fitted
+                outputs = outputs - self._head.fuse.bias
+            inputs = moved.gathered(sample.states[: len(tokens), tap_indices].to(outputs))
+            yield inputs.double(), outputs.double()
 
-    def _load(self) -> Target:
-        it = self._head.description
-        found = load_target(EngineConfig(target=self._folder, device=str(self._setup.device), max_num_seqs=1))
-        target = found.model
-        if found.checkpoint.tokenizer.get_vocab() != self._setup.tokenizer.get_vocab():
+    def _load_target(self) -> Target:
+        """Load the previous target, and let it export the hidden states that the head reads."""
+        description = self._head.description
+        loaded = load_target(EngineConfig(target=self._folder, device=str(self._setup.device), max_num_seqs=1))
+        target = loaded.model
+        if loaded.checkpoint.tokenizer.get_vocab() != self._setup.tokenizer.get_vocab():
             raise OutriderError(
-                f"{self._folder} has another vocabulary than the target; a draft goes on with targets that share one"
+                f"{self._folder} has another vocabulary than the target; a draft can only move to a target with the"
+                " same vocabulary"
             )
-        if not isinstance(target, WeightSharer) or (target.share_weights().head.shape[1], target.layers) != (
-            it.target_hidden,
-            it.target_layers,
+        expected_shape = (description.target_hidden, description.target_layers)
+        if (
+            not isinstance(target, WeightSharer)
+            or (target.share_weights().head.shape[1], target.layers) != expected_shape
         ):
             raise OutriderError(
-                f"{self._folder} is not what --init-from was trained for, which is {it.target_hidden} wide and has"
-                f" {it.target_layers} layers; name that with --init-target"
+                f"{self._folder} is not the target of --init-from, which has width {description.target_hidden} and"
+                f" {description.target_layers} layers; name that target with --init-target"
             )
-        target.export_hidden_states(it.aux_states.layers)
+        target.export_hidden_states(description.aux_states.layers)
         return target
 
 
-def _seeing(name: str) -> bool:
-    """Whether a weight stands between the target's states and the head's own width; the fusion's bias stands behind."""
+def _is_fusion(name: str) -> bool:
+    """Return whether a weight depends on the target's states. The bias of the fusion layer does not."""
     return name == "fuse.weight" or name.startswith("fuse_norm.")

@@ -1,1 +1,1 @@
-"""The log, tables and plots of a training run."""
+"""The log, tables and plots of a training."""

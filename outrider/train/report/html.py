@@ -1,4 +1,4 @@
-"""The report of a training as a page."""
+"""Makes the HTML report of a training."""
 
 from __future__ import annotations
 
@@ -9,30 +9,32 @@ from outrider.report.page import framed, opening, pairs, section
 
 
 def page(document: dict[str, Any], lines: Sequence[dict[str, Any]]) -> str:
-    """The page as text."""
+    """Return the HTML report of a training, from its document and the lines of its log."""
     from outrider.train.report.plots import draw
 
-    rest = section("Conditions", pairs(_conditions(document, lines)))
-    return framed("outrider train", _opening(document), draw(lines), rest)
+    conditions = section("Conditions", pairs(_conditions(document, lines)))
+    return framed("outrider train", _header(document), draw(lines), conditions)
 
 
-def _opening(document: dict[str, Any]) -> str:
+def _header(document: dict[str, Any]) -> str:
     about = (
         f"{document['parameters'] / 1e6:.1f}M parameters, {document['steps']} steps,"
         f" {document['seconds'] / 60:.1f} minutes; tau is measured with k = {document['k']}."
     )
-    tiles = [(f"{each['tau']:.2f}", f"tokens a pass at {name}") for name, each in document["held_out"].items()]
-    version, title = document["versions"]["outrider"], f"{document['kind']} for {document['target']}"
-    return opening(f"outrider {version} train", title, about, tiles)
+    tiles = [(f"{result['tau']:.2f}", f"tokens per pass at {name}") for name, result in document["held_out"].items()]
+    version = document["versions"]["outrider"]
+    return opening(f"outrider {version} train", f"{document['kind']} for {document['target']}", about, tiles)
 
 
 def _conditions(document: dict[str, Any], lines: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
-    hardware, commit = document["hardware"], document["commit"]
-    spent = {name: sum(line["seconds"].get(name, 0) for line in lines) for name in ("answers", "steps")}
+    hardware = document["hardware"]
+    tokens = sum(line["tokens"] for line in lines)
+    answer_seconds = sum(line["seconds"].get("answers", 0) for line in lines)
+    step_seconds = sum(line["seconds"].get("steps", 0) for line in lines)
     return [
-        ("learned from", f"{sum(line['tokens'] for line in lines):,} tokens in {len(lines)} waves"),
-        ("time", f"{spent['answers']:.0f} s of answers, {spent['steps']:.0f} s of steps"),
+        ("trained on", f"{tokens:,} tokens in {len(lines)} generation cycles"),
+        ("time", f"{answer_seconds:.0f} s of answers, {step_seconds:.0f} s of steps"),
         ("machine", f"{hardware['gpu'] or hardware['cpu']}, {hardware['threads']} threads"),
         ("versions", ", ".join(f"{name} {version}" for name, version in document["versions"].items())),
-        ("commit", commit or "none"),
+        ("commit", document["commit"] or "none"),
     ]

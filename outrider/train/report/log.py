@@ -1,4 +1,4 @@
-"""How a training went: one JSON line a wave, and the same for TensorBoard where it is wanted."""
+"""Writes the log of a training: one JSON line per generation cycle, and TensorBoard events if wanted."""
 
 from __future__ import annotations
 
@@ -8,45 +8,59 @@ from pathlib import Path
 from typing import Any
 
 from outrider.errors import OutriderError
-from outrider.train.trainer import Sums
+from outrider.train.trainer import StepStats
 
 FILE = "log.jsonl"
 
 
 class Log:
-    """Goes on behind wave `begin` of what was there."""
+    """The log of a training in a folder."""
 
     def __init__(self, folder: Path, *, begin: int, events: bool) -> None:
-        """Make ready.
+        """Open the log, and remove all lines after generation cycle `begin`.
+
+        Args:
+            folder: the folder of the training.
+            begin: number of the last cycle that the state of the training includes.
+            events: also write TensorBoard events.
 
         Raises:
             OutriderError: the folder cannot be written, or TensorBoard is missing.
         """
-        self._events = _writer(folder) if events else None
-        self._file, self.lines = folder / FILE, [line for line in read_log(folder) if line["wave"] <= begin]
+        self._events = _tensorboard_writer(folder) if events else None
+        self._file = folder / FILE
+        self.lines = [line for line in read_log(folder) if line["wave"] <= begin]
         write(self._file, "".join(json.dumps(line) + "\n" for line in self.lines))
 
     @property
-    def figures(self) -> dict[str, Any]:
-        """What was measured last, empty where nothing was."""
+    def last_evaluation(self) -> dict[str, Any]:
+        """The results of the last evaluation; empty if there is none."""
         return dict(self.lines[-1]["held_out"]) if self.lines else {}
 
-    def add(self, wave: int, sums: Sequence[Sums], figures: Mapping[str, Any], seconds: Mapping[str, float]) -> None:
-        """Note a wave: the mean loss of its steps, what was measured last, and what took how long.
+    def add(
+        self, cycle: int, stats: Sequence[StepStats], evaluation: Mapping[str, Any], seconds: Mapping[str, float]
+    ) -> None:
+        """Write the line of a generation cycle.
+
+        Args:
+            cycle: number of the cycle, from 1.
+            stats: statistics of its steps.
+            evaluation: results of the last evaluation.
+            seconds: seconds by part of the cycle.
 
         Raises:
             OutriderError: the disk is full.
         """
-        steps = [each for each in sums if each.columns]
-        loss = round(sum(each.loss for each in steps) / max(len(steps), 1), 5)
-        seen = [each.acceptance for each in sums if each.met]
-        alphas = [round(sum(some) / len(some), 4) for some in zip(*seen, strict=False)]
+        non_empty = [step for step in stats if step.columns]
+        loss = round(sum(step.loss for step in non_empty) / max(len(non_empty), 1), 5)
+        acceptances = [step.acceptance for step in stats if step.alpha_counts]
+        alphas = [round(sum(values) / len(values), 4) for values in zip(*acceptances, strict=False)]
         line = {
-            "wave": wave,
+            "wave": cycle,
             "loss": loss,
             "alpha": alphas,
-            "tokens": int(sum(each.columns for each in sums)),
-            "held_out": dict(figures),
+            "tokens": int(sum(step.columns for step in stats)),
+            "held_out": dict(evaluation),
             "seconds": {name: round(value, 3) for name, value in seconds.items()},
         }
         self.lines.append(line)
@@ -54,57 +68,57 @@ class Log:
             with self._file.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
         except OSError as error:
-            raise _full(self._file, error) from error
-        self._show(line)
+            raise _write_error(self._file, error) from error
+        self._write_events(line)
 
     def close(self) -> None:
         if self._events:
             self._events.close()
 
-    def _show(self, line: Mapping[str, Any]) -> None:
+    def _write_events(self, line: Mapping[str, Any]) -> None:
         if not self._events:
             return
         self._events.add_scalar("loss", line["loss"], line["wave"])
         for position, alpha in enumerate(line["alpha"], 1):
             self._events.add_scalar(f"alpha/{position}", alpha, line["wave"])
-        for name, each in line["held_out"].items():
-            self._events.add_scalar(f"tau/{name}", each["tau"], line["wave"])
+        for name, result in line["held_out"].items():
+            self._events.add_scalar(f"tau/{name}", result["tau"], line["wave"])
 
 
 def read_log(folder: Path) -> list[dict[str, Any]]:
-    """Lines of a training's log, none where there is none; what was cut off is left out, and all behind it."""
-    out = []
+    """Return the lines of the log in a folder, up to the first damaged one. An empty list if there is no log."""
+    lines = []
     try:
-        for line in (folder / FILE).read_text("utf-8").splitlines():
-            entry = json.loads(line)
-            out.append({key: entry[key] for key in ("wave", "loss", "alpha", "tokens", "held_out", "seconds")})
+        for text in (folder / FILE).read_text("utf-8").splitlines():
+            line = json.loads(text)
+            lines.append({key: line[key] for key in ("wave", "loss", "alpha", "tokens", "held_out", "seconds")})
     except (OSError, ValueError, KeyError, TypeError):
         pass
-    return out
+    return lines
 
 
 def write(file: Path, text: str) -> None:
-    """Write a file whole or not at all.
+    """Write a file completely or not at all.
 
     Raises:
-        OutriderError: it cannot be written.
+        OutriderError: the file cannot be written.
     """
-    fresh = file.with_name(f"{file.name}.new")
+    temporary = file.with_name(f"{file.name}.new")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        fresh.write_text(text, "utf-8")
-        fresh.replace(file)
+        temporary.write_text(text, "utf-8")
+        temporary.replace(file)
     except OSError as error:
-        raise _full(file, error) from error
+        raise _write_error(file, error) from error
 
 
-def _full(file: Path, error: OSError) -> OutriderError:
+def _write_error(file: Path, error: OSError) -> OutriderError:
     return OutriderError(f"{file} cannot be written ({error}); free some space, and run the same command again")
 
 
-def _writer(folder: Path) -> Any:
+def _tensorboard_writer(folder: Path) -> Any:
     try:
-        from torch.utils.tensorboard import SummaryWriter  # takes a package of its own
+        from torch.utils.tensorboard import SummaryWriter  # needs the optional package tensorboard
     except ImportError as error:
-        raise OutriderError("--tensorboard takes TensorBoard; run pip install tensorboard") from error
+        raise OutriderError("--tensorboard needs TensorBoard; run pip install tensorboard") from error
     return SummaryWriter(str(folder / "events"))

@@ -1,4 +1,4 @@
-"""The plots of a training's report, from its log; one for which there is no data is left out."""
+"""Draws the plots of a training from its log. A plot without data is left out."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _HEIGHT = 2.7  # inches
 
 
 def draw(lines: Lines) -> list[svg.Plot]:
-    """All plots for which a log has data."""
+    """Return all plots for which the log has data."""
     return svg.drawn(_PLOTS, lines)
 
 
@@ -25,94 +25,97 @@ def _loss(lines: Lines) -> Figure | None:
         return None
     figure, axes = svg.canvas(_HEIGHT)
     axes.plot([line["wave"] for line in lines], [line["loss"] for line in lines], color=svg.FAST)
-    _over_waves(axes, "loss")
+    _label_cycles(axes, "loss")
     return figure
 
 
 def _alpha(lines: Lines) -> Figure | None:
-    known = [line for line in lines if line["alpha"]]
-    if not known:
+    with_alpha = [line for line in lines if line["alpha"]]
+    if not with_alpha:
         return None
     figure, axes = svg.canvas(_HEIGHT)
-    for position in range(max(len(line["alpha"]) for line in known)):
-        some = [(line["wave"], line["alpha"][position]) for line in known if len(line["alpha"]) > position]
+    for position in range(max(len(line["alpha"]) for line in with_alpha)):
+        points = [(line["wave"], line["alpha"][position]) for line in with_alpha if len(line["alpha"]) > position]
         colour = svg.SERIES[position % len(svg.SERIES)]
-        axes.plot(*zip(*some, strict=True), color=colour, label=f"guess {position + 1}")
-    _shares(axes)
-    _over_waves(axes, None)
+        axes.plot(*zip(*points, strict=True), color=colour, label=f"draft token {position + 1}")
+    _format_rates(axes)
+    _label_cycles(axes, None)
     return figure
 
 
 def _tau(lines: Lines) -> Figure | None:
-    names = _measured(lines)
+    names = _evaluation_names(lines)
     if not names:
         return None
     figure, axes = svg.canvas(_HEIGHT)
     for i, name in enumerate(names):
-        some = _changes(lines, name)
-        waves = [wave for wave, _ in some]
-        axes.plot(waves, [each["tau"] for _, each in some], color=svg.SERIES[i], marker="o", label=name)
+        evaluations = _evaluations(lines, name)
+        cycles = [cycle for cycle, _ in evaluations]
+        taus = [result["tau"] for _, result in evaluations]
+        axes.plot(cycles, taus, color=svg.SERIES[i], marker="o", label=name)
     svg.legend(axes, columns=2)
-    _over_waves(axes, "tokens a pass")
+    _label_cycles(axes, "tokens per pass")
     return figure
 
 
 def _acceptance(lines: Lines) -> Figure | None:
-    names = _measured(lines)
+    names = _evaluation_names(lines)
     if not names:
         return None
     figure, axes = svg.canvas(_HEIGHT)
     for i, name in enumerate(names):
-        shares = lines[-1]["held_out"][name]["acceptance"]
-        axes.plot(range(1, len(shares) + 1), shares, color=svg.SERIES[i], marker="o", label=name)
-    _shares(axes)
+        rates = lines[-1]["held_out"][name]["acceptance"]
+        axes.plot(range(1, len(rates) + 1), rates, color=svg.SERIES[i], marker="o", label=name)
+    _format_rates(axes)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_xlabel("position of the guess in its round")
+    axes.set_xlabel("position of the draft token in its round")
     return figure
 
 
-def _measured(lines: Lines) -> list[str]:
+def _evaluation_names(lines: Lines) -> list[str]:
     return list(lines[-1]["held_out"]) if lines else []
 
 
-def _changes(lines: Lines, name: str) -> list[tuple[int, dict[str, Any]]]:
-    """The waves after which something was measured; a line repeats what the one before knows."""
-    out: list[tuple[int, dict[str, Any]]] = []
+def _evaluations(lines: Lines, name: str) -> list[tuple[int, dict[str, Any]]]:
+    """Return the generation cycles with a new evaluation, and its results. A log line repeats the last results."""
+    evaluations: list[tuple[int, dict[str, Any]]] = []
     for line in lines:
-        figures = line["held_out"].get(name)
-        if figures and (not out or out[-1][1] != figures):
-            out.append((line["wave"], figures))
-    return out
+        result = line["held_out"].get(name)
+        if result and (not evaluations or evaluations[-1][1] != result):
+            evaluations.append((line["wave"], result))
+    return evaluations
 
 
-def _shares(axes: Axes) -> None:
+def _format_rates(axes: Axes) -> None:
+    """Show the y axis in percent, with a legend."""
     axes.set_ylim(0, 1.04)
     axes.yaxis.set_major_formatter(PercentFormatter(1))
     svg.legend(axes)
 
 
-def _over_waves(axes: Axes, label: str | None) -> None:
+def _label_cycles(axes: Axes, label: str | None) -> None:
+    """Label the x axis with generation cycles, and the y axis with `label`."""
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_xlabel("wave")
+    axes.set_xlabel("generation cycle")
     if label:
         axes.set_ylabel(label)
 
 
 _PLOTS: tuple[svg.Drawing[Lines], ...] = (
-    (_loss, "Loss", "The mean of each wave's steps, on texts that are learned from right then."),
+    (_loss, "Loss", "Mean over the steps of each generation cycle, on the training data."),
     (
         _alpha,
-        "Kept guesses in training",
-        "The sum over tokens of min(p, q) for each guess in a row, where the guesses before it are given.",
+        "Acceptance in training",
+        "The sum over tokens of min(p, q) for each draft token of a chain, given the draft tokens before it.",
     ),
     (
         _tau,
-        "Tokens a pass",
-        "Measured by the engine on prompts that are not trained on, greedy and at temperature 1; 1 is plain decoding.",
+        "Tokens per pass",
+        "Measured by the engine on the evaluation prompts, greedy and at temperature 1; 1 is plain decoding.",
     ),
     (
         _acceptance,
         "Acceptance by position",
-        "As last measured: of the guesses whose ancestors were all accepted, the share accepted.",
+        "Last evaluation: the share of draft tokens accepted, among those whose ancestors were all accepted.",
     ),
 )

@@ -1,4 +1,4 @@
-"""What came of a training, for people."""
+"""Prints the results of a training as a table."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ from rich.table import Table
 
 
 def show(document: dict[str, Any], console: Console) -> None:
-    """Print what `Training.run` returned."""
+    """Print the document that `Training.run` returned."""
     console.print(_title(document), markup=False, soft_wrap=True)
     table = Table(box=box.SIMPLE_HEAD)
-    for name in ("held-out prompts", "tau", "accepted by position, %"):
+    for name in ("evaluation prompts", "tau", "accepted by position, %"):
         table.add_column(name, justify="left")
-    for name, each in document["held_out"].items():
-        kept = " ".join(f"{100 * share:.0f}" for share in each["acceptance"])
-        table.add_row(name, f"{each['tau']:.2f}", kept)
+    for name, result in document["held_out"].items():
+        acceptance = " ".join(f"{100 * rate:.0f}" for rate in result["acceptance"])
+        table.add_row(name, f"{result['tau']:.2f}", acceptance)
     console.print(table)
-    taught = f" and --target {document['taught_target']}" if document["taught_target"] else ""
-    console.print(f"Use it with --proposer draft:{document['out']}{taught}.", markup=False, soft_wrap=True)
+    target_option = f" and --target {document['taught_target']}" if document["taught_target"] else ""
+    console.print(f"Use it with --proposer draft:{document['out']}{target_option}.", markup=False, soft_wrap=True)
 
 
 def _title(document: dict[str, Any]) -> str:
-    millions, minutes = document["parameters"] / 1e6, document["seconds"] / 60
+    millions = document["parameters"] / 1e6
+    minutes = document["seconds"] / 60
     return (
         f"{document['kind']} for {document['target']}: {millions:.1f}M parameters, {document['steps']} steps,"
         f" {minutes:.1f} minutes; k = {document['k']}"

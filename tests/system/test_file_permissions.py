@@ -1,4 +1,4 @@
-"""Whoever the umask lets may read what was written beside its place first, or by safetensors."""
+"""Tests that written files follow the umask, including files that are written atomically or by safetensors."""
 
 from __future__ import annotations
 
@@ -33,55 +33,69 @@ def head(folder):
     write_head(folder, module, dtype=torch.bfloat16)
 
 
-def pickled(folder):
+def torch_file(folder):
     write_folder(folder, {}, {"x": torch.zeros(2)}, "medusa_lm_head.pt")
 
 
-def archive(folder):
-    kept = FeatureCache(folder, gigabytes=1.0, origin="here", layers=(1,))
-    kept.write(train_setup.make_request(), train_setup.make_sample([1, 2, 3, 4]))
+def feature_cache(folder):
+    cache = FeatureCache(folder, gigabytes=1.0, origin="here", layers=(1,))
+    cache.write(train_setup.make_request(), train_setup.make_sample([1, 2, 3, 4]))
 
 
-def taught(folder):
+def trained_draft(folder):
     house = train_setup.house()
     settings = train_setup.make_settings(init_from=train_setup.NANO)
     make_trainee(DRAFT, settings, train_setup.make_setup(house), house.tables).save(folder)
 
 
-def state(folder):
+def trainer_state(folder):
     Trainer(train_setup.Still(1, 4), losses={"ce": 1.0}, steps=1, decay=1.0, lr=0.1).save(folder)
 
 
-def inflated(folder):
+def inflated_model(folder):
     small = tiny.save(folder / "small", tiny.make_config("LlamaConfig"))
     inflate_folder(small, folder / "large", Dims(hidden=96, heads=12, kv_heads=6, head_dim=16))
     for file in (folder / "small").iterdir():
         file.unlink()
 
 
-def family(folder):
+def model_family(folder):
     model = LlamaForCausalLM(tiny.make_config("LlamaConfig"))
     tokenizer = SimpleNamespace(convert_tokens_to_ids=lambda names: [0, 1], save_pretrained=lambda folder: None)
     save_family(model, tokenizer, folder)
 
 
-def index(folder):
+def datastore(folder):
     tokens = np.array([1, 2, 3], np.uint32)
     header = header_of(tokens, documents=1, vocab=4, tokenizer="none")
     write_index(folder / "index", header, tokens, np.arange(3, dtype=np.uint32), force=False)
 
 
-def log(folder):
+def training_log(folder):
     write_log(folder / "log.json", "{}")
 
 
-def plan(folder):
+def plan_file(folder):
     folder.mkdir()
     write_whole(folder / "plan.json", "{}")
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="no umask here")
-@pytest.mark.parametrize("make", [head, pickled, archive, taught, state, inflated, family, index, log, plan])
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no umask")
+@pytest.mark.parametrize(
+    "make",
+    [
+        head,
+        torch_file,
+        feature_cache,
+        trained_draft,
+        trainer_state,
+        inflated_model,
+        model_family,
+        datastore,
+        training_log,
+        plan_file,
+    ],
+)
 def test_files_follow_the_umask(make, tmp_path):
     before = os.umask(0o027)
     try:
