@@ -1,1 +1,1 @@
-"""Drafts trained on a target's hidden states: what they are, and the modules that training and proposing share."""
+"""Draft heads, which are trained on the hidden states of a target: descriptions, modules, and checkpoint formats."""

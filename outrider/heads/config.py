@@ -1,4 +1,4 @@
-"""What a config.json says, asked for by name and type."""
+"""Typed access to the values of a config.json."""
 
 from __future__ import annotations
 
@@ -9,68 +9,73 @@ from outrider.errors import OutriderError
 
 
 class Settings:
-    """A config.json, or a table in one: values of the type asked for. null is as good as absent."""
+    """A config.json or an object inside one. null counts as missing.
+
+    Without a default a missing value raises OutriderError, and so does a value of the wrong type.
+    """
 
     def __init__(self, data: Mapping[str, Any], where: str = "config.json") -> None:
-        self._data, self._where = data, where
+        self._data = data
+        self._where = where
 
     def __contains__(self, name: str) -> bool:
         return self._data.get(name) is not None
 
     def whole(self, name: str, default: int | None = None) -> int:
-        """An integer."""
+        """Return an integer."""
         return int(self._get(name, default, (int,)))
 
     def size(self, name: str, default: int | None = None) -> int:
-        """A positive one."""
-        found = self.whole(name, default)
-        if found < 1:
-            raise OutriderError(f"{self._where} has {found} for {name!r}, which is no size; mend it")
-        return found
+        """Return a positive integer."""
+        value = self.whole(name, default)
+        if value < 1:
+            raise OutriderError(f"{self._where} has {value} for {name!r}; correct it to a positive integer")
+        return value
 
     def real(self, name: str, default: float | None = None) -> float:
-        """A number."""
+        """Return a number."""
         return float(self._get(name, default, (int, float)))
 
     def flag(self, name: str, default: bool | None = None) -> bool:
-        """A boolean."""
+        """Return a boolean."""
         return bool(self._get(name, default, (bool,)))
 
     def text(self, name: str, default: str | None = None) -> str:
-        """A string."""
+        """Return a string."""
         return str(self._get(name, default, (str,)))
 
     def texts(self, name: str) -> tuple[str, ...]:
-        """Strings; none where there is no list."""
-        return tuple(str(each) for each in self._get(name, [], (list, tuple)))
+        """Return a list of strings, or () if it is missing."""
+        return tuple(str(item) for item in self._get(name, [], (list, tuple)))
 
     def wholes(self, name: str) -> tuple[int, ...] | None:
-        """A list of integers; None where there is none."""
-        found = self._data.get(name)
-        if found is None:
+        """Return a list of integers, or None if it is missing."""
+        value = self._data.get(name)
+        if value is None:
             return None
-        if not isinstance(found, list | tuple) or not all(type(each) is int for each in found):
-            raise OutriderError(f"{self._where} has {found!r} for {name!r} where a list of integers is expected")
-        return tuple(found)
+        if not isinstance(value, list | tuple) or not all(type(item) is int for item in value):
+            raise OutriderError(f"{self._where} has {value!r} for {name!r}; correct it to a list of integers")
+        return tuple(value)
 
     def table(self, name: str) -> Settings:
-        """An empty one where there is none."""
+        """Return a nested object, or an empty one if it is missing."""
         return Settings(self._get(name, {}, (dict,)), f"{self._where}: {name}")
 
     def tables(self, name: str) -> list[Settings]:
-        """A list of tables, empty where there is none."""
-        found = self._get(name, [], (list, tuple))
-        if not all(isinstance(each, Mapping) for each in found):
-            raise OutriderError(f"{self._where} has {found!r} for {name!r} where a list of tables is expected; mend it")
-        return [Settings(each, f"{self._where}: {name}") for each in found]
+        """Return a list of nested objects, or an empty list if it is missing."""
+        value = self._get(name, [], (list, tuple))
+        if not all(isinstance(item, Mapping) for item in value):
+            raise OutriderError(f"{self._where} has {value!r} for {name!r}; correct it to a list of objects")
+        return [Settings(item, f"{self._where}: {name}") for item in value]
 
-    def _get(self, name: str, default: Any, kinds: tuple[type, ...]) -> Any:
-        found = self._data.get(name)
-        found = default if found is None else found
-        if found is None:
-            raise OutriderError(f"{self._where} lacks {name!r}; copy the draft again")
-        if not isinstance(found, kinds) or (isinstance(found, bool) and bool not in kinds):
+    def _get(self, name: str, default: Any, types: tuple[type, ...]) -> Any:
+        value = self._data.get(name)
+        if value is None:
+            value = default
+        if value is None:
+            raise OutriderError(f"{self._where} lacks {name!r}; copy the checkpoint again")
+        if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
             raise OutriderError(
-                f"{self._where} has {found!r} for {name!r} where {kinds[-1].__name__} is expected; mend it"
+                f"{self._where} has {value!r} for {name!r}; correct it to a value of type {types[-1].__name__}"
             )
-        return found
+        return value

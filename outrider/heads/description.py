@@ -1,8 +1,8 @@
-"""What a trained draft is: the one description from which its module is built, and every format written.
+"""The description of a draft head. Modules are built from it, and every checkpoint format is converted to and from it.
 
-Formats disagree on how layers are counted, on the order in which two vectors are joined, and on which state goes round.
-A matrix of the right shape loads without complaint in the wrong order and is merely never right; so each of these
-choices has a field here, and importers translate.
+Checkpoint formats differ in how they count layers, in the order in which they concatenate two vectors, and in which
+hidden state they feed back. A weight matrix in the wrong order has the right shape, so it loads without an error and
+gives wrong predictions. Therefore each of these choices is a field here, and importers translate them.
 """
 
 from __future__ import annotations
@@ -16,181 +16,186 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from outrider.errors import OutriderError
 
-_MANY, _WIDE, _TOKENS = 1024, 1 << 20, 1 << 24  # layers or guesses, numbers of a width, and tokens, at most
+_MAX_COUNT = 1024  # of layers or draft tokens
+_MAX_WIDTH = 1 << 20
+_MAX_VOCAB = 1 << 24
 
 
 class Kind(StrEnum):
-    """The families, by what carries a guess on to the next one."""
+    """The families of draft heads. They differ in what one draft token passes on to the next."""
 
-    EAGLE = "eagle"  # the target's last state regressed by a decoder layer (EAGLE-1 and 2)
-    EAGLE3 = "eagle3"  # states of three layers, fused (EAGLE-3, 3.1)
-    PEAGLE = "peagle"  # nothing: one pass over such states and masks behind them says what the masks hide
-    MTP = "mtp"  # a module for multi-token prediction that came with the target
-    MEDUSA = "medusa"  # nothing: heads guess independently of each other
-    HYDRA = "hydra"  # the embeddings of the tokens guessed before
-    DFLASH = "dflash"  # nothing: one pass fills in a block of masks
-    DSPARK = "dspark"  # the token guessed before, which corrects what the pass said
-    KV_SHARING = "kv-sharing"  # a state made of the one before, by layers that look at the target's own keys and values
+    EAGLE = "eagle"  # EAGLE-1 and 2: a decoder layer predicts the target's next hidden state
+    EAGLE3 = "eagle3"  # EAGLE-3 and 3.1: the same, with the fused hidden states of several target layers
+    PEAGLE = "peagle"  # nothing: one pass over such states and later mask tokens predicts all draft tokens
+    MTP = "mtp"  # multi-token prediction: modules that were trained together with the target
+    MEDUSA = "medusa"  # nothing: the heads predict independently of each other
+    HYDRA = "hydra"  # the embeddings of the earlier draft tokens
+    DFLASH = "dflash"  # nothing: one pass fills in a block of mask tokens
+    DSPARK = "dspark"  # the previous draft token, which corrects the logits of a DFlash pass
+    KV_SHARING = "kv-sharing"  # a hidden state, from layers that attend to the target's own keys and values
 
 
 class FuseNorm(StrEnum):
-    """What is normed before the taps are fused."""
+    """What is normalized before the target's hidden states are fused."""
 
     NONE = "none"
-    EACH = "each"  # each tap by itself (EAGLE-3.1)
-    WHOLE = "whole"  # all of them, one behind another
+    EACH = "each"  # the state of each layer separately (EAGLE-3.1)
+    WHOLE = "whole"  # the concatenation of all states
 
 
 class FusionPoint(StrEnum):
-    """Where a token's embedding and the state before it meet."""
+    """Where a token's embedding and the hidden state before it are combined."""
 
-    ATTENTION = "attention"  # at the attention's input, twice as wide; the state goes on as the residual (EAGLE-3)
+    ATTENTION = "attention"  # concatenated as the input of the attention; the state is the residual (EAGLE-3)
     PROJECTION = "projection"  # in a linear layer before the first decoder layer (EAGLE-1, MTP)
 
 
 class Feedback(StrEnum):
-    """The state that stands in for the target's behind a guess."""
+    """The hidden state that replaces the target's after a draft token."""
 
-    RAW = "raw"  # the last layer's output as it is
-    NORMED = "normed"  # after the draft's own final norm
+    RAW = "raw"  # the output of the last layer
+    NORMED = "normed"  # the same after the draft head's final norm
 
 
 class Scaling(StrEnum):
-    """By which rule rotary positions are slowed down."""
+    """How rotary frequencies are scaled for long contexts."""
 
-    LINEAR = "linear"  # all pairs alike (Chen et al. 2023)
-    LLAMA3 = "llama3"  # by how often a pair turns
-    YARN = "yarn"  # by where it stands (Peng et al. 2023)
-    PROPORTIONAL = "proportional"  # all pairs alike; those that `rotary` leaves out stand still (Gemma 4)
+    LINEAR = "linear"  # all frequencies by the same factor (Chen et al. 2023)
+    LLAMA3 = "llama3"  # by the number of turns in the original context
+    YARN = "yarn"  # by the index of the frequency (Peng et al. 2023)
+    PROPORTIONAL = "proportional"  # by the same factor; dimensions outside `rotary` are not rotated (Gemma 4)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuxStates:
-    """What is taken from the target's pass."""
+    """The hidden states that a draft head takes from the target's forward pass."""
 
-    layers: tuple[int, ...]  # whose outputs, counted from 0
-    final: bool = False  # the last of them is taken after the target's final norm
+    layers: tuple[int, ...]  # target layers whose outputs are taken, counted from 0
+    final: bool = False  # the state of the last one is taken after the target's final norm
     norm: FuseNorm = FuseNorm.NONE
-    fused: bool = False  # by a linear layer, from all taps to the draft's width
+    fused: bool = False  # a linear layer maps the concatenated states to the draft head's width
     bias: bool = False  # of that layer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputFusion:
-    """How a token's embedding and the state before it become a decoder layer's input."""
+    """How a token's embedding and the hidden state before it become the input of a decoder layer."""
 
     at: FusionPoint
     embedding_first: bool = True
-    norms: bool = True  # of both
+    norms: bool = True  # embedding and state are normalized separately
     bias: bool = False  # of the projection
-    zero_first: bool = False  # the text's first embedding is taken for zeros
-    residual_normed: bool = False  # where they meet at the attention: the residual is the state after its norm
+    zero_first: bool = False  # the embedding at position 0 is replaced by zeros
+    residual_normed: bool = False  # with FusionPoint.ATTENTION: the residual is the state after its norm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rope:
-    """Rotary positions slowed down, for texts longer than those that a model began with."""
+    """Scaling of rotary positions for contexts that are longer than the original one."""
 
     scaling: Scaling
     factor: float
-    original: int = 0  # tokens of the texts that it began with
-    low: float = 1.0  # turns within them up to which a pair is slowed down by the whole factor
-    high: float = 4.0  # turns from which on it is left as it is
-    amplitude: float = 1.0  # of cosines and sines
-    rounded: bool = True  # YaRN: from whole pair to whole pair
+    original: int = 0  # original context, in tokens
+    low: float = 1.0  # frequencies with at most this many turns in it are divided by the whole factor
+    high: float = 4.0  # frequencies with at least this many turns are not changed
+    amplitude: float = 1.0  # multiplier of cosines and sines
+    rounded: bool = True  # YaRN: round the bounds to whole frequency indices
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Body:
-    """Llama-like decoder layers."""
+    """Decoder layers of the Llama type."""
 
     layers: int
     hidden: int
     heads: int
     key_heads: int
-    dim: int  # of a head
+    dim: int  # of an attention head
     ffn: int
     epsilon: float = 1e-6
-    theta: float = 10000.0  # of rotary positions
+    theta: float = 10000.0  # base of the rotary frequencies
     rope: Rope | None = None
-    rotary: float = 1.0  # share of a head's numbers that positions turn, the first of them
-    head_norms: bool = False  # of queries and keys
-    attention_bias: bool = False  # of queries, keys and values
-    output_bias: bool = False  # of what the attention hands on
-    attention_gate: bool = False  # what the attention found is multiplied by a sigmoid of what it reads
-    gated: bool = True  # down(silu(gate x) * up x); else down(relu(up x) ** 2)
-    first_norm: bool = True  # the first layer's before its attention; EAGLE-1 has none
-    gemma: bool = False  # as Gemma 4 has them: norms behind both halves too, a scale, gelu, and unscaled attention
+    rotary: float = 1.0  # share of a head's dimensions that are rotated, from the first on
+    head_norms: bool = False  # norms of queries and keys
+    attention_bias: bool = False  # of the query, key and value projections
+    output_bias: bool = False  # of the attention's output projection
+    attention_gate: bool = False  # multiplies the attention output by a sigmoid of a projection of its input
+    gated: bool = True  # the MLP is down(silu(gate x) * up x); otherwise down(relu(up x) ** 2)
+    first_norm: bool = True  # the first layer has a norm before its attention; EAGLE-1 has none
+    # Gemma 4 layers: norms also after attention and MLP, a layer scale, GELU, and unscaled attention.
+    gemma: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedKV:
-    """What a decoder layer sees where it has no keys and values of its own: those of a layer of the target."""
+    """The keys and values of a target layer that a decoder layer attends to instead of its own."""
 
-    layer: int  # the target's, counted from 0
+    layer: int  # of the target, counted from 0
     key_heads: int
-    dim: int  # of a head
-    theta: float = 10000.0  # by which the keys are turned, and so must queries be
+    dim: int  # of an attention head
+    theta: float = 10000.0  # base of the rotary frequencies of the keys; queries are rotated likewise
     rope: Rope | None = None
     rotary: float = 1.0
-    window: int = 0  # entries that are seen, the last ones; 0 = all
+    window: int = 0  # the number of latest entries that are visible; 0: all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelHeads:
-    """Heads that read one state, each guessing one token further."""
+    """Heads that share one input state. Each predicts one position further than the head before it."""
 
     heads: int
-    layers: int = 1  # residual blocks in each
+    layers: int = 1  # residual blocks in each head
     bias: bool = True  # of the blocks
-    shared_head: bool = False  # all of them use the target's output layer
-    one_head: bool = False  # all of them use one of the draft's own
-    head_bias: bool = False  # of the draft's own
+    shared_head: bool = False  # all heads use the target's LM head
+    one_head: bool = False  # all heads share one LM head of the draft head
+    head_bias: bool = False  # of the draft head's own LM heads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftBlock:
-    """Guesses that are filled in by one pass: the text's last token, and masks behind it."""
+    """A block that one pass fills in: the last committed token, and mask tokens after it."""
 
-    size: int  # columns, the text's last token among them
-    sample_from_anchor: bool = False  # each guesses the token behind its own, the first one too; else its own
-    markov_rank: int = 0  # of the matrix by which the token before corrects a guess; 0 = none does
-    confidence: bool = False  # a head says how likely a guess is to be kept
+    size: int  # columns, including the last committed token
+    # Each column predicts the next token, also the first column. Otherwise a mask column predicts its own token.
+    sample_from_anchor: bool = False
+    markov_rank: int = 0  # rank of the matrix that corrects logits by the previous token; 0: no correction
+    confidence: bool = False  # a confidence head estimates the acceptance probability
 
     @property
     def draft_tokens(self) -> int:
-        """Made by one pass."""
+        """Draft tokens of one pass."""
         return self.size if self.sample_from_anchor else self.size - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaskTokens:
-    """Guesses that are made in one pass: behind the text stand masks, which see what stands before them (P-EAGLE)."""
+    """Mask tokens after the sequence, so that one pass predicts several draft tokens (P-EAGLE)."""
 
-    draft_tokens: int  # made by one pass; the first of them by the text's last token
-    token: int  # the target's id whose embedding masks have
+    draft_tokens: int  # of one pass; the last committed token predicts the first one
+    token: int  # id in the target's vocabulary whose embedding the mask tokens have
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadDescription:
-    """A trained draft."""
+    """The architecture of a draft head. It determines the names and shapes of its weights."""
 
     kind: Kind
     target_hidden: int
     target_layers: int
     vocab: int  # of the target
-    draft_vocab: int = 0  # tokens that can be guessed, where not all can; 0 = all
+    draft_vocab: int = 0  # number of tokens that can be drafted; 0: all
     aux_states: AuxStates
     input_fusion: InputFusion | None = None
     body: Body | None = None
     stack: ParallelHeads | None = None
-    block: DraftBlock | None = None  # in one pass of the body
-    shared_kv: tuple[SharedKV, ...] = ()  # of the body's layers, where they have no keys and values of their own
-    masks: MaskTokens | None = None  # behind the text, where nothing is recycled
-    modules: int = 1  # of join and layers: each makes one guess, from the states of the one before; 1 makes all
+    block: DraftBlock | None = None
+    shared_kv: tuple[SharedKV, ...] = ()  # by layer of the body, if it attends to the target's KV cache
+    masks: MaskTokens | None = None
+    # Modules that predict one token each, from the output of the module before. A single module predicts all tokens.
+    modules: int = 1
     feedback: Feedback = Feedback.RAW
-    final_norm: bool = True  # before the output layer
-    own_lm_head: bool = False  # an output layer of its own, instead of the target's
+    final_norm: bool = True  # a norm before the LM head
+    own_lm_head: bool = False  # has its own LM head instead of the target's
     own_embedding: bool = False
 
     def __post_init__(self) -> None:
@@ -198,156 +203,203 @@ class HeadDescription:
 
     @property
     def output_vocab(self) -> int:
-        """Tokens that its output layer tells apart."""
+        """Number of logits of the LM head."""
         return self.draft_vocab or self.vocab
 
     @property
     def width(self) -> int:
-        """Of the state that it carries on."""
+        """Size of the hidden states of the draft head."""
         return self.body.hidden if self.body else self.target_hidden
 
     @property
     def max_draft_tokens(self) -> int:
-        """Guesses that it makes in a row, where it does not go on as far as it is asked to; else 0."""
+        """The most draft tokens in a row; 0: no limit."""
         if self.stack:
             return self.stack.heads
         return self.parallel_draft_tokens or (self.modules if self.modules > 1 else 0)
 
     @property
     def parallel_draft_tokens(self) -> int:
-        """Guesses that one pass makes, where it makes them all; else 0."""
-        return self.block.draft_tokens if self.block else self.masks.draft_tokens if self.masks else 0
+        """Draft tokens that one pass predicts together; 0: one token per pass."""
+        if self.block:
+            return self.block.draft_tokens
+        return self.masks.draft_tokens if self.masks else 0
 
     def to_json(self) -> dict[str, Any]:
-        """As numbers, strings, lists and tables; `from_json` reads it."""
+        """Return the fields as JSON values, for `from_json`."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> HeadDescription:
-        """The inverse of `to_json`.
+        """Return the description that `to_json` wrote.
 
         Raises:
-            OutriderError: something is missing, unknown, or of another type.
+            OutriderError: a field is missing, unknown, or has the wrong type.
         """
-        return _read(cls, data, "description")  # type: ignore[no-any-return]
+        return _parse_dataclass(cls, data, "description")  # type: ignore[no-any-return]
 
 
-def _check(it: HeadDescription) -> None:
-    last = max(it.aux_states.layers, default=-1)
+def _check(description: HeadDescription) -> None:
+    """Raise OutriderError if the fields contradict each other or are out of range."""
+    aux_layers = description.aux_states.layers
+    last_layer = max(aux_layers, default=-1)
+    body = description.body
+    stack = description.stack
+    width = description.width
+    target_hidden = description.target_hidden
+    maps_states = description.aux_states.fused or bool(description.shared_kv)
+    has_own_tables = description.own_lm_head and (description.own_embedding or bool(description.shared_kv))
     problems = {
-        "names no layer of the target to read": min(it.aux_states.layers, default=-1) < 0,
-        f"reads layer {last} of a target with {it.target_layers}": last >= it.target_layers,
-        f"guesses {it.draft_vocab} of {it.vocab} tokens": not 0 <= it.draft_vocab <= it.vocab,
-        "has both decoder layers and independent heads, or neither": (it.body is None) == (it.stack is None),
-        "does not say how embeddings and states are joined": it.body is not None and not (it.input_fusion or it.block),
-        f"carries a state of {it.width} on to where {it.target_hidden} are expected": not (
-            it.aux_states.fused or it.shared_kv
-        )
-        and it.width != it.target_hidden,
-        f"is {it.width} wide beside the target's tables of {it.target_hidden}": it.body is not None
-        and it.width != it.target_hidden
-        and not (it.own_lm_head and (it.own_embedding or it.shared_kv)),
-        "shares the target's output layer and has one of its own": it.stack is not None
-        and it.stack.shared_head
-        and (it.stack.one_head or it.stack.head_bias),
-        f"has {it.modules} modules": it.modules < 1,
-        f"has {it.modules} modules, and is of a kind with one": it.modules > 1 and it.kind is not Kind.MTP,
-        "guesses behind masks and has none": it.kind is Kind.PEAGLE and it.masks is None,
-        f"has a vocabulary of {it.vocab} tokens": not 0 < it.vocab <= _TOKENS,
-        f"belongs to a target {it.target_hidden} wide": not 0 < it.target_hidden <= _WIDE,
-        f"has {it.max_draft_tokens} guesses": it.max_draft_tokens > _MANY,
-        **(_body_problems(it.body) if it.body else {}),
-        **(_stack_problems(it.stack) if it.stack else {}),
-        **(_block_problems(it, it.block) if it.block else {}),
-        **(_view_problems(it) if it.shared_kv else {}),
-        **(_mask_problems(it, it.masks) if it.masks else {}),
+        "it takes the hidden states of no valid target layer": min(aux_layers, default=-1) < 0,
+        f"it takes the hidden states of layer {last_layer}, but its target has {description.target_layers} layers": (
+            last_layer >= description.target_layers
+        ),
+        f"its draft vocabulary has {description.draft_vocab} of {description.vocab} tokens": (
+            not 0 <= description.draft_vocab <= description.vocab
+        ),
+        "it must have either decoder layers or parallel heads": (body is None) == (stack is None),
+        "it does not say how embeddings and hidden states are combined": (
+            body is not None and not (description.input_fusion or description.block)
+        ),
+        f"its hidden size is {width}, but its input states have size {target_hidden}": (
+            not maps_states and width != target_hidden
+        ),
+        f"its hidden size is {width}, but the target's embedding and LM head have size {target_hidden}": (
+            body is not None and width != target_hidden and not has_own_tables
+        ),
+        "it has its own LM head and also uses the target's": (
+            stack is not None and stack.shared_head and (stack.one_head or stack.head_bias)
+        ),
+        f"it has {description.modules} modules": description.modules < 1,
+        f"it has {description.modules} modules, but only MTP can have several": (
+            description.modules > 1 and description.kind is not Kind.MTP
+        ),
+        "it predicts from mask tokens but has none": description.kind is Kind.PEAGLE and description.masks is None,
+        f"its vocabulary has {description.vocab} tokens": not 0 < description.vocab <= _MAX_VOCAB,
+        f"its target has hidden size {target_hidden}": not 0 < target_hidden <= _MAX_WIDTH,
+        f"it predicts {description.max_draft_tokens} draft tokens": description.max_draft_tokens > _MAX_COUNT,
+        **(_body_problems(body) if body else {}),
+        **(_stack_problems(stack) if stack else {}),
+        **(_block_problems(description, description.block) if description.block else {}),
+        **(_shared_kv_problems(description) if description.shared_kv else {}),
+        **(_mask_problems(description, description.masks) if description.masks else {}),
     }
-    if found := [text for text, wrong in problems.items() if wrong]:
-        raise OutriderError(f"a draft of kind {it.kind} {found[0]}; its checkpoint is damaged or of another format")
+    for problem, exists in problems.items():
+        if exists:
+            raise OutriderError(
+                f"this draft head of kind {description.kind} is invalid: {problem}; its checkpoint is damaged or of"
+                " another format"
+            )
 
 
 def _body_problems(body: Body) -> dict[str, bool]:
+    """Return what may be wrong with decoder layers, and whether it is."""
     sizes = body.hidden, body.heads, body.key_heads, body.dim, body.ffn
     return {
-        f"has {body.layers} decoder layers": not 0 < body.layers <= _MANY,
-        f"has sizes of {', '.join(map(str, sizes))}": not all(0 < size <= _WIDE for size in sizes),
-        f"shares {body.key_heads} key heads unevenly among {body.heads}": body.heads % max(body.key_heads, 1) > 0,
-        f"turns heads of {body.dim} numbers in pairs": body.rotary > 0 and body.dim % 2 > 0,
-        f"norms with an epsilon of {body.epsilon}": not 0 <= body.epsilon < 1,
-        f"turns positions by a theta of {body.theta}": not 0 < body.theta < math.inf,
+        f"it has {body.layers} decoder layers": not 0 < body.layers <= _MAX_COUNT,
+        f"it has sizes of {', '.join(map(str, sizes))}": not all(0 < size <= _MAX_WIDTH for size in sizes),
+        f"its {body.heads} query heads are no multiple of its {body.key_heads} key heads": (
+            body.heads % max(body.key_heads, 1) > 0
+        ),
+        f"rotary positions need an even head size, not {body.dim}": body.rotary > 0 and body.dim % 2 > 0,
+        f"its norms have an epsilon of {body.epsilon}": not 0 <= body.epsilon < 1,
+        f"its rotary positions have a theta of {body.theta}": not 0 < body.theta < math.inf,
     }
 
 
 def _stack_problems(stack: ParallelHeads) -> dict[str, bool]:
+    """Return what may be wrong with parallel heads, and whether it is."""
+    valid = 0 < stack.heads <= _MAX_COUNT and 0 < stack.layers <= _MAX_COUNT
+    return {f"it has {stack.heads} heads with {stack.layers} blocks each": not valid}
+
+
+def _block_problems(description: HeadDescription, block: DraftBlock) -> dict[str, bool]:
+    """Return what may be wrong with a draft block, and whether it is."""
     return {
-        f"has {stack.heads} heads with {stack.layers} blocks each": not (
-            0 < stack.heads <= _MANY and 0 < stack.layers <= _MANY
-        )
+        "it fills in a block but has no decoder layers": description.body is None,
+        "it fills in a block, so it cannot combine hidden states with embeddings": (
+            description.input_fusion is not None
+        ),
+        "it fills in a block, so it must normalize hidden states after they are fused, not before": (
+            description.aux_states.norm is not FuseNorm.NONE
+        ),
+        f"a block of size {block.size} has no draft token": block.draft_tokens < 1,
+        f"its Markov correction has rank {block.markov_rank}": block.markov_rank < 0,
     }
 
 
-def _block_problems(it: HeadDescription, block: DraftBlock) -> dict[str, bool]:
+def _shared_kv_problems(description: HeadDescription) -> dict[str, bool]:
+    """Return what may be wrong with shared keys and values, and whether it is."""
+    body = description.body
+    fusion = description.input_fusion
+    shared = description.shared_kv
+    heads = body.heads if body else 0
     return {
-        "fills in a block without decoder layers": it.body is None,
-        "joins states and embeddings, which a block reads apart": it.input_fusion is not None,
-        "norms what it taps before it is fused, where a block norms it behind": it.aux_states.norm is not FuseNorm.NONE,
-        f"guesses nothing in a block of {block.size}": block.draft_tokens < 1,
-        f"corrects its guesses by a matrix of rank {block.markov_rank}": block.markov_rank < 0,
+        "it does not say which keys and values each decoder layer attends to": (
+            body is None or len(shared) != body.layers
+        ),
+        "it shares keys and values, so it must combine hidden states and embeddings in a projection": (
+            fusion is None or fusion.at is not FusionPoint.PROJECTION
+        ),
+        "it has its own embeddings, but a head that shares keys and values uses the target's": (
+            description.own_embedding
+        ),
+        f"it attends to a layer that its target with {description.target_layers} layers does not have": any(
+            layer.layer >= description.target_layers for layer in shared
+        ),
+        f"its {heads} query heads are no multiple of the key heads that it shares": any(
+            layer.key_heads < 1 or heads % layer.key_heads for layer in shared
+        ),
     }
 
 
-def _view_problems(it: HeadDescription) -> dict[str, bool]:
-    heads = it.body.heads if it.body else 0
+def _mask_problems(description: HeadDescription, masks: MaskTokens) -> dict[str, bool]:
+    """Return what may be wrong with mask tokens, and whether it is."""
     return {
-        "does not say of each decoder layer what it sees": it.body is None or len(it.shared_kv) != it.body.layers,
-        "joins states and embeddings elsewhere than in a projection": it.input_fusion is None
-        or it.input_fusion.at is not FusionPoint.PROJECTION,
-        "has embeddings of its own, where it reads the target's": it.own_embedding,
-        f"sees a layer of a target with {it.target_layers}": any(v.layer >= it.target_layers for v in it.shared_kv),
-        f"shares its {heads} heads unevenly": any(v.key_heads < 1 or heads % v.key_heads for v in it.shared_kv),
+        "it has mask tokens, so it must combine hidden states with embeddings and cannot fill in a block": (
+            description.input_fusion is None or description.block is not None
+        ),
+        f"it predicts {masks.draft_tokens} draft tokens from mask tokens, which needs at least 2": (
+            masks.draft_tokens < 2
+        ),
+        f"its mask token is {masks.token}, but its vocabulary has {description.vocab} tokens": (
+            not 0 <= masks.token < description.vocab
+        ),
     }
 
 
-def _mask_problems(it: HeadDescription, masks: MaskTokens) -> dict[str, bool]:
-    return {
-        "stands masks behind a text that it does not follow": it.input_fusion is None or it.block is not None,
-        f"makes {masks.draft_tokens} guesses with masks, which takes 2 or more": masks.draft_tokens < 2,
-        f"has masks with the embedding of token {masks.token} of {it.vocab}": not 0 <= masks.token < it.vocab,
-    }
-
-
-def _read(kind: Any, data: Any, where: str) -> Any:
-    """A dataclass from what `asdict` made of it."""
+def _parse_dataclass(cls: Any, data: Any, path: str) -> Any:
+    """Return the dataclass that `asdict` made `data` of. `path` names it in error messages."""
     if not isinstance(data, Mapping):
-        raise OutriderError(f"{where} is {data!r} and not a table; export the draft again")
-    hints, known = get_type_hints(kind), {each.name: each for each in fields(kind)}
+        raise OutriderError(f"{path} is {data!r} instead of a JSON object; export the draft head again")
+    hints = get_type_hints(cls)
+    known = {field.name: field for field in fields(cls)}
     if unknown := sorted(data.keys() - known.keys()):
-        raise OutriderError(f"{where} has {unknown[0]!r}, which this version does not know; update Outrider")
-    missing = [n for n, each in known.items() if each.default is MISSING and n not in data]
+        raise OutriderError(f"{path} has {unknown[0]!r}, which this version does not know; update Outrider")
+    missing = [name for name, field in known.items() if field.default is MISSING and name not in data]
     if missing:
-        raise OutriderError(f"{where} lacks {missing[0]!r}; export the draft again")
-    return kind(**{name: _value(hints[name], value, f"{where}.{name}") for name, value in data.items()})
+        raise OutriderError(f"{path} lacks {missing[0]!r}; export the draft head again")
+    return cls(**{name: _parse_value(hints[name], value, f"{path}.{name}") for name, value in data.items()})
 
 
-def _value(kind: Any, value: Any, where: str) -> Any:
-    if get_origin(kind) in (Union, UnionType):
-        return None if value is None else _value(get_args(kind)[0], value, where)
-    if is_dataclass(kind):
-        return _read(kind, value, where)
-    if get_origin(kind) is tuple and is_dataclass(get_args(kind)[0]) and isinstance(value, list | tuple):
-        return tuple(_read(get_args(kind)[0], each, where) for each in value)
-    if get_origin(kind) is tuple and isinstance(value, list | tuple):
-        return tuple(_value(get_args(kind)[0], each, where) for each in value)
-    kind = get_origin(kind) or kind
-    if not isinstance(value, _JSON.get(kind, (str,))) or (isinstance(value, bool) and kind is not bool):
-        raise OutriderError(f"{where} is {value!r}; export the draft again")
+def _parse_value(hint: Any, value: Any, path: str) -> Any:
+    """Return `value` as the type that `hint` says."""
+    if get_origin(hint) in (Union, UnionType):
+        return None if value is None else _parse_value(get_args(hint)[0], value, path)
+    if is_dataclass(hint):
+        return _parse_dataclass(hint, value, path)
+    if get_origin(hint) is tuple and isinstance(value, list | tuple):
+        return tuple(_parse_value(get_args(hint)[0], item, path) for item in value)
+    cls = get_origin(hint) or hint
+    if not isinstance(value, _JSON_TYPES.get(cls, (str,))) or (isinstance(value, bool) and cls is not bool):
+        raise OutriderError(f"{path} is {value!r}, which has the wrong type; export the draft head again")
     try:
-        return kind(value)
+        return cls(value)
     except ValueError:
-        known = ", ".join(kind) if issubclass(kind, StrEnum) else kind.__name__
-        raise OutriderError(f"{where} is {value!r}; known are {known}") from None
+        known = ", ".join(cls) if issubclass(cls, StrEnum) else cls.__name__
+        raise OutriderError(f"{path} is {value!r}; use one of {known}") from None
 
 
-_JSON: Mapping[Any, tuple[Any, ...]] = MappingProxyType(
+_JSON_TYPES: Mapping[Any, tuple[Any, ...]] = MappingProxyType(
     {int: (int,), bool: (bool,), float: (int, float), str: (str,), tuple: (list, tuple)}
 )

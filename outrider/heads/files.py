@@ -1,4 +1,4 @@
-"""Folders of checkpoints: which tensors there are, at once; what they hold, when it is asked for."""
+"""Read and write checkpoint folders: config.json and tensors, which are loaded when they are accessed."""
 
 from __future__ import annotations
 
@@ -19,158 +19,171 @@ from outrider.heads.formats.base import TargetInfo
 
 SIZES = ("vocab_size", "hidden_size", "num_hidden_layers")  # of a language model, in its config
 
-_SCALES = frozenset({"embedding_multiplier", "scale_emb"})  # in configs of models whose tables are not what is read
-_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
-_WHOLE = ("model.safetensors", "medusa_lm_head.safetensors")  # where one of them lies, it is all there is
-_PICKLED = ("pytorch_model.bin", "medusa_lm_head.pt", "hydra_lm_head.pt")
-_BROKEN = (OSError, RuntimeError, EOFError, ValueError, KeyError, TypeError, AttributeError, SafetensorError)
+# Config keys of models that scale their embeddings.
+_EMBEDDING_SCALES = frozenset({"embedding_multiplier", "scale_emb"})
+_INDEX_FILES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+# Each of these files has all tensors of its folder.
+_COMPLETE_FILES = ("model.safetensors", "medusa_lm_head.safetensors")
+_PICKLE_FILES = ("pytorch_model.bin", "medusa_lm_head.pt", "hydra_lm_head.pt")
+_READ_ERRORS = (OSError, RuntimeError, EOFError, ValueError, KeyError, TypeError, AttributeError, SafetensorError)
 
 
 class TensorFiles(Mapping[str, torch.Tensor]):
-    """The tensors of a folder, by their names; each is read when it is taken."""
+    """The tensors of a checkpoint folder, by name. Each tensor is loaded when it is accessed."""
 
     def __init__(self, folder: Path) -> None:
-        """Find out what there is.
+        """List the tensors of a folder.
 
         Raises:
             OutriderError: a file is missing or damaged.
         """
         self._folder = folder
         self._unpickled: dict[Path, dict[str, torch.Tensor]] = {}
-        self._where = self._indexed() or {name: file for file in self._files() for name in self._names(file)}
+        self._file_of = self._read_index() or {name: file for file in self._files() for name in self._names(file)}
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        file = self._where[name]
+        file = self._file_of[name]
         if file.suffix != ".safetensors":
             return self._unpickle(file)[name]
-        with _reading(file), safe_open(file, "pt") as opened:
-            return opened.get_tensor(name)  # type: ignore[no-any-return]
+        with _translate_errors(file), safe_open(file, "pt") as tensors:
+            return tensors.get_tensor(name)  # type: ignore[no-any-return]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._where)
+        return iter(self._file_of)
 
     def __len__(self) -> int:
-        return len(self._where)
+        return len(self._file_of)
 
-    def _indexed(self) -> dict[str, Path]:
-        """By an index of shards, if there is one."""
-        for index in (self._folder / name for name in _INDEXES):
+    def _read_index(self) -> dict[str, Path]:
+        """Return the file of each tensor from an index of shards, or {} without an index."""
+        for index in (self._folder / name for name in _INDEX_FILES):
             if index.is_file():
-                with _reading(index):
-                    found = json.loads(index.read_text("utf-8"))["weight_map"]
-                    return {str(name): self._folder / file for name, file in found.items()}
+                with _translate_errors(index):
+                    weight_map = json.loads(index.read_text("utf-8"))["weight_map"]
+                    return {str(name): self._folder / file for name, file in weight_map.items()}
         return {}
 
     def _files(self) -> list[Path]:
-        for name in _WHOLE:
+        """Return the files that hold tensors."""
+        for name in _COMPLETE_FILES:
             if (self._folder / name).is_file():
                 return [self._folder / name]
         shards = sorted(self._folder.glob("*.safetensors"))
-        return shards or [self._folder / name for name in _PICKLED if (self._folder / name).is_file()]
+        return shards or [self._folder / name for name in _PICKLE_FILES if (self._folder / name).is_file()]
 
     def _names(self, file: Path) -> list[str]:
+        """Return the names of the tensors in a file."""
         if file.suffix != ".safetensors":
             return list(self._unpickle(file))
-        with _reading(file), safe_open(file, "pt") as opened:
-            return list(opened.keys())
+        with _translate_errors(file), safe_open(file, "pt") as tensors:
+            return list(tensors.keys())
 
     def _unpickle(self, file: Path) -> dict[str, torch.Tensor]:
+        """Return all tensors of a file that torch.save wrote."""
         if file not in self._unpickled:
-            with _reading(file):
-                found = torch.load(file, map_location="cpu", weights_only=True)
-            if not isinstance(found, dict) or not all(map(_is_plain, found.values())):
-                raise OutriderError(f"{file} holds something else than named tensors; give the draft's weights")
-            # Blocks that a training shared between layers lie in one memory here, and will be weights of their own.
-            self._unpickled[file] = {str(name): value.clone() for name, value in found.items()}
+            with _translate_errors(file):
+                state = torch.load(file, map_location="cpu", weights_only=True)
+            if not isinstance(state, dict) or not all(map(_is_dense, state.values())):
+                raise OutriderError(
+                    f"{file} does not hold named tensors only; give the folder with the weights of the draft head"
+                )
+            # Tensors share memory if training tied their weights. Copy them, because here they are independent.
+            self._unpickled[file] = {str(name): value.clone() for name, value in state.items()}
         return self._unpickled[file]
 
 
-def _is_plain(value: Any) -> bool:
-    """Whether it is a tensor whose numbers are all there."""
+def _is_dense(value: Any) -> bool:
+    """Return whether `value` is a dense tensor with data."""
     return isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_meta
 
 
 @contextmanager
-def _reading(file: Path) -> Iterator[None]:
+def _translate_errors(file: Path) -> Iterator[None]:
+    """Raise OutriderError for errors while `file` is read."""
     try:
         yield
-    except pickle.UnpicklingError as error:  # whose own message tells people to run what the file says
-        raise OutriderError(f"{file} is damaged, or holds something else than named tensors; copy it again") from error
-    except _BROKEN as error:
+    except pickle.UnpicklingError as error:
+        # Do not show torch's own message. It advises to execute code from the file.
+        raise OutriderError(f"{file} is damaged or does not hold named tensors only; copy it again") from error
+    except _READ_ERRORS as error:
         raise OutriderError(f"{file} cannot be read ({error}); copy the checkpoint again") from error
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """A folder's config.json.
+    """Return the config.json of a folder.
 
     Raises:
         OutriderError: it is missing or damaged.
     """
     file = folder / "config.json"
     if not folder.is_dir():
-        raise OutriderError(f"{folder} is not a folder; give the folder that holds the draft's config.json")
+        raise OutriderError(f"{folder} is not a folder; give the folder with the config.json of the draft head")
     try:
-        found = json.loads(file.read_text("utf-8"))
+        config = json.loads(file.read_text("utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise OutriderError(f"{file} cannot be read ({error}); copy the checkpoint again") from error
-    if not isinstance(found, dict):
-        raise OutriderError(f"{file} is no JSON object; copy the checkpoint again")
-    return found
+    if not isinstance(config, dict):
+        raise OutriderError(f"{file} is not a JSON object; copy the checkpoint again")
+    return config
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The part of a model's config that its language model has, where it sees or hears, too."""
-    found = config.get("text_config")
-    return found if isinstance(found, dict) else config
+    """Return the config of the language model, which a multimodal model has inside its own config."""
+    inner = config.get("text_config")
+    return inner if isinstance(inner, dict) else config
 
 
 def read_target_info(folder: str | Path) -> TargetInfo:
-    """What a target's folder says of it, without loading the model.
+    """Return what the folder of a target says about it, without loading the model.
 
     Raises:
-        OutriderError: it cannot be read, or holds no language model.
+        OutriderError: the config cannot be read or is not that of a language model.
     """
     path = Path(folder).expanduser()
     config = read_config(path)
     text = text_config(config)
     sizes = [size for name in SIZES if isinstance(size := text.get(name), int)]
     if len(sizes) < len(SIZES):
-        raise OutriderError(f"{path} holds no language model; give the folder of the draft's target")
+        raise OutriderError(f"{path} holds no language model; give the folder of the target")
+    vocab, hidden, layers = sizes
     context = text.get("max_position_embeddings")
     return TargetInfo(
-        vocab=sizes[0],
-        hidden=sizes[1],
-        layers=sizes[2],
+        vocab=vocab,
+        hidden=hidden,
+        layers=layers,
         context=context if isinstance(context, int) else None,
         name=str(folder),
-        head=lambda: _table(path, "lm_head.weight", "embed_tokens.weight"),
-        embedding=lambda: _embedding(path, text),
-        spare=_spare(path, sizes[0]),
+        head=lambda: _read_table(path, "lm_head.weight", "embed_tokens.weight"),
+        embedding=lambda: _read_embedding(path, text),
+        spare=_unused_id(path, vocab),
         kinds=tuple(text.get("layer_types") or ()),
     )
 
 
-def _table(path: Path, *endings: str) -> torch.Tensor:
-    """A target's table [V, H], by the first of these names that there is: its two tables may be one."""
-    stored = TensorFiles(path)
+def _read_table(path: Path, *endings: str) -> torch.Tensor:
+    """Return a table [V, H] of a target. Its name ends in the first of `endings` that exists: tables may be tied."""
+    tensors = TensorFiles(path)
     for ending in endings:
-        for name in stored:
+        for name in tensors:
             if name == ending or name.endswith(f".{ending}"):
-                return stored[name]
-    raise OutriderError(f"{path} holds neither {' nor '.join(endings)}; give the folder of the draft's target")
+                return tensors[name]
+    raise OutriderError(f"{path} holds no tensor {' or '.join(endings)}; give the folder of the target")
 
 
-def _embedding(path: Path, text: Mapping[str, Any]) -> torch.Tensor:
-    if "gemma" in str(text.get("model_type")) or _SCALES & text.keys():
-        raise OutriderError(f"{path} scales its embeddings, which is not handled here; use the draft with draft:DIR")
-    return _table(path, "embed_tokens.weight")
+def _read_embedding(path: Path, text: Mapping[str, Any]) -> torch.Tensor:
+    """Return the embedding [V, H] of a target."""
+    if "gemma" in str(text.get("model_type")) or _EMBEDDING_SCALES & text.keys():
+        raise OutriderError(
+            f"{path} scales its embeddings, which is not supported here; use the draft head with draft:DIR"
+        )
+    return _read_table(path, "embed_tokens.weight")
 
 
-def _spare(path: Path, vocab: int) -> int | None:
-    """The first row of a target's tables that its tokenizer has no token for, if there is one."""
+def _unused_id(path: Path, vocab: int) -> int | None:
+    """Return the first id of the embedding after all ids of the tokenizer, or None if there is none."""
     try:
-        found = json.loads((path / "tokenizer.json").read_text("utf-8"))
-        ids = [*found["model"]["vocab"].values(), *(token["id"] for token in found["added_tokens"])]
+        tokenizer = json.loads((path / "tokenizer.json").read_text("utf-8"))
+        ids = [*tokenizer["model"]["vocab"].values(), *(token["id"] for token in tokenizer["added_tokens"])]
         first = max(ids) + 1
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
@@ -178,7 +191,7 @@ def _spare(path: Path, vocab: int) -> int | None:
 
 
 def save_tensors(state: Mapping[str, Any], file: Path) -> None:
-    """What `torch.load` reads; raises OSError where the disk is full, of which torch says how far it got instead."""
+    """Write a file for `torch.load`. Raise OSError if the disk is full, where torch raises a RuntimeError."""
     try:
         with file.open("wb") as out:
             torch.save(state, out)
@@ -187,24 +200,34 @@ def save_tensors(state: Mapping[str, Any], file: Path) -> None:
 
 
 def write_folder(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], file: str) -> None:
-    """Write a checkpoint. What lay there survives a failure.
+    """Write a checkpoint. If this fails, the files that were in the folder are unchanged.
+
+    Args:
+        folder: the folder, which is created if necessary.
+        config: the contents of config.json.
+        tensors: the tensors, by name.
+        file: the name of the file for the tensors. Its suffix decides the file format.
 
     Raises:
         OutriderError: the disk is full, or the folder cannot be written.
     """
-    whole = {name: value.detach().cpu().clone(memory_format=torch.contiguous_format) for name, value in tensors.items()}
+    contiguous = {
+        name: value.detach().cpu().clone(memory_format=torch.contiguous_format) for name, value in tensors.items()
+    }
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        fresh = folder / f"{file}.new", folder / "config.json.new"
+        new_tensors = folder / f"{file}.new"
+        new_config = folder / "config.json.new"
         if file.endswith(".safetensors"):
-            save_file(whole, fresh[0], metadata={"format": "pt"})
+            save_file(contiguous, new_tensors, metadata={"format": "pt"})
         else:
-            save_tensors(whole, fresh[0])
-        fresh[1].write_text(json.dumps(config, indent=2) + "\n", "utf-8")
-        shutil.copymode(fresh[1], fresh[0])  # safetensors lets nobody but the owner read what it writes
-        for each in fresh:
-            each.replace(each.with_suffix(""))
+            save_tensors(contiguous, new_tensors)
+        new_config.write_text(json.dumps(config, indent=2) + "\n", "utf-8")
+        # safetensors makes its files readable by the owner only. Use the default permissions.
+        shutil.copymode(new_config, new_tensors)
+        for new_file in (new_tensors, new_config):
+            new_file.replace(new_file.with_suffix(""))
     except (OSError, RuntimeError, SafetensorError) as error:
-        for each in folder.glob("*.new"):
-            each.unlink(missing_ok=True)
+        for new_file in folder.glob("*.new"):
+            new_file.unlink(missing_ok=True)
         raise OutriderError(f"{folder} cannot be written ({error}); free some space, or give another folder") from error

@@ -1,4 +1,4 @@
-"""The target's states on their way to a trained draft, and a cache of what was made of them."""
+"""Hidden states of the target that wait to be processed by a draft head, and the caches that hold them."""
 
 from __future__ import annotations
 
@@ -12,124 +12,152 @@ from outrider.cache.base import Cache, Layout, UnboundedCache, WrappedCache
 from outrider.core.types import Batch, Draft, Round, SharedWeights
 from outrider.heads.description import HeadDescription
 
-_PILE = 64  # rounds that may pass before their states are made one piece
+_MERGE_SIZE = 64  # pieces of a slot that are concatenated, and outdated positions that are freed together
 
 
 class HiddenStates:
-    """What was tapped of the target's pass, by slot and place in the text, until it is read.
+    """The target's hidden states by slot and position, until the draft head has processed them.
 
-    While nobody drafts, states only pile up; so to keep a round's costs next to nothing. How high they are is told by
-    `piled`, for those who read them before they are too many.
+    While no sequence drafts, states are only appended, so a round costs almost nothing. `num_pending` tells how many
+    states wait, so that callers can feed them to the head before they take too much memory.
     """
 
     def __init__(self, description: HeadDescription, tables: SharedWeights) -> None:
-        self._description, self._tables = description, tables
-        self.brief = False  # whether the states of the last round are all that will be asked for
-        self._kept: dict[int, list[tuple[int, torch.Tensor]]] = {}  # by slot: places, states [n, taps, H] from there
+        self._description = description
+        self._tables = tables
+        self.latest_only = False  # whether only the states of the latest round are needed
+        # By slot, consecutive pieces: the first position, and the states [n, layers, H] from there on.
+        self._pending: dict[int, list[tuple[int, torch.Tensor]]] = {}
 
     def admit(self, slot: int) -> None:
-        self._kept[slot] = []
+        """Start a sequence in `slot`."""
+        self._pending[slot] = []
 
     def record(self, round: Round) -> None:
-        """Keep the states at each row's feed and accepted path."""
+        """Store the states of each sequence's feed and accepted path."""
         layers = self._description.aux_states.layers
-        for b, (row, path) in enumerate(zip(round.batch.seqs, round.path, strict=True)):
-            kept = self._kept[row.slot]
-            if self.brief:
-                kept.clear()
-            kept.append((round.batch.start[b], round.scores.states(layers, b, path)))
-            if len(kept) >= _PILE:  # what is kept may be a view, and hold on to other rows' states
-                kept[:] = [(kept[0][0], torch.cat([states for _, states in kept]))]
+        for b, (seq, path) in enumerate(zip(round.batch.seqs, round.path, strict=True)):
+            pieces = self._pending[seq.slot]
+            if self.latest_only:
+                pieces.clear()
+            pieces.append((round.batch.start[b], round.scores.states(layers, b, path)))
+            # A piece may be a view that keeps other sequences' states in memory. Concatenation copies it.
+            if len(pieces) >= _MERGE_SIZE:
+                pieces[:] = [(pieces[0][0], torch.cat([states for _, states in pieces]))]
 
-    def set_assumed(self, slot: int, start: int, count: int) -> None:
-        """Zeros in place of states."""
-        it, table = self._description, self._tables.embedding
-        self._kept[slot] = [
-            (start, torch.zeros(count, len(it.aux_states.layers), it.target_hidden, device=table.device))
-        ]
+    def set_zeros(self, slot: int, start: int, count: int) -> None:
+        """Store zeros as the states of `count` positions from `start` on."""
+        num_layers = len(self._description.aux_states.layers)
+        device = self._tables.embedding.device
+        self._pending[slot] = [(start, torch.zeros(count, num_layers, self._description.target_hidden, device=device))]
 
     def read(self, slot: int, begin: int, end: int) -> torch.Tensor:
-        """States [end - begin, taps, H] of these places, none of which was forgotten."""
-        found = self.tapped(slot, begin, end)
-        if not self._description.aux_states.final or not len(found):
-            return found
-        last = normed(found[:, -1:], self._tables)
-        return last if found.shape[1] == 1 else torch.cat([found[:, :-1], last], 1)
+        """Return the states [end - begin, layers, H] of these positions, which must not be dropped yet.
 
-    def tapped(self, slot: int, begin: int, end: int) -> torch.Tensor:
-        """The same as the layers left them, before any norm."""
+        If the description asks for it, the state of the last layer is returned after the target's final norm.
+        """
+        states = self.read_raw(slot, begin, end)
+        if not self._description.aux_states.final or not len(states):
+            return states
+        last = normed(states[:, -1:], self._tables)
+        return last if states.shape[1] == 1 else torch.cat([states[:, :-1], last], 1)
+
+    def read_raw(self, slot: int, begin: int, end: int) -> torch.Tensor:
+        """Return the same states as the layers put them out, before any norm."""
         parts = [
-            states[max(begin - place, 0) : end - place]
-            for place, states in self._kept[slot]
-            if place < end and begin < place + len(states)
+            states[max(begin - position, 0) : end - position]
+            for position, states in self._pending[slot]
+            if position < end and begin < position + len(states)
         ]
         if not parts:
-            it = self._description
-            return self._tables.embedding.new_zeros(0, len(it.aux_states.layers), it.target_hidden)
+            num_layers = len(self._description.aux_states.layers)
+            return self._tables.embedding.new_zeros(0, num_layers, self._description.target_hidden)
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def forget(self, slot: int, before: int) -> None:
-        """States before this place will not be asked for any more."""
-        kept = self._kept[slot]
-        while len(kept) > 1 and kept[0][0] + len(kept[0][1]) <= before:
-            del kept[0]
-        if kept and (gone := min(before - kept[0][0], len(kept[0][1]))) >= _PILE:  # of what was made one piece
-            place, states = kept[0]
-            kept[0] = place + gone, states[gone:].clone()
+    def drop_before(self, slot: int, position: int) -> None:
+        """Free the states before `position`, which are not needed any more."""
+        pieces = self._pending[slot]
+        while len(pieces) > 1 and pieces[0][0] + len(pieces[0][1]) <= position:
+            del pieces[0]
+        if not pieces:
+            return
+        start, states = pieces[0]
+        num_outdated = min(position - start, len(states))
+        if num_outdated >= _MERGE_SIZE:
+            pieces[0] = start + num_outdated, states[num_outdated:].clone()
 
-    def piled(self, slot: int) -> int:
-        """Places whose states wait to be read; none where only the last ever is."""
-        return 0 if self.brief else sum(len(states) for _, states in self._kept.get(slot, ()))
+    def num_pending(self, slot: int) -> int:
+        """Return the number of positions whose states are stored; 0 if only the latest are ever needed."""
+        return 0 if self.latest_only else sum(len(states) for _, states in self._pending.get(slot, ()))
 
     def bytes(self) -> int:
-        return sum(states.nbytes for kept in self._kept.values() for _, states in kept)
+        """Return the bytes in use."""
+        return sum(states.nbytes for pieces in self._pending.values() for _, states in pieces)
 
 
 class StateCache(WrappedCache):
-    """Entries that were made with the target's own states, and these states until they are read."""
+    """The KV cache of a draft head, and the target's hidden states that it has not processed yet."""
 
-    def __init__(self, inner: Cache, taps: HiddenStates, *, read: Callable[[Batch], Batch], before: int = 0) -> None:
-        """Keep entries in `inner` of what `read` leaves of a batch; `before` tokens of a text have none."""
+    def __init__(
+        self,
+        inner: Cache,
+        states: HiddenStates,
+        *,
+        to_head_batch: Callable[[Batch], Batch],
+        skipped_tokens: int = 0,
+    ) -> None:
+        """Wrap a KV cache.
+
+        Args:
+            inner: the KV cache.
+            states: the pending hidden states.
+            to_head_batch: maps a batch of the target to the tokens for which the head has entries.
+            skipped_tokens: how many tokens at the start of each sequence have no entry.
+        """
         super().__init__(inner)
-        self._taps, self._read, self._before = taps, read, before
+        self._states = states
+        self._to_head_batch = to_head_batch
+        self._skipped_tokens = skipped_tokens
 
     def admit(self, slot: int, tokens: Sequence[int], scope: str | None = None) -> int:
-        self._taps.admit(slot)
+        self._states.admit(slot)
         return self._inner.admit(slot, tokens)
 
     def stage(self, batch: Batch, draft: Draft, first: int = -1) -> Layout:
-        return self._inner.stage(self._read(batch), draft, first)
+        return self._inner.stage(self._to_head_batch(batch), draft, first)
 
     def commit(self, round: Round) -> None:
-        nothing = ((),) * len(round.batch.seqs)  # a guess has no state until the target has read it
-        self._inner.commit(replace(round, batch=self._read(round.batch), path=nothing))
-        for row in round.batch.seqs:
-            self._taps.forget(row.slot, self._inner.length(row.slot))
+        # Commit no draft token: its hidden state is unknown until the target has processed it.
+        no_paths = ((),) * len(round.batch.seqs)
+        self._inner.commit(replace(round, batch=self._to_head_batch(round.batch), path=no_paths))
+        for seq in round.batch.seqs:
+            self._states.drop_before(seq.slot, self._inner.length(seq.slot))
 
     def release(self, slot: int) -> None:
         self._inner.release(slot)
-        self._taps.admit(slot)
+        self._states.admit(slot)
 
     def length(self, slot: int) -> int:
-        held = self._inner.length(slot)
-        return held + self._before if held else 0
+        entries = self._inner.length(slot)
+        return entries + self._skipped_tokens if entries else 0
 
     def set_prefix_caching(self, on: bool) -> None:
-        pass  # the states of what is cached elsewhere are not known
+        """Do nothing: the hidden states of a cached prefix are unknown."""
 
     def bytes(self) -> int:
-        return self._inner.bytes() + self._taps.bytes()
+        return self._inner.bytes() + self._states.bytes()
 
 
 class NoCache(UnboundedCache):
-    """Where nothing is kept of a text but the state before its end."""
+    """The cache of a draft head that needs only the hidden state before the last token."""
 
-    def __init__(self, taps: HiddenStates) -> None:
-        self._taps, taps.brief = taps, True
+    def __init__(self, states: HiddenStates) -> None:
+        states.latest_only = True
+        self._states = states
         self._length: dict[int, int] = {}
 
     def admit(self, slot: int, tokens: Sequence[int], scope: str | None = None) -> int:
-        self._taps.admit(slot)
+        self._states.admit(slot)
         self._length[slot] = 0
         return 0
 
@@ -137,9 +165,9 @@ class NoCache(UnboundedCache):
         raise NotImplementedError("there are no keys and values to stage")
 
     def commit(self, round: Round) -> None:
-        for row, start, feed in zip(round.batch.seqs, round.batch.start, round.batch.feed, strict=True):
-            self._length[row.slot] = start + len(feed)
-            self._taps.forget(row.slot, start + len(feed) - 1)
+        for seq, start, feed in zip(round.batch.seqs, round.batch.start, round.batch.feed, strict=True):
+            self._length[seq.slot] = start + len(feed)
+            self._states.drop_before(seq.slot, start + len(feed) - 1)
 
     def release(self, slot: int) -> None:
         self.admit(slot, ())
@@ -148,9 +176,9 @@ class NoCache(UnboundedCache):
         return self._length[slot]
 
     def bytes(self) -> int:
-        return self._taps.bytes()
+        return self._states.bytes()
 
 
 def normed(states: torch.Tensor, tables: SharedWeights) -> torch.Tensor:
-    """The target's final norm."""
+    """Apply the target's final norm to hidden states [*, H]. Return float32."""
     return functional.rms_norm(states.float(), tables.norm.shape, tables.norm.float(), tables.epsilon)

@@ -1,4 +1,4 @@
-"""Trained drafts on disk: in Outrider's own format, the description as JSON and the weights, and read in others."""
+"""Load and save draft heads: in Outrider's own format, a description as JSON with weights, and in other formats."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from outrider.heads.modules.parallel import ParallelHead
 
 KEY = "outrider_draft"  # in config.json
 WEIGHTS = "model.safetensors"
-OWN = "outrider"  # the name of this format
+OWN = "outrider"  # the name of Outrider's own format
 HeadModule = AutoregressiveHead | ParallelHead | BlockHead | KVSharingHead
 
 _log = logging.getLogger("outrider")
 
 
 def make_module(description: HeadDescription) -> HeadModule:
-    """A module with fresh weights."""
+    """Return a module with newly initialized weights."""
     if description.block:
         return BlockHead(description)
     if description.shared_kv:
@@ -40,34 +40,42 @@ def make_module(description: HeadDescription) -> HeadModule:
 
 
 def is_head(folder: str | Path, partner: Callable[[], TargetInfo | None] | None = None) -> bool:
-    """Whether a folder holds a trained draft in a known format.
+    """Return whether a folder holds a draft head in a known format.
 
-    A whole model that brings a module along is one to its own target alone, a `partner` of its sizes; to all others it
-    is a draft model. `partner` is only called for where that must be decided.
+    A full model may include MTP modules. It counts as a draft head if it has the sizes of the target, and as a draft
+    model otherwise.
+
+    Args:
+        folder: the folder.
+        partner: returns the target, or None if there is none. It is called only for a full model with MTP modules.
 
     Raises:
-        OutriderError: a file is damaged, or the draft is of a kind that is known and not handled.
+        OutriderError: a file is damaged, or the draft head is of a known kind that is not supported.
     """
     path = Path(folder).expanduser()
     try:
         config = json.loads((path / "config.json").read_text("utf-8"))
     except (OSError, ValueError, RecursionError):
         return False
-    if not isinstance(config, dict) or KEY in config:
-        return isinstance(config, dict)
+    if not isinstance(config, dict):
+        return False
+    if KEY in config:
+        return True
     found = find(path)
-    if found is None or not found.whole():
-        return found is not None
+    if found is None:
+        return False
+    if not found.whole():
+        return True
     target = partner() if partner else None
     return target is not None and found.belongs(target)
 
 
 def read_trained(folder: str | Path, partner: TargetInfo | None = None) -> Trained:
-    """What a folder holds, with weights as they are stored. `filled` shows whether they fit.
+    """Read a draft head with its weights as they are stored. `filled` checks whether they fit.
 
     Raises:
-        Unowned: the target must be known, and no `partner` was given.
-        OutriderError: a file is missing or damaged, or there is no draft that can be run here.
+        UnusedTensors: the target is needed, but no `partner` was given.
+        OutriderError: a file is missing or damaged, or the folder holds no supported draft head.
     """
     path = Path(folder).expanduser()
     config = read_config(path)
@@ -76,13 +84,13 @@ def read_trained(folder: str | Path, partner: TargetInfo | None = None) -> Train
         try:
             weights = load_file(path / WEIGHTS)
         except (OSError, SafetensorError) as error:
-            raise OutriderError(f"{path / WEIGHTS} cannot be read ({error}); copy the draft again") from error
+            raise OutriderError(f"{path / WEIGHTS} cannot be read ({error}); copy the draft head again") from error
         return Trained(description=description, weights=weights, ignored={}, format="Outrider's own")
     found = find(path)
     if found is None:
-        raise OutriderError(f"{path} holds no trained draft in a known format; see docs/reference/formats.md")
+        raise OutriderError(f"{path} holds no draft head in a known format; see docs/reference/formats.md")
     if text_config(config).get("quantization_config") or config.get("quantization_config"):
-        _log.warning("%s: config.json speaks of quantised weights, and the draft's are read as plain numbers", path)
+        _log.warning("%s: config.json has a quantization_config, but the weights are read as unquantized", path)
     try:
         return found.read(partner)
     except OutriderError as error:
@@ -92,44 +100,63 @@ def read_trained(folder: str | Path, partner: TargetInfo | None = None) -> Train
 def read_head(
     folder: str | Path, *, dtype: torch.dtype, device: torch.device, partner: TargetInfo | None = None
 ) -> HeadModule:
-    """Load a trained draft; `partner` is its target, of which other formats leave something out.
+    """Load a draft head.
+
+    Args:
+        folder: the folder.
+        dtype: the dtype of the weights.
+        device: the device of the weights.
+        partner: the target. Some formats do not store everything and need it.
 
     Raises:
-        OutriderError: a file is missing, truncated or of another shape, or holds what is no number.
+        OutriderError: a file is missing or truncated, or a weight has another shape or is NaN or infinite.
     """
-    found = read_trained(folder, partner)
-    for why, names in found.ignored.items():
-        _log.warning("%s: %d tensors are left aside (%s): %s", folder, len(names), why, names[0])
-    module = filled(found.description, found.weights, where=str(folder))
+    trained = read_trained(folder, partner)
+    for reason, names in trained.ignored.items():
+        _log.warning("%s: %d tensors are ignored (%s): %s", folder, len(names), reason, names[0])
+    module = filled(trained.description, trained.weights, where=str(folder))
     return module.to(device=device, dtype=dtype).requires_grad_(False).eval()
 
 
 def filled(description: HeadDescription, weights: Mapping[str, torch.Tensor], *, where: str) -> HeadModule:
-    """A module with these weights, every one of which it must have, and no other.
+    """Return a module with these weights.
+
+    Args:
+        description: the architecture.
+        weights: exactly the weights that the module has, by name.
+        where: a name for the checkpoint in error messages.
 
     Raises:
-        OutriderError: they do not fit, or are not numbers.
+        OutriderError: a weight is missing, unexpected, of another shape or dtype, or NaN or infinite.
     """
     with torch.device("meta"):
         module = make_module(description)
-    wanted = {name: tuple(value.shape) for name, value in module.state_dict().items()}
-    given = {name: tuple(value.shape) for name, value in weights.items()}
-    if missing := sorted(wanted.keys() - given.keys()):
-        raise OutriderError(f"{where} lacks {missing[0]!r} (and {len(missing) - 1} more); copy the draft again")
-    if odd := sorted(given.keys() - wanted.keys()):
-        raise OutriderError(f"{where} has {odd[0]!r}, for which a draft of kind {description.kind} has no place")
-    for name, shape in wanted.items():
-        if given[name] != shape:
-            raise OutriderError(f"{where}: {name} has shape {given[name]} where {shape} is expected")
-        if weights[name].is_floating_point() is not (name != "ids"):
+    expected_shapes = {name: tuple(value.shape) for name, value in module.state_dict().items()}
+    shapes = {name: tuple(value.shape) for name, value in weights.items()}
+    if missing := sorted(expected_shapes.keys() - shapes.keys()):
+        raise OutriderError(f"{where} lacks {missing[0]!r} (and {len(missing) - 1} more); copy the draft head again")
+    if unexpected := sorted(shapes.keys() - expected_shapes.keys()):
+        raise OutriderError(
+            f"{where} has {unexpected[0]!r}, which a draft head of kind {description.kind} does not have; copy it again"
+        )
+    for name, expected_shape in expected_shapes.items():
+        weight = weights[name]
+        if shapes[name] != expected_shape:
+            raise OutriderError(f"{where}: {name} has shape {shapes[name]} instead of {expected_shape}; copy it again")
+        must_be_float = name != "ids"
+        if weight.is_floating_point() is not must_be_float:
+            kind = "floating-point" if must_be_float else "integer"
+            raise OutriderError(f"{where}: {name} has dtype {weight.dtype} instead of a {kind} type; copy it again")
+        if weight.is_floating_point() and not bool(weight.isfinite().all()):
             raise OutriderError(
-                f"{where}: {name} is stored as {weights[name].dtype}, which it cannot be; copy it again"
+                f"{where}: {name} has values that are NaN or infinite; copy it again, or train it again if the training"
+                " diverged"
             )
-        if weights[name].is_floating_point() and not bool(weights[name].isfinite().all()):
-            raise OutriderError(f"{where}: {name} holds what is no number; training went wrong, or the file is damaged")
     ids = weights.get("ids")
     if ids is not None and not (bool((ids.diff() > 0).all()) and int(ids[0]) >= 0 and int(ids[-1]) < description.vocab):
-        raise OutriderError(f"{where}: the guessed tokens are not rising ids below {description.vocab}")
+        raise OutriderError(
+            f"{where}: the ids of the draft vocabulary must ascend and be below {description.vocab}; copy it again"
+        )
     module.load_state_dict(dict(weights), assign=True)
     if "ids" not in weights:
         module.register_buffer("ids", torch.arange(description.output_vocab), persistent=False)
@@ -137,7 +164,13 @@ def filled(description: HeadDescription, weights: Mapping[str, torch.Tensor], *,
 
 
 def write_head(folder: str | Path, module: HeadModule, *, dtype: torch.dtype, **facts: Any) -> None:
-    """Save a trained draft; `facts` go beside the description. What lay there survives a failure.
+    """Save a draft head. If this fails, the files that were in the folder are unchanged.
+
+    Args:
+        folder: the folder, which is created if necessary.
+        module: the draft head.
+        dtype: the dtype in which the weights are stored.
+        facts: further values for config.json.
 
     Raises:
         OutriderError: the disk is full, or the folder cannot be written.

@@ -1,4 +1,4 @@
-"""Estimates of acceptance by kind of draft token, learned from rounds."""
+"""Estimate how often draft tokens of a kind are accepted, from past rounds."""
 
 from __future__ import annotations
 
@@ -6,39 +6,40 @@ from collections.abc import Hashable, Sequence
 
 from outrider.propose.tree_builder import TreeBuilder
 
-LEAST = 0.02  # draft tokens with a lower estimated acceptance are left out
-_TRUST = 4.0  # weight of the prior, in draft tokens
-_MEMORY = 0.99  # decay per draft token of the kind
+MIN_ACCEPT_PROB = 0.02  # draft tokens with a lower estimated acceptance are left out
+_PRIOR_WEIGHT = 4.0  # weight of the prior, in draft tokens
+_DECAY = 0.99  # of the counts of a kind, with each further draft token of the kind
 
 
 class AcceptanceEstimator:
-    """Decayed acceptance counts by kind, of draft tokens whose ancestors were accepted.
+    """Keeps decayed acceptance counts by kind of draft token. Only tokens whose ancestors were accepted count.
 
     A kind is what distinguishes good draft tokens from bad ones, such as the length of a match or a rank. The number of
     kinds must be bounded.
     """
 
-    def __init__(self, *, trust: float = _TRUST, memory: float = _MEMORY) -> None:
-        """Weigh the prior as `trust` draft tokens. Counts decay by `memory` with each further draft token."""
-        self._trust, self._memory = trust, memory
-        self._seen: dict[Hashable, tuple[float, float]] = {}  # reached, accepted
+    def __init__(self, *, prior_weight: float = _PRIOR_WEIGHT, decay: float = _DECAY) -> None:
+        """Count the prior as `prior_weight` draft tokens. Counts decay by `decay` with each further draft token."""
+        self._prior_weight = prior_weight
+        self._decay = decay
+        self._counts: dict[Hashable, tuple[float, float]] = {}  # verified, accepted
 
-    def of(self, kind: Hashable, expected: float) -> float:
+    def accept_prob(self, kind: Hashable, prior: float) -> float:
         """Return the probability that a draft token of this kind is accepted if its parent is.
 
-        `expected` is the prior.
+        Without observations it is `prior`.
         """
-        met, kept = self._seen.get(kind, (0.0, 0.0))
-        return (kept + self._trust * expected) / (met + self._trust)
+        verified, accepted = self._counts.get(kind, (0.0, 0.0))
+        return (accepted + self._prior_weight * prior) / (verified + self._prior_weight)
 
-    def learn(self, sketch: TreeBuilder, kinds: Sequence[Hashable], emitted: Sequence[int]) -> None:
+    def learn(self, drafted: TreeBuilder, kinds: Sequence[Hashable], emitted: Sequence[int]) -> None:
         """Learn from the draft of a sequence, with `kinds` [N], after the tokens `emitted` were committed."""
         if not emitted:
             return
-        path = sketch.path(emitted)
-        at = {-1, *path}
-        for node, (kind, parent) in enumerate(zip(kinds, sketch.parent, strict=True)):
-            # Nothing is known below the last emitted token.
-            if parent in at and (parent < 0 or parent != path[-1] or len(path) < len(emitted)):
-                met, kept = self._seen.get(kind, (0.0, 0.0))
-                self._seen[kind] = met * self._memory + 1, kept * self._memory + (node in at)
+        path = drafted.path(emitted)
+        accepted_nodes = {-1, *path}
+        for node, (kind, parent) in enumerate(zip(kinds, drafted.parent, strict=True)):
+            # Nothing is known about the children of the last emitted token.
+            if parent in accepted_nodes and (parent < 0 or parent != path[-1] or len(path) < len(emitted)):
+                verified, accepted = self._counts.get(kind, (0.0, 0.0))
+                self._counts[kind] = verified * self._decay + 1, accepted * self._decay + (node in accepted_nodes)

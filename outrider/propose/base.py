@@ -1,4 +1,4 @@
-"""The `Proposer` protocol and the setup that every proposer is made with."""
+"""Define the `Proposer` protocol and the setup that a proposer is made from."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from outrider.models.base import Target
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProposerSetup:
-    """What a proposer is made with."""
+    """The arguments that a proposer is made from."""
 
-    target: Target  # the engine's own target: a proposer may share its weights, and must not run it
-    vocab: int  # ids that the target has logits for
-    slots: int  # sequences at once, numbered from 0
-    context: int  # tokens that a sequence can hold
+    target: Target  # the engine's target; a proposer may share its weights but must not run it
+    vocab: int  # number of ids that the target has logits for
+    slots: int  # number of sequences that run at once; slots are numbered from 0
+    context: int  # most tokens of a sequence
     device: torch.device  # the device of drafts
     dtype: torch.dtype  # of the target
-    draw: Draw  # how the verifier wants draft tokens to be chosen
+    draw: Draw  # how draft tokens should be chosen, so that the verifier accepts most of them
     tokenizer: Any  # the target's
     kernels: str = "auto"  # of draft models; see `make_target`
 
 
 class Proposer(Protocol):
-    """Drafts the tokens that the target may generate next.
+    """Drafts tokens that the target may generate next.
 
     Contract: the draft of a sequence depends only on what has been committed and scored, and on the sequence's noise.
-    `Draft.kind` and `Draft.q` are true for every node. Sequence b gets at most `batch.draft_budget[b]` nodes. `propose`
-    may prepare state that `commit` uses; the sequences do not change between the two calls.
+    `Draft.kind` and `Draft.q` say truly how each node was chosen. Sequence b gets at most `batch.draft_budget[b]`
+    nodes. `propose` may prepare state that `commit` uses; the sequences do not change between the two calls.
     """
 
     needs: Needs
@@ -42,7 +42,7 @@ class Proposer(Protocol):
         """Begin a request in a slot."""
 
     def propose(self, batch: Batch) -> Draft:
-        """Return a tree of draft tokens for each sequence; none if its budget is 0.
+        """Return a tree of draft tokens for each sequence. A sequence with a budget of 0 gets none.
 
         The committed tokens are in `batch.seqs[b].token_ids`.
         """
@@ -59,25 +59,25 @@ class Proposer(Protocol):
 
 
 def check_budget(batch: Batch, draft: Draft) -> None:
-    """Check that a draft keeps to the budget.
+    """Check that a draft is within the draft budget of the batch.
 
     Raises:
         OutriderError: the draft is for other sequences, or has too many nodes.
     """
     if len(draft.width) != len(batch.seqs) or any(w > b for w, b in zip(draft.width, batch.draft_budget, strict=True)):
         raise OutriderError(
-            f"the proposer made {draft.width} draft tokens, and {batch.draft_budget} are allowed;"
-            " keep to batch.draft_budget"
+            f"the proposer made {draft.width} draft tokens, but the budget is {batch.draft_budget}; return at most"
+            " batch.draft_budget[b] draft tokens for sequence b"
         )
 
 
-def whole(text: str) -> int | None:
-    """Parse a whole number of at most 18 digits; None if the text is anything else."""
+def parse_count(text: str) -> int | None:
+    """Parse a whole number of at most 18 digits. Return None for any other text."""
     return int(text) if text.isdecimal() and len(text) < 19 else None
 
 
 class NoProposer:
-    """Plain decoding."""
+    """Drafts nothing, which is plain decoding."""
 
     needs = Needs()
 

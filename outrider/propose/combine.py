@@ -1,4 +1,4 @@
-"""Combinations of proposers: `first`, `switch` and `merge`."""
+"""Combine proposers: `first`, `switch` and `merge`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import accumulate
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch.nn import functional
@@ -18,16 +19,21 @@ from outrider.propose.base import Proposer, ProposerSetup
 from outrider.propose.tree_builder import TreeBuilder, depths
 from outrider.verify.verdict import normalize
 
-_LEVELS = 8  # levels of the acceptance probability that a part states
-_HOPE = 0.6  # prior acceptance if a part states none
+T = TypeVar("T")
+_LEVELS = 8  # levels of the acceptance probability that a part estimates
+_PRIOR = 0.6  # prior acceptance if a part estimates none
 
 
 def check_parts(count: int, *, switches: bool) -> None:
-    """Check the number of parts, and that none of them is a switch."""
+    """Check the number of parts, and that none of them is a switch.
+
+    Raises:
+        OutriderError: there are fewer than two parts, or one of them is a switch.
+    """
     if count < 2:
         raise OutriderError("one proposer alone cannot be combined; name two or more, as in merge(ngram,recycle)")
     if switches:
-        raise OutriderError("the planner switches between whole proposers; make switch(...) the outermost one")
+        raise OutriderError("switch(...) cannot be a part of another proposer; make switch(...) the outermost one")
 
 
 class Combination:
@@ -40,9 +46,8 @@ class Combination:
         layers = sorted({layer for part in parts for layer in part.needs.layers})
         self.needs = Needs(layers=tuple(layers))
         self._setup = setup
-        *self._places, self.voices = accumulate(
-            map(noise_streams, self.parts), initial=0
-        )  # first bit of each part; number of all bits
+        # The first bit of each part in `Draft.source`, and the number of all bits.
+        *self._first_bits, self.num_sources = accumulate(map(num_sources, self.parts), initial=0)
 
     def admit(self, slot: int, request: Request) -> None:
         for part in self.parts:
@@ -56,30 +61,31 @@ class Combination:
         for part in self.parts:
             part.release(slot)
 
-    def _by(self, part: int, draft: Draft) -> tuple[tuple[int, ...], ...]:
-        """Return the bits in `Draft.source` for the draft tokens of a part."""
-        place = self._places[part]
+    def _source(self, part: int, draft: Draft) -> tuple[tuple[int, ...], ...]:
+        """Return the bits in `Draft.source` [B][width] for the draft tokens of a part."""
+        first_bit = self._first_bits[part]
         if draft.source is None:
-            return tuple((1 << place,) * width for width in draft.width)
-        return tuple(tuple(bits << place for bits in row) for row in draft.source)
+            return tuple((1 << first_bit,) * width for width in draft.width)
+        return tuple(tuple(bits << first_bit for bits in nodes) for nodes in draft.source)
 
 
-def noise_streams(proposer: Proposer) -> int:
-    """Return the number of proposers. Each has a bit in `Draft.source`."""
-    return int(getattr(proposer, "voices", 1))
+def num_sources(proposer: Proposer) -> int:
+    """Return the number of proposers in a proposer. Each has a bit in `Draft.source`, and its own noise stream."""
+    return int(getattr(proposer, "num_sources", 1))
 
 
 class First(Combination):
     """Uses the draft of the first part that has one, for each sequence."""
 
     def propose(self, batch: Batch) -> Draft:
-        left, drafts = batch, []
+        remaining = batch  # without the budgets of sequences that have a draft
+        drafts: list[Draft] = []
         for i, part in enumerate(self.parts):
-            draft = part.propose(left)
-            drafts.append(replace(draft, source=self._by(i, draft)))
-            spent = zip(left.draft_budget, drafts[-1].width, strict=True)
-            left = replace(left, draft_budget=tuple(0 if width else budget for budget, width in spent))
-        return reduce(_beside, drafts)
+            draft = part.propose(remaining)
+            drafts.append(replace(draft, source=self._source(i, draft)))
+            pairs = zip(remaining.draft_budget, draft.width, strict=True)
+            remaining = replace(remaining, draft_budget=tuple(0 if width else budget for budget, width in pairs))
+        return reduce(_first_nonempty, drafts)
 
 
 class Switch(Combination):
@@ -90,19 +96,17 @@ class Switch(Combination):
         self.needs = replace(self.needs, alternatives=len(parts))
 
     def propose(self, batch: Batch) -> Draft:
-        arms = batch.alternatives
-        drafts = [part.propose(_only(batch, arms, arm)) for arm, part in enumerate(self.parts)]
-        told = [
-            replace(draft, source=self._by(arm, draft))
-            for arm, draft in enumerate(drafts)
-            if arm in {*arms, batch.alternative}
-        ]
-        return reduce(_beside, told)
+        alternatives = batch.alternatives
+        drafts = [part.propose(_only(batch, alternatives, i)) for i, part in enumerate(self.parts)]
+        in_use = {*alternatives, batch.alternative}
+        drafts_in_use = [replace(draft, source=self._source(i, draft)) for i, draft in enumerate(drafts) if i in in_use]
+        return reduce(_first_nonempty, drafts_in_use)
 
 
-def _only(batch: Batch, arms: Sequence[int], arm: int) -> Batch:
+def _only(batch: Batch, alternatives: Sequence[int], alternative: int) -> Batch:
     """Return the batch with draft budgets for the sequences of one alternative only."""
-    budget = tuple(most if own == arm else 0 for most, own in zip(batch.draft_budget, arms, strict=True))
+    pairs = zip(batch.draft_budget, alternatives, strict=True)
+    budget = tuple(count if used == alternative else 0 for count, used in pairs)
     return batch if budget == batch.draft_budget else replace(batch, draft_budget=budget)
 
 
@@ -116,235 +120,282 @@ class Merge(Combination):
 
     def __init__(self, setup: ProposerSetup, parts: Sequence[Proposer]) -> None:
         super().__init__(setup, parts)
-        self._chances = AcceptanceEstimator()  # by the parts that drafted a token, and the probability that they stated
-        self._open: list[tuple[int, TreeBuilder, list[Hashable]]] = []  # index in the batch, tree, kinds
+        # By the parts that drafted a token and by the probability that they estimated.
+        self._acceptance = AcceptanceEstimator()
+        self._pending: list[_Drafted] = []  # of this round
 
     def propose(self, batch: Batch) -> Draft:
-        self._open = []
-        share = tuple(
-            self._share(row.request, budget) for row, budget in zip(batch.seqs, batch.draft_budget, strict=True)
-        )
-        drafts = [
-            part.propose(replace(batch, draft_budget=share, noise_stream=batch.noise_stream + place))
-            for part, place in zip(self.parts, self._places, strict=True)
-        ]
-        read = [self._read(part, draft) for part, draft in enumerate(drafts)]
-        unions = [
-            self._union(b, [each[b] for each in read]).best(batch.draft_budget[b]) for b in range(len(batch.seqs))
-        ]
-        return _draft(unions, drafts, self._setup.device)
+        self._pending = []
+        pairs = zip(batch.seqs, batch.draft_budget, strict=True)
+        part_budget = tuple(self._part_budget(seq.request, budget) for seq, budget in pairs)
+        drafts = []
+        for part, first_bit in zip(self.parts, self._first_bits, strict=True):
+            stream = batch.noise_stream + first_bit
+            drafts.append(part.propose(replace(batch, draft_budget=part_budget, noise_stream=stream)))
+        trees = [self._host_trees(part, draft) for part, draft in enumerate(drafts)]
+        unions = []
+        for b, budget in enumerate(batch.draft_budget):
+            union = self._union(b, [part_trees[b] for part_trees in trees])
+            unions.append(union.best(budget))
+        return _to_draft(unions, drafts, self._setup.device)
 
     def commit(self, round: Round) -> None:
-        for b, sketch, kinds in self._open:
-            self._chances.learn(sketch, kinds, round.emitted[b])
+        for drafted in self._pending:
+            self._acceptance.learn(drafted.builder, drafted.kinds, round.emitted[drafted.b])
         super().commit(round)
 
-    def _union(self, b: int, parts: Sequence[_Part]) -> _Union:
-        """Return the merged tree of a sequence, with estimated acceptance."""
+    def _union(self, b: int, parts: Sequence[_PartTree]) -> _Union:
+        """Return the merged tree of sequence b, with estimated acceptance probabilities."""
         union = _Union.of(parts)
-        if any(union.law):
+        if any(union.kinds):
             return union
-        said, kinds = union.sketch.accept_prob, list[Hashable]()
-        chance: list[float] = []
-        for node, above in enumerate(union.sketch.parent):
-            alone = min(said[node] / said[above], 1.0) if above >= 0 and said[above] else said[node]
-            kinds.append((union.voices[node], round(alone * _LEVELS)))
-            chance.append((chance[above] if above >= 0 else 1.0) * self._chances.of(kinds[-1], alone))
-        sketch = TreeBuilder(union.sketch.tokens, union.sketch.parent, chance)
-        self._open.append((b, sketch, kinds))
-        return _Union(sketch, union.law, union.source, union.voices)
+        estimated = union.builder.accept_prob  # by the parts, along the path
+        kinds: list[Hashable] = []
+        accept_prob: list[float] = []
+        for node, parent in enumerate(union.builder.parent):
+            given_parent = estimated[node]
+            if parent >= 0 and estimated[parent]:
+                given_parent = min(estimated[node] / estimated[parent], 1.0)
+            kinds.append((union.source[node], round(given_parent * _LEVELS)))
+            parent_prob = accept_prob[parent] if parent >= 0 else 1.0
+            accept_prob.append(parent_prob * self._acceptance.accept_prob(kinds[-1], given_parent))
+        builder = TreeBuilder(union.builder.tokens, union.builder.parent, accept_prob)
+        self._pending.append(_Drafted(b, builder, kinds))
+        return _Union(builder, union.kinds, union.origin, union.source)
 
-    def _share(self, request: Request, budget: int) -> int:
-        drawn = request.params.temperature > 0 and self._setup.draw is not Draw.ARGMAX
-        return -(-budget // len(self.parts)) if drawn else budget
+    def _part_budget(self, request: Request, budget: int) -> int:
+        """Return the draft budget of each part for one sequence."""
+        sampled = request.params.temperature > 0 and self._setup.draw is not Draw.ARGMAX
+        return -(-budget // len(self.parts)) if sampled else budget
 
-    def _read(self, part: int, draft: Draft) -> list[_Part]:
-        """Copy a draft to the host: trees, kinds and sources by sequence."""
-        out = list[_Part]()
-        host = (draft.tokens.tolist(), draft.parent.tolist(), draft.kind.tolist(), self._by(part, draft))
-        for b, (count, tokens, parent, law, by) in enumerate(zip(draft.count.tolist(), *host, strict=True)):
-            tokens, parent = tokens[:count], parent[:count]
+    def _host_trees(self, part: int, draft: Draft) -> list[_PartTree]:
+        """Copy a part's draft to the host. Estimate acceptance if the part does not."""
+        trees: list[_PartTree] = []
+        all_tokens = draft.tokens.tolist()
+        all_parents = draft.parent.tolist()
+        all_kinds = draft.kind.tolist()
+        source = self._source(part, draft)
+        for b, count in enumerate(draft.count.tolist()):
+            tokens = all_tokens[b][:count]
+            parents = all_parents[b][:count]
             if draft.accept_prob is not None:
-                chance = list(draft.accept_prob[b][:count])
+                builder = TreeBuilder(tokens, parents, list(draft.accept_prob[b][:count]))
             else:
-                kinds: list[Hashable] = [(part, depth) for depth in depths(parent)]
-                chance = []
-                for kind, above in zip(kinds, parent, strict=True):
-                    chance.append(self._chances.of(kind, _HOPE) * (chance[above] if above >= 0 else 1.0))
-                self._open.append((b, TreeBuilder(tokens, parent, chance), kinds))
-            out.append((TreeBuilder(tokens, parent, chance), law, by))
-        return out
+                builder = self._estimate(b, part, tokens, parents)
+            trees.append(_PartTree(builder, all_kinds[b], source[b]))
+        return trees
+
+    def _estimate(self, b: int, part: int, tokens: list[int], parents: list[int]) -> TreeBuilder:
+        """Return a part's tree of sequence b with acceptance probabilities by depth."""
+        kinds: list[Hashable] = [(part, depth) for depth in depths(parents)]
+        accept_prob: list[float] = []
+        for kind, parent in zip(kinds, parents, strict=True):
+            parent_prob = accept_prob[parent] if parent >= 0 else 1.0
+            accept_prob.append(self._acceptance.accept_prob(kind, _PRIOR) * parent_prob)
+        builder = TreeBuilder(tokens, parents, accept_prob)
+        self._pending.append(_Drafted(b, builder, kinds))
+        return builder
 
 
-_Part = tuple[TreeBuilder, list[int], Sequence[int]]  # tree, kinds and sources of one sequence
+class _Drafted(NamedTuple):
+    """A tree whose acceptance is learned from at commit."""
+
+    b: int  # index of the sequence in the batch
+    builder: TreeBuilder
+    kinds: list[Hashable]
+
+
+class _PartTree(NamedTuple):
+    """The tree that a part has drafted for one sequence."""
+
+    builder: TreeBuilder
+    kinds: list[int]  # values of DraftKind, with padding
+    source: Sequence[int]  # bits of `Draft.source`
 
 
 @dataclass(frozen=True, slots=True)
 class _Union:
     """The merged tree of a sequence, with the origin of each node."""
 
-    sketch: TreeBuilder
-    law: list[int]
-    source: list[tuple[int, int]]  # part, node
-    voices: list[int]  # bits of `Draft.source`
+    builder: TreeBuilder
+    kinds: list[int]  # values of DraftKind
+    origin: list[tuple[int, int]]  # part, and node in the part's tree
+    source: list[int]  # bits of `Draft.source`
 
     @classmethod
-    def of(cls, parts: Sequence[_Part]) -> _Union:
+    def of(cls, parts: Sequence[_PartTree]) -> _Union:
         union = cls(TreeBuilder(), [], [], [])
-        drawn_first = sorted(range(len(parts)), key=lambda part: not any(parts[part][1]))
-        for part in drawn_first:
-            union._add(part, *parts[part])
+        sampled_first = sorted(range(len(parts)), key=lambda part: not any(parts[part].kinds))
+        for part in sampled_first:
+            union._add(part, parts[part])
         return union
 
-    def _add(self, part: int, sketch: TreeBuilder, law: list[int], by: Sequence[int]) -> None:
-        home: list[int] = []  # nodes of the part in the merged tree
-        known = {pair: node for node, pair in enumerate(zip(self.sketch.parent, self.sketch.tokens, strict=True))}
-        for node, (token, parent, chance) in enumerate(
-            zip(sketch.tokens, sketch.parent, sketch.accept_prob, strict=True)
-        ):
-            above = home[parent] if parent >= 0 else -1
-            twin = None if law[node] else known.get((above, token))
-            if twin is None:
-                twin = known[above, token] = self.sketch.add(token, above, chance)
-                self.law.append(law[node])
-                self.source.append((part, node))
-                self.voices.append(0)
-            elif not self.law[twin]:  # the estimate for a sampled token must not depend on its value
-                self.sketch.accept_prob[twin] = max(self.sketch.accept_prob[twin], chance)
-            self.voices[twin] |= by[node]
-            home.append(twin)
+    def _add(self, part: int, part_tree: _PartTree) -> None:
+        merged_nodes: list[int] = []  # by node of the part
+        known = {pair: node for node, pair in enumerate(zip(self.builder.parent, self.builder.tokens, strict=True))}
+        nodes = zip(part_tree.builder.tokens, part_tree.builder.parent, part_tree.builder.accept_prob, strict=True)
+        for node, (token, part_parent, accept_prob) in enumerate(nodes):
+            kind = part_tree.kinds[node]
+            parent = merged_nodes[part_parent] if part_parent >= 0 else -1
+            merged = None if kind else known.get((parent, token))
+            if merged is None:
+                merged = self.builder.add(token, parent, accept_prob)
+                known[parent, token] = merged
+                self.kinds.append(kind)
+                self.origin.append((part, node))
+                self.source.append(0)
+            elif not self.kinds[merged]:  # the estimate for a sampled token must not depend on its value
+                self.builder.accept_prob[merged] = max(self.builder.accept_prob[merged], accept_prob)
+            self.source[merged] |= part_tree.source[node]
+            merged_nodes.append(merged)
 
     def without_replacement(self) -> list[tuple[int, int]]:
-        """Return the origins of nodes that were sampled in this way."""
-        pairs = zip(self.source, self.law, strict=True)
-        return [source for source, law in pairs if law == DraftKind.WITHOUT_REPLACEMENT]
+        """Return the origins of nodes that were sampled without replacement."""
+        pairs = zip(self.origin, self.kinds, strict=True)
+        return [origin for origin, kind in pairs if kind == DraftKind.WITHOUT_REPLACEMENT]
 
-    def drawn_before(self, at: int) -> list[int]:
-        """Return the earlier siblings that the same part has sampled without replacement."""
-        part, own = self.source[at]
-        nodes = zip(self.source, self.law, self.sketch.parent, self.sketch.tokens, strict=True)
-        return [
-            token
-            for (whose, node), law, parent, token in nodes
-            if whose == part
-            and node < own
-            and law == DraftKind.WITHOUT_REPLACEMENT
-            and parent == self.sketch.parent[at]
-        ]
+    def earlier_siblings(self, node: int) -> list[int]:
+        """Return the tokens of earlier siblings that the same part has sampled without replacement."""
+        part, part_node = self.origin[node]
+        siblings = []
+        nodes = zip(self.origin, self.kinds, self.builder.parent, self.builder.tokens, strict=True)
+        for (other_part, other_node), kind, parent, token in nodes:
+            same_part = other_part == part and kind == DraftKind.WITHOUT_REPLACEMENT
+            if same_part and other_node < part_node and parent == self.builder.parent[node]:
+                siblings.append(token)
+        return siblings
 
     def best(self, budget: int) -> _Union:
-        """Return the sampled nodes and then the likeliest, parents before children."""
-        old = self.sketch
-        order = sorted(
-            range(len(old.tokens)), key=lambda node: (self.law[node] == DraftKind.ONE_HOT, -old.accept_prob[node])
-        )
+        """Return the sampled nodes and then the likeliest ones, parents before children."""
+        tokens = self.builder.tokens
+        parents = self.builder.parent
+        estimates = self.builder.accept_prob
+        order = sorted(range(len(tokens)), key=lambda node: (self.kinds[node] == DraftKind.ONE_HOT, -estimates[node]))
         order = order[:budget]
-        home = {-1: -1} | {node: at for at, node in enumerate(order)}
-        chance, least = [], 1.0
+        new_nodes = {-1: -1} | {node: i for i, node in enumerate(order)}
+        accept_prob: list[float] = []
+        lowest = 1.0  # acceptance probabilities must never rise from one node to the next
         for node in order:
-            least = min(least, old.accept_prob[node])
-            chance.append(least)
-        sketch = TreeBuilder([old.tokens[n] for n in order], [home[old.parent[n]] for n in order], chance)
-        laws, source = [self.law[n] for n in order], [self.source[n] for n in order]
-        return _Union(sketch, laws, source, [self.voices[n] for n in order])
+            lowest = min(lowest, estimates[node])
+            accept_prob.append(lowest)
+        builder = TreeBuilder(
+            [tokens[node] for node in order], [new_nodes[parents[node]] for node in order], accept_prob
+        )
+        return _Union(
+            builder,
+            [self.kinds[node] for node in order],
+            [self.origin[node] for node in order],
+            [self.source[node] for node in order],
+        )
 
 
-def _draft(unions: Sequence[_Union], drafts: Sequence[Draft], device: torch.device) -> Draft:
-    width = tuple(len(union.law) for union in unions)
+def _to_draft(unions: Sequence[_Union], drafts: Sequence[Draft], device: torch.device) -> Draft:
+    """Return the draft of the batch from the merged tree of each sequence."""
+    width = tuple(len(union.kinds) for union in unions)
     size = max(width)
     if not size:
         return tree.empty(len(unions), device)
 
-    def padded(rows: Sequence[Sequence[int]], filler: int) -> torch.Tensor:
-        return tree.upload([[*row, *[filler] * (size - len(row))] for row in rows], device)
+    def padded(rows: Sequence[Sequence[int]], padding: int) -> torch.Tensor:
+        return tree.upload([[*row, *[padding] * (size - len(row))] for row in rows], device)
 
-    q, laws = None, [union.law for union in unions]
-    drawn = any(map(any, laws))
-    if drawn:
-        q, laws = _laws(unions, drafts, size)
+    q = None
+    kinds = [union.kinds for union in unions]
+    sampled = any(map(any, kinds))
+    if sampled:
+        q, kinds = _distributions(unions, drafts, size)
     return Draft(
-        tokens=padded([union.sketch.tokens for union in unions], 0),
-        parent=padded([union.sketch.parent for union in unions], -1),
+        tokens=padded([union.builder.tokens for union in unions], 0),
+        parent=padded([union.builder.parent for union in unions], -1),
         count=tree.upload(width, device),
-        kind=padded(laws, DraftKind.ONE_HOT),
+        kind=padded(kinds, DraftKind.ONE_HOT),
         q=q,
         width=width,
-        depth=tuple(max(depths(union.sketch.parent), default=0) for union in unions),
+        depth=tuple(max(depths(union.builder.parent), default=0) for union in unions),
         chain=False,
-        accept_prob=None if drawn else tuple(tuple(union.sketch.accept_prob) for union in unions),
-        source=tuple(tuple(union.voices) for union in unions),
+        accept_prob=None if sampled else tuple(tuple(union.builder.accept_prob) for union in unions),
+        source=tuple(tuple(union.source) for union in unions),
     )
 
 
-def _laws(unions: Sequence[_Union], drafts: Sequence[Draft], size: int) -> tuple[Packed, list[list[int]]]:
+def _distributions(unions: Sequence[_Union], drafts: Sequence[Draft], size: int) -> tuple[Packed, list[list[int]]]:
     """Return the distribution index [B, N] of each sampled node, and its `DraftKind`.
 
     WITHOUT_REPLACEMENT excludes all earlier siblings of that kind, of any part. If several parts sample without
     replacement, each node therefore gets the distribution that remained for its own part.
     """
-    both, places = _together(drafts)
-    known = [at.tolist() for at in places]
-    out, laws = [[-1] * size for _ in unions], [list(union.law) for union in unions]
-    left = list[torch.Tensor]()
+    values, draft_indices = _join_distributions(drafts)
+    part_indices = [index.tolist() for index in draft_indices]
+    out = [[-1] * size for _ in unions]
+    kinds = [list(union.kinds) for union in unions]
+    remaining: list[torch.Tensor] = []
     for b, union in enumerate(unions):
         several = len({part for part, _ in union.without_replacement()}) > 1
-        for at, ((part, node), law) in enumerate(zip(union.source, union.law, strict=True)):
-            if law:
-                out[b][at] = known[part][b][node]
-            if several and law == DraftKind.WITHOUT_REPLACEMENT:
-                q = both[out[b][at]]
-                rest = q.index_fill(0, tree.upload(union.drawn_before(at), q.device), 0.0)
-                out[b][at], laws[b][at] = len(both) + len(left), DraftKind.SAMPLED
-                left.append(normalize(rest, q))
-    values = torch.cat([both, torch.stack(left)]) if left else both
-    return Packed(values=values, at=tree.upload(out, both.device)), laws
+        for node, ((part, part_node), kind) in enumerate(zip(union.origin, union.kinds, strict=True)):
+            if kind:
+                out[b][node] = part_indices[part][b][part_node]
+            if several and kind == DraftKind.WITHOUT_REPLACEMENT:
+                q = values[out[b][node]]
+                rest = q.index_fill(0, tree.upload(union.earlier_siblings(node), q.device), 0.0)
+                out[b][node] = len(values) + len(remaining)
+                kinds[b][node] = DraftKind.SAMPLED
+                remaining.append(normalize(rest, q))
+    all_values = torch.cat([values, torch.stack(remaining)]) if remaining else values
+    return Packed(values=all_values, at=tree.upload(out, values.device)), kinds
 
 
-def _together(drafts: Sequence[Draft]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Join the distributions of all drafts to [T, V], with the indices [B, N] of each draft."""
-    laws, places, count = [], [], 0
+def _join_distributions(drafts: Sequence[Draft]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Join the distributions of all drafts to [T, V]. Return them and the indices [B, N] of each draft."""
+    values = []
+    indices = []
+    count = 0
     for draft in drafts:
-        at = torch.full_like(draft.tokens, -1)
+        index = torch.full_like(draft.tokens, -1)
         if draft.q is not None:
-            at = torch.where(draft.q.at < 0, -1, draft.q.at + count)
-            laws.append(draft.q.values)
+            index = torch.where(draft.q.at < 0, -1, draft.q.at + count)
+            values.append(draft.q.values)
             count += len(draft.q.values)
-        places.append(at)
-    return laws[0] if len(laws) == 1 else torch.cat(laws), places
+        indices.append(index)
+    return values[0] if len(values) == 1 else torch.cat(values), indices
 
 
-def _beside(one: Draft, two: Draft) -> Draft:
+def _first_nonempty(first: Draft, second: Draft) -> Draft:
     """Return for each sequence the first draft, or the second one if the first is empty."""
-    if not two.size:
-        return one
-    if not one.size:
-        return two
-    size, device = max(one.size, two.size), one.tokens.device
-    a, b = _widened(one, size), _widened(two, size)
-    first = tree.upload([bool(width) for width in one.width], device, torch.bool)
-    pick = first[:, None]
+    if not second.size:
+        return first
+    if not first.size:
+        return second
+    size = max(first.size, second.size)
+    device = first.tokens.device
+    a = _widened(first, size)
+    b = _widened(second, size)
+    use_first = tree.upload([bool(width) for width in first.width], device, torch.bool)
+    use_first_nodes = use_first[:, None]
     q = None
     if a.q is not None or b.q is not None:
-        both, (ours, theirs) = _together((a, b))
-        q = Packed(values=both, at=torch.where(pick, ours, theirs))
-    said, told = (
-        one.accept_prob is not None and two.accept_prob is not None,
-        one.source is not None and two.source is not None,
-    )
+        values, (a_index, b_index) = _join_distributions((a, b))
+        q = Packed(values=values, at=torch.where(use_first_nodes, a_index, b_index))
     return Draft(
-        tokens=torch.where(pick, a.tokens, b.tokens),
-        parent=torch.where(pick, a.parent, b.parent),
-        count=torch.where(first, a.count, b.count),
-        kind=torch.where(pick, a.kind, b.kind),
+        tokens=torch.where(use_first_nodes, a.tokens, b.tokens),
+        parent=torch.where(use_first_nodes, a.parent, b.parent),
+        count=torch.where(use_first, a.count, b.count),
+        kind=torch.where(use_first_nodes, a.kind, b.kind),
         q=q,
-        width=tuple(x or y for x, y in zip(one.width, two.width, strict=True)),
-        depth=tuple(x or y for x, y in zip(one.depth, two.depth, strict=True)),
-        chain=one.chain and two.chain,
-        accept_prob=tuple(x or y for x, y in zip(one.accept_prob or (), two.accept_prob or (), strict=True))
-        if said
-        else None,
-        source=tuple(x or y for x, y in zip(one.source or (), two.source or (), strict=True)) if told else None,
+        width=tuple(x or y for x, y in zip(first.width, second.width, strict=True)),
+        depth=tuple(x or y for x, y in zip(first.depth, second.depth, strict=True)),
+        chain=first.chain and second.chain,
+        accept_prob=_first_nonempty_values(first.accept_prob, second.accept_prob),
+        source=_first_nonempty_values(first.source, second.source),
     )
+
+
+def _first_nonempty_values(
+    first: tuple[tuple[T, ...], ...] | None, second: tuple[tuple[T, ...], ...] | None
+) -> tuple[tuple[T, ...], ...] | None:
+    """Return for each sequence the first values, or the second ones if the first are empty; None if one is missing."""
+    if first is None or second is None:
+        return None
+    return tuple(x or y for x, y in zip(first, second, strict=True))
 
 
 def _widened(draft: Draft, size: int) -> Draft:
@@ -353,11 +404,10 @@ def _widened(draft: Draft, size: int) -> Draft:
     if not more:
         return draft
 
-    def pad(values: torch.Tensor, filler: int = 0) -> torch.Tensor:
-        return functional.pad(values, (0, more), value=filler)
+    def pad(values: torch.Tensor, padding: int = 0) -> torch.Tensor:
+        return functional.pad(values, (0, more), value=padding)
 
-    parent = torch.cat(
-        [draft.parent, torch.arange(draft.size - 1, size - 1).to(draft.parent).expand(len(draft.parent), more)], 1
-    )
+    more_parents = torch.arange(draft.size - 1, size - 1).to(draft.parent).expand(len(draft.parent), more)
+    parent = torch.cat([draft.parent, more_parents], 1)
     q = None if draft.q is None else replace(draft.q, at=pad(draft.q.at, -1))
     return replace(draft, tokens=pad(draft.tokens), parent=parent, kind=pad(draft.kind), q=q)

@@ -1,4 +1,4 @@
-"""Proposers' expressions, spelled otherwise."""
+"""Rewrite proposer expressions for people, for the command line and for files."""
 
 from __future__ import annotations
 
@@ -10,22 +10,25 @@ from outrider.propose.registry import COMBINATIONS, Expression, parse
 
 
 def short(proposer: str) -> str:
-    """With the last part of each folder alone, for people who know theirs."""
-    return _spelled(parse(proposer), lambda argument: Path(argument).name if "/" in _own(argument) else _own(argument))
+    """Return the expression with only the last part of each folder, for display."""
+    return _render(parse(proposer), _short_argument)
 
 
 def pasted(proposer: str) -> str:
-    """As a user would write it: @NAME for a model that comes with Outrider."""
-    return _spelled(parse(proposer), _own)
+    """Return the expression as a user would write it, with @NAME for a model that comes with Outrider."""
+    return _render(parse(proposer), _use_embedded_name)
 
 
 def absolute(proposer: str) -> str:
-    """With folders from the root, so that it means the same wherever it is read."""
-    return _spelled(parse(proposer), _from_root)
+    """Return the expression with absolute folders, which does not depend on the current folder."""
+    return _render(parse(proposer), _make_absolute)
 
 
 def folder_of(argument: str) -> tuple[Path, str] | None:
-    """The folder that an argument names, if it does, and what stands behind it: a datastore's may end in a number."""
+    """Return the folder that an argument names, and the rest of the argument. None if it names no folder.
+
+    The argument of `retrieval` may end in a colon and a number after the folder.
+    """
     head, colon, tail = argument.rpartition(":")
     for text, rest in ((argument, ""), (head, colon + tail)):
         if text and (path := Path(text).expanduser()).is_dir():
@@ -33,19 +36,25 @@ def folder_of(argument: str) -> tuple[Path, str] | None:
     return None
 
 
-def _own(argument: str) -> str:
+def _short_argument(argument: str) -> str:
+    argument = _use_embedded_name(argument)
+    return Path(argument).name if "/" in argument else argument
+
+
+def _use_embedded_name(argument: str) -> str:
     path = Path(argument)
     return f"@{path.name}" if path.parent == embedded("mini").parent else argument
 
 
-def _from_root(argument: str) -> str:
+def _make_absolute(argument: str) -> str:
     folder = folder_of(argument)
     return f"{folder[0].resolve()}{folder[1]}" if folder else argument
 
 
-def _spelled(expression: Expression, change: Callable[[str], str]) -> str:
+def _render(expression: Expression, change: Callable[[str], str]) -> str:
+    """Return the text of an expression after applying `change` to each argument."""
     if expression.name in COMBINATIONS and expression.parts:
-        return f"{expression.name}({','.join(_spelled(part, change) for part in expression.parts)})"
+        return f"{expression.name}({','.join(_render(part, change) for part in expression.parts)})"
     if not expression.argument:
         return expression.name
     argument = change(expression.argument)

@@ -1,4 +1,4 @@
-"""A proposer that may fail: what it raises costs its guesses, and nothing else."""
+"""Contain exceptions of a proposer, so that they cost draft tokens and nothing else."""
 
 from __future__ import annotations
 
@@ -10,40 +10,45 @@ from functools import partial
 from outrider.core import tree
 from outrider.core.types import Batch, Draft, Request, Round, SequenceState
 from outrider.propose.base import Proposer, ProposerSetup, check_budget
-from outrider.propose.combine import Switch, noise_streams
+from outrider.propose.combine import Switch, num_sources
 
 _log = logging.getLogger("outrider")
-_PATIENCE = 3  # failures, each soon after the one before, until it stays off
-_OFF, _OFF_MOST = 64, 4096  # rounds that it stays off then; twice as many each time
-_SOUND = 16  # rounds without a failure after which those before are forgiven
+_MAX_STREAK = 3  # failures in quick succession after which the proposer is switched off
+_FIRST_PAUSE = 64  # rounds of the first pause; each further one is twice as long
+_MAX_PAUSE = 4096
+_RECOVERY_ROUNDS = 16  # rounds without a failure that end a streak
 
 
 class IsolatedProposer:
-    """Another proposer; a round for which it raises is decoded without guesses.
+    """A guard around another proposer. A round in which the proposer raises is decoded without a draft.
 
-    Between two calls nobody can know what state it was left in, so before it is asked again every slot is released and
-    admitted anew, with what the row's text is by then. What the target's pass showed of that text is gone: where a
-    proposer reads layers, rows that were under way have no more guesses.
+    After an exception the state of the proposer is unknown. So before its next use, all slots are released and admitted
+    again, with the tokens that each sequence has by then. Hidden states of these tokens are lost. If the proposer needs
+    them, sequences that were running get no more draft tokens.
     """
 
     def __init__(self, inner: Proposer, setup: ProposerSetup, *, name: str) -> None:
-        """Guard `inner`, which logs call `name`."""
-        self.inner, self.needs, self.name = inner, inner.needs, name
-        self.voices = noise_streams(inner)
-        self.failures = 0  # in all
+        """Guard `inner`. Log messages call it `name`."""
+        self.inner = inner
+        self.needs = inner.needs
+        self.name = name
+        self.num_sources = num_sources(inner)
+        self.failures = 0
         self._device = setup.device
         self._requests: dict[int, Request] = {}  # by slot
-        self._rows: dict[int, SequenceState] = {}  # by slot, of those that have been in a round
-        self._held: set[int] = set()  # slots that the inner one has admitted
-        self._lost: set[int] = set()  # slots whose rows have no more guesses
-        self._broken = False  # it has raised, and was not made sound again
-        self._streak = self._sound = 0  # failures with nothing sound in between; rounds since the last one
-        self._off, self._pause = 0, _OFF  # rounds that it still stays off, and how long the next time
+        self._seqs: dict[int, SequenceState] = {}  # by slot; only sequences that have been in a round
+        self._admitted: set[int] = set()  # slots that the inner proposer has admitted
+        self._excluded: set[int] = set()  # slots whose hidden states are lost
+        self._broken = False  # whether the proposer has raised and was not reset since
+        self._streak = 0  # failures in quick succession
+        self._good_rounds = 0  # since the last failure
+        self._rounds_off = 0  # rounds that the current pause still takes
+        self._next_pause = _FIRST_PAUSE
 
     @property
     def disabled(self) -> bool:
-        """Whether it is not asked at present."""
-        return self._off > 0
+        """Whether the proposer is switched off at present."""
+        return self._rounds_off > 0
 
     def admit(self, slot: int, request: Request) -> None:
         self._requests[slot] = request
@@ -51,80 +56,94 @@ class IsolatedProposer:
             self._admit(slot, request)
 
     def propose(self, batch: Batch) -> Draft:
-        self._rows |= {row.slot: row for row in batch.seqs}
+        self._seqs |= {seq.slot: seq for seq in batch.seqs}
         none = tree.empty(len(batch.seqs), self._device)
-        self._off = max(self._off - 1, 0)
-        if self.disabled or (self._broken and not self._mended()):
+        self._rounds_off = max(self._rounds_off - 1, 0)
+        if self.disabled or (self._broken and not self._reset()):
             return none
-        if self._lost:
+        if self._excluded:
             pairs = zip(batch.seqs, batch.draft_budget, strict=True)
-            batch = replace(batch, draft_budget=tuple(0 if row.slot in self._lost else most for row, most in pairs))
-        found: list[Draft] = []
+            budget = tuple(0 if seq.slot in self._excluded else count for seq, count in pairs)
+            batch = replace(batch, draft_budget=budget)
+        drafts: list[Draft] = []
 
-        def ask() -> None:
+        def propose() -> None:
             draft = self.inner.propose(batch)
             check_budget(batch, draft)
-            found.append(draft)
+            drafts.append(draft)
 
-        self._try(ask)
-        return found[0] if found else none
+        self._try(propose)
+        return drafts[0] if drafts else none
 
     def commit(self, round: Round) -> None:
         if self._broken:
             return
         if self._try(partial(self.inner.commit, round)):
-            self._sound += 1
-            if self._sound >= _SOUND:
-                self._streak, self._pause = 0, _OFF
+            self._good_rounds += 1
+            if self._good_rounds >= _RECOVERY_ROUNDS:
+                self._streak = 0
+                self._next_pause = _FIRST_PAUSE
 
     def release(self, slot: int) -> None:
         self._requests.pop(slot, None)
-        self._rows.pop(slot, None)
-        self._lost.discard(slot)
+        self._seqs.pop(slot, None)
+        self._excluded.discard(slot)
         if not self._broken:
-            self._held.discard(slot)
+            self._admitted.discard(slot)
             self._try(partial(self.inner.release, slot))
 
-    def _mended(self) -> bool:
-        """Begin anew with every slot; false if that raises, too."""
+    def _reset(self) -> bool:
+        """Release all slots and admit them again. Return False if that raises, too."""
         self._broken = False
-        while self._held and not self._broken:
-            self._try(partial(self.inner.release, self._held.pop()))
+        while self._admitted and not self._broken:
+            self._try(partial(self.inner.release, self._admitted.pop()))
         for slot, request in self._requests.items():
-            row = self._rows.get(slot)
-            if row is not None and row.num_cached_tokens and self.needs.layers:
-                self._lost.add(slot)
+            seq = self._seqs.get(slot)
+            if seq is not None and seq.num_cached_tokens and self.needs.layers:
+                self._excluded.add(slot)
             if not self._broken:
-                self._admit(slot, request if row is None else replace(request, prompt_token_ids=tuple(row.token_ids)))
+                self._admit(slot, request if seq is None else replace(request, prompt_token_ids=tuple(seq.token_ids)))
         return not self._broken
 
     def _admit(self, slot: int, request: Request) -> None:
-        self._held.add(slot)
+        self._admitted.add(slot)
         self._try(partial(self.inner.admit, slot, request))
 
     def _try(self, call: Callable[[], None]) -> bool:
+        """Call the proposer. Return whether it succeeded."""
         try:
             call()
         except Exception as error:
-            self._fail(error)
+            self._count_failure(error)
             return False
         return True
 
-    def _fail(self, error: Exception) -> None:
+    def _count_failure(self, error: Exception) -> None:
         self.failures += 1
-        self._broken, self._sound = True, 0
+        self._broken = True
+        self._good_rounds = 0
         self._streak += 1
         if self.failures == 1:
-            _log.error("proposer %s failed; its rows are decoded plainly for now", self.name, exc_info=error)
-        if self._streak >= _PATIENCE:
-            self._off, self._pause = self._pause, min(2 * self._pause, _OFF_MOST)
-            _log.warning("proposer %s stays off for %d rounds after %d failures", self.name, self._off, self.failures)
+            _log.error("proposer %s failed; its sequences use plain decoding for now", self.name, exc_info=error)
+        if self._streak >= _MAX_STREAK:
+            self._rounds_off = self._next_pause
+            self._next_pause = min(2 * self._next_pause, _MAX_PAUSE)
+            _log.warning(
+                "proposer %s is switched off for %d rounds after %d failures",
+                self.name,
+                self._rounds_off,
+                self.failures,
+            )
 
 
 def isolate(
     proposer: Proposer, setup: ProposerSetup, *, names: tuple[str, ...]
 ) -> tuple[Proposer, tuple[IsolatedProposer, ...]]:
-    """The proposer in guards, one for each of its alternatives, whose `names` are given; and these guards."""
+    """Guard each alternative of a proposer, with the `names` of the alternatives.
+
+    Returns:
+        The guarded proposer, and the guard of each alternative.
+    """
     parts = proposer.parts if isinstance(proposer, Switch) else (proposer,)
     guards = tuple(IsolatedProposer(part, setup, name=name) for part, name in zip(parts, names, strict=True))
     return (Switch(setup, guards) if isinstance(proposer, Switch) else guards[0]), guards

@@ -1,4 +1,4 @@
-"""Proposers by their names: an expression such as merge(ngram,draft:DIR) becomes what guesses."""
+"""Make proposers from expressions such as `merge(ngram,draft:DIR)`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from outrider.core.types import Needs
 from outrider.errors import OutriderError
 from outrider.loader.embedded import embedded, model_folder
 from outrider.models.base import Target
-from outrider.propose.base import NoProposer, Proposer, ProposerSetup, whole
+from outrider.propose.base import NoProposer, Proposer, ProposerSetup, parse_count
 from outrider.propose.combine import Combination, First, Merge, Switch, check_parts
 from outrider.propose.draft_model.chain import DraftModelProposer
 from outrider.propose.draft_model.open import (
@@ -29,94 +29,98 @@ from outrider.propose.draft_model.open import (
 from outrider.propose.draft_model.self_speculation import (
     exit_layers,
     exit_proposer,
-    quantised_bits,
-    quantised_proposer,
+    quantized_bits,
+    quantized_proposer,
     skip_layers,
     skip_proposer,
 )
-from outrider.propose.lookup.lookahead import lookahead_proposer, read_shape
+from outrider.propose.lookup.lookahead import lookahead_proposer, parse_lookahead_size
 from outrider.propose.lookup.ngram import NgramProposer
 from outrider.propose.lookup.recycle import RecycleProposer
-from outrider.propose.lookup.retrieval import open_store, retrieval_proposer
-from outrider.propose.lookup.suffix import suffix_history, suffix_proposer
+from outrider.propose.lookup.retrieval import open_datastore, retrieval_proposer
+from outrider.propose.lookup.suffix import parse_history_size, suffix_proposer
 from outrider.propose.vocabulary.text_draft import TextProposer
 
 Maker = Callable[[ProposerSetup], Proposer]
-_LONGEST = 32  # tokens of an ending that ngram looks up; each length costs time and memory at every token
+_MAX_NGRAM = 32  # longest n-gram of `ngram`; each length costs time and memory at every token
 
 
 @dataclass(frozen=True, slots=True)
 class ProposerType:
-    """A proposer that the command line knows."""
+    """A proposer that can be named in an expression."""
 
-    make: Callable[[str, ProposerSetup], Proposer]  # from what stands behind the colon, "" without one
-    check: Callable[[str], object]  # of the same, as far as it can be told without the target; raises what is wrong
-    form: str  # how it is written
-    says: str  # what it does
+    make: Callable[[str, ProposerSetup], Proposer]  # gets the argument after the colon; "" if there is none
+    check: Callable[[str], object]  # raises an error if the argument is wrong; does not need the target
+    form: str  # syntax, for messages
+    description: str
 
 
 def find_proposer(spec: str, setup: ProposerSetup) -> Proposer:
-    """A proposer by its expression.
+    """Make the proposer of an expression.
 
     Raises:
-        OutriderError: the expression cannot be read, or what it names cannot be had.
+        OutriderError: the expression is not valid, or a proposer in it cannot be made.
     """
     return _make(parse(spec), setup)
 
 
 def check_proposer(spec: str | Maker) -> None:
-    """See that an expression can be had as far as its names, numbers and folders tell, before anything is loaded.
+    """Check the names, numbers and folders of an expression before any model is loaded.
 
     Raises:
-        OutriderError: it cannot be read, or names nobody, and the message has the name that is nearest; or what stands
-            behind a name is none of what it takes.
+        OutriderError: the expression is not valid, a name is unknown (the message suggests the most similar name), or
+            the argument of a proposer is wrong.
     """
     if isinstance(spec, str):
         _check(parse(spec))
     elif not callable(spec):
-        raise OutriderError(f"proposer is {spec!r}; use {forms()}, or what makes one from a ProposerSetup")
+        raise OutriderError(
+            f"proposer is {spec!r}; use {forms()}, or a class or function that makes a proposer from a ProposerSetup"
+        )
 
 
 def own_proposer(maker: Maker, setup: ProposerSetup) -> Proposer:
-    """What a user's own maker, a class or a function, makes of a setup.
+    """Make a proposer with a user's class or function.
 
     Raises:
-        OutriderError: it takes none, or what it makes is no proposer.
+        OutriderError: `maker` does not accept a ProposerSetup, or its result is not a proposer.
     """
     name = getattr(maker, "__qualname__", repr(maker))
     try:
-        made = maker(setup)
+        proposer = maker(setup)
     except TypeError as error:
         raise OutriderError(
-            f"{name} makes no proposer from a ProposerSetup ({error}); it must take one, and nothing else that it needs"
+            f"{name} cannot make a proposer from a ProposerSetup ({error}); it must take a ProposerSetup as its only"
+            " required argument"
         ) from error
-    lacks = [part for part in ("admit", "propose", "commit", "release") if not callable(getattr(made, part, None))]
-    if not isinstance(getattr(made, "needs", None), Needs):
-        lacks.insert(0, "needs = Needs()")
-    if lacks:
+    methods = ("admit", "propose", "commit", "release")
+    missing = [method for method in methods if not callable(getattr(proposer, method, None))]
+    if not isinstance(getattr(proposer, "needs", None), Needs):
+        missing.insert(0, "needs = Needs()")
+    if missing:
         raise OutriderError(
-            f"{name} makes no proposer: what it makes lacks {', '.join(lacks)}; outrider.propose.base.Proposer says"
-            " what they do, and outrider.testing.check_proposer tests them"
+            f"{name} does not make a proposer: the result lacks {', '.join(missing)}; see"
+            " outrider.propose.base.Proposer for what they do, and test with outrider.testing.check_proposer"
         )
-    return made
+    return proposer
 
 
 @dataclass(frozen=True, slots=True)
 class Expression:
-    """`name`, `name:argument`, or `name(part,part,...)`."""
+    """A parsed expression: `name`, `name:argument`, or `name(part,part,...)`."""
 
     name: str
     argument: str = ""
     parts: tuple[Expression, ...] = ()
 
     def names(self) -> Iterator[str]:
-        """Its own name and those of all parts."""
+        """Yield the name of the expression and the names of all parts."""
         yield self.name
         for part in self.parts:
             yield from part.names()
 
     def leaves(self) -> Iterator[Expression]:
-        """Those that guess: the parts of its parts, or itself."""
+        """Yield the expressions that have no parts, from left to right."""
         for part in self.parts:
             yield from part.leaves()
         if not self.parts:
@@ -124,27 +128,29 @@ class Expression:
 
 
 def alternatives(spec: str) -> tuple[str, ...]:
-    """Short names of those that a planner, or a request, chooses from: one, or the parts of a switch.
+    """Return short names of the alternatives: the parts of a switch, or else the whole expression.
 
-    A folder is no part of a name unless two would be called alike, and then the last of its path is.
+    A name contains the last part of a folder only if two alternatives would otherwise have the same name.
     """
-    whole = parse(spec)
-    parts = whole.parts if whole.name == "switch" else (whole,)
-    heads = [part.name if part.name in (*NAMED, *COMBINATIONS) else f"{part.name}:{part.argument}" for part in parts]
-    names = [
-        f"{head}:{Path(part.argument).name}" if heads.count(head) > 1 and part.argument else head
-        for head, part in zip(heads, parts, strict=True)
-    ]
+    expression = parse(spec)
+    parts = expression.parts if expression.name == "switch" else (expression,)
+    known = (*NAMED, *COMBINATIONS)
+    short_names = [part.name if part.name in known else f"{part.name}:{part.argument}" for part in parts]
+    names = []
+    for name, part in zip(short_names, parts, strict=True):
+        ambiguous = short_names.count(name) > 1 and part.argument
+        names.append(f"{name}:{Path(part.argument).name}" if ambiguous else name)
     return tuple(name if names.count(name) == 1 else f"{name}#{i}" for i, name in enumerate(names, 1))
 
 
 def parse(spec: str) -> Expression:
-    """Read an expression; an argument that holds a comma or a bracket stands in double quotes.
+    """Parse an expression.
 
-    @NAME is the folder of a model that comes with Outrider.
+    An argument that contains a comma or a bracket must be in double quotes. `@NAME` is the folder of a model that comes
+    with Outrider.
 
     Raises:
-        OutriderError: it cannot be read.
+        OutriderError: the expression is not valid.
     """
     text = spec.strip()
     head, bracket, _ = text.partition("(")
@@ -154,16 +160,16 @@ def parse(spec: str) -> Expression:
         parts = _split(text[len(head) + 1 : -1], spec)
         return Expression(head.strip(), parts=tuple(parse(part) for part in parts))
     if bracket and ":" not in head:
-        raise OutriderError(f"proposer {head!r} is unknown;{_nearest(head)} use {forms()}")
+        raise OutriderError(f"proposer {head!r} is unknown;{_suggestion(head)} use {forms()}")
     name, _, argument = text.partition(":")
     if not name:
-        raise OutriderError(f"proposer {spec!r} names nobody; use none for plain decoding, or one of {forms()}")
+        raise OutriderError(f"proposer {spec!r} has no name; use none for plain decoding, or one of {forms()}")
     argument = argument.strip().strip('"')
     return Expression(name, str(embedded(argument[1:])) if argument.startswith("@") else argument)
 
 
 def draft_sources(spec: str | Maker) -> tuple[str, ...]:
-    """Names of the proposers in an expression, in the order of `Draft.source`.
+    """Return the names of the proposers in an expression, in the order of the bits in `Draft.source`.
 
     A folder's name is added if two have the same name.
     """
@@ -178,30 +184,31 @@ def draft_sources(spec: str | Maker) -> tuple[str, ...]:
 
 
 def forms() -> str:
-    """All ways to name a proposer, for messages."""
-    known = [named.form for named in NAMED.values()]
-    return ", ".join([*known, "pkg.module:Class", *(f"{name}(A,B)" for name in COMBINATIONS)])
+    """Return the syntax of all proposers, for messages."""
+    named = [proposer_type.form for proposer_type in NAMED.values()]
+    return ", ".join([*named, "pkg.module:Class", *(f"{name}(A,B)" for name in COMBINATIONS)])
 
 
 def draft_model(proposer: Proposer) -> Target | None:
-    """The draft model of a proposer that has one, itself or in a part."""
+    """Return the first draft model of a proposer and its parts. None if there is none."""
     if isinstance(proposer, Combination):
         return next(filter(None, map(draft_model, proposer.parts)), None)
     return proposer.model if isinstance(proposer, DraftModelProposer | TextProposer) else None
 
 
 def draft_models(proposer: Proposer) -> list[Target]:
-    """All draft models of a proposer, its parts' included."""
-    parts = proposer.parts if isinstance(proposer, Combination) else (proposer,)
-    if parts != (proposer,):
-        return [model for part in parts for model in draft_models(part)]
+    """Return all draft models of a proposer and its parts."""
+    if isinstance(proposer, Combination):
+        return [model for part in proposer.parts for model in draft_models(part)]
     model = draft_model(proposer)
     return [] if model is None else [model]
 
 
 def _split(text: str, spec: str) -> list[str]:
-    """Parts between commas that stand in no brackets and no quotes."""
-    parts, depth, quoted = [""], 0, False
+    """Split at the commas that are outside of brackets and quotes."""
+    parts = [""]
+    depth = 0
+    quoted = False
     for letter in text:
         quoted ^= letter == '"'
         depth += 0 if quoted else (letter == "(") - (letter == ")")
@@ -220,22 +227,21 @@ def _check(expression: Expression) -> None:
     elif expression.name in NAMED:
         NAMED[expression.name].check(expression.argument)
     else:
-        _own(expression)
+        _import_maker(expression)
     for part in expression.parts:
         _check(part)
 
 
 def _make(expression: Expression, setup: ProposerSetup) -> Proposer:
-    name, argument = expression.name, expression.argument
-    if name in COMBINATIONS and expression.parts:
-        return COMBINATIONS[name](setup, [_make(part, setup) for part in expression.parts])
-    if name in NAMED:
-        return NAMED[name].make(argument, setup)
-    return own_proposer(_own(expression), setup)
+    if expression.name in COMBINATIONS and expression.parts:
+        return COMBINATIONS[expression.name](setup, [_make(part, setup) for part in expression.parts])
+    if expression.name in NAMED:
+        return NAMED[expression.name].make(expression.argument, setup)
+    return own_proposer(_import_maker(expression), setup)
 
 
 def _none(argument: str, setup: ProposerSetup) -> Proposer:
-    _alone("none", argument)
+    _check_no_argument("none", argument)
     return NoProposer(setup)
 
 
@@ -252,117 +258,136 @@ def _check_ngram(argument: str) -> None:
 
 
 def _ngram_range(argument: str) -> tuple[int, int]:
-    ends = [whole(end) for end in argument.split("-")]
+    ends = [parse_count(end) for end in argument.split("-")]
     match ends:
-        case [int(shortest), int(longest)] if 1 <= shortest <= longest <= _LONGEST:
+        case [int(shortest), int(longest)] if 1 <= shortest <= longest <= _MAX_NGRAM:
             return shortest, longest
     raise OutriderError(
-        f"ngram:{argument} is no range; write ngram:1-5 for endings of 1 to 5 tokens, of {_LONGEST} at most"
+        f"ngram:{argument} is no range; write ngram:1-5 for n-grams of 1 to 5 tokens, of {_MAX_NGRAM} at most"
     )
 
 
 def _recycle(argument: str, setup: ProposerSetup) -> Proposer:
-    _alone("recycle", argument)
+    _check_no_argument("recycle", argument)
     return RecycleProposer(setup)
 
 
-def _own(expression: Expression) -> Maker:
-    """What a dotted path names; or the reason why nobody goes by that name."""
-    module, name = expression.name, expression.argument
+def _import_maker(expression: Expression) -> Maker:
+    """Import the class or function of `module:name`.
+
+    Raises:
+        OutriderError: the name is unknown, or the import fails.
+    """
+    module = expression.name
+    name = expression.argument
     if module in COMBINATIONS:
         raise OutriderError(f"{module} combines others; write for example {module}(ngram,recycle)")
     if not name:
-        raise OutriderError(f"proposer {module!r} is unknown;{_nearest(module)} use {forms()}")
+        raise OutriderError(f"proposer {module!r} is unknown;{_suggestion(module)} use {forms()}")
     if not all(part.isidentifier() for part in module.split(".")):
         stem = Path(module.lstrip(".")).name.removesuffix(".py")
         raise OutriderError(
-            f"proposer {module}:{name} names no module: a dotted path does, found from the folder you are in, so for a"
-            f" file of yours go there and write {stem}:{name}"
+            f"proposer {module}:{name} names no module; use a dotted path that can be imported from the current folder."
+            f" For a file of yours, go there and write {stem}:{name}"
         )
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))  # a module beside the user, as `python -m` would find it
+        sys.path.insert(0, str(Path.cwd()))  # find modules in the current folder, as `python -m` does
     try:
-        found: Maker = getattr(importlib.import_module(module), name)
-    except Exception as error:  # whatever a module's own lines raise
+        maker: Maker = getattr(importlib.import_module(module), name)
+    except Exception as error:  # the module's own code can raise anything
         reason = str(error) if isinstance(error, ImportError | AttributeError) else f"{type(error).__name__}: {error}"
         raise OutriderError(
-            f"proposer {module}:{name} cannot be imported ({reason});{_nearest(module)} check the dotted path, or use"
-            f" {forms()}"
+            f"proposer {module}:{name} cannot be imported ({reason});{_suggestion(module)} check the dotted path, or"
+            f" use {forms()}"
         ) from error
-    if not callable(found):
-        raise OutriderError(f"{module}:{name} makes nothing; name a class, or a function of a ProposerSetup")
-    return found
+    if not callable(maker):
+        raise OutriderError(f"{module}:{name} is not callable; name a class, or a function of a ProposerSetup")
+    return maker
 
 
-def _nearest(name: str) -> str:
-    """The question whether another name was meant; "" where none is near."""
-    near = get_close_matches(name.strip().lower(), [*NAMED, *COMBINATIONS], n=1)
-    return f" did you mean {near[0]}? Else" if near else ""
+def _suggestion(name: str) -> str:
+    """Ask whether a similar name was meant. Return "" if there is none."""
+    similar = get_close_matches(name.strip().lower(), [*NAMED, *COMBINATIONS], n=1)
+    return f" did you mean {similar[0]}? Else" if similar else ""
 
 
-def _alone(name: str, argument: str) -> None:
+def _check_no_argument(name: str, argument: str) -> None:
     if argument:
-        raise OutriderError(f"{name} takes no argument, and {argument!r} was given; write {name}")
+        raise OutriderError(f"{name} takes no argument, but {argument!r} was given; write {name}")
 
 
-def _small(name: str, make: Callable[[str, ProposerSetup], Proposer], says: str, *, heads: bool) -> ProposerType:
-    """One that takes the folder of a small model; `heads`: or of a trained draft."""
-    return ProposerType(make, partial(check_draft, name=name, heads=heads), f"{name}:DIR", says)
+def _draft_type(
+    name: str, make: Callable[[str, ProposerSetup], Proposer], description: str, *, heads: bool
+) -> ProposerType:
+    """Describe a proposer whose argument is the folder of a draft model, or with `heads` also of a draft head."""
+    return ProposerType(make, partial(check_draft, name=name, heads=heads), f"{name}:DIR", description)
 
 
 NAMED: Mapping[str, ProposerType] = MappingProxyType(
     {
-        "none": ProposerType(_none, partial(_alone, "none"), "none", "plain decoding"),
+        "none": ProposerType(_none, partial(_check_no_argument, "none"), "none", "plain decoding"),
         "ngram": ProposerType(
-            _ngram, _check_ngram, "ngram[:MIN-MAX]", "what followed the last time that the text ended like this"
+            _ngram, _check_ngram, "ngram[:MIN-MAX]", "the tokens that followed the last n-gram of the text earlier"
         ),
         "suffix": ProposerType(
             suffix_proposer,
-            suffix_history,
+            parse_history_size,
             "suffix[:TOKENS]",
-            "wherever it ended like this, here and in so many tokens of outputs",
+            "a tree of what followed the longest suffix of the text earlier, also in TOKENS tokens of past outputs",
         ),
         "recycle": ProposerType(
-            _recycle, partial(_alone, "recycle"), "recycle", "what the target's own scores showed of endings like this"
+            _recycle,
+            partial(_check_no_argument, "recycle"),
+            "recycle",
+            "the likeliest tokens of the target's earlier logits after the same suffix",
         ),
         "lookahead": ProposerType(
-            lookahead_proposer, read_shape, "lookahead[:WxNxG]", "n-grams that the target writes beside the text"
+            lookahead_proposer,
+            parse_lookahead_size,
+            "lookahead[:WxNxG]",
+            "n-grams that the target generates in its own passes by Jacobi iteration",
         ),
-        "draft": _small("draft", draft_proposer, "a small model", heads=True),
-        "draft-tokens": _small(
-            "draft-tokens", draft_tokens_proposer, "one of another vocabulary, token by token", heads=False
+        "draft": _draft_type("draft", draft_proposer, "a draft model or a draft head", heads=True),
+        "draft-tokens": _draft_type(
+            "draft-tokens",
+            draft_tokens_proposer,
+            "a draft model with another vocabulary, which drafts token by token",
+            heads=False,
         ),
-        "draft-text": _small(
-            "draft-text", draft_text_proposer, "one of another vocabulary, by the text it writes", heads=False
+        "draft-text": _draft_type(
+            "draft-text",
+            draft_text_proposer,
+            "a draft model with another vocabulary, whose text is tokenized again",
+            heads=False,
         ),
-        "tree": _small("tree", tree_proposer, "a small model that guesses several ways to go on", heads=True),
-        "cascade": _small(
-            "cascade", cascade_proposer, "a small model that looks up what it is about to say", heads=False
+        "tree": _draft_type("tree", tree_proposer, "a draft model or a draft head that drafts a tree", heads=True),
+        "cascade": _draft_type(
+            "cascade", cascade_proposer, "a draft model that looks up n-grams to need fewer passes", heads=False
         ),
         "retrieval": ProposerType(
             retrieval_proposer,
-            open_store,
+            open_datastore,
             "retrieval:DIR[:MIN]",
-            "what followed this ending in a datastore; see `outrider index`",
+            "the tokens that followed the longest suffix of the text in a datastore; see `outrider index`",
         ),
-        "exit": ProposerType(exit_proposer, exit_layers, "exit:LAYERS", "the target's own first layers"),
+        "exit": ProposerType(exit_proposer, exit_layers, "exit:LAYERS", "the first layers of the target"),
         "skip": ProposerType(
             skip_proposer, skip_layers, "skip:A+B+C", "the target without some of its layers; see `outrider layers`"
         ),
         "quantized": ProposerType(
-            quantised_proposer, quantised_bits, "quantized:int4", "the target with 4 or 8 bits a weight"
+            quantized_proposer, quantized_bits, "quantized:int4", "the target with 4 or 8 bits per weight"
         ),
     }
 )
-DRAWN = frozenset(  # those that may draw their guesses from a law
-    {"draft", "draft-tokens", "tree", "cascade", "exit", "skip", "quantized"}
-)
-CHAINS = (DRAWN - {"tree"}) | {"draft-text", "none", "first", "switch"}  # and those that make no tree of chains
+# Proposers that may sample draft tokens from a distribution.
+DRAWN = frozenset({"draft", "draft-tokens", "tree", "cascade", "exit", "skip", "quantized"})
+# Proposers that draft chains, and combinations that make no tree of chains.
+CHAINS = (DRAWN - {"tree"}) | {"draft-text", "none", "first", "switch"}
 COMBINATIONS: Mapping[str, Callable[[ProposerSetup, Sequence[Proposer]], Proposer]] = MappingProxyType(
     {"first": First, "merge": Merge, "switch": Switch}
 )
 
 
 def default_proposer(target: str | Path | None) -> str:
-    """The embedded draft for the embedded target, and for any other what costs nothing."""
+    """Return the embedded draft model for the embedded target, and `ngram`, which needs no model, for any other."""
     return f"draft:{embedded('nano')}" if model_folder(target) == embedded("mini") else "ngram"

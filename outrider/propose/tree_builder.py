@@ -1,4 +1,4 @@
-"""Trees of picked guesses while they are still on the host."""
+"""Build draft trees on the host, before they become tensors."""
 
 from __future__ import annotations
 
@@ -13,50 +13,53 @@ from outrider.core.types import Draft
 
 @dataclass(frozen=True, slots=True)
 class TreeBuilder:
-    """One row's guesses: parents before children, likelier ones before others (see `Draft.accept_prob`)."""
+    """The draft tree of one sequence. Its tokens were chosen without sampling.
+
+    Parents come before children, and likelier nodes before others (see `Draft.accept_prob`).
+    """
 
     tokens: list[int] = field(default_factory=list)
-    parent: list[int] = field(default_factory=list)  # -1 = the last committed token
+    parent: list[int] = field(default_factory=list)  # -1: the last committed token
     accept_prob: list[float] = field(default_factory=list)
 
-    def add(self, token: int, parent: int, chance: float) -> int:
-        """Append a guess; returns its node."""
+    def add(self, token: int, parent: int, accept_prob: float) -> int:
+        """Append a draft token and return its node."""
         self.tokens.append(token)
         self.parent.append(parent)
-        self.accept_prob.append(chance)
+        self.accept_prob.append(accept_prob)
         return len(self.tokens) - 1
 
     def path(self, emitted: Sequence[int]) -> list[int]:
-        """The nodes that agree with what was emitted, from the root down: how a proposer finds what became of them."""
+        """Return the longest path from the root whose tokens begin `emitted`. These nodes were accepted."""
         path: list[int] = []
-        at = -1
+        last = -1
         for node, (token, parent) in enumerate(zip(self.tokens, self.parent, strict=True)):
             if len(path) == len(emitted):
                 break
-            if parent == at and token == emitted[len(path)]:
-                at = node
+            if parent == last and token == emitted[len(path)]:
+                last = node
                 path.append(node)
         return path
 
 
-def picked(sketches: Sequence[TreeBuilder], device: torch.device) -> Draft:
-    """The draft of some rows' sketches."""
-    width = tuple(len(sketch.tokens) for sketch in sketches)
+def build_draft(builders: Sequence[TreeBuilder], device: torch.device) -> Draft:
+    """Return the draft of a batch from the tree of each sequence."""
+    width = tuple(len(builder.tokens) for builder in builders)
     size = max(width)
     if not size:
-        return tree.empty(len(sketches), device)
-    chance = tuple(tuple(sketch.accept_prob) for sketch in sketches)
-    tokens = tree.upload([sketch.tokens + [0] * (size - len(sketch.tokens)) for sketch in sketches], device)
-    if all(sketch.parent == list(range(-1, len(sketch.parent) - 1)) for sketch in sketches):
-        return tree.chain(tokens, width, accept_prob=chance)
-    parent = tree.upload([sketch.parent + [-1] * (size - len(sketch.parent)) for sketch in sketches], device)
-    depth = tuple(max(depths(sketch.parent), default=0) for sketch in sketches)
-    return tree.one_hot_tree(tokens, parent, width, depth=depth, accept_prob=chance)
+        return tree.empty(len(builders), device)
+    accept_prob = tuple(tuple(builder.accept_prob) for builder in builders)
+    tokens = tree.upload([builder.tokens + [0] * (size - len(builder.tokens)) for builder in builders], device)
+    if all(builder.parent == list(range(-1, len(builder.parent) - 1)) for builder in builders):
+        return tree.chain(tokens, width, accept_prob=accept_prob)
+    parent = tree.upload([builder.parent + [-1] * (size - len(builder.parent)) for builder in builders], device)
+    depth = tuple(max(depths(builder.parent), default=0) for builder in builders)
+    return tree.one_hot_tree(tokens, parent, width, depth=depth, accept_prob=accept_prob)
 
 
-def depths(parent: Sequence[int]) -> list[int]:
-    """Of each node; 1 for a child of the root."""
-    out: list[int] = []
-    for above in parent:
-        out.append(1 if above < 0 else out[above] + 1)
-    return out
+def depths(parents: Sequence[int]) -> list[int]:
+    """Return the depth of each node; 1 for a child of the root."""
+    node_depths: list[int] = []
+    for parent in parents:
+        node_depths.append(1 if parent < 0 else node_depths[parent] + 1)
+    return node_depths

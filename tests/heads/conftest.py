@@ -1,4 +1,4 @@
-"""A small target and texts that it wrote, for tests that train heads."""
+"""A small target and texts that it generated, for tests that train draft heads."""
 
 from __future__ import annotations
 
@@ -21,20 +21,21 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def nano():
-    """A target and what it says, with the states that it was in."""
+    """A target, two prompts, and samples of its greedy outputs with its hidden states."""
     checkpoint = load_checkpoint(embedded("nano"), dtype="float32", device="cpu")
     target = make_target(checkpoint, slots=2, context=96)
     prompts = [checkpoint.tokenizer.encode(text) for text in ("def add(a, b):", "The old man")]
     greedy = SamplingParams(temperature=0.0)
-    said = outputs(run(make_engine(target, NoProposer, k=0, rows=2), prompts, greedy, limit=40, ends=frozenset()))
+    engine = make_engine(target, NoProposer, k=0, rows=2)
+    answers = outputs(run(engine, prompts, greedy, limit=40, ends=frozenset()))
     target.export_hidden_states(range(2))
     samples = []
-    for prompt, answer in zip(prompts, said, strict=True):
-        row = make_row([*prompt, *answer], 0)
-        target.cache.admit(0, row.token_ids)
-        batch = Batch(seqs=(row,), start=(0,), feed=(tuple(row.token_ids[:-1]),), draft_budget=(0,))
+    for prompt, answer in zip(prompts, answers, strict=True):
+        seq = make_row([*prompt, *answer], 0)
+        target.cache.admit(0, seq.token_ids)
+        batch = Batch(seqs=(seq,), start=(0,), feed=(tuple(seq.token_ids[:-1]),), draft_budget=(0,))
         with torch.inference_mode():
             scores = target.score(batch, tree.empty(1, CPU))
             states = torch.stack([scores.feed_hidden_states[layer][0] for layer in range(2)], 1)
-        samples.append(Sample(id=0, tokens=tuple(row.token_ids), states=states.clone(), prompt=len(prompt)))
+        samples.append(Sample(id=0, tokens=tuple(seq.token_ids), states=states.clone(), prompt=len(prompt)))
     return target, prompts, samples

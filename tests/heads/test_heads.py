@@ -1,4 +1,4 @@
-"""Trained drafts: descriptions, modules, the house they live in, and what training must agree with."""
+"""Draft heads of every kind: descriptions, saving and loading, the engine, and its agreement with training."""
 
 from __future__ import annotations
 
@@ -41,108 +41,122 @@ VIEW = SharedKV(layer=3, key_heads=2, dim=64)
 MINI = Sizes(hidden=384, layers=8, vocab=12288, epsilon=1e-5, depth=1, view=VIEW)
 CPU = torch.device("cpu")
 SMALL = Sizes(hidden=64, layers=4, vocab=40, epsilon=1e-5, view=replace(VIEW, dim=16))
-SEVERAL = "several modules"
-EVERY = [*sorted(KINDS), SEVERAL]
+SEVERAL_MODULES = "several modules"
+ALL_KINDS = [*sorted(KINDS), SEVERAL_MODULES]
 
 
-def described(kind, sizes):
-    return describe("mtp", replace(sizes, modules=3)) if kind == SEVERAL else describe(kind, sizes)
+def describe_kind(kind, sizes):
+    """Return the description of a kind, or of MTP with three modules."""
+    return describe("mtp", replace(sizes, modules=3)) if kind == SEVERAL_MODULES else describe(kind, sizes)
 
 
-@pytest.mark.parametrize("kind", EVERY)
-def test_a_description_survives_json(kind):
-    it = described(kind, replace(SMALL, draft_vocab=0))
-    assert HeadDescription.from_json(json.loads(json.dumps(it.to_json()))) == it
+@pytest.mark.parametrize("kind", ALL_KINDS)
+def test_description_to_json_and_back(kind):
+    description = describe_kind(kind, replace(SMALL, draft_vocab=0))
+    assert HeadDescription.from_json(json.loads(json.dumps(description.to_json()))) == description
 
 
-@pytest.mark.parametrize("kind", EVERY)
-def test_a_draft_survives_the_disk(kind, tmp_path):
+@pytest.mark.parametrize("kind", ALL_KINDS)
+def test_save_and_load(kind, tmp_path):
     torch.manual_seed(1)
-    module = make_module(described(kind, SMALL))
+    module = make_module(describe_kind(kind, SMALL))
     write_head(tmp_path / "head", module, dtype=torch.float32)
-    again = read_head(tmp_path / "head", dtype=torch.float32, device=CPU)
-    assert again.description == module.description
-    assert again.state_dict().keys() == module.state_dict().keys()
-    assert all(torch.equal(again.state_dict()[name], value) for name, value in module.state_dict().items())
+    loaded = read_head(tmp_path / "head", dtype=torch.float32, device=CPU)
+    assert loaded.description == module.description
+    assert loaded.state_dict().keys() == module.state_dict().keys()
+    assert all(torch.equal(loaded.state_dict()[name], value) for name, value in module.state_dict().items())
 
 
 @pytest.mark.parametrize("make", [HeadProposer, HeadTreeProposer])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("kind", EVERY)
-def test_the_text_is_the_targets_own(kind, temperature, make, tmp_path):
+@pytest.mark.parametrize("kind", ALL_KINDS)
+def test_output_equals_plain_decoding(kind, temperature, make, tmp_path):
     torch.manual_seed(1)
-    write_head(tmp_path / "head", make_module(described(kind, MINI)), dtype=torch.float32)
+    write_head(tmp_path / "head", make_module(describe_kind(kind, MINI)), dtype=torch.float32)
     check_text(tmp_path / "head", make, temperature=temperature, k=3)
 
 
 @pytest.mark.parametrize("make", [HeadProposer, HeadTreeProposer])
-@pytest.mark.parametrize("kind", EVERY)
-def test_states_do_not_pile_up_while_nobody_drafts(kind, make, tmp_path, monkeypatch):
-    """And what is guessed when somebody does is the same."""
+@pytest.mark.parametrize("kind", ALL_KINDS)
+def test_number_of_pending_states_is_bounded(kind, make, tmp_path, monkeypatch):
+    """While nothing is drafted, pending states are fed to the head. Later drafts do not depend on that."""
     torch.manual_seed(1)
-    write_head(tmp_path / "head", make_module(described(kind, MINI)), dtype=torch.float32)
-    spec, lives = f"{'draft' if make is HeadProposer else 'tree'}:{tmp_path / 'head'}", []
-    for pile in (10**6, 16):
-        monkeypatch.setattr("outrider.propose.draft_model.trained_head._PILE", pile)
-        monkeypatch.setattr("outrider.propose.draft_model.trained_head._PIECE", 24)
-        llm, guesses = guessed_by(spec, k=0, chunk=32), []
+    write_head(tmp_path / "head", make_module(describe_kind(kind, MINI)), dtype=torch.float32)
+    proposer = f"{'draft' if make is HeadProposer else 'tree'}:{tmp_path / 'head'}"
+    results = []
+    for max_pending in (10**6, 16):
+        monkeypatch.setattr("outrider.propose.draft_model.trained_head._MAX_PENDING", max_pending)
+        monkeypatch.setattr("outrider.propose.draft_model.trained_head._PREFILL_CHUNK", 24)
+        llm = guessed_by(proposer, k=0, chunk=32)
+        drafts = []
         for prompt in (list(range(100, 190)), list(range(300, 305))):
             llm.submit(prompt, SamplingParams(max_tokens=28, ignore_eos=True))
         for _ in range(20):
             llm.engine.step()
-        held = max(sum(len(states) for _, states in each) for each in llm.parts.proposer.model._taps._kept.values())
+        pending = llm.parts.proposer.model._hidden_states._pending.values()
+        num_pending = max(sum(len(states) for _, states in pieces) for pieces in pending)
         llm.engine._planner = FixedPlanner(3)
-        llm.engine.on_round = lambda round, guesses=guesses: guesses.append(round.draft.host_tokens())
+        llm.engine.on_round = lambda round, drafts=drafts: drafts.append(round.draft.host_tokens())
         while llm.engine.busy():
             llm.engine.step()
-        lives.append((guesses, held))
-    (free, most), (bounded, least) = lives
-    assert bounded == free
-    assert max(map(len, free[0])) > 0
-    assert most == 1 if isinstance(llm.parts.proposer.model.cache, NoCache) else most > 90
-    assert least <= 16
+        results.append((drafts, num_pending))
+    (unbounded_drafts, unbounded_pending), (bounded_drafts, bounded_pending) = results
+    assert bounded_drafts == unbounded_drafts
+    assert max(map(len, unbounded_drafts[0])) > 0
+    if isinstance(llm.parts.proposer.model.cache, NoCache):
+        assert unbounded_pending == 1
+    else:
+        assert unbounded_pending > 90
+    assert bounded_pending <= 16
 
 
-@pytest.mark.parametrize("kind", EVERY)
-def test_training_sees_what_the_engine_will(kind):
-    """Every step of the unrolled pass, against a draft that goes on one guess after another from the same text."""
+@pytest.mark.parametrize("kind", ALL_KINDS)
+def test_engine_logits_equal_training_logits(kind):
+    """Every step of the unrolled training pass equals drafting token by token after the same text."""
     torch.manual_seed(3)
     checkpoint = load_checkpoint(embedded("nano"), dtype="float32", device="cpu")
     target = make_target(checkpoint, slots=1, context=64)
     tables = target.share_weights()
-    depth = 3 if kind in ("medusa", "hydra") else 2 if kind == "kv-sharing" else 1
+    depth = {"medusa": 3, "hydra": 3, "kv-sharing": 2}.get(kind, 1)
     sizes = Sizes(hidden=128, layers=8, vocab=12288, epsilon=1e-5, depth=depth, view=replace(VIEW, dim=32))
-    description = described(kind, sizes)
+    description = describe_kind(kind, sizes)
     module = make_module(description).eval().requires_grad_(False)
-    size, count = 9, len(description.aux_states.layers)
-    tokens, taps = torch.randint(0, 12288, (1, size + 1)), torch.randn(1, size, count, 128)
-    pair = torch.randn(2, 1, 2, 64, 32)
-    tables = replace(tables, kv_view=shown(3, pair))
+    size = 9
+    tokens = torch.randint(0, 12288, (1, size + 1))
+    aux_states = torch.randn(1, size, len(description.aux_states.layers), 128)
+    target_kv = torch.randn(2, 1, 2, 64, 32)
+    tables = replace(tables, kv_view=shown(3, target_kv))
     head = make_head_target(module, tables, slots=1, context=64)
     texts = Texts(
-        tokens=tokens, aux_states=taps, target_probs=torch.zeros(size, 12288), learn=torch.ones(1, size, dtype=bool)
+        tokens=tokens,
+        aux_states=aux_states,
+        target_probs=torch.zeros(size, 12288),
+        learn=torch.ones(1, size, dtype=bool),
+        shown={3: (target_kv[0, :, :, :size], target_kv[1, :, :, :size])},
     )
-    texts = replace(texts, shown={3: (pair[0, :, :, :size], pair[1, :, :, :size])})
-    if description.aux_states.final:  # what the engine norms itself, a batch of training holds normed
-        texts = replace(texts, aux_states=torch.cat([taps[:, :, :-1], normed(taps[:, :, -1:], tables)], 2))
-    steps = [spread(step.logits, step.learn)[0] for step in unrolled(module, texts, 3)]
-    assert len(steps) == 3
+    # Training batches hold the last state after the final norm. The engine applies the norm itself.
+    if description.aux_states.final:
+        normed_last = normed(aux_states[:, :, -1:], tables)
+        texts = replace(texts, aux_states=torch.cat([aux_states[:, :, :-1], normed_last], 2))
+    training_logits = [spread(step.logits, step.learn)[0] for step in unrolled(module, texts, 3)]
+    assert len(training_logits) == 3
     text = tokens[0].tolist()
-    for end in range(2, size):  # the text's first `end` tokens are there, and the next three are guessed
-        batch = feed(head, description, text[:end], taps[0, : end - 1])
-        found = [head.score(batch, tree.empty(1, CPU)).logits[0, 0]]
-        for guesses in range(1, min(3, size - end + 1)):
-            chain = tree.chain(torch.tensor([text[end : end + guesses]]), (guesses,))
-            found.append(head.score(batch, chain, first=guesses - 1).logits[0, -1])
-        for step, logits in enumerate(found):
-            column = end - 2  # holds the text's last token
-            known = kind != SEVERAL or step < end  # a module with no token of the text knows nothing
-            if column < len(steps[step]) and known:
-                assert (logits - steps[step][column]).abs().max() < 1e-3
+    for end in range(2, size):  # the first `end` tokens are committed, and the next three are drafted
+        batch = feed(head, description, text[:end], aux_states[0, : end - 1])
+        engine_logits = [head.score(batch, tree.empty(1, CPU)).logits[0, 0]]
+        for num_drafted in range(1, min(3, size - end + 1)):
+            chain = tree.chain(torch.tensor([text[end : end + num_drafted]]), (num_drafted,))
+            engine_logits.append(head.score(batch, chain, first=num_drafted - 1).logits[0, -1])
+        column = end - 2  # of the last committed token
+        for step, logits in enumerate(engine_logits):
+            # The prediction of a module is arbitrary if the text has fewer tokens than modules.
+            is_defined = kind != SEVERAL_MODULES or step < end
+            if column < len(training_logits[step]) and is_defined:
+                assert (logits - training_logits[step][column]).abs().max() < 1e-3
 
 
 def _eagle1():
-    """As EAGLE-1 is: no norms, a biased projection, the target's output layer on the raw output."""
+    """Return an EAGLE-1 head: no norms, a projection with a bias, and the target's LM head on the raw output."""
     plain = describe("mtp", MINI)
     return replace(
         plain,
@@ -154,161 +168,172 @@ def _eagle1():
     )
 
 
-def _whole():
-    """All that may become of what is tapped: the target's last norm, one norm over all, a bias."""
-    plain = describe("eagle3", MINI)
-    taps = AuxStates(layers=(1, 7), final=True, norm=FuseNorm.WHOLE, fused=True, bias=True)
-    return replace(plain, aux_states=taps)
+def _all_fusion_options():
+    """Return a head with all options of the fusion: the target's final norm, one norm over all states, and a bias."""
+    aux_states = AuxStates(layers=(1, 7), final=True, norm=FuseNorm.WHOLE, fused=True, bias=True)
+    return replace(describe("eagle3", MINI), aux_states=aux_states)
 
 
 @pytest.mark.skipif(not tiny.compiles(), reason="no C++ compiler here")
-@pytest.mark.parametrize(("dtype", "near"), [(torch.bfloat16, 0.03), (torch.float32, 1e-5)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 0.03), (torch.float32, 1e-5)])
 @pytest.mark.parametrize("vocab", [0, 512])
-@pytest.mark.parametrize("kind", ["eagle3", "eagle31", "peagle", "mtp", "eagle1", "whole"])
-def test_native_kernels_say_the_same(kind, vocab, dtype, near):
+@pytest.mark.parametrize("kind", ["eagle3", "eagle31", "peagle", "mtp", "eagle1", "all fusion options"])
+def test_native_kernels_agree_with_torch(kind, vocab, dtype, tolerance):
     torch.manual_seed(4)
     checkpoint = load_checkpoint(embedded("mini"), dtype=str(dtype).removeprefix("torch."), device="cpu")
     tables = make_target(checkpoint, slots=1, context=32, kernels="native").share_weights()
-    made = {"eagle1": _eagle1, "whole": _whole}
-    description = replace(made[kind]() if kind in made else describe(kind, MINI), draft_vocab=vocab)
+    special = {"eagle1": _eagle1, "all fusion options": _all_fusion_options}
+    description = special[kind]() if kind in special else describe(kind, MINI)
+    description = replace(description, draft_vocab=vocab)
     module = make_module(description).to(dtype).eval().requires_grad_(False)
     for weight in module.parameters():
-        if weight.dim() == 1:  # norms, which are made as ones
+        if weight.dim() == 1:  # norms, which are initialized with ones
             weight.uniform_(0.5, 1.5)
     if description.draft_vocab:
         module.ids.copy_(torch.randperm(12288)[:512].sort().values)
-    runners = (
-        (MaskedTarget, NativeMaskedTarget) if description.masks else (AutoregressiveTarget, NativeAutoregressiveTarget)
+    if description.masks:
+        classes = (MaskedTarget, NativeMaskedTarget)
+    else:
+        classes = (AutoregressiveTarget, NativeAutoregressiveTarget)
+    heads = [head_class(module, tables, slots=1, context=64) for head_class in classes]
+    text = torch.randint(0, 12288, (9,)).tolist()
+    aux_states = torch.randn(8, len(description.aux_states.layers), 384)
+    batches = [feed(head, description, text, aux_states) for head in heads]
+    empty = tree.empty(1, CPU)
+    torch_logits, native_logits = (head.score(batch, empty).logits for head, batch in zip(heads, batches, strict=True))
+    assert far(torch_logits, native_logits) < tolerance
+    draft = random_tree([5], 12288, random.Random(2))
+    siblings = replace(draft, parent=draft.parent.clamp(max=-1))  # all nodes follow the last committed token
+    torch_logits, native_logits = (
+        head.score(batch, siblings, 0).logits for head, batch in zip(heads, batches, strict=True)
     )
-    heads = [runner(module, tables, slots=1, context=64) for runner in runners]
-    text, taps = torch.randint(0, 12288, (9,)).tolist(), torch.randn(8, len(description.aux_states.layers), 384)
-    batches = [feed(head, description, text, taps) for head in heads]
-    none, branched = tree.empty(1, CPU), random_tree([5], 12288, random.Random(2))
-    ours, theirs = (head.score(batch, none).logits for head, batch in zip(heads, batches, strict=True))
-    assert far(ours, theirs) < near
-    first = replace(branched, parent=branched.parent.clamp(max=-1))  # all of them right behind the text
-    ours, theirs = (head.score(batch, first, 0).logits for head, batch in zip(heads, batches, strict=True))
-    assert far(ours, theirs) < near
-    grown = heads[1].draft_greedy(batches[1], 12288)
-    assert torch.equal(grown.tokens, draft_by_scores(heads[1], batches[1], 12288).tokens)
-    assert isinstance(heads[1], ChainSampler) == (
-        description.masks is None
-    )  # behind masks nothing follows what was drawn
+    assert far(torch_logits, native_logits) < tolerance
+    native_head = heads[1]
+    native_batch = batches[1]
+    greedy = native_head.draft_greedy(native_batch, 12288)
+    assert torch.equal(greedy.tokens, draft_by_scores(native_head, native_batch, 12288).tokens)
+    # With mask tokens, draft tokens do not depend on the sampled ones before them, so the kernels do not sample chains.
+    assert isinstance(native_head, ChainSampler) == (description.masks is None)
     if description.masks:
         return
-    uniform = torch.rand(1, max(batches[1].draft_budget), dtype=torch.float64)
-    drawn = heads[1].draft_sampled(
-        batches[1], 12288, UniformDraws(params=(DrawParams(0.7, 12288, 1.0, 0.0),), uniform=uniform)
-    )
-    law = (heads[1].score(batches[1], none).logits[:, 0] / 0.7).softmax(-1)
-    assert torch.allclose(drawn.q.padded()[:, 0], law, rtol=1e-4, atol=1e-9)
-    assert drawn.tokens[:, 0].tolist() == inverse_cdf(law, uniform[:, 0]).tolist()
+    uniform = torch.rand(1, max(native_batch.draft_budget), dtype=torch.float64)
+    draws = UniformDraws(params=(DrawParams(0.7, 12288, 1.0, 0.0),), uniform=uniform)
+    sampled = native_head.draft_sampled(native_batch, 12288, draws)
+    probs = (native_head.score(native_batch, empty).logits[:, 0] / 0.7).softmax(-1)
+    assert torch.allclose(sampled.q.padded()[:, 0], probs, rtol=1e-4, atol=1e-9)
+    assert sampled.tokens[:, 0].tolist() == inverse_cdf(probs, uniform[:, 0]).tolist()
 
 
 @pytest.mark.skipif(not tiny.compiles(), reason="no C++ compiler here")
-def test_a_draft_with_more_heads_than_the_kernels_take_runs_on_torch():
+def test_head_that_the_kernels_do_not_support_runs_on_torch():
     checkpoint = load_checkpoint(embedded("mini"), dtype="float32", device="cpu")
     tables = make_target(checkpoint, slots=1, context=32, kernels="native").share_weights()
     plain = describe("mtp", MINI)
-    for heads, kernels in ((48, "native"), (64, "torch")):
-        description = replace(plain, body=replace(plain.body, heads=heads, key_heads=1, dim=16))
+    for num_heads, kernels in ((48, "native"), (64, "torch")):
+        description = replace(plain, body=replace(plain.body, heads=num_heads, key_heads=1, dim=16))
         module = make_module(description).eval().requires_grad_(False)
         head = make_head_target(module, tables, slots=1, context=64)
         assert head.kernels == kernels
-        text, taps = torch.randint(0, 12288, (9,)).tolist(), torch.randn(8, len(description.aux_states.layers), 384)
-        assert head.score(feed(head, description, text, taps), tree.empty(1, CPU)).logits.isfinite().all()
+        text = torch.randint(0, 12288, (9,)).tolist()
+        aux_states = torch.randn(8, len(description.aux_states.layers), 384)
+        batch = feed(head, description, text, aux_states)
+        assert head.score(batch, tree.empty(1, CPU)).logits.isfinite().all()
 
 
-@pytest.mark.parametrize("kind", EVERY)
-def test_a_borrowed_layer_of_few_tokens_is_its_rows(kind):
+@pytest.mark.parametrize("kind", ALL_KINDS)
+def test_reduced_vocabulary_uses_rows_of_the_targets_lm_head(kind):
     torch.manual_seed(5)
-    whole, some = (
-        make_module(described(kind, replace(SMALL, own_lm_head=False, draft_vocab=vocab, depth=2))) for vocab in (0, 9)
+    full, reduced = (
+        make_module(describe_kind(kind, replace(SMALL, own_lm_head=False, draft_vocab=draft_vocab, depth=2)))
+        for draft_vocab in (0, 9)
     )
-    some.ids.copy_(torch.randperm(40)[:9].sort().values)
-    shared = {name: value for name, value in whole.state_dict().items() if name not in ("ids", "markov_out.weight")}
-    some.load_state_dict(shared, strict=False)
-    tables, states = (torch.randn(40, 64), torch.randn(40, 64)), torch.randn(5, 64)
-    for module in (whole, some):
-        module.share_weights(*tables)
-    assert torch.allclose(some.logits(states), whole.logits(states)[:, some.ids], atol=1e-5)
+    reduced.ids.copy_(torch.randperm(40)[:9].sort().values)
+    other_shapes = ("ids", "markov_out.weight")
+    weights = {name: value for name, value in full.state_dict().items() if name not in other_shapes}
+    reduced.load_state_dict(weights, strict=False)
+    embedding = torch.randn(40, 64)
+    lm_head = torch.randn(40, 64)
+    states = torch.randn(5, 64)
+    for module in (full, reduced):
+        module.share_weights(embedding, lm_head)
+    assert torch.allclose(reduced.logits(states), full.logits(states)[:, reduced.ids], atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "mtp"])
-def test_some_places_train_what_all_of_them_would(kind):
-    """Guesses after the first, from columns drawn at random, are those of a pass in which all columns go on."""
+def test_sampled_columns_give_the_logits_of_a_full_pass(kind):
+    """Later steps may continue from random columns only. Their logits equal those of a pass over all columns."""
     torch.manual_seed(6)
     description = describe(kind, SMALL)
-    module, layers = make_module(description).requires_grad_(False), len(description.aux_states.layers)
+    module = make_module(description).requires_grad_(False)
     module.share_weights(torch.randn(40, 64), torch.randn(40, 64))
     learn = torch.arange(15) < torch.tensor([15, 9])[:, None]
     learn[:, :3] = False
     texts = Texts(
         tokens=torch.randint(0, 40, (2, 16)),
-        aux_states=torch.randn(2, 15, layers, 64),
+        aux_states=torch.randn(2, 15, len(description.aux_states.layers), 64),
         target_probs=torch.rand(int(learn.sum()), 40),
         learn=learn,
     )
-    whole = list(unrolled(module, texts, 4))
+    all_steps = list(unrolled(module, texts, 4))
     torch.manual_seed(7)
-    some = list(unrolled(module, texts, 4, later=0.5))
+    sampled_steps = list(unrolled(module, texts, 4, later=0.5))
     torch.manual_seed(7)
     chains = Chains.of(learn[:, 1:], 0.5, 14)
-    live = torch.zeros(2, 14, dtype=torch.bool)
-    live[chains.rows[chains.live], chains.columns[chains.live]] = True
-    assert 0 < int(live.sum()) < int(learn[:, 1:].sum())
-    assert torch.equal(some[0].logits, whole[0].logits)
-    for step, every in zip(some[1:], whole[1:], strict=True):
-        assert step.weight == pytest.approx(float(learn[:, 1:].sum() / live.sum()))
-        assert torch.equal(step.learn, live & every.learn)
+    is_sampled = torch.zeros(2, 14, dtype=torch.bool)
+    is_sampled[chains.rows[chains.live], chains.columns[chains.live]] = True
+    assert 0 < int(is_sampled.sum()) < int(learn[:, 1:].sum())
+    assert torch.equal(sampled_steps[0].logits, all_steps[0].logits)
+    for step, full_step in zip(sampled_steps[1:], all_steps[1:], strict=True):
+        assert step.weight == pytest.approx(float(learn[:, 1:].sum() / is_sampled.sum()))
+        assert torch.equal(step.learn, is_sampled & full_step.learn)
         for name in ("logits", "target"):
-            ours, theirs = spread(getattr(step, name), step.learn), spread(getattr(every, name), every.learn)
-            assert torch.allclose(ours[step.learn], theirs[step.learn], atol=1e-5)
+            values = spread(getattr(step, name), step.learn)
+            full_values = spread(getattr(full_step, name), full_step.learn)
+            assert torch.allclose(values[step.learn], full_values[step.learn], atol=1e-5)
 
 
-def _rewrite(folder, name, value):
+def _set_field(folder, name, value):
     config = json.loads((folder / "config.json").read_text())
     config[KEY][name] = value
     (folder / "config.json").write_text(json.dumps(config))
 
 
 @pytest.mark.parametrize(
-    ("spoil", "message"),
+    ("damage", "message"),
     [
         (lambda folder: (folder / "model.safetensors").write_bytes(b"xx"), "cannot be read"),
-        (lambda folder: (folder / "config.json").write_text("{}"), "holds no trained draft"),
+        (lambda folder: (folder / "config.json").write_text("{}"), "holds no draft head in a known format"),
         (lambda folder: (folder / "config.json").write_text("[" * 100_000), "cannot be read"),
-        (lambda folder: _rewrite(folder, "aux_states", {"layers": ["3"], "final": True}), "layers is '3'"),
-        (lambda folder: _rewrite(folder, "aux_states", {"layers": [-1, 3]}), "names no layer of the target to read"),
-        (lambda folder: _rewrite(folder, "modules", 10**9), "has 1000000000 guesses"),
-        (lambda folder: _rewrite(folder, "vocab", 10**15), "has a vocabulary of 1000000000000000 tokens"),
+        (lambda folder: _set_field(folder, "aux_states", {"layers": ["3"], "final": True}), "layers is '3'"),
+        (lambda folder: _set_field(folder, "aux_states", {"layers": [-1, 3]}), "states of no valid target layer"),
+        (lambda folder: _set_field(folder, "modules", 10**9), "predicts 1000000000 draft tokens"),
+        (lambda folder: _set_field(folder, "vocab", 10**15), "vocabulary has 1000000000000000 tokens"),
     ],
 )
-def test_damaged_files_are_refused(spoil, message, tmp_path):
+def test_damaged_files_are_rejected(damage, message, tmp_path):
     write_head(tmp_path / "head", make_module(describe("mtp", SMALL)), dtype=torch.float32)
-    spoil(tmp_path / "head")
+    damage(tmp_path / "head")
     with pytest.raises(OutriderError, match=message):
         read_head(tmp_path / "head", dtype=torch.float32, device=CPU)
 
 
-def test_a_draft_of_another_target_is_refused(tmp_path):
+def test_head_of_another_target_is_rejected(tmp_path):
     write_head(tmp_path / "head", make_module(describe("mtp", SMALL)), dtype=torch.float32)
     with pytest.raises(OutriderError, match="was trained on a target with vocabulary 40, width 64 and 4 layers"):
         LLM(proposer=f"draft:{tmp_path / 'head'}", dtype="float32")
 
 
-@pytest.mark.parametrize("kind", EVERY)
-def test_what_its_passes_cost_can_be_measured(kind, tmp_path, monkeypatch):
-    """And its text is right afterwards."""
-    monkeypatch.setattr(
-        "outrider.plan.calibrate._SWEEPS", 1
-    )  # every shape is read, if not as often as for good figures
+@pytest.mark.parametrize("kind", ALL_KINDS)
+def test_pass_times_can_be_measured(kind, tmp_path, monkeypatch):
+    """The output after the measurement is that of plain decoding."""
+    # One sweep measures every shape, though not precisely.
+    monkeypatch.setattr("outrider.plan.calibrate._SWEEPS", 1)
     monkeypatch.setattr("outrider.plan.calibrate._REPEATS", 2)
     torch.manual_seed(1)
-    write_head(tmp_path / "head", make_module(described(kind, MINI)), dtype=torch.float32)
-    wanted = plain_text(0.0)
+    write_head(tmp_path / "head", make_module(describe_kind(kind, MINI)), dtype=torch.float32)
+    expected = plain_text(0.0)
     llm = guessed_by(f"draft:{tmp_path / 'head'}", k=2)
     cost = measure_pass(draft_model(llm.parts.proposer))
     assert cost(1, rows=1, cached=0) > 0
-    found = llm.generate(PROMPTS, SamplingParams(temperature=0.0, max_tokens=24))
-    assert [each.token_ids for each in found] == wanted
+    completions = llm.generate(PROMPTS, SamplingParams(temperature=0.0, max_tokens=24))
+    assert [completion.token_ids for completion in completions] == expected

@@ -1,4 +1,4 @@
-"""Drafts with several modules for multi-token prediction: what training must agree with, and what it brings."""
+"""Draft heads with several MTP modules: the engine agrees with training, and training works."""
 
 from __future__ import annotations
 
@@ -24,157 +24,161 @@ from outrider.train.loss.unroll import unrolled
 from outrider.train.model.presets import Sizes, describe
 from outrider.train.model.trainee import make_trainee
 from outrider.train.trainer import Trainer
-from tests.heads.test_block_heads import CPU, TABLES, admit, batch_of, commit, measure, tell
+from tests.heads.drive_head import (
+    CPU,
+    TABLES,
+    admit,
+    commit_feed,
+    grow,
+    measure_tau,
+    next_batch,
+    note_states,
+    random_head,
+)
 from tests.helpers import train_setup
 from tests.helpers.train_setup import make_settings, make_setup, spread
 
 SMALL = Sizes(hidden=64, layers=8, vocab=40, epsilon=1e-5, modules=3)
 
 
-def make_draft(description: HeadDescription, seed: int = 0):
-    """A module whose every part says something."""
-    torch.manual_seed(seed)
-    module = make_module(description).eval().requires_grad_(False)
-    for name, weight in module.named_parameters():
-        if "norm" in name:
-            weight += 0.5 * torch.randn(weight.shape)
-    return module
-
-
 def variants() -> dict[str, HeadDescription]:
+    """Descriptions with several modules, by name."""
     plain = describe("mtp", SMALL)
     return {
-        "as it is": plain,
-        "of two layers each": replace(plain, body=replace(plain.body, layers=2)),
-        "of other habits": replace(
+        "plain": plain,
+        "two layers each": replace(plain, body=replace(plain.body, layers=2)),
+        "other conventions": replace(
             plain,
             modules=2,
             feedback=Feedback.NORMED,
             input_fusion=replace(plain.input_fusion, embedding_first=False, zero_first=False),
         ),
-        "of few tokens": describe("mtp", replace(SMALL, draft_vocab=9, modules=4)),
+        "reduced draft vocabulary": describe("mtp", replace(SMALL, draft_vocab=9, modules=4)),
     }
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [({"modules": 0}, "has 0 modules"), ({"kind": "eagle"}, "has 3 modules, and is of a kind with one")],
+    [({"modules": 0}, "has 0 modules"), ({"kind": "eagle"}, "has 3 modules, but only MTP can have several")],
 )
-def test_what_fits_nothing_is_refused(change, message):
+def test_invalid_descriptions_are_rejected(change, message):
     with pytest.raises(OutriderError, match=message):
         replace(describe("mtp", SMALL), **change)
 
 
 @pytest.mark.parametrize("name", variants())
-def test_training_sees_what_the_engine_will(name):
-    """Every module's guess, against texts that grow beside each other and are read in pieces."""
-    chance, description = random.Random(4), variants()[name]
-    module = make_draft(description, seed=3)
+def test_engine_logits_equal_training_logits(name):
+    """The logits of every module in training equal those of sequences in a batch that are prefilled in chunks."""
+    rng = random.Random(4)
+    description = variants()[name]
+    module = random_head(description, seed=3)
     head = make_head_target(module, TABLES, slots=3, context=24)
     assert isinstance(head, MultiModuleTarget)
-    lengths, size, modules = (14, 9, 14), 14, description.modules
-    tokens, taps = torch.randint(0, 40, (3, size + 1)), torch.randn(3, size, 1, 64)
+    lengths = (14, 9, 14)
+    size = 14
+    modules = description.modules
+    tokens = torch.randint(0, 40, (3, size + 1))
+    aux_states = torch.randn(3, size, 1, 64)
     learn = torch.arange(size) < torch.tensor(lengths)[:, None]
-    laws = torch.rand(3, size, description.output_vocab)
-    texts = Texts(tokens=tokens, aux_states=normed(taps, TABLES), target_probs=laws[learn], learn=learn)
+    target_probs = torch.rand(3, size, description.output_vocab)
+    texts = Texts(tokens=tokens, aux_states=normed(aux_states, TABLES), target_probs=target_probs[learn], learn=learn)
     steps = list(unrolled(module, texts, modules))
-    said, meant = ([spread(getattr(step, of), step.learn) for step in steps] for of in ("logits", "target"))
+    training_logits = [spread(step.logits, step.learn) for step in steps]
+    training_targets = [spread(step.target, step.learn) for step in steps]
     assert len(steps) == modules
-    rows = admit(head, [tokens[b, :5].tolist() for b in range(3)])
-    tell(head, rows, taps, [4] * 3)
-    for most in (2, 1):
-        piece = replace(batch_of(head, rows, most=most), draft_budget=(0,) * 3)
-        head.score(piece, tree.empty(3, CPU))
-        commit(head, piece, tree.empty(3, CPU))
-    compared = 0
-    while rows:
-        tell(head, rows, taps, [len(row.token_ids) - 1 for row in rows])
-        batch, chain = batch_of(head, rows), tree.empty(len(rows), CPU)
-        found = [head.score(batch, chain).logits[:, -1]]
-        truth = [tokens[row.slot, len(row.token_ids) :].tolist() + [0] * modules for row in rows]
-        for guess in range(1, modules):
-            chain = tree.chain(torch.tensor([each[:guess] for each in truth]), (guess,) * len(rows))
-            found.append(head.score(batch, chain, first=guess - 1).logits[:, -1])
-        for b, row in enumerate(rows):
-            column = len(row.token_ids) - 2
-            for guess, step in enumerate(steps):
-                assert step.learn.shape[1] == size - 1 - guess
-                if column < step.learn.shape[1] and step.learn[row.slot, column]:
-                    wanted = said[guess][row.slot, column]
-                    assert (found[guess][b, module.ids] - wanted).abs().max() < 1e-3
-                    assert torch.equal(meant[guess][row.slot, column], laws[row.slot, column + 1 + guess])
-                    compared += 1
-        commit(head, batch, chain)
-        for row in rows:
-            row.token_ids += tokens[row.slot, len(row.token_ids) :][: chance.randint(1, 3)].tolist()
-        rows = [row for row in rows if len(row.token_ids) <= lengths[row.slot]]
-        rows = rows if len(rows) < 2 or chance.random() < 0.5 else rows[1:]
-    assert compared > 15
+    seqs = admit(head, [tokens[b, :5].tolist() for b in range(3)])
+    note_states(head, seqs, aux_states, [4] * 3)
+    for max_tokens in (2, 1):
+        chunk = replace(next_batch(head, seqs, max_tokens), draft_budget=(0,) * 3)
+        head.score(chunk, tree.empty(3, CPU))
+        commit_feed(head, chunk, tree.empty(3, CPU))
+    num_compared = 0
+    while seqs:
+        note_states(head, seqs, aux_states, [len(seq.token_ids) - 1 for seq in seqs])
+        batch = next_batch(head, seqs)
+        chain = tree.empty(len(seqs), CPU)
+        logits = [head.score(batch, chain).logits[:, -1]]
+        continuations = [tokens[seq.slot, len(seq.token_ids) :].tolist() + [0] * modules for seq in seqs]
+        for depth in range(1, modules):
+            draft_tokens = torch.tensor([continuation[:depth] for continuation in continuations])
+            chain = tree.chain(draft_tokens, (depth,) * len(seqs))
+            logits.append(head.score(batch, chain, first=depth - 1).logits[:, -1])
+        for b, seq in enumerate(seqs):
+            column = len(seq.token_ids) - 2
+            for depth, step in enumerate(steps):
+                assert step.learn.shape[1] == size - 1 - depth
+                if column < step.learn.shape[1] and step.learn[seq.slot, column]:
+                    expected = training_logits[depth][seq.slot, column]
+                    assert (logits[depth][b, module.ids] - expected).abs().max() < 1e-3
+                    target = training_targets[depth][seq.slot, column]
+                    assert torch.equal(target, target_probs[seq.slot, column + 1 + depth])
+                    num_compared += 1
+        commit_feed(head, batch, chain)
+        seqs = grow(seqs, tokens, lengths, rng)
+    assert num_compared > 15
 
 
-def test_a_node_is_answered_by_its_own_path():
-    """Whatever stands beside it in the tree, level by level or all levels at once."""
-    head = make_head_target(make_draft(describe("mtp", SMALL)), TABLES, slots=2, context=32)
-    rows = admit(head, [[1, 2, 3, 4, 5], [6, 7, 8, 9]])
-    tell(head, rows, torch.randn(2, 5, 1, 64), [4, 3])
-    batch = batch_of(head, rows)
+def test_logits_of_a_node_depend_only_on_its_path():
+    """Other nodes of the tree do not matter, nor whether levels are scored one by one or together."""
+    head = make_head_target(random_head(describe("mtp", SMALL)), TABLES, slots=2, context=32)
+    seqs = admit(head, [[1, 2, 3, 4, 5], [6, 7, 8, 9]])
+    note_states(head, seqs, torch.randn(2, 5, 1, 64), [4, 3])
+    batch = next_batch(head, seqs)
     draft = random_tree([8, 6], 40, random.Random(5))
     head.score(batch, tree.empty(2, CPU))
-    whole = head.score(batch, draft, 0).logits
-    shallow = [
+    tree_logits = head.score(batch, draft, 0).logits
+    shallow_nodes = [
         (b, node)
         for b, width in enumerate(draft.width)
         for node in range(width)
         if int(tree.depths(draft)[b, node]) < head.max_draft_tokens
     ]
-    assert len(shallow) > 6
-    for b, node in shallow:
+    assert len(shallow_nodes) > 6
+    for b, node in shallow_nodes:
         path = [node]
-        while (above := int(draft.parent[b, path[0]])) >= 0:
-            path.insert(0, above)
+        while (parent := int(draft.parent[b, path[0]])) >= 0:
+            path.insert(0, parent)
         head.score(batch, tree.empty(2, CPU))
-        for guess in range(1, 1 + len(path)):
-            chain = tree.chain(draft.tokens[:, path[:guess]], (guess,) * 2)
-            alone = head.score(batch, chain, guess - 1).logits
-        assert torch.allclose(alone[b, 0], whole[b, node], atol=1e-4)
+        for depth in range(1, 1 + len(path)):
+            chain = tree.chain(draft.tokens[:, path[:depth]], (depth,) * 2)
+            chain_logits = head.score(batch, chain, depth - 1).logits
+        assert torch.allclose(chain_logits[b, 0], tree_logits[b, node], atol=1e-4)
 
 
-def test_a_slot_forgets_the_text_before():
-    head = make_head_target(make_draft(describe("mtp", SMALL)), TABLES, slots=1, context=32)
-    none, taps = tree.empty(1, CPU), torch.randn(1, 12, 1, 64)
-    found = []
+def test_released_slot_does_not_affect_the_next_sequence():
+    head = make_head_target(random_head(describe("mtp", SMALL)), TABLES, slots=1, context=32)
+    empty = tree.empty(1, CPU)
+    aux_states = torch.randn(1, 12, 1, 64)
     for text in ([3] * 12, [1, 2, 3, 4, 5, 6]):
-        rows = admit(head, [text])
-        tell(head, rows, taps, [len(text) - 1])
-        for most in (4, 2):
-            batch = batch_of(head, rows, most=most)
-            found.append(head.score(batch, none).logits)
-            commit(head, batch, none)
+        seqs = admit(head, [text])
+        note_states(head, seqs, aux_states, [len(text) - 1])
+        for max_tokens in (4, 2):
+            batch = next_batch(head, seqs, max_tokens)
+            logits = head.score(batch, empty).logits
+            commit_feed(head, batch, empty)
         head.cache.release(0)
         assert head.cache.length(0) == 0
-    fresh = make_head_target(make_draft(describe("mtp", SMALL)), TABLES, slots=1, context=32)
-    rows = admit(fresh, [[1, 2, 3, 4, 5, 6]])
-    tell(fresh, rows, taps, [5])
-    assert torch.allclose(fresh.score(batch_of(fresh, rows), none).logits, found[-1], atol=1e-4)
+    fresh_head = make_head_target(random_head(describe("mtp", SMALL)), TABLES, slots=1, context=32)
+    seqs = admit(fresh_head, [[1, 2, 3, 4, 5, 6]])
+    note_states(fresh_head, seqs, aux_states, [5])
+    assert torch.allclose(fresh_head.score(next_batch(fresh_head, seqs), empty).logits, logits, atol=1e-4)
 
 
-def test_training_lowers_the_loss_and_raises_what_is_kept(nano):
+def test_training_lowers_the_loss_and_raises_acceptance(nano):
     target, prompts, samples = nano
     torch.manual_seed(0)
-    description, tables = (
-        describe("mtp", Sizes(hidden=128, layers=2, vocab=12288, epsilon=1e-5, modules=3)),
-        target.share_weights(),
-    )
+    description = describe("mtp", Sizes(hidden=128, layers=2, vocab=12288, epsilon=1e-5, modules=3))
+    tables = target.share_weights()
     module = make_module(description)
     module.share_weights(tables.embedding.float(), tables.head.float())
     texts = Reader(description.aux_states, range(2), tables, module.ids).read(samples, everything=False)
-    pupil = SimpleNamespace(module=module, ids=module.ids, unroll=lambda texts, steps: unrolled(module, texts, steps))
-    trainer = Trainer(pupil, losses=parse("ce:0.1,tv:1.8"), steps=3, decay=0.8, lr=3e-3)
-    before = measure(module, target, prompts)
-    sums = [trainer.train([texts], progress=step / 60) for step in range(60)]
-    assert sums[-1].loss < 0.6 * sums[0].loss
-    assert len([each for each in sums if each.met][-1].acceptance) == 3
-    assert measure(module, target, prompts) > before + 1
+    trainee = SimpleNamespace(module=module, ids=module.ids, unroll=lambda texts, steps: unrolled(module, texts, steps))
+    trainer = Trainer(trainee, losses=parse("ce:0.1,tv:1.8"), steps=3, decay=0.8, lr=3e-3)
+    tau_before = measure_tau(module, target, prompts)
+    stats = [trainer.train([texts], progress=step / 60) for step in range(60)]
+    assert stats[-1].loss < 0.6 * stats[0].loss
+    assert len([step for step in stats if step.alpha_counts][-1].acceptance) == 3
+    assert measure_tau(module, target, prompts) > tau_before + 1
 
 
 @pytest.mark.parametrize(
@@ -189,18 +193,18 @@ def test_training_lowers_the_loss_and_raises_what_is_kept(nano):
         ("draft", {"mtp_modules": 2, "init_from": train_setup.NANO}, "--mtp-modules shapes a new draft"),
     ],
 )
-def test_options_that_do_not_fit(kind, options, message):
-    house = train_setup.house()
+def test_conflicting_options_are_rejected(kind, options, message):
+    setup = train_setup.house()
     with pytest.raises(OutriderError, match=message):
-        make_trainee(kind, make_settings(**options), make_setup(house), house.tables)
+        make_trainee(kind, make_settings(**options), make_setup(setup), setup.tables)
 
 
 def test_all_modules_are_trained():
-    house = train_setup.house()
-    pupil = make_trainee("mtp", make_settings(mtp_modules=3), make_setup(house), house.tables)
-    assert pupil.steps == 3
-    trainer = Trainer(pupil, losses=parse("ce,length:0.5"), steps=3, decay=0.8, lr=1e-3)
-    slopes = train_setup.watched(trainer)
+    setup = train_setup.house()
+    trainee = make_trainee("mtp", make_settings(mtp_modules=3), make_setup(setup), setup.tables)
+    assert trainee.steps == 3
+    trainer = Trainer(trainee, losses=parse("ce,length:0.5"), steps=3, decay=0.8, lr=1e-3)
+    gradients = train_setup.watched(trainer)
     trainer.train([train_setup.make_texts()], progress=0.5)
-    assert slopes[0].isfinite().all()
-    assert all(weight.grad is None for weight in pupil.module.parameters())
+    assert gradients[0].isfinite().all()
+    assert all(weight.grad is None for weight in trainee.module.parameters())

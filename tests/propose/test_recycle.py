@@ -1,4 +1,4 @@
-"""Token recycling: what is remembered, how the tree grows from it, and that it is each row's own."""
+"""Token recycling: the stored successors, the trees that grow from them, and the separation of sequences."""
 
 from __future__ import annotations
 
@@ -25,233 +25,262 @@ from tests.helpers.engines import make_engine, outputs, run
 GREEDY = SamplingParams(temperature=0.0)
 
 
-def batch_of(rows, budget):
-    feeds = tuple((row.token_ids[-1],) for row in rows)
-    starts = tuple(len(row.token_ids) - 1 for row in rows)
-    return Batch(seqs=tuple(rows), start=starts, feed=feeds, draft_budget=(budget,) * len(rows))
+def batch_of(seqs, budget):
+    feeds = tuple((seq.token_ids[-1],) for seq in seqs)
+    starts = tuple(len(seq.token_ids) - 1 for seq in seqs)
+    return Batch(seqs=tuple(seqs), start=starts, feed=feeds, draft_budget=(budget,) * len(seqs))
 
 
-def score(target, row, draft, b):
-    """[1 + N, V] what a toy says at each node of row b."""
-    endings = [tuple(row.token_ids[-2:])]
+def score(target, seq, draft, b):
+    """Return the logits [1 + N, V] of a toy target at each node of sequence b."""
+    suffixes = [tuple(seq.token_ids[-2:])]
     for token, parent in zip(draft.tokens[b].tolist(), draft.parent[b].tolist(), strict=True):
-        endings.append((endings[parent + 1][1], token))
-    return torch.stack([target.table[ending] for ending in endings])
+        suffixes.append((suffixes[parent + 1][1], token))
+    return torch.stack([target.table[suffix] for suffix in suffixes])
 
 
-def live(proposer, target, rows, budget, rounds):
-    """Greedy rounds, each as (batch, draft, logits), told to the proposer."""
-    told = []
+def run_rounds(proposer, target, seqs, budget, rounds):
+    """Run greedy rounds. Return the committed tokens of all sequences before, the draft and the logits of each."""
+    history = []
     for _ in range(rounds):
-        batch = batch_of(rows, budget)
+        batch = batch_of(seqs, budget)
         draft = proposer.propose(batch)
-        logits = torch.stack([score(target, row, draft, b) for b, row in enumerate(rows)])
-        kept = verify_greedy(draft, logits.argmax(-1))
-        told.append(([tuple(row.token_ids) for row in rows], draft, logits))
-        scores = Scores(logits=logits)
-        proposer.commit(make_round(batch, draft, scores, [path for path, _ in kept], [said for _, said in kept]))
-        for row, (_, said) in zip(rows, kept, strict=True):
-            row.token_ids += said
-    return told
+        logits = torch.stack([score(target, seq, draft, b) for b, seq in enumerate(seqs)])
+        verdicts = verify_greedy(draft, logits.argmax(-1))
+        history.append(([tuple(seq.token_ids) for seq in seqs], draft, logits))
+        paths = [path for path, _ in verdicts]
+        emitted = [tokens for _, tokens in verdicts]
+        proposer.commit(make_round(batch, draft, Scores(logits=logits), paths, emitted))
+        for seq, tokens in zip(seqs, emitted, strict=True):
+            seq.token_ids += tokens
+    return history
 
 
 def admitted(prompts, *, vocab=40, seed=0):
+    """Return a target, a proposer, and sequences that are admitted to it."""
     target = ToyTarget(vocab=vocab, seed=seed, spread=3.0)
     proposer = RecycleProposer(toy_setup(target))
-    rows = [make_row(list(prompt), slot) for slot, prompt in enumerate(prompts)]
-    for row in rows:
-        proposer.admit(row.slot, row.request)
-    return target, proposer, rows
+    seqs = [make_row(list(prompt), slot) for slot, prompt in enumerate(prompts)]
+    for seq in seqs:
+        proposer.admit(seq.slot, seq.request)
+    return target, proposer, seqs
 
 
-def test_the_table_is_the_papers():
-    """Under each token stand the eight likeliest at the last node that was scored with it."""
-    target, proposer, rows = admitted([[3, 1, 4]])
-    table = {}
-    for texts, draft, logits in live(proposer, target, rows, 12, 30):
-        for token, said in zip([texts[0][-1], *draft.tokens[0].tolist()], logits[0], strict=True):
-            table[token] = said.argsort(descending=True)[:8].tolist()
-    known = proposer._memories[0]._after
-    assert len(table) > 20
-    for token, successors in table.items():
-        assert known[token,].tokens == successors
+def successors_of(proposer, slot):
+    """Return the stored successors of a sequence, by suffix."""
+    return proposer._tables[slot]._successors
 
 
-def test_longer_endings_are_their_own():
-    target, proposer, rows = admitted([[3, 1, 4]])
-    table = {}
-    for texts, draft, logits in live(proposer, target, rows, 12, 30):
+def test_single_tokens_have_the_latest_successors():
+    """As in the paper: the eight likeliest tokens at the last node with that token that was scored."""
+    target, proposer, seqs = admitted([[3, 1, 4]])
+    expected = {}
+    for texts, draft, logits in run_rounds(proposer, target, seqs, 12, 30):
+        for token, node_logits in zip([texts[0][-1], *draft.tokens[0].tolist()], logits[0], strict=True):
+            expected[token] = node_logits.argsort(descending=True)[:8].tolist()
+    stored = successors_of(proposer, 0)
+    assert len(expected) > 20
+    for token, successors in expected.items():
+        assert stored[token,].tokens == successors
+
+
+def test_longer_suffixes_have_their_own_successors():
+    target, proposer, seqs = admitted([[3, 1, 4]])
+    expected = {}
+    for texts, draft, logits in run_rounds(proposer, target, seqs, 12, 30):
         paths = [texts[0]]
         for token, parent in zip(draft.tokens[0].tolist(), draft.parent[0].tolist(), strict=True):
             paths.append((*paths[parent + 1], token))
-        for path, said in zip(paths, logits[0], strict=True):
+        for path, node_logits in zip(paths, logits[0], strict=True):
             for size in (2, 3, 4):
                 if len(path) >= size:
-                    table[path[-size:]] = said.argsort(descending=True)[:8].tolist()
-    known = proposer._memories[0]._after
-    assert all(known[ending].tokens == successors for ending, successors in table.items())
-    assert {len(ending) for ending in table} == {2, 3, 4}
+                    expected[path[-size:]] = node_logits.argsort(descending=True)[:8].tolist()
+    stored = successors_of(proposer, 0)
+    assert all(stored[suffix].tokens == successors for suffix, successors in expected.items())
+    assert {len(suffix) for suffix in expected} == {2, 3, 4}
 
 
-def test_a_prompt_is_read():
-    _, proposer, rows = admitted([[7, 8, 9, 5, 7, 8, 6, 1, 7, 8]])
-    draft = proposer.propose(batch_of(rows, 1))
-    assert draft.tokens.tolist() == [[6]]  # the latest
-    draft = proposer.propose(batch_of(rows, 2))
+def test_prompt_is_stored():
+    _, proposer, seqs = admitted([[7, 8, 9, 5, 7, 8, 6, 1, 7, 8]])
+    draft = proposer.propose(batch_of(seqs, 1))
+    assert draft.tokens.tolist() == [[6]]  # the latest successor of 7, 8
+    draft = proposer.propose(batch_of(seqs, 2))
     assert set(draft.tokens[0].tolist()) >= {6}
-    assert list(proposer._memories[0]._after[7, 8].tokens) == [6, 9]
+    assert list(successors_of(proposer, 0)[7, 8].tokens) == [6, 9]
 
 
-@pytest.mark.parametrize(("make", "held"), [(RecycleProposer, "_memories"), (NgramProposer, "_indexes")])
-def test_a_prompt_is_read_as_far_as_it_is_fed(make, held):
-    """And not when its row is admitted, which would keep the others waiting; guesses are those of all at once."""
-    chance = random.Random(5)
-    row = make_row([chance.randrange(6) for _ in range(90)], 0)
-    pieces, whole = (make(toy_setup(ToyTarget(vocab=6))) for _ in range(2))
-    for each in (pieces, whole):
-        each.admit(0, row.request)
-    sizes = [len(getattr(pieces, held)[0]._after)]
-    for at in range(0, 89, 16):
-        end = min(at + 16, 89)
-        pieces.propose(Batch(seqs=(row,), start=(at,), feed=(tuple(row.token_ids[at:end]),), draft_budget=(0,)))
-        sizes.append(len(getattr(pieces, held)[0]._after))
+def recycle_table(proposer):
+    return proposer._tables[0]._successors
+
+
+def ngram_table(proposer):
+    return proposer._indexes[0]._positions
+
+
+@pytest.mark.parametrize(("make", "table_of"), [(RecycleProposer, recycle_table), (NgramProposer, ngram_table)])
+def test_prompt_is_stored_as_it_is_prefilled(make, table_of):
+    """Not at admission, which would delay other sequences. The draft is the same as with the whole prompt at once."""
+    rng = random.Random(5)
+    seq = make_row([rng.randrange(6) for _ in range(90)], 0)
+    chunked = make(toy_setup(ToyTarget(vocab=6)))
+    at_once = make(toy_setup(ToyTarget(vocab=6)))
+    for proposer in (chunked, at_once):
+        proposer.admit(0, seq.request)
+    sizes = [len(table_of(chunked))]
+    for start in range(0, 89, 16):
+        end = min(start + 16, 89)
+        feed = tuple(seq.token_ids[start:end])
+        chunked.propose(Batch(seqs=(seq,), start=(start,), feed=(feed,), draft_budget=(0,)))
+        sizes.append(len(table_of(chunked)))
     assert sizes[0] == 0
     assert all(before < after for before, after in pairwise(sizes))
-    drafts = [each.propose(batch_of([row], 8)) for each in (pieces, whole)]
+    drafts = [proposer.propose(batch_of([seq], 8)) for proposer in (chunked, at_once)]
     assert drafts[0].width == (8,)
     assert drafts[0].tokens.tolist() == drafts[1].tokens.tolist()
     assert drafts[0].parent.tolist() == drafts[1].parent.tolist()
-    assert getattr(pieces, held)[0]._after == getattr(whole, held)[0]._after
+    assert table_of(chunked) == table_of(at_once)
 
 
-def test_an_unknown_token_borrows_from_its_rivals():
-    memory = recycle._Memory(0)
-    memory.put((1, 2, 3, 4), recycle._Seen([5, 6, 7], [3.0, 2.0, 1.0]))
-    assert list(memory.guesses((1, 2, 3, 4, 9))) == []
-    memory.put((2, 3, 4, 6), recycle._Seen([8, 1], [4.0, 1.0]))  # a guess at that place, which was not kept
-    tokens, kinds = zip(*memory.guesses((1, 2, 3, 4, 9)), strict=True)
+def test_unknown_token_uses_successors_of_a_similar_one():
+    table = recycle._SuccessorTable(0)
+    table.put((1, 2, 3, 4), recycle._Successors([5, 6, 7], [3.0, 2.0, 1.0]))
+    assert list(table.candidates((1, 2, 3, 4, 9))) == []
+    # A draft token at the same place, which was scored but not accepted.
+    table.put((2, 3, 4, 6), recycle._Successors([8, 1], [4.0, 1.0]))
+    tokens, kinds = zip(*table.candidates((1, 2, 3, 4, 9)), strict=True)
     assert tokens == (8, 1)
-    assert {kind // recycle._KINDS for kind in kinds} == {recycle._KIN}
-    memory.emit([3, 3, 8])
-    assert [token for token, _ in memory.guesses((1, 2, 3, 4, 9))] == [8, 1, 3]  # and then what it says most
+    assert {kind // recycle._KINDS_PER_SOURCE for kind in kinds} == {recycle._SIMILAR}
+    table.add_output([3, 3, 8])
+    # The most frequent output tokens come last.
+    assert [token for token, _ in table.candidates((1, 2, 3, 4, 9))] == [8, 1, 3]
 
 
-def test_kinds_tell_how_sure_the_target_was():
-    seen = recycle._Seen([1, 2, 3], [9.0, 8.9, -torch.inf])
-    levels = [seen.kind(1, rank) % recycle._KINDS // recycle._BREADTH for rank in range(3)]
-    assert levels == [recycle._EVEN, recycle._EVEN, 0]
-    sure = recycle._Seen([1, 2], [50.0, 1.0])
-    assert sure.kind(1, 0) % recycle._KINDS // recycle._BREADTH == 2 * recycle._EVEN
-    assert recycle._expected(sure.kind(1, 0)) > recycle._expected(seen.kind(1, 0)) > recycle._expected(seen.kind(1, 2))
+def level_of(kind):
+    return kind % recycle._KINDS_PER_SOURCE // recycle._NUM_SUCCESSORS
 
 
-def best_first(proposer, memory, ending, budget):
-    """The likeliest guesses of the full tree, by brute force: their paths."""
-    found = []
-
-    def visit(ending, path, chance):
-        most = chance
-        for token, kind in memory.guesses(ending):
-            most = min(most, chance * proposer._chance(kind))
-            if most > 0.1:
-                found.append((most, (*path, token)))
-                visit((*ending[-4:], token), (*path, token), most)
-
-    visit(ending, (), 1.0)
-    return sorted(found, key=lambda pair: -pair[0])[:budget]
+def test_kind_depends_on_the_logits():
+    successors = recycle._Successors([1, 2, 3], [9.0, 8.9, -torch.inf])
+    levels = [level_of(successors.kind(1, rank)) for rank in range(3)]
+    assert levels == [recycle._EVEN_LEVEL, recycle._EVEN_LEVEL, 0]
+    certain = recycle._Successors([1, 2], [50.0, 1.0])
+    assert level_of(certain.kind(1, 0)) == 2 * recycle._EVEN_LEVEL
+    priors = [recycle._prior(kind) for kind in (certain.kind(1, 0), successors.kind(1, 0), successors.kind(1, 2))]
+    assert priors[0] > priors[1] > priors[2]
 
 
-def test_the_tree_is_the_likeliest_one():
-    target, proposer, rows = admitted([[3, 1, 4]], vocab=12)
-    live(proposer, target, rows, 12, 12)
-    wanted = best_first(proposer, proposer._memories[0], tuple(rows[0].token_ids[-5:]), 9)
-    draft = proposer.propose(batch_of(rows, 9))
+def best_nodes(proposer, table, suffix, budget):
+    """Return the likeliest nodes of the full tree by brute force, as pairs of probability and path."""
+    nodes = []
+
+    def visit(suffix, path, parent_prob):
+        prob = parent_prob
+        for token, kind in table.candidates(suffix):
+            prob = min(prob, parent_prob * proposer._accept_prob(kind))
+            if prob > 0.1:
+                nodes.append((prob, (*path, token)))
+                visit((*suffix[-4:], token), (*path, token), prob)
+
+    visit(suffix, (), 1.0)
+    return sorted(nodes, key=lambda node: -node[0])[:budget]
+
+
+def test_tree_has_the_likeliest_nodes():
+    target, proposer, seqs = admitted([[3, 1, 4]], vocab=12)
+    run_rounds(proposer, target, seqs, 12, 12)
+    expected = best_nodes(proposer, proposer._tables[0], tuple(seqs[0].token_ids[-5:]), 9)
+    draft = proposer.propose(batch_of(seqs, 9))
     assert draft.accept_prob is not None
-    assert sorted(draft.accept_prob[0]) == pytest.approx(sorted(chance for chance, _ in wanted))
+    assert sorted(draft.accept_prob[0]) == pytest.approx(sorted(prob for prob, _ in expected))
 
 
 @pytest.mark.parametrize("budget", range(40))
-def test_budgets_of_every_size(budget):
-    target, proposer, rows = admitted([[3, 1, 4], [1, 5, 9, 2, 6]])
-    for _, draft, _ in live(proposer, target, rows, budget, 6):
+def test_draft_stays_within_any_budget(budget):
+    target, proposer, seqs = admitted([[3, 1, 4], [1, 5, 9, 2, 6]])
+    for _, draft, _ in run_rounds(proposer, target, seqs, budget, 6):
         assert all(width <= budget for width in draft.width)
-        assert all(a >= b for row in draft.accept_prob or () for a, b in pairwise(row))
+        assert all(a >= b for probs in draft.accept_prob or () for a, b in pairwise(probs))
         for b, width in enumerate(draft.width):
             pairs = list(zip(draft.parent[b, :width].tolist(), draft.tokens[b, :width].tolist(), strict=True))
-            assert len(set(pairs)) == width, "a guess is made twice"
-    assert draft.width == (budget, budget)  # by now there is enough to guess
+            assert len(set(pairs)) == width, "a node is duplicated"
+    assert draft.width == (budget, budget)  # by now enough successors are stored
 
 
-def test_rows_do_not_share():
-    """What one row remembers is the same alone and beside another; and goes when it goes."""
-    target, alone, rows = admitted([[3, 1, 4]])
-    live(alone, target, rows, 10, 8)
-    _, beside, both = admitted([[3, 1, 4], [1, 5, 9, 2, 6, 5]])
-    live(beside, target, both, 0, 4)
-    live(alone2 := admitted([[3, 1, 4]])[1], target, only := [make_row([3, 1, 4], 0)], 0, 4)
-    assert only[0].token_ids == both[0].token_ids
-    assert alone2._memories[0]._after == beside._memories[0]._after
-    beside.release(1)
-    beside.admit(1, (again := make_row([2, 2], 1)).request)
-    beside.propose(batch_of([again], 0))
-    assert set(beside._memories[1]._after) == {(2,)}
-    assert beside._memories[1].guesses((3, 1, 4)) is not None
-    assert not list(beside._memories[1].guesses((3, 1, 4)))
+def test_sequences_share_no_successors():
+    """The table of a sequence is the same alone and in a batch, and is dropped with the sequence."""
+    target, alone, seqs = admitted([[3, 1, 4]])
+    run_rounds(alone, target, seqs, 10, 8)
+    _, in_batch, batch_seqs = admitted([[3, 1, 4], [1, 5, 9, 2, 6, 5]])
+    run_rounds(in_batch, target, batch_seqs, 0, 4)
+    _, alone, seqs = admitted([[3, 1, 4]])
+    run_rounds(alone, target, seqs, 0, 4)
+    assert seqs[0].token_ids == batch_seqs[0].token_ids
+    assert successors_of(alone, 0) == successors_of(in_batch, 0)
+    in_batch.release(1)
+    new_seq = make_row([2, 2], 1)
+    in_batch.admit(1, new_seq.request)
+    in_batch.propose(batch_of([new_seq], 0))
+    assert set(successors_of(in_batch, 1)) == {(2,)}
+    assert in_batch._tables[1].candidates((3, 1, 4)) is not None
+    assert not list(in_batch._tables[1].candidates((3, 1, 4)))
 
 
-def test_rows_that_only_feed_teach_nothing():
-    target, proposer, rows = admitted([[3, 1, 4], [1, 5, 9]])
-    before = dict(proposer._memories[1]._after)
-    batch = Batch(seqs=tuple(rows), start=(2, 0), feed=((4,), (1,)), draft_budget=(3, 0))
+def test_prefilling_sequences_store_no_logits():
+    target, proposer, seqs = admitted([[3, 1, 4], [1, 5, 9]])
+    before = dict(successors_of(proposer, 1))
+    batch = Batch(seqs=tuple(seqs), start=(2, 0), feed=((4,), (1,)), draft_budget=(3, 0))
     draft = proposer.propose(batch)
-    logits = torch.stack([score(target, row, draft, b) for b, row in enumerate(rows)])
-    path, said = verify_greedy(draft, logits.argmax(-1))[0]
-    proposer.commit(make_round(batch, draft, Scores(logits=logits), [path, ()], [said, ()]))
-    assert proposer._memories[1]._after == before
-    assert proposer._memories[0]._after[3, 1, 4].tokens == logits[0, 0].argsort(descending=True)[:8].tolist()
+    logits = torch.stack([score(target, seq, draft, b) for b, seq in enumerate(seqs)])
+    path, emitted = verify_greedy(draft, logits.argmax(-1))[0]
+    proposer.commit(make_round(batch, draft, Scores(logits=logits), [path, ()], [emitted, ()]))
+    assert successors_of(proposer, 1) == before
+    assert successors_of(proposer, 0)[3, 1, 4].tokens == logits[0, 0].argsort(descending=True)[:8].tolist()
 
 
-def test_others_guesses_teach_as_well():
-    target, proposer, rows = admitted([[3, 1, 4]])
-    batch = batch_of(rows, 4)
+def test_successors_of_other_proposers_drafts_are_stored():
+    target, proposer, seqs = admitted([[3, 1, 4]])
+    batch = batch_of(seqs, 4)
     proposer.propose(batch)
     draft = tree.one_hot_tree(torch.tensor([[11, 12, 13]]), torch.tensor([[-1, -1, 0]]), (3,))
-    logits = score(target, rows[0], draft, 0)[None]
+    logits = score(target, seqs[0], draft, 0)[None]
     proposer.commit(make_round(batch, draft, Scores(logits=logits), [()], [(int(logits[0, 0].argmax()),)]))
-    known = proposer._memories[0]._after
-    for node, ending in enumerate([(3, 1, 4), (3, 1, 4, 11), (3, 1, 4, 12), (1, 4, 11, 13)]):
-        assert known[ending].tokens == logits[0, node].argsort(descending=True)[:8].tolist()
+    stored = successors_of(proposer, 0)
+    for node, suffix in enumerate([(3, 1, 4), (3, 1, 4, 11), (3, 1, 4, 12), (1, 4, 11, 13)]):
+        assert stored[suffix].tokens == logits[0, node].argsort(descending=True)[:8].tolist()
 
 
-def test_memory_is_bounded(monkeypatch):
-    monkeypatch.setattr(recycle, "_ROOM", 200)
-    target, proposer, rows = admitted([[3, 1, 4]])
-    live(proposer, target, rows, 12, 40)
-    assert 100 < len(proposer._memories[0]._after) <= 200
+def test_number_of_suffixes_is_bounded(monkeypatch):
+    monkeypatch.setattr(recycle, "_MAX_SUFFIXES", 200)
+    target, proposer, seqs = admitted([[3, 1, 4]])
+    run_rounds(proposer, target, seqs, 12, 40)
+    assert 100 < len(successors_of(proposer, 0)) <= 200
 
 
-def test_one_copy_from_the_device(monkeypatch):
-    target, proposer, rows = admitted([[3, 1, 4], [1, 5, 9]])
+def test_commit_makes_one_copy_from_the_device(monkeypatch):
+    target, proposer, seqs = admitted([[3, 1, 4], [1, 5, 9]])
     copies = []
-    real = torch.Tensor.tolist
-    batch = batch_of(rows, 9)
+    tolist = torch.Tensor.tolist
+    batch = batch_of(seqs, 9)
     draft = proposer.propose(batch)
-    logits = torch.stack([score(target, row, draft, b) for b, row in enumerate(rows)])
-    kept = verify_greedy(draft, logits.argmax(-1))
-    round = make_round(batch, draft, Scores(logits=logits), [p for p, _ in kept], [s for _, s in kept])
-    monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: copies.append(tensor.shape) or real(tensor))
+    logits = torch.stack([score(target, seq, draft, b) for b, seq in enumerate(seqs)])
+    verdicts = verify_greedy(draft, logits.argmax(-1))
+    paths = [path for path, _ in verdicts]
+    emitted = [tokens for _, tokens in verdicts]
+    round = make_round(batch, draft, Scores(logits=logits), paths, emitted)
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda tensor: copies.append(tensor.shape) or tolist(tensor))
     for name in ("item", "__int__", "__float__", "__bool__", "__index__", "cpu", "numpy"):
-        monkeypatch.setattr(torch.Tensor, name, lambda *_: pytest.fail("a tensor is waited for"))
+        monkeypatch.setattr(torch.Tensor, name, lambda *_: pytest.fail("the host waits for a tensor"))
     proposer.commit(round)
-    proposer.propose(batch_of(rows, 9))
+    proposer.propose(batch_of(seqs, 9))
     assert len(copies) == 1
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_text_is_the_targets_and_comes_sooner(temperature):
+def test_output_is_the_targets_with_fewer_passes(temperature):
     params = SamplingParams(temperature=temperature, seed=4, max_tokens=60, ignore_eos=True)
     prompt = "<|endoftext|>def add(a, b):\n    return a + b\n\n\ndef sub(a, b):\n"
-    texts, taus = [], []
+    texts = []
+    taus = []
     for proposer in ("none", "recycle"):
         llm = LLM(proposer=proposer, k=12, dtype="float32", verifier="walk", max_num_seqs=2, max_model_len=128)
         (completion,) = llm.generate([prompt], params)
@@ -261,17 +290,17 @@ def test_text_is_the_targets_and_comes_sooner(temperature):
     assert taus[0] == 1 < 1.3 < taus[1]
 
 
-def test_guesses_come_true_on_a_toy():
-    chance = random.Random(2)
-    prompts = [[chance.randrange(6) for _ in range(9)] for _ in range(5)]
+def test_draft_tokens_are_accepted_by_a_toy_target():
+    rng = random.Random(2)
+    prompts = [[rng.randrange(6) for _ in range(9)] for _ in range(5)]
     engine = make_engine(ToyTarget(spread=3.0), RecycleProposer, verifier="walk", k=6, rows=3)
     plain = make_engine(ToyTarget(spread=3.0), RecycleProposer, verifier="walk", k=0, rows=3)
-    texts = [outputs(run(one, prompts, GREEDY, limit=40, ends=frozenset())) for one in (engine, plain)]
+    texts = [outputs(run(each, prompts, GREEDY, limit=40, ends=frozenset())) for each in (engine, plain)]
     assert texts[0] == texts[1]
     assert engine.stats.tau > 2
 
 
-def test_it_takes_no_argument():
+def test_argument_is_rejected():
     setup = toy_setup(ToyTarget())
     assert isinstance(find_proposer("recycle", setup), RecycleProposer)
     with pytest.raises(OutriderError, match="write recycle"):

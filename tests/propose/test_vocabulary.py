@@ -1,4 +1,4 @@
-"""Draft models of another vocabulary: what their tokens spell, and what they guess by tokens and by text."""
+"""Draft models with another vocabulary: the text of their tokens, and drafting by tokens and by text."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from outrider.propose.vocabulary.intersection import SharedVocabulary, Vocabular
 from outrider.propose.vocabulary.retokenize import Retokenizer
 from outrider.propose.vocabulary.text_draft import TextProposer
 from outrider.propose.vocabulary.token_text import counterparts, token_text
-from outrider.propose.vocabulary.wrapped_target import Wrapped
+from outrider.propose.vocabulary.wrapped_target import WrappedTarget
 from outrider.testing import ToyTarget, check_cache
 from outrider.testing.drive import make_row
 from tests.helpers import tiny
@@ -45,7 +45,7 @@ def corpus():
 
 
 def byte_level(size, special=("<s>", "</s>")):
-    """A byte-level tokenizer trained on the embedded prompts."""
+    """Return a byte-level tokenizer trained on the embedded prompts."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -58,135 +58,143 @@ def byte_level(size, special=("<s>", "</s>")):
 
 
 def sentencepiece(size, scheme="always"):
-    """One that writes spaces as sentencepiece does, puts one in front, and falls back to bytes."""
-    rare = [f"<0x{byte:02X}>" for byte in range(256)]
+    """Return a tokenizer that writes spaces as sentencepiece does, prepends one, and falls back to bytes."""
+    byte_tokens = [f"<0x{byte:02X}>" for byte in range(256)]
     tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
     trainer = trainers.BpeTrainer(
-        vocab_size=size, special_tokens=["<unk>", "<s>", "</s>", *rare], show_progress=False, limit_alphabet=70
+        vocab_size=size, special_tokens=["<unk>", "<s>", "</s>", *byte_tokens], show_progress=False, limit_alphabet=70
     )
     tokenizer.train_from_iterator([text.replace("\n", " ") for text in corpus()], trainer)
-    made = json.loads(tokenizer.to_str())
-    made["added_tokens"] = [token for token in made["added_tokens"] if not token["content"].startswith("<0x")]
+    config = json.loads(tokenizer.to_str())
+    config["added_tokens"] = [token for token in config["added_tokens"] if not token["content"].startswith("<0x")]
     return PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_str(json.dumps(made)), bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+        tokenizer_object=Tokenizer.from_str(json.dumps(config)), bos_token="<s>", eos_token="</s>", unk_token="<unk>"
     )
 
 
-MAKERS = {
+TOKENIZERS = {
     "byte level": lambda: byte_level(600),
     "sentencepiece": lambda: sentencepiece(700),
-    "sentencepiece, a space at the beginning alone": lambda: sentencepiece(700, "first"),
+    "sentencepiece, a space only at the beginning": lambda: sentencepiece(700, "first"),
     "bytes": lambda: tiny.tokenizer(260),
 }
 
 
 @pytest.fixture(scope="module")
-def spellings():
-    return {name: token_text(make(), name) for name, make in MAKERS.items()}
+def token_texts():
+    return {name: token_text(make(), name) for name, make in TOKENIZERS.items()}
 
 
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("name", TOKENIZERS)
 @pytest.mark.parametrize("text", TEXTS, ids=range(len(TEXTS)))
-def test_pieces_add_up_to_the_text(name, text, spellings):
-    found = spellings[name]
+def test_tokens_spell_the_text(name, text, token_texts):
+    spelling = token_texts[name]
     for part in (text, " " + text, "  " + text, "\n" + text):
-        assert found.spell(found.encode([part])[0]).decode() == part
+        assert spelling.spell(spelling.encode([part])[0]).decode() == part
 
 
-def test_pieces_are_the_same_however_spaces_are_written(spellings):
-    one, two = spellings["byte level"], spellings["sentencepiece"]
-    shared = counterparts(one, two)
+def test_counterparts_have_the_same_text(token_texts):
+    target = token_texts["byte level"]
+    draft = token_texts["sentencepiece"]
+    shared = counterparts(target, draft)
     pairs = {
-        one.pieces[id]: two.pieces[other] for id, other in enumerate(shared) if id not in one.special and other >= 0
+        target.pieces[id]: draft.pieces[other]
+        for id, other in enumerate(shared)
+        if id not in target.special and other >= 0
     }
     assert all(piece == other for piece, other in pairs.items())
     assert b" the" in pairs
     assert b"\n" in pairs
     assert sum(len(piece) > 2 for piece in pairs) > 50
     assert len({other for other in shared if other >= 0}) == sum(other >= 0 for other in shared)
-    assert two.pieces[shared[one.pieces.index(b"a")]] == b"a"
-    assert two.cut(["a b"])[0][-1] == shared[one.pieces.index(b" b")]
+    assert draft.pieces[shared[target.pieces.index(b"a")]] == b"a"
+    assert draft.cut(["a b"])[0][-1] == shared[target.pieces.index(b" b")]
 
 
-def test_special_tokens_meet_by_name_or_by_what_they_do():
-    one, two = (token_text(byte_level(300, names), "x") for names in (("<s>", "<|end|>"), ("<s>", "</s>")))
-    shared = counterparts(one, two)
-    assert shared[one.roles["bos"]] == two.roles["bos"]
-    assert shared[one.roles["eos"]] == two.roles["eos"]
+def test_special_tokens_are_matched_by_name_or_role():
+    target = token_text(byte_level(300, ("<s>", "<|end|>")), "x")
+    draft = token_text(byte_level(300, ("<s>", "</s>")), "x")
+    shared = counterparts(target, draft)
+    assert shared[target.roles["bos"]] == draft.roles["bos"]
+    assert shared[target.roles["eos"]] == draft.roles["eos"]
     swapped = token_text(byte_level(300, ("<|end|>", "<|begin|>")), "x")
-    shared = counterparts(one, swapped)
-    assert swapped.special[shared[one.roles["eos"]]] == "<|end|>"
-    assert shared[one.roles["bos"]] == -1  # the only one left for it is taken
+    shared = counterparts(target, swapped)
+    assert swapped.special[shared[target.roles["eos"]]] == "<|end|>"
+    assert shared[target.roles["bos"]] == -1  # its only candidate is taken
 
 
-def test_a_tokenizer_that_changes_the_text_is_refused():
+def test_tokenizer_that_changes_the_text_is_rejected():
     tokenizer = byte_level(300)
     tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()
-    with pytest.raises(OutriderError, match=r"tokenizer of DIR does not give a text back.*use a draft of the target's"):
+    with pytest.raises(OutriderError, match=r"tokenizer of DIR changes the text.*use a draft of the target's"):
         token_text(tokenizer, "DIR")
 
 
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("name", TOKENIZERS)
 @pytest.mark.parametrize("text", TEXTS, ids=range(len(TEXTS)))
-def test_a_reading_depends_on_the_text_alone(name, text, spellings):
-    target, draft = spellings["byte level"], spellings[name]
+def test_retokenizer_depends_only_on_the_text(name, text, token_texts):
+    target = token_texts["byte level"]
+    draft = token_texts[name]
     tokens = target.encode([text])[0]
-    whole = Retokenizer(target, draft)
-    whole.push(tokens)
-    assert whole.whole
-    assert draft.spell(whole.ids()).decode() == text
+    at_once = Retokenizer(target, draft)
+    at_once.push(tokens)
+    assert at_once.ends_at_character
+    assert draft.spell(at_once.ids()).decode() == text
     for seed in range(5):
-        chance, pieces, at = random.Random(seed), Retokenizer(target, draft), 0
-        while at < len(tokens):
-            before = list(pieces.settled)
-            step = chance.randint(1, 4)
-            pieces.push(tokens[at : at + step])
-            at += step
-            assert pieces.settled[: len(before)] == before
-        assert pieces.count == len(tokens)
-        assert pieces.ids() == whole.ids()
-        assert pieces.settled == whole.settled
+        rng = random.Random(seed)
+        in_chunks = Retokenizer(target, draft)
+        position = 0
+        while position < len(tokens):
+            before = list(in_chunks.stable_ids)
+            size = rng.randint(1, 4)
+            in_chunks.push(tokens[position : position + size])
+            position += size
+            assert in_chunks.stable_ids[: len(before)] == before
+        assert in_chunks.count == len(tokens)
+        assert in_chunks.ids() == at_once.ids()
+        assert in_chunks.stable_ids == at_once.stable_ids
 
 
-def test_a_reading_cuts_where_the_tokenizer_would():
+def test_retokenizer_cuts_where_the_tokenizer_cuts():
     tokenizer = load_checkpoint(embedded("nano"), dtype="float32", device="cpu").tokenizer
-    own = token_text(tokenizer, "nano")
+    nano = token_text(tokenizer, "nano")
     for text in corpus():
-        ids = own.encode([text])[0]
-        reading = Retokenizer(own, own)
-        reading.push(ids)
-        same = sum(a == b for a, b in zip(reading.ids(), ids, strict=False))
-        assert same == len(ids) or len(max(text.split(), key=len)) > 40
-        assert len(reading.tail) <= 50
+        ids = nano.encode([text])[0]
+        retokenizer = Retokenizer(nano, nano)
+        retokenizer.push(ids)
+        num_equal = sum(a == b for a, b in zip(retokenizer.ids(), ids, strict=False))
+        assert num_equal == len(ids) or len(max(text.split(), key=len)) > 40
+        assert len(retokenizer.tail) <= 50
 
 
-def test_special_tokens_are_read_as_such_or_as_they_are_written(spellings):
+def test_special_tokens_become_counterparts_or_their_text(token_texts):
     target = token_text(byte_level(300, ("<s>", "<|end|>", "<|user|>")), "x")
-    draft = spellings["byte level"]
-    reading = Retokenizer(target, replace(draft, begin=(draft.roles["bos"],)))
+    draft = token_texts["byte level"]
+    retokenizer = Retokenizer(target, replace(draft, begin=(draft.roles["bos"],)))
     user = next(id for id, content in target.special.items() if content == "<|user|>")
-    reading.push([target.roles["bos"], user, *target.encode(["Hello"])[0], target.roles["eos"]])
-    ids = reading.ids()
+    retokenizer.push([target.roles["bos"], user, *target.encode(["Hello"])[0], target.roles["eos"]])
+    ids = retokenizer.ids()
     assert ids[0] == draft.roles["bos"]
     assert ids[1] != draft.roles["bos"]
     assert ids[-1] == draft.roles["eos"]
     assert draft.spell(ids) == b"<|user|>Hello"
 
 
-def test_a_text_that_ends_within_a_character_says_so(spellings):
-    target, draft = spellings["bytes"], spellings["byte level"]
-    reading = Retokenizer(target, draft)
+def test_retokenizer_knows_incomplete_characters(token_texts):
+    target = token_texts["bytes"]
+    draft = token_texts["byte level"]
+    retokenizer = Retokenizer(target, draft)
     first, second = target.encode(["é"])[0]
-    reading.push([first])
-    assert not reading.whole
-    reading.push([second])
-    assert reading.whole
-    assert draft.spell(reading.ids()).decode() == "é"
+    retokenizer.push([first])
+    assert not retokenizer.ends_at_character
+    retokenizer.push([second])
+    assert retokenizer.ends_at_character
+    assert draft.spell(retokenizer.ids()).decode() == "é"
 
 
-class Shared(Wrapped):
-    """The logits of what both have alone: those of the others are no model's."""
+class WithoutMissingTokens(WrappedTarget):
+    """Removes the logits of the last token, which the draft model lacks."""
 
     def score(self, batch, draft, first=-1):
         logits = self.inner.score(batch, draft, first).logits
@@ -194,9 +202,9 @@ class Shared(Wrapped):
         return Scores(logits=logits[..., :-1])
 
 
-def test_the_cache_keeps_its_law_where_tokens_are_missing():
-    words = VocabularyMap([3, 1, 0, 5, 4, -1], [0, 0, 0, 0, 0, 2])
-    check_cache(lambda: Shared(SharedVocabulary(ToyTarget(), words)))
+def test_cache_is_correct_with_missing_tokens():
+    vocabulary_map = VocabularyMap([3, 1, 0, 5, 4, -1], [0, 0, 0, 0, 0, 2])
+    check_cache(lambda: WithoutMissingTokens(SharedVocabulary(ToyTarget(), vocabulary_map)))
 
 
 @pytest.mark.slow
@@ -204,43 +212,43 @@ def test_the_cache_keeps_its_law_where_tokens_are_missing():
     ("name", "verifier"),
     [("foreign model", rule) for rule in ("rejection", "block", "traversal")] + [("text draft", "block")],
 )
-def test_the_law_stays_the_targets(name, verifier):
+def test_output_distribution_is_the_targets(name, verifier):
     assert p_value(verifier, PROPOSERS[name]) > 1e-3
 
 
-def test_growing_skips_what_the_target_lacks():
+def test_greedy_chains_have_no_missing_tokens():
     draft = ToyTarget(vocab=8, seed=2, spread=3.0)
     model = SharedVocabulary(draft, VocabularyMap([7, 6, 5, -1], [0, 0, 0, 1]))
-    met = 0
+    num_with_missing = 0
     for seed in range(20):
-        chance = random.Random(seed)
-        row = make_row([chance.randrange(4) for _ in range(4)], 0)
-        model.cache.admit(0, row.token_ids)
-        batch = Batch(seqs=(row,), start=(0,), feed=(tuple(row.token_ids),), draft_budget=(3,))
-        grown = model.draft_greedy(batch, 4).tokens
-        assert torch.equal(grown, draft_by_scores(model, batch, 4).tokens)
-        assert int(grown.max()) < 3
-        met += bool((draft.draft_greedy(model.read(batch), 8).tokens < 5).any())
-    assert met > 0
+        rng = random.Random(seed)
+        seq = make_row([rng.randrange(4) for _ in range(4)], 0)
+        model.cache.admit(0, seq.token_ids)
+        batch = Batch(seqs=(seq,), start=(0,), feed=(tuple(seq.token_ids),), draft_budget=(3,))
+        tokens = model.draft_greedy(batch, 4).tokens
+        assert torch.equal(tokens, draft_by_scores(model, batch, 4).tokens)
+        assert int(tokens.max()) < 3
+        num_with_missing += bool((draft.draft_greedy(model.translate_batch(batch), 8).tokens < 5).any())
+    assert num_with_missing > 0
 
 
-def renamed(folder, keep=None):
-    """The embedded draft with its ids shuffled, and with no tokens from id `keep` on."""
+def save_shuffled(folder, num_tokens=None):
+    """Save the embedded draft model with shuffled ids, and only with its first `num_tokens` tokens."""
     checkpoint = load_checkpoint(embedded("nano"), dtype="float32", device="cpu")
-    made = json.loads(checkpoint.tokenizer.backend_tokenizer.to_str())
-    kept = list(range(keep or checkpoint.vocab))
-    random.Random(1).shuffle(kept)
-    new = {old: id for id, old in enumerate(kept)}
-    rules = made["model"]
-    rules["vocab"] = {token: new[id] for token, id in rules["vocab"].items() if id in new}
-    rules["merges"] = [pair for pair in rules["merges"] if {*pair, "".join(pair)} <= rules["vocab"].keys()]
-    for token in made["added_tokens"]:
-        token["id"] = new[token["id"]]
+    config = json.loads(checkpoint.tokenizer.backend_tokenizer.to_str())
+    old_ids = list(range(num_tokens or checkpoint.vocab))
+    random.Random(1).shuffle(old_ids)
+    new_ids = {old: new for new, old in enumerate(old_ids)}
+    bpe = config["model"]
+    bpe["vocab"] = {token: new_ids[id] for token, id in bpe["vocab"].items() if id in new_ids}
+    bpe["merges"] = [pair for pair in bpe["merges"] if {*pair, "".join(pair)} <= bpe["vocab"].keys()]
+    for token in config["added_tokens"]:
+        token["id"] = new_ids[token["id"]]
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_str(json.dumps(made)), bos_token="<|endoftext|>", eos_token="<|end|>"
+        tokenizer_object=Tokenizer.from_str(json.dumps(config)), bos_token="<|endoftext|>", eos_token="<|end|>"
     )
-    weights = checkpoint.model.get_input_embeddings().weight[kept].clone()
-    checkpoint.model.resize_token_embeddings(len(kept), mean_resizing=False)
+    weights = checkpoint.model.get_input_embeddings().weight[old_ids].clone()
+    checkpoint.model.resize_token_embeddings(len(old_ids), mean_resizing=False)
     checkpoint.model.get_input_embeddings().weight.data.copy_(weights)
     tiny.transformers.utils.logging.disable_progress_bar()
     checkpoint.model.set_attn_implementation("eager")
@@ -251,55 +259,56 @@ def renamed(folder, keep=None):
 
 @pytest.fixture(scope="module")
 def shuffled(tmp_path_factory):
-    return renamed(tmp_path_factory.mktemp("shuffled"))
+    return save_shuffled(tmp_path_factory.mktemp("shuffled"))
 
 
 @pytest.fixture(scope="module")
 def smaller(tmp_path_factory):
-    return renamed(tmp_path_factory.mktemp("smaller"), keep=6000)
+    return save_shuffled(tmp_path_factory.mktemp("smaller"), num_tokens=6000)
 
 
-def spoken(proposer, params=GREEDY, **settings):
-    """What the embedded target says to the embedded prompts with a proposer, and the numbers."""
+def generate(proposer, params=GREEDY, **settings):
+    """Return the embedded target's outputs for the embedded prompts, and the statistics."""
     llm = LLM(None, proposer=proposer, device="cpu", k=4, max_num_seqs=4, max_model_len=768, **settings)
     return [completion.token_ids for completion in llm.generate(corpus()[::3], params)], llm.stats
 
 
 @pytest.mark.parametrize(("temperature", "verifier"), [(0.0, "walk"), (0.8, "block"), (0.8, "walk")])
-def test_by_tokens_a_shuffled_draft_guesses_what_it_always_did(temperature, verifier, shuffled):
+def test_shuffled_ids_do_not_change_the_draft_by_tokens(temperature, verifier, shuffled):
     params = replace(GREEDY, temperature=temperature, seed=4)
-    texts, stats = spoken(f"draft:{embedded('nano')}", params, verifier=verifier)
-    same, others = spoken(f"draft:{shuffled}", params, verifier=verifier)
-    assert same == texts
-    assert others.accepted == stats.accepted
-    assert others.draft_tokens == stats.draft_tokens
+    texts, stats = generate(f"draft:{embedded('nano')}", params, verifier=verifier)
+    shuffled_texts, shuffled_stats = generate(f"draft:{shuffled}", params, verifier=verifier)
+    assert shuffled_texts == texts
+    assert shuffled_stats.accepted == stats.accepted
+    assert shuffled_stats.draft_tokens == stats.draft_tokens
     assert stats.tau > 1.5
 
 
-def test_by_text_a_shuffled_draft_guesses_about_as_well(shuffled):
-    texts, stats = spoken(f"draft:{embedded('nano')}")
-    same, others = spoken(f"draft-text:{shuffled}")
-    assert same == texts
-    assert others.tau == pytest.approx(stats.tau, rel=0.03)
+def test_shuffled_ids_hardly_change_acceptance_by_text(shuffled):
+    texts, stats = generate(f"draft:{embedded('nano')}")
+    shuffled_texts, shuffled_stats = generate(f"draft-text:{shuffled}")
+    assert shuffled_texts == texts
+    assert shuffled_stats.tau == pytest.approx(stats.tau, rel=0.03)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("name", ["draft", "draft-tokens", "draft-text", "cascade"])
-def test_a_draft_that_lacks_half_the_tokens(name, temperature, smaller, caplog):
+def test_draft_model_that_lacks_half_of_the_tokens(name, temperature, smaller, caplog):
     params = replace(GREEDY, temperature=temperature, seed=4)
-    texts, _ = spoken("none", params, verifier="walk")
-    same, stats = spoken(f"{name}:{smaller}", params, verifier="walk")
-    assert same == texts
+    plain_texts, _ = generate("none", params, verifier="walk")
+    texts, stats = generate(f"{name}:{smaller}", params, verifier="walk")
+    assert texts == plain_texts
     assert stats.tau > 1.5
-    told = "of the target's 12288 tokens it has 49%, and it guesses by text"
-    assert [told in record.getMessage() for record in caplog.records] == [True] * (name == "draft")
+    warning = "of the target's 12288 tokens it has 49%, and it drafts by text"
+    assert [warning in record.getMessage() for record in caplog.records] == [True] * (name == "draft")
 
 
-class Fed(Wrapped):
-    """Counts the rounds of a draft, and what it is fed in them."""
+class FeedCounter(WrappedTarget):
+    """Counts the rounds of a draft model, and the tokens that it is fed in them."""
 
-    rounds = tokens = 0
+    rounds = 0
+    tokens = 0
 
     def draft_greedy(self, batch, vocab, stop_rule=None):
         self.rounds += 1
@@ -307,63 +316,67 @@ class Fed(Wrapped):
         return super().draft_greedy(batch, vocab, stop_rule)
 
 
-def test_by_text_the_draft_reads_the_last_word_again_and_no_more(shuffled):
-    big, small = (load_checkpoint(folder, dtype="float32", device="cpu") for folder in (embedded("mini"), shuffled))
-    target, draft = make_target(big, slots=1, context=768), Fed(make_target(small, slots=1, context=768))
-    ours, theirs = token_text(big.tokenizer, "mini"), token_text(small.tokenizer, "nano")
-    engine = make_engine(target, lambda setup: TextProposer(setup, draft, target=ours, draft=theirs), rows=1)
-    (row,) = run(engine, [ours.encode([corpus()[0]])[0]], SamplingParams(), limit=64, ends=frozenset())
+def test_draft_by_text_feeds_only_the_last_word_again(shuffled):
+    mini = load_checkpoint(embedded("mini"), dtype="float32", device="cpu")
+    nano = load_checkpoint(shuffled, dtype="float32", device="cpu")
+    target = make_target(mini, slots=1, context=768)
+    draft = FeedCounter(make_target(nano, slots=1, context=768))
+    target_text = token_text(mini.tokenizer, "mini")
+    draft_text = token_text(nano.tokenizer, "nano")
+    engine = make_engine(target, lambda setup: TextProposer(setup, draft, target=target_text, draft=draft_text), rows=1)
+    (seq,) = run(engine, [target_text.encode([corpus()[0]])[0]], SamplingParams(), limit=64, ends=frozenset())
     assert draft.rounds > 15
-    assert draft.tokens < len(row.token_ids) + 3 * draft.rounds
+    assert draft.tokens < len(seq.token_ids) + 3 * draft.rounds
 
 
-class Checked(TextProposer):
-    """Looks into the cache after each round."""
+class CacheChecker(TextProposer):
+    """Checks the draft model's cache after each round."""
 
-    seen = 0
+    num_accepted = 0  # sequences and rounds in which draft tokens were committed
 
     def commit(self, round):
-        before = {row.slot: self.model.cache.length(row.slot) for row in round.batch.seqs}
-        grown = {turn.row.slot: turn for turn in self._turns}
+        before = {seq.slot: self.model.cache.length(seq.slot) for seq in round.batch.seqs}
+        passes = {draft_pass.seq.slot: draft_pass for draft_pass in self._passes}
         super().commit(round)
-        for slot, turn in grown.items():
-            cached, settled = self.model.cache.text[slot], self._readings[slot].settled
-            assert cached == settled[: len(cached)]
+        for slot, draft_pass in passes.items():
+            cached = self.model.cache.text[slot]
+            stable_ids = self._retokenizers[slot].stable_ids
+            assert cached == stable_ids[: len(cached)]
             assert len(cached) >= before[slot]
-            self.seen += len(cached) > turn.start + len(turn.feed)
+            self.num_accepted += len(cached) > draft_pass.start + len(draft_pass.feed)
 
 
-def test_by_text_what_is_cached_is_settled():
-    found = []
+def test_draft_by_text_caches_only_stable_tokens():
+    proposers = []
 
     def make(setup):
         model = ToyTarget(vocab=setup.vocab + 3, slots=setup.slots, seed=97)
         draft = letters(setup.vocab, "bc", " c", "ccb")
-        found.append(Checked(setup, model, target=letters(setup.vocab), draft=draft))
-        return found[-1]
+        proposers.append(CacheChecker(setup, model, target=letters(setup.vocab), draft=draft))
+        return proposers[-1]
 
     engine = make_engine(ToyTarget(spread=3.0), make, rows=3)
     prompts = [[random.Random(i).randrange(6) for _ in range(9)] for i in range(7)]
     run(engine, prompts, SamplingParams(temperature=0.7, seed=2), limit=60, ends=frozenset())
-    assert found[0].seen > 20
+    assert proposers[0].num_accepted > 20
 
 
-def test_by_text_a_short_context_is_where_it_stops(caplog):
+def test_draft_by_text_ends_at_the_context_of_the_draft_model(caplog):
     def make(setup):
         model = ToyTarget(vocab=setup.vocab, slots=setup.slots, seed=97, context=24)
         return TextProposer(setup, model, target=letters(setup.vocab), draft=letters(setup.vocab))
 
     target = ToyTarget(spread=3.0)
-    (row,) = run(make_engine(target, make), [[1, 2, 3]], GREEDY, limit=60, ends=frozenset())
+    (seq,) = run(make_engine(target, make), [[1, 2, 3]], GREEDY, limit=60, ends=frozenset())
     (plain,) = run(make_engine(target, PROPOSERS["none"]), [[1, 2, 3]], GREEDY, limit=60, ends=frozenset())
-    assert row.token_ids == plain.token_ids
-    assert row.num_draft_tokens > 0
-    told = "the draft model's context of 24 tokens is full; going on without it"
-    assert [record.getMessage() for record in caplog.records] == [told]
+    assert seq.token_ids == plain.token_ids
+    assert seq.num_draft_tokens > 0
+    warning = "the draft model's context of 24 tokens is full; going on without it"
+    assert [record.getMessage() for record in caplog.records] == [warning]
 
 
 def random_pair(folder):
-    """A target of single bytes and a draft whose tokenizer was trained a moment ago, both with random weights."""
+    """Save a target with byte tokens and a draft model with a new tokenizer, both with random weights."""
     target = tiny.save(folder / "target", tiny.make_config("LlamaConfig"))
     tokenizer = byte_level(600)
     draft = tiny.save(folder / "draft", tiny.make_config("LlamaConfig", vocab_size=len(tokenizer)), seed=1)
@@ -373,7 +386,7 @@ def random_pair(folder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_tokenizers_that_have_little_in_common(temperature, tmp_path):
+def test_tokenizers_with_few_common_tokens(temperature, tmp_path):
     target, draft = random_pair(tmp_path)
     params = SamplingParams(max_tokens=24, temperature=temperature, seed=3)
     prompts = ["def add(a, b):", "Naïve café", "12 + 30 = "]
@@ -394,14 +407,14 @@ def test_tokenizers_that_have_little_in_common(temperature, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["draft-tokens", "cascade"])
-def test_too_few_tokens_in_common(name, tmp_path):
+def test_too_few_common_tokens_are_rejected(name, tmp_path):
     draft = tiny.save(tmp_path, tiny.make_config("LlamaConfig"))
-    message = "has 2.1% of the target's 12288 tokens, too few to guess by tokens; use draft-text:"
+    message = "has 2.1% of the target's 12288 tokens, too few to draft by tokens; use draft-text:"
     with pytest.raises(OutriderError, match=message):
         LLM(None, proposer=f"{name}:{draft}", device="cpu")
 
 
 @pytest.mark.parametrize("name", ["draft", "draft-tokens", "draft-text"])
-def test_a_draft_needs_a_folder(name):
-    with pytest.raises(OutriderError, match=f"{name} needs the folder of a small model; write {name}:DIR"):
+def test_missing_folder_is_rejected(name):
+    with pytest.raises(OutriderError, match=f"{name} needs the folder of a draft model; write {name}:DIR"):
         LLM(None, proposer=name, device="cpu")

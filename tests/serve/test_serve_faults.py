@@ -659,7 +659,7 @@ def test_unwritable_plan_file_is_a_warning(tmp_path, caplog):
         folder.rmdir()
     (warning,) = [record for record in caplog.records if "not kept" in record.getMessage()]
     assert warning.levelname == "WARNING"
-    assert "name a file in a folder that can be" in warning.getMessage()
+    assert "name a file in a writable folder" in warning.getMessage()
     assert not [record for record in caplog.records if record.exc_info]
 
 

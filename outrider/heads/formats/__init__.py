@@ -1,1 +1,1 @@
-"""Trained drafts in the formats of other projects: from config and tensors to a description and weights, and back."""
+"""Import and export of draft heads in the checkpoint formats of other projects."""

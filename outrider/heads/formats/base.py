@@ -1,7 +1,8 @@
-"""What a format is, and what every one of them is read with.
+"""The `Format` protocol, and helpers that all formats use.
 
-Reading and writing are pure: config and tensors to description and weights, and back. Weights have the names of the
-module's state_dict. A checkpoint leaves some things to the target that it belongs to; those come with the `Partner`.
+Formats are pure functions: reading maps a config and tensors to a description and weights, and writing does the
+inverse. Weights have the names of the module's state_dict. Some formats leave out values that their target determines,
+so the target may be given as `TargetInfo`.
 """
 
 from __future__ import annotations
@@ -19,76 +20,78 @@ from outrider.heads.description import HeadDescription
 Tensors = dict[str, torch.Tensor]
 Config = dict[str, Any]
 
-_FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
+_FLOAT_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
 
 
 class UnusedTensors(OutriderError):
-    """What the checkpoint leaves out must come from its target, and none was given."""
+    """The checkpoint leaves out something that its target determines, but no target was given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetInfo:
-    """The target that a draft belongs to."""
+    """What is known of the target that a draft head belongs to."""
 
     vocab: int
     hidden: int
     layers: int
     context: int | None = None  # tokens
     name: str | None = None
-    head: Callable[[], torch.Tensor] | None = None  # reads its output layer [V, H]
-    embedding: Callable[[], torch.Tensor] | None = None  # reads its embeddings [V, H], as tokens enter the first layer
+    head: Callable[[], torch.Tensor] | None = None  # loads the LM head [V, H]
+    embedding: Callable[[], torch.Tensor] | None = None  # loads the input of the first layer by token, [V, H]
     spare: int | None = None  # an id that no token has, if one is known
-    kinds: tuple[str, ...] = ()  # of its layers, as transformers names them, where it does
+    kinds: tuple[str, ...] = ()  # `layer_types` of the config; () if it has none
 
 
 class Format(Protocol):
-    """A way in which drafts are written down."""
+    """A checkpoint format of draft heads."""
 
     @property
     def name(self) -> str:
-        """As `--to` takes it."""
+        """The name for `--to`."""
 
     @property
     def title(self) -> str:
-        """Whose it is, for people."""
+        """A human-readable name with the projects that use the format."""
 
     @property
     def file(self) -> str:
-        """Which file its tensors are written to."""
+        """The name of the file for the tensors."""
 
     def fits(self, config: Mapping[str, Any], names: Collection[str]) -> bool:
-        """Whether a checkpoint with this config and these tensors is of this format."""
+        """Return whether a checkpoint with this config and these tensor names is in this format."""
 
     def module(self, names: Collection[str]) -> str | None:
-        """What the names of the draft's tensors begin with, where a whole model may stand beside them; else None."""
+        """Return the prefix of the draft head's tensors in a full model, or None if the format has no such prefix."""
 
     def read(self, source: Source) -> tuple[HeadDescription, Tensors]:
-        """The draft that a checkpoint holds.
+        """Return the draft head of a checkpoint.
 
         Raises:
-            Unowned: the target must be known.
-            OutriderError: something is missing, contradicts itself, or cannot be run here.
+            UnusedTensors: the target is needed.
+            OutriderError: something is missing, contradictory or not supported.
         """
 
     def write(
         self, description: HeadDescription, weights: Tensors, partner: TargetInfo | None
     ) -> tuple[Config, Tensors]:
-        """Config and tensors of a draft.
+        """Return the config and tensors of a draft head.
 
         Raises:
-            Unowned: the target must be known.
-            OutriderError: the format cannot hold this draft.
+            UnusedTensors: the target is needed.
+            OutriderError: the format cannot represent this draft head.
         """
 
 
 class Source:
-    """A checkpoint that is being read: nothing in it goes unnoticed."""
+    """A checkpoint that is being imported. Each tensor must be taken or ignored; `close` checks this."""
 
     def __init__(
         self, config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor], partner: TargetInfo | None
     ) -> None:
-        self.config, self.partner = Settings(config), partner
-        self._tensors, self._open = tensors, set(tensors)
+        self.config = Settings(config)
+        self.partner = partner
+        self._tensors = tensors
+        self._unhandled = set(tensors)
         self._ignored: dict[str, tuple[str, ...]] = {}
 
     def __contains__(self, name: str) -> bool:
@@ -96,84 +99,104 @@ class Source:
 
     @property
     def names(self) -> Collection[str]:
+        """The names of all tensors."""
         return self._tensors.keys()
 
     def take(self, name: str) -> torch.Tensor:
-        """A tensor, which counts as used from now on."""
+        """Return a tensor and mark it as taken."""
         if name not in self._tensors:
-            raise OutriderError(f"there is no tensor {name!r}; copy the draft again")
-        self._open.discard(name)
-        found = self._tensors[name]
-        if not found.dim() or not found.numel():
-            raise OutriderError(f"{name} has shape {tuple(found.shape)} and so holds no weights; copy the draft again")
-        if found.is_floating_point() and found.dtype not in _FLOATS:
-            raise OutriderError(f"{name} is stored as {found.dtype}; quantised drafts are not handled, take plain ones")
-        return found
+            raise OutriderError(f"there is no tensor {name!r}; copy the draft head again")
+        self._unhandled.discard(name)
+        tensor = self._tensors[name]
+        if not tensor.dim() or not tensor.numel():
+            raise OutriderError(
+                f"{name} has shape {tuple(tensor.shape)} and so holds no weights; copy the draft head again"
+            )
+        if tensor.is_floating_point() and tensor.dtype not in _FLOAT_DTYPES:
+            raise OutriderError(
+                f"{name} is stored as {tensor.dtype}; quantized draft heads are not supported, use an unquantized one"
+            )
+        return tensor
 
     def ignore(self, names: Iterable[str], why: str) -> None:
-        """Leave tensors aside, if there are any, for a reason that people will read."""
-        if left := tuple(sorted(name for name in names if name in self._open)):
-            self._open.difference_update(left)
-            self._ignored[why] = left
+        """Ignore those of these tensors that were not taken. The reason `why` is shown to users."""
+        if ignored := tuple(sorted(name for name in names if name in self._unhandled)):
+            self._unhandled.difference_update(ignored)
+            self._ignored[why] = ignored
 
     def close(self) -> Mapping[str, tuple[str, ...]]:
-        """What was left aside, by the reason.
+        """Return the ignored tensors by reason.
 
         Raises:
-            OutriderError: there are tensors that nobody looked at.
+            OutriderError: a tensor was neither taken nor ignored.
         """
-        if rest := sorted(self._open):
+        if unhandled := sorted(self._unhandled):
             raise OutriderError(
-                f"{rest[0]!r} (and {len(rest) - 1} more) is no part of such a draft as it is known here; what it would"
-                " change is unknown, so the draft is refused"
+                f"{unhandled[0]!r} (and {len(unhandled) - 1} more) is unknown in this format, so the draft head may"
+                " compute something else than expected; use a checkpoint in a supported format"
             )
         return self._ignored
 
-    def target_layers(self, guess: int = 0) -> int:
-        """How many layers the target has; `guess` is what the layers tapped give away.
+    def target_layers(self, derived: int = 0) -> int:
+        """Return the number of layers of the target.
+
+        Args:
+            derived: used if neither the config nor the target has the number; 0: unknown.
 
         Raises:
-            Unowned: nobody knows.
+            UnusedTensors: the number is unknown.
         """
-        said = self.config.whole("num_target_layers", 0) or self.config.whole("target_layers", 0)
-        known = said or (self.partner.layers if self.partner else guess)
-        if not known:
-            raise UnusedTensors("it does not say how many layers its target has; give the target with --target DIR")
-        return known
+        configured = self.config.whole("num_target_layers", 0) or self.config.whole("target_layers", 0)
+        layers = configured or (self.partner.layers if self.partner else derived)
+        if not layers:
+            raise UnusedTensors(
+                "the checkpoint does not say how many layers its target has; give the target with --target DIR"
+            )
+        return layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
-    """A draft as it was found."""
+    """An imported draft head."""
 
     description: HeadDescription
     weights: Tensors
-    ignored: Mapping[str, tuple[str, ...]]  # tensors left aside, by the reason
-    format: str  # its title
+    ignored: Mapping[str, tuple[str, ...]]  # ignored tensors by reason
+    format: str  # the title of its format
 
 
 def refuse(name: str, reasons: Mapping[str, bool]) -> None:
-    """Refuse to write what a format cannot hold: the first reason that holds is told."""
-    if found := [reason for reason, holds in reasons.items() if holds]:
-        raise OutriderError(f"format {name} cannot hold this draft, which {found[0]}")
+    """Raise OutriderError for the first reason that applies.
+
+    Args:
+        name: a format that cannot represent the draft head.
+        reasons: what the format cannot represent, as in "it <reason>", and whether this applies. A reason may end with
+            advice after a semicolon.
+    """
+    for reason, applies in reasons.items():
+        if applies:
+            advice = "" if ";" in reason else "; use another format"
+            raise OutriderError(f"format {name} cannot represent this draft head, because it {reason}{advice}")
 
 
 def shared_lm_head(partner: TargetInfo | None, ids: torch.Tensor | None = None) -> torch.Tensor:
-    """The target's output layer [V, H] or its rows of `ids`, where a format writes it and the draft has none itself."""
+    """Return the target's LM head [V, H] or its rows `ids`, for a draft head without its own."""
     if partner is None or partner.head is None:
         raise UnusedTensors(
-            "this format holds an output layer, and the draft uses its target's; give it with --target DIR"
+            "this format stores an LM head, but the draft head uses its target's; give the target with --target DIR"
         )
     return partner.head() if ids is None else partner.head()[ids]
 
 
 def shared_embedding(partner: TargetInfo | None) -> torch.Tensor:
-    """The target's embeddings [V, H], where a format speaks of them and the draft has none itself."""
+    """Return the target's embedding [V, H], for a draft head without its own."""
     if partner is None or partner.embedding is None:
-        raise UnusedTensors("its mask is a row of its target's embeddings; give the target with --target DIR")
+        raise UnusedTensors(
+            "the mask is a row of the target's embedding, which is not known; give the target with --target DIR"
+        )
     return partner.embedding()
 
 
 def same(one: torch.Tensor, two: torch.Tensor) -> bool:
-    """Whether a table that a checkpoint holds is a mere copy of the target's, wherever that lies."""
+    """Return whether two tables are equal. They may be on different devices and have different dtypes."""
     return one.shape == two.shape and torch.equal(one.to(two), two)

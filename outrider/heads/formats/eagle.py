@@ -1,4 +1,4 @@
-"""EAGLE-1 and 2: the target's last state, a projection with the embedding before it, and decoder layers."""
+"""EAGLE-1 and 2: a projection of the target's last hidden state and the next embedding, and decoder layers."""
 
 from __future__ import annotations
 
@@ -17,11 +17,15 @@ _OPTIONAL: Mapping[str, str] = MappingProxyType(
 
 
 class Eagle:
-    """A Llama's config, with the draft's number of layers; the target's output layer reads the last one's output as it
-    is, without a norm, and the first layer has no norm before its attention.
+    """A Llama config with the number of layers of the draft head.
+
+    The target's LM head gets the output of the last layer without a norm. The first layer has no norm before its
+    attention.
     """
 
-    name, title, file = "eagle", "EAGLE-1 and 2 (SafeAILab, vLLM)", "model.safetensors"
+    name = "eagle"
+    title = "EAGLE-1 and 2 (SafeAILab, vLLM)"
+    file = "model.safetensors"
 
     def fits(self, config: Mapping[str, Any], names: Collection[str]) -> bool:
         return (
@@ -39,16 +43,16 @@ class Eagle:
         )
         body = replace(body, first_norm=False)
         weights = {"project.weight": source.take("fc.weight")}
-        weights |= {ours: source.take(theirs) for ours, theirs in _OPTIONAL.items() if theirs in source}
+        weights |= {name: source.take(stored) for name, stored in _OPTIONAL.items() if stored in source}
         for i in range(body.layers):
             weights |= take_layer(source, f"layers.{i}.", f"layers.{i}.")
-        layers = source.target_layers()
+        target_layers = source.target_layers()
         description = HeadDescription(
             kind=Kind.EAGLE,
             target_hidden=body.hidden,
-            target_layers=layers,
+            target_layers=target_layers,
             vocab=source.config.size("vocab_size"),
-            aux_states=AuxStates(layers=(layers - 1,), final=True),
+            aux_states=AuxStates(layers=(target_layers - 1,), final=True),
             input_fusion=InputFusion(at=FusionPoint.PROJECTION, norms=False, bias="project.bias" in weights),
             body=body,
             final_norm=False,
@@ -60,29 +64,34 @@ class Eagle:
     def write(
         self, description: HeadDescription, weights: Tensors, partner: TargetInfo | None
     ) -> tuple[Config, Tensors]:
-        it, body, join = description, description.body, description.input_fusion
-        refuse(self.name, {f"is of kind {it.kind}": it.kind is not Kind.EAGLE or body is None or join is None})
+        body = description.body
+        fusion = description.input_fusion
+        aux = description.aux_states
+        other_kind = description.kind is not Kind.EAGLE or body is None or fusion is None
+        refuse(self.name, {f"is of kind {description.kind}": other_kind})
         assert body is not None
-        assert join is not None
-        plain = join.at is FusionPoint.PROJECTION and join.embedding_first and not (join.norms or join.zero_first)
-        last = it.aux_states.layers == (it.target_layers - 1,) and it.aux_states.final and not it.aux_states.fused
+        assert fusion is not None
+        standard_fusion = (
+            fusion.at is FusionPoint.PROJECTION and fusion.embedding_first and not (fusion.norms or fusion.zero_first)
+        )
+        takes_last_state = aux.layers == (description.target_layers - 1,) and aux.final and not aux.fused
         reasons = {
-            "is joined in another way than EAGLE-1's": not plain,
-            "reads another state than the target's last": not last,
-            "has a norm before its first layer or behind its last": body.first_norm or it.final_norm,
-            "carries its normed state on": it.feedback is Feedback.NORMED,
-            "guesses a part of the vocabulary": bool(it.draft_vocab),
+            "combines embeddings and states in another way than EAGLE-1": not standard_fusion,
+            "takes another state than the target's last": not takes_last_state,
+            "has a norm before its first layer or after its last": body.first_norm or description.final_norm,
+            "feeds back the normed state": description.feedback is Feedback.NORMED,
+            "has a reduced draft vocabulary": bool(description.draft_vocab),
             **unlike(body),
         }
         refuse(self.name, reasons)
         config = {
             "architectures": ["LlamaForCausalLM"],
-            **write_body(body, it.vocab, partner),
-            "bias": join.bias,
-            "num_target_layers": it.target_layers,
+            **write_body(body, description.vocab, partner),
+            "bias": fusion.bias,
+            "num_target_layers": description.target_layers,
         }
         tensors = {"fc.weight": weights["project.weight"]}
-        tensors |= {theirs: weights[ours] for ours, theirs in _OPTIONAL.items() if ours in weights}
+        tensors |= {stored: weights[name] for name, stored in _OPTIONAL.items() if name in weights}
         for i in range(body.layers):
             tensors |= layer_tensors(weights, i, f"layers.{i}.")
         return config, tensors

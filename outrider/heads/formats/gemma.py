@@ -1,7 +1,7 @@
-"""Gemma 4's assistants: Gemma's own layers, of queries alone, over the keys and values of their target.
+"""Gemma 4's assistants: Gemma layers with queries only, which attend to the keys and values of their target.
 
-A layer looks at the target's last layer of its own kind, full or sliding: which one that is, the target tells. Where a
-later layer of the target reuses an earlier one's keys, our cache holds them for both.
+A layer attends to the target's last layer of its own type, full or sliding attention. The target's config tells which
+layer that is. If a later layer of the target reuses the keys of an earlier one, Outrider's cache holds them for both.
 """
 
 from __future__ import annotations
@@ -32,16 +32,22 @@ _NAMES: Mapping[str, str] = MappingProxyType(
         "norm.weight": "model.norm.weight",
     }
 )
-_TABLE = "model.embed_tokens.weight"  # which is its output layer; embeddings it takes from its target
-_FULL, _SLIDING = "full_attention", "sliding_attention"
-_ACT = "gelu_pytorch_tanh"
-_POSITIONS = 131072  # as max_position_embeddings where nobody knows better
+_LM_HEAD = "model.embed_tokens.weight"  # the tied LM head; the embedding is the target's
+_FULL = "full_attention"
+_SLIDING = "sliding_attention"
+_ACTIVATION = "gelu_pytorch_tanh"
+_DEFAULT_CONTEXT = 131072  # as max_position_embeddings if it is unknown
 
 
 class Gemma4Assistant:
-    """A config around that of Gemma's layers. A window of w is read as transformers does: w + 1 entries are seen."""
+    """A config with a nested config of the layers.
 
-    name, title, file = "gemma4-assistant", "Gemma 4's assistants (Google, transformers, vLLM)", "model.safetensors"
+    As in transformers, a sliding window of w tokens means that w + 1 entries are visible.
+    """
+
+    name = "gemma4-assistant"
+    title = "Gemma 4's assistants (Google, transformers, vLLM)"
+    file = "model.safetensors"
 
     def fits(self, config: Mapping[str, Any], names: Collection[str]) -> bool:
         return {"pre_projection.weight", "post_projection.weight"} <= set(names)
@@ -50,44 +56,57 @@ class Gemma4Assistant:
         return None
 
     def read(self, source: Source) -> tuple[HeadDescription, Tensors]:
-        config, text = source.config, source.config.table("text_config")
-        layers, kinds = text.size("num_hidden_layers"), text.texts("layer_types")
-        odd = [name for name in ("enable_moe_block", "use_double_wide_mlp", "attention_bias") if text.flag(name, False)]
-        if odd or text.text("hidden_activation", _ACT) != _ACT or text.whole("hidden_size_per_layer_input", 0):
-            raise OutriderError("its layers are not those of Gemma 4's assistants as they are known here")
-        if len(kinds) != layers or not set(kinds) <= {_FULL, _SLIDING}:
-            raise OutriderError(f"its layer_types are {', '.join(kinds)}, and it has {layers} layers; mend config.json")
-        weights = {ours: source.take(theirs) for ours, theirs in _NAMES.items()}
-        weights["head.weight"] = source.take("lm_head.weight" if "lm_head.weight" in source else _TABLE)
-        source.ignore([_TABLE], "its output layer once more")
-        clusters = [name for name in source.names if name.startswith("masked_embedding.")]
-        source.ignore(clusters, "all tokens are scored here, and not those of the likeliest clusters alone")
-        for i in range(layers):
-            weights |= take_layer(source, f"model.layers.{i}.", f"layers.{i}.")
-        views = tuple(
-            _view(text, i, kinds[i], len(weights[f"layers.{i}.self_attn.q_norm.weight"]), source.partner)
-            for i in range(layers)
+        config = source.config
+        text = config.table("text_config")
+        num_layers = text.size("num_hidden_layers")
+        layer_types = text.texts("layer_types")
+        switches = ("enable_moe_block", "use_double_wide_mlp", "attention_bias")
+        has_other_layers = (
+            any(text.flag(name, False) for name in switches)
+            or text.text("hidden_activation", _ACTIVATION) != _ACTIVATION
+            or text.whole("hidden_size_per_layer_input", 0)
         )
-        count = source.target_layers()
+        if has_other_layers:
+            raise OutriderError(
+                "these layers are not those of Gemma 4's assistants; use a draft head without MoE, double-wide MLP,"
+                f" attention bias and per-layer inputs, and with {_ACTIVATION}"
+            )
+        if len(layer_types) != num_layers or not set(layer_types) <= {_FULL, _SLIDING}:
+            raise OutriderError(
+                f"layer_types is {', '.join(layer_types)}, but there are {num_layers} layers of type {_FULL} or"
+                f" {_SLIDING}; correct config.json"
+            )
+        weights = {name: source.take(stored) for name, stored in _NAMES.items()}
+        weights["head.weight"] = source.take("lm_head.weight" if "lm_head.weight" in source else _LM_HEAD)
+        source.ignore([_LM_HEAD], "a copy of the LM head")
+        clusters = [name for name in source.names if name.startswith("masked_embedding.")]
+        source.ignore(clusters, "token clusters; logits are computed for all tokens instead")
+        for i in range(num_layers):
+            weights |= take_layer(source, f"model.layers.{i}.", f"layers.{i}.")
+        shared_kv = []
+        for i, layer_type in enumerate(layer_types):
+            head_dim = len(weights[f"layers.{i}.self_attn.q_norm.weight"])
+            shared_kv.append(_shared_kv(text, i, layer_type, head_dim, source.partner))
+        target_layers = source.target_layers()
         description = HeadDescription(
             kind=Kind.KV_SHARING,
             target_hidden=config.size("backbone_hidden_size"),
-            target_layers=count,
+            target_layers=target_layers,
             vocab=text.size("vocab_size"),
-            aux_states=AuxStates(layers=(count - 1,), final=True),
+            aux_states=AuxStates(layers=(target_layers - 1,), final=True),
             input_fusion=InputFusion(at=FusionPoint.PROJECTION, norms=False),
             body=Body(
-                layers=layers,
+                layers=num_layers,
                 hidden=text.size("hidden_size"),
                 heads=text.size("num_attention_heads"),
-                key_heads=views[-1].key_heads,
-                dim=views[-1].dim,
+                key_heads=shared_kv[-1].key_heads,
+                dim=shared_kv[-1].dim,
                 ffn=text.size("intermediate_size"),
                 epsilon=text.real("rms_norm_eps", 1e-6),
                 head_norms=True,
                 gemma=True,
             ),
-            shared_kv=views,
+            shared_kv=tuple(shared_kv),
             own_lm_head=True,
         )
         return description, weights
@@ -95,104 +114,124 @@ class Gemma4Assistant:
     def write(
         self, description: HeadDescription, weights: Tensors, partner: TargetInfo | None
     ) -> tuple[Config, Tensors]:
-        it, body = description, description.body
-        refuse(self.name, {f"is of kind {it.kind}": not it.shared_kv})
+        body = description.body
+        refuse(self.name, {f"is of kind {description.kind}": not description.shared_kv})
         assert body is not None
-        refuse(self.name, _unfit(it, body, partner))
-        tensors = {theirs: weights[ours] for ours, theirs in _NAMES.items()} | {_TABLE: weights["head.weight"]}
+        refuse(self.name, _reasons(description, body, partner))
+        tensors = {stored: weights[name] for name, stored in _NAMES.items()} | {_LM_HEAD: weights["head.weight"]}
         for i in range(body.layers):
             tensors |= layer_tensors(weights, i, f"model.layers.{i}.")
         config = {
             "architectures": ["Gemma4AssistantForCausalLM"],
             "model_type": "gemma4_assistant",
-            "backbone_hidden_size": it.target_hidden,
-            "num_target_layers": it.target_layers,
+            "backbone_hidden_size": description.target_hidden,
+            "num_target_layers": description.target_layers,
             "use_ordered_embeddings": False,
             "tie_word_embeddings": True,
+            "text_config": _text_config(description, body, partner),
         }
-        return {**config, "text_config": _written_text(it, body, partner)}, tensors
+        return config, tensors
 
 
-def _kinds(it: HeadDescription) -> tuple[str, ...]:
-    """What Gemma 4 calls each layer."""
-    return tuple(_SLIDING if view.window else _FULL for view in it.shared_kv)
+def _layer_types(description: HeadDescription) -> tuple[str, ...]:
+    """Return the type of each layer, as Gemma 4 names them."""
+    return tuple(_SLIDING if shared.window else _FULL for shared in description.shared_kv)
 
 
-def _unfit(it: HeadDescription, body: Body, partner: TargetInfo | None) -> dict[str, bool]:
-    """Why Gemma 4's assistants cannot be what this is."""
-    held = dict(zip(_kinds(it), it.shared_kv, strict=True))
-    scaled = [view.rope is None or view.rope.scaling is Scaling.PROPORTIONAL for view in it.shared_kv]
-    plain = it.input_fusion == InputFusion(at=FusionPoint.PROJECTION, norms=False) and it.own_lm_head and it.final_norm
+def _reasons(description: HeadDescription, body: Body, partner: TargetInfo | None) -> dict[str, bool]:
+    """Return why the format cannot represent a draft head."""
+    by_type = dict(zip(_layer_types(description), description.shared_kv, strict=True))
+    standard_rope = all(
+        shared.rope is None or shared.rope.scaling is Scaling.PROPORTIONAL for shared in description.shared_kv
+    )
+    standard_fusion = description.input_fusion == InputFusion(at=FusionPoint.PROJECTION, norms=False)
+    attends_elsewhere = any(shared.layer != _last_layer(partner, layer_type) for layer_type, shared in by_type.items())
     return {
-        "has other layers than Gemma 4's": not (body.gemma and body.head_norms),
-        "joins with norms or another order, or shares the target's output layer": not plain,
-        "guesses a part of the vocabulary": bool(it.draft_vocab),
-        "sees layers of one kind in more than one way": len(set(it.shared_kv)) > len(held),
-        "has rotary positions that Gemma 4 has not": not all(scaled),
-        "looks at other layers than the target's last ones": any(
-            view.layer != _last(partner, kind) for kind, view in held.items()
+        "has other layers than Gemma 4": not (body.gemma and body.head_norms),
+        "combines embeddings and states with norms or in another order, or has no final norm or LM head": not (
+            standard_fusion and description.own_lm_head and description.final_norm
         ),
+        "has a reduced draft vocabulary": bool(description.draft_vocab),
+        "has layers of one type that attend to different keys and values": (
+            len(set(description.shared_kv)) > len(by_type)
+        ),
+        "has rotary positions that Gemma 4 does not have": not standard_rope,
+        "attends to other layers than the target's last ones": attends_elsewhere,
     }
 
 
-def _written_text(it: HeadDescription, body: Body, partner: TargetInfo | None) -> Config:
-    """The table of the config that describes its layers."""
-    held = dict(zip(_kinds(it), it.shared_kv, strict=True))
-    full, near = held.get(_FULL, it.shared_kv[0]), held.get(_SLIDING, it.shared_kv[0])
+def _text_config(description: HeadDescription, body: Body, partner: TargetInfo | None) -> Config:
+    """Return the nested config of the layers."""
+    by_type = dict(zip(_layer_types(description), description.shared_kv, strict=True))
+    full = by_type.get(_FULL, description.shared_kv[0])
+    sliding = by_type.get(_SLIDING, description.shared_kv[0])
     return {
         "model_type": "gemma4_text",
-        "vocab_size": it.vocab,
+        "vocab_size": description.vocab,
         "hidden_size": body.hidden,
         "intermediate_size": body.ffn,
         "num_hidden_layers": body.layers,
         "num_kv_shared_layers": body.layers,
         "num_attention_heads": body.heads,
-        "num_key_value_heads": near.key_heads,
+        "num_key_value_heads": sliding.key_heads,
         "num_global_key_value_heads": full.key_heads,
-        "attention_k_eq_v": full.key_heads != near.key_heads,
-        "head_dim": near.dim,
+        "attention_k_eq_v": full.key_heads != sliding.key_heads,
+        "head_dim": sliding.dim,
         "global_head_dim": full.dim,
-        "hidden_activation": _ACT,
+        "hidden_activation": _ACTIVATION,
         "rms_norm_eps": body.epsilon,
-        "layer_types": list(_kinds(it)),
-        "sliding_window": max(near.window - 1, 1),
-        "rope_parameters": {kind: _written(view) for kind, view in ((_SLIDING, near), (_FULL, full))},
+        "layer_types": list(_layer_types(description)),
+        "sliding_window": max(sliding.window - 1, 1),
+        "rope_parameters": {_SLIDING: _written_rope(sliding), _FULL: _written_rope(full)},
         "hidden_size_per_layer_input": 0,
         "vocab_size_per_layer_input": 0,
-        "max_position_embeddings": (partner.context if partner else None) or _POSITIONS,
+        "max_position_embeddings": (partner.context if partner else None) or _DEFAULT_CONTEXT,
     }
 
 
-def _view(text: Settings, i: int, kind: str, dim: int, partner: TargetInfo | None) -> SharedKV:
+def _shared_kv(text: Settings, i: int, layer_type: str, head_dim: int, partner: TargetInfo | None) -> SharedKV:
+    """Return the keys and values that layer `i` attends to."""
     ropes = text.table("rope_parameters")
-    if kind not in ropes:
-        raise OutriderError(f"its text_config has no rope_parameters for {kind}; copy the draft again")
-    theta, rope, rotary = rope_of(ropes.table(kind), text)
-    heads = text.size("num_key_value_heads")
-    if kind == _FULL and text.flag("attention_k_eq_v", False):
-        heads = text.size("num_global_key_value_heads", heads)
-    heads = text.table("per_layer_config").table(str(i)).size("num_key_value_heads", heads)
-    window = text.size("sliding_window") + 1 if kind == _SLIDING else 0
-    turned = {"theta": theta, "rotary": rotary}
-    return SharedKV(layer=_last(partner, kind), key_heads=heads, dim=dim, rope=rope, window=window, **turned)
+    if layer_type not in ropes:
+        raise OutriderError(f"text_config has no rope_parameters for {layer_type}; copy the draft head again")
+    theta, rope, rotary = rope_of(ropes.table(layer_type), text)
+    key_heads = text.size("num_key_value_heads")
+    if layer_type == _FULL and text.flag("attention_k_eq_v", False):
+        key_heads = text.size("num_global_key_value_heads", key_heads)
+    key_heads = text.table("per_layer_config").table(str(i)).size("num_key_value_heads", key_heads)
+    window = text.size("sliding_window") + 1 if layer_type == _SLIDING else 0
+    return SharedKV(
+        layer=_last_layer(partner, layer_type),
+        key_heads=key_heads,
+        dim=head_dim,
+        theta=theta,
+        rope=rope,
+        rotary=rotary,
+        window=window,
+    )
 
 
-def _last(partner: TargetInfo | None, kind: str) -> int:
-    """The target's last layer of this kind."""
+def _last_layer(partner: TargetInfo | None, layer_type: str) -> int:
+    """Return the target's last layer of this type."""
     if partner is None or not partner.kinds:
-        raise UnusedTensors("which layers it looks at follows from its target, Gemma 4; give that with --target DIR")
-    found = [i for i, each in enumerate(partner.kinds) if each == kind]
-    if not found:
-        raise OutriderError(f"it looks at layers of {kind}, and the target given has none; give the one it belongs to")
-    return found[-1]
+        raise UnusedTensors(
+            "the layers that it attends to depend on its target, a Gemma 4 model; give the target with --target DIR"
+        )
+    layers = [i for i, kind in enumerate(partner.kinds) if kind == layer_type]
+    if not layers:
+        raise OutriderError(
+            f"it attends to a layer of type {layer_type}, which the given target does not have; give its own target"
+        )
+    return layers[-1]
 
 
-def _written(view: SharedKV) -> Config:
-    if view.rope is None:
-        return {"rope_type": "default", "rope_theta": view.theta}
+def _written_rope(shared: SharedKV) -> Config:
+    """Return the value of `rope_parameters` for a type of layers."""
+    if shared.rope is None:
+        return {"rope_type": "default", "rope_theta": shared.theta}
     return {
-        "rope_type": str(view.rope.scaling),
-        "rope_theta": view.theta,
-        "partial_rotary_factor": view.rotary,
-        "factor": view.rope.factor,
+        "rope_type": str(shared.rope.scaling),
+        "rope_theta": shared.theta,
+        "partial_rotary_factor": shared.rotary,
+        "factor": shared.rope.factor,
     }

@@ -1,4 +1,4 @@
-"""Decoder layers as a transformers config describes them, and as their tensors are named."""
+"""Import and export of Llama decoder layers, with the config keys and tensor names of transformers."""
 
 from __future__ import annotations
 
@@ -12,44 +12,58 @@ from outrider.heads.config import Settings
 from outrider.heads.description import Body, Rope, Scaling
 from outrider.heads.formats.base import Config, Source, TargetInfo, Tensors
 
-LLAMAS = frozenset({"llama", "mistral", "qwen2", "qwen3", "mimo"})  # whose layers are as written
+LLAMAS = frozenset({"llama", "mistral", "qwen2", "qwen3", "mimo"})  # model types with these layers
 
-_POSITIONS = 1 << 17  # as max_position_embeddings where nobody knows better; engines make tables of that size
-_ALIKE = frozenset({"default", "mrope"})  # mrope: the three positions of a token of text are the same
-# What a tensor's name says that no layer here has.
-_STRANGE: Mapping[str, str] = MappingProxyType(
+# As max_position_embeddings if it is unknown. Engines allocate tables of that size.
+_DEFAULT_CONTEXT = 1 << 17
+# mrope gives a text token three equal positions.
+_UNSCALED_ROPE_TYPES = frozenset({"default", "mrope"})
+# Patterns of tensor names that only unsupported layers have.
+_UNSUPPORTED_TENSORS: Mapping[str, str] = MappingProxyType(
     {
         r"kv_a_proj|kv_b_proj|q_a_proj|q_b_proj|wq_a|wkv": "multi-head latent attention (MLA)",
         r"experts|mlp\.gate\.|shared_expert|router|e_score_correction": "a mixture of experts (MoE)",
         r"A_log|conv1d|linear_attn|in_proj|dt_bias": "a recurrent layer",
-        r"weight_scale|qweight|qzeros|scale_inv": "quantised weights",
+        r"weight_scale|qweight|qzeros|scale_inv": "quantized weights",
     }
 )
 
 
 def read_body(config: Settings, layers: int, has: Callable[[str], bool]) -> Body:
-    """Decoder layers by their config; `has` says whether the first of them has a tensor of such a name.
+    """Return decoder layers by their config.
+
+    Args:
+        config: the config of the layers.
+        layers: the number of layers.
+        has: returns whether the first layer has a tensor of this name.
 
     Raises:
-        OutriderError: they are not Llama's.
+        OutriderError: they are not Llama layers.
     """
-    act = config.text("hidden_act", "silu")
-    kinds = config.texts("layer_types")
-    mistral = config.text("model_type", "") == "mistral" and "sliding_window" in config
+    activation = config.text("hidden_act", "silu")
+    uses_window = (
+        config.flag("use_sliding_window", False)
+        or "sliding_attention" in config.texts("layer_types")
+        or (config.text("model_type", "") == "mistral" and "sliding_window" in config)
+    )
     problems = {
-        f"hidden_act {act}, and only silu is known": act != "silu",
-        "a sliding window, which drafts here have not": config.flag("use_sliding_window", False)
-        or "sliding_attention" in kinds
-        or mistral,
-        "a scale of its logits, which drafts here have not": config.real("logit_scale", 1.0) != 1.0,
-        "interleaved rotary positions, which drafts here have not": config.flag("rope_interleave", False),
+        f"hidden_act {activation}; draft heads support only silu": activation != "silu",
+        "a sliding window, which draft heads do not support": uses_window,
+        "scaled logits (logit_scale), which draft heads do not support": config.real("logit_scale", 1.0) != 1.0,
+        "interleaved rotary positions (rope_interleave), which draft heads do not support": config.flag(
+            "rope_interleave", False
+        ),
     }
-    if found := [text for text, wrong in problems.items() if wrong]:
-        raise OutriderError(f"config.json asks for {found[0]}")
-    hidden, heads = config.size("hidden_size"), config.size("num_attention_heads")
+    for problem, exists in problems.items():
+        if exists:
+            raise OutriderError(f"config.json asks for {problem}")
+    hidden = config.size("hidden_size")
+    heads = config.size("num_attention_heads")
     theta, rope, rotary = read_rope(config)
-    if not 1 < theta < math.inf or not 0 <= rotary <= 1 or not (rope is None or _could_be(rope)):
-        raise OutriderError("config.json describes no rotary positions that could be; mend rope_theta and rope_scaling")
+    if not 1 < theta < math.inf or not 0 <= rotary <= 1 or not (rope is None or _is_valid(rope)):
+        raise OutriderError(
+            "the rotary positions in config.json have values that are out of range; correct rope_theta and rope_scaling"
+        )
     return Body(
         layers=layers,
         hidden=hidden,
@@ -68,59 +82,77 @@ def read_body(config: Settings, layers: int, has: Callable[[str], bool]) -> Body
 
 
 def read_rope(config: Settings) -> tuple[float, Rope | None, float]:
-    """Theta, scaling, and the share of a head that is turned; as transformers wrote them before version 5 and since."""
+    """Return theta, the scaling, and the share of a head that is rotated.
+
+    The keys may be those of transformers before or since version 5.
+    """
     return rope_of(config.table("rope_parameters" if "rope_parameters" in config else "rope_scaling"), config)
 
 
-def rope_of(given: Settings, config: Settings) -> tuple[float, Rope | None, float]:
-    """The same from what is `given` of it, and from the config around that."""
-    theta = given.real("rope_theta", config.real("rope_theta", 10000.0))
-    rotary = given.real("partial_rotary_factor", config.real("partial_rotary_factor", 1.0))
-    kind = given.text("rope_type", given.text("type", "default"))
-    if kind in _ALIKE:
+def rope_of(parameters: Settings, config: Settings) -> tuple[float, Rope | None, float]:
+    """Return the same from `parameters`, and from the config around them for missing values."""
+    theta = parameters.real("rope_theta", config.real("rope_theta", 10000.0))
+    rotary = parameters.real("partial_rotary_factor", config.real("partial_rotary_factor", 1.0))
+    kind = parameters.text("rope_type", parameters.text("type", "default"))
+    if kind in _UNSCALED_ROPE_TYPES:
         return theta, None, rotary
     if kind not in list(Scaling):
-        raise OutriderError(f"config.json scales rotary positions by {kind!r}; known are {', '.join(Scaling)}")
+        raise OutriderError(f"config.json has the rope_type {kind!r}; supported are {', '.join(Scaling)}")
     if kind == Scaling.PROPORTIONAL:
-        return theta, Rope(scaling=Scaling.PROPORTIONAL, factor=given.real("factor", 1.0)), rotary
-    factor = given.real("factor")
-    original = given.whole("original_max_position_embeddings", config.whole("max_position_embeddings", _POSITIONS))
+        return theta, Rope(scaling=Scaling.PROPORTIONAL, factor=parameters.real("factor", 1.0)), rotary
+    factor = parameters.real("factor")
+    context = config.whole("max_position_embeddings", _DEFAULT_CONTEXT)
+    original = parameters.whole("original_max_position_embeddings", context)
     if kind == Scaling.LINEAR:
         return theta, Rope(scaling=Scaling.LINEAR, factor=factor), rotary
     if kind == Scaling.LLAMA3:
-        low, high = given.real("low_freq_factor"), given.real("high_freq_factor")
-        return theta, Rope(scaling=Scaling.LLAMA3, factor=factor, original=original, low=low, high=high), rotary
+        llama3 = Rope(
+            scaling=Scaling.LLAMA3,
+            factor=factor,
+            original=original,
+            low=parameters.real("low_freq_factor"),
+            high=parameters.real("high_freq_factor"),
+        )
+        return theta, llama3, rotary
     yarn = Rope(
         scaling=Scaling.YARN,
         factor=factor,
         original=original,
-        low=given.real("beta_slow", 1.0),
-        high=given.real("beta_fast", 32.0),
-        amplitude=given.real("attention_factor", _amplitude(given, factor)),
-        rounded=given.flag("truncate", True),
+        low=parameters.real("beta_slow", 1.0),
+        high=parameters.real("beta_fast", 32.0),
+        amplitude=parameters.real("attention_factor", _yarn_amplitude(parameters, factor)),
+        rounded=parameters.flag("truncate", True),
     )
     return theta, yarn, rotary
 
 
-def _could_be(rope: Rope) -> bool:
-    """Whether these numbers slow anything down."""
-    begun = 0 < rope.original < 1 << 40 or rope.scaling in (Scaling.LINEAR, Scaling.PROPORTIONAL)
+def _is_valid(rope: Rope) -> bool:
+    """Return whether the values of a scaling are in range."""
+    has_context = 0 < rope.original < 1 << 40 or rope.scaling in (Scaling.LINEAR, Scaling.PROPORTIONAL)
     return (
-        begun and 0 < rope.factor < math.inf and 0 < rope.low < rope.high < math.inf and abs(rope.amplitude) < math.inf
+        has_context
+        and 0 < rope.factor < math.inf
+        and 0 < rope.low < rope.high < math.inf
+        and abs(rope.amplitude) < math.inf
     )
 
 
-def _amplitude(given: Settings, factor: float) -> float:
-    """0.1 m ln s + 1 (YaRN, Peng et al. 2023, 3.4), or DeepSeek's ratio of two of them."""
-    share, every = given.real("mscale", 0.0), given.real("mscale_all_dim", 0.0)
-    one, two = (0.1 * m * math.log(factor) + 1 if factor > 1 else 1.0 for m in (share or 1.0, every or 1.0))
-    return one / two if share and every else 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
+def _yarn_amplitude(parameters: Settings, factor: float) -> float:
+    """Return YaRN's multiplier 0.1 m ln s + 1 (Peng et al. 2023, 3.4), or DeepSeek's ratio of two such values."""
+    mscale = parameters.real("mscale", 0.0)
+    mscale_all_dim = parameters.real("mscale_all_dim", 0.0)
+    if mscale and mscale_all_dim:
+        return _mscale(mscale, factor) / _mscale(mscale_all_dim, factor)
+    return _mscale(1.0, factor)
+
+
+def _mscale(m: float, factor: float) -> float:
+    return 0.1 * m * math.log(factor) + 1 if factor > 1 else 1.0
 
 
 def write_body(body: Body, vocab: int, partner: TargetInfo | None) -> Config:
-    """The config of these layers, as transformers wrote it before version 5: everybody reads that."""
-    bias = {} if body.attention_bias == body.output_bias else {"qkv_bias": body.attention_bias}
-    part = {} if body.rotary == 1 else {"partial_rotary_factor": body.rotary}
+    """Return the config of these layers, with the keys of transformers before version 5, which all engines read."""
+    same_bias = body.attention_bias == body.output_bias
     return {
         "model_type": "qwen3" if body.head_norms else "llama",
         "vocab_size": vocab,
@@ -133,69 +165,81 @@ def write_body(body: Body, vocab: int, partner: TargetInfo | None) -> Config:
         "hidden_act": "silu",
         "rms_norm_eps": body.epsilon,
         "rope_theta": body.theta,
-        "rope_scaling": _written(body.rope),
-        "attention_bias": body.output_bias if bias else body.attention_bias,
+        "rope_scaling": _written_rope(body.rope),
+        "attention_bias": body.attention_bias if same_bias else body.output_bias,
         "mlp_bias": False,
         "tie_word_embeddings": False,
-        "max_position_embeddings": (partner.context if partner else None) or _reach(body.rope),
-        **bias,
-        **part,
+        "max_position_embeddings": (partner.context if partner else None) or _max_context(body.rope),
+        **({} if same_bias else {"qkv_bias": body.attention_bias}),
+        **({} if body.rotary == 1 else {"partial_rotary_factor": body.rotary}),
     }
 
 
-def _reach(rope: Rope | None) -> int:
-    """Up to which position engines may go."""
-    return int(rope.factor * rope.original) if rope and rope.original else _POSITIONS
+def _max_context(rope: Rope | None) -> int:
+    """Return the longest context of a scaling in tokens, or a default."""
+    return int(rope.factor * rope.original) if rope and rope.original else _DEFAULT_CONTEXT
 
 
-def _written(rope: Rope | None) -> Config | None:
+def _written_rope(rope: Rope | None) -> Config | None:
+    """Return the value of `rope_scaling`."""
     if rope is None:
         return None
-    both = {"rope_type": str(rope.scaling), "type": str(rope.scaling), "factor": rope.factor}
+    config: Config = {"rope_type": str(rope.scaling), "type": str(rope.scaling), "factor": rope.factor}
     if rope.scaling in (Scaling.LINEAR, Scaling.PROPORTIONAL):
-        return both
-    both["original_max_position_embeddings"] = rope.original
+        return config
+    config["original_max_position_embeddings"] = rope.original
     if rope.scaling is Scaling.LLAMA3:
-        return {**both, "low_freq_factor": rope.low, "high_freq_factor": rope.high}
-    turns = {"beta_slow": rope.low, "beta_fast": rope.high}
-    return {**both, **turns, "attention_factor": rope.amplitude, "truncate": rope.rounded}
+        return {**config, "low_freq_factor": rope.low, "high_freq_factor": rope.high}
+    yarn = {"attention_factor": rope.amplitude, "truncate": rope.rounded}
+    return {**config, "beta_slow": rope.low, "beta_fast": rope.high, **yarn}
 
 
 def unlike(body: Body) -> dict[str, bool]:
-    """Why a format for Llama's layers may not hold these."""
+    """Return why a format for Llama layers may not represent these layers, for `refuse`."""
     return {
-        "has a gate behind its attention": body.attention_gate,
-        "has no gate in its perceptron": not body.gated,
-        "turns a part of each head by its position": body.rotary != 1,
+        "has a gate after its attention": body.attention_gate,
+        "has no gate in its MLP": not body.gated,
+        "rotates only a part of each attention head": body.rotary != 1,
     }
 
 
 def take_layer(source: Source, prefix: str, into: str, *, moved: Mapping[str, str] = MappingProxyType({})) -> Tensors:
-    """The tensors of a decoder layer, under the names that the module has for them; `moved` are kept elsewhere there.
+    """Return the tensors of a decoder layer under the names that they have in the module.
+
+    Args:
+        source: the checkpoint.
+        prefix: the prefix of the layer's tensors in the checkpoint.
+        into: their prefix in the module.
+        moved: the names in the module of tensors that have another prefix there.
 
     Raises:
-        OutriderError: it is no layer as Llama has it.
+        OutriderError: it is not a Llama layer.
     """
-    source.ignore((n for n in source.names if n.endswith("rotary_emb.inv_freq")), "computed anew from config.json")
-    inside = [name for name in source.names if name.startswith(prefix) and not name.endswith("rotary_emb.inv_freq")]
-    if not inside:
-        raise OutriderError(f"there is no tensor that begins with {prefix!r}; copy the draft again")
-    refuse_strange(inside)
-    rest = {name: name[len(prefix) :] for name in inside}
-    return {moved.get(rest[name], into + rest[name]): source.take(name) for name in inside}
+    source.ignore(
+        (name for name in source.names if name.endswith("rotary_emb.inv_freq")), "computed from config.json instead"
+    )
+    names = [name for name in source.names if name.startswith(prefix) and not name.endswith("rotary_emb.inv_freq")]
+    if not names:
+        raise OutriderError(f"there is no tensor that begins with {prefix!r}; copy the draft head again")
+    refuse_strange(names)
+    tensors = {}
+    for name in names:
+        suffix = name[len(prefix) :]
+        tensors[moved.get(suffix, into + suffix)] = source.take(name)
+    return tensors
 
 
 def refuse_strange(names: list[str]) -> None:
-    """Refuse a layer of a kind that cannot be run here, by the tensors that give it away."""
-    for pattern, what in _STRANGE.items():
-        if found := sorted(name for name in names if re.search(pattern, name)):
+    """Raise OutriderError if the names of tensors show that their layer is not supported."""
+    for pattern, description in _UNSUPPORTED_TENSORS.items():
+        if matches := sorted(name for name in names if re.search(pattern, name)):
             raise OutriderError(
-                f"{found[0]} (and {len(found) - 1} more) belongs to {what}; only layers like Llama's can be run here,"
-                " with q, k, v and o_proj and a gated perceptron"
+                f"{matches[0]} (and {len(matches) - 1} more) belongs to {description}; use a draft head with Llama"
+                " layers, which have q, k, v and o_proj and a gated MLP"
             )
 
 
 def layer_tensors(weights: Tensors, i: int, prefix: str) -> Tensors:
-    """A layer's weights [of `layers.i.`] under another prefix."""
-    own = f"layers.{i}."
-    return {prefix + name[len(own) :]: value for name, value in weights.items() if name.startswith(own)}
+    """Return the weights of `layers.{i}.` under another prefix."""
+    layer = f"layers.{i}."
+    return {prefix + name[len(layer) :]: value for name, value in weights.items() if name.startswith(layer)}

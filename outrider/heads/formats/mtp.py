@@ -1,18 +1,17 @@
-"""Modules for multi-token prediction that came with a target, by the names that families give them.
+"""Modules for multi-token prediction (MTP) that are part of a target, with the tensor names of several model families.
 
-All are the same thing, a projection of two normed vectors and a decoder layer, and differ where it does not show: in
-the order of the two vectors, in the state that the target gives and the one that goes round, in whether the text's
-first embedding is taken for zeros. In vLLM's models these are settled by the family, and so they are here. Of several
-modules, DeepSeek's feed each other; what those of other families do with several is not settled, so there the first is
-taken, and applied again and again.
+All modules consist of a projection of two normalized vectors and a decoder layer. They differ in ways that tensors do
+not show: the order of the two vectors, the hidden state that is taken from the target, the state that is fed back, and
+whether the embedding at position 0 is replaced by zeros. As in vLLM, the family decides. Several DeepSeek modules feed
+each other. For several modules of other families this is not defined, so only the first is used, once per draft token.
 
-| naming | order | the target's last state | goes round | first embedding |
+| naming | order | the target's last state | fed back | embedding at position 0 |
 |---|---|---|---|---|
 | DeepSeek | embedding, state | after its final norm | the layer's output | zeros |
 | MiMo | state, embedding | before its final norm | the same after the final norm | zeros |
-| Qwen | embedding, state | after its final norm | the same after the final norm | as it is |
-| speculators | embedding, state | after its final norm | the same after the final norm | as it is |
-| Nemotron-H | embedding, state | after its final norm | the same after the final norm | as it is |
+| Qwen | embedding, state | after its final norm | the same after the final norm | unchanged |
+| speculators | embedding, state | after its final norm | the same after the final norm | unchanged |
+| Nemotron-H | embedding, state | after its final norm | the same after the final norm | unchanged |
 """
 
 from __future__ import annotations
@@ -40,54 +39,65 @@ from outrider.heads.formats.llama import (
 )
 from outrider.heads.formats.speculators import speculators
 
-_FROM_ONE = ("qwen3_next", "qwen3_5")  # whose norms' weights are stored less 1, and whose attention has a gate
-_GATED = "qwen3_5_text"  # as which such a layer is written
-_OUTER = ("embedding_norm", "state_norm", "project", "norm", "head", "embedding")  # in our module
-_NEEDED = 4  # the first of these; the others are the target's where they are missing
+# Families that store the weights of norms minus 1, and whose attention may have a gate.
+_QWEN_FAMILIES = ("qwen3_next", "qwen3_5")
+_GATED_MODEL_TYPE = "qwen3_5_text"  # the model type under which a layer with a gate is exported
+_OUTER = ("embedding_norm", "state_norm", "project", "norm", "head", "embedding")  # names in the module
+_PROJECT = 2  # index in `_OUTER`
+_NUM_REQUIRED = 4  # the first ones of `_OUTER`; the others are the target's if they are missing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mtp:
-    """One naming."""
+    """The tensor names and conventions of one model family.
+
+    A `prefix` in the methods is that of a module's tensors, ending in a dot.
+    """
 
     name: str
     title: str
-    place: str  # what the names of a module begin with; {} is its number, or the layers of the target and its number
-    outer: tuple[str, ...]  # theirs for `_OUTER`, behind that
-    layer: str = ""  # what its decoder layer's names begin with, behind that
+    place: str  # prefix of a module; {} stands for its number
+    outer: tuple[str, ...]  # names of `_OUTER`, after the prefix
+    layer: str = ""  # prefix of the decoder layer, after the prefix of the module
     embedding_first: bool = True
     recycle: Feedback = Feedback.NORMED
     zero_first: bool = False
-    final: bool = True  # the target's last state is read after the target's final norm
-    after: bool = False  # numbers go on behind the target's layers
-    several: bool = False  # modules, each of which reads the states of the one before
-    nested: str = ""  # where in config.json the target's config is
+    final: bool = True  # takes the target's last state after the target's final norm
+    after: bool = False  # numbers of modules continue those of the target's layers
+    several: bool = False  # supports several modules, each of which takes the output of the one before
+    nested: str = ""  # key in config.json of the target's config
     file: str = "model.safetensors"
 
     def fits(self, config: Mapping[str, Any], names: Collection[str]) -> bool:
         return self.module(names) is not None and (not self.nested or self.nested in config)
 
     def module(self, names: Collection[str]) -> str | None:
-        found = [at for name in names if (at := self._pattern().fullmatch(name))]
-        first = min(found, key=lambda at: int(at["number"] or 0), default=None)
-        return first["at"] if first else None
+        pattern = self._project_pattern()
+        matches = [match for name in names if (match := pattern.fullmatch(name))]
+        first = min(matches, key=lambda match: int(match["number"] or 0), default=None)
+        return first["prefix"] if first else None
 
     def read(self, source: Source) -> tuple[HeadDescription, Tensors]:
-        config = self._config(source)
-        at = self.module(source.names) or ""
+        config = self._target_config(source)
+        prefix = self.module(source.names) or ""
         layers = self._target_layers(config)
-        if self.after and at != (place := f"{at[: -len(number(at)) - 1]}{layers}."):
-            raise OutriderError(f"its module is {at} and num_hidden_layers says {place}; mend config.json")
-        places = self._places(config, source, at)
-        own = tuple(map(self._own, places))
-        refuse_strange([name for name in source.names if name.startswith(own)])
-        self._leave(source, at, len(places))
-        source.ignore((n for n in source.names if not n.startswith(own)), "the target's own")
-        body = self._body(config, source, at)
-        weights = self._weights(source, at)
-        for i, place in enumerate(places[1:]):
-            weights |= {f"deeper.{i}.{name}": value for name, value in self._more(source, place, weights).items()}
-        if config.text("model_type", "").startswith(_FROM_ONE):
+        if self.after:
+            expected = f"{_before_number(prefix)}{layers}."
+            if prefix != expected:
+                raise OutriderError(
+                    f"the first module is {prefix}, but num_hidden_layers says {expected}; correct config.json"
+                )
+        prefixes = self._module_prefixes(config, source, prefix)
+        tensor_prefixes = tuple(map(self._tensor_prefix, prefixes))
+        refuse_strange([name for name in source.names if name.startswith(tensor_prefixes)])
+        self._ignore_other_modules(source, prefix, len(prefixes))
+        source.ignore((name for name in source.names if not name.startswith(tensor_prefixes)), "weights of the target")
+        body = self._body(config, source, prefix)
+        weights = self._take_module(source, prefix)
+        for i, later_prefix in enumerate(prefixes[1:]):
+            later_weights = self._take_later_module(source, later_prefix, weights)
+            weights |= {f"deeper.{i}.{name}": value for name, value in later_weights.items()}
+        if config.text("model_type", "").startswith(_QWEN_FAMILIES):
             weights = {name: value.float() + 1 if _is_norm(name) else value for name, value in weights.items()}
         description = HeadDescription(
             kind=Kind.MTP,
@@ -99,7 +109,7 @@ class Mtp:
                 at=FusionPoint.PROJECTION, embedding_first=self.embedding_first, zero_first=self.zero_first
             ),
             body=body,
-            modules=len(places),
+            modules=len(prefixes),
             feedback=self.recycle,
             own_lm_head="head.weight" in weights,
             own_embedding="embedding.weight" in weights,
@@ -109,142 +119,175 @@ class Mtp:
     def write(
         self, description: HeadDescription, weights: Tensors, partner: TargetInfo | None
     ) -> tuple[Config, Tensors]:
-        it, body, join = description, description.body, description.input_fusion
-        refuse(self.name, {f"is of kind {it.kind}": it.kind is not Kind.MTP or body is None or join is None})
+        body = description.body
+        fusion = description.input_fusion
+        other_kind = description.kind is not Kind.MTP or body is None or fusion is None
+        refuse(self.name, {f"is of kind {description.kind}": other_kind})
         assert body is not None
-        assert join is not None
-        self._refuse(it, body, join)
+        assert fusion is not None
+        refuse(self.name, self._reasons(description, body, fusion))
         if body.attention_gate:
             weights = {name: value.float() - 1 if _is_norm(name) else value for name, value in weights.items()}
+        first_number = description.target_layers if self.after else 0
         tensors: Tensors = {}
-        for i in range(it.modules):
-            tensors |= self._named(join, weights, i, self.place.format(i + (it.target_layers if self.after else 0)))
-        config = {**self._written(body, it.vocab, partner), "num_hidden_layers": it.target_layers}
+        for i in range(description.modules):
+            tensors |= self._module_tensors(fusion, weights, i, self.place.format(first_number + i))
+        config = {
+            **self._layer_config(body, description.vocab, partner),
+            "num_hidden_layers": description.target_layers,
+        }
         if not self.nested:
-            return {**config, "num_nextn_predict_layers": it.modules}, tensors
-        head = speculators("mtp", "MTPDraftModel", partner)
-        return {**head, self.nested: config, "num_nextn_predict_layers": 1}, tensors
+            return {**config, "num_nextn_predict_layers": description.modules}, tensors
+        common = speculators("mtp", "MTPDraftModel", partner)
+        return {**common, self.nested: config, "num_nextn_predict_layers": 1}, tensors
 
-    def _pattern(self) -> re.Pattern[str]:
-        """The projection's name: where it begins, and which module's it is."""
+    def _project_pattern(self) -> re.Pattern[str]:
+        """Return a pattern for the name of the projection, with the groups `prefix` and `number`."""
         place = re.escape(self.place).replace(r"\{\}", r"(?P<number>\d+)")
         if "number" not in place:
             place += "(?P<number>)"
-        return re.compile(rf"(?P<at>{place}){re.escape(self.outer[2])}")
+        return re.compile(rf"(?P<prefix>{place}){re.escape(self.outer[_PROJECT])}")
 
-    def _own(self, at: str) -> str:
-        """What the names of all the module's tensors begin with."""
-        return at
+    def _tensor_prefix(self, prefix: str) -> str:
+        """Return the common prefix of all tensors of a module."""
+        return prefix
 
-    def _config(self, source: Source) -> Settings:
+    def _target_config(self, source: Source) -> Settings:
+        """Return the config of the target's language model."""
         config = source.config.table(self.nested) if self.nested else source.config
         return config.table("text_config") if "text_config" in config else config
 
-    def _places(self, config: Settings, source: Source, at: str) -> list[str]:
-        """What the names of each module begin with that is read, from the first one on."""
+    def _module_prefixes(self, config: Settings, source: Source, prefix: str) -> list[str]:
+        """Return the prefixes of all modules that are used. `prefix` is that of the first one."""
         if not self.several:
-            return [at]
-        begin, first = at[: -len(number(at)) - 1], int(number(at))
-        there = next(n for n in count(1) if f"{begin}{first + n}.{self.outer[2]}" not in source)
-        said = config.size("num_nextn_predict_layers", there)
-        if said > there:
-            raise OutriderError(f"num_nextn_predict_layers is {said}, and {there} modules are there; copy it again")
-        return [f"{begin}{first + n}." for n in range(said)]
+            return [prefix]
+        begin = _before_number(prefix)
+        first = int(module_number(prefix))
+        num_stored = next(n for n in count(1) if f"{begin}{first + n}.{self.outer[_PROJECT]}" not in source)
+        num_modules = config.size("num_nextn_predict_layers", num_stored)
+        if num_modules > num_stored:
+            raise OutriderError(
+                f"num_nextn_predict_layers is {num_modules}, but the checkpoint has {num_stored} modules; copy it again"
+            )
+        return [f"{begin}{first + n}." for n in range(num_modules)]
 
-    def _leave(self, source: Source, at: str, taken: int) -> None:
-        """Set the modules behind those that are taken aside."""
-        why = "modules behind the first, which is applied again for each further guess"
+    def _ignore_other_modules(self, source: Source, prefix: str, num_used: int) -> None:
+        """Ignore the tensors of modules after the ones that are used. `prefix` is that of the first module."""
         if self.after:
-            begin, first = at[: -len(number(at)) - 1], int(number(at))
-            found = re.compile(re.escape(begin) + r"(\d+)\.")
+            numbered = prefix
+            first = int(module_number(prefix))
         else:
-            begin, first = at + self.layer, 0
-            found = re.compile(re.escape(begin[: -len(number(begin)) - 1]) + r"(\d+)\.")
-        numbered = ((name, met) for name in source.names if (met := found.match(name)))
-        why = why if taken == 1 else "modules of which the config does not speak"
-        source.ignore([name for name, met in numbered if int(met[1]) >= first + taken], why)
+            numbered = prefix + self.layer
+            first = 0
+        pattern = re.compile(re.escape(_before_number(numbered)) + r"(\d+)\.")
+        matches = ((name, match) for name in source.names if (match := pattern.match(name)))
+        unused = [name for name, match in matches if int(match[1]) >= first + num_used]
+        if num_used == 1:
+            source.ignore(unused, "modules after the first, which is used for all draft tokens")
+        else:
+            source.ignore(unused, "more modules than num_nextn_predict_layers")
 
-    def _weights(self, source: Source, at: str) -> Tensors:
-        """Of one module, by our names."""
-        weights = self._layers(source, at)
-        for i, (ours, theirs) in enumerate(zip(_OUTER, self.outer, strict=False)):
-            if i < _NEEDED or at + theirs in source:
-                weights[f"{ours}.weight"] = source.take(at + theirs)
+    def _take_module(self, source: Source, prefix: str) -> Tensors:
+        """Return the weights of one module by their names in the module."""
+        weights = self._take_layers(source, prefix)
+        for i, (name, stored) in enumerate(zip(_OUTER, self.outer, strict=False)):
+            if i < _NUM_REQUIRED or prefix + stored in source:
+                weights[f"{name}.weight"] = source.take(prefix + stored)
         return weights
 
-    def _more(self, source: Source, at: str, first: Tensors) -> Tensors:
-        """Of a module behind the first, whose tables it must have."""
-        weights = self._weights(source, at)
-        for table in (f"{name}.weight" for name in _OUTER[_NEEDED:]):
-            mine = weights.pop(table, None)
-            if mine is not None and not (table in first and torch.equal(mine, first[table])):
-                raise OutriderError(f"{at} has a table of its own ({table}), other than the first module's")
+    def _take_later_module(self, source: Source, prefix: str, first: Tensors) -> Tensors:
+        """Return the weights of a module after the first one. It must have the first one's embedding and LM head."""
+        weights = self._take_module(source, prefix)
+        for name in _OUTER[_NUM_REQUIRED:]:
+            table = weights.pop(f"{name}.weight", None)
+            if table is not None and not (f"{name}.weight" in first and torch.equal(table, first[f"{name}.weight"])):
+                raise OutriderError(
+                    f"{prefix} has a {name}.weight that differs from the first module's, which is not supported; use a"
+                    " draft head whose modules share it"
+                )
         return weights
 
-    def _named(self, join: InputFusion, weights: Tensors, i: int, at: str) -> Tensors:
-        """A module's tensors by their names, with tables that belong to all."""
+    def _module_tensors(self, fusion: InputFusion, weights: Tensors, i: int, prefix: str) -> Tensors:
+        """Return the tensors of module `i` by their stored names, with the tables that all modules share."""
         if i:
-            own = f"deeper.{i - 1}."
-            shared = {f"{name}.weight" for name in _OUTER[_NEEDED:]}
-            inner = {name.removeprefix(own): value for name, value in weights.items() if name.startswith(own)}
-            weights = inner | {name: value for name, value in weights.items() if name in shared}
-        if join.embedding_first != self.embedding_first:
-            weights = {**weights, "project.weight": torch.cat(weights["project.weight"].chunk(2, 1)[::-1], 1)}
-        tensors = self._layer_names(weights, at)
-        for ours, theirs in zip(_OUTER, self.outer, strict=False):
-            if f"{ours}.weight" in weights:
-                tensors[at + theirs] = weights[f"{ours}.weight"]
+            inner_prefix = f"deeper.{i - 1}."
+            inner = {
+                name.removeprefix(inner_prefix): value
+                for name, value in weights.items()
+                if name.startswith(inner_prefix)
+            }
+            shared_names = {f"{name}.weight" for name in _OUTER[_NUM_REQUIRED:]}
+            weights = inner | {name: value for name, value in weights.items() if name in shared_names}
+        if fusion.embedding_first != self.embedding_first:
+            first_half, second_half = weights["project.weight"].chunk(2, 1)
+            weights = {**weights, "project.weight": torch.cat([second_half, first_half], 1)}
+        tensors = self._layer_tensors(weights, prefix)
+        for name, stored in zip(_OUTER, self.outer, strict=False):
+            if f"{name}.weight" in weights:
+                tensors[prefix + stored] = weights[f"{name}.weight"]
         return tensors
 
     def _target_layers(self, config: Settings) -> int:
+        """Return the number of layers of the target."""
         return config.size("num_hidden_layers")
 
-    def _body(self, config: Settings, source: Source, at: str) -> Body:
-        kind = config.text("model_type", "llama")
-        if kind not in LLAMAS and not kind.startswith(_FROM_ONE):
-            known = ", ".join([*sorted(LLAMAS), *_FROM_ONE])
-            raise OutriderError(
-                f"model_type is {kind!r}, and what its layers compute is not known here; known: {known}"
-            )
-        body = read_body(config, 1, lambda name: at + self.layer + name in source)
-        asked = source.take(f"{at}{self.layer}self_attn.q_proj.weight").shape[0]
-        return replace(body, attention_gate=kind.startswith(_FROM_ONE) and asked == 2 * body.heads * body.dim)
+    def _body(self, config: Settings, source: Source, prefix: str) -> Body:
+        """Return the decoder layer of a module."""
+        model_type = config.text("model_type", "llama")
+        is_qwen = model_type.startswith(_QWEN_FAMILIES)
+        if model_type not in LLAMAS and not is_qwen:
+            supported = ", ".join([*sorted(LLAMAS), *_QWEN_FAMILIES])
+            raise OutriderError(f"the layers of model_type {model_type!r} are not supported; supported are {supported}")
+        body = read_body(config, 1, lambda name: prefix + self.layer + name in source)
+        query_size = source.take(f"{prefix}{self.layer}self_attn.q_proj.weight").shape[0]
+        return replace(body, attention_gate=is_qwen and query_size == 2 * body.heads * body.dim)
 
-    def _layers(self, source: Source, at: str) -> Tensors:
-        outer = {at + name for name in self.outer}
-        found = take_layer(source, at + self.layer, "layers.0.")
-        return {ours: value for ours, value in found.items() if at + self.layer + ours[len("layers.0.") :] not in outer}
-
-    def _layer_names(self, weights: Tensors, at: str) -> Tensors:
-        return layer_tensors(weights, 0, at + self.layer)
-
-    def _written(self, body: Body, vocab: int, partner: TargetInfo | None) -> Config:
-        config = write_body(body, vocab, partner)
-        return {**config, "model_type": _GATED} if body.attention_gate else config
-
-    def _refuse(self, it: HeadDescription, body: Body, join: InputFusion) -> None:
-        gate = body.attention_gate and not any(each in self.name for each in ("qwen", "speculators"))
-        last = (it.target_layers - 1,), self.final, False
-        other = (it.aux_states.layers, it.aux_states.final, it.aux_states.fused) != last
-        reasons = {
-            "is joined at the attention": join.at is not FusionPoint.PROJECTION,
-            "joins without norms, or with a bias": not join.norms or join.bias,
-            f"{'takes' if join.zero_first else 'does not take'} the text's first embedding for zeros, where engines"
-            " that read this naming do the opposite": join.zero_first is not self.zero_first,
-            f"carries its {it.feedback} state on, where engines that read this naming carry on the other": it.feedback
-            is not self.recycle,
-            f"reads another state than the target's last {'after' if self.final else 'before'} its final norm": other,
-            "guesses a part of the vocabulary": bool(it.draft_vocab),
-            "has no norm before its layer or behind it": not (body.first_norm and it.final_norm),
-            "has more than one decoder layer": body.layers > 1,
-            "has several modules: write mtp-deepseek": it.modules > 1 and not self.several,
-            "has tables of its own, for which this naming has no place": len(self.outer) <= _NEEDED
-            and (it.own_lm_head or it.own_embedding),
-            **self._strange(body),
+    def _take_layers(self, source: Source, prefix: str) -> Tensors:
+        """Return the weights of a module's decoder layer by their names in the module."""
+        outer = {prefix + stored for stored in self.outer}
+        layer = take_layer(source, prefix + self.layer, "layers.0.")
+        return {
+            name: value for name, value in layer.items() if prefix + self.layer + name[len("layers.0.") :] not in outer
         }
-        refuse(self.name, {**reasons, "has a gate behind its attention": gate})
 
-    def _strange(self, body: Body) -> dict[str, bool]:
+    def _layer_tensors(self, weights: Tensors, prefix: str) -> Tensors:
+        """Return the tensors of a module's decoder layer by their stored names."""
+        return layer_tensors(weights, 0, prefix + self.layer)
+
+    def _layer_config(self, body: Body, vocab: int, partner: TargetInfo | None) -> Config:
+        """Return the config of the decoder layer."""
+        config = write_body(body, vocab, partner)
+        return {**config, "model_type": _GATED_MODEL_TYPE} if body.attention_gate else config
+
+    def _reasons(self, description: HeadDescription, body: Body, fusion: InputFusion) -> dict[str, bool]:
+        """Return why this naming cannot represent a draft head, or why its engines would run it differently."""
+        aux = description.aux_states
+        takes_last_state = aux.layers == (description.target_layers - 1,) and aux.final is self.final and not aux.fused
+        supports_gate = "qwen" in self.name or "speculators" in self.name
+        return {
+            "combines embeddings and states at the attention": fusion.at is not FusionPoint.PROJECTION,
+            "combines embeddings and states without norms, or with a bias": not fusion.norms or fusion.bias,
+            f"{'replaces' if fusion.zero_first else 'does not replace'} the embedding at position 0 by zeros, unlike"
+            " engines that use this format": fusion.zero_first is not self.zero_first,
+            f"feeds back the {description.feedback} state, unlike engines that use this format": (
+                description.feedback is not self.recycle
+            ),
+            f"takes another state than the target's last {'after' if self.final else 'before'} its final norm": (
+                not takes_last_state
+            ),
+            "has a reduced draft vocabulary": bool(description.draft_vocab),
+            "has no norm before its layer or after it": not (body.first_norm and description.final_norm),
+            "has more than one decoder layer": body.layers > 1,
+            "has several modules; use --to mtp-deepseek": description.modules > 1 and not self.several,
+            "has its own embedding or LM head": (
+                len(self.outer) <= _NUM_REQUIRED and (description.own_lm_head or description.own_embedding)
+            ),
+            **self._layer_reasons(body),
+            "has a gate after its attention": body.attention_gate and not supports_gate,
+        }
+
+    def _layer_reasons(self, body: Body) -> dict[str, bool]:
+        """Return why this naming cannot represent the decoder layer."""
         return unlike(replace(body, attention_gate=False, rotary=1.0) if body.attention_gate else body)
 
 
@@ -252,9 +295,14 @@ def _is_norm(name: str) -> bool:
     return name.endswith("norm.weight")
 
 
-def number(at: str) -> str:
-    """The digits before the dot that a prefix ends with."""
-    return at[:-1].rpartition(".")[2]
+def module_number(prefix: str) -> str:
+    """Return the digits before the last dot of a prefix, as in "model.layers.61."."""
+    return prefix[:-1].rpartition(".")[2]
+
+
+def _before_number(prefix: str) -> str:
+    """Return a prefix without its last number and dot."""
+    return prefix[: -len(module_number(prefix)) - 1]
 
 
 _MIMO = ("token_layernorm.weight", "hidden_layernorm.weight", "input_proj.weight", "final_layernorm.weight")

@@ -1,4 +1,4 @@
-"""Nemotron-H's module for multi-token prediction: two sublayers, of which each has a number of its own."""
+"""MTP modules of Nemotron-H: attention without rotary positions, and an MLP without a gate."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from outrider.heads.config import Settings
 from outrider.heads.description import Body
 from outrider.heads.formats.base import Config, Source, TargetInfo, Tensors
 from outrider.heads.formats.llama import write_body
-from outrider.heads.formats.mtp import Mtp, number
+from outrider.heads.formats.mtp import Mtp, module_number
 
-_MIXERS: Mapping[str, str] = MappingProxyType(
+# By name in the module. Nemotron-H counts attention and MLP as layers 0 and 1.
+_STORED_NAMES: Mapping[str, str] = MappingProxyType(
     {
         "layers.0.input_layernorm.weight": "mtp.layers.0.norm.weight",
         **{f"layers.0.self_attn.{p}_proj.weight": f"mtp.layers.0.mixer.{p}_proj.weight" for p in "qkvo"},
@@ -21,26 +22,29 @@ _MIXERS: Mapping[str, str] = MappingProxyType(
         "norm.weight": "mtp.layers.1.final_layernorm.weight",
     }
 )
+# Keys of a Llama config that Nemotron-H does not have.
+_LLAMA_ONLY_KEYS = frozenset({"rms_norm_eps", "rope_theta", "rope_scaling", "hidden_act", "partial_rotary_factor"})
 
 
 class NemotronMtp(Mtp):
-    """Two sublayers, `*-` in Nemotron-H's words: attention without positions, and a perceptron without a gate."""
+    """A module of two sublayers, whose pattern is `*-` in Nemotron-H's notation."""
 
-    def _own(self, at: str) -> str:
-        return at[: -len(number(at)) - 1]
+    def _tensor_prefix(self, prefix: str) -> str:
+        return prefix[: -len(module_number(prefix)) - 1]
 
     def _target_layers(self, config: Settings) -> int:
-        """Older configs name each layer, and do not count them."""
-        named = config.texts("layers_block_type") or config.text("hybrid_override_pattern", "")
-        return config.size("num_hidden_layers", len(named))
+        # Older configs list the layers instead of a number.
+        layer_types = config.texts("layers_block_type") or config.text("hybrid_override_pattern", "")
+        return config.size("num_hidden_layers", len(layer_types))
 
-    def _body(self, config: Settings, source: Source, at: str) -> Body:
+    def _body(self, config: Settings, source: Source, prefix: str) -> Body:
         pattern = config.text("mtp_hybrid_override_pattern", "*-")
-        act, biased = config.text("mlp_hidden_act", "relu2"), config.flag("attention_bias", False)
-        if pattern != "*-" or act != "relu2" or biased or config.flag("mlp_bias", False):
+        activation = config.text("mlp_hidden_act", "relu2")
+        has_bias = config.flag("attention_bias", False)
+        if pattern != "*-" or activation != "relu2" or has_bias or config.flag("mlp_bias", False):
             raise OutriderError(
-                f"its module is {pattern!r} with {act}; known is '*-' with relu2 and no bias, which is attention and a"
-                " perceptron"
+                f"modules with the pattern {pattern!r} and activation {activation} are not supported; use a draft head"
+                " with '*-' (attention and MLP), relu2 and no bias"
             )
         return Body(
             layers=1,
@@ -54,25 +58,27 @@ class NemotronMtp(Mtp):
             gated=False,
         )
 
-    def _layers(self, source: Source, at: str) -> Tensors:
-        return {ours: source.take(theirs) for ours, theirs in _MIXERS.items()}
+    def _take_layers(self, source: Source, prefix: str) -> Tensors:
+        return {name: source.take(stored) for name, stored in _STORED_NAMES.items()}
 
-    def _leave(self, source: Source, at: str, taken: int) -> None:
-        """There is one module of two sublayers."""
+    def _ignore_other_modules(self, source: Source, prefix: str, count: int) -> None:
+        """Do nothing: there is only one module."""
 
-    def _layer_names(self, weights: Tensors, at: str) -> Tensors:
-        return {theirs: weights[ours] for ours, theirs in _MIXERS.items()}
+    def _layer_tensors(self, weights: Tensors, prefix: str) -> Tensors:
+        return {stored: weights[name] for name, stored in _STORED_NAMES.items()}
 
-    def _written(self, body: Body, vocab: int, partner: TargetInfo | None) -> Config:
-        config = write_body(body, vocab, partner)
-        gone = ("rms_norm_eps", "rope_theta", "rope_scaling", "hidden_act", "partial_rotary_factor")
-        kept = {name: value for name, value in config.items() if name not in gone}
-        mine = {"layer_norm_epsilon": body.epsilon, "mlp_hidden_act": "relu2", "mtp_hybrid_override_pattern": "*-"}
-        return {**kept, "model_type": "nemotron_h", **mine}
+    def _layer_config(self, body: Body, vocab: int, partner: TargetInfo | None) -> Config:
+        llama = write_body(body, vocab, partner)
+        config = {name: value for name, value in llama.items() if name not in _LLAMA_ONLY_KEYS}
+        config["model_type"] = "nemotron_h"
+        config["layer_norm_epsilon"] = body.epsilon
+        config["mlp_hidden_act"] = "relu2"
+        config["mtp_hybrid_override_pattern"] = "*-"
+        return config
 
-    def _strange(self, body: Body) -> dict[str, bool]:
-        other = body.gated or body.rotary or body.attention_gate or body.head_norms or body.attention_bias
-        return {"has rotary positions or a gated perceptron, which Nemotron-H's layers have not": bool(other)}
+    def _layer_reasons(self, body: Body) -> dict[str, bool]:
+        other_layers = body.gated or body.rotary or body.attention_gate or body.head_norms or body.attention_bias
+        return {"has other decoder layers than Nemotron-H": bool(other_layers)}
 
 
 NEMOTRON = NemotronMtp(

@@ -1,7 +1,8 @@
-"""P-EAGLE, as AWS publishes it for vLLM, and as speculators writes it down: EAGLE-3, and what its masks need.
+"""P-EAGLE in the format that AWS publishes for vLLM, and in that of speculators: EAGLE-3 with mask tokens.
 
-Those are `mask_hidden`, which stands in for the target's states and goes through the same norms and `fc`, and a token
-whose embedding masks have. vLLM makes the one config from the other: it lays the inner one open.
+The additions are `mask_hidden`, which replaces the target's states and passes through the same norms and `fc`, and the
+id of a token whose embedding the mask tokens have. The first format has the nested config of the second at its top
+level, as vLLM converts it.
 """
 
 from __future__ import annotations
@@ -16,102 +17,122 @@ from outrider.heads.formats.base import Config, Source, TargetInfo, Tensors, ref
 from outrider.heads.formats.eagle3 import Eagle3, SpeculatorsEagle3
 from outrider.heads.formats.speculators import speculators
 
-_GUESSES = 8  # where nobody says how many: so many are trained where nobody says otherwise
-_TOKENS = ("mask_token_id", "pard_token", "ptd_token_id")  # which token it is, in the order in which vLLM looks
-_STATE, _LOOKAHEAD = "mask_hidden", "num_lookahead_tokens"
-_NESTED, _FIRST = "transformer_layer_config", "layers.0."
-_ELSEWHERE = ("architectures", "norm_output", _NESTED)  # of speculators' config, besides what says that it is one
+_DEFAULT_DRAFT_TOKENS = 8  # if the config has no number; P-EAGLE is trained with this many by default
+_MASK_TOKEN_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")  # in the order in which vLLM looks them up
+_MASK_STATE = "mask_hidden"
+_DRAFT_TOKENS_KEY = "num_lookahead_tokens"
+_NESTED_KEY = "transformer_layer_config"
+_FIRST_LAYER = "layers.0."
+# Keys of the nested format that the flat one does not have, besides those that contain "speculators".
+_NESTED_ONLY_KEYS = ("architectures", "norm_output", _NESTED_KEY)
 
 
 class PEagle(Eagle3):
-    """A flat config, as vLLM takes it with `parallel_drafting`."""
+    """A flat config, for vLLM with `parallel_drafting`."""
 
-    name, title = "peagle", "P-EAGLE (AWS, vLLM; SpecForge)"
+    name = "peagle"
+    title = "P-EAGLE (AWS, vLLM; SpecForge)"
 
     def fits(self, config: Mapping[str, Any], names: Collection[str]) -> bool:
-        return _STATE in names and super().fits(config, names)
+        return _MASK_STATE in names and super().fits(config, names)
 
     def read(self, source: Source) -> tuple[HeadDescription, Tensors]:
-        return _masked(source, super().read(source), source.config.size(_LOOKAHEAD, _GUESSES))
+        description, weights = super().read(source)
+        draft_tokens = source.config.size(_DRAFT_TOKENS_KEY, _DEFAULT_DRAFT_TOKENS)
+        return _with_masks(source, description, weights, draft_tokens)
 
     def write(
         self, description: HeadDescription, weights: Tensors, partner: TargetInfo | None
     ) -> tuple[Config, Tensors]:
-        it = description
-        few = len(it.aux_states.layers) != 3
-        refuse(
-            self.name,
-            {**_unfit(it), f"taps {len(it.aux_states.layers)} layers instead of 3: write peagle-speculators": few},
-        )
-        assert it.masks is not None
-        assert it.body is not None
-        config, tensors = SpeculatorsEagle3().write(*_plain(it, weights), partner)
-        config = {
-            "architectures": ["PeagleQwen3ForCausalLM" if it.body.head_norms else "LlamaForCausalLMEagle3"],
-            **config[_NESTED],
-            **{name: value for name, value in config.items() if name not in _ELSEWHERE and "speculators" not in name},
-            "parallel_drafting": True,
-            "ptd_token_id": it.masks.token,
-            _LOOKAHEAD: it.masks.draft_tokens,
+        num_layers = len(description.aux_states.layers)
+        reasons = {
+            **_reasons(description),
+            f"takes the states of {num_layers} layers instead of 3; use --to peagle-speculators": num_layers != 3,
         }
-        first = {name: name.replace(_FIRST, "midlayer.") for name in tensors}
-        return config, {first[name]: value for name, value in tensors.items()} | _state(weights)
+        refuse(self.name, reasons)
+        assert description.masks is not None
+        assert description.body is not None
+        config, tensors = SpeculatorsEagle3().write(*_without_masks(description, weights), partner)
+        common = {
+            name: value for name, value in config.items() if name not in _NESTED_ONLY_KEYS and "speculators" not in name
+        }
+        has_head_norms = description.body.head_norms
+        config = {
+            "architectures": ["PeagleQwen3ForCausalLM" if has_head_norms else "LlamaForCausalLMEagle3"],
+            **config[_NESTED_KEY],
+            **common,
+            "parallel_drafting": True,
+            "ptd_token_id": description.masks.token,
+            _DRAFT_TOKENS_KEY: description.masks.draft_tokens,
+        }
+        renamed = {name.replace(_FIRST_LAYER, "midlayer."): value for name, value in tensors.items()}
+        return config, renamed | _mask_state(weights)
 
 
 class SpeculatorsPEagle(SpeculatorsEagle3):
-    """A config around a config."""
+    """A config with a nested config of the layers."""
 
-    name, title = "peagle-speculators", "P-EAGLE (speculators, vLLM)"
+    name = "peagle-speculators"
+    title = "P-EAGLE (speculators, vLLM)"
 
     def fits(self, config: Mapping[str, Any], names: Collection[str]) -> bool:
         return config.get("speculators_model_type") == "peagle"
 
     def read(self, source: Source) -> tuple[HeadDescription, Tensors]:
         methods = source.config.table("speculators_config").tables("proposal_methods")
-        guesses = methods[0].size("speculative_tokens", _GUESSES) if methods else _GUESSES
-        return _masked(source, super().read(source), guesses)
+        draft_tokens = _DEFAULT_DRAFT_TOKENS
+        if methods:
+            draft_tokens = methods[0].size("speculative_tokens", _DEFAULT_DRAFT_TOKENS)
+        description, weights = super().read(source)
+        return _with_masks(source, description, weights, draft_tokens)
 
     def write(
         self, description: HeadDescription, weights: Tensors, partner: TargetInfo | None
     ) -> tuple[Config, Tensors]:
-        it = description
-        each = it.aux_states.norm is FuseNorm.EACH
-        refuse(self.name, {**_unfit(it), "norms each tap, which vLLM leaves out here: write peagle": each})
-        assert it.masks is not None
-        config, tensors = super().write(*_plain(it, weights), partner)
-        mine = {
-            **speculators("peagle", "PEagleSpeculator", partner, it.masks.draft_tokens),
-            "mask_token_id": it.masks.token,
+        norms_each = description.aux_states.norm is FuseNorm.EACH
+        reasons = {
+            **_reasons(description),
+            "normalizes the state of each layer, which vLLM skips in this format; use --to peagle": norms_each,
         }
-        return config | mine, tensors | _state(weights)
+        refuse(self.name, reasons)
+        assert description.masks is not None
+        config, tensors = super().write(*_without_masks(description, weights), partner)
+        config |= speculators("peagle", "PEagleSpeculator", partner, description.masks.draft_tokens)
+        config["mask_token_id"] = description.masks.token
+        return config, tensors | _mask_state(weights)
 
 
-def _masked(source: Source, found: tuple[HeadDescription, Tensors], guesses: int) -> tuple[HeadDescription, Tensors]:
-    """A draft of EAGLE-3 with the masks that its checkpoint holds."""
-    description, weights = found
-    token = next((source.config.whole(name) for name in _TOKENS if name in source.config), None)
+def _with_masks(
+    source: Source, description: HeadDescription, weights: Tensors, draft_tokens: int
+) -> tuple[HeadDescription, Tensors]:
+    """Return an EAGLE-3 head with the mask tokens of its checkpoint."""
+    token = next((source.config.whole(name) for name in _MASK_TOKEN_KEYS if name in source.config), None)
     if token is None:
         raise OutriderError(
-            f"it does not say which token its masks are; add one of {', '.join(_TOKENS)} to config.json"
+            f"the config does not name the mask token; add one of {', '.join(_MASK_TOKEN_KEYS)} to config.json"
         )
-    weights["mask"] = source.take(_STATE).flatten()
-    masks = MaskTokens(draft_tokens=guesses, token=token)
+    weights["mask"] = source.take(_MASK_STATE).flatten()
+    masks = MaskTokens(draft_tokens=draft_tokens, token=token)
     return replace(description, kind=Kind.PEAGLE, masks=masks, feedback=Feedback.RAW), weights
 
 
-def _plain(it: HeadDescription, weights: Tensors) -> tuple[HeadDescription, Tensors]:
-    """The same without masks."""
-    rest = {name: value for name, value in weights.items() if name != "mask"}
-    return replace(it, kind=Kind.EAGLE3, masks=None), rest
+def _without_masks(description: HeadDescription, weights: Tensors) -> tuple[HeadDescription, Tensors]:
+    """Return the EAGLE-3 head without its mask tokens."""
+    other_weights = {name: value for name, value in weights.items() if name != "mask"}
+    return replace(description, kind=Kind.EAGLE3, masks=None), other_weights
 
 
-def _state(weights: Tensors) -> Tensors:
-    return {_STATE: weights["mask"].view(1, 1, -1)}
+def _mask_state(weights: Tensors) -> Tensors:
+    return {_MASK_STATE: weights["mask"].view(1, 1, -1)}
 
 
-def _unfit(it: HeadDescription) -> dict[str, bool]:
-    wide = it.target_hidden != it.width
+def _reasons(description: HeadDescription) -> dict[str, bool]:
+    """Return why neither format can represent a draft head."""
+    width = description.width
+    target_hidden = description.target_hidden
     return {
-        f"is of kind {it.kind}": it.masks is None,
-        f"is {it.width} wide beside a target of {it.target_hidden}, which engines do not expect of masks": wide,
+        f"is of kind {description.kind}": description.masks is None,
+        f"has hidden size {width} for a target with {target_hidden}, which engines do not support with mask tokens": (
+            target_hidden != width
+        ),
     }

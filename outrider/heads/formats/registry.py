@@ -1,4 +1,4 @@
-"""The formats that are known, and which of them a folder is in: by its config and the names of its tensors alone."""
+"""The list of known formats, and detection of the format of a folder from its config and tensor names."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FORMATS: tuple[Format, ...] = (
     *BLOCKS,
     SpeculatorsEagle3(),
     SpeculatorsPEagle(),
-    PEagle(),  # before EAGLE-3, which it is with masks
+    PEagle(),  # before EAGLE-3, which also fits its tensor names
     Eagle3(),
     *NAMINGS,
     NEMOTRON,
@@ -37,33 +37,35 @@ FORMATS: tuple[Format, ...] = (
     Eagle(),
 )
 
-_MASK = "mask_embedding.pt"  # beside a draft that fills in blocks
+_MASK_FILE = "mask_embedding.pt"  # of draft heads that fill in blocks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """A folder that holds a trained draft."""
+    """A folder with a draft head, and its format."""
 
     format: Format
     config: dict[str, Any]
     stored: TensorFiles
 
     def whole(self) -> bool:
-        """Whether a whole model is there, and the draft came with it."""
-        at = self.format.module(self.stored)
-        return at is not None and any("layers.0." in name and not name.startswith(at) for name in self.stored)
+        """Return whether the folder holds a full model that includes the draft head."""
+        prefix = self.format.module(self.stored)
+        if prefix is None:
+            return False
+        return any("layers.0." in name and not name.startswith(prefix) for name in self.stored)
 
     def belongs(self, partner: TargetInfo) -> bool:
-        """Whether a whole model is of a target's sizes, and may be the target itself."""
+        """Return whether the sizes of a full model are those of a target, so that it may be the target itself."""
         config = text_config(self.config)
         return [config.get(name) for name in SIZES] == [partner.vocab, partner.hidden, partner.layers]
 
     def read(self, partner: TargetInfo | None) -> Trained:
-        """The draft.
+        """Return the draft head.
 
         Raises:
-            Unowned: the target must be known.
-            OutriderError: it is damaged, or cannot be run here.
+            UnusedTensors: the target is needed.
+            OutriderError: the draft head is damaged or not supported.
         """
         source = Source(self.config, self.stored, partner)
         description, weights = self.format.read(source)
@@ -71,46 +73,50 @@ class Found:
 
 
 def find(folder: Path) -> Found | None:
-    """What a folder holds, or None where that is no trained draft in a known format.
+    """Return the draft head of a folder with its format, or None if the folder has no draft head in a known format.
 
     Raises:
-        OutriderError: a file is damaged, or the draft is of a kind that is known and not handled.
+        OutriderError: a file is damaged, or the draft head is of a known kind that is not supported.
     """
-    config, stored = read_config(folder), TensorFiles(folder)
+    config = read_config(folder)
+    stored = TensorFiles(folder)
     if not stored:
         return None
-    if reason := _refused(config, stored.keys()):
+    if reason := _unsupported_reason(config, stored.keys()):
         raise OutriderError(f"{folder}: {reason}")
     for format in FORMATS:
         if format.fits(config, stored.keys()):
-            if (folder / _MASK).exists():
+            if (folder / _MASK_FILE).exists():
                 raise OutriderError(
-                    f"{folder}: {_MASK} holds a mask that is no token's embedding, which is not handled"
+                    f"{folder}: the mask in {_MASK_FILE} is not the embedding of a token, which is not supported; use a"
+                    " draft head with mask_token_id"
                 )
             return Found(format=format, config=config, stored=stored)
     return None
 
 
-def _refused(config: Mapping[str, Any], names: Collection[str]) -> str | None:
-    """Why a draft of another kind is not handled, if it is one."""
+def _unsupported_reason(config: Mapping[str, Any], names: Collection[str]) -> str | None:
+    """Return why a draft head of a known kind is not supported, or None."""
     kind = config.get("speculators_model_type")
-    written = str(config.get("architectures"))
+    architectures = str(config.get("architectures"))
     if "ptd_token_id" in config and "mask_hidden" not in names:
-        return "it names a token for masks (P-EAGLE), and mask_hidden, their state, is missing; copy the draft again"
-    if re.search("Domino|DFlash2|DFlare", written) or any(name.startswith("prefix_gru.") for name in names):
-        return "of drafts that fill in blocks, those are known that are like DFlash or DSpark; this one has other parts"
+        return (
+            "its config names a mask token (P-EAGLE), but the tensor mask_hidden is missing; copy the draft head again"
+        )
+    if re.search("Domino|DFlash2|DFlare", architectures) or any(name.startswith("prefix_gru.") for name in names):
+        return "this variant of DFlash is not supported; use DFlash or DSpark"
     if any(re.match(r"mtp\.\d+\.|model\.mtp\.layers\.", name) for name in names):
-        return "modules of DeepSeek-V4 and MiMo-V2 have layers that are not Llama's, and are not handled"
+        return "modules of DeepSeek-V4 and MiMo-V2 are not supported, because their layers are not those of Llama"
     if kind not in (None, "dflash", "dspark", "eagle3", "peagle", "mtp"):
-        return f"speculators_model_type is {kind!r}; known are dflash, dspark, eagle3, peagle and mtp"
+        return f"speculators_model_type {kind!r} is not supported; use dflash, dspark, eagle3, peagle or mtp"
     return None
 
 
 def format_of(name: str) -> Format:
-    """A format by its name.
+    """Return a format by its name.
 
     Raises:
-        OutriderError: there is none.
+        OutriderError: there is no such format.
     """
     for format in FORMATS:
         if format.name == name:

@@ -1,1 +1,1 @@
-"""The torch modules of trained draft heads."""
+"""The torch modules of draft heads."""

@@ -1,4 +1,4 @@
-"""What all trained drafts are as modules: beside the tables of a target, lent or their own, and with a vocabulary."""
+"""The base class of draft head modules: embedding, LM head and draft vocabulary."""
 
 from __future__ import annotations
 
@@ -10,42 +10,42 @@ from outrider.heads.description import HeadDescription
 
 
 class HeadBase(nn.Module):
-    """A draft beside the tables of its target.
+    """A draft head with its own embedding and LM head, or with those of its target.
 
-    Tables that it shares with the target are lent to it (`lend`) and are no parameters of its own. Where it guesses a
-    part of the vocabulary by the target's output layer, it keeps those rows together (Zhao et al. 2025, FR-Spec).
+    Tables that it shares with the target are set by `share_weights` and are no parameters of the module. A draft head
+    with a reduced vocabulary keeps a copy of the needed rows of the target's LM head (Zhao et al. 2025, FR-Spec).
     """
 
-    ids: torch.Tensor  # [Vd] the target's ids of what is guessed, rising
+    ids: torch.Tensor  # [Vd] target ids of the tokens that can be drafted, in ascending order
 
     def __init__(self, description: HeadDescription) -> None:
         super().__init__()
-        self.description = it = description
-        if it.own_lm_head and not it.stack:
-            self.head = nn.Linear(it.width, it.output_vocab, bias=False)
-        if it.own_embedding:
-            self.embedding = nn.Embedding(it.vocab, it.width)
-        self.register_buffer("ids", torch.arange(it.output_vocab), persistent=bool(it.draft_vocab))
-        self._lent: tuple[torch.Tensor, torch.Tensor] | None = None  # embeddings [V, H], output layer [Vd, H]
+        self.description = description
+        if description.own_lm_head and not description.stack:
+            self.head = nn.Linear(description.width, description.output_vocab, bias=False)
+        if description.own_embedding:
+            self.embedding = nn.Embedding(description.vocab, description.width)
+        self.register_buffer("ids", torch.arange(description.output_vocab), persistent=bool(description.draft_vocab))
+        self._shared: tuple[torch.Tensor, torch.Tensor] | None = None  # embedding [V, H], LM head [Vd, H]
 
     def share_weights(self, embedding: torch.Tensor, head: torch.Tensor) -> None:
-        """Take the target's tables [V, H]; again, where `ids` has changed since."""
-        self._lent = embedding, head[self.ids] if self.description.draft_vocab else head
+        """Use the target's embedding and LM head [V, H]. Call it again after `ids` has changed."""
+        self._shared = embedding, head[self.ids] if self.description.draft_vocab else head
 
     def output_table(self) -> torch.Tensor:
-        """The output layer [Vd, H], lent or own."""
+        """Return the weight of the LM head [Vd, H]."""
         if self.description.own_lm_head:
             return self.head.weight
-        assert self._lent is not None, "no output layer was lent"
-        return self._lent[1]
+        assert self._shared is not None, "call share_weights first"
+        return self._shared[1]
 
     def logits(self, out: torch.Tensor) -> torch.Tensor:
-        """[*, Vd] float32, over `ids`, of outputs [*, H]."""
+        """Return float32 logits [*, Vd] over `ids` for outputs [*, H]."""
         return functional.linear(out, self.output_table().to(out.dtype)).float()
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        """[*, H] of the target's ids [*]."""
+        """Return the embeddings [*, H] of target ids [*]."""
         if self.description.own_embedding:
             return self.embedding(tokens)  # type: ignore[no-any-return]
-        assert self._lent is not None, "no embeddings were lent"
-        return functional.embedding(tokens, self._lent[0])
+        assert self._shared is not None, "call share_weights first"
+        return functional.embedding(tokens, self._shared[0])

@@ -1,4 +1,4 @@
-"""Decoder layers of trained drafts, as Llama has them; who sees whom is the caller's business."""
+"""Decoder layers of draft heads, of the Llama type. The caller computes the attention."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ from torch.nn import functional
 from outrider.heads.description import Body
 from outrider.heads.rotary import frequencies
 
-# (the attention, query, key, value), each [*, heads, T, D], to [*, query heads, T, D]
-AttentionInput = Callable[["Attention", torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+# Called with the attention module, and its query, key and value, each [*, heads, T, D]. Returns the attention output
+# [*, query heads, T, D].
+AttentionFunction = Callable[["Attention", torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Norm(nn.Module):
-    """x / rms(x) * weight, in float32 (Zhang and Sennrich 2019)."""
+    """RMS norm in float32: x / rms(x) * weight (Zhang and Sennrich 2019)."""
 
     def __init__(self, size: int, epsilon: float) -> None:
         super().__init__()
-        self.weight, self.epsilon = nn.Parameter(torch.ones(size)), epsilon
+        self.weight = nn.Parameter(torch.ones(size))
+        self.epsilon = epsilon
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         wide = x.float()
@@ -28,43 +30,49 @@ class Norm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Rotary attention with fewer key heads than query heads."""
+    """Grouped-query attention with rotary positions."""
 
     def __init__(self, body: Body, inputs: int, layer: int) -> None:
         super().__init__()
-        self.layer_idx, self.dim = layer, body.dim
-        self.asked = body.dim * (2 if body.attention_gate else 1)  # of a head: the query, and the gate behind it
-        self.q_proj = nn.Linear(inputs, body.heads * self.asked, bias=body.attention_bias)
+        self.layer_idx = layer
+        self.dim = body.dim
+        # Size of a head in the query projection: the query, and then the gate if there is one.
+        self.query_size = body.dim * (2 if body.attention_gate else 1)
+        self.q_proj = nn.Linear(inputs, body.heads * self.query_size, bias=body.attention_bias)
         self.k_proj = nn.Linear(inputs, body.key_heads * body.dim, bias=body.attention_bias)
         self.v_proj = nn.Linear(inputs, body.key_heads * body.dim, bias=body.attention_bias)
         self.o_proj = nn.Linear(body.heads * body.dim, body.hidden, bias=body.output_bias)
         if body.head_norms:
-            self.q_norm, self.k_norm = Norm(body.dim, body.epsilon), Norm(body.dim, body.epsilon)
+            self.q_norm = Norm(body.dim, body.epsilon)
+            self.k_norm = Norm(body.dim, body.epsilon)
 
-    def forward(self, x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], look: AttentionInput) -> torch.Tensor:
-        """[*, T, inputs] to [*, T, hidden]; `rotary` holds cosines and sines [*, T, D]."""
-        asked = self.q_proj(x).unflatten(-1, (-1, self.asked))
-        query = asked[..., : self.dim].transpose(-2, -3)
+    def forward(
+        self, x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], attend: AttentionFunction
+    ) -> torch.Tensor:
+        """Return outputs [*, T, hidden] for inputs [*, T, inputs]. `rotary` has cosines and sines [*, 1, T, D]."""
+        query_and_gate = self.q_proj(x).unflatten(-1, (-1, self.query_size))
+        query = query_and_gate[..., : self.dim].transpose(-2, -3)
         if hasattr(self, "q_norm"):
             query = self.q_norm(query)
-        out = look(self, rotate(query, *rotary), *self.shown(x, rotary)).transpose(-2, -3)
-        if self.asked > self.dim:
-            out = out * asked[..., self.dim :].sigmoid()
+        out = attend(self, rotate(query, *rotary), *self.shown(x, rotary)).transpose(-2, -3)
+        if self.query_size > self.dim:
+            out = out * query_and_gate[..., self.dim :].sigmoid()
         return self.o_proj(out.flatten(-2))  # type: ignore[no-any-return]
 
     def shown(self, x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [*, key heads, T, D] by which columns [*, T, inputs] are seen."""
-        key, value = self._parted(self.k_proj(x)), self._parted(self.v_proj(x))
+        """Return the keys and values [*, key heads, T, D] of inputs [*, T, inputs]."""
+        key = self._split_heads(self.k_proj(x))
+        value = self._split_heads(self.v_proj(x))
         if hasattr(self, "k_norm"):
             key = self.k_norm(key)
         return rotate(key, *rotary), value
 
-    def _parted(self, x: torch.Tensor) -> torch.Tensor:
+    def _split_heads(self, x: torch.Tensor) -> torch.Tensor:
         return x.view(*x.shape[:-1], x.shape[-1] // self.dim, self.dim).transpose(-2, -3)
 
 
-class Gated(nn.Module):
-    """down(silu(gate x) * up x), or gelu as Gemma has it."""
+class GatedMLP(nn.Module):
+    """down(silu(gate x) * up x), with GELU instead of SiLU for Gemma."""
 
     def __init__(self, body: Body) -> None:
         super().__init__()
@@ -79,7 +87,7 @@ class Gated(nn.Module):
         return self.down_proj(gate * self.up_proj(x))  # type: ignore[no-any-return]
 
 
-class Squared(nn.Module):
+class SquaredReluMLP(nn.Module):
     """down(relu(up x) ** 2) (So et al. 2021)."""
 
     def __init__(self, body: Body) -> None:
@@ -92,13 +100,20 @@ class Squared(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention and a perceptron, each behind a norm and around a residual."""
+    """Attention and an MLP, each with a norm before it and a residual connection."""
 
     def __init__(self, body: Body, layer: int, *, inputs: int, norm: bool = True) -> None:
-        """`inputs` is what the attention reads; without `norm` it is handed over ready."""
+        """Create the layer.
+
+        Args:
+            body: the sizes.
+            layer: its index in the KV cache.
+            inputs: input size of the attention.
+            norm: whether there is a norm before the attention.
+        """
         super().__init__()
         self.self_attn = Attention(body, inputs, layer)
-        self.mlp = Gated(body) if body.gated else Squared(body)
+        self.mlp = GatedMLP(body) if body.gated else SquaredReluMLP(body)
         if norm:
             self.input_layernorm = Norm(body.hidden, body.epsilon)
         self.post_attention_layernorm = Norm(body.hidden, body.epsilon)
@@ -107,31 +122,34 @@ class Layer(nn.Module):
         self,
         residual: torch.Tensor,
         rotary: tuple[torch.Tensor, torch.Tensor],
-        look: AttentionInput,
+        attend: AttentionFunction,
         *,
-        ready: torch.Tensor | None = None,
+        attention_input: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """`ready` is what the attention reads where that is not the residual."""
-        x = ready
+        """Return outputs [*, T, hidden]. Without `attention_input`, the attention gets the normalized residual."""
+        x = attention_input
         if x is None:
             x = self.input_layernorm(residual) if hasattr(self, "input_layernorm") else residual
-        residual = residual + self.self_attn(x, rotary, look)
+        residual = residual + self.self_attn(x, rotary, attend)
         return residual + self.mlp(self.post_attention_layernorm(residual))  # type: ignore[no-any-return]
 
 
 def rotation(positions: torch.Tensor, body: Body, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines [*, 1, T, D * rotary] of rotary positions [*, T] (Su et al. 2021), halves side by side."""
-    speeds, amplitude = frequencies(body, positions.device)
-    angles = positions[..., None, :, None].float() * speeds
+    """Return cosines and sines [*, 1, T, R] of rotary positions [*, T], in two equal halves.
+
+    R is the number of rotated dimensions of a head (Su et al. 2021).
+    """
+    radians_per_position, amplitude = frequencies(body, positions.device)
+    angles = positions[..., None, :, None].float() * radians_per_position
     angles = torch.cat([angles, angles], -1)
     return (angles.cos() * amplitude).to(dtype), (angles.sin() * amplitude).to(dtype)
 
 
 def rotate(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
-    """Turn pairs (x_i, x_(i + R/2)) of the first R numbers by their angles [*, R]."""
+    """Rotate the pairs (x_i, x_(i + R/2)) of the first R dimensions by their angles [*, R]."""
     size = cosine.shape[-1]
     if not size:
         return x
-    one, two = x[..., :size].chunk(2, -1)
-    turned = x[..., :size] * cosine + torch.cat([-two, one], -1) * sine
-    return turned if size == x.shape[-1] else torch.cat([turned, x[..., size:]], -1)
+    first, second = x[..., :size].chunk(2, -1)
+    rotated = x[..., :size] * cosine + torch.cat([-second, first], -1) * sine
+    return rotated if size == x.shape[-1] else torch.cat([rotated, x[..., size:]], -1)

@@ -1,6 +1,6 @@
-"""Heads that read one state of the target, each guessing one token further: Medusa and Hydra.
+"""Draft heads that predict several positions from one hidden state of the target: Medusa and Hydra.
 
-Cai et al. 2024 (Medusa); Ankner et al. 2024 (Hydra).
+See Cai et al. 2024 (Medusa) and Ankner et al. 2024 (Hydra).
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from outrider.heads.description import HeadDescription, Kind
 from outrider.heads.modules.base import HeadBase
 
 
-class Block(nn.Module):
-    """x + silu(W x + b); where the input is wider, the residual takes a linear way of its own."""
+class ResidualBlock(nn.Module):
+    """x + silu(W x + b). If the input is wider than the output, a linear layer maps the residual."""
 
     def __init__(self, inputs: int, size: int, *, bias: bool) -> None:
         super().__init__()
@@ -28,40 +28,42 @@ class Block(nn.Module):
 
 
 class ParallelHead(HeadBase):
-    """The stack. Head i guesses token i + 2 after the state's own; the target itself guesses the first."""
+    """Parallel heads. If the state predicts token t, which the target samples, head i predicts token t + 1 + i."""
 
     def __init__(self, description: HeadDescription) -> None:
         super().__init__(description)
-        stack, width = description.stack, description.target_hidden
+        stack = description.stack
         assert stack is not None
         self.stack = stack
-        # Hydra: besides the state, the embeddings of the token that it led to and of the guesses before
-        wider = description.kind is Kind.HYDRA
-        self.blocks = nn.ModuleList(
-            nn.Sequential(
-                *(
-                    Block(width * (2 + i) if wider and not j else width, width, bias=stack.bias)
-                    for j in range(stack.layers)
-                )
-            )
-            for i in range(stack.heads)
-        )
+        self.blocks = nn.ModuleList(self._make_blocks(head) for head in range(stack.heads))
         if not stack.shared_head:
             self.heads = nn.ModuleList(
-                nn.Linear(width, description.output_vocab, bias=stack.head_bias)
+                nn.Linear(description.target_hidden, description.output_vocab, bias=stack.head_bias)
                 for _ in range(1 if stack.one_head else stack.heads)
             )
+
+    def _make_blocks(self, head: int) -> nn.Sequential:
+        """Return the residual blocks of one head."""
+        width = self.description.target_hidden
+        blocks = []
+        for i in range(self.stack.layers):
+            inputs = width
+            if not i and self.description.kind is Kind.HYDRA:
+                # The input also has the embeddings of the token after the state and of the earlier draft tokens.
+                inputs = width * (2 + head)
+            blocks.append(ResidualBlock(inputs, width, bias=self.stack.bias))
+        return nn.Sequential(*blocks)
 
     def output_table(self) -> torch.Tensor:
         return self.heads[0].weight if self.stack.one_head else super().output_table()  # type: ignore[return-value]
 
     def forward(self, state: torch.Tensor, tokens: torch.Tensor, head: int) -> torch.Tensor:
-        """Logits [*, Vd] float32 of head `head`.
+        """Return the float32 logits [*, Vd] of one head.
 
         Args:
-            state: [*, H] after the target's final norm.
-            tokens: [*, head + 1] what came after the state, the guesses before this one included; Hydra reads them.
-            head: which, counted from 0.
+            state: [*, H] hidden states of the target, after its final norm.
+            tokens: [*, head + 1] the tokens after the state, including earlier draft tokens. Only Hydra uses them.
+            head: index of the head, from 0.
         """
         x = state
         if self.description.kind is Kind.HYDRA:

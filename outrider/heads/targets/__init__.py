@@ -1,1 +1,1 @@
-"""Trained draft heads as targets, so that a draft-model proposer can run them."""
+"""Targets that run draft heads, so that draft-model proposers can use them."""

@@ -1,7 +1,7 @@
-"""Trained drafts as targets: what a draft model is to a proposer, they are too.
+"""The base class of targets that run draft heads.
 
-They read the same text as a draft model would, and beside each token the state from which the target went on to it. So
-chains, trees, confidence and planning are those of draft models. The target's states come with each round (`note`).
+A draft head implements the same `Target` protocol as a draft model, so proposers and planners treat both alike. In
+addition, a draft head needs the target's hidden state before each token. These states come with each round (`note`).
 """
 
 from __future__ import annotations
@@ -16,51 +16,56 @@ from outrider.core.types import Batch, Draft, DraftChains, Round, Scores, Shared
 from outrider.errors import OutriderError
 from outrider.heads.description import HeadDescription
 from outrider.heads.hidden_states import HiddenStates
-from outrider.heads.modules.layers import Attention, AttentionInput
+from outrider.heads.modules.layers import Attention, AttentionFunction
 from outrider.models.attention import CacheReader, attend
 from outrider.models.base import Target, draft_by_scores
 
 
 @runtime_checkable
 class HeadTarget(Target, Protocol):
-    """A `Target` that must be told of the target's states, and guesses no further than `reach` tokens."""
+    """A `Target` that needs the target's hidden states and predicts at most `max_draft_tokens` in a row."""
 
     description: HeadDescription
     max_draft_tokens: int
 
     def note(self, round: Round) -> None:
-        """Take the states of what was fed and kept, before the round is committed."""
+        """Store the hidden states of the feed and the accepted path. Call it before the round is committed."""
 
     def piled(self, slot: int) -> int:
-        """Places of a row's text whose states were taken and have not been read."""
+        """Return the number of positions in a slot whose hidden states the head has not processed yet."""
 
     def pretend(self, slot: int, start: int, count: int) -> None:
-        """Take zeros for the states at `count` places from `start` on, so that passes can be timed without a target."""
+        """Store zeros as the hidden states of `count` positions from `start` on, to time passes without a target."""
 
 
 class HeadRunner:
-    """What all trained drafts have in common as targets; how they score is their own business."""
+    """What the targets of all draft heads have in common. Subclasses implement `score`."""
 
     cache: Cache
 
-    def __init__(self, module: Any, tables: SharedWeights, *, slots: int, context: int, reach: int) -> None:
-        """Lend the target's `tables` to a module, for `slots` rows of up to `context` tokens."""
+    def __init__(self, module: Any, tables: SharedWeights, *, slots: int, context: int, max_draft_tokens: int) -> None:
+        """Prepare a module for `slots` sequences of up to `context` tokens. It shares `tables` with the target."""
         self.description: HeadDescription = module.description
-        self.module, self.vocab = module, module.description.vocab
-        self.slots, self.context, self.max_draft_tokens = slots, context, reach
-        self.device, self.kernels, self.version = tables.embedding.device, "torch", 0
-        self._taps = HiddenStates(self.description, tables)
+        self.module = module
+        self.vocab = module.description.vocab
+        self.slots = slots
+        self.context = context
+        self.max_draft_tokens = max_draft_tokens
+        self.device = tables.embedding.device
+        self.kernels = "torch"
+        self.version = 0
+        self._hidden_states = HiddenStates(self.description, tables)
         self._dtype = next(module.parameters()).dtype
         module.share_weights(tables.embedding, tables.head)
 
     def note(self, round: Round) -> None:
-        self._taps.record(round)
+        self._hidden_states.record(round)
 
     def piled(self, slot: int) -> int:
-        return self._taps.piled(slot)
+        return self._hidden_states.num_pending(slot)
 
     def pretend(self, slot: int, start: int, count: int) -> None:
-        self._taps.set_assumed(slot, start, count)
+        self._hidden_states.set_zeros(slot, start, count)
 
     def score(self, batch: Batch, draft: Draft, first: int = -1) -> Scores:
         raise NotImplementedError
@@ -70,27 +75,31 @@ class HeadRunner:
 
     def export_hidden_states(self, layers: Sequence[int]) -> None:
         if layers:
-            raise OutriderError("a trained draft exports no layers; tap the target's")
+            raise OutriderError("a draft head cannot export hidden states; export those of its target")
 
     def update_weights(self, weights: Mapping[str, torch.Tensor], version: int) -> None:
         """Load new values for some or all weights.
 
         Raises:
-            OutriderError: there is no weight of such a name or shape.
+            OutriderError: a name or a shape does not match.
         """
-        held = self.module.state_dict()
+        state_dict = self.module.state_dict()
         for name, value in weights.items():
-            if name not in held or held[name].shape != value.shape:
-                shape = tuple(held[name].shape) if name in held else "none"
-                raise OutriderError(f"the draft has {shape} for {name!r}, and {tuple(value.shape)} was given")
-        self.module.load_state_dict({**held, **weights})
+            if name not in state_dict:
+                raise OutriderError(f"the draft head has no weight {name!r}; give weights of the same draft head")
+            if state_dict[name].shape != value.shape:
+                raise OutriderError(
+                    f"the new weight {name!r} has shape {tuple(value.shape)}, but the draft head has"
+                    f" {tuple(state_dict[name].shape)}; give weights of the same draft head"
+                )
+        self.module.load_state_dict({**state_dict, **weights})
         self.version = version
 
     def bytes(self) -> int:
         return sum(weight.nbytes for weight in self.module.parameters())
 
     def _scores(self, logits: torch.Tensor) -> Scores:
-        """Logits [B, M, Vd] over what the draft guesses, as scores over all ids: the others are impossible."""
+        """Expand logits [B, M, Vd] of the draft vocabulary to the target's. Other tokens get -inf."""
         if logits.shape[-1] == self.vocab:
             return Scores(logits=logits)
         out = logits.new_full((*logits.shape[:-1], self.vocab), -torch.inf)
@@ -98,16 +107,21 @@ class HeadRunner:
         return Scores(logits=out)
 
 
-def looking(reader: CacheReader) -> AttentionInput:
-    """Attention over a cache, of a pass whose columns are packed one behind another."""
+def cached_attention(reader: CacheReader) -> AttentionFunction:
+    """Return a function that computes attention over a KV cache, for a packed pass."""
 
-    def look(of: Attention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        return attend(of, query[None], key[None], value[None], None, kv=reader)[0][0].transpose(0, 1)
+    def attend_cached(module: Attention, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return attend(module, query[None], key[None], value[None], None, kv=reader)[0][0].transpose(0, 1)
 
-    return look
+    return attend_cached
 
 
 def at_depth(values: torch.Tensor, depth: torch.Tensor) -> torch.Tensor:
-    """[B, M, *] of values [B, guesses, *] by how many guesses stand before each [B, M]; behind the last, the last."""
-    rows = torch.arange(len(values), device=values.device)[:, None]
-    return values[rows, depth.clamp(max=values.shape[1] - 1)]
+    """Select values [B, M, *] at the given depths.
+
+    Args:
+        values: [B, D, *] values by depth, that is, by the number of draft tokens before.
+        depth: [B, M] depths. From D on, the last value is used.
+    """
+    seqs = torch.arange(len(values), device=values.device)[:, None]
+    return values[seqs, depth.clamp(max=values.shape[1] - 1)]

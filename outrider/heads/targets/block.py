@@ -1,4 +1,4 @@
-"""A draft that fills in blocks, as a target: one pass at the text's end, and answers from what it said."""
+"""A target that runs draft heads that fill in blocks. It runs one pass per round and answers later calls from it."""
 
 from __future__ import annotations
 
@@ -11,68 +11,76 @@ from outrider.core import tree
 from outrider.core.types import Batch, Draft, Scores, SharedWeights
 from outrider.heads.hidden_states import StateCache
 from outrider.heads.modules.block import BlockHead
-from outrider.heads.targets.base import HeadRunner, at_depth, looking
+from outrider.heads.targets.base import HeadRunner, at_depth, cached_attention
 from outrider.models.attention import CacheReader
 
 
 class BlockTarget(HeadRunner):
-    """A `BlockHead` over the keys and values that it has made of the target's states.
+    """Runs a `BlockHead` with a KV cache that it computes from the target's hidden states.
 
-    `score` at the text's end runs one block a row; with `first` it looks up what that said of the nodes' depths, and
-    corrects it by their tokens. Guesses further behind than the block reaches are answered as its last one.
+    `score` with `first` < 0 runs one block per sequence. With `first` >= 0 it looks up the logits at the depth of each
+    node and corrects them by the tokens of the nodes. Beyond the block it repeats the last logits.
     """
 
     module: BlockHead
 
     def __init__(self, module: BlockHead, tables: SharedWeights, *, slots: int, context: int) -> None:
-        super().__init__(module, tables, slots=slots, context=context, reach=module.block.draft_tokens)
-        self._memory = StaticCache(slots=slots, capacity=context + module.block.size, device=self.device)
-        self.cache = StateCache(self._memory, self._taps, read=tapped)
-        # Of this round: the texts' last tokens [B, 1], and of their blocks outputs [B, guesses, H] and logits before
-        # they are corrected [B, guesses, Vd].
-        self._last, self._out, self._said = (torch.empty(0) for _ in range(3))
+        super().__init__(module, tables, slots=slots, context=context, max_draft_tokens=module.block.draft_tokens)
+        self._kv_cache = StaticCache(slots=slots, capacity=context + module.block.size, device=self.device)
+        self.cache = StateCache(self._kv_cache, self._hidden_states, to_head_batch=without_last_tokens)
+        # These belong to the current round.
+        self._last_tokens = torch.empty(0)  # [B, 1] last committed tokens
+        self._out = torch.empty(0)  # [B, draft tokens, H] outputs
+        self._logits = torch.empty(0)  # [B, draft tokens, Vd] before the correction
 
     def score(self, batch: Batch, draft: Draft, first: int = -1) -> Scores:
         if first < 0:
-            self._read(batch)
-        depth = torch.cat([torch.zeros_like(self._last), tree.depths(draft)], 1)[:, 1 + first :]
-        before = torch.cat([self._last, draft.tokens], 1)[:, 1 + first :]
-        scores = self._scores(self.module.corrected(at_depth(self._said, depth), before))
+            self._run_blocks(batch)
+        depth = torch.cat([torch.zeros_like(self._last_tokens), tree.depths(draft)], 1)[:, 1 + first :]
+        before = torch.cat([self._last_tokens, draft.tokens], 1)[:, 1 + first :]
+        scores = self._scores(self.module.corrected(at_depth(self._logits, depth), before))
         if not self.module.block.confidence:
             return scores
-        # It comes from a node and its ancestors, never from the guess that is drawn there, so it may decide who stops.
+        # The confidence depends on a node and its ancestors, but not on the token that is sampled after the node. So it
+        # may decide when a sequence stops drafting.
         return replace(scores, confidence=self.module.confidence(at_depth(self._out, depth), before))
 
-    def _read(self, batch: Batch) -> None:
-        """Make keys and values of the states that are new, and run a block behind each text."""
-        known, size = tapped(batch), self.module.block.size
-        self._remember(known)
-        self._last = tree.upload([feed[-1:] for feed in batch.feed], self.device)
-        columns = tree.chain(self._last.expand(-1, size), (size,) * len(batch.seqs))
-        layout = self._memory.stage(known, columns, 0)
-        reader = CacheReader(self._memory, layout)
-        _let_see_both_ways(reader, self.module.body.heads // self.module.body.key_heads, self._dtype)
-        self._out = self.module(self._last[:, 0], layout.positions, looking(reader))
-        self._said = self.module.logits(self._out)
+    def _run_blocks(self, batch: Batch) -> None:
+        """Cache the keys and values of new hidden states, and run one block after each sequence."""
+        head_batch = without_last_tokens(batch)
+        size = self.module.block.size
+        self._write_cache(head_batch)
+        self._last_tokens = tree.upload([feed[-1:] for feed in batch.feed], self.device)
+        # The cache needs only the positions of the columns. Their tokens are not used.
+        blocks = tree.chain(self._last_tokens.expand(-1, size), (size,) * len(batch.seqs))
+        layout = self._kv_cache.stage(head_batch, blocks, 0)
+        reader = CacheReader(self._kv_cache, layout)
+        _set_bidirectional_masks(reader, self.module.body.heads // self.module.body.key_heads, self._dtype)
+        self._out = self.module(self._last_tokens[:, 0], layout.positions, cached_attention(reader))
+        self._logits = self.module.logits(self._out)
 
-    def _remember(self, known: Batch) -> None:
-        layout = self._memory.stage(known, tree.empty(len(known.seqs), self.device))
+    def _write_cache(self, batch: Batch) -> None:
+        """Write the keys and values of the batch's hidden states."""
+        layout = self._kv_cache.stage(batch, tree.empty(len(batch.seqs), self.device))
         states = [
-            self._taps.read(row.slot, start, start + len(feed))
-            for row, start, feed in zip(known.seqs, known.start, known.feed, strict=True)
+            self._hidden_states.read(seq.slot, start, start + len(feed))
+            for seq, start, feed in zip(batch.seqs, batch.start, batch.feed, strict=True)
         ]
         fused = self.module.fused(torch.cat(states).to(self._dtype))
         for layer, (keys, values) in enumerate(self.module.shown(fused, layout.positions)):
-            self._memory.write(layer, layout, keys, values)
+            self._kv_cache.write(layer, layout, keys, values)
 
 
-def tapped(batch: Batch) -> Batch:
-    """The same batch without the last token of each feed, whose state the target has yet to show."""
+def without_last_tokens(batch: Batch) -> Batch:
+    """Return the batch without the last token of each feed, whose hidden state is not known yet."""
     return replace(batch, feed=tuple(feed[:-1] for feed in batch.feed))
 
 
-def _let_see_both_ways(reader: CacheReader, sharing: int, dtype: torch.dtype) -> None:
-    """Give a pass over blocks its masks: each column sees all that its row has kept, and all of its block."""
+def _set_bidirectional_masks(reader: CacheReader, sharing: int, dtype: torch.dtype) -> None:
+    """Set masks with which each column attends to the committed tokens of its sequence and to its whole block.
+
+    `sharing` is the number of query heads per key head.
+    """
     masks: list[torch.Tensor | None] = []
     for group in reader.groups:
         ends = [span.start + span.end - span.begin for span in group]
@@ -80,7 +88,7 @@ def _let_see_both_ways(reader: CacheReader, sharing: int, dtype: torch.dtype) ->
             masks.append(None)
             continue
         device = reader.layout.positions.device
-        beyond = torch.arange(max(ends), device=device) >= tree.upload(ends, device)[:, None]
-        added = torch.zeros(beyond.shape, dtype=dtype, device=device).masked_fill_(beyond, -torch.inf)
-        masks.append(added[:, None, None])
+        is_padding = torch.arange(max(ends), device=device) >= tree.upload(ends, device)[:, None]
+        mask = torch.zeros(is_padding.shape, dtype=dtype, device=device).masked_fill_(is_padding, -torch.inf)
+        masks.append(mask[:, None, None])
     reader.masks[None, sharing, dtype] = masks

@@ -1,4 +1,4 @@
-"""A draft with several modules, as a target: each of them follows the text one token further behind."""
+"""A target that runs draft heads with several modules. Each module starts one token later than the one before."""
 
 from __future__ import annotations
 
@@ -14,118 +14,130 @@ from outrider.core import tree
 from outrider.core.types import Batch, Draft, Round, Scores, SharedWeights
 from outrider.heads.hidden_states import StateCache
 from outrider.heads.modules.autoregressive import AutoregressiveHead
-from outrider.heads.targets.autoregressive import behind
-from outrider.heads.targets.base import HeadRunner, looking
+from outrider.heads.targets.autoregressive import skip_tokens
+from outrider.heads.targets.base import HeadRunner, cached_attention
 from outrider.models.attention import CacheReader
 
 
 class MultiModuleTarget(HeadRunner):
-    """A `AutoregressiveHead` with several modules, each over a cache of its own.
+    """Runs an `AutoregressiveHead` with several modules. Each module has its own KV cache.
 
-    Module m, counted from 0, reads a token beside what module m - 1 made of the token before, and guesses what comes m
-    tokens later than the first one's guess. So a guess is read by those modules alone that guess behind it. Of a text
-    with fewer tokens than modules nothing is known to the last of them, whose guesses are then as good as any.
+    Module m, counted from 0, combines a token with the output of module m - 1 at the token before, and predicts the
+    draft token at depth m. So a draft token runs only through the modules that predict after it. A sequence with fewer
+    tokens than modules has no input for the last modules, so their predictions are arbitrary.
     """
 
     module: AutoregressiveHead
 
     def __init__(self, module: AutoregressiveHead, tables: SharedWeights, *, slots: int, context: int) -> None:
         count = module.description.modules
-        super().__init__(module, tables, slots=slots, context=context, reach=count)
-        self._memories = [StaticCache(slots=slots, capacity=context, device=self.device) for _ in range(count)]
-        self.cache = StateCache(_Caches(self._memories), self._taps, read=behind, before=1)
-        self._nothing = torch.zeros(count, module.description.width, dtype=self._dtype, device=self.device)
-        # What the modules made [modules, H] of a token, to go on from: by slot and place, of texts' last tokens; and in
-        # this round by row and node, where -1 is the text's last token.
-        self._ends: dict[int, dict[int, torch.Tensor]] = {}
-        self._made: list[dict[int, torch.Tensor]] = []
+        super().__init__(module, tables, slots=slots, context=context, max_draft_tokens=count)
+        self._kv_caches = [StaticCache(slots=slots, capacity=context, device=self.device) for _ in range(count)]
+        self.cache = StateCache(
+            _ModuleCaches(self._kv_caches), self._hidden_states, to_head_batch=skip_tokens, skipped_tokens=1
+        )
+        self._zero_states = torch.zeros(count, module.description.width, dtype=self._dtype, device=self.device)
+        # The outputs [modules, H] of all modules at the last committed tokens, by slot and position.
+        self._last_states: dict[int, dict[int, torch.Tensor]] = {}
+        # The same in the current round, by sequence and node. Node -1 is the last committed token.
+        self._node_states: list[dict[int, torch.Tensor]] = []
 
     def score(self, batch: Batch, draft: Draft, first: int = -1) -> Scores:
-        return self._scores(self._read(batch) if first < 0 else self._guess(batch, draft, first))
+        return self._scores(self._run_feed(batch) if first < 0 else self._run_nodes(batch, draft, first))
 
-    def _read(self, batch: Batch) -> torch.Tensor:
-        """Logits [B, 1, Vd] behind the texts, all of whose new tokens all modules read."""
+    def _run_feed(self, batch: Batch) -> torch.Tensor:
+        """Run the feed through all modules. Return the logits [B, 1, Vd] of the first module at the last tokens."""
         ends = [start + len(feed) for start, feed in zip(batch.start, batch.feed, strict=True)]
-        slots = [row.slot for row in batch.seqs]
-        starts = [max(start, 1) for start in batch.start]
-        taps = [self._taps.read(*place) for place in zip(slots, _less(starts), _less(ends), strict=True)]
-        states = list(torch.split(self.module.fused(torch.cat(taps).to(self._dtype)), [len(each) for each in taps]))
-        self._made = [{-1: self._nothing.clone()} for _ in slots]
+        slots = [seq.slot for seq in batch.seqs]
+        target_states = [
+            self._hidden_states.read(slot, max(start, 1) - 1, end - 1)
+            for slot, start, end in zip(slots, batch.start, ends, strict=True)
+        ]
+        fused = self.module.fused(torch.cat(target_states).to(self._dtype))
+        states = list(torch.split(fused, [len(seq_states) for seq_states in target_states]))
+        self._node_states = [{-1: self._zero_states.clone()} for _ in slots]
+        empty = tree.empty(len(slots), self.device)
         logits = torch.empty(0)
-        for number in range(self.max_draft_tokens):
-            out, _ = self._run(number, batch, tree.empty(len(slots), self.device), -1, torch.cat(states))
-            sizes = [len(each) for each in states]
-            if not number:
-                last = tree.upload([end - 1 for end in accumulate(sizes)], self.device)
-                logits = self.module.logits(out[last])[:, None]
-            for b, made in enumerate(torch.split(self.module.recycled(out, number), sizes)):
-                if len(made):
-                    self._made[b][-1][number] = made[-1]
-                states[b] = made[:-1]
-                if batch.start[b] > number + 1:  # what this module made of the token before
-                    before = self._ends[slots[b]].get(batch.start[b] - 1, self._nothing)
-                    states[b] = torch.cat([before[number, None], made[:-1]])
-        for slot, start, end, made_of in zip(slots, batch.start, ends, self._made, strict=True):
-            kept = self._ends.get(slot, {}) if start else {}
-            self._ends[slot] = {at: made for at, made in kept.items() if at >= start - 1} | {end - 1: made_of[-1]}
+        for index in range(self.max_draft_tokens):
+            out, _ = self._run_module(index, batch, empty, -1, torch.cat(states))
+            sizes = [len(seq_states) for seq_states in states]
+            if not index:
+                last_columns = tree.upload([end - 1 for end in accumulate(sizes)], self.device)
+                logits = self.module.logits(out[last_columns])[:, None]
+            for b, new_states in enumerate(torch.split(self.module.recycled(out, index), sizes)):
+                if len(new_states):
+                    self._node_states[b][-1][index] = new_states[-1]
+                states[b] = new_states[:-1]
+                # At the first new token the next module needs this module's output at the token before.
+                if batch.start[b] > index + 1:
+                    before = self._last_states[slots[b]].get(batch.start[b] - 1, self._zero_states)
+                    states[b] = torch.cat([before[index, None], new_states[:-1]])
+        self._store_last_states(slots, batch.start, ends)
         return logits
 
-    def _guess(self, batch: Batch, draft: Draft, first: int) -> torch.Tensor:
-        """Logits [B, M, Vd] behind the nodes from `first` on."""
-        one_by_one = [list(range(-1, draft.size - 1))] * len(batch.seqs)
-        parents = one_by_one if draft.chain else draft.parent.tolist()
+    def _store_last_states(self, slots: Sequence[int], starts: Sequence[int], ends: Sequence[int]) -> None:
+        """Store the outputs at the last tokens, and drop those that no later feed needs."""
+        for slot, start, end, node_states in zip(slots, starts, ends, self._node_states, strict=True):
+            stored = self._last_states.get(slot, {}) if start else {}
+            needed = {position: states for position, states in stored.items() if position >= start - 1}
+            self._last_states[slot] = needed | {end - 1: node_states[-1]}
+
+    def _run_nodes(self, batch: Batch, draft: Draft, first: int) -> torch.Tensor:
+        """Return the logits [B, M, Vd] of the nodes from `first` on."""
+        chain_parents = [list(range(-1, draft.size - 1))] * len(batch.seqs)
+        parents = chain_parents if draft.chain else draft.parent.tolist()
         nodes = [(b, node) for b, width in enumerate(draft.width) for node in range(first, width)]
         depths = [min(len(tree.path(parents[b], node)), self.max_draft_tokens - 1) for b, node in nodes]
-        depth, logits = tree.upload(depths, self.device), torch.empty(0)
+        node_depth = tree.upload(depths, self.device)
+        logits = torch.empty(0)
         for b, node in nodes:
-            self._made[b][node] = self._nothing.clone()
-        for number in range(min(depths), self.max_draft_tokens):
-            states = torch.stack([self._made[b][parents[b][node]][number - 1] for b, node in nodes])
-            out, layout = self._run(number, batch, draft, first, states)
-            for (b, node), made in zip(nodes, self.module.recycled(out, number), strict=True):
-                self._made[b][node][number] = made
-            said = self.module.logits(out, number)
-            logits = torch.where((depth == number)[:, None], said, logits) if len(logits) else said
+            self._node_states[b][node] = self._zero_states.clone()
+        for index in range(min(depths), self.max_draft_tokens):
+            states = torch.stack([self._node_states[b][parents[b][node]][index - 1] for b, node in nodes])
+            out, layout = self._run_module(index, batch, draft, first, states)
+            for (b, node), state in zip(nodes, self.module.recycled(out, index), strict=True):
+                self._node_states[b][node][index] = state
+            module_logits = self.module.logits(out, index)
+            if len(logits):
+                logits = torch.where((node_depth == index)[:, None], module_logits, logits)
+            else:
+                logits = module_logits
         return layout.per_node(logits)
 
-    def _run(
-        self, number: int, batch: Batch, draft: Draft, first: int, states: torch.Tensor
+    def _run_module(
+        self, index: int, batch: Batch, draft: Draft, first: int, states: torch.Tensor
     ) -> tuple[torch.Tensor, Layout]:
-        """One module's outputs [T, H] of all columns, and how these lie."""
-        memory = self._memories[number]
-        layout = memory.stage(behind(batch, number + 1), draft, first)
+        """Run one module. Return the outputs [T, H] of all columns and their layout."""
+        kv_cache = self._kv_caches[index]
+        layout = kv_cache.stage(skip_tokens(batch, index + 1), draft, first)
         if not len(states):
             return states, layout
-        look = looking(CacheReader(memory, layout))
-        return self.module(layout.tokens, states, layout.positions + number, look, number), layout
+        attention = cached_attention(CacheReader(kv_cache, layout))
+        return self.module(layout.tokens, states, layout.positions + index, attention, index), layout
 
 
-class _Caches(UnboundedCache):
-    """The modules' caches, as one to those who keep texts in them: the first one's."""
+class _ModuleCaches(UnboundedCache):
+    """The KV caches of all modules as one cache. Its length is that of the first module."""
 
-    def __init__(self, inner: Sequence[StaticCache]) -> None:
-        self._inner = inner
+    def __init__(self, caches: Sequence[StaticCache]) -> None:
+        self._caches = caches
 
     def admit(self, slot: int, tokens: Sequence[int], scope: str | None = None) -> int:
-        return max(each.admit(slot, tokens) for each in self._inner)
+        return max(cache.admit(slot, tokens) for cache in self._caches)
 
     def stage(self, batch: Batch, draft: Draft, first: int = -1) -> Layout:
         raise NotImplementedError("each module stages its own columns")
 
     def commit(self, round: Round) -> None:
-        for number, each in enumerate(self._inner):
-            each.commit(replace(round, batch=behind(round.batch, number)))
+        for index, cache in enumerate(self._caches):
+            cache.commit(replace(round, batch=skip_tokens(round.batch, index)))
 
     def release(self, slot: int) -> None:
-        for each in self._inner:
-            each.release(slot)
+        for cache in self._caches:
+            cache.release(slot)
 
     def length(self, slot: int) -> int:
-        return self._inner[0].length(slot)
+        return self._caches[0].length(slot)
 
     def bytes(self) -> int:
-        return sum(each.bytes() for each in self._inner)
-
-
-def _less(places: Sequence[int]) -> list[int]:
-    return [place - 1 for place in places]
+        return sum(cache.bytes() for cache in self._caches)

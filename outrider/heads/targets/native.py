@@ -1,4 +1,4 @@
-"""A draft that follows the target's states, in the native kernels' hands."""
+"""Load an autoregressive draft head into the native kernels."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from outrider.core.types import SharedWeights
 from outrider.errors import UnsupportedModel
 from outrider.heads.description import Body, Feedback, FusionPoint
 from outrider.heads.modules.autoregressive import AutoregressiveHead
-from outrider.heads.modules.layers import Gated, Layer
+from outrider.heads.modules.layers import GatedMLP, Layer
 from outrider.heads.rotary import frequencies
 from outrider.native.abi import MAX_HEAD_DIM, MAX_QUERIES_PER_KEY_HEAD, CEntry, CLayer, CLinear, CModel
 from outrider.native.calls import Passes
@@ -22,25 +22,32 @@ from outrider.native.pack import Arena, PackedWeight, interleave, pack
 
 
 class HeadDecoder(Passes):
-    """Packed weights, and one pass over them; the target's tables are not copied."""
+    """The packed weights of a draft head. It uses the target's embedding and packed LM head without a copy."""
 
-    def __init__(self, module: AutoregressiveHead, tables: SharedWeights, library: Library, memory: PagedCache) -> None:
-        """Pack a module that was lent `tables`; its entries are in `memory`. All are of one type.
+    def __init__(
+        self, module: AutoregressiveHead, tables: SharedWeights, library: Library, kv_cache: PagedCache
+    ) -> None:
+        """Pack a module that shares `tables` and writes to `kv_cache`. All must have the same dtype.
 
         Raises:
-            UnsupportedModel: the kernels cannot run it.
+            UnsupportedModel: the kernels cannot run this head.
         """
-        body, it = module.body, module.description
-        _refuse(body, it.target_hidden)
+        body = module.body
+        description = module.description
+        _check_support(body, description.target_hidden)
         super().__init__(library.code, hidden=body.hidden)
-        self._module, self._keep, self._arena = module, list[Any](), Arena()
+        self._module = module
+        self._keep_alive: list[Any] = []  # the kernels hold addresses of these
+        self._arena = Arena()
         dtype = tables.embedding.dtype
         self._bits = 8 * dtype.itemsize
-        shared = not it.own_lm_head and not it.draft_vocab  # the target's whole table, which lies packed already
-        self._head = tables.packed if shared else self._pack(module.output_table())
-        embedding = self._kept(module.embedding.weight.to(dtype) if it.own_embedding else tables.embedding)
-        speeds, amplitude = frequencies(body)
-        frequency, ids = self._kept(speeds), self._kept(module.ids.to(torch.int32))
+        uses_target_head = not description.own_lm_head and not description.draft_vocab
+        self._head = tables.packed if uses_target_head else self._pack(module.output_table())
+        own_embedding = description.own_embedding
+        embedding = self._keep_tensor(module.embedding.weight.to(dtype) if own_embedding else tables.embedding)
+        radians_per_position, amplitude = frequencies(body)
+        frequency = self._keep_tensor(radians_per_position)
+        ids = self._keep_tensor(module.ids.to(torch.int32))
         layers = (CLayer * body.layers)(*map(self._layer, range(body.layers)))
         entry = self._entry(tables)
         model = CModel(
@@ -49,8 +56,8 @@ class HeadDecoder(Passes):
             norm=self._norm(module, "norm"),
             frequency=frequency.data_ptr(),
             entry=ctypes.addressof(entry),
-            id=ids.data_ptr() if it.draft_vocab else 0,
-            pool=memory.address(),
+            id=ids.data_ptr() if description.draft_vocab else 0,
+            pool=kv_cache.address(),
             head=self._head.c(),
             layers=body.layers,
             hidden=body.hidden,
@@ -63,7 +70,7 @@ class HeadDecoder(Passes):
             scale=body.dim**-0.5,
             rotary_scale=amplitude,
         )
-        self._keep += [layers, entry, memory]
+        self._keep_alive += [layers, entry, kv_cache]
         self._handle = self._code.outrider_open(ctypes.byref(model))
         weakref.finalize(self, self._code.outrider_close, self._handle)
 
@@ -72,37 +79,44 @@ class HeadDecoder(Passes):
         return self._head.shape[0]
 
     def _entry(self, tables: SharedWeights) -> CEntry:
-        module, join, it = self._module, self._module.join, self._module.description
-        fuse, project, size = CLinear(), CLinear(), it.target_hidden
-        if it.aux_states.fused:
+        """Return how the head combines embeddings and hidden states."""
+        module = self._module
+        fusion = module.fusion
+        aux = module.description.aux_states
+        fuse = CLinear()
+        project = CLinear()
+        if aux.fused:
             fuse = self._pack(module.fuse.weight, module.fuse.bias).c()
-        if join.at is FusionPoint.PROJECTION:
+        if fusion.at is FusionPoint.PROJECTION:
             project = self._pack(module.project.weight, module.project.bias).c()
-        norms = [norm.weight.detach().float() for norm in getattr(module, "fuse_norm", ())]
+        fuse_norms = [norm.weight.detach().float() for norm in getattr(module, "fuse_norm", ())]
+        target_hidden = module.description.target_hidden
         return CEntry(
             fuse=fuse,
             project=project,
-            last_norm=self._kept(tables.norm.float()).data_ptr() if it.aux_states.final else 0,
-            tap_norm=self._kept(torch.cat(norms)).data_ptr() if norms else 0,
+            last_norm=self._keep_tensor(tables.norm.float()).data_ptr() if aux.final else 0,
+            tap_norm=self._keep_tensor(torch.cat(fuse_norms)).data_ptr() if fuse_norms else 0,
             embedding_norm=self._norm(module, "embedding_norm"),
             state_norm=self._norm(module, "state_norm"),
-            tapped=size * len(it.aux_states.layers),
-            tap=size,
-            normed=len(norms[0]) if norms else 0,
-            embedding_first=join.embedding_first,
-            zero_first=join.zero_first,
-            residual_normed=join.residual_normed,
+            tapped=target_hidden * len(aux.layers),
+            tap=target_hidden,
+            normed=len(fuse_norms[0]) if fuse_norms else 0,
+            embedding_first=fusion.embedding_first,
+            zero_first=fusion.zero_first,
+            residual_normed=fusion.residual_normed,
             recycle_normed=module.description.feedback is Feedback.NORMED,
         )
 
     def _layer(self, i: int) -> CLayer:
+        """Return the packed weights of decoder layer `i`."""
         layer = self._module.layers[i]
         assert isinstance(layer, Layer)
-        attention, mlp = layer.self_attn, layer.mlp
-        assert isinstance(mlp, Gated)
-        parts = attention.q_proj, attention.k_proj, attention.v_proj
-        biases = [part.bias for part in parts if part.bias is not None]
-        weights: list[torch.Tensor] = [part.weight for part in parts]
+        attention = layer.self_attn
+        mlp = layer.mlp
+        assert isinstance(mlp, GatedMLP)
+        projections = attention.q_proj, attention.k_proj, attention.v_proj
+        weights: list[torch.Tensor] = [projection.weight for projection in projections]
+        biases = [projection.bias for projection in projections if projection.bias is not None]
         return CLayer(
             qkv=self._pack(torch.cat(weights), torch.cat([*biases]) if biases else None).c(),
             out=self._pack(attention.o_proj.weight, attention.o_proj.bias).c(),
@@ -116,29 +130,38 @@ class HeadDecoder(Passes):
         )
 
     def _pack(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedWeight:
-        given = None if bias is None else bias.detach()
-        packed = pack(weight.detach(), given, bits=self._bits, arena=self._arena)
-        self._keep.append(packed)
+        detached_bias = None if bias is None else bias.detach()
+        packed = pack(weight.detach(), detached_bias, bits=self._bits, arena=self._arena)
+        self._keep_alive.append(packed)
         return packed
 
-    def _norm(self, of: torch.nn.Module, name: str) -> int:
-        """The address of a norm's weights; 0 where there is none."""
-        norm = getattr(of, name, None)
-        return 0 if norm is None else self._kept(norm.weight.detach().float()).data_ptr()
+    def _norm(self, parent: torch.nn.Module, name: str) -> int:
+        """Return the address of a norm's weights, or 0 if the norm does not exist."""
+        norm = getattr(parent, name, None)
+        return 0 if norm is None else self._keep_tensor(norm.weight.detach().float()).data_ptr()
 
-    def _kept(self, tensor: torch.Tensor) -> torch.Tensor:
-        self._keep.append(tensor.contiguous())
-        return self._keep[-1]  # type: ignore[no-any-return]
+    def _keep_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a contiguous tensor that lives as long as the decoder."""
+        contiguous = tensor.contiguous()
+        self._keep_alive.append(contiguous)
+        return contiguous
 
 
-def _refuse(body: Body, tapped: int) -> None:
-    """Refuse decoder layers that the kernels do not know, on states of a width that they do not."""
-    if tapped % 16 or body.hidden % 16 or body.dim % 16 or body.ffn % 16 or body.dim > MAX_HEAD_DIM:
-        raise UnsupportedModel(f"the kernels need sizes that are multiples of 16 and heads of at most {MAX_HEAD_DIM}")
+def _check_support(body: Body, target_hidden: int) -> None:
+    """Raise UnsupportedModel if the kernels cannot run these decoder layers or hidden states."""
+    sizes = (target_hidden, body.hidden, body.dim, body.ffn)
+    if any(size % 16 for size in sizes) or body.dim > MAX_HEAD_DIM:
+        raise UnsupportedModel(
+            f"the native kernels need sizes that are multiples of 16 and attention heads of at most {MAX_HEAD_DIM}"
+            f" dimensions; this draft head has sizes {', '.join(map(str, sizes))} and heads of {body.dim}"
+        )
     if body.heads > MAX_QUERIES_PER_KEY_HEAD * body.key_heads:
         raise UnsupportedModel(
-            f"the native kernels support at most {MAX_QUERIES_PER_KEY_HEAD} query heads per key head; this draft has"
-            f" {body.heads} for {body.key_heads}"
+            f"the native kernels support at most {MAX_QUERIES_PER_KEY_HEAD} query heads per key head; this draft head"
+            f" has {body.heads} for {body.key_heads}"
         )
     if body.attention_gate or not body.gated or body.rotary != 1:
-        raise UnsupportedModel("the kernels know whole rotary heads, attention without a gate and a gated perceptron")
+        raise UnsupportedModel(
+            "the native kernels support only fully rotary attention without a gate, and a gated MLP; this draft head"
+            " has other layers"
+        )

@@ -1,4 +1,4 @@
-"""Which runner a trained draft takes."""
+"""Choose the target that runs a draft head."""
 
 from __future__ import annotations
 
@@ -22,7 +22,14 @@ _log = logging.getLogger("outrider")
 
 
 def make_head_target(module: HeadModule, tables: SharedWeights, *, slots: int, context: int) -> HeadTarget:
-    """What runs a draft beside a target with these tables."""
+    """Return a target that runs a draft head, natively if the kernels can.
+
+    Args:
+        module: the draft head.
+        tables: the weights that it shares with its target.
+        slots: the most sequences.
+        context: the most tokens of a sequence.
+    """
     if isinstance(module, BlockHead):
         return BlockTarget(module, tables, slots=slots, context=context)
     if isinstance(module, ParallelHead):
@@ -33,9 +40,10 @@ def make_head_target(module: HeadModule, tables: SharedWeights, *, slots: int, c
         return MultiModuleTarget(module, tables, slots=slots, context=context)
     masked = module.description.masks is not None
     if tables.packed is not None:
-        native = NativeMaskedTarget if masked else NativeAutoregressiveTarget
+        native_class = NativeMaskedTarget if masked else NativeAutoregressiveTarget
         try:
-            return native(module, tables, slots=slots, context=context)
+            return native_class(module, tables, slots=slots, context=context)
         except UnsupportedModel as reason:
-            _log.warning("the draft runs on torch's kernels: %s", reason)
-    return (MaskedTarget if masked else AutoregressiveTarget)(module, tables, slots=slots, context=context)
+            _log.warning("the draft head runs on torch: %s", reason)
+    torch_class = MaskedTarget if masked else AutoregressiveTarget
+    return torch_class(module, tables, slots=slots, context=context)

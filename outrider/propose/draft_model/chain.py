@@ -1,4 +1,4 @@
-"""A draft model of the target's vocabulary that drafts chains (Leviathan et al. 2023; Chen et al. 2023)."""
+"""Draft chains with a draft model of the target's vocabulary (Leviathan et al. 2023; Chen et al. 2023)."""
 
 from __future__ import annotations
 
@@ -34,73 +34,81 @@ from outrider.propose.draft_model.confidence import Confidence
 from outrider.verify.sampling import SamplingTensors, apply_sampling, draw_params_of
 
 _log = logging.getLogger("outrider")
-_PIECE = 512  # most tokens that the draft model prefills in one round
-_NEAR = 64  # sequences at most this far behind are fed completely
+_PREFILL_CHUNK = 512  # most tokens that the draft model prefills in one round
+_SMALL_FEED = 64  # feeds of at most this many tokens do not count towards _PREFILL_CHUNK
 
 
 class DraftModelProposer:
     """Runs a draft model over its own KV cache.
 
-    The draft model prefills a text when it first drafts for it, so it costs nothing while the planner does not
+    The draft model prefills a sequence when it first drafts for it, so it costs nothing while the planner does not
     speculate. Draft tokens are sampled under the sampling parameters of the request, so that q is close to p.
     """
 
     needs = Needs()
 
     def __init__(self, setup: ProposerSetup, model: Target) -> None:
-        self._setup, self._model = setup, model
-        self._knobs: SamplingTensors | None = None
-        self._noise: PositionNoise | None = None  # of the same rows
+        """Draft with `model`, whose token ids are the target's."""
+        self._setup = setup
+        self._model = model
+        self._sampling: SamplingTensors | None = None  # of the sequences of the last batch
+        self._noise: PositionNoise | None = None  # of the same sequences
         self._batch: Batch | None = None  # what the draft model has staged in this round
-        self._draft = self._proposed = tree.empty(1, setup.device)  # its draft for these sequences, and for the batch
+        self._draft = tree.empty(1, setup.device)  # the draft for the sequences of `_batch`
+        self._proposed = self._draft  # the same draft for all sequences of the target's batch
         self._confidence = Confidence()
-        self._margins: Sequence[Sequence[float]] | None = None  # of the draft of this round; None: not computed
-        self._looked: list[list[int]] = []  # their number, including the token at which a sequence stopped
-        self._told = False
+        # Margins of the draft tokens of this round; None: not computed.
+        self._margins: Sequence[Sequence[float]] | None = None
+        # Draft tokens with a margin. They include the token at which a sequence stopped.
+        self._measured_tokens: list[list[int]] = []
+        self._has_warned = False
 
     def admit(self, slot: int, request: Request) -> None:
         self._model.cache.admit(slot, request.prompt_token_ids, request.params.scope)
 
     def propose(self, batch: Batch) -> Draft:
-        ours, where = self._catch_up(batch)
-        self._batch = ours
-        unread = prefilling_seqs(batch, ours)
-        if ours is None:
-            return replace(tree.empty(len(batch.seqs), self._setup.device), num_prefilling=unread)
-        draft = self._guess(ours, where, len(batch.seqs))
-        return replace(draft, num_prefilling=unread) if unread else draft  # a copy loses the cached host tokens
+        draft_batch, indices = self._catch_up(batch)
+        self._batch = draft_batch
+        num_prefilling = prefilling_seqs(batch, draft_batch)
+        if draft_batch is None:
+            return replace(tree.empty(len(batch.seqs), self._setup.device), num_prefilling=num_prefilling)
+        draft = self._propose(draft_batch, indices, len(batch.seqs))
+        # A copy would lose the cached host tokens, so copy only if necessary.
+        return replace(draft, num_prefilling=num_prefilling) if num_prefilling else draft
 
     def commit(self, round: Round) -> None:
         if self._batch is None:
             return
-        kept = self._kept(round)
-        # The draft model was not fed its last token, so its cache ends before it.
-        fed = zip(self._batch.seqs, self._draft.width, strict=True)
-        path = tuple(tuple(range(min(kept[row.slot], max(width - 1, 0)))) for row, width in fed)
-        self._model.cache.commit(replace(round, batch=self._batch, draft=self._draft, path=path))
+        num_accepted = self._num_accepted(round)
+        paths = []
+        for seq, width in zip(self._batch.seqs, self._draft.width, strict=True):
+            # The draft model was not fed its last draft token, so its cache ends before it.
+            num_cached = min(num_accepted[seq.slot], max(width - 1, 0))
+            paths.append(tuple(range(num_cached)))
+        self._model.cache.commit(replace(round, batch=self._batch, draft=self._draft, path=tuple(paths)))
 
-    def _guess(self, batch: Batch, where: Sequence[int], rows: int) -> Draft:
-        """Draft for the sequences of `batch`, which have the indices `where` among `rows` sequences."""
-        self._draft = self._grow(batch)
-        self._proposed = self._draft if len(where) == rows else _spread(self._draft, where, rows)
+    def _propose(self, batch: Batch, indices: Sequence[int], num_seqs: int) -> Draft:
+        """Draft for the sequences of `batch`, which have these `indices` among `num_seqs` sequences."""
+        self._draft = self._draft_chains(batch)
+        self._proposed = self._draft if len(indices) == num_seqs else _spread(self._draft, indices, num_seqs)
         return self._proposed
 
-    def _kept(self, round: Round) -> dict[int, int]:
+    def _num_accepted(self, round: Round) -> dict[int, int]:
         """Return the number of accepted draft tokens by slot, and learn from them."""
-        if self._margins is None and tree.is_cut(round.draft, self._proposed):  # known without reading from the device
-            return {row.slot: len(path) for row, path in zip(round.batch.seqs, round.path, strict=True)}
+        if self._margins is None and tree.is_cut(round.draft, self._proposed):  # no need to wait for the device
+            return {seq.slot: len(path) for seq, path in zip(round.batch.seqs, round.path, strict=True)}
         assert self._batch is not None
-        emitted = {row.slot: tokens for row, tokens in zip(round.batch.seqs, round.emitted, strict=True)}
-        guesses = self._looked if self._margins is not None else self._draft.host_tokens()
-        kept = {}
-        for b, (row, width) in enumerate(zip(self._batch.seqs, self._draft.width, strict=True)):
-            pairs = zip(guesses[b][:width], emitted[row.slot], strict=False)
-            kept[row.slot] = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        emitted = {seq.slot: tokens for seq, tokens in zip(round.batch.seqs, round.emitted, strict=True)}
+        draft_tokens = self._measured_tokens if self._margins is not None else self._draft.host_tokens()
+        num_accepted = {}
+        for b, (seq, width) in enumerate(zip(self._batch.seqs, self._draft.width, strict=True)):
+            pairs = zip(draft_tokens[b][:width], emitted[seq.slot], strict=False)
+            num_accepted[seq.slot] = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
             if self._margins is not None:
-                # Sampled tokens that were cut from the draft were not verified, so they show nothing.
-                looked = guesses[b] if self._draft.q is None else guesses[b][:width]
-                self._confidence.learn(looked, self._margins[b], emitted[row.slot])
-        return kept
+                # Sampled tokens that were cut from the draft were not verified, so nothing is learned from them.
+                verified = draft_tokens[b] if self._draft.q is None else draft_tokens[b][:width]
+                self._confidence.learn(verified, self._margins[b], emitted[seq.slot])
+        return num_accepted
 
     def release(self, slot: int) -> None:
         self._model.cache.release(slot)
@@ -115,32 +123,34 @@ class DraftModelProposer:
         return self._model.bytes() + self._model.cache.bytes()
 
     def _catch_up(self, batch: Batch) -> tuple[Batch | None, list[int]]:
-        """Return the sequences that the draft model runs, with the text it has not been fed, and their indices."""
-        able = self._able(batch)
-        where, starts, feeds, budgets = [], [], [], []
-        left = _PIECE
-        for b, row in enumerate(batch.seqs):
+        """Return the sequences that the draft model runs, with the tokens it has not been fed, and their indices."""
+        fitting = self._fitting_slots(batch)
+        indices = []
+        starts = []
+        feeds = []
+        budgets = []
+        chunk_left = _PREFILL_CHUNK
+        for b, seq in enumerate(batch.seqs):
             end = batch.start[b] + len(batch.feed[b])
-            start = self._model.cache.length(row.slot)
+            start = self._model.cache.length(seq.slot)
             room = self._model.context - end
             budget = min(batch.draft_budget[b], max(room, 0))
-            if room < batch.draft_budget[b] and not self._told:
-                self._told = True
+            if room < batch.draft_budget[b] and not self._has_warned:
+                self._has_warned = True
                 _log.warning("the draft model's context of %d tokens is full; going on without it", self._model.context)
-            whole = end - start <= _NEAR or self._comes_again(row)
-            stop = end if whole else min(end, start + left)
-            if start < stop and end <= self._model.context and budget and row.slot in able:
-                left -= 0 if whole else stop - start
-                where.append(b)
+            completely = end - start <= _SMALL_FEED or self._must_reproduce(seq)
+            stop = end if completely else min(end, start + chunk_left)
+            if start < stop and end <= self._model.context and budget and seq.slot in fitting:
+                chunk_left -= 0 if completely else stop - start
+                indices.append(b)
                 starts.append(start)
-                feeds.append(tuple(row.token_ids[start:stop]))
+                feeds.append(tuple(seq.token_ids[start:stop]))
                 budgets.append(budget if stop == end else 0)
-        if not where:
-            return None, where
-        rows = tuple(batch.seqs[b] for b in where)
-        ours = replace(
+        if not indices:
+            return None, indices
+        draft_batch = replace(
             batch,
-            seqs=rows,
+            seqs=tuple(batch.seqs[b] for b in indices),
             start=tuple(starts),
             feed=tuple(feeds),
             draft_budget=tuple(budgets),
@@ -148,157 +158,169 @@ class DraftModelProposer:
             num_waiting=0,
             alternative=0,
         )
-        return ours, where
+        return draft_batch, indices
 
-    def _comes_again(self, row: SequenceState) -> bool:
-        """Return whether the request has its own seed and a text that depends on the draft."""
-        asked = row.request.params
-        return asked.seed is not None and asked.temperature > 0 and self._setup.draw is Draw.SAMPLE
+    def _must_reproduce(self, seq: SequenceState) -> bool:
+        """Return whether the request has its own seed and an output that depends on the draft."""
+        params = seq.request.params
+        return params.seed is not None and params.temperature > 0 and self._setup.draw is Draw.SAMPLE
 
-    def _able(self, batch: Batch) -> frozenset[int]:
+    def _fitting_slots(self, batch: Batch) -> frozenset[int]:
         """Return the slots for which the draft model's cache has memory."""
-        ends = zip(batch.seqs, batch.start, batch.feed, batch.draft_budget, strict=True)
-        wanted = {
-            row.slot: min(start + len(feed) + self._reads(budget), self._model.context)
-            for row, start, feed, budget in ends
-            if budget
-        }
-        return prompts_that_fit(self._model.cache, {}, wanted)
+        ends = {}
+        for seq, start, feed, budget in zip(batch.seqs, batch.start, batch.feed, batch.draft_budget, strict=True):
+            if budget:
+                ends[seq.slot] = min(start + len(feed) + self._num_fed(budget), self._model.context)
+        return prompts_that_fit(self._model.cache, {}, ends)
 
-    def _reads(self, budget: int) -> int:
-        """Return the number of draft tokens that the draft model is fed to make `budget` of them."""
+    def _num_fed(self, budget: int) -> int:
+        """Return the most draft tokens that the draft model is fed to draft `budget` tokens."""
         return budget
 
-    def _grow(self, batch: Batch) -> Draft:
-        knobs = self._knobs_of(batch)
-        own = any(
-            self._comes_again(row) for row in batch.seqs
-        )  # the end tokens of another sequence must not stop its chain
-        ends = frozenset[int]() if own else frozenset.intersection(*(row.request.end_ids for row in batch.seqs))
-        stop_rule = self._confidence.trust(batch.min_path_prob, batch.min_draft_probs, tuple(ends))
-        grown = self._grown(batch, knobs, stop_rule) if max(batch.draft_budget) else None
-        if grown is None:
-            return self._draw_chain(batch, knobs, stop_rule)
-        self._margins, law = grown.margin, None
-        if grown.q is not None:
-            law = torch.where(grown.q.at >= 0, int(DraftKind.SAMPLED), int(DraftKind.ONE_HOT))
-        return self._chain(grown.tokens, grown.count, grown.accept_prob, law=law, q=grown.q)
+    def _draft_chains(self, batch: Batch) -> Draft:
+        sampling = self._sampling_of(batch)
+        # If an output must be reproduced, the end tokens of another sequence must not stop its chain.
+        ends = frozenset[int]()
+        if not any(self._must_reproduce(seq) for seq in batch.seqs):
+            ends = frozenset.intersection(*(seq.request.end_ids for seq in batch.seqs))
+        stop_rule = self._confidence.stop_rule(batch.min_path_prob, batch.min_draft_probs, tuple(ends))
+        chains = self._draft_in_one_call(batch, sampling, stop_rule) if max(batch.draft_budget) else None
+        if chains is None:
+            return self._draft_by_token(batch, sampling, stop_rule)
+        self._margins = chains.margin
+        kind = None
+        if chains.q is not None:
+            kind = torch.where(chains.q.at >= 0, int(DraftKind.SAMPLED), int(DraftKind.ONE_HOT))
+        return self._chain(chains.tokens, chains.count, chains.accept_prob, kind=kind, q=chains.q)
 
-    def _grown(self, batch: Batch, knobs: SamplingTensors, stop_rule: StopRule) -> DraftChains | None:
+    def _draft_in_one_call(self, batch: Batch, sampling: SamplingTensors, stop_rule: StopRule) -> DraftChains | None:
         """Draft with one call of the model. None if the sampling parameters do not allow it."""
         if not min(batch.draft_budget):  # sequences in prefill draft one token, which is dropped
-            one = replace(batch, draft_budget=tuple(max(most, 1) for most in batch.draft_budget))
-            return _without(self._grown(one, knobs, stop_rule), batch.draft_budget)
-        model, vocab, draw = self._model, self._setup.vocab, self._setup.draw
-        if knobs.plain_greedy or (knobs.unmodified and draw is Draw.ARGMAX):  # sampling keeps the likeliest token
+            at_least_one = replace(batch, draft_budget=tuple(max(budget, 1) for budget in batch.draft_budget))
+            chains = self._draft_in_one_call(at_least_one, sampling, stop_rule)
+            return chains and _limit(chains, batch.draft_budget)
+        model = self._model
+        vocab = self._setup.vocab
+        draw = self._setup.draw
+        # Unmodified logits have the same likeliest token as the distribution after sampling parameters.
+        if sampling.plain_greedy or (sampling.unmodified and draw is Draw.ARGMAX):
             return model.draft_greedy(batch, vocab, stop_rule)
-        if knobs.unmodified and draw is Draw.SAMPLE and isinstance(model, ChainSampler):
-            wants = tuple(draw_params_of(row, vocab) for row in batch.seqs)
+        if sampling.unmodified and draw is Draw.SAMPLE and isinstance(model, ChainSampler):
+            params = tuple(draw_params_of(seq, vocab) for seq in batch.seqs)
             uniform = self._noise_of(batch).uniforms(max(batch.draft_budget), batch.noise_stream)
-            return model.draft_sampled(batch, vocab, UniformDraws(params=wants, uniform=uniform), stop_rule)
+            return model.draft_sampled(batch, vocab, UniformDraws(params=params, uniform=uniform), stop_rule)
         return None
 
-    def _draw_chain(self, batch: Batch, knobs: SamplingTensors, stop_rule: StopRule) -> Draft:
+    def _draft_by_token(self, batch: Batch, sampling: SamplingTensors, stop_rule: StopRule) -> Draft:
+        """Draft with one pass of the model for each token."""
         noise = self._noise_of(batch)
         draft = tree.empty(len(batch.seqs), self._setup.device)
-        draws = noise.uniforms(max(batch.draft_budget), batch.noise_stream)
-        laws: list[torch.Tensor] = []
-        watch = ChainBuilder(batch.draft_budget, stop_rule if tree.is_cpu(self._setup.device) else None)
+        uniform = noise.uniforms(max(batch.draft_budget), batch.noise_stream)
+        distributions: list[torch.Tensor] = []  # [B, V] by depth
+        builder = ChainBuilder(batch.draft_budget, stop_rule if tree.is_cpu(self._setup.device) else None)
         scores = self._model.score(batch, draft)
-        while watch.depth < max(watch.count):
-            if watch.depth:
-                scores = self._model.score(batch, draft, first=watch.depth - 1)
-            own = _fit(scores.logits, self._setup.vocab)
-            law = apply_sampling(own, knobs, draft, last=True)[:, 0]
-            # The distribution of a greedy sequence is one-hot. The exponential race is the fastest way to its argmax.
-            drawn = law.argmax(-1) if knobs.all_greedy else self._draw(law, noise, draws, watch.depth)
-            tokens = torch.cat([draft.tokens, drawn[:, None]], 1)
-            laws.append(law)
-            watch.look(own[:, -1], drawn, None if scores.confidence is None else scores.confidence[:, -1])
-            draft = tree.chain(tokens, tuple(min(most, watch.depth) for most in watch.count))
-        self._margins = watch.margins
-        if self._setup.draw is Draw.ARGMAX or knobs.all_greedy or not laws:
-            return self._chain(draft.tokens, draft.width, watch.accept_probs)
-        sampled = tree.upload(knobs.sampled, self._setup.device, torch.bool)[:, None]
-        law_of = torch.where(sampled, int(DraftKind.SAMPLED), int(DraftKind.ONE_HOT)).expand_as(draft.tokens)
-        places = torch.arange(draft.tokens.numel(), device=self._setup.device).view(len(laws), -1).T
-        q = Packed(values=torch.cat(laws), at=torch.where(sampled, places, -1))
-        return self._chain(draft.tokens, draft.width, watch.accept_probs, law=law_of, q=q)
+        while builder.depth < max(builder.count):
+            if builder.depth:
+                scores = self._model.score(batch, draft, first=builder.depth - 1)
+            logits = _fit(scores.logits, self._setup.vocab)
+            q = apply_sampling(logits, sampling, draft, last=True)[:, 0]
+            # The distribution of a greedy sequence is one-hot. Taking the argmax is the fastest way to its token.
+            chosen = q.argmax(-1) if sampling.all_greedy else self._choose_token(q, noise, uniform, builder.depth)
+            tokens = torch.cat([draft.tokens, chosen[:, None]], 1)
+            distributions.append(q)
+            builder.look(logits[:, -1], chosen, None if scores.confidence is None else scores.confidence[:, -1])
+            draft = tree.chain(tokens, tuple(min(count, builder.depth) for count in builder.count))
+        self._margins = builder.margins
+        if self._setup.draw is Draw.ARGMAX or sampling.all_greedy or not distributions:
+            return self._chain(draft.tokens, draft.width, builder.accept_probs)
+        sampled = tree.upload(sampling.sampled, self._setup.device, torch.bool)[:, None]
+        kind = torch.where(sampled, int(DraftKind.SAMPLED), int(DraftKind.ONE_HOT)).expand_as(draft.tokens)
+        index = torch.arange(draft.tokens.numel(), device=self._setup.device).view(len(distributions), -1).T
+        packed = Packed(values=torch.cat(distributions), at=torch.where(sampled, index, -1))
+        return self._chain(draft.tokens, draft.width, builder.accept_probs, kind=kind, q=packed)
 
     def _chain(
         self,
         tokens: torch.Tensor,
         width: tuple[int, ...],
-        chances: Sequence[Sequence[float]] | None,
+        accept_prob: Sequence[Sequence[float]] | None,
         *,
-        law: torch.Tensor | None = None,
+        kind: torch.Tensor | None = None,
         q: Packed | None = None,
     ) -> Draft:
-        """Keep the first `width[b]` tokens of each chain."""
-        size, said = max(width), None
-        if chances is not None:
-            said = tuple(tuple(row[:count]) for row, count in zip(chances, width, strict=True))
-        looked = tokens
+        """Return a draft of the first `width[b]` tokens of each chain."""
+        size = max(width)
+        cut_accept_prob = None
+        if accept_prob is not None:
+            cut_accept_prob = tuple(tuple(probs[:count]) for probs, count in zip(accept_prob, width, strict=True))
+        measured = tokens
         if size < tokens.shape[1]:
-            tokens, law = tokens[:, :size], law if law is None else law[:, :size]
+            tokens = tokens[:, :size]
+            kind = None if kind is None else kind[:, :size]
             q = q and replace(q, at=q.at[:, :size])
-        draft = tree.chain(tokens, width, kind=law, q=q, accept_prob=said)
-        if chances is not None:
-            self._looked = draft.host_tokens() if looked is tokens else looked.tolist()
+        draft = tree.chain(tokens, width, kind=kind, q=q, accept_prob=cut_accept_prob)
+        if accept_prob is not None:
+            self._measured_tokens = draft.host_tokens() if measured is tokens else measured.tolist()
         return draft
 
-    def _draw(self, law: torch.Tensor, noise: PositionNoise, draws: torch.Tensor, depth: int) -> torch.Tensor:
-        """Choose draft token number `depth` [B] from `law` [B, V]."""
+    def _choose_token(self, q: torch.Tensor, noise: PositionNoise, uniform: torch.Tensor, depth: int) -> torch.Tensor:
+        """Choose draft token number `depth` [B] from the distributions `q` [B, V]."""
         match self._setup.draw:
             case Draw.ARGMAX:
-                return law.argmax(-1)
+                return q.argmax(-1)
             case Draw.SAMPLE:
-                return inverse_cdf(law, draws[:, depth])
+                return inverse_cdf(q, uniform[:, depth])
             case Draw.RACE:
-                return noise.sample_race(law, torch.full((len(law),), depth, device=law.device))
+                return noise.sample_race(q, torch.full((len(q),), depth, device=q.device))
 
-    def _knobs_of(self, batch: Batch) -> SamplingTensors:
-        if self._knobs is None or self._knobs.seqs != batch.seqs:
-            self._knobs = SamplingTensors.of(batch.seqs, self._setup.vocab, self._setup.device)
-            self._noise = PositionNoise(self._knobs.seed, self._knobs.seed)
-        return self._knobs
+    def _sampling_of(self, batch: Batch) -> SamplingTensors:
+        if self._sampling is None or self._sampling.seqs != batch.seqs:
+            self._sampling = SamplingTensors.of(batch.seqs, self._setup.vocab, self._setup.device)
+            self._noise = PositionNoise(self._sampling.seed, self._sampling.seed)
+        return self._sampling
 
     def _noise_of(self, batch: Batch) -> PositionNoise:
         assert self._noise is not None
-        return self._noise.at(tree.upload([len(row.token_ids) for row in batch.seqs], self._setup.device))
+        return self._noise.at(tree.upload([len(seq.token_ids) for seq in batch.seqs], self._setup.device))
 
 
-def prefilling_seqs(batch: Batch, ours: Batch | None) -> int:
-    """Return the number of sequences with a budget that are still in prefill."""
-    return sum(map(bool, batch.draft_budget)) - (sum(map(bool, ours.draft_budget)) if ours else 0)
+def prefilling_seqs(batch: Batch, draft_batch: Batch | None) -> int:
+    """Return the number of sequences with a draft budget that the draft model still prefills."""
+    num_drafting = sum(map(bool, draft_batch.draft_budget)) if draft_batch else 0
+    return sum(map(bool, batch.draft_budget)) - num_drafting
 
 
-def _without(grown: DraftChains | None, budget: tuple[int, ...]) -> DraftChains | None:
-    """Drop the chains of sequences without a budget."""
-    if grown is None:
-        return None
-    margin, chance = (
-        part and tuple(each if most else () for each, most in zip(part, budget, strict=True))
-        for part in (grown.margin, grown.accept_prob)
+def _limit(chains: DraftChains, budget: tuple[int, ...]) -> DraftChains:
+    """Limit the chains to the budgets. Sequences without a budget have no margins either."""
+    return replace(
+        chains,
+        count=tuple(map(min, chains.count, budget)),
+        margin=_with_budget(chains.margin, budget),
+        accept_prob=_with_budget(chains.accept_prob, budget),
     )
-    return replace(grown, count=tuple(map(min, grown.count, budget)), margin=margin, accept_prob=chance)
+
+
+def _with_budget(values: Sequence[Sequence[float]] | None, budget: tuple[int, ...]) -> Sequence[Sequence[float]] | None:
+    """Return the values of sequences that have a budget, and () for the others."""
+    return values and tuple(each if count else () for each, count in zip(values, budget, strict=True))
 
 
 def _fit(logits: torch.Tensor, vocab: int) -> torch.Tensor:
-    """Cut or pad logits to the target's ids. Models of a family may pad their vocabularies differently."""
+    """Cut or pad logits to the target's vocabulary. Models of a family may pad their vocabularies differently."""
     missing = vocab - logits.shape[-1]
     return functional.pad(logits, (0, missing), value=-torch.inf) if missing > 0 else logits[..., :vocab]
 
 
-def _spread(draft: Draft, where: Sequence[int], rows: int) -> Draft:
-    """Spread a draft to `rows` sequences. Those that are not in `where` have no draft."""
-    index = tree.upload(where, draft.tokens.device)
-    tokens = draft.tokens.new_zeros(rows, draft.size).index_copy_(0, index, draft.tokens)
-    law = draft.kind.new_zeros(rows, draft.size).index_copy_(0, index, draft.kind)
-    q = draft.q and replace(draft.q, at=draft.tokens.new_full((rows, draft.size), -1).index_copy_(0, index, draft.q.at))
-    widths = dict(zip(where, draft.width, strict=True))
-    chance = None
+def _spread(draft: Draft, indices: Sequence[int], num_seqs: int) -> Draft:
+    """Return the draft of a batch of `num_seqs` sequences. Those that are not in `indices` have no draft."""
+    index = tree.upload(indices, draft.tokens.device)
+    shape = (num_seqs, draft.size)
+    tokens = draft.tokens.new_zeros(shape).index_copy_(0, index, draft.tokens)
+    kind = draft.kind.new_zeros(shape).index_copy_(0, index, draft.kind)
+    q = draft.q and replace(draft.q, at=draft.tokens.new_full(shape, -1).index_copy_(0, index, draft.q.at))
+    widths = dict(zip(indices, draft.width, strict=True))
+    accept_prob = None
     if draft.accept_prob is not None:
-        said = dict(zip(where, draft.accept_prob, strict=True))
-        chance = tuple(said.get(b, ()) for b in range(rows))
-    return tree.chain(tokens, tuple(widths.get(b, 0) for b in range(rows)), kind=law, q=q, accept_prob=chance)
+        estimates = dict(zip(indices, draft.accept_prob, strict=True))
+        accept_prob = tuple(estimates.get(b, ()) for b in range(num_seqs))
+    return tree.chain(tokens, tuple(widths.get(b, 0) for b in range(num_seqs)), kind=kind, q=q, accept_prob=accept_prob)

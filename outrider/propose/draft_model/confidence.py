@@ -1,6 +1,6 @@
-"""Estimates acceptance from the margin of the draft's logits, with an online logistic regression.
+"""Estimate acceptance from the margin of the draft's logits, with an online logistic regression.
 
-A draft with a confidence head states log-odds of acceptance itself. They replace the margin, and the regression
+A draft with a confidence head predicts log-odds of acceptance itself. They replace the margin, and the regression
 corrects them for the current text and temperature.
 """
 
@@ -11,10 +11,12 @@ from collections.abc import Sequence
 
 from outrider.core.types import StopRule
 
-_KINDS = 4  # positions with their own coefficients; later ones share the last
-_WEIGHT, _BIAS = 0.9, 0.3  # initial coefficients
-_SURE = ((8.0, 0.0), (0.0, 8.0))  # weight of the initial coefficients
-_MEMORY = 0.998  # decay per draft token
+_NUM_POSITIONS = 4  # positions with their own coefficients; later ones share the last
+_INITIAL_WEIGHT = 0.9
+_INITIAL_BIAS = 0.3
+_PRIOR = ((8.0, 0.0), (0.0, 8.0))  # curvature of the initial coefficients
+_DECAY = 0.998  # of the curvature, with each draft token
+_MAX_MARGIN = 12.0
 
 
 class Confidence:
@@ -26,28 +28,39 @@ class Confidence:
     """
 
     def __init__(self) -> None:
-        self._theta = [[_WEIGHT, _BIAS] for _ in range(_KINDS)]
-        self._curve = [[_SURE[0][0], _SURE[0][1], _SURE[1][1]] for _ in range(_KINDS)]  # [[a, b], [b, c]]
+        self._coefficients = [[_INITIAL_WEIGHT, _INITIAL_BIAS] for _ in range(_NUM_POSITIONS)]
+        # [a, b, c] of the curvature [[a, b], [b, c]]
+        self._curvature = [[_PRIOR[0][0], _PRIOR[0][1], _PRIOR[1][1]] for _ in range(_NUM_POSITIONS)]
 
-    def trust(self, keep: float, worth: tuple[float, ...], ends: tuple[int, ...]) -> StopRule:
-        """Return the current coefficients as a `StopRule`."""
-        weight, bias = (tuple(theta[i] for theta in self._theta) for i in range(2))
-        return StopRule(weight=weight, bias=bias, min_path_prob=keep, min_draft_probs=worth, ends=ends)
+    def stop_rule(self, min_path_prob: float, min_draft_probs: tuple[float, ...], ends: tuple[int, ...]) -> StopRule:
+        """Return a `StopRule` with the current coefficients and these limits and end tokens."""
+        return StopRule(
+            weight=tuple(weight for weight, _ in self._coefficients),
+            bias=tuple(bias for _, bias in self._coefficients),
+            min_path_prob=min_path_prob,
+            min_draft_probs=min_draft_probs,
+            ends=ends,
+        )
 
     def learn(self, tokens: Sequence[int], margins: Sequence[float], emitted: Sequence[int]) -> None:
         """Learn from the chain of a sequence after the tokens `emitted` were committed."""
-        for position, (token, margin, truth) in enumerate(zip(tokens, margins, emitted, strict=False)):
-            self._step(min(position, _KINDS - 1), min(max(margin, -12.0), 12.0), token == truth)
-            if token != truth:
+        for position, (token, margin, emitted_token) in enumerate(zip(tokens, margins, emitted, strict=False)):
+            clamped = min(max(margin, -_MAX_MARGIN), _MAX_MARGIN)
+            self._step(min(position, _NUM_POSITIONS - 1), clamped, token == emitted_token)
+            if token != emitted_token:
                 return
 
-    def _step(self, kind: int, margin: float, kept: bool) -> None:
-        theta, curve = self._theta[kind], self._curve[kind]
-        p = 1 / (1 + math.exp(-(theta[0] * margin + theta[1])))
+    def _step(self, position: int, margin: float, accepted: bool) -> None:
+        """Make a Newton step of the coefficients of a position."""
+        coefficients = self._coefficients[position]
+        curvature = self._curvature[position]
+        p = 1 / (1 + math.exp(-(coefficients[0] * margin + coefficients[1])))
         weight = max(p * (1 - p), 1e-3)
         for i, term in enumerate((margin * margin, margin, 1.0)):
-            curve[i] = curve[i] * _MEMORY + weight * term + (1 - _MEMORY) * (_SURE[0][0], 0.0, _SURE[1][1])[i]
-        a, b, c = curve
-        surprise, det = kept - p, a * c - b * b
-        theta[0] += surprise * (c * margin - b) / det
-        theta[1] += surprise * (a - b * margin) / det
+            prior = (_PRIOR[0][0], 0.0, _PRIOR[1][1])[i]
+            curvature[i] = curvature[i] * _DECAY + weight * term + (1 - _DECAY) * prior
+        a, b, c = curvature
+        error = accepted - p
+        determinant = a * c - b * b
+        coefficients[0] += error * (c * margin - b) / determinant
+        coefficients[1] += error * (a - b * margin) / determinant

@@ -28,132 +28,155 @@ from outrider.propose.vocabulary.intersection import SharedVocabulary, Vocabular
 from outrider.propose.vocabulary.text_draft import TextProposer
 from outrider.propose.vocabulary.token_text import TokenText, token_text
 
-_ENOUGH = 0.9  # share of the target's tokens from which drafting by tokens is as good as by text
-_LEAST_SHARE = 0.1  # smallest share for drafting by tokens
+# Share of the target's tokens that a draft model must have, so that drafting by tokens is as good as by text.
+_GOOD_SHARE = 0.9
+_MIN_SHARE = 0.1  # smallest share for drafting by tokens
 _log = logging.getLogger("outrider")
 
 
 def draft_proposer(folder: str, setup: ProposerSetup) -> Proposer:
-    """`draft:DIR`: a head, or a model by tokens if it has most of the target's tokens, else by text."""
-    if is_head(folder, lambda: _owner(setup)):
-        return HeadProposer(setup, _head(folder, setup))
-    found = _find("draft", folder, setup)
-    if found.akin:
-        return DraftModelProposer(setup, found.model())
-    words = found.dictionary()
-    by_tokens = words.share >= _ENOUGH
+    """Make `draft:DIR` of a draft head or a draft model.
+
+    A model with another vocabulary drafts by tokens if it has most of the target's tokens, and else by text.
+    """
+    if is_head(folder, lambda: _head_partner(setup)):
+        return HeadProposer(setup, _open_head(folder, setup))
+    opened = _open_model("draft", folder, setup)
+    if opened.same_vocabulary:
+        return DraftModelProposer(setup, opened.model())
+    vocabulary_map = opened.vocabulary_map()
+    by_tokens = vocabulary_map.shared_fraction >= _GOOD_SHARE
     _log.warning(
-        "the draft in %s has another vocabulary: of the target's %d tokens it has %.0f%%, and it guesses by %s",
+        "the draft in %s has another vocabulary: of the target's %d tokens it has %.0f%%, and it drafts by %s",
         folder,
-        words.tokens,
-        100 * words.share,
+        vocabulary_map.tokens,
+        100 * vocabulary_map.shared_fraction,
         "tokens" if by_tokens else "text",
     )
-    return DraftModelProposer(setup, SharedVocabulary(found.model(), words)) if by_tokens else found.text_proposer()
+    if by_tokens:
+        return DraftModelProposer(setup, SharedVocabulary(opened.model(), vocabulary_map))
+    return opened.text_proposer()
 
 
 def draft_tokens_proposer(folder: str, setup: ProposerSetup) -> Proposer:
-    """`draft-tokens:DIR`: by tokens."""
-    return DraftModelProposer(setup, _find("draft-tokens", folder, setup).speaking())
+    """Make `draft-tokens:DIR`, a draft model that drafts by tokens."""
+    return DraftModelProposer(setup, _open_model("draft-tokens", folder, setup).with_target_ids())
 
 
 def draft_text_proposer(folder: str, setup: ProposerSetup) -> Proposer:
-    """`draft-text:DIR`: by text."""
-    return _find("draft-text", folder, setup).text_proposer()
+    """Make `draft-text:DIR`, a draft model that drafts by text."""
+    return _open_model("draft-text", folder, setup).text_proposer()
 
 
 def cascade_proposer(folder: str, setup: ProposerSetup) -> Proposer:
-    """`cascade:DIR`: by tokens, with n-gram lookup."""
-    return DraftModelProposer(setup, Cascade(_find("cascade", folder, setup).speaking()))
+    """Make `cascade:DIR`, a draft model that drafts by tokens with n-gram lookup."""
+    return DraftModelProposer(setup, Cascade(_open_model("cascade", folder, setup).with_target_ids()))
 
 
 def tree_proposer(folder: str, setup: ProposerSetup) -> Proposer:
-    """`tree:DIR`: a tree, of a head or of a model by tokens."""
-    if is_head(folder, lambda: _owner(setup)):
-        return HeadTreeProposer(setup, _head(folder, setup))
-    return TreeProposer(setup, _find("tree", folder, setup).speaking())
+    """Make `tree:DIR`, a draft head or a draft model that drafts trees."""
+    if is_head(folder, lambda: _head_partner(setup)):
+        return HeadTreeProposer(setup, _open_head(folder, setup))
+    return TreeProposer(setup, _open_model("tree", folder, setup).with_target_ids())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Found:
-    """A draft checkpoint and the setup of its proposer."""
+class _OpenedModel:
+    """The checkpoint of a draft model and the setup of its proposer."""
 
     setup: ProposerSetup
     folder: str
     checkpoint: Checkpoint
 
     @property
-    def akin(self) -> bool:
-        """Return whether both tokenizers give the same ids. Padding of the vocabularies does not matter."""
+    def same_vocabulary(self) -> bool:
+        """Whether both tokenizers give the same ids. Padding of the vocabularies does not matter."""
         return bool(self.setup.tokenizer.get_vocab() == self.checkpoint.tokenizer.get_vocab())
 
-    def model(self, room: int = 1) -> Target:
-        """Make its target, with `room` tokens of its own per token of the target, up to its context."""
-        size = min(self.checkpoint.context, room * self.setup.context)
-        model = make_target(self.checkpoint, slots=self.setup.slots, context=size, kernels=self.setup.kernels)
+    def model(self, tokens_per_token: int = 1) -> Target:
+        """Make the draft model.
+
+        Its context has `tokens_per_token` tokens per token of the target's context, but not more than the checkpoint
+        allows.
+        """
+        context = min(self.checkpoint.context, tokens_per_token * self.setup.context)
+        model = make_target(self.checkpoint, slots=self.setup.slots, context=context, kernels=self.setup.kernels)
         check_target(model, self.checkpoint)
         return model
 
-    def dictionary(self) -> VocabularyMap:
-        """The map from the target's ids to the draft's."""
-        return VocabularyMap.of(*self._spellings(), (self.setup.vocab, self.checkpoint.vocab))
+    def vocabulary_map(self) -> VocabularyMap:
+        """Return the map from the target's ids to the draft model's."""
+        target, draft = self._token_texts()
+        return VocabularyMap.of(target, draft, (self.setup.vocab, self.checkpoint.vocab))
 
-    def speaking(self) -> Target:
-        """The model, wrapped if its ids differ from the target's."""
-        if self.akin:
+    def with_target_ids(self) -> Target:
+        """Make the draft model, wrapped if its ids differ from the target's.
+
+        Raises:
+            OutriderError: the draft model has too few of the target's tokens.
+        """
+        if self.same_vocabulary:
             return self.model()
-        words = self.dictionary()
-        if words.share < _LEAST_SHARE:
+        vocabulary_map = self.vocabulary_map()
+        if vocabulary_map.shared_fraction < _MIN_SHARE:
             raise OutriderError(
-                f"the draft in {self.folder} has {words.share:.1%} of the target's {words.tokens} tokens, too few"
-                f" to guess by tokens; use draft-text:{self.folder}"
+                f"the draft in {self.folder} has {vocabulary_map.shared_fraction:.1%} of the target's"
+                f" {vocabulary_map.tokens} tokens, too few to draft by tokens; use draft-text:{self.folder}"
             )
-        return SharedVocabulary(self.model(), words)
+        return SharedVocabulary(self.model(), vocabulary_map)
 
     def text_proposer(self) -> Proposer:
         """Make a proposer that drafts by text."""
-        target, draft = self._spellings()
-        return TextProposer(self.setup, self.model(room=2), target=target, draft=draft)
+        target, draft = self._token_texts()
+        return TextProposer(self.setup, self.model(tokens_per_token=2), target=target, draft=draft)
 
-    def _spellings(self) -> tuple[TokenText, TokenText]:
+    def _token_texts(self) -> tuple[TokenText, TokenText]:
         return token_text(self.setup.tokenizer, "the target"), token_text(self.checkpoint.tokenizer, self.folder)
 
 
-def _head(folder: str, setup: ProposerSetup) -> HeadTarget:
-    """Make the target of a draft head."""
+def _open_head(folder: str, setup: ProposerSetup) -> HeadTarget:
+    """Make the target that runs a draft head.
+
+    Raises:
+        OutriderError: the target does not export hidden states, or the head belongs to another target.
+    """
     if not isinstance(setup.target, WeightSharer):
-        raise OutriderError(f"{folder} reads states that this target does not show; use draft:DIR of a draft model")
-    tables = setup.target.share_weights()
-    module = read_head(folder, dtype=setup.dtype, device=setup.device, partner=_partner(tables, setup.target.layers))
-    it = module.description
-    ours = (*tables.head.shape, setup.target.layers)
-    if (it.vocab, it.target_hidden, it.target_layers) != ours:
         raise OutriderError(
-            f"{folder} was trained on a target with vocabulary {it.vocab}, width {it.target_hidden} and"
-            f" {it.target_layers} layers; this one has {ours[0]}, {ours[1]} and {ours[2]}, so use the one it belongs to"
+            f"{folder} needs hidden states that this target does not export; use draft:DIR of a draft model"
         )
-    return make_head_target(module, tables, slots=setup.slots, context=setup.context)
+    weights = setup.target.share_weights()
+    info = _target_info(weights, setup.target.layers)
+    module = read_head(folder, dtype=setup.dtype, device=setup.device, partner=info)
+    description = module.description
+    trained_on = (description.vocab, description.target_hidden, description.target_layers)
+    if trained_on != (info.vocab, info.hidden, info.layers):
+        raise OutriderError(
+            f"{folder} was trained on a target with vocabulary {description.vocab}, width {description.target_hidden}"
+            f" and {description.target_layers} layers; this target has {info.vocab}, {info.hidden} and {info.layers},"
+            " so use the target that the head was trained on"
+        )
+    return make_head_target(module, weights, slots=setup.slots, context=setup.context)
 
 
-def _owner(setup: ProposerSetup) -> TargetInfo | None:
+def _head_partner(setup: ProposerSetup) -> TargetInfo | None:
     """Return the facts of the target that a head must match; None if it does not export hidden states."""
     if not isinstance(setup.target, WeightSharer):
         return None
     try:
-        return _partner(setup.target.share_weights(), setup.target.layers)
+        return _target_info(setup.target.share_weights(), setup.target.layers)
     except OutriderError:
         return None
 
 
-def _partner(tables: SharedWeights, layers: int) -> TargetInfo:
-    vocab, hidden = tables.head.shape
+def _target_info(weights: SharedWeights, layers: int) -> TargetInfo:
+    vocab, hidden = weights.head.shape
     return TargetInfo(
         vocab=vocab,
         hidden=hidden,
         layers=layers,
-        head=lambda: tables.head,
-        embedding=lambda: tables.embedding,
-        kinds=tuple(tables.kv_view.layer_config.get("layer_types") or ()) if tables.kv_view else (),
+        head=lambda: weights.head,
+        embedding=lambda: weights.embedding,
+        kinds=tuple(weights.kv_view.layer_config.get("layer_types") or ()) if weights.kv_view else (),
     )
 
 
@@ -169,22 +192,25 @@ def check_draft(folder: str, *, name: str, heads: bool) -> None:
         OutriderError: the folder is not a draft, or does not fit this proposer.
     """
     if not folder:
-        raise OutriderError(f"{name} needs the folder of a small model; write {name}:DIR")
-    # Whether a model folder contains a head is checked when the target is known.
-    if not (heads and is_head(folder, lambda: _itself(folder))) and is_recurrent(folder):
-        raise OutriderError(f"{folder} is recurrent, and a recurrent draft is not handled yet; use an attention model")
+        raise OutriderError(f"{name} needs the folder of a draft model; write {name}:DIR")
+    # The target is not known yet, so assume that a head belongs to the model in its own folder.
+    if not (heads and is_head(folder, lambda: _own_target_info(folder))) and is_recurrent(folder):
+        raise OutriderError(
+            f"{folder} is recurrent, and recurrent draft models are not supported; use an attention model"
+        )
 
 
-def _itself(folder: str) -> TargetInfo | None:
-    """Return the facts of a model as the target of its own head; None if its sizes are unknown."""
+def _own_target_info(folder: str) -> TargetInfo | None:
+    """Return the facts of the model in a folder as the target of its own head; None if its sizes are unknown."""
     try:
         return read_target_info(folder)
     except OutriderError:
         return None
 
 
-def _find(name: str, folder: str, setup: ProposerSetup) -> _Found:
+def _open_model(name: str, folder: str, setup: ProposerSetup) -> _OpenedModel:
+    """Load the checkpoint of a draft model. `name` is the proposer, for messages."""
     check_draft(folder, name=name, heads=False)
     dtype = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}[setup.dtype]
     checkpoint = load_checkpoint(folder, dtype=dtype, device=str(setup.device))
-    return _Found(setup=setup, folder=folder, checkpoint=checkpoint)
+    return _OpenedModel(setup=setup, folder=folder, checkpoint=checkpoint)

@@ -1,5 +1,8 @@
-"""Self-speculation: the target drafts with its first layers (Elhoushi et al. 2024), without some layers (Zhang et al.
-2023), or with quantized weights (Tiwari et al. 2025)."""
+"""Let the target draft for itself.
+
+It drafts with its first layers (Elhoushi et al. 2024), without some of its layers (Zhang et al. 2023), or with
+quantized weights (Tiwari et al. 2025).
+"""
 
 from __future__ import annotations
 
@@ -10,81 +13,83 @@ import torch
 from outrider.core.types import Batch, Draft, SequenceState
 from outrider.errors import MODEL_ERRORS, OutriderError
 from outrider.models.base import SelfDraftTarget, Target
-from outrider.propose.base import ProposerSetup, whole
+from outrider.propose.base import ProposerSetup, parse_count
 from outrider.propose.draft_model.chain import DraftModelProposer
 
 _BITS = {"int8": 8, "int4": 4}
-_LONG = 16  # after a longer feed there is no draft, because feeding it twice costs more than the draft saves
+_MAX_FEED = 16  # no draft for feeds of this many tokens: feeding them twice costs more than the draft saves
 
 
 class ExitProposer(DraftModelProposer):
     """Drafts with the first layers of the target, over the target's KV cache.
 
-    The target processes a feed right afterwards. So there is no draft after a long feed, such as the end of a prompt;
-    in the next round the first layers have nothing left to feed.
+    The target runs the same feed again right afterwards. So there is no draft after a long feed, such as the end of a
+    prompt. In the next round the KV cache holds that feed already.
     """
 
     def propose(self, batch: Batch) -> Draft:
-        feeds = zip(batch.draft_budget, batch.feed, strict=True)
-        return super().propose(replace(batch, draft_budget=tuple(b if len(feed) < _LONG else 0 for b, feed in feeds)))
+        pairs = zip(batch.draft_budget, batch.feed, strict=True)
+        budgets = tuple(budget if len(feed) < _MAX_FEED else 0 for budget, feed in pairs)
+        return super().propose(replace(batch, draft_budget=budgets))
 
 
 def exit_proposer(argument: str, setup: ProposerSetup) -> DraftModelProposer:
-    """`exit:N`: the first N layers, the final norm and the output layer."""
-    target, count = _divisible(setup), exit_layers(argument)
+    """Make `exit:N`, which drafts with the first N layers, the final norm and the LM head."""
+    target = _self_draft_target(setup)
+    count = exit_layers(argument)
     if count > target.layers:
         raise OutriderError(
-            f"exit:{argument} names no layers to stop after; this target has {target.layers}: write for example"
+            f"exit:{argument} asks for more layers than the {target.layers} of this target; write for example"
             f" exit:{max(target.layers // 4, 1)}"
         )
-    return ExitProposer(setup, _tried(target.make_submodel(range(count)), setup))
+    return ExitProposer(setup, _test_pass(target.make_submodel(range(count)), setup))
 
 
 def exit_layers(argument: str) -> int:
     """Parse the number of layers of `exit:N`."""
-    if not (count := whole(argument)):
-        raise OutriderError(f"exit:{argument} names no layers to stop after; write for example exit:2")
+    count = parse_count(argument)
+    if not count:
+        raise OutriderError(f"exit:{argument} is not a number of layers; write for example exit:2")
     return count
 
 
 def skip_proposer(argument: str, setup: ProposerSetup) -> DraftModelProposer:
-    """`skip:A+B+C`: without the layers A, B and C, counted from 0."""
-    target, skipped = _divisible(setup), skip_layers(argument)
-    form = f"this target's layers are 0 to {target.layers - 1}: write for example skip:{target.layers // 2}"
+    """Make `skip:A+B+C`, which drafts without the layers A, B and C, counted from 0."""
+    target = _self_draft_target(setup)
+    skipped = skip_layers(argument)
+    fix = f"this target's layers are 0 to {target.layers - 1}: write for example skip:{target.layers // 2}"
     if max(skipped) >= target.layers:
-        raise OutriderError(f"skip:{argument} names layer {max(skipped)}; {form}")
+        raise OutriderError(f"skip:{argument} names layer {max(skipped)}; {fix}")
     if len(skipped) == target.layers:
-        raise OutriderError(f"skip:{argument} leaves no layer to guess with; {form}")
-    kept = [layer for layer in range(target.layers) if layer not in skipped]
-    return DraftModelProposer(setup, _tried(target.make_submodel(kept), setup))
+        raise OutriderError(f"skip:{argument} leaves no layer to draft with; {fix}")
+    remaining = [layer for layer in range(target.layers) if layer not in skipped]
+    return DraftModelProposer(setup, _test_pass(target.make_submodel(remaining), setup))
 
 
 def skip_layers(argument: str) -> set[int]:
     """Parse the layers of `skip:A+B+C`."""
-    named = [whole(word) for word in argument.split("+")]
+    named = [parse_count(word) for word in argument.split("+")]
     skipped = {layer for layer in named if layer is not None}
     if None in named:
-        raise OutriderError(
-            f"skip:{argument} names no layers to leave out; write for example skip:2, and join several by +"
-        )
+        raise OutriderError(f"skip:{argument} is not a list of layers; write for example skip:2, and join several by +")
     if len(skipped) < len(named):
-        raise OutriderError(f"skip:{argument} names a layer twice; name each once")
+        raise OutriderError(f"skip:{argument} names a layer twice; name each layer once")
     return skipped
 
 
-def quantised_proposer(argument: str, setup: ProposerSetup) -> DraftModelProposer:
-    """`quantized:int4` or `quantized:int8`: a copy of the target with fewer bits."""
-    return DraftModelProposer(setup, _divisible(setup).make_requantized(quantised_bits(argument)))
+def quantized_proposer(argument: str, setup: ProposerSetup) -> DraftModelProposer:
+    """Make `quantized:int4` or `quantized:int8`, which drafts with a copy of the target with fewer bits."""
+    return DraftModelProposer(setup, _self_draft_target(setup).make_requantized(quantized_bits(argument)))
 
 
-def quantised_bits(argument: str) -> int:
-    """Of a weight."""
+def quantized_bits(argument: str) -> int:
+    """Parse the bits per weight of `quantized:int4` or `quantized:int8`."""
     if argument not in _BITS:
         raise OutriderError(f"quantized:{argument} is unknown; write {' or '.join(f'quantized:{n}' for n in _BITS)}")
     return _BITS[argument]
 
 
-def _divisible(setup: ProposerSetup) -> SelfDraftTarget:
+def _self_draft_target(setup: ProposerSetup) -> SelfDraftTarget:
     if not isinstance(setup.target, SelfDraftTarget):
         raise OutriderError(
             "this target cannot draft for itself: its state is recurrent, or it has no layers; use draft:DIR or ngram"
@@ -93,12 +98,11 @@ def _divisible(setup: ProposerSetup) -> SelfDraftTarget:
 
 
 @torch.inference_mode()
-def _tried(model: Target, setup: ProposerSetup) -> Target:
-    """Return the model after a test pass. In some architectures, layers depend on each other."""
+def _test_pass(model: Target, setup: ProposerSetup) -> Target:
+    """Return the model after a test pass, which fails if layers depend on layers that were left out."""
+    batch = Batch(seqs=(SequenceState.of((0, 0)),), start=(0,), feed=((0, 0),), draft_budget=(2,))
     try:
-        model.draft_greedy(
-            Batch(seqs=(SequenceState.of((0, 0)),), start=(0,), feed=((0, 0),), draft_budget=(2,)), setup.vocab
-        )
+        model.draft_greedy(batch, setup.vocab)
     except torch.OutOfMemoryError:
         raise
     except MODEL_ERRORS as reason:

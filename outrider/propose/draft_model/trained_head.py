@@ -1,4 +1,4 @@
-"""Proposers of draft heads: chains, and trees as in EAGLE-2 (Li et al. 2024)."""
+"""Run draft heads as proposers: chains, and trees as in EAGLE-2 (Li et al. 2024)."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from outrider.propose.base import ProposerSetup
 from outrider.propose.draft_model.chain import DraftModelProposer
 from outrider.propose.draft_model.tree import TreeProposer
 
-_PILE = 1024  # pending hidden states from which the head is fed without a draft
-_PIECE = 512  # most of them that are fed in one round
+_MAX_PENDING = 1024  # pending hidden states of a sequence from which the head is fed even without a draft
+_PREFILL_CHUNK = 512  # most of them that are fed in one round
 
 
-class _Informed(DraftModelProposer):
-    """Base of proposers whose model reads the hidden states of the target in every round."""
+class _HiddenStateProposer(DraftModelProposer):
+    """Base of proposers whose model needs the target's hidden states of every round."""
 
     _head: HeadTarget
 
-    def _read_states_for(self, head: HeadTarget) -> None:
+    def _use_hidden_states(self, head: HeadTarget) -> None:
         self._head = head
         self.needs = Needs(layers=head.description.aux_states.layers)
 
     def propose(self, batch: Batch) -> Draft:
-        relieve(self._head, batch)
+        feed_pending(self._head, batch)
         return super().propose(batch)
 
     def commit(self, round: Round) -> None:
@@ -34,58 +34,63 @@ class _Informed(DraftModelProposer):
         super().commit(round)
 
 
-class HeadProposer(_Informed):
+class HeadProposer(_HiddenStateProposer):
     """Drafts a chain from the hidden states of the target."""
 
     def __init__(self, setup: ProposerSetup, head: HeadTarget) -> None:
         super().__init__(setup, head)
-        self._read_states_for(head)
+        self._use_hidden_states(head)
 
     def _catch_up(self, batch: Batch) -> tuple[Batch | None, list[int]]:
-        return super()._catch_up(within(batch, self._head, self._head.max_draft_tokens))
+        return super()._catch_up(limit_budgets(batch, self._head, self._head.max_draft_tokens))
 
 
-class HeadTreeProposer(_Informed, TreeProposer):
+class HeadTreeProposer(_HiddenStateProposer, TreeProposer):
     """Drafts a tree from the hidden states of the target."""
 
     def __init__(self, setup: ProposerSetup, head: HeadTarget) -> None:
         super().__init__(setup, head, reach=head.max_draft_tokens)
-        self._read_states_for(head)
+        self._use_hidden_states(head)
 
     def _catch_up(self, batch: Batch) -> tuple[Batch | None, list[int]]:
-        return super()._catch_up(within(batch, self._head, max(batch.draft_budget)))
+        return super()._catch_up(limit_budgets(batch, self._head, max(batch.draft_budget)))
 
 
-def relieve(head: HeadTarget, batch: Batch) -> None:
-    """Feed pending hidden states to the head, also for sequences that do not draft.
+def feed_pending(head: HeadTarget, batch: Batch) -> None:
+    """Feed pending hidden states to the head for sequences that do not draft.
 
     A hidden state takes as much memory as the KV cache of one or two tokens, and is not part of the cache budget.
     """
-    left, due = _PIECE, list[tuple[int, int, int]]()
-    for b, row in enumerate(batch.seqs):
-        start = head.cache.length(row.slot)
-        stop = min(batch.start[b], start + left)  # the last state stays pending, because the next draft starts from it
-        if start < stop <= head.context and not batch.draft_budget[b] and head.piled(row.slot) >= _PILE:
+    tokens_left = _PREFILL_CHUNK
+    due: list[tuple[int, int, int]] = []  # index in the batch, first and last + 1 token
+    for b, seq in enumerate(batch.seqs):
+        start = head.cache.length(seq.slot)
+        # The last state stays pending, because the next draft starts from it.
+        stop = min(batch.start[b], start + tokens_left)
+        has_many = not batch.draft_budget[b] and head.piled(seq.slot) >= _MAX_PENDING
+        if start < stop <= head.context and has_many:
             due.append((b, start, stop))
-            left -= stop - start
-    able = prompts_that_fit(head.cache, {}, {batch.seqs[b].slot: stop for b, _, stop in due})
-    due = [each for each in due if batch.seqs[each[0]].slot in able]
+            tokens_left -= stop - start
+    fitting = prompts_that_fit(head.cache, {}, {batch.seqs[b].slot: stop for b, _, stop in due})
+    due = [(b, start, stop) for b, start, stop in due if batch.seqs[b].slot in fitting]
     if due:
-        ours = Batch(
+        head_batch = Batch(
             seqs=tuple(batch.seqs[b] for b, _, _ in due),
             start=tuple(start for _, start, _ in due),
             feed=tuple(tuple(batch.seqs[b].token_ids[start:stop]) for b, start, stop in due),
             draft_budget=(0,) * len(due),
         )
         none = tree.empty(len(due), head.device)
-        head.cache.commit(tree.prefill_round(ours, none, head.score(ours, none)))
+        head.cache.commit(tree.prefill_round(head_batch, none, head.score(head_batch, none)))
 
 
-def within(batch: Batch, head: HeadTarget, reach: int) -> Batch:
-    """Limit the budgets to `reach`; 0 for sequences whose last token has no hidden state yet."""
-    if head.description.parallel_draft_tokens:  # all draft tokens come from one pass, so a shorter draft is not faster
+def limit_budgets(batch: Batch, head: HeadTarget, most: int) -> Batch:
+    """Limit the draft budgets to `most` tokens, and to 0 for sequences whose last token has no hidden state yet."""
+    if head.description.parallel_draft_tokens:
+        # All draft tokens come from one pass, so a shorter draft is not faster.
         batch = replace(batch, min_draft_probs=())
-    ready = (start and len(feed) == 1 for start, feed in zip(batch.start, batch.feed, strict=True))
-    return replace(
-        batch, draft_budget=tuple(min(b, reach) if r else 0 for b, r in zip(batch.draft_budget, ready, strict=True))
-    )
+    budgets = []
+    for budget, start, feed in zip(batch.draft_budget, batch.start, batch.feed, strict=True):
+        has_state = start and len(feed) == 1
+        budgets.append(min(budget, most) if has_state else 0)
+    return replace(batch, draft_budget=tuple(budgets))

@@ -1,1 +1,1 @@
-"""Proposers that look tokens up: n-grams, suffixes, datastores, recycled predictions."""
+"""Proposers that look draft tokens up: n-grams, suffixes, datastores, and past predictions of the target."""

@@ -1,4 +1,4 @@
-"""Prompt lookup: what followed the last time that the text ended like this (Saxena 2023; Yang et al. 2023)."""
+"""Draft what followed an earlier occurrence of the last n-gram (prompt lookup: Saxena 2023; Yang et al. 2023)."""
 
 from __future__ import annotations
 
@@ -7,141 +7,158 @@ from collections.abc import Hashable, Iterator
 from outrider.core.types import Batch, Draft, Needs, Request, Round
 from outrider.propose.acceptance import AcceptanceEstimator
 from outrider.propose.base import ProposerSetup
-from outrider.propose.tree_builder import TreeBuilder, picked
+from outrider.propose.tree_builder import TreeBuilder, build_draft
 
-_WAYS = 3  # to go on
-_KEPT = 5  # places behind an n-gram, each with another token
-_GAPS = (1, 2, 3)  # tokens at the text's end that are put in the place of as many others
-_CUE = 3  # longest n-gram before a gap
-_DEEP = 4  # from this guess on they fare alike
-_LEAST = 0.08  # the chance below which a guess is worth its place nowhere
+_MAX_BRANCHES = 3  # continuations in a tree
+_MAX_POSITIONS = 5  # positions kept for an n-gram, each followed by a different token
+_GAPS = (1, 2, 3)  # tokens at the end of the text that may differ from those after the n-gram
+_MAX_NGRAM_BEFORE_GAP = 3  # tokens
+_MAX_DEPTH = 4  # deeper draft tokens share their acceptance statistics
+_MIN_ACCEPT_PROB = 0.08  # draft tokens with a lower estimated acceptance are left out
 
-_Kind = tuple[int, int, int]  # tokens that agree, tokens since, and how many ways an ending without a gap went on
+# Tokens of the n-gram, tokens of the gap, and number of positions of an n-gram without a gap.
+_MatchKind = tuple[int, int, int]
 
 
 class _Index:
-    """One row's text, and for each n-gram in it where what followed it begins: the latest place of each next token."""
+    """The tokens of one sequence, and for each n-gram the positions after its occurrences.
+
+    For each next token only the latest position is kept.
+    """
 
     def __init__(self, shortest: int, longest: int) -> None:
         self._sizes = range(longest, shortest - 1, -1)
-        self._text: list[int] = []
-        self._after: dict[tuple[int, ...], list[int]] = {}
+        self._tokens: list[int] = []
+        self._positions: dict[tuple[int, ...], list[int]] = {}
 
     def __len__(self) -> int:
-        """Tokens read so far."""
-        return len(self._text)
+        """Return the number of indexed tokens."""
+        return len(self._tokens)
 
     def append(self, token: int) -> None:
-        at = len(self._text)
+        end = len(self._tokens)
         for size in self._sizes:
-            if size <= at:
-                before = self._after.setdefault(tuple(self._text[at - size :]), [])
-                before[:] = [at, *(place for place in before if self._text[place] != token)][:_KEPT]
-        self._text.append(token)
+            if size <= end:
+                positions = self._positions.setdefault(tuple(self._tokens[end - size :]), [])
+                others = (position for position in positions if self._tokens[position] != token)
+                positions[:] = [end, *others][:_MAX_POSITIONS]
+        self._tokens.append(token)
 
-    def ways(self, count: int) -> Iterator[tuple[_Kind, float, Iterator[int]]]:
-        """Each way to go on: its kind, a first estimate of its chance, and `count` tokens; better ones come first."""
-        met = set[int]()
+    def continuations(self, count: int) -> Iterator[tuple[_MatchKind, float, Iterator[int]]]:
+        """Yield possible continuations, better ones first: kind, prior acceptance, and `count` tokens."""
+        seen: set[int] = set()
         for gap in (0, *_GAPS):
-            for size, places in self._endings(gap):
-                kind = size, gap, 0 if gap else len(places)
-                expected = size / (size + 1) / (2 if gap else 1)
-                for at in (place + gap for place in places):
-                    if at < len(self._text) and at not in met:
-                        met.add(at)
-                        yield kind, expected, self._copy(at, count)
+            for size, positions in self._matches(gap):
+                kind = (size, gap, 0 if gap else len(positions))
+                prior = size / (size + 1) / (2 if gap else 1)
+                for position in positions:
+                    start = position + gap
+                    if start < len(self._tokens) and start not in seen:
+                        seen.add(start)
+                        yield kind, prior, self._copy(start, count)
 
-    def _endings(self, gap: int) -> Iterator[tuple[int, list[int]]]:
-        """Sizes of the n-grams `gap` tokens before the end, and where what followed them begins."""
-        end = len(self._text) - gap
+    def _matches(self, gap: int) -> Iterator[tuple[int, list[int]]]:
+        """Yield the size and the positions of each known n-gram that ends `gap` tokens before the end."""
+        end = len(self._tokens) - gap
         for size in self._sizes:
-            if size <= min(end, _CUE if gap else end):
-                places = self._after.get(tuple(self._text[end - size : end]))
-                if places:
-                    yield size, places
+            if size <= min(end, _MAX_NGRAM_BEFORE_GAP if gap else end):
+                positions = self._positions.get(tuple(self._tokens[end - size : end]))
+                if positions:
+                    yield size, positions
 
-    def _copy(self, at: int, count: int) -> Iterator[int]:
-        """What stands there; the text repeats itself at its end."""
-        period = len(self._text) - at
-        return (self._text[at + i % period] for i in range(count))
+    def _copy(self, start: int, count: int) -> Iterator[int]:
+        """Return `count` tokens from `start` on. At its end, the text is continued periodically."""
+        period = len(self._tokens) - start
+        return (self._tokens[start + i % period] for i in range(count))
 
 
-class _Growth:
-    """A row's guesses, and what kind each of them is."""
+class _TreeGrowth:
+    """The tree of one sequence while continuations are added, and the kind of each node."""
 
-    def __init__(self, chances: AcceptanceEstimator) -> None:
-        self._chances = chances
-        self._sketch, self._kinds = TreeBuilder(), list[Hashable]()
-        self._below: dict[tuple[int, int], int] = {}  # by parent and token
-        self._ways = 0  # that have parted from those before them
+    def __init__(self, acceptance: AcceptanceEstimator) -> None:
+        self._acceptance = acceptance
+        self._builder = TreeBuilder()
+        self._kinds: list[Hashable] = []
+        self._children: dict[tuple[int, int], int] = {}  # by parent and token
+        self._num_branches = 0  # continuations that have added nodes
 
-    def add(self, way: _Kind, expected: float, tokens: Iterator[int]) -> bool:
-        """Another way to go on, as far as it is likely to be followed; returns whether there is room for more."""
-        at, parted, chance = -1, False, 1.0
+    def add(self, match: _MatchKind, prior: float, tokens: Iterator[int]) -> bool:
+        """Add a continuation as far as it is likely to be accepted. Return whether there is room for more."""
+        node = -1
+        has_branched = False
+        accept_prob = 1.0
         for depth, token in enumerate(tokens):
-            known = self._below.get((at, token))
-            if known is None:
-                kind = way, self._ways, parted, min(depth, _DEEP)
-                chance *= self._chances.of(kind, expected * (0.5 if self._ways and not parted else 1))
-                if chance < _LEAST:
+            child = self._children.get((node, token))
+            if child is None:
+                kind = (match, self._num_branches, has_branched, min(depth, _MAX_DEPTH))
+                # The first token of a later branch contradicts an earlier one.
+                kind_prior = prior * (0.5 if self._num_branches and not has_branched else 1)
+                accept_prob *= self._acceptance.accept_prob(kind, kind_prior)
+                if accept_prob < _MIN_ACCEPT_PROB:
                     break
-                known = self._below[at, token] = self._sketch.add(token, at, chance)
+                child = self._builder.add(token, node, accept_prob)
+                self._children[node, token] = child
                 self._kinds.append(kind)
-                parted = True
-            at, chance = known, self._sketch.accept_prob[known]
-        self._ways += parted
-        return self._ways < _WAYS
+                has_branched = True
+            node = child
+            accept_prob = self._builder.accept_prob[child]
+        self._num_branches += has_branched
+        return self._num_branches < _MAX_BRANCHES
 
     def best(self, count: int) -> tuple[TreeBuilder, list[Hashable]]:
-        """The likeliest `count` of them; a parent is never less likely than its children, and came before them."""
-        grown, out = self._sketch, TreeBuilder()
-        order = sorted(range(len(self._kinds)), key=lambda node: -grown.accept_prob[node])[:count]
-        place = {-1: -1}
+        """Return the likeliest `count` nodes and their kinds. Parents stay before their children."""
+        accept_prob = self._builder.accept_prob
+        # A parent is never less likely than its children and was added before them, and the sort is stable.
+        order = sorted(range(len(self._kinds)), key=lambda node: -accept_prob[node])[:count]
+        best = TreeBuilder()
+        new_nodes = {-1: -1}
         for node in order:
-            place[node] = out.add(grown.tokens[node], place[grown.parent[node]], grown.accept_prob[node])
-        return out, [self._kinds[node] for node in order]
+            parent = new_nodes[self._builder.parent[node]]
+            new_nodes[node] = best.add(self._builder.tokens[node], parent, accept_prob[node])
+        return best, [self._kinds[node] for node in order]
 
 
 class NgramProposer:
-    """Copies what followed where the text ended like this before, the longest and latest first: up to three ways.
+    """Copies what followed earlier occurrences of the last n-gram, longest n-gram and latest occurrence first.
 
-    A text is read in the rounds in which the target reads it, so that no long prompt holds up those who decode.
+    Up to three continuations form a tree. A prompt is indexed in the rounds in which the target prefills it, so that a
+    long prompt does not delay sequences that decode.
     """
 
     needs = Needs()
 
     def __init__(self, setup: ProposerSetup, *, shortest: int = 1, longest: int = 5) -> None:
-        """Look up endings of `longest` down to `shortest` tokens."""
+        """Look up n-grams of `longest` down to `shortest` tokens."""
         self._device = setup.device
         self._sizes = (shortest, longest)
-        self._indexes: dict[int, _Index] = {}
-        self._chances = AcceptanceEstimator()
-        self._open: dict[int, tuple[TreeBuilder, list[Hashable]]] = {}  # by slot: this round's guesses and their kinds
+        self._indexes: dict[int, _Index] = {}  # by slot
+        self._acceptance = AcceptanceEstimator()
+        self._drafted: dict[int, tuple[TreeBuilder, list[Hashable]]] = {}  # by slot: tree and kinds of this round
 
     def admit(self, slot: int, request: Request) -> None:
         self._indexes[slot] = _Index(*self._sizes)
 
     def propose(self, batch: Batch) -> Draft:
-        self._open = {}
-        for row, start, feed in zip(batch.seqs, batch.start, batch.feed, strict=True):
-            index = self._indexes[row.slot]
-            for token in row.token_ids[len(index) : start + len(feed)]:
+        self._drafted = {}
+        for seq, start, feed in zip(batch.seqs, batch.start, batch.feed, strict=True):
+            index = self._indexes[seq.slot]
+            for token in seq.token_ids[len(index) : start + len(feed)]:
                 index.append(token)
-        sketches = [self._sketch(row.slot, budget) for row, budget in zip(batch.seqs, batch.draft_budget, strict=True)]
-        return picked(sketches, self._device)
+        pairs = zip(batch.seqs, batch.draft_budget, strict=True)
+        return build_draft([self._draft_tree(seq.slot, budget) for seq, budget in pairs], self._device)
 
     def commit(self, round: Round) -> None:
-        for row, emitted in zip(round.batch.seqs, round.emitted, strict=True):
-            if row.slot in self._open:
-                self._chances.learn(*self._open[row.slot], emitted)
+        for seq, emitted in zip(round.batch.seqs, round.emitted, strict=True):
+            if seq.slot in self._drafted:
+                self._acceptance.learn(*self._drafted[seq.slot], emitted)
 
     def release(self, slot: int) -> None:
         self._indexes.pop(slot, None)
 
-    def _sketch(self, slot: int, budget: int) -> TreeBuilder:
-        growth = _Growth(self._chances)
-        for way in self._indexes[slot].ways(budget) if budget else ():
-            if not growth.add(*way):
+    def _draft_tree(self, slot: int, budget: int) -> TreeBuilder:
+        growth = _TreeGrowth(self._acceptance)
+        for continuation in self._indexes[slot].continuations(budget) if budget else ():
+            if not growth.add(*continuation):
                 break
-        self._open[slot] = growth.best(budget)
-        return self._open[slot][0]
+        self._drafted[slot] = growth.best(budget)
+        return self._drafted[slot][0]

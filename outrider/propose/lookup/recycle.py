@@ -1,9 +1,10 @@
-"""Token recycling: what the target once thought likely to follow is guessed again (Luo et al. 2024).
+"""Token recycling: draft tokens that the target's earlier logits found likely (Luo et al. 2024).
 
-A pass scores every guess, kept or not, and so tells for free what may follow it. That is remembered under the last
-tokens of the guess's path, and a tree grows from it, the likeliest guess first. The paper's table knows single tokens,
-fills a fixed tree, and is carried from request to request. Here longer endings come first, the prompt is read as well,
-unknown tokens borrow from their rivals, chances are learned, and rows share nothing but those chances.
+A pass scores every draft token, accepted or not, and so shows for free what may follow it. This is stored under the
+last tokens of the draft token's path, and a tree grows from it, likeliest node first. The paper's table has single
+tokens, fills a fixed tree, and is kept between requests. This one prefers longer suffixes, also uses the prompt, uses
+the successors of similar tokens for unknown ones, and learns acceptance probabilities. Sequences share only these
+probabilities.
 """
 
 from __future__ import annotations
@@ -21,229 +22,241 @@ from outrider.core import tree
 from outrider.core.types import Batch, Draft, Needs, Request, Round, SequenceState
 from outrider.propose.acceptance import AcceptanceEstimator
 from outrider.propose.base import ProposerSetup
-from outrider.propose.tree_builder import TreeBuilder, picked
+from outrider.propose.tree_builder import TreeBuilder, build_draft
 
-_BREADTH = 8  # successors remembered of one ending
-_LONGEST = 4  # tokens of an ending
-_SIZES = range(_LONGEST, 0, -1)
-_USUAL, _KIN = 0, _LONGEST + 1  # sources of guesses beside endings of 1 to _LONGEST tokens
-_FAITH = (0.2, 0.4, 0.6, 0.8, 0.85, 0.6)  # first estimates, by source: how often what was likeliest comes true
-_STEP = 1.5  # how many times e one level is likelier than the next
-_EVEN = 4  # the level of what is as likely as its strongest rival; there are as many above it and below
-_TEXT = 2 * _EVEN + 1  # the level of what was read in a prompt
-_KINDS = _BREADTH * (_TEXT + 1)  # of guesses from one source
-_ROOM = 1 << 16  # endings remembered of a row
+_NUM_SUCCESSORS = 8  # kept for a suffix
+_MAX_SUFFIX = 4  # tokens
+_SUFFIX_SIZES = range(_MAX_SUFFIX, 0, -1)
+# Sources of successors: 1 to _MAX_SUFFIX are the sizes of matching suffixes.
+_FREQUENT = 0  # the most frequent tokens of the output
+_SIMILAR = _MAX_SUFFIX + 1  # what followed a similar token
+_SOURCE_PRIORS = (0.2, 0.4, 0.6, 0.8, 0.85, 0.6)  # prior acceptance of the likeliest successor, by source
+_LOGIT_STEP = 1.5  # difference of logits between two levels
+_EVEN_LEVEL = 4  # level of a token that is as likely as its strongest rival; there are as many above and below
+_PROMPT_LEVEL = 2 * _EVEN_LEVEL + 1  # level of a token from the prompt, which has no logits
+_KINDS_PER_SOURCE = _NUM_SUCCESSORS * (_PROMPT_LEVEL + 1)
+_MAX_SUFFIXES = 1 << 16  # stored for a sequence
 
 
-class _Seen(NamedTuple):  # dozens are made a round, and a frozen dataclass takes four times as long to make
-    """What may follow an ending, likeliest first."""
+class _Successors(NamedTuple):  # dozens are made in a round, and a frozen dataclass takes four times as long to make
+    """Tokens that may follow a suffix, likeliest first."""
 
     tokens: Sequence[int]
-    scores: Sequence[float] | None  # logits; None where it was read in the prompt, the latest first
+    logits: Sequence[float] | None  # None: tokens from the prompt, latest first
 
     def kind(self, source: int, rank: int) -> int:
-        """What tells good guesses from bad ones: where they come from, and how sure the target was."""
-        if self.scores is None:
-            level = _TEXT
+        """Return the kind of a draft token: its source, its rank, and its logit in comparison with its rival."""
+        if self.logits is None:
+            level = _PROMPT_LEVEL
         else:
-            ahead = (self.scores[rank] - self.scores[not rank]) / _STEP
-            level = _EVEN + round(max(min(ahead, _EVEN), -_EVEN))
-        return source * _KINDS + level * _BREADTH + rank
+            steps = (self.logits[rank] - self.logits[not rank]) / _LOGIT_STEP
+            level = _EVEN_LEVEL + round(max(min(steps, _EVEN_LEVEL), -_EVEN_LEVEL))
+        return source * _KINDS_PER_SOURCE + level * _NUM_SUCCESSORS + rank
 
 
-class _Memory:
-    """One row's endings, and what was seen to follow them."""
+class _SuccessorTable:
+    """The suffixes of one sequence, and the tokens that may follow each."""
 
-    def __init__(self, prompt: int) -> None:
-        """Read the first `prompt` tokens of a text, as they come; what follows the others is seen in scores."""
-        self._prompt, self._next = prompt, 1
-        self._after: dict[tuple[int, ...], _Seen] = {}
-        self._often: Counter[int] = Counter()
-        self._usual: _Seen | None = None  # until more is said
+    def __init__(self, num_prompt_tokens: int) -> None:
+        """Add the first `num_prompt_tokens` tokens as they are. The successors of later tokens come from logits."""
+        self._num_prompt_tokens = num_prompt_tokens
+        self._next_position = 1
+        self._successors: dict[tuple[int, ...], _Successors] = {}
+        self._output_counts: Counter[int] = Counter()
+        self._frequent: _Successors | None = None  # cache of `_most_frequent`, until more is emitted
 
-    def read(self, text: Sequence[int], end: int) -> None:
-        """As much of the prompt as stands before `end` in the text."""
-        stop = min(end, self._prompt)
-        for at in range(self._next, stop):
-            self._read(tuple(text[max(at - _LONGEST, 0) : at]), text[at])
-        self._next = max(self._next, stop)
+    def add_prompt(self, tokens: Sequence[int], end: int) -> None:
+        """Add the tokens of the prompt before position `end`."""
+        stop = min(end, self._num_prompt_tokens)
+        for position in range(self._next_position, stop):
+            self._add_prompt_token(tuple(tokens[max(position - _MAX_SUFFIX, 0) : position]), tokens[position])
+        self._next_position = max(self._next_position, stop)
 
-    def emit(self, tokens: Sequence[int]) -> None:
-        """The row says these."""
-        self._often.update(tokens)
-        self._usual = None
+    def add_output(self, tokens: Sequence[int]) -> None:
+        """Count tokens that the sequence has emitted."""
+        self._output_counts.update(tokens)
+        self._frequent = None
 
-    def put(self, ending: tuple[int, ...], seen: _Seen) -> None:
-        """Remember what was last seen to follow, under the ending's last token, its last two, and so on."""
-        for size in range(1, len(ending) + 1):
-            self._after[ending[-size:]] = seen
-        if len(self._after) > _ROOM:
-            for old in list(islice(self._after, _ROOM // 4)):
-                del self._after[old]
+    def put(self, suffix: tuple[int, ...], successors: _Successors) -> None:
+        """Store the successors under the last token of the suffix, under its last two tokens, and so on."""
+        for size in range(1, len(suffix) + 1):
+            self._successors[suffix[-size:]] = successors
+        if len(self._successors) > _MAX_SUFFIXES:
+            for oldest in list(islice(self._successors, _MAX_SUFFIXES // 4)):
+                del self._successors[oldest]
 
-    def guesses(self, ending: tuple[int, ...]) -> Iterator[tuple[int, int]]:
-        """Tokens that may follow, and the kinds of these guesses, likely ones first."""
-        size, seen = self._find(ending)
-        sources = [(size, seen)]
+    def candidates(self, suffix: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+        """Yield tokens that may follow a suffix and their kinds, likely ones first."""
+        size, successors = self._longest_match(suffix)
+        sources = [(size, successors)]
         if size < 2:
-            sources.append((_KIN, self._kin(ending)))
+            sources.append((_SIMILAR, self._similar(suffix)))
         if not size:
-            sources.append((_USUAL, self._said_most()))
-        done: set[int] = set()
+            sources.append((_FREQUENT, self._most_frequent()))
+        yielded: set[int] = set()
         for source, known in sources:
             if known is None:
                 continue
             for rank, token in enumerate(known.tokens):
-                if token not in done:
-                    done.add(token)
+                if token not in yielded:
+                    yielded.add(token)
                     yield token, known.kind(source, rank)
 
-    def _find(self, ending: tuple[int, ...]) -> tuple[int, _Seen | None]:
-        """What follows the longest part of an ending that is known, and how long that is."""
-        for size in _SIZES:
-            seen = self._after.get(ending[-size:])
-            if seen is not None:
-                return min(size, len(ending)), seen
+    def _longest_match(self, suffix: tuple[int, ...]) -> tuple[int, _Successors | None]:
+        """Return the size of the longest known suffix, and its successors."""
+        for size in _SUFFIX_SIZES:
+            successors = self._successors.get(suffix[-size:])
+            if successors is not None:
+                return min(size, len(suffix)), successors
         return 0, None
 
-    def _kin(self, ending: tuple[int, ...]) -> _Seen | None:
-        """What follows another token in place of the last one: the likeliest that was scored in this very place.
+    def _similar(self, suffix: tuple[int, ...]) -> _Successors | None:
+        """Return what may follow another token in place of the last one: the likeliest that was scored at this place.
 
-        It was a guess in the pass before, and has been scored although it was not kept.
+        That token was a draft token in the last pass. It was scored although it was not accepted.
         """
-        _, rivals = self._find(ending[:-1])
-        before = ending[-_LONGEST:-1]
+        _, rivals = self._longest_match(suffix[:-1])
+        before = suffix[-_MAX_SUFFIX:-1]
         for token in rivals.tokens if rivals else ():
-            seen = self._after.get((*before, token))
-            if seen is not None and token != ending[-1]:
-                return seen
+            successors = self._successors.get((*before, token))
+            if successors is not None and token != suffix[-1]:
+                return successors
         return None
 
-    def _said_most(self) -> _Seen:
-        if self._usual is None:
-            self._usual = _Seen([token for token, _ in self._often.most_common(_BREADTH)], None)
-        return self._usual
+    def _most_frequent(self) -> _Successors:
+        if self._frequent is None:
+            tokens = [token for token, _ in self._output_counts.most_common(_NUM_SUCCESSORS)]
+            self._frequent = _Successors(tokens, None)
+        return self._frequent
 
-    def _read(self, ending: tuple[int, ...], token: int) -> None:
-        for size in range(1, len(ending) + 1):
-            old = self._after.get(ending[-size:])
-            others = [other for other in old.tokens if other != token] if old else []
-            self._after[ending[-size:]] = _Seen([token, *others[: _BREADTH - 1]], None)
+    def _add_prompt_token(self, suffix: tuple[int, ...], token: int) -> None:
+        for size in range(1, len(suffix) + 1):
+            known = self._successors.get(suffix[-size:])
+            others = [other for other in known.tokens if other != token] if known else []
+            self._successors[suffix[-size:]] = _Successors([token, *others[: _NUM_SUCCESSORS - 1]], None)
 
 
 class RecycleProposer:
-    """Grows a tree, best first, from what the target's scores have shown of endings like those of its nodes.
+    """Grows a tree, likeliest node first, from what the target's logits have shown after the same suffixes.
 
-    A prompt is read in the rounds in which the target reads it, so that no long one holds up those who decode.
+    A prompt is added in the rounds in which the target prefills it, so that a long prompt does not delay sequences that
+    decode.
     """
 
     needs = Needs()
 
     def __init__(self, setup: ProposerSetup) -> None:
         self._device = setup.device
-        self._memories: dict[int, _Memory] = {}
-        self._chances = AcceptanceEstimator()
-        self._known: dict[int, float] = {}  # chances by kind, until more is learned
-        self._open: dict[int, tuple[TreeBuilder, list[Hashable]]] = {}  # by slot: this round's guesses and their kinds
+        self._tables: dict[int, _SuccessorTable] = {}  # by slot
+        self._acceptance = AcceptanceEstimator()
+        self._accept_probs: dict[int, float] = {}  # cache of `_accept_prob`, until more is learned
+        self._drafted: dict[int, tuple[TreeBuilder, list[Hashable]]] = {}  # by slot: tree and kinds of this round
 
     def admit(self, slot: int, request: Request) -> None:
-        self._memories[slot] = _Memory(len(request.prompt_token_ids))
+        self._tables[slot] = _SuccessorTable(len(request.prompt_token_ids))
 
     def propose(self, batch: Batch) -> Draft:
-        self._open = {}
-        for row, start, feed in zip(batch.seqs, batch.start, batch.feed, strict=True):
-            self._memories[row.slot].read(row.token_ids, start + len(feed))
-        sketches = [
-            self._sketch(row, budget, batch.min_path_prob)
-            for row, budget in zip(batch.seqs, batch.draft_budget, strict=True)
+        self._drafted = {}
+        for seq, start, feed in zip(batch.seqs, batch.start, batch.feed, strict=True):
+            self._tables[seq.slot].add_prompt(seq.token_ids, start + len(feed))
+        builders = [
+            self._draft_tree(seq, budget, batch.min_path_prob)
+            for seq, budget in zip(batch.seqs, batch.draft_budget, strict=True)
         ]
-        return picked(sketches, self._device)
+        return build_draft(builders, self._device)
 
     def commit(self, round: Round) -> None:
-        for row, emitted in zip(round.batch.seqs, round.emitted, strict=True):
-            if row.slot in self._open:
-                self._chances.learn(*self._open[row.slot], emitted)
-            self._memories[row.slot].emit(emitted)
-        self._known = {}
-        self._remember(round)
+        for seq, emitted in zip(round.batch.seqs, round.emitted, strict=True):
+            if seq.slot in self._drafted:
+                self._acceptance.learn(*self._drafted[seq.slot], emitted)
+            self._tables[seq.slot].add_output(emitted)
+        self._accept_probs = {}
+        self._store_successors(round)
 
     def release(self, slot: int) -> None:
-        self._memories.pop(slot, None)
+        self._tables.pop(slot, None)
 
-    def _sketch(self, row: SequenceState, budget: int, keep: float) -> TreeBuilder:
-        sketch = TreeBuilder()
+    def _draft_tree(self, seq: SequenceState, budget: int, min_path_prob: float) -> TreeBuilder:
+        builder = TreeBuilder()
         kinds: list[Hashable] = []
-        self._open[row.slot] = sketch, kinds
+        self._drafted[seq.slot] = builder, kinds
         if not budget:
-            return sketch
-        memory, order = self._memories[row.slot], count()
-        queue: list[tuple[float, int, int, int, _Place]] = []  # of each place the best guess that was not made yet
+            return builder
+        table = self._tables[seq.slot]
+        order = count()
+        # The best remaining candidate below each node: minus its probability, order, token, kind, and parent.
+        queue: list[tuple[float, int, int, int, _Parent]] = []
 
-        def wait(place: _Place, most: float) -> None:
-            token, kind = next(place.guesses, (-1, -1))
+        def push_next(parent: _Parent, most: float) -> None:
+            token, kind = next(parent.candidates, (-1, -1))
             if kind >= 0:
-                chance = min(place.chance * self._chance(kind), most)
-                heappush(queue, (-chance, next(order), token, kind, place))
+                accept_prob = min(parent.accept_prob * self._accept_prob(kind), most)
+                heappush(queue, (-accept_prob, next(order), token, kind, parent))
 
-        ending = tuple(row.token_ids[-_LONGEST - 1 :])
-        wait(_Place(-1, 1.0, ending, memory.guesses(ending)), 1.0)
-        while queue and len(kinds) < budget and -queue[0][0] >= keep:
-            negative, _, token, kind, place = heappop(queue)
-            node = sketch.add(token, place.node, -negative)
+        suffix = tuple(seq.token_ids[-_MAX_SUFFIX - 1 :])
+        push_next(_Parent(-1, 1.0, suffix, table.candidates(suffix)), 1.0)
+        while queue and len(kinds) < budget and -queue[0][0] >= min_path_prob:
+            negative_prob, _, token, kind, parent = heappop(queue)
+            accept_prob = -negative_prob
+            node = builder.add(token, parent.node, accept_prob)
             kinds.append(kind)
-            wait(place, -negative)
+            push_next(parent, accept_prob)
             if len(kinds) < budget:
-                ending = (*place.ending[-_LONGEST:], token)
-                wait(_Place(node, -negative, ending, memory.guesses(ending)), -negative)
-        return sketch
+                suffix = (*parent.suffix[-_MAX_SUFFIX:], token)
+                push_next(_Parent(node, accept_prob, suffix, table.candidates(suffix)), accept_prob)
+        return builder
 
-    def _chance(self, kind: int) -> float:
-        """That a guess of this kind is kept if its parent is."""
-        chance = self._known.get(kind)
-        if chance is None:
-            chance = self._known[kind] = self._chances.of(kind, _expected(kind))
-        return chance
+    def _accept_prob(self, kind: int) -> float:
+        """Return the probability that a draft token of this kind is accepted if its parent is."""
+        accept_prob = self._accept_probs.get(kind)
+        if accept_prob is None:
+            accept_prob = self._accept_probs[kind] = self._acceptance.accept_prob(kind, _prior(kind))
+        return accept_prob
 
-    def _remember(self, round: Round) -> None:
-        """What may follow each node that was scored, in one copy from the device."""
+    def _store_successors(self, round: Round) -> None:
+        """Store what may follow each scored node. Needs one copy from the device."""
         size = 1 + round.draft.size
-        rows = [b for b, emitted in enumerate(round.emitted) if emitted]
-        where = [b * size + node for b in rows for node in range(1 + round.draft.width[b])]
-        if not where:
+        seqs = [b for b, emitted in enumerate(round.emitted) if emitted]
+        nodes = [b * size + node for b in seqs for node in range(1 + round.draft.width[b])]
+        if not nodes:
             return
         logits = round.scores.logits.flatten(0, 1)
-        if len(where) < len(logits):
-            logits = logits[tree.upload(where, logits.device)]
-        best, ids = logits.topk(min(_BREADTH, logits.shape[1]))
-        # Ids are far below 2**24, so float32 carries them exactly beside the logits.
-        parts = (best, ids, round.draft.tokens, round.draft.parent)
-        host = iter(torch.cat([part.flatten() for part in parts]).tolist())
-        scores, successors, tokens, parents = (list(islice(host, part.numel())) for part in parts)
-        successors, breadth = list(map(int, successors)), ids.shape[1]
-        tokens, parents = list(map(int, tokens)), list(map(int, parents))
-        begins = iter(range(0, len(scores), breadth))
-        for b in rows:
-            memory, first = self._memories[round.batch.seqs[b].slot], b * (size - 1)
-            endings = [tuple(round.batch.seqs[b].token_ids[-_LONGEST:])]
+        if len(nodes) < len(logits):
+            logits = logits[tree.upload(nodes, logits.device)]
+        best, ids = logits.topk(min(_NUM_SUCCESSORS, logits.shape[1]))
+        # Ids are far below 2**24, so float32 holds them exactly.
+        tensors = (best, ids, round.draft.tokens, round.draft.parent)
+        host = iter(torch.cat([tensor.flatten() for tensor in tensors]).tolist())
+        best_logits, float_ids, float_tokens, float_parents = (list(islice(host, part.numel())) for part in tensors)
+        successors = list(map(int, float_ids))
+        tokens = list(map(int, float_tokens))
+        parents = list(map(int, float_parents))
+        num_successors = ids.shape[1]
+        begins = iter(range(0, len(best_logits), num_successors))
+        for b in seqs:
+            seq = round.batch.seqs[b]
+            first = b * (size - 1)
+            suffixes = [tuple(seq.token_ids[-_MAX_SUFFIX:])]
             for node in range(first, first + round.draft.width[b]):
-                endings.append((*endings[parents[node] + 1][1 - _LONGEST :], tokens[node]))
-            for ending, at in zip(endings, begins, strict=False):
-                memory.put(ending, _Seen(successors[at : at + breadth], scores[at : at + breadth]))
+                suffixes.append((*suffixes[parents[node] + 1][1 - _MAX_SUFFIX :], tokens[node]))
+            for suffix, begin in zip(suffixes, begins, strict=False):
+                end = begin + num_successors
+                self._tables[seq.slot].put(suffix, _Successors(successors[begin:end], best_logits[begin:end]))
 
 
-class _Place(NamedTuple):
-    """Where a growing tree may go on."""
+class _Parent(NamedTuple):
+    """A node of a growing tree that may get more children."""
 
     node: int
-    chance: float
-    ending: tuple[int, ...]
-    guesses: Iterator[tuple[int, int]]  # tokens and kinds that were not tried yet
+    accept_prob: float
+    suffix: tuple[int, ...]
+    candidates: Iterator[tuple[int, int]]  # tokens and kinds that have not been tried yet
 
 
-def _expected(kind: int) -> float:
-    """The chance of a guess of a kind that was never met."""
-    source, code = divmod(kind, _KINDS)
-    level, rank = divmod(code, _BREADTH)
-    if level == _TEXT:
-        return _FAITH[source] / (1 + rank)
-    return _FAITH[source] / (1 + exp((_EVEN - level) * _STEP))
+def _prior(kind: int) -> float:
+    """Return the prior acceptance of a kind."""
+    source, level_and_rank = divmod(kind, _KINDS_PER_SOURCE)
+    level, rank = divmod(level_and_rank, _NUM_SUCCESSORS)
+    if level == _PROMPT_LEVEL:
+        return _SOURCE_PRIORS[source] / (1 + rank)
+    return _SOURCE_PRIORS[source] / (1 + exp((_EVEN_LEVEL - level) * _LOGIT_STEP))

@@ -1,4 +1,4 @@
-"""Retrieval: what followed this ending in a datastore of other texts (REST, He et al. 2023)."""
+"""Draft what followed the longest suffix of the text in a datastore of other texts (REST, He et al. 2023)."""
 
 from __future__ import annotations
 
@@ -10,110 +10,127 @@ from typing import NamedTuple
 
 from outrider.core.types import Batch, Draft, Needs, Request, Round
 from outrider.errors import OutriderError
-from outrider.propose.acceptance import LEAST, AcceptanceEstimator
-from outrider.propose.base import ProposerSetup, whole
+from outrider.propose.acceptance import MIN_ACCEPT_PROB, AcceptanceEstimator
+from outrider.propose.base import ProposerSetup, parse_count
 from outrider.propose.lookup.datastore import LONGEST, SORTED, Datastore, fingerprint, vocabulary
-from outrider.propose.tree_builder import TreeBuilder, picked
+from outrider.propose.tree_builder import TreeBuilder, build_draft
 
-SHORTEST = 2  # tokens of an ending: one alone says too little of what comes next
-_DOUBT = 40  # occurrences that speak against a guess beforehand, by the square of the matched length
-_SAMPLES = 128  # occurrences looked at
-_DEEPEST = SORTED - LONGEST  # guesses: so far those that continue alike stand side by side
-_MANY = 4  # binary digits of a number of occurrences; from there on they prove alike
-_STEPS = 8  # in which shares are told apart
+SHORTEST = 2  # tokens of a suffix; a single token says too little about what follows
+_PRIOR_COUNT = 40  # occurrences added to the denominator of the prior, divided by the square of the matched length
+_MAX_SAMPLES = 128  # occurrences that a lookup considers
+_MAX_DEPTH = SORTED - LONGEST  # draft tokens; up to there, occurrences with equal continuations are adjacent
+_MAX_COUNT_BITS = 4  # larger counts share the acceptance statistics of counts with this many binary digits
+_SHARE_LEVELS = 8
 
 
-class _Bud(NamedTuple):
-    """A guess that may be added: how some occurrences go on after the guesses above it. The likeliest is the least."""
+class _Candidate(NamedTuple):
+    """A draft token that may be added, and the occurrences that contain it. The likeliest one is the smallest."""
 
-    fall: float  # minus the chance that it is kept
-    serial: int  # of equally likely ones the earlier comes first
+    negative_prob: float  # minus the acceptance probability
+    order: int  # among equally likely candidates, the earlier one is smaller
     token: int
-    parent: int  # a node of the sketch
+    parent: int  # node
     depth: int  # 1 for a child of the root
-    alike: range  # of the occurrences
+    occurrences: range  # of the samples
     kind: Hashable
 
 
 class RetrievalProposer:
-    """Looks up the longest known ending of a text, and guesses what most often followed it.
+    """Looks up the longest known suffix of a sequence, and drafts what most often followed it.
 
-    The continuations of its occurrences make a trie, whose likeliest nodes are the guesses. How likely a node is has
-    been learned from guesses of its kind: that followed so long a match in such a share of so many occurrences. All
-    rows share the datastore, which never changes, so no text reaches another row through it.
+    The continuations of the occurrences form a trie, whose likeliest nodes are the draft. The acceptance probability of
+    a node is learned by kind: the length of the match, the number of occurrences, and the share of them that contain
+    the node. All sequences share the datastore. It never changes, so no text passes from one sequence to another.
     """
 
     needs = Needs()
 
     def __init__(self, setup: ProposerSetup, store: Datastore, *, shortest: int = SHORTEST) -> None:
-        """Look up endings of `LONGEST` down to `shortest` tokens."""
+        """Look up suffixes of `LONGEST` down to `shortest` tokens."""
         assert 1 <= shortest <= LONGEST
         self._device = setup.device
-        self._store, self._shortest = store, shortest
-        self._end = min(setup.vocab, store.separator)  # from this number on there are no tokens
-        self._chances = AcceptanceEstimator()
-        self._serial = count()
-        self._open: dict[int, tuple[TreeBuilder, list[Hashable]]] = {}  # by slot: this round's guesses and their kinds
+        self._store = store
+        self._shortest = shortest
+        self._vocab = min(setup.vocab, store.separator)  # larger ids are never drafted
+        self._acceptance = AcceptanceEstimator()
+        self._order = count()
+        self._drafted: dict[int, tuple[TreeBuilder, list[Hashable]]] = {}  # by slot: tree and kinds of this round
 
     def admit(self, slot: int, request: Request) -> None:
         pass
 
     def propose(self, batch: Batch) -> Draft:
-        rows = zip(batch.seqs, batch.draft_budget, strict=True)
-        self._open = {row.slot: self._guess(row.token_ids, budget) for row, budget in rows}
-        return picked([sketch for sketch, _ in self._open.values()], self._device)
+        pairs = zip(batch.seqs, batch.draft_budget, strict=True)
+        self._drafted = {seq.slot: self._draft_tree(seq.token_ids, budget) for seq, budget in pairs}
+        return build_draft([builder for builder, _ in self._drafted.values()], self._device)
 
     def commit(self, round: Round) -> None:
-        for row, emitted in zip(round.batch.seqs, round.emitted, strict=True):
-            if row.slot in self._open:
-                self._chances.learn(*self._open[row.slot], emitted)
+        for seq, emitted in zip(round.batch.seqs, round.emitted, strict=True):
+            if seq.slot in self._drafted:
+                self._acceptance.learn(*self._drafted[seq.slot], emitted)
 
     def release(self, slot: int) -> None:
-        self._open.pop(slot, None)
+        self._drafted.pop(slot, None)
 
-    def _guess(self, text: Sequence[int], budget: int) -> tuple[TreeBuilder, list[Hashable]]:
-        """The likeliest nodes of the trie, the likeliest first, and their kinds."""
-        sketch, kinds = TreeBuilder(), list[Hashable]()
-        match = self._store.find(text, shortest=self._shortest, longest=LONGEST) if budget else None
+    def _draft_tree(self, tokens: Sequence[int], budget: int) -> tuple[TreeBuilder, list[Hashable]]:
+        """Return the likeliest nodes of the trie, likeliest first, and their kinds."""
+        builder = TreeBuilder()
+        kinds: list[Hashable] = []
+        match = self._store.find(tokens, shortest=self._shortest, longest=LONGEST) if budget else None
         if not match:
-            return sketch, kinds
-        following = self._store.following(match, samples=_SAMPLES, depth=min(budget, _DEEPEST))
-        root = _Bud(-1.0, 0, -1, -1, 0, range(len(following[0])), None)
-        heap = [root]
-        while heap and len(sketch.tokens) < budget:
-            bud = heappop(heap)
+            return builder, kinds
+        following = self._store.following(match, samples=_MAX_SAMPLES, depth=min(budget, _MAX_DEPTH))
+        root = _Candidate(-1.0, 0, -1, -1, 0, range(len(following[0])), None)
+        queue = [root]
+        while queue and len(builder.tokens) < budget:
+            candidate = heappop(queue)
             node = -1
-            if bud is not root:
-                node = sketch.add(bud.token, bud.parent, -bud.fall)
-                kinds.append(bud.kind)
-            if bud.depth < len(following):
-                for child in self._sprout(bud, node, match.size, following[bud.depth], budget):
-                    heappush(heap, child)
-        return sketch, kinds
+            if candidate is not root:
+                node = builder.add(candidate.token, candidate.parent, -candidate.negative_prob)
+                kinds.append(candidate.kind)
+            if candidate.depth < len(following):
+                for child in self._children(candidate, node, match.size, following[candidate.depth], budget):
+                    heappush(queue, child)
+        return builder, kinds
 
-    def _sprout(self, bud: _Bud, node: int, size: int, column: list[int], most: int) -> Iterator[_Bud]:
-        """What most often comes next where the occurrences are alike up to `bud`, which is `node` of the sketch."""
-        whole, depth = len(bud.alike), bud.depth + 1
-        length, digits = min(size + bud.depth, LONGEST), min(whole.bit_length(), _MANY)
-        times = Counter(column[bud.alike.start : bud.alike.stop])
-        starts = accumulate(times.values(), initial=bud.alike.start)
-        groups = sorted(zip(times.items(), starts, strict=False), key=_frequency)
-        for (token, often), start in groups[:most]:
-            if token < self._end:
-                kind = length, digits, often * _STEPS // whole
-                chance = self._chances.of(kind, often / (whole + _DOUBT / length**2))
-                if bud.fall * chance <= -LEAST:
-                    serial = next(self._serial)
-                    yield _Bud(bud.fall * chance, serial, token, node, depth, range(start, start + often), kind)
+    def _children(
+        self, parent: _Candidate, node: int, match_size: int, next_tokens: list[int], most: int
+    ) -> Iterator[_Candidate]:
+        """Yield the `most` most frequent children of a candidate, which has become `node`.
+
+        Args:
+            parent: the candidate.
+            node: its node in the tree.
+            match_size: tokens of the matching suffix.
+            next_tokens: [S] the token of each sample at the depth of the children.
+            most: number of children.
+        """
+        total = len(parent.occurrences)
+        matched = min(match_size + parent.depth, LONGEST)
+        count_bits = min(total.bit_length(), _MAX_COUNT_BITS)
+        # Samples are sorted by their continuations, so equal tokens are adjacent.
+        counts = Counter(next_tokens[parent.occurrences.start : parent.occurrences.stop])
+        starts = accumulate(counts.values(), initial=parent.occurrences.start)
+        groups = sorted(zip(counts.items(), starts, strict=False), key=_negative_count)
+        for (token, token_count), start in groups[:most]:
+            if token < self._vocab:
+                kind = (matched, count_bits, token_count * _SHARE_LEVELS // total)
+                prior = token_count / (total + _PRIOR_COUNT / matched**2)
+                accept_prob = self._acceptance.accept_prob(kind, prior)
+                negative_prob = parent.negative_prob * accept_prob
+                if negative_prob <= -MIN_ACCEPT_PROB:
+                    occurrences = range(start, start + token_count)
+                    order = next(self._order)
+                    yield _Candidate(negative_prob, order, token, node, parent.depth + 1, occurrences, kind)
 
 
 def retrieval_proposer(argument: str, setup: ProposerSetup) -> RetrievalProposer:
-    """`retrieval:DIR`, or `retrieval:DIR:MIN` for endings of MIN tokens or more.
+    """Make `retrieval:DIR`, or `retrieval:DIR:MIN` for suffixes of MIN tokens or more.
 
     Raises:
-        OutriderError: there is no datastore of the target's tokens.
+        OutriderError: the folder is not a datastore of the target's tokens, or MIN is out of range.
     """
-    store, folder, shortest = open_store(argument)
+    store, folder, shortest = open_datastore(argument)
     if store.header.tokenizer != fingerprint(setup.tokenizer):
         raise OutriderError(
             f"the datastore in {folder} was made with another tokenizer than the target's ({store.header.vocab} and"
@@ -122,24 +139,33 @@ def retrieval_proposer(argument: str, setup: ProposerSetup) -> RetrievalProposer
     return RetrievalProposer(setup, store, shortest=shortest)
 
 
-def open_store(argument: str) -> tuple[Datastore, str, int]:
-    """A datastore, its folder, and the tokens of the shortest ending to look up.
+class OpenedDatastore(NamedTuple):
+    """The parsed argument of `retrieval`."""
+
+    store: Datastore
+    folder: str
+    shortest: int  # tokens of the shortest suffix to look up
+
+
+def open_datastore(argument: str) -> OpenedDatastore:
+    """Parse the argument of `retrieval:DIR[:MIN]` and open the datastore.
 
     Raises:
-        OutriderError: no folder with a datastore is named, or endings that are out of range.
+        OutriderError: the folder is not a datastore, or MIN is out of range.
     """
     folder, _, number = argument.rpartition(":")
     if not folder or not number.isdecimal():
-        folder, number = argument, ""
+        folder = argument
+        number = ""
     if not folder:
         raise OutriderError("retrieval needs the folder of a datastore; write retrieval:DIR")
-    shortest = (whole(number) or 0) if number else SHORTEST
+    shortest = (parse_count(number) or 0) if number else SHORTEST
     if not 1 <= shortest <= LONGEST:
-        raise OutriderError(f"retrieval of endings of {shortest} tokens is out of range; use 1 to {LONGEST}")
-    return Datastore.open(folder), folder, shortest
+        raise OutriderError(f"retrieval cannot look up suffixes of {shortest} tokens; use 1 to {LONGEST}")
+    return OpenedDatastore(Datastore.open(folder), folder, shortest)
 
 
-def _frequency(group: tuple[tuple[int, int], int]) -> int:
-    """For the commonest to come first; of equals the one that came first stays so."""
-    (_, often), _ = group
-    return -often
+def _negative_count(group: tuple[tuple[int, int], int]) -> int:
+    """Return the sort key of a group ((token, count), start): the most frequent token first."""
+    (_, token_count), _ = group
+    return -token_count

@@ -1,4 +1,4 @@
-"""What followed where a text ended like this, in itself and in finished ones, as a tree.
+"""Draft a tree of what followed the longest suffix of the text earlier, in it and in past outputs.
 
 After SuffixDecoding (Oliaro et al. 2024) and SAM-Decoding (Hu et al. 2024).
 """
@@ -7,19 +7,20 @@ from __future__ import annotations
 
 from outrider.core.types import Batch, Draft, Needs, Request, Round, SequenceState
 from outrider.errors import OutriderError
-from outrider.propose.base import Proposer, ProposerSetup, whole
+from outrider.propose.base import Proposer, ProposerSetup, parse_count
 from outrider.propose.lookup.suffix_history import History
-from outrider.propose.lookup.suffix_text import Text, text_maker
-from outrider.propose.lookup.suffix_tree import Guessed, Worth
-from outrider.propose.tree_builder import picked
+from outrider.propose.lookup.suffix_text import SuffixIndex, suffix_index_factory
+from outrider.propose.lookup.suffix_tree import ShareCalibration, SuffixDraft
+from outrider.propose.tree_builder import build_draft
 
-_MOST = 10**8  # tokens of finished outputs; each takes about 120 bytes
+_MAX_HISTORY = 10**8  # tokens of past outputs; each takes about 120 bytes
 
 
 class SuffixProposer:
-    """Goes on as the text did where its longest known ending stood, and as outputs did that agree with it longest.
+    """Drafts what followed the longest known suffix of a sequence, in the sequence and in past outputs.
 
-    A text is read in the rounds in which the target reads it, so that no long prompt holds up those who decode.
+    A prompt is indexed in the rounds in which the target prefills it, so that a long prompt does not delay sequences
+    that decode.
     """
 
     needs = Needs()
@@ -28,64 +29,67 @@ class SuffixProposer:
         """Keep up to `history` tokens of finished outputs for later requests of the same scope."""
         self._device = setup.device
         self._history = History(history) if history else None
-        self._make = text_maker(setup.kernels)
-        self._texts: dict[int, Text] = {}
-        self._rows: dict[int, SequenceState] = {}
-        self._worth = Worth()
-        self._open: dict[int, Guessed] = {}  # by slot: this round's guesses
+        self._make_index = suffix_index_factory(setup.kernels)
+        self._indexes: dict[int, SuffixIndex] = {}  # by slot
+        self._seqs: dict[int, SequenceState] = {}  # by slot
+        self._calibration = ShareCalibration()
+        self._drafted: dict[int, SuffixDraft] = {}  # by slot, in this round
 
     def admit(self, slot: int, request: Request) -> None:
-        self._texts[slot] = self._make()
+        self._indexes[slot] = self._make_index()
 
     def propose(self, batch: Batch) -> Draft:
-        ends = (start + len(feed) for start, feed in zip(batch.start, batch.feed, strict=True))
-        self._open = {}
-        for row, end, budget in zip(batch.seqs, ends, batch.draft_budget, strict=True):
-            self._rows[row.slot] = row
-            text = self._texts[row.slot]
-            text.extend(row.token_ids[len(text) : end])
-            self._open[row.slot] = self._grow(row, text, budget) if budget else Guessed()
-        return picked([self._open[row.slot].sketch for row in batch.seqs], self._device)
+        self._drafted = {}
+        for seq, start, feed, budget in zip(batch.seqs, batch.start, batch.feed, batch.draft_budget, strict=True):
+            self._seqs[seq.slot] = seq
+            index = self._indexes[seq.slot]
+            index.extend(seq.token_ids[len(index) : start + len(feed)])
+            self._drafted[seq.slot] = self._grow(seq, index, budget) if budget else SuffixDraft()
+        return build_draft([self._drafted[seq.slot].builder for seq in batch.seqs], self._device)
 
     def commit(self, round: Round) -> None:
-        for row, emitted in zip(round.batch.seqs, round.emitted, strict=True):
-            if grown := self._open.get(row.slot):
-                self._worth.learn(grown, emitted)
+        for seq, emitted in zip(round.batch.seqs, round.emitted, strict=True):
+            if drafted := self._drafted.get(seq.slot):
+                self._calibration.learn(drafted, emitted)
                 if self._history:
-                    self._history.used(grown.outputs(emitted))
+                    self._history.mark_useful(drafted.outputs(emitted))
 
     def release(self, slot: int) -> None:
-        self._texts.pop(slot, None)
-        row = self._rows.pop(slot, None)
-        if self._history and row and row.slot == slot:  # else it has given way, and goes on later
-            begin = len(row.request.prompt_token_ids)
-            self._history.learn(row.request.params.scope, row.token_ids[:begin], row.token_ids[begin:])
+        self._indexes.pop(slot, None)
+        seq = self._seqs.pop(slot, None)
+        # A preempted sequence has no slot any more, and continues later.
+        if self._history and seq and seq.slot == slot:
+            num_prompt_tokens = len(seq.request.prompt_token_ids)
+            prompt = seq.token_ids[:num_prompt_tokens]
+            self._history.learn(seq.request.params.scope, prompt, seq.token_ids[num_prompt_tokens:])
 
     def bytes(self) -> int:
-        """Memory of the running texts and of finished outputs, in bytes."""
-        texts = sum(text.bytes() for text in self._texts.values())
-        return texts + (self._history.bytes() if self._history else 0)
+        """Return the memory of running sequences and of past outputs, in bytes."""
+        indexes = sum(index.bytes() for index in self._indexes.values())
+        return indexes + (self._history.bytes() if self._history else 0)
 
-    def _grow(self, row: SequenceState, text: Text, budget: int) -> Guessed:
-        ways, agreed = self._history.ways(row.request.params.scope, row.token_ids, budget) if self._history else ([], 0)
-        return text.grow(ways, agreed, self._worth.of, budget)
+    def _grow(self, seq: SequenceState, index: SuffixIndex, budget: int) -> SuffixDraft:
+        if self._history is None:
+            return index.grow([], 0, self._calibration.factors, budget)
+        continuations, matched = self._history.continuations(seq.request.params.scope, seq.token_ids, budget)
+        return index.grow(continuations, matched, self._calibration.factors, budget)
 
 
 def suffix_proposer(argument: str, setup: ProposerSetup) -> Proposer:
-    """From what stands behind the colon: how many tokens of finished outputs to keep."""
-    return SuffixProposer(setup, history=suffix_history(argument))
+    """Make `suffix`, or `suffix:TOKENS` with a history of past outputs."""
+    return SuffixProposer(setup, history=parse_history_size(argument))
 
 
-def suffix_history(argument: str) -> int:
-    """How many tokens of finished outputs to keep, 0 where nobody says.
+def parse_history_size(argument: str) -> int:
+    """Parse the tokens of `suffix:TOKENS`; 0 without an argument.
 
     Raises:
-        OutriderError: it is no such number.
+        OutriderError: the argument is not a number of tokens within the limit.
     """
-    history = whole(argument or "0")
-    if argument and not (history and history <= _MOST):
+    tokens = parse_count(argument or "0")
+    if argument and not (tokens and tokens <= _MAX_HISTORY):
         raise OutriderError(
-            f"suffix:{argument} is no number of tokens; write suffix:100000 to keep so many tokens of finished outputs,"
-            f" {_MOST} at most"
+            f"suffix:{argument} is no valid number of tokens; write suffix:100000 to keep so many tokens of past"
+            f" outputs, {_MAX_HISTORY} at most"
         )
-    return history or 0
+    return tokens or 0

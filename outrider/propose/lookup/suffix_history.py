@@ -1,7 +1,8 @@
-"""What followed in finished outputs: counted suffix trees of bounded size, one a scope (Oliaro et al. 2024).
+"""Store finished outputs in counted suffix trees of bounded size, one for each scope (Oliaro et al. 2024).
 
-A tree is kept as its sorted leaves (Manber and Myers 1990). A leaf is a place in an output, sorted by the tokens before
-it, the nearest first; so places whose last tokens agree stand side by side, and they are a node and its count.
+A tree is stored as its sorted leaves (Manber and Myers 1990). A leaf is a position in an output. Leaves are sorted by
+the tokens before the position, nearest first. So positions with equal preceding tokens are adjacent. Together they are
+a node of the tree, and their number is its count.
 """
 
 from __future__ import annotations
@@ -16,146 +17,168 @@ from typing import NamedTuple
 
 from outrider.errors import OutriderError
 
-DEEP = 16  # tokens before a place that tell it from others
-_NEAR = 8  # places looked at
-_UNIT = 4  # bytes of a token
-_BLOCK = 512  # leaves that an insertion may move
-_WIDTH = DEEP * _UNIT
-_ENDING = Struct(f">{DEEP}I")  # what a leaf begins with: tokens, such that bytes compare as they do
-_NAME = Struct(">II")  # what it ends with: the output, and its bytes from the place on; so early places come last
-_LAST = b"\xff" * _NAME.size  # behind any name
-_NOBODY, _NOBODY_EITHER = b"\xff" * _UNIT, b"\xfe"  # before the first token of an output, and of a text
+CONTEXT = 16  # tokens before a position that a leaf is sorted by
+_MAX_MATCHES = 8  # positions that a lookup considers
+_TOKEN_BYTES = 4
+_MAX_BLOCK = 512  # most leaves of a block, all of which an insertion may move
+_KEY_BYTES = CONTEXT * _TOKEN_BYTES
+_KEY = Struct(f">{CONTEXT}I")  # a leaf begins with its key: big-endian tokens, which compare as bytes
+# A leaf ends with the id of its output, and the bytes of the text from the position on. So early positions sort last.
+_POSITION = Struct(">II")
+_AFTER_ALL_POSITIONS = b"\xff" * _POSITION.size
+# Paddings of keys at the beginning of an output and of a lookup. They differ, so that they never match.
+_OUTPUT_PADDING = b"\xff" * _TOKEN_BYTES
+_LOOKUP_PADDING = b"\xfe"
 
 
-class Way(NamedTuple):
-    """How some places went on that look like a text's end."""
+class Continuation(NamedTuple):
+    """The tokens that followed at one or more matching positions."""
 
     tokens: array[int]
-    outputs: list[int]  # where they are, one for each
+    outputs: list[int]  # the output of each position
 
 
 class History:
-    """Keeps the outputs that were useful last, up to a number of tokens over all scopes."""
+    """Keeps the most recently useful outputs, up to a number of tokens over all scopes."""
 
     def __init__(self, tokens: int) -> None:
-        """Hold at most `tokens` tokens, those included that stood before the outputs."""
+        """Keep at most `tokens` tokens, with the tokens before the outputs.
+
+        Raises:
+            OutriderError: `tokens` is below 1.
+        """
         if tokens < 1:
-            raise OutriderError(f"a history of {tokens} tokens holds nothing; use a number above 0")
-        self._most = tokens
-        self._held = 0
-        self._outputs: OrderedDict[int, _Output] = OrderedDict()  # the least recently useful one first
-        self._trees: dict[str, _Leaves] = {}
-        self._made = 0
+            raise OutriderError(f"a history of {tokens} tokens can store no output; use a number above 0")
+        self._max_tokens = tokens
+        self._num_tokens = 0
+        self._outputs: OrderedDict[int, _Output] = OrderedDict()  # by id, the least recently useful one first
+        self._trees: dict[str, _SortedLeaves] = {}  # by scope
+        self._next_id = 0
 
     def learn(self, scope: str, before: Sequence[int], output: Sequence[int]) -> None:
-        """Remember an output and the tokens that stood before it; forget others for it."""
+        """Store an output and the tokens before it. Evict other outputs if there is no room."""
         if not output:
             return
-        text = [*before[-DEEP:], *output][-self._most :]
-        new = _Output(scope, array("I", text).tobytes(), own=min(len(output), self._most))
-        while self._held + len(text) > self._most:
-            self._forget()
-        tree = self._trees.setdefault(scope, _Leaves())
-        for leaf in new.leaves(self._made):
+        tokens = [*before[-CONTEXT:], *output][-self._max_tokens :]
+        stored = _Output(scope, array("I", tokens).tobytes(), num_tokens=min(len(output), self._max_tokens))
+        while self._num_tokens + len(tokens) > self._max_tokens:
+            self._evict()
+        tree = self._trees.setdefault(scope, _SortedLeaves())
+        for leaf in stored.leaves(self._next_id):
             tree.add(leaf)
-        self._outputs[self._made] = new
-        self._held += len(text)
-        self._made += 1
+        self._outputs[self._next_id] = stored
+        self._num_tokens += len(tokens)
+        self._next_id += 1
 
-    def used(self, outputs: Iterable[int]) -> None:
-        """Guesses from these outputs were kept."""
+    def mark_useful(self, outputs: Iterable[int]) -> None:
+        """Note that draft tokens from these outputs were accepted."""
         for output in outputs:
             if output in self._outputs:
                 self._outputs.move_to_end(output)
 
-    def ways(self, scope: str, ending: Sequence[int], most: int) -> tuple[list[Way], int]:
-        """How outputs went on for `most` tokens, where they agree longest with the end of a text; and how long.
+    def continuations(self, scope: str, tokens: Sequence[int], most: int) -> tuple[list[Continuation], int]:
+        """Find the positions with the longest match of the last tokens of a sequence.
 
-        Alike ones are one way, and of many places the nearest ones are taken.
+        Args:
+            scope: only outputs of this scope are searched.
+            tokens: the sequence.
+            most: tokens of each continuation.
+
+        Returns:
+            The distinct continuations, from at most _MAX_MATCHES positions, and the number of matching tokens.
         """
         tree = self._trees.get(scope)
         if tree is None:
             return [], 0
-        key = _key(ending)
-        before, after = tree.around(key + _LAST, _NEAR)
-        matched = max([_shared(key, leaf) for leaf in (*before[:1], *after[:1])], default=0)
+        key = _key(tokens)
+        before, after = tree.around(key + _AFTER_ALL_POSITIONS, _MAX_MATCHES)
+        matched = max([_common_tokens(key, leaf) for leaf in (*before[:1], *after[:1])], default=0)
         if not matched:
             return [], 0
-        same, size = key[: matched * _UNIT], most * _UNIT
-        found: dict[bytes, list[int]] = {}
-        for leaf in [leaf for leaf in (*before, *after) if leaf.startswith(same)][:_NEAR]:
-            name, left = _NAME.unpack_from(leaf, _WIDTH)
-            text = self._outputs[name].text
-            at = len(text) - left
-            found.setdefault(text[at : at + size], []).append(name)
-        return [Way(array("I", tokens), names) for tokens, names in found.items()], matched
+        prefix = key[: matched * _TOKEN_BYTES]
+        size = most * _TOKEN_BYTES
+        leaves = [leaf for leaf in (*before, *after) if leaf.startswith(prefix)][:_MAX_MATCHES]
+        outputs_by_tokens: dict[bytes, list[int]] = {}
+        for leaf in leaves:
+            output, bytes_left = _POSITION.unpack_from(leaf, _KEY_BYTES)
+            text = self._outputs[output].text
+            position = len(text) - bytes_left
+            outputs_by_tokens.setdefault(text[position : position + size], []).append(output)
+        return [Continuation(array("I", text), outputs) for text, outputs in outputs_by_tokens.items()], matched
 
     def tokens(self) -> int:
-        """How many it holds."""
-        return self._held
+        """Return the number of stored tokens."""
+        return self._num_tokens
 
     def bytes(self) -> int:
-        """Memory, in bytes."""
+        """Return the memory in bytes."""
         texts = sum(output.text.__sizeof__() for output in self._outputs.values())
         return texts + sum(tree.bytes() for tree in self._trees.values())
 
-    def _forget(self) -> None:
-        name, output = self._outputs.popitem(last=False)
+    def _evict(self) -> None:
+        """Remove the least recently useful output."""
+        id, output = self._outputs.popitem(last=False)
         tree = self._trees[output.scope]
-        for leaf in output.leaves(name):
+        for leaf in output.leaves(id):
             tree.remove(leaf)
-        if tree.empty():
+        if tree.is_empty():
             del self._trees[output.scope]
-        self._held -= len(output.text) // _UNIT
+        self._num_tokens -= len(output.text) // _TOKEN_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class _Output:
-    scope: str
-    text: bytes  # a few tokens that stood before it, and its own
-    own: int  # how many are its own
+    """A stored output."""
 
-    def leaves(self, name: int) -> list[bytes]:
+    scope: str
+    text: bytes  # a few tokens before the output, then its own
+    num_tokens: int  # its own tokens
+
+    def leaves(self, id: int) -> list[bytes]:
+        """Return a leaf for each of the output's own tokens."""
         units = array("I", self.text)
         units.reverse()
         units.byteswap()
-        backwards = units.tobytes() + _NOBODY * DEEP
-        ends = range(_UNIT, self.own * _UNIT + 1, _UNIT)
-        return [backwards[left : left + _WIDTH] + _NAME.pack(name, left) for left in ends]
+        reversed_text = units.tobytes() + _OUTPUT_PADDING * CONTEXT
+        ends = range(_TOKEN_BYTES, self.num_tokens * _TOKEN_BYTES + 1, _TOKEN_BYTES)
+        return [reversed_text[end : end + _KEY_BYTES] + _POSITION.pack(id, end) for end in ends]
 
 
-class _Leaves:
-    """A sorted list, in blocks."""
+class _SortedLeaves:
+    """A sorted list in blocks."""
 
     def __init__(self) -> None:
-        self._blocks: list[list[bytes]] = [[]]  # none is empty but the first
-        self._heads = [b""]  # leaves from here on are in the block
+        self._blocks: list[list[bytes]] = [[]]  # only the first one may be empty
+        self._bounds = [b""]  # lower bound of the leaves of each block
 
     def add(self, leaf: bytes) -> None:
-        at = bisect_right(self._heads, leaf) - 1
-        block = self._blocks[at]
+        index = bisect_right(self._bounds, leaf) - 1
+        block = self._blocks[index]
         insort(block, leaf)
-        if len(block) > _BLOCK:
+        if len(block) > _MAX_BLOCK:
             half = len(block) // 2
-            self._blocks.insert(at + 1, block[half:])
-            self._heads.insert(at + 1, block[half])
+            self._blocks.insert(index + 1, block[half:])
+            self._bounds.insert(index + 1, block[half])
             del block[half:]
 
     def remove(self, leaf: bytes) -> None:
-        at = bisect_right(self._heads, leaf) - 1
-        block = self._blocks[at]
-        place = bisect_left(block, leaf)
-        assert block[place] == leaf
-        del block[place]
-        if not block and at:
-            del self._blocks[at], self._heads[at]
+        index = bisect_right(self._bounds, leaf) - 1
+        block = self._blocks[index]
+        position = bisect_left(block, leaf)
+        assert block[position] == leaf
+        del block[position]
+        if not block and index:
+            del self._blocks[index]
+            del self._bounds[index]
 
     def around(self, key: bytes, most: int) -> tuple[list[bytes], list[bytes]]:
-        """Up to `most` leaves below a key and up to `most` from it on, the nearest ones first."""
-        at = bisect_right(self._heads, key) - 1
-        place = bisect_left(self._blocks[at], key)
-        before, after = self._blocks[at][max(place - most, 0) : place], self._blocks[at][place : place + most]
-        low, high = at, at + 1
+        """Return up to `most` leaves below a key and up to `most` leaves from it on, nearest first."""
+        index = bisect_right(self._bounds, key) - 1
+        position = bisect_left(self._blocks[index], key)
+        before = self._blocks[index][max(position - most, 0) : position]
+        after = self._blocks[index][position : position + most]
+        low = index
+        high = index + 1
         while len(before) < most and low:
             low -= 1
             before = self._blocks[low][len(before) - most :] + before
@@ -164,20 +187,22 @@ class _Leaves:
             high += 1
         return before[::-1], after
 
-    def empty(self) -> bool:
+    def is_empty(self) -> bool:
         return not any(self._blocks)
 
     def bytes(self) -> int:
         return sum(block.__sizeof__() + sum(leaf.__sizeof__() for leaf in block) for block in self._blocks)
 
 
-def _key(text: Sequence[int]) -> bytes:
-    """The end of a text as leaves begin."""
-    end = text[: -DEEP - 1 : -1]
-    return _ENDING.pack(*end) if len(end) == DEEP else Struct(f">{len(end)}I").pack(*end).ljust(_WIDTH, _NOBODY_EITHER)
+def _key(tokens: Sequence[int]) -> bytes:
+    """Return the last tokens of a sequence in the format of a leaf's key."""
+    last = tokens[: -CONTEXT - 1 : -1]
+    if len(last) == CONTEXT:
+        return _KEY.pack(*last)
+    return Struct(f">{len(last)}I").pack(*last).ljust(_KEY_BYTES, _LOOKUP_PADDING)
 
 
-def _shared(key: bytes, leaf: bytes) -> int:
-    """Tokens with which both begin."""
-    differ = int.from_bytes(key, "big") ^ int.from_bytes(leaf[:_WIDTH], "big")
-    return DEEP - -(-differ.bit_length() // (8 * _UNIT))
+def _common_tokens(key: bytes, leaf: bytes) -> int:
+    """Return the number of tokens at the beginning that a key and a leaf have in common."""
+    difference = int.from_bytes(key, "big") ^ int.from_bytes(leaf[:_KEY_BYTES], "big")
+    return CONTEXT - -(-difference.bit_length() // (8 * _TOKEN_BYTES))

@@ -1,4 +1,4 @@
-"""A row's text as its guesses grow from it: in native memory where there is a compiler, and else in Python's."""
+"""Choose the implementation of the suffix index: native code if there is a C++ compiler, and else Python."""
 
 from __future__ import annotations
 
@@ -11,47 +11,53 @@ from outrider.errors import UnsupportedModel
 from outrider.native.library import load_library
 from outrider.native.suffix import SuffixText
 from outrider.propose.lookup.suffix_automaton import Automaton
-from outrider.propose.lookup.suffix_history import Way
-from outrider.propose.lookup.suffix_tree import Guessed, grow
+from outrider.propose.lookup.suffix_history import Continuation
+from outrider.propose.lookup.suffix_tree import SuffixDraft, grow
 from outrider.propose.tree_builder import TreeBuilder
 
 
-class Text(Protocol):
-    """Reads tokens, and guesses how they go on; what it guesses is the same whoever does it."""
+class SuffixIndex(Protocol):
+    """Indexes the tokens of a sequence, and drafts what follows them. All implementations draft the same tokens."""
 
     def __len__(self) -> int:
-        """Tokens read so far."""
+        """Return the number of indexed tokens."""
 
-    def extend(self, text: Sequence[int]) -> None:
-        """The text goes on with these tokens."""
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Append tokens."""
 
-    def grow(self, said: Sequence[Way], agreed: int, worth: array[float], budget: int) -> Guessed:
-        """See `grow` of `suffix_tree`."""
+    def grow(
+        self, continuations: Sequence[Continuation], matched: int, calibration: array[float], budget: int
+    ) -> SuffixDraft:
+        """Return the likeliest draft tokens. See `suffix_tree.grow`."""
 
     def bytes(self) -> int:
-        """Memory, in bytes."""
+        """Return the memory in bytes."""
 
 
-class PlainText(Automaton):
-    """In Python."""
+class PythonSuffixIndex(Automaton):
+    """A suffix index in Python."""
 
-    def grow(self, said: Sequence[Way], agreed: int, worth: array[float], budget: int) -> Guessed:
-        return grow(self, said, agreed, worth, budget)
-
-
-class NativeText(SuffixText):
-    """In one call of the kernels."""
-
-    def grow(self, said: Sequence[Way], agreed: int, worth: array[float], budget: int) -> Guessed:
-        tokens, parents, chances, kinds, ways = self.guess(said, agreed, worth, budget)
-        return Guessed(TreeBuilder(tokens, parents, chances), kinds, ways, said)
+    def grow(
+        self, continuations: Sequence[Continuation], matched: int, calibration: array[float], budget: int
+    ) -> SuffixDraft:
+        return grow(self, continuations, matched, calibration, budget)
 
 
-def text_maker(kernels: str) -> Callable[[], Text]:
-    """What makes the texts of a house with these kernels."""
+class NativeSuffixIndex(SuffixText):
+    """A suffix index in C++."""
+
+    def grow(
+        self, continuations: Sequence[Continuation], matched: int, calibration: array[float], budget: int
+    ) -> SuffixDraft:
+        tokens, parents, accept_probs, kinds, masks = self.guess(continuations, matched, calibration, budget)
+        return SuffixDraft(TreeBuilder(tokens, parents, accept_probs), kinds, masks, continuations)
+
+
+def suffix_index_factory(kernels: str) -> Callable[[], SuffixIndex]:
+    """Return a function that makes suffix indexes. `kernels` is "torch" for the one in Python (see `make_target`)."""
     if kernels == "torch":
-        return PlainText
+        return PythonSuffixIndex
     try:
-        return partial(NativeText, load_library())
+        return partial(NativeSuffixIndex, load_library())
     except UnsupportedModel:
-        return PlainText  # no compiler here, and the guesses are the same
+        return PythonSuffixIndex  # there is no compiler

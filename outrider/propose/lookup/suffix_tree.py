@@ -1,4 +1,4 @@
-"""From what followed before to a tree of guesses: each scored by counts, and the likeliest taken first."""
+"""Grow a tree of draft tokens from what followed before, likeliest node first."""
 
 from __future__ import annotations
 
@@ -7,142 +7,170 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
-from outrider.propose.acceptance import LEAST, AcceptanceEstimator
+from outrider.propose.acceptance import MIN_ACCEPT_PROB, AcceptanceEstimator
 from outrider.propose.lookup.suffix_automaton import Automaton
-from outrider.propose.lookup.suffix_history import Way
+from outrider.propose.lookup.suffix_history import Continuation
 from outrider.propose.tree_builder import TreeBuilder
 
-_BRANCHES = 16  # tokens looked at that may follow a guess; one that is rarer than one in so many is left out
-_LONG = 6  # matches of so many binary digits fare as well as longer ones
-_GRADES = 4  # of a token's share in what followed, besides all of it
-_KINDS = (_LONG + 1) * (_GRADES + 1)  # of guesses that the text makes; and as many of those that outputs make
+# Successors of a state that are considered. A token with a share below 1 / _MAX_SUCCESSORS is left out.
+_MAX_SUCCESSORS = 16
+_MAX_MATCH_BITS = 6  # longer matches share the acceptance statistics of matches with this many binary digits
+_SHARE_LEVELS = 4  # levels of a token's share below 1
+_NUM_KINDS = (_MAX_MATCH_BITS + 1) * (_SHARE_LEVELS + 1)  # for the sequence itself, and as many for past outputs
 
-# A guess that may be made: its token, its chance if its parent is kept, and its kind; then the state of the automaton
-# that it leads to and how many of the last tokens that state agrees with (0, 0 where the text never went on so), and
-# the ways that go on so, a bit each.
+
+# A draft token that may be added below a node. It is a plain tuple, because a tree needs hundreds of them:
+# - token
+# - acceptance probability if its parent is accepted
+# - kind
+# - state of the automaton after the token; 0 if the sequence never continued so
+# - number of last tokens that match this state; 0 if the sequence never continued so
+# - bit mask of the past outputs' continuations that contain the token
 _Step = tuple[int, float, int, int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Guessed:
-    """One row's guesses, with their kinds and the ways that say so, a bit each."""
+class SuffixDraft:
+    """The draft tree of one sequence, with the kind and the origin of each node."""
 
-    sketch: TreeBuilder = field(default_factory=TreeBuilder)
+    builder: TreeBuilder = field(default_factory=TreeBuilder)
     kinds: list[int] = field(default_factory=list)
-    ways: list[int] = field(default_factory=list)
-    said: Sequence[Way] = ()
+    masks: list[int] = field(default_factory=list)  # bit mask of the continuations that contain a node
+    continuations: Sequence[Continuation] = ()
 
     def outputs(self, emitted: Sequence[int]) -> list[int]:
-        """Those that said the last of the guesses that were kept."""
-        path = self.sketch.path(emitted) if self.said else []
+        """Return the past outputs that contain the last accepted draft token."""
+        path = self.builder.path(emitted) if self.continuations else []
         if not path:
             return []
-        bits = self.ways[path[-1]]
-        return [output for i, way in enumerate(self.said) if bits >> i & 1 for output in way.outputs]
+        mask = self.masks[path[-1]]
+        used = [continuation for i, continuation in enumerate(self.continuations) if mask >> i & 1]
+        return [output for continuation in used for output in continuation.outputs]
 
 
-class Worth:
-    """What a token's share in what followed is worth as the chance to be kept, by kind."""
+class ShareCalibration:
+    """The acceptance probability of a token, divided by its share among what followed, by kind."""
 
     def __init__(self) -> None:
-        self._chances = AcceptanceEstimator()
-        self.of = array("d", [_worth_first(kind) for kind in range(2 * _KINDS)])
+        self._acceptance = AcceptanceEstimator()
+        self.factors = array("d", [_prior_factor(kind) for kind in range(2 * _NUM_KINDS)])
 
-    def learn(self, grown: Guessed, emitted: Sequence[int]) -> None:
-        """From what became of a row's guesses."""
-        self._chances.learn(grown.sketch, grown.kinds, emitted)
-        for kind in set(grown.kinds):
-            share = _share(kind)
-            self.of[kind] = self._chances.of(kind, share * _worth_first(kind)) / share
+    def learn(self, draft: SuffixDraft, emitted: Sequence[int]) -> None:
+        """Learn from the draft of a sequence after the tokens `emitted` were committed."""
+        self._acceptance.learn(draft.builder, draft.kinds, emitted)
+        for kind in set(draft.kinds):
+            share = _mean_share(kind)
+            self.factors[kind] = self._acceptance.accept_prob(kind, share * _prior_factor(kind)) / share
 
 
-def grow(text: Automaton, said: Sequence[Way], agreed: int, worth: Sequence[float], budget: int) -> Guessed:
-    """The likeliest guesses.
+def grow(
+    automaton: Automaton, continuations: Sequence[Continuation], matched: int, factors: Sequence[float], budget: int
+) -> SuffixDraft:
+    """Return the likeliest draft tokens.
 
     Args:
-        text: what they go on.
-        said: how outputs went on.
-        agreed: how many tokens these had in common with the end of the text.
-        worth: by kind, see `Worth`.
-        budget: guesses at most.
+        automaton: of the sequence.
+        continuations: how past outputs continued.
+        matched: tokens that these outputs have in common with the end of the sequence.
+        factors: see `ShareCalibration`.
+        budget: most draft tokens.
     """
-    grown = Guessed(said=said)
-    buds: list[tuple[float, int, int, int, _Step]] = []  # minus a chance, age, parent, depth, and the guess
-    (state, matched), ways = text.longest(), (1 << len(said)) - 1
-    node, depth, chance = -1, 0, 1.0
-    while len(grown.kinds) < budget:
-        steps = _in_text(text, state, matched, worth) if matched and chance >= LEAST else {}
-        if ways and chance >= LEAST:
-            _join(steps, _in_outputs(said, ways, depth, agreed + depth, worth))
-        age = len(grown.kinds) * 2 * _BRANCHES
+    draft = SuffixDraft(continuations=continuations)
+    # Candidates: minus the acceptance probability, order, parent, depth, and the step.
+    queue: list[tuple[float, int, int, int, _Step]] = []
+    state, state_matched = automaton.longest()
+    mask = (1 << len(continuations)) - 1
+    node = -1
+    depth = 0
+    accept_prob = 1.0
+    while len(draft.kinds) < budget:
+        steps: dict[int, _Step] = {}
+        if accept_prob >= MIN_ACCEPT_PROB:
+            if state_matched:
+                steps = _steps_in_sequence(automaton, state, state_matched, factors)
+            if mask:
+                _merge(steps, _steps_in_outputs(continuations, mask, depth, matched + depth, factors))
+        order = len(draft.kinds) * 2 * _MAX_SUCCESSORS
         for step in steps.values():
-            likely = chance * step[1]
-            if likely >= LEAST:
-                heappush(buds, (-likely, age, node, depth + 1, step))
-                age += 1
-        if not buds:
+            step_prob = accept_prob * step[1]
+            if step_prob >= MIN_ACCEPT_PROB:
+                heappush(queue, (-step_prob, order, node, depth + 1, step))
+                order += 1
+        if not queue:
             break
-        lost, _, parent, depth, (token, _, kind, state, matched, ways) = heappop(buds)
-        chance = -lost
-        node = grown.sketch.add(token, parent, chance)
-        grown.kinds.append(kind)
-        grown.ways.append(ways)
-    return grown
+        negative_prob, _, parent, depth, best = heappop(queue)
+        token, _, kind, state, state_matched, mask = best
+        accept_prob = -negative_prob
+        node = draft.builder.add(token, parent, accept_prob)
+        draft.kinds.append(kind)
+        draft.masks.append(mask)
+    return draft
 
 
-def _in_text(text: Automaton, state: int, matched: int, worth: Sequence[float]) -> dict[int, _Step]:
-    """What followed the longest ending that anything followed: behind its end the text repeats itself."""
-    while not (pairs := text.following(state, _BRANCHES)):
-        state = text.link[state]
-        matched = text.length[state]
+def _steps_in_sequence(automaton: Automaton, state: int, matched: int, factors: Sequence[float]) -> dict[int, _Step]:
+    """Return what followed the longest suffix of a state that something followed.
+
+    A state that ends with the sequence has no successors. Its shorter suffix has some, because the sequence repeats
+    itself there.
+    """
+    while not (pairs := automaton.following(state, _MAX_SUCCESSORS)):
+        state = automaton.link[state]
+        matched = automaton.length[state]
         if not matched:
             return {}
-    counts = [text.count[to] for _, to in pairs]
-    total = sum(counts) if len(pairs) < _BRANCHES else max(sum(counts), text.count[state])
+    counts = [automaton.count[next_state] for _, next_state in pairs]
+    total = sum(counts) if len(pairs) < _MAX_SUCCESSORS else max(sum(counts), automaton.count[state])
     steps: dict[int, _Step] = {}
-    for (token, to), count in zip(pairs, counts, strict=True):
-        if count * _BRANCHES >= total:
-            kind = _whole(matched) - _GRADES + count * _GRADES // total
-            steps[token] = token, min(worth[kind] * count / total, 1.0), kind, to, matched + 1, 0
+    for (token, next_state), count in zip(pairs, counts, strict=True):
+        if count * _MAX_SUCCESSORS >= total:
+            kind = _full_share_kind(matched) - _SHARE_LEVELS + count * _SHARE_LEVELS // total
+            accept_prob = min(factors[kind] * count / total, 1.0)
+            steps[token] = (token, accept_prob, kind, next_state, matched + 1, 0)
     return steps
 
 
-def _in_outputs(said: Sequence[Way], ways: int, depth: int, agreed: int, worth: Sequence[float]) -> dict[int, _Step]:
-    """What these ways say next, `depth` tokens on."""
-    groups: dict[int, tuple[int, int]] = {}  # ways, and how many outputs they are
+def _steps_in_outputs(
+    continuations: Sequence[Continuation], mask: int, depth: int, matched: int, factors: Sequence[float]
+) -> dict[int, _Step]:
+    """Return the tokens at `depth` of the continuations in `mask`."""
+    groups: dict[int, tuple[int, int]] = {}  # by token: mask, and number of outputs
     total = 0
-    for i, way in enumerate(said):
-        if ways >> i & 1 and depth < len(way.tokens):
-            bits, count = groups.get(way.tokens[depth], (0, 0))
-            groups[way.tokens[depth]] = bits | 1 << i, count + len(way.outputs)
-            total += len(way.outputs)
+    for i, continuation in enumerate(continuations):
+        if mask >> i & 1 and depth < len(continuation.tokens):
+            token = continuation.tokens[depth]
+            token_mask, count = groups.get(token, (0, 0))
+            groups[token] = token_mask | 1 << i, count + len(continuation.outputs)
+            total += len(continuation.outputs)
     steps: dict[int, _Step] = {}
-    for token, (bits, count) in groups.items():
-        kind = _KINDS + _whole(agreed) - _GRADES + count * _GRADES // total
-        steps[token] = token, min(worth[kind] * count / total, 1.0), kind, 0, 0, bits
+    for token, (token_mask, count) in groups.items():
+        kind = _NUM_KINDS + _full_share_kind(matched) - _SHARE_LEVELS + count * _SHARE_LEVELS // total
+        steps[token] = (token, min(factors[kind] * count / total, 1.0), kind, 0, 0, token_mask)
     return steps
 
 
-def _join(steps: dict[int, _Step], others: dict[int, _Step]) -> None:
-    """Where text and outputs say the same, the guess is as likely as says who thinks more of it."""
+def _merge(steps: dict[int, _Step], others: dict[int, _Step]) -> None:
+    """Add the steps of past outputs. A token of both gets the higher acceptance probability and its kind."""
     for token, other in others.items():
-        if step := steps.get(token):
-            _, chance, kind, *_ = other if other[1] > step[1] else step
-            other = token, chance, kind, step[3], step[4], other[5]
-        steps[token] = other
+        step = steps.get(token)
+        if step is None:
+            steps[token] = other
+        else:
+            _, accept_prob, kind, *_ = other if other[1] > step[1] else step
+            _, _, _, state, matched, _ = step
+            steps[token] = (token, accept_prob, kind, state, matched, other[5])
 
 
-def _whole(matched: int) -> int:
-    """The kind of what always followed after a match so long; those of smaller shares stand before it."""
-    return min(matched.bit_length(), _LONG) * (_GRADES + 1) + _GRADES
+def _full_share_kind(matched: int) -> int:
+    """Return the kind of the only token that followed a match of this length. Kinds of smaller shares precede it."""
+    return min(matched.bit_length(), _MAX_MATCH_BITS) * (_SHARE_LEVELS + 1) + _SHARE_LEVELS
 
 
-def _share(kind: int) -> float:
-    """Of a token in what followed, amid those of its kind."""
-    return min((kind % (_GRADES + 1) + 0.5) / _GRADES, 1.0)
+def _mean_share(kind: int) -> float:
+    """Return the share in the middle of the level of a kind."""
+    return min((kind % (_SHARE_LEVELS + 1) + 0.5) / _SHARE_LEVELS, 1.0)
 
 
-def _worth_first(kind: int) -> float:
-    """Before anything is learned: the longer the match, the more its shares are worth."""
-    length = 0.75 * 2.0 ** (kind % _KINDS // (_GRADES + 1))  # amid those with so many digits
-    return length / (length + 1)
+def _prior_factor(kind: int) -> float:
+    """Return the factor before anything is learned. It rises with the length of the match."""
+    mean_length = 0.75 * 2.0 ** (kind % _NUM_KINDS // (_SHARE_LEVELS + 1))  # of the matches with so many binary digits
+    return mean_length / (mean_length + 1)

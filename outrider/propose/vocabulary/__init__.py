@@ -1,1 +1,1 @@
-"""Drafts whose vocabulary differs from the target's."""
+"""Use draft models whose vocabulary differs from the target's."""

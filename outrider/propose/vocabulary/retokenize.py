@@ -1,4 +1,4 @@
-"""A text that comes in one tokenizer's ids, read in another's."""
+"""Convert the tokens of a growing text from one tokenizer to another."""
 
 from __future__ import annotations
 
@@ -8,78 +8,83 @@ from collections.abc import Sequence
 
 from outrider.propose.vocabulary.token_text import TokenText, counterparts
 
-# Where a word ends, and before the space that begins one, every tokenizer cuts. It is seen two characters behind the
-# cut at the latest. An apostrophe may belong to the word.
+# Every tokenizer cuts at the end of a word and before the space that begins a word. A cut is known two characters
+# later at most. An apostrophe may belong to the word.
 _CUT = re.compile(r"(?<=[^\W\d_])(?=[\s!-&(-@\[-`{-~])|(?<=\S)(?= [^\W\d_])")
-_LONGEST, _SEEN = 48, 2  # characters that stay together at most; how far behind a cut one must look to know it
+_MAX_STRETCH = 48  # characters without a cut after which the text is cut anyway
+_LOOKAHEAD = 2  # characters after a cut that must be known
 
 
 class Retokenizer:
-    """One row's text as a draft with another tokenizer reads it.
+    """The text of one sequence, tokenized again with the draft model's tokenizer.
 
-    What stands before the last cut is settled: no more text changes its ids. Both are functions of the text alone,
-    however it came. Special tokens that the draft lacks are read as they are written.
+    The tokens before the last cut are stable: more text does not change them. Stable tokens and the text after them
+    depend only on the text so far, not on how it was split into calls. A special token that the draft's tokenizer lacks
+    is tokenized as the text that it is written as.
     """
 
     def __init__(self, target: TokenText, draft: TokenText, shared: Sequence[int] | None = None) -> None:
-        """Read ids of `target` as ids of `draft`; `shared` are their `counterparts`, where they are known already."""
-        self._target, self._draft = target, draft
+        """Convert ids of `target` to ids of `draft`. `shared` are their `counterparts` if they are known already."""
+        self._target = target
+        self._draft = draft
         self._shared = counterparts(target, draft) if shared is None else shared
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self.count = 0  # tokens read
-        self.settled = list(draft.begin)
-        self.tail = ""  # what stands behind the last cut
+        self.count = 0  # tokens of the target so far
+        self.stable_ids = list(draft.begin)
+        self.tail = ""  # the text after the stable tokens
 
     @property
-    def whole(self) -> bool:
-        """Whether the text ends with a whole character."""
+    def ends_at_character(self) -> bool:
+        """Whether the text ends at the end of a character and not within one."""
         return not self._decoder.getstate()[0]
 
     def ids(self) -> list[int]:
-        """The text so far in the draft's ids."""
-        return [*self.settled, *self._draft.encode([self.tail])[0]] if self.tail else list(self.settled)
+        """Return the text so far in the draft's ids."""
+        return [*self.stable_ids, *self._draft.encode([self.tail])[0]] if self.tail else list(self.stable_ids)
 
     def push(self, tokens: Sequence[int]) -> None:
-        """Read on."""
-        run: list[int] = []
+        """Append tokens of the target."""
+        pending: list[int] = []
         for token in tokens:
             if token in self._target.special:
-                self._read(run)
-                run = []
-                self._mark(token)
+                self._push_text(pending)
+                pending = []
+                self._push_special(token)
             else:
-                run.append(token)
-        self._read(run)
+                pending.append(token)
+        self._push_text(pending)
         self.count += len(tokens)
 
-    def _read(self, tokens: Sequence[int]) -> None:
+    def _push_text(self, tokens: Sequence[int]) -> None:
         self.tail += self._decoder.decode(self._target.spell(tokens))
-        stretches, at = [], 0
-        while cut := self._next_cut(at):
-            stretches.append(self.tail[at:cut])
-            at = cut
-        self.tail = self.tail[at:]
-        self._settle(stretches)
+        stretches = []
+        start = 0
+        while cut := self._next_cut(start):
+            stretches.append(self.tail[start:cut])
+            start = cut
+        self.tail = self.tail[start:]
+        self._add_stable(stretches)
 
-    def _next_cut(self, at: int) -> int | None:
-        """Where the stretch that begins at `at` ends, if that is known."""
-        match = _CUT.search(self.tail, at + 1, at + 1 + _LONGEST + _SEEN)
-        if match and match.start() <= at + _LONGEST:
+    def _next_cut(self, start: int) -> int | None:
+        """Return the first cut after `start`; None if it is not known yet."""
+        match = _CUT.search(self.tail, start + 1, start + 1 + _MAX_STRETCH + _LOOKAHEAD)
+        if match and match.start() <= start + _MAX_STRETCH:
             return match.start()
-        return at + _LONGEST if len(self.tail) > at + _LONGEST + _SEEN else None
+        return start + _MAX_STRETCH if len(self.tail) > start + _MAX_STRETCH + _LOOKAHEAD else None
 
-    def _mark(self, token: int) -> None:
-        """Read a special token, before which a text is always cut."""
+    def _push_special(self, token: int) -> None:
+        """Append a special token. There is always a cut before it."""
         self.tail += self._decoder.decode(b"", final=True)
-        self._settle([self.tail] if self.tail else [])
+        self._add_stable([self.tail] if self.tail else [])
         self.tail = ""
-        other = self._shared[token]
-        if other >= 0:
-            if self.settled != [other] or self._draft.begin != (other,):  # the draft has begun with it already
-                self.settled.append(other)
+        draft_id = self._shared[token]
+        if draft_id >= 0:
+            # The draft's tokenizer may have put the same token at the beginning already.
+            if self.stable_ids != [draft_id] or self._draft.begin != (draft_id,):
+                self.stable_ids.append(draft_id)
         elif token != self._target.roles.get("bos"):
-            self._settle([self._target.special[token]])
+            self._add_stable([self._target.special[token]])
 
-    def _settle(self, stretches: Sequence[str]) -> None:
+    def _add_stable(self, stretches: Sequence[str]) -> None:
         for ids in self._draft.encode(stretches):
-            self.settled += ids
+            self.stable_ids += ids

@@ -1,4 +1,4 @@
-"""A draft model of another tokenizer goes on with the text itself (Timor et al. 2025, string-level exact match)."""
+"""Draft with a model of another tokenizer by passing text (Timor et al. 2025, string-level exact match)."""
 
 from __future__ import annotations
 
@@ -14,93 +14,105 @@ from outrider.core.types import Batch, Draft, Needs, Request, Round, SequenceSta
 from outrider.models.base import Target
 from outrider.propose.acceptance import AcceptanceEstimator
 from outrider.propose.base import ProposerSetup
-from outrider.propose.tree_builder import TreeBuilder, picked
+from outrider.propose.tree_builder import TreeBuilder, build_draft
 from outrider.propose.vocabulary.retokenize import Retokenizer
 from outrider.propose.vocabulary.token_text import TokenText, counterparts
 
 _log = logging.getLogger("outrider")
-_PIECE = 1024  # tokens of a text read in one round: those who decode beside it wait for no more
-_DEEP = 4  # from this guess on they fare alike
-_HOPE = 0.6  # that a guess is kept, before any has been seen
+# Most tokens of a sequence that are prefilled in one round, so that decoding sequences do not wait long.
+_PREFILL_CHUNK = 1024
+_MAX_DEPTH = 4  # deeper draft tokens share their acceptance statistics
+_PRIOR = 0.6  # acceptance of a draft token before any has been verified
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class _Turn:
-    """One row's part in a round."""
+class _DraftPass:
+    """What the draft model does for one sequence in a round."""
 
-    at: int  # which row of the batch
-    row: SequenceState  # in the draft's ids
-    start: int  # how many of them are cached
+    index: int  # of the sequence in the target's batch
+    seq: SequenceState  # in the draft model's ids
+    start: int  # cached tokens
     feed: tuple[int, ...]
-    steps: int  # tokens that the draft is to grow; 0 while it still reads
-    grown: list[int]
-    sketch: TreeBuilder
+    steps: int  # tokens that the draft model drafts; 0 during prefill
+    drafted: list[int]  # in the draft model's ids
+    builder: TreeBuilder  # in the target's ids
     kinds: list[Hashable]
 
 
 class TextProposer:
-    """Runs a draft model over its own tokenization of the text, and guesses what the target's makes of what it says.
+    """Runs a draft model on its own tokens of the text, and tokenizes its draft again for the target.
 
-    The guesses are picked, never drawn, so they are exact whatever the tokenizers are; the walk keeps most of them. The
-    draft's cache holds ids that no more text can change: the last word, which may be cut otherwise once it goes on, is
-    fed anew each round. Where a text ends within a character nothing is guessed.
+    Draft tokens are greedy, not sampled, so they are exact for any pair of tokenizers. The verifier `walk` accepts most
+    of them.
+
+    The draft model's KV cache holds only tokens that no further text can change. The last word may be tokenized
+    otherwise once it continues, so it is fed again in each round. There is no draft while a text ends within a
+    character.
     """
 
     needs = Needs()
 
     def __init__(self, setup: ProposerSetup, model: Target, *, target: TokenText, draft: TokenText) -> None:
-        """Let `model`, whose ids spell as `draft` says, guess for a target whose ids spell as `target` says."""
-        self._setup, self._model = setup, model
-        self._target, self._draft = target, draft
+        """Draft with `model`. `target` and `draft` are the texts of the tokens of both models."""
+        self._setup = setup
+        self._model = model
+        self._target = target
+        self._draft = draft
         self._shared = counterparts(target, draft)
+        # The target's special tokens, by the draft's id.
         self._special = {self._shared[id]: id for id in target.special if self._shared[id] >= 0}
-        self._readings: dict[int, Retokenizer] = {}
-        self._rows: dict[int, SequenceState] = {}  # the same texts in the draft's ids
-        self._chances = AcceptanceEstimator()
-        self._turns: list[_Turn] = []  # of this round
-        self._told = False
+        self._retokenizers: dict[int, Retokenizer] = {}  # by slot
+        self._seqs: dict[int, SequenceState] = {}  # by slot, in the draft model's ids
+        self._acceptance = AcceptanceEstimator()
+        self._passes: list[_DraftPass] = []  # of this round
+        self._has_warned = False
 
     def admit(self, slot: int, request: Request) -> None:
-        self._readings[slot] = Retokenizer(self._target, self._draft, self._shared)
-        self._rows[slot] = SequenceState(request=request, slot=slot, token_ids=[])
+        self._retokenizers[slot] = Retokenizer(self._target, self._draft, self._shared)
+        self._seqs[slot] = SequenceState(request=request, slot=slot, token_ids=[])
         self._model.cache.admit(slot, ())
 
     def propose(self, batch: Batch) -> Draft:
-        turns = self._able([turn for b in range(len(batch.seqs)) if (turn := self._turn(batch, b))])
-        self._read([turn for turn in turns if not turn.steps])
-        self._turns = [turn for turn in turns if turn.steps]
-        sketches = [TreeBuilder() for _ in batch.seqs]
-        if self._turns:
-            grown = self._model.draft_greedy(_batch(self._turns), self._model.vocab).tokens.tolist()
-            for turn, ids in zip(self._turns, grown, strict=True):
-                turn.grown = ids[: turn.steps]
-                self._guess(turn, batch.draft_budget[turn.at])
-                sketches[turn.at] = turn.sketch
-        return picked(sketches, self._setup.device)
+        planned = [self._plan_pass(batch, b) for b in range(len(batch.seqs))]
+        passes = self._fitting([draft_pass for draft_pass in planned if draft_pass])
+        self._prefill([draft_pass for draft_pass in passes if not draft_pass.steps])
+        self._passes = [draft_pass for draft_pass in passes if draft_pass.steps]
+        builders = [TreeBuilder() for _ in batch.seqs]
+        if self._passes:
+            chains = self._model.draft_greedy(_batch(self._passes), self._model.vocab).tokens.tolist()
+            for draft_pass, ids in zip(self._passes, chains, strict=True):
+                draft_pass.drafted = ids[: draft_pass.steps]
+                self._translate(draft_pass, batch.draft_budget[draft_pass.index])
+                builders[draft_pass.index] = draft_pass.builder
+        return build_draft(builders, self._setup.device)
 
     def commit(self, round: Round) -> None:
-        turns, self._turns = self._turns, []
-        if not turns:
+        passes = self._passes
+        self._passes = []
+        if not passes:
             return
-        ours, draft, paths = _batch(turns), _chain(turns, self._model), []
-        for turn in turns:
-            emitted = round.emitted[turn.at]
-            self._chances.learn(turn.sketch, turn.kinds, emitted)
-            reading = self._readings[turn.row.slot]
-            reading.push(emitted)
-            # The last token is left for the next pass to feed, as ever.
-            settled = reading.settled[turn.start : len(reading.settled) - (not reading.tail)]
-            # What was grown last has come out of a pass and been in none.
-            same = map(eq, [*turn.feed, *turn.grown[:-1]], settled)
-            kept = sum(takewhile(bool, same))
-            paths.append(tuple(range(kept - len(turn.feed))))
-            turn.feed = turn.feed[:kept]
-        kept_batch = replace(ours, feed=tuple(turn.feed for turn in turns))
-        self._model.cache.commit(replace(round, batch=kept_batch, draft=draft, path=tuple(paths)))
+        batch = _batch(passes)
+        draft = _chain(passes, self._model)
+        paths = []
+        for draft_pass in passes:
+            emitted = round.emitted[draft_pass.index]
+            self._acceptance.learn(draft_pass.builder, draft_pass.kinds, emitted)
+            retokenizer = self._retokenizers[draft_pass.seq.slot]
+            retokenizer.push(emitted)
+            # The next pass must be fed at least one token, so the last one is not committed.
+            end = len(retokenizer.stable_ids) - (not retokenizer.tail)
+            stable = retokenizer.stable_ids[draft_pass.start : end]
+            # The draft model was not fed its last draft token.
+            fed = [*draft_pass.feed, *draft_pass.drafted[:-1]]
+            num_equal = sum(takewhile(bool, map(eq, fed, stable)))
+            paths.append(tuple(range(num_equal - len(draft_pass.feed))))
+            draft_pass.feed = draft_pass.feed[:num_equal]
+        committed = replace(batch, feed=tuple(draft_pass.feed for draft_pass in passes))
+        self._model.cache.commit(replace(round, batch=committed, draft=draft, path=tuple(paths)))
 
     def release(self, slot: int) -> None:
-        self._readings.pop(slot, None)
-        self._rows.pop(slot, None)
+        self._retokenizers.pop(slot, None)
+        self._seqs.pop(slot, None)
         self._model.cache.release(slot)
 
     @property
@@ -108,88 +120,108 @@ class TextProposer:
         """The draft model."""
         return self._model
 
-    def _turn(self, batch: Batch, b: int) -> _Turn | None:
-        """What the draft is to do for a row; None where there is nothing to guess."""
-        slot, text, budget = batch.seqs[b].slot, batch.seqs[b].token_ids, batch.draft_budget[b]
+    def _plan_pass(self, batch: Batch, b: int) -> _DraftPass | None:
+        """Return what the draft model does for sequence b. None if it cannot draft."""
+        slot = batch.seqs[b].slot
+        tokens = batch.seqs[b].token_ids
+        budget = batch.draft_budget[b]
         if not budget:
             return None
-        reading, row = self._readings[slot], self._rows[slot]
-        reading.push(text[reading.count :])
-        row.token_ids = reading.ids()
-        start, room = self._model.cache.length(slot), self._model.context - len(row.token_ids)
-        steps = max(round(budget * len(row.token_ids) / len(text)), 1)  # going by the text so far
-        if room < steps and not self._told:
-            self._told = True
+        retokenizer = self._retokenizers[slot]
+        seq = self._seqs[slot]
+        retokenizer.push(tokens[retokenizer.count :])
+        seq.token_ids = retokenizer.ids()
+        start = self._model.cache.length(slot)
+        room = self._model.context - len(seq.token_ids)
+        # Both tokenizers need about as many tokens for the draft as for the text so far.
+        steps = max(round(budget * len(seq.token_ids) / len(tokens)), 1)
+        if room < steps and not self._has_warned:
+            self._has_warned = True
             _log.warning("the draft model's context of %d tokens is full; going on without it", self._model.context)
-        if room < 1 or not reading.whole or start >= len(row.token_ids):
+        if room < 1 or not retokenizer.ends_at_character or start >= len(seq.token_ids):
             return None
-        if start + _PIECE < len(reading.settled):
-            stop, steps = start + _PIECE, 0
+        if start + _PREFILL_CHUNK < len(retokenizer.stable_ids):
+            stop = start + _PREFILL_CHUNK
+            steps = 0
         else:
-            stop, steps = len(row.token_ids), min(steps, room)
-        feed = tuple(row.token_ids[start:stop])
-        return _Turn(at=b, row=row, start=start, feed=feed, steps=steps, grown=[], sketch=TreeBuilder(), kinds=[])
+            stop = len(seq.token_ids)
+            steps = min(steps, room)
+        return _DraftPass(
+            index=b,
+            seq=seq,
+            start=start,
+            feed=tuple(seq.token_ids[start:stop]),
+            steps=steps,
+            drafted=[],
+            builder=TreeBuilder(),
+            kinds=[],
+        )
 
-    def _able(self, turns: Sequence[_Turn]) -> list[_Turn]:
-        """Those whose texts and guesses the draft's cache has memory for."""
-        wanted = {turn.row.slot: turn.start + len(turn.feed) + turn.steps for turn in turns}
-        able = prompts_that_fit(self._model.cache, {}, wanted)
-        return [turn for turn in turns if turn.row.slot in able]
+    def _fitting(self, passes: Sequence[_DraftPass]) -> list[_DraftPass]:
+        """Return the passes that fit into the draft model's KV cache."""
+        ends = {each.seq.slot: each.start + len(each.feed) + each.steps for each in passes}
+        slots = prompts_that_fit(self._model.cache, {}, ends)
+        return [draft_pass for draft_pass in passes if draft_pass.seq.slot in slots]
 
-    def _read(self, turns: Sequence[_Turn]) -> None:
-        """Feed what is settled and long."""
-        if turns:
-            batch, none = _batch(turns), tree.empty(len(turns), self._model.device)
+    def _prefill(self, passes: Sequence[_DraftPass]) -> None:
+        """Feed the next chunk of long texts."""
+        if passes:
+            batch = _batch(passes)
+            none = tree.empty(len(passes), self._model.device)
             self._model.cache.commit(tree.prefill_round(batch, none, self._model.score(batch, none)))
 
-    def _guess(self, turn: _Turn, budget: int) -> None:
-        """Make the turn's sketch of what was grown."""
-        said, ending = b"", None
-        for id in turn.grown:
+    def _translate(self, draft_pass: _DraftPass, budget: int) -> None:
+        """Convert the draft to at most `budget` tokens of the target."""
+        spelled = b""
+        end_token = None  # the special token that ends the draft
+        for id in draft_pass.drafted:
             piece = self._draft.pieces[id] if id < len(self._draft.pieces) else b""
             if not piece:
-                ending = self._special.get(id)
+                end_token = self._special.get(id)
                 break
-            said += piece
-        text = _whole(said)
-        tokens = self._retold(self._readings[turn.row.slot].tail, text)
-        if ending is not None and len(text.encode()) == len(said):
-            tokens.append(ending)
+            spelled += piece
+        text = _decode_characters(spelled)
+        tokens = self._retokenize(self._retokenizers[draft_pass.seq.slot].tail, text)
+        if end_token is not None and len(text.encode()) == len(spelled):
+            tokens.append(end_token)
         tokens = list(takewhile(lambda token: token < self._setup.vocab, tokens[:budget]))
-        # The last one may be the beginning of a longer token, of which the rest was not said.
-        turn.kinds = [(min(i, _DEEP), i == len(tokens) - 1) for i in range(len(tokens))]
-        chances = accumulate((self._chances.of(kind, _HOPE) for kind in turn.kinds), mul)
-        turn.sketch = TreeBuilder(tokens, list(range(-1, len(tokens) - 1)), list(chances))
+        # The last token may be the beginning of a longer one whose rest was not drafted, so it is a kind of its own.
+        draft_pass.kinds = [(min(i, _MAX_DEPTH), i == len(tokens) - 1) for i in range(len(tokens))]
+        estimates = (self._acceptance.accept_prob(kind, _PRIOR) for kind in draft_pass.kinds)
+        draft_pass.builder = TreeBuilder(tokens, list(range(-1, len(tokens) - 1)), list(accumulate(estimates, mul)))
 
-    def _retold(self, tail: str, said: str) -> list[int]:
-        """What the draft said in the target's ids, where `tail` stands before it."""
-        (ids,) = self._target.encode([tail + said])
-        border, length = len(tail.encode()), 0
+    def _retokenize(self, tail: str, drafted: str) -> list[int]:
+        """Return the target's tokens of the text `drafted`, which follows `tail`."""
+        (ids,) = self._target.encode([tail + drafted])
+        tail_size = len(tail.encode())
+        size = 0
         for i, id in enumerate(ids):
-            if length == border:
+            if size == tail_size:
                 return ids[i:]
-            length += len(self._target.pieces[id])
-        return self._target.encode([said])[0]  # a token would reach across, but the text before is what it is
+            size += len(self._target.pieces[id])
+        # A token would cover the end of `tail`, but the tokens of `tail` are committed already.
+        return self._target.encode([drafted])[0]
 
 
-def _batch(turns: Sequence[_Turn]) -> Batch:
+def _batch(passes: Sequence[_DraftPass]) -> Batch:
     return Batch(
-        seqs=tuple(turn.row for turn in turns),
-        start=tuple(turn.start for turn in turns),
-        feed=tuple(turn.feed for turn in turns),
-        draft_budget=tuple(turn.steps for turn in turns),
+        seqs=tuple(draft_pass.seq for draft_pass in passes),
+        start=tuple(draft_pass.start for draft_pass in passes),
+        feed=tuple(draft_pass.feed for draft_pass in passes),
+        draft_budget=tuple(draft_pass.steps for draft_pass in passes),
     )
 
 
-def _chain(turns: Sequence[_Turn], model: Target) -> Draft:
-    size = max(turn.steps for turn in turns)
-    tokens = [turn.grown + [0] * (size - turn.steps) for turn in turns]
-    return tree.chain(tree.upload(tokens, model.device), tuple(turn.steps for turn in turns))
+def _chain(passes: Sequence[_DraftPass], model: Target) -> Draft:
+    """Return the draft in the draft model's ids."""
+    size = max(draft_pass.steps for draft_pass in passes)
+    tokens = [draft_pass.drafted + [0] * (size - draft_pass.steps) for draft_pass in passes]
+    return tree.chain(tree.upload(tokens, model.device), tuple(draft_pass.steps for draft_pass in passes))
 
 
-def _whole(said: bytes) -> str:
-    """As much of it as is whole characters."""
+def _decode_characters(text: bytes) -> str:
+    """Decode UTF-8 up to the first incomplete character."""
     try:
-        return said.decode()
+        return text.decode()
     except UnicodeDecodeError as error:
-        return said[: error.start].decode()
+        return text[: error.start].decode()

@@ -1,4 +1,4 @@
-"""What tokens spell, whatever their tokenizer writes a space or a byte as, and which tokens two vocabularies share."""
+"""Find the bytes that each token spells, and match the tokens of two vocabularies by them."""
 
 from __future__ import annotations
 
@@ -10,46 +10,47 @@ from typing import Any
 from outrider.errors import OutriderError
 
 _SAMPLE = "Call at 7:30, naïve friend!\n\tif x > 0:\n        return [1, 'two']  # ok\n"
-_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # how sentencepiece writes a byte that is no piece of its own
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # how sentencepiece writes a byte that has no token of its own
 _SPACE = "▁"  # how sentencepiece writes a space
-_BYTEWISE_SPACE = "Ġ"  # how byte-level tokenizers write one
+_BYTE_LEVEL_SPACE = "Ġ"  # how byte-level tokenizers write a space
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenText:
-    """One tokenizer's pieces as bytes."""
+    """The text of each token of a tokenizer, as bytes."""
 
-    pieces: tuple[bytes, ...]  # by id; empty for special tokens, and for ids that no token has
-    ids: Mapping[bytes, int]  # of each piece
+    pieces: tuple[bytes, ...]  # by id; empty for special tokens and for unused ids
+    ids: Mapping[bytes, int]  # id of each piece
     special: Mapping[int, str]  # ids of special tokens, and how they are written
     begin: tuple[int, ...]  # special tokens that every text begins with
-    roles: Mapping[str, int]  # the special tokens that begin and that end a text, under "bos" and "eos"
-    cut: Callable[[Sequence[str]], list[list[int]]]  # texts as ids, special tokens apart; may put a space in front
+    roles: Mapping[str, int]  # ids of the special tokens that begin ("bos") and end ("eos") a text
+    # Tokenizes texts without special tokens. It may prepend a space.
+    cut: Callable[[Sequence[str]], list[list[int]]]
 
     def spell(self, ids: Sequence[int]) -> bytes:
-        """What these tokens write, one after the other; special tokens write nothing."""
+        """Return the text of tokens. Special tokens have no text."""
         return b"".join(self.pieces[id] if id < len(self.pieces) else b"" for id in ids)
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Each text as the ids that spell it where it stands: in the middle of another, with no space put in front."""
-        plain = self.cut(texts) if texts else []
+        """Tokenize each text as if it continued another text, without a space in front."""
+        tokenized = self.cut(texts) if texts else []
         return [
             ids if self.spell(ids) == text.encode() else self._without_space(text, ids)
-            for text, ids in zip(texts, plain, strict=True)
+            for text, ids in zip(texts, tokenized, strict=True)
         ]
 
     def _without_space(self, text: str, ids: list[int]) -> list[int]:
-        """`ids` of a text that its tokenizer puts a space in front of, or changes."""
+        """Correct the `ids` of a text if its tokenizer prepends a space."""
         if text.startswith(" "):
-            (shorter,) = self.cut([text[1:]])
-            if self.spell(shorter) == text.encode():
-                return shorter
+            (rest_ids,) = self.cut([text[1:]])
+            if self.spell(rest_ids) == text.encode():
+                return rest_ids
         if ids and self.spell(ids) == b" " + text.encode():
-            return [*self._longest(self.pieces[ids[0]][1:]), *ids[1:]]
+            return [*self._longest_match(self.pieces[ids[0]][1:]), *ids[1:]]
         return ids
 
-    def _longest(self, text: bytes) -> list[int]:
-        """Ids of the longest pieces, from left to right; what no piece begins with is left out."""
+    def _longest_match(self, text: bytes) -> list[int]:
+        """Tokenize greedily by the longest piece, from left to right. Bytes that begin no piece are left out."""
         ids = []
         while text:
             size = next((size for size in range(len(text), 0, -1) if text[:size] in self.ids), 0)
@@ -60,69 +61,76 @@ class TokenText:
 
 
 def token_text(tokenizer: Any, whose: str) -> TokenText:
-    """How a tokenizer of transformers spells.
+    """Return the text of each token of a transformers tokenizer.
+
+    Args:
+        tokenizer: a tokenizer of transformers.
+        whose: the model of the tokenizer, for messages.
 
     Raises:
-        OutriderError: its pieces do not add up to the text that it was given; `whose` tells the user which one.
+        OutriderError: the tokens of a text do not spell the text.
     """
     vocabulary: dict[str, int] = tokenizer.get_vocab()
     added = tokenizer.added_tokens_decoder
     special = {id: token.content for id, token in added.items() if token.special}
-    bytewise = _bytewise(vocabulary)
-    alphabet = _alphabet() if bytewise else {}
+    alphabet = _byte_level_alphabet() if _is_byte_level(vocabulary) else {}
     pieces = [b""] * (max(vocabulary.values(), default=-1) + 1)
     for token, id in vocabulary.items():
         if id not in special:
             pieces[id] = token.encode() if id in added else _piece(token, alphabet)
-    opened: list[int] = tokenizer("a")["input_ids"]
-    own = next((i for i, id in enumerate(opened) if id not in special), 0)
+    sample_ids: list[int] = tokenizer("a")["input_ids"]
+    num_begin = next((i for i, id in enumerate(sample_ids) if id not in special), 0)
 
     def cut(texts: Sequence[str]) -> list[list[int]]:
         return tokenizer(list(texts), add_special_tokens=False)["input_ids"]  # type: ignore[no-any-return]
 
     roles = {"eos": tokenizer.eos_token_id, "bos": tokenizer.bos_token_id}
-    found = TokenText(
+    text = TokenText(
         pieces=tuple(pieces),
-        # Where bytes are pieces as well, they come first: the last id is the one that the tokenizer itself would use.
+        # A byte token and an ordinary token can have the same piece. The tokenizer itself uses the later one.
         ids={piece: id for id, piece in enumerate(pieces) if piece},
         special=special,
-        begin=tuple(opened[:own]),
+        begin=tuple(sample_ids[:num_begin]),
         roles={role: id for role, id in roles.items() if id is not None},
         cut=cut,
     )
-    if found.spell(found.encode([_SAMPLE])[0]) != _SAMPLE.encode():
+    if text.spell(text.encode([_SAMPLE])[0]) != _SAMPLE.encode():
         raise OutriderError(
-            f"the tokenizer of {whose} does not give a text back as it was, so it cannot be matched with another one;"
-            " use a draft of the target's family, or --proposer ngram"
+            f"the tokenizer of {whose} changes the text that it encodes, so its tokens cannot be matched with those of"
+            " another tokenizer; use a draft of the target's family, or --proposer ngram"
         )
-    return found
+    return text
 
 
 def counterparts(target: TokenText, draft: TokenText) -> list[int]:
-    """For each id of the target the draft's id that spells the same, or -1; no two ids have the same counterpart.
+    """Return for each id of the target the draft's id with the same text; -1 if there is none.
 
-    Special tokens are matched by how they are written, and else by whether they end or begin a text.
+    No two ids have the same counterpart. Special tokens are matched by how they are written, or else by their role.
     """
-    marks, others = ({content: id for id, content in each.special.items()} for each in (target, draft))
-    found = [-1] * max(len(target.pieces), *(id + 1 for id in target.special), 0)
-    for content in marks.keys() & others.keys():
-        found[marks[content]] = others[content]
+    target_special = {content: id for id, content in target.special.items()}
+    draft_special = {content: id for id, content in draft.special.items()}
+    matches = [-1] * max(len(target.pieces), *(id + 1 for id in target.special), 0)
+    for content in target_special.keys() & draft_special.keys():
+        matches[target_special[content]] = draft_special[content]
     for role in target.roles.keys() & draft.roles.keys():
-        id, other = target.roles[role], draft.roles[role]
-        if found[id] < 0 and other not in found:
-            found[id] = other
+        target_id = target.roles[role]
+        draft_id = draft.roles[role]
+        if matches[target_id] < 0 and draft_id not in matches:
+            matches[target_id] = draft_id
     for piece in target.ids.keys() & draft.ids.keys():
-        found[target.ids[piece]] = draft.ids[piece]
-    return found
+        matches[target.ids[piece]] = draft.ids[piece]
+    return matches
 
 
-def _bytewise(vocabulary: Mapping[str, int]) -> bool:
-    """Whether pieces are written in the byte-level alphabet; a vocabulary shows it by how it writes spaces."""
-    counts = [sum(token.startswith(mark) for token in vocabulary) for mark in (_BYTEWISE_SPACE, _SPACE)]
-    return counts[0] > counts[1]
+def _is_byte_level(vocabulary: Mapping[str, int]) -> bool:
+    """Return whether tokens are written in the byte-level alphabet, judged by how most of them write a space."""
+    byte_level = sum(token.startswith(_BYTE_LEVEL_SPACE) for token in vocabulary)
+    sentencepiece = sum(token.startswith(_SPACE) for token in vocabulary)
+    return byte_level > sentencepiece
 
 
 def _piece(token: str, alphabet: Mapping[str, int]) -> bytes:
+    """Return the bytes of a token. `alphabet` is empty if the tokenizer is not byte-level."""
     if alphabet:
         return bytes(alphabet[letter] for letter in token) if set(token) <= alphabet.keys() else token.encode()
     if match := _BYTE.fullmatch(token):
@@ -130,8 +138,8 @@ def _piece(token: str, alphabet: Mapping[str, int]) -> bytes:
     return token.replace(_SPACE, " ").encode()
 
 
-def _alphabet() -> dict[str, int]:
-    """The byte-level alphabet: bytes that print stand for themselves, the others are counted from 256 on."""
-    printing = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = (byte for byte in range(256) if byte not in printing)
-    return {chr(byte): byte for byte in printing} | {chr(256 + i): byte for i, byte in enumerate(others)}
+def _byte_level_alphabet() -> dict[str, int]:
+    """Return the byte of each letter: printable bytes are themselves, the others are numbered from 256 on."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = (byte for byte in range(256) if byte not in printable)
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}

@@ -1,4 +1,4 @@
-"""A target around a target: everything is the inner one's, until a subclass says otherwise."""
+"""Define a base class for targets that wrap another target."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ from outrider.core.types import Batch, Draft, DraftChains, Scores, StopRule
 from outrider.models.base import Target
 
 
-class Wrapped:
-    """A `Target` that hands everything on; draft models are given other manners so."""
+class WrappedTarget:
+    """A `Target` that passes every call on to another one. Subclasses override some of the calls."""
 
     def __init__(self, inner: Target) -> None:
         self.inner = inner
-        self.vocab, self.slots, self.context = inner.vocab, inner.slots, inner.context
-        self.device, self.kernels = inner.device, inner.kernels
+        self.vocab = inner.vocab
+        self.slots = inner.slots
+        self.context = inner.context
+        self.device = inner.device
+        self.kernels = inner.kernels
 
     @property
     def cache(self) -> Cache:
