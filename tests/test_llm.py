@@ -303,10 +303,19 @@ def test_what_is_no_constraint_cannot_be_prepared(llm):
         ({"proposer": "math:pi"}, "name a class, or a function of a ProposerSetup"),
         ({"verifier": "magic"}, "walk, coupled"),
         ({"verifier": 3}, "walk, coupled"),
-        ({"verifier": "block", "proposer": "ngram"}, "trees from ngram; use one of walk, coupled, siblings, traversal"),
-        ({"verifier": "rejection", "proposer": "first(ngram,draft:@nano)"}, "trees from ngram; use one of walk"),
-        ({"verifier": "block", "proposer": "merge(draft:@nano,exit:1)"}, "trees from merge; use one of walk"),
-        ({"verifier": "lenient", "proposer": "tree:@nano"}, "trees from tree; use one of walk"),
+        (
+            {"verifier": "block", "proposer": "ngram"},
+            "and ngram drafts trees; use one of walk, coupled, siblings, traversal",
+        ),
+        (
+            {"verifier": "rejection", "proposer": "first(ngram,draft:@nano)"},
+            "and ngram drafts trees; use one of walk",
+        ),
+        (
+            {"verifier": "block", "proposer": "merge(draft:@nano,exit:1)"},
+            "and merge drafts trees; use one of walk",
+        ),
+        ({"verifier": "lenient", "proposer": "tree:@nano"}, "and tree drafts trees; use one of walk"),
         ({"proposer": "draft"}, "draft needs the folder of a draft model; write draft:DIR"),
         ({"proposer": "draft:nowhere"}, "nowhere is not a folder"),
         ({"proposer": "tree:nowhere"}, "nowhere is not a folder"),

@@ -376,5 +376,5 @@ def tune(
     print_document(document, show, as_json=as_json, keep=partial(write, file=asked.out) if asked.out else None)
 
 
-for command in (drafts.train, drafts.inspect, drafts.convert, drafts.index, drafts.layers):
+for command in (drafts.fit, drafts.train, drafts.inspect, drafts.convert, drafts.index, drafts.layers):
     app.command()(command)

@@ -1,4 +1,4 @@
-"""The commands for drafts: `train`, `inspect`, `convert`, `index` and `layers`."""
+"""The commands for drafts: `fit`, `train`, `inspect`, `convert`, `index` and `layers`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from outrider.cli import options
+from outrider.fit.settings import Settings as FitSettings
 from outrider.report.console import print_document
 from outrider.train.settings import Settings as TrainSettings
 
@@ -56,6 +57,19 @@ def train(
     from outrider.train import command
 
     command.train(kind, settings, as_json=as_json)
+
+
+@options.spread
+def fit(*, settings: FitSettings, as_json: options.BenchJson = False) -> None:
+    """Find the fastest configuration of a target for your prompts: measure, train a head, measure again, certify.
+
+    Writes --out/fit.json, for --config of `outrider run`, `serve` and `bench`. The same command resumes an interrupted
+    fit; Ctrl-C keeps the best so far. Prints a table, then one JSON document as the last line if the output is not a
+    terminal or with --json. The exit code is 1 if a test of the certificate fails.
+    """
+    from outrider.fit import command
+
+    command.fit(settings, as_json=as_json)
 
 
 def inspect(folder: options.DraftFolder, *, target: options.HeadTarget = None, as_json: options.Json = False) -> None:

@@ -244,8 +244,8 @@ Config = Annotated[
     str | None,
     typer.Option(
         metavar="FILE",
-        help="Read settings from a JSON file: fields of EngineConfig, or what `outrider tune --out` wrote. Options on"
-        " the command line take precedence.",
+        help="Read settings from a JSON file: fields of EngineConfig, or what `outrider tune --out` or `outrider fit`"
+        " wrote. Options on the command line take precedence.",
         rich_help_panel=_MODEL,
     ),
 ]

@@ -27,6 +27,7 @@ from outrider.errors import OutriderError, UnsupportedModel
 from outrider.heads.store import is_head
 from outrider.loader.dtype import DtypeChoice, choose_dtype
 from outrider.loader.gguf import end_ids, is_gguf, load_model, load_tokenizer, open_gguf
+from outrider.loader.memory import check_memory, weight_bytes
 from outrider.models.attention import NAME, attend, receive_mask_rule
 from outrider.models.checkpoint import Checkpoint
 from outrider.native.support import may_run
@@ -70,6 +71,8 @@ def load_checkpoint(
     config = _read_config(path)
     recurrent = _check_family(config)
     choice = choose_dtype(dtype, config, torch_device, kernels=kernels)
+    stored = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+    check_memory(path, weight_bytes(path, stored, choice.dtype), torch_device)
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, receive_mask_rule)
     model = _read_model(path, config, choice.dtype, recurrent).to(torch_device)
@@ -90,6 +93,7 @@ def load_checkpoint(
 
 def _load_gguf(path: Path, dtype: str, device: torch.device, kernels: str) -> Checkpoint:
     file = open_gguf(path)
+    check_memory(path, path.stat().st_size, device)
     _check_family(file.config)
     choice = choose_dtype(dtype, file.config, device, kernels=kernels)
     if file.quantized and dtype == "auto" and device.type == "cpu" and kernels != "torch" and may_run(file.config):
@@ -119,6 +123,25 @@ def is_recurrent(folder: str | Path) -> bool:
     """
     path = Path(folder).expanduser()
     return False if is_gguf(path) else _check_family(_read_config(path))
+
+
+def check_fits(folder: str | Path, *, dtype: str = "auto", device: str = "auto", kernels: str = "auto") -> None:
+    """Check that a model fits into the free memory, without loading it.
+
+    Raises:
+        OutriderError: it does not fit, or is not a causal language model.
+        UnsupportedModel: the architecture is not supported.
+    """
+    path = Path(folder).expanduser()
+    torch_device = _device(device)
+    if is_gguf(path):
+        check_memory(path, path.stat().st_size if path.is_file() else 0, torch_device)
+        return
+    config = _read_config(path)
+    _check_family(config)
+    choice = choose_dtype(dtype, config, torch_device, kernels=kernels)
+    stored = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+    check_memory(path, weight_bytes(path, stored, choice.dtype), torch_device)
 
 
 def _read_config(path: Path) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from time import perf_counter
@@ -19,11 +19,14 @@ from outrider.core.noise import derive_seed
 from outrider.errors import OutriderError
 from outrider.loader.embedded import model_folder
 from outrider.measure.prompts import Prompt
+from outrider.plan.calibrate import known_costs
+from outrider.plan.pass_cost import CostModel
 from outrider.plan.store import model_print
-from outrider.propose.registry import check_proposer
+from outrider.propose.registry import check_proposer, draft_model
 from outrider.system import machine
 from outrider.system.atomic_files import check_folder
 from outrider.system.heap import Heap
+from outrider.train.budget import TimeBudget
 from outrider.train.data.answers import AnswerGenerator, AnswerParams
 from outrider.train.data.batches import Reader
 from outrider.train.data.feature_cache import FeatureCache, origin_of
@@ -43,6 +46,8 @@ FACTS = "training.json"
 _CHECK_TOKENS = 256  # tokens of the prompt on which the target's distribution is checked
 _EVAL_TOKENS = 128  # most tokens of an answer in the evaluation
 _DEFAULT_CACHE_GB = 10.0
+_EVALUATIONS = 8  # of a training with a time budget
+_SAVE_SECONDS = 60.0  # between two saves of a training with a time budget
 _log = logging.getLogger("outrider")
 
 
@@ -63,6 +68,8 @@ class Training:
         losses = parse(settings.loss)
         check_folder(settings.out, "--out")
         check_proposer(settings.proposer)
+        if settings.max_minutes is not None and world_size() > 1:
+            raise OutriderError("--max-minutes works with one process; use --epochs with several")
         prompts = read_prompts(settings.data, limit=settings.limit)
         train_prompts, eval_prompts = split(prompts, settings.eval_data, seed=settings.seed)
         self._num_repeated = count_repeated(train_prompts, eval_prompts)
@@ -94,6 +101,12 @@ class Training:
         if state:
             self._trainer.load(state)
             self._cycle = state["wave"]
+        self._budget: TimeBudget | None = None
+        if settings.max_minutes is not None:
+            used = state.get("seconds", 0.0) if state else 0.0
+            self._budget = TimeBudget(60 * settings.max_minutes, used=used)
+        self._cycle_seconds = 0.0  # duration of the last generation cycle of this run
+        self._evaluation_seconds = 0.0  # duration of the last evaluation of this run
         self._evaluator = Evaluator(
             self._setup.parts,
             [self._prompt_tokens(prompt) for prompt in eval_prompts],
@@ -102,11 +115,19 @@ class Training:
             seed=settings.seed,
         )
 
-    def run(self, progress: Console) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    def costs(self) -> CostModel:
+        """Measure what passes of the target and of the draft cost. The contents of their caches are lost."""
+        parts = self._setup.parts
+        return known_costs(parts.target, draft_model(self._setup.trainee.proposer(parts.setup)))
+
+    def run(
+        self, progress: Console, *, on_evaluation: Callable[[Mapping[str, Any], float], None] | None = None
+    ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """Train to the end.
 
         Args:
             progress: the console for the progress bar.
+            on_evaluation: is called after each evaluation, with its figures and the share of the training that is done.
 
         Returns:
             The results as a JSON document, and the lines of the log. Only the process of rank 0 has log lines.
@@ -115,32 +136,80 @@ class Training:
             OutriderError: the disk is full, or the loss is not finite. The files of the last save are intact.
         """
         if rank():
-            while self._cycle < self._schedule.num_cycles:
+            while not self._is_finished():
                 self._run_cycle()
             leave_group()
             return self._document({}), []
         log = Log(self._out, begin=self._cycle, events=self._settings.tensorboard)
         evaluation = log.last_evaluation
-        if self._cycle == self._schedule.num_cycles:  # an earlier run may have been killed between two files
+        if self._is_finished():  # an earlier run may have been killed between two files
             self._write_draft(evaluation)
         with _progress_bar(progress) as bar:
-            task = bar.add_task("training", total=self._schedule.num_cycles, completed=self._cycle, status="")
-            while self._cycle < self._schedule.num_cycles:
+            task = bar.add_task("training", total=1.0, status="")
+            bar.update(task, completed=self._share())
+            finished = self._is_finished()
+            while not finished:
+                if self._budget is not None:
+                    self._budget.start()
                 stats, seconds = self._run_cycle()
-                if self._is_due(self._settings.eval_every):
-                    evaluation = self._evaluator.measure(self._setup.trainee)
+                if self._budget is not None:
+                    self._budget.stop()  # evaluations and saves do not count
+                finished = self._is_finished()
+                evaluated = finished or self._evaluation_due()
+                if evaluated:
+                    evaluation = self._evaluate()
                 log.add(self._cycle, stats, evaluation, seconds)
-                if self._is_due(self._settings.save_every):
-                    self._trainer.save(self._out, wave=self._cycle, identity=self._identity)
+                if finished or self._save_due():
+                    self._save(finished)
                     self._write_draft(evaluation)
-                bar.update(task, advance=1, status=_status(stats, evaluation))
+                done = 1.0 if finished else self._share()
+                bar.update(task, completed=done, status=_status(stats, evaluation))
+                if evaluated and on_evaluation is not None:
+                    on_evaluation(evaluation, done)
         log.close()
         leave_group()
         return self._document(evaluation), log.lines
 
+    def _evaluate(self) -> dict[str, Any]:
+        start = perf_counter()
+        evaluation = self._evaluator.measure(self._setup.trainee)
+        self._evaluation_seconds = perf_counter() - start
+        return evaluation
+
+    def _is_finished(self) -> bool:
+        if self._budget is None:
+            return self._cycle >= self._schedule.num_cycles
+        return self._cycle > 0 and self._budget.is_over(self._cycle_seconds)
+
+    def _share(self, cycle_share: float = 0.0) -> float:
+        """Return the share of the training that is done; `cycle_share` is that of the current generation cycle."""
+        if self._budget is None:
+            return (self._cycle + cycle_share) / self._schedule.num_cycles
+        return self._budget.share
+
+    def _evaluation_due(self) -> bool:
+        every = self._settings.eval_every
+        if self._budget is None or not every:
+            return self._is_due(every)
+        # Evaluations of a slow target may take long. Let training take most of the time.
+        interval = max(self._budget.seconds / _EVALUATIONS, 3 * self._evaluation_seconds)
+        return self._budget.is_due("evaluation", interval)
+
+    def _save_due(self) -> bool:
+        if self._budget is None:
+            return self._is_due(self._settings.save_every)
+        return self._budget.is_due("save", _SAVE_SECONDS)
+
     def _is_due(self, every: int) -> bool:
-        """Return whether something is due that happens every `every` cycles and after the last one. 0: only then."""
-        return self._cycle == self._schedule.num_cycles or bool(every and self._cycle % every == 0)
+        """Return whether something is due that happens every `every` cycles. 0: never."""
+        return bool(every and self._cycle % every == 0)
+
+    def _save(self, finished: bool) -> None:
+        facts = {}
+        if self._budget is not None:
+            # The last cycle may end a little early. A finished training stays finished.
+            facts["seconds"] = max(self._budget.elapsed, self._budget.seconds if finished else 0.0)
+        self._trainer.save(self._out, wave=self._cycle, identity=self._identity, **facts)
 
     def _run_cycle(self) -> tuple[list[StepStats], dict[str, float]]:
         """Run one generation cycle. Return the statistics of its steps, and the seconds of answers and steps."""
@@ -153,10 +222,10 @@ class Training:
         stats = []
         for i, micro_batches in enumerate(self._schedule.steps(samples, self._cycle)):
             batches = (self._reader.read(group, everything=settings.train_on_prompts) for group in micro_batches)
-            progress = (self._cycle + i / settings.steps_per_generation) / self._schedule.num_cycles
-            stats.append(self._trainer.train(batches, progress=progress))
+            stats.append(self._trainer.train(batches, progress=self._share(i / settings.steps_per_generation)))
             self._heap.tidy()
         self._cycle += 1
+        self._cycle_seconds = perf_counter() - start
         return stats, {"answers": answered - start, "steps": perf_counter() - answered}
 
     def _prepare_data(self, prompts: Sequence[Prompt]) -> tuple[PromptSchedule, Reader | DatasetReader]:

@@ -43,6 +43,7 @@ _NOT_IN_IDENTITY = frozenset(
         "micro_batch_tokens",
         "cache_dir",
         "cache_gb",
+        "max_minutes",
     }
 )
 # Options that older versions do not have. They are part of the identity only if they are set.
@@ -73,6 +74,14 @@ class Settings:
         int | None, typer.Option(min=1, help="Prompts to train on. Default: all.", rich_help_panel=_DATA)
     ] = None
     epochs: Annotated[int, typer.Option(min=1, help="Passes over the prompts.", rich_help_panel=_DATA)] = 1
+    max_minutes: Annotated[
+        float | None,
+        typer.Option(
+            help="Train for so many minutes instead of --epochs: prompts repeat, and the learning rate follows the"
+            " time. Evaluations do not count. A longer time continues a finished training.",
+            rich_help_panel=_TRAIN,
+        ),
+    ] = None
     answers_per_prompt: Annotated[
         int,
         typer.Option(
@@ -277,6 +286,11 @@ class Settings:
                 f"--lr is {self.lr} and --loss-decay {self.loss_decay}; use --lr in (0, 1) and --loss-decay in (0, 1]"
             )
         self._check_sizes()
+        if self.max_minutes is not None and (not 0 < self.max_minutes < math.inf or self.epochs != 1):
+            raise OutriderError(
+                f"--max-minutes is {self.max_minutes}; use a number above 0, and leave --epochs out, because the time"
+                " decides how often prompts repeat"
+            )
         if self.init_target is not None and self.init_from is None:
             raise OutriderError(
                 "--init-target names the target that --init-from was trained for; add --init-from DIR, or leave it out"

@@ -16,6 +16,7 @@ from outrider.propose.expression import absolute
 from outrider.tune.settings import Settings
 
 BENCHMARK, VERSION = "outrider tune", 1
+FIT = "outrider fit"  # its documents have the same settings
 _OPTIONS = ("target", "proposer", "k", "verifier", "dtype", "kernels", "quantize")
 _PROPOSER_OPTIONS = ("k", "verifier")  # tuned for the proposer of the file, and useless for another one
 
@@ -80,7 +81,7 @@ def _read(file: str) -> Mapping[str, Any]:
         document = json.loads(text)
     except ValueError:
         document = None
-    if not isinstance(document, dict) or document.get("benchmark") != BENCHMARK:
+    if not isinstance(document, dict) or document.get("benchmark") not in (BENCHMARK, FIT):
         raise OutriderError(f"{file} is not a file of outrider tune; write it with: outrider tune --out {file}")
     if document.get("version") != VERSION:
         raise OutriderError(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
+from time import perf_counter
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -28,6 +30,7 @@ from outrider.tune.settings import Settings
 from outrider.tune.trial import PromptBatch, Trial, Variant, run
 
 _WARMUP_TOKENS = 8
+_MIN_BATCHES = 2  # batches of prompts that are measured in spite of the time limit, so that there is an interval
 # Proposers without memory of finished outputs. Every other proposer is created again before it gets a prompt a second
 # time. Otherwise it would remember the output.
 _FORGETFUL = DRAWN | {"draft-text", "ngram", "suffix", "retrieval", "first", "merge", "switch"}
@@ -42,8 +45,10 @@ class Measured:
     memory: dict[str, MemoryUse]  # by proposer, with the largest batch
 
 
-def measure(settings: Settings, progress: Console) -> Measured:
+def measure(settings: Settings, progress: Console, *, max_seconds: float = math.inf) -> Measured:
     """Run plain decoding and every proposer with every k, at every batch size and temperature.
+
+    After `max_seconds`, the remaining batches of prompts are left out. Every variant runs the same ones.
 
     Raises:
         OutriderError: the settings cannot be measured.
@@ -56,7 +61,7 @@ def measure(settings: Settings, progress: Console) -> Measured:
             for batch in settings.batches
         ]
         batches = {condition: _prompt_batches(engines.base, settings, condition) for condition in conditions}
-    trials = tuple(_interleave(engines, settings, batches, progress))
+    trials = tuple(_interleave(engines, settings, batches, progress, max_seconds))
     with progress.status("measuring memory"):
         largest = next(condition for condition in conditions if condition.batch == settings.max_num_seqs)
         jobs = batches[largest][0].jobs
@@ -167,9 +172,14 @@ def _with_seed(job: Job, salt: int) -> Job:
 
 
 def _interleave(
-    engines: VariantEngines, settings: Settings, batches: dict[Condition, list[PromptBatch]], console: Console
+    engines: VariantEngines,
+    settings: Settings,
+    batches: dict[Condition, list[PromptBatch]],
+    console: Console,
+    max_seconds: float,
 ) -> Iterator[Trial]:
     """Run all variants of all conditions in each round. The order of the variants alternates from batch to batch."""
+    deadline = perf_counter() + max_seconds
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     per_round = sum(len(group) * len(variants(settings, condition)) for condition, group in batches.items())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
@@ -177,18 +187,26 @@ def _interleave(
         for round in range(settings.repeats):
             for condition, group in batches.items():
                 bar.update(task, description=f"round {round + 1} of {settings.repeats}  {condition}")
-                for trial in _run_once(engines, variants(settings, condition), group, round):
+                if round and perf_counter() >= deadline:
+                    return
+                for trial in _run_once(engines, variants(settings, condition), group, round, deadline):
                     yield trial
                     bar.advance(task)
 
 
 def _run_once(
-    engines: VariantEngines, all_variants: Sequence[Variant], batches: Sequence[PromptBatch], round: int
+    engines: VariantEngines,
+    all_variants: Sequence[Variant],
+    batches: Sequence[PromptBatch],
+    round: int,
+    deadline: float,
 ) -> Iterator[Trial]:
     pairs = [(variant, engines.engine_for(variant)) for variant in all_variants]
     for variant, llm in pairs:
         run(llm, variant, _warmup(batches[0]))
-    for batch in batches:
+    for i, batch in enumerate(batches):
+        if (round or i >= _MIN_BATCHES) and perf_counter() >= deadline:
+            return
         seeded = replace(batch, jobs=tuple(_with_seed(job, round) for job in batch.jobs))
         for variant, llm in pairs[:: 1 if (round + batch.number) % 2 == 0 else -1]:
             yield run(llm, variant, seeded)

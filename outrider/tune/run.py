@@ -55,7 +55,11 @@ def run_tune(settings: Settings, *, progress: Console) -> dict[str, Any]:
     Raises:
         OutriderError: the settings cannot be measured.
     """
-    measured = measure(settings, progress)
+    return make_document(settings, measure(settings, progress))
+
+
+def make_document(settings: Settings, measured: Measured) -> dict[str, Any]:
+    """Return the JSON document of a measurement, with the recommendation."""
     plains, cases = figures(measured.trials, seed=settings.seed)
     advice = advise(plains, cases)
     verifier = find_verifier(settings.verifier, advice.proposer)

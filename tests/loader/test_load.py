@@ -214,3 +214,10 @@ def test_draft_stops_at_its_own_context_length(tmp_path, caplog):
     draft_tokens_before = llm.stats.draft_tokens
     llm.generate([list(range(40))], GREEDY)  # the prompt alone is longer than the context of the draft
     assert llm.stats.draft_tokens == draft_tokens_before
+
+
+def test_weights_that_exceed_the_memory_are_refused_before_they_are_loaded(folder, monkeypatch):
+    monkeypatch.setattr("outrider.loader.memory.free_memory", lambda: 1000)
+    monkeypatch.setattr("outrider.loader.checkpoint._read_model", lambda *_: pytest.fail("the model was loaded"))
+    with pytest.raises(OutriderError, match=r"take 0\.\d+ GB in memory, and 1e-06 GB are free; free some"):
+        load_checkpoint(folder, device="cpu")

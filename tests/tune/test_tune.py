@@ -8,6 +8,7 @@ import shutil
 from dataclasses import replace
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from outrider import LLM, OutriderError, SamplingParams
@@ -30,7 +31,7 @@ from outrider.tune.advice import advise
 from outrider.tune.config import configured, settings_dict
 from outrider.tune.engines import other_engines
 from outrider.tune.figures import AcceptanceSummary, Estimate, RoundMs, figures, ratio
-from outrider.tune.measure import is_forgetful
+from outrider.tune.measure import is_forgetful, measure
 from outrider.tune.settings import Settings, read_ks, read_proposers
 from outrider.tune.trial import Trial, Variant, split
 from outrider.tune.wording import summary
@@ -787,3 +788,22 @@ def test_state_has_every_learned_field():
 def test_model_options_are_fields_of_the_engine_config():
     names = {field.name for field in dataclasses.fields(ModelOptions)}
     assert names <= {field.name for field in dataclasses.fields(EngineConfig)}
+
+
+def test_time_limit_leaves_out_prompts_for_all_proposers_alike(tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("\n".join(json.dumps({"prompt": f"<|endoftext|>def f{i}():"}) for i in range(4)))
+    settings = Settings(
+        target=str(embedded("nano")),
+        proposers=("ngram",),
+        ks=(2,),
+        batches=(1,),
+        prompts=str(file),
+        repeats=2,
+        max_tokens=4,
+        threads=1,
+        dtype="float32",
+    )
+    measured = measure(settings, Console(quiet=True), max_seconds=0.0)
+    assert [trial.variant.proposer for trial in measured.trials] == ["", "ngram", "ngram", ""]
+    assert sorted(trial.batch_number for trial in measured.trials) == [0, 0, 1, 1]

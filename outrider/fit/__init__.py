@@ -1,0 +1,1 @@
+"""The command `outrider fit`: from a model and prompts to a fast configuration."""

@@ -1,0 +1,75 @@
+"""Checks of memory and disk before anything is loaded."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig
+
+from outrider.core.config import weight_bits
+from outrider.engine.build import full_dtype
+from outrider.errors import OutriderError
+from outrider.fit.rules import TargetSize, TrainingPlan
+from outrider.fit.settings import Settings
+from outrider.heads.store import make_module
+from outrider.loader.checkpoint import check_fits
+from outrider.loader.memory import gigabytes
+from outrider.train.model.presets import Sizes, describe
+
+# Bytes per parameter: weights and two moments in float32 for the new and the previous state, and the head twice.
+_HEAD_BYTES = 2 * (12 + 2)
+_SMALL_FILES = 10_000_000  # state, log, prompts and configuration
+
+
+def target_size(folder: Path) -> TargetSize:
+    """Read the sizes of a target from its config."""
+    config: Any = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    text = config.get_text_config(decoder=True)
+    return TargetSize(hidden=text.hidden_size, layers=text.num_hidden_layers, vocab=text.vocab_size)
+
+
+def check_memory(settings: Settings, folder: Path) -> None:
+    """Check that the weights of the target fit into the free memory.
+
+    Raises:
+        OutriderError: they do not fit, or the folder is not a model.
+    """
+    dtype = full_dtype(settings.dtype, weight_bits(settings.quantize))
+    check_fits(folder, dtype=dtype, device=settings.device, kernels=settings.kernels)
+
+
+def check_disk(folder: Path, size: TargetSize, plan: TrainingPlan) -> None:
+    """Check that the head and the state of its training fit on the disk.
+
+    Raises:
+        OutriderError: they do not fit.
+    """
+    needed = _SMALL_FILES + _HEAD_BYTES * count_parameters(size, plan)
+    present = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    existing = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    free = shutil.disk_usage(existing).free
+    if needed > free + present:
+        raise OutriderError(
+            f"a head of kind {plan.kind} and the state of its training take {gigabytes(needed)}, and"
+            f" {gigabytes(free)} are free in {existing}; free some space, or use another --out"
+        )
+
+
+def count_parameters(size: TargetSize, plan: TrainingPlan) -> int:
+    """Count the parameters of a head without making it. 0: its kind does not fit the target, as the training says."""
+    sizes = Sizes(
+        hidden=size.hidden,
+        layers=size.layers,
+        vocab=size.vocab,
+        epsilon=1e-6,
+        draft_vocab=plan.draft_vocab_size % size.vocab,
+    )
+    try:
+        with torch.device("meta"):
+            module = make_module(describe(plan.kind, sizes))
+    except OutriderError:
+        return 0
+    return sum(weight.numel() for weight in module.parameters())

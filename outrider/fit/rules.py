@@ -1,0 +1,132 @@
+"""Decisions of a fit, as functions of sizes and measured figures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from outrider.fit.settings import AUTO_HEAD
+from outrider.plan.pass_cost import CostModel
+from outrider.plan.speedup import expected_tau
+from outrider.propose.expression import pasted
+from outrider.propose.registry import DRAWN, parse
+
+_SMALL = 1024  # width of a target up to which a head of half the width is trained
+_EAGLE_LAYERS = 4  # the fewest layers that EAGLE kinds read
+_LARGE_VOCABULARY = 65_536  # above it the output layer dominates the time of a head
+_DRAFT_VOCABULARY = 32_000
+_FINALISTS = 3  # untrained proposers that are measured again
+_CYCLES = 16  # generation cycles in the training time, if the answers alone took it
+_BATCH, _STEPS = 16, 8  # at most: sequences of a step, and steps of a generation cycle
+_LEAST_ANSWERS = 8  # of a generation cycle, however slow the target is
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetSize:
+    """The sizes of a target that decide about its head."""
+
+    hidden: int
+    layers: int
+    vocab: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingPlan:
+    """What is trained, and in which portions."""
+
+    kind: str
+    draft_vocab_size: int  # 0: all tokens
+    batch_size: int
+    steps_per_generation: int
+
+
+class Gain(NamedTuple):
+    """An expected speedup over plain decoding, and the draft length that reaches it."""
+
+    speedup: float
+    k: int
+
+
+def plan_training(
+    head: str, size: TargetSize, *, minutes: float, prompts: int, max_tokens: int, tokens_per_s: float
+) -> TrainingPlan:
+    """Choose the kind of head, and the size of a generation cycle.
+
+    A cycle takes about a sixteenth of the time or less, so that a slow target gets several cycles too.
+
+    Args:
+        head: the kind, or auto.
+        size: the sizes of the target.
+        minutes: the training time.
+        prompts: number of prompts to train on.
+        max_tokens: most tokens of an answer.
+        tokens_per_s: speed of plain decoding.
+    """
+    answers = int(tokens_per_s * 60 * minutes / _CYCLES / max_tokens)
+    answers = min(max(answers, _LEAST_ANSWERS), prompts, _BATCH * _STEPS)
+    batch_size = min(answers, _BATCH)
+    return TrainingPlan(
+        kind=head_kind(size) if head == AUTO_HEAD else head,
+        draft_vocab_size=_DRAFT_VOCABULARY if size.vocab > _LARGE_VOCABULARY else 0,
+        batch_size=batch_size,
+        steps_per_generation=answers // batch_size,
+    )
+
+
+def head_kind(size: TargetSize) -> str:
+    """Choose the kind of head for a target."""
+    if size.layers < _EAGLE_LAYERS:
+        return "mtp"
+    return "slim" if size.hidden <= _SMALL else "eagle31"
+
+
+def expected_gain(costs: CostModel, acceptance: Sequence[float], *, batch: int, cached: int) -> Gain:
+    """Return the highest expected speedup of chains, E[tau] (plain round) / (round with k draft tokens).
+
+    Args:
+        costs: measured costs of the target and of the head.
+        acceptance: by position.
+        batch: sequences at once.
+        cached: mean cached tokens of a sequence.
+
+    Returns:
+        A speedup of 1 with k 0 if no draft length pays.
+    """
+    plain = costs.verify(batch, 0, cached=cached)
+    best = Gain(1.0, 0)
+    for k in range(1, len(acceptance) + 1):
+        took = costs.verify(batch, k, cached=cached) + costs.propose(batch, k, cached=cached)
+        best = max(best, Gain(expected_tau(acceptance[:k]) * plain / took, k))
+    return best
+
+
+def ranked(cases: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the best measured case of each proposer, the fastest first."""
+    best: dict[str, Mapping[str, Any]] = {}
+    for case in sorted(cases, key=lambda case: case["overall"]["value"], reverse=True):
+        best.setdefault(case["proposer"], case)
+    return list(best.values())
+
+
+def finalists(cases: Sequence[Mapping[str, Any]], head: str | None) -> tuple[str, ...]:
+    """Choose the proposers of the second measurement.
+
+    Args:
+        cases: the cases of the first measurement.
+        head: folder of the trained head; None if there is none.
+    """
+    order = [str(case["proposer"]) for case in ranked(cases)]
+    chosen = order[:_FINALISTS]
+    if head is not None:
+        draft = pasted(f'draft:"{head}"')
+        chosen.append(draft)
+        lookups = [proposer for proposer in order if is_lookup(proposer)]
+        chosen += [f"merge({proposer},{draft})" for proposer in lookups[:1]]
+    return tuple(chosen)
+
+
+def is_lookup(proposer: str) -> bool:
+    """Return whether a proposer can be a part of a merge with a head: it has no model, and is no combination."""
+    expression = parse(proposer)
+    return not expression.parts and expression.name not in DRAWN | {"draft-text", "lookahead"}

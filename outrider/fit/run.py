@@ -1,0 +1,252 @@
+"""Run a fit: the stages in order, the results of finished stages from the state, and the configuration at the end."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from outrider.engine.verifiers import find_verifier
+from outrider.errors import OutriderError
+from outrider.fit.checks import check_disk, check_memory, target_size
+from outrider.fit.outcome import Outcome, duration
+from outrider.fit.prompts import PromptSplit, read_split, write_files
+from outrider.fit.rules import TrainingPlan, finalists, plan_training
+from outrider.fit.settings import AUTO_HEAD, Settings
+from outrider.fit.stages import certify, make_training, measure_proposers, train_head, tune_settings
+from outrider.fit.state import CONFIG, HEAD, State
+from outrider.loader.checkpoint import is_recurrent
+from outrider.loader.embedded import model_folder
+from outrider.plan.store import model_print
+from outrider.propose.expression import short
+from outrider.propose.registry import default_proposer
+from outrider.report.console import Document
+from outrider.system.atomic_files import check_folder, write_whole
+from outrider.train.distributed import world_size
+from outrider.train.model.presets import KINDS
+from outrider.tune.config import FIT
+from outrider.tune.settings import read_proposers
+
+_PROMPTS = "prompts"  # folder of the prompt files
+_STAGES = 4
+
+
+class Fit:
+    """One fit, from wherever an earlier run of it was stopped."""
+
+    def __init__(self, settings: Settings, progress: Console) -> None:
+        """Check everything that can be checked before a model is loaded.
+
+        Args:
+            settings: the options.
+            progress: where progress goes.
+
+        Raises:
+            OutriderError: a value is not allowed, there are too few prompts, or memory or disk do not suffice.
+        """
+        self._settings = settings
+        self._progress = progress
+        self._folder = Path(settings.out).expanduser()
+        self._target = model_folder(settings.target)
+        if world_size() > 1:
+            raise OutriderError("fit works with one process; start it without torchrun")
+        if settings.head not in (AUTO_HEAD, *KINDS):
+            raise OutriderError(f"--head {settings.head} is unknown; use {AUTO_HEAD}, {', '.join(KINDS)}")
+        check_folder(settings.out, "--out")
+        check_memory(settings, self._target)
+        self._proposers = _untrained(settings)
+        tune_settings(settings, self._folder, self._proposers)  # which checks them
+        self._split: PromptSplit = read_split(settings.prompts, batch=settings.batch, seed=settings.seed)
+        self._state = State.open(self._folder, self._identity(), overwrite=settings.overwrite)
+        self._files = write_files(self._split, self._folder / _PROMPTS, batch=settings.batch)
+        self._head = self._folder.resolve() / HEAD
+        self._drop_shorter_training()
+        if self._state.get("training") is None and settings.minutes and not is_recurrent(self._target):
+            size = target_size(self._target)
+            check_disk(self._head, size, self._plan(tokens_per_s=1.0))
+
+    @property
+    def config(self) -> Path:
+        """The file that `--config` of other commands takes."""
+        return self._folder / CONFIG
+
+    @property
+    def started(self) -> bool:
+        """Whether anything is measured, so that there is a best configuration so far."""
+        return self._state.get("first") is not None
+
+    def run(self) -> Document:
+        """Run the stages that are not finished.
+
+        Returns:
+            The document of the fit. `--config` reads its `settings`.
+
+        Raises:
+            OutriderError: a stage fails, or the disk is full. Finished stages are not lost.
+        """
+        try:
+            self._measure_first()
+            self._train()
+            self._measure_final()
+            self._certify()
+        except OutriderError as error:
+            if not self.started:
+                raise
+            raise OutriderError(f"{error}. Finished stages are kept: the same command continues") from None
+        return self.document()
+
+    def document(self) -> Document:
+        """Return the document of the stages that are finished; at least the first measurement must be."""
+        first, final, certificate = (self._state.get(name) for name in ("first", "final", "certificate"))
+        outcome = Outcome(
+            first=first,
+            final=final,
+            training=self._state.get("training"),
+            certificate=certificate,
+            prompts={"train": len(self._split.train), "held_out": len(self._split.held_out)},
+            out=str(self._folder),
+        )
+        measured: Document = final or first
+        settings = dict(measured["settings"])
+        if not outcome.speculates:
+            settings |= {"proposer": "none", "k": 0, "verifier": find_verifier(None, "none").name}
+        return {
+            **measured,
+            "benchmark": FIT,
+            "settings": settings,
+            "fit": {**outcome.as_dict(), "arguments": asdict(self._settings), "first_measurement": first},
+        }
+
+    def write(self, document: Document) -> None:
+        """Write the configuration.
+
+        Raises:
+            OutriderError: it cannot be written.
+        """
+        write_whole(self.config, json.dumps(document) + "\n")
+
+    def _measure_first(self) -> None:
+        prompts = len(self._files.first.read_text(encoding="utf-8").splitlines())
+        self._announce(1, f"measure {len(self._proposers)} proposers that need no training, on {prompts} prompts")
+        if self._state.get("first") is None:
+            found = measure_proposers(self._settings, self._files.first, self._proposers, self._progress)
+            self._state.put("first", found)
+        if self._state.get("final") is None:
+            self.write(self.document())  # it stays if the process is killed
+        self._say(self._fastest(self._state.get("first")))
+
+    def _train(self) -> None:
+        settings = self._settings
+        if settings.minutes:
+            self._announce(2, f"train a head for {duration(settings.minutes)} on {len(self._split.train)} prompts")
+        else:
+            self._announce(2, "train no head, as --minutes is 0")
+        if self._state.get("training") is None:
+            self._state.put("training", self._trained() if settings.minutes else {"trained": False, "minutes": 0.0})
+        if reason := self._state.get("training").get("reason"):
+            self._say(f"no head is trained: {reason}")
+
+    def _trained(self) -> Document:
+        settings = self._settings
+        skipped = {"trained": False, "minutes": settings.minutes}
+        if is_recurrent(self._target):
+            return {**skipped, "reason": "heads are trained for attention models, and this target is recurrent"}
+        plan = self._stored_plan()
+        try:
+            with self._progress.status("loading models"):
+                training = make_training(settings, self._files, plan, self._head)
+        except OutriderError as error:
+            # A head that the user has not asked for by name may not fit the target. One that has begun does fit.
+            if settings.head != AUTO_HEAD or self._head.exists():
+                raise
+            return {**skipped, "reason": str(error)}
+        try:
+            return train_head(settings, plan, training, self._progress)
+        except OutriderError as error:
+            raise OutriderError(f"{error}; or use --minutes 0 for a fit without a head") from None
+
+    def _measure_final(self) -> None:
+        head = str(self._head) if self._state.get("training")["trained"] else None
+        proposers = finalists(self._state.get("first")["cases"], head)
+        self._announce(3, f"measure {len(proposers)} proposers on {len(self._split.held_out)} held-out prompts")
+        if self._state.get("final") is None:
+            found = measure_proposers(self._settings, self._files.held_out, proposers, self._progress)
+            self._state.put("final", found)
+            self.write(self.document())
+        self._say(self._fastest(self._state.get("final")))
+
+    def _certify(self) -> None:
+        final = self._state.get("final")
+        advice = final["advice"]
+        done = self._state.get("certificate")
+        if not advice["speculate"]:
+            self._announce(4, "certify nothing, as plain decoding is chosen")
+            return
+        if not self._settings.samples and done is None:
+            self._announce(4, "certify nothing, as --samples is 0")
+            return
+        self._announce(4, f"certify {short(advice['proposer'])}")
+        if done is None or done["passed"] is None:
+            found = certify(
+                self._settings,
+                self._target,
+                advice["proposer"],
+                max(advice["fixed_k"], 1),
+                final["kernels"],
+                self._progress,
+            )
+            self._state.put("certificate", found)
+        self.write(self.document())
+
+    def _plan(self, *, tokens_per_s: float) -> TrainingPlan:
+        return plan_training(
+            self._settings.head,
+            target_size(self._target),
+            minutes=self._settings.minutes,
+            prompts=len(self._split.train),
+            max_tokens=self._settings.max_tokens,
+            tokens_per_s=tokens_per_s,
+        )
+
+    def _stored_plan(self) -> TrainingPlan:
+        """Return the plan of the training, which must not change when it is resumed."""
+        if self._state.get("plan") is None:
+            plain = self._state.get("first")["plain"][0]
+            self._state.put("plan", asdict(self._plan(tokens_per_s=plain["tokens_per_s"] or 1.0)))
+        return TrainingPlan(**self._state.get("plan"))
+
+    def _drop_shorter_training(self) -> None:
+        """Forget a finished training if more time is given now. It continues from its own state."""
+        done = self._state.get("training")
+        if done is not None and self._settings.minutes > done["minutes"]:
+            self._state.drop("training", "final", "certificate")
+
+    def _identity(self) -> dict[str, Any]:
+        prompts = [[prompt.prompt, prompt.messages] for prompt in (*self._split.train, *self._split.held_out)]
+        return {
+            **self._settings.identity(),
+            "target": model_print(self._target),
+            "prompts": hashlib.sha256(json.dumps(prompts).encode()).hexdigest(),
+        }
+
+    def _fastest(self, document: Document) -> str:
+        line: str = document["summary"][1]
+        return line
+
+    def _announce(self, stage: int, text: str) -> None:
+        self._say(f"{stage} of {_STAGES}: {text}", indent="")
+
+    def _say(self, text: str, *, indent: str = "  ") -> None:
+        self._progress.print(f"{indent}{text}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _untrained(settings: Settings) -> tuple[str, ...]:
+    """Return the proposers of the first measurement."""
+    if settings.proposers is not None:
+        return read_proposers(settings.proposers, settings.target)
+    names = ["ngram", "suffix", "suffix:100000", "recycle", "merge(suffix,recycle)"]
+    return tuple(dict.fromkeys([*names, default_proposer(settings.target)]))

@@ -1,0 +1,179 @@
+"""The stages of a fit: measure, train, certify. Each one returns a result for JSON."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from outrider.audit.run import run_audit
+from outrider.errors import OutriderError
+from outrider.fit.outcome import duration
+from outrider.fit.prompts import PromptFiles
+from outrider.fit.rules import Gain, TrainingPlan, expected_gain
+from outrider.fit.settings import Settings
+from outrider.loader.checkpoint import check_fits
+from outrider.plan.pass_cost import CostModel
+from outrider.propose.registry import check_proposer
+from outrider.report.console import Document
+from outrider.train.run import Training
+from outrider.train.settings import Settings as TrainSettings
+from outrider.tune.measure import measure
+from outrider.tune.run import make_document
+from outrider.tune.settings import Settings as TuneSettings
+from outrider.tune.settings import read_ks
+
+_CACHED = 256  # cached tokens of a sequence for which the gain is expected
+_DRAFT_TOKENS = 5  # of an evaluation during training
+_SEQUENCES = 32  # prompts that are answered at once
+_REPLAYED_TOKENS = 16  # of the texts that the certificate compares
+
+
+def measure_proposers(settings: Settings, prompts: Path, proposers: Sequence[str], progress: Console) -> Document:
+    """Measure plain decoding and proposers. Returns the document of `outrider tune`."""
+    asked = tune_settings(settings, prompts, proposers)
+    document = make_document(asked, measure(asked, progress, max_seconds=60 * settings.measure_minutes))
+    gc.collect()  # the next stage loads the target again
+    return document
+
+
+def tune_settings(settings: Settings, prompts: Path, proposers: Sequence[str]) -> TuneSettings:
+    """Return the settings of a measurement.
+
+    Raises:
+        OutriderError: a value is not allowed.
+    """
+    for proposer in proposers:
+        check_proposer(proposer)
+    return TuneSettings(
+        target=settings.target,
+        proposers=tuple(proposers),
+        ks=read_ks(settings.k),
+        batches=(settings.batch,),
+        temperatures=(settings.temperature,),
+        prompts=str(prompts),
+        repeats=1,
+        max_tokens=settings.max_tokens,
+        seed=settings.seed,
+        dtype=settings.dtype,
+        device=settings.device,
+        kernels=settings.kernels,
+        quantize=settings.quantize,
+        threads=settings.threads,
+        max_model_len=settings.max_model_len,
+    )
+
+
+def make_training(settings: Settings, files: PromptFiles, plan: TrainingPlan, folder: Path) -> Training:
+    """Load the target and make its head, or read those of a training that was interrupted.
+
+    Raises:
+        OutriderError: the target cannot have a head of this kind, or the training cannot be read.
+    """
+    return Training(plan.kind, train_settings(settings, files, plan, folder))
+
+
+def train_head(settings: Settings, plan: TrainingPlan, training: Training, progress: Console) -> Document:
+    """Train a head until its time is used.
+
+    Raises:
+        OutriderError: the loss is not a number, or the disk is full.
+    """
+    report = _GainReport(settings, training, progress)
+    document, _ = training.run(progress, on_evaluation=report.show)
+    return {
+        "trained": True,
+        "minutes": settings.minutes,
+        "kind": plan.kind,
+        "parameters": document["parameters"],
+        "steps": document["steps"],
+        "held_out": document["held_out"],
+        "expected": None if report.gain is None else report.gain._asdict(),
+    }
+
+
+def train_settings(settings: Settings, files: PromptFiles, plan: TrainingPlan, folder: Path) -> TrainSettings:
+    """Return the settings of the training."""
+    return TrainSettings(
+        out=str(folder),
+        data=[str(files.train)],
+        eval_data=str(files.evaluation),
+        target=settings.target,
+        max_minutes=settings.minutes,
+        max_tokens=settings.max_tokens,
+        draft_vocab_size=plan.draft_vocab_size,
+        batch_size=plan.batch_size,
+        steps_per_generation=plan.steps_per_generation,
+        max_num_seqs=_SEQUENCES,
+        k=_DRAFT_TOKENS,
+        seed=settings.seed,
+        device=settings.device,
+        threads=settings.threads,
+    )
+
+
+class _GainReport:
+    """Prints the expected gain after each evaluation of a training."""
+
+    def __init__(self, settings: Settings, training: Training, console: Console) -> None:
+        self.training = training
+        self.gain: Gain | None = None
+        self._settings = settings
+        self._console = console
+        self._costs: CostModel | None = None
+
+    def show(self, figures: Mapping[str, Any], done: float) -> None:
+        """Print a line for the figures of an evaluation; `done` is the share of the training that is done."""
+        if self._costs is None:
+            self._costs = self.training.costs()
+        # The evaluation runs greedily and at temperature 1. Take the nearer one.
+        near = figures["temperature 0" if self._settings.temperature < 0.5 else "temperature 1"]
+        gain = expected_gain(self._costs, near["acceptance"], batch=self._settings.batch, cached=_CACHED)
+        self.gain = gain
+        expected = f"{gain.speedup:.2f} times plain decoding with k {gain.k}" if gain.k else "no gain yet"
+        self._console.print(
+            f"  {done:.0%} of {duration(self._settings.minutes)}: tau {near['tau']:.2f} on held-out prompts;"
+            f" expected: {expected}",
+            highlight=False,
+            soft_wrap=True,
+        )
+
+
+def certify(settings: Settings, target: Path, proposer: str, k: int, kernels: str, progress: Console) -> Document:
+    """Audit the chosen proposer, in less time than `outrider audit` takes by default.
+
+    Args:
+        settings: the options.
+        target: folder of the target.
+        proposer: the chosen proposer.
+        k: the draft length.
+        kernels: what the target ran on. Kernels whose rounding depends on the batch are audited in float32.
+        progress: where progress goes.
+
+    Returns:
+        Whether it passed, and the figures; or the reason why the audit could not be made.
+    """
+    try:
+        if not kernels.startswith("native"):
+            check_fits(target, dtype="float32", device=settings.device)
+        with progress.status("certifying"):
+            report = run_audit(
+                settings.target,
+                proposer,
+                k=k,
+                prompts=None,
+                samples=settings.samples,
+                device=settings.device,
+                threads=settings.threads,
+                kernels=settings.kernels,
+                quantize=settings.quantize,
+                console=None,
+                tokens=_REPLAYED_TOKENS,
+            )
+    except OutriderError as error:
+        return {"passed": None, "reason": str(error)}
+    gc.collect()
+    return report

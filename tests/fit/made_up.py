@@ -1,0 +1,51 @@
+"""Made-up documents of measurements and certificates."""
+
+from __future__ import annotations
+
+PLAIN = {"tokens_per_s": 100.0, "prefill_share": 0.1}
+
+
+def case(proposer, k, value, *, low=None, high=None, tau=2.0):
+    return {
+        "proposer": proposer,
+        "k": k,
+        "overall": {"value": value, "low": low, "high": high},
+        "total": {"tau": tau},
+    }
+
+
+def measured(*cases, speculate=True):
+    """The document of a measurement, whose first case is the recommended one if it speculates."""
+    best = cases[0]
+    return {
+        "plain": [PLAIN],
+        "cases": list(cases),
+        "memory": {
+            each["proposer"]: {
+                "draft_weight_bytes": 2_000_000 if "draft" in each["proposer"] else 0,
+                "draft_cache_bytes": 0,
+            }
+            for each in cases
+        },
+        "advice": {
+            "speculate": speculate,
+            "proposer": best["proposer"] if speculate else "none",
+            "k": best["k"] if speculate else 0,
+            "fixed_k": best["k"],
+        },
+        "settings": {"proposer": best["proposer"], "k": best["k"]},
+    }
+
+
+def certificate(passed):
+    return {"passed": passed, "replay": {"texts": 12}, "distribution": {"samples": 400, "tests": [{}, {}]}}
+
+
+TRAINED = {
+    "trained": True,
+    "minutes": 2.0,
+    "kind": "slim",
+    "parameters": 1_000_000,
+    "steps": 50,
+    "held_out": {"temperature 0": {"tau": 1.5, "acceptance": [0.5]}},
+}
