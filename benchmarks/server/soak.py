@@ -42,7 +42,7 @@ _IDLE_GAUGES = (  # must be the same before and after the test
     "outrider_num_requests_running",
     "outrider_num_requests_waiting",
     "outrider_max_num_seqs",
-    'outrider_kv_cache_blocks{state="held"}',
+    'outrider_kv_cache_blocks{state="used"}',
 )
 _WARMUP_SHARE = 0.3  # of the duration, during which memory may grow
 

@@ -32,7 +32,7 @@ DEFINITIONS: Mapping[str, str] = {
     " accepted",
     "latency_ms": "time between the tokens of a sequence; the tokens of one round arrive together, so the first one"
     " waits for the whole round and the others do not wait",
-    "propose_ms, target_ms, host_ms": "a round of decoding: drafting, the target's forward pass, and the rest; on a GPU"
+    "draft_ms, target_ms, host_ms": "a round of decoding: drafting, the target's forward pass, and the rest; on a GPU"
     " the wait for the device counts as host",
     "expected_speedup": "E[tau] / (k c + v + h) of Leviathan et al. 2023, theorem 3.8, with the measured acceptance,"
     " draft cost c, verification cost v and host cost h, in units of a plain round",

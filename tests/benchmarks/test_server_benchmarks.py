@@ -64,4 +64,4 @@ def test_soak(prompts):
     assert document["answers"] > 0
     assert not document["errors"]
     assert not document["different"]
-    assert document["at_rest"]["outrider_running"] == 0
+    assert document["at_rest"]["outrider_num_requests_running"] == 0
