@@ -5,10 +5,16 @@ A cheap proposer guesses several tokens, the target verifies them in one pass, a
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 from outrider._version import __version__
 from outrider.errors import OutriderError, UnsupportedModel
+
+if "OMP_WAIT_POLICY" not in os.environ:
+    # libgomp reads this when torch is imported. By default, its idle threads spin for many milliseconds, and on a busy
+    # machine they take processor time from the threads that work.
+    os.environ.setdefault("GOMP_SPINCOUNT", "60000")
 
 if TYPE_CHECKING:
     from outrider.core.config import EngineConfig

@@ -40,8 +40,8 @@ class Barrier {
   }
 
  private:
-  // Longer than the parts of a team differ on a quiet machine.
-  static constexpr int kMaxSpins = 1000;
+  // Some 0.3 ms: much longer than the parts of a team differ on a quiet machine, and shorter than a time slice.
+  static constexpr int kMaxSpins = 20000;
 
   static void pause() {
 #if defined(__x86_64__)
