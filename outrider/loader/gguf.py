@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from outrider.errors import OutriderError, UnsupportedModel
+from outrider.loader.gguf_tokenizer import make_tokenizer
 from outrider.models.attention import NAME
 from outrider.models.gguf_linear import BlockEmbedding, BlockLinear, BlockWeight
 
@@ -114,12 +115,9 @@ def open_gguf(path: Path) -> GGUFFile:
 
 def load_tokenizer(file: GGUFFile) -> Any:
     """Make the tokenizer that the file describes, with its chat template."""
-    try:
-        return AutoTokenizer.from_pretrained(str(file.path.parent), gguf_file=file.path.name, local_files_only=True)
-    except Exception as error:  # the tokenizers library raises bare Exceptions
-        raise OutriderError(
-            f"the tokenizer in {file.path} cannot be read ({error}); convert the model again"
-        ) from error
+    model = file.field("tokenizer.ggml.model") or ""
+    rule = file.field("tokenizer.ggml.pre") or "default"
+    return make_tokenizer(file.path, model, rule)
 
 
 def end_ids(file: GGUFFile) -> frozenset[int]:

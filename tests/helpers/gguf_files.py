@@ -18,7 +18,13 @@ CHAT = "{% for m in messages %}{{ m['role'] + ':' + m['content'] }}{% endfor %}"
 
 
 def write_gguf(
-    path: Path, model: Any, kind: str = "Q8_0", *, kinds: Mapping[str, str] | None = None, tokens: bool = True
+    path: Path,
+    model: Any,
+    kind: str = "Q8_0",
+    *,
+    kinds: Mapping[str, str] | None = None,
+    tokens: bool = True,
+    rule: str = "default",
 ) -> Path:
     """Write a model whose matrices have a block type.
 
@@ -28,6 +34,7 @@ def write_gguf(
         kind: the type of matrices, such as Q4_0.
         kinds: other types, by a part of the tensor's name.
         tokens: whether the file has a tokenizer.
+        rule: how the tokenizer splits text.
     """
     config = model.config
     name = _NAMES.get(config.model_type, config.model_type)
@@ -46,7 +53,7 @@ def write_gguf(
     writer.add_value_length(head_dim)
     writer.add_rope_dimension_count(head_dim)
     if tokens:
-        _add_tokenizer(writer)
+        _add_tokenizer(writer, rule)
     table = gguf.get_tensor_name_map(_architecture(name), config.num_hidden_layers)
     for key, weight in model.state_dict().items():
         if key == "lm_head.weight" and config.tie_word_embeddings:
@@ -88,13 +95,13 @@ def _add(writer: Any, name: str, values: np.ndarray, kind: str) -> None:
     writer.add_tensor(name, gguf.quantize(values, type_), raw_dtype=type_)
 
 
-def _add_tokenizer(writer: Any) -> None:
+def _add_tokenizer(writer: Any, rule: str) -> None:
     """Tokens of single bytes, but the last one, which a merge makes."""
     words = tokenizer().get_vocab()
     names = sorted(words, key=words.__getitem__)
     names[-1] = "ab"
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("default")
+    writer.add_tokenizer_pre(rule)
     writer.add_token_list(names)
     writer.add_token_types([1] * VOCAB)
     writer.add_token_merges(["a b"])

@@ -112,6 +112,31 @@ def test_tokenizer_template_and_end_tokens(file):
     assert checkpoint.context == 128
 
 
+@pytest.mark.parametrize(
+    ("rule", "pieces"),
+    [
+        ("gpt-2", ["it", "'s", " 1234", " a", "  ", " b", "\n\n"]),
+        ("smollm", ["it", "'s", " ", "1", "2", "3", "4", " a", "  ", " b", "\n\n"]),
+        ("llama-bpe", ["it", "'s", " ", "123", "4", " a", "  ", " b", "\n\n"]),
+        ("qwen2", ["it", "'s", " ", "1", "2", "3", "4", " a", "  ", " b", "\n\n"]),
+    ],
+)
+def test_text_is_split_by_the_rule_of_the_file(tmp_path, rule, pieces):
+    """The splits of llama.cpp, before bytes are merged."""
+    path = write_gguf(tmp_path / "model.gguf", _model(), rule=rule)
+    splitter = load_checkpoint(path).tokenizer.backend_tokenizer.pre_tokenizer
+    found = [piece for piece, _ in splitter.pre_tokenize_str("it's 1234 a   b\n\n")]
+    readable = [piece.replace("\u0120", " ").replace("\u010a", "\n") for piece in found]
+    assert "".join(readable) == "".join(pieces)
+    assert readable == pieces
+
+
+def test_an_unknown_rule_is_refused(tmp_path):
+    path = write_gguf(tmp_path / "model.gguf", _model(), rule="tekken")
+    with pytest.raises(UnsupportedModel, match="splits text by the rule 'tekken'; supported are default"):
+        load_checkpoint(path)
+
+
 def test_torch_computes_in_float32(file):
     llm = LLM(file, proposer="ngram", kernels="torch", dtype="float32", max_model_len=64, max_num_seqs=1)
     assert len(llm.generate([[5, 6, 7]], SamplingParams(max_tokens=4, ignore_eos=True))[0].token_ids) == 4
