@@ -1,6 +1,6 @@
 """Makes the tokenizer that a GGUF file describes.
 
-transformers reads vocabulary, merges and special tokens. For byte-level BPE it always splits the text as GPT-2 does. The
+transformers reads vocabulary, merges and special tokens. For byte-level BPE it always splits text as GPT-2 does. The
 rule that the file names in `tokenizer.ggml.pre` is applied here.
 """
 
