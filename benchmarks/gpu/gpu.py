@@ -32,10 +32,11 @@ from inflate.model import PRESETS, Dims
 from rich.console import Console
 
 from outrider import LLM, OutriderError, SamplingParams
-from outrider.bench.contestants import Job, OutriderRunner, SwitchPlanner, Variant
-from outrider.bench.memory import bytes_per_pass, cache_bytes_per_token
+from outrider.bench.pass_work import bytes_per_pass, cache_bytes_per_token
 from outrider.bench.peer import load_peers
 from outrider.bench.rates import read_bandwidth
+from outrider.bench.variants import OutriderRunner, SwitchPlanner, Variant
+from outrider.benchmarking.jobs import Job
 from outrider.core import tree
 from outrider.core.types import Batch, Request, SequenceState
 from outrider.loader.embedded import embedded

@@ -8,11 +8,11 @@ import typer
 from rich.console import Console
 
 from outrider.bench.calibration import run_calibration, show_calibration
-from outrider.bench.contestants import SwitchPlanner
 from outrider.bench.html import page
 from outrider.bench.run import load, run_bench
 from outrider.bench.settings import Settings
 from outrider.bench.table import show
+from outrider.bench.variants import SwitchPlanner
 from outrider.report.console import Document, print_document
 from outrider.report.page import check_report, write_report
 

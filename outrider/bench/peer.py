@@ -12,7 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
 from transformers.utils import logging as transformers_logging
 
-from outrider.bench.contestants import Job, Trial
+from outrider.bench.variants import Trial
+from outrider.benchmarking.jobs import Job
 from outrider.errors import OutriderError
 from outrider.llm import LLM
 from outrider.loader.gguf import is_gguf

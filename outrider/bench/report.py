@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from outrider.bench.contestants import Trial
+from outrider.bench.variants import Trial
 from outrider.core.stats import Stats
 from outrider.measure.clock import DecodeSpeed
 from outrider.plan import speedup

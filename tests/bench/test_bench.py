@@ -10,11 +10,12 @@ from typer.testing import CliRunner
 
 from outrider import LLM, OutriderError, SamplingParams, Stats
 from outrider.bench.conditions import conditions
-from outrider.bench.contestants import Job, OutriderRunner, SwitchPlanner, Trial
-from outrider.bench.memory import bytes_per_pass, flops_per_token
+from outrider.bench.pass_work import bytes_per_pass, flops_per_token
 from outrider.bench.report import Sample, expected_speedup, report
 from outrider.bench.run import run_bench
 from outrider.bench.settings import Settings
+from outrider.bench.variants import OutriderRunner, SwitchPlanner, Trial
+from outrider.benchmarking.jobs import Job
 from outrider.cli.app import app
 from outrider.loader.embedded import embedded
 from outrider.measure.clock import DecodeSpeed, EmitEvent, decode_pace, opening, timed, token_gaps

@@ -12,7 +12,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from outrider import LLM, OutriderError, SamplingParams
-from outrider.bench.memory import MemoryUse
+from outrider.benchmarking.memory import MemoryUse
 from outrider.cli.app import app
 from outrider.cli.options import EngineOptions, ModelOptions
 from outrider.core.config import EngineConfig
