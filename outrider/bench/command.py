@@ -28,7 +28,7 @@ def measure(settings: Settings, *, report: str | None, as_json: bool) -> None:
     if report:
         check_report(report)  # before the measurement rather than after it
     document = run_bench(settings, progress=Console(stderr=True))
-    print_document(document, show, as_json=as_json, keep=partial(_write, report) if report else None)
+    print_document(document, show, as_json=as_json, write=partial(_write, report) if report else None)
 
 
 def _write(report: str, document: Document) -> None:

@@ -21,7 +21,7 @@ from outrider.plan.planner import FixedPlanner, Planner
 class Trial:
     """One run of a variant over one batch of prompts."""
 
-    pace: DecodeSpeed
+    speed: DecodeSpeed
     inter_token_latencies: tuple[float, ...]  # seconds between tokens
     stats: Stats | None = None  # passes of the whole run; rounds and seconds of decoding only. None: a peer
 
@@ -69,7 +69,7 @@ class OutriderRunner:
         timeline = run_jobs(self._llm, jobs)
         counts = [_counts(seq, exact=timeline.exact) for seq in timeline.seqs]
         stats = timeline.with_times(reduce(add, counts))
-        return Trial(pace=timeline.speed(), inter_token_latencies=timeline.token_gaps(), stats=stats)
+        return Trial(speed=timeline.speed(), inter_token_latencies=timeline.token_gaps(), stats=stats)
 
 
 def _counts(seq: SequenceState, *, exact: bool) -> Stats:

@@ -12,7 +12,7 @@ from outrider.core.stats import Stats
 from outrider.core.types import FinishReason, SequenceState
 from outrider.errors import OutriderError
 from outrider.llm import LLM
-from outrider.measure.clock import DecodeSpeed, EmitEvent, decode_pace, opening, timed, token_gaps
+from outrider.measure.clock import DecodeSpeed, EmitEvent, decode_speed, first_decode_index, token_gaps, with_times
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +27,7 @@ class Timeline:
     @cached_property
     def first_decode_index(self) -> int:
         """The index of the event after which there is decoding only."""
-        return opening(self.events)
+        return first_decode_index(self.events)
 
     @property
     def tokens(self) -> int:
@@ -46,7 +46,7 @@ class Timeline:
 
     def speed(self) -> DecodeSpeed:
         """Return the decoding speed."""
-        return decode_pace(self.events)
+        return decode_speed(self.events)
 
     def token_gaps(self) -> tuple[float, ...]:
         """Return the seconds between the tokens of a sequence, over all sequences."""
@@ -54,7 +54,7 @@ class Timeline:
 
     def with_times(self, counts: Stats) -> Stats:
         """Return `counts` with the rounds and seconds of decoding."""
-        return timed(counts, self.snapshots[self.first_decode_index], self.snapshots[-1])
+        return with_times(counts, self.snapshots[self.first_decode_index], self.snapshots[-1])
 
 
 def run_jobs(llm: LLM, jobs: Sequence[Job]) -> Timeline:

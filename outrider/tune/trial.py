@@ -50,7 +50,7 @@ class Trial:
     tokens: int  # emitted by all sequences
     seconds: float  # from the prompts to the last token
     prefill_seconds: float  # part of `seconds` until every sequence has a token
-    pace: DecodeSpeed  # the rest: decoding only
+    speed: DecodeSpeed  # the rest: decoding only
     stats: Stats  # passes of the whole run; rounds and seconds of decoding only
     categories: Mapping[str, Stats]  # passes only
     output_thirds: tuple[Stats, ...]  # passes that began in each third of their output
@@ -72,7 +72,7 @@ def run(llm: LLM, variant: Variant, batch: PromptBatch) -> Trial:
         tokens=timeline.tokens,
         seconds=timeline.seconds,
         prefill_seconds=timeline.prefill_seconds,
-        pace=timeline.speed(),
+        speed=timeline.speed(),
         stats=timeline.with_times(reduce(add, passes)),
         categories=categories,
         output_thirds=tuple(reduce(add, third) for third in zip(*thirds, strict=True)),
