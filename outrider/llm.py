@@ -130,7 +130,8 @@ class LLM:
         if isinstance(tokens, str | bytes | bytearray) or not isinstance(tokens, Iterable):
             raise OutriderError(f"{tokens!r} is no list of token ids; give whole numbers")
         ids = _whole_ids("what is to be decoded", tokens)
-        _check_ids(ids, self._parts.vocab)
+        if message := _outside(ids, self._parts.vocab):
+            raise OutriderError(message)
         return self._text(ids)
 
     def encode_chat(
@@ -259,22 +260,41 @@ class LLM:
         Raises:
             OutriderError: the prompt or a parameter does not fit the model.
         """
-        tokens, params = self.encode(prompt), _checked(params)
+        return self.requests_of_tokens(self.encode(prompt), _checked(params))
+
+    def requests_of_tokens(self, tokens: tuple[int, ...], params: SamplingParams) -> list[Request]:
+        """Return the `n` requests of a prompt that `encode` or `encode_chat` has turned into tokens.
+
+        Raises:
+            InvalidParam: the prompt or a parameter does not fit the model.
+        """
         parts = self._parts
         if not tokens:
-            raise OutriderError("the prompt is empty; give at least one token")
+            raise InvalidParam("prompt", "the prompt is empty; give at least one token")
         if len(tokens) >= parts.context:
-            raise OutriderError(
+            raise InvalidParam(
+                "prompt",
                 f"the prompt is {len(tokens)} tokens long and the context holds {parts.context}; shorten the prompt"
-                " or raise context"
+                " or raise context",
             )
-        _check_ids((*tokens, *params.stop_token_ids, *params.logit_bias), parts.vocab)
+        for param, ids in (
+            ("prompt", tokens),
+            ("stop_token_ids", params.stop_token_ids),
+            ("logit_bias", params.logit_bias),
+        ):
+            if message := _outside(ids, parts.vocab):
+                raise InvalidParam(param, message)
         if params.min_tokens > (room := parts.context - len(tokens)):
             said = f"min_tokens is {params.min_tokens}, and beside the prompt the context holds {room}; ask for fewer"
             raise InvalidParam("min_tokens", said)
         arm = _choice("proposer", params.proposer, parts.proposers)
         _choice("verifier", params.verifier, parts.verifiers)
-        grammar = None if params.constraint is None else self._grammars.compile(params.constraint)
+        grammar = None
+        if params.constraint is not None:
+            try:
+                grammar = self._grammars.compile(params.constraint)
+            except OutriderError as error:
+                raise InvalidParam("constraint", str(error)) from error
         seed = params.seed if params.seed is not None else secrets.randbits(63)
         ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else parts.end_ids)
         return [
@@ -310,22 +330,26 @@ class LLM:
 
 
 def _whole_ids(what: str, tokens: Iterable[Any]) -> tuple[int, ...]:
-    found = tuple(tokens)
-    for token in found:
+    ids = []
+    for token in tokens:
         if not isinstance(token, Integral) or isinstance(token, bool):
             raise OutriderError(f"{what} holds {token!r} among its token ids; give whole numbers")
-    return tuple(map(int, found))
+        ids.append(int(token))
+    return tuple(ids)
 
 
-def _check_ids(ids: Iterable[int], vocab: int) -> None:
-    if bad := [token for token in ids if not 0 <= token < vocab]:
-        way = "use smaller ids" if bad[0] > 0 else "ids begin at 0"
-        raise OutriderError(f"token id {bad[0]} is not in the vocabulary of {vocab}; {way}")
+def _outside(ids: Iterable[int], vocab: int) -> str | None:
+    """Return an error message if an id is not in the vocabulary."""
+    first = next((token for token in ids if not 0 <= token < vocab), None)
+    if first is None:
+        return None
+    hint = "use smaller ids" if first > 0 else "ids begin at 0"
+    return f"token id {first} is not in the vocabulary of {vocab}; {hint}"
 
 
 def _choice(what: str, name: str | None, known: Sequence[str]) -> int | None:
     if name is not None and name not in known:
-        raise OutriderError(f"{what} {name!r} cannot be had here; use {' or '.join(known)}, or leave {what} out")
+        raise InvalidParam(what, f"{what} {name!r} cannot be had here; use {' or '.join(known)}, or leave {what} out")
     return None if name is None else known.index(name)
 
 

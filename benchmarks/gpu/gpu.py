@@ -32,10 +32,11 @@ from inflate.model import PRESETS, Dims
 from rich.console import Console
 
 from outrider import LLM, OutriderError, SamplingParams
-from outrider.bench.contestants import Job, OutriderRunner, SwitchPlanner, Variant
-from outrider.bench.memory import bytes_per_pass, cache_bytes_per_token
+from outrider.bench.pass_work import bytes_per_pass, cache_bytes_per_token
 from outrider.bench.peer import load_peers
 from outrider.bench.rates import read_bandwidth
+from outrider.bench.variants import OutriderRunner, SwitchPlanner, Variant
+from outrider.benchmarking.jobs import Job
 from outrider.core import tree
 from outrider.core.types import Batch, Request, SequenceState
 from outrider.loader.embedded import embedded
@@ -225,8 +226,8 @@ def _measure_race(setup: Setup) -> dict[str, Any]:
     for round in range(setup.rounds):
         for variant in variants[:: 1 if round % 2 == 0 else -1]:
             trials = [variant.run([job]) for job in setup.jobs]
-            tokens = sum(trial.pace.tokens for trial in trials)
-            rates[variant.name].append(tokens / sum(trial.pace.seconds for trial in trials))
+            tokens = sum(trial.speed.tokens for trial in trials)
+            rates[variant.name].append(tokens / sum(trial.speed.seconds for trial in trials))
             if variant.name == "speculative":
                 taus += [trial.stats.tau for trial in trials if trial.stats]
     results: dict[str, Any] = {name: {"tokens_per_s": median(all), "all": all} for name, all in rates.items()}
@@ -248,7 +249,7 @@ def _measure_round(setup: Setup) -> dict[str, Any]:
     for _ in range(setup.rounds):
         trials = [runner.run([job]) for job in setup.jobs]
         rounds = sum(trial.stats.rounds for trial in trials if trial.stats)
-        seconds["round"].append(sum(trial.pace.seconds for trial in trials) / max(rounds, 1))
+        seconds["round"].append(sum(trial.speed.seconds for trial in trials) / max(rounds, 1))
         draft_steps = partial(draft.draft_greedy, _batch(draft, setup.cached, setup.k), parts.vocab)
         seconds["target"].append(_seconds(_pass(target, setup.cached, 1 + setup.k), parts.device))
         seconds["draft"].append(_seconds(draft_steps, parts.device))

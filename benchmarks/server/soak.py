@@ -29,8 +29,8 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).parent))
 from launch import Server, served
 
-from outrider.loadgen.client import connected
-from outrider.loadgen.command import points
+from outrider.loadgen.client import connect
+from outrider.loadgen.command import percentiles
 from outrider.loadgen.response import RequestResult
 from outrider.loadgen.settings import Settings
 from outrider.loadgen.workload import PlannedRequest, plan_requests
@@ -61,12 +61,12 @@ class SoakResult:
 
     def add(self, result: RequestResult, text_alone: str) -> None:
         """Count the result of a request. `text_alone` is its text when it was sent alone."""
-        self.answers += result.done
+        self.answers += result.completed
         self.cancelled += result.cancelled
         self.tokens += result.tokens
         if result.error:
             self.errors.append(result.error)
-        if result.done:
+        if result.completed:
             self.gaps += result.inter_token_latencies
             is_same = result.text == text_alone
         else:
@@ -140,10 +140,10 @@ def main(
         "alone": run.num_alone,
         "errors": result.errors[:20],
         "different": sorted(set(result.different)),
-        "between_tokens_ms": points(result.gaps),
+        "between_tokens_ms": percentiles(result.gaps),
         "memory_growth": round(result.growth(seconds), 4),
         "memory_kb": [size for _, size in result.memory],
-        "at_rest": run.after,
+        "idle_metrics": run.after,
         "passed": not any(failures.values()),
     }
     print(json.dumps(document))
@@ -152,10 +152,10 @@ def main(
 
 
 async def _soak(load: Settings, server: Server, *, seconds: float, streams: int) -> SoakRun:
-    async with connected(load) as (client, model):
+    async with connect(load) as (client, model):
         requests = plan_requests(load, read_prompts(load.prompts), model)
         uncancelled = [PlannedRequest(path=request.path, body=request.body) for request in requests]
-        results_alone = [await client.ask(request, i) for i, request in enumerate(uncancelled)]
+        results_alone = [await client.send(request, i) for i, request in enumerate(uncancelled)]
         if errors := [result.error for result in results_alone if result.error]:
             raise RuntimeError(f"{len(errors)} requests failed alone, the first: {errors[0]}")
         texts = [result.text for result in results_alone]
@@ -167,7 +167,7 @@ async def _soak(load: Settings, server: Server, *, seconds: float, streams: int)
         async def stream() -> None:
             while time.monotonic() - began < seconds:
                 number = generator.randrange(len(requests))
-                soak.add(await client.ask(requests[number], number), texts[number])
+                soak.add(await client.send(requests[number], number), texts[number])
 
         memory_task = asyncio.create_task(_record_memory(server, soak, began))
         await asyncio.gather(*(stream() for _ in range(streams)))
@@ -191,7 +191,7 @@ def _show(result: SoakResult, failures: dict[str, int], seconds: float) -> None:
     table = Table(title=f"{seconds / 60:g} minutes")
     for name in ("answers", "cancelled", "tokens/s", "between tokens ms p50 p99", "MiB at first", "at last", "growth"):
         table.add_column(name, justify="right")
-    gaps = points(result.gaps)
+    gaps = percentiles(result.gaps)
     sizes = [size for _, size in result.memory]
     table.add_row(
         str(result.answers),

@@ -37,8 +37,8 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).parent))
 from launch import Server, served
 
-from outrider.loadgen.client import put_load
-from outrider.loadgen.command import points
+from outrider.loadgen.client import run_load
+from outrider.loadgen.command import percentiles
 from outrider.loadgen.settings import Settings
 from outrider.loadgen.workload import plan_requests
 from outrider.measure.prompts import Prompt, read_prompts
@@ -110,7 +110,7 @@ def _measure(load: Settings, prompts: Sequence[Prompt], record: Record, bare: Se
         tokens, seconds = bare.bare([request.body for request in plan_requests(load, prompts, "")])
         record.rates.append(tokens / seconds)
         return
-    results, seconds = asyncio.run(put_load(load, prompts))
+    results, seconds = asyncio.run(run_load(load, prompts))
     if errors := [result.error for result in results if result.error]:
         raise RuntimeError(f"{len(errors)} requests failed, the first: {errors[0]}")
     record.rates.append(sum(result.tokens for result in results) / seconds)
@@ -150,8 +150,8 @@ def _show(records: Records) -> None:
     for (level, variant), record in records.items():
         over_plain = _ratios(records, level, variant, PLAIN)
         over_bare = _ratios(records, level, variant, _BARE_VARIANTS.get(variant, variant))
-        gaps = points(record.gaps)
-        ttfts = points(record.ttfts)
+        gaps = percentiles(record.gaps)
+        ttfts = percentiles(record.ttfts)
         table.add_row(
             str(level),
             variant,
@@ -175,12 +175,12 @@ def _document(records: Records, options: Sequence[str], others: dict[str, str]) 
         "results": [
             {
                 "concurrency": level,
-                "way": variant,
+                "variant": variant,
                 "tokens_per_s": record.rates,
                 "against_plain": _ratios(records, level, variant, PLAIN),
                 "of_bare_engine": _ratios(records, level, variant, _BARE_VARIANTS.get(variant, variant)),
-                "first_ms": points(record.ttfts),
-                "between_tokens_ms": points(record.gaps),
+                "first_ms": percentiles(record.ttfts),
+                "between_tokens_ms": percentiles(record.gaps),
             }
             for (level, variant), record in records.items()
         ],

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from outrider.errors import OutriderError
-from outrider.measure.prompts import Line, chat_tokens, is_turn, read_lines, text_tokens
+from outrider.measure.prompts import Line, chat_tokens, is_message, read_lines, text_tokens
 
 Prompt = str | Sequence[Mapping[str, str]]
 _FORM = '{"prompt": "..."} or {"messages": [...]}'
@@ -51,7 +51,7 @@ def _parse(line: Line) -> Prompt:
     prompt = line.fields.get("prompt", line.fields.get("messages"))
     if isinstance(prompt, str) and prompt:
         return prompt
-    if isinstance(prompt, list) and prompt and all(map(is_turn, prompt)):
+    if isinstance(prompt, list) and prompt and all(map(is_message, prompt)):
         return tuple(prompt)
     raise OutriderError(
         f"{line.where} has neither a prompt (a string) nor messages (objects with role and content); give one of them"

@@ -8,11 +8,11 @@ import typer
 from rich.console import Console
 
 from outrider.bench.calibration import run_calibration, show_calibration
-from outrider.bench.contestants import SwitchPlanner
 from outrider.bench.html import page
 from outrider.bench.run import load, run_bench
 from outrider.bench.settings import Settings
 from outrider.bench.table import show
+from outrider.bench.variants import SwitchPlanner
 from outrider.report.console import Document, print_document
 from outrider.report.page import check_report, write_report
 
@@ -28,7 +28,7 @@ def measure(settings: Settings, *, report: str | None, as_json: bool) -> None:
     if report:
         check_report(report)  # before the measurement rather than after it
     document = run_bench(settings, progress=Console(stderr=True))
-    print_document(document, show, as_json=as_json, keep=partial(_write, report) if report else None)
+    print_document(document, show, as_json=as_json, write=partial(_write, report) if report else None)
 
 
 def _write(report: str, document: Document) -> None:

@@ -8,7 +8,7 @@ from html import escape
 from outrider.bench.conditions import conditions, latency_text, median_text, memory
 from outrider.bench.report import OVERALL, PLAIN, SPECULATIVE, summary
 from outrider.report.console import NONE, Document
-from outrider.report.page import framed, opening, pairs, section
+from outrider.report.page import html_page, page_header, pairs_table, section
 
 
 def page(document: Document) -> str:
@@ -17,11 +17,11 @@ def page(document: Document) -> str:
 
     sections = [section("By category", _results(document))]
     sections += [section(f"Against {axis}", _sweep(axis, entries)) for axis, entries in document["sweeps"].items()]
-    sections.append(section("Memory", pairs(memory(document))))
-    sections.append(section("Conditions", pairs(conditions(document))))
+    sections.append(section("Memory", pairs_table(memory(document))))
+    sections.append(section("Conditions", pairs_table(conditions(document))))
     terms = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in document["definitions"].items())
     glossary = f"<details><summary>Definitions</summary><dl>{terms}</dl></details>\n"
-    return framed("outrider bench", _header(document), draw(document), "".join(sections) + glossary)
+    return html_page("outrider bench", _header(document), draw(document), "".join(sections) + glossary)
 
 
 def _header(document: Document) -> str:
@@ -32,7 +32,7 @@ def _header(document: Document) -> str:
     commit_hash, plus, changes = (document["commit"] or "").partition("+")
     if commit_hash:
         version += f", commit {commit_hash[:10]}{plus}{changes}"
-    return opening(version, title, summary(document), _tiles(document), warning=warning)
+    return page_header(version, title, summary(document), _tiles(document), warning=warning)
 
 
 def _tiles(document: Document) -> list[tuple[str, str]]:

@@ -12,11 +12,12 @@ import torch
 from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
 from transformers.utils import logging as transformers_logging
 
-from outrider.bench.contestants import Job, Trial
+from outrider.bench.variants import Trial
+from outrider.benchmarking.jobs import Job
 from outrider.errors import OutriderError
 from outrider.llm import LLM
 from outrider.loader.gguf import is_gguf
-from outrider.measure.clock import EmitEvent, decode_pace, token_gaps
+from outrider.measure.clock import EmitEvent, decode_speed, token_gaps
 
 
 class _Recorder(StoppingCriteria):  # type: ignore[misc]
@@ -59,7 +60,7 @@ class Peer:
                 **sampling,
             )
         events = recorder.events
-        return Trial(pace=decode_pace(events), inter_token_latencies=tuple(token_gaps(events)))
+        return Trial(speed=decode_speed(events), inter_token_latencies=tuple(token_gaps(events)))
 
 
 def load_peers(llm: LLM, target: Path, draft: Path | None) -> list[Peer]:

@@ -19,7 +19,7 @@ _DASHED = (0, (4, 2))
 
 def draw(document: Document) -> list[svg.Plot]:
     """Return all plots for which the document has data."""
-    return svg.drawn(_PLOTS, document)
+    return svg.draw_plots(_PLOTS, document)
 
 
 def _label(name: str) -> str:
@@ -209,7 +209,7 @@ def _colour(name: str, names: Sequence[str]) -> str:
     return fixed.get(name) or svg.SERIES[(names.index(name) - len(fixed) + 1) % len(svg.SERIES)]
 
 
-_PLOTS: tuple[svg.Drawing[Document], ...] = (
+_PLOTS: tuple[svg.PlotSpec[Document], ...] = (
     (
         _limit,
         "Tokens/s and the limit",

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from outrider.bench.contestants import Trial
+from outrider.bench.variants import Trial
 from outrider.core.stats import Stats
 from outrider.measure.clock import DecodeSpeed
 from outrider.plan import speedup
-from outrider.report.console import counted
+from outrider.report.console import count_text
 
 PLAIN = "plain"
 SPECULATIVE = "speculative"
@@ -50,7 +50,7 @@ def summary(document: Mapping[str, Any]) -> str:
     return (
         f"{target} with {document['proposer']}, k {arguments['k']}, verifier {document['verifier']} ({exact});"
         f" {sampling}, {document['dtype']}, {document['kernels']} kernels, {arguments['batch']} at once,"
-        f" {counted(arguments['repeats'], 'repeat')} on {device}"
+        f" {count_text(arguments['repeats'], 'repeat')} on {device}"
     )
 
 
@@ -108,7 +108,7 @@ def _rates(samples: Sequence[Sample]) -> list[float | None]:
     """Return the tokens/s of each round."""
     speeds: dict[int, DecodeSpeed] = {}
     for sample in samples:
-        speeds[sample.repeat] = speeds.get(sample.repeat, DecodeSpeed(tokens=0, seconds=0.0)) + sample.trial.pace
+        speeds[sample.repeat] = speeds.get(sample.repeat, DecodeSpeed(tokens=0, seconds=0.0)) + sample.trial.speed
     return [speeds[round].rate for round in sorted(speeds)]
 
 

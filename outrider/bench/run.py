@@ -11,13 +11,15 @@ from typing import Any
 from rich.console import Console
 
 from outrider.bench import limits
-from outrider.bench.contestants import OutriderRunner, SwitchPlanner, Variant
-from outrider.bench.interleave import Workload, interleave, make_batches
-from outrider.bench.memory import MemoryUse, bytes_per_pass, cache_bytes_per_token, flops_per_token, measure_memory
+from outrider.bench.interleave import Workload, interleave
+from outrider.bench.pass_work import bytes_per_pass, cache_bytes_per_token, flops_per_token
 from outrider.bench.rates import Rates, best_rates, measure_rates
 from outrider.bench.report import DEFINITIONS, OVERALL, PLAIN, SPECULATIVE, Sample, mean_cached, report
 from outrider.bench.settings import Settings
-from outrider.bench.sweep import Condition, conditions, default_condition, speculative_variants, sweeps
+from outrider.bench.sweep import conditions, default_condition, speculative_variants, sweeps
+from outrider.bench.variants import OutriderRunner, SwitchPlanner, Variant
+from outrider.benchmarking.jobs import Condition, make_batches
+from outrider.benchmarking.memory import MemoryUse, measure_memory
 from outrider.core.config import weight_bits
 from outrider.core.params import AUTO
 from outrider.engine.build import auto_planner
@@ -98,7 +100,10 @@ def load(settings: Settings, planner: SwitchPlanner) -> LLM:
 
 def _workloads(llm: LLM, planner: SwitchPlanner, prompts: Sequence[Prompt], settings: Settings) -> list[Workload]:
     # Make all batches first: a prompt that does not fit must be reported before peers are loaded.
-    batches = {condition: make_batches(llm, prompts, settings, condition) for condition in conditions(settings)}
+    batches = {
+        condition: make_batches(llm, prompts, condition, max_tokens=settings.max_tokens, seed=settings.seed)
+        for condition in conditions(settings)
+    }
     return [
         Workload(condition=condition, variants=_variants(llm, planner, settings, condition), batches=group)
         for condition, group in batches.items()

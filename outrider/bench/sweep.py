@@ -3,25 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from outrider.bench.limits import Roofline, limits
 from outrider.bench.report import OVERALL, PLAIN, SPECULATIVE, Sample, compare, mean_cached
 from outrider.bench.settings import Settings
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Condition:
-    """The settings that variants must share to be compared with each other."""
-
-    batch: int  # sequences at once
-    temperature: float
-    context: int | None = None  # tokens of prompt and completion together; None: prompts are not lengthened
-
-    def __str__(self) -> str:
-        context = "" if self.context is None else f", context {self.context}"
-        return f"batch {self.batch}, temperature {self.temperature:g}{context}"
+from outrider.benchmarking.jobs import Condition
 
 
 def default_condition(settings: Settings) -> Condition:

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from outrider.bench.conditions import latency_text, median_text, memory, rates
 from outrider.bench.report import OVERALL, PLAIN, SPECULATIVE, summary
-from outrider.report.console import NONE, titled
+from outrider.report.console import NONE, new_table
 
 _ROUND_PARTS = ("draft_ms", "target_ms", "host_ms")
 
@@ -29,7 +29,7 @@ def show(document: dict[str, Any], console: Console) -> None:
 
 def _speed(results: dict[str, Any]) -> Table:
     peers = [name for name in results[OVERALL] if name not in (PLAIN, SPECULATIVE)]
-    table = titled("Decoding, tokens/s, and acceptance by position")
+    table = new_table("Decoding, tokens/s, and acceptance by position")
     table.add_column("category", no_wrap=True)
     for name in (PLAIN, SPECULATIVE, *peers):
         table.add_column(name.replace("_", " "), justify="right")
@@ -46,7 +46,7 @@ def _speed(results: dict[str, Any]) -> Table:
 
 
 def _time(results: dict[str, Any]) -> Table:
-    table = titled("Milliseconds between tokens (p50 p95 p99), and of the parts of a round")
+    table = new_table("Milliseconds between tokens (p50 p95 p99), and of the parts of a round")
     table.add_column("category", no_wrap=True)
     for name in ("plain", "speculative", "plain round", "draft", "target", "host"):
         table.add_column(name, justify="right", no_wrap=name != "plain round")
@@ -66,7 +66,7 @@ def _time(results: dict[str, Any]) -> Table:
 
 
 def _sweep(axis: str, entries: list[dict[str, Any]]) -> Table:
-    table = titled(
+    table = new_table(
         f"Against {axis}, over all categories; tokens/s, and the shares of the limits, plain and speculative"
     )
     for name in (axis, "plain", "speculative", "speedup", "tau", "p50 p95 p99, ms", "% of limit"):

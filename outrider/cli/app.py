@@ -20,7 +20,7 @@ from outrider.cli.constraint_options import ConstraintOptions
 from outrider.cli.sampling_options import SamplingOptions
 from outrider.errors import OutriderError
 from outrider.loadgen.settings import Settings as LoadSettings
-from outrider.measure.number_lists import parse_real, parse_whole, several
+from outrider.measure.number_lists import parse_real, parse_whole, sweep_values
 from outrider.project.options import ProjectOptions
 from outrider.report.console import print_document
 from outrider.serve.settings import Settings as ServeSettings
@@ -139,7 +139,7 @@ def run(
 
     models, others = _merge(ctx, models, config)
     llm = load(models, **{"max_num_seqs": min(params.n, ROWS), **others})
-    if not converse(llm, params, prompt=prompt, chat=chat, teller=Output(llm, show=show, as_json=as_json)):
+    if not converse(llm, params, prompt=prompt, chat=chat, output=Output(llm, show=show, as_json=as_json)):
         raise typer.Exit(1)
 
 
@@ -189,9 +189,9 @@ def bench(
         context=contexts[0] if len(contexts) == 1 else None,
         sweep=Sweep(
             k=parse_sweep("--sweep", sweep) if sweep else (),
-            batch=several(batches),
-            context=several(contexts),
-            temperature=several(temperatures),
+            batch=sweep_values(batches),
+            context=sweep_values(contexts),
+            temperature=sweep_values(temperatures),
         ),
     )
     if calibrate:
@@ -301,14 +301,14 @@ def project(*, asked: ProjectOptions, as_json: options.BenchJson = False) -> Non
 
     Prints tables, then one JSON document as the last line if the output is not a terminal or with --json.
     """
-    from outrider.project.run import Lists, run_project
+    from outrider.project.run import ParsedLists, run_project
     from outrider.project.table import show
 
     shares = ("bandwidth_share", "arithmetic_share", "exposed", "round_ms", "layer_us", "allreduce_us")
     given = {name: getattr(asked, name) for name in shares}
     document = run_project(
         asked,
-        Lists(
+        ParsedLists(
             batch=parse_whole("--batch", asked.batch),
             context=parse_whole("--context", asked.context),
             k=parse_whole("--k", asked.k) if asked.k else (),
@@ -373,7 +373,7 @@ def tune(
     if asked.out:
         check_writable(asked.out)  # before the measurement rather than after it
     document = run_tune(settings, progress=Console(stderr=True))
-    print_document(document, show, as_json=as_json, keep=partial(write, file=asked.out) if asked.out else None)
+    print_document(document, show, as_json=as_json, write=partial(write, file=asked.out) if asked.out else None)
 
 
 for command in (drafts.fit, drafts.train, drafts.inspect, drafts.convert, drafts.index, drafts.layers):

@@ -41,7 +41,7 @@ def merge_config(options: Options, file: str | None, *, given: Collection[str], 
         return Merged(options, {})
     settings = _read_settings(file)
     if settings is None:
-        return Merged(configured(options, file, given=given, least=min_k), {})
+        return Merged(configured(options, file, given=given, min_k=min_k), {})
     known = {field.name for field in fields(options)}  # type: ignore[arg-type]
     unset = {name: value for name, value in settings.items() if name not in given}
     others = {name: value for name, value in unset.items() if name not in known}

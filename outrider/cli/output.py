@@ -19,7 +19,7 @@ from outrider.core.text import TextStream
 from outrider.core.types import Completion, FinishReason
 from outrider.llm import LLM
 from outrider.measure.clock import DecodeSpeed
-from outrider.report.console import counted
+from outrider.report.console import count_text
 from outrider.system import machine
 
 _DRAFT, _TARGET = Style(color="cyan"), Style(color="yellow", bold=True)
@@ -33,7 +33,7 @@ class Outcome:
     sampled: bool
     seconds: float  # from the start to the last token
     first: float | None  # seconds to the first token; None: not measured
-    pace: DecodeSpeed
+    speed: DecodeSpeed
     stats: Stats
 
 
@@ -139,11 +139,11 @@ def _summary(outcome: Outcome) -> list[str]:
     """Return the lines of the summary, four at most."""
     stats = outcome.stats
     tokens = sum(len(completion.token_ids) for completion in outcome.completions)
-    speed = f"{outcome.pace.rate:.0f} tokens/s" if outcome.pace.rate else "too short to time"
+    speed = f"{outcome.speed.rate:.0f} tokens/s" if outcome.speed.rate else "too short to time"
     first = "" if outcome.first is None else f"the first after {1e3 * outcome.first:.0f} ms, then "
     rates = " ".join(f"{rate:.0%}" for rate in stats.acceptance)
     lines = [
-        f"{counted(tokens, 'token')} in {outcome.seconds:.2f} s: {first}{speed}",
+        f"{count_text(tokens, 'token')} in {outcome.seconds:.2f} s: {first}{speed}",
         f"tau {stats.tau:.2f} tokens per pass" + (f"; accepted by position {rates}" if rates else ""),
     ]
     if stats.rounds:
@@ -185,7 +185,7 @@ def _document(outcome: Outcome, llm: LLM) -> dict[str, Any]:
         "stats": outcome.stats.as_dict(),
         "seconds": outcome.seconds,
         "time_to_first_token_seconds": outcome.first,
-        "tokens_per_s": outcome.pace.rate,
+        "tokens_per_s": outcome.speed.rate,
         "dtype": str(llm.parts.dtype).removeprefix("torch."),
         "kernels": llm.parts.target.kernels,
         "versions": machine.versions(),

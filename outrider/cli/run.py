@@ -23,7 +23,7 @@ from outrider.core.params import SamplingParams
 from outrider.core.text import is_utf8
 from outrider.errors import OutriderError
 from outrider.llm import LLM, Prompt
-from outrider.measure.clock import DecodeSpeed, EmitEvent, decode_pace, opening, timed
+from outrider.measure.clock import DecodeSpeed, EmitEvent, decode_speed, first_decode_index, with_times
 
 ROWS = 16  # maximum number of completions at once
 
@@ -34,7 +34,7 @@ def load(models: ModelOptions, **others: Any) -> LLM:
         return LLM(config=EngineConfig(**asdict(models), **others))
 
 
-def converse(llm: LLM, params: SamplingParams, *, prompt: str | None, chat: bool, teller: Output) -> bool:
+def converse(llm: LLM, params: SamplingParams, *, prompt: str | None, chat: bool, output: Output) -> bool:
     """Complete one prompt, or the prompts that a user types on a terminal.
 
     Args:
@@ -42,7 +42,7 @@ def converse(llm: LLM, params: SamplingParams, *, prompt: str | None, chat: bool
         params: the sampling parameters.
         prompt: the prompt; None: read standard input.
         chat: use the chat template, with all messages so far.
-        teller: prints the completions.
+        output: prints the completions.
 
     Returns:
         Whether all completions succeeded. Errors are printed.
@@ -60,9 +60,9 @@ def converse(llm: LLM, params: SamplingParams, *, prompt: str | None, chat: bool
         complete = _complete_one if params.n == 1 else _complete_several
         handler: AbstractContextManager[list[int]] = _interrupts() if interactive else nullcontext([])
         with handler as interrupts:
-            result = complete(llm, encoded, seeded, teller, interrupts)
+            result = complete(llm, encoded, seeded, output, interrupts)
         if isinstance(result, Outcome):
-            succeeded &= teller.sum_up(result)
+            succeeded &= output.sum_up(result)
         answer = result if isinstance(result, str) else result.completions[0].text
         messages.append({"role": "assistant", "content": answer})
     return succeeded
@@ -101,14 +101,14 @@ def _complete_one(
             return text
     output.end()
     assert chunk.completion is not None
-    first = opening(events)
+    first = first_decode_index(events)
     return Outcome(
         completions=(chunk.completion,),
         sampled=params.temperature > 0,
         seconds=events[-1].at - events[0].at,
         first=events[first].at - events[0].at,
-        pace=decode_pace(events),
-        stats=timed(chunk.completion.stats, stats[first], stats[-1]),
+        speed=decode_speed(events),
+        stats=with_times(chunk.completion.stats, stats[first], stats[-1]),
     )
 
 
@@ -140,8 +140,8 @@ def _complete_several(
         sampled=params.temperature > 0,
         seconds=seconds,
         first=None,
-        pace=DecodeSpeed(tokens=sum(len(completion.token_ids) for completion in completions), seconds=seconds),
-        stats=timed(reduce(add, (completion.stats for completion in completions)), before, llm.stats),
+        speed=DecodeSpeed(tokens=sum(len(completion.token_ids) for completion in completions), seconds=seconds),
+        stats=with_times(reduce(add, (completion.stats for completion in completions)), before, llm.stats),
     )
 
 

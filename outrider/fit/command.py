@@ -21,7 +21,7 @@ def fit(settings: Settings, *, as_json: bool) -> None:
     except KeyboardInterrupt:
         typer.echo(_interrupted(run), err=True)
         raise typer.Exit(INTERRUPTED) from None
-    print_document(document, show, as_json=as_json, keep=run.write)
+    print_document(document, show, as_json=as_json, write=run.write)
     certificate = document["fit"]["certificate"]
     if certificate and certificate["passed"] is False:
         raise typer.Exit(1)

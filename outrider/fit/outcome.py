@@ -12,7 +12,7 @@ from typing import Any
 
 from outrider.fit.rules import ranked
 from outrider.propose.expression import pasted, short
-from outrider.report.console import counted
+from outrider.report.console import count_text
 from outrider.tune.advice import WORTHWHILE
 
 PLAIN = "plain decoding"
@@ -167,7 +167,8 @@ class Outcome:
         if not advice["speculate"]:
             return "Chosen: plain decoding. No proposer is surely faster on these prompts."
         option = next(each for each in self.options if each.verdict == "chosen")
-        where = f"{counted(self.prompts['held_out'], 'held-out prompt')}" if self.complete else "the first measurement"
+        held_out = count_text(self.prompts["held_out"], "held-out prompt")
+        where = held_out if self.complete else "the first measurement"
         memory = f" It takes {size(option.memory_bytes)} of memory." if option.memory_bytes else " It needs no weights."
         return (
             f"Chosen: {pasted(option.proposer)} with k {option.k}. On {where} it is {option.interval} times as fast as"
@@ -183,7 +184,7 @@ class Outcome:
         taus = ", ".join(f"{each['tau']:.2f} at {name}" for name, each in self.training["held_out"].items())
         yield (
             f"The head of kind {self.training['kind']} has {self.training['parameters'] / 1e6:.1f}M parameters and"
-            f" trained for {duration(self.training['minutes'])} ({counted(self.training['steps'], 'step')}): tau"
+            f" trained for {duration(self.training['minutes'])} ({count_text(self.training['steps'], 'step')}): tau"
             f" {taus}. More minutes continue its training."
         )
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from rich.console import Console
 
 from outrider.fit.outcome import Option, size
-from outrider.report.console import Document, titled
+from outrider.report.console import Document, new_table
 
 
 def show(document: Document, console: Console) -> None:
     """Print a table of all options, and the choice in words."""
-    table = titled("What each option brings: tokens/s over plain decoding with its 95% interval, and memory")
+    table = new_table("What each option brings: tokens/s over plain decoding with its 95% interval, and memory")
     for name in ("option", "speedup", "tokens per pass", "memory of the draft", "verdict"):
         table.add_column(name, justify="right" if name == "tokens per pass" else "left")
     options = [Option(**each) for each in document["fit"]["options"]]

@@ -30,7 +30,7 @@ class Client:
         """Seconds since the start of the load test."""
         return perf_counter() - self._start
 
-    async def ask(self, planned: PlannedRequest, number: int) -> RequestResult:
+    async def send(self, planned: PlannedRequest, number: int) -> RequestResult:
         """Send a request and return its result.
 
         Read the response to its end, or cancel it after `planned.max_chunks` chunks. Errors are part of the result.
@@ -51,7 +51,7 @@ class Client:
             recorder.parse(result)
         except (ClientError, TimeoutError, ValueError) as error:
             result.error = f"{type(error).__name__}: {error}"
-        if result.done and not result.times:
+        if result.completed and not result.times:
             # A completion without text is valid if it has a finish reason. Its latencies need a time.
             result.times.append(self.seconds)
             result.error = "" if result.finish else "the response is empty"
@@ -59,7 +59,7 @@ class Client:
 
 
 @asynccontextmanager
-async def connected(settings: Settings) -> AsyncIterator[tuple[Client, str]]:
+async def connect(settings: Settings) -> AsyncIterator[tuple[Client, str]]:
     """Connect to a server. Yield the client and the model name.
 
     Raises:
@@ -74,7 +74,7 @@ async def connected(settings: Settings) -> AsyncIterator[tuple[Client, str]]:
         yield Client(http, url), model
 
 
-async def put_load(settings: Settings, prompts: Sequence[Prompt]) -> tuple[list[RequestResult], float]:
+async def run_load(settings: Settings, prompts: Sequence[Prompt]) -> tuple[list[RequestResult], float]:
     """Send all requests, which cycle through the prompts.
 
     Returns:
@@ -83,7 +83,7 @@ async def put_load(settings: Settings, prompts: Sequence[Prompt]) -> tuple[list[
     Raises:
         OutriderError: the server cannot be reached, or it lists no model.
     """
-    async with connected(settings) as (client, model):
+    async with connect(settings) as (client, model):
         requests = plan_requests(settings, prompts, model)
         if settings.request_rate is None:
             results = await _closed_loop(client, requests, settings.max_concurrency or 1)
@@ -99,7 +99,7 @@ async def _closed_loop(client: Client, requests: Sequence[PlannedRequest], concu
 
     async def send_sequentially() -> None:
         for number, planned in remaining:  # all workers share this iterator
-            results.append(await client.ask(planned, number))
+            results.append(await client.send(planned, number))
 
     await asyncio.gather(*(send_sequentially() for _ in range(concurrency)))
     return results
@@ -114,7 +114,7 @@ async def _open_loop(
     for number, planned in enumerate(requests):
         send_time += rng.expovariate(rate)
         await asyncio.sleep(max(send_time - client.seconds, 0))
-        tasks.append(asyncio.create_task(client.ask(planned, number)))
+        tasks.append(asyncio.create_task(client.send(planned, number)))
     return await asyncio.gather(*tasks)
 
 

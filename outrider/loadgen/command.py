@@ -26,11 +26,11 @@ def load(settings: Settings, *, as_json: bool) -> None:
         OutriderError: the server cannot be reached, or the HTTP client is not installed.
     """
     try:
-        from outrider.loadgen.client import put_load
+        from outrider.loadgen.client import run_load
     except ImportError as error:
         raise OutriderError(f'load needs {error.name}; run pip install "outrider[serve]"') from error
-    results, seconds = asyncio.run(put_load(settings, read_prompts(settings.prompts)))
-    completed = [result for result in results if result.done]
+    results, seconds = asyncio.run(run_load(settings, read_prompts(settings.prompts)))
+    completed = [result for result in results if result.completed]
     num_good = sum(
         result.ttft <= settings.goodput_ttft and result.tpot <= settings.goodput_tpot for result in completed
     )
@@ -47,17 +47,17 @@ def load(settings: Settings, *, as_json: bool) -> None:
         "requests_per_s": round(len(completed) / seconds, 3),
         "goodput_per_s": round(num_good / seconds, 3),
         "ms": {
-            "ttft": points([result.ttft for result in completed]),
-            "itl": points(inter_token_latencies),
-            "chunk": points(chunk_gaps),
-            "tpot": points([result.tpot for result in completed]),
-            "e2e": points([result.e2e for result in completed]),
+            "ttft": percentiles([result.ttft for result in completed]),
+            "itl": percentiles(inter_token_latencies),
+            "chunk": percentiles(chunk_gaps),
+            "tpot": percentiles([result.tpot for result in completed]),
+            "e2e": percentiles([result.e2e for result in completed]),
         },
     }
     print_document(document, partial(_print_table, settings), as_json=as_json)
 
 
-def points(seconds: Sequence[float]) -> dict[str, float]:
+def percentiles(seconds: Sequence[float]) -> dict[str, float]:
     """Return the 50th, 95th and 99th percentile in ms; {} without values.
 
     The p-th percentile is the smallest value that at least p percent of the values do not exceed.

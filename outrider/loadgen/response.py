@@ -25,7 +25,7 @@ class RequestResult:
     error: str = ""
 
     @property
-    def done(self) -> bool:
+    def completed(self) -> bool:
         """Whether the response is complete."""
         return not self.cancelled and not self.error
 

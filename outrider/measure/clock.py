@@ -35,14 +35,14 @@ class DecodeSpeed:
         return DecodeSpeed(tokens=self.tokens + other.tokens, seconds=self.seconds + other.seconds)
 
 
-def opening(events: Sequence[EmitEvent]) -> int:
+def first_decode_index(events: Sequence[EmitEvent]) -> int:
     """Return the index of the first event at which every sequence had a token, or else of the last event."""
     return next((i for i, event in enumerate(events) if all(event.emitted)), len(events) - 1)
 
 
-def decode_pace(events: Sequence[EmitEvent]) -> DecodeSpeed:
+def decode_speed(events: Sequence[EmitEvent]) -> DecodeSpeed:
     """Return the decoding speed of a run."""
-    first = events[opening(events)]
+    first = events[first_decode_index(events)]
     last = events[-1]
     return DecodeSpeed(tokens=sum(last.emitted) - sum(first.emitted), seconds=last.at - first.at)
 
@@ -68,7 +68,7 @@ def token_gaps(events: Sequence[EmitEvent]) -> list[float]:
     return gaps
 
 
-def timed(counts: Stats, before: Stats, after: Stats) -> Stats:
+def with_times(counts: Stats, before: Stats, after: Stats) -> Stats:
     """Return `counts` with the rounds and seconds that an engine spent between two snapshots of its statistics."""
     return replace(
         counts,

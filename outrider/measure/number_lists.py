@@ -30,7 +30,7 @@ def parse_real(option: str, text: str) -> tuple[float, ...]:
     return _parse(option, text, lambda part: (float(part),), "numbers such as 0,0.7,1")
 
 
-def several(values: tuple[_Number, ...]) -> tuple[_Number, ...]:
+def sweep_values(values: tuple[_Number, ...]) -> tuple[_Number, ...]:
     """Return the values to sweep. A single value is not a sweep, so it gives ()."""
     return values if len(values) > 1 else ()
 

@@ -96,18 +96,18 @@ def read_json(line: str, where: str) -> Any:
     return value
 
 
-def turns(messages: Any, where: str) -> tuple[dict[str, str], ...]:
+def parse_messages(messages: Any, where: str) -> tuple[dict[str, str], ...]:
     """Return a conversation for a chat template.
 
     Raises:
         OutriderError: `messages` is not a list of messages with a role and a content.
     """
-    if not isinstance(messages, list) or not messages or not all(map(is_turn, messages)):
+    if not isinstance(messages, list) or not messages or not all(map(is_message, messages)):
         raise OutriderError(f'{where}: messages must be a list of {{"role": "...", "content": "..."}}')
     return tuple({"role": message["role"], "content": message["content"]} for message in messages)
 
 
-def is_turn(message: Any) -> bool:
+def is_message(message: Any) -> bool:
     """Return whether a message has a role and a content, both strings."""
     return isinstance(message, dict) and all(isinstance(message.get(field), str) for field in ("role", "content"))
 
@@ -116,7 +116,7 @@ def chat_text(
     tokenizer: Any,
     messages: Sequence[Mapping[str, Any]],
     *,
-    asks: bool,
+    add_generation_prompt: bool,
     tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> str:
     """Return a conversation as text, by the model's chat template.
@@ -124,7 +124,7 @@ def chat_text(
     Args:
         tokenizer: the tokenizer with the chat template.
         messages: the conversation.
-        asks: whether to add the generation prompt, after which the assistant answers.
+        add_generation_prompt: whether to add the generation prompt, after which the assistant answers.
         tools: descriptions of tools for the template.
 
     Raises:
@@ -133,7 +133,11 @@ def chat_text(
     conversation = [dict(message) for message in messages]
     options = {"tools": list(tools)} if tools else {}
     try:
-        return str(tokenizer.apply_chat_template(conversation, add_generation_prompt=asks, tokenize=False, **options))
+        return str(
+            tokenizer.apply_chat_template(
+                conversation, add_generation_prompt=add_generation_prompt, tokenize=False, **options
+            )
+        )
     except (TemplateError, TypeError, ValueError) as error:
         raise OutriderError(f"the model's chat template does not take these messages ({error}); change them") from error
 
@@ -142,11 +146,15 @@ def chat_tokens(
     tokenizer: Any,
     messages: Sequence[Mapping[str, Any]],
     *,
-    asks: bool = True,
+    add_generation_prompt: bool = True,
     tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> tuple[int, ...]:
     """Return the tokens of `chat_text`. The template has added all special tokens already."""
-    return text_tokens(tokenizer, chat_text(tokenizer, messages, asks=asks, tools=tools), special=False)
+    return text_tokens(
+        tokenizer,
+        chat_text(tokenizer, messages, add_generation_prompt=add_generation_prompt, tools=tools),
+        special=False,
+    )
 
 
 def text_tokens(tokenizer: Any, text: str, *, special: bool = True) -> tuple[int, ...]:
@@ -200,5 +208,5 @@ def _parse(line: Line) -> Prompt:
         id=str(line.fields.get("id", f"line-{line.number}")),
         category=category,
         prompt=prompt,
-        messages=None if messages is None else turns(messages, where),
+        messages=None if messages is None else parse_messages(messages, where),
     )

@@ -43,7 +43,7 @@ DEFINITIONS: Mapping[str, str] = MappingProxyType(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lists:
+class ParsedLists:
     """The options that are lists, parsed. () selects the default."""
 
     batch: tuple[int, ...]
@@ -64,7 +64,7 @@ class Lists:
                 raise OutriderError(f"{name} is {max(values)}; use at most {high}")
 
 
-def run_project(options: ProjectOptions, lists: Lists) -> dict[str, Any]:
+def run_project(options: ProjectOptions, lists: ParsedLists) -> dict[str, Any]:
     """Estimate the speedup for each batch size and context, in three cases.
 
     Returns:

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider.project.machines import MIDDLE
-from outrider.report.console import NONE, counted, titled
+from outrider.report.console import NONE, count_text, new_table
 
 
 def show(document: dict[str, Any], console: Console) -> None:
@@ -49,7 +49,7 @@ def _table(memory: dict[str, Any], results: list[dict[str, Any]]) -> Table:
         f"Estimate, {memory['context']} cached tokens per sequence; tokens/s of one sequence, plain and"
         " speculative, and of all"
     )
-    table = titled(title)
+    table = new_table(title)
     for name in ("batch", "case", "k", "tau", "plain", "speculative", "total", "speedup", "draft, verify ms", "GB"):
         table.add_column(name, justify="left" if name == "case" else "right", no_wrap=True)
     table.add_column("bound by", no_wrap=True)
@@ -108,7 +108,7 @@ def _memory(document: dict[str, Any]) -> list[str]:
             sequences = "the memory is unknown; give --memory in GB"
         else:
             sequences = (
-                f"{counted(entry['sequences'], 'sequence')} fit in {_bytes(entry['usable_bytes'])}, and"
+                f"{count_text(entry['sequences'], 'sequence')} fit in {_bytes(entry['usable_bytes'])}, and"
                 f" {entry['sequences_without_draft']} without a draft"
             )
         lines.append(f"Memory with {entry['context']} cached tokens: {', '.join(parts)}; {sequences}.")

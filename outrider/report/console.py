@@ -27,12 +27,12 @@ def standard_output() -> Console:
     return console
 
 
-def titled(title: str) -> Table:
+def new_table(title: str) -> Table:
     """Return an empty table in the common style."""
     return Table(title=title, box=box.SIMPLE_HEAD, title_justify="left", title_style="bold", padding=(0, 1, 0, 0))
 
 
-def counted(count: int, noun: str) -> str:
+def count_text(count: int, noun: str) -> str:
     """Return the count and the noun: 1 round, 2 rounds."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
@@ -42,7 +42,7 @@ def print_document(
     show: Callable[[Document, Console], None],
     *,
     as_json: bool,
-    keep: Callable[[Document], None] | None = None,
+    write: Callable[[Document], None] | None = None,
 ) -> None:
     """Write the files of a document, print its tables, and print it as JSON.
 
@@ -52,15 +52,15 @@ def print_document(
         document: the results.
         show: prints the tables.
         as_json: print the JSON document on a terminal, too.
-        keep: writes the files. It runs first, because files do not depend on the output.
+        write: writes the files. It runs first, because files do not depend on the output.
 
     Raises:
         OutriderError: a file could not be written. The document has been printed.
     """
     console = standard_output()
     try:
-        if keep is not None:
-            keep(document)
+        if write is not None:
+            write(document)
         show(document, console)
     except OutriderError as error:
         _print(document)

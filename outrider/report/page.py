@@ -43,7 +43,7 @@ def write_report(text: str, file: str | Path) -> None:
         raise OutriderError(f"{file} cannot be written ({error.strerror}); give --report another file") from error
 
 
-def framed(title: str, header: str, plots: Iterable[Plot], rest: str) -> str:
+def html_page(title: str, header: str, plots: Iterable[Plot], rest: str) -> str:
     """Return the HTML page: the header, the plots, and the rest below them. `header` and `rest` are HTML."""
     figures = "".join(
         f"<figure><h3>{escape(plot.title)}</h3>{plot.svg}<figcaption>{escape(plot.caption)}</figcaption></figure>"
@@ -57,7 +57,7 @@ def framed(title: str, header: str, plots: Iterable[Plot], rest: str) -> str:
     )
 
 
-def opening(eyebrow: str, title: str, about: str, tiles: Iterable[tuple[str, str]], *, warning: str = "") -> str:
+def page_header(eyebrow: str, title: str, about: str, tiles: Iterable[tuple[str, str]], *, warning: str = "") -> str:
     """Return the header of a page.
 
     Args:
@@ -82,7 +82,7 @@ def section(title: str, content: str) -> str:
     return f"<h2>{escape(title)}</h2>{content}\n"
 
 
-def pairs(items: Iterable[tuple[str, str]]) -> str:
+def pairs_table(items: Iterable[tuple[str, str]]) -> str:
     """Return a table of names and values."""
     rows = "".join(f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in items)
     return f'<div class="table"><table class="pairs">{rows}</table></div>'

@@ -70,7 +70,7 @@ _STYLE: Any = MappingProxyType(  # Any: matplotlib's type of the keys differs be
 )
 
 _Data = TypeVar("_Data")
-Drawing = tuple[Callable[[_Data], Figure | None], str, str]  # function (None: no data), title and caption
+PlotSpec = tuple[Callable[[_Data], Figure | None], str, str]  # function (None: no data), title and caption
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,11 +82,11 @@ class Plot:
     svg: str
 
 
-def drawn(drawings: Iterable[Drawing[_Data]], data: _Data) -> list[Plot]:
+def draw_plots(specs: Iterable[PlotSpec[_Data]], data: _Data) -> list[Plot]:
     """Return the plots for which there is data, in the style of the page."""
     plots = []
     with mpl.rc_context(dict(_STYLE)):
-        for draw, title, caption in drawings:
+        for draw, title, caption in specs:
             if figure := draw(data):
                 svg = _to_svg(figure, name=draw.__name__.strip("_"), label=title)
                 plots.append(Plot(title=title, caption=caption, svg=svg))

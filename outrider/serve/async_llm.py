@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from queue import Empty, SimpleQueue
 from threading import Thread
@@ -14,10 +14,9 @@ from time import perf_counter
 from outrider.core.params import InvalidParam, SamplingParams
 from outrider.core.stats import Stats
 from outrider.core.types import Round, SequenceState
-from outrider.engine.build import EngineParts
 from outrider.engine.engine import Engine
 from outrider.errors import OutriderError
-from outrider.llm import LLM, Prompt
+from outrider.llm import LLM
 from outrider.serve.monitoring.drift import Drift
 from outrider.serve.monitoring.latency import LatencyMetrics
 from outrider.serve.prompt_encoder import PromptEncoder, with_own_tokenizer
@@ -126,8 +125,10 @@ class AsyncLLM:
         self._thread.join()
         self._llm.try_save_plan()
 
-    def submit(self, prompt: Prompt, params: SamplingParams, content: StreamContent) -> list[RequestStream]:
-        """Queue a prompt. Return a stream with this content for each of its `n` completions.
+    def submit(self, tokens: tuple[int, ...], params: SamplingParams, content: StreamContent) -> list[RequestStream]:
+        """Queue a prompt, given as the tokens of `prompt_encoder`.
+
+        Return a stream with this content for each of its `n` completions.
 
         Raises:
             QueueFull: the queue is full, or the server stops.
@@ -140,13 +141,7 @@ class AsyncLLM:
             raise QueueFull(
                 f"{num_open} completions run or wait, and at most {self._max_requests} may; try again later"
             )
-        tokens = self.frontend.encode(prompt)
-        try:
-            requests = self.frontend.requests(tokens, params)
-        except InvalidParam:
-            raise
-        except OutriderError as error:
-            raise InvalidParam(_invalid_param(self.frontend.parts, tokens, params), str(error)) from error
+        requests = self.frontend.requests_of_tokens(tokens, params)
         context = self.frontend.parts.context
         if (params.max_tokens or 0) > context:
             raise InvalidParam(
@@ -354,19 +349,3 @@ class AsyncLLM:
     def _finish(self, stream: RequestStream, finish_reason: str) -> None:
         self._num_finished += 1
         self.latency.end(stream.request.id, finish_reason)
-
-
-def _invalid_param(parts: EngineParts, tokens: Sequence[int], params: SamplingParams) -> str:
-    """Return the parameter that `LLM.requests` has rejected."""
-
-    def any_outside_vocab(ids: Iterable[int]) -> bool:
-        return any(not 0 <= token < parts.vocab for token in ids)
-
-    invalid = {
-        "prompt": not tokens or len(tokens) >= parts.context or any_outside_vocab(tokens),
-        "stop_token_ids": any_outside_vocab(params.stop_token_ids),
-        "logit_bias": any_outside_vocab(params.logit_bias),
-        "proposer": params.proposer not in (None, *parts.proposers),
-        "verifier": params.verifier not in (None, *parts.verifiers),
-    }
-    return next((name for name, is_invalid in invalid.items() if is_invalid), "constraint")

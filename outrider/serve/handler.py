@@ -13,7 +13,6 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from outrider.core.params import InvalidParam, SamplingParams
 from outrider.core.types import Completion
 from outrider.errors import OutriderError
-from outrider.llm import Prompt
 from outrider.serve.async_llm import AsyncLLM
 from outrider.serve.monitoring.request_log import Entry, entry_of
 from outrider.serve.openai.errors import UnknownModel, attribute_errors, rename_param
@@ -64,7 +63,9 @@ class RequestHandler:
         params = body.params(
             max_tokens=body.max_tokens, logprobs=body.logprobs, scope=body.user or "", constraint=constraint
         )
-        return await self._respond(body, prompts, params, request)
+        await self._prepare(body, len(prompts), params)
+        tokens = [await self._async_llm.prompt_encoder.encode(prompt) for prompt in prompts]
+        return await self._respond(body, tokens, params, request)
 
     async def _handle_chat(self, body: ChatRequest, request: Request) -> Response:
         tools = Tools.of(body)
@@ -87,25 +88,19 @@ class RequestHandler:
         )
         template_tools = tools.descriptions() if tools and template_has_tools else None
         with attribute_errors("messages"):
-            prompt = await self._async_llm.prompt_encoder.chat(messages, template_tools)
-        return await self._respond(body, [prompt], params, request, has_tools=tools is not None)
+            tokens = await self._async_llm.prompt_encoder.chat(messages, template_tools)
+        await self._prepare(body, 1, params)
+        return await self._respond(body, [tokens], params, request, has_tools=tools is not None)
 
-    async def _respond(
-        self,
-        body: SamplingFields,
-        prompts: Sequence[Prompt],
-        params: SamplingParams,
-        request: Request,
-        *,
-        has_tools: bool = False,
-    ) -> Response:
+    async def _prepare(self, body: SamplingFields, num_prompts: int, params: SamplingParams) -> None:
+        """Check what does not depend on the tokens of the prompts, and compile the grammar."""
         if body.stream_options and not body.stream:
             raise InvalidParam("stream_options", "stream_options needs stream true; set it, or remove stream_options")
-        num_completions = len(prompts) * params.n
+        num_completions = num_prompts * params.n
         if num_completions > self._settings.max_n:
             raise InvalidParam(
                 "n" if params.n > 1 else "prompt",
-                f"{len(prompts)} prompts with n = {params.n} are {num_completions} completions; ask for at most"
+                f"{num_prompts} prompts with n = {params.n} are {num_completions} completions; ask for at most"
                 f" {self._settings.max_n} at once",
             )
         if params.constraint:
@@ -113,6 +108,17 @@ class RequestHandler:
             async with self._grammar_lock:
                 with attribute_errors("constraint"):
                     await asyncio.to_thread(self._async_llm.frontend.prepare, params.constraint)
+
+    async def _respond(
+        self,
+        body: SamplingFields,
+        prompts: Sequence[tuple[int, ...]],
+        params: SamplingParams,
+        request: Request,
+        *,
+        has_tools: bool = False,
+    ) -> Response:
+        """Submit the prompts, as tokens, and return the response."""
         content = body.stream_content()
         if content is StreamContent.TEXT and self._settings.smooth:
             content = StreamContent.TOKENS
@@ -125,8 +131,7 @@ class RequestHandler:
             token_text=self._async_llm.token_text,
             has_tools=has_tools,
         )
-        tokens = [await self._async_llm.prompt_encoder.encode(prompt) for prompt in prompts]
-        streams = self._submit(tokens, params, content)
+        streams = self._submit(prompts, params, content)
         disconnected = asyncio.create_task(self._cancel_on_disconnect(request, streams))
         if body.stream:
             include_usage = body.stream_options is not None and body.stream_options.include_usage
@@ -142,12 +147,14 @@ class RequestHandler:
             pass
         self._async_llm.cancel(streams)
 
-    def _submit(self, prompts: Sequence[Prompt], params: SamplingParams, content: StreamContent) -> list[RequestStream]:
+    def _submit(
+        self, prompts: Sequence[tuple[int, ...]], params: SamplingParams, content: StreamContent
+    ) -> list[RequestStream]:
         """Submit all prompts, or none of them."""
         streams: list[RequestStream] = []
         try:
-            for prompt in prompts:
-                streams += self._async_llm.submit(prompt, params, content)
+            for tokens in prompts:
+                streams += self._async_llm.submit(tokens, params, content)
         except OutriderError:
             self._async_llm.cancel(streams)
             raise

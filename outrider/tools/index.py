@@ -23,7 +23,7 @@ from transformers import AutoTokenizer
 
 from outrider.errors import OutriderError
 from outrider.loader.embedded import model_folder
-from outrider.measure.prompts import chat_text, read_json
+from outrider.measure.prompts import chat_text, is_message, read_json
 from outrider.propose.lookup.datastore import (
     HEADER,
     MOST_TOKENS,
@@ -232,20 +232,16 @@ def _text_of(line: str, where: str, field: str | None, tokenizer: Any) -> str:
     value = next((fields[name] for name in names if name in fields), None)
     if isinstance(value, str):
         return value
-    if not (isinstance(value, list) and value and all(map(_is_turn, value))):
+    if not (isinstance(value, list) and value and all(map(is_message, value))):
         raise OutriderError(
             f"{where}: no {' or '.join(names)} that is a string or a list of messages; name the field with --field"
         )
     if getattr(tokenizer, "chat_template", None) is None:
         raise OutriderError(f"{where} has messages, and the target has no chat template; give plain text")
     try:
-        return chat_text(tokenizer, value, asks=False)
+        return chat_text(tokenizer, value, add_generation_prompt=False)
     except OutriderError as error:
         raise OutriderError(f"{where}: {error}") from error
-
-
-def _is_turn(turn: Any) -> bool:
-    return isinstance(turn, dict) and all(isinstance(turn.get(name), str) for name in ("role", "content"))
 
 
 def encode(tokenizer: Any, texts: Iterable[str], tell: Callable[[int], None]) -> Iterator[Tokens]:

@@ -12,7 +12,7 @@ from rich.table import Table
 from outrider.errors import OutriderError
 from outrider.llm import LLM
 from outrider.measure.prompts import read_prompts
-from outrider.report.console import counted
+from outrider.report.console import count_text
 from outrider.system import machine
 from outrider.tools.layer_search import Figures, LayerSearch, Timing, generate_texts, measure, split_prompts
 
@@ -101,9 +101,10 @@ def show_layers(document: dict[str, Any], console: Console) -> None:
     console.print(table)
     counts = document["prompts"]
     console.print(
-        f"{counted(document['tried'], 'set')} of layers tried on {counted(counts['searched'], 'prompt')}. The figures"
-        f" are from {counted(counts['held_out'], 'other')}, greedy. draft cost: of one draft token, in passes of the"
-        " target. speedup: expected if a pass takes the time to read its weights. by time: from measured pass times.",
+        f"{count_text(document['tried'], 'set')} of layers tried on {count_text(counts['searched'], 'prompt')}."
+        f" The figures are from {count_text(counts['held_out'], 'other')}, greedy. draft cost: of one draft token, in"
+        " passes of the target. speedup: expected if a pass takes the time to read its weights. by time: from measured"
+        " pass times.",
         highlight=False,
     )
     best = max(document["found"], key=lambda entry: entry["speedup"])

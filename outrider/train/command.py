@@ -28,7 +28,7 @@ def train(kind: str, settings: Settings, *, as_json: bool) -> None:
     if rank():
         return
     write_files = partial(_write_report, settings.report, lines) if settings.report else None
-    print_document(document, show, as_json=as_json, keep=write_files)
+    print_document(document, show, as_json=as_json, write=write_files)
 
 
 def _write_report(report: str, lines: list[dict[str, Any]], document: Document) -> None:

@@ -41,7 +41,7 @@ def settings_dict(settings: Settings, *, proposer: str, k: int | str, verifier: 
     }
 
 
-def configured(options: Options, file: str, *, given: Collection[str], least: int = 0) -> Options:
+def configured(options: Options, file: str, *, given: Collection[str], min_k: int = 0) -> Options:
     """Return the options of a command, with the settings of a file in place of defaults.
 
     Args:
@@ -49,7 +49,7 @@ def configured(options: Options, file: str, *, given: Collection[str], least: in
         file: a file of `outrider tune --out`.
         given: the fields that the user has set. They take precedence. If the user has set the proposer, the k and the
             verifier of the file are not used either.
-        least: smallest k that the command accepts.
+        min_k: smallest k that the command accepts.
 
     Raises:
         OutriderError: the file cannot be read, is not a file of `outrider tune`, or its models are missing.
@@ -61,8 +61,8 @@ def configured(options: Options, file: str, *, given: Collection[str], least: in
     _check_models(file, settings, values)
     if values.get("proposer") == "none" and "k" in given:
         raise OutriderError(f"{file} recommends plain decoding, and k was given; give --proposer as well, or no --k")
-    k = values.get("k", least)
-    if not isinstance(k, str) and k < least:
+    k = values.get("k", min_k)
+    if not isinstance(k, str) and k < min_k:
         raise OutriderError(
             f"{file} recommends plain decoding, so there is nothing to compare; give --proposer and --k"
         )

@@ -170,7 +170,7 @@ def typical(trials: Sequence[Trial]) -> list[Trial]:
 
 
 def _decoding(trial: Trial) -> Amounts:
-    return float(trial.pace.tokens), trial.pace.seconds
+    return float(trial.speed.tokens), trial.speed.seconds
 
 
 def _whole(trial: Trial) -> Amounts:
@@ -187,7 +187,7 @@ def _compare(
 
 
 def _rate(trials: Sequence[Trial]) -> float | None:
-    return sum((trial.pace for trial in trials[1:]), trials[0].pace).rate
+    return sum((trial.speed for trial in trials[1:]), trials[0].speed).rate
 
 
 def _plain(trials: Sequence[Trial]) -> Plain:

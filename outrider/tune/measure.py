@@ -10,14 +10,10 @@ from itertools import cycle, islice
 from time import perf_counter
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from outrider.bench.contestants import Job
-from outrider.bench.interleave import make_batches
-from outrider.bench.memory import MemoryUse, measure_memory
-from outrider.bench.settings import Settings as BenchSettings
-from outrider.bench.sweep import Condition
-from outrider.core.noise import derive_seed
+from outrider.benchmarking.jobs import Condition, make_batches
+from outrider.benchmarking.memory import MemoryUse, measure_memory
+from outrider.benchmarking.progress import progress_bar
 from outrider.engine.build import assemble, auto_planner, make_proposer
 from outrider.engine.verifiers import find_verifier
 from outrider.llm import LLM
@@ -152,23 +148,19 @@ def _prompt_batches(llm: LLM, settings: Settings, condition: Condition) -> list[
     Prompts after the last full batch are left out. Prompts are repeated only to fill a single batch: a proposer that
     remembers outputs would know those of prompts that return in a later batch.
     """
-    bench_settings = BenchSettings(max_tokens=settings.max_tokens, seed=settings.seed)
     prompts = read_prompts(settings.prompts, limit=settings.limit)
-    singles = list(make_batches(llm, prompts, bench_settings, replace(condition, batch=1)))
+    alone = replace(condition, batch=1)
+    singles = list(make_batches(llm, prompts, alone, max_tokens=settings.max_tokens, seed=settings.seed))
     random.Random(settings.seed).shuffle(singles)
     count = max(len(singles) // condition.batch, 1)
     filled = list(islice(cycle(singles), count * condition.batch))
     batches = []
     for number in range(count):
         group = filled[number * condition.batch : (number + 1) * condition.batch]
-        jobs = tuple(_with_seed(single.jobs[0], i) for i, single in enumerate(group))
+        jobs = tuple(single.jobs[0].with_seed(i) for i, single in enumerate(group))
         categories = tuple(single.category for single in group)
         batches.append(PromptBatch(number=number, jobs=jobs, categories=categories))
     return batches
-
-
-def _with_seed(job: Job, salt: int) -> Job:
-    return replace(job, params=replace(job.params, seed=derive_seed(job.params.seed or 0, salt)))
 
 
 def _interleave(
@@ -180,9 +172,8 @@ def _interleave(
 ) -> Iterator[Trial]:
     """Run all variants of all conditions in each round. The order of the variants alternates from batch to batch."""
     deadline = perf_counter() + max_seconds
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     per_round = sum(len(group) * len(variants(settings, condition)) for condition, group in batches.items())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    with progress_bar(console) as bar:
         task = bar.add_task("", total=settings.repeats * per_round)
         for round in range(settings.repeats):
             for condition, group in batches.items():
@@ -207,7 +198,7 @@ def _run_once(
     for i, batch in enumerate(batches):
         if (round or i >= _MIN_BATCHES) and perf_counter() >= deadline:
             return
-        seeded = replace(batch, jobs=tuple(_with_seed(job, round) for job in batch.jobs))
+        seeded = replace(batch, jobs=tuple(job.with_seed(round) for job in batch.jobs))
         for variant, llm in pairs[:: 1 if (round + batch.number) % 2 == 0 else -1]:
             yield run(llm, variant, seeded)
 
@@ -216,6 +207,7 @@ def _warmup(batch: PromptBatch) -> PromptBatch:
     """Return a batch for the warm-up. Its prompts are reversed, so that no proposer has seen a measured prompt."""
     jobs = []
     for job in batch.jobs:
-        params = replace(job.params, max_tokens=_WARMUP_TOKENS, ignore_eos=True)
-        jobs.append(replace(job, prompt=job.prompt[::-1], params=params))
+        short = job.shortened(_WARMUP_TOKENS)
+        params = replace(short.params, ignore_eos=True)
+        jobs.append(replace(short, prompt=short.prompt[::-1], params=params))
     return replace(batch, jobs=tuple(jobs))

@@ -12,7 +12,7 @@ from typing import Any
 import typer
 from rich.console import Console
 
-from outrider.bench.memory import MemoryUse
+from outrider.benchmarking.memory import MemoryUse
 from outrider.engine.verifiers import find_verifier
 from outrider.system import machine
 from outrider.system.atomic_files import write_whole

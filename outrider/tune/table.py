@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider.propose.expression import short
-from outrider.report.console import NONE, Document, titled
+from outrider.report.console import NONE, Document, new_table
 
 _MAX_POSITIONS = 6  # positions whose acceptance is printed
 _LEFT_COLUMNS = ("proposer", "accepted, %")
@@ -34,7 +34,9 @@ def show(document: Document, console: Console) -> None:
 
 
 def _cases(document: Document) -> Table:
-    table = titled("Tokens/s over plain decoding: overall with its 95% interval, and of decoding alone; ms per round")
+    table = new_table(
+        "Tokens/s over plain decoding: overall with its 95% interval, and of decoding alone; ms per round"
+    )
     for name in _COLUMNS:
         table.add_column(name, justify="left" if name in _LEFT_COLUMNS else "right", no_wrap=True)
     for plain in document["plain"]:
@@ -63,7 +65,7 @@ def _texts(document: Document) -> Table:
         best_so_far = best.setdefault(case["proposer"], case)
         if case["overall"]["value"] > best_so_far["overall"]["value"]:
             best[case["proposer"]] = case
-    table = titled(
+    table = new_table(
         f"Tokens per pass at batch {plain['batch']}, T {plain['temperature']:g}, by category and output third"
     )
     table.add_column("", no_wrap=True)

@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from functools import reduce
 from itertools import accumulate
 from operator import add
-from time import perf_counter
 
-from outrider.bench.contestants import Job
+from outrider.benchmarking.jobs import Job
+from outrider.benchmarking.timeline import run_jobs
 from outrider.core.stats import Stats
-from outrider.core.types import FinishReason, SequenceState
-from outrider.errors import OutriderError
+from outrider.core.types import SequenceState
 from outrider.llm import LLM
-from outrider.measure.clock import DecodeSpeed, EmitEvent, decode_pace, opening, timed
+from outrider.measure.clock import DecodeSpeed
 from outrider.tune.settings import PHASES
 
 
@@ -51,7 +50,7 @@ class Trial:
     tokens: int  # emitted by all sequences
     seconds: float  # from the prompts to the last token
     prefill_seconds: float  # part of `seconds` until every sequence has a token
-    pace: DecodeSpeed  # the rest: decoding only
+    speed: DecodeSpeed  # the rest: decoding only
     stats: Stats  # passes of the whole run; rounds and seconds of decoding only
     categories: Mapping[str, Stats]  # passes only
     output_thirds: tuple[Stats, ...]  # passes that began in each third of their output
@@ -60,23 +59,9 @@ class Trial:
 
 def run(llm: LLM, variant: Variant, batch: PromptBatch) -> Trial:
     """Complete the prompts of a batch together."""
-    engine = llm.engine
-    running: dict[int, SequenceState | None] = {}
-    for job in batch.jobs:
-        running |= dict.fromkeys(llm.submit(job.prompt, job.params))
-    events = [EmitEvent(at=perf_counter(), emitted=(0,) * len(running))]
-    snapshots = [engine.stats]
-    while engine.busy():
-        for seq in engine.step():
-            running[seq.request.id] = seq
-        now = perf_counter()
-        emitted = tuple(seq.num_output_tokens if seq else 0 for seq in running.values())
-        events.append(EmitEvent(at=now, emitted=emitted))
-        snapshots.append(engine.stats)
-    seqs = [_finished(seq) for seq in running.values()]
-    first = opening(events)
-    passes = [_stats(seq.rounds, seq) for seq in seqs]
-    thirds = [[_stats(third, seq) for third in split(seq.rounds)] for seq in seqs]
+    timeline = run_jobs(llm, batch.jobs)
+    passes = [_stats(seq.rounds, seq) for seq in timeline.seqs]
+    thirds = [[_stats(third, seq) for third in split(seq.rounds)] for seq in timeline.seqs]
     categories = {}
     for category in dict.fromkeys(batch.categories):
         group = [stats for stats, name in zip(passes, batch.categories, strict=True) if name == category]
@@ -84,14 +69,14 @@ def run(llm: LLM, variant: Variant, batch: PromptBatch) -> Trial:
     return Trial(
         variant=variant,
         batch_number=batch.number,
-        tokens=sum(events[-1].emitted),
-        seconds=events[-1].at - events[0].at,
-        prefill_seconds=events[first].at - events[0].at,
-        pace=decode_pace(events),
-        stats=timed(reduce(add, passes), snapshots[first], snapshots[-1]),
+        tokens=timeline.tokens,
+        seconds=timeline.seconds,
+        prefill_seconds=timeline.prefill_seconds,
+        speed=timeline.speed(),
+        stats=timeline.with_times(reduce(add, passes)),
         categories=categories,
         output_thirds=tuple(reduce(add, third) for third in zip(*thirds, strict=True)),
-        exact=engine.stats.exact,
+        exact=timeline.exact,
     )
 
 
@@ -106,13 +91,6 @@ def split(passes: Sequence[tuple[int, int, int]]) -> Iterator[list[tuple[int, in
         yield [
             each for start, each in zip(starts, passes, strict=False) if len(PHASES) * start // output_tokens == third
         ]
-
-
-def _finished(seq: SequenceState | None) -> SequenceState:
-    assert seq is not None
-    if seq.finish_reason is FinishReason.ERROR:
-        raise OutriderError(f"a prompt could not be completed: {seq.error}; try another dtype")
-    return seq
 
 
 def _stats(passes: Sequence[tuple[int, int, int]], seq: SequenceState) -> Stats:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from shlex import quote
 
-from outrider.bench.memory import MemoryUse
+from outrider.benchmarking.memory import MemoryUse
 from outrider.core.params import AUTO
 from outrider.propose.expression import pasted, short
 from outrider.tune.advice import WORTHWHILE, Advice

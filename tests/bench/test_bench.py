@@ -10,14 +10,15 @@ from typer.testing import CliRunner
 
 from outrider import LLM, OutriderError, SamplingParams, Stats
 from outrider.bench.conditions import conditions
-from outrider.bench.contestants import Job, OutriderRunner, SwitchPlanner, Trial
-from outrider.bench.memory import bytes_per_pass, flops_per_token
+from outrider.bench.pass_work import bytes_per_pass, flops_per_token
 from outrider.bench.report import Sample, expected_speedup, report
 from outrider.bench.run import run_bench
 from outrider.bench.settings import Settings
+from outrider.bench.variants import OutriderRunner, SwitchPlanner, Trial
+from outrider.benchmarking.jobs import Job
 from outrider.cli.app import app
 from outrider.loader.embedded import embedded
-from outrider.measure.clock import DecodeSpeed, EmitEvent, decode_pace, opening, timed, token_gaps
+from outrider.measure.clock import DecodeSpeed, EmitEvent, decode_speed, first_decode_index, token_gaps, with_times
 from outrider.measure.prompts import by_category, read_prompts
 
 LINES = [
@@ -145,32 +146,32 @@ def emit_events(*counts):
 
 def test_speed_of_one_sequence():
     events = emit_events((0,), (0,), (2,), (5,), (6,))  # two rounds of prefill, and the second one emits
-    assert opening(events) == 2
-    assert decode_pace(events) == DecodeSpeed(tokens=4, seconds=2.0)
-    assert decode_pace(events).rate == 2.0
+    assert first_decode_index(events) == 2
+    assert decode_speed(events) == DecodeSpeed(tokens=4, seconds=2.0)
+    assert decode_speed(events).rate == 2.0
     assert token_gaps(events) == [1.0, 0.0, 0.0, 1.0]
 
 
 def test_speed_counts_from_when_all_sequences_decode():
     events = emit_events((0, 0), (1, 0), (2, 0), (4, 3), (4, 4))
-    assert opening(events) == 3
-    assert decode_pace(events) == DecodeSpeed(tokens=1, seconds=1.0)
+    assert first_decode_index(events) == 3
+    assert decode_speed(events) == DecodeSpeed(tokens=1, seconds=1.0)
     assert token_gaps(events) == [1.0, 1.0, 0.0, 1.0]
 
 
 def test_single_round_has_no_speed():
-    assert decode_pace(emit_events((0,), (3,))).rate is None
+    assert decode_speed(emit_events((0,), (3,))).rate is None
     assert token_gaps(emit_events((0,), (3,))) == []
 
 
 def test_timed_takes_rounds_and_seconds_between_snapshots():
     before, after = Stats(rounds=2, target_seconds=1.0), Stats(rounds=5, target_seconds=4.0, host_seconds=1.5)
-    stats = timed(Stats(passes=7, output_tokens=9), before, after)
+    stats = with_times(Stats(passes=7, output_tokens=9), before, after)
     assert (stats.passes, stats.rounds, stats.target_seconds, stats.host_seconds) == (7, 3, 3.0, 1.5)
 
 
 def trial(tokens, seconds, stats):
-    return Trial(pace=DecodeSpeed(tokens=tokens, seconds=seconds), inter_token_latencies=(seconds,), stats=stats)
+    return Trial(speed=DecodeSpeed(tokens=tokens, seconds=seconds), inter_token_latencies=(seconds,), stats=stats)
 
 
 def test_report_of_made_up_trials():
@@ -195,7 +196,7 @@ def test_report_of_made_up_trials():
 def test_report_of_completions_that_end_in_one_round():
     stats = Stats(passes=1, output_tokens=1)
     names = ("plain", "speculative")
-    empty = Trial(pace=DecodeSpeed(tokens=0, seconds=0.0), inter_token_latencies=(), stats=stats)
+    empty = Trial(speed=DecodeSpeed(tokens=0, seconds=0.0), inter_token_latencies=(), stats=stats)
     figures = report([Sample(category="c", name=name, repeat=0, trial=empty) for name in names])["overall"]
     for name in names:
         assert figures[name]["tokens_per_s"] is None
@@ -224,7 +225,7 @@ def test_switch_planner_measures_both_variants_with_one_llm():
     assert speculative.stats.tau > 1
     assert speculative.stats.output_tokens == plain.stats.output_tokens == 24
     assert plain.stats.rounds == 11  # all rounds but the prefill
-    assert plain.pace.tokens == 22
+    assert plain.speed.tokens == 22
     assert not llm.engine.busy()
 
 

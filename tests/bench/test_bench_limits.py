@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from outrider import LLM, OutriderError, SamplingParams
-from outrider.bench.contestants import Job
 from outrider.bench.limits import Roofline, limits
-from outrider.bench.memory import MemoryUse, cache_bytes_per_token, measure_memory
+from outrider.bench.pass_work import cache_bytes_per_token
 from outrider.bench.rates import Rates, best_rates, gemm_rate, read_bandwidth
+from outrider.benchmarking.jobs import Job
+from outrider.benchmarking.memory import MemoryUse, measure_memory
 from outrider.plan.speedup import roof, sequences_instead
 from tests.helpers.tiny import Shelf
 

@@ -9,14 +9,14 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from outrider import LLM, OutriderError
-from outrider.bench.interleave import make_batches
 from outrider.bench.report import OVERALL
 from outrider.bench.run import run_bench
 from outrider.bench.settings import Settings, Sweep, parse_sweep
-from outrider.bench.sweep import Condition, conditions, default_condition, speculative_variants
+from outrider.bench.sweep import conditions, default_condition, speculative_variants
 from outrider.bench.table import show
+from outrider.benchmarking.jobs import Condition, make_batches
 from outrider.cli.app import app
-from outrider.measure.number_lists import parse_real, parse_whole, several
+from outrider.measure.number_lists import parse_real, parse_whole, sweep_values
 from outrider.measure.prompts import read_prompts
 
 PROMPTS = [
@@ -49,8 +49,8 @@ def test_parse_whole_numbers(text, values):
 
 def test_parse_real_numbers():
     assert parse_real("--temperature", "0,0.7,1") == (0.0, 0.7, 1.0)
-    assert several((1,)) == ()
-    assert several((1, 2)) == (1, 2)
+    assert sweep_values((1,)) == ()
+    assert sweep_values((1, 2)) == (1, 2)
 
 
 @pytest.mark.parametrize("text", ["", "x", "1,", "1.5", "3..1", "1..", "0..1000000", "1..2..3"])
@@ -107,7 +107,7 @@ def test_context_is_filled_with_other_prompts(prompts):
     settings = Settings(max_tokens=8)
 
     def token_lists(condition):
-        return [batch.jobs[0].prompt for batch in make_batches(llm, prompt_set, settings, condition)]
+        return [batch.jobs[0].prompt for batch in make_batches(llm, prompt_set, condition, max_tokens=8, seed=0)]
 
     short = token_lists(default_condition(settings))
     long = token_lists(Condition(batch=1, temperature=0.0, context=200))

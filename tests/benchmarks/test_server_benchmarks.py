@@ -49,7 +49,7 @@ def test_speed_of_two_servers(prompts, monkeypatch):
     short = ("--rounds", 2, "--requests", 2, "--max-tokens", 8, "--concurrency", "1,2")
     with served(list(map(str, OPTIONS))) as other:
         document = run("speed.py", "--prompts", prompts, *short, "--beside", f"other={other.url}")
-    results = {(each["concurrency"], each["way"]): each for each in document["results"]}
+    results = {(each["concurrency"], each["variant"]): each for each in document["results"]}
     server_variants = {(level, name) for level in (1, 2) for name in ("auto", "plain", "other")}
     assert set(results) == {(1, "bare"), (1, "bare plain")} | server_variants
     assert all(len(each["tokens_per_s"]) == 2 for each in results.values())
@@ -64,4 +64,4 @@ def test_soak(prompts):
     assert document["answers"] > 0
     assert not document["errors"]
     assert not document["different"]
-    assert document["at_rest"]["outrider_num_requests_running"] == 0
+    assert document["idle_metrics"]["outrider_num_requests_running"] == 0

@@ -314,9 +314,9 @@ def fail(*_):
 def test_document_is_printed_even_if_the_report_fails():
     """Files are written first. If a file cannot be written or the tables fail, the document is still printed."""
     steps = []
-    print_document({"a": 1}, lambda document, console: steps.append("shown"), as_json=True, keep=steps.append)
+    print_document({"a": 1}, lambda document, console: steps.append("shown"), as_json=True, write=steps.append)
     assert steps == [{"a": 1}, "shown"]
-    for callbacks in ({"show": fail}, {"show": lambda *_: None, "keep": fail}):
+    for callbacks in ({"show": fail}, {"show": lambda *_: None, "write": fail}):
         out = StringIO()
         with redirect_stdout(out), pytest.raises(OutriderError, match=r"the disk is gone\. The results are not lost"):
             print_document({"a": 1}, callbacks.pop("show"), as_json=False, **callbacks)
@@ -415,7 +415,7 @@ def test_interrupt_ends_the_answer_but_not_the_program(n, monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin.isatty", lambda: True)
     monkeypatch.setattr("outrider.cli.run._ask", lambda: next(inputs, ""))
     params = SamplingParams(n=n, max_tokens=8, ignore_eos=True, temperature=1.0, seed=1)
-    assert converse(llm, params, prompt=None, chat=False, teller=Output(llm, show=False, as_json=False))
+    assert converse(llm, params, prompt=None, chat=False, output=Output(llm, show=False, as_json=False))
     printed = capsys.readouterr()
     assert printed.err.count("tokens in") == 1  # only the second answer is complete
     assert printed.err.count(f"1 of {n}") == 2 * (n > 1)

@@ -154,7 +154,7 @@ def test_head_has_no_kv_cache():
 
 @pytest.fixture(scope="module")
 def nano():
-    return train_setup.house()
+    return train_setup.load_target()
 
 
 @torch.inference_mode()

@@ -194,13 +194,13 @@ def test_training_lowers_the_loss_and_raises_acceptance(nano):
     ],
 )
 def test_conflicting_options_are_rejected(kind, options, message):
-    setup = train_setup.house()
+    setup = train_setup.load_target()
     with pytest.raises(OutriderError, match=message):
         make_trainee(kind, make_settings(**options), make_setup(setup), setup.tables)
 
 
 def test_all_modules_are_trained():
-    setup = train_setup.house()
+    setup = train_setup.load_target()
     trainee = make_trainee("mtp", make_settings(mtp_modules=3), make_setup(setup), setup.tables)
     assert trainee.steps == 3
     trainer = Trainer(trainee, losses=parse("ce,length:0.5"), steps=3, decay=0.8, lr=1e-3)

@@ -1,4 +1,4 @@
-"""Small houses: an engine around a given target, and requests run through it."""
+"""Small engines around a given target, and requests run through it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What trainings are tested on: a small house, random texts, and a pupil whose guesses are its weights."""
+"""What trainings are tested on: a small target, random texts, and a draft whose predictions are its weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NANO = str(embedded("nano"))
 CPU = torch.device("cpu")
 
 
-def house(folder=NANO):
+def load_target(folder=NANO):
     """A target whose last states can be read; the embedded draft has two layers."""
     checkpoint = load_checkpoint(folder, dtype="float32", device="cpu")
     target = make_target(checkpoint, slots=2, context=64)
@@ -28,16 +28,16 @@ def house(folder=NANO):
     return SimpleNamespace(checkpoint=checkpoint, target=target, tables=target.share_weights())
 
 
-def make_setup(house):
+def make_setup(loaded):
     return ProposerSetup(
-        target=house.target,
-        vocab=house.target.vocab,
+        target=loaded.target,
+        vocab=loaded.target.vocab,
         slots=2,
         context=64,
         device=CPU,
         dtype=torch.float32,
         draw=Draw.ARGMAX,
-        tokenizer=house.checkpoint.tokenizer,
+        tokenizer=loaded.checkpoint.tokenizer,
     )
 
 

@@ -117,13 +117,13 @@ def fake_server(status, content):
 )
 def test_result_has_error_of_response(status, content, error):
     async def send_one(url):
-        async with client.connected(Settings(base_url=url, num_requests=1)) as (connection, model):
+        async with client.connect(Settings(base_url=url, num_requests=1)) as (connection, model):
             (request,) = plan_requests(Settings(num_requests=1), read_prompts(), model)
-            return await connection.ask(request, 0)
+            return await connection.send(request, 0)
 
     with fake_server(status, content) as url:
         result = asyncio.run(send_one(url))
-    assert result.done == (not error)
+    assert result.completed == (not error)
     assert error in result.error
 
 
@@ -131,7 +131,7 @@ def test_unreachable_server_is_an_error():
     with fake_server(200, b"") as url:
         pass  # the server has stopped after this block
     with pytest.raises(OutriderError, match="does not list a model"):
-        asyncio.run(client.put_load(Settings(base_url=url, num_requests=1), read_prompts()))
+        asyncio.run(client.run_load(Settings(base_url=url, num_requests=1), read_prompts()))
 
 
 def test_cancelled_requests_are_counted_separately():

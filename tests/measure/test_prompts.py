@@ -23,7 +23,7 @@ CALLERS = {
     "index": lambda llm, tokenizer: index._text_of(
         '{"messages": [{"role": "a", "content": "b"}]}', "x:1", None, tokenizer
     ),
-    "bench": lambda llm, tokenizer: chat_text(tokenizer, MESSAGES, asks=True),
+    "bench": lambda llm, tokenizer: chat_text(tokenizer, MESSAGES, add_generation_prompt=True),
 }
 
 
@@ -50,9 +50,9 @@ def test_error_of_a_chat_template_is_in_the_message(llm, monkeypatch, caller, te
 
 def test_generation_prompt_is_optional(llm):
     tokenizer = deepcopy(llm.parts.tokenizer)
-    with_prompt = chat_text(tokenizer, MESSAGES, asks=True)
-    without_prompt = chat_text(tokenizer, MESSAGES, asks=False)
+    with_prompt = chat_text(tokenizer, MESSAGES, add_generation_prompt=True)
+    without_prompt = chat_text(tokenizer, MESSAGES, add_generation_prompt=False)
     assert with_prompt.startswith(without_prompt)
     assert with_prompt != without_prompt
     assert chat_tokens(tokenizer, MESSAGES) == llm.encode_chat(MESSAGES)
-    assert tokenizer.decode(list(chat_tokens(tokenizer, MESSAGES, asks=False))) == without_prompt
+    assert tokenizer.decode(list(chat_tokens(tokenizer, MESSAGES, add_generation_prompt=False))) == without_prompt

@@ -14,7 +14,6 @@ from tests.helpers import source
 
 FILES = source.files()
 LAYERS = source.layers()
-EXCEPTIONS = {("tune", "bench")}  # named in the architecture page
 
 
 def test_every_folder_has_a_layer():
@@ -32,14 +31,9 @@ def test_imports_follow_the_layers(path):
     if own in source.LAYERLESS:
         return
     for other in source.imported_owners(path):
-        if other in source.LAYERLESS or other == own or (own, other) in EXCEPTIONS:
+        if other in source.LAYERLESS or other == own:
             continue
         assert LAYERS[other] < LAYERS[own], f"{own} imports {other}, which is not below it"
-
-
-def test_exceptions_are_used():
-    used = {(source.owner(path), other) for path in FILES for other in source.imported_owners(path)}
-    assert used >= EXCEPTIONS
 
 
 @pytest.mark.parametrize("name", ["outrider", "outrider.testing"])

@@ -28,8 +28,8 @@ from outrider.core.params import SamplingParams
 from outrider.errors import OutriderError
 from outrider.llm import LLM
 from outrider.loader.embedded import embedded
-from outrider.loadgen.client import put_load
-from outrider.loadgen.command import points
+from outrider.loadgen.client import run_load
+from outrider.loadgen.command import percentiles
 from outrider.loadgen.settings import Settings as LoadSettings
 from outrider.measure.prompts import read_prompts
 from outrider.serve.app import make_app
@@ -428,7 +428,7 @@ def test_load_generator_measures_latencies(server, loop, tmp_path):
     lines = [{"category": "a", "prompt": PROMPT}, {"category": "b", "messages": [{"role": "user", "content": "Hi"}]}]
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     settings = LoadSettings(base_url=server[0] + "/v1", num_requests=6, max_tokens=9, ignore_eos=True, k=0, **loop)
-    results, seconds = asyncio.run(put_load(settings, read_prompts(file)))
+    results, seconds = asyncio.run(run_load(settings, read_prompts(file)))
     assert [result.tokens for result in results] == [9] * 6
     assert not any(result.error for result in results)
     for result in results:
@@ -438,18 +438,18 @@ def test_load_generator_measures_latencies(server, loop, tmp_path):
 
 def test_load_generator_reports_errors(server):
     url = server[0] + "/v1"
-    results, _ = asyncio.run(put_load(LoadSettings(base_url=url, num_requests=2, model="other"), read_prompts()))
+    results, _ = asyncio.run(run_load(LoadSettings(base_url=url, num_requests=2, model="other"), read_prompts()))
     assert all("404" in result.error for result in results)
     with pytest.raises(OutriderError, match="does not list a model"):
-        asyncio.run(put_load(LoadSettings(base_url="http://127.0.0.1:9/v1"), read_prompts()))
+        asyncio.run(run_load(LoadSettings(base_url="http://127.0.0.1:9/v1"), read_prompts()))
     with pytest.raises(OutriderError, match="give one of them"):
         LoadSettings(request_rate=1.0, max_concurrency=2)
 
 
 def test_percentiles_are_measured_values():
-    assert points([0.003, 0.001, 0.002]) == {"p50": 2.0, "p95": 3.0, "p99": 3.0}
-    assert points([i / 1000 for i in range(1, 101)]) == {"p50": 50.0, "p95": 95.0, "p99": 99.0}
-    assert points([]) == {}
+    assert percentiles([0.003, 0.001, 0.002]) == {"p50": 2.0, "p95": 3.0, "p99": 3.0}
+    assert percentiles([i / 1000 for i in range(1, 101)]) == {"p50": 50.0, "p95": 95.0, "p99": 99.0}
+    assert percentiles([]) == {}
 
 
 def test_api_key_and_body_limit():

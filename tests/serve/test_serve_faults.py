@@ -481,7 +481,7 @@ def test_command_after_stop_is_answered():
     async_llm = AsyncLLM(LLM(**OPTIONS, max_num_seqs=2), max_queued_requests=2, max_num_seqs=2)
 
     async def submit_and_stop():
-        (stream,) = async_llm.submit(PROMPT, SamplingParams(max_tokens=5), StreamContent.END)
+        (stream,) = async_llm.submit(async_llm.frontend.encode(PROMPT), SamplingParams(max_tokens=5), StreamContent.END)
         async_llm._stopping = True  # before the thread has read the command
         async_llm.start()
         async for chunks in stream.chunks():

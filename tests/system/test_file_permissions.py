@@ -43,9 +43,9 @@ def feature_cache(folder):
 
 
 def trained_draft(folder):
-    house = train_setup.house()
+    loaded = train_setup.load_target()
     settings = train_setup.make_settings(init_from=train_setup.NANO)
-    make_trainee(DRAFT, settings, train_setup.make_setup(house), house.tables).save(folder)
+    make_trainee(DRAFT, settings, train_setup.make_setup(loaded), loaded.tables).save(folder)
 
 
 def trainer_state(folder):

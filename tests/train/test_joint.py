@@ -43,7 +43,7 @@ TEXTS = [
 
 @pytest.fixture(scope="module")
 def nano():
-    return train_setup.house()
+    return train_setup.load_target()
 
 
 def make_joint_trainee(loaded, *, kind="mtp", weight=0.3, **options):
@@ -155,7 +155,7 @@ def test_target_embeddings_and_lm_head_use_adamw(nano):
 
 
 def test_evaluation_updates_the_target_of_the_engine():
-    loaded = train_setup.house()
+    loaded = train_setup.load_target()
     trainee = make_joint_trainee(loaded)
     before = loaded.target.share_weights().head.clone()
     with torch.no_grad():
@@ -293,7 +293,7 @@ def test_training_uses_whole_texts_and_evaluation_their_first_half(data, tmp_pat
 @pytest.mark.parametrize("name", ["Qwen3Config", "MixtralConfig"])
 def test_other_architectures_are_trained_on_the_states_of_the_engine(name, tmp_path):
     tiny.save(tmp_path, tiny.make_config(name, hidden_size=64), seed=3)
-    loaded = train_setup.house(tmp_path)
+    loaded = train_setup.load_target(tmp_path)
     settings = make_settings(target=str(tmp_path), train_target=0.3)
     trainee = JointTrainee("mtp", settings, make_setup(loaded), loaded.tables)
     tokens = (1, 2, 3, 4, 5)

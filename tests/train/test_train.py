@@ -47,7 +47,7 @@ from tests.helpers.train_setup import (
 
 @pytest.fixture(scope="module")
 def nano():
-    return train_setup.house()
+    return train_setup.load_target()
 
 
 # Losses
@@ -489,7 +489,7 @@ def test_narrow_draft_starts_with_principal_directions_of_the_tables():
 
 
 def test_narrow_draft_is_trained_further_as_the_same_kind(tmp_path):
-    mini = train_setup.house(str(embedded("mini")))
+    mini = train_setup.load_target(str(embedded("mini")))
     setup = make_setup(mini)
     first = make_trainee("slim", make_settings(hidden_size=64, draft_vocab_size=50), setup, mini.tables)
     first.save(tmp_path / "slim")
@@ -570,7 +570,7 @@ def test_draft_model_has_the_logits_of_transformers(nano):
 def test_draft_models_of_several_architectures_can_be_trained(name, tmp_path):
     for role, architecture in (("target", "llama"), ("draft", name)):
         tiny.save(tmp_path / role, tiny.ARCHITECTURES[architecture](), seed=len(role))
-    loaded = train_setup.house(tmp_path / "target")
+    loaded = train_setup.load_target(tmp_path / "target")
     settings = make_settings(init_from=str(tmp_path / "draft"))
     trainee = make_trainee(DRAFT, settings, make_setup(loaded), loaded.tables)
     texts = make_texts(hidden=32, vocab=tiny.VOCAB)

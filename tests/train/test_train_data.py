@@ -38,7 +38,7 @@ from tests.helpers.train_setup import CPU, NANO, Still, make_request, make_sampl
 
 @pytest.fixture(scope="module")
 def nano():
-    return train_setup.house()
+    return train_setup.load_target()
 
 
 # Answers and hidden states

@@ -35,7 +35,7 @@ def targets(tmp_path_factory):
 @pytest.fixture(scope="module")
 def head(targets, tmp_path_factory):
     """A slim head for the target `previous`, with noise in all of its weights."""
-    loaded = train_setup.house(targets / "previous")
+    loaded = train_setup.load_target(targets / "previous")
     folder = tmp_path_factory.mktemp("head")
     settings = make_settings(hidden_size=64, draft_vocab_size=50)
     trainee = make_trainee("slim", settings, make_setup(loaded), loaded.tables)
@@ -66,7 +66,7 @@ def _options(head, previous, **options):
 
 
 def test_head_moved_to_its_own_target_is_unchanged(targets, head):
-    loaded = train_setup.house(targets / "previous")
+    loaded = train_setup.load_target(targets / "previous")
     samples = _samples(loaded)
     original = read_head(head, dtype=torch.float32, device=torch.device("cpu"))
     trainee = make_trainee("slim", _options(head, targets / "previous"), make_setup(loaded), loaded.tables)
@@ -90,7 +90,7 @@ def test_head_moved_to_its_own_target_is_unchanged(targets, head):
 
 def test_fitted_fusion_layer_is_optimal(targets, head):
     """On the fitted sequences, no other fusion layer has a smaller error, apart from the regularization."""
-    previous, new = (train_setup.house(targets / name) for name in ("previous", "new"))
+    previous, new = (train_setup.load_target(targets / name) for name in ("previous", "new"))
     previous_samples = _samples(previous)
     samples = _samples(new)
     trainee = make_trainee("slim", _options(head, targets / "previous"), make_setup(new), new.tables)
@@ -143,7 +143,7 @@ def test_training_moves_a_head_to_another_target(targets, head, tmp_path):
 
 
 def test_invalid_moves_are_rejected(targets, head, tmp_path):
-    previous, new = (train_setup.house(targets / name) for name in ("previous", "new"))
+    previous, new = (train_setup.load_target(targets / name) for name in ("previous", "new"))
     with pytest.raises(OutriderError, match="add --init-from DIR, or leave it out"):
         make_settings(init_target="x")
     with pytest.raises(OutriderError, match="does not read the hidden states of a target"):

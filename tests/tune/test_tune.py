@@ -12,7 +12,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from outrider import LLM, OutriderError, SamplingParams
-from outrider.bench.memory import MemoryUse
+from outrider.benchmarking.memory import MemoryUse
 from outrider.cli.app import app
 from outrider.cli.options import EngineOptions, ModelOptions
 from outrider.core.config import EngineConfig
@@ -98,7 +98,7 @@ def trial(variant, batch_number=0, *, seconds=1.0, prefill=0.1, tokens=10, categ
         tokens=tokens,
         seconds=seconds,
         prefill_seconds=prefill,
-        pace=DecodeSpeed(tokens=tokens - 1, seconds=seconds - prefill),
+        speed=DecodeSpeed(tokens=tokens - 1, seconds=seconds - prefill),
         stats=stats,
         categories={category: stats},
         output_thirds=(stats, stats, stats),
@@ -523,7 +523,7 @@ def test_config_that_recommends_plain_decoding(tmp_path):
     file = str(advice_file(tmp_path / "advice.json", proposer="none", k=0))
     assert configured(ModelOptions(), file, given=()).k == 0
     with pytest.raises(OutriderError, match="recommends plain decoding, so there is nothing to compare"):
-        configured(EngineOptions(), file, given=(), least=1)
+        configured(EngineOptions(), file, given=(), min_k=1)
     with pytest.raises(OutriderError, match="recommends plain decoding, and k was given"):
         configured(EngineOptions(k=8), file, given={"k"})
 

@@ -75,7 +75,7 @@ def greedy(model: Any, folder: Path, prompts: Sequence[Prompt], count: int) -> l
     for prompt in prompts:
         if prompt.messages and not tokenizer.chat_template:
             continue
-        text = prompt.prompt or chat_text(tokenizer, prompt.messages or (), asks=True)
+        text = prompt.prompt or chat_text(tokenizer, prompt.messages or (), add_generation_prompt=True)
         ids = torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]])
         output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False)
         texts.append(Text(tokens=output[0, :-1], prompt=ids.shape[1]))

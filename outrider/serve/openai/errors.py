@@ -58,15 +58,15 @@ class ErrorBody(BaseModel):
     code: str | None
 
 
-class Problem(BaseModel):
+class ErrorResponse(BaseModel):
     """The body of an error response."""
 
     error: ErrorBody
 
 
 RESPONSES: dict[int | str, dict[str, Any]] = {
-    "4XX": {"model": Problem, "description": "The request is invalid. The message says why."},
-    "5XX": {"model": Problem, "description": "The server failed, or the request timed out."},
+    "4XX": {"model": ErrorResponse, "description": "The request is invalid. The message says why."},
+    "5XX": {"model": ErrorResponse, "description": "The server failed, or the request timed out."},
 }
 STREAM_RESPONSES: dict[int | str, dict[str, Any]] = {
     200: {

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from outrider.errors import OutriderError
-from outrider.measure.prompts import Line, Prompt, by_category, chat_tokens, read_lines, text_tokens, turns
+from outrider.measure.prompts import Line, Prompt, by_category, chat_tokens, parse_messages, read_lines, text_tokens
 
 _EVAL_SHARE = 0.05  # of the prompts, if there is no --eval-data
 _MAX_EVAL_PROMPTS = 64
@@ -68,7 +68,7 @@ def encoded(tokenizer: Any, prompt: Prompt, *, whole: bool = False) -> tuple[int
         if prompt.messages is None:
             tokens = text_tokens(tokenizer, prompt.prompt or "")
         else:
-            tokens = chat_tokens(tokenizer, prompt.messages, asks=not whole)
+            tokens = chat_tokens(tokenizer, prompt.messages, add_generation_prompt=not whole)
     except OutriderError as error:
         raise OutriderError(f"{prompt.id}: {error}") from error
     if not tokens:
@@ -90,7 +90,7 @@ def _prompt(line: Line) -> Prompt:
     messages = line.fields.get("messages")
     category = str(line.fields.get("category", ""))
     if messages is not None:
-        return Prompt(id=line.where, category=category, prompt=None, messages=turns(messages, line.where))
+        return Prompt(id=line.where, category=category, prompt=None, messages=parse_messages(messages, line.where))
     if not isinstance(prompt, str) or not prompt:
         raise OutriderError(f"{line.where}: no prompt; give lines like {_LINE_FORMAT}")
     return Prompt(id=line.where, category=category, prompt=prompt, messages=None)

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from outrider.report.page import framed, opening, pairs, section
+from outrider.report.page import html_page, page_header, pairs_table, section
 
 
 def page(document: dict[str, Any], lines: Sequence[dict[str, Any]]) -> str:
     """Return the HTML report of a training, from its document and the lines of its log."""
     from outrider.train.report.plots import draw
 
-    conditions = section("Conditions", pairs(_conditions(document, lines)))
-    return framed("outrider train", _header(document), draw(lines), conditions)
+    conditions = section("Conditions", pairs_table(_conditions(document, lines)))
+    return html_page("outrider train", _header(document), draw(lines), conditions)
 
 
 def _header(document: dict[str, Any]) -> str:
@@ -23,7 +23,7 @@ def _header(document: dict[str, Any]) -> str:
     )
     tiles = [(f"{result['tau']:.2f}", f"tokens per pass at {name}") for name, result in document["held_out"].items()]
     version = document["versions"]["outrider"]
-    return opening(f"outrider {version} train", f"{document['kind']} for {document['target']}", about, tiles)
+    return page_header(f"outrider {version} train", f"{document['kind']} for {document['target']}", about, tiles)
 
 
 def _conditions(document: dict[str, Any], lines: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:

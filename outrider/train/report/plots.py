@@ -17,7 +17,7 @@ _HEIGHT = 2.7  # inches
 
 def draw(lines: Lines) -> list[svg.Plot]:
     """Return all plots for which the log has data."""
-    return svg.drawn(_PLOTS, lines)
+    return svg.draw_plots(_PLOTS, lines)
 
 
 def _loss(lines: Lines) -> Figure | None:
@@ -101,7 +101,7 @@ def _label_cycles(axes: Axes, label: str | None) -> None:
         axes.set_ylabel(label)
 
 
-_PLOTS: tuple[svg.Drawing[Lines], ...] = (
+_PLOTS: tuple[svg.PlotSpec[Lines], ...] = (
     (_loss, "Loss", "Mean over the steps of each generation cycle, on the training data."),
     (
         _alpha,

@@ -6,31 +6,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import add
-from time import perf_counter
 from typing import Protocol
 
-from outrider.core.params import SamplingParams
+from outrider.benchmarking.jobs import Job
+from outrider.benchmarking.timeline import run_jobs
 from outrider.core.stats import Stats, StatsAccumulator
-from outrider.core.types import Batch, Draft, FinishReason, SequenceState
-from outrider.errors import OutriderError
+from outrider.core.types import Batch, Draft, SequenceState
 from outrider.llm import LLM
-from outrider.measure.clock import DecodeSpeed, EmitEvent, decode_pace, opening, timed, token_gaps
+from outrider.measure.clock import DecodeSpeed
 from outrider.plan.planner import FixedPlanner, Planner
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """One prompt to complete."""
-
-    prompt: tuple[int, ...]  # token ids
-    params: SamplingParams  # with a seed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
     """One run of a variant over one batch of prompts."""
 
-    pace: DecodeSpeed
+    speed: DecodeSpeed
     inter_token_latencies: tuple[float, ...]  # seconds between tokens
     stats: Stats | None = None  # passes of the whole run; rounds and seconds of decoding only. None: a peer
 
@@ -74,29 +65,14 @@ class OutriderRunner:
         self._k = k
 
     def run(self, jobs: Sequence[Job]) -> Trial:
-        engine = self._llm.engine
         self._planner.k = self._k
-        seqs: dict[int, SequenceState | None] = {}
-        for job in jobs:
-            seqs |= dict.fromkeys(self._llm.submit(job.prompt, job.params))
-        events = [EmitEvent(at=perf_counter(), emitted=(0,) * len(seqs))]
-        snapshots = [engine.stats]
-        while engine.busy():
-            for seq in engine.step():
-                seqs[seq.request.id] = seq
-            now = perf_counter()
-            events.append(
-                EmitEvent(at=now, emitted=tuple(seq.num_output_tokens if seq else 0 for seq in seqs.values()))
-            )
-            snapshots.append(engine.stats)
-        counts = [_counts(seq, exact=engine.stats.exact) for seq in seqs.values() if seq]
-        stats = timed(reduce(add, counts), snapshots[opening(events)], snapshots[-1])
-        return Trial(pace=decode_pace(events), inter_token_latencies=tuple(token_gaps(events)), stats=stats)
+        timeline = run_jobs(self._llm, jobs)
+        counts = [_counts(seq, exact=timeline.exact) for seq in timeline.seqs]
+        stats = timeline.with_times(reduce(add, counts))
+        return Trial(speed=timeline.speed(), inter_token_latencies=timeline.token_gaps(), stats=stats)
 
 
 def _counts(seq: SequenceState, *, exact: bool) -> Stats:
-    if seq.finish_reason is FinishReason.ERROR:
-        raise OutriderError(f"a prompt could not be completed: {seq.error}; try another dtype")
     return Stats.of_passes(
         seq.rounds, drafted=seq.num_draft_tokens, prompt=len(seq.request.prompt_token_ids), exact=exact
     )
