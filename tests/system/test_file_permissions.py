@@ -43,13 +43,13 @@ def feature_cache(folder):
 
 
 def trained_draft(folder):
-    house = train_setup.house()
+    loaded = train_setup.load_target()
     settings = train_setup.make_settings(init_from=train_setup.NANO)
-    make_trainee(DRAFT, settings, train_setup.make_setup(house), house.tables).save(folder)
+    make_trainee(DRAFT, settings, train_setup.make_setup(loaded), loaded.tables).save(folder)
 
 
 def trainer_state(folder):
-    Trainer(train_setup.Still(1, 4), losses={"ce": 1.0}, steps=1, decay=1.0, lr=0.1).save(folder)
+    Trainer(train_setup.ConstantTrainee(1, 4), losses={"ce": 1.0}, steps=1, decay=1.0, lr=0.1).save(folder)
 
 
 def inflated_model(folder):

@@ -35,7 +35,7 @@ def targets(tmp_path_factory):
 @pytest.fixture(scope="module")
 def head(targets, tmp_path_factory):
     """A slim head for the target `previous`, with noise in all of its weights."""
-    loaded = train_setup.house(targets / "previous")
+    loaded = train_setup.load_target(targets / "previous")
     folder = tmp_path_factory.mktemp("head")
     settings = make_settings(hidden_size=64, draft_vocab_size=50)
     trainee = make_trainee("slim", settings, make_setup(loaded), loaded.tables)
@@ -66,7 +66,7 @@ def _options(head, previous, **options):
 
 
 def test_head_moved_to_its_own_target_is_unchanged(targets, head):
-    loaded = train_setup.house(targets / "previous")
+    loaded = train_setup.load_target(targets / "previous")
     samples = _samples(loaded)
     original = read_head(head, dtype=torch.float32, device=torch.device("cpu"))
     trainee = make_trainee("slim", _options(head, targets / "previous"), make_setup(loaded), loaded.tables)
@@ -74,8 +74,8 @@ def test_head_moved_to_its_own_target_is_unchanged(targets, head):
 
     @torch.no_grad()
     def relative_error():
-        fused = trainee.module.fused(states)
-        expected = original.fused(states)
+        fused = trainee.module.fuse_states(states)
+        expected = original.fuse_states(states)
         return float((fused - expected).norm() / (expected - expected.mean(0)).norm())
 
     before = relative_error()
@@ -90,18 +90,18 @@ def test_head_moved_to_its_own_target_is_unchanged(targets, head):
 
 def test_fitted_fusion_layer_is_optimal(targets, head):
     """On the fitted sequences, no other fusion layer has a smaller error, apart from the regularization."""
-    previous, new = (train_setup.house(targets / name) for name in ("previous", "new"))
+    previous, new = (train_setup.load_target(targets / name) for name in ("previous", "new"))
     previous_samples = _samples(previous)
     samples = _samples(new)
     trainee = make_trainee("slim", _options(head, targets / "previous"), make_setup(new), new.tables)
     assert trainee.module.description.target_hidden == 96
     original = read_head(head, dtype=torch.float32, device=torch.device("cpu"))
     trainee.begin(lambda: samples)
-    expected = torch.cat([original.fused(sample.states[:, :3].float()) for sample in previous_samples])
+    expected = torch.cat([original.fuse_states(sample.states[:, :3].float()) for sample in previous_samples])
 
     @torch.no_grad()
     def squared_error():
-        fused = torch.cat([trainee.module.fused(sample.states[:, :3].float()) for sample in samples])
+        fused = torch.cat([trainee.module.fuse_states(sample.states[:, :3].float()) for sample in samples])
         return float((fused - expected).square().sum())
 
     best = squared_error()
@@ -136,14 +136,14 @@ def test_training_moves_a_head_to_another_target(targets, head, tmp_path):
         target=str(targets / "new"),
     )
     document, lines = Training("slim", settings).run(QUIET)
-    assert document["waves"] == len(lines) == 2
+    assert document["cycles"] == len(lines) == 2
     assert read_head(tmp_path / "out", dtype=torch.float32, device=torch.device("cpu")).description.target_hidden == 96
     with pytest.raises(OutriderError, match="has a training with other options"):
         Training("slim", replace(settings, init_target=str(targets / "new")))
 
 
 def test_invalid_moves_are_rejected(targets, head, tmp_path):
-    previous, new = (train_setup.house(targets / name) for name in ("previous", "new"))
+    previous, new = (train_setup.load_target(targets / name) for name in ("previous", "new"))
     with pytest.raises(OutriderError, match="add --init-from DIR, or leave it out"):
         make_settings(init_target="x")
     with pytest.raises(OutriderError, match="does not read the hidden states of a target"):
